@@ -1,0 +1,189 @@
+"""Save, find and restore checkpoints: tensors through torch.distributed.checkpoint, everything else as JSON.
+
+checkpoints/step-00000100/ holds the tensors of every rank (*.distcp, .metadata), state.json and the tokenizer. It is
+written beside under another name and renamed when all of it is on disk: a folder with that name is a whole checkpoint.
+"""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+
+import config
+from config import ConfigError
+from parallel.materialize import named_parameters
+
+STATE = "state.json"
+# What decides weights and data order. The rest (steps, intervals, ranks, precision, learning rate) may change.
+GUARDED = ("model", "data", "run.seed", "train.seq_len", "train.global_batch_size")
+
+
+def root(cfg: config.Config) -> pathlib.Path:
+    return config.run_folder(cfg) / "checkpoints"
+
+
+def path_of(cfg: config.Config, step: int) -> pathlib.Path:
+    return root(cfg) / f"step-{step:08d}"
+
+
+def saved_steps(folder: pathlib.Path) -> list[int]:
+    """Steps of the whole checkpoints in a run's checkpoints folder, ascending."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(match[1]) for entry in folder.iterdir()
+                  if (match := re.fullmatch(r"step-(\d{8,})", entry.name)) and (entry / STATE).is_file()
+                  and (entry / ".metadata").is_file() and not entry.is_symlink())
+
+
+def choose(cfg: config.Config) -> int:
+    """The step to go on from, 0 for none. Raises ConfigError where what `resume` says does not fit what is there."""
+    if cfg.checkpoint is None:
+        return 0
+    steps, resume = saved_steps(root(cfg)), cfg.checkpoint.resume
+    if resume == "never" and steps:
+        raise ConfigError(f'[checkpoint] resume = "never": {root(cfg)} holds checkpoints; choose another run.name, or '
+                          "move them away")
+    if isinstance(resume, int) and resume not in steps:
+        raise ConfigError(f"[checkpoint] resume = {resume}: {root(cfg)} has no such checkpoint; it has "
+                          f"{', '.join(map(str, steps)) or 'none'}")
+    start = resume if isinstance(resume, int) else max(steps, default=0)
+    if start:
+        check_same_run(cfg, path_of(cfg, start))
+    return start
+
+
+def choose_for_evaluation(cfg: config.Config) -> int:
+    steps = saved_steps(root(cfg))
+    if not steps:
+        raise ConfigError(f"{root(cfg)}: holds no checkpoint to evaluate")
+    return max(steps)
+
+
+def read_state(folder: pathlib.Path) -> dict:
+    try:
+        return json.loads((folder / STATE).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / STATE}: cannot be read: {error}") from None
+
+
+def check_same_run(cfg: config.Config, folder: pathlib.Path) -> None:
+    """Raises ConfigError naming every option that decides weights or data order and differs from the checkpoint's."""
+    before, now, problems = _flat(read_state(folder)["config"]), _flat(config.to_dict(cfg)), []
+    for key in sorted(before.keys() | now.keys()):
+        guarded = any(key == g or key.startswith(g + ".") for g in GUARDED) and key != "data.path"
+        if guarded and before.get(key) != now.get(key) and key not in cfg.checkpoint.allow_changed:
+            problems.append(f"{key} = {now.get(key)}: {folder} was trained with {before.get(key)}; go on with that, "
+                            f'choose another run.name, or allow it: checkpoint.allow_changed = ["{key}"]')
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _flat(table: dict, prefix: str = "") -> dict:
+    flat = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint under its name: "model.<parameter>" and "optim.<parameter>.<state>"."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in named_parameters(model):
+        found[f"model.{name}"] = parameter.detach()
+        if optimizer is not None:
+            found |= {f"optim.{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+    return found
+
+
+def save(cfg: config.Config, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict,
+         extra_files: Iterable[pathlib.Path]) -> pathlib.Path:
+    """Writes the checkpoint of a step, on all ranks together, and purges what keep_last lets go. `state` must be
+    JSON; extra_files (the tokenizer) are copied along."""
+    final = path_of(cfg, step)
+    temporary = final.with_name(f".{final.name}.tmp")
+    first = dist.get_rank() == 0
+    if first:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    dist.barrier()
+    # One thread: with more, this writer reports success after a failed write (pytorch issue 191391).
+    dcp.save(tensors_of(model, optimizer), storage_writer=FileSystemWriter(temporary, thread_count=1, overwrite=False))
+    if first:
+        for path in extra_files:
+            shutil.copyfile(path, temporary / path.name)
+        (temporary / STATE).write_text(json.dumps(state, indent=2))
+        for path in [*temporary.iterdir(), temporary]:
+            sync(path)
+        temporary.rename(final)
+        sync(final.parent)
+        purge(cfg)
+    dist.barrier()
+    return final
+
+
+def sync(path: pathlib.Path) -> None:
+    """Makes a file's content, or a folder's names, survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def purge(cfg: config.Config) -> None:
+    """Removes unfinished folders, and whole checkpoints beyond keep_last that are no milestones. Rank 0 only."""
+    for entry in root(cfg).glob(".step-*.tmp"):
+        shutil.rmtree(entry)
+    if cfg.checkpoint.keep_last is None:
+        return
+    every = cfg.checkpoint.keep_every_steps
+    for step in saved_steps(root(cfg))[: -cfg.checkpoint.keep_last]:
+        if not (every and step % every == 0):
+            folder = path_of(cfg, step)
+            (folder / STATE).unlink()  # first: what is half removed must not look whole
+            shutil.rmtree(folder)
+
+
+def restore(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Reads a checkpoint of any number of ranks into this model's shards. Raises ConfigError where it cannot be read,
+    or names, shapes or types differ."""
+    wanted = tensors_of(model, optimizer)
+    reader = FileSystemReader(folder)
+    try:
+        stored = reader.read_metadata().state_dict_metadata
+    except Exception as error:
+        raise ConfigError(f"{folder}: cannot be read: {error}") from None
+    problems = [f"{folder}: has no {name}" for name in wanted.keys() - stored.keys()]
+    if optimizer is not None:
+        problems += [f"{folder}: has {name}, which this model does not" for name in stored.keys() - wanted.keys()]
+    for name in wanted.keys() & stored.keys():
+        for what, ours, theirs in (("shape", wanted[name].shape, stored[name].size),
+                                   ("type", wanted[name].dtype, stored[name].properties.dtype)):
+            if ours != theirs:
+                problems.append(f"{folder}: {name} has {what} {theirs}, this model's is {ours}")
+    if problems:
+        raise ConfigError(*sorted(problems))
+    try:
+        # DCP copies into these tensors in place; without a process group it reads alone.
+        dcp.load(wanted, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=not dist.is_initialized())
+    except dcp.CheckpointException as error:  # a BaseException
+        raise ConfigError(f"{folder}: cannot be read: {error}") from None
+
+
+def set_aside(cfg: config.Config, step: int) -> None:
+    """Renames the checkpoints after a step that training goes on from. Rank 0 only."""
+    for later in saved_steps(root(cfg)):
+        if later > step:
+            folder = path_of(cfg, later)
+            target, n = folder.with_name(f"{folder.name}.superseded"), 1
+            while target.exists():
+                target, n = folder.with_name(f"{folder.name}.{n}.superseded"), n + 1
+            folder.rename(target)

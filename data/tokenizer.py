@@ -1,0 +1,97 @@
+"""Text <-> token ids: a sentencepiece model from a file, or one trained here."""
+
+import io
+import pathlib
+import re
+from collections.abc import Iterable
+
+from config import ConfigError
+
+# sentencepiece writes a space as this character, and reads it back as a space
+SPACE = "\u2581"
+
+
+class Tokenizer:
+    """A sentencepiece model. encode() and decode() are inverse to each other for models trained here (byte fallback,
+    no normalisation), also on text that holds sentencepiece's own space mark."""
+
+    def __init__(self, path: str | pathlib.Path):
+        """Raises ConfigError where the file is missing or is no sentencepiece model."""
+        import sentencepiece
+
+        try:
+            self.model_bytes = pathlib.Path(path).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{path}: tokenizer cannot be read: {error.strerror}") from None
+        self.model = sentencepiece.SentencePieceProcessor()
+        try:
+            self.model.LoadFromSerializedProto(self.model_bytes)
+            self.vocab_size = self.model.vocab_size()
+        except (RuntimeError, ValueError):
+            self.vocab_size = 0
+        if not self.vocab_size:
+            raise ConfigError(f"{path}: is no sentencepiece model (first bytes: {self.model_bytes[:16]!r})")
+        self.bos = [self.model.bos_id()] if self.model.bos_id() >= 0 else []
+        self.eos = [self.model.eos_id()] if self.model.eos_id() >= 0 else []
+        mark = [self.model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
+        exact = self.model.unk_id() not in mark and self.model.encode("a", out_type=str)[:1] == ["a"]
+        self.mark = mark if exact else None  # the space mark spelt in bytes, which decode() leaves alone
+
+    def encode(self, texts: list[str], threads: int = 1) -> list[list[int]]:
+        """Ids of each text, without begin and end marks. Raises ValueError for text that is no Unicode (lone
+        surrogates)."""
+        for text in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"not valid Unicode: {error.reason} at character {error.start}") from None
+        ids = self.model.encode(texts, num_threads=threads)
+        if self.mark:
+            for i, text in enumerate(texts):
+                if SPACE in text:
+                    ids[i] = self._encode_with_mark(text)
+        return ids
+
+    def _encode_with_mark(self, text: str) -> list[int]:
+        first, *rest = self.model.encode(text.split(SPACE))
+        return first + [token for part in rest for token in (*self.mark, *part)]
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids; begin and end marks, and ids that the model does not have, give nothing."""
+        return self.model.decode([i for i in ids if 0 <= i < self.vocab_size])
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, threads: int) -> bytes:
+    """Trains a byte-pair model of `vocab_size` pieces: no normalisation, all white space kept, unknown characters as
+    bytes. Returns the model file's content. Raises ConfigError with a vocabulary that works where this one does not."""
+    import sentencepiece
+
+    model = io.BytesIO()
+    lines = (line for text in texts for line in text.splitlines() if line and "\0" not in line)
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines,
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type="bpe",
+            byte_fallback=True,
+            character_coverage=0.9999,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            user_defined_symbols=["\n"],  # lines are trained one by one, so no piece would hold their end
+            max_sentence_length=1 << 16,
+            num_threads=threads,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        where = f"[model] vocab_size = {vocab_size}"
+        if most := re.search(r"value <= (\d+)", str(error)):
+            raise ConfigError(f"{where}: the text is too little to train so large a tokenizer; the largest that works "
+                              f"is {most[1]}") from None
+        if least := re.search(r"required_chars. \d+ vs (\d+)", str(error)):
+            raise ConfigError(f"{where}: too small for a tokenizer of this text; the smallest that works is "
+                              f"{least[1]}") from None
+        raise ConfigError(f"{where}: no tokenizer could be trained: {error}") from None
+    return model.getvalue()

@@ -1,0 +1,72 @@
+"""Prepared token files: one flat stream of ids per split, memory-mapped, cut into windows."""
+
+import json
+import mmap
+import pathlib
+from dataclasses import dataclass
+
+from config import ConfigError
+
+MANIFEST = "manifest.json"
+WIDTH = {"uint16": 2, "int32": 4}  # bytes per token
+
+
+def read_manifest(folder: pathlib.Path) -> dict | None:
+    """What data/prepare.py wrote of a folder of token files; None where there is none."""
+    try:
+        return json.loads((folder / MANIFEST).read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / MANIFEST}: cannot be read ({error}); delete the folder to prepare it again") from None
+
+
+def window_count(tokens: int, seq_len: int) -> int:
+    """Full windows: window k is tokens k*S ... k*S+S, S inputs and, one further, S targets."""
+    return max(0, (tokens - 1) // seq_len)
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """A memory-mapped split. Resident memory is what is being read, whatever the size of the file."""
+
+    path: pathlib.Path
+    length: int  # tokens
+    dtype: str
+    vocab_size: int  # of the model: ids must lie below
+    data: mmap.mmap | bytes
+
+    def read(self, start: int, stop: int) -> "tuple[bytes, torch.Tensor]":  # noqa: F821
+        """(the bytes, the ids (stop - start) as int64) of tokens start ... stop-1."""
+        import torch  # here: preparing data needs none
+
+        width = WIDTH[self.dtype]
+        raw = self.data[start * width : stop * width]
+        ids = torch.frombuffer(bytearray(raw), dtype=getattr(torch, self.dtype)).to(torch.int64)
+        if ids.max() >= self.vocab_size or ids.min() < 0:
+            at = int(((ids >= self.vocab_size) | (ids < 0)).nonzero()[0])
+            raise ConfigError(f"{self.path}: token {start + at} has id {int(ids[at])}, but [model] vocab_size = "
+                              f"{self.vocab_size}; delete {self.path.parent} to prepare it again")
+        return raw, ids
+
+
+def open_stream(folder: pathlib.Path, split: str, vocab_size: int) -> TokenStream:
+    """Opens "train" or "heldout" of a prepared folder. Raises ConfigError where it is missing, cut, or made for a
+    larger vocabulary than the model's."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise ConfigError(f"{folder}: holds no prepared data; `python -m data.prepare CONFIG` makes it")
+    if manifest["vocab_size"] > vocab_size:
+        raise ConfigError(f"[model] vocab_size = {vocab_size}: smaller than the tokenizer of {folder}, which has "
+                          f"{manifest['vocab_size']} pieces")
+    path, length, dtype = folder / f"{split}.bin", manifest["tokens"][split], manifest["dtype"]
+    try:
+        size = path.stat().st_size
+        if size != length * WIDTH[dtype]:
+            raise ConfigError(f"{path}: has {size} bytes, its manifest says {length * WIDTH[dtype]}: it was cut or "
+                              f"changed; delete {folder} to prepare it again")
+        with path.open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    return TokenStream(path, length, dtype, vocab_size, data)

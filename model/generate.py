@@ -1,0 +1,90 @@
+"""Sample text from a checkpoint, or from a run's newest one, with the tokenizer that lies beside it.
+
+    python -m model.generate outputs/tiny --prompt "def "
+"""
+
+import argparse
+import pathlib
+import sys
+
+import torch
+from torch import Tensor, nn
+
+import config
+from config import ConfigError
+
+
+@torch.no_grad()
+def generate(model: nn.Module, tokens: Tensor, count: int, temperature: float, context: int, seed: int = 0) -> Tensor:
+    """Continues tokens (B, T) by `count` more each, looking back at `context` of them; greedy at temperature 0.
+
+    Plain: the whole context is computed again for each token. On several ranks all must call it, with equal arguments.
+    """
+    generator = torch.Generator(tokens.device).manual_seed(seed)
+    for _ in range(count):
+        logits = model(tokens[:, -context:])[:, -1].float()  # (B, V)
+        if temperature == 0:
+            chosen = logits.argmax(-1, keepdim=True)  # (B, 1)
+        else:
+            chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)  # (B, 1)
+        tokens = torch.cat([tokens, chosen], dim=-1)  # (B, T+1)
+    return tokens
+
+
+def continue_text(model: nn.Module, tokenizer, prompt: str, count: int, temperature: float, context: int,
+                  device: torch.device, seed: int = 0) -> str:
+    """The prompt and its continuation, up to the end mark where there is one."""
+    ids = [*tokenizer.bos, *tokenizer.encode([prompt])[0]]
+    if not ids:
+        raise ConfigError("--prompt: is empty, and the tokenizer has no begin mark to start from")
+    out = generate(model, torch.tensor([ids], device=device), count, temperature, context, seed)[0].tolist()
+    new = out[len(ids) :]
+    if tokenizer.eos and tokenizer.eos[0] in new:
+        new = new[: new.index(tokenizer.eos[0])]
+    return tokenizer.decode(ids + new)
+
+
+def find_checkpoint(path: pathlib.Path) -> pathlib.Path:
+    """The folder itself where it is a checkpoint, else the newest of that run. Raises ConfigError."""
+    import checkpoint
+
+    if (path / checkpoint.STATE).is_file():
+        return path
+    steps = checkpoint.saved_steps(path / "checkpoints")
+    if not steps:
+        raise ConfigError(f"{path}: is neither a checkpoint nor a run with one")
+    return path / "checkpoints" / f"step-{steps[-1]:08d}"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m model.generate", description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint", type=pathlib.Path, metavar="CKPT_OR_RUN")
+    parser.add_argument("--prompt", required=True, metavar="TEXT")
+    parser.add_argument("--tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: greedy")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+
+    # Upwards, as a tool's main may: the model itself knows nothing of checkpoints.
+    import checkpoint
+    from data.tokenizer import Tokenizer
+    from model.llama import Llama
+
+    try:
+        if args.tokens < 1 or not args.temperature >= 0:
+            raise ConfigError("--tokens must be at least 1, --temperature at least 0")
+        folder = find_checkpoint(args.checkpoint)
+        cfg = config.from_dict(checkpoint.read_state(folder)["config"], str(folder / checkpoint.STATE))
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = Llama(cfg.model).to(device)
+        checkpoint.restore(folder, model, None)
+        print(continue_text(model, Tokenizer(folder / "tokenizer.model"), args.prompt, args.tokens, args.temperature,
+                            cfg.train.seq_len, device, args.seed))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

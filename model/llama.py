@@ -1,0 +1,184 @@
+"""The Llama 2 / 3 / 3.1 / 3.2 architecture as plain modules: what is computed, and nothing about how it is spread.
+
+Shapes: B batch, T tokens, D width (dim), H query heads, K key/value heads, E width of a head, F feed-forward width,
+V vocabulary. A new kind of block is a new class here, taken in Llama.__init__, with its initial distributions in
+initial_std and its matrices counted by flops_per_token (which counts any matrix with two dimensions).
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import config
+from model.loss import chunked_cross_entropy
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight (https://arxiv.org/abs/1910.07467), statistics in float32, result in the weight's dtype.
+
+    The result takes the weight's dtype and not the input's, so that a float32 residual stream enters bfloat16
+    matrices, and a bfloat16 stream a unit that is kept in float32.
+    """
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return normed.to(self.weight.dtype) * self.weight
+
+
+def rope_tables(m: config.Model, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine and sine (T, E) in float32 for positions 0 ... T-1, half-split layout (both halves alike).
+
+    They are computed in each forward pass (a few thousand numbers) and never stored: a buffer would be garbage after
+    meta construction, and mixed precision could round it. Long contexts: Llama 3.1's table, which divides the slow
+    frequencies by `factor`, keeps the fast ones and blends between (https://arxiv.org/abs/2407.21783).
+    """
+    half = torch.arange(0, m.width_per_head, 2, dtype=torch.float32, device=device)  # (E/2)
+    frequency = 1.0 / (m.rope_theta ** (half / m.width_per_head))
+    if s := m.rope_scaling:
+        turns = s.original_max_position_embeddings * frequency / (2 * math.pi)  # in the original context
+        keep = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0, 1)
+        frequency = keep * frequency + (1 - keep) * frequency / s.factor
+    angle = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequency  # (T, E/2)
+    angle = torch.cat([angle, angle], dim=-1)  # (T, E)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding (https://arxiv.org/abs/2104.09864) of x (B, heads, T, E), turned in float32."""
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return (x * cos + turned * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention (https://arxiv.org/abs/2305.13245)."""
+
+    def __init__(self, m: config.Model):
+        super().__init__()
+        self.head_dim = m.width_per_head
+        self.q_proj = nn.Linear(m.dim, m.n_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(m.dim, m.n_kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(m.dim, m.n_kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(m.n_heads * self.head_dim, m.dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads = (*x.shape[:2], -1, self.head_dim)
+        q = self.q_proj(x).view(heads).transpose(1, 2)  # (B, T, D) -> (B, H, T, E)
+        k = self.k_proj(x).view(heads).transpose(1, 2)  # (B, T, D) -> (B, K, T, E)
+        v = self.v_proj(x).view(heads).transpose(1, 2)  # (B, T, D) -> (B, K, T, E)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return self.o_proj(out.transpose(1, 2).flatten(2))  # (B, H, T, E) -> (B, T, H*E) -> (B, T, D)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (https://arxiv.org/abs/2002.05202)."""
+
+    def __init__(self, m: config.Model):
+        super().__init__()
+        self.gate_proj = nn.Linear(m.dim, m.ffn_dim, bias=False)
+        self.up_proj = nn.Linear(m.dim, m.ffn_dim, bias=False)
+        self.down_proj = nn.Linear(m.ffn_dim, m.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # (B, T, D) -> (B, T, F) -> (B, T, D)
+
+
+class Block(nn.Module):
+    def __init__(self, m: config.Model):
+        super().__init__()
+        self.attention_norm = RMSNorm(m.dim, m.norm_eps)
+        self.attention = Attention(m)
+        self.feed_forward_norm = RMSNorm(m.dim, m.norm_eps)
+        self.feed_forward = FeedForward(m)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Head(nn.Module):
+    """Final norm and output matrix, and the loss within: one module, called once a forward pass, one FSDP unit.
+
+    The loss is computed here, chunk by chunk, so that the logits of a whole batch never exist and the matrix is
+    gathered once for all chunks.
+    """
+
+    def __init__(self, m: config.Model):
+        super().__init__()
+        self.norm = RMSNorm(m.dim, m.norm_eps)
+        self.weight = nn.Parameter(torch.empty(m.vocab_size, m.dim))
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        x = self.norm(x)  # (B, T, D)
+        if targets is None:
+            return F.linear(x, self.weight)  # (B, T, V)
+        return chunked_cross_entropy(x.flatten(0, 1), self.weight, targets.flatten())
+
+
+class Llama(nn.Module):
+    """Token ids (B, T) -> logits (B, T, V); with targets (B, T) -> (sum of the losses, number of valid targets)."""
+
+    def __init__(self, m: config.Model):
+        super().__init__()
+        self.config = m
+        self.embedding = nn.Embedding(m.vocab_size, m.dim)
+        self.blocks = nn.ModuleList(Block(m) for _ in range(m.n_layers))
+        self.head = Head(m)
+        if m.tie_embeddings:
+            self.embedding.weight = self.head.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        cos, sin = rope_tables(self.config, tokens.shape[1], tokens.device)
+        x = self.embedding(tokens)  # (B, T, D)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        return self.head(x, targets)
+
+
+def initial_std(m: config.Model, name: str) -> tuple[float, float] | None:
+    """(standard deviation, cut-off in standard deviations) of a parameter's initial normal distribution; None: ones.
+
+    Embedding 1; matrices 0.02, the last of each residual branch and `up_proj` 0.02 / sqrt(2 (layer + 1)), so that
+    depth does not grow the stream; output matrix 1 / sqrt(dim), cut at three deviations. torchtitan's values
+    (https://github.com/pytorch/torchtitan); there the other matrices are cut at 2, a hundred deviations: not at all.
+    A tied matrix starts as an output matrix.
+    """
+    if "norm" in name:
+        return None
+    if name == "head.weight" or (m.tie_embeddings and name == "embedding.weight"):
+        return m.dim**-0.5, 3.0
+    if name == "embedding.weight":
+        return 1.0, math.inf
+    if any(part in name for part in ("o_proj", "up_proj", "down_proj")):
+        layer = int(name.split(".")[1])
+        return 0.02 / math.sqrt(2 * (layer + 1)), math.inf
+    return 0.02, math.inf
+
+
+def parameter_count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def flops_per_token(model: Llama, seq_len: int) -> int:
+    """Floating-point operations of forward and backward per token, without recomputation:
+
+        6 * (parameters in matrix products) + 6 * layers * heads * head_dim * seq_len
+
+    The first term: a multiply and an add, once forward and twice backward; the embedding is a look-up and does not
+    count (tied, the matrix counts once, as head). The second: scores and weighted sum, 12 * ... for all pairs, half of
+    them under the causal mask.
+    """
+    m = model.config
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2)
+    if not m.tie_embeddings:
+        matrices -= model.embedding.weight.numel()
+    return 6 * matrices + 6 * m.n_layers * m.n_heads * m.width_per_head * seq_len

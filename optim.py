@@ -1,0 +1,95 @@
+"""AdamW, its parameter groups, and the learning rate as a pure function of the step."""
+
+import math
+
+import torch
+from torch import nn
+
+import config
+
+
+def learning_rate(o: config.Optim, end: int, step: int) -> float:
+    """Learning rate of a step (from 1): linear warm-up to `lr`, then the schedule's fall to lr * min_lr_ratio at step
+    `end`, flat after. A new schedule is a branch here and a word in config.Optim."""
+    if step < o.warmup_steps:
+        return o.lr * step / o.warmup_steps
+    # wsd: stable until its last decay_steps, the others begin to fall at the end of the warm-up
+    start = end - o.decay_steps if o.schedule == "wsd" else o.warmup_steps
+    done = min(max((step - start) / max(end - start, 1), 0.0), 1.0)
+    if o.schedule == "constant":
+        left = 1.0
+    elif o.schedule == "cosine":
+        left = (1 + math.cos(math.pi * done)) / 2
+    else:  # linear and wsd
+        left = 1 - done
+    return o.lr * (o.min_lr_ratio + (1 - o.min_lr_ratio) * left)
+
+
+def build_optimizer(model: nn.Module, o: config.Optim) -> torch.optim.AdamW:
+    """AdamW (https://arxiv.org/abs/1711.05101) over the model's trainable parameters, fused, with its state made.
+
+    Decay is for parameters with two or more dimensions: a norm's weight is a scale, and pulling it to zero is no
+    regularisation. The state is made here and not in the first step, so that a checkpoint can be read into it.
+    """
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": o.weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=True)
+    for p in trainable:
+        optimizer.state[p] = {
+            "step": torch.zeros((), dtype=torch.float32, device=p.device),
+            "exp_avg": torch.zeros_like(p),
+            "exp_avg_sq": torch.zeros_like(p),
+        }
+    return optimizer
+
+
+class FiniteGuard:
+    """Keeps non-finite gradients out of the weights, without waiting for the device.
+
+    Fused AdamW leaves weights and state untouched where its `found_inf` is set, so the decision stays on the device.
+    The host reads it a step late, and before every save.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device, limit: int):
+        """`limit`: steps in a row that may be skipped; one more stops the run."""
+        self.limit, self.in_a_row, self.skipped = limit, 0, 0
+        self.found = torch.zeros((), device=device)
+        self.on_host = torch.zeros((), pin_memory=device.type == "cuda")
+        self.copied = torch.cuda.Event() if device.type == "cuda" else None
+        self.pending: int | None = None  # the step whose answer is on its way
+        optimizer.found_inf, optimizer.grad_scale = self.found, None
+
+    def before_update(self, step: int, norm: torch.Tensor) -> None:
+        """norm: the gradient's norm over all ranks, and so the same on each; not finite where any gradient is not."""
+        self.check()
+        self.found.copy_(~norm.isfinite())
+        self.on_host.copy_(self.found, non_blocking=True)
+        if self.copied:
+            self.copied.record()
+        self.pending = step
+
+    def check(self) -> None:
+        """Raises FloatingPointError where the last update was refused and no more may be skipped."""
+        if self.pending is None:
+            return
+        if self.copied:
+            self.copied.synchronize()
+        step, self.pending = self.pending, None
+        if not self.on_host.item():
+            self.in_a_row = 0
+            return
+        self.in_a_row += 1
+        self.skipped += 1
+        if self.in_a_row > self.limit:
+            raise FloatingPointError(
+                f"step {step}: the gradient is not finite, the weights were left as they were before it"
+                + (f"; train.skip_nonfinite = {self.limit} steps in a row were skipped already" if self.limit else
+                   "; train.skip_nonfinite = N would skip up to N such steps in a row"))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr

@@ -1,0 +1,111 @@
+"""FSDP2: which modules make a unit, in which precision, what stays gathered, and what is gathered ahead.
+
+A unit is what is gathered, computed and freed together: embedding, each block, head. Each rank keeps 1/N of the rows
+of every parameter. Per micro-batch a unit's life is
+
+    all-gather -> forward -> free -> all-gather -> backward -> reduce-scatter of the gradients -> free
+
+and the root unit, which holds no parameter, only carries the hooks of the whole.
+
+Implicit or explicit prefetch: by itself FSDP2 issues a unit's all-gather when its forward begins. On a GPU that
+overlaps with the unit before, since the host runs ahead of the device; it is enough while the host does. Explicit
+prefetch (depth 1 and more) issues the all-gathers of the next units before a unit computes: it wins where the host is
+slow against the kernels (small batches, many small units), where one unit's computation is shorter than one
+all-gather (several nodes: depth 2), and it costs the memory of that many gathered units.
+"""
+
+import fnmatch
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+import config
+from model.llama import Llama
+from parallel.mesh import World
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def units(model: Llama) -> list[tuple[str, list[nn.Module]]]:
+    """(name, modules) of each unit in forward order. Tied embedding and head share a matrix, so they are one unit."""
+    blocks = [(f"blocks.{i}", [block]) for i, block in enumerate(model.blocks)]
+    if model.config.tie_embeddings:
+        named = [("embedding+head", [model.embedding, model.head]), *blocks]
+    else:
+        named = [("embedding", [model.embedding]), *blocks, ("head", [model.head])]
+    assert [name for name, _ in named] == config.unit_names(model.config)
+    return named
+
+
+def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
+    """Shards every unit in place. The parameters become DTensors of placements (Replicate, Shard(0)), or (Shard(0))."""
+    # Replicas need a mesh of two dimensions; without them one dimension spares FSDP2 the all-reduce over one rank.
+    mesh = world.mesh if world.size > world.shards else world.mesh["dp_shard"]
+    pin = world.device.type == "cuda"  # pages that a GPU can copy without the host
+    offload = CPUOffloadPolicy(pin_memory=pin) if p.cpu_offload else OffloadPolicy()
+    for name, modules in units(model):
+        holds_head = model.head in modules
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=mesh,
+            # Backward begins with the head: what it would free after forward, it would gather again at once.
+            reshard_after_forward=False if holds_head else p.reshard_after_forward,
+            mp_policy=precision(p, name, holds_head),
+            offload_policy=offload,
+        )
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    set_prefetch(model, p)
+
+
+def precision(p: config.Parallel, unit: str, holds_head: bool) -> MixedPrecisionPolicy:
+    """A unit's dtypes: parameters are kept in float32 and gathered in param_dtype; gradients are reduced in
+    reduce_dtype; the stream leaves in output_dtype, but for the head, whose loss stays float32.
+
+    Inputs are never cast: RMSNorm takes the stream in any dtype, and the rotary tables must stay float32.
+    """
+    keep = any(fnmatch.fnmatchcase(unit, pattern) for pattern in p.keep_fp32)
+    return MixedPrecisionPolicy(
+        param_dtype=torch.float32 if keep else DTYPES[p.param_dtype],
+        reduce_dtype=torch.float32 if keep else DTYPES[p.reduce_dtype],
+        output_dtype=None if holds_head else DTYPES[p.output_dtype or p.param_dtype],
+        cast_forward_inputs=False,
+    )
+
+
+def set_prefetch(model: Llama, p: config.Parallel) -> None:
+    """Explicit prefetch: before a unit computes, the all-gathers of the next `depth` units are issued. Depth 0 leaves
+    FSDP2's own order: none ahead in forward, one ahead in backward."""
+    forward = [modules[0] for _, modules in units(model)]
+    # Backward meets them in reverse, but for a tied unit, which holds the head: it comes first and stays gathered.
+    backward = [forward[0], *forward[:0:-1]] if model.config.tie_embeddings else forward[::-1]
+    for i, unit in enumerate(forward):
+        unit.set_modules_to_forward_prefetch(forward[i + 1 : i + 1 + p.prefetch_forward])
+    for i, unit in enumerate(backward):
+        unit.set_modules_to_backward_prefetch(backward[i + 1 : i + 1 + p.prefetch_backward])
+
+
+def gather_early(model: Llama, p: config.Parallel) -> None:
+    """Issues the all-gathers of the first units, so that they run while the host waits for its batch."""
+    for _, modules in units(model)[: p.prefetch_forward]:
+        modules[0].unshard(async_op=True)
+
+
+def reduce_gradients(model: FSDPModule, p: config.Parallel, last_micro_batch: bool) -> None:
+    """Says before a micro-batch whether its backward reduces gradients: always, or in the step's last one only.
+
+    Deferred, the gradients of the whole model pile up unsharded on every rank in reduce_dtype. With replicas only the
+    all-reduce between them is deferred, and gradients stay sharded within a replica.
+    """
+    if p.sync_every_micro_batch:
+        return
+    if p.dp_replicate == 1:
+        model.set_requires_gradient_sync(last_micro_batch)
+    else:
+        model.set_requires_all_reduce(last_micro_batch)
+
+
+def reshard(model: Llama) -> None:
+    """Frees what a forward pass without backward left gathered, so that parameters are DTensors again."""
+    for _, modules in units(model):
+        modules[0].reshard()
