@@ -6,17 +6,19 @@ Needs no torch: a wrong configuration fails in milliseconds, with all its proble
 Adding an option is two edits: one line in a dataclass here, and the place that uses it.
 """
 
+import argparse
 import dataclasses
 import difflib
 import fnmatch
 import json
-import math
 import pathlib
 import re
 import sys
 import types
 import typing
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from types import NoneType
 from typing import Any, Literal
 
 import tomli
@@ -32,11 +34,11 @@ class ConfigError(Exception):
 
 IGNORE = -100  # a target token that does not count; data writes it, model/loss.py reads it, as in torch's cross_entropy
 
-REQUIRED = dataclasses.MISSING
-POSITIVE = (lambda v: v > 0, "must be greater than 0")
+POSITIVE = (lambda v: isinstance(v, str) or v > 0, "must be greater than 0")  # or a word, as "auto"
 NOT_NEGATIVE = (lambda v: v >= 0, "must be at least 0")
 FRACTION = (lambda v: 0 <= v <= 1, "must lie between 0 and 1")
 BETAS = (lambda v: all(0 <= b < 1 for b in v), "both must lie in [0, 1)")
+SHARDS = (lambda v: isinstance(v, bool) or v >= 2, "an integer must be at least 2")
 # A run's name is one folder's name, and is quoted nowhere.
 NAME = (
     lambda v: re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", v),
@@ -61,7 +63,7 @@ class Run:
 class RopeScaling:
     """Llama 3.1's frequency table (https://arxiv.org/abs/2407.21783, section 3.4.1 and its reference code)."""
 
-    factor: float = option(REQUIRED, "how many times longer than the original context", (lambda v: v >= 1, ">= 1"))
+    factor: float = option(MISSING, "how many times longer than the original context", (lambda v: v >= 1, ">= 1"))
     low_freq_factor: float = option(1.0, "wavelengths above original / this are divided by factor", POSITIVE)
     high_freq_factor: float = option(4.0, "wavelengths below original / this are kept", POSITIVE)
     original_max_position_embeddings: int = option(8192, "context length before scaling", POSITIVE)
@@ -69,12 +71,12 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Model:
-    dim: int = option(REQUIRED, "width of the residual stream", POSITIVE)
-    n_layers: int = option(REQUIRED, "transformer blocks", POSITIVE)
-    n_heads: int = option(REQUIRED, "query heads", POSITIVE)
-    n_kv_heads: int = option(REQUIRED, "key/value heads (grouped-query attention)", POSITIVE)
-    ffn_dim: int = option(REQUIRED, "width inside the feed-forward", POSITIVE)
-    vocab_size: int = option(REQUIRED, "rows of the embedding", POSITIVE)
+    dim: int = option(MISSING, "width of the residual stream", POSITIVE)
+    n_layers: int = option(MISSING, "transformer blocks", POSITIVE)
+    n_heads: int = option(MISSING, "query heads", POSITIVE)
+    n_kv_heads: int = option(MISSING, "key/value heads (grouped-query attention)", POSITIVE)
+    ffn_dim: int = option(MISSING, "width inside the feed-forward", POSITIVE)
+    vocab_size: int = option(MISSING, "rows of the embedding", POSITIVE)
     head_dim: int | None = option(None, "width of a head; absent: dim / n_heads", POSITIVE)
     norm_eps: float = option(1e-5, "of RMSNorm", POSITIVE)
     rope_theta: float = option(500000.0, "base of the rotary frequencies", POSITIVE)
@@ -90,8 +92,8 @@ class Model:
 
 @dataclass(frozen=True)
 class Source:
-    source: str = option(REQUIRED, "as data.source")
-    weight: float = option(REQUIRED, "share of the samples", POSITIVE)
+    source: str = option(MISSING, "as data.source")
+    weight: float = option(MISSING, "share of the samples", POSITIVE)
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Train:
-    steps: int = option(REQUIRED, "optimizer steps", POSITIVE)
+    steps: int = option(MISSING, "optimizer steps", POSITIVE)
     seq_len: int = option(2048, "tokens per sequence", POSITIVE)
     global_batch_size: int = option(8, "sequences per step, over all ranks", POSITIVE)
     micro_batch_size: int = option(1, "sequences per forward pass and rank", POSITIVE)
@@ -138,7 +140,7 @@ class Parallel:
     dp_replicate: int | Literal["auto"] = option(1, "replicas of the sharded model", POSITIVE)
     dp_shard: int | Literal["auto"] = option("auto", "ranks that share one copy; auto: what is left", POSITIVE)
     reshard_after_forward: bool | int = option(
-        True, "true: free after forward; false: keep until backward; n: keep shards of n", (lambda v: v is True or v is False or v >= 2, "an integer must be at least 2")
+        True, "true: free after forward; false: keep until backward; n: keep shards of n", SHARDS
     )
     prefetch_forward: int = option(1, "units gathered ahead in forward; 0: FSDP2's implicit order", NOT_NEGATIVE)
     prefetch_backward: int = option(1, "units gathered ahead in backward; 0: FSDP2's implicit order", NOT_NEGATIVE)
@@ -180,7 +182,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Profile:
-    at_step: int = option(REQUIRED, "first step of the trace", POSITIVE)
+    at_step: int = option(MISSING, "first step of the trace", POSITIVE)
     steps: int = option(3, "steps traced", POSITIVE)
 
 
@@ -293,270 +295,189 @@ def _contradictions(cfg: Config) -> list[str]:
     if c := cfg.checkpoint:
         rule(not c.async_save, "checkpoint.async_save", True, "is not supported by this version")
         for name in c.allow_changed:
-            rule(_known(name), "checkpoint.allow_changed", name, "names no option; write section.key")
+            section, _, key = name.partition(".")
+            rule(hasattr(getattr(cfg, section, None), key), "checkpoint.allow_changed", name,
+                 "names no option of this configuration; write section.key")
     return found
 
 
 # Reading: TOML and command line -> one raw table -> dataclasses, collecting every problem on the way.
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """The command line of train.py and of the tools that take a CONFIG."""
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    """The command line of train.py and of the tools that take a CONFIG. Exits with 2 where it is wrong."""
 
-    config: str
-    overrides: tuple[str, ...] = ()
-    dry_run: bool = False
-    json: bool = False
-    eval_only: bool = False
-    world_sizes: tuple[int, ...] = ()
-    gpu_memory_gib: float | None = None
-    launch: str | None = None
+    def positive(number: Callable) -> Callable:
+        def read(text: str) -> Any:
+            if not number(text) > 0:
+                raise ValueError
+            return number(text)
+        read.__name__ = f"number (greater than 0): {number.__name__}"
+        return read
 
-
-def parse_arguments(argv: list[str]) -> Arguments:
-    """CONFIG [--section.key=value ...] and the few flags that are no options. Raises ConfigError."""
-    values: dict[str, Any] = {"overrides": []}
-    problems, words = [], list(argv)
-    numbers = {"--world-size": ("world_sizes", lambda s: tuple(int(n) for n in s.split(","))),
-               "--gpu-memory-gib": ("gpu_memory_gib", float),
-               "--launch": ("launch", str)}
-    while words:
-        word = words.pop(0)
-        flag, equals, value = word.partition("=")
-        if word in ("--dry-run", "--json", "--eval-only"):
-            values[word[2:].replace("-", "_")] = True
-        elif flag in numbers:
-            name, read = numbers[flag]
-            value = value if equals else (words.pop(0) if words else "")
-            try:
-                values[name] = read(value)
-                if name != "launch" and not all(n > 0 for n in (values[name] if name == "world_sizes" else [values[name]])):
-                    raise ValueError
-            except ValueError:
-                problems.append(f"command line: {flag} {value}: needs a number greater than 0")
-        elif word.startswith("--") and equals:
-            values["overrides"].append(word)
-        elif word.startswith("-"):
-            problems.append(f"command line: {word}: unknown; options are written --section.key=value")
-        elif "config" in values:
-            problems.append(f"command line: {word}: only one configuration file may be given, and "
-                            f"{values['config']} is one already; options are written --section.key=value")
-        else:
-            values["config"] = word
-    if "config" not in values:
-        problems.append("command line: name a configuration file, as configs/tiny.toml")
-    if problems:
-        raise ConfigError(*problems)
-    return Arguments(**{**values, "overrides": tuple(values["overrides"])})
+    parser = argparse.ArgumentParser(prog="run_train.sh", add_help=False, allow_abbrev=False)
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--eval-only", action="store_true")
+    parser.add_argument("--world-size", type=lambda s: [positive(int)(n) for n in s.split(",")], default=[1])
+    parser.add_argument("--gpu-memory-gib", type=positive(float))
+    parser.add_argument("--launch")  # lifecycle.py's name for this start
+    args, args.overrides = parser.parse_known_args(argv)
+    for word in args.overrides:
+        if not (word.startswith("--") and "=" in word):
+            parser.error(f"{word}: options are written --section.key=value, after one configuration file")
+    return args
 
 
-def from_command_line(argv: list[str], usage: str) -> tuple[Arguments, Config]:
+def from_command_line(argv: list[str], usage: str) -> tuple[argparse.Namespace, Config]:
     """What a program was called with. Prints every problem and exits with 2 where it is wrong; with 0 after --help."""
     if not argv or {"--help", "-h"} & set(argv):
         print(f"{usage.strip()}\n\nOptions, in the file or as --section.key=value:\n\n{option_table()}")
         sys.exit(0)
+    args = parse_arguments(argv)
     try:
-        args = parse_arguments(argv)
         return args, load(args.config, args.overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
 
 
-def load(path: str, overrides: typing.Iterable[str] = ()) -> Config:
+def load(path: str, overrides: Iterable[str] = ()) -> Config:
     """Reads a configuration file and the overrides on top of it. Raises ConfigError with every problem found."""
-    return from_dict(_read_toml(path), path, overrides)
-
-
-def from_dict(raw: dict, path: str, overrides: typing.Iterable[str] = ()) -> Config:
-    """The same from tables that are read already; `path` says in errors where they come from."""
-    problems: list[str] = []
-    origin: dict[str, str] = {}  # dotted key -> where its value was given
-    for override in overrides:
-        _apply_override(raw, override, origin, problems)
-    sections = {}
-    hints = typing.get_type_hints(Config)
-    for name in raw:
-        if name not in hints:
-            problems.append(f"{origin.get(name, path)}: [{name}]: unknown section{_nearest(name, hints)}")
-    for name, kind in hints.items():
-        optional = _is_optional(kind)
-        if name in raw or not optional:
-            value = raw.get(name, {})
-            sections[name] = _build(_without_none(kind), value, name, origin, path, problems)
-        else:
-            sections[name] = None
-    if not problems and sections["run"].name is None:
-        stem = pathlib.Path(path).stem
-        if not NAME[0](stem):
-            problems.append(f"{path}: the file's name is the run's name, but {NAME[1]}; set run.name")
-        sections["run"] = dataclasses.replace(sections["run"], name=stem)
-    if problems:
-        raise ConfigError(*problems)
-    cfg = Config(**sections)
-    if found := _contradictions(cfg):
-        raise ConfigError(*(f"{path}: {problem}" for problem in found))
-    return cfg
-
-
-def _read_toml(path: str) -> dict:
     try:
-        data = pathlib.Path(path).read_bytes()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if data.startswith(b"\xef\xbb\xbf"):
-        raise ConfigError(f"{path}: begins with a byte order mark; save it as UTF-8 without one")
-    try:
-        raw = tomli.loads(data.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not UTF-8 (byte {error.start}); save it as UTF-8") from None
-    except (tomli.TOMLDecodeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: is not valid TOML: {error}") from None
+        text = pathlib.Path(path).read_bytes().decode("utf-8")
+        raw = tomli.loads(text)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "is not UTF-8"
+        raise ConfigError(f"{path}: cannot be read: {reason}") from None
+    except (ValueError, RecursionError) as error:  # tomli's own error is a ValueError
+        hint = "; it begins with a byte order mark, save it without" if text.startswith("\ufeff") else ""
+        raise ConfigError(f"{path}: is not valid TOML: {error}{hint}") from None
     if not raw:
         raise ConfigError(f"{path}: is empty; configs/tiny.toml shows what a run needs")
-    return raw
+    return from_dict(raw, path, overrides)
 
 
-def _apply_override(raw: dict, override: str, origin: dict, problems: list) -> None:
+def from_dict(raw: dict, path: str, overrides: Iterable[str] = ()) -> Config:
+    """The same from tables that are read already; `path` says in errors where they come from."""
+    problems: list[str] = []
+    given = {}  # dotted key -> "command line", for the errors
+    for override in overrides:
+        _apply_override(raw, override, given, problems)
+    sections = _build(Config, raw, "", lambda key: given.get(key, path), problems)
+    if not problems and sections.run.name is None:
+        name = pathlib.Path(path).stem
+        if not NAME[0](name):
+            problems.append(f"{path}: the file's name is the run's name, but {NAME[1]}; set run.name")
+        sections = replace(sections, run=replace(sections.run, name=name))
+    problems = problems or [f"{path}: {problem}" for problem in _contradictions(sections)]
+    if problems:
+        raise ConfigError(*problems)
+    return sections
+
+
+def _apply_override(raw: dict, override: str, given: dict, problems: list) -> None:
     dotted, _, text = override[2:].partition("=")
     *tables, key = dotted.split(".")
-    where = f"command line: {override}"
-    hints = typing.get_type_hints(Config)
-    if not tables:
-        if text == "off" and key in hints and _is_optional(hints[key]):
-            raw.pop(key, None)
-        elif key in hints:
-            problems.append(f"{where}: write --{key}.option=value"
-                            + (f", or --{key}=off to remove the section" if _is_optional(hints[key]) else ""))
-        else:
-            problems.append(f"{where}: unknown section{_nearest(key, hints)}")
-        return
-    kind: Any = Config
-    table = raw
+    kind, table = Config, raw
     for name in tables:
-        fields = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
-        if name not in fields:
-            problems.append(f"{where}: unknown section [{name}]{_nearest(name, fields)}")
-            return
-        kind = _without_none(fields[name])
+        hints = typing.get_type_hints(kind)
+        kind = next((m for m in _members(hints.get(name)) if is_dataclass(m)), None)
         table = table.setdefault(name, {})
-        if not isinstance(table, dict):
-            problems.append(f"{where}: {name} is no table")
+        if kind is None or not isinstance(table, dict):
+            problems.append(f"command line: {override}: unknown section{_nearest(name, hints)}")
             return
-    kind = typing.get_type_hints(kind).get(key) if dataclasses.is_dataclass(kind) else None
-    members = [m for m in _members(kind) if m is not types.NoneType]
-    literal = all(m is str or typing.get_origin(m) is Literal for m in members)
-    try:
-        value = text if literal else tomli.loads(f"value = {text}")["value"]
-    except tomli.TOMLDecodeError:
-        value = text  # a word where TOML does not parse: "auto", "full"; the type check below has the last say
-    table[key] = value
-    origin[dotted] = "command line"
-
-
-def _build(kind: type, raw: Any, where: str, origin: dict, path: str, problems: list) -> Any:
-    """One dataclass from one table; every fault goes to `problems`, and the result counts only if there is none."""
-    if not isinstance(raw, dict):
-        problems.append(f"{path}: {where} = {_toml(raw)}: must be a table, written [{where}]")
-        return None
-    hints, values = typing.get_type_hints(kind), {}
-    for key, value in raw.items():
-        at = f"{origin.get(f'{where}.{key}', path)}: [{where}] {key} = {_toml(value)}"
-        if key not in hints:
-            problems.append(f"{at}: unknown key{_nearest(key, hints, where)}")
-            continue
-        inner = [m for m in _members(hints[key]) if dataclasses.is_dataclass(m)]
-        if inner:
-            values[key] = _build(inner[0], value, f"{where}.{key}", origin, path, problems)
-            continue
-        found, typed = _typed(value, hints[key])
-        rule = kind.__dataclass_fields__[key].metadata["rule"]
-        if not found:
-            reason = "; float16 would need a loss scaler, which this trainer does without" if value == "float16" else ""
-            problems.append(f"{at}: must be {_describe(hints[key])}{reason}")
-        elif rule and not isinstance(typed, str | None) and not rule[0](typed):
-            problems.append(f"{at}: {rule[1]}")
-        elif rule is NAME and not NAME[0](typed):
-            problems.append(f"{at}: {NAME[1]}")
+    hint = typing.get_type_hints(kind).get(key)
+    if not tables:
+        if text == "off" and NoneType in typing.get_args(hint):
+            table.pop(key, None)
         else:
-            values[key] = typed
-    for f in dataclasses.fields(kind):
-        if f.default is REQUIRED and f.name not in raw:
-            problems.append(f"{path}: [{where}] {f.name}: missing; it has no default ({f.metadata['doc']})")
-            values[f.name] = None
-    return kind(**values)
+            problems.append(f"command line: {override}: unknown; options are written --section.key=value, and "
+                            "--eval=off, --checkpoint=off, --profile=off remove a section")
+        return
+    try:
+        words = all(m is str or typing.get_origin(m) is Literal for m in _members(hint))
+        table[key] = text if words else tomli.loads(f"value = {text}")["value"]
+    except tomli.TOMLDecodeError:
+        table[key] = text  # a word, as auto or full; whether it may stand here is checked with the types
+    given[dotted] = "command line"
 
 
-def _typed(value: Any, kind: Any) -> tuple[bool, Any]:
-    """(does the TOML value fit the annotation, the value as the dataclass holds it)."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        for member in args:
-            found, typed = _typed(value, member)
-            if found:
-                return True, typed
-        return False, None
-    if origin is Literal:
-        return isinstance(value, str) and value in args, value
-    if origin is tuple:
-        if not isinstance(value, list):
-            return False, None
-        if dataclasses.is_dataclass(args[0]):
-            return all(isinstance(v, dict) for v in value), tuple(value)
-        kinds = [args[0]] * len(value) if args[-1] is Ellipsis else list(args)
-        items = [_typed(v, k) for v, k in zip(value, kinds)]
-        return len(value) == len(kinds) and all(ok for ok, _ in items), tuple(v for _, v in items)
-    if kind is bool:
-        return isinstance(value, bool), value
-    if kind is int:  # bool is an int in Python, and 10**23 is one in TOML
-        return type(value) is int and abs(value) < 2**63, value
-    if kind is float:
-        number = type(value) in (int, float) and abs(value) < 1e300
-        return number and math.isfinite(value), float(value) if number else None
-    if kind is str:
-        return isinstance(value, str) and value != "" and "\0" not in value, value
-    return False, None
+def _build(kind: type, raw: Any, name: str, source: Callable[[str], str], problems: list) -> Any:
+    """A dataclass from a table. Faults go to `problems`, and then the result does not count."""
+    values, hints = {}, typing.get_type_hints(kind)
+    if not isinstance(raw, dict):
+        problems.append(f"{source(name)}: {name} = {_toml(raw)}: must be a table, written [{name}]")
+        return None
+    for key in raw.keys() - hints.keys():
+        what = f"[{name}] {key} = {_toml(raw[key])}: unknown key" if name else f"[{key}]: unknown section"
+        problems.append(f"{source(f'{name}.{key}')}: {what}{_nearest(key, hints)}")
+    for f in fields(kind):
+        dotted = f"{name}.{f.name}" if name else f.name
+        inner = next((m for m in _members(hints[f.name]) if is_dataclass(m)), None)
+        if inner and (f.name in raw or NoneType not in typing.get_args(hints[f.name])):
+            values[f.name] = _build(inner, raw.get(f.name, {}), dotted, source, problems)
+        elif inner or f.name not in raw:
+            values[f.name] = None if f.default is MISSING else f.default
+            if f.default is MISSING and not inner:
+                problems.append(f"{source(dotted)}: [{name}] {f.name}: is missing, and has no default")
+        else:
+            at = f"{source(dotted)}: [{name}] {f.name} = {_toml(raw[f.name])}"
+            try:
+                value = values[f.name] = _fit(raw[f.name], hints[f.name])
+                holds, rule = f.metadata["rule"] or (lambda _: True, "")
+                if not holds(value):
+                    problems.append(f"{at}: {rule}")
+            except TypeError:
+                half = "; float16 would need a loss scaler, which this trainer does without"
+                problems.append(f"{at}: must be {_describe(hints[f.name])}{half if raw[f.name] == 'float16' else ''}")
+    return None if problems else kind(**values)
+
+
+def _fit(value: Any, kind: Any) -> Any:
+    """The value as the dataclass holds it. Raises TypeError where the annotation does not take it."""
+    for member in _members(kind):
+        origin, args = typing.get_origin(member), typing.get_args(member)
+        if origin is Literal and isinstance(value, str) and value in args:
+            return value
+        if origin is tuple and isinstance(value, list) and (args[-1] is ... or len(args) == len(value)):
+            return tuple(_fit(v, args[0]) for v in value)
+        if member is bool and isinstance(value, bool):
+            return value
+        if member is int and type(value) is int and abs(value) < 2**63:  # bool is an int in Python
+            return value
+        if member is float and type(value) in (int, float) and abs(value) < 1e300:  # no nan, no inf
+            return float(value)
+        if member is str and isinstance(value, str) and value and "\0" not in value:
+            return value
+    raise TypeError
 
 
 def _members(kind: Any) -> tuple:
-    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
-
-
-def _is_optional(kind: Any) -> bool:
-    return types.NoneType in _members(kind)
-
-
-def _without_none(kind: Any) -> Any:
-    return next(m for m in _members(kind) if m is not types.NoneType)
+    """The types that an annotation allows, None left out."""
+    union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    return tuple(m for m in typing.get_args(kind) if m is not NoneType) if union else (kind,)
 
 
 def _describe(kind: Any) -> str:
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_describe(m) for m in args if m is not types.NoneType)
-    if origin is Literal:
-        return " or ".join(f'"{a}"' for a in args)
-    if origin is tuple:
-        return f"a list of {_describe(args[0])}" if args[-1] is Ellipsis else f"a list of {len(args)} numbers"
-    names = {int: "an integer (below 2^63)", float: "a finite number", bool: "true or false",
-             str: "text (not empty, without NUL)"}
-    return names.get(kind) or "a table"
+    def one(member: Any) -> str:
+        origin, args = typing.get_origin(member), typing.get_args(member)
+        if origin is Literal:
+            return " or ".join(f'"{word}"' for word in args)
+        if origin is tuple:
+            return f"a list of {'any number of' if args[-1] is ... else len(args)} {_describe(args[0])}s"
+        return {int: "integer", float: "number", bool: "true or false", str: "text"}.get(member, "table")
+    return " or ".join(map(one, _members(kind)))
 
 
-def _known(dotted: str) -> bool:
-    section, _, key = dotted.partition(".")
-    hints = typing.get_type_hints(Config)
-    return section in hints and key in typing.get_type_hints(_without_none(hints[section]))
-
-
-def _nearest(word: str, known: typing.Iterable[str], where: str = "") -> str:
+def _nearest(word: str, known: Iterable[str]) -> str:
+    for section, kind in typing.get_type_hints(Config).items():  # the right key in the wrong section
+        if word in typing.get_type_hints(_members(kind)[0]):
+            return f"; did you mean [{section}] {word}?"
     if near := difflib.get_close_matches(word, list(known), n=1, cutoff=0.5):
         return f'; did you mean "{near[0]}"?'
-    for section, kind in typing.get_type_hints(Config).items():  # right key, wrong section
-        if word in typing.get_type_hints(_without_none(kind)):
-            return f'; did you mean "{word}" in [{section}]?'
-    return f"; known: {', '.join(known)}"
+    return f"; known are {', '.join(known)}"
 
 
 # Writing: the resolved configuration, and the list of options.
@@ -564,57 +485,49 @@ def _nearest(word: str, known: typing.Iterable[str], where: str = "") -> str:
 
 def to_dict(cfg: Config) -> dict:
     """Plain tables, without what is absent."""
-    def clean(value: Any) -> Any:
+    def plain(value: Any) -> Any:
         if isinstance(value, dict):
-            return {k: clean(v) for k, v in value.items() if v is not None}
-        return [clean(v) for v in value] if isinstance(value, tuple | list) else value
-    return clean(dataclasses.asdict(cfg))
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{...}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml(v) for v in value) + "]"
-    return json.dumps(value, ensure_ascii=False, default=str)
+            return {k: plain(v) for k, v in value.items() if v is not None}
+        return list(value) if isinstance(value, tuple) else value
+    return plain(dataclasses.asdict(cfg))
 
 
 def to_toml(cfg: Config) -> str:
-    """The resolved configuration as TOML that load() reads back to an equal Config."""
+    """The resolved configuration, which load() reads back as an equal one."""
     lines: list[str] = []
 
     def table(name: str, values: dict) -> None:
-        lines.append(f"[{name}]")
-        lines.extend(f"{k} = {_toml(v)}" for k, v in values.items() if not isinstance(v, dict))
-        lines.append("")
-        for key, inner in values.items():
-            if isinstance(inner, dict):
-                table(f"{name}.{key}", inner)
+        lines.extend(["", f"[{name}]", *(f"{k} = {_toml(v)}" for k, v in values.items() if not isinstance(v, dict))])
+        for key, value in values.items():
+            if isinstance(value, dict):
+                table(f"{name}.{key}", value)
 
     for name, values in to_dict(cfg).items():
         table(name, values)
-    return "\n".join(lines)
+    return "\n".join(lines[1:]) + "\n"
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def option_table() -> str:
     """Every option with its default, type and meaning, from the dataclasses themselves."""
-    lines = []
+    lines: list[str] = []
 
-    def table(name: str, kind: Any, note: str) -> None:
-        lines.append(f"\n[{name}]{note}")
-        inner = []
+    def table(name: str, hint: Any) -> None:
+        kind, inner = _members(hint)[0], []
+        lines.append(f"\n[{name}]{'   (off unless given)' if hint is not kind else ''}")
         hints = typing.get_type_hints(kind)
-        for f in dataclasses.fields(kind):
-            nested = [m for m in _members(hints[f.name]) if dataclasses.is_dataclass(m)]
-            if nested:
-                inner.append((f"{name}.{f.name}", nested[0], "   (off unless given)"))
+        for f in fields(kind):
+            if is_dataclass(_members(hints[f.name])[0]):
+                inner.append((f"{name}.{f.name}", hints[f.name]))
                 continue
-            default = {REQUIRED: "required", None: "absent"}.get(f.default if f.default.__hash__ else None)
-            default = default or _toml(f.default)
-            lines.append(f"  {f.name} = {default}".ljust(38) + f"# {_describe(hints[f.name])}: {f.metadata['doc']}")
+            default = "required" if f.default is MISSING else "absent" if f.default is None else _toml(f.default)
+            lines.append(f"  {f.name} = {default}".ljust(43) + f"# {_describe(hints[f.name])}: {f.metadata['doc']}")
         for item in inner:
             table(*item)
 
-    for name, kind in typing.get_type_hints(Config).items():
-        table(name, _without_none(kind), "   (off unless given)" if _is_optional(kind) else "")
+    for name, hint in typing.get_type_hints(Config).items():
+        table(name, hint)
     return "\n".join(lines).strip()

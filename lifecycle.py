@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import uuid
+from argparse import Namespace
 from collections.abc import Iterator
 
 import config
@@ -73,7 +74,7 @@ def check_folder(folder: pathlib.Path) -> None:
             pass
 
 
-def check_launch(cfg: config.Config, ranks: int, args: config.Arguments) -> bool:
+def check_launch(cfg: config.Config, ranks: int, args: Namespace) -> bool:
     """Everything one process can check before the ranks start; prepares the data. Returns whether there is anything
     left to do. Raises ConfigError."""
     config.mesh_shape(cfg, ranks)

@@ -18,6 +18,7 @@ import contextlib
 import json
 import logging
 import traceback
+from argparse import Namespace
 from pathlib import Path
 
 import torch
@@ -39,7 +40,7 @@ from parallel.mesh import World, distributed, from_all_ranks, on_rank_zero
 from parallel.plan import dry_run
 
 
-def main(args: config.Arguments, cfg: Config) -> int:
+def main(args: Namespace, cfg: Config) -> int:
     try:
         if args.dry_run:
             manifest = read_manifest(data_folder(cfg))

@@ -6,6 +6,7 @@
 import argparse
 import pathlib
 import sys
+import warnings
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +71,7 @@ def main(argv: list[str]) -> int:
     from data.tokenizer import Tokenizer
     from model.llama import Llama
 
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads alone, as meant
     try:
         if args.tokens < 1 or not args.temperature >= 0:
             raise ConfigError("--tokens must be at least 1, --temperature at least 0")

@@ -8,6 +8,7 @@ Built on the model itself (on meta) and on the rule by which FSDP2 deals rows, n
 import json
 import math
 import sys
+from argparse import Namespace
 
 import torch
 
@@ -49,13 +50,13 @@ def state_bytes(row: dict) -> int:
     return sum(row[f"{what}_bytes_per_rank"] for what in ("parameter", "gradient", "optimizer"))
 
 
-def dry_run(cfg: config.Config, args: config.Arguments, windows: int | None) -> bool:
+def dry_run(cfg: config.Config, args: Namespace, windows: int | None) -> bool:
     """Prints the plans; returns whether each fits into the memory given. Raises ConfigError for numbers of ranks that
     cannot be made."""
     with torch.device("meta"):
         model = Llama(cfg.model)
     rows, problems = [], []
-    for size in args.world_sizes or (1,):
+    for size in args.world_size:
         try:
             rows.append(plan(cfg, model, size, windows))
         except ConfigError as error:
@@ -63,7 +64,7 @@ def dry_run(cfg: config.Config, args: config.Arguments, windows: int | None) -> 
     if problems:
         raise ConfigError(*problems)
     if args.json:
-        print(json.dumps(rows if len(args.world_sizes) > 1 else rows[0]))
+        print(json.dumps(rows if len(args.world_size) > 1 else rows[0]))
     else:
         print(config.to_toml(cfg))
         print("\n\n".join(table(row, cfg) for row in rows))

@@ -1,0 +1,182 @@
+"""What the tests run on several ranks: plain functions that a fresh process can import."""
+
+import contextlib
+import hashlib
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import config
+from model.llama import Llama, initial_std
+from parallel import materialize as materialize_module
+from parallel.apply import parallelize
+from parallel.fsdp import gather_early
+from parallel.materialize import materialize, named_parameters
+from parallel.mesh import World, distributed
+from tests.conftest import make_config, rows
+
+
+def process_group():
+    """This process's World, for 1, 2, 3 or 4 ranks."""
+    return distributed(make_config(train={"global_batch_size": 12, "micro_batch_size": 1}))
+
+
+def world_for(cfg: config.Config, world: World) -> World:
+    """The same ranks under another configuration's mesh."""
+    shape = config.mesh_shape(cfg, world.size)
+    return World(world.rank, world.size, world.device,
+                 init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")))
+
+
+def train_all(cases: dict[str, dict], output: str) -> dict[str, list[dict]]:
+    """Trains every case, one after the other in one process group; its metrics rows by name."""
+    import train
+
+    found = {}
+    with process_group() as world:
+        for name, sections in cases.items():
+            cfg = make_config(**sections, run={"name": name, "output_dir": f"{output}/{world.size}"})
+            train.run(cfg, world_for(cfg, world), None)
+            found[name] = rows(config.run_folder(cfg)) if world.rank == 0 else None
+    return found
+
+
+def build(cfg: config.Config, world: World) -> Llama:
+    with torch.device("meta"):
+        model = Llama(cfg.model)
+    parallelize(model, cfg, world)
+    materialize(model, lambda name: initial_std(cfg.model, name), cfg.run.seed, world, world.device)
+    return model
+
+
+def weight_hashes(cases: dict[str, dict], poison: bool) -> dict[str, dict[str, str]]:
+    """A hash of every full parameter after materialize; with `poison`, torch fills new storage with NaN."""
+    torch.use_deterministic_algorithms(poison)
+    torch.utils.deterministic.fill_uninitialized_memory = poison
+    found = {}
+    with process_group() as world:
+        for name, sections in cases.items():
+            cfg = make_config(**sections)
+            model = build(cfg, world_for(cfg, world))
+            found[name] = {}
+            for key, parameter in named_parameters(model):
+                assert isinstance(parameter, DTensor)
+                full = parameter.full_tensor()
+                assert full.isfinite().all()
+                found[name][key] = hashlib.sha256(full.detach().numpy().tobytes()).hexdigest()
+            for other in [found[name]]:
+                everybody = [None] * world.size
+                dist.all_gather_object(everybody, other)
+                assert everybody.count(other) == world.size
+            del model
+    return found
+
+
+@contextlib.contextmanager
+def recorded(events: list[tuple[str, str]], names: Callable[[FSDPParamGroup], str]):
+    """Writes down each all-gather as it is issued, and the end of each unit's backward."""
+    original, post_backward = FSDPParamGroup.unshard, FSDPParamGroup.post_backward
+
+    def unshard(group, async_op=False):
+        before = group._all_gather_result is None and not group.is_unsharded
+        original(group, async_op)
+        if before and group._all_gather_result is not None:
+            events.append(("gather", names(group)))
+
+    def after(group, *unused):
+        if names(group) not in [name for what, name in events if what == "backward"]:
+            events.append(("backward", names(group)))
+        return post_backward(group, *unused)
+
+    FSDPParamGroup.unshard, FSDPParamGroup.post_backward = unshard, after
+    yield
+    FSDPParamGroup.unshard, FSDPParamGroup.post_backward = original, post_backward
+
+
+def gather_order(sections: dict, early: bool) -> list[tuple[str, str]]:
+    """One step's all-gathers as they are issued, and the ends of each unit's forward and backward, in order."""
+    events: list[tuple[str, str]] = []
+    with process_group() as world:
+        cfg = make_config(**sections)
+        model = build(cfg, world_for(cfg, world))
+        ids = torch.randint(0, cfg.model.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0))
+
+        def names(group: FSDPParamGroup) -> str:
+            return group._module_fqn.split(".")[-1]
+
+        def step() -> None:
+            if early:
+                gather_early(model, cfg.parallel)
+            model(ids[:, :-1], ids[:, 1:])[0].backward()
+
+        step()  # FSDP2 learns its order in the first one
+        handles = []
+        for name, module in [("embedding", model.embedding), *((str(i), b) for i, b in enumerate(model.blocks)),
+                             ("head", model.head)]:
+            handles.append(module.register_forward_hook(lambda *_, n=name: events.append(("forward", n))))
+        with recorded(events, names):
+            step()
+        del model, handles
+    return events
+
+
+class Largest(TorchDispatchMode):
+    """The largest storage that anything made within it has, in elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not isinstance(result, DTensor) and result.device.type != "meta":
+            self.numel = max(self.numel, result.untyped_storage().nbytes() // result.element_size())
+        return result
+
+
+def largest_in_materialize(block: int) -> tuple[int, int]:
+    """(largest storage that materialize made, largest shard), in elements, with row blocks of `block` elements."""
+    materialize_module.BLOCK = block
+    with process_group() as world:
+        cfg = make_config(model={"vocab_size": 4001})
+        with torch.device("meta"):
+            model = Llama(cfg.model)
+        parallelize(model, cfg, world)
+        with Largest() as seen:
+            materialize(model, lambda name: initial_std(cfg.model, name), 0, world, world.device)
+        shard = max(p.to_local().numel() for p in model.parameters())
+        del model
+    return seen.numel, shard
+
+
+def forgotten_buffer() -> str:
+    """The error of materialize for a model with a buffer that nobody computes."""
+    with process_group() as world:
+        cfg = make_config()
+        with torch.device("meta"):
+            model = Llama(cfg.model)
+            model.blocks[1].register_buffer("table", torch.empty(3), persistent=False)
+        parallelize(model, cfg, world)
+        try:
+            materialize(model, lambda name: initial_std(cfg.model, name), 0, world, world.device)
+            message = "none"
+        except RuntimeError as error:
+            message = str(error)
+        del model
+    return message
+
+
+def start_and_end() -> None:
+    """A short life: train a step, end in order."""
+    with process_group() as world:
+        model = build(make_config(), world)
+        ids = torch.zeros((2, 9), dtype=torch.int64)
+        model(ids[:, :-1], ids[:, 1:])[0].backward()
+        del model
+
+

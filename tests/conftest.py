@@ -1,0 +1,86 @@
+"""Shared set-up: a small corpus, prepared once; configurations; runs through run_train.sh; functions on gloo ranks."""
+
+import json
+import os
+import pathlib
+import random
+import subprocess
+import sys
+
+import pytest
+
+import config
+from tests.ranks import run_on_ranks
+
+REPO = pathlib.Path(__file__).parent.parent
+
+TINY = {
+    "model": {"dim": 48, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 80, "vocab_size": 320},
+    "train": {"steps": 4, "seq_len": 32, "global_batch_size": 8, "micro_batch_size": 2},
+    "optim": {"lr": 3e-3, "warmup_steps": 2},
+    "parallel": {"param_dtype": "float32"},
+    "run": {"device": "cpu"},
+    "log": {"every_steps": 1, "tensorboard": False},
+}
+
+
+def words(seed: int, count: int) -> str:
+    return " ".join(random.Random(seed).choices("the a cat dog sat ran on under mat hat and but then red blue".split(), k=count))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> pathlib.Path:
+    """200 documents of random words as jsonl."""
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": words(i, 60)}) + "\n" for i in range(400)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def prepared(corpus, tmp_path_factory) -> pathlib.Path:
+    """The corpus as token files."""
+    from data.prepare import prepare
+
+    folder = tmp_path_factory.mktemp("prepared") / "words"
+    prepare(make_config(data={"source": str(corpus), "path": str(folder)}), print)
+    return folder
+
+
+def tables(**sections: dict | None) -> dict:
+    """TINY with sections changed key by key; None removes one."""
+    merged = {name: {**TINY.get(name, {}), **(sections.get(name, {}) or {})} for name in {*TINY, *sections}}
+    return {name: values for name, values in merged.items() if sections.get(name, {}) is not None}
+
+
+def make_config(**sections: dict | None) -> config.Config:
+    return config.from_dict(tables(**sections), "test.toml")
+
+
+@pytest.fixture
+def write_config(tmp_path, corpus, prepared):
+    """Writes TINY, on the prepared corpus, with changes; returns its path. Runs go below tmp_path/outputs."""
+
+    def write(name: str = "test", **sections: dict | None) -> pathlib.Path:
+        sections = {"data": {"source": str(corpus), "path": str(prepared)}, **sections}
+        sections["run"] = {"output_dir": str(tmp_path / "outputs"), **sections.get("run", {})}
+        path = tmp_path / f"{name}.toml"
+        path.write_text(config.to_toml(config.from_dict(tables(**sections), str(path))))
+        return path
+
+    return write
+
+
+def launch(*arguments: object, nproc: int = 1, cwd: pathlib.Path = REPO, **env: str) -> subprocess.CompletedProcess:
+    """./run_train.sh with this Python."""
+    return subprocess.run([REPO / "run_train.sh", *map(str, arguments)], cwd=cwd, capture_output=True, text=True,
+                          timeout=300, env={**os.environ, "PYTHON": sys.executable, "NPROC": str(nproc), **env})
+
+
+def rows(folder: pathlib.Path, kind: str = "train") -> list[dict]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+
+@pytest.fixture(scope="session")
+def on_ranks():
+    return run_on_ranks

@@ -1,0 +1,223 @@
+"""Every configuration in configs/ loads; every malformed one is refused, with all its problems, and creates nothing."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import config
+from config import ConfigError
+from tests.conftest import REPO, TINY, launch, make_config, tables
+
+CONFIGS = sorted((REPO / "configs").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_shipped_configs_load_and_open_with_their_command(path):
+    cfg = config.load(str(path))
+    assert cfg.run.name == path.stem
+    first_lines = path.read_text().split("[")[0]
+    assert f"configs/{path.name}" in first_lines or (path.stem == "tiny" and "./run_train.sh" in first_lines)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_resolved_config_reads_back_equal(path, tmp_path):
+    cfg = config.load(str(path))
+    copy = tmp_path / "resolved.toml"
+    copy.write_text(config.to_toml(cfg))
+    assert config.load(str(copy)) == cfg
+
+
+def toml(text: str = "", **sections) -> str:
+    base = config.to_toml(make_config(**sections))
+    return base + text
+
+
+def without(section: str, key: str | None = None) -> str:
+    """TINY without a section, or one key of it."""
+    raw = tables()
+    if key is None:
+        del raw[section]
+    else:
+        del raw[section][key]
+    return "\n".join(f"[{n}]\n" + "\n".join(f"{k} = {config._toml(v)}" for k, v in t.items()) for n, t in raw.items())
+
+
+def replaced(line: str) -> str:
+    """TINY with one line in place of that key's."""
+    key = line.split("=")[0].strip()
+    lines = toml().splitlines()
+    assert sum(text.split("=")[0].strip() == key for text in lines) == 1, key
+    return "\n".join(line if text.split("=")[0].strip() == key else text for text in lines)
+
+
+# content, and what the error must name. The issue's own list of malformed input, and then some.
+MALFORMED = {
+    "unknown key": (toml("\n[eval]\nevery_step = 3\n"), ['[eval] every_step = 3', 'did you mean "every_steps"']),
+    "unknown section": (toml("\n[trian]\nsteps = 3\n"), ["[trian]", 'did you mean "train"']),
+    "key in another section": (toml("\n[eval]\nsave_every_steps = 3\n"), ["did you mean [checkpoint] save_every_steps"]),
+    "text for an integer": (replaced('steps = "many"'), ['[train] steps = "many"', "must be integer"]),
+    "float for an integer": (replaced("steps = 4.0"), ["[train] steps = 4.0", "must be integer"]),
+    "bool for an integer": (replaced("steps = true"), ["[train] steps = true", "must be integer"]),
+    "nan": (replaced("lr = nan"), ["[optim] lr", "must be number"]),
+    "inf": (replaced("lr = inf"), ["[optim] lr", "must be number"]),
+    "overflow to inf": (replaced("lr = 1e999"), ["[optim] lr", "must be number"]),
+    "huge integer": (replaced("steps = 100000000000000000000000"), ["[train] steps", "must be integer"]),
+    "negative steps": (replaced("steps = -1"), ["[train] steps = -1", "greater than 0"]),
+    "zero batch": (replaced("global_batch_size = 0"), ["[train] global_batch_size = 0"]),
+    "zero sequence": (replaced("seq_len = 0"), ["[train] seq_len = 0"]),
+    "heads do not divide": (replaced("n_heads = 5"), ["n_heads", "must divide"]),
+    "key/value heads do not divide": (replaced("n_kv_heads = 3"), ["[model] n_kv_heads = 3", "must divide n_heads = 4"]),
+    "odd head": (replaced("dim = 12"), ["must be even"]),
+    "warm-up too long": (replaced("warmup_steps = 5"), ["[optim] warmup_steps = 5", "must not exceed"]),
+    "micro-batch does not divide": (replaced("micro_batch_size = 3"), ["[train] micro_batch_size = 3", "must divide"]),
+    "date": (replaced("steps = 2026-01-01"), ["[train] steps", "must be integer"]),
+    "mixed list": (replaced('betas = [0.9, "x"]'), ["[optim] betas"]),
+    "short list": (replaced("betas = [0.9]"), ["[optim] betas", "a list of 2"]),
+    "beta of one": (replaced("betas = [0.9, 1.0]"), ["[optim] betas", "[0, 1)"]),
+    "duplicate key": (toml().replace("steps = 4", "steps = 4\nsteps = 5"), ["not valid TOML", "line"]),
+    "duplicate section": (toml("\n[train]\nsteps = 4\n"), ["not valid TOML"]),
+    "byte order mark": ("\ufeff" + toml(), ["byte order mark"]),
+    "empty file": ("", ["is empty"]),
+    "only a comment": ("# nothing\n", ["is empty"]),
+    "not UTF-8": (toml().encode() + b"\n# \xff\xfe\n", ["not UTF-8"]),
+    "NUL in text": (replaced('source = "a\\u0000b"'), ["[data] source"]),
+    "empty text": (replaced('source = ""'), ["[data] source"]),
+    "section is no table": ("train = 3\n" + without("train"), ["train = 3", "[train]"]),
+    "section is a list": (without("train") + "\n[[train]]\nsteps = 3\n", ["[train]", "must be a table"]),
+    "missing steps": (without("train", "steps"), ["[train] steps", "missing"]),
+    "missing model": (without("model", "dim"), ["[model] dim", "missing"]),
+    "unknown word": (replaced('schedule = "cosin"'), ['[optim] schedule = "cosin"', '"cosine"']),
+    "float16": (replaced('param_dtype = "float16"'), ["float16", "loss scaler"]),
+    "both auto": (replaced('dp_replicate = "auto"'), ["[parallel] dp_shard", "only one"]),
+    "reshard to one": (replaced("reshard_after_forward = 1"), ["reshard_after_forward = 1", "at least 2"]),
+    "pattern without a unit": (replaced('keep_fp32 = ["blocks.7"]'), ["keep_fp32", "blocks.7", "matches no unit"]),
+    "wsd without its length": (replaced('schedule = "wsd"'), ["decay_steps"]),
+    "name with a path": (replaced('name = "../x"'), ["[run] name", "may hold only"]),
+    "absolute name": (replaced('name = "/tmp/x"'), ["[run] name"]),
+    "name like a flag": (replaced('name = "-rf"'), ["[run] name"]),
+    "name with a space": (replaced('name = "a b"'), ["[run] name"]),
+    "name with a command": (replaced('name = "$(touch x)"'), ["[run] name"]),
+    "off is no value": (replaced('tensorboard = "off"'), ["[log] tensorboard", "true or false"]),
+    "not there yet": (replaced("document_mask = true"), ["[data] document_mask", "not supported"]),
+    "rope bounds": (toml("\n[model.rope_scaling]\nfactor = 8.0\nlow_freq_factor = 4.0\nhigh_freq_factor = 1.0\n"),
+                    ["low_freq_factor", "below high_freq_factor"]),
+    "rope without factor": (toml("\n[model.rope_scaling]\nlow_freq_factor = 1.0\n"), ["factor", "missing"]),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed_file_is_refused_and_says_where(case, tmp_path):
+    content, named = MALFORMED[case]
+    path = tmp_path / "bad.toml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError) as caught:
+        config.load(str(path))
+    message = str(caught.value)
+    assert all(part in message for part in named), message
+    assert str(path) in message
+    assert len(message.splitlines()) <= 5 and "Traceback" not in message
+
+
+@pytest.mark.parametrize("argument, named", [
+    ("--train.stepz=3", 'did you mean "steps"'),
+    ("--trian.steps=3", 'did you mean "train"'),
+    ("--train.steps=", "must be integer"),
+    ("--train.steps=3.5", "must be integer"),
+    ("--train=3", "unknown"),
+    ("--train=off", "unknown"),
+    ("--parallel.recompute=fool", '"full"'),
+    ("--parallel.dp_shard=many", '"auto"'),
+    ("--run.seed=-1", "at least 0"),
+])
+def test_malformed_override_is_refused(argument, named):
+    with pytest.raises(ConfigError, match="command line") as caught:
+        config.from_dict(tables(), "t.toml", [argument])
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("arguments, key, value", [
+    (["--train.steps=9"], "train.steps", 9),
+    (["--train.steps=9", "--train.steps=8"], "train.steps", 8),
+    (["--parallel.reshard_after_forward=false"], "parallel.reshard_after_forward", False),
+    (["--parallel.reshard_after_forward=2"], "parallel.reshard_after_forward", 2),
+    (["--parallel.recompute=full"], "parallel.recompute", "full"),
+    (["--parallel.recompute=3"], "parallel.recompute", 3),
+    (["--parallel.dp_shard=4"], "parallel.dp_shard", 4),
+    (["--parallel.dp_shard=auto"], "parallel.dp_shard", "auto"),
+    (["--train.max_grad_norm=off"], "train.max_grad_norm", "off"),
+    (["--optim.lr=1"], "optim.lr", 1.0),
+    (["--optim.betas=[0.8, 0.9]"], "optim.betas", (0.8, 0.9)),
+    (["--data.source=true"], "data.source", "true"),
+    (["--data.source=a b#c"], "data.source", "a b#c"),
+    (["--run.name=7"], "run.name", "7"),
+    (["--eval.every_steps=5"], "eval.every_steps", 5),
+    (["--eval.every_steps=5", "--eval=off"], "eval", None),
+    (["--model.rope_scaling.factor=8"], "model.rope_scaling.factor", 8.0),
+    (['--parallel.keep_fp32=["blocks.*"]'], "parallel.keep_fp32", ("blocks.*",)),
+])
+def test_overrides(arguments, key, value):
+    found = config.from_dict(tables(), "t.toml", arguments)
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == value and type(found) is type(value)
+
+
+def test_all_problems_at_once(tmp_path):
+    raw = tables(train={"steps": -1, "sequence": 5}, optim={"lr": "fast"})
+    raw["modell"] = {}
+    with pytest.raises(ConfigError) as caught:
+        config.from_dict(raw, "t.toml", ["--run.seed=x"])
+    assert len(caught.value.problems) == 5
+
+
+@pytest.mark.parametrize("path", ["missing.toml", "", "."])
+def test_unreadable_file(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError):
+        config.load(path)
+
+
+def test_mesh_shape():
+    assert config.mesh_shape(make_config(), 4) == (1, 4)
+    assert config.mesh_shape(make_config(parallel={"dp_replicate": 2}), 4) == (2, 2)
+    assert config.mesh_shape(make_config(parallel={"dp_replicate": "auto", "dp_shard": 2}), 4) == (2, 2)
+    with pytest.raises(ConfigError, match="must equal the number of ranks, 3"):
+        config.mesh_shape(make_config(parallel={"dp_replicate": 2}, train={"global_batch_size": 6}), 3)
+    with pytest.raises(ConfigError, match="multiple of micro_batch_size x ranks = 2 x 3"):
+        config.mesh_shape(make_config(), 3)
+    with pytest.raises(ConfigError, match="must divide the number of shards"):
+        config.mesh_shape(make_config(parallel={"reshard_after_forward": 3}), 4)
+
+
+def test_launcher_refuses_before_anything_is_made(tmp_path):
+    bad = tmp_path / "bad.toml"
+    bad.write_text(toml(train={**TINY["train"]}).replace("steps = 4", "steps = 0\nspeed = 3"))
+    before = set(tmp_path.iterdir())
+    done = launch("bad.toml", "--run.seed=x", cwd=tmp_path, nproc=2)
+    assert done.returncode == 2 and "Traceback" not in done.stderr + done.stdout
+    assert done.stderr.count("\n") == 3, done.stderr  # three problems, a line each
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_wrong_configuration_needs_no_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    done = subprocess.run([sys.executable, REPO / "train.py", REPO / "configs/tiny.toml", "--train.steps=x"],
+                          capture_output=True, text=True, env={"PYTHONPATH": f"{tmp_path}:{REPO}"})
+    assert done.returncode == 2 and "torch was imported" not in done.stderr
+
+
+def test_help_lists_every_option():
+    shown = subprocess.run([sys.executable, REPO / "train.py", "--help"], capture_output=True, text=True).stdout
+    for section, values in config.to_dict(config.load(str(REPO / "configs/tiny.toml"))).items():
+        assert f"[{section}]" in shown
+        assert all(f"  {key} = " in shown for key in values)
+    assert "[profile]" in shown and "[model.rope_scaling]" in shown
+
+
+def test_relative_paths_are_the_callers(tmp_path):
+    (tmp_path / "mine.toml").write_text(toml())
+    done = launch("mine.toml", "--data.source=nothing.jsonl", cwd=tmp_path)
+    assert done.returncode == 2 and "nothing.jsonl: no such file" in done.stderr, done.stderr
+    assert not pathlib.Path(tmp_path / "outputs").exists()

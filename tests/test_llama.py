@@ -1,0 +1,99 @@
+"""The model against transformers' Llama with the same weights, and its counts against the published ones."""
+
+import math
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import config
+from model.llama import Llama, flops_per_token, initial_std, parameter_count, rope_tables
+from tests.conftest import REPO, make_config
+
+SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+TO_OURS = {"model.embed_tokens": "embedding", "model.layers": "blocks", "self_attn": "attention", "mlp": "feed_forward",
+           "input_layernorm": "attention_norm", "post_attention_layernorm": "feed_forward_norm",
+           "model.norm": "head.norm", "lm_head": "head"}
+
+
+def reference(m: config.Model) -> LlamaForCausalLM:
+    rope = {"rope_theta": m.rope_theta, "rope_type": "default"}
+    if m.rope_scaling:
+        rope |= {"rope_type": "llama3", **SCALING}
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=m.vocab_size, hidden_size=m.dim, intermediate_size=m.ffn_dim, num_hidden_layers=m.n_layers,
+        num_attention_heads=m.n_heads, num_key_value_heads=m.n_kv_heads, head_dim=m.width_per_head,
+        rms_norm_eps=m.norm_eps, rope_parameters=rope, tie_word_embeddings=m.tie_embeddings,
+        max_position_embeddings=256, attn_implementation="eager"))
+
+
+def with_weights_of(theirs: LlamaForCausalLM, m: config.Model) -> Llama:
+    ours, state = Llama(m), {}
+    for name, tensor in theirs.state_dict().items():
+        for old, new in TO_OURS.items():
+            name = name.replace(old, new)
+        state[name] = tensor
+    ours.load_state_dict(state)
+    return ours
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"tie_embeddings": True}, {"n_kv_heads": 4}, {"n_kv_heads": 1}, {"head_dim": 20}, {"rope_scaling": SCALING},
+    {"rope_scaling": SCALING, "tie_embeddings": True, "head_dim": 32, "rope_theta": 10000.0},
+], ids=str)
+def test_forward_equals_transformers(changes):
+    torch.manual_seed(0)
+    m = make_config(model=changes).model
+    theirs = reference(m)
+    ours = with_weights_of(theirs, m)
+    tokens = torch.randint(0, m.vocab_size, (2, 128))
+    with torch.no_grad():
+        assert torch.allclose(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+        loss_sum, count = ours(tokens[:, :-1], tokens[:, 1:])
+        expected = theirs(tokens, labels=tokens).loss
+    assert math.isclose(loss_sum.item() / count.item(), expected.item(), rel_tol=1e-5)
+
+
+def test_rope_scaling_does_something():
+    plain, scaled = make_config().model, make_config(model={"rope_scaling": SCALING}).model
+    cos, sin = rope_tables(plain, 64, torch.device("cpu"))
+    other, _ = rope_tables(scaled, 64, torch.device("cpu"))
+    assert cos.dtype == sin.dtype == torch.float32 and cos.shape == (64, plain.width_per_head)
+    assert not torch.equal(cos, other)
+
+
+@pytest.mark.parametrize("name, parameters", [
+    ("llama8b", 8_030_261_248), ("llama70b", 70_553_706_496), ("llama1b", 1_235_814_400), ("llama3b", 3_212_749_824)])
+def test_parameter_counts_as_published(name, parameters):
+    cfg = config.load(str(REPO / f"configs/{name}.toml"))
+    with torch.device("meta"):
+        assert parameter_count(Llama(cfg.model)) == parameters
+
+
+def test_flops_per_token():
+    # Llama 3 8B at 8,192 tokens: 51.5 GFLOP with the causal half, by 6 N + 6 L H E S
+    m = config.load(str(REPO / "configs/llama8b.toml")).model
+    with torch.device("meta"):
+        flops = flops_per_token(Llama(m), 8192)
+    assert flops == 6 * (8_030_261_248 - 128_256 * 4096 - (2 * 32 + 1) * 4096) + 6 * 32 * 32 * 128 * 8192
+    assert round(flops / 1e9, 1) == 51.5
+
+
+def test_tied_matrix_counts_once():
+    cfg = make_config(model={"tie_embeddings": True})
+    untied = make_config()
+    with torch.device("meta"):
+        tied, other = Llama(cfg.model), Llama(untied.model)
+    assert parameter_count(other) - parameter_count(tied) == 320 * 48
+    assert flops_per_token(other, 32) == flops_per_token(tied, 32)
+
+
+def test_initial_distributions():
+    m = make_config().model
+    assert initial_std(m, "blocks.0.attention_norm.weight") is None and initial_std(m, "head.norm.weight") is None
+    assert initial_std(m, "embedding.weight") == (1.0, math.inf)
+    assert initial_std(m, "head.weight") == (48**-0.5, 3.0)
+    assert initial_std(m, "blocks.1.attention.q_proj.weight") == (0.02, math.inf)
+    assert initial_std(m, "blocks.1.feed_forward.down_proj.weight") == (0.01, math.inf)
+    tied = make_config(model={"tie_embeddings": True}).model
+    assert initial_std(tied, "embedding.weight") == (48**-0.5, 3.0)

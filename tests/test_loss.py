@@ -1,0 +1,105 @@
+"""The chunked loss against torch's own cross entropy, and what it keeps in memory."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from config import IGNORE
+from model.llama import Llama
+from model.loss import chunked_cross_entropy
+from tests.conftest import make_config
+
+
+def problem(dtype: torch.dtype, tokens: int = 50, dim: int = 16, vocab: int = 97):
+    torch.manual_seed(0)
+    x = torch.randn(tokens, dim, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocab, dim, dtype=dtype, requires_grad=True)
+    targets = torch.randint(0, vocab, (tokens,))
+    targets[::7] = IGNORE
+    return x, weight, targets
+
+
+def plain(x, weight, targets):
+    return F.cross_entropy(F.linear(x, weight).float(), targets, ignore_index=IGNORE, reduction="sum")
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 50, 64])
+def test_equals_unchunked(chunk):
+    x, weight, targets = problem(torch.float64 if chunk == 7 else torch.float32)
+    total, count = chunked_cross_entropy(x, weight, targets, chunk)
+    (total * 0.3).backward()
+    ours = x.grad.clone(), weight.grad.clone()
+    x.grad = weight.grad = None
+    expected = plain(x, weight, targets)
+    (expected * 0.3).backward()
+    assert count.item() == (targets != IGNORE).sum().item()
+    assert torch.allclose(total, expected, rtol=1e-6)
+    assert torch.allclose(ours[0], x.grad, atol=1e-6) and torch.allclose(ours[1], weight.grad, atol=1e-6)
+
+
+def test_all_targets_ignored():
+    x, weight, targets = problem(torch.float32)
+    total, count = chunked_cross_entropy(x, weight, torch.full_like(targets, IGNORE), 8)
+    total.backward()
+    assert total.item() == 0 and count.item() == 0 and not x.grad.any() and not weight.grad.any()
+
+
+def test_large_logits_stay_finite():
+    x, weight, targets = problem(torch.float32)
+    total, _ = chunked_cross_entropy(x * 1e4, weight, targets, 8)
+    total.backward()
+    assert total.isfinite() and x.grad.isfinite().all()
+
+
+def test_weight_gradient_is_summed_in_float32_and_rounded_once():
+    x, weight, targets = problem(torch.bfloat16, tokens=512)
+    chunked_cross_entropy(x, weight, targets, 8)[0].backward()
+    # The same slopes (rounded to bfloat16 as they must be for a bfloat16 product), multiplied exactly, rounded once
+    logits = F.linear(x, weight).detach().float()
+    slope = logits.softmax(-1) - F.one_hot(targets.clamp(min=0), len(weight))
+    slope[targets == IGNORE] = 0
+    exact = slope.bfloat16().double().T @ x.detach().double()
+    error = (weight.grad.double() - exact).abs()
+    half_a_step = exact.abs() * 2.0**-8  # bfloat16 has 8 bits
+    assert (error <= half_a_step + 1e-4).all()
+
+
+class Shapes(TorchDispatchMode):
+    """Records the largest number of elements of any result of at least two dimensions, by dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest: dict[torch.dtype, int] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.largest[tensor.dtype] = max(self.largest.get(tensor.dtype, 0), tensor.numel())
+        return result
+
+
+def test_logits_of_the_whole_batch_never_exist(monkeypatch):
+    """A full training step: no tensor of tokens x vocabulary is made, in float32 or otherwise."""
+    import model.llama
+
+    chunk, tokens, vocab = 16, 128, 997
+    monkeypatch.setattr(model.llama, "chunked_cross_entropy",
+                        lambda *a: chunked_cross_entropy(*a, chunk))
+    llama = Llama(make_config(model={"vocab_size": vocab}).model)
+    ids = torch.randint(0, vocab, (4, tokens // 4 + 1))
+    with Shapes() as seen:
+        llama(ids[:, :-1], ids[:, 1:])[0].backward()
+    # the largest are the head's matrix and its gradient; a chunk of logits is smaller
+    assert max(seen.largest.values()) == vocab * 48 < tokens * vocab
+    with Shapes() as seen:  # and the measure does see them where they are made
+        llama(ids[:, :-1])
+    assert seen.largest[torch.float32] == tokens * vocab
+
+
+def test_no_gradients_are_computed_under_no_grad():
+    x, weight, targets = problem(torch.float32, tokens=64)
+    with torch.no_grad(), Shapes() as seen:
+        chunked_cross_entropy(x, weight, targets, 32)
+    assert max(seen.largest.values()) == 32 * 97  # the chunk's logits, and no gradient of x or weight beside them

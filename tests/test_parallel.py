@@ -1,0 +1,117 @@
+"""Weights, memory, prefetch order and tear-down of the sharded model, on real ranks."""
+
+import pytest
+import torch
+
+from parallel.materialize import draw_rows, first_row
+from tests import cases
+
+# 3 ranks divide none of these dimensions; a vocabulary of 320 over 3, a norm of 48 over 5 ranks leave uneven shards
+MODELS = {
+    "plain": {},
+    "tied": {"model": {"tie_embeddings": True}},
+    "uneven": {"model": {"dim": 52, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 75, "vocab_size": 331}},
+}
+# A global batch that these numbers of ranks divide; no data is read here
+for sections in MODELS.values():
+    sections["train"] = {"global_batch_size": 60, "micro_batch_size": 1}
+
+
+@pytest.fixture(scope="module")
+def hashes(on_ranks):
+    return {ranks: on_ranks(ranks, cases.weight_hashes, MODELS, True)[0] for ranks in (1, 2, 3, 4)}
+
+
+def test_weights_do_not_depend_on_the_number_of_ranks(hashes):
+    assert hashes[1] == hashes[2] == hashes[3] == hashes[4]
+
+
+def test_every_parameter_differs_from_every_other(hashes):
+    matrices = [h for name, h in hashes[1]["plain"].items() if "norm" not in name]
+    assert len(set(matrices)) == len(matrices)
+
+
+def test_values_follow_their_distribution():
+    out = torch.empty(4000, 100)
+    draw_rows(out, 0, out.shape, (0.5, float("inf")), 0, "x")
+    assert abs(out.mean()) < 0.005 and abs(out.std() - 0.5) < 0.005 and out.abs().max() > 1.5
+    draw_rows(out, 0, out.shape, (0.5, 3.0), 0, "x")
+    assert out.abs().max() <= 1.5
+    again = torch.empty_like(out)
+    draw_rows(again, 0, out.shape, (0.5, 3.0), 1, "x")
+    assert not torch.equal(out, again)
+    assert len(out.unique(dim=0)) == len(out)  # no block repeats another
+
+
+@pytest.mark.parametrize("width", [1, 7, 65536, 70000])
+def test_any_part_of_a_parameter_equals_that_part_of_the_whole(width):
+    rows = 300 if width < 1000 else 5
+    whole = torch.empty(rows, width)
+    draw_rows(whole, 0, whole.shape, (1.0, float("inf")), 3, "w")
+    for ranks in (2, 3, rows, rows + 4):
+        parts = []
+        for rank in range(ranks):
+            first, end = first_row(rows, ranks, rank), first_row(rows, ranks, rank + 1)
+            part = torch.empty(end - first, width)
+            draw_rows(part, first, whole.shape, (1.0, float("inf")), 3, "w")
+            parts.append(part)
+        assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_materialize_holds_its_shard_and_one_block(on_ranks, ranks):
+    block = 480
+    largest, shard = on_ranks(ranks, cases.largest_in_materialize, block)[0]
+    # nothing larger than a shard was made; the full embedding would be 4001 x 48
+    assert largest == shard == -(-4001 // ranks) * 48 or largest <= shard + block
+    assert ranks == 1 or largest < 4001 * 48
+
+
+def test_a_forgotten_buffer_is_named(on_ranks):
+    assert "blocks.1.table" in on_ranks(1, cases.forgotten_buffer)[0]
+
+
+def expected_order(depth_forward: int, depth_backward: int, early: bool) -> list[tuple[str, str]]:
+    """The order by the rule in parallel/fsdp.py, written independently: units in a row, `depth` gathered ahead."""
+    units = ["embedding", "0", "1", "2", "head"]
+    events, have = [], set()
+
+    def gather(names: list[str]) -> None:
+        for name in names:
+            if name not in have:
+                have.add(name)
+                events.append(("gather", name))
+
+    if early:
+        gather(units[:depth_forward])
+    for i, unit in enumerate(units):
+        gather(units[i : i + 1 + depth_forward])
+        events.append(("forward", unit))
+        if unit != "head":  # freed after its forward; the head is kept
+            have.discard(unit)
+    back = units[::-1]
+    for i, unit in enumerate(back):
+        # the unit itself, if nobody has gathered it ahead; depth 0 is FSDP2's own: one ahead
+        gather(back[i : i + 1 + (depth_backward or 1)])
+        events.append(("backward", unit))
+        have.discard(unit)
+    return events
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_prefetch_order(on_ranks, depth):
+    sections = {"model": {"n_layers": 3}, "parallel": {"prefetch_forward": depth, "prefetch_backward": depth}}
+    seen = on_ranks(2, cases.gather_order, sections, True)
+    assert seen[0] == seen[1] == expected_order(depth, depth, early=True)
+
+
+@pytest.mark.parametrize("forward, backward", [(2, 1), (0, 2)])
+def test_prefetch_depths_are_independent(on_ranks, forward, backward):
+    sections = {"model": {"n_layers": 3}, "parallel": {"prefetch_forward": forward, "prefetch_backward": backward}}
+    assert on_ranks(2, cases.gather_order, sections, False)[0] == expected_order(forward, backward, early=False)
+
+
+def test_short_lives_end_in_order(on_ranks):
+    """benchmarks/short_runs.py does it fifty times, through the launcher."""
+    for _ in range(5):
+        on_ranks(2, cases.start_and_end)
