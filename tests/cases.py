@@ -40,7 +40,7 @@ def train_all(cases: dict[str, dict], output: str) -> dict[str, list[dict]]:
     found = {}
     with process_group() as world:
         for name, sections in cases.items():
-            cfg = make_config(**sections, run={"name": name, "output_dir": f"{output}/{world.size}"})
+            cfg = make_config(**sections, run={"name": name.replace(" ", "-"), "output_dir": f"{output}/{world.size}"})
             train.run(cfg, world_for(cfg, world), None)
             found[name] = rows(config.run_folder(cfg)) if world.rank == 0 else None
     return found

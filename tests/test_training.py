@@ -1,0 +1,237 @@
+"""Whole runs: the same losses for any number of ranks and any split, against a plain loop; exact resume; the launcher."""
+
+import json
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import config
+from data.loader import Loader
+from data.tokens import open_stream
+from model.llama import Llama, initial_std
+from optim import learning_rate
+from parallel.materialize import draw_rows
+from tests import cases
+from tests.conftest import launch, make_config, rows
+
+# 4 ranks divide neither 50 nor 75 nor 323
+UNEVEN = {"dim": 50, "n_heads": 5, "n_kv_heads": 1, "ffn_dim": 75, "vocab_size": 323}
+CASES = {
+    "plain": {},
+    "half the micro-batch": {"train": {"micro_batch_size": 1}},
+    "recompute full": {"parallel": {"recompute": "full"}},
+    "recompute selective": {"parallel": {"recompute": "selective"}},
+    "recompute every second": {"parallel": {"recompute": 2}},
+    "tied": {"model": {"tie_embeddings": True}},
+    "uneven": {"model": UNEVEN},
+    "kept after forward": {"parallel": {"reshard_after_forward": False}},
+    "deferred reduction": {"parallel": {"sync_every_micro_batch": False}},
+    "replicas": {"parallel": {"dp_replicate": "auto", "dp_shard": 1}},
+    "offloaded": {"parallel": {"cpu_offload": True}},
+    "no clipping": {"train": {"max_grad_norm": "off"}},
+}
+SAME_AS = {name: name if name in ("tied", "uneven", "no clipping") else "plain" for name in CASES}
+
+
+def with_data(sections: dict, corpus, prepared) -> dict:
+    return {**sections, "data": {"source": str(corpus), "path": str(prepared)}}
+
+
+def plain_loop(cfg: config.Config, folder) -> list[dict]:
+    """The run as a textbook has it: one process, the whole batch at once, mean cross entropy, torch's AdamW."""
+    m, t, o = cfg.model, cfg.train, cfg.optim
+    model = Llama(m)
+    for name, parameter in model.named_parameters():
+        draw_rows(parameter.data, 0, parameter.shape, initial_std(m, name), cfg.run.seed, name)
+    optimizer = torch.optim.AdamW(
+        [{"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": o.weight_decay},
+         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0}],
+        betas=o.betas, eps=o.eps, foreach=False)
+    loader = Loader(open_stream(folder, "train", m.vocab_size), t, cfg.run.seed, 0, 1, 1, False)
+    found = []
+    for step in range(1, t.steps + 1):
+        batch = next(loader)
+        inputs, targets = (torch.cat(part) for part in zip(*batch.micro_batches))
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        limit = float("inf") if t.max_grad_norm == "off" else t.max_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(o, t.steps, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append({"loss": loss.item(), "grad_norm": norm.item(), "batch_digest": batch.digest})
+    loader.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(on_ranks, corpus, prepared, tmp_path_factory):
+    every = {name: with_data(sections, corpus, prepared) for name, sections in CASES.items()}
+    output = str(tmp_path_factory.mktemp("outputs"))
+    return {ranks: on_ranks(ranks, cases.train_all, every, output)[0] for ranks in (1, 2, 4)}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_split_equals_the_plain_loop(trained, ranks, name, corpus, prepared):
+    expected = plain_loop(make_config(**with_data(CASES[SAME_AS[name]], corpus, prepared)), prepared)
+    found = trained[ranks][name]
+    assert [row["step"] for row in found] == [1, 2, 3, 4]
+    for ours, theirs in zip(found, expected):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+        assert ours["batch_digest"] == theirs["batch_digest"]
+
+
+def test_cases_differ_where_they_should(trained):
+    first = {name: trained[1][name][0]["loss"] for name in ("plain", "tied", "uneven")}
+    assert len(set(first.values())) == 3
+
+
+def test_row_has_what_the_contract_names(trained):
+    row = trained[2]["plain"][-1]
+    assert {"kind", "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second_per_device", "mfu", "step_seconds",
+            "data_seconds", "peak_memory_gib", "slowest_rank", "batch_digest"} <= row.keys()
+    assert row["tokens"] == 4 * 8 * 32 and row["mfu"] is None and "slowest_rank" not in trained[1]["plain"][-1]
+
+
+# Through run_train.sh
+
+LONG = {"train": {"steps": 20}, "optim": {"schedule_steps": 20}, "checkpoint": {"save_every_steps": 6}}
+
+
+def weights(folder, step: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, read by DCP alone."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import FileSystemReader
+
+    path = folder / "checkpoints" / f"step-{step:08d}"
+    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    found = {name: torch.empty(item.size, dtype=item.properties.dtype) for name, item in stored.items()}
+    dcp.load(found, checkpoint_id=path, no_dist=True)
+    return found
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory, corpus, prepared):
+    """20 steps in one go."""
+    folder = tmp_path_factory.mktemp("straight")
+    path = folder / "long.toml"
+    sections = {**LONG, "data": {"source": str(corpus), "path": str(prepared)}}
+    path.write_text(config.to_toml(make_config(**sections, run={"name": "straight", "output_dir": str(folder)})))
+    done = launch(path)
+    assert done.returncode == 0, done.stderr
+    return folder / "straight", done
+
+
+def test_a_run_leaves_what_the_contract_names(straight):
+    folder, done = straight
+    status = json.loads((folder / "status.json").read_text())
+    assert status["state"] == "finished" and status["step"] == 20 and status["launch"]
+    for name in ("config.toml", "environment.json", "metrics.jsonl", "logs/rank-0.log", "tokenizer.model",
+                 "checkpoints/step-00000020/tokenizer.model"):
+        assert (folder / name).stat().st_size
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == [
+        f"step-{step:08d}" for step in (6, 12, 18, 20)]
+    assert "step 20/20" in done.stdout and "a sample:" in done.stdout
+    assert config.load(str(folder / "config.toml")).train.steps == 20
+    assert {"commit", "uncommitted", "torch", "command", "host"} <= json.loads(
+        (folder / "environment.json").read_text()).keys()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_stopping_and_going_on_changes_nothing(straight, tmp_path, corpus, prepared, ranks):
+    folder, _ = straight
+    path = tmp_path / "cut.toml"
+    sections = {**LONG, "data": {"source": str(corpus), "path": str(prepared)}}
+    path.write_text(config.to_toml(make_config(**sections, run={"name": "cut", "output_dir": str(tmp_path)})))
+    assert launch(path, "--train.steps=12").returncode == 0
+    done = launch(path, nproc=ranks)
+    assert done.returncode == 0 and "going on after step 12" in done.stdout, done.stdout + done.stderr
+    ours, theirs = rows(tmp_path / "cut"), rows(folder)
+    assert [row["step"] for row in ours] == list(range(1, 21))
+    assert [row["batch_digest"] for row in ours] == [row["batch_digest"] for row in theirs]
+    assert [row["lr"] for row in ours] == [row["lr"] for row in theirs]
+    losses = [row["loss"] for row in ours], [row["loss"] for row in theirs]
+    if ranks == 1:
+        assert losses[0] == losses[1]
+        mine, whole = weights(tmp_path / "cut", 20), weights(folder, 20)
+        assert mine.keys() == whole.keys() and all(torch.equal(mine[name], whole[name]) for name in mine)
+        assert all(whole[name] == 20 for name in whole if name.endswith(".step"))
+    else:
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_finished_run_is_left_alone(straight, ranks):
+    folder, _ = straight
+    before = {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.rglob("*")}
+    done = launch(folder / "config.toml", "--run.name=straight", nproc=ranks)
+    assert done.returncode == 0 and "finished at step 20" in done.stdout, done.stdout + done.stderr
+    assert {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.rglob("*")} == before
+
+
+def test_eval_only_prints_a_row_and_writes_nothing(straight):
+    folder, _ = straight
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
+    found = []
+    for ranks in (1, 2):
+        done = launch(folder / "config.toml", "--run.name=straight", "--eval-only", nproc=ranks)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    assert found[0]["kind"] == "eval" and found[0]["step"] == 20
+    assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-5)
+    assert {p: p.stat().st_mtime_ns for p in folder.rglob("*")} == before
+
+
+def test_generate_from_a_run(straight):
+    folder, _ = straight
+    texts = [launch("-m", "model.generate", folder, "--prompt", "the cat", "--tokens", "8", "--temperature", "0")
+             for _ in range(2)]
+    assert texts[0].returncode == 0 and texts[0].stdout.startswith("the cat"), texts[0].stderr
+    assert texts[0].stdout == texts[1].stdout and texts[0].stderr == ""
+
+
+def test_a_failure_on_one_rank_is_told_and_ends_all(write_config, tmp_path):
+    """A stream with an id beyond the vocabulary, which only the rank that reads it can see."""
+    path = write_config("broken")
+    cfg = config.load(str(path))
+    import shutil
+    copy = tmp_path / "data"
+    shutil.copytree(cfg.data.path, copy)
+    tokens = bytearray((copy / "train.bin").read_bytes())
+    tokens[1::2] = b"\x7f" * (len(tokens) // 2)
+    (copy / "train.bin").write_bytes(tokens)
+    began = time.monotonic()
+    done = launch(path, f"--data.path={copy}", nproc=2)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "vocab_size = 320" in done.stdout + done.stderr and time.monotonic() - began < 60
+    assert json.loads((tmp_path / "outputs/broken/status.json").read_text())["state"] == "failed"
+
+
+def test_a_killed_run_is_marked_failed_and_goes_on(write_config, tmp_path):
+    path = write_config("killed", train={"steps": 100000}, checkpoint={"save_every_steps": 3})
+    folder = tmp_path / "outputs/killed"
+    from tests.conftest import REPO
+    import os
+    import sys
+    process = subprocess.Popen([REPO / "run_train.sh", path], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                               env={**os.environ, "PYTHON": sys.executable, "NPROC": "1"})
+    for _ in range(600):
+        if (folder / "checkpoints/step-00000003").exists():
+            break
+        time.sleep(0.1)
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    for child in children:
+        os.kill(int(child), signal.SIGKILL)
+    assert process.wait(30) not in (0, 2, 75)
+    assert json.loads((folder / "status.json").read_text())["state"] == "failed"
+    newest = max(int(p.name[5:]) for p in (folder / "checkpoints").glob("step-????????"))
+    done = launch(path, f"--train.steps={newest + 2}", f"--optim.schedule_steps={newest + 2}")
+    assert done.returncode == 0 and f"going on after step {newest}" in done.stdout, done.stdout + done.stderr
+    assert [row["step"] for row in rows(folder)] == list(range(1, newest + 3))
