@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import glob
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -141,7 +142,7 @@ def _train_tokenizer(cfg: config.Config, threads: int, say: Callable[[str], None
 
     def sample() -> Iterator[str]:
         size = 0
-        for _, text in documents(cfg.data):
+        for text in documents(cfg.data):
             yield text
             size += len(text)
             if size >= wanted:
@@ -154,21 +155,13 @@ def _write_tokens(folder: pathlib.Path, d: config.Data, tokenizer: Tokenizer, th
                   say: Callable[[str], None]) -> dict:
     """Writes train.bin and heldout.bin: each document between its begin and end marks. Returns the counts."""
     small = tokenizer.vocab_size <= 1 << 16
-    tokens, docs = {"train": 0, "heldout": 0}, {"train": 0, "heldout": 0}
+    tokens, docs, size = {"train": 0, "heldout": 0}, {"train": 0, "heldout": 0}, 0
     began = said = time.monotonic()
-    size = 0
-    with contextlib.ExitStack() as stack:
-        out = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in tokens}
-        for batch in _batches(documents(d), BATCH):
-            try:
-                encoded = tokenizer.encode([text for _, text in batch], threads)
-            except ValueError:
-                for where, text in batch:  # again, one by one, to name the document
-                    try:
-                        tokenizer.encode([text])
-                    except ValueError as error:
-                        raise ConfigError(f"{where}: {error}") from None
-            for (_, text), ids in zip(batch, encoded):
+    source = documents(d)
+    with (folder / "train.bin").open("wb") as train, (folder / "heldout.bin").open("wb") as heldout:
+        out = {"train": train, "heldout": heldout}
+        while batch := list(itertools.islice(source, BATCH)):
+            for text, ids in zip(batch, tokenizer.encode(batch, threads)):
                 split = "heldout" if is_held_out(text) else "train"
                 row = array.array("H" if small else "i", [*tokenizer.bos, *ids, *tokenizer.eos])
                 if sys.byteorder == "big":
@@ -178,15 +171,12 @@ def _write_tokens(folder: pathlib.Path, d: config.Data, tokenizer: Tokenizer, th
                 docs[split] += 1
                 size += len(text)
                 if d.max_tokens and tokens["train"] >= d.max_tokens:
+                    source = iter(())
                     break
             if time.monotonic() - said > 5:
                 said = time.monotonic()
                 say(f"preparing {d.source}: {sum(docs.values()):,} documents, {sum(tokens.values()):,} tokens, "
                     f"{size / 1e6 / (said - began):.1f} MB/s")
-            if d.max_tokens and tokens["train"] >= d.max_tokens:
-                break
-    if not sum(docs.values()):
-        raise ConfigError(f"[data] source = {d.source}: holds no text")
     return {"dtype": "uint16" if small else "int32", "tokens": tokens, "documents": docs}
 
 
@@ -194,32 +184,28 @@ def is_held_out(text: str) -> bool:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) % 100 == 99
 
 
-def _batches(items: Iterator, size: int) -> Iterator[list]:
-    batch = []
-    for item in items:
-        batch.append(item)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+# Sources. Each yields (where, text) and raises ConfigError.
 
 
-# Sources. Each yields (where, text); empty documents are left out.
+def documents(d: config.Data) -> Iterator[str]:
+    """The source's documents in order, empty ones left out. A new kind of source is a branch here and a function below.
+    Raises ConfigError naming file and row."""
+    found = False
+    for where, text in _stdlib() if d.source == STDLIB else _local(d) if _is_local(d.source) else _hugging_face(d):
+        if not isinstance(text, str):
+            raise ConfigError(f"{where}: field {d.text_field!r} must be text, not {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell
+            raise ConfigError(f"{where}: is not valid Unicode: {error.reason} at character {error.start}") from None
+        found = found or bool(text)
+        if text:
+            yield text
+    if not found:
+        raise ConfigError(f"[data] source = {d.source}: holds no text")
 
 
-def documents(d: config.Data) -> Iterator[tuple[str, str]]:
-    """A new kind of source is a branch here and a function below. Raises ConfigError naming file and row."""
-    if d.source == STDLIB:
-        found = _stdlib()
-    elif _is_local(d.source):
-        found = _local(d)
-    else:
-        found = _hugging_face(d)
-    return ((where, text) for where, text in found if text)
-
-
-def _stdlib() -> Iterator[tuple[str, str]]:
+def _stdlib() -> Iterator[tuple[str, object]]:
     """Python's own standard library, file by file: real text that every machine has. Without its tests, which
     some systems leave out and which hold deliberately broken files."""
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
@@ -246,13 +232,13 @@ def _stamp(path: pathlib.Path) -> list:
     return [str(path), stat.st_size, stat.st_mtime_ns]
 
 
-def _local(d: config.Data) -> Iterator[tuple[str, str]]:
+def _local(d: config.Data) -> Iterator[tuple[str, object]]:
     files = _local_files(d.source)
     if not files:
         raise ConfigError(f"[data] source = {d.source}: no such file")
     for path in files:
         if path.suffix == ".parquet":
-            yield from _rows(path, "parquet", d)
+            yield from _load_dataset(d, str(path), "parquet", data_files=str(path), split="train")
         elif path.suffix in (".jsonl", ".json"):
             yield from _json_lines(path, d.text_field)
         elif path.suffix == ".txt":
@@ -261,61 +247,49 @@ def _local(d: config.Data) -> Iterator[tuple[str, str]]:
             raise ConfigError(f"[data] source = {path}: must be one of {', '.join(LOCAL)}")
 
 
-def _json_lines(path: pathlib.Path, field: str) -> Iterator[tuple[str, str]]:
+def _json_lines(path: pathlib.Path, field: str) -> Iterator[tuple[str, object]]:
+    """Line by line and not through `datasets`, which names neither line nor field of a bad one."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                where = f"{path}: line {number}"
                 try:
                     row = json.loads(line)
                 except ValueError as error:
-                    raise ConfigError(f"{where}: is not valid JSON: {error}") from None
-                yield where, _field(where, row, field)
+                    raise ConfigError(f"{path}: line {number}: is not valid JSON: {error}") from None
+                yield f"{path}: line {number}", _field(f"{path}: line {number}", row, field)
 
 
-def _text_pieces(path: pathlib.Path) -> Iterator[tuple[str, str]]:
+def _text_pieces(path: pathlib.Path) -> Iterator[tuple[str, object]]:
     """A file is a document; a long one is cut at line ends, so that some of it can be held out."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            number = 1
             while lines := file.readlines(TEXT_PIECE):
-                yield f"{path}: line {number}", "".join(lines)
-                number += len(lines)
+                yield str(path), "".join(lines)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8: {error.reason}") from None
 
 
-def _rows(path: pathlib.Path, kind: str, d: config.Data) -> Iterator[tuple[str, str]]:
-    yield from _load_dataset(d, kind, data_files=str(path), split="train", where=str(path))
+def _hugging_face(d: config.Data) -> Iterator[tuple[str, object]]:
+    return _load_dataset(d, d.source, d.source, name=d.subset, split=d.split)
 
 
-def _hugging_face(d: config.Data) -> Iterator[tuple[str, str]]:
-    yield from _load_dataset(d, d.source, name=d.subset, split=d.split, where=d.source)
-
-
-def _load_dataset(d: config.Data, *args, where: str, **options) -> Iterator[tuple[str, str]]:
+def _load_dataset(d: config.Data, where: str, *args, **options) -> Iterator[tuple[str, object]]:
     import datasets
 
     try:
-        rows = iter(datasets.load_dataset(*args, streaming=True, **options))
-        for number in range(1, sys.maxsize):
-            row = next(rows, None)
-            if row is None:
-                return
+        for number, row in enumerate(datasets.load_dataset(*args, streaming=True, **options), 1):
             yield f"{where}: row {number}", _field(f"{where}: row {number}", row, d.text_field)
     except (ConfigError, GeneratorExit):
         raise
-    except Exception as error:  # the library raises what its many readers raise
-        raise ConfigError(f"[data] source = {d.source}: cannot be read: {type(error).__name__}: "
-                          f"{str(error).splitlines()[0] if str(error) else ''}") from None
+    except Exception as error:  # the library raises whatever its many readers raise
+        first_line = str(error).partition("\n")[0]
+        raise ConfigError(f"[data] source = {d.source}: cannot be read: {type(error).__name__}: {first_line}") from None
 
 
-def _field(where: str, row: object, field: str) -> str:
+def _field(where: str, row: object, field: str) -> object:
     if not isinstance(row, dict) or field not in row:
         found = f"its fields are {', '.join(row)}" if isinstance(row, dict) else f"it is {type(row).__name__}"
         raise ConfigError(f"{where}: has no field {field!r} (data.text_field); {found}")
-    if not isinstance(row[field], str):
-        raise ConfigError(f"{where}: field {field!r} must be text, not {type(row[field]).__name__}")
     return row[field]
 
 

@@ -38,13 +38,7 @@ class Tokenizer:
         self.mark = mark if exact else None  # the space mark spelt in bytes, which decode() leaves alone
 
     def encode(self, texts: list[str], threads: int = 1) -> list[list[int]]:
-        """Ids of each text, without begin and end marks. Raises ValueError for text that is no Unicode (lone
-        surrogates)."""
-        for text in texts:
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(f"not valid Unicode: {error.reason} at character {error.start}") from None
+        """Ids of each text, without begin and end marks."""
         ids = self.model.encode(texts, num_threads=threads)
         if self.mark:
             for i, text in enumerate(texts):

@@ -180,3 +180,69 @@ def start_and_end() -> None:
         del model
 
 
+
+
+def nan_on_one_rank() -> tuple[bool, str]:
+    """(did any weight change, the error) of a step in which rank 1 alone has a NaN in its gradient."""
+    from optim import FiniteGuard, build_optimizer
+    from train import clip
+
+    with process_group() as world:
+        model = build(make_config(), world)
+        optimizer = build_optimizer(model, make_config().optim)
+        guard = FiniteGuard(optimizer, world.device, 0)
+        before = [p.to_local().clone() for p in model.parameters()]
+        ids = torch.zeros((2, 9), dtype=torch.int64)
+        model(ids[:, :-1], ids[:, 1:])[0].backward()
+        if world.rank == 1:
+            next(model.parameters()).grad.to_local()[0, 0] = float("nan")
+        guard.before_update(1, clip(model, 1.0))
+        optimizer.step()
+        changed = any(not torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before))
+        try:
+            guard.check()
+            message = "none"
+        except FloatingPointError as error:
+            message = str(error)
+        del model, optimizer, guard
+    return changed, message
+
+
+def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    return {name: hashlib.sha256(t.detach().numpy().tobytes()).hexdigest() for name, t in full.items()}
+
+
+def save_trained(folder: str) -> dict[str, str]:
+    """Trains three steps and saves; hashes of all tensors of the checkpoint."""
+    import checkpoint
+    from optim import build_optimizer
+
+    cfg = make_config(run={"name": "r", "output_dir": folder}, checkpoint={})
+    with process_group() as world:
+        model = build(cfg, world)
+        optimizer = build_optimizer(model, cfg.optim)
+        ids = torch.randint(0, cfg.model.vocab_size, (3, 4, 17), generator=torch.Generator().manual_seed(1))
+        for batch in ids:
+            model(batch[:, :-1], batch[:, 1:])[0].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        checkpoint.save(cfg, 3, model, optimizer, {"config": config.to_dict(cfg)}, [])
+        found = digests(checkpoint.tensors_of(model, optimizer))
+        del model, optimizer
+    return found
+
+
+def load_trained(folder: str) -> dict[str, str]:
+    """The same hashes of what this number of ranks reads back."""
+    import checkpoint
+    from optim import build_optimizer
+
+    cfg = make_config(run={"name": "r", "output_dir": folder, "seed": 99}, checkpoint={})
+    with process_group() as world:
+        model = build(cfg, world)
+        optimizer = build_optimizer(model, cfg.optim)
+        checkpoint.restore(checkpoint.path_of(cfg, 3), model, optimizer)
+        found = digests(checkpoint.tensors_of(model, optimizer))
+        del model, optimizer
+    return found

@@ -1,0 +1,93 @@
+"""The schedule in closed form, the parameter groups, and updates that a non-finite gradient must not make."""
+
+import math
+
+import pytest
+import torch
+
+from model.llama import Llama
+from optim import FiniteGuard, build_optimizer, learning_rate
+from tests import cases
+from tests.conftest import make_config
+
+
+def optim(**changes):
+    return make_config(train={"steps": 100}, optim={"lr": 1.0, "warmup_steps": 10, "min_lr_ratio": 0.1, **changes}).optim
+
+
+def test_warm_up_is_a_straight_line():
+    for schedule in ("cosine", "linear", "constant"):
+        assert [learning_rate(optim(schedule=schedule), 100, s) for s in (1, 5, 10)] == [0.1, 0.5, 1.0]
+
+
+@pytest.mark.parametrize("schedule, step, expected", [
+    ("cosine", 55, 0.1 + 0.9 * 0.5), ("cosine", 100, 0.1), ("cosine", 40, 0.1 + 0.9 * (1 + math.cos(math.pi / 3)) / 2),
+    ("linear", 55, 0.1 + 0.9 * 0.5), ("linear", 100, 0.1), ("constant", 55, 1.0), ("constant", 100, 1.0),
+    ("wsd", 50, 1.0), ("wsd", 80, 1.0), ("wsd", 90, 0.1 + 0.9 * 0.5), ("wsd", 100, 0.1)])
+def test_fall(schedule, step, expected):
+    o = optim(schedule=schedule, **({"decay_steps": 20} if schedule == "wsd" else {}))
+    assert learning_rate(o, 100, step) == pytest.approx(expected)
+    assert learning_rate(o, 100, 101) == learning_rate(o, 100, 5000) == pytest.approx(learning_rate(o, 100, 100))
+
+
+def test_without_warm_up():
+    assert learning_rate(optim(warmup_steps=0), 100, 1) == pytest.approx(1.0, abs=1e-3)
+    assert learning_rate(optim(warmup_steps=100), 100, 100) == 1.0
+
+
+def test_decay_is_for_matrices_and_embeddings_only():
+    model = Llama(make_config().model)
+    optimizer = build_optimizer(model, make_config().optim)
+    decayed, kept = (group["params"] for group in optimizer.param_groups)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1 and optimizer.param_groups[1]["weight_decay"] == 0
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert {names[id(p)] for p in kept} == {name for name in names.values() if "norm" in name}
+    assert len(decayed) + len(kept) == len(names) and "embedding.weight" in {names[id(p)] for p in decayed}
+
+
+def test_made_state_equals_the_state_torch_would_make():
+    weights = torch.randn(5, 3)
+    ours, theirs = torch.nn.Parameter(weights.clone()), torch.nn.Parameter(weights.clone())
+    holder = torch.nn.ParameterList([ours])
+    made = build_optimizer(holder, make_config().optim)
+    o = make_config().optim
+    fresh = torch.optim.AdamW([theirs], lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, fused=True)
+    for _ in range(3):
+        for p, optimizer in ((ours, made), (theirs, fresh)):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+    assert torch.equal(ours, theirs)
+    for key, value in fresh.state[theirs].items():
+        assert torch.equal(made.state[ours][key], value)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_non_finite_gradient_changes_nothing(bad):
+    parameter = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = build_optimizer(torch.nn.ParameterList([parameter]), make_config().optim)
+    guard = FiniteGuard(optimizer, torch.device("cpu"), limit=1)
+
+    def step(number: int, gradient: float) -> None:
+        parameter.grad = torch.full_like(parameter, gradient)
+        guard.before_update(number, parameter.grad.norm())
+        optimizer.step()
+
+    step(1, 1.0)
+    state = {key: value.clone() for key, value in optimizer.state[parameter].items()}
+    before = parameter.detach().clone()
+    step(2, bad)
+    assert torch.equal(parameter, before)
+    assert all(torch.equal(value, state[key]) for key, value in optimizer.state[parameter].items())
+    step(3, 1.0)  # one may be skipped, and this one counts again
+    assert not torch.equal(parameter, before)
+    guard.check()
+    assert guard.skipped == 1
+    step(4, bad), step(5, bad)
+    with pytest.raises(FloatingPointError, match="step 5: the gradient is not finite"):
+        guard.check()
+
+
+def test_on_ranks_all_see_it_and_none_updates(on_ranks):
+    """NaN in one rank's gradient alone."""
+    for changed, message in on_ranks(2, cases.nan_on_one_rank):
+        assert not changed and "step 1: the gradient is not finite" in message
