@@ -246,3 +246,24 @@ def load_trained(folder: str) -> dict[str, str]:
         found = digests(checkpoint.tensors_of(model, optimizer))
         del model, optimizer
     return found
+
+
+def live_bytes(sections: dict) -> dict[str, int]:
+    """Bytes of this rank's parameters, gradients and optimizer state after a step."""
+    from optim import build_optimizer
+
+    cfg = make_config(**sections)
+    with process_group() as world:
+        model = build(cfg, world_for(cfg, world))
+        optimizer = build_optimizer(model, cfg.optim)
+        ids = torch.randint(0, cfg.model.vocab_size, (2, 17))
+        model(ids[:, :-1], ids[:, 1:])[0].backward()
+        optimizer.step()
+
+        def size(tensors) -> int:
+            return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+
+        found = {"parameter": size(model.parameters()), "gradient": size(p.grad for p in model.parameters()),
+                 "optimizer": size(t for state in optimizer.state.values() for t in state.values())}
+        del model, optimizer
+    return found

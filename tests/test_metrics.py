@@ -1,0 +1,88 @@
+"""Rows, logs and figures."""
+
+import json
+import math
+import time
+
+import pytest
+import torch
+
+import config
+import metrics
+from metrics import Recorder, Timer, console_line, read_rows
+from tests.conftest import launch, rows
+
+
+def test_rows_after_the_start_are_dropped_and_none_stands_twice(tmp_path):
+    first = Recorder(tmp_path, config.Log(tensorboard=False), 0)
+    for step in (1, 2, 3):
+        first.write({"kind": "train", "step": step, "loss": 1.0 / step})
+    first.write({"kind": "eval", "step": 3, "loss": 0.1})
+    first.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 4, "lo')  # a kill in the middle of a line
+    again = Recorder(tmp_path, config.Log(tensorboard=False), 2)
+    again.write({"kind": "train", "step": 3, "loss": 0.5})
+    again.close()
+    assert [(r["kind"], r["step"], r["loss"]) for r in read_rows(tmp_path / "metrics.jsonl")] == [
+        ("train", 1, 1.0), ("train", 2, 0.5), ("train", 3, 0.5)]
+    assert ("eval", 3) not in again.seen and ("train", 1) in again.seen
+
+
+def test_non_finite_numbers_are_null(tmp_path):
+    recorder = Recorder(tmp_path, config.Log(tensorboard=False), 0)
+    recorder.write({"kind": "train", "step": 1, "loss": math.nan, "grad_norm": math.inf})
+    recorder.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
+        "kind": "train", "step": 1, "loss": None, "grad_norm": None}
+
+
+def test_numbers_keep_their_precision(tmp_path):
+    recorder = Recorder(tmp_path, config.Log(tensorboard=False), 0)
+    recorder.write({"kind": "train", "step": 1, "loss": 0.1 + 0.2})
+    recorder.close()
+    assert read_rows(tmp_path / "metrics.jsonl")[0]["loss"] == 0.1 + 0.2
+
+
+def test_timer_leaves_out_what_is_not_training():
+    timer = Timer()
+    with timer.waiting_for_data():
+        time.sleep(0.02)
+    with timer.not_counted():
+        time.sleep(0.2)
+    timer.steps = 2
+    means = timer.means()
+    assert 0.01 <= means["data_seconds"] < 0.05 and 0.01 <= means["step_seconds"] < 0.09
+
+
+@pytest.mark.parametrize("changes", [{}, {"mfu": 0.4321}, {"loss": math.nan, "grad_norm": math.inf}])
+def test_console_line(changes):
+    row = {"step": 7, "loss": 4.56789, "grad_norm": 1.2, "lr": 3e-4, "tokens_per_second_per_device": 12345.6,
+           "mfu": None, "peak_memory_gib": 1.23, "step_seconds": 2.0, **changes}
+    line = console_line(row, 3600)
+    assert "step    7/3600" in line and "12,346 tokens/s/device" in line and "left 1:59:46" in line
+    assert ("43.2%" in line) == ("mfu" in changes) and ("nan" in line) == ("loss" in changes)
+
+
+def test_unknown_devices_have_no_peak(monkeypatch):
+    assert metrics.peak_flops(torch.device("cpu")) is None
+    for name, peak in [("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-80GB", 312e12),
+                       ("NVIDIA H100 80GB HBM3", 989e12), ("Some Other GPU", None)]:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, n=name: n)
+        assert metrics.peak_flops(torch.device("cuda", 0)) == peak
+
+
+def test_rows_at_the_steps_named_logs_of_every_rank_and_a_profile(write_config, tmp_path):
+    path = write_config("told", train={"steps": 7}, log={"every_steps": 3, "tensorboard": True},
+                        profile={"at_step": 2, "steps": 2}, eval={"every_steps": 5, "batches": 1})
+    done = launch(path, nproc=2)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "outputs/told"
+    assert [row["step"] for row in rows(folder)] == [1, 3, 6, 7]
+    assert [row["step"] for row in rows(folder, "eval")] == [5, 7]
+    assert list((folder / "tensorboard").iterdir())
+    assert (folder / "logs/rank-0.log").read_text().count("step ") >= 6 and (folder / "logs/rank-1.log").exists()
+    for rank in (0, 1):
+        trace = json.loads((folder / f"profile/rank-{rank}.json").read_text())
+        assert any("all_gather" in event.get("name", "") for event in trace["traceEvents"])
+    assert done.stdout.count("step 7/7") == 1

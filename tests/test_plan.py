@@ -1,0 +1,69 @@
+"""The plan against real sharded models, and what --dry-run prints."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from model.llama import Llama
+from parallel.plan import plan
+from tests import cases
+from tests.conftest import REPO, launch, make_config
+from tests.test_training import UNEVEN
+
+
+@pytest.mark.parametrize("ranks, parallel", [(1, {}), (2, {}), (3, {}), (4, {}), (4, {"dp_replicate": 2}),
+                                             (2, {"dp_replicate": "auto", "dp_shard": 1})])
+def test_bytes_equal_those_of_real_tensors(on_ranks, ranks, parallel):
+    for model in (UNEVEN, {"tie_embeddings": True}):
+        sections = {"model": model, "parallel": parallel, "train": {"global_batch_size": 12, "micro_batch_size": 1}}
+        cfg = make_config(**sections)
+        with torch.device("meta"):
+            planned = plan(cfg, Llama(cfg.model), ranks, None)
+        real = on_ranks(ranks, cases.live_bytes, sections)
+        for what in ("parameter", "gradient", "optimizer"):
+            assert max(rank[what] for rank in real) == planned[f"{what}_bytes_per_rank"]
+
+
+def test_json_has_what_the_contract_names():
+    done = launch("configs/llama8b.toml", "--dry-run", "--world-size", "8", "--json")
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout)
+    assert row["parameters"] == 8_030_261_248 and row["world_size"] == 8
+    assert row["parameter_bytes_per_rank"] == row["gradient_bytes_per_rank"] == 4 * 8_030_261_248 // 8
+    assert row["optimizer_bytes_per_rank"] == 8 * 8_030_261_248 // 8 + 4 * 291
+    assert row["accumulation_steps"] == 16 and row["tokens_per_step"] == 128 * 8192 and row["steps_per_epoch"] is None
+    several = json.loads(launch("configs/llama8b.toml", "--dry-run", "--world-size=8,32", "--json").stdout)
+    assert [row["world_size"] for row in several] == [8, 32]
+
+
+def test_table_shows_the_resolved_configuration(prepared, write_config):
+    done = launch(write_config(), "--dry-run", "--train.steps=77")
+    assert done.returncode == 0 and "steps = 77" in done.stdout and "steps per epoch  95." in done.stdout, done.stdout
+
+
+def test_seventy_billion_parameters_in_four_seconds():
+    began = time.monotonic()
+    done = launch("configs/llama70b.toml", "--dry-run", "--world-size", "64,256")
+    assert done.returncode == 0 and "70,553,706,496" in done.stdout
+    assert time.monotonic() - began < 4
+
+
+def test_what_does_not_fit_is_exit_3():
+    # 16 bytes for each parameter: 70e9 * 16 / 8 is 131 GiB a rank, and no batch size helps
+    done = launch("configs/llama70b.toml", "--dry-run", "--world-size", "8", "--gpu-memory-gib", "80", "--json")
+    assert done.returncode == 3 and json.loads(done.stdout) and "does not fit" in done.stderr
+    assert launch("configs/llama70b.toml", "--dry-run", "--world-size", "64", "--gpu-memory-gib", "80").returncode == 0
+
+
+def test_wrong_number_of_ranks_is_exit_2():
+    done = launch("configs/llama8b.toml", "--dry-run", "--world-size", "8,3")
+    assert done.returncode == 2 and "--world-size 3" in done.stderr and "multiple of" in done.stderr
+    for wrong in ("0", "x", "-1"):
+        assert launch("configs/llama8b.toml", "--dry-run", f"--world-size={wrong}").returncode == 2
+
+
+def test_dry_run_makes_nothing(tmp_path):
+    assert launch(REPO / "configs/tiny.toml", "--dry-run", cwd=tmp_path).returncode == 0
+    assert not list(tmp_path.iterdir())
