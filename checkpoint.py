@@ -76,7 +76,7 @@ def read_state(folder: pathlib.Path) -> dict:
 
 def check_same_run(cfg: config.Config, folder: pathlib.Path) -> None:
     """Raises ConfigError naming every option that decides weights or data order and differs from the checkpoint's."""
-    before, now, problems = _flat(read_state(folder)["config"]), _flat(config.to_dict(cfg)), []
+    before, now, problems = config.to_flat(read_state(folder)["config"]), config.to_flat(config.to_dict(cfg)), []
     for key in sorted(before.keys() | now.keys()):
         guarded = any(key == g or key.startswith(g + ".") for g in GUARDED) and key != "data.path"
         if guarded and before.get(key) != now.get(key) and key not in cfg.checkpoint.allow_changed:
@@ -84,13 +84,6 @@ def check_same_run(cfg: config.Config, folder: pathlib.Path) -> None:
                             f'choose another run.name, or allow it: checkpoint.allow_changed = ["{key}"]')
     if problems:
         raise ConfigError(*problems)
-
-
-def _flat(table: dict, prefix: str = "") -> dict:
-    flat = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:

@@ -10,14 +10,15 @@ import argparse
 import dataclasses
 import difflib
 import fnmatch
+import functools
 import json
 import pathlib
 import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from types import NoneType
 from typing import Any, Literal
 
@@ -46,7 +47,7 @@ NAME = (
 )
 
 
-def option(default: Any, doc: str, rule: tuple | None = None) -> Any:
+def option(default: Any, doc: str, rule: tuple = (lambda v: True, "")) -> Any:
     return field(default=default, metadata={"doc": doc, "rule": rule})
 
 
@@ -91,12 +92,6 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Source:
-    source: str = option(MISSING, "as data.source")
-    weight: float = option(MISSING, "share of the samples", POSITIVE)
-
-
-@dataclass(frozen=True)
 class Data:
     source: str = option("python-stdlib", '"python-stdlib", a Hugging Face id, or local .jsonl, .parquet or .txt files')
     subset: str | None = option(None, "configuration of a Hugging Face dataset")
@@ -106,7 +101,7 @@ class Data:
     tokenizer: str | None = option(None, "a sentencepiece .model; absent: trained on the source with model.vocab_size")
     max_tokens: int | None = option(None, "stop preparing after so many tokens; absent: everything", POSITIVE)
     document_mask: bool = option(False, "keep attention inside a document")
-    sources: tuple[Source, ...] = option((), "a mixture: [[data.sources]] tables with source and weight")
+    sources: tuple[dict, ...] = option((), "a mixture: [[data.sources]] tables with source and weight")
 
 
 @dataclass(frozen=True)
@@ -226,103 +221,109 @@ def unit_names(model: Model) -> list[str]:
     return ["embedding+head", *blocks] if model.tie_embeddings else ["embedding", *blocks, "head"]
 
 
-def mesh_shape(cfg: Config, world_size: int) -> tuple[int, int]:
-    """(replicas, shards) for so many ranks. Raises ConfigError where the two options cannot make them, or where the
-    global batch cannot be split over them."""
+def mesh_shape(cfg: Config, ranks: int) -> tuple[int, int]:
+    """(replicas, shards) for so many ranks. Raises ConfigError where the options cannot make them, or the global batch
+    cannot be split over them."""
     p, t = cfg.parallel, cfg.train
-    replicate, shard = p.dp_replicate, p.dp_shard
-    if replicate == "auto":
-        replicate = max(1, world_size // shard)
-    if shard == "auto":
-        shard = max(1, world_size // replicate)
+    replicas = max(1, ranks // p.dp_shard) if p.dp_replicate == "auto" else p.dp_replicate
+    shards = max(1, ranks // replicas) if p.dp_shard == "auto" else p.dp_shard
+    n, per_pass = p.reshard_after_forward, t.micro_batch_size * ranks
+    _raise_if_broken(cfg, "", [
+        ("parallel.dp_shard", replicas * shards == ranks,
+         f"times dp_replicate = {p.dp_replicate} must equal the number of ranks, {ranks}; set one of them to auto"),
+        ("train.global_batch_size", t.global_batch_size % per_pass == 0,
+         f"must be a multiple of micro_batch_size x ranks = {t.micro_batch_size} x {ranks} = {per_pass}"),
+        ("parallel.reshard_after_forward", type(n) is bool or shards % n == 0,
+         f"must divide the number of shards, {shards}"),
+    ])
+    return replicas, shards
+
+
+def _raise_if_broken(cfg: Config, prefix: str, rules: list[tuple[str, Any, str]]) -> None:
+    """Rules: (option, does it hold, what is demanded of the option)."""
     problems = []
-    if replicate * shard != world_size:
-        problems.append(
-            f"[parallel] dp_replicate = {p.dp_replicate}, dp_shard = {p.dp_shard}: replicas x shards must equal the "
-            f"number of ranks, {world_size}; set one of the two to \"auto\""
-        )
-    if t.global_batch_size % (t.micro_batch_size * world_size):
-        problems.append(
-            f"[train] global_batch_size = {t.global_batch_size}: must be a multiple of micro_batch_size x ranks = "
-            f"{t.micro_batch_size} x {world_size} = {t.micro_batch_size * world_size}"
-        )
-    n = p.reshard_after_forward
-    if type(n) is int and shard % n:
-        problems.append(f"[parallel] reshard_after_forward = {n}: must divide the number of shards, {shard}")
+    for option_name, holds, demand in rules:
+        section, key = option_name.rsplit(".", 1)
+        if not holds:
+            value = functools.reduce(getattr, option_name.split("."), cfg)
+            problems.append(f"{prefix}[{section}] {key} = {_toml(value)}: {demand}")
     if problems:
         raise ConfigError(*problems)
-    return replicate, shard
 
 
-def _contradictions(cfg: Config) -> list[str]:
+def _check_together(cfg: Config, path: str) -> None:
     """Rules between options. Each names the option to change."""
-    m, t, o, p, found = cfg.model, cfg.train, cfg.optim, cfg.parallel, []
-
-    def rule(holds: Any, where: str, value: Any, text: str) -> None:
-        if not holds:
-            section, key = where.rsplit(".", 1)
-            found.append(f"[{section}] {key} = {_toml(value)}: {text}")
-
-    rule(m.n_heads % m.n_kv_heads == 0, "model.n_kv_heads", m.n_kv_heads, f"must divide n_heads = {m.n_heads}")
-    rule(m.head_dim or m.dim % m.n_heads == 0, "model.n_heads", m.n_heads,
-         f"must divide dim = {m.dim}, unless head_dim is given")
-    rule(m.width_per_head % 2 == 0, "model.head_dim", m.width_per_head, "must be even: rotary embedding turns pairs")
-    if s := m.rope_scaling:
-        rule(s.low_freq_factor < s.high_freq_factor, "model.rope_scaling.low_freq_factor", s.low_freq_factor,
-             f"must be below high_freq_factor = {s.high_freq_factor}")
-    rule(t.global_batch_size % t.micro_batch_size == 0, "train.micro_batch_size", t.micro_batch_size,
-         f"must divide global_batch_size = {t.global_batch_size}")
-    end = schedule_steps(cfg)
-    rule(o.warmup_steps <= end, "optim.warmup_steps", o.warmup_steps,
-         f"must not exceed the schedule's length, {end} (optim.schedule_steps, else train.steps)")
-    if o.schedule == "wsd":
-        rule(o.decay_steps, "optim.schedule", o.schedule, "needs optim.decay_steps")
-        rule(o.warmup_steps + (o.decay_steps or 0) <= end, "optim.decay_steps", o.decay_steps,
-             f"with warmup_steps = {o.warmup_steps} must fit into the schedule's length, {end}")
-    else:
-        rule(o.decay_steps is None, "optim.decay_steps", o.decay_steps, 'goes with schedule = "wsd" only')
-    rule(not (p.dp_replicate == "auto" == p.dp_shard), "parallel.dp_shard", "auto",
-         "only one of dp_replicate and dp_shard may be \"auto\"")
-    for pattern in p.keep_fp32:
-        rule(fnmatch.filter(unit_names(m), pattern), "parallel.keep_fp32", pattern,
-             f"matches no unit; units are {unit_names(m)[0]}, blocks.0 ... blocks.{m.n_layers - 1}"
-             + ("" if m.tie_embeddings else ", head"))
-    for key in ("init_from", "freeze"):
-        rule(not getattr(m, key), f"model.{key}", getattr(m, key), "is not supported by this version")
-    rule(not cfg.data.document_mask, "data.document_mask", True, "is not supported by this version")
-    rule(not cfg.data.sources, "data.sources", "...", "is not supported by this version: name one data.source")
-    rule(o.state_dtype == "float32", "optim.state_dtype", o.state_dtype, 'only "float32" is supported by this version')
-    if c := cfg.checkpoint:
-        rule(not c.async_save, "checkpoint.async_save", True, "is not supported by this version")
-        for name in c.allow_changed:
-            section, _, key = name.partition(".")
-            rule(hasattr(getattr(cfg, section, None), key), "checkpoint.allow_changed", name,
-                 "names no option of this configuration; write section.key")
-    return found
+    m, t, o, p, c = cfg.model, cfg.train, cfg.optim, cfg.parallel, cfg.checkpoint
+    end, rope, units, later = schedule_steps(cfg), m.rope_scaling, unit_names(m), "is not supported by this version"
+    rules = [
+        ("model.n_kv_heads", m.n_heads % m.n_kv_heads == 0, f"must divide n_heads = {m.n_heads}"),
+        ("model.n_heads", m.head_dim or m.dim % m.n_heads == 0, f"must divide dim = {m.dim}, or head_dim be given"),
+        ("model.dim", m.width_per_head % 2 == 0, f"makes heads {m.width_per_head} wide; their width must be even"),
+        ("train.micro_batch_size", t.global_batch_size % t.micro_batch_size == 0,
+         f"must divide global_batch_size = {t.global_batch_size}"),
+        ("optim.warmup_steps", o.warmup_steps <= end, f"must not exceed the schedule's length, {end} "
+         "(optim.schedule_steps, else train.steps)"),
+        ("optim.schedule", o.schedule != "wsd" or o.decay_steps, "needs optim.decay_steps"),
+        ("optim.decay_steps", not o.decay_steps or o.schedule == "wsd", 'goes with schedule = "wsd" only'),
+        ("optim.decay_steps", o.warmup_steps + (o.decay_steps or 0) <= end or o.schedule != "wsd",
+         f"with warmup_steps = {o.warmup_steps} must fit into the schedule's length, {end}"),
+        ("parallel.dp_shard", not p.dp_replicate == p.dp_shard == "auto", "only one of the two may be auto"),
+        ("parallel.keep_fp32", all(fnmatch.filter(units, pattern) for pattern in p.keep_fp32),
+         f"a pattern matches no unit; they are {', '.join([*units[:3], '...', units[-1]])}"),
+        ("model.init_from", not m.init_from, later),
+        ("model.freeze", not m.freeze, later),
+        ("data.document_mask", not cfg.data.document_mask, later),
+        ("data.sources", not cfg.data.sources, later),
+        ("optim.state_dtype", o.state_dtype == "float32", later),
+    ]
+    if rope:
+        rules.append(("model.rope_scaling.low_freq_factor", rope.low_freq_factor < rope.high_freq_factor,
+                      f"must be below high_freq_factor = {rope.high_freq_factor}"))
+    if c:
+        rules.append(("checkpoint.async_save", not c.async_save, later))
+        rules.append(("checkpoint.allow_changed", all(name in SCHEMA for name in c.allow_changed),
+                      "names no option; write section.key"))
+    _raise_if_broken(cfg, f"{path}: ", rules)
 
 
-# Reading: TOML and command line -> one raw table -> dataclasses, collecting every problem on the way.
+# Reading: TOML and command line -> one flat table of dotted names -> dataclasses, collecting every problem on the way.
+
+
+def _members(hint: Any) -> tuple:
+    """The types that an annotation allows, None left out."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return tuple(m for m in typing.get_args(hint) if m is not NoneType) if union else (hint,)
+
+
+def _walk(kind: type, prefix: str = "") -> Iterator[tuple[str, Any, Field]]:
+    """(dotted name, annotation, field) of every table and, after it, of every option in it."""
+    for f in fields(kind):
+        hint = typing.get_type_hints(kind)[f.name]
+        yield prefix + f.name, hint, f
+        if is_dataclass(_members(hint)[0]):
+            yield from _walk(_members(hint)[0], f"{prefix}{f.name}.")
+
+
+SCHEMA = {name: (hint, f) for name, hint, f in _walk(Config) if not is_dataclass(_members(hint)[0])}
+TABLES = {name: NoneType in typing.get_args(hint) for name, hint, _ in _walk(Config) if name not in SCHEMA}  # optional?
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """The command line of train.py and of the tools that take a CONFIG. Exits with 2 where it is wrong."""
 
-    def positive(number: Callable) -> Callable:
-        def read(text: str) -> Any:
-            if not number(text) > 0:
-                raise ValueError
-            return number(text)
-        read.__name__ = f"number (greater than 0): {number.__name__}"
-        return read
+    def above_zero(kind: type, text: str) -> Any:
+        if not kind(text) > 0:
+            raise argparse.ArgumentTypeError(f"{text} must be greater than 0")
+        return kind(text)
 
+    count = functools.partial(above_zero, int)
     parser = argparse.ArgumentParser(prog="run_train.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--eval-only", action="store_true")
-    parser.add_argument("--world-size", type=lambda s: [positive(int)(n) for n in s.split(",")], default=[1])
-    parser.add_argument("--gpu-memory-gib", type=positive(float))
-    parser.add_argument("--launch")  # lifecycle.py's name for this start
+    for flag in ("--dry-run", "--json", "--eval-only"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--world-size", type=lambda text: [count(n) for n in text.split(",")], default=[1], metavar="N")
+    parser.add_argument("--gpu-memory-gib", type=functools.partial(above_zero, float), metavar="G")
+    parser.add_argument("--launch", help=argparse.SUPPRESS)  # lifecycle.py's name for this start
     args, args.overrides = parser.parse_known_args(argv)
     for word in args.overrides:
         if not (word.startswith("--") and "=" in word):
@@ -349,8 +350,7 @@ def load(path: str, overrides: Iterable[str] = ()) -> Config:
         text = pathlib.Path(path).read_bytes().decode("utf-8")
         raw = tomli.loads(text)
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "is not UTF-8"
-        raise ConfigError(f"{path}: cannot be read: {reason}") from None
+        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'is not UTF-8'}") from None
     except (ValueError, RecursionError) as error:  # tomli's own error is a ValueError
         hint = "; it begins with a byte order mark, save it without" if text.startswith("\ufeff") else ""
         raise ConfigError(f"{path}: is not valid TOML: {error}{hint}") from None
@@ -361,89 +361,85 @@ def load(path: str, overrides: Iterable[str] = ()) -> Config:
 
 def from_dict(raw: dict, path: str, overrides: Iterable[str] = ()) -> Config:
     """The same from tables that are read already; `path` says in errors where they come from."""
-    problems: list[str] = []
-    given = {}  # dotted key -> "command line", for the errors
+    given, problems = dict.fromkeys(_flatten(raw), path), []
+    flat = _flatten(raw)
     for override in overrides:
-        _apply_override(raw, override, given, problems)
-    sections = _build(Config, raw, "", lambda key: given.get(key, path), problems)
-    if not problems and sections.run.name is None:
-        name = pathlib.Path(path).stem
-        if not NAME[0](name):
-            problems.append(f"{path}: the file's name is the run's name, but {NAME[1]}; set run.name")
-        sections = replace(sections, run=replace(sections.run, name=name))
-    problems = problems or [f"{path}: {problem}" for problem in _contradictions(sections)]
-    if problems:
-        raise ConfigError(*problems)
-    return sections
-
-
-def _apply_override(raw: dict, override: str, given: dict, problems: list) -> None:
-    dotted, _, text = override[2:].partition("=")
-    *tables, key = dotted.split(".")
-    kind, table = Config, raw
-    for name in tables:
-        hints = typing.get_type_hints(kind)
-        kind = next((m for m in _members(hints.get(name)) if is_dataclass(m)), None)
-        table = table.setdefault(name, {})
-        if kind is None or not isinstance(table, dict):
-            problems.append(f"command line: {override}: unknown section{_nearest(name, hints)}")
-            return
-    hint = typing.get_type_hints(kind).get(key)
-    if not tables:
-        if text == "off" and NoneType in typing.get_args(hint):
-            table.pop(key, None)
+        name, _, text = override[2:].partition("=")
+        if text == "off" and TABLES.get(name):
+            flat = {key: value for key, value in flat.items() if not f"{key}.".startswith(f"{name}.")}
         else:
-            problems.append(f"command line: {override}: unknown; options are written --section.key=value, and "
-                            "--eval=off, --checkpoint=off, --profile=off remove a section")
-        return
-    try:
-        words = all(m is str or typing.get_origin(m) is Literal for m in _members(hint))
-        table[key] = text if words else tomli.loads(f"value = {text}")["value"]
-    except tomli.TOMLDecodeError:
-        table[key] = text  # a word, as auto or full; whether it may stand here is checked with the types
-    given[dotted] = "command line"
-
-
-def _build(kind: type, raw: Any, name: str, source: Callable[[str], str], problems: list) -> Any:
-    """A dataclass from a table. Faults go to `problems`, and then the result does not count."""
-    values, hints = {}, typing.get_type_hints(kind)
-    if not isinstance(raw, dict):
-        problems.append(f"{source(name)}: {name} = {_toml(raw)}: must be a table, written [{name}]")
-        return None
-    for key in raw.keys() - hints.keys():
-        what = f"[{name}] {key} = {_toml(raw[key])}: unknown key" if name else f"[{key}]: unknown section"
-        problems.append(f"{source(f'{name}.{key}')}: {what}{_nearest(key, hints)}")
-    for f in fields(kind):
-        dotted = f"{name}.{f.name}" if name else f.name
-        inner = next((m for m in _members(hints[f.name]) if is_dataclass(m)), None)
-        if inner and (f.name in raw or NoneType not in typing.get_args(hints[f.name])):
-            values[f.name] = _build(inner, raw.get(f.name, {}), dotted, source, problems)
-        elif inner or f.name not in raw:
-            values[f.name] = None if f.default is MISSING else f.default
-            if f.default is MISSING and not inner:
-                problems.append(f"{source(dotted)}: [{name}] {f.name}: is missing, and has no default")
-        else:
-            at = f"{source(dotted)}: [{name}] {f.name} = {_toml(raw[f.name])}"
+            flat[name], given[name] = _parse(text, SCHEMA.get(name, (None, None))[0]), "command line"
+    for name, value in flat.items():
+        section, _, key = name.rpartition(".")
+        at = f"{given[name]}: {f'[{section}] ' if section else ''}{key} = {_toml(value)}"
+        if name in TABLES and value != {}:
+            problems.append(f"{at}: must be a table, written [{name}]"
+                            + ("; off removes it from the command line" if TABLES[name] else ""))
+        elif name not in SCHEMA and name not in TABLES:
+            problems.append(f"{at}: unknown {'option' if value != {} else 'section'}{_nearest(name)}")
+        elif name in SCHEMA:
+            hint, (holds, rule) = SCHEMA[name][0], SCHEMA[name][1].metadata["rule"]
             try:
-                value = values[f.name] = _fit(raw[f.name], hints[f.name])
-                holds, rule = f.metadata["rule"] or (lambda _: True, "")
-                if not holds(value):
+                flat[name] = _fit(value, hint)
+                if not holds(flat[name]):
                     problems.append(f"{at}: {rule}")
             except TypeError:
-                half = "; float16 would need a loss scaler, which this trainer does without"
-                problems.append(f"{at}: must be {_describe(hints[f.name])}{half if raw[f.name] == 'float16' else ''}")
-    return None if problems else kind(**values)
+                half = "; float16 would need a loss scaler, which this trainer does without" * (value == "float16")
+                problems.append(f"{at}: must be {_describe(hint)}{half}")
+
+    def build(kind: type, prefix: str) -> Any:
+        values = {}
+        for name, hint, f in ((prefix + f.name, typing.get_type_hints(kind)[f.name], f) for f in fields(kind)):
+            present = any(f"{key}.".startswith(f"{name}.") for key in flat)
+            if name in TABLES:
+                values[f.name] = build(_members(hint)[0], f"{name}.") if present or not TABLES[name] else None
+            else:
+                values[f.name] = flat.get(name, f.default)
+                if values[f.name] is MISSING:
+                    problems.append(f"{path}: [{prefix[:-1]}] {f.name}: is missing, and has no default")
+        return kind(**values)
+
+    cfg = build(Config, "")
+    if "run.name" not in flat:
+        cfg = replace(cfg, run=replace(cfg.run, name=pathlib.Path(path).stem))
+        if not NAME[0](cfg.run.name):
+            problems.append(f"{path}: the file's name is the run's name, but {NAME[1]}; set run.name")
+    if problems:
+        raise ConfigError(*problems)
+    _check_together(cfg, path)
+    return cfg
 
 
-def _fit(value: Any, kind: Any) -> Any:
+def _flatten(table: dict, prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a": {}, "a.b": 1}"""
+    flat = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            flat |= {prefix + key: {}, **_flatten(value, f"{prefix}{key}.")}
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _parse(text: str, hint: Any) -> Any:
+    """The value of --name=text: text as it stands where the option is one, else TOML, else a word, as auto or full."""
+    if hint and all(m is str or typing.get_origin(m) is Literal for m in _members(hint)):
+        return text
+    try:
+        return tomli.loads(f"value = {text}")["value"]
+    except tomli.TOMLDecodeError:
+        return text
+
+
+def _fit(value: Any, hint: Any) -> Any:
     """The value as the dataclass holds it. Raises TypeError where the annotation does not take it."""
-    for member in _members(kind):
+    for member in _members(hint):
         origin, args = typing.get_origin(member), typing.get_args(member)
         if origin is Literal and isinstance(value, str) and value in args:
             return value
         if origin is tuple and isinstance(value, list) and (args[-1] is ... or len(args) == len(value)):
             return tuple(_fit(v, args[0]) for v in value)
-        if member is bool and isinstance(value, bool):
+        if member in (bool, dict) and isinstance(value, member):
             return value
         if member is int and type(value) is int and abs(value) < 2**63:  # bool is an int in Python
             return value
@@ -454,30 +450,22 @@ def _fit(value: Any, kind: Any) -> Any:
     raise TypeError
 
 
-def _members(kind: Any) -> tuple:
-    """The types that an annotation allows, None left out."""
-    union = typing.get_origin(kind) in (typing.Union, types.UnionType)
-    return tuple(m for m in typing.get_args(kind) if m is not NoneType) if union else (kind,)
-
-
-def _describe(kind: Any) -> str:
+def _describe(hint: Any) -> str:
     def one(member: Any) -> str:
         origin, args = typing.get_origin(member), typing.get_args(member)
         if origin is Literal:
             return " or ".join(f'"{word}"' for word in args)
         if origin is tuple:
             return f"a list of {'any number of' if args[-1] is ... else len(args)} {_describe(args[0])}s"
-        return {int: "integer", float: "number", bool: "true or false", str: "text"}.get(member, "table")
-    return " or ".join(map(one, _members(kind)))
+        return {int: "integer", float: "number", bool: "true or false", str: "text", dict: "table"}[member]
+    return " or ".join(map(one, _members(hint)))
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
-    for section, kind in typing.get_type_hints(Config).items():  # the right key in the wrong section
-        if word in typing.get_type_hints(_members(kind)[0]):
-            return f"; did you mean [{section}] {word}?"
-    if near := difflib.get_close_matches(word, list(known), n=1, cutoff=0.5):
-        return f'; did you mean "{near[0]}"?'
-    return f"; known are {', '.join(known)}"
+def _nearest(name: str) -> str:
+    key = name.rpartition(".")[2]  # the right key in the wrong section, else the closest spelling
+    near = [known for known in SCHEMA if known.endswith(f".{key}")] or difflib.get_close_matches(
+        name, [*SCHEMA, *TABLES], n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else f"; sections are {', '.join(TABLES)}"
 
 
 # Writing: the resolved configuration, and the list of options.
@@ -492,19 +480,18 @@ def to_dict(cfg: Config) -> dict:
     return plain(dataclasses.asdict(cfg))
 
 
+def to_flat(cfg: dict) -> dict[str, Any]:
+    """to_dict()'s tables as one, of dotted names."""
+    return {name: value for name, value in _flatten(cfg).items() if name in SCHEMA}
+
+
 def to_toml(cfg: Config) -> str:
     """The resolved configuration, which load() reads back as an equal one."""
-    lines: list[str] = []
-
-    def table(name: str, values: dict) -> None:
-        lines.extend(["", f"[{name}]", *(f"{k} = {_toml(v)}" for k, v in values.items() if not isinstance(v, dict))])
-        for key, value in values.items():
-            if isinstance(value, dict):
-                table(f"{name}.{key}", value)
-
-    for name, values in to_dict(cfg).items():
-        table(name, values)
-    return "\n".join(lines[1:]) + "\n"
+    lines = []
+    for name, value in sorted(_flatten(to_dict(cfg)).items(), key=lambda item: [*TABLES].index(
+            item[0] if item[0] in TABLES else item[0].rpartition(".")[0])):
+        lines.append(f"\n[{name}]" if name in TABLES else f"{name.rpartition('.')[2]} = {_toml(value)}")
+    return "\n".join(lines).strip() + "\n"
 
 
 def _toml(value: Any) -> str:
@@ -513,21 +500,11 @@ def _toml(value: Any) -> str:
 
 def option_table() -> str:
     """Every option with its default, type and meaning, from the dataclasses themselves."""
-    lines: list[str] = []
-
-    def table(name: str, hint: Any) -> None:
-        kind, inner = _members(hint)[0], []
-        lines.append(f"\n[{name}]{'   (off unless given)' if hint is not kind else ''}")
-        hints = typing.get_type_hints(kind)
-        for f in fields(kind):
-            if is_dataclass(_members(hints[f.name])[0]):
-                inner.append((f"{name}.{f.name}", hints[f.name]))
-                continue
-            default = "required" if f.default is MISSING else "absent" if f.default is None else _toml(f.default)
-            lines.append(f"  {f.name} = {default}".ljust(43) + f"# {_describe(hints[f.name])}: {f.metadata['doc']}")
-        for item in inner:
-            table(*item)
-
-    for name, hint in typing.get_type_hints(Config).items():
-        table(name, hint)
+    lines = []
+    for table, optional in TABLES.items():
+        lines.append(f"\n[{table}]{'   (off unless given)' * optional}")
+        for name, (hint, f) in SCHEMA.items():
+            if name.rpartition(".")[0] == table:
+                default = "required" if f.default is MISSING else "absent" if f.default is None else _toml(f.default)
+                lines.append(f"  {f.name} = {default}".ljust(43) + f"# {_describe(hint)}: {f.metadata['doc']}")
     return "\n".join(lines).strip()
