@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 import config
 from config import ConfigError
@@ -23,7 +23,7 @@ from parallel.materialize import named_parameters
 
 STATE = "state.json"
 # What decides weights and data order. The rest (steps, intervals, ranks, precision, learning rate) may change.
-GUARDED = ("model", "data", "run.seed", "train.seq_len", "train.global_batch_size")
+GUARDED = re.compile(r"model\..*|data\.(?!path$).*|run\.seed|train\.(seq_len|global_batch_size)")
 
 
 def root(cfg: config.Config) -> pathlib.Path:
@@ -36,11 +36,9 @@ def path_of(cfg: config.Config, step: int) -> pathlib.Path:
 
 def saved_steps(folder: pathlib.Path) -> list[int]:
     """Steps of the whole checkpoints in a run's checkpoints folder, ascending."""
-    if not folder.is_dir():
-        return []
-    return sorted(int(match[1]) for entry in folder.iterdir()
-                  if (match := re.fullmatch(r"step-(\d{8,})", entry.name)) and (entry / STATE).is_file()
-                  and (entry / ".metadata").is_file() and not entry.is_symlink())
+    entries = [(re.fullmatch(r"step-(\d{8,})", e.name), e) for e in (folder.iterdir() if folder.is_dir() else ())]
+    return sorted(int(name[1]) for name, entry in entries if name and not entry.is_symlink()
+                  and (entry / STATE).is_file() and (entry / ".metadata").is_file())
 
 
 def choose(cfg: config.Config) -> int:
@@ -56,15 +54,23 @@ def choose(cfg: config.Config) -> int:
                           f"{', '.join(map(str, steps)) or 'none'}")
     start = resume if isinstance(resume, int) else max(steps, default=0)
     if start:
-        check_same_run(cfg, path_of(cfg, start))
+        _check_same_run(cfg, path_of(cfg, start))
     return start
 
 
 def choose_for_evaluation(cfg: config.Config) -> int:
-    steps = saved_steps(root(cfg))
-    if not steps:
-        raise ConfigError(f"{root(cfg)}: holds no checkpoint to evaluate")
-    return max(steps)
+    if steps := saved_steps(root(cfg)):
+        return max(steps)
+    raise ConfigError(f"{root(cfg)}: holds no checkpoint to evaluate")
+
+
+def find(path: pathlib.Path) -> pathlib.Path:
+    """The folder itself where it is a checkpoint, else the newest of that run. Raises ConfigError."""
+    if (path / STATE).is_file():
+        return path
+    if steps := saved_steps(path / "checkpoints"):
+        return path / "checkpoints" / f"step-{steps[-1]:08d}"
+    raise ConfigError(f"{path}: is neither a checkpoint nor a run with one")
 
 
 def read_state(folder: pathlib.Path) -> dict:
@@ -74,16 +80,15 @@ def read_state(folder: pathlib.Path) -> dict:
         raise ConfigError(f"{folder / STATE}: cannot be read: {error}") from None
 
 
-def check_same_run(cfg: config.Config, folder: pathlib.Path) -> None:
+def _check_same_run(cfg: config.Config, folder: pathlib.Path) -> None:
     """Raises ConfigError naming every option that decides weights or data order and differs from the checkpoint's."""
-    before, now, problems = config.to_flat(read_state(folder)["config"]), config.to_flat(config.to_dict(cfg)), []
-    for key in sorted(before.keys() | now.keys()):
-        guarded = any(key == g or key.startswith(g + ".") for g in GUARDED) and key != "data.path"
-        if guarded and before.get(key) != now.get(key) and key not in cfg.checkpoint.allow_changed:
-            problems.append(f"{key} = {now.get(key)}: {folder} was trained with {before.get(key)}; go on with that, "
-                            f'choose another run.name, or allow it: checkpoint.allow_changed = ["{key}"]')
-    if problems:
-        raise ConfigError(*problems)
+    before, now = config.to_flat(read_state(folder)["config"]), config.to_flat(config.to_dict(cfg))
+    changed = [key for key in sorted(before.keys() | now.keys()) if GUARDED.fullmatch(key)
+               and before.get(key) != now.get(key) and key not in cfg.checkpoint.allow_changed]
+    if changed:
+        raise ConfigError(*(
+            f"{key} = {now.get(key)}: {folder} was trained with {before.get(key)}; go on with that, choose another "
+            f'run.name, or allow it: checkpoint.allow_changed = ["{key}"]' for key in changed))
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
@@ -100,9 +105,8 @@ def save(cfg: config.Config, step: int, model: nn.Module, optimizer: torch.optim
          extra_files: Iterable[pathlib.Path]) -> pathlib.Path:
     """Writes the checkpoint of a step, on all ranks together, and purges what keep_last lets go. `state` must be
     JSON; extra_files (the tokenizer) are copied along."""
-    final = path_of(cfg, step)
+    final, first = path_of(cfg, step), dist.get_rank() == 0
     temporary = final.with_name(f".{final.name}.tmp")
-    first = dist.get_rank() == 0
     if first:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -114,49 +118,43 @@ def save(cfg: config.Config, step: int, model: nn.Module, optimizer: torch.optim
             shutil.copyfile(path, temporary / path.name)
         (temporary / STATE).write_text(json.dumps(state, indent=2))
         for path in [*temporary.iterdir(), temporary]:
-            sync(path)
+            _sync(path)
         temporary.rename(final)
-        sync(final.parent)
+        _sync(final.parent)
         purge(cfg)
     dist.barrier()
     return final
 
 
-def sync(path: pathlib.Path) -> None:
+def _sync(path: pathlib.Path) -> None:
     """Makes a file's content, or a folder's names, survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    os.fsync(handle)
+    os.close(handle)
 
 
 def purge(cfg: config.Config) -> None:
     """Removes unfinished folders, and whole checkpoints beyond keep_last that are no milestones. Rank 0 only."""
     for entry in root(cfg).glob(".step-*.tmp"):
         shutil.rmtree(entry)
-    if cfg.checkpoint.keep_last is None:
-        return
-    every = cfg.checkpoint.keep_every_steps
-    for step in saved_steps(root(cfg))[: -cfg.checkpoint.keep_last]:
+    last, every = cfg.checkpoint.keep_last, cfg.checkpoint.keep_every_steps
+    for step in saved_steps(root(cfg))[:-last] if last else ():
         if not (every and step % every == 0):
-            folder = path_of(cfg, step)
-            (folder / STATE).unlink()  # first: what is half removed must not look whole
-            shutil.rmtree(folder)
+            (path_of(cfg, step) / STATE).unlink()  # first: what is half removed must not look whole
+            shutil.rmtree(path_of(cfg, step))
 
 
 def restore(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Reads a checkpoint of any number of ranks into this model's shards. Raises ConfigError where it cannot be read,
     or names, shapes or types differ."""
-    wanted = tensors_of(model, optimizer)
-    reader = FileSystemReader(folder)
+    wanted, reader = tensors_of(model, optimizer), FileSystemReader(folder)
     try:
         stored = reader.read_metadata().state_dict_metadata
     except Exception as error:
         raise ConfigError(f"{folder}: cannot be read: {error}") from None
     problems = [f"{folder}: has no {name}" for name in wanted.keys() - stored.keys()]
-    if optimizer is not None:
-        problems += [f"{folder}: has {name}, which this model does not" for name in stored.keys() - wanted.keys()]
+    problems += [f"{folder}: has {name}, which this model does not" for name in stored.keys() - wanted.keys()
+                 if optimizer is not None or name.startswith("model.")]
     for name in wanted.keys() & stored.keys():
         for what, ours, theirs in (("shape", wanted[name].shape, stored[name].size),
                                    ("type", wanted[name].dtype, stored[name].properties.dtype)):
@@ -164,19 +162,16 @@ def restore(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optim
                 problems.append(f"{folder}: {name} has {what} {theirs}, this model's is {ours}")
     if problems:
         raise ConfigError(*sorted(problems))
-    try:
-        # DCP copies into these tensors in place; without a process group it reads alone.
-        dcp.load(wanted, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=not dist.is_initialized())
+    try:  # DCP copies into these tensors in place; without a process group it reads alone
+        dcp.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
     except dcp.CheckpointException as error:  # a BaseException
         raise ConfigError(f"{folder}: cannot be read: {error}") from None
 
 
 def set_aside(cfg: config.Config, step: int) -> None:
     """Renames the checkpoints after a step that training goes on from. Rank 0 only."""
-    for later in saved_steps(root(cfg)):
-        if later > step:
-            folder = path_of(cfg, later)
-            target, n = folder.with_name(f"{folder.name}.superseded"), 1
-            while target.exists():
-                target, n = folder.with_name(f"{folder.name}.{n}.superseded"), n + 1
-            folder.rename(target)
+    for later in (s for s in saved_steps(root(cfg)) if s > step):
+        folder, n = path_of(cfg, later), 0
+        while (target := folder.with_name(f"{folder.name}{f'.{n}' if n else ''}.superseded")).exists():
+            n += 1
+        folder.rename(target)

@@ -18,24 +18,19 @@ import sys
 import time
 import uuid
 from argparse import Namespace
-from collections.abc import Iterator
 
 import config
 from config import ConfigError
 
 TORCH = ((2, 11), (2, 13))  # the versions that the code is written for
-INPUT_IS_WRONG = 2
-STOPPED = 75  # EX_TEMPFAIL: start again to go on
-EXIT_CODES = {"finished": 0, "preempted": STOPPED}
+INPUT_IS_WRONG, DOES_NOT_FIT, STOPPED = 2, 3, 75  # 75 is EX_TEMPFAIL: start again to go on
 
 
 def read_status(folder: pathlib.Path) -> dict:
-    """status.json of a run's folder; {} where there is none, or none that can be read."""
-    try:
-        status = json.loads((folder / "status.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return status if isinstance(status, dict) else {}
+    """status.json of a run's folder; {} where there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((folder / "status.json").read_text())
+    return {}
 
 
 def write_status(folder: pathlib.Path, state: str, step: int, launch: str | None, **more) -> None:
@@ -46,20 +41,18 @@ def write_status(folder: pathlib.Path, state: str, step: int, launch: str | None
     temporary.rename(folder / "status.json")
 
 
-@contextlib.contextmanager
-def locked(folder: pathlib.Path) -> Iterator[None]:
-    """Holds the folder's lock, which the kernel frees when the process dies, however it dies. Raises ConfigError where
-    another run holds it."""
-    with (folder / ".lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"{folder}: another run works in this folder; wait for it, or choose another --run.name"
-                              ) from None
-        except OSError as error:
-            print(f"{folder}: this file system has no locks ({error.strerror}); nothing keeps a second run out",
-                  file=sys.stderr)
-        yield
+def lock(folder: pathlib.Path) -> int:
+    """Locks the folder for this process and returns the open lock file, which the kernel frees when the process ends,
+    however it ends. Raises ConfigError where another run holds it."""
+    handle = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise ConfigError(f"{folder}: another run works here; wait for it, or choose another run.name") from None
+    except OSError as error:
+        print(f"{folder}: no locks on this file system, nothing keeps a second run out: {error}", file=sys.stderr)
+    return handle
 
 
 def check_folder(folder: pathlib.Path) -> None:
@@ -70,8 +63,7 @@ def check_folder(folder: pathlib.Path) -> None:
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"[run] output_dir: {existing} cannot be written to")
     if (folder / ".lock").exists():
-        with locked(folder):
-            pass
+        os.close(lock(folder))
 
 
 def check_launch(cfg: config.Config, ranks: int, args: Namespace) -> bool:
@@ -96,11 +88,8 @@ def check_launch(cfg: config.Config, ranks: int, args: Namespace) -> bool:
         return False
     data = prepare(cfg, lambda text: print(text, flush=True))
     check_enough(open_stream(data, "train", cfg.model.vocab_size), cfg.train)
-    if cfg.eval or args.eval_only:
-        held_out = open_stream(data, "heldout", cfg.model.vocab_size)
-        if held_out.length < 2:
-            raise ConfigError(f"{held_out.path}: no document fell into the held-out part; leave out [eval], or bring "
-                              "more documents")
+    if (cfg.eval or args.eval_only) and open_stream(data, "heldout", cfg.model.vocab_size).length < 2:
+        raise ConfigError(f"{data}: no document fell into the held-out part; leave out [eval], or bring more documents")
     return True
 
 
@@ -108,12 +97,16 @@ def exit_code(folder: pathlib.Path, launch: str, returned: int) -> int:
     """The launch's exit code from what its ranks left; marks the run as failed where they could not."""
     status = read_status(folder)
     if status.get("launch") == launch and status["state"] != "running":
-        return EXIT_CODES.get(status["state"], status.get("exit_code", 1))
-    if returned == INPUT_IS_WRONG:
+        code = {"finished": 0, "preempted": STOPPED}.get(status["state"], status.get("exit_code", 1))
+    elif returned == INPUT_IS_WRONG:
         return returned
-    if folder.is_dir():
-        write_status(folder, "failed", status.get("step", 0), launch)
-    return returned if returned > 0 else 1
+    else:
+        if folder.is_dir():
+            write_status(folder, "failed", status.get("step", 0), launch)
+        code = returned if returned > 0 else 1
+    if code not in (0, STOPPED) and (folder / "logs").is_dir():
+        print(f"failed; the last words of each rank are in {folder}/logs", file=sys.stderr)
+    return code
 
 
 def usable(argv: list[str]) -> bool:
@@ -123,21 +116,16 @@ def usable(argv: list[str]) -> bool:
 
     from data.prepare import is_prepared
 
-    needed = ["tensorboard", "sentencepiece", "datasets"]
-    if argv:
-        with contextlib.suppress(ConfigError):  # which the run itself will tell
-            args = config.parse_arguments(argv)
+    needed = [] if argv else ["tensorboard", "sentencepiece", "datasets"]
+    with contextlib.suppress(ConfigError, SystemExit):  # what is wrong the run itself will tell
+        if argv and not (args := config.parse_arguments(argv)).dry_run:
             cfg = config.load(args.config, args.overrides)
-            needed = ["tensorboard"] if cfg.log.tensorboard and not args.eval_only else []
-            if args.dry_run:
-                needed = []
-            elif not is_prepared(cfg):
-                needed += ["sentencepiece", "datasets"]
-    try:
-        version = tuple(int(n) for n in importlib.metadata.version("torch").split("+")[0].split(".")[:2])
-    except (importlib.metadata.PackageNotFoundError, ValueError):
-        return False
-    return TORCH[0] <= version <= TORCH[1] and all(importlib.util.find_spec(name) for name in needed)
+            needed += ["tensorboard"] * (cfg.log.tensorboard and not args.eval_only)
+            needed += ["sentencepiece", "datasets"] * (not is_prepared(cfg))
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
+        version = tuple(int(n) for n in importlib.metadata.version("torch").split(".")[:2])
+        return TORCH[0] <= version <= TORCH[1] and all(importlib.util.find_spec(name) for name in needed)
+    return False
 
 
 def main(argv: list[str]) -> int:
@@ -145,8 +133,8 @@ def main(argv: list[str]) -> int:
         return 0 if usable(argv[1:]) else 1
     cut = argv.index("--")
     ranks, command, rest = int(argv[0]), argv[1:cut], argv[cut + 1 :]
+    args = config.parse_arguments(rest)
     try:
-        args = config.parse_arguments(rest)
         cfg = config.load(args.config, args.overrides)
         if not check_launch(cfg, ranks, args):
             return 0

@@ -14,9 +14,9 @@ if __name__ == "__main__":
     # Before torch is imported: a wrong configuration fails in milliseconds.
     arguments, configuration = config.from_command_line(sys.argv[1:], __doc__)
 
-import contextlib
 import json
 import logging
+import os
 import traceback
 from argparse import Namespace
 from pathlib import Path
@@ -25,11 +25,12 @@ import torch
 
 import checkpoint
 import lifecycle
+import metrics
 from config import Config, ConfigError
-from data.loader import DIGEST_MODULUS, Loader, heldout_batches
+from data.loader import DIGEST_MODULUS, Batch, Loader, heldout_batches
 from data.prepare import data_folder, identity
-from data.tokens import open_stream, read_manifest, window_count
-from metrics import Profiler, Recorder, Timer, console_line, environment, log, peak_flops, peak_memory_gib, start_logging
+from data.tokens import TokenStream, open_stream, read_manifest, window_count
+from metrics import log
 from model.generate import continue_text
 from model.llama import Llama, flops_per_token, initial_std, parameter_count
 from optim import FiniteGuard, build_optimizer, learning_rate, set_learning_rate
@@ -45,7 +46,7 @@ def main(args: Namespace, cfg: Config) -> int:
         if args.dry_run:
             manifest = read_manifest(data_folder(cfg))
             windows = manifest and window_count(manifest["tokens"]["train"], cfg.train.seq_len)
-            return 0 if dry_run(cfg, args, windows) else 3
+            return 0 if dry_run(cfg, args, windows) else lifecycle.DOES_NOT_FIT
         with distributed(cfg) as world:
             if args.eval_only:
                 evaluate_newest(cfg, world)
@@ -58,46 +59,43 @@ def main(args: Namespace, cfg: Config) -> int:
 
 
 def run(cfg: Config, world: World, launch: str | None) -> None:
-    """Sets a run's folder up around train(), and leaves its status and its first cause of failure behind."""
-    folder, first = config.run_folder(cfg), world.rank == 0
-    with contextlib.ExitStack() as held:
-        def enter() -> int:
-            lifecycle.check_folder(folder)
-            start = checkpoint.choose(cfg)
-            folder.mkdir(parents=True, exist_ok=True)
-            held.enter_context(lifecycle.locked(folder))
-            if cfg.checkpoint:
-                checkpoint.set_aside(cfg, start)
-            lifecycle.write_status(folder, "running", start, launch)
-            (folder / "config.toml").write_text(config.to_toml(cfg))
-            (folder / "environment.json").write_text(json.dumps(environment(world.size, world.device), indent=2))
-            return start
+    """train() in its folder: locked, with a status that says how it goes and, at the end, how it went."""
+    folder = config.run_folder(cfg)
+    start, lock = on_rank_zero(lambda: enter(cfg, world, folder, launch))
+    metrics.start_logging(folder, world.rank)
+    try:
+        train(cfg, world, folder, start, launch)
+    except BaseException as error:
+        expected = isinstance(error, ConfigError)
+        code = lifecycle.INPUT_IS_WRONG if expected else 1
+        log.error("rank %d: %s", world.rank, error if expected else traceback.format_exc())
+        if world.rank == 0:
+            lifecycle.write_status(folder, "failed", lifecycle.read_status(folder)["step"], launch, exit_code=code)
+        raise SystemExit(code) from None
+    if world.rank == 0:
+        lifecycle.write_status(folder, "finished", max(start, cfg.train.steps), launch)
+        os.close(lock)
+    logging.shutdown()
 
-        start = on_rank_zero(enter)
-        start_logging(folder, world.rank)
-        try:
-            train(cfg, world, folder, start, launch)
-        except BaseException as error:
-            where = f"rank {world.rank}: "
-            if isinstance(error, ConfigError):
-                log.error("%s%s", where, error)
-            else:
-                log.error("%s%s", where, traceback.format_exc())
-            if first:
-                code = lifecycle.INPUT_IS_WRONG if isinstance(error, ConfigError) else 1
-                step = lifecycle.read_status(folder).get("step", start)
-                lifecycle.write_status(folder, "failed", step, launch, exit_code=code)
-            raise
-        if first:
-            lifecycle.write_status(folder, "finished", max(start, cfg.train.steps), launch)
-        logging.shutdown()
+
+def enter(cfg: Config, world: World, folder: Path, launch: str | None) -> tuple[int, int]:
+    """Makes and locks the run's folder; returns the step to go on from, and the lock. Rank 0 only."""
+    lifecycle.check_folder(folder)
+    start = checkpoint.choose(cfg)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = lifecycle.lock(folder)
+    if cfg.checkpoint:
+        checkpoint.set_aside(cfg, start)
+    lifecycle.write_status(folder, "running", start, launch)
+    (folder / "config.toml").write_text(config.to_toml(cfg))
+    (folder / "environment.json").write_text(json.dumps(metrics.environment(world.size, world.device), indent=2))
+    return start, lock
 
 
 def train(cfg: Config, world: World, folder: Path, start: int, launch: str | None) -> None:
     first = world.rank == 0
     torch.manual_seed(cfg.run.seed)
     torch.use_deterministic_algorithms(cfg.run.deterministic)
-    torch.set_float32_matmul_precision("high")  # TF32 on a GPU; a CPU does not know it
 
     # The data, before the minutes that a large model takes: what is wrong with it is said at once.
     data = data_folder(cfg)
@@ -105,21 +103,19 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
     heldout = open_stream(data, "heldout", cfg.model.vocab_size) if cfg.eval else None
     tokenizer_files = sorted(data.glob("tokenizer.*"))
 
-    # The model: described on meta, spread over the ranks, then given storage and weights rank by rank.
+    # The model, spread over the ranks; then where to go on: a checkpoint, else the fresh weights.
     model, optimizer = build(cfg, world)
     guard = FiniteGuard(optimizer, world.device, cfg.train.skip_nonfinite)
-    flops, peak = flops_per_token(model, cfg.train.seq_len), peak_flops(world.device)
-
-    # Where to go on: the newest checkpoint, else the fresh weights.
     if start:
         checkpoint.restore(checkpoint.path_of(cfg, start), model, optimizer)
-    recorder = Recorder(folder, cfg.log, start) if first else None
+
+    recorder = metrics.Recorder(folder, cfg.log, start) if first else None
     if first:
+        announce(cfg, world, model, folder, start)
         for path in tokenizer_files:
             (folder / path.name).write_bytes(path.read_bytes())
-        announce(cfg, world, model, folder, start)
     loader = Loader(stream, cfg.train, cfg.run.seed, world.rank, world.size, start + 1, world.device.type == "cuda")
-    profiler, timer = Profiler(cfg.profile, folder, world.rank), Timer()
+    profiler, timer = metrics.Profiler(cfg.profile, folder, world.rank), metrics.Timer()
 
     for step in range(start + 1, cfg.train.steps + 1):
         profiler.before_step(step)
@@ -127,7 +123,7 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
         set_learning_rate(optimizer, lr)
 
         gather_early(model, cfg.parallel)  # the first weights travel while the host fetches the batch
-        with timer.waiting_for_data():
+        with timer.on("data"):
             batch = next(loader)
 
         loss_sum = torch.zeros((), device=world.device)
@@ -147,23 +143,22 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
         timer.steps += 1
         profiler.after_step(step)
 
-        # From here on now and then: rows, evaluation, checkpoint. Only here the host waits for the device.
-        if step == 1 or step % cfg.log.every_steps == 0 or last:
-            row = summarize(cfg, world, step, loss_sum, grad_norm, lr, batch, timer, flops, peak)
+        # The rest is for some steps only: a row, evaluation, a checkpoint. Here the host waits for the device.
+        if step == 1 or last or step % cfg.log.every_steps == 0:
+            row = summarize(cfg, world, model, step, loss_sum, grad_norm, lr, batch, timer)
             if first:
                 recorder.write(row)
-                log.info(console_line(row, cfg.train.steps))
+                log.info(metrics.console_line(row, cfg.train.steps))
             timer.restart()
-        with timer.not_counted():
+        with timer.on("excluded"):
             if cfg.eval and (last or is_due(step, cfg.eval.every_steps)):
-                write_evaluation(step, evaluate(model, cfg, world, heldout), recorder)
+                tell_evaluation(step, evaluate(model, cfg, world, heldout), recorder)
             if cfg.checkpoint and (last or is_due(step, cfg.checkpoint.save_every_steps)):
                 guard.check()
                 if first:
                     recorder.sync()  # the rows up to a checkpoint are on disk before it is
-                state = {"step": step, "tokens": step * config.tokens_per_step(cfg), "config": config.to_dict(cfg),
-                         "data": identity(cfg), "ranks": world.size, "torch": torch.__version__,
-                         "skipped_steps": guard.skipped}
+                state = {"step": step, "config": config.to_dict(cfg), "data": identity(cfg), "ranks": world.size,
+                         "torch": torch.__version__, "skipped_steps": guard.skipped}
                 saved = checkpoint.save(cfg, step, model, optimizer, state, tokenizer_files)
                 if first:
                     lifecycle.write_status(folder, "running", step, launch)
@@ -171,10 +166,9 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
     guard.check()
     loader.close()
 
-    # What an earlier launch may have left undone after its last step.
-    if start >= cfg.train.steps and cfg.checkpoint:
+    if start >= cfg.train.steps and cfg.checkpoint:  # what an earlier launch left undone after its last step
         if cfg.eval and not on_rank_zero(lambda: ("eval", start) in recorder.seen):
-            write_evaluation(start, evaluate(model, cfg, world, heldout), recorder)
+            tell_evaluation(start, evaluate(model, cfg, world, heldout), recorder)
         on_rank_zero(lambda: checkpoint.purge(cfg))
     show_sample(model, cfg, world, tokenizer_files)
     if first:
@@ -182,7 +176,7 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
 
 
 def build(cfg: Config, world: World) -> tuple[Llama, torch.optim.AdamW]:
-    with torch.device("meta"):
+    with torch.device("meta"):  # a description without storage: no rank ever holds the whole model
         model = Llama(cfg.model)
     parallelize(model, cfg, world)
     device = torch.device("cpu") if cfg.parallel.cpu_offload else world.device
@@ -194,39 +188,39 @@ def build(cfg: Config, world: World) -> tuple[Llama, torch.optim.AdamW]:
 
 def clip(model: Llama, max_norm: float | str) -> torch.Tensor:
     """Scales the gradients so that their norm over all ranks is at most max_norm; returns it from before."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf") if max_norm == "off" else max_norm)
-    return norm.full_tensor()
+    limit = float("inf") if max_norm == "off" else max_norm
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), limit).full_tensor()
 
 
 def is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def summarize(cfg: Config, world: World, step: int, loss_sum: torch.Tensor, grad_norm: torch.Tensor, lr: float,
-              batch, timer: Timer, flops: int, peak: float | None) -> dict:
+def summarize(cfg: Config, world: World, model: Llama, step: int, loss_sum: torch.Tensor, grad_norm: torch.Tensor,
+              lr: float, batch: Batch, timer: metrics.Timer) -> dict:
     """The training row of a step, from every rank's part of it."""
-    ours = {"loss_sum": loss_sum.item(), "digest": batch.digest, "peak_memory_gib": peak_memory_gib(world.device),
-            **timer.means()}
-    ranks = from_all_ranks(ours)
-    slowest = {key: max(rank[key] for rank in ranks) for key in ("step_seconds", "data_seconds", "peak_memory_gib")}
-    rate = config.tokens_per_step(cfg) / world.size / slowest["step_seconds"]
-    row = {
+    figures = {**timer.means(), "peak_memory_gib": metrics.peak_memory_gib(world.device)}
+    ranks = from_all_ranks({**figures, "loss_sum": loss_sum.item(), "digest": batch.digest})
+    slowest = {name: max(rank[name] for rank in ranks) for name in figures}
+    tokens, peak = config.tokens_per_step(cfg), metrics.peak_flops(world.device)
+    rate = tokens / world.size / slowest["step_seconds"]
+    return {
         "kind": "train",
         "step": step,
         "loss": sum(rank["loss_sum"] for rank in ranks) / batch.tokens,
         "grad_norm": grad_norm.item(),
         "lr": lr,
-        "tokens": step * config.tokens_per_step(cfg),
+        "tokens": step * tokens,
         "tokens_per_second_per_device": rate,
-        "mfu": rate * flops / peak if peak else None,
-        **{key: ours[key] for key in slowest},
+        "mfu": rate * flops_per_token(model, cfg.train.seq_len) / peak if peak else None,
+        **figures,
+        **({"slowest_rank": slowest} if world.size > 1 else {}),
         "batch_digest": sum(rank["digest"] for rank in ranks) % DIGEST_MODULUS,
     }
-    return {**row, "slowest_rank": slowest} if world.size > 1 else row
 
 
 @torch.no_grad()
-def evaluate(model: Llama, cfg: Config, world: World, heldout) -> float:
+def evaluate(model: Llama, cfg: Config, world: World, heldout: TokenStream) -> float:
     """Mean loss over held-out tokens; the same for any number of ranks."""
     total, count = torch.zeros((), device=world.device), torch.zeros((), dtype=torch.int64, device=world.device)
     batches = cfg.eval.batches if cfg.eval else None
@@ -239,7 +233,7 @@ def evaluate(model: Llama, cfg: Config, world: World, heldout) -> float:
     return sum(rank["sum"] for rank in ranks) / sum(rank["count"] for rank in ranks)
 
 
-def write_evaluation(step: int, loss: float, recorder: Recorder | None) -> None:
+def tell_evaluation(step: int, loss: float, recorder: metrics.Recorder | None) -> None:
     if recorder:
         recorder.write({"kind": "eval", "step": step, "loss": loss})
         log.info("step %d  held-out loss %.4f", step, loss)
@@ -257,20 +251,19 @@ def evaluate_newest(cfg: Config, world: World) -> None:
 
 
 def announce(cfg: Config, world: World, model: Llama, folder: Path, start: int) -> None:
-    p = cfg.parallel
-    log.info("%s: %s parameters on %d x %s (%d replicas x %d shards), %s, prefetch %s, recompute %s%s",
-             folder, f"{parameter_count(model):,}", world.size, world.device.type, world.size // world.shards,
-             world.shards, p.param_dtype, f"{p.prefetch_forward} forward / {p.prefetch_backward} backward",
-             p.recompute, ", compiled" if p.compile else "")
-    log.info("%s tokens per step = %d micro-batches x %d ranks x %d sequences of %d; %s",
-             f"{config.tokens_per_step(cfg):,}", config.accumulation_steps(cfg, world.size), world.size,
-             cfg.train.micro_batch_size, cfg.train.seq_len,
-             f"going on after step {start}" if start else "from fresh weights")
+    p, t, accumulation = cfg.parallel, cfg.train, config.accumulation_steps(cfg, world.size)
+    log.info(f"{folder}: {parameter_count(model):,} parameters on {world.size} x {world.device.type} "
+             f"({world.size // world.shards} replicas x {world.shards} shards), {p.param_dtype}, recompute "
+             f"{p.recompute}, prefetch {p.prefetch_forward} forward, {p.prefetch_backward} backward (0: implicit)"
+             f"{', compiled' * p.compile}")
+    log.info(f"{config.tokens_per_step(cfg):,} tokens per step = {accumulation} micro-batches x {world.size} ranks x "
+             f"{t.micro_batch_size} sequences of {t.seq_len}; "
+             + (f"going on after step {start}" if start else "from fresh weights"))
 
 
 @torch.no_grad()
 def show_sample(model: Llama, cfg: Config, world: World, tokenizer_files: list[Path]) -> None:
-    """Prints what the model writes, so that a person sees what it has learnt. Needs sentencepiece on every rank."""
+    """Prints what the model writes, so that a person sees what it has learnt. Silent without sentencepiece."""
     try:
         from data.tokenizer import Tokenizer
 

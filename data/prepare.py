@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 
 import config
 from config import ConfigError
-from data.tokenizer import Tokenizer, train_tokenizer
+from data.tokenizer import Tokenizer, read_model, train_tokenizer
 from data.tokens import MANIFEST, read_manifest
 
 FORMAT = 1  # of the files; part of their identity
@@ -43,7 +43,7 @@ def identity(cfg: config.Config) -> dict:
              "format": FORMAT}
     if d.tokenizer:
         # Its own file says how many pieces it has; the model may have more rows.
-        found |= {"tokenizer": hashlib.sha256(Tokenizer(d.tokenizer).model_bytes).hexdigest(), "vocab_size": None}
+        found |= {"tokenizer": hashlib.sha256(read_model(d.tokenizer)).hexdigest(), "vocab_size": None}
     if d.source == STDLIB:
         found["python"] = platform.python_version()
     return found
@@ -88,10 +88,10 @@ def _matches(folder: pathlib.Path, cfg: config.Config) -> bool:
                            f"says {value!r}; delete the folder or name another data.path")
     if changed:
         raise ConfigError(*changed)
-    if _is_local(cfg.data.source) and (files := _local_files(cfg.data.source)):
-        if [_stamp(f) for f in files] != manifest["files"]:
-            raise ConfigError(f"[data] source = {cfg.data.source}: changed since {folder} was prepared; delete that "
-                              "folder to prepare it again")
+    files = _local_files(cfg.data.source) if _is_local(cfg.data.source) else []
+    if files and [_stamp(f) for f in files] != manifest["files"]:  # the text may be gone, but not be another
+        raise ConfigError(f"[data] source = {cfg.data.source}: changed since {folder} was prepared; delete that folder "
+                          "to prepare it again")
     return True
 
 
@@ -131,7 +131,8 @@ def _make(folder: pathlib.Path, cfg: config.Config, say: Callable[[str], None]) 
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    say(f"prepared {folder}: {counts['tokens']['train']:,} tokens to train on, {counts['tokens']['heldout']:,} held out")
+    tokens = counts["tokens"]
+    say(f"prepared {folder}: {tokens['train']:,} tokens to train on, {tokens['heldout']:,} held out")
 
 
 def _train_tokenizer(cfg: config.Config, threads: int, say: Callable[[str], None]) -> bytes:

@@ -11,6 +11,13 @@ from config import ConfigError
 SPACE = "\u2581"
 
 
+def read_model(path: str | pathlib.Path) -> bytes:
+    try:
+        return pathlib.Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: tokenizer cannot be read: {error.strerror}") from None
+
+
 class Tokenizer:
     """A sentencepiece model. encode() and decode() are inverse to each other for models trained here (byte fallback,
     no normalisation), also on text that holds sentencepiece's own space mark."""
@@ -19,10 +26,7 @@ class Tokenizer:
         """Raises ConfigError where the file is missing or is no sentencepiece model."""
         import sentencepiece
 
-        try:
-            self.model_bytes = pathlib.Path(path).read_bytes()
-        except OSError as error:
-            raise ConfigError(f"{path}: tokenizer cannot be read: {error.strerror}") from None
+        self.model_bytes = read_model(path)
         self.model = sentencepiece.SentencePieceProcessor()
         try:
             self.model.LoadFromSerializedProto(self.model_bytes)

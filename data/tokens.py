@@ -18,7 +18,7 @@ def read_manifest(folder: pathlib.Path) -> dict | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / MANIFEST}: cannot be read ({error}); delete the folder to prepare it again") from None
+        raise ConfigError(f"{folder / MANIFEST}: cannot be read: {error}; delete {folder} and prepare again") from None
 
 
 def window_count(tokens: int, seq_len: int) -> int:

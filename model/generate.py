@@ -39,22 +39,8 @@ def continue_text(model: nn.Module, tokenizer, prompt: str, count: int, temperat
     if not ids:
         raise ConfigError("--prompt: is empty, and the tokenizer has no begin mark to start from")
     out = generate(model, torch.tensor([ids], device=device), count, temperature, context, seed)[0].tolist()
-    new = out[len(ids) :]
-    if tokenizer.eos and tokenizer.eos[0] in new:
-        new = new[: new.index(tokenizer.eos[0])]
-    return tokenizer.decode(ids + new)
-
-
-def find_checkpoint(path: pathlib.Path) -> pathlib.Path:
-    """The folder itself where it is a checkpoint, else the newest of that run. Raises ConfigError."""
-    import checkpoint
-
-    if (path / checkpoint.STATE).is_file():
-        return path
-    steps = checkpoint.saved_steps(path / "checkpoints")
-    if not steps:
-        raise ConfigError(f"{path}: is neither a checkpoint nor a run with one")
-    return path / "checkpoints" / f"step-{steps[-1]:08d}"
+    ends = [i for i in range(len(ids), len(out)) if out[i] in tokenizer.eos]
+    return tokenizer.decode(out[: ends[0] if ends else None])
 
 
 def main(argv: list[str]) -> int:
@@ -75,7 +61,7 @@ def main(argv: list[str]) -> int:
     try:
         if args.tokens < 1 or not args.temperature >= 0:
             raise ConfigError("--tokens must be at least 1, --temperature at least 0")
-        folder = find_checkpoint(args.checkpoint)
+        folder = checkpoint.find(args.checkpoint)
         cfg = config.from_dict(checkpoint.read_state(folder)["config"], str(folder / checkpoint.STATE))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = Llama(cfg.model).to(device)

@@ -36,8 +36,7 @@ class World:
 
 def rank_and_size() -> tuple[int, int, int]:
     """(rank, local rank, ranks) as torchrun sets them; a plain `python train.py` is one rank."""
-    return tuple(int(os.environ.get(name, default)) for name, default in
-                 (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+    return int(os.getenv("RANK", "0")), int(os.getenv("LOCAL_RANK", "0")), int(os.getenv("WORLD_SIZE", "1"))
 
 
 def pick_device(cfg: config.Config, local_rank: int) -> torch.device:

@@ -109,18 +109,18 @@ def gather_order(sections: dict, early: bool) -> list[tuple[str, str]]:
         def names(group: FSDPParamGroup) -> str:
             return group._module_fqn.split(".")[-1]
 
-        def step() -> None:
+        def step(model: Llama) -> None:
             if early:
                 gather_early(model, cfg.parallel)
             model(ids[:, :-1], ids[:, 1:])[0].backward()
 
-        step()  # FSDP2 learns its order in the first one
+        step(model)  # FSDP2 learns its order in the first one
         handles = []
         for name, module in [("embedding", model.embedding), *((str(i), b) for i, b in enumerate(model.blocks)),
                              ("head", model.head)]:
             handles.append(module.register_forward_hook(lambda *_, n=name: events.append(("forward", n))))
         with recorded(events, names):
-            step()
+            step(model)
         del model, handles
     return events
 

@@ -24,8 +24,11 @@ TINY = {
 }
 
 
+WORDS = ("the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "hat", "and", "but", "then", "red", "blue")
+
+
 def words(seed: int, count: int) -> str:
-    return " ".join(random.Random(seed).choices("the a cat dog sat ran on under mat hat and but then red blue".split(), k=count))
+    return " ".join(random.Random(seed).choices(WORDS, k=count))
 
 
 @pytest.fixture(scope="session")

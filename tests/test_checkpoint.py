@@ -1,6 +1,7 @@
 """What counts as a checkpoint, what is kept, and what going on from one requires."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -9,7 +10,6 @@ import torch
 import checkpoint
 import config
 from config import ConfigError
-from model.generate import find_checkpoint
 from model.llama import Llama
 from optim import build_optimizer
 from tests import cases
@@ -43,7 +43,7 @@ def test_only_whole_checkpoints_count(tmp_path):
     (half / "state.json").unlink()
     assert checkpoint.saved_steps(root) == [9, 10, 123456789]
     assert checkpoint.choose(cfg) == 123456789
-    assert find_checkpoint(config.run_folder(cfg)).name == "step-123456789"
+    assert checkpoint.find(config.run_folder(cfg)).name == "step-123456789"
 
 
 def test_purge_keeps_the_last_and_the_milestones(tmp_path):
@@ -161,9 +161,10 @@ def test_two_runs_in_one_folder(write_config, tmp_path):
     path = write_config("locked")
     folder = tmp_path / "outputs/locked"
     folder.mkdir(parents=True)
-    with lifecycle.locked(folder):
-        done = launch(path)
-    assert done.returncode == 2 and "another run works in this folder" in done.stderr
+    held = lifecycle.lock(folder)
+    done = launch(path)
+    os.close(held)
+    assert done.returncode == 2 and "another run works here" in done.stderr
     assert [p.name for p in folder.iterdir()] == [".lock"]
     assert launch(path).returncode == 0
 

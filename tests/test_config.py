@@ -68,7 +68,7 @@ MALFORMED = {
     "zero batch": (replaced("global_batch_size = 0"), ["[train] global_batch_size = 0"]),
     "zero sequence": (replaced("seq_len = 0"), ["[train] seq_len = 0"]),
     "heads do not divide": (replaced("n_heads = 5"), ["n_heads", "must divide"]),
-    "key/value heads do not divide": (replaced("n_kv_heads = 3"), ["[model] n_kv_heads = 3", "must divide n_heads = 4"]),
+    "key/value heads do not divide": (replaced("n_kv_heads = 3"), ["[model] n_kv_heads = 3", "divide n_heads = 4"]),
     "odd head": (replaced("dim = 12"), ["must be even"]),
     "warm-up too long": (replaced("warmup_steps = 5"), ["[optim] warmup_steps = 5", "must not exceed"]),
     "micro-batch does not divide": (replaced("micro_batch_size = 3"), ["[train] micro_batch_size = 3", "must divide"]),

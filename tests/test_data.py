@@ -1,5 +1,6 @@
 """Tokenizer, preparation, order of samples: lossless, whole or not at all, independent of ranks."""
 
+import itertools
 import json
 import math
 import random
@@ -17,8 +18,11 @@ from data.tokenizer import Tokenizer
 from data.tokens import open_stream, read_manifest, window_count
 from tests.conftest import REPO, launch, make_config, words
 
-HOSTILE = ["", " ", "  lead and trail  ", "a\0b", "\r\n\r\n\t\ttabs", "\n\n\n", "emoji 😀👩‍👩‍👧 and é, ﬁ, Å, 日本語", "▁marks ▁▁ here▁",
-           "\u200b\ufeff\u2028", "x" * 100_000, "<s></s><unk><0x0A>", "".join(map(chr, range(1, 0x300)))]
+HOSTILE = ["", " ", "  lead and trail  ", "a\0b", "\r\n\r\n\t\ttabs", "\n\n\n",
+           "emoji 😀👩‍👩‍👧 and é, ﬁ, Å, 日本語",
+           "▁marks ▁▁ here▁",
+           "\u200b\ufeff\u2028", "x" * 100_000,
+           "<s></s><unk><0x0A>", "".join(map(chr, range(1, 0x300)))]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +78,7 @@ def test_permutation_has_no_displacement_or_neighbour_correlation(n):
     mean = sum(abs(a - k) for k, a in enumerate(order)) / n
     assert abs(mean - n / 3) < 5 * 0.24 * math.sqrt(n)
     # the same for neighbours: |p(k+1) - p(k)|
-    steps = [abs(a - b) for a, b in zip(order, order[1:])]
+    steps = [abs(a - b) for a, b in itertools.pairwise(order)]
     assert abs(sum(steps) / n - n / 3) < 5 * 0.24 * math.sqrt(n)
     assert sum(step == 1 for step in steps) < 12  # 2 expected
     x = torch.tensor(order, dtype=torch.float64)

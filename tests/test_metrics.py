@@ -46,9 +46,9 @@ def test_numbers_keep_their_precision(tmp_path):
 
 def test_timer_leaves_out_what_is_not_training():
     timer = Timer()
-    with timer.waiting_for_data():
+    with timer.on("data"):
         time.sleep(0.02)
-    with timer.not_counted():
+    with timer.on("excluded"):
         time.sleep(0.2)
     timer.steps = 2
     means = timer.means()

@@ -12,7 +12,8 @@ from tests.conftest import make_config
 
 
 def optim(**changes):
-    return make_config(train={"steps": 100}, optim={"lr": 1.0, "warmup_steps": 10, "min_lr_ratio": 0.1, **changes}).optim
+    settings = {"lr": 1.0, "warmup_steps": 10, "min_lr_ratio": 0.1, **changes}
+    return make_config(train={"steps": 100}, optim=settings).optim
 
 
 def test_warm_up_is_a_straight_line():

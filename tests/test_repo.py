@@ -25,7 +25,8 @@ ALLOWED = {
     "checkpoint": {"config", "parallel"},
     "train": {"config", "model", "data", "optim", "metrics", "lifecycle", "parallel", "checkpoint"},
 }
-SOURCES = sorted(p for p in REPO.rglob("*.py") if p.relative_to(REPO).parts[0] in (*FOLDERS, *(f"{f}.py" for f in FILES)))
+SOURCES = sorted(p for pattern in (*(f"{f}.py" for f in FILES), *(f"{f}/*.py" for f in FOLDERS))
+                 for p in REPO.glob(pattern))
 
 
 def place(path: pathlib.Path) -> str:
@@ -53,7 +54,7 @@ def test_imports_point_one_way(path):
     """Only a tool's main(), and what it alone calls, may import upwards: inside a function, in these files."""
     tree, here = ast.parse(path.read_text()), place(path)
     upwards = imports(tree) - ALLOWED[here] - {here}
-    tools = {"lifecycle": {"check_launch", "usable"}, "model": {"main", "find_checkpoint"}}
+    tools = {"lifecycle": {"check_launch", "usable"}, "model": {"main"}}
     inside = {name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in tools.get(here, ())
               for name in imports(node)}
     assert upwards <= inside, f"{here} may not import {upwards - inside}"
@@ -84,7 +85,8 @@ def test_the_top_holds_what_the_architecture_names():
 def test_core_stays_small():
     tracked = subprocess.run(["git", "ls-files", "*.py", "*.sh"], cwd=REPO, capture_output=True, text=True).stdout
     core = [p for p in tracked.split() if not p.startswith(("tests/", "benchmarks/"))]
-    assert sum(len((REPO / p).read_text().splitlines()) for p in core) < 2500
+    lines = [line for path in core for line in (REPO / path).read_text().splitlines() if line.strip()]
+    assert len(lines) < 2500
 
 
 def test_nothing_is_left_unfinished():
@@ -96,7 +98,7 @@ def test_nothing_is_left_unfinished():
 
 BLOCK = re.compile(r"^```(.*?)\n(.*?)^```", re.M | re.S)
 DOCS = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
-LABELS = {"run", "dry-run", "needs-a-cluster", "shown"}
+LABELS = {"run", "dry-run", "needs-a-cluster"}
 
 
 def blocks() -> list[tuple[str, str, str]]:
@@ -114,7 +116,9 @@ def commands(text: str) -> list[str]:
 
 def short(command: str) -> str:
     """The same command, with fewer steps where it trains."""
-    if "run_train.sh" in command and not re.search(r"-m |--setup|--dry-run|--eval-only|--help", command):
+    if command == "./tests/run.sh":
+        return f"{command} tests/test_metrics.py -k console_line"  # not this test again
+    if "run_train.sh" in command and not re.search(r"-m |--setup|--dry-run|--eval-only|--help|--train.steps", command):
         return f"{command} --train.steps=5"
     return command
 
@@ -143,10 +147,7 @@ def test_run_blocks_run(clone):
     for name, label, text in blocks():
         if label.split()[-1] == "run":
             for command in commands(text):
-                if command.startswith(("git clone", "cd ", "./tests/run.sh", "python -m benchmarks", "python benchmarks")):
-                    continue
-                done = run_in(clone, short(command).replace("python ", f"{sys.executable} ", 1)
-                              if command.startswith("python ") else short(command))
+                done = run_in(clone, short(command))
                 assert done.returncode == 0, f"{name}: {command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
                 ran += 1
     assert ran >= 5

@@ -1,4 +1,4 @@
-"""Whole runs: the same losses for any number of ranks and any split, against a plain loop; exact resume; the launcher."""
+"""Whole runs: equal losses for any number of ranks and any split, against a plain loop; exact resume; launching."""
 
 import json
 import signal
@@ -217,9 +217,10 @@ def test_a_failure_on_one_rank_is_told_and_ends_all(write_config, tmp_path):
 def test_a_killed_run_is_marked_failed_and_goes_on(write_config, tmp_path):
     path = write_config("killed", train={"steps": 100000}, checkpoint={"save_every_steps": 3})
     folder = tmp_path / "outputs/killed"
-    from tests.conftest import REPO
     import os
     import sys
+
+    from tests.conftest import REPO
     process = subprocess.Popen([REPO / "run_train.sh", path], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                                env={**os.environ, "PYTHON": sys.executable, "NPROC": "1"})
     for _ in range(600):

@@ -1,0 +1,110 @@
+"""Times the training step of any configuration on whatever device is there.
+
+    python -m benchmarks.step configs/tiny.toml
+    python -m benchmarks.step configs/llama1b.toml --steps 20 --json --parallel.compile=true
+    torchrun --nproc-per-node 8 -m benchmarks.step configs/llama8b.toml
+
+Random tokens unless --real (prepared data). The step is train.py's own: the same model, sharding, loss, clipping and
+optimizer; no rows, evaluation or checkpoints. The first step is timed apart (compilation, set-up), some more warm up,
+then each step is timed with a device synchronisation: median and spread, tokens/s, MFU, peak memory.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+import config
+from config import ConfigError
+from data.loader import Loader, split
+from data.prepare import data_folder
+from data.tokens import open_stream
+from metrics import peak_flops, peak_memory_gib
+from model.llama import flops_per_token, parameter_count
+from optim import FiniteGuard
+from parallel.fsdp import gather_early, reduce_gradients
+from parallel.mesh import World, distributed
+from train import build, clip
+
+
+def measure(cfg: config.Config, world: World, steps: int, warm_up: int, real: bool) -> dict:
+    """Seconds of each step and what follows from them, as one dictionary."""
+    t = cfg.train
+    model, optimizer = build(cfg, world)
+    guard = FiniteGuard(optimizer, world.device, 0)
+    accumulation = config.accumulation_steps(cfg, world.size)
+    if real:
+        stream = open_stream(data_folder(cfg), "train", cfg.model.vocab_size)
+        loader = Loader(stream, t, cfg.run.seed, world.rank, world.size, 1, world.device.type == "cuda")
+    else:
+        generator = torch.Generator().manual_seed(world.rank)
+        ids = torch.randint(cfg.model.vocab_size, (t.micro_batch_size, t.seq_len + 1), generator=generator)
+        batch = [tuple(part.to(world.device) for part in split(ids))] * accumulation
+
+    def synchronize() -> float:
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    seconds, loss = [], None
+    for step in range(1 + warm_up + steps):
+        dist.barrier()
+        began = synchronize()
+        gather_early(model, cfg.parallel)
+        for i, (inputs, targets) in enumerate(next(loader).micro_batches if real else batch, 1):
+            reduce_gradients(model, cfg.parallel, last_micro_batch=i == accumulation)
+            inputs, targets = (x.to(world.device, non_blocking=True) for x in (inputs, targets))
+            loss, count = model(inputs, targets)
+            (loss * (world.size / config.tokens_per_step(cfg))).backward()
+        guard.before_update(step, clip(model, t.max_grad_norm))
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(synchronize() - began)
+    if real:
+        loader.close()
+
+    timed = sorted(seconds[1 + warm_up :])
+    median = statistics.median(timed)
+    rate = config.tokens_per_step(cfg) / world.size / median
+    flops, peak = flops_per_token(model, t.seq_len), peak_flops(world.device)
+    return {
+        "configuration": cfg.run.name, "parameters": parameter_count(model), "ranks": world.size, "seq_len": t.seq_len,
+        "micro_batch_size": t.micro_batch_size, "accumulation_steps": accumulation,
+        "tokens_per_step": config.tokens_per_step(cfg), "param_dtype": cfg.parallel.param_dtype,
+        "recompute": cfg.parallel.recompute, "compile": cfg.parallel.compile, "data": "real" if real else "random",
+        "device": torch.cuda.get_device_name() if world.device.type == "cuda" else platform.processor() or "cpu",
+        "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
+        "first_step_seconds": seconds[0], "step_seconds_median": median, "step_seconds_p5": timed[len(timed) // 20],
+        "step_seconds_p95": timed[-1 - len(timed) // 20], "timed_steps": steps,
+        "tokens_per_second_per_device": rate, "mfu": rate * flops / peak if peak else None,
+        "peak_memory_gib": peak_memory_gib(world.device), "last_loss": (loss / count).item(),
+    }
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("config")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warm-up", type=int, default=5, help="steps after the first")
+    parser.add_argument("--real", action="store_true", help="read the configuration's prepared data")
+    parser.add_argument("--json", action="store_true")
+    args, overrides = parser.parse_known_args(argv)
+    try:
+        cfg = config.load(args.config, ["--run.device=auto", *overrides])
+        with distributed(cfg) as world:
+            row = measure(cfg, world, args.steps, args.warm_up, args.real)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if world.rank == 0:
+        print(json.dumps(row) if args.json else "\n".join(f"{key:<30} {value}" for key, value in row.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
