@@ -34,7 +34,7 @@ class Permutation:
         self.n = n
         self.half = max(1, ((n - 1).bit_length() + 1) // 2)  # bits
         key = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * self.ROUNDS).digest()
-        self.keys = [int.from_bytes(key[i : i + 8]) for i in range(0, len(key), 8)]
+        self.keys = [int.from_bytes(key[i : i + 8], "big") for i in range(0, len(key), 8)]
 
     def __call__(self, index: int) -> int:
         mask = (1 << self.half) - 1
@@ -148,7 +148,7 @@ def split(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def sample_digest(number: int, raw: bytes) -> int:
     """A 40-bit hash of (sample number, its tokens)."""
-    return int.from_bytes(hashlib.blake2b(raw, digest_size=5, salt=number.to_bytes(8, "little")).digest())
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=5, salt=number.to_bytes(8, "little")).digest(), "big")
 
 
 def heldout_batches(stream: TokenStream, t: config.Train, batches: int | None, rank: int, ranks: int

@@ -182,7 +182,7 @@ def _write_tokens(folder: pathlib.Path, d: config.Data, tokenizer: Tokenizer, th
 
 
 def is_held_out(text: str) -> bool:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) % 100 == 99
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") % 100 == 99
 
 
 # Sources. Each yields (where, text) and raises ConfigError.

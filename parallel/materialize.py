@@ -85,4 +85,4 @@ def draw_rows(out: Tensor, first: int, shape: torch.Size, spread: tuple[float, f
 
 
 def block_seed(seed: int, name: str, block: int) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()) >> 1
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest(), "big") >> 1
