@@ -91,6 +91,15 @@ def _check_same_run(cfg: config.Config, folder: pathlib.Path) -> None:
             f'run.name, or allow it: checkpoint.allow_changed = ["{key}"]' for key in changed))
 
 
+def check_same_data(cfg: config.Config, step: int, fingerprint: dict) -> None:
+    """Raises ConfigError where the prepared data is not what the checkpoint of a step was trained on."""
+    before = read_state(path_of(cfg, step)).get("data") if step else None
+    if before and before != fingerprint and "data.source" not in cfg.checkpoint.allow_changed:
+        changed = ", ".join(key for key in fingerprint if before.get(key) != fingerprint[key])
+        raise ConfigError(f"{path_of(cfg, step)}: was trained on other data (its {changed} differ); choose another "
+                          'run.name, or allow it: checkpoint.allow_changed = ["data.source"]')
+
+
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """Every tensor of a checkpoint under its name: "model.<parameter>" and "optim.<parameter>.<state>"."""
     found: dict[str, Tensor] = {}
@@ -140,8 +149,8 @@ def purge(cfg: config.Config) -> None:
     last, every = cfg.checkpoint.keep_last, cfg.checkpoint.keep_every_steps
     for step in saved_steps(root(cfg))[:-last] if last else ():
         if not (every and step % every == 0):
-            (path_of(cfg, step) / STATE).unlink()  # first: what is half removed must not look whole
-            shutil.rmtree(path_of(cfg, step))
+            # renamed first: what is half removed must not look like a checkpoint, nor stand in a new one's way
+            shutil.rmtree(path_of(cfg, step).rename(root(cfg) / f".step-{step:08d}.tmp"))
 
 
 def restore(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -169,9 +178,11 @@ def restore(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optim
 
 
 def set_aside(cfg: config.Config, step: int) -> None:
-    """Renames the checkpoints after a step that training goes on from. Rank 0 only."""
-    for later in (s for s in saved_steps(root(cfg)) if s > step):
-        folder, n = path_of(cfg, later), 0
-        while (target := folder.with_name(f"{folder.name}{f'.{n}' if n else ''}.superseded")).exists():
-            n += 1
-        folder.rename(target)
+    """Renames the checkpoints after a step that training goes on from, and those that are not whole. Rank 0 only."""
+    whole = saved_steps(root(cfg))
+    for folder in list(root(cfg).glob("step-*")):
+        if (name := re.fullmatch(r"step-(\d{8,})", folder.name)) and (int(name[1]) > step or int(name[1]) not in whole):
+            ending, n = "superseded" if int(name[1]) in whole else "corrupt", 0
+            while (target := folder.with_name(f"{folder.name}{f'.{n}' if n else ''}.{ending}")).exists():
+                n += 1
+            folder.rename(target)

@@ -17,7 +17,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from types import NoneType
 from typing import Any, Literal
@@ -42,8 +42,8 @@ BETAS = (lambda v: all(0 <= b < 1 for b in v), "both must lie in [0, 1)")
 SHARDS = (lambda v: isinstance(v, bool) or v >= 2, "an integer must be at least 2")
 # A run's name is one folder's name, and is quoted nowhere.
 NAME = (
-    lambda v: re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", v),
-    "may hold only letters, digits, '.', '_' and '-', and must not begin with '.' or '-'",
+    lambda v: re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{,199}", v),
+    "may hold only letters, digits, '.', '_' and '-', at most 200, and must not begin with '.' or '-'",
 )
 
 
@@ -83,8 +83,8 @@ class Model:
     rope_theta: float = option(500000.0, "base of the rotary frequencies", POSITIVE)
     rope_scaling: RopeScaling | None = option(None, "Llama 3.1's long-context table: [model.rope_scaling]")
     tie_embeddings: bool = option(False, "one matrix for embedding and head")
-    init_from: str | None = option(None, "a Hugging Face folder to start from")
-    freeze: tuple[str, ...] = option((), "patterns of parameter names that are not trained, as 'embedding*'")
+    init_from: str | None = option(None, "a Hugging Face folder to start from (not yet)")
+    freeze: tuple[str, ...] = option((), "patterns of parameter names that are not trained, as 'embedding*' (not yet)")
 
     @property
     def width_per_head(self) -> int:
@@ -100,8 +100,8 @@ class Data:
     path: str | None = option(None, "folder of token files; absent: prepared/{source}-{hash}")
     tokenizer: str | None = option(None, "a sentencepiece .model; absent: trained on the source with model.vocab_size")
     max_tokens: int | None = option(None, "stop preparing after so many tokens; absent: everything", POSITIVE)
-    document_mask: bool = option(False, "keep attention inside a document")
-    sources: tuple[dict, ...] = option((), "a mixture: [[data.sources]] tables with source and weight")
+    document_mask: bool = option(False, "keep attention inside a document (not yet)")
+    sources: tuple[dict, ...] = option((), "a mixture: [[data.sources]] with source and weight (not yet)")
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Optim:
     decay_steps: int | None = option(None, "length of wsd's fall", POSITIVE)
     schedule_steps: int | None = option(None, "where the schedule ends; absent: train.steps", POSITIVE)
     min_lr_ratio: float = option(0.1, "the end's share of lr", FRACTION)
-    state_dtype: Literal["float32", "bfloat16"] = option("float32", "of AdamW's moments")
+    state_dtype: Literal["float32", "bfloat16"] = option("float32", "of AdamW's moments (bfloat16: not yet)")
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Checkpoint:
     save_every_steps: int | None = option(None, "absent: the last step only", POSITIVE)
     keep_last: int | None = option(None, "absent: keep all", POSITIVE)
     keep_every_steps: int | None = option(None, "milestones that keep_last does not remove", POSITIVE)
-    async_save: bool = option(False, "write while training goes on")
+    async_save: bool = option(False, "write while training goes on (not yet)")
     resume: Literal["auto", "never"] | int = option("auto", "auto: from the newest; or from this step", POSITIVE)
     allow_changed: tuple[str, ...] = option((), "options that may differ from the checkpoint's, as 'train.seq_len'")
 
@@ -228,7 +228,7 @@ def mesh_shape(cfg: Config, ranks: int) -> tuple[int, int]:
     replicas = max(1, ranks // p.dp_shard) if p.dp_replicate == "auto" else p.dp_replicate
     shards = max(1, ranks // replicas) if p.dp_shard == "auto" else p.dp_shard
     n, per_pass = p.reshard_after_forward, t.micro_batch_size * ranks
-    _raise_if_broken(cfg, "", [
+    _raise_if_broken(cfg, lambda _: "", [
         ("parallel.dp_shard", replicas * shards == ranks,
          f"times dp_replicate = {p.dp_replicate} must equal the number of ranks, {ranks}; set one of them to auto"),
         ("train.global_batch_size", t.global_batch_size % per_pass == 0,
@@ -239,22 +239,22 @@ def mesh_shape(cfg: Config, ranks: int) -> tuple[int, int]:
     return replicas, shards
 
 
-def _raise_if_broken(cfg: Config, prefix: str, rules: list[tuple[str, Any, str]]) -> None:
-    """Rules: (option, does it hold, what is demanded of the option)."""
+def _raise_if_broken(cfg: Config, origin: Callable[[str], str], rules: list[tuple[str, Any, str]]) -> None:
+    """Rules: (option, does it hold, what is demanded of the option). `origin` says where an option was given."""
     problems = []
     for option_name, holds, demand in rules:
         section, key = option_name.rsplit(".", 1)
         if not holds:
             value = functools.reduce(getattr, option_name.split("."), cfg)
-            problems.append(f"{prefix}[{section}] {key} = {_toml(value)}: {demand}")
+            problems.append(f"{origin(option_name)}[{section}] {key} = {_toml(value)}: {demand}")
     if problems:
         raise ConfigError(*problems)
 
 
-def _check_together(cfg: Config, path: str) -> None:
+def _check_together(cfg: Config, origin: Callable[[str], str]) -> None:
     """Rules between options. Each names the option to change."""
     m, t, o, p, c = cfg.model, cfg.train, cfg.optim, cfg.parallel, cfg.checkpoint
-    end, rope, units, later = schedule_steps(cfg), m.rope_scaling, unit_names(m), "is not supported by this version"
+    end, rope, units, later = schedule_steps(cfg), m.rope_scaling, unit_names(m), "is not supported yet; leave it out"
     rules = [
         ("model.n_kv_heads", m.n_heads % m.n_kv_heads == 0, f"must divide n_heads = {m.n_heads}"),
         ("model.n_heads", m.head_dim or m.dim % m.n_heads == 0, f"must divide dim = {m.dim}, or head_dim be given"),
@@ -270,12 +270,17 @@ def _check_together(cfg: Config, path: str) -> None:
         ("parallel.dp_shard", not p.dp_replicate == p.dp_shard == "auto", "only one of the two may be auto"),
         ("parallel.keep_fp32", all(fnmatch.filter(units, pattern) for pattern in p.keep_fp32),
          f"a pattern matches no unit; they are {', '.join([*units[:3], '...', units[-1]])}"),
+        ("parallel.recompute", isinstance(p.recompute, str) or p.recompute <= m.n_layers,
+         f"every n-th of {m.n_layers} blocks: n must not exceed them"),
         ("model.init_from", not m.init_from, later),
         ("model.freeze", not m.freeze, later),
         ("data.document_mask", not cfg.data.document_mask, later),
         ("data.sources", not cfg.data.sources, later),
         ("optim.state_dtype", o.state_dtype == "float32", later),
     ]
+    if f := cfg.profile:
+        rules.append(("profile.at_step", f.at_step + f.steps - 1 <= t.steps,
+                      f"with profile.steps = {f.steps} must end by train.steps = {t.steps}"))
     if rope:
         rules.append(("model.rope_scaling.low_freq_factor", rope.low_freq_factor < rope.high_freq_factor,
                       f"must be below high_freq_factor = {rope.high_freq_factor}"))
@@ -283,7 +288,7 @@ def _check_together(cfg: Config, path: str) -> None:
         rules.append(("checkpoint.async_save", not c.async_save, later))
         rules.append(("checkpoint.allow_changed", all(name in SCHEMA for name in c.allow_changed),
                       "names no option; write section.key"))
-    _raise_if_broken(cfg, f"{path}: ", rules)
+    _raise_if_broken(cfg, origin, rules)
 
 
 # Reading: TOML and command line -> one flat table of dotted names -> dataclasses, collecting every problem on the way.
@@ -321,13 +326,16 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("config", metavar="CONFIG")
     for flag in ("--dry-run", "--json", "--eval-only"):
         parser.add_argument(flag, action="store_true")
-    parser.add_argument("--world-size", type=lambda text: [count(n) for n in text.split(",")], default=[1], metavar="N")
+    def counts(text: str) -> list[int]:
+        return [count(n) for n in text.split(",")]
+
+    parser.add_argument("--world-size", type=counts, default=[1], metavar="N[,N...]")
     parser.add_argument("--gpu-memory-gib", type=functools.partial(above_zero, float), metavar="G")
     parser.add_argument("--launch", help=argparse.SUPPRESS)  # lifecycle.py's name for this start
     args, args.overrides = parser.parse_known_args(argv)
     for word in args.overrides:
         if not (word.startswith("--") and "=" in word):
-            parser.error(f"{word}: options are written --section.key=value, after one configuration file")
+            parser.error(f"{word}: unknown; options are written --section.key=value, in one word")
     return args
 
 
@@ -376,7 +384,8 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = ()) -> Config:
             problems.append(f"{at}: must be a table, written [{name}]"
                             + ("; off removes it from the command line" if TABLES[name] else ""))
         elif name not in SCHEMA and name not in TABLES:
-            problems.append(f"{at}: unknown {'option' if value != {} else 'section'}{_nearest(name)}")
+            if value != {} or not any(other.startswith(f"{name}.") for other in flat):  # its options are named already
+                problems.append(f"{at}: unknown {'option' if value != {} else 'section'}{_nearest(name)}")
         elif name in SCHEMA:
             hint, (holds, rule) = SCHEMA[name][0], SCHEMA[name][1].metadata["rule"]
             try:
@@ -406,7 +415,7 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = ()) -> Config:
             problems.append(f"{path}: the file's name is the run's name, but {NAME[1]}; set run.name")
     if problems:
         raise ConfigError(*problems)
-    _check_together(cfg, path)
+    _check_together(cfg, lambda name: f"{given.get(name, path)}: ")
     return cfg
 
 
@@ -456,15 +465,15 @@ def _describe(hint: Any) -> str:
         if origin is Literal:
             return " or ".join(f'"{word}"' for word in args)
         if origin is tuple:
-            return f"a list of {'any number of' if args[-1] is ... else len(args)} {_describe(args[0])}s"
-        return {int: "integer", float: "number", bool: "true or false", str: "text", dict: "table"}[member]
+            return f"a list{'' if args[-1] is ... else f' of {len(args)}'}, of {_describe(args[0])} each"
+        return {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "a table"}[member]
     return " or ".join(map(one, _members(hint)))
 
 
 def _nearest(name: str) -> str:
     key = name.rpartition(".")[2]  # the right key in the wrong section, else the closest spelling
     near = [known for known in SCHEMA if known.endswith(f".{key}")] or difflib.get_close_matches(
-        name, [*SCHEMA, *TABLES], n=1, cutoff=0.5)
+        name, SCHEMA if "." in name else TABLES, n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else f"; sections are {', '.join(TABLES)}"
 
 

@@ -1,6 +1,6 @@
 """One run among others: its folder, status and lock, and the launch that turns how it ended into an exit code.
 
-    python -m lifecycle RANKS COMMAND ... -- CONFIG [--section.key=value ...]
+    python -m lifecycle RANKS RANKS_HERE COMMAND ... -- CONFIG [--section.key=value ...]
 
 is what run_train.sh calls: checks all that one process can check, prepares the data, runs COMMAND CONFIG ... with a
 launch id, and exits with 0 finished, 2 the input is wrong, 75 stopped after saving, or another code for a failure.
@@ -66,46 +66,72 @@ def check_folder(folder: pathlib.Path) -> None:
         os.close(lock(folder))
 
 
-def check_launch(cfg: config.Config, ranks: int, args: Namespace) -> bool:
+def report_failure(folder: pathlib.Path, launch: str | None, rank: int, code: int, text: str) -> None:
+    """Leaves the first cause of a failure for the launcher: torchrun ends the other ranks, rank 0 too, before they
+    could tell."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder / f".failure-{launch}", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+        os.write(handle, json.dumps({"rank": rank, "exit_code": code, "text": text}).encode())
+        os.close(handle)
+
+
+def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespace) -> bool:
     """Everything one process can check before the ranks start; prepares the data. Returns whether there is anything
     left to do. Raises ConfigError."""
     config.mesh_shape(cfg, ranks)
     folder = config.run_folder(cfg)
-    check_folder(folder)
+    if not args.eval_only:
+        check_folder(folder)
 
     # Upwards, as a tool's main may; here and not above, since a wrong configuration should not wait for torch.
     import checkpoint
     from data.loader import check_enough
-    from data.prepare import prepare
-    from data.tokens import open_stream
+    from data.prepare import data_folder, prepare
+    from data.tokens import fingerprint, open_stream
     from parallel.mesh import pick_device
 
-    pick_device(cfg, 0)
+    pick_device(cfg, local_ranks - 1)
     if args.eval_only:
         checkpoint.choose_for_evaluation(cfg)
-    elif (start := checkpoint.choose(cfg)) >= cfg.train.steps and read_status(folder).get("state") == "finished":
-        print(f"{folder}: finished at step {start} of {cfg.train.steps}; a larger --train.steps goes on from there")
-        return False
-    data = prepare(cfg, lambda text: print(text, flush=True))
-    check_enough(open_stream(data, "train", cfg.model.vocab_size), cfg.train)
+        data = data_folder(cfg)
+    else:
+        start = checkpoint.choose(cfg)
+        if start >= cfg.train.steps and read_status(folder).get("state") == "finished":
+            print(f"{folder}: finished at step {start}; train.steps = {cfg.train.steps} asks for no more")
+            return False
+        data = prepare(cfg, lambda text: print(text, flush=True))
+        checkpoint.check_same_data(cfg, start, fingerprint(data))
+        check_enough(open_stream(data, "train", cfg.model.vocab_size), cfg.train)
     if (cfg.eval or args.eval_only) and open_stream(data, "heldout", cfg.model.vocab_size).length < 2:
-        raise ConfigError(f"{data}: no document fell into the held-out part; leave out [eval], or bring more documents")
+        raise ConfigError(f"{data}: none of its documents (one in a hundred) is held out; bring more, or --eval=off")
+    try:
+        if not args.eval_only:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"[run] output_dir: {folder} cannot be made: {error.strerror}") from None
     return True
 
 
 def exit_code(folder: pathlib.Path, launch: str, returned: int) -> int:
     """The launch's exit code from what its ranks left; marks the run as failed where they could not."""
-    status = read_status(folder)
-    if status.get("launch") == launch and status["state"] != "running":
-        code = {"finished": 0, "preempted": STOPPED}.get(status["state"], status.get("exit_code", 1))
-    elif returned == INPUT_IS_WRONG:
-        return returned
-    else:
-        if folder.is_dir():
-            write_status(folder, "failed", status.get("step", 0), launch)
-        code = returned if returned > 0 else 1
-    if code not in (0, STOPPED) and (folder / "logs").is_dir():
-        print(f"failed; the last words of each rank are in {folder}/logs", file=sys.stderr)
+    status, code = read_status(folder), returned if returned > 0 else 1
+    if status.get("launch") == launch and status["state"] in ("finished", "preempted"):
+        return 0 if status["state"] == "finished" else STOPPED
+    try:
+        held = lock(folder)
+    except (ConfigError, OSError) as error:  # refused: the folder is another run's, or was never made
+        print(error, file=sys.stderr)
+        return INPUT_IS_WRONG
+    cause = folder / f".failure-{launch}"
+    if cause.exists():
+        first = json.loads(cause.read_text())
+        code = first["exit_code"]
+        cause.unlink()
+        print(f"failed on rank {first['rank']} first: {first['text'].splitlines()[-1]}", file=sys.stderr)
+    if code != INPUT_IS_WRONG or status.get("launch") == launch:
+        write_status(folder, "failed", status.get("step", 0), launch, exit_code=code)
+    print(f"every rank's own words are in {folder}/logs", file=sys.stderr)
+    os.close(held)
     return code
 
 
@@ -132,15 +158,18 @@ def main(argv: list[str]) -> int:
     if argv[0] == "--usable":
         return 0 if usable(argv[1:]) else 1
     cut = argv.index("--")
-    ranks, command, rest = int(argv[0]), argv[1:cut], argv[cut + 1 :]
+    ranks, local_ranks, command, rest = int(argv[0]), int(argv[1]), argv[2:cut], argv[cut + 1 :]
     args = config.parse_arguments(rest)
     try:
         cfg = config.load(args.config, args.overrides)
-        if not check_launch(cfg, ranks, args):
+        if not check_launch(cfg, ranks, local_ranks, args):
             return 0
     except ConfigError as error:
         print(error, file=sys.stderr)
         return INPUT_IS_WRONG
+    except KeyboardInterrupt:
+        print("interrupted before the run began", file=sys.stderr)
+        return 128 + signal.SIGINT
     launch = uuid.uuid4().hex
     child = subprocess.Popen([*command, *rest, f"--launch={launch}"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the ranks as well; we wait for them

@@ -20,8 +20,10 @@ import config
 log = logging.getLogger("train")
 
 # Dense bfloat16 peak in FLOP/s by a part of the device's name, from data sheets. Unknown devices print no MFU.
-PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "B200": 2250e12,
-              "A100": 312e12, "A800": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "MI300X": 1307e12}
+# The first that fits counts. None: a device whose name holds another's.
+PEAK_FLOPS = {"Laptop": None, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12, "H100": 989e12,
+              "H200": 989e12, "H800": 989e12, "GB200": 2500e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12,
+              "L40S": 362e12, "RTX 4090": 165e12, "MI300X": 1307e12}
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -54,7 +56,7 @@ def environment(ranks: int, device: torch.device) -> dict:
     def git(*words: str) -> str | None:
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
             return subprocess.check_output(["git", *words], cwd=pathlib.Path(__file__).parent, text=True,
-                                           stderr=subprocess.DEVNULL).strip()
+                                           errors="replace", stderr=subprocess.DEVNULL).strip()
         return None
 
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None

@@ -10,18 +10,14 @@ import config
 
 def learning_rate(o: config.Optim, end: int, step: int) -> float:
     """Learning rate of a step (from 1): linear warm-up to `lr`, then the schedule's fall to lr * min_lr_ratio at step
-    `end`, flat after. A new schedule is a branch here and a word in config.Optim."""
+    `end`, flat after. A new schedule is an entry below and a word in config.Optim."""
     if step < o.warmup_steps:
         return o.lr * step / o.warmup_steps
     # wsd: stable until its last decay_steps, the others begin to fall at the end of the warm-up
     start = end - o.decay_steps if o.schedule == "wsd" else o.warmup_steps
     done = min(max((step - start) / max(end - start, 1), 0.0), 1.0)
-    if o.schedule == "constant":
-        left = 1.0
-    elif o.schedule == "cosine":
-        left = (1 + math.cos(math.pi * done)) / 2
-    else:  # linear and wsd
-        left = 1 - done
+    cosine, straight = (1 + math.cos(math.pi * done)) / 2, 1 - done
+    left = {"constant": 1.0, "cosine": cosine, "linear": straight, "wsd": straight}[o.schedule]
     return o.lr * (o.min_lr_ratio + (1 - o.min_lr_ratio) * left)
 
 

@@ -54,10 +54,15 @@ choose_python() {  # with the run's arguments, or none for everything
     else make_venv; fi
 }
 
+for word in "$@"; do
+    [[ $word == --help || $word == -h ]] && [[ ${1:-} != -m ]] || continue
+    sed -n '5,17s/^# \{0,1\}//p' "$repo/run_train.sh"
+    choose_python
+    exec "$python" "$repo/train.py" --help
+done
 case ${1:-} in
 --setup) choose_python; echo "$python"; exit ;;
 -m) choose_python; exec "$python" "$@" ;;
---help | -h) sed -n '5,17s/^# \{0,1\}//p' "$repo/run_train.sh"; choose_python; exec "$python" "$repo/train.py" --help ;;
 "" | --*) set -- "$repo/configs/tiny.toml" "$@" ;;
 esac
 choose_python "$@"
@@ -67,14 +72,14 @@ for word in "$@"; do
 done
 
 gpus() {
-    if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .
+    if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true
     elif command -v nvidia-smi >/dev/null; then nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true
     else echo 0; fi
 }
 
 nproc=${NPROC:-${SLURM_GPUS_ON_NODE:-$(gpus)}}
-[[ $nproc =~ ^[0-9]+$ ]] || fail "NPROC=$nproc: must be a number"
-((nproc > 0)) || nproc=1
+[[ $nproc != 0 ]] || nproc=1  # no GPU
+[[ $nproc =~ ^[1-9][0-9]*$ ]] || fail "NPROC=$nproc: must be a number of processes"
 nodes=${SLURM_NNODES:-1}
 
 cores=$(nproc 2>/dev/null || echo 1)
@@ -92,4 +97,4 @@ elif ((nproc > 1)); then
 else
     command=("$python" "$repo/train.py")
 fi
-exec "$python" -m lifecycle $((nodes * nproc)) "${command[@]}" -- "$@"
+exec "$python" -m lifecycle $((nodes * nproc)) "$nproc" "${command[@]}" -- "$@"

@@ -27,9 +27,9 @@ import checkpoint
 import lifecycle
 import metrics
 from config import Config, ConfigError
-from data.loader import DIGEST_MODULUS, Batch, Loader, heldout_batches
-from data.prepare import data_folder, identity
-from data.tokens import TokenStream, open_stream, read_manifest, window_count
+from data.loader import DIGEST_MODULUS, Batch, Loader, check_enough, heldout_batches
+from data.prepare import data_folder
+from data.tokens import TokenStream, fingerprint, open_stream, read_manifest, window_count
 from metrics import log
 from model.generate import continue_text
 from model.llama import Llama, flops_per_token, initial_std, parameter_count
@@ -60,15 +60,18 @@ def main(args: Namespace, cfg: Config) -> int:
 
 def run(cfg: Config, world: World, launch: str | None) -> None:
     """train() in its folder: locked, with a status that says how it goes and, at the end, how it went."""
-    folder = config.run_folder(cfg)
+    folder, data = config.run_folder(cfg), data_folder(cfg)
+    check_enough(open_stream(data, "train", cfg.model.vocab_size), cfg.train)  # before anything is made
     start, lock = on_rank_zero(lambda: enter(cfg, world, folder, launch))
     metrics.start_logging(folder, world.rank)
     try:
         train(cfg, world, folder, start, launch)
     except BaseException as error:
-        expected = isinstance(error, ConfigError)
-        code = lifecycle.INPUT_IS_WRONG if expected else 1
-        log.error("rank %d: %s", world.rank, error if expected else traceback.format_exc())
+        told = isinstance(error, ConfigError | FloatingPointError | KeyboardInterrupt)  # no fault of the program's
+        code = lifecycle.INPUT_IS_WRONG if isinstance(error, ConfigError) else 1
+        text = (str(error) or "interrupted") if told else traceback.format_exc()
+        lifecycle.report_failure(folder, launch, world.rank, code, text)
+        log.error("rank %d: %s", world.rank, text)
         if world.rank == 0:
             lifecycle.write_status(folder, "failed", lifecycle.read_status(folder)["step"], launch, exit_code=code)
         raise SystemExit(code) from None
@@ -82,10 +85,10 @@ def enter(cfg: Config, world: World, folder: Path, launch: str | None) -> tuple[
     """Makes and locks the run's folder; returns the step to go on from, and the lock. Rank 0 only."""
     lifecycle.check_folder(folder)
     start = checkpoint.choose(cfg)
+    checkpoint.check_same_data(cfg, start, fingerprint(data_folder(cfg)))
     folder.mkdir(parents=True, exist_ok=True)
     lock = lifecycle.lock(folder)
-    if cfg.checkpoint:
-        checkpoint.set_aside(cfg, start)
+    checkpoint.set_aside(cfg, start)
     lifecycle.write_status(folder, "running", start, launch)
     (folder / "config.toml").write_text(config.to_toml(cfg))
     (folder / "environment.json").write_text(json.dumps(metrics.environment(world.size, world.device), indent=2))
@@ -104,8 +107,11 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
     tokenizer_files = sorted(data.glob("tokenizer.*"))
 
     # The model, spread over the ranks; then where to go on: a checkpoint, else the fresh weights.
-    model, optimizer = build(cfg, world)
-    guard = FiniteGuard(optimizer, world.device, cfg.train.skip_nonfinite)
+    model = build(cfg, world)
+    # After sharding, so that it holds the shards. Made before, it would keep the full weights alive and update those,
+    # and the model would never learn.
+    optimizer = build_optimizer(model, cfg.optim)
+    guard = FiniteGuard(optimizer, storage_device(cfg, world), cfg.train.skip_nonfinite)
     if start:
         checkpoint.restore(checkpoint.path_of(cfg, start), model, optimizer)
 
@@ -150,14 +156,17 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
                 recorder.write(row)
                 log.info(metrics.console_line(row, cfg.train.steps))
             timer.restart()
+        evaluate_now = cfg.eval and (last or is_due(step, cfg.eval.every_steps))
+        save_now = cfg.checkpoint and (last or is_due(step, cfg.checkpoint.save_every_steps))
+        if evaluate_now or save_now:
+            guard.check()  # this waits for the training that is queued, so that its time is not counted as ours here
         with timer.on("excluded"):
-            if cfg.eval and (last or is_due(step, cfg.eval.every_steps)):
+            if evaluate_now:
                 tell_evaluation(step, evaluate(model, cfg, world, heldout), recorder)
-            if cfg.checkpoint and (last or is_due(step, cfg.checkpoint.save_every_steps)):
-                guard.check()
+            if save_now:
                 if first:
                     recorder.sync()  # the rows up to a checkpoint are on disk before it is
-                state = {"step": step, "config": config.to_dict(cfg), "data": identity(cfg), "ranks": world.size,
+                state = {"step": step, "config": config.to_dict(cfg), "data": fingerprint(data), "ranks": world.size,
                          "torch": torch.__version__, "skipped_steps": guard.skipped}
                 saved = checkpoint.save(cfg, step, model, optimizer, state, tokenizer_files)
                 if first:
@@ -175,15 +184,17 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
         recorder.close()
 
 
-def build(cfg: Config, world: World) -> tuple[Llama, torch.optim.AdamW]:
+def build(cfg: Config, world: World) -> Llama:
     with torch.device("meta"):  # a description without storage: no rank ever holds the whole model
         model = Llama(cfg.model)
     parallelize(model, cfg, world)
-    device = torch.device("cpu") if cfg.parallel.cpu_offload else world.device
-    materialize(model, lambda name: initial_std(cfg.model, name), cfg.run.seed, world, device)
-    # After sharding, so that it holds the shards. Made before, it would keep the full weights alive and update those,
-    # and the model would never learn.
-    return model, build_optimizer(model, cfg.optim)
+    materialize(model, lambda name: initial_std(cfg.model, name), cfg.run.seed, world, storage_device(cfg, world))
+    return model
+
+
+def storage_device(cfg: Config, world: World) -> torch.device:
+    """Where parameters, gradients and optimizer state stay between steps."""
+    return torch.device("cpu") if cfg.parallel.cpu_offload else world.device
 
 
 def clip(model: Llama, max_norm: float | str) -> torch.Tensor:
@@ -199,8 +210,9 @@ def is_due(step: int, every: int | None) -> bool:
 def summarize(cfg: Config, world: World, model: Llama, step: int, loss_sum: torch.Tensor, grad_norm: torch.Tensor,
               lr: float, batch: Batch, timer: metrics.Timer) -> dict:
     """The training row of a step, from every rank's part of it."""
+    ours = {"loss_sum": loss_sum.item(), "digest": batch.digest}  # waits for the device: only now is the step over
     figures = {**timer.means(), "peak_memory_gib": metrics.peak_memory_gib(world.device)}
-    ranks = from_all_ranks({**figures, "loss_sum": loss_sum.item(), "digest": batch.digest})
+    ranks = from_all_ranks({**ours, **figures})
     slowest = {name: max(rank[name] for rank in ranks) for name in figures}
     tokens, peak = config.tokens_per_step(cfg), metrics.peak_flops(world.device)
     rate = tokens / world.size / slowest["step_seconds"]
@@ -243,7 +255,7 @@ def evaluate_newest(cfg: Config, world: World) -> None:
     """--eval-only: prints the evaluation row of the run's newest checkpoint; writes nothing."""
     step = on_rank_zero(lambda: checkpoint.choose_for_evaluation(cfg))
     heldout = open_stream(data_folder(cfg), "heldout", cfg.model.vocab_size)
-    model, _ = build(cfg, world)
+    model = build(cfg, world)
     checkpoint.restore(checkpoint.path_of(cfg, step), model, None)
     loss = evaluate(model, cfg, world, heldout)
     if world.rank == 0:
@@ -255,7 +267,8 @@ def announce(cfg: Config, world: World, model: Llama, folder: Path, start: int) 
     log.info(f"{folder}: {parameter_count(model):,} parameters on {world.size} x {world.device.type} "
              f"({world.size // world.shards} replicas x {world.shards} shards), {p.param_dtype}, recompute "
              f"{p.recompute}, prefetch {p.prefetch_forward} forward, {p.prefetch_backward} backward (0: implicit)"
-             f"{', compiled' * p.compile}")
+             f"{', compiled' * p.compile}{', offloaded to the host' * p.cpu_offload}"
+             f"{', reduced once a step' * (not p.sync_every_micro_batch)}")
     log.info(f"{config.tokens_per_step(cfg):,} tokens per step = {accumulation} micro-batches x {world.size} ranks x "
              f"{t.micro_batch_size} sequences of {t.seq_len}; "
              + (f"going on after step {start}" if start else "from fresh weights"))

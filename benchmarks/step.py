@@ -26,17 +26,18 @@ from data.prepare import data_folder
 from data.tokens import open_stream
 from metrics import peak_flops, peak_memory_gib
 from model.llama import flops_per_token, parameter_count
-from optim import FiniteGuard
+from optim import FiniteGuard, build_optimizer
 from parallel.fsdp import gather_early, reduce_gradients
 from parallel.mesh import World, distributed
-from train import build, clip
+from train import build, clip, storage_device
 
 
 def measure(cfg: config.Config, world: World, steps: int, warm_up: int, real: bool) -> dict:
     """Seconds of each step and what follows from them, as one dictionary."""
     t = cfg.train
-    model, optimizer = build(cfg, world)
-    guard = FiniteGuard(optimizer, world.device, 0)
+    model = build(cfg, world)
+    optimizer = build_optimizer(model, cfg.optim)
+    guard = FiniteGuard(optimizer, storage_device(cfg, world), 0)
     accumulation = config.accumulation_steps(cfg, world.size)
     if real:
         stream = open_stream(data_folder(cfg), "train", cfg.model.vocab_size)

@@ -90,20 +90,26 @@ def _matches(folder: pathlib.Path, cfg: config.Config) -> bool:
         raise ConfigError(*changed)
     files = _local_files(cfg.data.source) if _is_local(cfg.data.source) else []
     if files and [_stamp(f) for f in files] != manifest["files"]:  # the text may be gone, but not be another
-        raise ConfigError(f"[data] source = {cfg.data.source}: changed since {folder} was prepared; delete that folder "
-                          "to prepare it again")
+        raise ConfigError(f"[data] source = {cfg.data.source}: changed since {folder} was prepared; delete that "
+                          "folder, or prepare into another with data.path")
     return True
 
 
 @contextlib.contextmanager
 def _one_at_a_time(lock: pathlib.Path, say: Callable[[str], None]) -> Iterator[None]:
-    with lock.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"waiting for another process that prepares {lock.parent}")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    while True:
+        with lock.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"waiting for another process that prepares into {lock.parent}")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if lock.exists() and lock.samefile(f"/dev/fd/{file.fileno()}"):  # else its last holder removed it
+                try:
+                    yield
+                finally:
+                    lock.unlink()
+                return
 
 
 def _make(folder: pathlib.Path, cfg: config.Config, say: Callable[[str], None]) -> None:
@@ -123,7 +129,8 @@ def _make(folder: pathlib.Path, cfg: config.Config, say: Callable[[str], None]) 
             raise ConfigError(f"[model] vocab_size = {cfg.model.vocab_size}: smaller than the tokenizer "
                               f"{cfg.data.tokenizer}, which has {tokenizer.vocab_size} pieces")
         counts = _write_tokens(temporary, cfg.data, tokenizer, threads, say)
-        manifest = {"identity": identity(cfg), "vocab_size": tokenizer.vocab_size, **counts, "files": files}
+        manifest = {"identity": identity(cfg), "vocab_size": tokenizer.vocab_size, **counts, "files": files,
+                    "sha256": {path.name: _sha256(path) for path in sorted(temporary.iterdir())}}
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2))
         os.sync()  # what the new name promises must survive a power cut
         if folder.exists():
@@ -135,9 +142,18 @@ def _make(folder: pathlib.Path, cfg: config.Config, say: Callable[[str], None]) 
     say(f"prepared {folder}: {tokens['train']:,} tokens to train on, {tokens['heldout']:,} held out")
 
 
+def _sha256(path: pathlib.Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            digest.update(block)
+    return digest.hexdigest()
+
+
 def _train_tokenizer(cfg: config.Config, threads: int, say: Callable[[str], None]) -> bytes:
     """On the first part of the source: 2,000 characters per piece, 4 million at least, is where more text stops to
     change a byte-pair vocabulary much."""
+    next(documents(cfg.data))  # what is wrong with the source is said first
     wanted = max(4_000_000, 2_000 * cfg.model.vocab_size)
     say(f"training a tokenizer of {cfg.model.vocab_size:,} pieces on up to {wanted / 1e6:,.0f} MB of {cfg.data.source}")
 
@@ -218,7 +234,10 @@ def _stdlib() -> Iterator[tuple[str, object]]:
 
 
 def _is_local(source: str) -> bool:
-    return source.endswith(LOCAL) or pathlib.Path(source).exists()
+    """A path or pattern, not the id of a Hugging Face dataset: those are NAME or OWNER/NAME, with no file's suffix."""
+    suffixes = (*LOCAL, ".csv", ".tsv", ".gz", ".zst", ".zip", ".xz", ".arrow")
+    return (source.endswith(suffixes) or pathlib.Path(source).exists()
+            or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source))
 
 
 def _local_files(source: str) -> list[pathlib.Path]:
@@ -236,7 +255,7 @@ def _stamp(path: pathlib.Path) -> list:
 def _local(d: config.Data) -> Iterator[tuple[str, object]]:
     files = _local_files(d.source)
     if not files:
-        raise ConfigError(f"[data] source = {d.source}: no such file")
+        raise ConfigError(f"[data] source = {d.source}: no such file (or folder, or pattern) of {', '.join(LOCAL)}")
     for path in files:
         if path.suffix == ".parquet":
             yield from _load_dataset(d, str(path), "parquet", data_files=str(path), split="train")
@@ -255,7 +274,7 @@ def _json_lines(path: pathlib.Path, field: str) -> Iterator[tuple[str, object]]:
             if line.strip():
                 try:
                     row = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise ConfigError(f"{path}: line {number}: is not valid JSON: {error}") from None
                 yield f"{path}: line {number}", _field(f"{path}: line {number}", row, field)
 

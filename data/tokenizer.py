@@ -3,12 +3,13 @@
 import io
 import pathlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from config import ConfigError
 
 # sentencepiece writes a space as this character, and reads it back as a space
 SPACE = "\u2581"
+LINE = 1 << 14  # characters of a line that are trained on at once
 
 
 def read_model(path: str | pathlib.Path) -> bytes:
@@ -65,10 +66,19 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, threads: int) -> byte
     import sentencepiece
 
     model = io.BytesIO()
-    lines = (line for text in texts for line in text.splitlines() if line and "\0" not in line)
+    failures = []
+
+    def lines() -> Iterator[str]:
+        try:
+            for line in (line for text in texts for line in text.splitlines() if "\0" not in line):
+                # in pieces, since sentencepiece leaves out lines beyond max_sentence_length (bytes) without a word
+                yield from (line[i : i + LINE] for i in range(0, len(line), LINE))
+        except ConfigError as error:  # sentencepiece would wrap it in an error of its own
+            failures.append(error)
+
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines,
+            sentence_iterator=lines(),
             model_writer=model,
             vocab_size=vocab_size,
             model_type="bpe",
@@ -79,11 +89,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, threads: int) -> byte
             add_dummy_prefix=False,
             allow_whitespace_only_pieces=True,
             user_defined_symbols=["\n"],  # lines are trained one by one, so no piece would hold their end
-            max_sentence_length=1 << 16,
+            max_sentence_length=4 * LINE,
             num_threads=threads,
             minloglevel=2,
         )
     except RuntimeError as error:
+        if failures:
+            raise failures[0] from None
         where = f"[model] vocab_size = {vocab_size}"
         if most := re.search(r"value <= (\d+)", str(error)):
             raise ConfigError(f"{where}: the text is too little to train so large a tokenizer; the largest that works "
@@ -92,4 +104,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, threads: int) -> byte
             raise ConfigError(f"{where}: too small for a tokenizer of this text; the smallest that works is "
                               f"{least[1]}") from None
         raise ConfigError(f"{where}: no tokenizer could be trained: {error}") from None
+    if failures:
+        raise failures[0]
     return model.getvalue()

@@ -21,6 +21,12 @@ def read_manifest(folder: pathlib.Path) -> dict | None:
         raise ConfigError(f"{folder / MANIFEST}: cannot be read: {error}; delete {folder} and prepare again") from None
 
 
+def fingerprint(folder: pathlib.Path) -> dict:
+    """What tells two prepared folders apart: their identity and the hashes of their content."""
+    manifest = read_manifest(folder) or {}
+    return {key: manifest.get(key) for key in ("identity", "tokens", "sha256")}
+
+
 def window_count(tokens: int, seq_len: int) -> int:
     """Full windows: window k is tokens k*S ... k*S+S, S inputs and, one further, S targets."""
     return max(0, (tokens - 1) // seq_len)

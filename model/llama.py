@@ -152,16 +152,18 @@ def initial_std(m: config.Model, name: str) -> tuple[float, float] | None:
     (https://github.com/pytorch/torchtitan); there the other matrices are cut at 2, a hundred deviations: not at all.
     A tied matrix starts as an output matrix.
     """
-    if "norm" in name:
+    module = name.split(".")[-2]
+    if module in ("norm", "attention_norm", "feed_forward_norm"):
         return None
-    if name == "head.weight" or (m.tie_embeddings and name == "embedding.weight"):
+    if module == "head" or (module == "embedding" and m.tie_embeddings):
         return m.dim**-0.5, 3.0
-    if name == "embedding.weight":
+    if module == "embedding":
         return 1.0, math.inf
-    if any(part in name for part in ("o_proj", "up_proj", "down_proj")):
-        layer = int(name.split(".")[1])
-        return 0.02 / math.sqrt(2 * (layer + 1)), math.inf
-    return 0.02, math.inf
+    if module in ("q_proj", "k_proj", "v_proj", "gate_proj"):
+        return 0.02, math.inf
+    if module in ("o_proj", "up_proj", "down_proj"):
+        return 0.02 / math.sqrt(2 * (int(name.split(".")[1]) + 1)), math.inf
+    raise KeyError(f"{name}: has no initial distribution; give it one in model/llama.py: initial_std")
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -18,6 +18,7 @@ import fnmatch
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 import config
@@ -40,9 +41,7 @@ def units(model: Llama) -> list[tuple[str, list[nn.Module]]]:
 
 def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
     """Shards every unit in place. The parameters become DTensors of placements (Replicate, Shard(0)), or (Shard(0))."""
-    # Replicas need a mesh of two dimensions; without them one dimension spares FSDP2 the all-reduce over one rank.
-    mesh = world.mesh if world.size > world.shards else world.mesh["dp_shard"]
-    pin = world.device.type == "cuda"  # pages that a GPU can copy without the host
+    mesh, pin = shard_mesh(world), world.device.type == "cuda"  # pinned pages a GPU can copy without the host
     offload = CPUOffloadPolicy(pin_memory=pin) if p.cpu_offload else OffloadPolicy()
     for name, modules in units(model):
         holds_head = model.head in modules
@@ -54,8 +53,20 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
             mp_policy=precision(p, name, holds_head),
             offload_policy=offload,
         )
+    if model.config.tie_embeddings:  # one policy for both: what it does for the head's sake, a hook undoes here
+        stream = DTYPES[p.output_dtype or p.param_dtype]
+        model.embedding.register_forward_hook(lambda module, inputs, output: output.to(stream))
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     set_prefetch(model, p)
+
+
+def shard_mesh(world: World) -> DeviceMesh:
+    """Replicas need a mesh of two dimensions; without them one dimension spares FSDP2 an all-reduce over one rank."""
+    return world.mesh if world.size > world.shards else world.mesh["dp_shard"]
+
+
+def kept_in_fp32(unit: str, p: config.Parallel) -> bool:
+    return any(fnmatch.fnmatchcase(unit, pattern) for pattern in p.keep_fp32)
 
 
 def precision(p: config.Parallel, unit: str, holds_head: bool) -> MixedPrecisionPolicy:
@@ -64,7 +75,7 @@ def precision(p: config.Parallel, unit: str, holds_head: bool) -> MixedPrecision
 
     Inputs are never cast: RMSNorm takes the stream in any dtype, and the rotary tables must stay float32.
     """
-    keep = any(fnmatch.fnmatchcase(unit, pattern) for pattern in p.keep_fp32)
+    keep = kept_in_fp32(unit, p)
     return MixedPrecisionPolicy(
         param_dtype=torch.float32 if keep else DTYPES[p.param_dtype],
         reduce_dtype=torch.float32 if keep else DTYPES[p.reduce_dtype],

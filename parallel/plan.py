@@ -15,7 +15,7 @@ import torch
 import config
 from config import ConfigError
 from model.llama import Llama, flops_per_token, parameter_count
-from parallel.fsdp import units
+from parallel.fsdp import DTYPES, kept_in_fp32, units
 
 GIB = 2**30
 
@@ -44,6 +44,49 @@ def plan(cfg: config.Config, model: Llama, ranks: int, windows: int | None) -> d
     }
 
 
+def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple[int, int]]:
+    """(number, bytes) per training step and rank of each collective; bytes are of the larger of its two buffers.
+
+    With U units, A micro-batches, S shards, R replicas, and A' = A, or 1 where reduction is deferred:
+
+        all-gather       A (U + B)     B = U - 1 freed after forward are gathered again in backward (all but the
+                                       head's), with an integer n within n ranks; B = 0 where they are kept
+        reduce-scatter   A' U          A U where R > 1: then only the all-reduce is deferred; 0 where S = 1
+        all-reduce       A' U          where R > 1; and, where S > 1, one of every tensor's gradient norm
+
+    Each tensor travels padded to S ceil(rows / S) rows; units that are frozen as a whole reduce nothing. Recomputation
+    adds none: it happens inside a unit that is gathered for its backward.
+    """
+    p, accumulation = cfg.parallel, config.accumulation_steps(cfg, ranks)
+    replicas, shards = config.mesh_shape(cfg, ranks)
+    reductions = accumulation if p.sync_every_micro_batch else 1
+    found = {"all_gather": [0, 0], "reduce_scatter": [0, 0], "all_reduce": [0, 0]}
+
+    def add(kind: str, times: int, size: int) -> None:
+        if times and size:
+            found[kind][0] += times
+            found[kind][1] += times * size
+
+    add("all_reduce", int(shards > 1), 4 * sum(q.requires_grad for q in model.parameters()))
+    for name, modules in units(model):
+        parameters = list(dict.fromkeys(q for module in modules for q in module.parameters()))
+        wide = kept_in_fp32(name, p)
+        gathered = DTYPES["float32" if wide else p.param_dtype].itemsize
+        reduced = DTYPES["float32" if wide else p.reduce_dtype].itemsize
+
+        def padded(chosen: list) -> int:
+            return sum(shards * math.ceil(q.shape[0] / shards) * math.prod(q.shape[1:]) for q in chosen)
+
+        trainable = [q for q in parameters if q.requires_grad]
+        if shards > 1:
+            again = p.reshard_after_forward is not False and model.head not in modules
+            add("all_gather", accumulation * (1 + again), gathered * padded(parameters))
+            add("reduce_scatter", accumulation if replicas > 1 else reductions, reduced * padded(trainable))
+        if replicas > 1:
+            add("all_reduce", reductions, reduced * padded(trainable) // shards)
+    return {kind: (number, size) for kind, (number, size) in found.items()}
+
+
 def state_gib(row: dict) -> float:
     """What a rank holds between two steps, the gradients of the last one included."""
     return sum(row[f"{what}_bytes_per_rank"] for what in ("parameter", "gradient", "optimizer")) / GIB
@@ -64,11 +107,15 @@ def dry_run(cfg: config.Config, args: Namespace, windows: int | None) -> bool:
         raise ConfigError(*problems)
     print(json.dumps(rows if len(rows) > 1 else rows[0]) if args.json else
           "\n".join([config.to_toml(cfg), *(table(row, cfg.train) for row in rows)]))
-    too_big = [row for row in rows if args.gpu_memory_gib and state_gib(row) > args.gpu_memory_gib]
-    for row in too_big:
-        print(f"does not fit: {state_gib(row):.1f} GiB of states per rank at {row['world_size']} ranks, before any "
-              f"activation, in {args.gpu_memory_gib:g} GiB; more shards would, no batch size does", file=sys.stderr)
-    return not too_big
+    if args.gpu_memory_gib is None:
+        return True
+    for row in rows:  # beside the plan, so that --json stays JSON
+        left = args.gpu_memory_gib - state_gib(row)
+        verdict = (f"fits, with {left:.4g} GiB left for activations and gathered units" if left > 0 else
+                   "does not fit, whatever the batch size: use more shards")
+        print(f"{row['world_size']} ranks: {state_gib(row):.4g} of {args.gpu_memory_gib:g} GiB between steps: "
+              f"{verdict}", file=sys.stderr)
+    return all(state_gib(row) < args.gpu_memory_gib for row in rows)
 
 
 def table(row: dict, t: config.Train) -> str:

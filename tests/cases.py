@@ -267,3 +267,53 @@ def live_bytes(sections: dict) -> dict[str, int]:
                  "optimizer": size(t for state in optimizer.state.values() for t in state.values())}
         del model, optimizer
     return found
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that tensors pass through, and the bytes of the larger of each one's buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = {kind: [0, 0] for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # DTensor first: what it sends itself comes back to us
+        result = function(*args, **(kwargs or {}))
+        if function.namespace in ("c10d", "_c10d_functional"):
+            name = function._schema.name.replace("allgather", "all_gather").replace("allreduce", "all_reduce")
+            kind = next((kind for kind in self.found if kind in name), None)
+            if kind:
+                flat = [t for a in args for t in (a if isinstance(a, list | tuple) else [a])]
+                sizes = [t.nbytes for t in flat if isinstance(t, torch.Tensor)]
+                self.found[kind][0] += 1
+                self.found[kind][1] += max(sizes)
+        return result
+
+
+def count_collectives(cases: list[dict]) -> list[dict[str, tuple[int, int]]]:
+    """What one step of each case sends, counted while it runs."""
+    from parallel.fsdp import reduce_gradients
+    from train import clip
+
+    found = []
+    with process_group() as world:
+        for sections in cases:
+            cfg = make_config(**sections)
+            model = build(cfg, world_for(cfg, world))
+            accumulation = config.accumulation_steps(cfg, world.size)
+            ids = torch.randint(0, cfg.model.vocab_size, (cfg.train.micro_batch_size, 17))
+
+            def step(model: Llama, cfg: config.Config, ids: torch.Tensor, accumulation: int) -> None:
+                gather_early(model, cfg.parallel)
+                for i in range(accumulation):
+                    reduce_gradients(model, cfg.parallel, i == accumulation - 1)
+                    model(ids[:, :-1], ids[:, 1:])[0].backward()
+                clip(model, 1.0)
+
+            step(model, cfg, ids, accumulation)
+            with Collectives() as counted:
+                step(model, cfg, ids, accumulation)
+            found.append({kind: tuple(value) for kind, value in counted.found.items()})
+            del model
+    return found

@@ -67,6 +67,24 @@ def test_resume_settings(tmp_path):
     assert checkpoint.choose(make_config(run={"name": "r", "output_dir": str(tmp_path)})) == 0
 
 
+def test_what_is_not_whole_is_set_aside(tmp_path):
+    cfg = configured(tmp_path)
+    fake(cfg, 10)
+    (fake(cfg, 5) / "state.json").unlink()
+    checkpoint.set_aside(cfg, 10)
+    assert sorted(p.name for p in checkpoint.root(cfg).iterdir()) == ["step-00000005.corrupt", "step-00000010"]
+
+
+def test_other_data_is_refused(tmp_path):
+    cfg = configured(tmp_path)
+    fake(cfg, 10, data={"identity": 1, "sha256": 2})
+    checkpoint.check_same_data(cfg, 10, {"identity": 1, "sha256": 2})
+    checkpoint.check_same_data(cfg, 0, {"identity": 3})
+    with pytest.raises(ConfigError, match="was trained on other data .its sha256 differ"):
+        checkpoint.check_same_data(cfg, 10, {"identity": 1, "sha256": 3})
+    checkpoint.check_same_data(configured(tmp_path, allow_changed=["data.source"]), 10, {"identity": 1, "sha256": 3})
+
+
 def test_later_checkpoints_are_set_aside(tmp_path):
     cfg = configured(tmp_path)
     for step in (10, 20, 30):

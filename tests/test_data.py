@@ -252,6 +252,8 @@ def test_long_text_file_becomes_several_documents(tmp_path):
 
 GOOD = json.dumps({"text": "some text that is good"}) + "\n"
 BAD_INPUT = {
+    "bad line after many": (GOOD * 60 + '{"body": "x"}\n', "line 61: has no field 'text'"),
+    "nested without end": ("[" * 100_000 + "\n", "line 1: is not valid JSON"),
     "corrupt line": (GOOD * 6 + '{"text": "cut\n' + GOOD, "line 7: is not valid JSON"),
     "no such field": (GOOD + '{"body": "x"}\n', "line 2: has no field 'text'"),
     "number for text": (GOOD + '{"text": 5}\n', "line 2: field 'text' must be text, not int"),
@@ -351,3 +353,15 @@ def test_random_windows_equal_the_file(prepared):
     for _ in range(50):
         start = chosen.randrange(stream.length - 40)
         assert stream.read(start, start + 40)[1].tolist() == list(ids[start : start + 40])
+
+
+@pytest.mark.parametrize("source", ["my.csv", "no/such/path/at.all", "./thing", "texts-*.jsonl", "missing.txt"])
+def test_what_looks_like_a_file_is_never_looked_for_on_a_hub(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no such file"):
+        list(documents(make_config(data={"source": source}).data))
+
+
+def test_very_long_lines_train_a_tokenizer_too(tmp_path):
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": words(i, 30_000)}) + "\n" for i in range(3)))
+    prepare(config_for(tmp_path / "in.jsonl", tmp_path), print)
