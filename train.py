@@ -39,6 +39,7 @@ from parallel.fsdp import gather_early, reduce_gradients, reshard
 from parallel.materialize import materialize
 from parallel.mesh import World, distributed, from_all_ranks, on_rank_zero
 from parallel.plan import dry_run
+from parallel.verify import unit_table, verify_sharding
 
 
 def main(args: Namespace, cfg: Config) -> int:
@@ -114,10 +115,12 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
     guard = FiniteGuard(optimizer, storage_device(cfg, world), cfg.train.skip_nonfinite)
     if start:
         checkpoint.restore(checkpoint.path_of(cfg, start), model, optimizer)
+    unit_map = verify_sharding(model, cfg.parallel, world)
 
     recorder = metrics.Recorder(folder, cfg.log, start) if first else None
     if first:
         announce(cfg, world, model, folder, start)
+        log.info(unit_table(unit_map))
         for path in tokenizer_files:
             (folder / path.name).write_bytes(path.read_bytes())
     loader = Loader(stream, cfg.train, cfg.run.seed, world.rank, world.size, start + 1, world.device.type == "cuda")

@@ -317,3 +317,43 @@ def count_collectives(cases: list[dict]) -> list[dict[str, tuple[int, int]]]:
             found.append({kind: tuple(value) for kind, value in counted.found.items()})
             del model
     return found
+
+
+def verify_damaged(sections: dict, damage: str) -> str:
+    """The error of verify_sharding after some damage, "" where it finds none."""
+    from parallel.verify import unit_table, verify_sharding
+
+    with process_group() as world:
+        cfg = make_config(**sections)
+        world = world_for(cfg, world)
+        model = build(cfg, world)
+        block = model.blocks[1]
+        p = cfg.parallel
+        if damage == "one replica differs" and world.rank == world.size - 1:
+            with torch.no_grad():
+                block.attention_norm.weight.to_local()[0] += 1e-6
+        elif damage == "two values swapped" and world.rank == 0:
+            with torch.no_grad():
+                local = block.feed_forward.up_proj.weight.to_local()
+                local[0], local[1] = local[1].clone(), local[0].clone()
+        elif damage == "a plain parameter":
+            block.extra = torch.nn.Parameter(torch.zeros(3))
+        elif damage == "outside every unit":
+            model.extra = torch.nn.Parameter(torch.zeros(3))
+        elif damage == "on meta":
+            model = None
+            with torch.device("meta"):
+                model = Llama(cfg.model)
+            parallelize(model, cfg, world)
+        elif damage == "another mesh":
+            other = make_config(parallel={"dp_replicate": 2})
+            world = world_for(other, world)
+        try:
+            rows = verify_sharding(model, p, world)
+            message = ""
+            if world.rank == 0:
+                print(unit_table(rows))
+        except RuntimeError as error:
+            message = str(error)
+        del model, block
+    return message

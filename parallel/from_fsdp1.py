@@ -1,0 +1,242 @@
+"""FSDP1 or Accelerate settings in YAML -> our [parallel] table in TOML, with a comment on what became of every key.
+
+    python -m parallel.from_fsdp1 accelerate.yaml
+
+Takes what `accelerate config` writes, for FSDP1 or FSDP2, and FullyShardedDataParallel's keyword arguments as YAML.
+Exits with 0; 1 where a key or value is unknown, contradicts another or has no equivalent (stderr repeats those); 2 if
+the file cannot be read. Keeps the hybrid mesh, NO_SHARD and forward prefetch, which `accelerate to-fsdp2` loses.
+"""
+
+import argparse
+import difflib
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import tomli
+
+import config
+from config import ConfigError
+
+# Keys | their values | our options and a remark, or why there are none. Values stand as word() gives them, the digits
+# being torch's own numbers; `number` is one above 0. First the FSDP part, where a key may have fsdp_ before it.
+FSDP_TABLE = """
+version | 1 2 | implied: FSDP2, always
+sharding_strategy | FULL_SHARD 1 | dp_replicate = 1, dp_shard = "auto", reshard_after_forward = true
+sharding_strategy | SHARD_GRAD_OP 2 | dp_replicate = 1, dp_shard = "auto", reshard_after_forward = false
+sharding_strategy | NO_SHARD 3 | dp_replicate = "auto", dp_shard = 1; each rank is a replica
+sharding_strategy | HYBRID_SHARD 4 | dp_replicate = {machines}, dp_shard = "auto", reshard_after_forward = true
+sharding_strategy | HYBRID_SHARD_ZERO2 5 | dp_replicate = {machines}, dp_shard = "auto", reshard_after_forward = false
+reshard_after_forward | TRUE FALSE number | reshard_after_forward = {value}
+reshard_after_forward | 0 1 | no equivalent: an integer must be at least 2; FSDP2 takes 1 for false
+forward_prefetch | TRUE | prefetch_forward = 1
+forward_prefetch | FALSE | prefetch_forward = 0
+backward_prefetch backward_prefetch_policy | BACKWARD_PRE 1 | prefetch_backward = 1
+backward_prefetch backward_prefetch_policy | BACKWARD_POST 2 | no equivalent: FSDP2 gathers before the gradients, always
+backward_prefetch backward_prefetch_policy | NO_PREFETCH NULL | prefetch_backward = 0; FSDP2's order, still one ahead
+offload_params cpu_offload | TRUE FALSE | cpu_offload = {value}
+activation_checkpointing | TRUE | recompute = "full"
+activation_checkpointing | FALSE | recompute = "none"
+param_dtype reduce_dtype output_dtype | BFLOAT16 FLOAT32 | {key} = "{value}"
+param_dtype reduce_dtype output_dtype | FLOAT16 | no equivalent: float16 needs a loss scaler; write bfloat16
+param_dtype | NULL | param_dtype = "float32"
+buffer_dtype | BFLOAT16 FLOAT32 FLOAT16 | implied: dropped, FSDP2 leaves buffers as they are; here that is float32
+cast_forward_inputs cast_root_forward_inputs | TRUE FALSE | implied: the model casts its inputs by itself
+keep_low_precision_grads | FALSE | implied: gradients are kept in float32, always
+keep_low_precision_grads | TRUE | no equivalent: gradients are kept in float32, always
+auto_wrap_policy | TRANSFORMER_BASED_WRAP TRANSFORMER_AUTO_WRAP_POLICY MODULEWRAPPOLICY | implied: one unit per block
+auto_wrap_policy | SIZE_BASED_WRAP SIZE_BASED_AUTO_WRAP_POLICY NO_WRAP | no equivalent: units are one per block, always
+transformer_layer_cls_to_wrap min_num_params | any | implied: units are one per block, always
+state_dict_type | SHARDED_STATE_DICT 3 FULL_STATE_DICT 1 | implied: checkpoints are always sharded, and load anywhere
+state_dict_type | LOCAL_STATE_DICT 2 | no equivalent: there are no flat parameters; write SHARDED_STATE_DICT
+sync_module_states cpu_ram_efficient_loading | TRUE FALSE | implied: each rank makes its own rows of the same weights
+use_orig_params | TRUE FALSE | implied: FSDP2 keeps the original parameters, always
+limit_all_gathers | TRUE FALSE | implied: FSDP2 bounds its memory without waiting on the host
+device_id | any | implied: each rank takes its local GPU
+param_init_fn | any | implied: parallel/materialize.py gives every parameter its value
+ignored_modules ignored_states ignored_parameters ignored_params | any | no equivalent: every parameter is sharded
+process_group device_mesh mesh | any | no equivalent: the mesh spans all ranks; set dp_replicate and dp_shard
+"""
+ACCELERATE_TABLE = """
+distributed_type | FSDP | implied: always
+mixed_precision | BFLOAT16 | param_dtype = "bfloat16"
+mixed_precision | FALSE NULL | param_dtype = "float32"
+mixed_precision | FLOAT16 | no equivalent: float16 needs a loss scaler; write bf16
+num_machines | number | not ours: sbatch --nodes={value} says it; a hybrid strategy makes it dp_replicate
+num_processes | number | not ours: the launch says it, by NPROC or SLURM
+gradient_accumulation_steps | number | not ours: train.global_batch_size = {value} x micro_batch_size x ranks says it
+sync_each_batch | TRUE FALSE | sync_every_micro_batch = {value}
+use_cpu | TRUE | device = "cpu"
+use_cpu | FALSE | implied: a GPU where there is one
+dynamo_backend | INDUCTOR | compile = true; each block by itself
+dynamo_backend | FALSE | compile = false
+dynamo_mode dynamo_use_dynamic dynamo_use_fullgraph | DEFAULT FALSE | implied: torch.compile's own defaults
+dynamo_use_regional_compilation | TRUE FALSE | implied: each block is compiled by itself
+parallelism_config_dp_replicate_size | number | dp_replicate = {value}
+parallelism_config_dp_shard_size | number | dp_shard = {value}
+parallelism_config_tp_size parallelism_config_cp_size | 1 | implied: data parallel only
+parallelism_config_cp_comm_strategy mpirun_config | any | not ours: data parallel only, launched by run_train.sh
+deepspeed_config megatron_lm_config tp_config fp8_config | any | no equivalent: there is FSDP alone
+compute_environment machine_rank main_process_ip main_process_port rdzv_backend | any | not ours: run_train.sh launches
+same_network gpu_ids main_training_function enable_cpu_affinity commands | any | not ours: run_train.sh launches
+debug command_file ipex_config downcast_bf16 tpu_env tpu_vm | any | not ours: takes no part in sharding
+tpu_name tpu_zone tpu_use_cluster tpu_use_sudo | any | not ours: takes no part in sharding
+"""
+SYNONYMS = {"YES": "TRUE", "ON": "TRUE", "NO": "FALSE", "OFF": "FALSE", "": "NULL", "~": "NULL", "NONE": "NULL",
+            "BF16": "BFLOAT16", "FP32": "FLOAT32", "FLOAT": "FLOAT32", "FP16": "FLOAT16", "HALF": "FLOAT16"}
+NESTED = {"fsdp_config", "mixed_precision", "mixed_precision_policy", "mp_policy", "cpu_offload", "dynamo_config",
+          "parallelism_config"}  # where a table may stand, of keys as above
+NUMBER = re.compile("[1-9][0-9]{0,8}")
+
+
+def rules(table: str) -> dict[str, dict[str, str]]:
+    """{key: {value: what becomes of it}}"""
+    found = {}
+    for keys, values, effect in (row.split(" | ") for row in table.strip().split("\n")):
+        for key in keys.split():
+            found.setdefault(key, {}).update(dict.fromkeys(values.split(), effect))
+    return found
+
+
+FSDP = rules(FSDP_TABLE)
+# Accelerate takes a strategy's name here as well; a digit is a size.
+FSDP["reshard_after_forward"] |= {name: effect for name, effect in FSDP["sharding_strategy"].items() if len(name) > 1}
+RULES = FSDP | rules(ACCELERATE_TABLE)
+
+
+def word(value: Any) -> str:
+    """A value without regard to its spelling: `ShardingStrategy._hybrid_shard` is HYBRID_SHARD, `no` is FALSE."""
+    if not isinstance(value, str):
+        return "[...]" if value else "NULL"
+    bare = re.sub(r"^[A-Za-z_][\w.]*\.", "", value.strip()).strip("_").replace("-", "_").upper()
+    return SYNONYMS.get(bare, bare)
+
+
+def show(value: Any) -> str:
+    """A key or value as a piece of a comment: printable ASCII, not too long."""
+    text = ascii(value)[1:-1] if isinstance(value, str) else ascii(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def nearest(text: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(text, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def resolve(name: str, value: Any, machines: str) -> tuple[str, dict[str, Any], str]:
+    """(what became of a key, the options that it sets, a remark). A null sets nothing, unless its row says so."""
+    if name not in RULES:
+        return "unknown", {}, f"no such key is known{nearest(name, [*RULES, *(f'fsdp_{key}' for key in FSDP)])}"
+    row, text = RULES[name], word(value)
+    null = "implied: not set there, so the default here stands" if text == "NULL" else None
+    effect = row.get(text) or null or row.get("number" if NUMBER.fullmatch(text) else "any") or row.get("any")
+    if not effect:
+        known = [value for value in row if not value.isdigit()] or [*row]
+        return "unknown", {}, f"known values are {', '.join(known)}{nearest(text, known)}"
+    if "{machines}" in effect and not (NUMBER.fullmatch(machines) and int(machines) > 1):
+        return "no equivalent", {}, (f"num_machines is {show(machines)}, so the number of replicas is not known; set "
+                                     "num_machines to it and convert again")
+    left, colon, remark = effect.format(key=name, value=text.lower(), machines=machines).partition(": ")
+    if colon:
+        return left, {}, remark
+    settings, _, remark = left.partition("; ")
+    settings = tomli.loads(settings.replace(", ", "\n"))
+    return "kept" if name in settings else "renamed", settings, remark
+
+
+def entries(table: dict, where: str = "") -> Iterator[tuple[str, str, Any]]:
+    """(where it stands, the key as its rule has it, value) of everything in the file."""
+    for key, value in table.items():
+        bare = key.lower().removeprefix("fsdp_")
+        name = bare if bare in FSDP else key.lower()
+        if isinstance(value, dict) and value and name in NESTED:
+            yield from entries(value, f"{where}{key}.")
+        else:
+            yield where + key, name, value
+
+
+def convert(raw: dict) -> tuple[dict[str, Any], list[str], list[str]]:
+    """(our options, a comment on every key, those among the comments that are problems)."""
+    found = {name: value for _, name, value in entries(raw) if word(value) != "NULL"}
+    options, sources, comments, problems = {}, {}, [], []
+    for where, name, value in entries(raw):
+        kind, settings, remark = resolve(name, value, str(found.get("num_machines", "missing")))
+        for option, setting in settings.items():
+            first, source = options.setdefault(option, setting), sources.setdefault(option, show(where))
+            if first != setting:
+                kind, remark = "contradiction", f"{source} says {option} = {json.dumps(first)}; keep one of the two"
+        sets = ", ".join(f"{option} = {json.dumps(setting)}" for option, setting in settings.items())
+        comments.append(": ".join(filter(None, (f"{show(where)} = {show(value)}", kind, sets, remark))))
+        problems += [comments[-1]] * (kind in ("unknown", "no equivalent", "contradiction"))
+    if not {"mixed_precision", "param_dtype"} & found.keys():
+        options["param_dtype"] = "float32"
+        comments.append("param_dtype = float32, as no other precision is named there")
+    if options.get("param_dtype") == "bfloat16" and "reduce_dtype" not in found:
+        options["reduce_dtype"] = "float32"
+        comments.append("reduce_dtype = float32, where FSDP1 and Accelerate would reduce gradients in bfloat16 as well")
+    return options, comments, problems
+
+
+def plain(node: Any) -> Any:
+    """A YAML node as dict, list and text: each scalar as it stands in the file. Raises ConfigError."""
+    if node.id != "mapping":
+        return node.value if node.id == "scalar" else [plain(item) for item in node.value]
+    table = {}
+    for key, value in node.value:
+        if key.id != "scalar" or key.value in table:
+            what = f"{show(key.value)} stands twice; keep one" if key.id == "scalar" else f"a {key.id} is no key"
+            raise ConfigError(f"line {key.start_mark.line + 1}: {what}")
+        table[key.value] = plain(value)
+    return table
+
+
+def read(path: str) -> dict:
+    """The file's tables. Nothing in it is run, and aliases are refused, since a few unfold into gigabytes. Raises
+    ConfigError where there is nothing to convert."""
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise ConfigError("to read YAML, install PyYAML: pip install PyYAML") from None
+    try:
+        text = pathlib.Path(path).read_bytes().decode("utf-8-sig")
+        for event in yaml.parse(text, yaml.BaseLoader):
+            if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None):
+                raise ConfigError(f"line {event.start_mark.line + 1}: an alias (*name) or a tag (!name) is not read; "
+                                  "write the value itself")
+        root = yaml.compose(text, yaml.BaseLoader)
+        raw = plain(root) if root else None
+    except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:  # an escape may overflow
+        raise ConfigError(f"cannot be read as YAML: {' '.join(str(error).split())}") from None
+    if not raw or not isinstance(raw, dict):
+        raise ConfigError("is empty, or holds no keys; `accelerate config` writes such a file")
+    part = raw.get("fsdp_config")
+    if not (part and isinstance(part, dict)) and not any(name in FSDP for _, name, _ in entries(raw)):
+        raise ConfigError("has no FSDP part: neither a table fsdp_config nor FullyShardedDataParallel's arguments")
+    return raw
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m parallel.from_fsdp1", description=__doc__.partition("\n")[0])
+    parser.add_argument("file", metavar="ACCELERATE.yaml")
+    path = parser.parse_args(argv).file
+    try:
+        options, comments, problems = convert(read(path))
+    except ConfigError as error:
+        print(f"{path}: {error}", file=sys.stderr)
+        return 2
+    for text in comments:
+        print(f"# {text}")
+    for section in ("parallel", "run"):
+        lines = [f"{name} = {json.dumps(options[name])}" for name in options if f"{section}.{name}" in config.SCHEMA]
+        if lines or section == "parallel":
+            print("", f"[{section}]", *lines, sep="\n")
+    for text in problems:
+        print(f"{path}: {text}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
