@@ -106,7 +106,7 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dic
     for name, parameter in named_parameters(model):
         found[f"model.{name}"] = parameter.detach()
         if optimizer is not None:
-            found |= {f"optim.{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+            found |= {f"optim.{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
     return found
 
 

@@ -84,7 +84,7 @@ class Model:
     rope_scaling: RopeScaling | None = option(None, "Llama 3.1's long-context table: [model.rope_scaling]")
     tie_embeddings: bool = option(False, "one matrix for embedding and head")
     init_from: str | None = option(None, "a Hugging Face folder to start from (not yet)")
-    freeze: tuple[str, ...] = option((), "patterns of parameter names that are not trained, as 'embedding*' (not yet)")
+    freeze: tuple[str, ...] = option((), "patterns of parameter names that are not trained, as 'embedding*'")
 
     @property
     def width_per_head(self) -> int:
@@ -145,6 +145,7 @@ class Parallel:
         None, "of the residual stream between units; absent: param_dtype"
     )
     keep_fp32: tuple[str, ...] = option((), "patterns of units computed in float32, as 'blocks.[01]'")
+    unsharded: tuple[str, ...] = option((), "patterns of vectors kept whole on every rank, as '*norm.weight'")
     cpu_offload: bool = option(False, "keep parameters, gradients and optimizer state in host memory")
     sync_every_micro_batch: bool = option(True, "reduce each micro-batch's gradients; false: the sum, once a step")
     recompute: int | Literal["none", "full", "selective"] = option(
@@ -273,7 +274,6 @@ def _check_together(cfg: Config, origin: Callable[[str], str]) -> None:
         ("parallel.recompute", isinstance(p.recompute, str) or p.recompute <= m.n_layers,
          f"every n-th of {m.n_layers} blocks: n must not exceed them"),
         ("model.init_from", not m.init_from, later),
-        ("model.freeze", not m.freeze, later),
         ("data.document_mask", not cfg.data.document_mask, later),
         ("data.sources", not cfg.data.sources, later),
         ("optim.state_dtype", o.state_dtype == "float32", later),

@@ -88,9 +88,12 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
     from data.loader import check_enough
     from data.prepare import data_folder, prepare
     from data.tokens import fingerprint, open_stream
+    from model.llama import describe
+    from parallel.fsdp import unsharded_parameters
     from parallel.mesh import pick_device
 
     pick_device(cfg, local_ranks - 1)
+    unsharded_parameters(describe(cfg.model), cfg.parallel)  # their patterns match what they should
     if args.eval_only:
         checkpoint.choose_for_evaluation(cfg)
         data = data_folder(cfg)

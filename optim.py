@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import config
 
@@ -28,10 +29,12 @@ def build_optimizer(model: nn.Module, o: config.Optim) -> torch.optim.AdamW:
     regularisation. The state is made here and not in the first step, so that a checkpoint can be read into it.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": o.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    kinds = {"matrices": [p for p in trainable if p.ndim >= 2],
+             "vectors": [p for p in trainable if p.ndim < 2 and isinstance(p, DTensor)],
+             "whole vectors": [p for p in trainable if p.ndim < 2 and not isinstance(p, DTensor)]}
+    # One fused kernel takes DTensors or plain tensors, not both: parallel.unsharded makes plain ones.
+    groups = [{"params": parameters, "weight_decay": o.weight_decay if kind == "matrices" else 0.0}
+              for kind, parameters in kinds.items() if parameters]
     optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=True)
     for p in trainable:
         optimizer.state[p] = {

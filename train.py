@@ -22,6 +22,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 
 import checkpoint
 import lifecycle
@@ -32,13 +33,14 @@ from data.prepare import data_folder
 from data.tokens import TokenStream, fingerprint, open_stream, read_manifest, window_count
 from metrics import log
 from model.generate import continue_text
-from model.llama import Llama, flops_per_token, initial_std, parameter_count
+from model.llama import Llama, describe, flops_per_token, initial_std, parameter_count
 from optim import FiniteGuard, build_optimizer, learning_rate, set_learning_rate
 from parallel.apply import parallelize
-from parallel.fsdp import gather_early, reduce_gradients, reshard
+from parallel.fsdp import gather_early, reduce_gradients, reduce_unsharded, reshard
 from parallel.materialize import materialize
 from parallel.mesh import World, distributed, from_all_ranks, on_rank_zero
 from parallel.plan import dry_run
+from parallel.rebind import check_optimizer
 from parallel.verify import unit_table, verify_sharding
 
 
@@ -116,6 +118,7 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
     if start:
         checkpoint.restore(checkpoint.path_of(cfg, start), model, optimizer)
     unit_map = verify_sharding(model, cfg.parallel, world)
+    check_optimizer(model, optimizer)
 
     recorder = metrics.Recorder(folder, cfg.log, start) if first else None
     if first:
@@ -145,6 +148,7 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
             (part * (world.size / batch.tokens)).backward()
             loss_sum += part.detach()
 
+        reduce_unsharded(model)
         grad_norm = clip(model, cfg.train.max_grad_norm)
         guard.before_update(step, grad_norm)
         optimizer.step()
@@ -188,8 +192,7 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
 
 
 def build(cfg: Config, world: World) -> Llama:
-    with torch.device("meta"):  # a description without storage: no rank ever holds the whole model
-        model = Llama(cfg.model)
+    model = describe(cfg.model)
     parallelize(model, cfg, world)
     materialize(model, lambda name: initial_std(cfg.model, name), cfg.run.seed, world, storage_device(cfg, world))
     return model
@@ -202,8 +205,16 @@ def storage_device(cfg: Config, world: World) -> torch.device:
 
 def clip(model: Llama, max_norm: float | str) -> torch.Tensor:
     """Scales the gradients so that their norm over all ranks is at most max_norm; returns it from before."""
-    limit = float("inf") if max_norm == "off" else max_norm
-    return torch.nn.utils.clip_grad_norm_(model.parameters(), limit).full_tensor()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    sharded = [g for g in gradients if isinstance(g, DTensor)]
+    norm = torch.nn.utils.get_total_norm(sharded).full_tensor()
+    if whole := [g for g in gradients if not isinstance(g, DTensor)]:
+        norm = torch.hypot(norm, torch.nn.utils.get_total_norm(whole))
+    if max_norm != "off":
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
+        for part in filter(None, (sharded, whole)):
+            torch._foreach_mul_(part, scale)
+    return norm
 
 
 def is_due(step: int, every: int | None) -> bool:

@@ -5,6 +5,7 @@ V vocabulary. A new kind of block is a new class here, taken in Llama.__init__, 
 initial_std and its matrices counted by flops_per_token (which counts any matrix with two dimensions).
 """
 
+import fnmatch
 import math
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import config
+from config import ConfigError
 from model.loss import chunked_cross_entropy
 
 
@@ -58,16 +60,26 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + turned * sin).to(x.dtype)
 
 
+class Linear(nn.Linear):
+    """x @ weight.T in the weight's dtype, whatever the dtype that a norm kept in float32 hands on. No bias."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.to(self.weight.dtype), self.weight)
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention (https://arxiv.org/abs/2305.13245)."""
 
     def __init__(self, m: config.Model):
         super().__init__()
         self.head_dim = m.width_per_head
-        self.q_proj = nn.Linear(m.dim, m.n_heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(m.dim, m.n_kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(m.dim, m.n_kv_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(m.n_heads * self.head_dim, m.dim, bias=False)
+        self.q_proj = Linear(m.dim, m.n_heads * self.head_dim)
+        self.k_proj = Linear(m.dim, m.n_kv_heads * self.head_dim)
+        self.v_proj = Linear(m.dim, m.n_kv_heads * self.head_dim)
+        self.o_proj = Linear(m.n_heads * self.head_dim, m.dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
@@ -84,9 +96,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, m: config.Model):
         super().__init__()
-        self.gate_proj = nn.Linear(m.dim, m.ffn_dim, bias=False)
-        self.up_proj = nn.Linear(m.dim, m.ffn_dim, bias=False)
-        self.down_proj = nn.Linear(m.ffn_dim, m.dim, bias=False)
+        self.gate_proj = Linear(m.dim, m.ffn_dim)
+        self.up_proj = Linear(m.dim, m.ffn_dim)
+        self.down_proj = Linear(m.ffn_dim, m.dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # (B, T, D) -> (B, T, F) -> (B, T, D)
@@ -118,7 +130,7 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.empty(m.vocab_size, m.dim))
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        x = self.norm(x)  # (B, T, D)
+        x = self.norm(x).to(self.weight.dtype)  # (B, T, D)
         if targets is None:
             return F.linear(x, self.weight)  # (B, T, V)
         return chunked_cross_entropy(x.flatten(0, 1), self.weight, targets.flatten())
@@ -142,6 +154,22 @@ class Llama(nn.Module):
         for block in self.blocks:
             x = block(x, cos, sin)
         return self.head(x, targets)
+
+
+def describe(m: config.Model) -> Llama:
+    """The model on the meta device: names, shapes and what is trained, without storage, so that no rank ever holds the
+    whole of it. Raises ConfigError for a pattern in `freeze` that matches no parameter, or where all are frozen."""
+    with torch.device("meta"):
+        model = Llama(m)
+    names = dict(model.named_parameters())
+    for pattern in m.freeze:
+        if not (found := fnmatch.filter(names, pattern)):
+            raise ConfigError(f"[model] freeze: {pattern!r} matches no parameter; they are {', '.join([*names][:3])} ...")
+        for name in found:
+            names[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in names.values()):
+        raise ConfigError("[model] freeze: nothing is left to train")
+    return model
 
 
 def initial_std(m: config.Model, name: str) -> tuple[float, float] | None:
@@ -177,10 +205,9 @@ def flops_per_token(model: Llama, seq_len: int) -> int:
 
     The first term: a multiply and an add, once forward and twice backward; the embedding is a look-up and does not
     count (tied, the matrix counts once, as head). The second: scores and weighted sum, 12 * ... for all pairs, half of
-    them under the causal mask.
+    them under the causal mask. A frozen matrix counts 4 times: it needs no gradient of its own.
     """
     m = model.config
-    matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2)
-    if not m.tie_embeddings:
-        matrices -= model.embedding.weight.numel()
-    return 6 * matrices + 6 * m.n_layers * m.n_heads * m.width_per_head * seq_len
+    matrices = sum((6 if p.requires_grad else 4) * p.numel() for name, p in model.named_parameters()
+                   if p.ndim == 2 and (m.tie_embeddings or not name.startswith("embedding")))
+    return matrices + 6 * m.n_layers * m.n_heads * m.width_per_head * seq_len

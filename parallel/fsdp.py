@@ -17,12 +17,16 @@ all-gather (several nodes: depth 2), and it costs the memory of that many gather
 import fnmatch
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 import config
+from config import ConfigError
 from model.llama import Llama
+from parallel.materialize import named_parameters
 from parallel.mesh import World
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -41,6 +45,7 @@ def units(model: Llama) -> list[tuple[str, list[nn.Module]]]:
 
 def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
     """Shards every unit in place. The parameters become DTensors of placements (Replicate, Shard(0)), or (Shard(0))."""
+    whole = unsharded_parameters(model, p)
     mesh, pin = shard_mesh(world), world.device.type == "cuda"  # pinned pages a GPU can copy without the host
     offload = CPUOffloadPolicy(pin_memory=pin) if p.cpu_offload else OffloadPolicy()
     for name, modules in units(model):
@@ -52,12 +57,43 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
             reshard_after_forward=False if holds_head else p.reshard_after_forward,
             mp_policy=precision(p, name, holds_head),
             offload_policy=offload,
+            ignored_params=whole,
         )
     if model.config.tie_embeddings:  # one policy for both: what it does for the head's sake, a hook undoes here
         stream = DTYPES[p.output_dtype or p.param_dtype]
         model.embedding.register_forward_hook(lambda module, inputs, output: output.to(stream))
-    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), ignored_params=whole)
     set_prefetch(model, p)
+
+
+def unsharded_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:
+    """The vectors that `unsharded` keeps whole, in float32, on every rank. FSDP2 knows nothing of them: nobody gathers
+    them, and nobody but reduce_unsharded() reduces their gradients.
+
+    It saves little (norms are small, and travel with their unit's matrices anyway), but parameters that a kernel or a
+    hook must find whole at any time need it. Not for matrices: sharding is for those, and two of one product would
+    differ in dtype. Raises ConfigError.
+    """
+    names = dict(named_parameters(model))
+    found: set[nn.Parameter] = set()
+    for pattern in p.unsharded:
+        matching = fnmatch.filter(names, pattern)
+        if not matching or any(names[name].ndim > 1 for name in matching):
+            raise ConfigError(f"[parallel] unsharded: {pattern!r} must match vectors and nothing else, as "
+                              f"'*norm.weight'; it matches {', '.join(matching[:3]) or 'nothing'}")
+        found |= {names[name] for name in matching}
+    return found
+
+
+def reduce_unsharded(model: nn.Module) -> None:
+    """Averages the gradients of unsharded parameters over all ranks, as FSDP2 does with the others. Once a step, after
+    the last micro-batch: they were summed on each rank until then."""
+    gradients = [q.grad for q in model.parameters() if q.grad is not None and not isinstance(q, DTensor)]
+    if gradients and dist.get_world_size() > 1:
+        flat = torch.cat([g.flatten() for g in gradients])
+        dist.all_reduce(flat, dist.ReduceOp.AVG)
+        for g, part in zip(gradients, flat.split([g.numel() for g in gradients])):
+            g.copy_(part.view_as(g))
 
 
 def shard_mesh(world: World) -> DeviceMesh:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from parallel.mesh import World
 
@@ -34,7 +35,8 @@ def materialize(model: nn.Module, distribution: Distribution, seed: int, world: 
             if local.is_floating_point():
                 local.fill_(math.nan)
         for name, parameter in named_parameters(model):
-            first = first_row(parameter.shape[0], world.shards, world.shard_rank)
+            sharded = isinstance(parameter, DTensor)
+            first = first_row(parameter.shape[0], world.shards, world.shard_rank) if sharded else 0
             draw_rows(tensors[name], first, parameter.shape, distribution(name), seed, name)
         empty = [name for name, local in tensors.items() if local.is_floating_point() and local.isnan().any()]
     if empty:
@@ -51,7 +53,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name, this rank's part) of each parameter and buffer."""
     for name, parameter in named_parameters(model):
-        yield name, parameter.to_local()
+        yield name, parameter.to_local() if isinstance(parameter, DTensor) else parameter
     yield from model.named_buffers()
 
 

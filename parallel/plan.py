@@ -10,33 +10,35 @@ import math
 import sys
 from argparse import Namespace
 
-import torch
-
 import config
 from config import ConfigError
-from model.llama import Llama, flops_per_token, parameter_count
-from parallel.fsdp import DTYPES, kept_in_fp32, units
+from model.llama import Llama, describe, flops_per_token, parameter_count
+from parallel.fsdp import DTYPES, kept_in_fp32, units, unsharded_parameters
 
 GIB = 2**30
 
 
 def plan(cfg: config.Config, model: Llama, ranks: int, windows: int | None) -> dict:
-    """The plan for one number of ranks. Bytes are those of the largest rank: ceil(rows / shards) rows of each tensor.
+    """The plan for one number of ranks. Bytes are those of the largest rank: ceil(rows / shards) rows of each tensor,
+    all of those that are not sharded.
 
     Parameters, gradients and both of AdamW's moments are float32, as they are kept between steps: 16 bytes for each
-    parameter of the shard, and 4 for each tensor's step count.
+    trained parameter of the shard, 4 for a frozen one, and 4 for each trained tensor's step count.
     """
     replicas, shards = config.mesh_shape(cfg, ranks)
-    local = [math.ceil(p.shape[0] / shards) * math.prod(p.shape[1:]) for p in model.parameters()]
+    whole = unsharded_parameters(model, cfg.parallel)
+    local = {p: p.numel() if p in whole else math.ceil(p.shape[0] / shards) * math.prod(p.shape[1:])
+             for p in model.parameters()}
+    trained = [size for p, size in local.items() if p.requires_grad]
     return {
         "parameters": parameter_count(model),
         "world_size": ranks,
         "replicas": replicas,
         "shards": shards,
         "units": len(units(model)),
-        "parameter_bytes_per_rank": 4 * sum(local),
-        "gradient_bytes_per_rank": 4 * sum(local),
-        "optimizer_bytes_per_rank": 8 * sum(local) + 4 * len(local),
+        "parameter_bytes_per_rank": 4 * sum(local.values()),
+        "gradient_bytes_per_rank": 4 * sum(trained),
+        "optimizer_bytes_per_rank": 8 * sum(trained) + 4 * len(trained),
         "accumulation_steps": config.accumulation_steps(cfg, ranks),
         "tokens_per_step": config.tokens_per_step(cfg),
         "steps_per_epoch": windows / cfg.train.global_batch_size if windows else None,
@@ -54,8 +56,9 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
         reduce-scatter   A' U          A U where R > 1: then only the all-reduce is deferred; 0 where S = 1
         all-reduce       A' U          where R > 1; and, where S > 1, one of every tensor's gradient norm
 
-    Each tensor travels padded to S ceil(rows / S) rows; units that are frozen as a whole reduce nothing. Recomputation
-    adds none: it happens inside a unit that is gathered for its backward.
+    Each tensor travels padded to S ceil(rows / S) rows; units that are frozen as a whole reduce nothing. Parameters
+    kept whole take one all-reduce of all their gradients a step. Recomputation adds none: it happens inside a unit
+    that is gathered for its backward.
     """
     p, accumulation = cfg.parallel, config.accumulation_steps(cfg, ranks)
     replicas, shards = config.mesh_shape(cfg, ranks)
@@ -67,9 +70,12 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
             found[kind][0] += times
             found[kind][1] += times * size
 
-    add("all_reduce", int(shards > 1), 4 * sum(q.requires_grad for q in model.parameters()))
+    whole = unsharded_parameters(model, p)
+    sharded = [q for q in model.parameters() if q.requires_grad and q not in whole]
+    add("all_reduce", int(shards > 1), 4 * len(sharded))
+    add("all_reduce", int(ranks > 1), 4 * sum(q.numel() for q in whole if q.requires_grad))
     for name, modules in units(model):
-        parameters = list(dict.fromkeys(q for module in modules for q in module.parameters()))
+        parameters = [q for q in dict.fromkeys(q for module in modules for q in module.parameters()) if q not in whole]
         wide = kept_in_fp32(name, p)
         gathered = DTYPES["float32" if wide else p.param_dtype].itemsize
         reduced = DTYPES["float32" if wide else p.reduce_dtype].itemsize
@@ -95,8 +101,7 @@ def state_gib(row: dict) -> float:
 def dry_run(cfg: config.Config, args: Namespace, windows: int | None) -> bool:
     """Prints the plans; returns whether each fits into the memory given. Raises ConfigError for numbers of ranks that
     cannot be made."""
-    with torch.device("meta"):
-        model = Llama(cfg.model)
+    model = describe(cfg.model)
     rows, problems = [], []
     for ranks in args.world_size:
         try:

@@ -7,11 +7,12 @@ differ train different models, and memory is what it was before sharding.
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import config
 from model.llama import Llama
-from parallel.fsdp import DTYPES, kept_in_fp32, shard_mesh, units
+from parallel.fsdp import DTYPES, kept_in_fp32, shard_mesh, units, unsharded_parameters
 from parallel.materialize import first_row, named_parameters
 from parallel.mesh import World
 
@@ -23,13 +24,13 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
     names = {parameter: name for name, parameter in named_parameters(model)}
     mesh = shard_mesh(world)
     expected = (Replicate(), Shard(0)) if mesh.ndim == 2 else (Shard(0),)
-    owner: dict[nn.Parameter, str] = {}
+    owner, whole = {}, unsharded_parameters(model, p)
     rows = []
     for unit, modules in units(model):
         parameters = list(dict.fromkeys(q for module in modules for q in module.parameters()))
+        owner |= dict.fromkeys(parameters, unit)
+        parameters = [q for q in parameters if q not in whole]
         for q in parameters:
-            _require(q not in owner, names[q], f"is in unit {unit} and in {owner.get(q)}")
-            owner[q] = unit
             _check_parameter(q, names[q], mesh, expected, world)
         dtypes = {q.dtype for q in parameters if q.requires_grad}
         _require(len(dtypes) < 2, names[parameters[0]], f"unit {unit} has trainable parameters of {dtypes}")
@@ -46,7 +47,8 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
         })
     for q, name in names.items():
         _require(q in owner, name, "belongs to no unit: it would be neither gathered nor reduced")
-    _check_replicas(list(names), list(names.values()), world)
+    _check_replicas([q for q in names if q not in whole], names, world.mesh["dp_replicate"])
+    _check_replicas(list(whole), names, None)
     return rows
 
 
@@ -55,7 +57,7 @@ def _require(holds: bool, name: str, fault: str) -> None:
         raise RuntimeError(f"sharding is not as configured: {name}: {fault}")
 
 
-def _check_parameter(q: nn.Parameter, name: str, mesh, expected: tuple, world: World) -> None:
+def _check_parameter(q: nn.Parameter, name: str, mesh: DeviceMesh, expected: tuple, world: World) -> None:
     _require(isinstance(q, DTensor), name, f"is a {type(q.data).__name__}, not a DTensor: it is not sharded")
     _require(q.device_mesh == mesh, name, f"is on mesh {q.device_mesh}, not on {mesh}")
     _require(tuple(q.placements) == expected, name, f"has placements {q.placements}, not {expected}")
@@ -66,21 +68,24 @@ def _check_parameter(q: nn.Parameter, name: str, mesh, expected: tuple, world: W
     _require(local.shape == (rows, *q.shape[1:]), name, f"has shard {tuple(local.shape)}, not {rows} rows")
 
 
-def _check_replicas(parameters: list[nn.Parameter], names: list[str], world: World) -> None:
-    """Compares two checksums of the bits of every shard between the replicas. Cheap: one pass, two numbers each."""
-    if world.size == world.shards:
+def _check_replicas(parameters: list[nn.Parameter], names: dict, mesh: DeviceMesh | None) -> None:
+    """Compares two checksums of the bits of every tensor over a mesh (None: all ranks). One pass, two numbers each."""
+    group = mesh and mesh.get_group()
+    if not parameters or dist.get_world_size(group) == 1:
         return
     sums = []
-    for q in parameters:
-        bits = q.detach().to_local().contiguous().view(torch.int32).flatten().long()
+    for q in sorted(parameters, key=names.get):
+        local = q.detach().to_local() if isinstance(q, DTensor) else q.detach()
+        bits = local.contiguous().view(torch.int32).flatten().long()
         places = torch.arange(len(bits), device=bits.device) % 65521 + 1
         sums += [bits.sum(), (bits * places).sum()]
     low = torch.stack(sums).cpu()
-    high, group = low.clone(), world.mesh["dp_replicate"].get_group()
+    high = low.clone()
     dist.all_reduce(low, dist.ReduceOp.MIN, group)
     dist.all_reduce(high, dist.ReduceOp.MAX, group)
-    for i, name in enumerate(names):
-        _require(torch.equal(low[2 * i : 2 * i + 2], high[2 * i : 2 * i + 2]), name, "differs between replicas")
+    for i, q in enumerate(sorted(parameters, key=names.get)):
+        same = torch.equal(low[2 * i : 2 * i + 2], high[2 * i : 2 * i + 2])
+        _require(same, names[q], "differs between replicas")
 
 
 def unit_table(rows: list[dict]) -> str:

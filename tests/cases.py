@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
-from model.llama import Llama, initial_std
+from model.llama import Llama, describe, initial_std
 from parallel import materialize as materialize_module
 from parallel.apply import parallelize
-from parallel.fsdp import gather_early
+from parallel.fsdp import gather_early, reduce_unsharded
 from parallel.materialize import materialize, named_parameters
 from parallel.mesh import World, distributed
 from tests.conftest import make_config, rows
@@ -47,8 +47,7 @@ def train_all(cases: dict[str, dict], output: str) -> dict[str, list[dict]]:
 
 
 def build(cfg: config.Config, world: World) -> Llama:
-    with torch.device("meta"):
-        model = Llama(cfg.model)
+    model = describe(cfg.model)
     parallelize(model, cfg, world)
     materialize(model, lambda name: initial_std(cfg.model, name), cfg.run.seed, world, world.device)
     return model
@@ -263,7 +262,8 @@ def live_bytes(sections: dict) -> dict[str, int]:
         def size(tensors) -> int:
             return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
 
-        found = {"parameter": size(model.parameters()), "gradient": size(p.grad for p in model.parameters()),
+        found = {"parameter": size(model.parameters()),
+                 "gradient": size(p.grad for p in model.parameters() if p.grad is not None),
                  "optimizer": size(t for state in optimizer.state.values() for t in state.values())}
         del model, optimizer
     return found
@@ -309,6 +309,7 @@ def count_collectives(cases: list[dict]) -> list[dict[str, tuple[int, int]]]:
                 for i in range(accumulation):
                     reduce_gradients(model, cfg.parallel, i == accumulation - 1)
                     model(ids[:, :-1], ids[:, 1:])[0].backward()
+                reduce_unsharded(model)
                 clip(model, 1.0)
 
             step(model, cfg, ids, accumulation)

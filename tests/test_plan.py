@@ -1,12 +1,11 @@
 """The plan against real sharded models, and what --dry-run prints."""
 
 import json
-import time
+import resource
 
 import pytest
-import torch
 
-from model.llama import Llama
+from model.llama import describe
 from parallel.plan import plan
 from tests import cases
 from tests.conftest import REPO, launch, make_config
@@ -14,13 +13,13 @@ from tests.test_training import UNEVEN
 
 
 @pytest.mark.parametrize("ranks, parallel", [(1, {}), (2, {}), (3, {}), (4, {}), (4, {"dp_replicate": 2}),
+                                             (3, {"unsharded": ["*norm.weight"]}),
                                              (2, {"dp_replicate": "auto", "dp_shard": 1})])
 def test_bytes_equal_those_of_real_tensors(on_ranks, ranks, parallel):
-    for model in (UNEVEN, {"tie_embeddings": True}):
+    for model in (UNEVEN, {"tie_embeddings": True, "freeze": ["blocks.0.*"]}):
         sections = {"model": model, "parallel": parallel, "train": {"global_batch_size": 12, "micro_batch_size": 1}}
         cfg = make_config(**sections)
-        with torch.device("meta"):
-            planned = plan(cfg, Llama(cfg.model), ranks, None)
+        planned = plan(cfg, describe(cfg.model), ranks, None)
         real = on_ranks(ranks, cases.live_bytes, sections)
         for what in ("parameter", "gradient", "optimizer"):
             assert max(rank[what] for rank in real) == planned[f"{what}_bytes_per_rank"]
@@ -44,10 +43,12 @@ def test_table_shows_the_resolved_configuration(prepared, write_config):
 
 
 def test_seventy_billion_parameters_in_four_seconds():
-    began = time.monotonic()
+    """Measured in processor time, which does not count what else the machine does."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = launch("configs/llama70b.toml", "--dry-run", "--world-size", "64,256")
     assert done.returncode == 0 and "70,553,706,496" in done.stdout
-    assert time.monotonic() - began < 4
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 4
 
 
 def test_what_does_not_fit_is_exit_3():

@@ -1,5 +1,6 @@
 """Whole runs: equal losses for any number of ranks and any split, against a plain loop; exact resume; launching."""
 
+import fnmatch
 import json
 import os
 import shutil
@@ -36,6 +37,8 @@ CASES = {
     "replicas": {"parallel": {"dp_replicate": "auto", "dp_shard": 1}},
     "offloaded": {"parallel": {"cpu_offload": True}},
     "no clipping": {"train": {"max_grad_norm": "off"}},
+    "frozen": {"model": {"freeze": ["embedding*", "*q_proj.weight", "blocks.0.*"]}},
+    "unsharded": {"parallel": {"unsharded": ["*norm.weight"]}},
     "compiled": {"parallel": {"compile": True, "recompute": "selective"}},
 }
 ON_FOUR = {  # ranks
@@ -45,7 +48,8 @@ ON_FOUR = {  # ranks
     "hybrid kept": {"parallel": {"dp_replicate": 2, "reshard_after_forward": False}},
     "resharded to two": {"parallel": {"reshard_after_forward": 2, "prefetch_forward": 2, "prefetch_backward": 2}},
 }
-SAME_AS = {name: name if name in ("tied", "uneven", "no clipping") else "plain" for name in (*CASES, *ON_FOUR)}
+OF_ITS_OWN = ("tied", "uneven", "no clipping", "frozen")  # the others compute what the plain case does
+SAME_AS = {name: name if name in OF_ITS_OWN else "plain" for name in (*CASES, *ON_FOUR)}
 
 
 def with_data(sections: dict, corpus, prepared) -> dict:
@@ -57,10 +61,11 @@ def plain_loop(cfg: config.Config, folder) -> list[dict]:
     m, t, o = cfg.model, cfg.train, cfg.optim
     model = Llama(m)
     for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(fnmatch.fnmatch(name, pattern) for pattern in m.freeze))
         draw_rows(parameter.data, 0, parameter.shape, initial_std(m, name), cfg.run.seed, name)
     optimizer = torch.optim.AdamW(
-        [{"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": o.weight_decay},
-         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0}],
+        [{"params": [p for p in model.parameters() if p.ndim > 1 and p.requires_grad], "weight_decay": o.weight_decay},
+         {"params": [p for p in model.parameters() if p.ndim == 1 and p.requires_grad], "weight_decay": 0.0}],
         betas=o.betas, eps=o.eps, foreach=False)
     loader = Loader(open_stream(folder, "train", m.vocab_size), t, cfg.run.seed, 0, 1, 1, False)
     found = []

@@ -1,0 +1,225 @@
+"""What an optimizer that was made before sharding costs: bytes that every rank retains, and whether it trains at all.
+
+    python -m benchmarks.optimizer_before_sharding
+    python -m benchmarks.optimizer_before_sharding --ranks 1 2 3 4 --plot docs/optimizer_before_sharding.png
+    python -m benchmarks.optimizer_before_sharding --ranks 2 --json
+
+Four ways to the same three steps of float32 AdamW, on CPU processes over gloo that it starts itself, no prefetch:
+
+    after     FSDP2, the optimizer made after sharding, as train.py does
+    before    FSDP2, the optimizer made before sharding
+    rebind    FSDP2, the optimizer made before, sharding within parallel.rebind.rebind_optimizer
+    fsdp1     FullyShardedDataParallel(use_orig_params=True), the optimizer made before
+
+Counted are the storages, each once, of explicit sets of tensors: the model's parameters, what else the optimizer's
+groups hold, the gradients of both, and the optimizer's state; after the update of the second step, before and after
+zero_grad(). Activations, buffers of collectives and the peak while sharding are not in it.
+"""
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+
+import config
+from model.llama import Block, Llama, initial_std, parameter_count
+from parallel.apply import parallelize
+from parallel.materialize import draw_rows
+from parallel.mesh import World, distributed
+from parallel.rebind import rebind_optimizer
+from tests.ranks import run_on_ranks
+
+ARMS = ("after", "before", "rebind", "fsdp1")
+STEPS, BATCH, LENGTH = 3, 12, 32  # sequences of all ranks together: 1, 2, 3 and 4 ranks divide them
+SETTINGS = {
+    "model": {"dim": 256, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 512, "vocab_size": 2048},
+    "train": {"steps": STEPS, "seq_len": LENGTH, "global_batch_size": BATCH, "micro_batch_size": 1},
+    "optim": {"lr": 1e-3, "warmup_steps": 0},
+    "parallel": {"param_dtype": "float32", "reduce_dtype": "float32", "prefetch_forward": 0, "prefetch_backward": 0},
+    "run": {"device": "cpu"},
+}
+
+
+def full_model(cfg: config.Config) -> Llama:
+    """The whole model with its values, as code that knows nothing of sharding makes it; the same on every rank."""
+    model = Llama(cfg.model)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            draw_rows(p, 0, p.shape, initial_std(cfg.model, name), cfg.run.seed, name)
+    return model
+
+
+def adamw(model: nn.Module, cfg: config.Config) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=cfg.optim.lr, fused=True)
+
+
+def prepare(arm: str, cfg: config.Config, world: World) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = full_model(cfg)
+    if arm == "after":
+        parallelize(model, cfg, world)
+        return model, adamw(model, cfg)
+    optimizer = adamw(model, cfg)
+    if arm == "before":
+        parallelize(model, cfg, world)
+    elif arm == "rebind":
+        with rebind_optimizer(model, optimizer):
+            parallelize(model, cfg, world)
+    else:
+        model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True,
+                                         device_id=world.device)
+    return model, optimizer
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def retained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes of this rank by kind; a storage that two kinds share counts for the first."""
+    counted = set()
+
+    def size(tensors: Iterable[torch.Tensor | None]) -> int:
+        storages = {s.data_ptr(): s.nbytes() for s in (local(t).untyped_storage() for t in tensors if t is not None)}
+        fresh = storages.keys() - counted
+        counted.update(fresh)
+        return sum(storages[address] for address in fresh)
+
+    parameters = list(model.parameters())
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    kinds = {
+        "weights": size(parameters),
+        "held by the optimizer alone": size(held),
+        "gradients": size(p.grad for p in parameters + held),
+        "states": size(t for state in optimizer.state.values() for t in state.values()),
+    }
+    return {**kinds, "total": sum(kinds.values())}
+
+
+def measure(arm: str, cfg: config.Config, world: World) -> dict:
+    """This rank's part of one arm."""
+    model, optimizer = prepare(arm, cfg, world)
+    initial = [local(p).detach().clone() for p in model.parameters()]
+    ids = torch.randint(cfg.model.vocab_size, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    ours = ids[world.rank :: world.size]
+    losses, found = [], {}
+    for step in range(1, STEPS + 1):
+        loss, _ = model(ours[:, :-1], ours[:, 1:])
+        (loss * (world.size / (BATCH * LENGTH))).backward()
+        optimizer.step()
+        if step == 2:
+            found = retained(model, optimizer)
+        optimizer.zero_grad()
+        if step == 2:
+            found["after zero_grad"] = retained(model, optimizer)["total"]
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item() / (BATCH * LENGTH))
+    moved = any(not torch.equal(local(p), old) for p, old in zip(model.parameters(), initial))
+    return {**found, "states made": len(optimizer.state), "moved": moved, "losses": losses}
+
+
+def on_this_rank(arms: list[str], settings: dict) -> list[dict]:
+    """Every arm after the other in one process group. An arm that torch does not run here says why."""
+    cfg, rows = config.from_dict(settings, "benchmark"), []
+    with distributed(cfg) as world:
+        for arm in arms:
+            try:
+                rows.append(measure(arm, cfg, world))
+            except Exception as error:
+                if arm != "fsdp1":
+                    raise
+                rows.append({"left out": f"{type(error).__name__}: {error}"})
+            gc.collect()
+    return rows
+
+
+def expected_difference(parameters: int, ranks: int) -> float:
+    """Bytes that a rank retains more with the optimizer made before, by formula: 4 P (1 - 2 / N).
+
+    The full float32 weights are kept, 4 P; AdamW's two states of the shard are never made, 8 P / N.
+    """
+    return 4 * parameters * (1 - 2 / ranks)
+
+
+def table(ranks: int, arms: list[str], settings: dict = SETTINGS, start: Callable = run_on_ranks) -> list[dict]:
+    """A row for each arm, the first of which is "after": bytes of the rank that retains most."""
+    found = start(ranks, on_this_rank, arms, settings)
+    with torch.device("meta"):
+        parameters = parameter_count(Llama(config.from_dict(settings, "benchmark").model))
+    rows = []
+    for i, arm in enumerate(arms):
+        of_ranks = [rank[i] for rank in found]
+        most = max(of_ranks, key=lambda row: row.get("total", 0))
+        moved = any(row.get("moved", False) for row in of_ranks)
+        rows.append({"ranks": ranks, "arm": arm, **most, "moved": moved, "parameters": parameters})
+        if "total" in most:
+            rows[-1]["more than after"] = most["total"] - rows[0]["total"]
+            rows[-1]["formula"] = expected_difference(parameters, ranks) if arm == "before" else 0.0
+    return rows
+
+
+def to_text(rows: list[dict]) -> str:
+    lines = [f"{rows[0]['parameters']:,} parameters; MiB of the rank that retains most",
+             "| ranks | arm | weights | optimizer alone | gradients | states | total | after zero_grad "
+             "| more than `after`, bytes | formula, bytes | weights move | losses of 3 steps |", "|" + "---|" * 12]
+    for row in rows:
+        if "left out" in row:
+            lines.append(f"| {row['ranks']} | {row['arm']} | left out: {row['left out']}" + " |" * 10)
+            continue
+        keys = ("weights", "held by the optimizer alone", "gradients", "states", "total", "after zero_grad")
+        sizes = " | ".join([*(f"{row[key] / 2**20:.2f}" for key in keys),
+                            *(f"{row[key]:,.0f}" for key in ("more than after", "formula"))])
+        losses = ", ".join(f"{loss:.4f}" for loss in row["losses"])
+        lines.append(f"| {row['ranks']} | {row['arm']} | {sizes} | {'yes' if row['moved'] else 'no'} | {losses} |")
+    return "\n".join(lines)
+
+
+def plot(rows: list[dict], path: str) -> None:
+    """Bars of the measured bytes by arm and number of ranks; the formula as marks on `before`'s bars."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in rows if "total" in row]
+    ranks = sorted({row["ranks"] for row in rows})
+    arms = [arm for arm in ARMS if any(row["arm"] == arm for row in rows)]
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    width = 0.8 / len(arms)
+    for i, arm in enumerate(arms):
+        own = {row["ranks"]: row["total"] / 2**20 for row in rows if row["arm"] == arm}
+        places = [j + (i - (len(arms) - 1) / 2) * width for j, n in enumerate(ranks) if n in own]
+        axes.bar(places, list(own.values()), width, label=f"{arm} (does not train)" if arm == "before" else arm)
+        if arm == "before":
+            formula = [(row["total"] - row["more than after"] + row["formula"]) / 2**20 for row in rows
+                       if row["arm"] == arm]
+            axes.plot(places, formula, "k_", markersize=22, label="after + 4P(1 - 2/N)")
+    axes.set(xlabel="ranks", ylabel="MiB retained per rank", xticks=range(len(ranks)), xticklabels=ranks,
+             title="The optimizer made before or after sharding, float32 AdamW")
+    axes.legend()
+    figure.savefig(path, dpi=100)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], choices=[1, 2, 3, 4])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--plot", metavar="PATH", help="also draw the figures, as PNG (needs matplotlib)")
+    args = parser.parse_args(argv)
+    rows = [row for ranks in args.ranks for row in table(ranks, list(ARMS))]
+    print(json.dumps(rows) if args.json else to_text(rows))
+    if args.plot:
+        plot(rows, args.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

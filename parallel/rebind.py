@@ -1,0 +1,92 @@
+"""An optimizer that was made before sharding: how it is carried over, and how one that was not is found out.
+
+fully_shard() puts a new object in the place of every parameter. An optimizer made before keeps the old ones: the full
+weights, which never see a gradient. So step() updates nothing, without an error, and the full weights stay in memory
+(docs/optimizer_before_sharding.md). train.py makes its optimizer afterwards; this is for code that cannot.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from parallel.materialize import named_parameters
+
+
+@contextlib.contextmanager
+def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Carries an optimizer that has not stepped yet over to the parameters that sharding makes:
+
+        with rebind_optimizer(model, optimizer):
+            parallelize(model, cfg, world)
+
+    Entries are known by name, which sharding keeps; their order and their groups' settings stay. Within, the optimizer
+    holds placeholders, so that each full weight is freed as soon as its unit is sharded. Afterwards materialize() may
+    follow: FSDP2's parameters stay the same objects from here on.
+
+    Raises ValueError for an optimizer that cannot be carried over and for a name that is gone afterwards. After an
+    exception within, the optimizer holds what the model then has: its own parameters where sharding did not come to.
+    """
+    names = _names_by_group(model, optimizer)
+    placeholder = torch.empty(0)
+    for group in optimizer.param_groups:
+        group["params"] = [placeholder] * len(group["params"])
+    try:
+        yield
+    finally:
+        found = dict(named_parameters(model))
+        for group, wanted in zip(optimizer.param_groups, names):
+            group["params"] = [found.get(name, placeholder) for name in wanted]
+    gone = [name for wanted in names for name in wanted if name not in found]
+    if gone:
+        raise ValueError(f"the model has no {', '.join(gone)} any more, which the optimizer held before sharding: "
+                         "within rebind_optimizer parameters may be replaced, but not renamed, tied or removed")
+
+
+def _names_by_group(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The name of every entry. By object and not by storage: on meta all storages have the same address, none."""
+    if optimizer.state:
+        raise ValueError("the optimizer has state, which would be lost: make it anew after sharding, or rebind it "
+                         "before its first step and before anything is loaded into it or made in it (as "
+                         "optim.build_optimizer does)")
+    known = {id(p): name for name, p in named_parameters(model)}
+    names, seen = [], set()
+    for i, group in enumerate(optimizer.param_groups):
+        for j, p in enumerate(group["params"]):
+            if id(p) not in known:
+                raise ValueError(f"{_entry(i, j, p)} is no parameter of the model, or not any more: rebind_optimizer "
+                                 "goes around the sharding")
+            if id(p) in seen:
+                raise ValueError(f"{_entry(i, j, p)} is {known[id(p)]}, which the optimizer holds already")
+            seen.add(id(p))
+        names.append([known[id(p)] for p in group["params"]])
+    return names
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises RuntimeError where the optimizer does not hold the model's trainable parameters, all and no others.
+
+    For a model that is sharded at the moment: between forward and backward other tensors stand in for its parameters.
+    """
+    trainable = {id(p): name for name, p in named_parameters(model) if p.requires_grad}
+    frozen = {id(p): name for name, p in named_parameters(model) if not p.requires_grad}
+    held = {id(p): _entry(i, j, p) + (f" ({frozen[id(p)]}, which is frozen)" if id(p) in frozen else "")
+            for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])}
+    missing = [name for key, name in trainable.items() if key not in held]
+    foreign = [entry for key, entry in held.items() if key not in trainable]
+    if missing or foreign:
+        raise RuntimeError(
+            "the optimizer does not hold the model's trainable parameters."
+            + (f" It lacks {_some(missing)}." if missing else "")
+            + (f" It holds what is not among them: {_some(foreign)}." if foreign else "")
+            + " Made before sharding it would keep the full weights alive and update those, and the model would never "
+              "learn: make it after sharding, or shard within parallel.rebind.rebind_optimizer(model, optimizer)")
+
+
+def _entry(group: int, place: int, p: torch.Tensor) -> str:
+    return f"param_groups[{group}]['params'][{place}] {tuple(p.shape)}"
+
+
+def _some(words: list[str]) -> str:
+    return ", ".join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
