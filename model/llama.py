@@ -164,7 +164,7 @@ def describe(m: config.Model) -> Llama:
     names = dict(model.named_parameters())
     for pattern in m.freeze:
         if not (found := fnmatch.filter(names, pattern)):
-            raise ConfigError(f"[model] freeze: {pattern!r} matches no parameter; they are {', '.join([*names][:3])} ...")
+            raise ConfigError(f"[model] freeze: {pattern!r} matches none of {', '.join([*names][:3])}, ...")
         for name in found:
             names[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in names.values()):

@@ -43,6 +43,7 @@ def plan(cfg: config.Config, model: Llama, ranks: int, windows: int | None) -> d
         "tokens_per_step": config.tokens_per_step(cfg),
         "steps_per_epoch": windows / cfg.train.global_batch_size if windows else None,
         "flops_per_token": flops_per_token(model, cfg.train.seq_len),
+        "collectives_per_step": collectives(cfg, model, ranks),
     }
 
 
@@ -137,5 +138,8 @@ def table(row: dict, t: config.Train) -> str:
         **{f"  {what}": f"{row[f'{what}_bytes_per_rank'] / GIB:10.3f} GiB"
            for what in ("parameter", "gradient", "optimizer")},
         "  together": f"{state_gib(row):10.3f} GiB",
+        "sent per step": "per rank: number of collectives, and their larger buffers together",
+        **{f"  {kind}": f"{number:6,} {size / GIB:13,.3f} GiB"
+           for kind, (number, size) in row["collectives_per_step"].items()},
     }
     return "\n".join(f"{name:<16} {value}" for name, value in lines.items()) + "\n"

@@ -247,25 +247,26 @@ def load_trained(folder: str) -> dict[str, str]:
     return found
 
 
-def live_bytes(sections: dict) -> dict[str, int]:
-    """Bytes of this rank's parameters, gradients and optimizer state after a step."""
+def live_bytes(cases: list[dict]) -> list[dict[str, int]]:
+    """Bytes of this rank's parameters, gradients and optimizer state after a step of each case."""
     from optim import build_optimizer
 
-    cfg = make_config(**sections)
+    def size(tensors) -> int:
+        return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+
+    found = []
     with process_group() as world:
-        model = build(cfg, world_for(cfg, world))
-        optimizer = build_optimizer(model, cfg.optim)
-        ids = torch.randint(0, cfg.model.vocab_size, (2, 17))
-        model(ids[:, :-1], ids[:, 1:])[0].backward()
-        optimizer.step()
-
-        def size(tensors) -> int:
-            return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
-
-        found = {"parameter": size(model.parameters()),
-                 "gradient": size(p.grad for p in model.parameters() if p.grad is not None),
-                 "optimizer": size(t for state in optimizer.state.values() for t in state.values())}
-        del model, optimizer
+        for sections in cases:
+            cfg = make_config(**sections)
+            model = build(cfg, world_for(cfg, world))
+            optimizer = build_optimizer(model, cfg.optim)
+            ids = torch.randint(0, cfg.model.vocab_size, (2, 17))
+            model(ids[:, :-1], ids[:, 1:])[0].backward()
+            optimizer.step()
+            found.append({"parameter": size(model.parameters()),
+                          "gradient": size(p.grad for p in model.parameters() if p.grad is not None),
+                          "optimizer": size(t for state in optimizer.state.values() for t in state.values())})
+            del model, optimizer
     return found
 
 
@@ -358,3 +359,41 @@ def verify_damaged(sections: dict, damage: str) -> str:
             message = str(error)
         del model, block
     return message
+
+
+def batches(vocab_size: int, steps: int) -> torch.Tensor:
+    """(steps, 8 sequences, 17 tokens), the same everywhere."""
+    return torch.randint(0, vocab_size, (steps, 8, 17), generator=torch.Generator().manual_seed(3))
+
+
+def train_steps(cases: list[dict]) -> list[tuple[list[float], list[float], dict]]:
+    """(losses, gradient norms, final weights as arrays) of each case, by the trainer's own parts."""
+    from optim import build_optimizer, learning_rate, set_learning_rate
+    from parallel.fsdp import reduce_gradients
+    from train import clip
+
+    found = []
+    with process_group() as world:
+        for sections in cases:
+            cfg = make_config(**sections)
+            model = build(cfg, world_for(cfg, world))
+            optimizer = build_optimizer(model, cfg.optim)
+            losses, norms = [], []
+            for step, ids in enumerate(batches(cfg.model.vocab_size, cfg.train.steps), 1):
+                total = torch.zeros(())
+                ours = ids[world.rank :: world.size]
+                for i, row in enumerate(ours):
+                    reduce_gradients(model, cfg.parallel, i == len(ours) - 1)
+                    loss, _ = model(row[None, :-1], row[None, 1:])
+                    (loss * (world.size / (8 * 16))).backward()
+                    total += loss.detach()
+                dist.all_reduce(total)
+                losses.append(total.item() / (8 * 16))
+                norms.append(clip(model, 1.0).item())
+                set_learning_rate(optimizer, learning_rate(cfg.optim, cfg.train.steps, step))
+                optimizer.step()
+                optimizer.zero_grad()
+            weights = {name: p.full_tensor().detach().numpy().copy() for name, p in named_parameters(model)}
+            found.append((losses, norms, weights))
+            del model, optimizer
+    return found if world.rank == 0 else []

@@ -197,7 +197,7 @@ UNREADABLE = {
     "alias": ("a: &a [1]\nfsdp_config: {b: *a}\n", "line 2: an alias"),
     "bomb": ("a: &a [x, x]\n" + "".join(f"{c}: &{c} [*{p}, *{p}]\n" for p, c in zip("abcdefgh", "bcdefghi")), "alias"),
     "endless table": ("fsdp_config: &a {b: *a}\n", "alias"),
-    "deep": ("[" * 20000, "cannot be read"),
+    "deep": ("[" * 3000, "cannot be read"),
 }
 
 

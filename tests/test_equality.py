@@ -1,0 +1,98 @@
+"""Every strategy x {2, 4} ranks x {reduced each micro-batch, deferred} x {recompute}: five steps against a plain loop
+that knows nothing of ranks, micro-batches, sharding or the project's loss. Losses, gradient norms and final weights."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model.llama import Llama, initial_std
+from optim import learning_rate
+from parallel.materialize import draw_rows
+from tests import cases
+from tests.conftest import make_config
+from tests.test_collectives import STRATEGIES
+
+NEEDS_FOUR = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "integer")
+MODEL = {"dim": 46, "n_heads": 1, "n_kv_heads": 1, "ffn_dim": 75, "vocab_size": 323}  # 4 divides none of them
+STEPS = 5
+
+
+def sections(strategy: str, synchronized: bool, recompute: str, dtype: str = "float32") -> dict:
+    return {"model": MODEL, "train": {"steps": STEPS, "global_batch_size": 8, "micro_batch_size": 1},
+            "optim": {"lr": 3e-3, "warmup_steps": 2},
+            "parallel": {**STRATEGIES[strategy], "sync_every_micro_batch": synchronized, "recompute": recompute,
+                         "param_dtype": dtype}}
+
+
+MATRIX = [(*key, "float32") for key in itertools.product(STRATEGIES, (True, False), ("none", "full"))]
+MATRIX += [(strategy, True, "none", "bfloat16") for strategy in STRATEGIES]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """The plain loop: whole batches, torch's cross entropy and AdamW."""
+    cfg = make_config(**sections("FULL_SHARD", True, "none"))
+    m, o = cfg.model, cfg.optim
+    model = Llama(m)
+    for name, parameter in model.named_parameters():
+        draw_rows(parameter.data, 0, parameter.shape, initial_std(m, name), cfg.run.seed, name)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": o.weight_decay},
+                                   {"params": vectors, "weight_decay": 0.0}], betas=o.betas, eps=o.eps, foreach=False)
+    losses, norms = [], []
+    for step, ids in enumerate(cases.batches(m.vocab_size, STEPS), 1):
+        loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        losses.append(loss.item())
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(o, STEPS, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, {name: p.detach().numpy() for name, p in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def trained(on_ranks):
+    found = {}
+    for ranks in (2, 4):
+        keys = [key for key in MATRIX if ranks == 4 or key[0] not in NEEDS_FOUR]
+        rows = on_ranks(ranks, cases.train_steps, [sections(*key) for key in keys])[0]
+        found |= {(ranks, *key): row for key, row in zip(keys, rows)}
+    return found
+
+
+def worst_weight(found: dict, wanted: dict) -> float:
+    """Largest relative difference of any tensor, |ours - theirs| / |theirs| in the Euclidean norm. (Of single elements
+    it would be Adam's: where a gradient is all but zero, its last bits decide the direction of a full step.)"""
+    assert found.keys() == wanted.keys()
+    return max(float(((found[name] - wanted[name]) ** 2).sum() ** 0.5 / (wanted[name] ** 2).sum() ** 0.5)
+               for name in wanted)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_float32_equals_the_plain_loop(trained, expected, ranks, strategy):
+    losses, norms, weights = expected
+    chosen = {key: row for key, row in trained.items() if key[:2] == (ranks, strategy) and key[-1] == "float32"}
+    assert len(chosen) == 4 or (ranks == 2 and strategy in NEEDS_FOUR)
+    for key, (our_losses, our_norms, our_weights) in chosen.items():
+        assert our_losses == pytest.approx(losses, rel=1e-5), key
+        assert our_norms == pytest.approx(norms, rel=1e-5), key
+        assert worst_weight(our_weights, weights) < 1e-5, key
+
+
+def test_bfloat16_stays_near(trained, expected):
+    """bfloat16 has 8 significant bits: each loss within 2**-8 of float32's, weights (float32 between steps, moved by at
+    most the learning rate a step) within five steps' worth."""
+    losses, _, weights = expected
+    chosen = {key: row for key, row in trained.items() if key[-1] == "bfloat16"}
+    assert len(chosen) == 9
+    for key, (our_losses, _, our_weights) in chosen.items():
+        assert our_losses == pytest.approx(losses, rel=2**-8), key
+        assert our_losses != losses
+        difference = max(abs(our_weights[name] - weights[name]).max() for name in weights)
+        assert difference < STEPS * 2 * 3e-3, key
