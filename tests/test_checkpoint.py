@@ -201,3 +201,12 @@ def test_what_was_left_undone_is_done(write_config, tmp_path):
     assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4] and [r["step"] for r in rows(folder, "eval")] == [4]
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
     assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step-00000004"]
+
+
+def test_an_offloaded_run_saves_and_goes_on(write_config, tmp_path):
+    path = write_config("offloaded", train={"steps": 6}, optim={"schedule_steps": 6}, checkpoint={},
+                        parallel={"cpu_offload": True, "dp_replicate": 2})
+    assert launch(path, "--train.steps=3", nproc=2).returncode == 0
+    done = launch(path, "--parallel.cpu_offload=false", "--parallel.dp_replicate=1")
+    assert done.returncode == 0 and "going on after step 3" in done.stdout, done.stdout + done.stderr
+    assert [row["step"] for row in rows(tmp_path / "outputs/offloaded")] == [1, 2, 3, 4, 5, 6]

@@ -52,7 +52,7 @@ def replaced(line: str) -> str:
     return "\n".join(line if text.split("=")[0].strip() == key else text for text in lines)
 
 
-# content, and what the error must name. The issue's own list of malformed input, and then some.
+# name: (content, what the error must name)
 MALFORMED = {
     "unknown key": (toml("\n[eval]\nevery_step = 3\n"), ["[eval] every_step = 3", "did you mean eval.every_steps?"]),
     "unknown section": (toml("\n[trian]\nsteps = 3\n"), ["[trian] steps = 3", "did you mean train.steps?"]),

@@ -96,3 +96,12 @@ def test_bfloat16_stays_near(trained, expected):
         assert our_losses != losses
         difference = max(abs(our_weights[name] - weights[name]).max() for name in weights)
         assert difference < STEPS * 2 * 3e-3, key
+
+
+def test_fewer_rows_than_ranks(on_ranks):
+    """Three rows of vocabulary, two of width, on four ranks: some hold no row of any tensor."""
+    case = sections("FULL_SHARD", True, "none")
+    case["model"] = {"dim": 2, "n_heads": 1, "n_kv_heads": 1, "head_dim": 2, "ffn_dim": 3, "vocab_size": 3}
+    alone, four = (on_ranks(ranks, cases.train_steps, [case])[0][0] for ranks in (1, 4))
+    assert four[0] == pytest.approx(alone[0], rel=1e-5) and four[1] == pytest.approx(alone[1], rel=1e-4)
+    assert worst_weight(four[2], alone[2]) < 1e-5
