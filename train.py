@@ -140,7 +140,7 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
 
         loss_sum = torch.zeros((), device=world.device)
         for i, (inputs, targets) in enumerate(batch.micro_batches, 1):
-            reduce_gradients(model, cfg.parallel, last_micro_batch=i == len(batch.micro_batches))
+            reduce_gradients(model, cfg.parallel, world, last_micro_batch=i == len(batch.micro_batches))
             inputs, targets = (t.to(world.device, non_blocking=True) for t in (inputs, targets))
             part, _ = model(inputs, targets)
             # FSDP2 averages gradients over the ranks. Times their number it is their sum, and over the step's valid

@@ -58,7 +58,7 @@ def measure(cfg: config.Config, world: World, steps: int, warm_up: int, real: bo
         began = synchronize()
         gather_early(model, cfg.parallel)
         for i, (inputs, targets) in enumerate(next(loader).micro_batches if real else batch, 1):
-            reduce_gradients(model, cfg.parallel, last_micro_batch=i == accumulation)
+            reduce_gradients(model, cfg.parallel, world, last_micro_batch=i == accumulation)
             inputs, targets = (x.to(world.device, non_blocking=True) for x in (inputs, targets))
             loss, count = model(inputs, targets)
             (loss * (world.size / config.tokens_per_step(cfg))).backward()

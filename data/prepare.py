@@ -314,9 +314,9 @@ def _field(where: str, row: object, field: str) -> object:
 
 
 def main(argv: list[str]) -> int:
+    _, cfg = config.from_command_line(argv, __doc__)
     try:
-        args = config.parse_arguments(argv)
-        prepare(config.load(args.config, args.overrides), lambda text: print(text, file=sys.stderr, flush=True))
+        prepare(cfg, lambda text: print(text, file=sys.stderr, flush=True))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

@@ -138,7 +138,7 @@ def gather_early(model: Llama, p: config.Parallel) -> None:
         modules[0].unshard(async_op=True)
 
 
-def reduce_gradients(model: FSDPModule, p: config.Parallel, last_micro_batch: bool) -> None:
+def reduce_gradients(model: FSDPModule, p: config.Parallel, world: World, last_micro_batch: bool) -> None:
     """Says before a micro-batch whether its backward reduces gradients: always, or in the step's last one only.
 
     Deferred, the gradients of the whole model pile up unsharded on every rank in reduce_dtype. With replicas only the
@@ -146,7 +146,7 @@ def reduce_gradients(model: FSDPModule, p: config.Parallel, last_micro_batch: bo
     """
     if p.sync_every_micro_batch:
         return
-    if p.dp_replicate == 1:
+    if world.size == world.shards:  # and not by the option, which may be "auto"
         model.set_requires_gradient_sync(last_micro_batch)
     else:
         model.set_requires_all_reduce(last_micro_batch)

@@ -301,21 +301,22 @@ def count_collectives(cases: list[dict]) -> list[dict[str, tuple[int, int]]]:
     with process_group() as world:
         for sections in cases:
             cfg = make_config(**sections)
-            model = build(cfg, world_for(cfg, world))
+            ours = world_for(cfg, world)
+            model = build(cfg, ours)
             accumulation = config.accumulation_steps(cfg, world.size)
             ids = torch.randint(0, cfg.model.vocab_size, (cfg.train.micro_batch_size, 17))
 
-            def step(model: Llama, cfg: config.Config, ids: torch.Tensor, accumulation: int) -> None:
+            def step(model: Llama, cfg: config.Config, world: World, ids: torch.Tensor, accumulation: int) -> None:
                 gather_early(model, cfg.parallel)
                 for i in range(accumulation):
-                    reduce_gradients(model, cfg.parallel, i == accumulation - 1)
+                    reduce_gradients(model, cfg.parallel, world, i == accumulation - 1)
                     model(ids[:, :-1], ids[:, 1:])[0].backward()
                 reduce_unsharded(model)
                 clip(model, 1.0)
 
-            step(model, cfg, ids, accumulation)
+            step(model, cfg, ours, ids, accumulation)
             with Collectives() as counted:
-                step(model, cfg, ids, accumulation)
+                step(model, cfg, ours, ids, accumulation)
             found.append({kind: tuple(value) for kind, value in counted.found.items()})
             del model
     return found
@@ -376,14 +377,15 @@ def train_steps(cases: list[dict]) -> list[tuple[list[float], list[float], dict]
     with process_group() as world:
         for sections in cases:
             cfg = make_config(**sections)
-            model = build(cfg, world_for(cfg, world))
+            spread = world_for(cfg, world)
+            model = build(cfg, spread)
             optimizer = build_optimizer(model, cfg.optim)
             losses, norms = [], []
             for step, ids in enumerate(batches(cfg.model.vocab_size, cfg.train.steps), 1):
                 total = torch.zeros(())
                 ours = ids[world.rank :: world.size]
                 for i, row in enumerate(ours):
-                    reduce_gradients(model, cfg.parallel, i == len(ours) - 1)
+                    reduce_gradients(model, cfg.parallel, spread, i == len(ours) - 1)
                     loss, _ = model(row[None, :-1], row[None, 1:])
                     (loss * (world.size / (8 * 16))).backward()
                     total += loss.detach()

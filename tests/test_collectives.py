@@ -34,6 +34,15 @@ VARIANTS = {
 }
 
 
+def test_deferring_does_not_hang_on_how_the_mesh_was_named(on_ranks):
+    """dp_replicate = "auto" that comes to one replica defers the reduce-scatters too."""
+    sections = case("FULL_SHARD", "deferred")
+    sections["parallel"] |= {"dp_replicate": "auto", "dp_shard": 2}
+    cfg = make_config(**sections)
+    counted = on_ranks(2, cases.count_collectives, [sections])[0][0]
+    assert counted == collectives(cfg, describe(cfg.model), 2) and counted["reduce_scatter"][0] == 4
+
+
 def case(strategy: str, variant: str) -> dict:
     changes = VARIANTS[variant]
     return {"model": {"n_layers": 2, **changes.get("model", {})},
