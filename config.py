@@ -58,6 +58,9 @@ class Run:
     seed: int = option(0, "of weights and data order", NOT_NEGATIVE)
     device: Literal["auto", "cuda", "cpu"] = option("auto", "auto: cuda where there is a GPU, else cpu")
     deterministic: bool = option(False, "torch's deterministic algorithms only")
+    start_timeout_seconds: float = option(1800.0, "set-up and the first step may take so long", POSITIVE)
+    step_timeout_seconds: float = option(600.0, "a step, or a batch of an evaluation", POSITIVE)
+    save_timeout_seconds: float = option(1800.0, "a checkpoint, written or read", POSITIVE)
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ class Checkpoint:
     save_every_steps: int | None = option(None, "absent: the last step only", POSITIVE)
     keep_last: int | None = option(None, "absent: keep all", POSITIVE)
     keep_every_steps: int | None = option(None, "milestones that keep_last does not remove", POSITIVE)
-    async_save: bool = option(False, "write while training goes on (not yet)")
+    async_save: bool = option(False, "write while training goes on; takes host memory for a copy of the shards")
     resume: Literal["auto", "never"] | int = option("auto", "auto: from the newest; or from this step", POSITIVE)
     allow_changed: tuple[str, ...] = option((), "options that may differ from the checkpoint's, as 'train.seq_len'")
 
@@ -210,6 +213,11 @@ def accumulation_steps(cfg: Config, dp_size: int) -> int:
 
 def schedule_steps(cfg: Config) -> int:
     return cfg.optim.schedule_steps or cfg.train.steps
+
+
+def longest_timeout(cfg: Config) -> float:
+    """Seconds. For the process groups, as a last resort: each rank watches its own phases."""
+    return 60 + max(cfg.run.start_timeout_seconds, cfg.run.step_timeout_seconds, cfg.run.save_timeout_seconds)
 
 
 def run_folder(cfg: Config) -> pathlib.Path:
@@ -285,7 +293,6 @@ def _check_together(cfg: Config, origin: Callable[[str], str]) -> None:
         rules.append(("model.rope_scaling.low_freq_factor", rope.low_freq_factor < rope.high_freq_factor,
                       f"must be below high_freq_factor = {rope.high_freq_factor}"))
     if c:
-        rules.append(("checkpoint.async_save", not c.async_save, later))
         rules.append(("checkpoint.allow_changed", all(name in SCHEMA for name in c.allow_changed),
                       "names no option; write section.key"))
     _raise_if_broken(cfg, origin, rules)

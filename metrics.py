@@ -45,6 +45,7 @@ def start_logging(folder: pathlib.Path, rank: int) -> None:
     in_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     log.setLevel(logging.INFO)
     log.propagate = False
+    logging.raiseExceptions = False  # a full disk or a closed terminal is no reason to stop, nor to print tracebacks
     log.handlers = [in_file, logging.StreamHandler(sys.stdout)] if rank == 0 else [in_file]
     for stream in () if rank == 0 else (sys.stdout, sys.stderr):
         stream.flush()
@@ -67,7 +68,10 @@ def environment(ranks: int, device: torch.device) -> dict:
 
 
 class Recorder:
-    """Writes rows to metrics.jsonl, flushed one by one, and to TensorBoard. One rank makes it."""
+    """Writes rows to metrics.jsonl, flushed one by one, and to TensorBoard. One rank makes it.
+
+    A row that cannot be written waits for the next; training goes on.
+    """
 
     def __init__(self, folder: pathlib.Path, settings: config.Log, start: int):
         """Goes on after step `start`: rows of later steps are dropped, so that (kind, step) never stands twice."""
@@ -77,7 +81,7 @@ class Recorder:
         temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
         temporary.rename(path)
         self.seen = {(row["kind"], row["step"]) for row in kept}
-        self.file, self.board = path.open("a"), None
+        self.file, self.waiting, self.board = path.open("ab", buffering=0), b"", None
         if settings.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -85,21 +89,36 @@ class Recorder:
 
     def write(self, row: dict) -> None:
         row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        self.file.write(json.dumps(row) + "\n")
-        self.file.flush()
+        self.waiting += json.dumps(row).encode() + b"\n"
         self.seen.add((row["kind"], row["step"]))
-        for key, value in row.items():
-            if self.board and isinstance(value, int | float) and key not in ("step", "batch_digest"):
-                self.board.add_scalar(f"{row['kind']}/{key}", value, row["step"])
+        try:
+            self._flush()
+        except OSError as error:
+            log.warning("metrics.jsonl: %s; its rows wait in memory", error)
+        try:
+            for key, value in row.items():
+                if self.board and isinstance(value, int | float) and key not in ("step", "batch_digest"):
+                    self.board.add_scalar(f"{row['kind']}/{key}", value, row["step"])
+        except Exception as error:  # its thread has met any error of the file system, and passes it on here
+            self.board = None
+            log.warning("TensorBoard: %s; it gets no more rows of this launch", error)
+
+    def _flush(self) -> None:
+        while self.waiting:  # a disk that fills up takes a part of them
+            self.waiting = self.waiting[self.file.write(self.waiting) :]
 
     def sync(self) -> None:
-        """Brings the rows to the disk."""
+        """Brings the rows to the disk. Raises OSError."""
+        self._flush()
         os.fsync(self.file.fileno())
 
     def close(self) -> None:
-        self.file.close()
+        with contextlib.suppress(OSError):
+            self._flush()
+            self.file.close()
         if self.board:
-            self.board.close()
+            with contextlib.suppress(Exception):
+                self.board.close()
 
 
 def read_rows(path: pathlib.Path) -> list[dict]:

@@ -52,14 +52,21 @@ class FiniteGuard:
     The host reads it a step late, and before every save.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device, limit: int):
-        """`limit`: steps in a row that may be skipped; one more stops the run."""
-        self.limit, self.in_a_row, self.skipped = limit, 0, 0
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device, limit: int,
+                 before: dict[str, int] | None = None):
+        """`limit`: steps in a row that may be skipped; one more stops the run. before: counts() of a checkpoint."""
+        before = before or {}
+        self.in_a_row, self.skipped = before.get("skipped_in_a_row", 0), before.get("skipped_steps", 0)
+        self.limit = limit
         self.found = torch.zeros((), device=device)
         self.on_host = torch.zeros((), pin_memory=device.type == "cuda")
         self.copied = torch.cuda.Event() if device.type == "cuda" else None
         self.pending: int | None = None  # the step whose answer is on its way
         optimizer.found_inf, optimizer.grad_scale = self.found, None
+
+    def counts(self) -> dict[str, int]:
+        """What a checkpoint keeps. Call check() first."""
+        return {"skipped_steps": self.skipped, "skipped_in_a_row": self.in_a_row}
 
     def before_update(self, step: int, norm: torch.Tensor) -> None:
         """norm: the gradient's norm over all ranks, and so the same on each; not finite where any gradient is not."""

@@ -9,28 +9,41 @@
 import sys
 
 import config
+from lifecycle.watch import StopRequest, Watch, die_with_parent
 
 if __name__ == "__main__":
-    # Before torch is imported: a wrong configuration fails in milliseconds.
+    # Before torch is imported: a wrong configuration fails in milliseconds, and no signal finds the process deaf.
     arguments, configuration = config.from_command_line(sys.argv[1:], __doc__)
+    stop_request = StopRequest()
+    stop_request.listen()
+    if arguments.launch:
+        die_with_parent()
 
+import contextlib
+import gc
 import json
 import logging
 import os
+import signal
 import traceback
 from argparse import Namespace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-import checkpoint
-import lifecycle
 import metrics
+from checkpoint import places
+from checkpoint.reading import restore
+from checkpoint.saving import SaveFailed, Saver
 from config import Config, ConfigError
 from data.loader import DIGEST_MODULUS, Batch, Loader, check_enough, heldout_batches
 from data.prepare import data_folder
 from data.tokens import TokenStream, fingerprint, open_stream, read_manifest, window_count
+from lifecycle import DOES_NOT_FIT, INPUT_IS_WRONG, STOPPED
+from lifecycle import folder as run_files
 from metrics import log
 from model.generate import continue_text
 from model.llama import Llama, describe, flops_per_token, initial_std, parameter_count
@@ -39,66 +52,124 @@ from parallel.apply import parallelize
 from parallel.fsdp import gather_early, reduce_gradients, reduce_unsharded, reshard
 from parallel.materialize import materialize
 from parallel.mesh import World, distributed, from_all_ranks, on_rank_zero
-from parallel.plan import dry_run
+from parallel.plan import dry_run, out_of_memory
 from parallel.rebind import check_optimizer
 from parallel.verify import unit_table, verify_sharding
 
+COLLECT_EVERY_STEPS = 100  # Python's garbage; left to itself, each rank would stop for it at another moment
 
-def main(args: Namespace, cfg: Config) -> int:
+
+def main(args: Namespace, cfg: Config, stop: StopRequest) -> int:
     try:
         if args.dry_run:
             manifest = read_manifest(data_folder(cfg))
             windows = manifest and window_count(manifest["tokens"]["train"], cfg.train.seq_len)
-            return 0 if dry_run(cfg, args, windows) else lifecycle.DOES_NOT_FIT
+            return 0 if dry_run(cfg, args, windows) else DOES_NOT_FIT
+        earlier = run_files.first_failure(config.run_folder(cfg), args.launch)
+        if earlier and earlier["final"]:  # torchrun has started this launch again, and would once more
+            return earlier["exit_code"]
         with distributed(cfg) as world:
             if args.eval_only:
                 evaluate_newest(cfg, world)
-            else:
-                run(cfg, world, args.launch)
+            elif run(cfg, world, args.launch, stop) == STOPPED and not args.launch and world.size == 1:
+                return STOPPED  # a launcher takes it from the status, and torchrun would call it a failure
         return 0
     except ConfigError as error:
         print(error, file=sys.stderr)
-        return lifecycle.INPUT_IS_WRONG
+        return INPUT_IS_WRONG
 
 
-def run(cfg: Config, world: World, launch: str | None) -> None:
-    """train() in its folder: locked, with a status that says how it goes and, at the end, how it went."""
-    folder, data = config.run_folder(cfg), data_folder(cfg)
-    check_enough(open_stream(data, "train", cfg.model.vocab_size), cfg.train)  # before anything is made
-    start, lock = on_rank_zero(lambda: enter(cfg, world, folder, launch))
-    metrics.start_logging(folder, world.rank)
+def run(cfg: Config, world: World, launch: str | None, stop: StopRequest) -> int:
+    """train() in its folder: locked, watched, with a status that says how it goes and, at the end, how it went.
+    Returns 0 or STOPPED; raises SystemExit after a failure."""
+    folder = config.run_folder(cfg)
+
+    def fail(code: int, text: str, final: bool) -> None:
+        run_files.report_failure(folder, launch, world.rank, watch.step, watch.name, watch.progress, code, text, final)
+        if log.handlers or world.rank == 0:  # before there is a log per rank, once is enough
+            log.error("rank %d, step %d, phase %s: %s", world.rank, watch.step, watch.name, text)
+        if world.rank == 0 and lock is not None:
+            with contextlib.suppress(OSError):
+                step = run_files.read_status(folder).get("step", 0)
+                run_files.write_status(folder, "failed", step, launch, exit_code=code)
+
+    def give_up(text: str) -> None:
+        fail(1, text, final=False)
+        leave(1)
+
+    lock, saver, watch = None, None, Watch(give_up)
+    watch.phase("start", cfg.run.start_timeout_seconds)
     try:
-        train(cfg, world, folder, start, launch)
+        check_enough(open_stream(data_folder(cfg), "train", cfg.model.vocab_size), cfg.train)  # before a folder is made
+        start, passed_over, lock = enter(cfg, world, folder, launch)
+        metrics.start_logging(folder, world.rank)
+        for problem in (problem for problems in passed_over.values() for problem in problems):
+            log.warning("damaged, set aside: %s", problem)
+        stop.alone = launch is None and world.size == 1
+        gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.longest_timeout(cfg)))
+        stop.connect(gloo, run_files.stop_file(folder, launch) if launch and world.rank == 0 else None)
+        saver = Saver(cfg, {start}, sorted(data_folder(cfg).glob("tokenizer.*"))) if cfg.checkpoint else None
+        last = train(cfg, world, folder, start, launch, saver, stop, watch)
     except BaseException as error:
-        told = isinstance(error, ConfigError | FloatingPointError | KeyboardInterrupt)  # no fault of the program's
-        code = lifecycle.INPUT_IS_WRONG if isinstance(error, ConfigError) else 1
-        text = (str(error) or "interrupted") if told else traceback.format_exc()
-        lifecycle.report_failure(folder, launch, world.rank, code, text)
-        log.error("rank %d: %s", world.rank, text)
-        if world.rank == 0:
-            lifecycle.write_status(folder, "failed", lifecycle.read_status(folder)["step"], launch, exit_code=code)
+        # Those that are no fault of the program's are told without a traceback; starting again would not help them.
+        told, code, text = True, 1, str(error)
+        if isinstance(error, ConfigError):
+            code = INPUT_IS_WRONG
+        elif isinstance(error, KeyboardInterrupt):
+            code = 128 + (stop.decided or signal.SIGINT)
+        elif isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
+            text = out_of_memory(cfg, world.size, text)
+        elif not isinstance(error, FloatingPointError | SaveFailed):
+            told, text = False, traceback.format_exc()
+        fail(code, text, final=told and not isinstance(error, SaveFailed))
+        if saver:  # what is being written behind the training is good, whatever happened here
+            watch.phase("save", cfg.run.save_timeout_seconds)
+            with contextlib.suppress(Exception):
+                saver.finish()
         raise SystemExit(code) from None
+    finally:
+        watch.stop()
     if world.rank == 0:
-        lifecycle.write_status(folder, "finished", max(start, cfg.train.steps), launch)
+        run_files.write_status(folder, "preempted" if stop.decided else "finished", last, launch)
         os.close(lock)
     logging.shutdown()
+    return STOPPED if stop.decided else 0
 
 
-def enter(cfg: Config, world: World, folder: Path, launch: str | None) -> tuple[int, int]:
-    """Makes and locks the run's folder; returns the step to go on from, and the lock. Rank 0 only."""
-    lifecycle.check_folder(folder)
-    start = checkpoint.choose(cfg)
-    checkpoint.check_same_data(cfg, start, fingerprint(data_folder(cfg)))
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = lifecycle.lock(folder)
-    checkpoint.set_aside(cfg, start)
-    lifecycle.write_status(folder, "running", start, launch)
-    (folder / "config.toml").write_text(config.to_toml(cfg))
-    (folder / "environment.json").write_text(json.dumps(metrics.environment(world.size, world.device), indent=2))
-    return start, lock
+def enter(cfg: Config, world: World, folder: Path, launch: str | None) -> tuple[int, dict[int, list[str]], int | None]:
+    """Makes and locks the run's folder. Returns the step to go on from, what is wrong with newer checkpoints, and on
+    rank 0 the lock."""
+    found = on_rank_zero(lambda: (run_files.check_folder(folder), places.steps(cfg))[1])
+    start, bad = places.choose(cfg, found, lambda path: problems_on_all_ranks(path, world))
+    on_rank_zero(lambda: (places.check_same_run(cfg, start),
+                          places.check_same_data(cfg, start, fingerprint(data_folder(cfg)))))
+    held = None
+
+    def take() -> None:
+        nonlocal held
+        folder.mkdir(parents=True, exist_ok=True)
+        held = run_files.lock(folder)
+        run_files.sweep(folder, launch)
+        places.set_aside(cfg, start, bad)
+        places.remove_unfinished(cfg)
+        run_files.write_status(folder, "running", start, launch)
+        (folder / "config.toml").write_text(config.to_toml(cfg))
+        (folder / "environment.json").write_text(json.dumps(metrics.environment(world.size, world.device), indent=2))
+
+    on_rank_zero(take)
+    return start, bad, held
 
 
-def train(cfg: Config, world: World, folder: Path, start: int, launch: str | None) -> None:
+def problems_on_all_ranks(path: Path, world: World) -> list[str]:
+    """What is wrong with a checkpoint: rank 0 looks at it first, then each rank hashes its share."""
+    return on_rank_zero(lambda: places.at_first_sight(path)) or [
+        problem for rank in from_all_ranks({"found": places.verify(path, world.rank, world.size)})
+        for problem in rank["found"]]
+
+
+def train(cfg: Config, world: World, folder: Path, start: int, launch: str | None, saver: Saver | None,
+          stop: StopRequest, watch: Watch) -> int:
+    """Returns the last step that was trained."""
     first = world.rank == 0
     torch.manual_seed(cfg.run.seed)
     torch.use_deterministic_algorithms(cfg.run.deterministic)
@@ -114,13 +185,18 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
     # After sharding, so that it holds the shards. Made before, it would keep the full weights alive and update those,
     # and the model would never learn.
     optimizer = build_optimizer(model, cfg.optim)
-    guard = FiniteGuard(optimizer, storage_device(cfg, world), cfg.train.skip_nonfinite)
+    state = on_rank_zero(lambda: places.read_state(places.path_of(cfg, start)) if start else {})
+    guard = FiniteGuard(optimizer, storage_device(cfg, world), cfg.train.skip_nonfinite, state)
     if start:
-        checkpoint.restore(checkpoint.path_of(cfg, start), model, optimizer)
+        watch.phase("restore", cfg.run.save_timeout_seconds, start)
+        restore(places.path_of(cfg, start), model, optimizer)
+        watch.phase("start", cfg.run.start_timeout_seconds)
     unit_map = verify_sharding(model, cfg.parallel, world)
     check_optimizer(model, optimizer)
 
     recorder = metrics.Recorder(folder, cfg.log, start) if first else None
+    if saver and first:
+        saver.before_publishing = recorder.sync  # the rows up to a checkpoint are on disk before it is
     if first:
         announce(cfg, world, model, folder, start)
         log.info(unit_table(unit_map))
@@ -129,7 +205,21 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
     loader = Loader(stream, cfg.train, cfg.run.seed, world.rank, world.size, start + 1, world.device.type == "cuda")
     profiler, timer = metrics.Profiler(cfg.profile, folder, world.rank), metrics.Timer()
 
-    for step in range(start + 1, cfg.train.steps + 1):
+    stop.begin()
+    stop.agreed()
+    due = cfg.eval and start and (start >= cfg.train.steps or is_due(start, cfg.eval.every_steps))
+    if due and not stop.decided and not on_rank_zero(lambda: ("eval", start) in recorder.seen):
+        # a launch that was stopped has left it undone
+        tell_evaluation(start, evaluate(model, cfg, world, heldout, stop, watch), recorder)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+
+    step, patience = start, cfg.run.start_timeout_seconds
+    while step < cfg.train.steps and not stop.decided:
+        step += 1
+        watch.phase("data", patience, step)
+        stop.begin()
         profiler.before_step(step)
         last, lr = step == cfg.train.steps, learning_rate(cfg.optim, config.schedule_steps(cfg), step)
         set_learning_rate(optimizer, lr)
@@ -138,16 +228,19 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
         with timer.on("data"):
             batch = next(loader)
 
+        watch.phase("forward and backward", patience)
         loss_sum = torch.zeros((), device=world.device)
         for i, (inputs, targets) in enumerate(batch.micro_batches, 1):
             reduce_gradients(model, cfg.parallel, world, last_micro_batch=i == len(batch.micro_batches))
             inputs, targets = (t.to(world.device, non_blocking=True) for t in (inputs, targets))
             part, _ = model(inputs, targets)
             # FSDP2 averages gradients over the ranks. Times their number it is their sum, and over the step's valid
-            # tokens the mean over tokens, however they are split over ranks and micro-batches.
-            (part * (world.size / batch.tokens)).backward()
+            # tokens the mean over tokens, however they are split over ranks and micro-batches. A loss that is not
+            # finite makes it NaN, and with it the gradient's norm on all ranks.
+            (part * (world.size / batch.tokens + 0 * part.detach())).backward()
             loss_sum += part.detach()
 
+        watch.phase("update", patience)
         reduce_unsharded(model)
         grad_norm = clip(model, cfg.train.max_grad_norm)
         guard.before_update(step, grad_norm)
@@ -155,6 +248,12 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
         optimizer.zero_grad()
         timer.steps += 1
         profiler.after_step(step)
+        if step % COLLECT_EVERY_STEPS == 0:
+            gc.collect()
+
+        watch.phase("agree to go on", patience)
+        stop.agreed()
+        patience = cfg.run.step_timeout_seconds  # the first step compiles
 
         # The rest is for some steps only: a row, evaluation, a checkpoint. Here the host waits for the device.
         if step == 1 or last or step % cfg.log.every_steps == 0:
@@ -163,32 +262,76 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
                 recorder.write(row)
                 log.info(metrics.console_line(row, cfg.train.steps))
             timer.restart()
-        evaluate_now = cfg.eval and (last or is_due(step, cfg.eval.every_steps))
-        save_now = cfg.checkpoint and (last or is_due(step, cfg.checkpoint.save_every_steps))
+        evaluate_now = cfg.eval and not stop.decided and (last or is_due(step, cfg.eval.every_steps))
+        save_now = saver and (last or stop.decided or is_due(step, cfg.checkpoint.save_every_steps))
         if evaluate_now or save_now:
             guard.check()  # this waits for the training that is queued, so that its time is not counted as ours here
         with timer.on("excluded"):
             if evaluate_now:
-                tell_evaluation(step, evaluate(model, cfg, world, heldout), recorder)
+                tell_evaluation(step, evaluate(model, cfg, world, heldout, stop, watch), recorder)
+                save_now = save_now or (saver and stop.decided)
             if save_now:
-                if first:
-                    recorder.sync()  # the rows up to a checkpoint are on disk before it is
+                watch.phase("save", cfg.run.save_timeout_seconds)
+                tell_saved(saver, folder, launch, wait=True)  # of the one before
                 state = {"step": step, "config": config.to_dict(cfg), "data": fingerprint(data), "ranks": world.size,
-                         "torch": torch.__version__, "skipped_steps": guard.skipped}
-                saved = checkpoint.save(cfg, step, model, optimizer, state, tokenizer_files)
-                if first:
-                    lifecycle.write_status(folder, "running", step, launch)
-                    log.info("saved %s", saved)
+                         "torch": torch.__version__, **guard.counts()}
+                # purging may have to read much, and who asked to stop will not wait for it
+                saver.save(step, model, optimizer, state, purge=not stop.decided)
+            if saver:
+                must = last or bool(stop.decided)
+                tell_saved(saver, folder, launch, wait=must, must=must)
+    gc.enable()
+    gc.unfreeze()
     guard.check()
     loader.close()
 
-    if start >= cfg.train.steps and cfg.checkpoint:  # what an earlier launch left undone after its last step
-        if cfg.eval and not on_rank_zero(lambda: ("eval", start) in recorder.seen):
-            tell_evaluation(start, evaluate(model, cfg, world, heldout), recorder)
-        on_rank_zero(lambda: checkpoint.purge(cfg))
-    show_sample(model, cfg, world, tokenizer_files)
+    if stop.decided:
+        if step > start and not saver:
+            raise KeyboardInterrupt(f"stopped after step {step} by signal {stop.decided}; without [checkpoint] nothing "
+                                    "was saved")
+        log.info("stopped after step %d by %s", step, signal.Signals(stop.decided).name)
+    else:
+        watch.phase("end", cfg.run.start_timeout_seconds)
+        if saver:
+            saver.purge()
+        show_sample(model, cfg, world, tokenizer_files)
     if first:
         recorder.close()
+    return step
+
+
+def tell_saved(saver: Saver, folder: Path, launch: str | None, wait: bool = False, must: bool = False) -> None:
+    """Tells how the last save went, if it is over or, with `wait`, when it is. It failed: training goes on, and the
+    next checkpoint is another chance; without one (`must`) SaveFailed is raised."""
+    problem, step = None, None
+    try:
+        step = saver.finish() if wait else saver.poll()
+    except SaveFailed as error:
+        if must:
+            raise SaveFailed(f"the last checkpoint was not saved: {error}") from None
+        problem = str(error)
+    if saver.rank == 0:
+        for text in saver.warnings:
+            log.warning(text)
+        saver.warnings.clear()
+        if problem:
+            log.error("not saved, training goes on: %s", problem)
+        elif step:
+            log.info("saved %s", places.path_of(saver.cfg, step))
+        if problem or step:
+            with contextlib.suppress(OSError):
+                status = run_files.read_status(folder)
+                more = {"not_saved": problem} if problem else {}
+                run_files.write_status(folder, "running", step or status.get("step", 0), launch, **more)
+
+
+def leave(code: int) -> None:
+    """Ends a failed process now: tear-down would wait for ranks that are gone."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    logging.shutdown()
+    os._exit(code)
 
 
 def build(cfg: Config, world: World) -> Llama:
@@ -246,33 +389,46 @@ def summarize(cfg: Config, world: World, model: Llama, step: int, loss_sum: torc
 
 
 @torch.no_grad()
-def evaluate(model: Llama, cfg: Config, world: World, heldout: TokenStream) -> float:
-    """Mean loss over held-out tokens; the same for any number of ranks."""
+def evaluate(model: Llama, cfg: Config, world: World, heldout: TokenStream, stop: StopRequest | None, watch: Watch
+             ) -> float | None:
+    """Mean loss over held-out tokens; the same for any number of ranks. None where the run was told to stop."""
     total, count = torch.zeros((), device=world.device), torch.zeros((), dtype=torch.int64, device=world.device)
     batches = cfg.eval.batches if cfg.eval else None
+    patience = cfg.run.start_timeout_seconds  # the first may compile
     for inputs, targets in heldout_batches(heldout, cfg.train, batches, world.rank, world.size):
+        watch.phase("evaluate", patience)
+        patience = cfg.run.step_timeout_seconds
+        if stop:
+            stop.begin()
         part, valid = model(inputs.to(world.device), targets.to(world.device))
         total += part
         count += valid
+        if stop and stop.agreed():
+            break
     reshard(model)
+    if stop and stop.decided:
+        return None
     ranks = from_all_ranks({"sum": total.item(), "count": count.item()})
     return sum(rank["sum"] for rank in ranks) / sum(rank["count"] for rank in ranks)
 
 
-def tell_evaluation(step: int, loss: float, recorder: metrics.Recorder | None) -> None:
-    if recorder:
+def tell_evaluation(step: int, loss: float | None, recorder: metrics.Recorder | None) -> None:
+    if recorder and loss is not None:
         recorder.write({"kind": "eval", "step": step, "loss": loss})
         log.info("step %d  held-out loss %.4f", step, loss)
 
 
 def evaluate_newest(cfg: Config, world: World) -> None:
-    """--eval-only: prints the evaluation row of the run's newest checkpoint; writes nothing."""
-    step = on_rank_zero(lambda: checkpoint.choose_for_evaluation(cfg))
+    """--eval-only: prints the evaluation row of the run's newest good checkpoint; writes nothing."""
+    found = on_rank_zero(lambda: places.steps(cfg))
+    step, bad = places.newest_good(cfg, found, lambda path: problems_on_all_ranks(path, world))
     heldout = open_stream(data_folder(cfg), "heldout", cfg.model.vocab_size)
     model = build(cfg, world)
-    checkpoint.restore(checkpoint.path_of(cfg, step), model, None)
-    loss = evaluate(model, cfg, world, heldout)
+    restore(places.path_of(cfg, step), model, None)
+    loss = evaluate(model, cfg, world, heldout, None, Watch(lambda text: (print(text, file=sys.stderr), leave(1))))
     if world.rank == 0:
+        for problem in (problem for problems in bad.values() for problem in problems):
+            print(f"damaged, passed over: {problem}", file=sys.stderr)
         print(json.dumps({"kind": "eval", "step": step, "loss": loss}))
 
 
@@ -308,4 +464,8 @@ def show_sample(model: Llama, cfg: Config, world: World, tokenizer_files: list[P
 
 
 if __name__ == "__main__":
-    sys.exit(main(arguments, configuration))
+    try:
+        exit_code = main(arguments, configuration, stop_request)
+    except SystemExit as failure:
+        leave(failure.code)
+    sys.exit(exit_code)

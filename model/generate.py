@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
 
     # Upwards, as a tool's main may: the model itself knows nothing of checkpoints.
-    import checkpoint
+    from checkpoint import places, reading
     from data.tokenizer import Tokenizer
     from model.llama import Llama
 
@@ -61,11 +61,11 @@ def main(argv: list[str]) -> int:
     try:
         if args.tokens < 1 or not args.temperature >= 0:
             raise ConfigError("--tokens must be at least 1, --temperature at least 0")
-        folder = checkpoint.find(args.checkpoint)
-        cfg = config.from_dict(checkpoint.read_state(folder)["config"], str(folder / checkpoint.STATE))
+        folder = places.find(args.checkpoint)
+        cfg = config.from_dict(places.read_state(folder)["config"], str(folder / places.STATE))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = Llama(cfg.model).to(device)
-        checkpoint.restore(folder, model, None)
+        reading.restore(folder, model, None)
         print(continue_text(model, Tokenizer(folder / "tokenizer.model"), args.prompt, args.tokens, args.temperature,
                             cfg.train.seq_len, device, args.seed))
     except ConfigError as error:

@@ -71,7 +71,7 @@ def on_rank_zero(work: Callable[[], Any]) -> Any:
     return answer[0]
 
 
-def from_all_ranks(value: dict[str, float]) -> list[dict[str, float]]:
+def from_all_ranks(value: dict[str, Any]) -> list[dict[str, Any]]:
     """Everybody's `value`, by rank, over the host's network: the GPU is not waited for."""
     found: list = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
@@ -89,7 +89,7 @@ def distributed(cfg: config.Config) -> Iterator[World]:
     # gloo beside NCCL: flags, metadata and offloaded tensors are reduced on the host, without waiting for the GPU
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=30), **alone)
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=config.longest_timeout(cfg)), **alone)
     yield World(rank, size, device, init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard")))
     # Not reached after an exception: then the other ranks do not come to the barrier, and the process just ends.
     # The collection lets go of FSDP2's buffers first; gloo aborted in one of five runs that destroyed the group with

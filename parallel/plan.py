@@ -99,6 +99,24 @@ def state_gib(row: dict) -> float:
     return sum(row[f"{what}_bytes_per_rank"] for what in ("parameter", "gradient", "optimizer")) / GIB
 
 
+def out_of_memory(cfg: config.Config, ranks: int, asked: str) -> str:
+    """What to tell who has run out of device memory: what was asked, what the plan expected, what to change."""
+    row, p = plan(cfg, describe(cfg.model), ranks, None), cfg.parallel
+    changes = {
+        f"train.micro_batch_size below {cfg.train.micro_batch_size}": cfg.train.micro_batch_size > 1,
+        'parallel.recompute = "full"': p.recompute != "full",
+        "parallel.reshard_after_forward = true": p.reshard_after_forward is not True,
+        "parallel.sync_every_micro_batch = true": not p.sync_every_micro_batch,
+        "less parallel.prefetch_forward and prefetch_backward": max(p.prefetch_forward, p.prefetch_backward) > 1,
+        "more ranks that share one copy": True,
+        "parallel.cpu_offload = true": not p.cpu_offload,
+    }
+    where = "host" if p.cpu_offload else "device"
+    return (f"out of memory: {asked}\nthe plan expected {state_gib(row):.3f} GiB per rank between steps (parameters, "
+            f"gradients, optimizer; on the {where}), and activations and gathered units beyond that\n"
+            f"to need less, try: {'; '.join(change for change, helps in changes.items() if helps)}")
+
+
 def dry_run(cfg: config.Config, args: Namespace, windows: int | None) -> bool:
     """Prints the plans; returns whether each fits into the memory given. Raises ConfigError for numbers of ranks that
     cannot be made."""

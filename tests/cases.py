@@ -12,6 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
+from checkpoint.places import path_of
+from checkpoint.reading import restore, tensors_of
+from checkpoint.saving import Saver
 from model.llama import Llama, describe, initial_std
 from parallel import materialize as materialize_module
 from parallel.apply import parallelize
@@ -36,12 +39,13 @@ def world_for(cfg: config.Config, world: World) -> World:
 def train_all(cases: dict[str, dict], output: str) -> dict[str, list[dict]]:
     """Trains every case, one after the other in one process group; its metrics rows by name."""
     import train
+    from lifecycle.watch import StopRequest
 
     found = {}
     with process_group() as world:
         for name, sections in cases.items():
             cfg = make_config(**sections, run={"name": name.replace(" ", "-"), "output_dir": f"{output}/{world.size}"})
-            train.run(cfg, world_for(cfg, world), None)
+            train.run(cfg, world_for(cfg, world), None, StopRequest())
             found[name] = rows(config.run_folder(cfg)) if world.rank == 0 else None
     return found
 
@@ -214,7 +218,6 @@ def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 
 def save_trained(folder: str) -> dict[str, str]:
     """Trains three steps and saves; hashes of all tensors of the checkpoint."""
-    import checkpoint
     from optim import build_optimizer
 
     cfg = make_config(run={"name": "r", "output_dir": folder}, checkpoint={})
@@ -226,24 +229,27 @@ def save_trained(folder: str) -> dict[str, str]:
             model(batch[:, :-1], batch[:, 1:])[0].backward()
             optimizer.step()
             optimizer.zero_grad()
-        checkpoint.save(cfg, 3, model, optimizer, {"config": config.to_dict(cfg)}, [])
-        found = digests(checkpoint.tensors_of(model, optimizer))
+        saver = Saver(cfg, (), [])
+        saver.save(3, model, optimizer, {"step": 3, "config": config.to_dict(cfg)})
+        assert saver.finish() == 3
+        found = digests(tensors_of(model, optimizer))
         del model, optimizer
     return found
 
 
-def load_trained(folder: str) -> dict[str, str]:
-    """The same hashes of what this number of ranks reads back."""
-    import checkpoint
+def load_trained(folders: list[str]) -> list[dict[str, str]]:
+    """The same hashes of what this number of ranks reads back from each folder."""
     from optim import build_optimizer
 
-    cfg = make_config(run={"name": "r", "output_dir": folder, "seed": 99}, checkpoint={})
+    found = []
     with process_group() as world:
-        model = build(cfg, world)
-        optimizer = build_optimizer(model, cfg.optim)
-        checkpoint.restore(checkpoint.path_of(cfg, 3), model, optimizer)
-        found = digests(checkpoint.tensors_of(model, optimizer))
-        del model, optimizer
+        for folder in folders:
+            cfg = make_config(run={"name": "r", "output_dir": folder, "seed": 99}, checkpoint={})
+            model = build(cfg, world)
+            optimizer = build_optimizer(model, cfg.optim)
+            restore(path_of(cfg, 3), model, optimizer)
+            found.append(digests(tensors_of(model, optimizer)))
+            del model, optimizer
     return found
 
 

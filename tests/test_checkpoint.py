@@ -2,14 +2,18 @@
 
 import json
 import os
+import re
 import shutil
 
 import pytest
 import torch
 
-import checkpoint
 import config
+from checkpoint import integrity, places
+from checkpoint.__main__ import main
+from checkpoint.reading import restore, tensors_of
 from config import ConfigError
+from lifecycle.folder import lock
 from model.llama import Llama
 from optim import build_optimizer
 from tests import cases
@@ -21,79 +25,163 @@ def configured(tmp_path, **keys):
 
 
 def fake(cfg, step, **state):
-    folder = checkpoint.path_of(cfg, step)
+    """A checkpoint as far as places can tell: a manifest that fits, and a state."""
+    folder = places.path_of(cfg, step)
     folder.mkdir(parents=True)
     (folder / ".metadata").write_bytes(b"x")
-    (folder / "state.json").write_text(json.dumps({"config": config.to_dict(cfg), **state}))
+    (folder / "state.json").write_text(json.dumps({"step": step, "config": config.to_dict(cfg), **state}))
+    seal(folder)
     return folder
 
 
-def test_only_whole_checkpoints_count(tmp_path):
+def seal(folder):
+    """A manifest that says what is there."""
+    names = sorted(p.name for p in folder.iterdir() if p.name != "manifest.json")
+    (folder / "manifest.json").write_bytes(integrity.render_manifest(integrity.hash_files(folder, names)))
+
+
+def chosen(cfg, problems_of=places.problems_of):
+    return places.choose(cfg, places.steps(cfg), problems_of)
+
+
+def names_in(cfg):
+    return sorted(p.name for p in places.root(cfg).iterdir())
+
+
+def test_only_what_is_named_so_counts(tmp_path):
     cfg = configured(tmp_path)
-    root = checkpoint.root(cfg)
-    assert checkpoint.saved_steps(root) == [] and checkpoint.choose(cfg) == 0
+    root = places.root(cfg)
+    assert places.steps(cfg) == [] and chosen(cfg) == (0, {})
     for step in (9, 10, 123456789):
         fake(cfg, step)
-    for name in ("step-00000099", "step-abc", "step-00000100.bak", "step-00000011.superseded", "step-00000012.corrupt",
+    for name in ("step-99", "step-abc", "step-00000100.bak", "step-00000011.superseded", "step-00000012.corrupt",
                  ".step-00000013.tmp"):
         (root / name).mkdir()
     (root / "step-00000200").write_text("a file")
     (root / "step-00000300").symlink_to(root / "step-00000010")
-    half = fake(cfg, 400)
-    (half / "state.json").unlink()
-    assert checkpoint.saved_steps(root) == [9, 10, 123456789]
-    assert checkpoint.choose(cfg) == 123456789
-    assert checkpoint.find(config.run_folder(cfg)).name == "step-123456789"
+    assert places.steps(cfg) == [9, 10, 123456789]
+    assert chosen(cfg) == (123456789, {})
+    assert places.find(config.run_folder(cfg)).name == "step-123456789"
+    assert chosen(make_config(run={"name": "r", "output_dir": str(tmp_path)})) == (0, {})
 
 
-def test_purge_keeps_the_last_and_the_milestones(tmp_path):
-    cfg = configured(tmp_path, keep_last=2, keep_every_steps=100)
-    for step in (50, 100, 150, 200, 250):
-        fake(cfg, step)
-    (checkpoint.root(cfg) / ".step-00000300.tmp").mkdir()
-    (checkpoint.root(cfg) / "step-00000001.superseded").mkdir()
-    checkpoint.purge(cfg)
-    assert checkpoint.saved_steps(checkpoint.root(cfg)) == [100, 200, 250]
-    assert sorted(p.name for p in checkpoint.root(cfg).iterdir())[0] == "step-00000001.superseded"
+def spoil(folder, how):
+    if how == "empty":
+        shutil.rmtree(folder)
+        folder.mkdir()
+    elif how == "other step":
+        folder.rename(folder.with_name("step-00000031"))
+    elif how == "flipped":
+        (folder / ".metadata").write_bytes(b"y")
+    elif how == "longer":
+        (folder / ".metadata").write_bytes(b"xx")
+    elif how == "linked":
+        (folder / ".metadata").rename(folder.parent / "elsewhere")
+        (folder / ".metadata").symlink_to(folder.parent / "elsewhere")
+    elif how == "pipe":
+        (folder / ".metadata").unlink()
+        os.mkfifo(folder / ".metadata")
+    elif how == "manifest spaces":
+        (folder / "manifest.json").write_bytes((folder / "manifest.json").read_bytes() + b" ")
+    elif how == "manifest deep":
+        (folder / "manifest.json").write_text("[" * 200000)
+    elif how == "manifest list":
+        (folder / "manifest.json").write_text('{"files": [], "sha256": 1}')
+    elif how == "path":
+        entries = {**integrity.read_manifest(folder), "../x": {"size": 0, "sha256": []}}
+        (folder / "manifest.json").write_bytes(integrity.render_manifest(entries))
+    elif how in ("state list", "state type"):
+        (folder / "state.json").write_text("[1]" if how == "state list" else '{"step": "30", "config": {}}')
+        seal(folder)
+    else:
+        (folder / how).unlink()
+
+
+SPOILED = {
+    "empty": "manifest.json: expected a file, found none", "other step": "expected step 31, found step 30",
+    "flipped": ".metadata: bytes 0 to 0: expected SHA-256 [0-9a-f]{64}, found [0-9a-f]{64}",
+    "longer": ".metadata: expected 1 bytes, found 2", "linked": ".metadata: expected a regular file",
+    "pipe": ".metadata: expected a regular file", "manifest spaces": "manifest.json: is not as it was written",
+    "manifest deep": "manifest.json: expected JSON", "manifest list": "manifest.json: is not as it was written",
+    "path": "'../x' is no name of a file", "state list": "state.json: expected an object",
+    "state type": "state.json: expected an object", "state.json": "state.json: expected a file, found none",
+    "manifest.json": "manifest.json: expected a file, found none", ".metadata": ".metadata: expected a file"}
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_a_bad_checkpoint_is_named_and_the_one_before_is_used(tmp_path, capsys, how):
+    cfg = configured(tmp_path)
+    fake(cfg, 10), fake(cfg, 20)
+    spoil(fake(cfg, 30), how)
+    start, bad = chosen(cfg)
+    assert start == 20 and re.search(SPOILED[how], "\n".join(*bad.values())), bad
+    assert main(["verify", str(tmp_path / "r")]) == 1
+    told = capsys.readouterr().out
+    assert re.search(SPOILED[how], told) and "2 good, 1 bad" in told
+    places.set_aside(cfg, start, bad)
+    assert places.steps(cfg) == [10, 20] and names_in(cfg)[-1].endswith(".corrupt")
+    assert main(["verify", str(tmp_path / "r")]) == 0
+
+
+def test_never_a_silent_fresh_start(tmp_path):
+    cfg = configured(tmp_path)
+    for step in (10, 20):
+        spoil(fake(cfg, step), "flipped")
+    with pytest.raises(ConfigError, match=r"(?s)00000020.*found.*00000010.*found.*no good checkpoint of 20, 10"):
+        chosen(cfg)
+    assert places.steps(cfg) == [10, 20]
+    fake(cfg, 30)
+    with pytest.raises(ConfigError, match=r"(?s)00000010/.metadata.*no good checkpoint of 10"):
+        chosen(configured(tmp_path, resume=10))
+
+
+def test_verify_has_nothing_to_do(tmp_path, capsys):
+    cfg = configured(tmp_path)
+    assert main(["verify", str(tmp_path)]) == 2 and main(["verify", str(tmp_path / "none")]) == 2
+    fake(cfg, 10)
+    capsys.readouterr()
+    assert main(["verify", str(places.path_of(cfg, 10))]) == 0
+    assert re.search(r"step-00000010: good, 2 files, [\d,]+ bytes\n1 good, 0 bad", capsys.readouterr().out)
 
 
 def test_resume_settings(tmp_path):
     fake(configured(tmp_path), 10), fake(configured(tmp_path), 20)
-    assert checkpoint.choose(configured(tmp_path, resume=10)) == 10
+    assert chosen(configured(tmp_path, resume=10)) == (10, {})
     with pytest.raises(ConfigError, match="resume = 7.*it has 10, 20"):
-        checkpoint.choose(configured(tmp_path, resume=7))
+        chosen(configured(tmp_path, resume=7))
     with pytest.raises(ConfigError, match='resume = "never"'):
-        checkpoint.choose(configured(tmp_path, resume="never"))
-    assert checkpoint.choose(make_config(run={"name": "r", "output_dir": str(tmp_path)})) == 0
-
-
-def test_what_is_not_whole_is_set_aside(tmp_path):
-    cfg = configured(tmp_path)
-    fake(cfg, 10)
-    (fake(cfg, 5) / "state.json").unlink()
-    checkpoint.set_aside(cfg, 10)
-    assert sorted(p.name for p in checkpoint.root(cfg).iterdir()) == ["step-00000005.corrupt", "step-00000010"]
+        chosen(configured(tmp_path, resume="never"))
 
 
 def test_other_data_is_refused(tmp_path):
     cfg = configured(tmp_path)
     fake(cfg, 10, data={"identity": 1, "sha256": 2})
-    checkpoint.check_same_data(cfg, 10, {"identity": 1, "sha256": 2})
-    checkpoint.check_same_data(cfg, 0, {"identity": 3})
-    with pytest.raises(ConfigError, match="was trained on other data .its sha256 differ"):
-        checkpoint.check_same_data(cfg, 10, {"identity": 1, "sha256": 3})
-    checkpoint.check_same_data(configured(tmp_path, allow_changed=["data.source"]), 10, {"identity": 1, "sha256": 3})
+    places.check_same_data(cfg, 10, {"identity": 1, "sha256": 2})
+    places.check_same_data(cfg, 0, {"identity": 3})
+    with pytest.raises(ConfigError, match="was trained on other data: sha256 was 2, is 3"):
+        places.check_same_data(cfg, 10, {"identity": 1, "sha256": 3})
+    places.check_same_data(configured(tmp_path, allow_changed=["data.source"]), 10, {"identity": 1, "sha256": 3})
 
 
 def test_later_checkpoints_are_set_aside(tmp_path):
     cfg = configured(tmp_path)
     for step in (10, 20, 30):
         fake(cfg, step)
-    checkpoint.set_aside(cfg, 10)
+    places.set_aside(cfg, 10, {})
     fake(cfg, 20)
-    checkpoint.set_aside(cfg, 10)
-    assert sorted(p.name for p in checkpoint.root(cfg).iterdir()) == [
+    places.set_aside(cfg, 10, {})
+    assert names_in(cfg) == [
         "step-00000010", "step-00000020.1.superseded", "step-00000020.superseded", "step-00000030.superseded"]
+
+
+def test_unfinished_folders_are_removed_and_nothing_else(tmp_path):
+    cfg = configured(tmp_path)
+    root = places.root(cfg)
+    for name in (".step-00000010.tmp", "step-00000020.tmp", ".step-1.tmp", "mine.tmp", "elsewhere"):
+        (root / name).mkdir(parents=True)
+    (root / ".step-00000030.tmp").symlink_to(root / "elsewhere")
+    places.remove_unfinished(cfg)
+    assert names_in(cfg) == [".step-00000030.tmp", ".step-1.tmp", "elsewhere", "mine.tmp", "step-00000020.tmp"]
 
 
 @pytest.mark.parametrize("section, key, value", [
@@ -108,8 +196,8 @@ def test_another_run_is_refused_by_name(tmp_path, section, key, value):
         return config.from_dict(raw, "changed.toml")
 
     with pytest.raises(ConfigError, match=f"{section}.{key} = {value}.*was trained with"):
-        checkpoint.choose(changed())
-    assert checkpoint.choose(changed(allow_changed=[f"{section}.{key}"])) == 10
+        places.check_same_run(changed(), 10)
+    places.check_same_run(changed(allow_changed=[f"{section}.{key}"]), 10)
 
 
 def test_steps_and_intervals_may_change(tmp_path):
@@ -117,40 +205,43 @@ def test_steps_and_intervals_may_change(tmp_path):
     raw = config.to_dict(configured(tmp_path, save_every_steps=5))
     raw["train"]["steps"], raw["log"]["every_steps"], raw["train"]["micro_batch_size"] = 99, 7, 1
     raw["optim"]["lr"], raw["parallel"]["recompute"], raw["data"]["path"] = 1.0, "full", "elsewhere"
-    assert checkpoint.choose(config.from_dict(raw, "changed.toml")) == 10
+    places.check_same_run(config.from_dict(raw, "changed.toml"), 10)
 
 
-@pytest.mark.parametrize("saved, loaded", [(1, 4), (4, 1), (2, 3)])
-def test_any_number_of_ranks_reads_any(on_ranks, tmp_path, saved, loaded):
-    """Weights and optimizer state, tensor by tensor."""
-    wrote = on_ranks(saved, cases.save_trained, str(tmp_path))[0]
-    read = on_ranks(loaded, cases.load_trained, str(tmp_path))[0]
-    assert wrote == read and len({digest for name, digest in wrote.items() if "norm" not in name}) > 20
+def test_any_number_of_ranks_reads_any(on_ranks, tmp_path):
+    """Weights and optimizer state, element by element: saved on 1, 2 and 4 processes, read on each of them and 3."""
+    wrote = {ranks: on_ranks(ranks, cases.save_trained, str(tmp_path / str(ranks)))[0] for ranks in (1, 2, 4)}
+    for ranks in (1, 2, 3, 4):
+        read = on_ranks(ranks, cases.load_trained, [str(tmp_path / str(saved)) for saved in wrote])[0]
+        assert read == list(wrote.values())
+    assert all(len({digest for name, digest in w.items() if "norm" not in name}) > 20 for w in wrote.values())
 
 
-def test_a_plain_model_reads_it_and_differences_are_named(on_ranks, tmp_path):
-    wrote = on_ranks(2, cases.save_trained, str(tmp_path))[0]
+@pytest.fixture(scope="module")
+def saved_by_two(on_ranks, tmp_path_factory):
+    """(folder of a real checkpoint, its tensors' digests)."""
+    folder = tmp_path_factory.mktemp("two")
+    return folder / "r/checkpoints/step-00000003", on_ranks(2, cases.save_trained, str(folder))[0]
+
+
+def test_a_plain_model_reads_it_and_differences_are_named(saved_by_two):
+    folder, wrote = saved_by_two
     cfg = make_config()
-    folder = tmp_path / "r/checkpoints/step-00000003"
     model = Llama(cfg.model)
     optimizer = build_optimizer(model, cfg.optim)
-    checkpoint.restore(folder, model, optimizer)
-    assert cases.digests(checkpoint.tensors_of(model, optimizer)) == wrote
+    restore(folder, model, optimizer)
+    assert cases.digests(tensors_of(model, optimizer)) == wrote
     deeper = Llama(make_config(model={"n_layers": 3}).model)
     with pytest.raises(ConfigError, match=r"has no model\.blocks\.2"):
-        checkpoint.restore(folder, deeper, None)
+        restore(folder, deeper, None)
     flatter = Llama(make_config(model={"n_layers": 1}).model)
     with pytest.raises(ConfigError, match=r"has model\.blocks\.1.*which this model does not"):
-        checkpoint.restore(folder, flatter, build_optimizer(flatter, cfg.optim))
+        restore(folder, flatter, build_optimizer(flatter, cfg.optim))
     wider = Llama(make_config(model={"ffn_dim": 96}).model)
     with pytest.raises(ConfigError, match=r"gate_proj.weight has shape .*80, 48.*this model's is .*96, 48"):
-        checkpoint.restore(folder, wider, None)
+        restore(folder, wider, None)
     with pytest.raises(ConfigError, match="embedding.weight has type torch.float32, this model's is torch.bfloat16"):
-        checkpoint.restore(folder, Llama(cfg.model).to(torch.bfloat16), None)
-    shutil.rmtree(folder / ".metadata", ignore_errors=True)
-    (folder / ".metadata").write_bytes(b"")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        checkpoint.restore(folder, model, None)
+        restore(folder, Llama(cfg.model).to(torch.bfloat16), None)
 
 
 def test_a_run_keeps_what_it_should_and_says_no(write_config, tmp_path):
@@ -158,7 +249,7 @@ def test_a_run_keeps_what_it_should_and_says_no(write_config, tmp_path):
                         checkpoint={"save_every_steps": 2, "keep_last": 2}, eval={"every_steps": 4})
     assert launch(path).returncode == 0
     folder = tmp_path / "outputs/kept"
-    assert checkpoint.saved_steps(folder / "checkpoints") == [6, 7]
+    assert [step for step, _ in places.step_folders(folder / "checkpoints")] == [6, 7]
     assert [row["step"] for row in rows(folder, "eval")] == [4, 7]
     # back to step 6: rows after it go, step 7 is set aside
     assert launch(path, "--checkpoint.resume=6", "--train.steps=8").returncode == 0
@@ -175,11 +266,10 @@ def test_a_run_keeps_what_it_should_and_says_no(write_config, tmp_path):
 
 
 def test_two_runs_in_one_folder(write_config, tmp_path):
-    import lifecycle
     path = write_config("locked")
     folder = tmp_path / "outputs/locked"
     folder.mkdir(parents=True)
-    held = lifecycle.lock(folder)
+    held = lock(folder)
     done = launch(path)
     os.close(held)
     assert done.returncode == 2 and "another run works here" in done.stderr

@@ -232,7 +232,8 @@ def test_a_failure_on_one_rank_is_told_and_ends_all(write_config, tmp_path):
     began = time.monotonic()
     done = launch(path, f"--data.path={copy}", nproc=2)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert f"failed on rank 1 first: {copy}/train.bin: token {window * 32 + 5} has id" in done.stderr, done.stderr
+    assert "failed first on rank 1, step 1, phase data:\n" in done.stderr, done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"{copy}/train.bin: token {window * 32 + 5} has id"), done.stderr
     assert time.monotonic() - began < 60
     status = json.loads((tmp_path / "outputs/broken/status.json").read_text())
     assert status["state"] == "failed" and status["exit_code"] == 2

@@ -1,0 +1,40 @@
+"""Compares checkpoints with their manifests.
+
+    python -m checkpoint verify DIR      DIR: one checkpoint, or a run: all of its checkpoints
+
+Exits with 0 where all are good, 1 where any is not, naming each bad file, 2 where there is nothing to verify.
+"""
+
+import argparse
+import pathlib
+import sys
+
+from checkpoint.integrity import read_manifest
+from checkpoint.places import is_checkpoint, step_folders
+from checkpoint.places import problems_of as problems_of
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m checkpoint", description=__doc__.splitlines()[0])
+    verify = parser.add_subparsers(required=True, metavar="verify").add_parser("verify")
+    verify.add_argument("folder", type=pathlib.Path, metavar="DIR", help="a checkpoint, or a run's folder")
+    folder = parser.parse_args(argv).folder
+    inside = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    found = [folder] if is_checkpoint(folder) else [path for _, path in step_folders(inside)]
+    if not found:
+        print(f"{folder}: is neither a checkpoint nor a run with one: nothing to verify", file=sys.stderr)
+        return 2
+    bad = 0
+    for path in found:
+        if problems := problems_of(path):
+            bad += 1
+            print(f"{path}: BAD", *problems, sep="\n  ")
+        else:
+            files = read_manifest(path)
+            print(f"{path}: good, {len(files)} files, {sum(f['size'] for f in files.values()):,} bytes")
+    print(f"{len(found) - bad} good, {bad} bad")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

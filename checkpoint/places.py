@@ -1,0 +1,162 @@
+"""Which checkpoints a run has, which one to go on from, which stay. Reads no tensors."""
+
+import pathlib
+import re
+import shutil
+from collections.abc import Callable, Iterable
+
+import config
+from checkpoint.integrity import MANIFEST, Damaged, check_sizes, read_json, read_manifest, verify
+from config import ConfigError
+
+STATE = "state.json"
+NAME = re.compile(r"step-(\d{8,})")
+TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp")
+# What decides weights and data order. The rest (steps, intervals, ranks, precision, learning rate) may change.
+GUARDED = re.compile(r"model\..*|data\.(?!path$).*|run\.seed|train\.(seq_len|global_batch_size)")
+
+
+def root(cfg: config.Config) -> pathlib.Path:
+    return config.run_folder(cfg) / "checkpoints"
+
+
+def path_of(cfg: config.Config, step: int) -> pathlib.Path:
+    return root(cfg) / f"step-{step:08d}"
+
+
+def temporary_of(cfg: config.Config, step: int) -> pathlib.Path:
+    return root(cfg) / f".step-{step:08d}.tmp"
+
+
+def step_folders(folder: pathlib.Path) -> list[tuple[int, pathlib.Path]]:
+    """(step, path), ascending, of all that is named as a checkpoint, good or bad. Links and files are none of ours."""
+    named = [(NAME.fullmatch(entry.name), entry) for entry in (folder.iterdir() if folder.is_dir() else ())]
+    return sorted((int(name[1]), entry) for name, entry in named if name and entry.is_dir() and not entry.is_symlink())
+
+
+def steps(cfg: config.Config) -> list[int]:
+    return [step for step, _ in step_folders(root(cfg))]
+
+
+def is_checkpoint(folder: pathlib.Path) -> bool:
+    """Whether a folder was made to be one, good or bad."""
+    return folder.is_dir() and bool(NAME.fullmatch(folder.name) or any(
+        (folder / name).exists() for name in (MANIFEST, STATE, ".metadata")))
+
+
+def read_state(folder: pathlib.Path) -> dict:
+    """state.json: {"step": int, "config": {...}, ...}. Raises ConfigError."""
+    try:
+        state, _ = read_json(folder, STATE)
+    except Damaged as error:
+        raise ConfigError(str(error)) from None
+    if not (isinstance(state, dict) and type(state.get("step")) is int and isinstance(state.get("config"), dict)):
+        raise ConfigError(f"{folder / STATE}: expected an object with step and config")
+    return state
+
+
+def at_first_sight(folder: pathlib.Path) -> list[str]:
+    """What is wrong with a checkpoint, short of hashing its files: in no time, whatever its size."""
+    try:
+        if problems := check_sizes(folder, read_manifest(folder)):
+            return problems
+        step = read_state(folder)["step"]
+    except (Damaged, ConfigError) as error:
+        return [str(error)]
+    named = NAME.fullmatch(folder.name)
+    return [f"{folder}: expected step {int(named[1])}, found step {step}"] if named and int(named[1]) != step else []
+
+
+def problems_of(folder: pathlib.Path, share: int = 0, shares: int = 1) -> list[str]:
+    """All that is wrong with a checkpoint, every byte of it read; of `shares` callers each reads its share."""
+    return at_first_sight(folder) or verify(folder, share, shares)
+
+
+def choose(cfg: config.Config, found: list[int], problems_with: Callable[[pathlib.Path], list[str]]
+           ) -> tuple[int, dict[int, list[str]]]:
+    """(the step to go on from, 0 for none; what is wrong with those that were passed over).
+
+    `found`: the run's steps(), as one rank has seen them. Raises ConfigError where what `resume` says does not fit
+    what is there, and where all are bad: a run never begins anew unasked.
+    """
+    if cfg.checkpoint is None:
+        return 0, {}
+    resume, folder = cfg.checkpoint.resume, root(cfg)
+    if resume == "never" and found:
+        raise ConfigError(f'[checkpoint] resume = "never": {folder} holds checkpoints; choose another run.name, or '
+                          "move them away")
+    if isinstance(resume, int) and resume not in found:
+        raise ConfigError(f"[checkpoint] resume = {resume}: {folder} has no such checkpoint; it has "
+                          f"{', '.join(map(str, found)) or 'none'}")
+    return newest_good(cfg, [resume] if isinstance(resume, int) else found, problems_with)
+
+
+def newest_good(cfg: config.Config, found: list[int], problems_with: Callable[[pathlib.Path], list[str]]
+                ) -> tuple[int, dict[int, list[str]]]:
+    """(the highest step without problems, the problems of those above it); (0, {}) where there is none at all."""
+    bad: dict[int, list[str]] = {}
+    for step in reversed(found):
+        if not (problems := problems_with(path_of(cfg, step))):
+            return step, bad
+        bad[step] = problems
+    if bad:
+        raise ConfigError(*(problem for problems in bad.values() for problem in problems),
+                          f"{root(cfg)}: no good checkpoint of {', '.join(map(str, bad))}; choose another with "
+                          "checkpoint.resume, or move the damaged ones away to begin anew")
+    return 0, {}
+
+
+def find(path: pathlib.Path) -> pathlib.Path:
+    """The folder itself where it is a checkpoint, else the newest of that run: verified. Raises ConfigError."""
+    candidates = [path] if is_checkpoint(path) else [p for _, p in step_folders(path / "checkpoints")][-1:]
+    if not candidates:
+        raise ConfigError(f"{path}: is neither a checkpoint nor a run with one")
+    if problems := problems_of(candidates[0]):
+        raise ConfigError(*problems)
+    return candidates[0]
+
+
+def check_same_run(cfg: config.Config, step: int) -> None:
+    """Raises ConfigError naming every option that decides weights or data order and differs from the checkpoint's."""
+    if not step:
+        return
+    folder = path_of(cfg, step)
+    before, now = config.to_flat(read_state(folder)["config"]), config.to_flat(config.to_dict(cfg))
+    changed = [key for key in sorted(before.keys() | now.keys()) if GUARDED.fullmatch(key)
+               and before.get(key) != now.get(key) and key not in cfg.checkpoint.allow_changed]
+    if changed:
+        raise ConfigError(*(
+            f"{key} = {now.get(key)}: {folder} was trained with {before.get(key)}; go on with that, choose another "
+            f'run.name, or allow it: checkpoint.allow_changed = ["{key}"]' for key in changed))
+
+
+def check_same_data(cfg: config.Config, step: int, fingerprint: dict) -> None:
+    """Raises ConfigError where the prepared data is not what the checkpoint of a step was trained on."""
+    before = read_state(path_of(cfg, step)).get("data") if step else None
+    if before and before != fingerprint and "data.source" not in cfg.checkpoint.allow_changed:
+        changed = "; ".join(f"{key} was {before.get(key)}, is {fingerprint[key]}" for key in fingerprint
+                            if before.get(key) != fingerprint[key])
+        raise ConfigError(f"{path_of(cfg, step)}: was trained on other data: {changed}; choose another run.name, or "
+                          'allow it: checkpoint.allow_changed = ["data.source"]')
+
+
+def set_aside(cfg: config.Config, step: int, bad: Iterable[int]) -> None:
+    """Renames the checkpoints after the step that training goes on from, and the bad ones. Rank 0 only."""
+    for other, folder in step_folders(root(cfg)):
+        if other > step or other in bad:
+            ending, n = "corrupt" if other in bad else "superseded", 0
+            while (target := folder.with_name(f"{folder.name}{f'.{n}' if n else ''}.{ending}")).exists():
+                n += 1
+            folder.rename(target)
+
+
+def remove(cfg: config.Config, step: int) -> None:
+    """Removes a checkpoint. Renamed first: what is half removed must not look like one."""
+    shutil.rmtree(path_of(cfg, step).rename(temporary_of(cfg, step)))
+
+
+def remove_unfinished(cfg: config.Config) -> None:
+    """Removes what a killed save or removal has left. Rank 0 only, while nothing is being saved."""
+    for entry in list(root(cfg).iterdir()) if root(cfg).is_dir() else ():
+        if TEMPORARY.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)

@@ -1,0 +1,142 @@
+"""From a checkpoint into a model's and optimizer's shards, without running anything that lies in it.
+
+torch.distributed.checkpoint reads .metadata with a bare pickle.load and non-tensor values with
+torch.load(weights_only=False): both run code that a file names. Here .metadata may name the types it consists of and
+nothing else, there are no values but tensors, and every path that it holds must be a file of this folder.
+"""
+
+import contextlib
+import math
+import os
+import pathlib
+import pickle
+from collections.abc import Iterator
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from checkpoint.integrity import Damaged, opened
+from config import ConfigError
+from parallel.materialize import named_parameters
+
+DCP = "torch.distributed.checkpoint"
+ALLOWED = {
+    *((f"{DCP}.metadata", name) for name in ("Metadata", "TensorStorageMetadata", "ChunkStorageMetadata",
+                                             "TensorProperties", "MetadataIndex", "StorageMeta",
+                                             "_MEM_FORMAT_ENCODING")),
+    (f"{DCP}.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),  # where it was saved; other Pythons' name for it
+}
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Unpickles what .metadata consists of. Raises Damaged for any other name, before it is looked up."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in ALLOWED and not (module == "torch" and isinstance(getattr(torch, name, None),
+                                                                                   torch.dtype)):
+            raise Damaged(f"refusing to unpickle {module}.{name}: no part of a checkpoint")
+        return super().find_class(module, name)
+
+
+class ConfinedFiles(FileSystem):
+    """Opens regular files of one folder, for reading."""
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[IO[bytes]]:
+        name = os.path.relpath(path, self.folder)  # what leads out begins with "..", and is refused
+        with opened(self.folder, name) as handle, open(handle, "rb", closefd=False) as stream:
+            yield stream
+
+
+class Reader(FileSystemReader):
+    """DCP's reader, confined. It reads and checks .metadata once, when it is made. Raises Damaged."""
+
+    def __init__(self, folder: pathlib.Path):
+        super().__init__(folder)
+        self.fs = ConfinedFiles(folder)
+        try:
+            with self.fs.create_stream(folder / ".metadata", "rb") as file:
+                self.metadata = MetadataUnpickler(file).load()
+            _check_metadata(self.metadata, folder)
+        except Damaged:
+            raise
+        except Exception as error:  # whatever a wrong pickle or a wrong type in it may cause
+            raise Damaged(f"{folder / '.metadata'}: expected DCP's metadata: {type(error).__name__}: {error}") from None
+
+    def read_metadata(self, *arguments: Any, **keywords: Any) -> Metadata:
+        return self.metadata
+
+
+def _check_metadata(metadata: Metadata, folder: pathlib.Path) -> None:
+    """Raises Damaged unless there are tensors only, each covered by its chunks, each chunk inside a file here."""
+    assert isinstance(metadata, Metadata)
+    sizes = {}
+    for index, info in metadata.storage_data.items():
+        if info.relative_path not in sizes:
+            with opened(folder, info.relative_path) as handle:
+                sizes[info.relative_path] = os.fstat(handle).st_size
+        if not (info.offset >= 0 and info.length > 0 and info.offset + info.length <= sizes[info.relative_path]):
+            raise Damaged(f"{folder / info.relative_path}: {index.fqn} is said to lie at bytes {info.offset} to "
+                          f"{info.offset + info.length} of {sizes[info.relative_path]}")
+        if info.transform_descriptors:
+            raise Damaged(f"{folder / '.metadata'}: {index.fqn} is stored transformed")
+    for name, item in metadata.state_dict_metadata.items():
+        if not isinstance(item, TensorStorageMetadata):
+            raise Damaged(f"{folder / '.metadata'}: {name} is no tensor: reading it would run its pickle")
+        inside = all(start >= 0 and length >= 0 and start + length <= size for chunk in item.chunks
+                     for start, length, size in zip(chunk.offsets, chunk.sizes, item.size))
+        if not inside or sum(math.prod(chunk.sizes) for chunk in item.chunks) != math.prod(item.size):
+            raise Damaged(f"{folder / '.metadata'}: the chunks of {name} do not make up its shape {tuple(item.size)}")
+
+
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint under its name: "model.<parameter>" and "optim.<parameter>.<state>"."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in named_parameters(model):
+        found[f"model.{name}"] = parameter.detach()
+        if optimizer is not None:
+            found |= {f"optim.{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
+    return found
+
+
+def restore(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Reads a checkpoint of any number of ranks into this model's shards. Raises ConfigError where it cannot be read,
+    or names, shapes or types differ."""
+    wanted = tensors_of(model, optimizer)
+    try:
+        reader = Reader(folder)
+    except Damaged as error:
+        raise ConfigError(str(error)) from None
+    stored = reader.metadata.state_dict_metadata
+    problems = [f"{folder}: has no {name}" for name in wanted.keys() - stored.keys()]
+    problems += [f"{folder}: has {name}, which this model does not" for name in stored.keys() - wanted.keys()
+                 if optimizer is not None or name.startswith("model.")]
+    for name in wanted.keys() & stored.keys():
+        for what, ours, theirs in (("shape", wanted[name].shape, stored[name].size),
+                                   ("type", wanted[name].dtype, stored[name].properties.dtype)):
+            if ours != theirs:
+                problems.append(f"{folder}: {name} has {what} {theirs}, this model's is {ours}")
+    if problems:
+        raise ConfigError(*sorted(problems))
+    try:  # DCP copies into these tensors in place; without a process group it reads alone
+        dcp.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
+    except dcp.CheckpointException as error:  # a BaseException
+        raise ConfigError(f"{folder}: cannot be read: {first_cause(error)}") from None
+
+
+def first_cause(error: dcp.CheckpointException) -> str:
+    """The lowest failing rank's error in one line: DCP's own text holds every rank's traceback."""
+    rank, (cause, _) = min(error.failures.items())
+    return f"rank {rank}: {type(cause).__name__}: {' '.join(str(cause).split())[:500]}"

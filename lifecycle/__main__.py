@@ -1,0 +1,200 @@
+"""The launch: checks all that one process can check, prepares the data, runs the ranks, turns how it ended into a code.
+
+    python -m lifecycle RANKS RANKS_HERE COMMAND ... -- CONFIG [--section.key=value ...]
+
+is what run_train.sh calls. It runs COMMAND CONFIG ... with a launch id, and exits with 0 finished, 2 the input is
+wrong, 75 stopped after saving, or another code for a failure. torchrun turns every exit code of a rank into 1, so the
+code comes from the status that carries this launch's id.
+
+TERM, INT, HUP and USR1 are passed on through a file that rank 0 polls: torchrun, given a signal, would kill its ranks
+after a grace that may be shorter than a save.
+"""
+
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from argparse import Namespace
+from typing import Any
+
+import config
+from config import ConfigError
+from lifecycle import INPUT_IS_WRONG, STOPPED
+from lifecycle.folder import check_folder, first_failure, lock, read_status, stop_file, sweep, write_status
+from lifecycle.watch import TWICE_SECONDS, die_with_parent
+
+TORCH = ((2, 11), (2, 13))  # the versions that the code is written for
+
+
+class Interrupted(BaseException):
+    """A signal came before the ranks were started."""
+
+
+def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespace) -> bool:
+    """Everything one process can check before the ranks start; prepares the data. Returns whether there is anything
+    left to do. Raises ConfigError."""
+    config.mesh_shape(cfg, ranks)
+    folder = config.run_folder(cfg)
+    if not args.eval_only:
+        check_folder(folder)
+
+    # Upwards, as a tool's main may; here and not above, since a wrong configuration should not wait for torch.
+    from checkpoint import places
+    from data.loader import check_enough
+    from data.prepare import data_folder, prepare
+    from data.tokens import fingerprint, open_stream
+    from model.llama import describe
+    from parallel.fsdp import unsharded_parameters
+    from parallel.mesh import pick_device
+
+    pick_device(cfg, local_ranks - 1)
+    unsharded_parameters(describe(cfg.model), cfg.parallel)  # their patterns match what they should
+    if args.eval_only:
+        if not places.steps(cfg):
+            raise ConfigError(f"{places.root(cfg)}: holds no checkpoint to evaluate")
+        data = data_folder(cfg)
+    else:
+        start, _ = places.choose(cfg, places.steps(cfg), places.at_first_sight)  # the ranks read every byte
+        places.check_same_run(cfg, start)
+        if start >= cfg.train.steps and read_status(folder).get("state") == "finished":
+            print(f"{folder}: finished at step {start}; train.steps = {cfg.train.steps} asks for no more")
+            return False
+        data = prepare(cfg, lambda text: print(text, flush=True))
+        places.check_same_data(cfg, start, fingerprint(data))
+        check_enough(open_stream(data, "train", cfg.model.vocab_size), cfg.train)
+    if (cfg.eval or args.eval_only) and open_stream(data, "heldout", cfg.model.vocab_size).length < 2:
+        raise ConfigError(f"{data}: none of its documents (one in a hundred) is held out; bring more, or --eval=off")
+    try:
+        if not args.eval_only:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"[run] output_dir: {folder} cannot be made: {error.strerror}") from None
+    return True
+
+
+def exit_code(folder: pathlib.Path, launch: str, returned: int) -> int:
+    """The launch's exit code from what its ranks left; marks the run as failed where they could not, and tells the
+    first cause last, below what all ranks and torchrun printed."""
+    status = read_status(folder)
+    try:
+        held = lock(folder)
+    except (ConfigError, OSError) as error:  # refused: the folder is another run's, or was never made
+        for path in (stop_file(folder, launch), folder / f".failure-{launch}"):
+            path.unlink(missing_ok=True)
+        print(error, file=sys.stderr)
+        return INPUT_IS_WRONG
+    cause = first_failure(folder, launch)
+    sweep(folder, None)
+    if status.get("launch") == launch and status["state"] in ("finished", "preempted"):
+        os.close(held)
+        return 0 if status["state"] == "finished" else STOPPED
+    code = cause["exit_code"] if cause else returned if returned > 0 else 1
+    if code != INPUT_IS_WRONG or status.get("launch") == launch:
+        write_status(folder, "failed", status.get("step", 0), launch, exit_code=code)
+    os.close(held)
+    print(f"every rank's own words are in {folder}/logs", file=sys.stderr)
+    if cause:
+        print(f"failed first on rank {cause['rank']}, step {cause['step']}, phase {cause['phase']}:\n{cause['text']}",
+              file=sys.stderr)
+    elif returned < 0:
+        hint = ": the host may be out of memory" if -returned == signal.SIGKILL else ""
+        print(f"ended by signal {signal.Signals(-returned).name}{hint}", file=sys.stderr)
+    return code
+
+
+def usable(argv: list[str]) -> bool:
+    """Can this Python do what is asked: the run of these arguments, or without any everything? Imports nothing."""
+    import importlib.metadata
+    import importlib.util
+
+    from data.prepare import is_prepared
+
+    needed = [] if argv else ["tensorboard", "sentencepiece", "datasets"]
+    with contextlib.suppress(ConfigError, SystemExit):  # what is wrong the run itself will tell
+        if argv and not (args := config.parse_arguments(argv)).dry_run:
+            cfg = config.load(args.config, args.overrides)
+            needed += ["tensorboard"] * (cfg.log.tensorboard and not args.eval_only)
+            needed += ["sentencepiece", "datasets"] * (not is_prepared(cfg))
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
+        version = tuple(int(n) for n in importlib.metadata.version("torch").split(".")[:2])
+        return TORCH[0] <= version <= TORCH[1] and all(importlib.util.find_spec(name) for name in needed)
+    return False
+
+
+def run_ranks(command: list[str], folder: pathlib.Path, launch: str) -> int:
+    """Runs the ranks' command to its end, passing requests to stop on; returns its exit code."""
+    file, last_interrupt, killed = stop_file(folder, launch), float("-inf"), False
+
+    def ask(number: int, frame: Any) -> None:
+        nonlocal last_interrupt, killed
+        if number == signal.SIGINT:
+            if child and time.monotonic() - last_interrupt < TWICE_SECONDS:
+                killed = True
+                child.kill()  # and the ranks of torchrun die with it
+                return
+            last_interrupt = time.monotonic()
+            print(f"stopping after this step; Ctrl-C again within {TWICE_SECONDS:.0f} s quits at once", file=sys.stderr)
+        if not file.stat().st_size:
+            file.write_text(str(int(number)))
+
+    file.touch()
+    child = None
+    listen(ask)
+    # A session of its own: Ctrl-C in the terminal reaches this process alone, and not torchrun.
+    child = subprocess.Popen(command, start_new_session=True, preexec_fn=die_with_parent)
+    returned = child.wait()
+    return 128 + signal.SIGINT if killed else returned
+
+
+def listen(handler: Any) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, handler)
+
+
+def main(argv: list[str]) -> int:
+    if argv[0] == "--usable":
+        return 0 if usable(argv[1:]) else 1
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise Interrupted
+
+    listen(interrupt)
+    cut = argv.index("--")
+    ranks, local_ranks, command, rest = int(argv[0]), int(argv[1]), argv[2:cut], argv[cut + 1 :]
+    args = cfg = None
+    try:
+        args = config.parse_arguments(rest)
+        cfg = config.load(args.config, args.overrides)
+        if not check_launch(cfg, ranks, local_ranks, args):
+            return 0
+        launch, folder = uuid.uuid4().hex, config.run_folder(cfg)
+        command = [*command, *rest, f"--launch={launch}"]
+        if args.eval_only:
+            return subprocess.run(command, preexec_fn=die_with_parent).returncode
+        return exit_code(folder, launch, run_ranks(command, folder, launch))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return INPUT_IS_WRONG
+    except Interrupted:
+        print("stopped before the run began", file=sys.stderr)
+        if cfg and not args.eval_only:
+            mark_stopped(config.run_folder(cfg))
+        return STOPPED
+
+
+def mark_stopped(folder: pathlib.Path) -> None:
+    """The status of a run that was stopped before its ranks were started; another launch's run is left alone."""
+    with contextlib.suppress(ConfigError, OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        held = lock(folder)
+        write_status(folder, "preempted", read_status(folder).get("step", 0), None)
+        os.close(held)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,116 @@
+"""What a rank watches while it works: requests to stop, and its own progress.
+
+Imports torch in one method only: a signal must find its handler before the seconds that torch takes to load.
+"""
+
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+TWICE_SECONDS = 5.0  # a second Ctrl-C so soon after the first ends at once
+
+
+class StopRequest:
+    """Asks all ranks to stop at the same step: told by a signal to any of them, or by the launcher in a file.
+
+    A rank that stopped on its own would leave the others in a collective for ever. So the flag is all-reduced, on the
+    host and while the step is under way: nothing waits for it, and never for the device.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0  # a signal's number
+        self.decided = 0  # the same, once all ranks know
+        self.file: pathlib.Path | None = None
+        self.alone = False  # no launcher and no torchrun: a second Ctrl-C is this process's to handle
+        self.group, self.flag, self.work = None, None, None
+
+    def listen(self) -> None:
+        """Notes the signals from now on; the first counts."""
+        last_interrupt = float("-inf")
+
+        def note(number: int, frame: Any) -> None:
+            nonlocal last_interrupt
+            self.received = self.received or number
+            if number == signal.SIGINT and self.alone:
+                if time.monotonic() - last_interrupt < TWICE_SECONDS:
+                    os._exit(128 + number)
+                last_interrupt = time.monotonic()
+
+        for number in SIGNALS:
+            signal.signal(number, note)
+
+    def connect(self, group: Any, file: pathlib.Path | None) -> None:
+        """Before the first begin(): the gloo group of all ranks; on rank 0 the launcher's file."""
+        self.group, self.file = group, file
+
+    def begin(self) -> None:
+        """Begins to ask all ranks."""
+        import torch
+        import torch.distributed as dist
+
+        # Opened and not stat'ed: NFS fetches a file's new content when it is opened, and caches its absence.
+        if self.file and not self.received and (said := read_stop(self.file)):
+            self.received = said
+        self.flag = torch.tensor([self.received])
+        self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    def agreed(self) -> bool:
+        """Waits for what begin() began: whether any rank had been told to stop by then."""
+        self.work.wait()
+        self.decided = max(self.decided, int(self.flag))
+        return self.decided > 0
+
+
+def read_stop(file: pathlib.Path) -> int:
+    """The signal's number that a stop file holds, 0 for none."""
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return 0
+    return int(text) if text.isdigit() else signal.SIGTERM if text else 0
+
+
+class Watch:
+    """Knows what this rank is doing, and ends the process when that takes too long."""
+
+    def __init__(self, give_up: Callable[[str], None]):
+        """give_up: called in another thread with what happened and where the main thread stands; must not return."""
+        self.step, self.name, self.progress, self.deadline = 0, "start", 0, float("inf")
+        self.began, self.give_up, self.main = time.monotonic(), give_up, threading.get_ident()
+        self.ended = False
+        threading.Thread(target=self._run, daemon=True, name="watch").start()
+
+    def phase(self, name: str, seconds: float, step: int | None = None) -> None:
+        """The main thread begins something, and should begin the next within so many seconds."""
+        self.step, self.name, self.progress = self.step if step is None else step, name, self.progress + 1
+        self.began = time.monotonic()
+        self.deadline = self.began + seconds
+
+    def stop(self) -> None:
+        self.ended = True
+
+    def _run(self) -> None:
+        while not self.ended:
+            time.sleep(min(1.0, max(0.05, self.deadline - time.monotonic())))
+            if time.monotonic() > self.deadline and not self.ended:
+                stack = "".join(traceback.format_stack(sys._current_frames()[self.main]))
+                seconds = time.monotonic() - self.began
+                self.give_up(f"{stack}no progress for {seconds:.0f} s: another rank is gone or hangs, or this one does")
+
+
+def die_with_parent() -> None:
+    """Linux ends this process when its parent dies: no rank outlives a killed launcher, holding the folder's lock."""
+    if sys.platform == "linux":
+        import ctypes
+
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it died before the call
+            os._exit(1)
