@@ -85,6 +85,8 @@ nodes=${SLURM_NNODES:-1}
 cores=$(nproc 2>/dev/null || echo 1)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))}
 
+# Else torchrun's ranks meet again in the store of the life before, and find the addresses of the dead in it.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 torchrun=("$python" -m torch.distributed.run "--nproc-per-node=$nproc")
 if ((nodes > 1)); then
     head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

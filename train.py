@@ -120,7 +120,7 @@ def run(cfg: Config, world: World, launch: str | None, stop: StopRequest) -> int
         elif isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
             text = out_of_memory(cfg, world.size, text)
         elif not isinstance(error, FloatingPointError | SaveFailed):
-            told, text = False, traceback.format_exc()
+            told, text = False, traceback.format_exc().rstrip()
         fail(code, text, final=told and not isinstance(error, SaveFailed))
         if saver:  # what is being written behind the training is good, whatever happened here
             watch.phase("save", cfg.run.save_timeout_seconds)

@@ -118,9 +118,10 @@ class Saver:
                 shutil.rmtree(temporary)
             temporary.mkdir(parents=True)
             size = sum(t.numel() * t.element_size() for t in tensors.values())  # of a DTensor: the whole, once
-            needed, free = size + 4 * MIB, shutil.disk_usage(temporary).free
+            # beside its bytes each shard has a header and an entry in the metadata
+            needed, free = size + 4096 * len(tensors) * self.ranks, shutil.disk_usage(temporary).free
             if needed > free:
-                raise OSError(f"needs {needed / MIB:,.0f} MiB, {free / MIB:,.0f} MiB are free")
+                raise OSError(f"needs {needed / MIB:,.1f} MiB, {free / MIB:,.1f} MiB are free")
 
         def publish() -> None:
             for path in self.extra_files:

@@ -81,7 +81,8 @@ def exit_code(folder: pathlib.Path, launch: str, returned: int) -> int:
     first cause last, below what all ranks and torchrun printed."""
     status = read_status(folder)
     try:
-        held = lock(folder)
+        # ranks that were killed with torchrun may take a moment to die, and hold the lock until then
+        held = lock(folder, wait_seconds=30 if status.get("launch") == launch else 0)
     except (ConfigError, OSError) as error:  # refused: the folder is another run's, or was never made
         for path in (stop_file(folder, launch), folder / f".failure-{launch}"):
             path.unlink(missing_ok=True)
@@ -191,8 +192,9 @@ def mark_stopped(folder: pathlib.Path) -> None:
     """The status of a run that was stopped before its ranks were started; another launch's run is left alone."""
     with contextlib.suppress(ConfigError, OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        held = lock(folder)
-        write_status(folder, "preempted", read_status(folder).get("step", 0), None)
+        held, status = lock(folder), read_status(folder)
+        if status.get("state") != "finished":
+            write_status(folder, "preempted", status.get("step", 0), None)
         os.close(held)
 
 

@@ -33,18 +33,23 @@ def write_status(folder: pathlib.Path, state: str, step: int, launch: str | None
     temporary.rename(folder / "status.json")
 
 
-def lock(folder: pathlib.Path) -> int:
+def lock(folder: pathlib.Path, wait_seconds: float = 0) -> int:
     """Locks the folder for this process and returns the open lock file, which the kernel frees when the process ends,
-    however it ends. Raises ConfigError where another run holds it."""
-    handle = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise ConfigError(f"{folder}: another run works here; wait for it, or choose another run.name") from None
-    except OSError as error:
-        print(f"{folder}: no locks on this file system, nothing keeps a second run out: {error}", file=sys.stderr)
-    return handle
+    however it ends. Raises ConfigError where another run holds it, and goes on holding it for so long."""
+    handle, end = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR), time.monotonic() + wait_seconds
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                os.close(handle)
+                raise ConfigError(f"{folder}: another run works here; wait for it, or choose another "
+                                  "run.name") from None
+            time.sleep(0.1)
+        except OSError as error:
+            print(f"{folder}: no locks on this file system, nothing keeps a second run out: {error}", file=sys.stderr)
+            return handle
 
 
 def check_folder(folder: pathlib.Path) -> None:

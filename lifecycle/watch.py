@@ -98,7 +98,7 @@ class Watch:
 
     def _run(self) -> None:
         while not self.ended:
-            time.sleep(min(1.0, max(0.05, self.deadline - time.monotonic())))
+            time.sleep(0.2)
             if time.monotonic() > self.deadline and not self.ended:
                 stack = "".join(traceback.format_stack(sys._current_frames()[self.main]))
                 seconds = time.monotonic() - self.began

@@ -87,3 +87,20 @@ def rows(folder: pathlib.Path, kind: str = "train") -> list[dict]:
 @pytest.fixture(scope="session")
 def on_ranks():
     return run_on_ranks
+
+
+@pytest.fixture(scope="session")
+def saved_by_two(tmp_path_factory) -> tuple[pathlib.Path, dict[str, str]]:
+    """(a real checkpoint, its tensors' digests). Not to be changed."""
+    from tests import cases
+
+    folder = tmp_path_factory.mktemp("two")
+    return folder / "r/checkpoints/step-00000003", run_on_ranks(2, cases.save_trained, str(folder))[0]
+
+
+def seal(folder: pathlib.Path) -> None:
+    """A manifest that says what is there, as an attacker would write it."""
+    from checkpoint.integrity import hash_files, render_manifest
+
+    names = sorted(p.name for p in folder.iterdir() if p.name != "manifest.json")
+    (folder / "manifest.json").write_bytes(render_manifest(hash_files(folder, names)))

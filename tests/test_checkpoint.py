@@ -17,7 +17,7 @@ from lifecycle.folder import lock
 from model.llama import Llama
 from optim import build_optimizer
 from tests import cases
-from tests.conftest import launch, make_config, rows
+from tests.conftest import launch, make_config, rows, seal
 
 
 def configured(tmp_path, **keys):
@@ -32,12 +32,6 @@ def fake(cfg, step, **state):
     (folder / "state.json").write_text(json.dumps({"step": step, "config": config.to_dict(cfg), **state}))
     seal(folder)
     return folder
-
-
-def seal(folder):
-    """A manifest that says what is there."""
-    names = sorted(p.name for p in folder.iterdir() if p.name != "manifest.json")
-    (folder / "manifest.json").write_bytes(integrity.render_manifest(integrity.hash_files(folder, names)))
 
 
 def chosen(cfg, problems_of=places.problems_of):
@@ -215,13 +209,6 @@ def test_any_number_of_ranks_reads_any(on_ranks, tmp_path):
         read = on_ranks(ranks, cases.load_trained, [str(tmp_path / str(saved)) for saved in wrote])[0]
         assert read == list(wrote.values())
     assert all(len({digest for name, digest in w.items() if "norm" not in name}) > 20 for w in wrote.values())
-
-
-@pytest.fixture(scope="module")
-def saved_by_two(on_ranks, tmp_path_factory):
-    """(folder of a real checkpoint, its tensors' digests)."""
-    folder = tmp_path_factory.mktemp("two")
-    return folder / "r/checkpoints/step-00000003", on_ranks(2, cases.save_trained, str(folder))[0]
 
 
 def test_a_plain_model_reads_it_and_differences_are_named(saved_by_two):

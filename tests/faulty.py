@@ -1,0 +1,81 @@
+"""train.py with a fault, as a rank's script: FAULT is "what" or "what:rank:step"; see the table at the end."""
+
+import os
+import pathlib
+import runpy
+import signal
+import sys
+import time
+
+import torch
+
+import checkpoint.saving
+from data.loader import Loader
+from lifecycle.watch import StopRequest
+from model.llama import Llama
+
+what, on_rank, at_step = [*os.environ["FAULT"].split(":"), "0", "3"][:3]
+HERE = os.getenv("RANK", "0") == on_rank
+calls = {}
+
+
+def nth_call(name: str) -> bool:
+    """Whether this is the at_step-th call, on the rank that the fault is for."""
+    calls[name] = calls.get(name, 0) + 1
+    return HERE and calls[name] == int(at_step)
+
+
+def before(kind: type, method: str, fault) -> None:
+    original = getattr(kind, method)
+
+    def faulty(*arguments, **keywords):
+        if nth_call(method):
+            fault()
+        return original(*arguments, **keywords)
+
+    setattr(kind, method, faulty)
+
+
+def after(kind: type, method: str, fault) -> None:
+    original = getattr(kind, method)
+
+    def faulty(*arguments, **keywords):
+        result = original(*arguments, **keywords)
+        return fault(result) if nth_call(method) else result
+
+    setattr(kind, method, faulty)
+
+
+def throw(error: BaseException) -> None:
+    raise error
+
+
+def terminate(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def terminate_slowly() -> None:
+    terminate()
+    time.sleep(1)
+
+
+FAULTS = {
+    "none": lambda: None,
+    "hang in data": lambda: before(Loader, "__next__", lambda: time.sleep(1000)),
+    "error in data": lambda: before(Loader, "__next__", lambda: throw(RuntimeError("the disk is gone"))),
+    "killed": lambda: before(Loader, "__next__", lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "killed once": lambda: os.path.exists(os.environ["ONCE"]) or before(Loader, "__next__", lambda: (
+        pathlib.Path(os.environ["ONCE"]).touch(), os.kill(os.getpid(), signal.SIGKILL))),
+    "infinite loss": lambda: after(Llama, "forward", lambda out: (out[0] + float("inf"), out[1])),
+    "out of memory": lambda: before(Llama, "forward", lambda: throw(
+        torch.OutOfMemoryError("Tried to allocate 9 GiB."))),
+    "term after check": lambda: after(StopRequest, "begin", terminate),
+    "term in data": lambda: before(Loader, "__next__", terminate_slowly),
+    "term in forward": lambda: before(Llama, "forward", terminate_slowly),
+    "term in save": lambda: before(checkpoint.saving.Writer, "finish", terminate_slowly),
+    "save error": lambda: before(checkpoint.saving.Writer, "write_data", lambda: throw(OSError(5, "injected"))),
+}
+
+FAULTS[what]()
+sys.argv[0] = str(pathlib.Path(__file__).parent.parent / "train.py")
+runpy.run_path(sys.argv[0], run_name="__main__")

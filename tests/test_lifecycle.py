@@ -1,0 +1,315 @@
+"""What a run does when it is told to stop, and when something inside or around it fails."""
+
+import json
+import os
+import pathlib
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from checkpoint import places
+from lifecycle.folder import first_failure, report_failure
+from lifecycle.watch import StopRequest, Watch, read_stop
+from tests.conftest import REPO, launch, rows
+
+FOREVER = {"train": {"steps": 100000}, "optim": {"schedule_steps": 100000}, "checkpoint": {}}
+TIMEOUTS = {"start_timeout_seconds": 60.0, "step_timeout_seconds": 5.0, "save_timeout_seconds": 20.0}
+
+
+def launch_faulty(fault: str, path: pathlib.Path, *arguments: str, nproc: int = 1, restarts: int = 0, **env: str
+                  ) -> subprocess.CompletedProcess:
+    """The launcher, as run_train.sh calls it, with tests/faulty.py for train.py."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}",
+               f"--max-restarts={restarts}"] if nproc > 1 else [sys.executable]
+    return subprocess.run(
+        [sys.executable, "-m", "lifecycle", str(nproc), str(nproc), *command, str(REPO / "tests/faulty.py"), "--",
+         str(path), *arguments], cwd=REPO, capture_output=True, text=True, timeout=200,
+        env={**os.environ, "FAULT": fault, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO),
+             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **env})
+
+
+def status(folder: pathlib.Path) -> dict:
+    return json.loads((folder / "status.json").read_text())
+
+
+def saved(folder: pathlib.Path) -> list[int]:
+    return [step for step, _ in places.step_folders(folder / "checkpoints")]
+
+
+def leftovers(folder: pathlib.Path) -> list[str]:
+    return [p.name for p in folder.rglob("*") if re.match(r"\.stop-|\.failure-|\.step-|.*\.tmp$", p.name)]
+
+
+class Launched:
+    """A run that goes on until it is told to stop."""
+
+    def __init__(self, path: pathlib.Path, nproc: int):
+        self.folder = path.parent / "outputs" / path.stem
+        self.process = subprocess.Popen(
+            [REPO / "run_train.sh", path], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPO,
+            env={**os.environ, "PYTHON": sys.executable, "NPROC": str(nproc)}, start_new_session=True)
+        self.path = path
+
+    def processes(self, pattern: str) -> list[int]:
+        """Of this run, by a part of the command line."""
+        found = []
+        for entry in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                words = entry.read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue
+            # what comes before "--launch" and the configuration is the process's own command
+            if str(self.path) in words and any(re.search(pattern, word) for word in words[:3]):
+                found.append(int(entry.parent.name))
+        return found
+
+    def wait_for(self, condition) -> None:
+        end = time.monotonic() + 60
+        while not condition():
+            assert self.process.poll() is None and time.monotonic() < end, self.process.communicate()[0]
+            time.sleep(0.05)
+
+    def trained_a_step(self) -> bool:
+        metrics = self.folder / "metrics.jsonl"
+        return metrics.exists() and metrics.stat().st_size > 0
+
+    def end(self) -> tuple[int, str]:
+        output = self.process.communicate(timeout=60)[0]
+        assert not self.processes(r"train\.py"), "a rank outlived its launcher"
+        return self.process.returncode, output
+
+
+@pytest.mark.parametrize("whom, number, nproc", [
+    ("launcher", signal.SIGTERM, 1), ("launcher", signal.SIGUSR1, 2), ("rank", signal.SIGINT, 2),
+    ("torchrun", signal.SIGTERM, 2)])
+def test_a_signal_to_anyone_saves_and_stops_all(write_config, whom, number, nproc):
+    run = Launched(write_config("stopped", **FOREVER), nproc)
+    run.wait_for(run.trained_a_step)
+    os.kill({"launcher": lambda: run.process.pid, "rank": lambda: run.processes(r"/train\.py$")[-1],
+             "torchrun": lambda: run.processes(r"^torch\.distributed\.run$")[-1]}[whom](), number)
+    code, output = run.end()
+    assert code == 75, output
+    step = status(run.folder)["step"]
+    assert status(run.folder)["state"] == "preempted" and saved(run.folder) == [step] and step >= 1
+    assert f"stopped after step {step} by {number.name}" in output and not leftovers(run.folder)
+    done = launch(run.path, f"--train.steps={step + 2}")
+    assert done.returncode == 0 and f"going on after step {step}" in done.stdout, done.stdout + done.stderr
+    assert [row["step"] for row in rows(run.folder)] == list(range(1, step + 3))
+
+
+@pytest.mark.parametrize("seconds", [0.3, 1.5, 3.0])
+def test_a_signal_before_the_first_step(write_config, seconds):
+    run = Launched(write_config("early", **FOREVER), 2)
+    time.sleep(seconds)
+    run.process.terminate()
+    code, output = run.end()
+    step = status(run.folder)["step"]
+    assert code == 75 and status(run.folder)["state"] == "preempted" and "Traceback" not in output, output
+    assert saved(run.folder) == ([step] if step else [])  # a slow test may come too late
+
+
+def test_ctrl_c_twice_quits_at_once(write_config):
+    run = Launched(write_config("twice", **FOREVER), 2)
+    run.wait_for(run.trained_a_step)
+    os.kill(run.process.pid, signal.SIGSTOP)  # so that both wait for it
+    os.kill(run.process.pid, signal.SIGCONT)
+    began = time.monotonic()
+    os.kill(run.process.pid, signal.SIGINT)
+    time.sleep(0.02)
+    os.kill(run.process.pid, signal.SIGINT)
+    code, output = run.end()
+    assert code in (130, 75) and time.monotonic() - began < 20, output  # 75: the first was quicker
+    assert status(run.folder)["state"] == ("failed" if code == 130 else "preempted")
+
+
+def test_nothing_outlives_a_killed_launcher(write_config):
+    run = Launched(write_config("orphans", **FOREVER), 2)
+    run.wait_for(run.trained_a_step)
+    os.killpg(run.process.pid, signal.SIGKILL)
+    run.process.communicate()
+    end = time.monotonic() + 5
+    while run.processes(r"train\.py") and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not run.processes(r"train\.py")
+    done = launch(run.path, "--train.steps=1", "--optim.schedule_steps=1", "--optim.warmup_steps=0")
+    assert done.returncode == 0 and not leftovers(run.folder), done.stderr
+
+
+@pytest.mark.parametrize("fault, last", [
+    ("term after check:1:3", 3), ("term in data:1:3", 3), ("term in forward:0:1", 1)])
+def test_all_ranks_stop_at_the_same_step(write_config, tmp_path, fault, last):
+    """The signal comes to one rank just after it was asked (so that the next step asks again), while it waits for data,
+    and in the first step."""
+    path = write_config("agree", **FOREVER)
+    done = launch_faulty(fault, path, nproc=2)
+    assert done.returncode == 75, done.stdout + done.stderr
+    folder = tmp_path / "outputs/agree"
+    assert saved(folder) == [status(folder)["step"]] and last <= status(folder)["step"] <= last + 1
+
+
+def test_a_signal_during_a_save_and_during_evaluation(write_config, tmp_path):
+    path = write_config("busy", train={"steps": 6}, checkpoint={"save_every_steps": 2, "async_save": True}, eval={})
+    folder = tmp_path / "outputs/busy"
+    done = launch_faulty("term in save:0:1", path)
+    stopped = status(folder)["step"]
+    assert done.returncode == 75 and saved(folder) == sorted({2, stopped}), done.stdout + done.stderr
+    # 6 steps have one forward each left of 4 micro-batches; the first of the evaluation comes after those
+    done = launch_faulty(f"term in forward:0:{(6 - stopped) * 4 + 1}", path)
+    assert done.returncode == 75 and saved(folder)[-1] == 6 and not rows(folder, "eval"), done.stdout + done.stderr
+    assert launch(path).returncode == 0
+    assert [row["step"] for row in rows(folder, "eval")] == [6] and status(folder)["state"] == "finished"
+
+
+def test_stopping_without_checkpoints_is_no_success(write_config, tmp_path):
+    done = launch_faulty("term in data:0:2", write_config("lost", train={"steps": 9}))
+    assert done.returncode == 128 + signal.SIGTERM and "without [checkpoint] nothing was saved" in done.stderr
+    assert status(tmp_path / "outputs/lost")["state"] == "failed"
+
+
+# Failures inside
+
+
+@pytest.mark.parametrize("fault, told", [
+    ("hang in data:1:3", r"failed first on rank 1, step 3, phase data:(?s:.*)time\.sleep(?s:.*)no progress for \d+ s"),
+    ("error in data:1:2", r"failed first on rank 1, step 2, phase data:(?s:.*)RuntimeError: the disk is gone\n\Z"),
+    ("infinite loss:1:3", r"failed first on rank \d, step 3, phase update:\nstep 2: the gradient is not finite"),
+])
+def test_a_failure_on_one_rank_ends_all_with_the_first_cause_last(write_config, tmp_path, fault, told):
+    path = write_config("fails", **FOREVER, run=TIMEOUTS)
+    began = time.monotonic()
+    done = launch_faulty(fault, path, nproc=2)
+    assert done.returncode == 1 and re.search(told, done.stderr), done.stderr
+    assert time.monotonic() - began < 60
+    folder = tmp_path / "outputs/fails"
+    assert status(folder)["state"] == "failed" and not leftovers(folder) and not saved(folder)
+    assert re.search(r"rank 1, step \d, phase", (folder / "logs/rank-1.log").read_text())
+
+
+def test_a_restart_by_torchrun_goes_on(write_config, tmp_path):
+    path = write_config("again", train={"steps": 8}, checkpoint={"save_every_steps": 2})
+    done = launch_faulty("killed once:1:6", path, nproc=2, restarts=1, ONCE=str(tmp_path / "once"))
+    assert done.returncode == 0 and "going on after step 4" in done.stdout, done.stdout + done.stderr
+    assert [row["step"] for row in rows(tmp_path / "outputs/again")] == list(range(1, 9))
+    assert not leftovers(tmp_path / "outputs/again")
+
+
+def test_what_starting_again_cannot_help_is_not_tried_again(write_config):
+    done = launch_faulty("infinite loss:0:2", write_config("hopeless", **FOREVER), nproc=2, restarts=2)
+    assert done.returncode == 1 and done.stdout.count("from fresh weights") == 1, done.stdout + done.stderr
+
+
+def test_out_of_memory_says_what_to_change(write_config):
+    done = launch_faulty("out of memory:0:2", write_config("large", **FOREVER))
+    told = (r"phase forward and backward:\nout of memory: Tried to allocate 9 GiB\.\n"
+            r"the plan expected 0\.\d+ GiB per rank.*\n"
+            r"to need less, try: train\.micro_batch_size below 2; .*recompute")
+    assert done.returncode == 1 and re.search(told, done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_skipped_steps_are_counted_in_the_checkpoint(write_config, tmp_path):
+    path = write_config("skips", train={"steps": 6, "skip_nonfinite": 1}, checkpoint={"save_every_steps": 3})
+    done = launch_faulty("infinite loss:1:6", path, nproc=2)  # two micro-batches a step: the third
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = tmp_path / "outputs/skips"
+    states = [places.read_state(folder / f"checkpoints/step-{step:08d}") for step in (3, 6)]
+    assert [(s["skipped_steps"], s["skipped_in_a_row"]) for s in states] == [(1, 1), (1, 0)]
+    assert rows(folder)[2]["loss"] is None and rows(folder)[3]["loss"] < 10
+
+
+# Disks
+
+
+def test_a_write_error_on_one_rank_costs_that_checkpoint_alone(write_config, tmp_path):
+    path = write_config("hurt", train={"steps": 6}, checkpoint={"save_every_steps": 2})
+    done = launch_faulty("save error:1:2", path, nproc=2)
+    folder = tmp_path / "outputs/hurt"
+    assert done.returncode == 0 and saved(folder) == [2, 6] and not leftovers(folder), done.stderr
+    assert re.search(r"not saved, training goes on: .*step-00000004: rank 1: OSError: .*injected", done.stdout)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_last_checkpoint_must_be_saved(write_config, tmp_path, asynchronous):
+    path = write_config("end", train={"steps": 4}, checkpoint={"save_every_steps": 2, "async_save": asynchronous})
+    done = launch_faulty("save error:0:2", path)
+    folder = tmp_path / "outputs/end"
+    assert done.returncode == 1 and saved(folder) == [2] and not leftovers(folder), done.stderr
+    assert re.search(r"the last checkpoint was not saved: .*injected", done.stderr.splitlines()[-1])
+    assert status(folder) == {**status(folder), "state": "failed", "step": 2}
+
+
+def test_a_full_disk(write_config, tmp_path):
+    """A file system with room for one checkpoint (0.6 MB), and nothing for logs beside a second."""
+    mount = tmp_path / "outputs"
+    mount.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1900k", "tmpfs", mount], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        path = write_config("full", train={"steps": 40}, optim={"schedule_steps": 40},
+                            checkpoint={"save_every_steps": 10}, log={"every_steps": 1, "tensorboard": True})
+        done = launch(path)
+        folder = mount / "full"
+        assert done.returncode == 1 and saved(folder) == [10] and not leftovers(folder), done.stdout + done.stderr
+        assert re.search(r"step-00000020: rank 0: OSError: needs [\d.]+ MiB, [\d.]+ MiB are free", done.stdout)
+        assert not places.problems_of(folder / "checkpoints/step-00000010")
+        assert "step 40/40" in done.stdout and "the last checkpoint was not saved" in done.stderr.splitlines()[-1]
+        subprocess.run(["mount", "-o", "remount,size=9m", mount], check=True)
+        done = launch(path)
+        assert done.returncode == 0 and "going on after step 10" in done.stdout, done.stdout + done.stderr
+    finally:
+        subprocess.run(["umount", "-l", mount], check=True)
+
+
+def test_files_beyond_a_size_fail_the_save_alone(write_config, tmp_path):
+    """The error of a disk that fills up in the middle of a write, without the right to mount."""
+    path = write_config("limit", train={"steps": 3}, checkpoint={})
+    limits = (300_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    done = subprocess.run([REPO / "run_train.sh", path], capture_output=True, text=True, cwd=REPO,
+                          env={**os.environ, "PYTHON": sys.executable, "NPROC": "1"},
+                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits))
+    folder = tmp_path / "outputs/limit"
+    assert done.returncode == 1 and saved(folder) == [] and not leftovers(folder), done.stdout + done.stderr
+    assert "the last checkpoint was not saved" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+
+
+# Pieces
+
+
+def test_the_first_failure_is_that_of_the_rank_that_got_least_far(tmp_path):
+    for rank, progress in ((0, 8), (1, 7), (2, 8)):
+        report_failure(tmp_path, "x", rank, 3, "data", progress, 1, f"text {rank}", False)
+    assert first_failure(tmp_path, "x")["text"] == "text 1" and first_failure(tmp_path, "y") is None
+
+
+@pytest.mark.parametrize("content, number", [("", 0), ("10\n", 10), ("now", signal.SIGTERM)])
+def test_what_a_stop_file_says(tmp_path, content, number):
+    (tmp_path / "stop").write_text(content)
+    assert read_stop(tmp_path / "stop") == number and read_stop(tmp_path / "none") == 0
+
+
+def test_watch_tells_where_the_main_thread_stands():
+    told = []
+    watch = Watch(told.append)
+    watch.phase("quick", 60, 3)
+    watch.phase("slow", 0.1)
+    time.sleep(1.0)
+    watch.stop()
+    assert watch.progress == 2 and watch.step == 3 and "time.sleep(1.0)" in told[0] and "no progress" in told[0]
+
+
+def test_only_the_first_signal_counts():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        stop = StopRequest()
+        stop.listen()
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        assert stop.received == signal.SIGUSR1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
