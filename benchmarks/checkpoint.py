@@ -1,0 +1,123 @@
+"""How long a save holds up training, how long a start takes to verify and read, against the disk's and the cores' own
+speed.
+
+    python benchmarks/checkpoint.py --mib 1024 [--folder F] [--repeat 5]
+
+In one process, on the state of a Llama of about that size (weights and AdamW's moments). Beside each other in each
+repetition, so that a slow moment of the disk hits both: a raw fsynced write of the same bytes; SHA-256 of them on all
+cores; a plain copy of the state in memory; a save; the stall and the whole of an asynchronous save; verifying; reading.
+Prints medians, and the ratios that matter.
+"""
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+
+REPO = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+
+import torch  # noqa: E402
+
+import config  # noqa: E402
+from checkpoint import places  # noqa: E402
+from checkpoint.integrity import hash_files  # noqa: E402
+from checkpoint.reading import restore, tensors_of  # noqa: E402
+from checkpoint.saving import Saver, sync  # noqa: E402
+from model.llama import describe, initial_std, parameter_count  # noqa: E402
+from optim import build_optimizer  # noqa: E402
+from parallel.apply import parallelize  # noqa: E402
+from parallel.materialize import materialize  # noqa: E402
+from parallel.mesh import distributed  # noqa: E402
+
+
+def configuration(mib: int, folder: str) -> config.Config:
+    layers = max(1, round((mib * 2**20 / 12 - 2 * 8192 * 1024) / 12.6e6))
+    return config.from_dict({
+        "run": {"name": "r", "output_dir": folder},
+        "model": {"dim": 1024, "n_layers": layers, "n_heads": 16, "n_kv_heads": 16, "ffn_dim": 2730,
+                  "vocab_size": 8192},
+        "train": {"steps": 1}, "parallel": {"param_dtype": "float32"}, "checkpoint": {"keep_last": 1}}, "benchmark")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mib", type=int, default=1024)
+    parser.add_argument("--folder", help="on the disk to measure; absent: the default for temporary files")
+    parser.add_argument("--repeat", type=int, default=5)
+    args = parser.parse_args()
+    seconds: dict[str, list[float]] = {}
+
+    def timed(name: str, work) -> object:
+        began = time.perf_counter()
+        result = work()
+        seconds.setdefault(name, []).append(time.perf_counter() - began)
+        return result
+
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        cfg = configuration(args.mib, folder)
+        behind = dataclasses.replace(cfg, checkpoint=dataclasses.replace(cfg.checkpoint, async_save=True))
+        with distributed(cfg) as world:
+            model = describe(cfg.model)
+            parallelize(model, cfg, world)
+            materialize(model, lambda name: initial_std(cfg.model, name), 0, world, world.device)
+            optimizer = build_optimizer(model, cfg.optim)
+            tensors = [t.to_local() if hasattr(t, "to_local") else t for t in tensors_of(model, optimizer).values()]
+            size = sum(t.nbytes for t in tensors)
+            copies = [torch.zeros_like(t, device="cpu") for t in tensors]
+            state = {"config": config.to_dict(cfg)}
+            savers = Saver(cfg, (), []), Saver(behind, (), [])
+            raw = pathlib.Path(folder) / "raw"
+
+            def write() -> None:
+                with raw.open("wb", buffering=0) as file:
+                    for tensor in copies:
+                        file.write(memoryview(tensor.flatten().numpy()).cast("B"))
+                    os.fsync(file.fileno())
+
+            def save(saver: Saver, step: int) -> None:
+                saver.save(step, model, optimizer, {"step": step, **state})
+
+            def copy() -> None:
+                for held, tensor in zip(copies, tensors):
+                    held.copy_(tensor)
+
+            save(savers[1], 1)  # takes the memory for its copies once
+            savers[1].finish()
+            for step in range(2, 2 + 2 * args.repeat, 2):
+                timed("copy in memory", copy)
+                timed("raw write", write)
+                timed("hash", lambda: hash_files(raw.parent, ["raw"]))
+                raw.unlink()
+                timed("save", lambda step=step: (save(savers[0], step), savers[0].finish()))
+                timed("verify", lambda step=step: places.problems_of(places.path_of(cfg, step)))
+                timed("read", lambda step=step: restore(places.path_of(cfg, step), model, optimizer))
+                timed("async stall", lambda step=step: save(savers[1], step + 1))
+                timed("async rest", savers[1].finish)
+                sync(places.root(cfg))
+            parameters = parameter_count(model)
+        shutil.rmtree(places.root(cfg))
+
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    print(f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores, {parameters:,} parameters, "
+          f"{size / 2**20:,.0f} MiB of state, medians of {args.repeat}")
+    for name, value in median.items():
+        print(f"{name:<15} {value:8.3f} s {size / value / 1e9:8.2f} GB/s   ({min(seconds[name]):.3f} to "
+              f"{max(seconds[name]):.3f})")
+    ratios = {"save / (raw write + hash)": [s / (w + h) for s, w, h in
+                                            zip(seconds["save"], seconds["raw write"], seconds["hash"])],
+              "hash / save": [h / s for h, s in zip(seconds["hash"], seconds["save"])],
+              "async stall / copy in memory": [a / c for a, c in
+                                               zip(seconds["async stall"], seconds["copy in memory"])]}
+    for name, values in ratios.items():
+        print(f"{name:<30} {statistics.median(values):.2f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
