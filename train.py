@@ -130,7 +130,11 @@ def run(cfg: Config, world: World, launch: str | None, stop: StopRequest) -> int
     finally:
         watch.stop()
     if world.rank == 0:
-        run_files.write_status(folder, "preempted" if stop.decided else "finished", last, launch)
+        try:
+            run_files.write_status(folder, "preempted" if stop.decided else "finished", last, launch)
+        except OSError as error:  # without it nobody would know: no success
+            log.error("%s/status.json cannot be written: %s", folder, error)
+            raise SystemExit(1) from None
         os.close(lock)
     logging.shutdown()
     return STOPPED if stop.decided else 0

@@ -95,7 +95,8 @@ def exit_code(folder: pathlib.Path, launch: str, returned: int) -> int:
         return 0 if status["state"] == "finished" else STOPPED
     code = cause["exit_code"] if cause else returned if returned > 0 else 1
     if code != INPUT_IS_WRONG or status.get("launch") == launch:
-        write_status(folder, "failed", status.get("step", 0), launch, exit_code=code)
+        with contextlib.suppress(OSError):  # the disk may be full; what happened is told all the same
+            write_status(folder, "failed", status.get("step", 0), launch, exit_code=code)
     os.close(held)
     print(f"every rank's own words are in {folder}/logs", file=sys.stderr)
     if cause:

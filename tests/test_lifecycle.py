@@ -8,12 +8,14 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from checkpoint import places
-from lifecycle.folder import first_failure, report_failure
+from config import ConfigError
+from lifecycle.folder import first_failure, lock, report_failure
 from lifecycle.watch import StopRequest, Watch, read_stop
 from tests.conftest import REPO, launch, rows
 
@@ -278,6 +280,26 @@ def test_files_beyond_a_size_fail_the_save_alone(write_config, tmp_path):
 
 
 # Pieces
+
+
+def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, capsys):
+    def without(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", without)
+    os.close(lock(tmp_path))
+    assert "no locks on this file system" in capsys.readouterr().err
+
+
+def test_the_lock_waits_as_long_as_it_is_told(tmp_path):
+    held = lock(tmp_path)
+    threading.Timer(0.5, os.close, [held]).start()
+    os.close(lock(tmp_path, wait_seconds=30))
+    held, began = lock(tmp_path), time.monotonic()
+    with pytest.raises(ConfigError, match="another run works here"):
+        lock(tmp_path, wait_seconds=0.3)
+    assert time.monotonic() - began < 5
+    os.close(held)
 
 
 def test_the_first_failure_is_that_of_the_rank_that_got_least_far(tmp_path):

@@ -86,3 +86,48 @@ def test_rows_at_the_steps_named_logs_of_every_rank_and_a_profile(write_config, 
         trace = json.loads((folder / f"profile/rank-{rank}.json").read_text())
         assert any("all_gather" in event.get("name", "") for event in trace["traceEvents"])
     assert done.stdout.count("step 7/7") == 1
+
+
+def test_rows_that_cannot_be_written_wait(tmp_path, caplog, monkeypatch):
+    """A disk that is full, takes half a row, and has room again."""
+    monkeypatch.setattr(metrics.log, "propagate", True)
+    recorder = Recorder(tmp_path, config.Log(tensorboard=False), 0)
+    real = recorder.file
+
+    class Full:
+        room = 0
+
+        def write(self, data: bytes) -> int:
+            if not self.room:
+                raise OSError(28, "No space left on device")
+            written = real.write(data[: self.room])
+            self.room -= written
+            return written
+
+        fileno, close = real.fileno, real.close
+
+    recorder.file = disk = Full()
+    recorder.write({"kind": "train", "step": 1})
+    disk.room = 10
+    recorder.write({"kind": "train", "step": 2})
+    assert "No space left" in caplog.text
+    with pytest.raises(OSError):
+        recorder.sync()  # and with it the checkpoint of these steps
+    disk.room = 10**6
+    recorder.write({"kind": "train", "step": 3})
+    recorder.sync()
+    recorder.close()
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+
+
+def test_tensorboard_may_fail(tmp_path):
+    class Broken:
+        def add_scalar(self, *_: object) -> None:
+            raise RuntimeError("its folder is gone")
+
+    recorder = Recorder(tmp_path, config.Log(tensorboard=False), 0)
+    recorder.board = Broken()
+    recorder.write({"kind": "train", "step": 1, "loss": 1.0})
+    recorder.write({"kind": "train", "step": 2, "loss": 1.0})
+    recorder.close()
+    assert recorder.board is None and len(rows(tmp_path)) == 2
