@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 #SBATCH --requeue
+#SBATCH --signal=B:USR1@300
 #SBATCH --open-mode=append
+#SBATCH --exclusive
 #SBATCH --ntasks-per-node=1
 # Sets up on first use, prepares the data, trains: on a laptop, a node with GPUs, or many nodes under SLURM.
 #
@@ -14,7 +16,23 @@
 #
 # PYTHON=... chooses the Python. Else the active one serves if its torch is supported and what the run needs is there;
 # else .venv is made from requirements.txt, and made again when that file changes.
+# MAX_RESTARTS=... is how often torchrun starts the processes again after a crash: 3 times under SLURM, else 0.
+# Under SLURM environment and data are made before: ./run_train.sh --setup; ./run_train.sh -m data.prepare CONFIG
+# A job takes whole nodes; a part of one: sbatch --oversubscribe --cpus-per-task=16 --gpus-per-node=2 ...
+# It saves 300 seconds before its time limit (--signal=B:USR1@SECONDS: more where saving takes longer), and requeues
+# itself. After scancel it saves too, if SLURM's KillWait (30 seconds unless set) leaves the time, and is not requeued.
 set -euo pipefail
+
+# First of all, since a signal without a handler ends this script.
+asked="" launcher=""
+pass_on() {  # TERM after USR1 counts as TERM: who cancels a job does not want it back
+    asked=$1
+    if [[ -n $launcher ]]; then kill -s "$1" "$launcher" 2>/dev/null || true; fi
+}
+if [[ -n ${SLURM_JOB_ID:-} ]]; then
+    trap 'pass_on USR1' USR1
+    trap 'pass_on TERM' TERM INT
+fi
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # Under sbatch this file is a copy in a spool folder: the repository is where the job was submitted from.
@@ -29,10 +47,15 @@ fail() { echo "run_train.sh: $1" >&2; exit 2; }
 make_venv() {
     local venv=$repo/.venv wanted
     wanted=$(cksum <"$repo/requirements.txt")
+    python=$venv/bin/python
+    if [[ -n ${SLURM_JOB_ID:-} ]]; then
+        [[ $(cat "$venv/.made-from" 2>/dev/null) == "$wanted" ]] ||
+            fail "nothing is installed inside a job; run ./run_train.sh --setup on the login node"
+        return
+    fi
     exec 9>"$repo/.venv.lock"
     if command -v flock >/dev/null; then flock 9; fi
     if [[ $(cat "$venv/.made-from" 2>/dev/null) != "$wanted" ]]; then
-        [[ -z ${SLURM_JOB_ID:-} ]] || fail "nothing is installed inside a job; run ./run_train.sh --setup on the login node"
         python3 -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
             fail "needs python3 of version 3.10 or later with its venv module (Debian: apt install python3-venv)"
         echo "setting up $venv (once; torch is large)" >&2
@@ -44,7 +67,6 @@ make_venv() {
         echo "$wanted" >"$venv/.made-from"
     fi
     exec 9>&-
-    python=$venv/bin/python
 }
 
 choose_python() {  # with the run's arguments, or none for everything
@@ -55,10 +77,12 @@ choose_python() {  # with the run's arguments, or none for everything
 }
 
 for word in "$@"; do
-    [[ $word == --help || $word == -h ]] && [[ ${1:-} != -m ]] || continue
-    sed -n '5,17s/^# \{0,1\}//p' "$repo/run_train.sh"
-    choose_python
-    exec "$python" "$repo/train.py" --help
+    if [[ ${1:-} != -m && ($word == --help || $word == -h) ]]; then
+        sed -n '/^# Sets up/,/^set /s/^# \{0,1\}//p' "$repo/run_train.sh"
+        choose_python
+        "$python" "$repo/train.py" --help
+        exit
+    fi
 done
 case ${1:-} in
 --setup) choose_python; echo "$python"; exit ;;
@@ -82,21 +106,51 @@ nproc=${NPROC:-${SLURM_GPUS_ON_NODE:-$(gpus)}}
 [[ $nproc =~ ^[1-9][0-9]*$ ]] || fail "NPROC=$nproc: must be a number of processes"
 nodes=${SLURM_NNODES:-1}
 
-cores=$(nproc 2>/dev/null || echo 1)
+# The job's cores, not the machine's; without a job those that this process may use.
+cores=${SLURM_CPUS_ON_NODE:-$(nproc 2>/dev/null || echo 1)}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))}
 
-# Else torchrun's ranks meet again in the store of the life before, and find the addresses of the dead in it.
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-torchrun=("$python" -m torch.distributed.run "--nproc-per-node=$nproc")
+# After TERM torchrun (of torch 2.12 and later) waits so many seconds until it kills its processes. They may be saving,
+# and its own 30 are short for that; SLURM's KillWait or GraceTime still ends what takes too long.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
+
+restarts=${MAX_RESTARTS:-$([[ -z ${SLURM_JOB_ID:-} ]] && echo 0 || echo 3)}
+[[ $restarts =~ ^[0-9]+$ ]] || fail "MAX_RESTARTS=$restarts: must be a number"
+torchrun=("$python" -m torch.distributed.run "--nproc-per-node=$nproc" "--max-restarts=$restarts")
 if ((nodes > 1)); then
     head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-    # An id of its own for each restart: a late process of the last life must not join this one.
-    command=(srun --nodes="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 "${torchrun[@]}" "--nnodes=$nodes"
+    # srun of SLURM 22.05 and later takes these over from sbatch by this name alone.
+    if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
+    # One task per node with all cores of the job there: torchrun and its processes share them. No --mpi: they find each
+    # other by torchrun's rendezvous, with an id of its own for each restart: a late process of the last life must not
+    # join this one.
+    command=(srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpu-bind=none --mpi=none
+        --kill-on-bad-exit=1 "${torchrun[@]}" "--nnodes=$nodes"
         --rdzv-backend=c10d "--rdzv-endpoint=$head:$((29500 + SLURM_JOB_ID % 1000))"
         "--rdzv-id=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" "$repo/train.py")
-elif ((nproc > 1)); then
+elif ((nproc > 1 || restarts > 0)); then
     command=("${torchrun[@]}" --standalone "$repo/train.py")
 else
     command=("$python" "$repo/train.py")
 fi
-exec "$python" -m lifecycle $((nodes * nproc)) "$nproc" "${command[@]}" -- "$@"
+launch=("$((nodes * nproc))" "$nproc" "${command[@]}" -- "$@")
+if [[ -z ${SLURM_JOB_ID:-} ]]; then exec "$python" -m lifecycle "${launch[@]}"; fi
+
+# In a job this script stays, to pass signals on and to requeue.
+say() { echo "run_train.sh: job $SLURM_JOB_ID: $1" >&2; }
+"$python" -m lifecycle --in-job "${launch[@]}" &
+launcher=$!
+if [[ -n $asked ]]; then pass_on "$asked"; fi  # it came when there was nobody to pass it on to
+# A signal interrupts `wait`, while the launcher that it was passed on to is still saving.
+while kill -0 "$launcher" 2>/dev/null; do wait "$launcher" || true; done
+code=0
+wait "$launcher" || code=$?  # the shell has kept it
+# 75: stopped after saving. 128 + 10 or 15: the signal came before the launcher could handle it, and so before the run.
+if [[ -n $asked && $code =~ ^(138|143)$ ]]; then code=75; fi
+if [[ $code == 75 && $asked == USR1 ]]; then
+    say "stopped ahead of its time limit; requeueing it, to go on where it stopped"
+    scontrol requeue "$SLURM_JOB_ID" || say "it could not be requeued; submit it again to go on"
+elif [[ $code == 75 ]]; then
+    say "stopped, and not requeued; submit it again to go on"
+fi
+exit "$code"

@@ -1,10 +1,10 @@
 """The launch: checks all that one process can check, prepares the data, runs the ranks, turns how it ended into a code.
 
-    python -m lifecycle RANKS RANKS_HERE COMMAND ... -- CONFIG [--section.key=value ...]
+    python -m lifecycle [--in-job] RANKS RANKS_HERE COMMAND ... -- CONFIG [--section.key=value ...]
 
 is what run_train.sh calls. It runs COMMAND CONFIG ... with a launch id, and exits with 0 finished, 2 the input is
 wrong, 75 stopped after saving, or another code for a failure. torchrun turns every exit code of a rank into 1, so the
-code comes from the status that carries this launch's id.
+code comes from the status that carries this launch's id. --in-job: a batch job, in which nothing is prepared.
 
 TERM, INT, HUP and USR1 are passed on through a file that rank 0 polls: torchrun, given a signal, would kill its ranks
 after a grace that may be shorter than a save.
@@ -13,6 +13,7 @@ after a grace that may be shorter than a save.
 import contextlib
 import os
 import pathlib
+import shlex
 import signal
 import subprocess
 import sys
@@ -34,9 +35,9 @@ class Interrupted(BaseException):
     """A signal came before the ranks were started."""
 
 
-def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespace) -> bool:
-    """Everything one process can check before the ranks start; prepares the data. Returns whether there is anything
-    left to do. Raises ConfigError."""
+def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespace, in_job: bool) -> bool:
+    """Everything one process can check before the ranks start; prepares the data, except in a job. Returns whether
+    there is anything left to do. Raises ConfigError."""
     config.mesh_shape(cfg, ranks)
     folder = config.run_folder(cfg)
     if not args.eval_only:
@@ -45,12 +46,16 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
     # Upwards, as a tool's main may; here and not above, since a wrong configuration should not wait for torch.
     from checkpoint import places
     from data.loader import check_enough
-    from data.prepare import data_folder, prepare
+    from data.prepare import data_folder, is_prepared, prepare
     from data.tokens import fingerprint, open_stream
     from model.llama import describe
     from parallel.fsdp import unsharded_parameters
     from parallel.mesh import pick_device
 
+    if in_job and not is_prepared(cfg):  # all its GPUs would wait for one core
+        command = shlex.join(["./run_train.sh", "-m", "data.prepare", args.config, *args.overrides])
+        raise ConfigError(f"{data_folder(cfg)}: no prepared data, and none is prepared inside a job; run {command} on "
+                          "the login node")
     pick_device(cfg, local_ranks - 1)
     unsharded_parameters(describe(cfg.model), cfg.parallel)  # their patterns match what they should
     if args.eval_only:
@@ -166,13 +171,15 @@ def main(argv: list[str]) -> int:
         raise Interrupted
 
     listen(interrupt)
+    in_job = argv[0] == "--in-job"
+    argv = argv[in_job:]
     cut = argv.index("--")
     ranks, local_ranks, command, rest = int(argv[0]), int(argv[1]), argv[2:cut], argv[cut + 1 :]
     args = cfg = None
     try:
         args = config.parse_arguments(rest)
         cfg = config.load(args.config, args.overrides)
-        if not check_launch(cfg, ranks, local_ranks, args):
+        if not check_launch(cfg, ranks, local_ranks, args, in_job):
             return 0
         launch, folder = uuid.uuid4().hex, config.run_folder(cfg)
         command = [*command, *rest, f"--launch={launch}"]

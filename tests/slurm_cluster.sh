@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A real SLURM of two nodes on one Linux machine, for the tests:
 #
-#   tests/slurm_cluster.sh up DIR              starts it and waits until both nodes are idle; DIR holds its state and logs
+#   tests/slurm_cluster.sh up DIR              starts it and waits until both nodes are idle; its logs are in DIR
 #   tests/slurm_cluster.sh in DIR COMMAND ...  runs a command on its login node: sbatch, squeue, scontrol, ...
 #   tests/slurm_cluster.sh down DIR            ends it, with every job
 #
@@ -25,8 +25,8 @@ install_packages() {
 }
 
 write_configuration() {
-    # cred_expire is also how long a requeued job waits before it starts again. Jobs share nodes (OverSubscribe), so that
-    # tests can run side by side; task/affinity binds processes to cores as clusters do.
+    # cred_expire is also how long a requeued job waits before it starts again. Jobs share nodes, even exclusive ones
+    # (FORCE), so that tests can run side by side. task/affinity binds processes to cores, as clusters do.
     cat >"$dir/slurm.conf" <<-CONFIGURATION
 		ClusterName=test
 		SlurmctldHost=login
