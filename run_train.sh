@@ -27,6 +27,7 @@ set -euo pipefail
 asked="" launcher=""
 pass_on() {  # TERM after USR1 counts as TERM: who cancels a job does not want it back
     asked=$1
+    echo "run_train.sh: job $SLURM_JOB_ID: asked to stop by $1" >&2
     if [[ -n $launcher ]]; then kill -s "$1" "$launcher" 2>/dev/null || true; fi
 }
 if [[ -n ${SLURM_JOB_ID:-} ]]; then
@@ -110,13 +111,22 @@ nodes=${SLURM_NNODES:-1}
 cores=${SLURM_CPUS_ON_NODE:-$(nproc 2>/dev/null || echo 1)}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))}
 
-# After TERM torchrun (of torch 2.12 and later) waits so many seconds until it kills its processes. They may be saving,
-# and its own 30 are short for that; SLURM's KillWait or GraceTime still ends what takes too long.
+# Where a signal reaches torchrun itself, it (of torch 2.12 and later) waits so many seconds until it kills its processes.
+# They may be saving, and its own 30 are short for that.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
+# Else the processes that torchrun starts again find the addresses of those before them in its store, and cannot connect
+# (github.com/pytorch/pytorch/issues/135712).
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 restarts=${MAX_RESTARTS:-$([[ -z ${SLURM_JOB_ID:-} ]] && echo 0 || echo 3)}
 [[ $restarts =~ ^[0-9]+$ ]] || fail "MAX_RESTARTS=$restarts: must be a number"
 torchrun=("$python" -m torch.distributed.run "--nproc-per-node=$nproc" "--max-restarts=$restarts")
+if [[ -n ${SLURM_JOB_ID:-} ]]; then
+    # scancel sends TERM to every process of the job. The ranks save and end by themselves, and torchrun after them;
+    # did it listen too, it would end as a failure, with a traceback on each node.
+    # shellcheck disable=SC2016
+    torchrun=(bash -c 'trap "" TERM; exec "$@"' bash "${torchrun[@]}" --signals-to-handle=SIGINT,SIGHUP,SIGQUIT)
+fi
 if ((nodes > 1)); then
     head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
     # srun of SLURM 22.05 and later takes these over from sbatch by this name alone.
@@ -124,8 +134,8 @@ if ((nodes > 1)); then
     # One task per node with all cores of the job there: torchrun and its processes share them. No --mpi: they find each
     # other by torchrun's rendezvous, with an id of its own for each restart: a late process of the last life must not
     # join this one.
-    command=(srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpu-bind=none --mpi=none
-        --kill-on-bad-exit=1 "${torchrun[@]}" "--nnodes=$nodes"
+    command=(srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --export=ALL --cpu-bind=none
+        --mpi=none --kill-on-bad-exit=1 "${torchrun[@]}" "--nnodes=$nodes"
         --rdzv-backend=c10d "--rdzv-endpoint=$head:$((29500 + SLURM_JOB_ID % 1000))"
         "--rdzv-id=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" "$repo/train.py")
 elif ((nproc > 1 || restarts > 0)); then

@@ -1,0 +1,192 @@
+"""Jobs on a real SLURM of two nodes on this machine: equal losses, time limits, crashes, scancel."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import config
+from tests.conftest import REPO, launch, make_config, rows
+
+STEPS = 120
+NO_CLUSTER = 77  # what slurm_cluster.sh exits with where there can be none
+
+
+class Cluster:
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+
+    def run(self, *words: object) -> str:
+        """A command on the login node; its output."""
+        command = [REPO / "tests/slurm_cluster.sh", "in", self.folder, *map(str, words)]
+        done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60,
+                              env={**os.environ, "PYTHON": sys.executable, "NPROC": "1"})
+        assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    def submit(self, path: pathlib.Path, *overrides: str, nodes: int = 2, options: tuple[str, ...] = ()) -> "Job":
+        log = self.folder / f"{path.stem}-{nodes}.log"
+        number = self.run("sbatch", "--parsable", f"--nodes={nodes}", f"--output={log}", *options, "run_train.sh", path,
+                          *overrides)
+        cfg = config.load(str(path), list(overrides))
+        return Job(self, number.strip(), log, config.run_folder(cfg))
+
+
+class Job:
+    def __init__(self, cluster: Cluster, number: str, log: pathlib.Path, folder: pathlib.Path):
+        self.cluster, self.number, self.log_file, self.folder = cluster, number, log, folder
+
+    def shows(self, field: str) -> str:
+        """A field of `scontrol show job`: JobState, Restarts, ExitCode, ..."""
+        text = self.cluster.run("scontrol", "show", "job", self.number, "--oneliner")
+        return re.search(rf"\b{field}=(\S*)", text)[1]
+
+    def log(self) -> str:
+        return self.log_file.read_text() if self.log_file.exists() else ""
+
+    def status(self) -> dict:
+        return json.loads((self.folder / "status.json").read_text())
+
+    def step(self) -> int:
+        metrics = self.folder / "metrics.jsonl"
+        return metrics.read_text().count("\n") if metrics.exists() else 0
+
+    def until(self, condition, seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"job {self.number} {self.shows('JobState')}:\n{self.log()}"
+            time.sleep(0.05)
+
+    def until_over(self) -> str:
+        """Waits for the job's end, returns its state."""
+        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        self.until(lambda: self.shows("JobState") in over)
+        return self.shows("JobState")
+
+    def ranks(self) -> dict[str, int]:
+        """The process of train.py on each node. A process of another namespace is seen from here by its environment."""
+        found = {}
+        for folder in pathlib.Path("/proc").glob("[0-9]*"):
+            try:
+                environment = dict(word.split("=", 1) for word in (folder / "environ").read_text().split("\0") if word)
+                running = "train.py" in (folder / "cmdline").read_text()
+            except (OSError, ValueError):  # gone, or none of ours
+                continue
+            if running and environment.get("SLURM_JOB_ID") == self.number and "LOCAL_RANK" in environment:
+                found[environment["SLURMD_NODENAME"]] = int(folder.name)
+        return found
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder, script = tmp_path_factory.mktemp("slurm"), REPO / "tests/slurm_cluster.sh"
+    started = subprocess.run([script, "up", folder], capture_output=True, text=True, timeout=300)
+    if started.returncode == NO_CLUSTER:
+        pytest.skip(started.stderr.splitlines()[-1])
+    assert started.returncode == 0, started.stderr
+    yield Cluster(folder)
+    subprocess.run([script, "down", folder], check=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def configured(tmp_path_factory, corpus, prepared):
+    """Writes a configuration on the prepared corpus; its runs go below its folder."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def write(name: str, steps: int = STEPS, data: pathlib.Path = prepared) -> pathlib.Path:
+        path = folder / f"{name}.toml"
+        path.write_text(config.to_toml(make_config(
+            data={"source": str(corpus), "path": str(data)}, run={"name": name, "output_dir": str(folder / "outputs")},
+            train={"steps": steps}, checkpoint={"save_every_steps": 40})))
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def plain(configured) -> list[dict]:
+    """The rows of an uninterrupted run of one process, without SLURM."""
+    path = configured("plain")
+    done = launch(path)
+    assert done.returncode == 0, done.stderr
+    return rows(config.run_folder(config.load(str(path))))
+
+
+@pytest.fixture(scope="module")
+def limited(cluster, configured) -> Job:
+    """A job so near to its time limit that SLURM warns it when it looks next, which it does every 30 seconds. Its ranks
+    are held meanwhile, so that they are not done by then; the other tests run in that time."""
+    job = cluster.submit(configured("limited"), options=("--time=5",))
+    job.until(lambda: job.step() >= 5)
+    for process in job.ranks().values():
+        os.kill(process, signal.SIGSTOP)
+    return job
+
+
+def assert_equal(job: Job, plain: list[dict]) -> None:
+    """The job finished its run, with each step once, and the losses of the plain one."""
+    assert job.until_over() == "COMPLETED", job.log()
+    assert job.status()["state"] == "finished"
+    found = rows(job.folder)
+    assert [row["step"] for row in found] == list(range(1, STEPS + 1))
+    assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in plain], rel=1e-5)
+    assert [row["batch_digest"] for row in found] == [row["batch_digest"] for row in plain]
+
+
+def test_ranks_have_all_cores_of_their_node(limited):
+    processes = limited.ranks()
+    assert processes.keys() == {"n1", "n2"}
+    for process in processes.values():
+        assert os.sched_getaffinity(process) == os.sched_getaffinity(0)
+        environment = pathlib.Path(f"/proc/{process}/environ").read_text().split("\0")
+        assert f"OMP_NUM_THREADS={len(os.sched_getaffinity(0))}" in environment
+
+
+def test_two_nodes_train_as_one_process_does(limited, cluster, configured, plain):
+    job = cluster.submit(configured("straight"))
+    assert_equal(job, plain)
+    assert job.shows("Restarts") == "0"
+
+
+def test_a_killed_process_is_started_again(limited, cluster, configured, plain):
+    job = cluster.submit(configured("killed"))
+    job.until(lambda: (job.folder / "checkpoints/step-00000040").exists())
+    os.kill(job.ranks()["n2"], signal.SIGKILL)
+    assert_equal(job, plain)
+    assert "going on after step" in job.log() and job.shows("Restarts") == "0"
+
+
+def test_data_is_not_prepared_inside_a_job(limited, cluster, configured, tmp_path):
+    path = configured("unprepared", data=tmp_path / "nothing")
+    job = cluster.submit(path, "--run.seed=3", nodes=1)
+    assert job.until_over() == "FAILED" and job.shows("ExitCode") == "2:0"
+    assert f"run ./run_train.sh -m data.prepare {path} --run.seed=3 on the login node" in job.log()
+    assert not job.folder.exists() and not (tmp_path / "nothing").exists()
+
+
+def test_scancel_saves_and_is_final(limited, cluster, configured):
+    jobs = [cluster.submit(configured(f"cancelled-{nodes}", steps=100000), nodes=nodes) for nodes in (1, 2)]
+    for job in jobs:
+        job.until(lambda job=job: job.step() >= 3)
+        cluster.run("scancel", job.number)
+    for job in jobs:
+        assert job.until_over() == "CANCELLED" and job.shows("Restarts") == "0", job.log()
+        status = job.status()
+        assert status["state"] == "preempted", job.log()
+        assert (job.folder / f"checkpoints/step-{status['step']:08d}").exists() and status["step"] == job.step()
+        assert "not requeued; submit it again to go on" in job.log()
+
+
+def test_the_time_limit_saves_and_requeues(limited, cluster, plain):
+    limited.until(lambda: "asked to stop by USR1" in limited.log())
+    cluster.run("scontrol", "update", f"JobId={limited.number}", "TimeLimit=60")  # for its next life
+    for process in limited.ranks().values():
+        os.kill(process, signal.SIGCONT)
+    assert_equal(limited, plain)
+    assert limited.shows("Restarts") == "1" and limited.log().count("going on after step") == 1
