@@ -111,21 +111,22 @@ nodes=${SLURM_NNODES:-1}
 cores=${SLURM_CPUS_ON_NODE:-$(nproc 2>/dev/null || echo 1)}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))}
 
-# Where a signal reaches torchrun itself, it (of torch 2.12 and later) waits so many seconds until it kills its processes.
-# They may be saving, and its own 30 are short for that.
+# Where a signal reaches torchrun itself, that of torch 2.12 and later waits so many seconds until it kills its
+# processes. They may be saving, and its own 30 are short for that.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
 # Else the processes that torchrun starts again find the addresses of those before them in its store, and cannot connect
 # (github.com/pytorch/pytorch/issues/135712).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
-restarts=${MAX_RESTARTS:-$([[ -z ${SLURM_JOB_ID:-} ]] && echo 0 || echo 3)}
+restarts=${MAX_RESTARTS:-${SLURM_JOB_ID:+3}}
+restarts=${restarts:-0}
 [[ $restarts =~ ^[0-9]+$ ]] || fail "MAX_RESTARTS=$restarts: must be a number"
 torchrun=("$python" -m torch.distributed.run "--nproc-per-node=$nproc" "--max-restarts=$restarts")
 if [[ -n ${SLURM_JOB_ID:-} ]]; then
     # scancel sends TERM to every process of the job. The ranks save and end by themselves, and torchrun after them;
     # did it listen too, it would end as a failure, with a traceback on each node.
     # shellcheck disable=SC2016
-    torchrun=(bash -c 'trap "" TERM; exec "$@"' bash "${torchrun[@]}" --signals-to-handle=SIGINT,SIGHUP,SIGQUIT)
+    torchrun=(bash -c 'trap "" TERM; exec "$@"' bash "${torchrun[@]}" "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT")
 fi
 if ((nodes > 1)); then
     head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

@@ -14,7 +14,7 @@ import pytest
 import config
 from tests.conftest import REPO, launch, make_config, rows
 
-STEPS = 120
+STEPS, SAVE_EVERY = 80, 20
 NO_CLUSTER = 77  # what slurm_cluster.sh exits with where there can be none
 
 
@@ -22,18 +22,20 @@ class Cluster:
     def __init__(self, folder: pathlib.Path):
         self.folder = folder
 
-    def run(self, *words: object) -> str:
+    def run(self, *words: object, **env: str) -> str:
         """A command on the login node; its output."""
         command = [REPO / "tests/slurm_cluster.sh", "in", self.folder, *map(str, words)]
         done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60,
-                              env={**os.environ, "PYTHON": sys.executable, "NPROC": "1"})
+                              env={**os.environ, "PYTHON": sys.executable, "NPROC": "1", **env})
         assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
         return done.stdout
 
-    def submit(self, path: pathlib.Path, *overrides: str, nodes: int = 2, options: tuple[str, ...] = ()) -> "Job":
-        log = self.folder / f"{path.stem}-{nodes}.log"
-        number = self.run("sbatch", "--parsable", f"--nodes={nodes}", f"--output={log}", *options, "run_train.sh", path,
-                          *overrides)
+    def submit(self, path: pathlib.Path, *overrides: str, nodes: int = 2, time_limit: str = "1:0:0",
+               threads: int | None = 1) -> "Job":
+        """threads: both nodes are this machine, and their ranks share its cores; None leaves it to run_train.sh."""
+        log, env = self.folder / f"{path.stem}.log", {"OMP_NUM_THREADS": str(threads)} if threads else {}
+        number = self.run("sbatch", "--parsable", f"--nodes={nodes}", f"--time={time_limit}", f"--output={log}",
+                          "run_train.sh", path, *overrides, **env)
         cfg = config.load(str(path), list(overrides))
         return Job(self, number.strip(), log, config.run_folder(cfg))
 
@@ -103,7 +105,7 @@ def configured(tmp_path_factory, corpus, prepared):
         path = folder / f"{name}.toml"
         path.write_text(config.to_toml(make_config(
             data={"source": str(corpus), "path": str(data)}, run={"name": name, "output_dir": str(folder / "outputs")},
-            train={"steps": steps}, checkpoint={"save_every_steps": 40})))
+            train={"steps": steps}, checkpoint={"save_every_steps": SAVE_EVERY})))
         return path
 
     return write
@@ -122,7 +124,7 @@ def plain(configured) -> list[dict]:
 def limited(cluster, configured) -> Job:
     """A job so near to its time limit that SLURM warns it when it looks next, which it does every 30 seconds. Its ranks
     are held meanwhile, so that they are not done by then; the other tests run in that time."""
-    job = cluster.submit(configured("limited"), options=("--time=5",))
+    job = cluster.submit(configured("limited"), time_limit="5")
     job.until(lambda: job.step() >= 5)
     for process in job.ranks().values():
         os.kill(process, signal.SIGSTOP)
@@ -139,15 +141,6 @@ def assert_equal(job: Job, plain: list[dict]) -> None:
     assert [row["batch_digest"] for row in found] == [row["batch_digest"] for row in plain]
 
 
-def test_ranks_have_all_cores_of_their_node(limited):
-    processes = limited.ranks()
-    assert processes.keys() == {"n1", "n2"}
-    for process in processes.values():
-        assert os.sched_getaffinity(process) == os.sched_getaffinity(0)
-        environment = pathlib.Path(f"/proc/{process}/environ").read_text().split("\0")
-        assert f"OMP_NUM_THREADS={len(os.sched_getaffinity(0))}" in environment
-
-
 def test_two_nodes_train_as_one_process_does(limited, cluster, configured, plain):
     job = cluster.submit(configured("straight"))
     assert_equal(job, plain)
@@ -156,7 +149,7 @@ def test_two_nodes_train_as_one_process_does(limited, cluster, configured, plain
 
 def test_a_killed_process_is_started_again(limited, cluster, configured, plain):
     job = cluster.submit(configured("killed"))
-    job.until(lambda: (job.folder / "checkpoints/step-00000040").exists())
+    job.until(lambda: (job.folder / "checkpoints/step-00000020").exists())
     os.kill(job.ranks()["n2"], signal.SIGKILL)
     assert_equal(job, plain)
     assert "going on after step" in job.log() and job.shows("Restarts") == "0"
@@ -170,17 +163,34 @@ def test_data_is_not_prepared_inside_a_job(limited, cluster, configured, tmp_pat
     assert not job.folder.exists() and not (tmp_path / "nothing").exists()
 
 
-def test_scancel_saves_and_is_final(limited, cluster, configured):
-    jobs = [cluster.submit(configured(f"cancelled-{nodes}", steps=100000), nodes=nodes) for nodes in (1, 2)]
+@pytest.fixture(scope="module")
+def endless(cluster, configured) -> list[Job]:
+    """Jobs on one node and on two, training."""
+    jobs = [cluster.submit(configured(f"endless-{nodes}", steps=100000), nodes=nodes, threads=None) for nodes in (1, 2)]
     for job in jobs:
         job.until(lambda job=job: job.step() >= 3)
-        cluster.run("scancel", job.number)
-    for job in jobs:
+    return jobs
+
+
+def test_ranks_have_all_cores_of_their_node(limited, endless):
+    for job, nodes in zip(endless, ({"n1"}, {"n1", "n2"})):
+        processes = job.ranks()
+        assert processes.keys() == nodes
+        for process in processes.values():
+            assert os.sched_getaffinity(process) == os.sched_getaffinity(0)
+            environment = pathlib.Path(f"/proc/{process}/environ").read_text().split("\0")
+            assert f"OMP_NUM_THREADS={len(os.sched_getaffinity(0))}" in environment
+
+
+def test_scancel_saves_and_is_final(limited, endless, cluster):
+    cluster.run("scancel", *(job.number for job in endless))
+    for job in endless:
         assert job.until_over() == "CANCELLED" and job.shows("Restarts") == "0", job.log()
+        job.until(lambda job=job: "not requeued; submit it again to go on" in job.log())
         status = job.status()
-        assert status["state"] == "preempted", job.log()
-        assert (job.folder / f"checkpoints/step-{status['step']:08d}").exists() and status["step"] == job.step()
-        assert "not requeued; submit it again to go on" in job.log()
+        assert status["state"] == "preempted" and status["step"] == job.step(), job.log()
+        assert (job.folder / f"checkpoints/step-{status['step']:08d}").exists()
+        assert "Traceback" not in job.log()
 
 
 def test_the_time_limit_saves_and_requeues(limited, cluster, plain):
