@@ -25,6 +25,7 @@ set -euo pipefail
 
 # First of all, since a signal without a handler ends this script.
 asked="" launcher=""
+# shellcheck disable=SC2317  # traps call it
 pass_on() {  # TERM after USR1 counts as TERM: who cancels a job does not want it back
     asked=$1
     echo "run_train.sh: job $SLURM_JOB_ID: asked to stop by $1" >&2
@@ -129,7 +130,8 @@ if [[ -n ${SLURM_JOB_ID:-} ]]; then
     torchrun=(bash -c 'trap "" TERM; exec "$@"' bash "${torchrun[@]}" "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT")
 fi
 if ((nodes > 1)); then
-    head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    head=${hosts%%$'\n'*}
     # srun of SLURM 22.05 and later takes these over from sbatch by this name alone.
     if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
     # One task per node with all cores of the job there: torchrun and its processes share them. No --mpi: they find each
@@ -151,17 +153,24 @@ if [[ -z ${SLURM_JOB_ID:-} ]]; then exec "$python" -m lifecycle "${launch[@]}"; 
 say() { echo "run_train.sh: job $SLURM_JOB_ID: $1" >&2; }
 "$python" -m lifecycle --in-job "${launch[@]}" &
 launcher=$!
-if [[ -n $asked ]]; then pass_on "$asked"; fi  # it came when there was nobody to pass it on to
+if [[ -n $asked ]]; then kill -s "$asked" "$launcher"; fi  # it came when there was nobody to pass it on to
 # A signal interrupts `wait`, while the launcher that it was passed on to is still saving.
 while kill -0 "$launcher" 2>/dev/null; do wait "$launcher" || true; done
 code=0
 wait "$launcher" || code=$?  # the shell has kept it
 # 75: stopped after saving. 128 + 10 or 15: the signal came before the launcher could handle it, and so before the run.
 if [[ -n $asked && $code =~ ^(138|143)$ ]]; then code=75; fi
-if [[ $code == 75 && $asked == USR1 ]]; then
-    say "stopped ahead of its time limit; requeueing it, to go on where it stopped"
-    scontrol requeue "$SLURM_JOB_ID" || say "it could not be requeued; submit it again to go on"
-elif [[ $code == 75 ]]; then
-    say "stopped, and not requeued; submit it again to go on"
+if [[ $code == 75 ]]; then
+    why=
+    if [[ $asked == USR1 ]]; then why="ahead of its time limit"; fi
+    # Preempted in a partition with a GraceTime: TERM went to the ranks and not to this script. SLURM requeues the job
+    # when the grace is over, but not one that has ended by then.
+    if [[ -z $asked && $(scontrol show job "$SLURM_JOB_ID") == *PreemptTime=[0-9]* ]]; then why="being preempted"; fi
+    if [[ -n $why ]]; then
+        say "stopped, $why; requeueing it, to go on where it stopped"
+        scontrol requeue "$SLURM_JOB_ID" || say "it could not be requeued; submit it again to go on"
+    else
+        say "stopped; it does not requeue itself: unless SLURM does, submit it again to go on"
+    fi
 fi
 exit "$code"
