@@ -25,6 +25,7 @@ install_packages() {
 }
 
 write_configuration() {
+    unset OMP_NUM_THREADS  # nproc would tell this number
     # cred_expire is also how long a requeued job waits before it starts again. Jobs share nodes, even exclusive ones
     # (FORCE), so that tests can run side by side. task/affinity binds processes to cores, as clusters do.
     cat >"$dir/slurm.conf" <<-CONFIGURATION
