@@ -1,5 +1,6 @@
 """Writes checkpoints, in the training thread or behind it, and removes those that need not stay."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -146,6 +147,9 @@ class Saver:
             for name in [*files[:-1], MANIFEST]:  # DCP has synced its own
                 sync(temporary / name)
             sync(temporary)
+            for folder in final.absolute().parents[3:]:  # with output_dir folders above it may be new
+                with contextlib.suppress(OSError):  # what refuses, another user's or read-only, is not
+                    sync(folder)
             self.before_publishing()
             temporary.rename(final)
             try:
