@@ -20,6 +20,7 @@ import sys
 import time
 import uuid
 from argparse import Namespace
+from functools import partial
 from typing import Any
 
 import config
@@ -152,7 +153,7 @@ def run_ranks(command: list[str], folder: pathlib.Path, launch: str) -> int:
     child = None
     listen(ask)
     # A session of its own: Ctrl-C in the terminal reaches this process alone, and not torchrun.
-    child = subprocess.Popen(command, start_new_session=True, preexec_fn=die_with_parent)
+    child = subprocess.Popen(command, start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()))
     returned = child.wait()
     return 128 + signal.SIGINT if killed else returned
 
@@ -184,7 +185,7 @@ def main(argv: list[str]) -> int:
         launch, folder = uuid.uuid4().hex, config.run_folder(cfg)
         command = [*command, *rest, f"--launch={launch}"]
         if args.eval_only:
-            return subprocess.run(command, preexec_fn=die_with_parent).returncode
+            return subprocess.run(command, preexec_fn=partial(die_with_parent, os.getpid())).returncode
         return exit_code(folder, launch, run_ranks(command, folder, launch))
     except ConfigError as error:
         print(error, file=sys.stderr)

@@ -105,12 +105,13 @@ class Watch:
                 self.give_up(f"{stack}no progress for {seconds:.0f} s: another rank is gone or hangs, or this one does")
 
 
-def die_with_parent() -> None:
-    """Linux ends this process when its parent dies: no rank outlives a killed launcher, holding the folder's lock."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Linux ends this process when its parent dies: no rank outlives a killed launcher, holding the folder's lock.
+    `parent`: its id, where who calls knew it before the fork; it may have died since."""
     if sys.platform == "linux":
         import ctypes
 
-        parent = os.getppid()
+        parent = parent or os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:  # it died before the call
             os._exit(1)
