@@ -10,6 +10,7 @@ import platform
 import resource
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -78,10 +79,14 @@ class Recorder:
         path = folder / "metrics.jsonl"
         kept = [row for row in read_rows(path) if row["step"] <= start]
         temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        with temporary.open("w") as file:
+            file.writelines(json.dumps(row) + "\n" for row in kept)
+            file.flush()
+            os.fsync(file.fileno())  # else a power cut may leave the new name without the old rows
         temporary.rename(path)
         self.seen = {(row["kind"], row["step"]) for row in kept}
         self.file, self.waiting, self.board = path.open("ab", buffering=0), b"", None
+        self.lock = threading.Lock()
         if settings.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -89,10 +94,9 @@ class Recorder:
 
     def write(self, row: dict) -> None:
         row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        self.waiting += json.dumps(row).encode() + b"\n"
         self.seen.add((row["kind"], row["step"]))
         try:
-            self._flush()
+            self._flush(json.dumps(row).encode() + b"\n")
         except OSError as error:
             log.warning("metrics.jsonl: %s; its rows wait in memory", error)
         try:
@@ -103,9 +107,11 @@ class Recorder:
             self.board = None
             log.warning("TensorBoard: %s; it gets no more rows of this launch", error)
 
-    def _flush(self) -> None:
-        while self.waiting:  # a disk that fills up takes a part of them
-            self.waiting = self.waiting[self.file.write(self.waiting) :]
+    def _flush(self, more: bytes = b"") -> None:
+        with self.lock:  # a save behind the training syncs from its own thread
+            self.waiting += more
+            while self.waiting:  # a disk that fills up takes a part of them
+                self.waiting = self.waiting[self.file.write(self.waiting) :]
 
     def sync(self) -> None:
         """Brings the rows to the disk. Raises OSError."""

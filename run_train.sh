@@ -127,7 +127,9 @@ if [[ -n ${SLURM_JOB_ID:-} ]]; then
     # scancel sends TERM to every process of the job. The ranks save and end by themselves, and torchrun after them;
     # did it listen too, it would end as a failure, with a traceback on each node.
     # shellcheck disable=SC2016
-    torchrun=(bash -c 'trap "" TERM; exec "$@"' bash "${torchrun[@]}" "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT")
+    torchrun=(bash -c 'trap "" TERM; exec "$@"' bash "${torchrun[@]}" "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+else
+    torchrun+=("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")  # USR1 would end it, and its ranks, at once
 fi
 if ((nodes > 1)); then
     hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")

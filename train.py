@@ -15,7 +15,8 @@ if __name__ == "__main__":
     # Before torch is imported: a wrong configuration fails in milliseconds, and no signal finds the process deaf.
     arguments, configuration = config.from_command_line(sys.argv[1:], __doc__)
     stop_request = StopRequest()
-    stop_request.listen()
+    if not (arguments.dry_run or arguments.eval_only):  # those have nothing to save
+        stop_request.listen()
     if arguments.launch:
         die_with_parent()
 
@@ -65,9 +66,9 @@ def main(args: Namespace, cfg: Config, stop: StopRequest) -> int:
             manifest = read_manifest(data_folder(cfg))
             windows = manifest and window_count(manifest["tokens"]["train"], cfg.train.seq_len)
             return 0 if dry_run(cfg, args, windows) else DOES_NOT_FIT
-        earlier = run_files.first_failure(config.run_folder(cfg), args.launch)
-        if earlier and earlier["final"]:  # torchrun has started this launch again, and would once more
-            return earlier["exit_code"]
+        for failure in run_files.failures(config.run_folder(cfg), args.launch) if args.launch else ():
+            if failure["final"]:  # torchrun has started this launch again, and would once more
+                return failure["exit_code"]
         with distributed(cfg) as world:
             if args.eval_only:
                 evaluate_newest(cfg, world)
@@ -95,6 +96,8 @@ def run(cfg: Config, world: World, launch: str | None, stop: StopRequest) -> int
 
     def give_up(text: str) -> None:
         fail(1, text, final=False)
+        if saver:
+            saver.wait(cfg.run.save_timeout_seconds)
         leave(1)
 
     lock, saver, watch = None, None, Watch(give_up)
@@ -118,14 +121,14 @@ def run(cfg: Config, world: World, launch: str | None, stop: StopRequest) -> int
         elif isinstance(error, KeyboardInterrupt):
             code = 128 + (stop.decided or signal.SIGINT)
         elif isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
-            text = out_of_memory(cfg, world.size, text)
+            with contextlib.suppress(Exception):  # so little memory may be left
+                text = out_of_memory(cfg, world.size, text)
         elif not isinstance(error, FloatingPointError | SaveFailed):
             told, text = False, traceback.format_exc().rstrip()
         fail(code, text, final=told and not isinstance(error, SaveFailed))
         if saver:  # what is being written behind the training is good, whatever happened here
             watch.phase("save", cfg.run.save_timeout_seconds)
-            with contextlib.suppress(Exception):
-                saver.finish()
+            saver.wait()
         raise SystemExit(code) from None
     finally:
         watch.stop()
@@ -153,6 +156,8 @@ def enter(cfg: Config, world: World, folder: Path, launch: str | None) -> tuple[
         nonlocal held
         folder.mkdir(parents=True, exist_ok=True)
         held = run_files.lock(folder)
+        if places.steps(cfg) != found:
+            raise ConfigError(f"{places.root(cfg)}: another run has worked here meanwhile; start again")
         run_files.sweep(folder, launch)
         places.set_aside(cfg, start, bad)
         places.remove_unfinished(cfg)
@@ -275,7 +280,9 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
                 tell_evaluation(step, evaluate(model, cfg, world, heldout, stop, watch), recorder)
                 save_now = save_now or (saver and stop.decided)
             if save_now:
-                watch.phase("save", cfg.run.save_timeout_seconds)
+                # the one before may be purging still, and verify old checkpoints before it counts them
+                saver.hurried = bool(stop.decided)
+                watch.phase("save", cfg.run.save_timeout_seconds * (2 + (cfg.checkpoint.keep_last or 0)))
                 tell_saved(saver, folder, launch, wait=True)  # of the one before
                 state = {"step": step, "config": config.to_dict(cfg), "data": fingerprint(data), "ranks": world.size,
                          "torch": torch.__version__, **guard.counts()}
@@ -314,7 +321,7 @@ def tell_saved(saver: Saver, folder: Path, launch: str | None, wait: bool = Fals
         if must:
             raise SaveFailed(f"the last checkpoint was not saved: {error}") from None
         problem = str(error)
-    if saver.rank == 0:
+    if saver.rank == 0 and saver.thread is None:
         for text in saver.warnings:
             log.warning(text)
         saver.warnings.clear()

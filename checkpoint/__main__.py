@@ -10,8 +10,8 @@ import pathlib
 import sys
 
 from checkpoint.integrity import read_manifest
-from checkpoint.places import is_checkpoint, step_folders
-from checkpoint.places import problems_of as problems_of
+from checkpoint.places import is_checkpoint, problems_of, step_folders
+from config import ConfigError
 
 
 def main(argv: list[str]) -> int:
@@ -26,7 +26,11 @@ def main(argv: list[str]) -> int:
         return 2
     bad = 0
     for path in found:
-        if problems := problems_of(path):
+        try:
+            problems = problems_of(path)
+        except ConfigError as error:  # it may be good, for who can read it
+            problems = list(error.problems)
+        if problems:
             bad += 1
             print(f"{path}: BAD", *problems, sep="\n  ")
         else:

@@ -5,6 +5,7 @@ torch.distributed.checkpoint has none of its own: of 40 bits flipped in its file
 
 import concurrent.futures
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -13,9 +14,11 @@ import stat
 from collections.abc import Iterator
 from typing import Any
 
+from config import ConfigError
+
 MANIFEST = "manifest.json"
 PART = 64 * 2**20  # bytes per SHA-256: parts of one file are hashed side by side, on all cores and all ranks
-JSON_LIMIT = 256 * 2**20  # bytes; a manifest of a million parts has a third of it
+MANIFEST_LIMIT = 256 * 2**20  # bytes; a manifest of a million parts has a third of it
 
 
 class Damaged(Exception):
@@ -33,7 +36,10 @@ def opened(folder: pathlib.Path, name: str) -> Iterator[int]:
     except FileNotFoundError:
         raise Damaged(f"{folder / name}: expected a file, found none") from None
     except OSError as error:
-        raise Damaged(f"{folder / name}: expected a regular file: {error.strerror}") from None
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EIO):
+            raise Damaged(f"{folder / name}: expected a regular file: {error.strerror}") from None
+        # who may not read it, or cannot now, does not know whether it is good: nothing is set aside for that
+        raise ConfigError(f"{folder / name}: cannot be read: {error.strerror}") from None
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise Damaged(f"{folder / name}: expected a regular file, found another kind")
@@ -42,11 +48,11 @@ def opened(folder: pathlib.Path, name: str) -> Iterator[int]:
         os.close(handle)
 
 
-def read_json(folder: pathlib.Path, name: str) -> tuple[Any, bytes]:
-    """A JSON file's content, and its bytes. Raises Damaged."""
+def read_json(folder: pathlib.Path, name: str, limit: int) -> tuple[Any, bytes]:
+    """The content of a JSON file of at most `limit` bytes, and its bytes. Raises Damaged."""
     with opened(folder, name) as handle:
-        if (size := os.fstat(handle).st_size) > JSON_LIMIT:
-            raise Damaged(f"{folder / name}: {size} bytes, expected at most {JSON_LIMIT}")
+        if (size := os.fstat(handle).st_size) > limit:
+            raise Damaged(f"{folder / name}: {size} bytes, expected at most {limit}")
         try:
             with open(handle, "rb", closefd=False) as file:
                 text = file.read()
@@ -92,7 +98,7 @@ def render_manifest(files: dict[str, dict]) -> bytes:
 
 def read_manifest(folder: pathlib.Path) -> dict[str, dict]:
     """The entries by file name. Raises Damaged where the manifest is missing, cut or changed."""
-    content, text = read_json(folder, MANIFEST)
+    content, text = read_json(folder, MANIFEST, MANIFEST_LIMIT)
     try:
         files = content["files"]
         well_formed = text == render_manifest(files) and all(

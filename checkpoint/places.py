@@ -9,7 +9,7 @@ import config
 from checkpoint.integrity import MANIFEST, Damaged, check_sizes, read_json, read_manifest, verify
 from config import ConfigError
 
-STATE = "state.json"
+STATE, STATE_LIMIT = "state.json", 2**20  # bytes
 NAME = re.compile(r"step-(\d{8,})")
 TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp")
 # What decides weights and data order. The rest (steps, intervals, ranks, precision, learning rate) may change.
@@ -35,7 +35,14 @@ def step_folders(folder: pathlib.Path) -> list[tuple[int, pathlib.Path]]:
 
 
 def steps(cfg: config.Config) -> list[int]:
-    return [step for step, _ in step_folders(root(cfg))]
+    """Raises ConfigError where there are links to checkpoints and no checkpoint: not a fresh start, unasked."""
+    found = [step for step, _ in step_folders(root(cfg))]
+    links = [] if found or not root(cfg).is_dir() else [
+        entry.name for entry in root(cfg).iterdir() if NAME.fullmatch(entry.name) and entry.is_symlink()]
+    if links:
+        raise ConfigError(f"{root(cfg)}: {', '.join(sorted(links))}: links are not followed; move the checkpoints "
+                          "themselves here, or the links away")
+    return found
 
 
 def is_checkpoint(folder: pathlib.Path) -> bool:
@@ -47,21 +54,27 @@ def is_checkpoint(folder: pathlib.Path) -> bool:
 def read_state(folder: pathlib.Path) -> dict:
     """state.json: {"step": int, "config": {...}, ...}. Raises ConfigError."""
     try:
-        state, _ = read_json(folder, STATE)
+        return _state(folder)
     except Damaged as error:
         raise ConfigError(str(error)) from None
+
+
+def _state(folder: pathlib.Path) -> dict:
+    state, _ = read_json(folder, STATE, STATE_LIMIT)
     if not (isinstance(state, dict) and type(state.get("step")) is int and isinstance(state.get("config"), dict)):
-        raise ConfigError(f"{folder / STATE}: expected an object with step and config")
+        raise Damaged(f"{folder / STATE}: expected an object with step and config")
     return state
 
 
 def at_first_sight(folder: pathlib.Path) -> list[str]:
     """What is wrong with a checkpoint, short of hashing its files: in no time, whatever its size."""
     try:
-        if problems := check_sizes(folder, read_manifest(folder)):
+        files = read_manifest(folder)
+        if problems := [f"{folder / MANIFEST}: {name} is not in it" for name in (STATE, ".metadata")
+                        if name not in files] or check_sizes(folder, files):
             return problems
-        step = read_state(folder)["step"]
-    except (Damaged, ConfigError) as error:
+        step = _state(folder)["step"]
+    except Damaged as error:
         return [str(error)]
     named = NAME.fullmatch(folder.name)
     return [f"{folder}: expected step {int(named[1])}, found step {step}"] if named and int(named[1]) != step else []
@@ -152,6 +165,8 @@ def set_aside(cfg: config.Config, step: int, bad: Iterable[int]) -> None:
 
 def remove(cfg: config.Config, step: int) -> None:
     """Removes a checkpoint. Renamed first: what is half removed must not look like one."""
+    if temporary_of(cfg, step).exists():
+        shutil.rmtree(temporary_of(cfg, step))
     shutil.rmtree(path_of(cfg, step).rename(temporary_of(cfg, step)))
 
 

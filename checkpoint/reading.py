@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from checkpoint.integrity import Damaged, opened
+from checkpoint.integrity import Damaged, opened, read_manifest
 from config import ConfigError
 from parallel.materialize import named_parameters
 
@@ -33,7 +33,6 @@ ALLOWED = {
     (f"{DCP}.filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),  # where it was saved; other Pythons' name for it
 }
 
 
@@ -69,7 +68,7 @@ class Reader(FileSystemReader):
         try:
             with self.fs.create_stream(folder / ".metadata", "rb") as file:
                 self.metadata = MetadataUnpickler(file).load()
-            _check_metadata(self.metadata, folder)
+            _check_metadata(self.metadata, folder, read_manifest(folder))
         except Damaged:
             raise
         except Exception as error:  # whatever a wrong pickle or a wrong type in it may cause
@@ -79,14 +78,17 @@ class Reader(FileSystemReader):
         return self.metadata
 
 
-def _check_metadata(metadata: Metadata, folder: pathlib.Path) -> None:
-    """Raises Damaged unless there are tensors only, each covered by its chunks, each chunk inside a file here."""
+def _check_metadata(metadata: Metadata, folder: pathlib.Path, files: dict[str, dict]) -> None:
+    """Raises Damaged unless there are tensors only, each covered by its chunks, each chunk inside a file that the
+    manifest lists."""
     assert isinstance(metadata, Metadata)
     sizes = {}
     for index, info in metadata.storage_data.items():
         if info.relative_path not in sizes:
             with opened(folder, info.relative_path) as handle:
                 sizes[info.relative_path] = os.fstat(handle).st_size
+            if info.relative_path not in files:
+                raise Damaged(f"{folder / info.relative_path}: is not in the manifest")
         if not (info.offset >= 0 and info.length > 0 and info.offset + info.length <= sizes[info.relative_path]):
             raise Damaged(f"{folder / info.relative_path}: {index.fqn} is said to lie at bytes {info.offset} to "
                           f"{info.offset + info.length} of {sizes[info.relative_path]}")

@@ -55,7 +55,8 @@ class Writer(FileSystemWriter):
 
 
 class Saver:
-    """Saves a run's checkpoints. Every method is called by all ranks together, and fails on all of them or on none.
+    """Saves a run's checkpoints. Every method but wait() is called by all ranks together, and raises SaveFailed on all
+    of them or on none.
 
     With async_save the training thread waits for a copy of the shards into host memory, which stays allocated; the
     rest happens in a thread, with a process group of its own. One save at a time: a new one waits for the last.
@@ -67,6 +68,8 @@ class Saver:
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.longest_timeout(cfg)))
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.staged: dict[str, Tensor] = {}
+        self.device: torch.device | None = None  # of the GPU that it is copied from
+        self.hurried = False  # somebody waits for the end: what may be left for the next launch is left
         self.thread: threading.Thread | None = None
         self.outcome: tuple[int, BaseException | None] | None = None  # (step, error), until asked for
         self.warnings: list[str] = []
@@ -99,7 +102,14 @@ class Saver:
             raise outcome[1]
         return outcome and outcome[0]
 
+    def wait(self, seconds: float | None = None) -> None:
+        """Lets a save under way end, well or not; from any thread."""
+        if thread := self.thread:
+            thread.join(seconds)
+
     def _run(self, step: int, tensors: dict[str, Tensor], state: dict, purge: bool) -> None:
+        if self.device:  # each thread has a current device of its own, and DCP looks at it
+            torch.cuda.set_device(self.device)
         try:
             self._write(step, tensors, state)
             self.outcome = (step, None)
@@ -114,12 +124,15 @@ class Saver:
         would cost as much again as the copy."""
         local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
         if not self.staged:
-            on_gpu = any(t.is_cuda for t in local.values())
-            self.staged = {name: torch.empty_like(t, device="cpu", pin_memory=on_gpu) for name, t in local.items()}
+            self.staged = {name: torch.empty_like(t, device="cpu") for name, t in local.items()}
+            self.device = next((t.device for t in local.values() if t.is_cuda), None)
+            for held in self.staged.values() if self.device else ():
+                # pinned where it lies: torch's own pinned memory comes in powers of two
+                torch.cuda.cudart().cudaHostRegister(held.data_ptr(), held.nbytes, 0)
         for name, held in self.staged.items():
             held.copy_(local[name], non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
+        if self.device:
+            torch.cuda.current_stream(self.device).synchronize()
         # Not DTensor.from_local: that would move the copy back to the mesh's device.
         return {name: DTensor(self.staged[name], t._spec, requires_grad=False) if isinstance(t, DTensor)
                 else self.staged[name] for name, t in tensors.items()}
@@ -143,6 +156,10 @@ class Saver:
             (temporary / places.STATE).write_text(json.dumps(state, indent=2))
             files = [path.name for path in self.extra_files] + [places.STATE, ".metadata"]
             entries = {name: entry for part in [*hashed, hash_files(temporary, files)] for name, entry in part.items()}
+            # a network's file system may not have listed all files to the rank that made them
+            missing = {info.relative_path for info in metadata.storage_data.values()} - entries.keys()
+            if missing:
+                raise OSError(f"{', '.join(sorted(missing))} cannot be seen by who wrote it")
             (temporary / MANIFEST).write_bytes(render_manifest(entries))
             for name in [*files[:-1], MANIFEST]:  # DCP has synced its own
                 sync(temporary / name)
@@ -161,7 +178,8 @@ class Saver:
 
         try:
             self._together(make_room, only=0)
-            self._together(lambda: dcp.save(tensors, storage_writer=Writer(temporary), process_group=self.group))
+            metadata = self._together(lambda: dcp.save(
+                tensors, storage_writer=Writer(temporary), process_group=self.group))[0]
             # by the rank that wrote them, while they are in its memory still
             hashed = self._together(lambda: hash_files(temporary, [p.name for p in temporary.glob(
                 f"__{self.rank}_*.distcp")]))
@@ -197,6 +215,8 @@ class Saver:
             return
         try:
             for step in reversed(self._together(lambda: places.steps(self.cfg), only=0)[0]):
+                if self._together(lambda: self.hurried, only=0)[0]:  # as rank 0 sees it: all must do the same
+                    return
                 if good == last:
                     if not (every and step % every == 0):
                         self._together(lambda step=step: places.remove(self.cfg, step), only=0)

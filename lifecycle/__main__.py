@@ -26,7 +26,7 @@ from typing import Any
 import config
 from config import ConfigError
 from lifecycle import INPUT_IS_WRONG, STOPPED
-from lifecycle.folder import check_folder, first_failure, lock, read_status, stop_file, sweep, write_status
+from lifecycle.folder import check_folder, failures, lock, read_status, remove_traces, stop_file, write_status
 from lifecycle.watch import TWICE_SECONDS, die_with_parent
 
 TORCH = ((2, 11), (2, 13))  # the versions that the code is written for
@@ -82,31 +82,35 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
     return True
 
 
-def exit_code(folder: pathlib.Path, launch: str, returned: int) -> int:
+def exit_code(folder: pathlib.Path, launch: str, ranks: int, returned: int) -> int:
     """The launch's exit code from what its ranks left; marks the run as failed where they could not, and tells the
     first cause last, below what all ranks and torchrun printed."""
-    status = read_status(folder)
-    try:
-        # ranks that were killed with torchrun may take a moment to die, and hold the lock until then
-        held = lock(folder, wait_seconds=30 if status.get("launch") == launch else 0)
-    except (ConfigError, OSError) as error:  # refused: the folder is another run's, or was never made
-        for path in (stop_file(folder, launch), folder / f".failure-{launch}"):
-            path.unlink(missing_ok=True)
-        print(error, file=sys.stderr)
-        return INPUT_IS_WRONG
-    cause = first_failure(folder, launch)
-    sweep(folder, None)
-    if status.get("launch") == launch and status["state"] in ("finished", "preempted"):
-        os.close(held)
+    status, failed = read_status(folder), failures(folder, launch)
+    remove_traces(folder, launch)
+    ours = status.get("launch") == launch
+    if ours and status["state"] in ("finished", "preempted"):
         return 0 if status["state"] == "finished" else STOPPED
-    code = cause["exit_code"] if cause else returned if returned > 0 else 1
-    if code != INPUT_IS_WRONG or status.get("launch") == launch:
-        with contextlib.suppress(OSError):  # the disk may be full; what happened is told all the same
+    code = failed[0]["exit_code"] if failed else returned if returned > 0 else 1
+    if ours or code != INPUT_IS_WRONG:
+        try:
+            # ranks that were killed with torchrun may take a moment to die, and hold the lock until then
+            held = lock(folder, wait_seconds=30 if ours else 0)
             write_status(folder, "failed", status.get("step", 0), launch, exit_code=code)
-    os.close(held)
+            os.close(held)
+        except ConfigError as error:
+            if not ours:  # the folder is another run's
+                print(error, file=sys.stderr)
+                return INPUT_IS_WRONG
+        except OSError as error:  # a full disk, perhaps
+            print(f"{folder}/status.json: {error}", file=sys.stderr)
     print(f"every rank's own words are in {folder}/logs", file=sys.stderr)
-    if cause:
-        print(f"failed first on rank {cause['rank']}, step {cause['step']}, phase {cause['phase']}:\n{cause['text']}",
+    silent = sorted(set(range(ranks)) - {f["rank"] for f in failed})
+    if failed:
+        first = failed[0]
+        if silent and not first["final"]:
+            print(f"no word from rank {', '.join(map(str, silent[:8]))}{', ...' * (len(silent) > 8)}: killed (is the "
+                  "host out of memory?), or unable to answer", file=sys.stderr)
+        print(f"failed first on rank {first['rank']}, step {first['step']}, phase {first['phase']}:\n{first['text']}",
               file=sys.stderr)
     elif returned < 0:
         hint = ": the host may be out of memory" if -returned == signal.SIGKILL else ""
@@ -146,8 +150,11 @@ def run_ranks(command: list[str], folder: pathlib.Path, launch: str) -> int:
                 return
             last_interrupt = time.monotonic()
             print(f"stopping after this step; Ctrl-C again within {TWICE_SECONDS:.0f} s quits at once", file=sys.stderr)
-        if not file.stat().st_size:
-            file.write_text(str(int(number)))
+        try:
+            if not file.stat().st_size:
+                file.write_text(str(int(number)))
+        except OSError:  # a full disk: then by the way that has a time limit
+            child.terminate()
 
     file.touch()
     child = None
@@ -155,6 +162,7 @@ def run_ranks(command: list[str], folder: pathlib.Path, launch: str) -> int:
     # A session of its own: Ctrl-C in the terminal reaches this process alone, and not torchrun.
     child = subprocess.Popen(command, start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()))
     returned = child.wait()
+    listen(signal.SIG_IGN)  # it is over: nothing is left to stop
     return 128 + signal.SIGINT if killed else returned
 
 
@@ -186,13 +194,16 @@ def main(argv: list[str]) -> int:
         command = [*command, *rest, f"--launch={launch}"]
         if args.eval_only:
             return subprocess.run(command, preexec_fn=partial(die_with_parent, os.getpid())).returncode
-        return exit_code(folder, launch, run_ranks(command, folder, launch))
+        return exit_code(folder, launch, ranks, run_ranks(command, folder, launch))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return INPUT_IS_WRONG
     except Interrupted:
+        listen(signal.SIG_IGN)
+        if args and args.eval_only:
+            return 128 + signal.SIGINT
         print("stopped before the run began", file=sys.stderr)
-        if cfg and not args.eval_only:
+        if cfg:
             mark_stopped(config.run_folder(cfg))
         return STOPPED
 

@@ -3,7 +3,7 @@
 status.json          how the run goes, for everybody
 .lock                held by rank 0 while it lives
 .stop-LAUNCH         made empty by the launcher; anything in it asks this launch's ranks to save and stop
-.failure-LAUNCH      a line of JSON from each rank that failed
+.failure-LAUNCH-N    why rank N failed, as JSON
 """
 
 import contextlib
@@ -36,7 +36,11 @@ def write_status(folder: pathlib.Path, state: str, step: int, launch: str | None
 def lock(folder: pathlib.Path, wait_seconds: float = 0) -> int:
     """Locks the folder for this process and returns the open lock file, which the kernel frees when the process ends,
     however it ends. Raises ConfigError where another run holds it, and goes on holding it for so long."""
-    handle, end = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR), time.monotonic() + wait_seconds
+    try:
+        handle = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR, 0o666)
+    except PermissionError:
+        raise ConfigError(f"{folder / '.lock'}: cannot be opened; is this another user's run?") from None
+    end = time.monotonic() + wait_seconds
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -73,25 +77,31 @@ def report_failure(folder: pathlib.Path, launch: str | None, rank: int, step: in
 
     progress: how many phases this rank had begun, the same count on all ranks; final: starting again cannot help.
     """
-    line = {"rank": rank, "step": step, "phase": phase, "progress": progress, "time": time.time(), "exit_code": code,
-            "text": text, "final": final}
+    report = {"rank": rank, "step": step, "phase": phase, "progress": progress, "time": time.time(), "exit_code": code,
+              "text": text, "final": final}
     with contextlib.suppress(OSError):
-        handle = os.open(folder / f".failure-{launch}", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-        os.write(handle, (json.dumps(line) + "\n").encode())  # one write: lines of several ranks do not mix
-        os.close(handle)
+        (folder / f".failure-{launch}-{rank}").write_text(json.dumps(report))
 
 
-def first_failure(folder: pathlib.Path, launch: str | None) -> dict | None:
-    """The failure that the others followed from: of the rank that got least far (one that hangs lets the others begin
-    another phase and wait there), else the earliest."""
-    with contextlib.suppress(OSError, ValueError):
-        lines = (folder / f".failure-{launch}").read_text().splitlines()
-        return min(map(json.loads, lines), key=lambda f: (f["progress"], f["time"]))
-    return None
+def failures(folder: pathlib.Path, launch: str | None) -> list[dict]:
+    """What the ranks of a launch reported, that first from which the others followed: of the rank that got least far
+    (one that hangs lets the others begin another phase and wait there), else the earliest."""
+    found = []
+    for path in folder.glob(f".failure-{launch}-*"):
+        with contextlib.suppress(OSError, ValueError):  # a full disk may have cut it
+            found.append(json.loads(path.read_text()))
+    return sorted(found, key=lambda f: (f["progress"], f["time"]))
+
+
+def remove_traces(folder: pathlib.Path, launch: str) -> None:
+    """Removes what launcher and ranks of one launch told each other."""
+    for path in (stop_file(folder, launch), *folder.glob(f".failure-{launch}-*")):
+        path.unlink(missing_ok=True)
 
 
 def sweep(folder: pathlib.Path, launch: str | None) -> None:
-    """Removes what launches that were killed have left. By the holder of the lock."""
+    """Removes what killed launches have left, and what the ranks said that torchrun starts again. By the holder of
+    the lock."""
     for path in (*folder.glob(".stop-*"), *folder.glob(".failure-*")):
         if path.name != f".stop-{launch}":
             path.unlink(missing_ok=True)

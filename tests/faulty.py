@@ -50,6 +50,10 @@ def throw(error: BaseException) -> None:
     raise error
 
 
+def slowly(method):
+    return lambda *arguments, **keywords: (time.sleep(8), method(*arguments, **keywords))[1]
+
+
 def terminate(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -62,6 +66,9 @@ def terminate_slowly() -> None:
 FAULTS = {
     "none": lambda: None,
     "hang in data": lambda: before(Loader, "__next__", lambda: time.sleep(1000)),
+    "slow save and hang": lambda: (
+        setattr(checkpoint.saving.Writer, "finish", slowly(checkpoint.saving.Writer.finish)),
+        before(Loader, "__next__", lambda: time.sleep(1000))),
     "error in data": lambda: before(Loader, "__next__", lambda: throw(RuntimeError("the disk is gone"))),
     "killed": lambda: before(Loader, "__next__", lambda: os.kill(os.getpid(), signal.SIGKILL)),
     "killed once": lambda: os.path.exists(os.environ["ONCE"]) or before(Loader, "__next__", lambda: (

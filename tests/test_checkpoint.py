@@ -129,6 +129,31 @@ def test_never_a_silent_fresh_start(tmp_path):
         chosen(configured(tmp_path, resume=10))
 
 
+def test_what_cannot_be_read_now_is_not_called_damaged(tmp_path, monkeypatch):
+    """Another user's file, a node that has lost its network disk: the checkpoint may be good."""
+    cfg = configured(tmp_path)
+    fake(cfg, 10), fake(cfg, 20)
+    real = os.open
+
+    def stale(path, *arguments, **keywords):
+        if str(path).endswith("00000020/state.json"):
+            raise OSError(116, "Stale file handle")
+        return real(path, *arguments, **keywords)
+
+    monkeypatch.setattr(os, "open", stale)
+    with pytest.raises(ConfigError, match=r"00000020/state\.json: cannot be read: Stale file handle"):
+        chosen(cfg)
+    assert main(["verify", str(places.path_of(cfg, 20))]) == 1
+
+
+def test_links_alone_are_no_fresh_start(tmp_path):
+    cfg = configured(tmp_path)
+    fake(cfg, 10).rename(tmp_path / "moved")
+    places.path_of(cfg, 10).symlink_to(tmp_path / "moved")
+    with pytest.raises(ConfigError, match="step-00000010: links are not followed"):
+        places.steps(cfg)
+
+
 def test_verify_has_nothing_to_do(tmp_path, capsys):
     cfg = configured(tmp_path)
     assert main(["verify", str(tmp_path)]) == 2 and main(["verify", str(tmp_path / "none")]) == 2

@@ -15,7 +15,7 @@ import pytest
 
 from checkpoint import places
 from config import ConfigError
-from lifecycle.folder import first_failure, lock, report_failure
+from lifecycle.folder import failures, lock, report_failure
 from lifecycle.watch import StopRequest, Watch, read_stop
 from tests.conftest import REPO, launch, rows
 
@@ -88,7 +88,7 @@ class Launched:
 
 @pytest.mark.parametrize("whom, number, nproc", [
     ("launcher", signal.SIGTERM, 1), ("launcher", signal.SIGUSR1, 2), ("rank", signal.SIGINT, 2),
-    ("torchrun", signal.SIGTERM, 2)])
+    ("torchrun", signal.SIGTERM, 2), ("torchrun", signal.SIGUSR1, 2)])
 def test_a_signal_to_anyone_saves_and_stops_all(write_config, whom, number, nproc):
     run = Launched(write_config("stopped", **FOREVER), nproc)
     run.wait_for(run.trained_a_step)
@@ -190,6 +190,21 @@ def test_a_failure_on_one_rank_ends_all_with_the_first_cause_last(write_config, 
     folder = tmp_path / "outputs/fails"
     assert status(folder)["state"] == "failed" and not leftovers(folder) and not saved(folder)
     assert re.search(r"rank 1, step \d, phase", (folder / "logs/rank-1.log").read_text())
+
+
+def test_a_save_under_way_outlives_a_failure(write_config, tmp_path):
+    """Rank 1 hangs while step 2 is being written behind the training: the step's limit ends both ranks, after it."""
+    path = write_config("outlive", **{**FOREVER, "checkpoint": {"save_every_steps": 2, "async_save": True}},
+                        run={**TIMEOUTS, "step_timeout_seconds": 3.0})
+    done = launch_faulty("slow save and hang:1:3", path, nproc=2)
+    assert done.returncode == 1 and "failed first on rank 1, step 3, phase data" in done.stderr, done.stderr
+    assert saved(tmp_path / "outputs/outlive") == [2] and not leftovers(tmp_path / "outputs/outlive")
+
+
+def test_a_killed_rank_is_named(write_config):
+    done = launch_faulty("killed:1:3", write_config("killed", **FOREVER), nproc=2)
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"no word from rank 1: killed.*\nfailed first on rank 0, step 3, phase forward", done.stderr)
 
 
 def test_a_restart_by_torchrun_goes_on(write_config, tmp_path):
@@ -305,7 +320,8 @@ def test_the_lock_waits_as_long_as_it_is_told(tmp_path):
 def test_the_first_failure_is_that_of_the_rank_that_got_least_far(tmp_path):
     for rank, progress in ((0, 8), (1, 7), (2, 8)):
         report_failure(tmp_path, "x", rank, 3, "data", progress, 1, f"text {rank}", False)
-    assert first_failure(tmp_path, "x")["text"] == "text 1" and first_failure(tmp_path, "y") is None
+    (tmp_path / ".failure-x-3").write_text('{"rank": 3, "cut by a full di')
+    assert [f["rank"] for f in failures(tmp_path, "x")] == [1, 0, 2] and failures(tmp_path, "y") == []
 
 
 @pytest.mark.parametrize("content, number", [("", 0), ("10\n", 10), ("now", signal.SIGTERM)])

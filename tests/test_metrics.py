@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 import time
 
 import pytest
@@ -131,3 +132,29 @@ def test_tensorboard_may_fail(tmp_path):
     recorder.write({"kind": "train", "step": 2, "loss": 1.0})
     recorder.close()
     assert recorder.board is None and len(rows(tmp_path)) == 2
+
+
+def test_a_sync_from_another_thread_neither_doubles_nor_drops_rows(tmp_path):
+    recorder = Recorder(tmp_path, config.Log(tensorboard=False), 0)
+    real = recorder.file
+
+    class Slow:
+        fileno, close = real.fileno, real.close
+
+        def write(self, data: bytes) -> int:
+            time.sleep(0.01)
+            return real.write(data)
+
+    recorder.file, over = Slow(), threading.Event()
+
+    def sync() -> None:
+        while not over.is_set():
+            recorder.sync()
+
+    thread = threading.Thread(target=sync)
+    thread.start()
+    for step in range(1, 31):
+        recorder.write({"kind": "train", "step": step})
+    over.set()
+    thread.join()
+    assert [row["step"] for row in rows(tmp_path)] == list(range(1, 31))
