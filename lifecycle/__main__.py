@@ -64,9 +64,11 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
             raise ConfigError(f"{places.root(cfg)}: holds no checkpoint to evaluate")
         data = data_folder(cfg)
     else:
-        start, _ = places.choose(cfg, places.steps(cfg), places.at_first_sight)  # the ranks read every byte
+        finished = read_status(folder).get("state") == "finished"
+        # every byte is read by the ranks, and here where there may be nothing left for them
+        start, _ = places.choose(cfg, places.steps(cfg), places.problems_of if finished else places.at_first_sight)
         places.check_same_run(cfg, start)
-        if start >= cfg.train.steps and read_status(folder).get("state") == "finished":
+        if start >= cfg.train.steps and finished:
             print(f"{folder}: finished at step {start}; train.steps = {cfg.train.steps} asks for no more")
             return False
         data = prepare(cfg, lambda text: print(text, flush=True))

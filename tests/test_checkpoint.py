@@ -277,6 +277,21 @@ def test_a_run_keeps_what_it_should_and_says_no(write_config, tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_finished_run_whose_last_checkpoint_is_damaged_is_finished_again(write_config, tmp_path):
+    path = write_config("flipped", checkpoint={"save_every_steps": 2})
+    assert launch(path).returncode == 0
+    folder = tmp_path / "outputs/flipped"
+    shard = folder / "checkpoints/step-00000004/__0_0.distcp"
+    before = shard.read_bytes()
+    shard.write_bytes(before[:5000] + bytes([before[5000] ^ 1]) + before[5001:])
+    done = launch(path, nproc=2)
+    assert done.returncode == 0 and "going on after step 2" in done.stdout, done.stdout + done.stderr
+    assert re.search(r"damaged, set aside: .*__0_0\.distcp: bytes 0 to \d+: expected SHA-256", done.stdout)
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == [
+        "step-00000002", "step-00000004", "step-00000004.corrupt"]
+    assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4]
+
+
 def test_two_runs_in_one_folder(write_config, tmp_path):
     path = write_config("locked")
     folder = tmp_path / "outputs/locked"
