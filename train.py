@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 
 import metrics
 from checkpoint import places
-from checkpoint.reading import restore
+from checkpoint.reading import restore, tensors_of
 from checkpoint.saving import SaveFailed, Saver
 from config import Config, ConfigError
 from data.loader import DIGEST_MODULUS, Batch, Loader, check_enough, heldout_batches
@@ -284,6 +284,7 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
                 saver.hurried = bool(stop.decided)
                 watch.phase("save", cfg.run.save_timeout_seconds * (2 + (cfg.checkpoint.keep_last or 0)))
                 tell_saved(saver, folder, launch, wait=True)  # of the one before
+                check_finite(model, optimizer, step)
                 state = {"step": step, "config": config.to_dict(cfg), "data": fingerprint(data), "ranks": world.size,
                          "torch": torch.__version__, **guard.counts()}
                 # purging may have to read much, and who asked to stop will not wait for it
@@ -309,6 +310,16 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
     if first:
         recorder.close()
     return step
+
+
+def check_finite(model: Llama, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Raises FloatingPointError, on all ranks, where an update from finite gradients has made weights or moments that
+    are not: no checkpoint may hold them."""
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors_of(model, optimizer).values()]
+    finite = bool(torch.stack([t.isfinite().all() for t in local]).all())
+    if not all(rank["finite"] for rank in from_all_ranks({"finite": finite})):
+        raise FloatingPointError(f"step {step}: the update made weights that are not finite, and they were not saved; "
+                                 "a lower optim.lr or a longer warm-up may help")
 
 
 def tell_saved(saver: Saver, folder: Path, launch: str | None, wait: bool = False, must: bool = False) -> None:

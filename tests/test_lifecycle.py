@@ -229,6 +229,13 @@ def test_out_of_memory_says_what_to_change(write_config):
     assert "Traceback" not in done.stderr
 
 
+def test_weights_that_overflow_are_not_saved(write_config, tmp_path):
+    path = write_config("overflow", **{**FOREVER, "checkpoint": {"save_every_steps": 1}})
+    done = launch_faulty("none", path, "--optim.lr=3e38", "--optim.warmup_steps=0", "--optim.weight_decay=1.2", nproc=2)
+    assert done.returncode == 1 and "Traceback" not in done.stderr.split("failed first")[1], done.stderr
+    assert "weights that are not finite" in done.stderr.splitlines()[-1] and not saved(tmp_path / "outputs/overflow")
+
+
 def test_skipped_steps_are_counted_in_the_checkpoint(write_config, tmp_path):
     path = write_config("skips", train={"steps": 6, "skip_nonfinite": 1}, checkpoint={"save_every_steps": 3})
     done = launch_faulty("infinite loss:1:6", path, nproc=2)  # two micro-batches a step: the third
