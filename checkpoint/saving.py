@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
@@ -40,6 +40,7 @@ class Writer(FileSystemWriter):
     def __init__(self, folder: pathlib.Path):
         # One thread: with more, this writer reports success after a failed write (pytorch issue 191391).
         super().__init__(folder, thread_count=1, overwrite=False)
+        self.files: set[str] = set()  # of all ranks; known to rank 0 when it has finished
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         # torch's zip files carry a CRC-32 of each tensor, which nothing checks when they are read: SHA-256 does
@@ -49,6 +50,10 @@ class Writer(FileSystemWriter):
             return super().write_data(plan, planner)
         finally:
             set_crc32_options(before)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self.files = {written.storage_data.relative_path for of_rank in results for written in of_rank}
+        super().finish(metadata, results)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(save_id=self.save_id)
@@ -157,8 +162,7 @@ class Saver:
             files = [path.name for path in self.extra_files] + [places.STATE, ".metadata"]
             entries = {name: entry for part in [*hashed, hash_files(temporary, files)] for name, entry in part.items()}
             # a network's file system may not have listed all files to the rank that made them
-            missing = {info.relative_path for info in metadata.storage_data.values()} - entries.keys()
-            if missing:
+            if missing := writer.files - entries.keys():
                 raise OSError(f"{', '.join(sorted(missing))} cannot be seen by who wrote it")
             (temporary / MANIFEST).write_bytes(render_manifest(entries))
             for name in [*files[:-1], MANIFEST]:  # DCP has synced its own
@@ -176,10 +180,10 @@ class Saver:
                 final.rename(temporary)
                 raise
 
+        writer = Writer(temporary)
         try:
             self._together(make_room, only=0)
-            metadata = self._together(lambda: dcp.save(
-                tensors, storage_writer=Writer(temporary), process_group=self.group))[0]
+            self._together(lambda: dcp.save(tensors, storage_writer=writer, process_group=self.group))
             # by the rank that wrote them, while they are in its memory still
             hashed = self._together(lambda: hash_files(temporary, [p.name for p in temporary.glob(
                 f"__{self.rank}_*.distcp")]))
