@@ -54,6 +54,12 @@ def _mix(x: int) -> int:
     return x ^ x >> 31
 
 
+def place_of(number: int, windows: int, seed: int) -> tuple[int, int]:
+    """(epoch, window) of a sample of the run."""
+    epoch, position = divmod(number, windows)
+    return epoch, Permutation(windows, seed, epoch)(position)
+
+
 def rank_samples(step: int, batch: int, micro: int, rank: int, ranks: int) -> list[range]:
     """Sample numbers of each micro-batch of a rank in a step (from 1). Together the ranks have
     (step-1) * batch ... step * batch - 1, each once."""

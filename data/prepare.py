@@ -2,7 +2,8 @@
 
     python -m data.prepare configs/tiny.toml
 
-Writes train.bin, heldout.bin, tokenizer.model and manifest.json into prepared/{source}-{hash}/, whole or not at all.
+Writes train.bin, heldout.bin, where their documents end, tokenizer.model and manifest.json into
+prepared/{source}-{hash}/, whole or not at all.
 A document is held out when its hash falls into the last 1 %, whatever else the corpus holds.
 """
 
@@ -28,7 +29,7 @@ from config import ConfigError
 from data.tokenizer import Tokenizer, read_model, train_tokenizer
 from data.tokens import MANIFEST, read_manifest
 
-FORMAT = 1  # of the files; part of their identity
+FORMAT = 2  # of the files; part of their identity
 STDLIB = "python-stdlib"
 LOCAL = (".jsonl", ".json", ".parquet", ".txt")
 BATCH = 512  # documents handed to the tokenizer's threads at once
@@ -170,13 +171,15 @@ def _train_tokenizer(cfg: config.Config, threads: int, say: Callable[[str], None
 
 def _write_tokens(folder: pathlib.Path, d: config.Data, tokenizer: Tokenizer, threads: int,
                   say: Callable[[str], None]) -> dict:
-    """Writes train.bin and heldout.bin: each document between its begin and end marks. Returns the counts."""
+    """Writes train.bin and heldout.bin: each document between its begin and end marks; and train.ends.bin and
+    heldout.ends.bin: for each document the position after its last token, 8 bytes little-endian. Returns the counts."""
     small = tokenizer.vocab_size <= 1 << 16
     tokens, docs, size = {"train": 0, "heldout": 0}, {"train": 0, "heldout": 0}, 0
     began = said = time.monotonic()
     source = documents(d)
-    with (folder / "train.bin").open("wb") as train, (folder / "heldout.bin").open("wb") as heldout:
-        out = {"train": train, "heldout": heldout}
+    with contextlib.ExitStack() as files:
+        out = {split: files.enter_context((folder / f"{split}.bin").open("wb")) for split in tokens}
+        ends = {split: files.enter_context((folder / f"{split}.ends.bin").open("wb")) for split in tokens}
         while batch := list(itertools.islice(source, BATCH)):
             for text, ids in zip(batch, tokenizer.encode(batch, threads)):
                 split = "heldout" if is_held_out(text) else "train"
@@ -185,6 +188,7 @@ def _write_tokens(folder: pathlib.Path, d: config.Data, tokenizer: Tokenizer, th
                     row.byteswap()
                 row.tofile(out[split])
                 tokens[split] += len(row)
+                ends[split].write(tokens[split].to_bytes(8, "little"))
                 docs[split] += 1
                 size += len(text)
                 if d.max_tokens and tokens["train"] >= d.max_tokens:

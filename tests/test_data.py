@@ -365,3 +365,52 @@ def test_what_looks_like_a_file_is_never_looked_for_on_a_hub(source, tmp_path, m
 def test_very_long_lines_train_a_tokenizer_too(tmp_path):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": words(i, 30_000)}) + "\n" for i in range(3)))
     prepare(config_for(tmp_path / "in.jsonl", tmp_path), print)
+
+
+def test_documents_of_any_span(prepared):
+    """Against a search through the tokens themselves: each document ends with its end mark, which text never gives."""
+    stream = open_stream(prepared, "train", 320)
+    _, ids = stream.read(0, stream.length)
+    ends = [i + 1 for i, token in enumerate(ids.tolist()) if [token] == Tokenizer(prepared / "tokenizer.model").eos]
+    assert len(ends) == read_manifest(prepared)["documents"]["train"] and ends[-1] == stream.length
+    whole = list(zip(range(len(ends)), [0, *ends], ends))
+    assert stream.documents(0, stream.length) == whole
+    draw = random.Random(0)
+    for _ in range(200):
+        start = draw.randrange(stream.length)
+        stop = min(stream.length, start + draw.randrange(1, 400))
+        assert stream.documents(start, stop) == [d for d in whole if d[1] < stop and d[2] > start]
+    assert stream.documents(5, 5) == []
+
+
+def test_a_step_can_be_read(corpus, prepared, write_config):
+    path = write_config("shown")
+    done = launch("-m", "data.show", path, "--step", "2")
+    assert done.returncode == 0, done.stderr
+    samples = done.stdout.split("=== ")[1:]
+    assert [sample.partition(":")[0] for sample in samples] == [f"step 2, sample {n}" for n in range(8, 16)]
+    texts = {json.loads(line)["text"] for line in corpus.read_text().splitlines()}
+    for sample in samples:  # every piece of a document is a piece of one of the source's
+        for piece in sample.split("--- document ")[1:]:
+            assert any(piece.partition("\n")[2].rstrip("\n") in text for text in texts), piece
+    assert launch("-m", "data.show", path, "--step", "0").returncode == 2
+
+
+@pytest.mark.parametrize("text, shown", [
+    ("a\tb\n", "a\tb\n"), ("\x1b[31m\0", "\\x1b[31m\\x00"), ("\u202e\u00e9", "\\u202e\u00e9")])
+def test_control_characters_are_spelt_out(text, shown):
+    from data.show import printable
+
+    assert printable(text) == shown
+
+
+def test_a_file_cut_while_in_use_is_named(prepared, tmp_path):
+    copy = shutil.copytree(prepared, tmp_path / "data")
+    stream = open_stream(copy, "train", 320)
+    with (copy / "train.bin").open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(ConfigError, match="train.bin: ends before token 640: it was cut while it was in use"):
+        stream.read(600, 640)
+    (copy / "train.ends.bin").write_bytes(b"123")
+    with pytest.raises(ConfigError, match=r"train\.ends\.bin: cannot be read"):
+        stream.documents(0, 10)

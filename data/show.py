@@ -1,0 +1,64 @@
+"""Prints what a run reads in a step: each sample as text, document by document.
+
+    python -m data.show configs/tiny.toml --step 3
+
+The samples are those of all ranks together, in their order. Needs the prepared data and its tokenizer.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+
+import config
+from config import ConfigError
+from data.loader import check_enough, place_of
+from data.prepare import data_folder
+from data.tokenizer import Tokenizer
+from data.tokens import open_stream
+
+
+def samples(cfg: config.Config, step: int) -> Iterator[str]:
+    """A text for each sample of a step (from 1). Raises ConfigError."""
+    folder, t = data_folder(cfg), cfg.train
+    stream = open_stream(folder, "train", cfg.model.vocab_size)
+    windows, tokenizer = check_enough(stream, t), Tokenizer(folder / "tokenizer.model")
+    for number in range((step - 1) * t.global_batch_size, step * t.global_batch_size):
+        epoch, window = place_of(number, windows, cfg.run.seed)
+        first, last = window * t.seq_len, (window + 1) * t.seq_len  # the last is a target only
+        lines = [f"=== step {step}, sample {number}: epoch {epoch}, window {window} of {windows}, tokens {first} to "
+                 f"{last}"]
+        _, ids = stream.read(first, last + 1)
+        for document, start, stop in stream.documents(first, last + 1):
+            begins, ends = max(start, first), min(stop, last + 1)
+            cut = " (begins before)" * (start < first) + " (goes on)" * (stop > last + 1)
+            lines += [f"--- document {document}, {ends - begins} of its {stop - start} tokens{cut}",
+                      printable(tokenizer.decode(ids[begins - first : ends - first].tolist()))]
+        yield "\n".join(lines)
+
+
+def printable(text: str) -> str:
+    """Without what a terminal would obey: control characters, but for line ends and tabs, are spelt out."""
+    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--step", type=int, default=1)
+    args, rest = parser.parse_known_args(argv)
+    _, cfg = config.from_command_line(rest, __doc__)
+    try:
+        if args.step < 1:
+            raise ConfigError(f"--step {args.step}: steps count from 1")
+        for text in samples(cfg, args.step):
+            print(text, flush=True)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # whoever reads has seen enough, as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
