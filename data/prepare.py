@@ -7,7 +7,6 @@ prepared/{source}-{hash}/, whole or not at all.
 A document is held out when its hash falls into the last 1 %, whatever else the corpus holds.
 """
 
-import array
 import contextlib
 import fcntl
 import glob
@@ -23,16 +22,19 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO
 
 import config
 from config import ConfigError
+from data.encode import encode_all
 from data.tokenizer import Tokenizer, read_model, train_tokenizer
 from data.tokens import MANIFEST, read_manifest
 
 FORMAT = 2  # of the files; part of their identity
 STDLIB = "python-stdlib"
 LOCAL = (".jsonl", ".json", ".parquet", ".txt")
-BATCH = 512  # documents handed to the tokenizer's threads at once
+SYNC_SECONDS = 5.0  # between two points that a killed preparation goes on from
+BEGUN, PROGRESS = "begun.json", "progress.json"  # of an unfinished one: what it prepares, and how far it is
 TEXT_PIECE = 1 << 16  # characters: a longer .txt file becomes several documents
 
 
@@ -114,22 +116,27 @@ def _one_at_a_time(lock: pathlib.Path, say: Callable[[str], None]) -> Iterator[N
 
 
 def _make(folder: pathlib.Path, cfg: config.Config, say: Callable[[str], None]) -> None:
+    """In a folder beside, which a preparation that was killed leaves to the next one, and one that found its input
+    wrong does not."""
     temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed; the lock is ours
-    temporary.mkdir()
+    files = [_stamp(f) for f in _local_files(cfg.data.source)] if _is_local(cfg.data.source) else []
+    begun = json.loads(json.dumps({"identity": identity(cfg), "files": files}))
+    if _read_json(temporary / BEGUN) != begun:
+        shutil.rmtree(temporary, ignore_errors=True)
     try:
-        threads = os.cpu_count() or 1
-        files = [_stamp(f) for f in _local_files(cfg.data.source)] if _is_local(cfg.data.source) else []
-        if cfg.data.tokenizer:
-            tokenizer = Tokenizer(cfg.data.tokenizer)
-            (temporary / "tokenizer.model").write_bytes(tokenizer.model_bytes)
-        else:
-            (temporary / "tokenizer.model").write_bytes(_train_tokenizer(cfg, threads, say))
-            tokenizer = Tokenizer(temporary / "tokenizer.model")
+        model = temporary / "tokenizer.model"
+        if not model.exists():
+            temporary.mkdir(exist_ok=True)
+            content = Tokenizer(cfg.data.tokenizer).model_bytes if cfg.data.tokenizer else _train_tokenizer(cfg, say)
+            _replace(model, content)
+            _replace(temporary / BEGUN, json.dumps(begun).encode())
+        tokenizer = Tokenizer(model)
         if tokenizer.vocab_size > cfg.model.vocab_size:
             raise ConfigError(f"[model] vocab_size = {cfg.model.vocab_size}: smaller than the tokenizer "
                               f"{cfg.data.tokenizer}, which has {tokenizer.vocab_size} pieces")
-        counts = _write_tokens(temporary, cfg.data, tokenizer, threads, say)
+        counts = _write_tokens(temporary, cfg.data, tokenizer.vocab_size, say)
+        for name in (BEGUN, PROGRESS):
+            (temporary / name).unlink(missing_ok=True)
         manifest = {"identity": identity(cfg), "vocab_size": tokenizer.vocab_size, **counts, "files": files,
                     "sha256": {path.name: _sha256(path) for path in sorted(temporary.iterdir())}}
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2))
@@ -137,10 +144,26 @@ def _make(folder: pathlib.Path, cfg: config.Config, say: Callable[[str], None]) 
         if folder.exists():
             folder.rmdir()  # an empty one, by _matches
         temporary.rename(folder)
-    finally:
+    except ConfigError:
         shutil.rmtree(temporary, ignore_errors=True)
+        raise
     tokens = counts["tokens"]
     say(f"prepared {folder}: {tokens['train']:,} tokens to train on, {tokens['heldout']:,} held out")
+
+
+def _read_json(path: pathlib.Path) -> Any:
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(path.read_text())
+    return None
+
+
+def _replace(path: pathlib.Path, content: bytes) -> None:
+    """Writes a file that is there whole or not at all."""
+    with path.with_suffix(".new").open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    path.with_suffix(".new").rename(path)
 
 
 def _sha256(path: pathlib.Path) -> str:
@@ -151,7 +174,7 @@ def _sha256(path: pathlib.Path) -> str:
     return digest.hexdigest()
 
 
-def _train_tokenizer(cfg: config.Config, threads: int, say: Callable[[str], None]) -> bytes:
+def _train_tokenizer(cfg: config.Config, say: Callable[[str], None]) -> bytes:
     """On the first part of the source: 2,000 characters per piece, 4 million at least, is where more text stops to
     change a byte-pair vocabulary much."""
     next(documents(cfg.data))  # what is wrong with the source is said first
@@ -166,43 +189,79 @@ def _train_tokenizer(cfg: config.Config, threads: int, say: Callable[[str], None
             if size >= wanted:
                 return
 
-    return train_tokenizer(sample(), cfg.model.vocab_size, threads)
+    return train_tokenizer(sample(), cfg.model.vocab_size, os.cpu_count() or 1)
 
 
-def _write_tokens(folder: pathlib.Path, d: config.Data, tokenizer: Tokenizer, threads: int,
-                  say: Callable[[str], None]) -> dict:
+def _write_tokens(folder: pathlib.Path, d: config.Data, vocab_size: int, say: Callable[[str], None]) -> dict:
     """Writes train.bin and heldout.bin: each document between its begin and end marks; and train.ends.bin and
-    heldout.ends.bin: for each document the position after its last token, 8 bytes little-endian. Returns the counts."""
-    small = tokenizer.vocab_size <= 1 << 16
-    tokens, docs, size = {"train": 0, "heldout": 0}, {"train": 0, "heldout": 0}, 0
-    began = said = time.monotonic()
-    source = documents(d)
+    heldout.ends.bin: for each document the position after its last token, 8 bytes little-endian. Returns the counts.
+
+    Every few seconds the files are synced and progress.json says how far they are good: from there it goes on when it
+    was killed, reading what was read but not tokenizing it again.
+    """
+    small = vocab_size <= 1 << 16
+    width, splits = 2 if small else 4, ("train", "heldout")
+    at = _read_json(folder / PROGRESS) or {"read": 0, "characters": 0, "tokens": dict.fromkeys(splits, 0),
+                                           "documents": dict.fromkeys(splits, 0)}
+    tokens, docs = at["tokens"], at["documents"]
+    if at["read"]:
+        say(f"going on after {at['read']:,} documents of {d.source}, which were prepared before")
+    began, known = time.monotonic(), at["characters"]
+    said = synced = began
     with contextlib.ExitStack() as files:
-        out = {split: files.enter_context((folder / f"{split}.bin").open("wb")) for split in tokens}
-        ends = {split: files.enter_context((folder / f"{split}.ends.bin").open("wb")) for split in tokens}
-        while batch := list(itertools.islice(source, BATCH)):
-            for text, ids in zip(batch, tokenizer.encode(batch, threads)):
-                split = "heldout" if is_held_out(text) else "train"
-                row = array.array("H" if small else "i", [*tokenizer.bos, *ids, *tokenizer.eos])
-                if sys.byteorder == "big":
-                    row.byteswap()
-                row.tofile(out[split])
-                tokens[split] += len(row)
-                ends[split].write(tokens[split].to_bytes(8, "little"))
-                docs[split] += 1
-                size += len(text)
-                if d.max_tokens and tokens["train"] >= d.max_tokens:
-                    source = iter(())
+        def opened(name: str, size: int) -> BinaryIO:
+            file = files.enter_context((folder / name).open("r+b" if (folder / name).exists() else "w+b"))
+            file.truncate(size)
+            file.seek(size)
+            return file
+
+        out = {split: opened(f"{split}.bin", width * tokens[split]) for split in splits}
+        ends = {split: opened(f"{split}.ends.bin", 8 * docs[split]) for split in splits}
+
+        def sync() -> None:
+            for file in (*out.values(), *ends.values()):
+                file.flush()
+                os.fsync(file.fileno())
+            _replace(folder / PROGRESS, json.dumps(at).encode())
+
+        full = bool(d.max_tokens) and tokens["train"] >= d.max_tokens
+        source = () if full else itertools.islice(documents(d), at["read"], None)
+        with contextlib.closing(encode_all(folder / "tokenizer.model", small, source)) as encoded:
+            for chunk in encoded:
+                start = 0
+                for held_out, length in zip(chunk.held_out, chunk.lengths):
+                    split = "heldout" if held_out else "train"
+                    out[split].write(chunk.tokens[width * start : width * (start + length)])
+                    start += length
+                    tokens[split] += length
+                    docs[split] += 1
+                    ends[split].write(tokens[split].to_bytes(8, "little"))
+                    if full := bool(d.max_tokens) and tokens["train"] >= d.max_tokens:
+                        break
+                at["read"] += len(chunk.lengths)
+                at["characters"] += chunk.characters
+                now = time.monotonic()
+                if full or now - synced > SYNC_SECONDS:
+                    synced = now
+                    sync()
+                if now - said > 5:
+                    said = now
+                    say(_how_far(d, at, (at["characters"] - known) / (now - began)))
+                if full:
                     break
-            if time.monotonic() - said > 5:
-                said = time.monotonic()
-                say(f"preparing {d.source}: {sum(docs.values()):,} documents, {sum(tokens.values()):,} tokens, "
-                    f"{size / 1e6 / (said - began):.1f} MB/s")
+        sync()
     return {"dtype": "uint16" if small else "int32", "tokens": tokens, "documents": docs}
 
 
-def is_held_out(text: str) -> bool:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") % 100 == 99
+def _how_far(d: config.Data, at: dict, rate: float) -> str:
+    """A line for a person; rate in characters per second of this launch."""
+    total = sum(at["tokens"].values())
+    line = f"preparing {d.source}: {sum(at['documents'].values()):,} documents, {total:,} tokens, {rate / 1e6:.1f} MB/s"
+    if d.max_tokens:
+        done = min(1.0, at["tokens"]["train"] / d.max_tokens)
+        seconds = at["characters"] / max(done, 1e-9) * (1 - done) / max(rate, 1.0)
+        line += f", {done:.1%}, {int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d} left"
+    return line
 
 
 # Sources. Each yields (where, text) and raises ConfigError.
@@ -324,6 +383,9 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        return 130
     return 0
 
 

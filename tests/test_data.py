@@ -7,13 +7,15 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 
 from config import IGNORE, ConfigError
+from data.encode import CHUNK, chunks, is_held_out
 from data.loader import Loader, Permutation, heldout_batches, rank_samples
-from data.prepare import data_folder, documents, is_held_out, prepare
+from data.prepare import data_folder, documents, prepare
 from data.tokenizer import Tokenizer
 from data.tokens import open_stream, read_manifest, window_count
 from tests.conftest import REPO, launch, make_config, words
@@ -414,3 +416,44 @@ def test_a_file_cut_while_in_use_is_named(prepared, tmp_path):
     (copy / "train.ends.bin").write_bytes(b"123")
     with pytest.raises(ConfigError, match=r"train\.ends\.bin: cannot be read"):
         stream.documents(0, 10)
+
+
+def test_chunks_hold_all_texts_in_order():
+    texts = [words(i, 1 + i % 700) for i in range(900)]
+    cut = list(chunks(texts))
+    assert [text for chunk in cut for text in chunk] == texts and len(cut) > 3
+    assert all(sum(map(len, chunk[:-1])) < CHUNK for chunk in cut) and list(chunks([])) == []
+
+
+PREPARE = "import sys, data.prepare as p; p.SYNC_SECONDS = 0.05; sys.exit(p.main(sys.argv[1:]))"
+
+
+def test_a_killed_preparation_goes_on_and_ends_as_one_that_was_not(prepared, write_config, tmp_path):
+    """kill -9 at random moments; the processes that it started end with it."""
+    corpus = tmp_path / "large.jsonl"
+    corpus.write_text("".join(json.dumps({"text": words(i, 300)}) + "\n" for i in range(20000)))
+
+    def command(name: str) -> list:
+        data = {"source": str(corpus), "path": str(tmp_path / name), "tokenizer": str(prepared / "tokenizer.model")}
+        return [sys.executable, "-c", PREPARE, write_config("prep", data=data)]
+
+    began = time.monotonic()
+    done = subprocess.run(command("straight"), cwd=REPO, capture_output=True, text=True)
+    seconds = time.monotonic() - began
+    assert done.returncode == 0, done.stderr
+    draw, kills, went_on = random.Random(1), 0, 0
+    while True:
+        process = subprocess.Popen(command("killed"), cwd=REPO, stderr=subprocess.PIPE, text=True)
+        try:
+            output = process.communicate(timeout=draw.uniform(0.2, 0.6) * seconds if kills < 5 else 100)[1]
+        except subprocess.TimeoutExpired:
+            kills += 1
+            process.kill()
+            output = process.communicate()[1]  # returns when all that hold the pipe have ended: the pool's too
+        went_on += "going on after" in output
+        if process.returncode == 0:
+            break
+    assert kills >= 2 and went_on >= 1
+    assert {p.name: p.read_bytes() for p in (tmp_path / "killed").iterdir()} == {
+        p.name: p.read_bytes() for p in (tmp_path / "straight").iterdir()}
+    assert not list(tmp_path.glob(".killed*"))
