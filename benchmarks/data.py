@@ -1,9 +1,9 @@
-"""How fast one process reads its batches, how soon it can begin, how much memory that takes, on a corpus of any size.
+"""How fast a process reads its batches, how soon it can begin, how much memory that takes; how fast text is prepared.
 
-    python -m benchmarks.data --tokens 10_000_000_000 --seq-len 8192 --seconds 10
+    python -m benchmarks.data --tokens 10_000_000_000 --seq-len 8192 --seconds 10 --prepare-mb 100
 
 The corpus is a sparse file of zeros: its pages are made when they are read, as a warm page cache would have them. The
-loader's thread is the one core that counts; batches are taken as fast as they come.
+loader's thread is the one core that counts; batches are taken as fast as they come. Then how fast text is prepared.
 """
 
 import argparse
@@ -17,12 +17,47 @@ import tempfile
 import time
 
 
+def preparation(megabytes: int, repeat: int) -> None:
+    """Preparing the standard library's text, repeated, against sentencepiece alone in one thread on the same text."""
+    import config
+    from data.prepare import documents, prepare
+    from data.tokenizer import Tokenizer, train_tokenizer
+
+    cores, ratios, rates = len(os.sched_getaffinity(0)), [], []
+    texts = list(documents(config.Data()))
+    size = sum(map(len, texts))
+    raw = {"model": {"dim": 64, "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "ffn_dim": 64, "vocab_size": 8192},
+           "train": {"steps": 1}}
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        (folder / "tokenizer.model").write_bytes(train_tokenizer(texts, 8192, cores))
+        with (folder / "text.jsonl").open("w") as file:
+            for turn in range(max(1, round(megabytes * 1e6 / size))):
+                file.writelines(json.dumps({"text": f"{turn}\n{text}"}) + "\n" for text in texts)
+        tokenizer = Tokenizer(folder / "tokenizer.model")
+        for turn in range(repeat):
+            began = time.perf_counter()
+            for text in texts:
+                tokenizer.encode([text])
+            alone = size / (time.perf_counter() - began)
+            data = {"source": str(folder / "text.jsonl"), "path": str(folder / f"out{turn}"),
+                    "tokenizer": str(folder / "tokenizer.model")}
+            began = time.perf_counter()
+            prepare(config.from_dict({**raw, "data": data}, "benchmark"), lambda text: None)
+            rates.append(size * max(1, round(megabytes * 1e6 / size)) / (time.perf_counter() - began))
+            ratios.append(rates[-1] / (cores * alone))
+    print(f"preparation of {megabytes} MB: {statistics.median(rates) / 1e6:.1f} MB/s on {cores} cores, start, sync and "
+          f"hashes included; {statistics.median(ratios):.0%} of cores x sentencepiece alone ({min(ratios):.0%} to "
+          f"{max(ratios):.0%})")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=10_000_000_000)
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--prepare-mb", type=int, default=100, help="text to prepare")
     args = parser.parse_args()
 
     import torch
@@ -57,7 +92,8 @@ def main() -> int:
     print(f"first batch after {statistics.median(starts):.3f} s ({min(starts):.3f} to {max(starts):.3f})")
     print(f"{statistics.median(rates) / 1e6:.1f} million tokens per second of one core ({min(rates) / 1e6:.1f} to "
           f"{max(rates) / 1e6:.1f})")
-    print(f"peak resident memory grew by {grown:.0f} MiB, mapped pages of the corpus included")
+    print(f"peak resident memory grew by {grown:.0f} MiB")
+    preparation(args.prepare_mb, args.repeat)
     return 0
 
 

@@ -19,6 +19,20 @@ def read_model(path: str | pathlib.Path) -> bytes:
         raise ConfigError(f"{path}: tokenizer cannot be read: {error.strerror}") from None
 
 
+def what_it_is(content: bytes) -> str:
+    """What a file is that was given for a sentencepiece model, as far as its first bytes tell."""
+    first = content[:1000].lstrip()
+    if re.match(rb"<(!doctype|html|\?xml)", first, re.I):
+        return "an HTML page: a download that failed, perhaps for want of a login"
+    if re.match(rb"version https://git-lfs", first):
+        return "a git-lfs pointer: fetch the file itself (git lfs pull)"
+    if re.match(rb"[A-Za-z0-9+/]+=* \d+\s", first):
+        return "a tiktoken vocabulary, as Llama 3's original tokenizer.model; that is not supported"
+    if first.startswith(b"{"):
+        return "JSON, as Hugging Face's tokenizer.json; that is not supported"
+    return f"something that begins with {content[:16]!r}" if content else "empty"
+
+
 class Tokenizer:
     """A sentencepiece model. encode() and decode() are inverse to each other for models trained here (byte fallback,
     no normalisation), also on text that holds sentencepiece's own space mark."""
@@ -35,7 +49,7 @@ class Tokenizer:
         except (RuntimeError, ValueError):
             self.vocab_size = 0
         if not self.vocab_size:
-            raise ConfigError(f"{path}: is no sentencepiece model (first bytes: {self.model_bytes[:16]!r})")
+            raise ConfigError(f"{path}: is no sentencepiece model, but {what_it_is(self.model_bytes)}")
         self.bos = [self.model.bos_id()] if self.model.bos_id() >= 0 else []
         self.eos = [self.model.eos_id()] if self.model.eos_id() >= 0 else []
         mark = [self.model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]

@@ -287,10 +287,13 @@ def test_the_largest_vocabulary_named_works(tmp_path):
     prepare(make_config(model={"vocab_size": largest}, data=data), print)
 
 
-@pytest.mark.parametrize("content", [b"", b"<!DOCTYPE html><html>Not found</html>", b"\x00" * 100])
-def test_garbled_tokenizer(content, corpus, tmp_path):
+@pytest.mark.parametrize("content, what", [
+    (b"", "empty"), (b"<!DOCTYPE html><html>Not found</html>", "an HTML page"), (b"\x00" * 100, "something that begins"),
+    (b"IQ== 0\nIg== 1\n", "a tiktoken vocabulary"), (b'{"version": "1.0"}', "JSON, as Hugging Face's tokenizer.json"),
+    (b"version https://git-lfs.github.com/spec/v1\noid", "a git-lfs pointer")])
+def test_garbled_tokenizer(content, what, corpus, tmp_path):
     (tmp_path / "bad.model").write_bytes(content)
-    with pytest.raises(ConfigError, match="bad.model: is no sentencepiece model"):
+    with pytest.raises(ConfigError, match=f"bad.model: is no sentencepiece model, but {what}"):
         prepare(config_for(corpus, tmp_path, tokenizer=str(tmp_path / "bad.model")), print)
 
 
