@@ -155,7 +155,9 @@ def enter(cfg: Config, world: World, folder: Path, launch: str | None) -> tuple[
     def take() -> None:
         nonlocal held
         folder.mkdir(parents=True, exist_ok=True)
-        held = run_files.lock(folder)
+        # under torchrun's restarts the life before may take a moment to die, on another node perhaps
+        again = launch and run_files.read_status(folder).get("launch") == launch
+        held = run_files.lock(folder, wait_seconds=30 if again else 0)
         if places.steps(cfg) != found:
             raise ConfigError(f"{places.root(cfg)}: another run has worked here meanwhile; start again")
         run_files.sweep(folder, launch)

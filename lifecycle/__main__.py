@@ -30,6 +30,7 @@ from lifecycle.folder import check_folder, failures, lock, read_status, remove_t
 from lifecycle.watch import TWICE_SECONDS, die_with_parent
 
 TORCH = ((2, 11), (2, 13))  # the versions that the code is written for
+IDLE_LIVES = 3  # of a job, without a step
 
 
 class Interrupted(BaseException):
@@ -196,7 +197,9 @@ def main(argv: list[str]) -> int:
         command = [*command, *rest, f"--launch={launch}"]
         if args.eval_only:
             return subprocess.run(command, preexec_fn=partial(die_with_parent, os.getpid())).returncode
-        return exit_code(folder, launch, ranks, run_ranks(command, folder, launch))
+        before = read_status(folder)
+        code = exit_code(folder, launch, ranks, run_ranks(command, folder, launch))
+        return count_idle_lives(folder, launch, before) if in_job and code == STOPPED else code
     except ConfigError as error:
         print(error, file=sys.stderr)
         return INPUT_IS_WRONG
@@ -208,6 +211,22 @@ def main(argv: list[str]) -> int:
         if cfg:
             mark_stopped(config.run_folder(cfg))
         return STOPPED
+
+
+def count_idle_lives(folder: pathlib.Path, launch: str, before: dict) -> int:
+    """The exit code of a job that was stopped: a failure after the third life in a row without a step, since it would
+    requeue itself for ever."""
+    step = read_status(folder).get("step", 0)
+    if step > before.get("step", 0):
+        return STOPPED
+    lives = before.get("lives_without_step", 0) + 1
+    with contextlib.suppress(OSError):
+        write_status(folder, "preempted" if lives < IDLE_LIVES else "failed", step, launch, lives_without_step=lives)
+    if lives < IDLE_LIVES:
+        return STOPPED
+    print(f"{folder}: {lives} times in a row the job was stopped before it made a step; give it more time (--time) "
+          "than its start and the notice ahead of the limit take", file=sys.stderr)
+    return 1
 
 
 def mark_stopped(folder: pathlib.Path) -> None:

@@ -77,6 +77,7 @@ FAULTS = {
     "out of memory": lambda: before(Llama, "forward", lambda: throw(
         torch.OutOfMemoryError("Tried to allocate 9 GiB."))),
     "term after check": lambda: after(StopRequest, "begin", terminate),
+    "term before step 1": lambda: before(StopRequest, "begin", terminate),
     "term in data": lambda: before(Loader, "__next__", terminate_slowly),
     "term in forward": lambda: before(Llama, "forward", terminate_slowly),
     "term in save": lambda: before(checkpoint.saving.Writer, "finish", terminate_slowly),

@@ -23,14 +23,15 @@ FOREVER = {"train": {"steps": 100000}, "optim": {"schedule_steps": 100000}, "che
 TIMEOUTS = {"start_timeout_seconds": 60.0, "step_timeout_seconds": 5.0, "save_timeout_seconds": 20.0}
 
 
-def launch_faulty(fault: str, path: pathlib.Path, *arguments: str, nproc: int = 1, restarts: int = 0, **env: str
-                  ) -> subprocess.CompletedProcess:
+def launch_faulty(fault: str, path: pathlib.Path, *arguments: str, nproc: int = 1, restarts: int = 0,
+                  in_job: bool = False, **env: str) -> subprocess.CompletedProcess:
     """The launcher, as run_train.sh calls it, with tests/faulty.py for train.py."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}",
                f"--max-restarts={restarts}"] if nproc > 1 else [sys.executable]
+    call = [sys.executable, "-m", "lifecycle", *["--in-job"] * in_job, str(nproc), str(nproc)]
     return subprocess.run(
-        [sys.executable, "-m", "lifecycle", str(nproc), str(nproc), *command, str(REPO / "tests/faulty.py"), "--",
-         str(path), *arguments], cwd=REPO, capture_output=True, text=True, timeout=200,
+        [*call, *command, str(REPO / "tests/faulty.py"), "--", str(path), *arguments], cwd=REPO, capture_output=True,
+        text=True, timeout=200,
         env={**os.environ, "FAULT": fault, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO),
              "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **env})
 
@@ -171,6 +172,20 @@ def test_stopping_without_checkpoints_is_no_success(write_config, tmp_path):
     done = launch_faulty("term in data:0:2", write_config("lost", train={"steps": 9}))
     assert done.returncode == 128 + signal.SIGTERM and "without [checkpoint] nothing was saved" in done.stderr
     assert status(tmp_path / "outputs/lost")["state"] == "failed"
+
+
+def test_a_job_that_makes_no_step_does_not_requeue_for_ever(write_config, tmp_path):
+    path, folder = write_config("idle", **FOREVER), tmp_path / "outputs/idle"
+
+    def life(fault: str) -> subprocess.CompletedProcess:
+        return launch_faulty(fault, path, in_job=True)
+
+    assert [life("term before step 1:0:1").returncode for _ in range(2)] == [75, 75]
+    assert life("term in data:0:1").returncode == 75 and "lives_without_step" not in status(folder)
+    assert [life("term before step 1:0:1").returncode for _ in range(2)] == [75, 75]
+    done = life("term before step 1:0:1")
+    assert done.returncode == 1 and "3 times in a row the job was stopped before it made a step" in done.stderr
+    assert status(folder)["state"] == "failed"
 
 
 # Failures inside
