@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import config
 from config import ConfigError
+from model.attention import BlockMask, attend, document_mask, positions
 from model.loss import chunked_cross_entropy
 
 
@@ -81,13 +82,13 @@ class Attention(nn.Module):
         self.v_proj = Linear(m.dim, m.n_kv_heads * self.head_dim)
         self.o_proj = Linear(m.n_heads * self.head_dim, m.dim)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
         q = self.q_proj(x).view(heads).transpose(1, 2)  # (B, T, D) -> (B, H, T, E)
         k = self.k_proj(x).view(heads).transpose(1, 2)  # (B, T, D) -> (B, K, T, E)
         v = self.v_proj(x).view(heads).transpose(1, 2)  # (B, T, D) -> (B, K, T, E)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        out = attend(q, k, v, mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))  # (B, H, T, E) -> (B, T, H*E) -> (B, T, D)
 
 
@@ -112,8 +113,8 @@ class Block(nn.Module):
         self.feed_forward_norm = RMSNorm(m.dim, m.norm_eps)
         self.feed_forward = FeedForward(m)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
@@ -137,7 +138,11 @@ class Head(nn.Module):
 
 
 class Llama(nn.Module):
-    """Token ids (B, T) -> logits (B, T, V); with targets (B, T) -> (sum of the losses, number of valid targets)."""
+    """Token ids (B, T) -> logits (B, T, V); with targets (B, T) -> (sum of the losses, number of valid targets).
+
+    With documents (B, T), the number of each token's document, rising from left to right: positions restart in each,
+    and no token sees another document's.
+    """
 
     def __init__(self, m: config.Model):
         super().__init__()
@@ -148,11 +153,16 @@ class Llama(nn.Module):
         if m.tie_embeddings:
             self.embedding.weight = self.head.weight
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        cos, sin = rope_tables(self.config, tokens.shape[1], tokens.device)
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None
+                ) -> Tensor | tuple[Tensor, Tensor]:
+        cos, sin = rope_tables(self.config, tokens.shape[1], tokens.device)  # (T, E)
+        mask = None
+        if documents is not None:
+            mask, place = document_mask(documents), positions(documents)
+            cos, sin = cos[place][:, None], sin[place][:, None]  # (B, 1, T, E)
         x = self.embedding(tokens)  # (B, T, D)
         for block in self.blocks:
-            x = block(x, cos, sin)
+            x = block(x, cos, sin, mask)
         return self.head(x, targets)
 
 
