@@ -95,16 +95,30 @@ class Model:
 
 
 @dataclass(frozen=True)
+class Source:
+    """One of a mixture, [[data.sources]]."""
+
+    source: str = option(MISSING, "as data.source")
+    weight: float = option(1.0, "its share of the samples, against the other weights", POSITIVE)
+    subset: str | None = option(None, "absent, here and below: as in [data]")
+    split: str | None = option(None, "")
+    text_field: str | None = option(None, "")
+    max_tokens: int | None = option(None, "", POSITIVE)
+
+
+@dataclass(frozen=True)
 class Data:
     source: str = option("python-stdlib", '"python-stdlib", a Hugging Face id, or local .jsonl, .parquet or .txt files')
     subset: str | None = option(None, "configuration of a Hugging Face dataset")
     split: str = option("train", "split of a Hugging Face dataset")
     text_field: str = option("text", "column that holds the text")
     path: str | None = option(None, "folder of token files; absent: prepared/{source}-{hash}")
-    tokenizer: str | None = option(None, "a sentencepiece .model; absent: trained on the source with model.vocab_size")
+    tokenizer: str | None = option(
+        None, "a sentencepiece .model, a tokenizer.json, or their folder; absent: trained here with model.vocab_size"
+    )
     max_tokens: int | None = option(None, "stop preparing after so many tokens; absent: everything", POSITIVE)
-    document_mask: bool = option(False, "keep attention inside a document (not yet)")
-    sources: tuple[dict, ...] = option((), "a mixture: [[data.sources]] with source and weight (not yet)")
+    document_mask: bool = option(False, "keep attention inside a document; positions restart in each")
+    sources: tuple[Source, ...] = option((), "a mixture: [[data.sources]] with source, weight, and what else differs")
 
 
 @dataclass(frozen=True)
@@ -282,8 +296,9 @@ def _check_together(cfg: Config, origin: Callable[[str], str]) -> None:
         ("parallel.recompute", isinstance(p.recompute, str) or p.recompute <= m.n_layers,
          f"every n-th of {m.n_layers} blocks: n must not exceed them"),
         ("model.init_from", not m.init_from, later),
-        ("data.document_mask", not cfg.data.document_mask, later),
-        ("data.sources", not cfg.data.sources, later),
+        ("data.source", not cfg.data.sources or cfg.data.source == Data.source, "goes without [[data.sources]]"),
+        ("data.sources", len({replace(s, weight=1.0) for s in cfg.data.sources}) == len(cfg.data.sources),
+         "names one source twice; add their weights"),
         ("optim.state_dtype", o.state_dtype == "float32", later),
     ]
     if f := cfg.profile:
@@ -376,8 +391,8 @@ def load(path: str, overrides: Iterable[str] = ()) -> Config:
 
 def from_dict(raw: dict, path: str, overrides: Iterable[str] = ()) -> Config:
     """The same from tables that are read already; `path` says in errors where they come from."""
-    given, problems = dict.fromkeys(_flatten(raw), path), []
-    flat = _flatten(raw)
+    given, problems = dict.fromkeys(flatten(raw), path), []
+    flat = flatten(raw)
     for override in overrides:
         name, _, text = override[2:].partition("=")
         if text == "off" and TABLES.get(name):
@@ -399,9 +414,9 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = ()) -> Config:
                 flat[name] = _fit(value, hint)
                 if not holds(flat[name]):
                     problems.append(f"{at}: {rule}")
-            except TypeError:
+            except TypeError as error:
                 half = "; float16 would need a loss scaler, which this trainer does without" * (value == "float16")
-                problems.append(f"{at}: must be {_describe(hint)}{half}")
+                problems.append(f"{at}: {error}" if str(error) else f"{at}: must be {_describe(hint)}{half}")
 
     def build(kind: type, prefix: str) -> Any:
         values = {}
@@ -426,12 +441,12 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = ()) -> Config:
     return cfg
 
 
-def _flatten(table: dict, prefix: str = "") -> dict[str, Any]:
+def flatten(table: dict, prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} -> {"a": {}, "a.b": 1}"""
     flat = {}
     for key, value in table.items():
         if isinstance(value, dict):
-            flat |= {prefix + key: {}, **_flatten(value, f"{prefix}{key}.")}
+            flat |= {prefix + key: {}, **flatten(value, f"{prefix}{key}.")}
         else:
             flat[prefix + key] = value
     return flat
@@ -450,12 +465,14 @@ def _parse(text: str, hint: Any) -> Any:
 def _fit(value: Any, hint: Any) -> Any:
     """The value as the dataclass holds it. Raises TypeError where the annotation does not take it."""
     for member in _members(hint):
+        if is_dataclass(member) and isinstance(value, dict):
+            return _fit_table(value, member)
         origin, args = typing.get_origin(member), typing.get_args(member)
         if origin is Literal and isinstance(value, str) and value in args:
             return value
         if origin is tuple and isinstance(value, list) and (args[-1] is ... or len(args) == len(value)):
             return tuple(_fit(v, args[0]) for v in value)
-        if member in (bool, dict) and isinstance(value, member):
+        if member is bool and isinstance(value, bool):
             return value
         if member is int and type(value) is int and abs(value) < 2**63:  # bool is an int in Python
             return value
@@ -466,6 +483,25 @@ def _fit(value: Any, hint: Any) -> Any:
     raise TypeError
 
 
+def _fit_table(table: dict, kind: type) -> Any:
+    """A table in a list, as the dataclass `kind`. Raises TypeError saying what is wrong."""
+    known, values = {f.name: (f, typing.get_type_hints(kind)[f.name]) for f in fields(kind)}, {}
+    for key, value in table.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0)
+            raise TypeError(f"{key} is an unknown key of its tables; did you mean {near[0]}?")
+        (holds, rule), hint = known[key][0].metadata["rule"], known[key][1]
+        try:
+            values[key] = _fit(value, hint)
+        except TypeError:
+            raise TypeError(f"{key} = {_toml(value)} must be {_describe(hint)}") from None
+        if not holds(values[key]):
+            raise TypeError(f"{key} = {_toml(value)} {rule}")
+    if missing := [name for name, (f, _) in known.items() if f.default is MISSING and name not in values]:
+        raise TypeError(f"{_toml(table)} lacks {', '.join(missing)}")
+    return kind(**values)
+
+
 def _describe(hint: Any) -> str:
     def one(member: Any) -> str:
         origin, args = typing.get_origin(member), typing.get_args(member)
@@ -473,7 +509,9 @@ def _describe(hint: Any) -> str:
             return " or ".join(f'"{word}"' for word in args)
         if origin is tuple:
             return f"a list{'' if args[-1] is ... else f' of {len(args)}'}, of {_describe(args[0])} each"
-        return {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "a table"}[member]
+        if is_dataclass(member):
+            return f"a table of {', '.join(f.name for f in fields(member))}"
+        return {int: "an integer", float: "a number", bool: "true or false", str: "text"}[member]
     return " or ".join(map(one, _members(hint)))
 
 
@@ -492,25 +530,31 @@ def to_dict(cfg: Config) -> dict:
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
             return {k: plain(v) for k, v in value.items() if v is not None}
-        return list(value) if isinstance(value, tuple) else value
+        return [plain(v) for v in value] if isinstance(value, tuple) else value
     return plain(dataclasses.asdict(cfg))
 
 
 def to_flat(cfg: dict) -> dict[str, Any]:
     """to_dict()'s tables as one, of dotted names."""
-    return {name: value for name, value in _flatten(cfg).items() if name in SCHEMA}
+    return {name: value for name, value in flatten(cfg).items() if name in SCHEMA}
 
 
 def to_toml(cfg: Config) -> str:
     """The resolved configuration, which load() reads back as an equal one."""
     lines = []
-    for name, value in sorted(_flatten(to_dict(cfg)).items(), key=lambda item: [*TABLES].index(
+    for name, value in sorted(flatten(to_dict(cfg)).items(), key=lambda item: [*TABLES].index(
             item[0] if item[0] in TABLES else item[0].rpartition(".")[0])):
         lines.append(f"\n[{name}]" if name in TABLES else f"{name.rpartition('.')[2]} = {_toml(value)}")
     return "\n".join(lines).strip() + "\n"
 
 
 def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(v)}" for key, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if is_dataclass(value):
+        return _toml({key: v for key, v in dataclasses.asdict(value).items() if v is not None})
     return json.dumps(value, ensure_ascii=False, default=str)
 
 

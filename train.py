@@ -40,9 +40,9 @@ from checkpoint import places
 from checkpoint.reading import restore, tensors_of
 from checkpoint.saving import SaveFailed, Saver
 from config import Config, ConfigError
-from data.loader import DIGEST_MODULUS, Batch, Loader, check_enough, heldout_batches
-from data.prepare import data_folder
-from data.tokens import TokenStream, fingerprint, open_stream, read_manifest, window_count
+from data.loader import DIGEST_MODULUS, Batch, Loader, heldout_batches, make_order
+from data.prepare import data_folders, is_prepared, kept_tokenizer, weights
+from data.tokens import TokenStream, fingerprint, open_streams
 from lifecycle import DOES_NOT_FIT, INPUT_IS_WRONG, STOPPED
 from lifecycle import folder as run_files
 from metrics import log
@@ -63,9 +63,11 @@ COLLECT_EVERY_STEPS = 100  # Python's garbage; left to itself, each rank would s
 def main(args: Namespace, cfg: Config, stop: StopRequest) -> int:
     try:
         if args.dry_run:
-            manifest = read_manifest(data_folder(cfg))
-            windows = manifest and window_count(manifest["tokens"]["train"], cfg.train.seq_len)
-            return 0 if dry_run(cfg, args, windows) else DOES_NOT_FIT
+            epoch = None
+            if is_prepared(cfg):
+                streams = open_streams(data_folders(cfg), "train", cfg.model.vocab_size)
+                epoch = make_order(cfg, streams, weights(cfg)).longest_epoch()
+            return 0 if dry_run(cfg, args, epoch) else DOES_NOT_FIT
         for failure in run_files.failures(config.run_folder(cfg), args.launch) if args.launch else ():
             if failure["final"]:  # torchrun has started this launch again, and would once more
                 return failure["exit_code"]
@@ -103,7 +105,8 @@ def run(cfg: Config, world: World, launch: str | None, stop: StopRequest) -> int
     lock, saver, watch = None, None, Watch(give_up)
     watch.phase("start", cfg.run.start_timeout_seconds)
     try:
-        check_enough(open_stream(data_folder(cfg), "train", cfg.model.vocab_size), cfg.train)  # before a folder is made
+        # before a folder is made
+        make_order(cfg, open_streams(data_folders(cfg), "train", cfg.model.vocab_size), weights(cfg))
         start, passed_over, lock = enter(cfg, world, folder, launch)
         metrics.start_logging(folder, world.rank)
         for problem in (problem for problems in passed_over.values() for problem in problems):
@@ -111,7 +114,7 @@ def run(cfg: Config, world: World, launch: str | None, stop: StopRequest) -> int
         stop.alone = launch is None and world.size == 1
         gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.longest_timeout(cfg)))
         stop.connect(gloo, run_files.stop_file(folder, launch) if launch and world.rank == 0 else None)
-        saver = Saver(cfg, {start}, sorted(data_folder(cfg).glob("tokenizer.*"))) if cfg.checkpoint else None
+        saver = Saver(cfg, {start}, kept_tokenizer(cfg)) if cfg.checkpoint else None
         last = train(cfg, world, folder, start, launch, saver, stop, watch)
     except BaseException as error:
         # Those that are no fault of the program's are told without a traceback; starting again would not help them.
@@ -149,7 +152,7 @@ def enter(cfg: Config, world: World, folder: Path, launch: str | None) -> tuple[
     found = on_rank_zero(lambda: (run_files.check_folder(folder), places.steps(cfg))[1])
     start, bad = places.choose(cfg, found, lambda path: problems_on_all_ranks(path, world))
     on_rank_zero(lambda: (places.check_same_run(cfg, start),
-                          places.check_same_data(cfg, start, fingerprint(data_folder(cfg)))))
+                          places.check_same_data(cfg, start, fingerprint(data_folders(cfg)))))
     held = None
 
     def take() -> None:
@@ -186,10 +189,10 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
     torch.use_deterministic_algorithms(cfg.run.deterministic)
 
     # The data, before the minutes that a large model takes: what is wrong with it is said at once.
-    data = data_folder(cfg)
-    stream = open_stream(data, "train", cfg.model.vocab_size)
-    heldout = open_stream(data, "heldout", cfg.model.vocab_size) if cfg.eval else None
-    tokenizer_files = sorted(data.glob("tokenizer.*"))
+    data = data_folders(cfg)
+    streams = open_streams(data, "train", cfg.model.vocab_size)
+    heldout = open_streams(data, "heldout", cfg.model.vocab_size) if cfg.eval else []
+    tokenizer_files = kept_tokenizer(cfg)
 
     # The model, spread over the ranks; then where to go on: a checkpoint, else the fresh weights.
     model = build(cfg, world)
@@ -213,7 +216,7 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
         log.info(unit_table(unit_map))
         for path in tokenizer_files:
             (folder / path.name).write_bytes(path.read_bytes())
-    loader = Loader(stream, cfg.train, cfg.run.seed, world.rank, world.size, start + 1, world.device.type == "cuda")
+    loader = Loader(cfg, streams, weights(cfg), world.rank, world.size, start + 1, world.device.type == "cuda")
     profiler, timer = metrics.Profiler(cfg.profile, folder, world.rank), metrics.Timer()
 
     stop.begin()
@@ -241,10 +244,9 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
 
         watch.phase("forward and backward", patience)
         loss_sum = torch.zeros((), device=world.device)
-        for i, (inputs, targets) in enumerate(batch.micro_batches, 1):
+        for i, tensors in enumerate(batch.micro_batches, 1):
             reduce_gradients(model, cfg.parallel, world, last_micro_batch=i == len(batch.micro_batches))
-            inputs, targets = (t.to(world.device, non_blocking=True) for t in (inputs, targets))
-            part, _ = model(inputs, targets)
+            part, _ = model(*(tensor.to(world.device, non_blocking=True) for tensor in tensors))
             # FSDP2 averages gradients over the ranks. Times their number it is their sum, and over the step's valid
             # tokens the mean over tokens, however they are split over ranks and micro-batches. A loss that is not
             # finite makes it NaN, and with it the gradient's norm on all ranks.
@@ -413,47 +415,52 @@ def summarize(cfg: Config, world: World, model: Llama, step: int, loss_sum: torc
 
 
 @torch.no_grad()
-def evaluate(model: Llama, cfg: Config, world: World, heldout: TokenStream, stop: StopRequest | None, watch: Watch
-             ) -> float | None:
-    """Mean loss over held-out tokens; the same for any number of ranks. None where the run was told to stop."""
-    total, count = torch.zeros((), device=world.device), torch.zeros((), dtype=torch.int64, device=world.device)
-    batches = cfg.eval.batches if cfg.eval else None
+def evaluate(model: Llama, cfg: Config, world: World, heldout: list[TokenStream], stop: StopRequest | None,
+             watch: Watch) -> dict | None:
+    """Mean loss over held-out tokens, the same for any number of ranks, and of a mixture that of each source. None
+    where the run was told to stop."""
+    sums = torch.zeros(len(heldout), device=world.device)
+    counts = torch.zeros(len(heldout), dtype=torch.int64, device=world.device)
     patience = cfg.run.start_timeout_seconds  # the first may compile
-    for inputs, targets in heldout_batches(heldout, cfg.train, batches, world.rank, world.size):
+    for i, tensors in ((i, t) for i, s in enumerate(heldout) for t in heldout_batches(s, cfg, world.rank, world.size)):
         watch.phase("evaluate", patience)
         patience = cfg.run.step_timeout_seconds
         if stop:
             stop.begin()
-        part, valid = model(inputs.to(world.device), targets.to(world.device))
-        total += part
-        count += valid
+        part, valid = model(*(tensor.to(world.device) for tensor in tensors))
+        sums[i] += part
+        counts[i] += valid
         if stop and stop.agreed():
             break
     reshard(model)
     if stop and stop.decided:
         return None
-    ranks = from_all_ranks({"sum": total.item(), "count": count.item()})
-    return sum(rank["sum"] for rank in ranks) / sum(rank["count"] for rank in ranks)
+    ranks = from_all_ranks({"sums": sums.tolist(), "counts": counts.tolist()})
+    total = [(sum(rank["sums"][i] for rank in ranks), sum(rank["counts"][i] for rank in ranks))
+             for i in range(len(heldout))]
+    each = {source.source: part / count if count else None for source, (part, count) in zip(cfg.data.sources, total)}
+    return {"loss": sum(part for part, _ in total) / sum(count for _, count in total),
+            **({"loss_by_source": each} if each else {})}
 
 
-def tell_evaluation(step: int, loss: float | None, recorder: metrics.Recorder | None) -> None:
-    if recorder and loss is not None:
-        recorder.write({"kind": "eval", "step": step, "loss": loss})
-        log.info("step %d  held-out loss %.4f", step, loss)
+def tell_evaluation(step: int, found: dict | None, recorder: metrics.Recorder | None) -> None:
+    if recorder and found is not None:
+        recorder.write({"kind": "eval", "step": step, **found})
+        log.info("step %d  held-out loss %.4f", step, found["loss"])
 
 
 def evaluate_newest(cfg: Config, world: World) -> None:
     """--eval-only: prints the evaluation row of the run's newest good checkpoint; writes nothing."""
     found = on_rank_zero(lambda: places.steps(cfg))
     step, bad = places.newest_good(cfg, found, lambda path: problems_on_all_ranks(path, world))
-    heldout = open_stream(data_folder(cfg), "heldout", cfg.model.vocab_size)
+    heldout = open_streams(data_folders(cfg), "heldout", cfg.model.vocab_size)
     model = build(cfg, world)
     restore(places.path_of(cfg, step), model, None)
-    loss = evaluate(model, cfg, world, heldout, None, Watch(lambda text: (print(text, file=sys.stderr), leave(1))))
+    found = evaluate(model, cfg, world, heldout, None, Watch(lambda text: (print(text, file=sys.stderr), leave(1))))
     if world.rank == 0:
         for problem in (problem for problems in bad.values() for problem in problems):
             print(f"damaged, passed over: {problem}", file=sys.stderr)
-        print(json.dumps({"kind": "eval", "step": step, "loss": loss}))
+        print(json.dumps({"kind": "eval", "step": step, **found}))
 
 
 def announce(cfg: Config, world: World, model: Llama, folder: Path, start: int) -> None:
@@ -470,13 +477,12 @@ def announce(cfg: Config, world: World, model: Llama, folder: Path, start: int) 
 
 @torch.no_grad()
 def show_sample(model: Llama, cfg: Config, world: World, tokenizer_files: list[Path]) -> None:
-    """Prints what the model writes, so that a person sees what it has learnt. Silent without sentencepiece."""
-    try:
+    """Prints what the model writes, so that a person sees what it has learnt. Silent without a tokenizer."""
+    tokenizer = None
+    with contextlib.suppress(ImportError, ConfigError):
         from data.tokenizer import Tokenizer
 
-        tokenizer = Tokenizer(tokenizer_files[0]) if tokenizer_files else None
-    except ImportError:
-        tokenizer = None
+        tokenizer = Tokenizer(tokenizer_files[0].parent) if tokenizer_files else None
     if not all(rank["ready"] for rank in from_all_ranks({"ready": tokenizer is not None})):
         return
     prompt = "def " if cfg.data.source == "python-stdlib" else "The "

@@ -20,11 +20,12 @@ import time
 def preparation(megabytes: int, repeat: int) -> None:
     """Preparing the standard library's text, repeated, against sentencepiece alone in one thread on the same text."""
     import config
-    from data.prepare import documents, prepare
+    from data.prepare import prepare
+    from data.sources import Source
     from data.tokenizer import Tokenizer, train_tokenizer
 
     cores, ratios, rates = len(os.sched_getaffinity(0)), [], []
-    texts = list(documents(config.Data()))
+    texts = list(Source(config.Data()))
     size = sum(map(len, texts))
     raw = {"model": {"dim": 64, "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "ffn_dim": 64, "vocab_size": 8192},
            "train": {"steps": 1}}
@@ -43,7 +44,7 @@ def preparation(megabytes: int, repeat: int) -> None:
             data = {"source": str(folder / "text.jsonl"), "path": str(folder / f"out{turn}"),
                     "tokenizer": str(folder / "tokenizer.model")}
             began = time.perf_counter()
-            prepare(config.from_dict({**raw, "data": data}, "benchmark"), lambda text: None)
+            prepare(config.from_dict({**raw, "data": data}, "benchmark"), lambda text, passing=False: None)
             rates.append(size * max(1, round(megabytes * 1e6 / size)) / (time.perf_counter() - began))
             ratios.append(rates[-1] / (cores * alone))
     print(f"preparation of {megabytes} MB: {statistics.median(rates) / 1e6:.1f} MB/s on {cores} cores, start, sync and "
@@ -67,7 +68,8 @@ def main() -> int:
     from data.tokens import open_stream
 
     torch.set_num_threads(1)
-    train = config.Train(steps=1, seq_len=args.seq_len, global_batch_size=64, micro_batch_size=1)
+    model = {"dim": 64, "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "ffn_dim": 64, "vocab_size": 32000}
+    train = {"steps": 1, "seq_len": args.seq_len, "global_batch_size": 64, "micro_batch_size": 1}
     starts, rates = [], []
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
@@ -78,7 +80,8 @@ def main() -> int:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         for seed in range(args.repeat):
             began = time.perf_counter()
-            loader = Loader(open_stream(folder, "train", 32000), train, seed, 0, 8, 1, False)
+            cfg = config.from_dict({"model": model, "train": train, "run": {"seed": seed}}, "benchmark")
+            loader = Loader(cfg, [open_stream(folder, "train", 32000)], [1.0], 0, 8, 1, False)
             next(loader)  # rank 0 of 8: eight samples a step
             starts.append(time.perf_counter() - began)
             began, tokens, cpu = time.perf_counter(), 0, time.process_time()

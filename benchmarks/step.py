@@ -22,7 +22,7 @@ import torch.distributed as dist
 import config
 from config import ConfigError
 from data.loader import Loader, split
-from data.prepare import data_folder
+from data.prepare import data_folders
 from data.tokens import open_stream
 from metrics import peak_flops, peak_memory_gib
 from model.llama import flops_per_token, parameter_count
@@ -40,7 +40,7 @@ def measure(cfg: config.Config, world: World, steps: int, warm_up: int, real: bo
     guard = FiniteGuard(optimizer, storage_device(cfg, world), 0)
     accumulation = config.accumulation_steps(cfg, world.size)
     if real:
-        stream = open_stream(data_folder(cfg), "train", cfg.model.vocab_size)
+        stream = open_stream(data_folders(cfg)[0], "train", cfg.model.vocab_size)
         loader = Loader(stream, t, cfg.run.seed, world.rank, world.size, 1, world.device.type == "cuda")
     else:
         generator = torch.Generator().manual_seed(world.rank)

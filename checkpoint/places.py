@@ -143,14 +143,19 @@ def check_same_run(cfg: config.Config, step: int) -> None:
             f'run.name, or allow it: checkpoint.allow_changed = ["{key}"]' for key in changed))
 
 
-def check_same_data(cfg: config.Config, step: int, fingerprint: dict) -> None:
-    """Raises ConfigError where the prepared data is not what the checkpoint of a step was trained on."""
+def check_same_data(cfg: config.Config, step: int, fingerprint: list[dict]) -> None:
+    """Raises ConfigError, naming what differs, where the prepared data is not what the checkpoint of a step was trained
+    on."""
     before = read_state(path_of(cfg, step)).get("data") if step else None
-    if before and before != fingerprint and "data.source" not in cfg.checkpoint.allow_changed:
-        changed = "; ".join(f"{key} was {before.get(key)}, is {fingerprint[key]}" for key in fingerprint
-                            if before.get(key) != fingerprint[key])
-        raise ConfigError(f"{path_of(cfg, step)}: was trained on other data: {changed}; choose another run.name, or "
-                          'allow it: checkpoint.allow_changed = ["data.source"]')
+    if not before or before == fingerprint or "data.source" in cfg.checkpoint.allow_changed:
+        return
+    changed = [f"{len(before)} sources, now {len(fingerprint)}"] if len(before) != len(fingerprint) else []
+    for old, new in zip(before, fingerprint):
+        source, old, new = new["identity"]["source"], config.flatten(old), config.flatten(new)
+        changed += [f"{source}: {key} was {old.get(key)}, is {new.get(key)}" for key in sorted(old | new)
+                    if old.get(key) != new.get(key) and not isinstance(new.get(key), dict)]
+    raise ConfigError(f"{path_of(cfg, step)}: was trained on other data: {'; '.join(changed)}; choose another "
+                      'run.name, or allow it: checkpoint.allow_changed = ["data.source"]')
 
 
 def set_aside(cfg: config.Config, step: int, bad: Iterable[int]) -> None:

@@ -16,9 +16,10 @@ import pathlib
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
+from data.sources import Source
 from data.tokenizer import Tokenizer
 
 CHUNK = 1 << 18  # characters that one process takes at once, in whole documents
@@ -54,16 +55,22 @@ def encode(path: pathlib.Path, small: bool, texts: list[str]) -> Encoded:
     return Encoded([is_held_out(text) for text in texts], lengths, tokens.tobytes(), sum(map(len, texts)))
 
 
-def chunks(texts: Iterable[str]) -> Iterator[list[str]]:
-    chunk, size = [], 0
-    for text in texts:
-        chunk.append(text)
+class Chunk(NamedTuple):
+    texts: list[str]
+    place: Any  # of the source after them
+    share: float | None
+
+
+def chunks(source: Source) -> Iterator[Chunk]:
+    texts, size = [], 0
+    for text in source:
+        texts.append(text)
         size += len(text)
         if size >= CHUNK:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
+            yield Chunk(texts, source.place(), source.share())
+            texts, size = [], 0
+    if texts:
+        yield Chunk(texts, source.place(), source.share())
 
 
 def _start() -> None:
@@ -74,19 +81,19 @@ def _start() -> None:
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
-def encode_all(path: pathlib.Path, small: bool, texts: Iterable[str]) -> Iterator[Encoded]:
+def encode_all(path: pathlib.Path, small: bool, source: Source) -> Iterator[tuple[Chunk, Encoded]]:
     """Reads ahead of its processes by a few chunks, and no more. What reading raises is raised here."""
     workers = len(os.sched_getaffinity(0))
     # spawn: who calls may have threads, which a fork would cut off in the middle of anything
     pool = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start)
     with pool:
-        source = chunks(texts)
+        waiting = ((chunk, pool.submit(encode, path, small, chunk.texts)) for chunk in chunks(source))
         try:
-            ahead = collections.deque(pool.submit(encode, path, small, chunk)
-                                      for chunk in itertools.islice(source, 3 * workers))
+            ahead = collections.deque(itertools.islice(waiting, 3 * workers))
             while ahead:
-                done = ahead.popleft().result()
-                ahead.extend(pool.submit(encode, path, small, chunk) for chunk in itertools.islice(source, 1))
-                yield done
+                chunk, done = ahead.popleft()
+                encoded = done.result()
+                ahead.extend(itertools.islice(waiting, 1))
+                yield chunk, encoded
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -1,14 +1,9 @@
-"""Which sample at which step on which rank. The whole state is one integer, the step.
-
-Sample k of a run is number k mod n of epoch k div n, with n windows in the stream; within an epoch the windows come in
-an order of their own, a keyed permutation computed on the fly. Nothing depends on the number of ranks: they split the
-samples of a step among them.
-"""
+"""The batches of one rank: what data/order.py says, read ahead by a thread."""
 
 import hashlib
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,83 +11,44 @@ from torch import Tensor
 
 import config
 from config import IGNORE, ConfigError
+from data.order import Order, rank_samples
 from data.tokens import TokenStream, window_count
 
 DIGEST_MODULUS = 2**53  # exact in JSON
-
-
-class Permutation:
-    """A bijection of 0 ... n-1, keyed by (seed, epoch), without a table.
-
-    A Feistel network (https://doi.org/10.1137/0217022) over the next even power of two, walked on until it lands
-    below n: fewer than four turns on average. Eight rounds of a 64-bit mixing function.
-    """
-
-    ROUNDS = 8
-
-    def __init__(self, n: int, seed: int, epoch: int):
-        self.n = n
-        self.half = max(1, ((n - 1).bit_length() + 1) // 2)  # bits
-        key = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * self.ROUNDS).digest()
-        self.keys = [int.from_bytes(key[i : i + 8], "big") for i in range(0, len(key), 8)]
-
-    def __call__(self, index: int) -> int:
-        mask = (1 << self.half) - 1
-        while True:
-            left, right = index >> self.half, index & mask
-            for key in self.keys:
-                left, right = right, left ^ (_mix(right ^ key) & mask)
-            index = left << self.half | right
-            if index < self.n:
-                return index
-
-
-def _mix(x: int) -> int:
-    """The finaliser of splitmix64: each bit of the result depends on every bit of x."""
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-    return x ^ x >> 31
-
-
-def place_of(number: int, windows: int, seed: int) -> tuple[int, int]:
-    """(epoch, window) of a sample of the run."""
-    epoch, position = divmod(number, windows)
-    return epoch, Permutation(windows, seed, epoch)(position)
-
-
-def rank_samples(step: int, batch: int, micro: int, rank: int, ranks: int) -> list[range]:
-    """Sample numbers of each micro-batch of a rank in a step (from 1). Together the ranks have
-    (step-1) * batch ... step * batch - 1, each once."""
-    first = (step - 1) * batch + rank * micro
-    return [range(start, start + micro) for start in range(first, first + batch - rank * micro, micro * ranks)]
 
 
 @dataclass(frozen=True)
 class Batch:
     """One rank's part of one step."""
 
-    micro_batches: list[tuple[Tensor, Tensor]]  # inputs (B, T) and targets (B, T), int64
+    # inputs (B, T), targets (B, T) and, under a document mask, documents (B, T), all int64: what the model takes
+    micro_batches: list[tuple[Tensor, ...]]
     tokens: int  # valid targets of the whole step, over all ranks
     digest: int  # of this rank's samples; the sum over ranks modulo DIGEST_MODULUS is the step's
 
 
-def check_enough(stream: TokenStream, t: config.Train) -> int:
-    """The number of windows, samples of an epoch. Raises ConfigError where they do not fill one global batch."""
-    windows = window_count(stream.length, t.seq_len)
-    if windows < t.global_batch_size:
-        raise ConfigError(f"{stream.path}: {stream.length} tokens give {windows} samples of train.seq_len = "
-                          f"{t.seq_len}, fewer than one batch of train.global_batch_size = {t.global_batch_size}")
-    return windows
+def make_order(cfg: config.Config, streams: Sequence[TokenStream], weights: Sequence[float]) -> Order:
+    """Of a run's samples. Raises ConfigError where a source does not fill its share of one global batch."""
+    t = cfg.train
+    order = Order([window_count(stream.length, t.seq_len) for stream in streams], weights, cfg.run.seed)
+    shares = [part / order.mixture.period for part in order.mixture.parts]
+    problems = [
+        f"{stream.path}: {stream.length} tokens give {windows} samples of train.seq_len = {t.seq_len}, fewer than "
+        + (f"its share of {share:.3g} of " if share < 1 else "")
+        + f"one batch of train.global_batch_size = {t.global_batch_size}"
+        for stream, windows, share in zip(streams, order.windows, shares) if windows < share * t.global_batch_size]
+    if problems:
+        raise ConfigError(*problems)
+    return order
 
 
 class Loader:
     """Iterates over this rank's batches from a step on; a thread reads, and pins for the GPU, two steps ahead."""
 
-    def __init__(self, stream: TokenStream, t: config.Train, seed: int, rank: int, ranks: int, first_step: int,
-                 pin: bool):
-        self.stream, self.train, self.seed, self.rank, self.ranks, self.pin = stream, t, seed, rank, ranks, pin
-        self.windows = check_enough(stream, t)
-        self.permutation = (-1, None)  # (epoch, its Permutation), for the thread alone
+    def __init__(self, cfg: config.Config, streams: Sequence[TokenStream], weights: Sequence[float], rank: int,
+                 ranks: int, first_step: int, pin: bool):
+        self.cfg, self.streams, self.rank, self.ranks, self.pin = cfg, streams, rank, ranks, pin
+        self.order = make_order(cfg, streams, weights)
         self.ready: queue.Queue = queue.Queue(maxsize=2)
         self.stopped = threading.Event()
         self.thread = threading.Thread(target=self._produce, args=(first_step,), daemon=True, name="loader")
@@ -127,29 +83,55 @@ class Loader:
             step += 1
 
     def batch(self, step: int) -> Batch:
-        t, digest, micro_batches = self.train, 0, []
+        t, mask, digest, micro_batches = self.cfg.train, self.cfg.data.document_mask, 0, []
         for numbers in rank_samples(step, t.global_batch_size, t.micro_batch_size, self.rank, self.ranks):
-            rows = []
+            rows, documents = [], []
             for number in numbers:
-                window = self.window(number)
-                raw, ids = self.stream.read(window * t.seq_len, (window + 1) * t.seq_len + 1)
+                stream, first, stop = self.span(number)
+                raw, ids = stream.read(first, stop)
                 rows.append(ids)
                 digest += sample_digest(number, raw)
-            inputs, targets = split(torch.stack(rows))
-            micro_batches.append((inputs.pin_memory(), targets.pin_memory()) if self.pin else (inputs, targets))
-        # Every training window is full, so every target counts.
-        return Batch(micro_batches, t.global_batch_size * t.seq_len, digest % DIGEST_MODULUS)
+                if mask:
+                    documents.append(document_numbers(stream, first, stop))
+            tensors = split(torch.stack(rows), torch.stack(documents) if mask else None)
+            micro_batches.append(tuple(tensor.pin_memory() for tensor in tensors) if self.pin else tensors)
+        return Batch(micro_batches, self.valid_targets(step), digest % DIGEST_MODULUS)
 
-    def window(self, number: int) -> int:
-        epoch, position = divmod(number, self.windows)
-        if self.permutation[0] != epoch:
-            self.permutation = (epoch, Permutation(self.windows, self.seed, epoch))
-        return self.permutation[1](position)
+    def span(self, number: int) -> tuple[TokenStream, int, int]:
+        """(stream, first token, one past the last) of a sample: seq_len inputs and, one further, their targets."""
+        place, length = self.order(number), self.cfg.train.seq_len
+        return self.streams[place.source], place.window * length, (place.window + 1) * length + 1
+
+    def valid_targets(self, step: int) -> int:
+        """Of all ranks. Every window is full; under a document mask the first token of a document is no target."""
+        t = self.cfg.train
+        total = t.global_batch_size * t.seq_len
+        if self.cfg.data.document_mask:
+            for number in range((step - 1) * t.global_batch_size, step * t.global_batch_size):
+                stream, first, stop = self.span(number)
+                total -= stream.boundaries(first, stop)
+            if not total:
+                raise ConfigError(f"step {step}: under data.document_mask no token has a target; its documents are of "
+                                  "one token each")
+        return total
 
 
-def split(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, T+1) -> inputs (B, T), targets (B, T): each position's target is the next token."""
-    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+def document_numbers(stream: TokenStream, start: int, stop: int) -> Tensor:
+    """The number of each token's document (stop - start), for tokens start ... stop-1."""
+    numbers = torch.empty(stop - start, dtype=torch.int64)
+    for number, begin, end in stream.documents(start, stop):
+        numbers[max(begin - start, 0) : end - start] = number
+    return numbers
+
+
+def split(rows: Tensor, documents: Tensor | None = None) -> tuple[Tensor, ...]:
+    """(B, T+1) -> inputs (B, T), targets (B, T): each position's target is the next token. With the documents (B, T+1)
+    of the rows a target of another document than its input is IGNORE, and the inputs' documents (B, T) come third."""
+    inputs, targets = rows[:, :-1].clone(), rows[:, 1:].clone()  # of a single row contiguous() would be a view
+    if documents is None:
+        return inputs, targets
+    targets[documents[:, 1:] != documents[:, :-1]] = IGNORE
+    return inputs, targets, documents[:, :-1].contiguous()
 
 
 def sample_digest(number: int, raw: bytes) -> int:
@@ -157,23 +139,30 @@ def sample_digest(number: int, raw: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(raw, digest_size=5, salt=number.to_bytes(8, "little")).digest(), "big")
 
 
-def heldout_batches(stream: TokenStream, t: config.Train, batches: int | None, rank: int, ranks: int
-                    ) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's micro-batches (inputs, targets) of the held-out stream, in order, each target once over all ranks.
+def heldout_batches(stream: TokenStream, cfg: config.Config, rank: int, ranks: int) -> Iterator[tuple[Tensor, ...]]:
+    """This rank's micro-batches, as those of Batch, of a held-out stream, in order, each target once over all ranks.
 
     The last window may be short, and so may the last batch: what is missing is filled with IGNORE, so that every rank
     runs the same number of forward passes and the token-weighted loss is the same for any number of them.
     """
+    t, mask, batches = cfg.train, cfg.data.document_mask, cfg.eval.batches if cfg.eval else None
     windows = -(-max(0, stream.length - 1) // t.seq_len)
     per_batch = t.global_batch_size
     total = -(-windows // per_batch) if batches is None else min(batches, -(-windows // per_batch))
     for step in range(1, total + 1):
         for numbers in rank_samples(step, per_batch, t.micro_batch_size, rank, ranks):
-            inputs = torch.zeros((len(numbers), t.seq_len), dtype=torch.int64)
-            targets = torch.full((len(numbers), t.seq_len), IGNORE)
+            ids = torch.zeros((len(numbers), t.seq_len + 1), dtype=torch.int64)
+            documents = torch.zeros_like(ids) if mask else None
+            length = [0] * len(numbers)
             for row, window in enumerate(numbers):
                 start, stop = window * t.seq_len, min((window + 1) * t.seq_len + 1, stream.length)
                 if stop - start > 1:
-                    _, ids = stream.read(start, stop)
-                    inputs[row, : len(ids) - 1], targets[row, : len(ids) - 1] = ids[:-1], ids[1:]
-            yield inputs, targets
+                    length[row] = stop - start
+                    _, ids[row, : length[row]] = stream.read(start, stop)
+                    if mask:
+                        documents[row, : length[row]] = document_numbers(stream, start, stop)
+                        documents[row, length[row] :] = documents[row, length[row] - 1]
+            inputs, targets, *rest = split(ids, documents)
+            for row in range(len(numbers)):
+                targets[row, max(0, length[row] - 1) :] = IGNORE
+            yield inputs, targets, *rest

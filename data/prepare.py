@@ -2,16 +2,14 @@
 
     python -m data.prepare configs/tiny.toml
 
-Writes train.bin, heldout.bin, where their documents end, tokenizer.model and manifest.json into
-prepared/{source}-{hash}/, whole or not at all.
+Writes train.bin, heldout.bin, where their documents end, the tokenizer and manifest.json into
+prepared/{source}-{hash}/, whole or not at all; of a mixture each source into a folder of its own.
 A document is held out when its hash falls into the last 1 %, whatever else the corpus holds.
 """
 
 import contextlib
 import fcntl
-import glob
 import hashlib
-import itertools
 import json
 import os
 import pathlib
@@ -19,65 +17,122 @@ import platform
 import re
 import shutil
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, BinaryIO
 
 import config
 from config import ConfigError
 from data.encode import encode_all
-from data.tokenizer import Tokenizer, read_model, train_tokenizer
+from data.progress import Bar, Console
+from data.sources import STDLIB, Source, file_stamps
+from data.tokenizer import Tokenizer, tokenizer_files, train_tokenizer
 from data.tokens import MANIFEST, read_manifest
 
-FORMAT = 2  # of the files; part of their identity
-STDLIB = "python-stdlib"
-LOCAL = (".jsonl", ".json", ".parquet", ".txt")
+FORMAT = 3  # of the files; part of their identity
 SYNC_SECONDS = 5.0  # between two points that a killed preparation goes on from
 BEGUN, PROGRESS = "begun.json", "progress.json"  # of an unfinished one: what it prepares, and how far it is
-TEXT_PIECE = 1 << 16  # characters: a longer .txt file becomes several documents
 
 
 def identity(cfg: config.Config) -> dict:
-    """What makes two preparations the same."""
+    """What makes two preparations of one source the same."""
     d = cfg.data
     found = {"source": d.source, "subset": d.subset, "split": d.split, "text_field": d.text_field,
              "tokenizer": "trained here", "vocab_size": cfg.model.vocab_size, "max_tokens": d.max_tokens,
              "format": FORMAT}
     if d.tokenizer:
         # Its own file says how many pieces it has; the model may have more rows.
-        found |= {"tokenizer": hashlib.sha256(read_model(d.tokenizer)).hexdigest(), "vocab_size": None}
+        digest = hashlib.sha256(b"".join(tokenizer_files(d.tokenizer).values())).hexdigest()
+        found |= {"tokenizer": digest, "vocab_size": None}
     if d.source == STDLIB:
         found["python"] = platform.python_version()
     return found
 
 
-def data_folder(cfg: config.Config) -> pathlib.Path:
-    if cfg.data.path:
-        return pathlib.Path(cfg.data.path)
-    digest = hashlib.sha256(json.dumps(identity(cfg), sort_keys=True).encode()).hexdigest()[:12]
-    return pathlib.Path("prepared") / f"{re.sub('[^A-Za-z0-9._-]+', '-', cfg.data.source).strip('-.')}-{digest}"
+def parts(cfg: config.Config) -> list[config.Config]:
+    """The configuration of each source alone. Those of a mixture share a tokenizer, and lie side by side below
+    data.path. Raises ConfigError where that tokenizer is yet to be trained."""
+    d = cfg.data
+    if not d.sources:
+        return [cfg]
+    if not (d.tokenizer or common_tokenizer(cfg).exists()):
+        raise ConfigError(f"{common_tokenizer(cfg)}: no prepared data; `python -m data.prepare CONFIG` makes it")
+    alone = [replace(part, data=replace(part.data, tokenizer=d.tokenizer or str(common_tokenizer(cfg))))
+             for part in _sources(cfg)]
+    return [replace(part, data=replace(part.data, path=str(pathlib.Path(d.path) / _name(part)))) if d.path else part
+            for part in alone]
+
+
+def _sources(cfg: config.Config) -> list[config.Config]:
+    d = cfg.data
+    return [replace(cfg, data=replace(d, sources=(), path=None, source=s.source, subset=s.subset or d.subset,
+                                      split=s.split or d.split, text_field=s.text_field or d.text_field,
+                                      max_tokens=s.max_tokens or d.max_tokens)) for s in d.sources]
+
+
+def weights(cfg: config.Config) -> list[float]:
+    return [s.weight for s in cfg.data.sources] or [1.0]
+
+
+def common_tokenizer(cfg: config.Config) -> pathlib.Path:
+    """Of a mixture that names none: the file that is trained on it."""
+    digest = _short_hash([[identity(part) for part in _sources(cfg)], weights(cfg)])
+    return pathlib.Path(cfg.data.path or "prepared") / f"tokenizer-{digest}.model"
+
+
+def _name(cfg: config.Config) -> str:
+    return f"{re.sub('[^A-Za-z0-9._-]+', '-', cfg.data.source).strip('-.')[-100:]}-{_short_hash(identity(cfg))}"
+
+
+def _short_hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def data_folders(cfg: config.Config) -> list[pathlib.Path]:
+    """Of each source. Raises ConfigError."""
+    return [pathlib.Path(part.data.path or pathlib.Path("prepared") / _name(part)) for part in parts(cfg)]
 
 
 def is_prepared(cfg: config.Config) -> bool:
-    return read_manifest(data_folder(cfg)) is not None
+    if cfg.data.sources and not cfg.data.tokenizer and not common_tokenizer(cfg).exists():
+        return False
+    return all(read_manifest(folder) is not None for folder in data_folders(cfg))
 
 
-def prepare(cfg: config.Config, say: Callable[[str], None]) -> pathlib.Path:
-    """Makes the folder of token files unless it is there and matches. Raises ConfigError, with nothing published."""
-    folder = data_folder(cfg)
-    if not _matches(folder, cfg):
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with _one_at_a_time(folder.with_name(f".{folder.name}.lock"), say):
-                if not _matches(folder, cfg):  # another process may have made it meanwhile
-                    _make(folder, cfg, say)
-        except OSError as error:
-            raise ConfigError(f"{error.filename or folder}: data could not be prepared: {error.strerror}") from None
-    return folder
+def kept_tokenizer(cfg: config.Config) -> list[pathlib.Path]:
+    """The tokenizer's files in prepared data."""
+    return sorted(data_folders(cfg)[0].glob("tokenizer*"))
 
 
-def _matches(folder: pathlib.Path, cfg: config.Config) -> bool:
+def prepare(cfg: config.Config, say: Callable[..., None]) -> list[pathlib.Path]:
+    """Makes the folders of token files unless they are there and match. Raises ConfigError, with nothing published.
+
+    say(text): a line for a person; say(text, passing=True): one that the next may overwrite.
+    """
+    if cfg.data.sources and not cfg.data.tokenizer:
+        path = common_tokenizer(cfg)
+        with _told(path), _one_at_a_time(path, say):
+            if not path.exists():
+                _replace(path, _train_tokenizer(cfg, say))
+    folders = data_folders(cfg)
+    for part, folder in zip(parts(cfg), folders):
+        if not _matches(folder, part, say):
+            with _told(folder), _one_at_a_time(folder, say):
+                if not _matches(folder, part, say):  # another process may have made it meanwhile
+                    _make(folder, part, say)
+    return folders
+
+
+@contextlib.contextmanager
+def _told(path: pathlib.Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{error.filename or path}: data could not be prepared: {error.strerror}") from None
+
+
+def _matches(folder: pathlib.Path, cfg: config.Config, say: Callable[..., None]) -> bool:
     """Is the folder there, for this configuration? Raises ConfigError where it is there for another one."""
     manifest = read_manifest(folder)
     if manifest is None:
@@ -91,21 +146,38 @@ def _matches(folder: pathlib.Path, cfg: config.Config) -> bool:
                            f"says {value!r}; delete the folder or name another data.path")
     if changed:
         raise ConfigError(*changed)
-    files = _local_files(cfg.data.source) if _is_local(cfg.data.source) else []
-    if files and [_stamp(f) for f in files] != manifest["files"]:  # the text may be gone, but not be another
+    files = file_stamps(cfg.data.source)
+    if files and files != manifest["files"]:  # the text may be gone, but not be another
         raise ConfigError(f"[data] source = {cfg.data.source}: changed since {folder} was prepared; delete that "
                           "folder, or prepare into another with data.path")
+    _check_content(folder, manifest, say)
     return True
 
 
+def _check_content(folder: pathlib.Path, manifest: dict, say: Callable[..., None]) -> None:
+    """Raises ConfigError where a file is not what was prepared. Hashed are those that are younger than the manifest,
+    which was written last: terabytes of hashing before each start would keep a cluster waiting."""
+    for name, digest in manifest["sha256"].items():
+        path = folder / name
+        if not path.exists():
+            raise ConfigError(f"{path}: is missing; delete {folder} to prepare it again")
+        if path.stat().st_mtime_ns > (folder / MANIFEST).stat().st_mtime_ns:
+            say(f"{path}: was copied or changed since it was prepared; comparing its hash")
+            if _sha256(path) != digest:
+                raise ConfigError(f"{path}: was changed since it was prepared; delete {folder} to prepare it again")
+
+
 @contextlib.contextmanager
-def _one_at_a_time(lock: pathlib.Path, say: Callable[[str], None]) -> Iterator[None]:
+def _one_at_a_time(path: pathlib.Path, say: Callable[..., None]) -> Iterator[None]:
+    """Makes the folder above `path`, and holds a lock beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = path.with_name(f".{path.name}.lock")
     while True:
         with lock.open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                say(f"waiting for another process that prepares into {lock.parent}")
+                say(f"waiting for another process that prepares {path}")
                 fcntl.flock(file, fcntl.LOCK_EX)
             if lock.exists() and lock.samefile(f"/dev/fd/{file.fileno()}"):  # else its last holder removed it
                 try:
@@ -115,22 +187,22 @@ def _one_at_a_time(lock: pathlib.Path, say: Callable[[str], None]) -> Iterator[N
                 return
 
 
-def _make(folder: pathlib.Path, cfg: config.Config, say: Callable[[str], None]) -> None:
+def _make(folder: pathlib.Path, cfg: config.Config, say: Callable[..., None]) -> None:
     """In a folder beside, which a preparation that was killed leaves to the next one, and one that found its input
     wrong does not."""
     temporary = folder.with_name(f".{folder.name}.tmp")
-    files = [_stamp(f) for f in _local_files(cfg.data.source)] if _is_local(cfg.data.source) else []
+    files = file_stamps(cfg.data.source)
     begun = json.loads(json.dumps({"identity": identity(cfg), "files": files}))
     if _read_json(temporary / BEGUN) != begun:
         shutil.rmtree(temporary, ignore_errors=True)
     try:
-        model = temporary / "tokenizer.model"
-        if not model.exists():
+        if not (temporary / BEGUN).exists():
             temporary.mkdir(exist_ok=True)
-            content = Tokenizer(cfg.data.tokenizer).model_bytes if cfg.data.tokenizer else _train_tokenizer(cfg, say)
-            _replace(model, content)
+            trained = {} if cfg.data.tokenizer else {"tokenizer.model": _train_tokenizer(cfg, say)}
+            for name, content in (trained or Tokenizer(cfg.data.tokenizer).files).items():
+                _replace(temporary / name, content)
             _replace(temporary / BEGUN, json.dumps(begun).encode())
-        tokenizer = Tokenizer(model)
+        tokenizer = Tokenizer(temporary)
         if tokenizer.vocab_size > cfg.model.vocab_size:
             raise ConfigError(f"[model] vocab_size = {cfg.model.vocab_size}: smaller than the tokenizer "
                               f"{cfg.data.tokenizer}, which has {tokenizer.vocab_size} pieces")
@@ -174,40 +246,44 @@ def _sha256(path: pathlib.Path) -> str:
     return digest.hexdigest()
 
 
-def _train_tokenizer(cfg: config.Config, say: Callable[[str], None]) -> bytes:
-    """On the first part of the source: 2,000 characters per piece, 4 million at least, is where more text stops to
-    change a byte-pair vocabulary much."""
-    next(documents(cfg.data))  # what is wrong with the source is said first
+def _train_tokenizer(cfg: config.Config, say: Callable[..., None]) -> bytes:
+    """On the first part of the source, or of each of a mixture by its weight: 2,000 characters per piece, 4 million at
+    least, is where more text stops to change a byte-pair vocabulary much."""
+    alone = _sources(cfg) or [cfg]
+    for part in alone:
+        next(iter(Source(part.data)))  # what is wrong with a source is said first
     wanted = max(4_000_000, 2_000 * cfg.model.vocab_size)
-    say(f"training a tokenizer of {cfg.model.vocab_size:,} pieces on up to {wanted / 1e6:,.0f} MB of {cfg.data.source}")
+    say(f"training a tokenizer of {cfg.model.vocab_size:,} pieces on up to {wanted / 1e6:,.0f} MB of "
+        + ", ".join(part.data.source for part in alone))
 
     def sample() -> Iterator[str]:
-        size = 0
-        for text in documents(cfg.data):
-            yield text
-            size += len(text)
-            if size >= wanted:
-                return
+        for part, weight in zip(alone, weights(cfg)):
+            size = 0
+            for text in Source(part.data):
+                yield text
+                size += len(text)
+                if size >= wanted * weight / sum(weights(cfg)):
+                    break
 
     return train_tokenizer(sample(), cfg.model.vocab_size, os.cpu_count() or 1)
 
 
-def _write_tokens(folder: pathlib.Path, d: config.Data, vocab_size: int, say: Callable[[str], None]) -> dict:
+def _write_tokens(folder: pathlib.Path, d: config.Data, vocab_size: int, say: Callable[..., None]) -> dict:
     """Writes train.bin and heldout.bin: each document between its begin and end marks; and train.ends.bin and
     heldout.ends.bin: for each document the position after its last token, 8 bytes little-endian. Returns the counts.
 
-    Every few seconds the files are synced and progress.json says how far they are good: from there it goes on when it
-    was killed, reading what was read but not tokenizing it again.
+    Every few seconds the files are synced and progress.json says how far they are good, and the source read: from there
+    it goes on when it was killed.
     """
     small = vocab_size <= 1 << 16
     width, splits = 2 if small else 4, ("train", "heldout")
-    at = _read_json(folder / PROGRESS) or {"read": 0, "characters": 0, "tokens": dict.fromkeys(splits, 0),
+    at = _read_json(folder / PROGRESS) or {"place": None, "characters": 0, "tokens": dict.fromkeys(splits, 0),
                                            "documents": dict.fromkeys(splits, 0)}
     tokens, docs = at["tokens"], at["documents"]
-    if at["read"]:
-        say(f"going on after {at['read']:,} documents of {d.source}, which were prepared before")
-    began, known = time.monotonic(), at["characters"]
-    said = synced = began
+    if at["characters"]:
+        say(f"going on after {sum(docs.values()):,} documents of {d.source}, which were prepared before")
+    source, bar = Source(d, at["place"]), Bar(d, at, say)
+    synced = time.monotonic()
     with contextlib.ExitStack() as files:
         def opened(name: str, size: int) -> BinaryIO:
             file = files.enter_context((folder / name).open("r+b" if (folder / name).exists() else "w+b"))
@@ -224,162 +300,40 @@ def _write_tokens(folder: pathlib.Path, d: config.Data, vocab_size: int, say: Ca
                 os.fsync(file.fileno())
             _replace(folder / PROGRESS, json.dumps(at).encode())
 
-        full = bool(d.max_tokens) and tokens["train"] >= d.max_tokens
-        source = () if full else itertools.islice(documents(d), at["read"], None)
-        with contextlib.closing(encode_all(folder / "tokenizer.model", small, source)) as encoded:
-            for chunk in encoded:
+        def full() -> bool:
+            return bool(d.max_tokens) and tokens["train"] >= d.max_tokens
+
+        with contextlib.closing(encode_all(folder, small, source)) as encoded:
+            for chunk, found in () if full() else encoded:
                 start = 0
-                for held_out, length in zip(chunk.held_out, chunk.lengths):
+                for held_out, length in zip(found.held_out, found.lengths):
+                    if not length:  # text of which its tokenizer makes nothing
+                        continue
                     split = "heldout" if held_out else "train"
-                    out[split].write(chunk.tokens[width * start : width * (start + length)])
+                    out[split].write(found.tokens[width * start : width * (start + length)])
                     start += length
                     tokens[split] += length
                     docs[split] += 1
                     ends[split].write(tokens[split].to_bytes(8, "little"))
-                    if full := bool(d.max_tokens) and tokens["train"] >= d.max_tokens:
+                    if full():
                         break
-                at["read"] += len(chunk.lengths)
-                at["characters"] += chunk.characters
-                now = time.monotonic()
-                if full or now - synced > SYNC_SECONDS:
-                    synced = now
+                at["place"] = chunk.place
+                at["characters"] += found.characters
+                bar.show(chunk.share)
+                if full() or time.monotonic() - synced > SYNC_SECONDS:
+                    synced = time.monotonic()
                     sync()
-                if now - said > 5:
-                    said = now
-                    say(_how_far(d, at, (at["characters"] - known) / (now - began)))
-                if full:
+                if full():
                     break
         sync()
     return {"dtype": "uint16" if small else "int32", "tokens": tokens, "documents": docs}
 
 
-def _how_far(d: config.Data, at: dict, rate: float) -> str:
-    """A line for a person; rate in characters per second of this launch."""
-    total = sum(at["tokens"].values())
-    line = f"preparing {d.source}: {sum(at['documents'].values()):,} documents, {total:,} tokens, {rate / 1e6:.1f} MB/s"
-    if d.max_tokens:
-        done = min(1.0, at["tokens"]["train"] / d.max_tokens)
-        seconds = at["characters"] / max(done, 1e-9) * (1 - done) / max(rate, 1.0)
-        line += f", {done:.1%}, {int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d} left"
-    return line
-
-
-# Sources. Each yields (where, text) and raises ConfigError.
-
-
-def documents(d: config.Data) -> Iterator[str]:
-    """The source's documents in order, empty ones left out. A new kind of source is a branch here and a function below.
-    Raises ConfigError naming file and row."""
-    found = False
-    for where, text in _stdlib() if d.source == STDLIB else _local(d) if _is_local(d.source) else _hugging_face(d):
-        if not isinstance(text, str):
-            raise ConfigError(f"{where}: field {d.text_field!r} must be text, not {type(text).__name__}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell
-            raise ConfigError(f"{where}: is not valid Unicode: {error.reason} at character {error.start}") from None
-        found = found or bool(text)
-        if text:
-            yield text
-    if not found:
-        raise ConfigError(f"[data] source = {d.source}: holds no text")
-
-
-def _stdlib() -> Iterator[tuple[str, object]]:
-    """Python's own standard library, file by file: real text that every machine has. Without its tests, which
-    some systems leave out and which hold deliberately broken files."""
-    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        if not {"site-packages", "dist-packages", "test", "tests"}.intersection(parts):
-            with contextlib.suppress(UnicodeDecodeError):
-                yield str(path), path.read_bytes().decode()
-
-
-def _is_local(source: str) -> bool:
-    """A path or pattern, not the id of a Hugging Face dataset: those are NAME or OWNER/NAME, with no file's suffix."""
-    suffixes = (*LOCAL, ".csv", ".tsv", ".gz", ".zst", ".zip", ".xz", ".arrow")
-    return (source.endswith(suffixes) or pathlib.Path(source).exists()
-            or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source))
-
-
-def _local_files(source: str) -> list[pathlib.Path]:
-    path = pathlib.Path(source)
-    if path.is_dir():
-        return sorted(p for p in path.iterdir() if p.suffix in LOCAL)
-    return [path] if path.exists() else sorted(map(pathlib.Path, glob.glob(source, recursive=True)))
-
-
-def _stamp(path: pathlib.Path) -> list:
-    stat = path.stat()
-    return [str(path), stat.st_size, stat.st_mtime_ns]
-
-
-def _local(d: config.Data) -> Iterator[tuple[str, object]]:
-    files = _local_files(d.source)
-    if not files:
-        raise ConfigError(f"[data] source = {d.source}: no such file (or folder, or pattern) of {', '.join(LOCAL)}")
-    for path in files:
-        if path.suffix == ".parquet":
-            yield from _load_dataset(d, str(path), "parquet", data_files=str(path), split="train")
-        elif path.suffix in (".jsonl", ".json"):
-            yield from _json_lines(path, d.text_field)
-        elif path.suffix == ".txt":
-            yield from _text_pieces(path)
-        else:
-            raise ConfigError(f"[data] source = {path}: must be one of {', '.join(LOCAL)}")
-
-
-def _json_lines(path: pathlib.Path, field: str) -> Iterator[tuple[str, object]]:
-    """Line by line and not through `datasets`, which names neither line nor field of a bad one."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise ConfigError(f"{path}: line {number}: is not valid JSON: {error}") from None
-                yield f"{path}: line {number}", _field(f"{path}: line {number}", row, field)
-
-
-def _text_pieces(path: pathlib.Path) -> Iterator[tuple[str, object]]:
-    """A file is a document; a long one is cut at line ends, so that some of it can be held out."""
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            while lines := file.readlines(TEXT_PIECE):
-                yield str(path), "".join(lines)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not UTF-8: {error.reason}") from None
-
-
-def _hugging_face(d: config.Data) -> Iterator[tuple[str, object]]:
-    return _load_dataset(d, d.source, d.source, name=d.subset, split=d.split)
-
-
-def _load_dataset(d: config.Data, where: str, *args, **options) -> Iterator[tuple[str, object]]:
-    import datasets
-
-    try:
-        for number, row in enumerate(datasets.load_dataset(*args, streaming=True, **options), 1):
-            yield f"{where}: row {number}", _field(f"{where}: row {number}", row, d.text_field)
-    except (ConfigError, GeneratorExit):
-        raise
-    except Exception as error:  # the library raises whatever its many readers raise
-        first_line = str(error).partition("\n")[0]
-        raise ConfigError(f"[data] source = {d.source}: cannot be read: {type(error).__name__}: {first_line}") from None
-
-
-def _field(where: str, row: object, field: str) -> object:
-    if not isinstance(row, dict) or field not in row:
-        found = f"its fields are {', '.join(row)}" if isinstance(row, dict) else f"it is {type(row).__name__}"
-        raise ConfigError(f"{where}: has no field {field!r} (data.text_field); {found}")
-    return row[field]
-
-
 def main(argv: list[str]) -> int:
     _, cfg = config.from_command_line(argv, __doc__)
     try:
-        prepare(cfg, lambda text: print(text, file=sys.stderr, flush=True))
+        with Console(sys.stderr) as say:
+            prepare(cfg, say)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

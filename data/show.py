@@ -12,22 +12,23 @@ from collections.abc import Iterator
 
 import config
 from config import ConfigError
-from data.loader import check_enough, place_of
-from data.prepare import data_folder
+from data.loader import make_order
+from data.prepare import data_folders, weights
 from data.tokenizer import Tokenizer
-from data.tokens import open_stream
+from data.tokens import open_streams
 
 
 def samples(cfg: config.Config, step: int) -> Iterator[str]:
     """A text for each sample of a step (from 1). Raises ConfigError."""
-    folder, t = data_folder(cfg), cfg.train
-    stream = open_stream(folder, "train", cfg.model.vocab_size)
-    windows, tokenizer = check_enough(stream, t), Tokenizer(folder / "tokenizer.model")
+    folders, t = data_folders(cfg), cfg.train
+    streams = open_streams(folders, "train", cfg.model.vocab_size)
+    order, tokenizer = make_order(cfg, streams, weights(cfg)), Tokenizer(folders[0])
     for number in range((step - 1) * t.global_batch_size, step * t.global_batch_size):
-        epoch, window = place_of(number, windows, cfg.run.seed)
-        first, last = window * t.seq_len, (window + 1) * t.seq_len  # the last is a target only
-        lines = [f"=== step {step}, sample {number}: epoch {epoch}, window {window} of {windows}, tokens {first} to "
-                 f"{last}"]
+        source, epoch, window = order(number)
+        stream, first, last = streams[source], window * t.seq_len, (window + 1) * t.seq_len  # the last: a target only
+        of = f" of {cfg.data.sources[source].source}" if cfg.data.sources else ""
+        lines = [f"=== step {step}, sample {number}: epoch {epoch}{of}, window {window} of {order.windows[source]}, "
+                 f"tokens {first} to {last}"]
         _, ids = stream.read(first, last + 1)
         for document, start, stop in stream.documents(first, last + 1):
             begins, ends = max(start, first), min(stop, last + 1)

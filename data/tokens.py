@@ -7,6 +7,7 @@ import json
 import mmap
 import os
 import pathlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from config import ConfigError
@@ -25,10 +26,10 @@ def read_manifest(folder: pathlib.Path) -> dict | None:
         raise ConfigError(f"{folder / MANIFEST}: cannot be read: {error}; delete {folder} and prepare again") from None
 
 
-def fingerprint(folder: pathlib.Path) -> dict:
-    """What tells two prepared folders apart: their identity and the hashes of their content."""
-    manifest = read_manifest(folder) or {}
-    return {key: manifest.get(key) for key in ("identity", "tokens", "sha256")}
+def fingerprint(folders: Sequence[pathlib.Path]) -> list[dict]:
+    """What tells the prepared folders of two runs apart: their identities and the hashes of their content."""
+    manifests = [read_manifest(folder) or {} for folder in folders]
+    return [{key: manifest.get(key) for key in ("identity", "tokens", "sha256")} for manifest in manifests]
 
 
 def window_count(tokens: int, seq_len: int) -> int:
@@ -66,6 +67,10 @@ class TokenStream:
                               f"{self.vocab_size}; delete {self.path.parent} to prepare it again")
         return raw, ids
 
+    def boundaries(self, start: int, stop: int) -> int:
+        """How many of tokens start ... stop-1, the first left out, begin a document. Raises ConfigError."""
+        return bisect.bisect_left(self._ends, stop) - bisect.bisect_right(self._ends, start)
+
     def documents(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """(number, first token, token after its last) of the documents that tokens start ... stop-1 are of; the first
         and last may reach beyond them. Raises ConfigError."""
@@ -88,6 +93,11 @@ class TokenStream:
             raise ConfigError(f"{path}: ends at token {ends[-1]}, {self.path} at {self.length}; delete {path.parent} "
                               "to prepare it again")
         return ends
+
+
+def open_streams(folders: Sequence[pathlib.Path], split: str, vocab_size: int) -> list[TokenStream]:
+    """open_stream() of each source's folder."""
+    return [open_stream(folder, split, vocab_size) for folder in folders]
 
 
 def open_stream(folder: pathlib.Path, split: str, vocab_size: int) -> TokenStream:

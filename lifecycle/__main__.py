@@ -47,23 +47,24 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
 
     # Upwards, as a tool's main may; here and not above, since a wrong configuration should not wait for torch.
     from checkpoint import places
-    from data.loader import check_enough
-    from data.prepare import data_folder, is_prepared, prepare
-    from data.tokens import fingerprint, open_stream
+    from data.loader import make_order
+    from data.prepare import data_folders, is_prepared, prepare, weights
+    from data.progress import Console
+    from data.tokens import fingerprint, open_streams
     from model.llama import describe
     from parallel.fsdp import unsharded_parameters
     from parallel.mesh import pick_device
 
     if in_job and not is_prepared(cfg):  # all its GPUs would wait for one core
         command = shlex.join(["./run_train.sh", "-m", "data.prepare", args.config, *args.overrides])
-        raise ConfigError(f"{data_folder(cfg)}: no prepared data, and none is prepared inside a job; run {command} on "
-                          "the login node")
+        raise ConfigError(f"{args.config}: its data is not prepared, and none is inside a job; run {command} on the "
+                          "login node")
     pick_device(cfg, local_ranks - 1)
     unsharded_parameters(describe(cfg.model), cfg.parallel)  # their patterns match what they should
     if args.eval_only:
         if not places.steps(cfg):
             raise ConfigError(f"{places.root(cfg)}: holds no checkpoint to evaluate")
-        data = data_folder(cfg)
+        data = data_folders(cfg)
     else:
         finished = read_status(folder).get("state") == "finished"
         # every byte is read by the ranks, and here where there may be nothing left for them
@@ -72,11 +73,14 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
         if start >= cfg.train.steps and finished:
             print(f"{folder}: finished at step {start}; train.steps = {cfg.train.steps} asks for no more")
             return False
-        data = prepare(cfg, lambda text: print(text, flush=True))
+        with Console(sys.stdout) as say:
+            data = prepare(cfg, say)
         places.check_same_data(cfg, start, fingerprint(data))
-        check_enough(open_stream(data, "train", cfg.model.vocab_size), cfg.train)
-    if (cfg.eval or args.eval_only) and open_stream(data, "heldout", cfg.model.vocab_size).length < 2:
-        raise ConfigError(f"{data}: none of its documents (one in a hundred) is held out; bring more, or --eval=off")
+        make_order(cfg, open_streams(data, "train", cfg.model.vocab_size), weights(cfg))
+    if (cfg.eval or args.eval_only) and all(
+            stream.length < 2 for stream in open_streams(data, "heldout", cfg.model.vocab_size)):
+        raise ConfigError(f"{', '.join(map(str, data))}: none of its documents (one in a hundred) is held out; bring "
+                          "more, or --eval=off")
     try:
         if not args.eval_only:
             folder.mkdir(parents=True, exist_ok=True)

@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = Llama(cfg.model).to(device)
         reading.restore(folder, model, None)
-        print(continue_text(model, Tokenizer(folder / "tokenizer.model"), args.prompt, args.tokens, args.temperature,
+        print(continue_text(model, Tokenizer(folder), args.prompt, args.tokens, args.temperature,
                             cfg.train.seq_len, device, args.seed))
     except ConfigError as error:
         print(error, file=sys.stderr)

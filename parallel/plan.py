@@ -18,7 +18,7 @@ from parallel.fsdp import DTYPES, kept_in_fp32, units, unsharded_parameters
 GIB = 2**30
 
 
-def plan(cfg: config.Config, model: Llama, ranks: int, windows: int | None) -> dict:
+def plan(cfg: config.Config, model: Llama, ranks: int, epoch: float | None) -> dict:
     """The plan for one number of ranks. Bytes are those of the largest rank: ceil(rows / shards) rows of each tensor,
     all of those that are not sharded.
 
@@ -41,7 +41,7 @@ def plan(cfg: config.Config, model: Llama, ranks: int, windows: int | None) -> d
         "optimizer_bytes_per_rank": 8 * sum(trained) + 4 * len(trained),
         "accumulation_steps": config.accumulation_steps(cfg, ranks),
         "tokens_per_step": config.tokens_per_step(cfg),
-        "steps_per_epoch": windows / cfg.train.global_batch_size if windows else None,
+        "steps_per_epoch": epoch / cfg.train.global_batch_size if epoch else None,
         "flops_per_token": flops_per_token(model, cfg.train.seq_len),
         "collectives_per_step": collectives(cfg, model, ranks),
     }
@@ -117,14 +117,14 @@ def out_of_memory(cfg: config.Config, ranks: int, asked: str) -> str:
             f"to need less, try: {'; '.join(change for change, helps in changes.items() if helps)}")
 
 
-def dry_run(cfg: config.Config, args: Namespace, windows: int | None) -> bool:
+def dry_run(cfg: config.Config, args: Namespace, epoch: float | None) -> bool:
     """Prints the plans; returns whether each fits into the memory given. Raises ConfigError for numbers of ranks that
-    cannot be made."""
+    cannot be made. epoch: samples until all data has been read once, where it is prepared."""
     model = describe(cfg.model)
     rows, problems = [], []
     for ranks in args.world_size:
         try:
-            rows.append(plan(cfg, model, ranks, windows))
+            rows.append(plan(cfg, model, ranks, epoch))
         except ConfigError as error:
             problems += [f"--world-size {ranks}: {problem}" for problem in error.problems]
     if problems:

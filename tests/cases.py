@@ -405,3 +405,15 @@ def train_steps(cases: list[dict]) -> list[tuple[list[float], list[float], dict]
             found.append((losses, norms, weights))
             del model, optimizer
     return found if world.rank == 0 else []
+
+
+def train_to(steps: int, sections: dict, output: str) -> list[dict]:
+    """Trains, or goes on, to a step in a folder that runs of any number of ranks share; the rows so far."""
+    import train
+    from lifecycle.watch import StopRequest
+
+    sections = {**sections, "train": {**sections["train"], "steps": steps}, "run": {"name": "r", "output_dir": output}}
+    cfg = make_config(**sections)
+    with process_group() as world:
+        train.run(cfg, world_for(cfg, world), None, StopRequest())
+        return rows(config.run_folder(cfg)) if world.rank == 0 else []

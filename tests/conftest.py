@@ -39,13 +39,17 @@ def corpus(tmp_path_factory) -> pathlib.Path:
     return path
 
 
+def silent(text: str, passing: bool = False) -> None:
+    """A prepare() that says nothing."""
+
+
 @pytest.fixture(scope="session")
 def prepared(corpus, tmp_path_factory) -> pathlib.Path:
     """The corpus as token files."""
     from data.prepare import prepare
 
     folder = tmp_path_factory.mktemp("prepared") / "words"
-    prepare(make_config(data={"source": str(corpus), "path": str(folder)}), print)
+    prepare(make_config(data={"source": str(corpus), "path": str(folder)}), silent)
     return folder
 
 

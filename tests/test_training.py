@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 
 import config
-from data.loader import Loader, Permutation, rank_samples
+from config import IGNORE
+from data.loader import Loader
+from data.order import Permutation, rank_samples
 from data.tokens import open_stream, window_count
 from model.llama import Llama, initial_std
 from optim import learning_rate
@@ -39,6 +41,7 @@ CASES = {
     "no clipping": {"train": {"max_grad_norm": "off"}},
     "frozen": {"model": {"freeze": ["embedding*", "*q_proj.weight", "blocks.0.*"]}},
     "unsharded": {"parallel": {"unsharded": ["*norm.weight"]}},
+    "document mask": {"data": {"document_mask": True}, "parallel": {"recompute": 2}},
     "compiled": {"parallel": {"compile": True, "recompute": "selective"}},
 }
 ON_FOUR = {  # ranks
@@ -48,16 +51,17 @@ ON_FOUR = {  # ranks
     "hybrid kept": {"parallel": {"dp_replicate": 2, "reshard_after_forward": False}},
     "resharded to two": {"parallel": {"reshard_after_forward": 2, "prefetch_forward": 2, "prefetch_backward": 2}},
 }
-OF_ITS_OWN = ("tied", "uneven", "no clipping", "frozen")  # the others compute what the plain case does
+OF_ITS_OWN = ("tied", "uneven", "no clipping", "frozen", "document mask")  # the others compute what the plain case does
 SAME_AS = {name: name if name in OF_ITS_OWN else "plain" for name in (*CASES, *ON_FOUR)}
 
 
 def with_data(sections: dict, corpus, prepared) -> dict:
-    return {**sections, "data": {"source": str(corpus), "path": str(prepared)}}
+    return {**sections, "data": {"source": str(corpus), "path": str(prepared), **sections.get("data", {})}}
 
 
 def plain_loop(cfg: config.Config, folder) -> list[dict]:
-    """The run as a textbook has it: one process, the whole batch at once, mean cross entropy, torch's AdamW."""
+    """The run as a textbook has it: one process, the whole batch at once, mean cross entropy, torch's AdamW; under a
+    document mask each piece of a document by itself."""
     m, t, o = cfg.model, cfg.train, cfg.optim
     model = Llama(m)
     for name, parameter in model.named_parameters():
@@ -67,12 +71,19 @@ def plain_loop(cfg: config.Config, folder) -> list[dict]:
         [{"params": [p for p in model.parameters() if p.ndim > 1 and p.requires_grad], "weight_decay": o.weight_decay},
          {"params": [p for p in model.parameters() if p.ndim == 1 and p.requires_grad], "weight_decay": 0.0}],
         betas=o.betas, eps=o.eps, foreach=False)
-    loader = Loader(open_stream(folder, "train", m.vocab_size), t, cfg.run.seed, 0, 1, 1, False)
+    loader = Loader(cfg, [open_stream(folder, "train", m.vocab_size)], [1.0], 0, 1, 1, False)
     found = []
     for step in range(1, t.steps + 1):
         batch = next(loader)
-        inputs, targets = (torch.cat(part) for part in zip(*batch.micro_batches))
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        inputs, targets, *documents = (torch.cat(part) for part in zip(*batch.micro_batches))
+        if documents:
+            pieces = [(i[d == n], t[d == n]) for i, t, d in zip(inputs, targets, documents[0]) for n in d.unique()]
+            logits, targets = torch.cat([model(i[None])[0] for i, _ in pieces]), torch.cat([t for _, t in pieces])
+            # a piece's last target is another document's, unless the window ends there
+            assert sum((t[:-1] == IGNORE).sum() for _, t in pieces) == 0 and (targets != IGNORE).sum() == batch.tokens
+        else:
+            logits = model(inputs).flatten(0, 1)
+        loss = F.cross_entropy(logits, targets.flatten())
         loss.backward()
         limit = float("inf") if t.max_grad_norm == "off" else t.max_grad_norm
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
@@ -229,6 +240,7 @@ def test_a_failure_on_one_rank_is_told_and_ends_all(write_config, tmp_path):
     tokens = bytearray((copy / "train.bin").read_bytes())
     tokens[2 * (window * 32 + 5) + 1] = 0x7F
     (copy / "train.bin").write_bytes(tokens)
+    (copy / "manifest.json").touch()  # as if the file had been prepared so: its hash would tell at once
     began = time.monotonic()
     done = launch(path, f"--data.path={copy}", nproc=2)
     assert done.returncode == 2, done.stdout + done.stderr

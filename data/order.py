@@ -1,0 +1,130 @@
+"""Which text is each sample of a run: closed forms of the sample's number, so that the whole state is the step.
+
+Sample k of a source is number k mod n of its epoch k div n, with n windows in its stream; within an epoch the windows
+come in an order of their own, a keyed permutation computed on the fly. In a mixture, which source a sample comes from
+repeats with a short period. Nothing depends on the number of ranks: they split the samples of a step among them.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from config import ConfigError
+
+LONGEST_PERIOD = 1 << 16  # samples
+
+
+class Permutation:
+    """A bijection of 0 ... n-1, keyed by (seed, epoch, source), without a table.
+
+    A Feistel network (https://doi.org/10.1137/0217022) over the next even power of two, walked on until it lands
+    below n: fewer than four turns on average. Eight rounds of a 64-bit mixing function.
+    """
+
+    ROUNDS = 8
+
+    def __init__(self, n: int, seed: int, epoch: int, source: int = 0):
+        self.n = n
+        self.half = max(1, ((n - 1).bit_length() + 1) // 2)  # bits
+        key = hashlib.blake2b(f"{seed}/{epoch}/{source}".encode(), digest_size=8 * self.ROUNDS).digest()
+        self.keys = [int.from_bytes(key[i : i + 8], "big") for i in range(0, len(key), 8)]
+
+    def __call__(self, index: int) -> int:
+        mask = (1 << self.half) - 1
+        while True:
+            left, right = index >> self.half, index & mask
+            for key in self.keys:
+                left, right = right, left ^ (_mix(right ^ key) & mask)
+            index = left << self.half | right
+            if index < self.n:
+                return index
+
+
+def _mix(x: int) -> int:
+    """The finaliser of splitmix64: each bit of the result depends on every bit of x."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    return x ^ x >> 31
+
+
+class Mixture:
+    """Which source a sample of the run comes from, and how many of that source came before it.
+
+    Of the first n samples, the number from a source of share w is w n rounded up or down, for every n and source: the
+    schedule of a processor shared in proportion (https://doi.org/10.1007/BF01940883). There the j-th sample of a source
+    may come from number floor((j-1) / w) on and must have come by ceil(j / w), and whichever of those allowed is due
+    first comes next. With the shares as fractions of one whole number this repeats, so one period is kept as a table.
+    """
+
+    def __init__(self, weights: Sequence[float]):
+        self.parts = whole_parts(weights)  # samples of each source in a period
+        self.period = sum(self.parts)
+        self.table: list[tuple[int, int]] = []  # (source, earlier ones of it in the period)
+        given = [0] * len(self.parts)
+        for number in range(self.period):
+            # given / share <= number: allowed by now; ceil((given + 1) / share): when it is due
+            source = min((-(-(given[i] + 1) * self.period // part), i) for i, part in enumerate(self.parts)
+                         if given[i] * self.period // part <= number and given[i] < part)[1]
+            self.table.append((source, given[source]))
+            given[source] += 1
+
+    def __call__(self, number: int) -> tuple[int, int]:
+        turn, place = divmod(number, self.period)
+        source, before = self.table[place]
+        return source, turn * self.parts[source] + before
+
+
+def whole_parts(weights: Sequence[float]) -> list[int]:
+    """The weights as whole numbers in the same ratio, with a sum of at most LONGEST_PERIOD: exactly where that is
+    possible, as for 0.7 and 0.3, else as near as it goes. Raises ConfigError for a weight too small for that."""
+    exact = [Fraction(repr(weight)) for weight in weights]
+    shares = [weight / sum(exact) for weight in exact]
+    if min(shares) < Fraction(1, LONGEST_PERIOD):
+        raise ConfigError(f"[data] sources: weight = {weights[shares.index(min(shares))]}: must be at least "
+                          f"1/{LONGEST_PERIOD} of the sum of all")
+    near = [share.limit_denominator(LONGEST_PERIOD) for share in shares]
+    period = math.lcm(*(share.denominator for share in near))
+    if sum(near) == 1 and period <= LONGEST_PERIOD:
+        return [int(share * period) for share in near]
+    parts = [int(share * LONGEST_PERIOD) for share in shares]
+    by_rest = sorted(range(len(parts)), key=lambda i: parts[i] - shares[i] * LONGEST_PERIOD)
+    for i in by_rest[: LONGEST_PERIOD - sum(parts)]:
+        parts[i] += 1
+    return parts
+
+
+class Place(NamedTuple):
+    source: int
+    epoch: int  # of the source
+    window: int  # of the source's stream
+
+
+class Order:
+    """Where each sample of a run lies. Keeps the permutations of the epochs under way, for speed alone."""
+
+    def __init__(self, windows: Sequence[int], weights: Sequence[float], seed: int):
+        """windows: full windows of each source."""
+        self.windows, self.mixture, self.seed = windows, Mixture(weights), seed
+        self.permutations: dict[int, tuple[int, Permutation]] = {}  # (epoch, its own) by source
+
+    def __call__(self, number: int) -> Place:
+        source, index = self.mixture(number)
+        epoch, position = divmod(index, self.windows[source])
+        known = self.permutations.get(source)
+        if not known or known[0] != epoch:
+            known = self.permutations[source] = epoch, Permutation(self.windows[source], self.seed, epoch, source)
+        return Place(source, epoch, known[1](position))
+
+    def longest_epoch(self) -> float:
+        """Samples of the run until every source has been read once."""
+        period, parts = self.mixture.period, self.mixture.parts
+        return max(windows * period / part for windows, part in zip(self.windows, parts))
+
+
+def rank_samples(step: int, batch: int, micro: int, rank: int, ranks: int) -> list[range]:
+    """Sample numbers of each micro-batch of a rank in a step (from 1). Together the ranks have
+    (step-1) * batch ... step * batch - 1, each once."""
+    first = (step - 1) * batch + rank * micro
+    return [range(start, start + micro) for start in range(first, first + batch - rank * micro, micro * ranks)]

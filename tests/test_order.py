@@ -1,0 +1,161 @@
+"""Which sample at which step: permutations, mixtures, and the data of real runs, cut and resumed on other sizes."""
+
+import itertools
+import json
+import math
+import random
+from fractions import Fraction
+
+import pytest
+import torch
+
+from config import ConfigError
+from data.loader import DIGEST_MODULUS, make_order, sample_digest
+from data.order import LONGEST_PERIOD, Mixture, Order, Permutation, rank_samples, whole_parts
+from data.prepare import data_folders, prepare, weights
+from data.tokens import open_streams
+from tests import cases
+from tests.conftest import make_config, silent, words
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 8, 64, 65, 100, 101, 1000, 4096, 99_991])
+def test_permutation_is_a_bijection(n):
+    for seed, epoch in [(0, 0), (0, 1), (7, 0)]:
+        p = Permutation(n, seed, epoch)
+        assert sorted(map(p, range(n))) == list(range(n))
+
+
+def test_permutation_differs_by_seed_and_epoch():
+    n = 1000
+    orders = [tuple(map(Permutation(n, seed, epoch), range(n))) for seed in range(5) for epoch in range(5)]
+    assert len(set(orders)) == 25
+    # of two independent orders one place in n agrees on average: 1 of 1000, 25 * 24 / 2 pairs
+    agree = sum(a == b for i, x in enumerate(orders) for y in orders[:i] for a, b in zip(x, y))
+    assert abs(agree - 300) < 6 * math.sqrt(300)
+
+
+def test_permutation_works_far_out():
+    p = Permutation(10**15 + 37, 0, 0)
+    found = {p(k) for k in range(1000)} | {p(p.n - 1 - k) for k in range(1000)}
+    assert len(found) == 2000 and max(found) < p.n
+
+
+@pytest.mark.parametrize("n", [10_007, 16_384])
+def test_permutation_has_no_displacement_or_neighbour_correlation(n):
+    order = list(map(Permutation(n, 1, 2), range(n)))
+    # displacement p(k) - k of a random order has mean |.| n/3; its standard error is about 0.24 n / sqrt(n)
+    mean = sum(abs(a - k) for k, a in enumerate(order)) / n
+    assert abs(mean - n / 3) < 5 * 0.24 * math.sqrt(n)
+    # the same for neighbours: |p(k+1) - p(k)|
+    steps = [abs(a - b) for a, b in itertools.pairwise(order)]
+    assert abs(sum(steps) / n - n / 3) < 5 * 0.24 * math.sqrt(n)
+    assert sum(step == 1 for step in steps) < 12  # 2 expected
+    x = torch.tensor(order, dtype=torch.float64)
+    for lag in (1, 2, 3, 16, 128):
+        correlation = torch.corrcoef(torch.stack([x[lag:], x[:-lag]]))[0, 1]
+        assert abs(correlation) < 5 / math.sqrt(n)
+    place = torch.corrcoef(torch.stack([x, torch.arange(n, dtype=torch.float64)]))[0, 1]
+    assert abs(place) < 5 / math.sqrt(n)
+    # eight by eight cells of (place, value): chi-squared with 49 degrees of freedom
+    cells = torch.zeros(8, 8)
+    for k, a in enumerate(order):
+        cells[8 * k // n, 8 * a // n] += 1
+    assert ((cells - n / 64) ** 2 / (n / 64)).sum() < 100
+
+
+@pytest.mark.parametrize("ranks, micro", [(1, 1), (1, 12), (2, 3), (3, 2), (4, 1), (12, 1)])
+def test_ranks_share_a_step_among_them(ranks, micro):
+    for step in (1, 2, 9):
+        parts = [rank_samples(step, 12, micro, rank, ranks) for rank in range(ranks)]
+        assert all(len(part) == 12 // (ranks * micro) and all(len(r) == micro for r in part) for part in parts)
+        assert sorted(k for part in parts for r in part for k in r) == list(range((step - 1) * 12, step * 12))
+
+
+WEIGHTS = [[1], [3, 1], [0.7, 0.2, 0.1], [1, 1, 1], [1 / 6, 5 / 6], [0.5, 0.3, 0.1, 0.05, 0.03, 0.02], [10_000, 1],
+           [random.Random(0).random() for _ in range(7)]]
+
+
+@pytest.mark.parametrize("shares", WEIGHTS, ids=str)
+def test_mixture_is_true_to_its_weights_at_every_prefix(shares):
+    mixture = Mixture(shares)
+    exact = [Fraction(part, mixture.period) for part in mixture.parts]
+    given = [Fraction(repr(weight)) / sum(Fraction(repr(w)) for w in shares) for weight in shares]
+    assert all(abs(a - b) <= Fraction(1, LONGEST_PERIOD) for a, b in zip(exact, given))
+    counts = [0] * len(shares)
+    for number in range(min(3 * mixture.period, 40_000)):
+        source, index = mixture(number)
+        assert index == counts[source]
+        counts[source] += 1
+        for count, share in zip(counts, exact):
+            assert abs(count - share * (number + 1)) < 1
+    far = 10**15 * mixture.period
+    assert mixture(far + 1)[1] == mixture(1)[1] + 10**15 * mixture.parts[mixture(1)[0]]
+
+
+def test_weights_are_exact_where_they_can_be():
+    assert whole_parts([0.7, 0.2, 0.1]) == [7, 2, 1] and whole_parts([1 / 3, 2 / 3]) == [1, 2]
+    assert whole_parts([30, 10]) == [3, 1] and sum(whole_parts([0.123456789, math.pi, math.e])) <= LONGEST_PERIOD
+    with pytest.raises(ConfigError, match="weight = 1e-09: must be at least 1/65536 of the sum"):
+        whole_parts([1e-9, 1.0])
+
+
+def test_every_sample_once_an_epoch_of_its_source():
+    """Prime numbers of samples, in a mixture; three epochs of each."""
+    windows, shares = [101, 211, 7], [2, 5, 1]
+    order = Order(windows, shares, 3)
+    seen: list[list[list[int]]] = [[[], [], []] for _ in windows]
+    for number in range(math.ceil(3 * order.longest_epoch()) + 8):
+        source, epoch, window = order(number)
+        if epoch < 3:
+            seen[source][epoch].append(window)
+    for epochs, count in zip(seen, windows):
+        assert all(sorted(epoch) == list(range(count)) for epoch in epochs) and epochs[0] != epochs[1]
+
+
+MIXED = {
+    "model": {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 24},
+    "train": {"seq_len": 16, "global_batch_size": 8, "micro_batch_size": 2},
+    "optim": {"schedule_steps": 200, "warmup_steps": 2},
+    "checkpoint": {"keep_last": 1, "allow_changed": ["train.micro_batch_size"]},
+}
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory, corpus) -> dict:
+    """A mixture with a tokenizer of its own; the smaller source is read several times in 200 steps."""
+    folder = tmp_path_factory.mktemp("mixed")
+    (folder / "small.jsonl").write_text("".join(json.dumps({"text": words(-i, 8)}) + "\n" for i in range(1, 150)))
+    sources = [{"source": str(corpus), "weight": 0.7}, {"source": str(folder / "small.jsonl"), "weight": 0.3}]
+    sections = {**MIXED, "data": {"path": str(folder / "tokens"), "sources": sources}}
+    prepare(make_config(**sections), silent)
+    return sections
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_the_same_data_whatever_the_ranks_and_cuts(on_ranks, mixed, tmp_path, mask):
+    """200 steps, cut at random steps and resumed on 1, 2 and 4 processes, against a loop over the samples."""
+    sections = {**mixed, "data": {**mixed["data"], "document_mask": mask}}
+    cfg = make_config(**sections)
+    streams = open_streams(data_folders(cfg), "train", 320)
+    order, expected = make_order(cfg, streams, weights(cfg)), []
+    for step in range(200):
+        digest = 0
+        for number in range(8 * step, 8 * step + 8):
+            source, _, window = order(number)
+            digest += sample_digest(number, streams[source].read(window * 16, window * 16 + 17)[0])
+        expected.append(digest % DIGEST_MODULUS)
+    assert len(set(expected)) == 200 and order(1599).epoch >= 3
+
+    draw = random.Random(int(mask))
+    cuts = sorted(draw.sample(range(5, 195), 3))
+    for ranks, steps in zip(draw.choices((1, 2, 4), k=3) + [4], [*cuts, 200]):
+        sections["train"] = {**sections["train"], "micro_batch_size": draw.choice((1, 2))}
+        found = on_ranks(ranks, cases.train_to, steps, sections, str(tmp_path))[0]
+    assert [row["step"] for row in found] == list(range(1, 201))
+    assert [row["batch_digest"] for row in found] == expected
+
+
+def test_a_mixture_needs_its_share_of_a_batch(mixed):
+    cfg = make_config(**{**mixed, "train": {**MIXED["train"], "seq_len": 1000}})
+    with pytest.raises(ConfigError, match="fewer than its share of 0.3 of one batch"):
+        make_order(cfg, open_streams(data_folders(cfg), "train", 320), weights(cfg))
