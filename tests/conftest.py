@@ -63,6 +63,18 @@ def make_config(**sections: dict | None) -> config.Config:
     return config.from_dict(tables(**sections), "test.toml")
 
 
+def prepare_one(cfg: config.Config, say=silent) -> pathlib.Path:
+    """Prepares the one source of a configuration; its folder."""
+    from data.prepare import prepare
+
+    return prepare(cfg, say)[0]
+
+
+def config_for(source: object, tmp_path: pathlib.Path, **data: object) -> config.Config:
+    """Of a run on a source that is prepared into tmp_path/out."""
+    return make_config(data={"source": str(source), "path": str(tmp_path / "out"), **data})
+
+
 @pytest.fixture
 def write_config(tmp_path, corpus, prepared):
     """Writes TINY, on the prepared corpus, with changes; returns its path. Runs go below tmp_path/outputs."""

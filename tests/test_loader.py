@@ -1,0 +1,177 @@
+"""Token files, windows, batches: each sample once, for any split; damaged files named."""
+
+import json
+import random
+import shutil
+
+import pytest
+import torch
+
+from config import IGNORE, ConfigError
+from data.loader import Loader, heldout_batches
+from data.tokenizer import Tokenizer
+from data.tokens import open_stream, read_manifest, window_count
+from tests.conftest import launch, make_config
+
+
+def test_every_sample_once_an_epoch_for_any_split(prepared):
+    cfg = make_config(train={"seq_len": 241, "global_batch_size": 8, "micro_batch_size": 1}, run={"seed": 5})
+    stream = open_stream(prepared, "train", 320)
+    windows = window_count(stream.length, 241)
+    assert windows % 8  # the tail of an epoch goes into the next one's first batch
+    loaders = [Loader(cfg, [stream], [1.0], rank, 4, 1, False) for rank in range(4)]
+    alone = Loader(cfg, [stream], [1.0], 0, 1, 1, False)
+    seen = [alone.order(k).window for k in range(3 * windows)]
+    epochs = [seen[i * windows : (i + 1) * windows] for i in range(3)]
+    assert all(sorted(epoch) == list(range(windows)) for epoch in epochs)
+    assert len(set(map(tuple, epochs))) == 3
+    for step in (1, windows // 8, windows // 8 + 1):
+        whole = alone.batch(step)
+        parts = [loader.batch(step) for loader in loaders]
+        assert sum(p.digest for p in parts) % 2**53 == whole.digest
+        assert whole.tokens == parts[0].tokens == 8 * 241
+        together = {tuple(row.tolist()) for p in parts for inputs, _ in p.micro_batches for row in inputs}
+        assert together == {tuple(row.tolist()) for inputs, _ in whole.micro_batches for row in inputs}
+    for loader in [*loaders, alone]:
+        loader.close()
+
+
+def test_loader_resumes_at_any_step(prepared):
+    cfg, stream = make_config(), open_stream(prepared, "train", 320)
+    first = Loader(cfg, [stream], [1.0], 0, 1, 1, False)
+    digests = [next(first).digest for _ in range(10)]
+    later = Loader(cfg, [stream], [1.0], 0, 1, 6, False)
+    assert [next(later).digest for _ in range(5)] == digests[5:] and len(set(digests)) == 10
+    first.close(), later.close()
+
+
+def test_targets_are_the_next_tokens(prepared):
+    stream = open_stream(prepared, "train", 320)
+    loader = Loader(make_config(), [stream], [1.0], 0, 1, 1, False)
+    inputs, targets = next(loader).micro_batches[0]
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    _, ids = stream.read(loader.order(0).window * 32, loader.order(0).window * 32 + 33)
+    assert torch.equal(inputs[0], ids[:-1]) and torch.equal(targets[0], ids[1:])
+    loader.close()
+
+
+def test_a_failure_in_the_loaders_thread_reaches_the_training_thread(prepared, tmp_path):
+    stream = open_stream(prepared, "train", 320)
+    import dataclasses
+    loader = Loader(make_config(), [dataclasses.replace(stream, vocab_size=5)], [1.0], 0, 1, 1, False)
+    with pytest.raises(ConfigError, match=r"token \d+ has id \d+, but \[model\] vocab_size = 5"):
+        next(loader)
+    loader.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("batches", [None, 1])
+def test_evaluation_reads_every_held_out_target_once(prepared, ranks, batches):
+    cfg = make_config(eval={"batches": batches} if batches else {})
+    stream = open_stream(prepared, "heldout", 320)
+    found = [list(heldout_batches(stream, cfg, rank, ranks)) for rank in range(ranks)]
+    assert len({len(part) for part in found}) == 1
+    valid = [t for part in found for _, targets in part for t in targets[targets != IGNORE].tolist()]
+    _, ids = stream.read(0, stream.length)
+    expected = ids[1:].tolist() if batches is None else ids[1 : 8 * 32 + 1].tolist()
+    assert sorted(valid) == sorted(expected)
+
+
+def test_cut_token_file_is_noticed(prepared, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(prepared, copy)
+    (copy / "train.bin").write_bytes((copy / "train.bin").read_bytes()[:-2])
+    with pytest.raises(ConfigError, match="cut or changed"):
+        open_stream(copy, "train", 320)
+    (copy / "train.bin").unlink()
+    with pytest.raises(ConfigError, match=r"train\.bin: cannot be read"):
+        open_stream(copy, "train", 320)
+    with pytest.raises(ConfigError, match="holds no prepared data"):
+        open_stream(tmp_path / "nowhere", "train", 320)
+
+
+def test_dataset_smaller_than_a_batch(write_config, tmp_path):
+    path = write_config(train={"seq_len": 8000, "micro_batch_size": 1})
+    done = launch(path)
+    assert done.returncode == 2 and "fewer than one batch" in done.stderr, done.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_random_windows_equal_the_file(prepared):
+    stream = open_stream(prepared, "train", 320)
+    import array
+    ids = array.array("H", (prepared / "train.bin").read_bytes())
+    chosen = random.Random(0)
+    for _ in range(50):
+        start = chosen.randrange(stream.length - 40)
+        assert stream.read(start, start + 40)[1].tolist() == list(ids[start : start + 40])
+
+
+def test_documents_of_any_span(prepared):
+    """Against a search through the tokens themselves: each document ends with its end mark, which text never gives."""
+    stream = open_stream(prepared, "train", 320)
+    _, ids = stream.read(0, stream.length)
+    ends = [i + 1 for i, token in enumerate(ids.tolist()) if [token] == Tokenizer(prepared / "tokenizer.model").eos]
+    assert len(ends) == read_manifest(prepared)["documents"]["train"] and ends[-1] == stream.length
+    whole = list(zip(range(len(ends)), [0, *ends], ends))
+    assert stream.documents(0, stream.length) == whole
+    draw = random.Random(0)
+    for _ in range(200):
+        start = draw.randrange(stream.length)
+        stop = min(stream.length, start + draw.randrange(1, 400))
+        assert stream.documents(start, stop) == [d for d in whole if d[1] < stop and d[2] > start]
+    assert stream.documents(5, 5) == []
+
+
+def test_a_step_can_be_read(corpus, prepared, write_config):
+    path = write_config("shown")
+    done = launch("-m", "data.show", path, "--step", "2")
+    assert done.returncode == 0, done.stderr
+    samples = done.stdout.split("=== ")[1:]
+    assert [sample.partition(":")[0] for sample in samples] == [f"step 2, sample {n}" for n in range(8, 16)]
+    texts = {json.loads(line)["text"] for line in corpus.read_text().splitlines()}
+    for sample in samples:  # every piece of a document is a piece of one of the source's
+        for piece in sample.split("--- document ")[1:]:
+            assert any(piece.partition("\n")[2].rstrip("\n") in text for text in texts), piece
+    assert launch("-m", "data.show", path, "--step", "0").returncode == 2
+
+
+@pytest.mark.parametrize("text, shown", [
+    ("a\tb\n", "a\tb\n"), ("\x1b[31m\0", "\\x1b[31m\\x00"), ("\u202e\u00e9", "\\u202e\u00e9")])
+def test_control_characters_are_spelt_out(text, shown):
+    from data.show import printable
+
+    assert printable(text) == shown
+
+
+def test_a_file_cut_while_in_use_is_named(prepared, tmp_path):
+    copy = shutil.copytree(prepared, tmp_path / "data")
+    stream = open_stream(copy, "train", 320)
+    with (copy / "train.bin").open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(ConfigError, match="train.bin: ends before token 640: it was cut while it was in use"):
+        stream.read(600, 640)
+    (copy / "train.ends.bin").write_bytes(b"123")
+    with pytest.raises(ConfigError, match=r"train\.ends\.bin: cannot be read"):
+        stream.documents(0, 10)
+
+
+@pytest.mark.parametrize("dtype, width", [("uint16", 2), ("int32", 4)])
+def test_files_beyond_two_to_the_31_tokens(dtype, width, tmp_path):
+    """Sparse: the disk holds a few pages of them."""
+    length, tail = 2**31 + 5000, list(range(1, 4001))
+    with (tmp_path / "train.bin").open("wb") as file:
+        file.seek(width * (length - len(tail)))
+        file.write(b"".join(i.to_bytes(width, "little") for i in tail))
+    (tmp_path / "train.ends.bin").write_bytes(b"".join(e.to_bytes(8, "little") for e in (2**31 + 1500, length)))
+    (tmp_path / "manifest.json").write_text(json.dumps(
+        {"identity": {}, "vocab_size": 5000, "tokens": {"train": length}, "dtype": dtype}))
+    stream = open_stream(tmp_path, "train", 5000)
+    assert stream.read(length - 100, length)[1].tolist() == tail[-100:]
+    assert stream.documents(2**31 + 1000, 2**31 + 2000) == [(0, 0, 2**31 + 1500), (1, 2**31 + 1500, length)]
+    loader = Loader(make_config(model={"vocab_size": 5000}), [stream], [1.0], 0, 1, 1, False)
+    last = window_count(length, 32) - 1
+    number = next(k for k in range(last + 1) if loader.order(k).window > 2**31 // 32)
+    stream_of, first, stop = loader.span(number)
+    assert stream_of is stream and 2**31 < first < stop <= length
+    loader.close()

@@ -1,0 +1,119 @@
+"""Sources of text: every kind, from any place on."""
+
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from config import ConfigError
+from data.encode import CHUNK, chunks
+from data.sources import Source
+from tests.conftest import REPO, config_for, make_config, words
+
+
+@pytest.mark.parametrize("kind", ["parquet", "txt", "jsonl", "glob", "folder"])
+def test_local_sources(kind, corpus, tmp_path):
+    texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()][:50]
+    source = tmp_path / f"texts.{kind}"
+    if kind == "parquet":
+        import pyarrow
+        import pyarrow.parquet
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), source)
+    elif kind == "txt":
+        source.write_text("\n".join(texts))
+        texts = ["\n".join(texts)]
+    else:
+        for part in range(2):
+            (tmp_path / f"part{part}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts[part::2]))
+        source = {"glob": tmp_path / "part*.jsonl", "folder": tmp_path, "jsonl": tmp_path / "part0.jsonl"}[kind]
+        texts = texts[::2] + ([] if kind == "jsonl" else texts[1::2])
+    found = list(Source(config_for(source, tmp_path).data))
+    assert "".join(found) == "".join(texts)
+
+
+def test_long_text_file_becomes_several_documents(tmp_path):
+    path = tmp_path / "long.txt"
+    path.write_text("\r\n".join(words(i, 40) for i in range(2000)), newline="")
+    found = list(Source(config_for(path, tmp_path).data))
+    assert len(found) > 3 and "".join(found) == path.read_bytes().decode()
+
+
+def test_hugging_face_source_without_network_says_so(tmp_path):
+    code = ("import sys; from data.sources import Source; import config; "
+            "from tests.conftest import make_config\n"
+            "try: list(Source(make_config(data={'source': 'nobody/nothing-here'}).data))\n"
+            "except config.ConfigError as e: print(e)")
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True,
+                          env={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"})
+    assert "[data] source = nobody/nothing-here: cannot be read" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("source", ["my.csv", "no/such/path/at.all", "./thing", "texts-*.jsonl", "missing.txt"])
+def test_what_looks_like_a_file_is_never_looked_for_on_a_hub(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no such file"):
+        list(Source(make_config(data={"source": source}).data))
+
+
+class Texts(list):
+    """What chunks() needs of a source."""
+
+    def place(self):
+        return None
+
+    share = place
+
+
+def test_chunks_hold_all_texts_in_order():
+    texts = Texts(words(i, 1 + i % 700) for i in range(900))
+    cut = [chunk.texts for chunk in chunks(texts)]
+    assert [text for chunk in cut for text in chunk] == texts and len(cut) > 3
+    assert all(sum(map(len, chunk[:-1])) < CHUNK for chunk in cut) and list(chunks(Texts())) == []
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "txt", "parquet", "two files", "stdlib"])
+def test_a_source_goes_on_from_any_place(kind, corpus, tmp_path):
+    texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()][:60]
+    path = tmp_path / f"texts.{kind.split()[-1]}"
+    if kind == "parquet":
+        import pyarrow
+        import pyarrow.parquet
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+    elif kind == "txt":
+        path.write_text("\n".join(words(i, 9000) for i in range(12)))
+    elif kind == "two files":
+        path = tmp_path / "part*.jsonl"
+        for part in range(2):
+            lines = [json.dumps({"text": text}) + "\n\n" for text in texts[part::2]]
+            (tmp_path / f"part{part}.jsonl").write_text("".join(lines))
+    else:
+        shutil.copy(corpus, path)
+    d = config_for("python-stdlib" if kind == "stdlib" else path, tmp_path).data
+    whole = list(Source(d))
+    assert len(whole) > 5
+    for read in (0, 1, len(whole) // 2, len(whole) - 1, len(whole)):
+        source = Source(d)
+        assert list(itertools.islice(source, read)) == whole[:read]
+        place, share = json.loads(json.dumps(source.place())), source.share()
+        assert 0 <= share <= 1 and (share == 0) == (read == 0)
+        assert list(Source(d, place)) == whole[read:]
+
+
+def test_a_hub_source_goes_on_and_knows_its_size(tmp_path, monkeypatch):
+    """Through the same calls as a download, on rows that are here."""
+    import datasets
+    rows = datasets.Dataset.from_dict({"text": [words(i, 5) for i in range(3000)]})
+
+    def load(*args, **options):
+        stream = rows.to_iterable_dataset(3)
+        stream.info.splits = datasets.SplitDict({"train": datasets.SplitInfo("train", num_examples=3000)})
+        return stream
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    d = make_config(data={"source": "owner/name"}).data
+    whole, source = list(Source(d)), Source(d)
+    assert list(itertools.islice(source, 1500)) == whole[:1500] and source.share() == 0.5
+    assert list(Source(d, json.loads(json.dumps(source.place())))) == whole[1500:]

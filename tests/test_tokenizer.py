@@ -1,0 +1,142 @@
+"""Tokenizers: lossless on any text, their marks, wrong files named."""
+
+import json
+import shutil
+import sys
+
+import pytest
+
+from config import ConfigError
+from data.encode import is_held_out
+from data.sources import Source
+from data.tokenizer import Tokenizer
+from data.tokens import open_stream
+from tests.conftest import REPO, config_for, make_config, prepare_one, words
+
+HOSTILE = ["", " ", "  lead and trail  ", "a\0b", "\r\n\r\n\t\ttabs", "\n\n\n",
+           "emoji 😀👩‍👩‍👧 and é, ﬁ, Å, 日本語",
+           "▁marks ▁▁ here▁",
+           "\u200b\ufeff\u2028", "x" * 100_000,
+           "<s></s><unk><0x0A>", "".join(map(chr, range(1, 0x300)))]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(prepared):
+    return Tokenizer(prepared / "tokenizer.model")
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_tokenizer_is_lossless(tokenizer, text):
+    ids = tokenizer.encode([text])[0]
+    assert tokenizer.decode(ids) == text and all(0 <= i < tokenizer.vocab_size for i in ids)
+
+
+def test_default_source_round_trips():
+    cfg = make_config(model={"vocab_size": 1024})
+    texts = list(Source(cfg.data))
+    assert 10e6 < sum(map(len, texts)) < 40e6
+    from data.tokenizer import train_tokenizer
+    path = REPO / ".pytest_cache/stdlib.model"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(train_tokenizer(texts[::20], 1024, 2))
+    found = Tokenizer(path)
+    sample = texts[::10]
+    assert [found.decode(ids) for ids in found.encode(sample, 2)] == sample
+
+
+def test_the_largest_vocabulary_named_works(tmp_path):
+    (tmp_path / "in.jsonl").write_text(json.dumps({"text": words(0, 500)}) + "\n")
+    data = {"source": str(tmp_path / "in.jsonl"), "path": str(tmp_path / "out")}
+    with pytest.raises(ConfigError) as caught:
+        prepare_one(make_config(model={"vocab_size": 5000}, data=data))
+    largest = int(str(caught.value).split()[-1])
+    assert 260 < largest < 5000
+    prepare_one(make_config(model={"vocab_size": largest}, data=data))
+
+
+@pytest.mark.parametrize("content, what", [
+    (b"", "empty"), (b"\x00" * 100, "something that begins"),
+    (b"<!DOCTYPE html><html>Not found</html>", "an HTML page"),
+    (b"IQ== 0\nIg== 1\n", "a tiktoken vocabulary"),
+    (b"version https://git-lfs.github.com/spec/v1\noid", "a git-lfs pointer")])
+def test_garbled_tokenizer(content, what, corpus, tmp_path):
+    (tmp_path / "bad.model").write_bytes(content)
+    with pytest.raises(ConfigError, match=f"bad.model: is no tokenizer, but {what}"):
+        prepare_one(config_for(corpus, tmp_path, tokenizer=str(tmp_path / "bad.model")))
+
+
+def test_tokenizer_of_ones_own(corpus, prepared, tmp_path):
+    own = config_for(corpus, tmp_path, tokenizer=str(prepared / "tokenizer.model"))
+    folder = prepare_one(own)
+    assert (folder / "train.bin").read_bytes() == (prepared / "train.bin").read_bytes()
+    with pytest.raises(ConfigError, match="missing.model: tokenizer cannot be read"):
+        prepare_one(config_for(corpus, tmp_path, tokenizer="missing.model"))
+    with pytest.raises(ConfigError, match="vocab_size = 100: smaller than the tokenizer"):
+        prepare_one(make_config(model={"vocab_size": 100}, data={
+            "source": str(corpus), "path": str(tmp_path / "x"), "tokenizer": str(prepared / "tokenizer.model")}))
+
+
+def test_very_long_lines_train_a_tokenizer_too(tmp_path):
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": words(i, 30_000)}) + "\n" for i in range(3)))
+    prepare_one(config_for(tmp_path / "in.jsonl", tmp_path))
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory) -> str:
+    """A byte-level tokenizer as Llama 3's: begin mark by its post-processor, end mark by name."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=290, special_tokens=["<|begin_of_text|>", "<|end_of_text|>"],
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    made.train_from_iterator([words(i, 50) for i in range(50)], trainer)
+    made.post_processor = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 0)])
+    folder = tmp_path_factory.mktemp("byte-level")
+    made.save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+@pytest.mark.parametrize("text", [*HOSTILE, "<|begin_of_text|>in<|end_of_text|>"], ids=range(len(HOSTILE) + 1))
+def test_tokenizer_json_is_lossless(byte_level, text):
+    found = Tokenizer(byte_level)
+    ids = found.encode([text])[0]
+    assert found.decode(ids) == text and not {0, 1} & set(ids)
+    assert (found.bos, found.eos, found.vocab_size) == ([0], [1], 290)
+
+
+@pytest.mark.parametrize("settings, eos", [
+    ({"eos_token": "<|begin_of_text|>"}, [0]), ({"eos_token": {"content": "<|end_of_text|>"}}, [1]), ({}, [1])])
+def test_the_end_mark_is_the_familys(byte_level, settings, eos, tmp_path):
+    shutil.copy(f"{byte_level}/tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert Tokenizer(tmp_path / "tokenizer.json").eos == eos
+
+
+def test_preparing_with_a_tokenizer_json(byte_level, corpus, tmp_path):
+    shutil.copytree(byte_level, tmp_path / "hf")
+    (tmp_path / "hf/tokenizer_config.json").write_text("{}")
+    folder = prepare_one(config_for(corpus, tmp_path, tokenizer=str(tmp_path / "hf")))
+    assert {p.name for p in folder.glob("tokenizer*")} == {"tokenizer.json", "tokenizer_config.json"}
+    stream, found = open_stream(folder, "train", 320), Tokenizer(folder)
+    first = next(text for text in Source(config_for(corpus, tmp_path).data) if not is_held_out(text))
+    _, start, stop = stream.documents(0, 1)[0]
+    assert stream.read(start, stop)[1].tolist() == [0, *found.encode([first])[0], 1]
+
+
+@pytest.mark.parametrize("content, what", [("{}", "is no tokenizer.json that"), ('{"model": 3', "can read")])
+def test_garbled_tokenizer_json(content, what, corpus, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ConfigError, match=what):
+        Tokenizer(tmp_path)
+    with pytest.raises(ConfigError, match="holds neither tokenizer.json nor tokenizer.model"):
+        Tokenizer(tmp_path / "..")
+
+
+def test_without_the_package_it_is_named(byte_level, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ConfigError, match="needs the package `tokenizers`: .* -m pip install tokenizers"):
+        Tokenizer(byte_level)
