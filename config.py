@@ -550,7 +550,8 @@ def to_toml(cfg: Config) -> str:
 
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(v)}" for key, v in value.items()) + "}"
+        keys = {key: key if re.fullmatch("[A-Za-z0-9_-]+", key) else json.dumps(key) for key in value}
+        return "{" + ", ".join(f"{keys[key]} = {_toml(v)}" for key, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
     if is_dataclass(value):

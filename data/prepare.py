@@ -165,6 +165,7 @@ def _check_content(folder: pathlib.Path, manifest: dict, say: Callable[..., None
             say(f"{path}: was copied or changed since it was prepared; comparing its hash")
             if _sha256(path) != digest:
                 raise ConfigError(f"{path}: was changed since it was prepared; delete {folder} to prepare it again")
+            say(f"{path}: is unchanged; `touch {folder / MANIFEST}` spares this the next time")
 
 
 @contextlib.contextmanager

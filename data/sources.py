@@ -101,7 +101,8 @@ class Files:
 
     def __iter__(self) -> Iterator[tuple[str, object]]:
         kinds = {".parquet": self._parquet, ".jsonl": self._json_lines, ".json": self._json_lines,
-                 ".txt": self._text_pieces, ".py": self._python}
+                 ".txt": self._text_pieces}
+        kinds = {".py": self._python} if self.d.source == STDLIB else kinds
         while self.file < len(self.paths):
             path = self.paths[self.file]
             if path.suffix not in kinds:
