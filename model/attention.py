@@ -1,6 +1,6 @@
-"""Attention: its kernels, and the mask and positions that keep it inside a document.
+"""Attention: its kernels, the mask and positions that keep it inside a document, and generation's key/value cache.
 
-Shapes: B batch, T tokens, H heads, K key/value heads, E width of a head.
+Shapes: B batch, T tokens, S columns of the cache, H heads, K key/value heads, E width of a head.
 """
 
 import functools
@@ -56,3 +56,47 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> 
 @functools.cache
 def _compiled(function: Callable) -> Callable:
     return torch.compile(function, dynamic=False)  # once: a run's shapes do not change
+
+
+class KeyValues:
+    """One block's part of a Cache: keys and values (B, K, S, E), allocated by the first pass in its dtype."""
+
+    def __init__(self, columns: int):
+        self.columns, self.filled = columns, 0
+        self.keys = self.values = torch.empty(0)
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keeps k and v (B, K, T, E) in further columns; returns all that are kept."""
+        if not self.filled:
+            shape = (*k.shape[:2], self.columns, k.shape[3])
+            self.keys, self.values = k.new_empty(shape), v.new_empty(shape)
+        begin, self.filled = self.filled, self.filled + k.shape[2]
+        self.keys[:, :, begin : self.filled] = k
+        self.values[:, :, begin : self.filled] = v
+        return self.keys[:, :, : self.filled], self.values[:, :, : self.filled]
+
+
+class Cache:
+    """Keys and values of all tokens so far, so that a pass takes the new ones alone. For generation, without gradients.
+
+    The first pass takes the rows from their beginning, `lengths` tokens of each, padded at the end: no token sees what
+    stands to its right. Every further pass takes one token of each row, into one more column for all; a mask hides the
+    padding, and positions go on from the row's own length. So a row's result does not depend on the rows beside it.
+    """
+
+    def __init__(self, lengths: list[int], columns: int, n_layers: int, device: torch.device):
+        """columns: how many tokens a row can have at most, padding included."""
+        self.lengths = torch.tensor(lengths, device=device)[:, None]  # (B, 1), of the first pass
+        self.columns, self.filled, self.first = columns, 0, 0  # first: columns of the first pass
+        self.blocks = [KeyValues(columns) for _ in range(n_layers)]
+
+    def advance(self, new: int) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Of a pass over `new` columns: its mask, None or (B, 1, 1, S); its positions (B, T); and the column in it of
+        each row's newest token (B, 1)."""
+        begin, self.filled = self.filled, self.filled + new
+        column = torch.arange(self.filled, device=self.lengths.device)
+        if begin == 0:
+            self.first = new
+            return None, column.expand(len(self.lengths), -1), self.lengths - 1
+        seen = (column < self.lengths) | (column >= self.first)  # (B, S)
+        return seen[:, None, None], self.lengths + begin - self.first, torch.zeros_like(self.lengths)

@@ -1,76 +1,174 @@
 """Sample text from a checkpoint, or from a run's newest one, with the tokenizer that lies beside it.
 
     python -m model.generate outputs/tiny --prompt "def "
+    python -m model.generate outputs/tiny --prompt "def " --prompt "class " --top-p 0.9 --tokens 64
+
+The text of one prompt appears as it is written; several prompts make one batch, and appear whole, one after the other.
 """
 
 import argparse
+import itertools
+import math
+import os
 import pathlib
+import random
 import sys
 import warnings
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 import config
 from config import ConfigError
+from model.attention import Cache
+
+INTERRUPTED = 130  # the exit code of what Ctrl-C has ended
 
 
 @torch.no_grad()
-def generate(model: nn.Module, tokens: Tensor, count: int, temperature: float, context: int, seed: int = 0) -> Tensor:
-    """Continues tokens (B, T) by `count` more each, looking back at `context` of them; greedy at temperature 0.
+def generate(model: nn.Module, prompts: list[list[int]], count: int, context: int, device: torch.device,
+             temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> Iterator[list[int]]:
+    """Yields `count` times the next token of every row. A row gets the tokens that it would get alone: prompts (not
+    empty) may differ in length, and row i draws from a generator of its own, seeded by (seed, i).
 
-    Plain: the whole context is computed again for each token. On several ranks all must call it, with equal arguments.
+    The model looks back at `context` tokens at most. A row that is longer, as prompt or later, begins anew with the
+    newest half of them, at position 0; that takes a pass over all rows, and is done each time the half is full again.
+
+    It goes on behind end marks; whoever iterates may stop. On several ranks all must give equal arguments and take
+    equally many: every pass gathers the model.
     """
-    generator = torch.Generator(tokens.device).manual_seed(seed)
-    for _ in range(count):
-        logits = model(tokens[:, -context:])[:, -1].float()  # (B, V)
-        if temperature == 0:
-            chosen = logits.argmax(-1, keepdim=True)  # (B, 1)
+    rows, begins, cache = [list(prompt) for prompt in prompts], [0] * len(prompts), None
+    generators = [random.Random(f"{seed} {i}") for i in range(len(rows))]
+    for done in range(count):
+        for i, row in enumerate(rows):
+            if len(row) - begins[i] > context:
+                begins[i], cache = len(row) - (context + 1) // 2, None
+        if cache is None:
+            new = [row[begin:] for row, begin in zip(rows, begins)]
+            longest = max(map(len, new))
+            columns = min(context, longest + count - done)
+            cache = Cache([len(tokens) for tokens in new], columns, len(model.blocks), device)
+            new = [tokens + [0] * (longest - len(tokens)) for tokens in new]
         else:
-            chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)  # (B, 1)
-        tokens = torch.cat([tokens, chosen], dim=-1)  # (B, T+1)
-    return tokens
+            new = [row[-1:] for row in rows]
+        logits = model(torch.tensor(new, device=device), cache=cache)[:, -1]  # (B, V)
+        chosen = choose(logits, temperature, top_p, [generator.random() for generator in generators])
+        for row, token in zip(rows, chosen):
+            row.append(token)
+        yield chosen
+
+
+def choose(logits: Tensor, temperature: float, top_p: float, draws: list[float]) -> list[int]:
+    """A token of each row of logits (B, V): the likeliest at temperature 0, else by a number in [0, 1) for each row.
+
+    top_p: only of the likeliest, as few as together have at least this probability (https://arxiv.org/abs/1904.09751).
+    Drawn on the host in float64: the same on every device, and allowed where algorithms must be deterministic.
+    """
+    if temperature == 0:
+        return logits.argmax(-1).tolist()
+    logits = logits.cpu().double()
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0, so that no temperature makes it inf
+    probability, token = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)  # (B, V)
+    total = probability.cumsum(-1)  # (B, V), of a token and all that are likelier
+    last = (total < top_p).sum(-1, keepdim=True).clamp(max=logits.shape[-1] - 1)  # (B, 1)
+    drawn = torch.tensor(draws, dtype=torch.float64)[:, None] * total.gather(-1, last)  # (B, 1)
+    return token.gather(-1, torch.searchsorted(total, drawn))[:, 0].tolist()
+
+
+def encode(tokenizer, prompt: str) -> list[int]:
+    ids = [*tokenizer.bos, *tokenizer.encode([prompt])[0]]
+    if not ids:
+        raise ConfigError("--prompt: is empty, and the tokenizer has no begin mark to start from")
+    return ids
 
 
 def continue_text(model: nn.Module, tokenizer, prompt: str, count: int, temperature: float, context: int,
                   device: torch.device, seed: int = 0) -> str:
-    """The prompt and its continuation, up to the end mark where there is one."""
-    ids = [*tokenizer.bos, *tokenizer.encode([prompt])[0]]
-    if not ids:
-        raise ConfigError("--prompt: is empty, and the tokenizer has no begin mark to start from")
-    out = generate(model, torch.tensor([ids], device=device), count, temperature, context, seed)[0].tolist()
-    ends = [i for i in range(len(ids), len(out)) if out[i] in tokenizer.eos]
-    return tokenizer.decode(out[: ends[0] if ends else None])
+    """The prompt and its continuation, up to the end mark where there is one. All ranks make `count` passes."""
+    ids = encode(tokenizer, prompt)
+    new = [tokens[0] for tokens in generate(model, [ids], count, context, device, temperature, seed=seed)]
+    ends = [i for i, token in enumerate(new) if token in tokenizer.eos]
+    return tokenizer.decode(ids + new[: ends[0] if ends else None])
+
+
+def tell(tokenizer, rows: list[list[int]], steps: Iterable[list[int]], show: Callable[[str], None]) -> None:
+    """Appends to each row its tokens of each step, up to its end mark, and shows the text: of one row as it grows, of
+    several each whole at the end. Stops when all rows have ended; what is there is shown too where Ctrl-C ends it."""
+    alone, going, shown = len(rows) == 1, set(range(len(rows))), 0
+    try:
+        for tokens in itertools.chain([[]], steps):  # first the prompt
+            going -= {i for i, token in enumerate(tokens) if token in tokenizer.eos}
+            for i in going if tokens else ():
+                rows[i].append(tokens[i])
+            if alone:
+                # A character whose bytes are not all there yet decodes as these marks, and waits.
+                text = tokenizer.decode(rows[0]).rstrip("\N{REPLACEMENT CHARACTER}")
+                show(text[shown:])
+                shown = len(text)
+            if not going:
+                break
+    finally:
+        for i, row in enumerate(rows, 1):
+            heading = "" if alone else f"=== prompt {i} of {len(rows)}\n"
+            show(f"{heading}{tokenizer.decode(row)[shown:]}\n")
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m model.generate", description=__doc__.splitlines()[0])
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")  # one line, as for all that is wrong
     parser.add_argument("checkpoint", type=pathlib.Path, metavar="CKPT_OR_RUN")
-    parser.add_argument("--prompt", required=True, metavar="TEXT")
-    parser.add_argument("--tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--prompt", required=True, action="append", metavar="TEXT", help="several make a batch")
+    parser.add_argument("--tokens", type=int, default=128, metavar="N",
+                        help="at most; beyond train.seq_len the older half is forgotten, again and again")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: greedy")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P",
+                        help="only the likeliest tokens that together have this probability")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"),
+                        help="default: the run's param_dtype on a GPU, float32 on a CPU")
     args = parser.parse_args(argv)
 
     # Upwards, as a tool's main may: the model itself knows nothing of checkpoints.
     from checkpoint import places, reading
+    from data.show import printable
     from data.tokenizer import Tokenizer
     from model.llama import Llama
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads alone, as meant
     try:
-        if args.tokens < 1 or not args.temperature >= 0:
-            raise ConfigError("--tokens must be at least 1, --temperature at least 0")
+        for flag, value, holds, rule in (
+            ("--tokens", args.tokens, args.tokens >= 1, "must be at least 1"),
+            ("--temperature", args.temperature, 0 <= args.temperature < math.inf, "must be at least 0, and finite"),
+            ("--top-p", args.top_p, 0 < args.top_p <= 1, "must be greater than 0, and at most 1"),
+        ):
+            if not holds:
+                raise ConfigError(f"{flag} {value}: {rule}")
         folder = places.find(args.checkpoint)
         cfg = config.from_dict(places.read_state(folder)["config"], str(folder / places.STATE))
+        tokenizer = Tokenizer(folder)
+        rows = [encode(tokenizer, prompt) for prompt in args.prompt]
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model = Llama(cfg.model).to(device)
+        with device:
+            model = Llama(cfg.model)
         reading.restore(folder, model, None)
-        print(continue_text(model, Tokenizer(folder), args.prompt, args.tokens, args.temperature,
-                            cfg.train.seq_len, device, args.seed))
+        dtype = args.dtype or (cfg.parallel.param_dtype if device.type == "cuda" else "float32")
+        model.to(getattr(torch, dtype))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    context = cfg.train.seq_len
+    if max(map(len, rows)) + args.tokens > context:
+        print(f"beyond {context} tokens (train.seq_len) the older half is forgotten, again and again", file=sys.stderr)
+
+    sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal's encoding lacks is spelt out too
+    steps = generate(model, rows, args.tokens, context, device, args.temperature, args.top_p, args.seed)
+    try:
+        tell(tokenizer, rows, steps, lambda text: print(printable(text), end="", flush=True))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever reads has seen enough, as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import config
 from config import ConfigError
-from model.attention import BlockMask, attend, document_mask, positions
+from model.attention import BlockMask, Cache, KeyValues, attend, document_mask, positions
 from model.loss import chunked_cross_entropy
 
 
@@ -82,12 +82,15 @@ class Attention(nn.Module):
         self.v_proj = Linear(m.dim, m.n_kv_heads * self.head_dim)
         self.o_proj = Linear(m.n_heads * self.head_dim, m.dim)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None,
+                cache: KeyValues | None = None) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
         q = self.q_proj(x).view(heads).transpose(1, 2)  # (B, T, D) -> (B, H, T, E)
         k = self.k_proj(x).view(heads).transpose(1, 2)  # (B, T, D) -> (B, K, T, E)
         v = self.v_proj(x).view(heads).transpose(1, 2)  # (B, T, D) -> (B, K, T, E)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is not None:
+            k, v = cache.append(k, v)
         out = attend(q, k, v, mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))  # (B, H, T, E) -> (B, T, H*E) -> (B, T, D)
 
@@ -113,8 +116,9 @@ class Block(nn.Module):
         self.feed_forward_norm = RMSNorm(m.dim, m.norm_eps)
         self.feed_forward = FeedForward(m)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None,
+                cache: KeyValues | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask, cache)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
@@ -141,7 +145,8 @@ class Llama(nn.Module):
     """Token ids (B, T) -> logits (B, T, V); with targets (B, T) -> (sum of the losses, number of valid targets).
 
     With documents (B, T), the number of each token's document, rising from left to right: positions restart in each,
-    and no token sees another document's.
+    and no token sees another document's. With a cache, tokens are what it has not seen yet, and the logits (B, 1, V)
+    those of each row's newest token alone.
     """
 
     def __init__(self, m: config.Model):
@@ -153,16 +158,22 @@ class Llama(nn.Module):
         if m.tie_embeddings:
             self.embedding.weight = self.head.weight
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None
-                ) -> Tensor | tuple[Tensor, Tensor]:
-        cos, sin = rope_tables(self.config, tokens.shape[1], tokens.device)  # (T, E)
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None,
+                cache: Cache | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        length = tokens.shape[1] if cache is None else cache.columns
+        cos, sin = rope_tables(self.config, length, tokens.device)  # (T, E)
         mask = None
         if documents is not None:
             mask, place = document_mask(documents), positions(documents)
             cos, sin = cos[place][:, None], sin[place][:, None]  # (B, 1, T, E)
+        if cache is not None:
+            mask, place, newest = cache.advance(tokens.shape[1])
+            cos, sin = cos[place][:, None], sin[place][:, None]  # (B, 1, T, E)
         x = self.embedding(tokens)  # (B, T, D)
-        for block in self.blocks:
-            x = block(x, cos, sin, mask)
+        for i, block in enumerate(self.blocks):
+            x = block(x, cos, sin, mask, cache and cache.blocks[i])
+        if cache is not None:
+            x = x.take_along_dim(newest[:, :, None], dim=1)  # (B, T, D) -> (B, 1, D)
         return self.head(x, targets)
 
 
