@@ -18,7 +18,7 @@ from checkpoint.saving import Saver
 from model.llama import Llama, describe, initial_std
 from parallel import materialize as materialize_module
 from parallel.apply import parallelize
-from parallel.fsdp import gather_early, reduce_unsharded
+from parallel.fsdp import gather_early, reduce_unsharded, reshard
 from parallel.materialize import materialize, named_parameters
 from parallel.mesh import World, distributed
 from tests.conftest import make_config, rows
@@ -417,3 +417,24 @@ def train_to(steps: int, sections: dict, output: str) -> list[dict]:
     with process_group() as world:
         train.run(cfg, world_for(cfg, world), None, StopRequest())
         return rows(config.run_folder(cfg)) if world.rank == 0 else []
+
+
+def generated(cases: list[dict], prompts: list[list[int]], count: int) -> list[tuple[list, list, list, list]]:
+    """Of each case, what this rank generates, greedy and sampled, with the spread model and with a plain one of the
+    same weights."""
+    from model.generate import generate
+
+    found = []
+    with process_group() as world, torch.compiler.set_stance("force_eager"):
+        for sections in cases:
+            cfg = make_config(**sections)
+            model = build(cfg, world_for(cfg, world))
+            plain = Llama(cfg.model)
+            plain.load_state_dict({name: q.full_tensor() for name, q in named_parameters(model)},
+                                  strict=not cfg.model.tie_embeddings)  # tied, it has one name of two
+            found.append(tuple(
+                list(generate(which, prompts, count, 24, world.device, temperature, 0.95, seed=3))
+                for which in (model, plain) for temperature in (0.0, 0.9)))
+            reshard(model)
+            del model
+    return found

@@ -1,5 +1,6 @@
 """The model against transformers' Llama with the same weights, and its counts against the published ones."""
 
+import dataclasses
 import math
 
 import pytest
@@ -16,15 +17,21 @@ TO_OURS = {"model.embed_tokens": "embedding", "model.layers": "blocks", "self_at
            "model.norm": "head.norm", "lm_head": "head"}
 
 
-def reference(m: config.Model) -> LlamaForCausalLM:
+def config_of(m: config.Model, max_position_embeddings: int) -> LlamaConfig:
     rope = {"rope_theta": m.rope_theta, "rope_type": "default"}
     if m.rope_scaling:
-        rope |= {"rope_type": "llama3", **SCALING}
-    return LlamaForCausalLM(LlamaConfig(
+        rope |= {"rope_type": "llama3", **dataclasses.asdict(m.rope_scaling)}
+    return LlamaConfig(
         vocab_size=m.vocab_size, hidden_size=m.dim, intermediate_size=m.ffn_dim, num_hidden_layers=m.n_layers,
         num_attention_heads=m.n_heads, num_key_value_heads=m.n_kv_heads, head_dim=m.width_per_head,
         rms_norm_eps=m.norm_eps, rope_parameters=rope, tie_word_embeddings=m.tie_embeddings,
-        max_position_embeddings=256, attn_implementation="eager"))
+        max_position_embeddings=max_position_embeddings)
+
+
+def reference(m: config.Model) -> LlamaForCausalLM:
+    theirs = config_of(m, 256)
+    theirs._attn_implementation = "eager"
+    return LlamaForCausalLM(theirs)
 
 
 def with_weights_of(theirs: LlamaForCausalLM, m: config.Model) -> Llama:
@@ -62,12 +69,41 @@ def test_rope_scaling_does_something():
     assert not torch.equal(cos, other)
 
 
-@pytest.mark.parametrize("name, parameters", [
-    ("llama8b", 8_030_261_248), ("llama70b", 70_553_706_496), ("llama1b", 1_235_814_400), ("llama3b", 3_212_749_824)])
-def test_parameter_counts_as_published(name, parameters):
-    cfg = config.load(str(REPO / f"configs/{name}.toml"))
+# Each model's config.json, written out here once more: parameters, hidden_size, intermediate_size, num_hidden_layers,
+# num_attention_heads, num_key_value_heads, head_dim, vocab_size, rope_theta, llama3 scaling factor, tied.
+PUBLISHED = {
+    "llama8b": (8_030_261_248, 4096, 14336, 32, 32, 8, 128, 128256, 500000.0, None, False),
+    "llama3.1-8b": (8_030_261_248, 4096, 14336, 32, 32, 8, 128, 128256, 500000.0, 8.0, False),
+    "llama70b": (70_553_706_496, 8192, 28672, 80, 64, 8, 128, 128256, 500000.0, None, False),
+    "llama3.1-70b": (70_553_706_496, 8192, 28672, 80, 64, 8, 128, 128256, 500000.0, 8.0, False),
+    "llama1b": (1_235_814_400, 2048, 8192, 16, 32, 8, 64, 128256, 500000.0, 32.0, True),
+    "llama3b": (3_212_749_824, 3072, 8192, 28, 24, 8, 128, 128256, 500000.0, 32.0, True),
+    "smollm2-135m": (134_515_008, 576, 1536, 30, 9, 3, 64, 49152, 100000.0, None, True),
+    "tinyllama-1.1b": (1_100_048_384, 2048, 5632, 22, 32, 4, 64, 32000, 10000.0, None, False),
+}
+
+
+def test_every_shipped_model_is_compared():
+    assert {path.stem for path in (REPO / "configs").glob("*.toml")} == {"tiny", *PUBLISHED}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_shipped_models_are_the_published_ones(name):
+    """Every number of the [model] table, and the parameters as we and as transformers count them."""
+    parameters, dim, ffn_dim, layers, heads, kv_heads, head_dim, vocabulary, theta, factor, tied = PUBLISHED[name]
+    rope = {"rope_theta": theta, "rope_type": "default"}
+    if factor:
+        rope |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                 "original_max_position_embeddings": 8192}
+    published = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=dim, intermediate_size=ffn_dim, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim, rms_norm_eps=1e-5,
+        rope_parameters=rope, tie_word_embeddings=tied, max_position_embeddings=131072)
+    m = config.load(str(REPO / f"configs/{name}.toml")).model
+    assert m.freeze == () and m.init_from is None
+    assert config_of(m, 131072).to_dict() == published.to_dict()
     with torch.device("meta"):
-        assert parameter_count(Llama(cfg.model)) == parameters
+        assert parameter_count(Llama(m)) == parameter_count(LlamaForCausalLM(published)) == parameters
 
 
 def test_flops_per_token():

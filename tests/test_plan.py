@@ -5,6 +5,7 @@ import resource
 
 import pytest
 
+import config
 from model.llama import describe
 from parallel.plan import plan
 from tests import cases
@@ -69,3 +70,12 @@ def test_wrong_number_of_ranks_is_exit_2():
 def test_dry_run_makes_nothing(tmp_path):
     assert launch(REPO / "configs/tiny.toml", "--dry-run", cwd=tmp_path).returncode == 0
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", sorted((REPO / "configs").glob("*.toml")), ids=lambda p: p.stem)
+def test_every_shipped_configuration_has_a_plan(path, capsys):
+    import train
+
+    args = config.parse_arguments([str(path), "--dry-run", "--world-size", "1", "--json"])
+    assert train.main(args, config.load(str(path)), None) == 0
+    assert json.loads(capsys.readouterr().out)["accumulation_steps"] >= 1

@@ -1,0 +1,293 @@
+"""Generation against transformers, against computing every token anew, against definitions; and what the tool says."""
+
+import math
+import os
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import config
+from model import generate as tool
+from model.attention import Cache
+from model.generate import choose, continue_text, generate, tell
+from model.llama import Llama
+from tests import cases
+from tests.conftest import REPO, make_config, seal
+from tests.test_llama import SCALING, reference, with_weights_of
+
+CPU = torch.device("cpu")
+MODELS = [{}, {"tie_embeddings": True}, {"n_kv_heads": 1, "head_dim": 20},
+          {"rope_scaling": SCALING, "tie_embeddings": True, "head_dim": 32}]
+
+
+def varied(m: config.Model) -> tuple[Llama, torch.nn.Module]:
+    """Our model and transformers', of the same weights, large enough that the text does not run in a circle."""
+    torch.manual_seed(1)
+    theirs = reference(m).eval()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            parameter.mul_(1 if parameter.ndim == 1 else 15 if "layers" in name else 5)
+    return with_weights_of(theirs, m), theirs
+
+
+def prompts_of(lengths: list[int]) -> list[list[int]]:
+    draw = random.Random(5)
+    return [[draw.randrange(320) for _ in range(length)] for length in lengths]
+
+
+def rows_of(steps: Iterator[list[int]]) -> list[list[int]]:
+    return [list(row) for row in zip(*steps)]
+
+
+@torch.no_grad()
+def anew(model: Llama, prompt: list[int], row: int, count: int, context: int, temperature: float, top_p: float,
+         seed: int) -> list[int]:
+    """The same text without a cache: every token from a pass over the row's whole window."""
+    tokens, begin, draw = list(prompt), 0, random.Random(f"{seed} {row}")
+    for _ in range(count):
+        if len(tokens) - begin > context:
+            begin = len(tokens) - (context + 1) // 2
+        logits = model(torch.tensor([tokens[begin:]]))[:, -1]
+        tokens += choose(logits, temperature, top_p, [draw.random()])
+    return tokens[len(prompt):]
+
+
+@pytest.mark.parametrize("changes", MODELS, ids=str)
+def test_greedy_equals_transformers(changes):
+    """64 tokens; the prompts alone, and together in one batch."""
+    ours, theirs = varied(make_config(model=changes).model)
+    theirs.generation_config.eos_token_id = None
+    prompts, expected = prompts_of([9, 1, 30]), []
+    for prompt in prompts:
+        out = theirs.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=64,
+                              do_sample=False, pad_token_id=0)
+        expected.append(out[0, len(prompt):].tolist())
+    assert all(len(row) == 64 and len(set(row)) > 10 for row in expected)
+    assert [rows_of(generate(ours, [prompt], 64, 128, CPU))[0] for prompt in prompts] == expected
+    assert rows_of(generate(ours, prompts, 64, 128, CPU)) == expected
+
+
+@pytest.mark.parametrize("changes", MODELS, ids=str)
+def test_cached_logits_equal_those_of_the_whole_row(changes):
+    m = make_config(model=changes).model
+    ours, _ = varied(m)
+    lengths, total = [7, 3, 12], 24
+    rows = torch.tensor(prompts_of([total] * 3))
+    cache = Cache(lengths, total, m.n_layers, CPU)
+    with torch.no_grad():
+        whole = ours(rows)
+        tokens = rows[:, :12]  # the shorter ones are followed by what they must not see
+        for step in range(12):
+            logits = ours(tokens, cache=cache)
+            last = torch.tensor(lengths) + step - 1
+            assert logits.shape == (3, 1, m.vocab_size)
+            assert torch.allclose(logits[:, 0], whole[torch.arange(3), last], atol=1e-5, rtol=1e-5)
+            tokens = rows[torch.arange(3), last + 1][:, None]
+
+
+@pytest.mark.parametrize("temperature, top_p", [(0.0, 1.0), (0.8, 1.0), (1.3, 0.7)])
+def test_cached_text_equals_text_computed_anew(temperature, top_p):
+    """Each row of a batch, alone and without a cache; 16 tokens are looked back at, and one prompt is longer."""
+    ours, _ = varied(make_config().model)
+    prompts = prompts_of([5, 1, 16, 40, 11])
+    for context in (16, 15, 1000):
+        found = rows_of(generate(ours, prompts, 40, context, CPU, temperature, top_p, seed=7))
+        assert found == [anew(ours, prompt, i, 40, context, temperature, top_p, 7) for i, prompt in enumerate(prompts)]
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it():
+    ours, _ = varied(make_config().model)
+    a, b, c = prompts_of([5, 20, 2])
+
+    def sampled(prompts: list[list[int]], seed: int = 0) -> list[list[int]]:
+        return rows_of(generate(ours, prompts, 30, 16, CPU, 0.9, 0.9, seed))
+
+    both = sampled([a, b])
+    assert both[0] == sampled([a])[0] == sampled([a, c, b])[0]
+    assert both[1] == sampled([c, b])[1]
+    assert sampled([a, a])[0] != sampled([a, a])[1]  # equal prompts, different draws
+    assert sampled([a, b]) == both != sampled([a, b], seed=1)
+
+
+def nucleus(p: list[float], top_p: float) -> dict[int, float]:
+    """The smallest set of likeliest tokens with at least this probability, renormalised: by its definition."""
+    chosen, total = [], 0.0
+    for token in sorted(range(len(p)), key=lambda token: -p[token]):
+        if total >= top_p:
+            break
+        chosen.append(token)
+        total += p[token]
+    return {token: p[token] / total for token in chosen}
+
+
+@pytest.mark.parametrize("temperature, top_p", [(1.0, 1.0), (1.0, 0.9), (0.5, 0.6), (2.0, 0.3), (1.0, 1e-9)])
+def test_draws_follow_the_nucleus(temperature, top_p):
+    """Evenly spaced draws give every token its share of the nucleus, to one draw at either end, and no other token."""
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(2)) * 2
+    exponents = [math.exp(x / temperature) for x in logits.tolist()]
+    expected = nucleus([x / sum(exponents) for x in exponents], top_p)
+    assert top_p == 1 or len(expected) < 40
+    n = 4000
+    drawn = choose(logits.expand(n, -1), temperature, top_p, [(i + 0.5) / n for i in range(n)])
+    shares = {token: drawn.count(token) / n for token in set(drawn)}
+    assert shares.keys() <= expected.keys()
+    assert all(abs(shares.get(token, 0) - share) <= 2 / n for token, share in expected.items())
+
+
+def test_the_limits_of_choosing():
+    logits = torch.tensor([[0.5, 2.0, -1.0], [3.0, 1.0, 2.9]])
+    for draws in ([0.0, 0.0], [1 - 2**-53] * 2):
+        assert choose(logits, 0.0, 1.0, draws) == choose(logits, 1e-300, 1.0, draws) == [1, 0]
+        assert choose(logits, 2.0, 1e-300, draws) == [1, 0]
+    assert choose(logits, 1.0, 1.0, [1 - 2**-53] * 2) == [2, 1]  # the least likely
+    assert choose(torch.tensor([[0.0, -math.inf]]), 1.0, 1.0, [1 - 2**-53]) == [0]  # what is impossible never
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes; 0 begins a text and 1 ends it."""
+
+    bos, eos = [0], [1]
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(i for i in ids if i > 1).decode(errors="replace")
+
+
+def told(prompts: list[str], *texts: bytes, then: type[BaseException] | None = None) -> list[str]:
+    """What tell() shows, piece by piece, while rows get these bytes."""
+    pieces: list[str] = []
+
+    def steps() -> Iterator[list[int]]:
+        for i in range(max(map(len, texts))):
+            yield [text[i] if i < len(text) else 1 for text in texts]
+        if then:
+            raise then
+
+    tell(Bytes(), [tool.encode(Bytes(), prompt) for prompt in prompts], steps(), pieces.append)
+    return pieces
+
+
+def test_text_appears_as_it_is_written_in_whole_characters():
+    text = "a\N{SNOWMAN}b\N{GRINNING FACE}"
+    pieces = told(["x "], text.encode() + b"\x01not this")
+    assert [piece for piece in pieces if piece] == ["x ", *text, "\n"]
+    assert "".join(told(["x"], b"\xe2\x98 y\xff")) == "x\N{REPLACEMENT CHARACTER} y\N{REPLACEMENT CHARACTER}\n"
+
+
+def test_several_texts_appear_whole_each_up_to_its_end_mark():
+    assert told(["a", "b"], b"12\x0134", b"5\x01") == ["=== prompt 1 of 2\na12\n", "=== prompt 2 of 2\nb5\n"]
+
+
+def test_what_is_there_is_shown_when_interrupted():
+    pieces: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        def steps() -> Iterator[list[int]]:
+            yield [*b"45"]
+            raise KeyboardInterrupt
+        tell(Bytes(), [[*b"a"], [*b"b"]], steps(), pieces.append)
+    assert "".join(pieces) == "=== prompt 1 of 2\na4\n=== prompt 2 of 2\nb5\n"
+
+
+def test_continue_text_ends_at_the_end_mark_and_makes_every_pass():
+    passes = []
+
+    class Writes(torch.nn.Module):
+        blocks = ()
+
+        def forward(self, tokens, cache):
+            passes.append(tokens.tolist())
+            return torch.nn.functional.one_hot(torch.tensor([[b"yes\x01more"[len(passes) - 1]]]), 256).float()
+
+    assert continue_text(Writes(), Bytes(), "say ", 8, 0.0, 64, CPU) == "say yes"
+    assert len(passes) == 8 and passes[0] == [[0, *b"say "]] and passes[2] == [[*b"e"]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_spread_model_writes_what_a_plain_one_does(on_ranks, ranks):
+    options = [{"parallel": {"param_dtype": "float32", "recompute": "full", "compile": True}},
+               {"parallel": {"param_dtype": "float32", "recompute": "selective", "prefetch_forward": 0},
+                "model": {"tie_embeddings": True}},
+               {"parallel": {"param_dtype": "float32", "reshard_after_forward": False, "cpu_offload": True}}]
+    for rank in on_ranks(ranks, cases.generated, options, prompts_of([5, 30, 2]), 24):
+        for spread_greedy, spread_sampled, greedy, sampled in rank:
+            assert spread_greedy == greedy and spread_sampled == sampled and greedy != sampled
+
+
+# The tool itself.
+
+
+@pytest.fixture(scope="module")
+def checkpoint(saved_by_two, prepared, tmp_path_factory) -> pathlib.Path:
+    """A checkpoint with a tokenizer beside it."""
+    folder = tmp_path_factory.mktemp("generate") / "run/checkpoints/step-00000003"
+    shutil.copytree(saved_by_two[0], folder)
+    shutil.copy(prepared / "tokenizer.model", folder)
+    (folder / "manifest.json").unlink()
+    seal(folder)
+    return folder
+
+
+def said(capsys, *arguments: object) -> tuple[int, str, str]:
+    try:
+        code = tool.main([str(argument) for argument in arguments])
+    except SystemExit as done:
+        code = done.code
+    return code, *capsys.readouterr()
+
+
+def test_tool_writes_from_a_checkpoint_and_from_its_run(checkpoint, capsys):
+    for temperature in (0, 0.8):
+        options = ("--tokens", 12, "--temperature", temperature)
+        code, one, errors = said(capsys, checkpoint, "--prompt", "the cat", *options)
+        assert code == 0 and one.startswith("the cat") and len(one) > 9 and errors == ""
+        assert said(capsys, checkpoint.parent.parent, "--prompt", "the cat", *options) == (0, one, "")
+        _, several, _ = said(capsys, checkpoint, "--prompt", "the cat", "--prompt", "a dog sat on the hat", *options)
+        assert several.startswith(f"=== prompt 1 of 2\n{one}=== prompt 2 of 2\na dog sat on the hat")
+    options = ("--tokens", 12, "--top-p", 0.5)
+    assert said(capsys, checkpoint, "--prompt", "a", *options, "--seed", 1) != said(
+        capsys, checkpoint, "--prompt", "a", *options, "--seed", 2)
+
+
+def test_tool_says_when_text_outgrows_the_window(checkpoint, capsys):
+    code, text, errors = said(capsys, checkpoint, "--prompt", "the cat", "--tokens", 50, "--dtype", "bfloat16")
+    assert code == 0 and text and errors.startswith("beyond 32 tokens (train.seq_len)") and errors.count("\n") == 1
+
+
+def test_tool_commands_no_terminal(checkpoint, capsys):
+    code, text, _ = said(capsys, checkpoint, "--prompt", "a\x1b[31m\x07\tred", "--tokens", 1)
+    assert code == 0 and text.startswith("a\\x1b[31m\\x07\tred") and "\x1b" not in text
+
+
+@pytest.mark.parametrize("arguments, says", [
+    (["--tokens", "0"], "--tokens 0: must be at least 1"), (["--tokens", "many"], "many"),
+    (["--temperature", "-1"], "--temperature -1.0: must be at least 0"), (["--temperature", "nan"], "nan: must"),
+    (["--temperature", "inf"], "--temperature inf"), (["--top-p", "0"], "--top-p 0.0: must be greater than 0"),
+    (["--top-p", "1.1"], "--top-p 1.1"), (["--top-p", "nan"], "--top-p nan"), (["--dtype", "float16"], "float16"),
+    (["--seed", "x"], "--seed"), (["--colour"], "--colour")], ids=str)
+def test_bad_values_are_one_line(checkpoint, capsys, arguments, says):
+    code, text, errors = said(capsys, checkpoint, "--prompt", "a", *arguments)
+    assert code == 2 and text == "" and says in errors and errors.count("\n") == 1, errors
+
+
+def test_a_missing_prompt_checkpoint_or_tokenizer_is_one_line(checkpoint, saved_by_two, tmp_path, capsys):
+    for arguments, says in (([checkpoint], "--prompt"), ([tmp_path, "--prompt", "a"], str(tmp_path)),
+                            ([saved_by_two[0], "--prompt", "a"], "tokenizer")):
+        code, text, errors = said(capsys, *arguments)
+        assert code == 2 and text == "" and says in errors and errors.count("\n") == 1, errors
+
+
+def test_a_terminal_without_the_characters_and_a_reader_that_leaves(checkpoint):
+    command = [sys.executable, "-m", "model.generate", checkpoint, "--prompt", "\N{SNOWMAN}", "--tokens", "200"]
+    process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert process.stdout.read(6) == r"\u2603"
+    process.stdout.close()
+    assert process.stderr.read().count("\n") == 1 and process.wait(60) == 0
