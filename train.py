@@ -42,6 +42,7 @@ from checkpoint.saving import SaveFailed, Saver
 from config import Config, ConfigError
 from data.loader import DIGEST_MODULUS, Batch, Loader, heldout_batches, make_order
 from data.prepare import data_folders, is_prepared, kept_tokenizer, weights
+from data.show import printable
 from data.tokens import TokenStream, fingerprint, open_streams
 from lifecycle import DOES_NOT_FIT, INPUT_IS_WRONG, STOPPED
 from lifecycle import folder as run_files
@@ -490,7 +491,7 @@ def show_sample(model: Llama, cfg: Config, world: World, tokenizer_files: list[P
         text = continue_text(model, tokenizer, prompt, 64, 0.8, cfg.train.seq_len, world.device, cfg.run.seed)
     reshard(model)
     if world.rank == 0:
-        log.info("a sample:\n%s", text)
+        log.info("a sample:\n%s", printable(text))
 
 
 if __name__ == "__main__":
