@@ -5,6 +5,7 @@ import os
 import pathlib
 import random
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -284,10 +285,23 @@ def test_a_missing_prompt_checkpoint_or_tokenizer_is_one_line(checkpoint, saved_
         assert code == 2 and text == "" and says in errors and errors.count("\n") == 1, errors
 
 
-def test_a_terminal_without_the_characters_and_a_reader_that_leaves(checkpoint):
-    command = [sys.executable, "-m", "model.generate", checkpoint, "--prompt", "\N{SNOWMAN}", "--tokens", "200"]
+def started(checkpoint: pathlib.Path, tokens: int) -> subprocess.Popen:
+    """The tool on a terminal that has ASCII only, when the prompt stands there."""
+    command = [sys.executable, "-m", "model.generate", checkpoint, "--prompt", "\N{SNOWMAN}", "--tokens", str(tokens)]
     process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert process.stdout.read(6) == r"\u2603"
+    return process
+
+
+def test_a_reader_may_leave(checkpoint):
+    process = started(checkpoint, 200)
     process.stdout.close()
     assert process.stderr.read().count("\n") == 1 and process.wait(60) == 0
+
+
+def test_interrupted_it_ends_its_line(checkpoint):
+    process = started(checkpoint, 10**6)
+    process.send_signal(signal.SIGINT)
+    text, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and text.endswith("\n") and errors.count("\n") == 1, errors
