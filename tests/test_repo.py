@@ -9,8 +9,9 @@ import subprocess
 import sys
 
 import pytest
+import tomli
 
-from tests.conftest import REPO, launch
+from tests.conftest import REPO, launch, make_config
 
 FOLDERS = ("model", "parallel", "data", "checkpoint", "lifecycle")
 FILES = ("config", "optim", "metrics", "train")
@@ -98,7 +99,7 @@ def test_nothing_is_left_unfinished():
 
 BLOCK = re.compile(r"^```(.*?)\n(.*?)^```", re.M | re.S)
 DOCS = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
-LABELS = {"run", "dry-run", "needs-a-cluster"}
+LABELS = {"run", "dry-run", "needs-a-cluster", "table"}
 
 
 def blocks() -> list[tuple[str, str, str]]:
@@ -107,6 +108,11 @@ def blocks() -> list[tuple[str, str, str]]:
 
 def test_every_block_has_a_label():
     assert blocks() and all(label.split()[-1] in LABELS and len(label.split()) == 2 for _, label, _ in blocks())
+
+
+def test_every_table_is_one_that_is_read():
+    found = [text for _, label, text in blocks() if label == "toml table"]
+    assert found and all(make_config(**tomli.loads(text)) for text in found)
 
 
 def commands(text: str) -> list[str]:
