@@ -1,12 +1,9 @@
 """The whole model in one safetensors file, written from its shards and read into them, parameter by parameter.
 
-The format (https://github.com/huggingface/safetensors): 8 bytes with the length of the header, the header as JSON
-({name: {dtype, shape, data_offsets}}), the data; all little-endian, as every machine that torch trains on. Rank 0 alone
-touches the disk. A fault of the file or of the disk is a ConfigError on every rank, so that none waits for another.
+Rank 0 alone touches the disk. A fault of the file or of the disk is a ConfigError on every rank, so that none waits for
+another.
 """
 
-import ctypes
-import json
 import math
 import os
 from collections.abc import Callable
@@ -19,13 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from config import ConfigError
+from model.safetensors import BLOCK, CODES, DTYPES, differences, memory, read_exactly, read_header, render_header
 from parallel.materialize import first_row, named_parameters
 from parallel.mesh import World, on_rank_zero
-
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-CODES = {dtype: code for code, dtype in DTYPES.items()}
-BLOCK = 64 * 2**20  # bytes read, sent and written at a time
-LONGEST_HEADER = 100_000_000  # the safetensors package's own limit
 
 
 @torch.no_grad()
@@ -37,18 +30,13 @@ def write_full(model: nn.Module, path: Path, dtype: torch.dtype | None = None) -
     """
     # wide dtypes first, so that every tensor lies at a multiple of its element's size
     named = sorted(named_parameters(model), key=lambda item: -(dtype or item[1].dtype).itemsize)
-    header, end = {}, 0
     for name, parameter in named:
-        kind = dtype or parameter.dtype
-        if kind not in CODES:
-            raise ConfigError(f"{path}: {name} is {kind}; only {', '.join(map(str, CODES))} can be written")
-        begin, end = end, end + parameter.numel() * kind.itemsize
-        header[name] = {"dtype": CODES[kind], "shape": list(parameter.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+        if (dtype or parameter.dtype) not in CODES:
+            raise ConfigError(f"{path}: {name} is {dtype or parameter.dtype}; only {', '.join(map(str, CODES))} can be written")
+    head = render_header((name, dtype or parameter.dtype, parameter.shape) for name, parameter in named)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        _disk(path, lambda: _begin(path, temporary, len(text).to_bytes(8, "little") + text))
+        _disk(path, lambda: _begin(path, temporary, head))
         for _, parameter in named:
             _gather_and_append(temporary, path, parameter.detach(), dtype or parameter.dtype)
         _disk(path, lambda: _finish(path, temporary))
@@ -87,7 +75,7 @@ def _append(temporary: Path, flat: Tensor) -> None:
     with temporary.open("ab") as file:
         for part in flat.split(BLOCK // flat.itemsize):
             part = part.cpu()
-            file.write(_memory(part))
+            file.write(memory(part))
 
 
 def _finish(path: Path, temporary: Path) -> None:
@@ -97,11 +85,6 @@ def _finish(path: Path, temporary: Path) -> None:
     folder = os.open(path.parent, os.O_RDONLY)
     os.fsync(folder)
     os.close(folder)
-
-
-def _memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous host tensor, which must outlive them: no copy, and no numpy, which lacks bfloat16."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 @torch.no_grad()
@@ -136,9 +119,7 @@ def _read_and_send(path: Path, offset: int, count: int, dtype: torch.dtype, devi
     def read() -> None:
         host = torch.empty(count, dtype=dtype) if device.type != "cpu" else block
         with path.open("rb") as file:
-            file.seek(offset)
-            if file.readinto(_memory(host)) != host.nbytes:
-                raise ConfigError(f"{path}: has become shorter while it was read")
+            read_exactly(file.fileno(), path, offset, memory(host))
         if host is not block:
             block.copy_(host)
 
@@ -149,49 +130,7 @@ def _read_and_send(path: Path, offset: int, count: int, dtype: torch.dtype, devi
 
 def read_layout(path: Path, wanted: dict[str, list[int]]) -> dict[str, tuple[str, int]]:
     """(dtype, first byte in the file) by name. Raises ConfigError naming all that is missing, unexpected or wrong."""
-    if not path.is_file():
-        raise ConfigError(f"{path}: {'is no regular file' if path.exists() else 'is not there'}")
-    with path.open("rb") as file:
-        size, length = path.stat().st_size, int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, LONGEST_HEADER):
-            raise ConfigError(f"{path}: is no safetensors file, or cut short: {size} bytes cannot hold a header of "
-                              f"{length}; pickled files (.bin, .pt) are not read")
-        try:
-            header = json.loads(file.read(length))
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}: is no safetensors file: its header is not JSON: {error}") from None
-    if not isinstance(header, dict):
-        raise ConfigError(f"{path}: is no safetensors file: its header is no JSON object")
-    header.pop("__metadata__", None)
-    malformed = [name for name, entry in header.items() if not _well_formed(entry)]
-    if malformed:
-        raise ConfigError(*(f"{path}: {name}: needs a dtype, a shape and two data_offsets" for name in malformed))
-    problems = [f"{path}: has no {name}" for name in wanted.keys() - header.keys()]
-    problems += [f"{path}: has {name}, which this model does not" for name in header.keys() - wanted.keys()]
-    after = 0
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        (begin, end), shape, code = entry["data_offsets"], entry["shape"], entry["dtype"]
-        if begin != after:
-            problems.append(f"{path}: {name}: begins at byte {begin} of the data, the one before ends at {after}")
-        if end > size - 8 - length:
-            problems.append(f"{path}: {name}: ends at byte {end} of the data, which has {size - 8 - length}: cut short")
-        if code not in DTYPES:
-            problems.append(f"{path}: {name} has dtype {code}; only {', '.join(DTYPES)} are read")
-        elif end - begin != math.prod(shape) * DTYPES[code].itemsize:
-            problems.append(f"{path}: {name}: has {end - begin} bytes, which is not {code} of shape {shape}")
-        if name in wanted and shape != wanted[name]:
-            problems.append(f"{path}: {name} has shape {shape}, this model's is {wanted[name]}")
-        after = end
-    if after < size - 8 - length:
-        problems.append(f"{path}: goes on for {size - 8 - length - after} bytes after its last tensor")
-    if problems:
+    found, problems = read_header(path)
+    if problems := problems + differences(path, found, wanted):
         raise ConfigError(*sorted(problems))
-    return {name: (entry["dtype"], 8 + length + entry["data_offsets"][0]) for name, entry in header.items()}
-
-
-def _well_formed(entry: Any) -> bool:
-    def counts(value: Any) -> bool:
-        return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
-
-    return (isinstance(entry, dict) and isinstance(entry.get("dtype"), str) and counts(entry.get("shape"))
-            and counts(entry.get("data_offsets")) and len(entry["data_offsets"]) == 2)
+    return {name: (stored.code, stored.offset) for name, stored in found.items()}
