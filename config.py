@@ -86,7 +86,7 @@ class Model:
     rope_theta: float = option(500000.0, "base of the rotary frequencies", POSITIVE)
     rope_scaling: RopeScaling | None = option(None, "Llama 3.1's long-context table: [model.rope_scaling]")
     tie_embeddings: bool = option(False, "one matrix for embedding and head")
-    init_from: str | None = option(None, "a Hugging Face folder to start from (not yet)")
+    init_from: str | None = option(None, "a Hugging Face folder: its weights and the sizes above come from there")
     freeze: tuple[str, ...] = option((), "patterns of parameter names that are not trained, as 'embedding*'")
 
     @property
@@ -295,7 +295,6 @@ def _check_together(cfg: Config, origin: Callable[[str], str]) -> None:
          f"a pattern matches no unit; they are {', '.join([*units[:3], '...', units[-1]])}"),
         ("parallel.recompute", isinstance(p.recompute, str) or p.recompute <= m.n_layers,
          f"every n-th of {m.n_layers} blocks: n must not exceed them"),
-        ("model.init_from", not m.init_from, later),
         ("data.source", not cfg.data.sources or cfg.data.source == Data.source, "goes without [[data.sources]]"),
         ("data.sources", len({replace(s, weight=1.0) for s in cfg.data.sources}) == len(cfg.data.sources),
          "names one source twice; add their weights"),
@@ -418,6 +417,11 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = ()) -> Config:
                 half = "; float16 would need a loss scaler, which this trainer does without" * (value == "float16")
                 problems.append(f"{at}: {error}" if str(error) else f"{at}: must be {_describe(hint)}{half}")
 
+    if isinstance(flat.get("model.init_from"), str):
+        problems += _take_from_hugging_face(flat, given)
+        if problems:
+            raise ConfigError(*problems)
+
     def build(kind: type, prefix: str) -> Any:
         values = {}
         for name, hint, f in ((prefix + f.name, typing.get_type_hints(kind)[f.name], f) for f in fields(kind)):
@@ -439,6 +443,99 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = ()) -> Config:
         raise ConfigError(*problems)
     _check_together(cfg, lambda name: f"{given.get(name, path)}: ")
     return cfg
+
+
+# Hugging Face's config.json: what model.init_from brings.
+
+HF_KEYS = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
+           "n_kv_heads": "num_key_value_heads", "ffn_dim": "intermediate_size", "vocab_size": "vocab_size",
+           "head_dim": "head_dim", "norm_eps": "rms_norm_eps", "tie_embeddings": "tie_word_embeddings"}
+# What the model computes; whoever says something else is refused. Absent is as good, but for the first.
+HF_ONLY = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+           "partial_rotary_factor": 1.0, "quantization_config": None}
+
+
+def read_hf_json(path: pathlib.Path) -> dict:
+    """A JSON object of a Hugging Face folder. Raises ConfigError."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: must hold a JSON object")
+    return content
+
+
+def read_hf_config(path: pathlib.Path) -> dict[str, Any]:
+    """The options ("model.dim", ...) that a Hugging Face config.json stands for, with transformers' defaults.
+
+    Rotary settings are read in both spellings: rope_theta and rope_scaling, or, since transformers 5, both of them in
+    rope_parameters. Raises ConfigError with all that is wrong, or that this model does not compute.
+    """
+    theirs, found, problems = read_hf_json(path), {}, []
+
+    def take(name: str, key: str, value: Any) -> None:
+        hint, (holds, rule) = SCHEMA[name][0], SCHEMA[name][1].metadata["rule"]
+        try:
+            found[name] = _fit(value, hint)
+            if not holds(found[name]):
+                problems.append(f"{path}: {key} = {_toml(value)}: {rule}")
+        except TypeError:
+            problems.append(f"{path}: {key} " + ("is missing" if value is None else
+                                                 f"= {_toml(value)}: must be {_describe(hint)}"))
+
+    named = theirs.get("architectures") or ["LlamaForCausalLM"]
+    if named != ["LlamaForCausalLM"]:
+        problems.append(f'{path}: architectures = {_toml(named)}: only ["LlamaForCausalLM"] can be read')
+    problems += [f"{path}: {key} = {_toml(value)}: only {_toml(only)} can be read" for key, only in HF_ONLY.items()
+                 if (value := theirs.get(key)) != only and not (value is None and key != "model_type")]
+    defaults = {"num_key_value_heads": theirs.get("num_attention_heads"), "rms_norm_eps": 1e-6,
+                "tie_word_embeddings": False}
+    for name, key in HF_KEYS.items():
+        value = theirs[key] if theirs.get(key) is not None else defaults.get(key)
+        if value is not None or key != "head_dim":
+            take(f"model.{name}", key, value)
+    spelling = "rope_scaling" if theirs.get("rope_scaling") else "rope_parameters"
+    rope = theirs.get(spelling) or {}
+    if not isinstance(rope, dict):
+        raise ConfigError(*problems, f"{path}: {spelling} = {_toml(rope)}: must be an object")
+    theta = rope.get("rope_theta", theirs.get("rope_theta"))
+    take("model.rope_theta", "rope_theta", 10000.0 if theta is None else theta)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "llama3":
+        for f in fields(RopeScaling):
+            take(f"model.rope_scaling.{f.name}", f"{spelling}.{f.name}", rope.get(f.name))
+    elif kind != "default":
+        problems.append(f'{path}: {spelling}.rope_type = {_toml(kind)}: only "default" and "llama3" can be read')
+    if problems:
+        raise ConfigError(*problems)
+    return found
+
+
+def _take_from_hugging_face(flat: dict[str, Any], given: dict[str, str]) -> list[str]:
+    """Completes the options of [model] from the folder that init_from names. Returns what does not agree with it."""
+    folder, origin = flat["model.init_from"], given["model.init_from"]
+    path = pathlib.Path(folder) / "config.json"
+    required = [f"model.{f.name}" for f in fields(Model) if f.default is MISSING]
+    if not path.exists():
+        # a complete table, as in a run's own config.toml, needs no folder: it may go on from a checkpoint
+        return [] if all(name in flat for name in required) else [
+            f"{origin}: [model] init_from = {_toml(folder)}: has no config.json; it must be a Hugging Face folder on "
+            "this machine (hf download ID --local-dir FOLDER)"]
+    try:
+        theirs = read_hf_config(path)
+    except ConfigError as error:
+        return list(error.problems)
+    problems = []
+    for name in [*theirs, *(n for n in flat if n.startswith("model.rope_scaling.") and n not in theirs)]:
+        key, value = name.partition(".")[2], theirs.get(name, "absent")
+        if name not in flat:
+            flat[name], given[name] = value, str(path)
+        elif flat[name] != value:
+            more = "; its weights have no more rows" if key == "vocab_size" else ""
+            problems.append(f"{given[name]}: [model] {key} = {_toml(flat[name])}: {path} has {HF_KEYS.get(key, key)} = "
+                            f"{_toml(value)}{more}; leave it out, and it comes from there")
+    return problems
 
 
 def flatten(table: dict, prefix: str = "") -> dict[str, Any]:

@@ -31,8 +31,8 @@ def write_full(model: nn.Module, path: Path, dtype: torch.dtype | None = None) -
     # wide dtypes first, so that every tensor lies at a multiple of its element's size
     named = sorted(named_parameters(model), key=lambda item: -(dtype or item[1].dtype).itemsize)
     for name, parameter in named:
-        if (dtype or parameter.dtype) not in CODES:
-            raise ConfigError(f"{path}: {name} is {dtype or parameter.dtype}; only {', '.join(map(str, CODES))} can be written")
+        if (kind := dtype or parameter.dtype) not in CODES:
+            raise ConfigError(f"{path}: {name} is {kind}; only {', '.join(map(str, CODES))} can be written")
     head = render_header((name, dtype or parameter.dtype, parameter.shape) for name, parameter in named)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
