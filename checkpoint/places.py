@@ -3,6 +3,7 @@
 import pathlib
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterable
 
 import config
@@ -14,6 +15,9 @@ NAME = re.compile(r"step-(\d{8,})")
 TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp")
 # What decides weights and data order. The rest (steps, intervals, ranks, precision, learning rate) may change.
 GUARDED = re.compile(r"model\..*|data\.(?!path$).*|run\.seed|train\.(seq_len|global_batch_size)")
+
+NO_OPTIMIZER = ("holds weights without the state of an optimizer, as python -m model.hf import makes it: no run can go "
+                "on from it; start one from the Hugging Face folder itself, with model.init_from")
 
 
 def root(cfg: config.Config) -> pathlib.Path:
@@ -66,6 +70,15 @@ def _state(folder: pathlib.Path) -> dict:
     return state
 
 
+def read_config(folder: pathlib.Path) -> config.Config:
+    """The configuration that a checkpoint was made with, to use its weights: where they once came from
+    (model.init_from) is left out, and that folder may be gone or changed. Raises ConfigError."""
+    tables = read_state(folder)["config"]
+    if isinstance(model := tables.get("model"), dict):
+        tables = {**tables, "model": {key: value for key, value in model.items() if key != "init_from"}}
+    return config.from_dict(tables, str(folder / STATE))
+
+
 def at_first_sight(folder: pathlib.Path) -> list[str]:
     """What is wrong with a checkpoint, short of hashing its files: in no time, whatever its size."""
     try:
@@ -101,7 +114,10 @@ def choose(cfg: config.Config, found: list[int], problems_with: Callable[[pathli
     if isinstance(resume, int) and resume not in found:
         raise ConfigError(f"[checkpoint] resume = {resume}: {folder} has no such checkpoint; it has "
                           f"{', '.join(map(str, found)) or 'none'}")
-    return newest_good(cfg, [resume] if isinstance(resume, int) else found, problems_with)
+    step, bad = newest_good(cfg, [resume] if isinstance(resume, int) else found, problems_with)
+    if step == 0 and 0 in found:
+        raise ConfigError(f"{path_of(cfg, 0)}: {NO_OPTIMIZER}")
+    return step, bad
 
 
 def newest_good(cfg: config.Config, found: list[int], problems_with: Callable[[pathlib.Path], list[str]]
@@ -120,13 +136,19 @@ def newest_good(cfg: config.Config, found: list[int], problems_with: Callable[[p
 
 
 def find(path: pathlib.Path) -> pathlib.Path:
-    """The folder itself where it is a checkpoint, else the newest of that run: verified. Raises ConfigError."""
-    candidates = [path] if is_checkpoint(path) else [p for _, p in step_folders(path / "checkpoints")][-1:]
+    """The folder itself where it is a checkpoint, else the newest good one of that run: verified; those that are
+    passed over are told on stderr. Raises ConfigError where there is none, or it is damaged."""
+    candidates = [path] if is_checkpoint(path) else [p for _, p in step_folders(path / "checkpoints")]
     if not candidates:
         raise ConfigError(f"{path}: is neither a checkpoint nor a run with one")
-    if problems := problems_of(candidates[0]):
-        raise ConfigError(*problems)
-    return candidates[0]
+    found: list[str] = []
+    for folder in reversed(candidates):
+        if not (problems := problems_of(folder)):
+            for problem in found:
+                print(f"damaged, passed over: {problem}", file=sys.stderr)
+            return folder
+        found += problems
+    raise ConfigError(*found)
 
 
 def check_same_run(cfg: config.Config, step: int) -> None:

@@ -19,9 +19,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from checkpoint.integrity import Damaged, opened, read_manifest
+from checkpoint.places import NO_OPTIMIZER
 from config import ConfigError
 from parallel.materialize import named_parameters
 
@@ -122,6 +123,8 @@ def restore(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optim
     except Damaged as error:
         raise ConfigError(str(error)) from None
     stored = reader.metadata.state_dict_metadata
+    if optimizer is not None and all(name.startswith("model.") for name in stored):
+        raise ConfigError(f"{folder}: {NO_OPTIMIZER}")
     problems = [f"{folder}: has no {name}" for name in wanted.keys() - stored.keys()]
     problems += [f"{folder}: has {name}, which this model does not" for name in stored.keys() - wanted.keys()
                  if optimizer is not None or name.startswith("model.")]
@@ -136,6 +139,29 @@ def restore(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optim
         dcp.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
     except dcp.CheckpointException as error:  # a BaseException
         raise ConfigError(f"{folder}: cannot be read: {first_cause(error)}") from None
+
+
+def row_chunks(folder: pathlib.Path, reader: Reader, name: str) -> Iterator[Tensor]:
+    """A tensor's rows in order, in the pieces in which any number of ranks has saved them: one of them in memory at a
+    time. Raises ConfigError where they are no runs of whole rows, or not what the metadata says."""
+    item = reader.metadata.state_dict_metadata[name]
+    row = 0
+    for chunk in sorted(item.chunks, key=lambda chunk: chunk.offsets):
+        if not math.prod(chunk.sizes):
+            continue
+        info = reader.metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
+        if info is None or chunk.offsets[:1] not in ((), (row,)) or chunk.sizes[1:] != item.size[1:]:
+            raise ConfigError(f"{folder}: {name} is not stored in runs of rows")
+        with reader.fs.create_stream(folder / info.relative_path, "rb") as file:
+            try:
+                rows = torch.load(reader._slice_file(file, info), map_location="cpu", weights_only=True)
+            except (RuntimeError, pickle.UnpicklingError, EOFError, OSError) as error:
+                raise ConfigError(f"{folder / info.relative_path}: {name} cannot be read: {error}") from None
+        if rows.shape != chunk.sizes or rows.dtype != item.properties.dtype:
+            raise ConfigError(f"{folder / info.relative_path}: {name} is not what the metadata says it is")
+        yield rows
+        row += len(rows) if item.size else 0
+        del rows  # before the next is read
 
 
 def first_cause(error: dcp.CheckpointException) -> str:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-import config
 from config import ConfigError
 from model.attention import Cache
 
@@ -145,7 +144,7 @@ def main(argv: list[str]) -> int:
             if not holds:
                 raise ConfigError(f"{flag} {value}: {rule}")
         folder = places.find(args.checkpoint)
-        cfg = config.from_dict(places.read_state(folder)["config"], str(folder / places.STATE))
+        cfg = places.read_config(folder)
         tokenizer = Tokenizer(folder)
         rows = [encode(tokenizer, prompt) for prompt in args.prompt]
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
