@@ -48,11 +48,12 @@ from lifecycle import DOES_NOT_FIT, INPUT_IS_WRONG, STOPPED
 from lifecycle import folder as run_files
 from metrics import log
 from model.generate import continue_text
+from model.hf_weights import Weights, has_another_tokenizer, open_weights
 from model.llama import Llama, describe, flops_per_token, initial_std, parameter_count
 from optim import FiniteGuard, build_optimizer, learning_rate, set_learning_rate
 from parallel.apply import parallelize
 from parallel.fsdp import gather_early, reduce_gradients, reduce_unsharded, reshard
-from parallel.materialize import materialize
+from parallel.materialize import materialize, materialize_from
 from parallel.mesh import World, distributed, from_all_ranks, on_rank_zero
 from parallel.plan import dry_run, out_of_memory
 from parallel.rebind import check_optimizer
@@ -153,7 +154,8 @@ def enter(cfg: Config, world: World, folder: Path, launch: str | None) -> tuple[
     found = on_rank_zero(lambda: (run_files.check_folder(folder), places.steps(cfg))[1])
     start, bad = places.choose(cfg, found, lambda path: problems_on_all_ranks(path, world))
     on_rank_zero(lambda: (places.check_same_run(cfg, start),
-                          places.check_same_data(cfg, start, fingerprint(data_folders(cfg)))))
+                          places.check_same_data(cfg, start, fingerprint(data_folders(cfg))),
+                          start or open_weights(cfg.model)))
     held = None
 
     def take() -> None:
@@ -195,8 +197,9 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
     heldout = open_streams(data, "heldout", cfg.model.vocab_size) if cfg.eval else []
     tokenizer_files = kept_tokenizer(cfg)
 
-    # The model, spread over the ranks; then where to go on: a checkpoint, else the fresh weights.
-    model = build(cfg, world)
+    # The model, spread over the ranks; then where to go on: a checkpoint, else Hugging Face's or fresh weights.
+    weights = None if start else on_rank_zero(lambda: open_weights(cfg.model))
+    model = build(cfg, world, weights)
     # After sharding, so that it holds the shards. Made before, it would keep the full weights alive and update those,
     # and the model would never learn.
     optimizer = build_optimizer(model, cfg.optim)
@@ -214,6 +217,9 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
         saver.before_publishing = recorder.sync  # the rows up to a checkpoint are on disk before it is
     if first:
         announce(cfg, world, model, folder, start)
+        if weights and has_another_tokenizer(Path(cfg.model.init_from), tokenizer_files):
+            log.warning("%s has a tokenizer, but %s was prepared with another: to these weights its tokens mean other "
+                        "words; data.tokenizer names one", cfg.model.init_from, data)
         log.info(unit_table(unit_map))
         for path in tokenizer_files:
             (folder / path.name).write_bytes(path.read_bytes())
@@ -361,10 +367,13 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-def build(cfg: Config, world: World) -> Llama:
-    model = describe(cfg.model)
+def build(cfg: Config, world: World, weights: Weights | None = None) -> Llama:
+    model, device = describe(cfg.model), storage_device(cfg, world)
     parallelize(model, cfg, world)
-    materialize(model, lambda name: initial_std(cfg.model, name), cfg.run.seed, world, storage_device(cfg, world))
+    if weights:
+        materialize_from(model, weights.read_rows, world, device)
+    else:
+        materialize(model, lambda name: initial_std(cfg.model, name), cfg.run.seed, world, device)
     return model
 
 
@@ -473,7 +482,8 @@ def announce(cfg: Config, world: World, model: Llama, folder: Path, start: int) 
              f"{', reduced once a step' * (not p.sync_every_micro_batch)}")
     log.info(f"{config.tokens_per_step(cfg):,} tokens per step = {accumulation} micro-batches x {world.size} ranks x "
              f"{t.micro_batch_size} sequences of {t.seq_len}; "
-             + (f"going on after step {start}" if start else "from fresh weights"))
+             + (f"going on after step {start}" if start else f"from the weights of {cfg.model.init_from}"
+                if cfg.model.init_from else "from fresh weights"))
 
 
 @torch.no_grad()

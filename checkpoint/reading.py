@@ -117,17 +117,30 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dic
 def restore(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Reads a checkpoint of any number of ranks into this model's shards. Raises ConfigError where it cannot be read,
     or names, shapes or types differ."""
-    wanted = tensors_of(model, optimizer)
+    wanted, reader = tensors_of(model, optimizer), open_reader(folder)
+    check_tensors(folder, reader, wanted, weights_only=optimizer is None)
+    try:  # DCP copies into these tensors in place; without a process group it reads alone
+        dcp.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
+    except dcp.CheckpointException as error:  # a BaseException
+        raise ConfigError(f"{folder}: cannot be read: {first_cause(error)}") from None
+
+
+def open_reader(folder: pathlib.Path) -> Reader:
+    """Raises ConfigError where the metadata cannot be read or is not to be trusted."""
     try:
-        reader = Reader(folder)
+        return Reader(folder)
     except Damaged as error:
         raise ConfigError(str(error)) from None
+
+
+def check_tensors(folder: pathlib.Path, reader: Reader, wanted: dict[str, Tensor], weights_only: bool) -> None:
+    """Raises ConfigError where names, shapes or types differ from these tensors', which may be on meta."""
     stored = reader.metadata.state_dict_metadata
-    if optimizer is not None and all(name.startswith("model.") for name in stored):
+    if not weights_only and all(name.startswith("model.") for name in stored):
         raise ConfigError(f"{folder}: {NO_OPTIMIZER}")
     problems = [f"{folder}: has no {name}" for name in wanted.keys() - stored.keys()]
     problems += [f"{folder}: has {name}, which this model does not" for name in stored.keys() - wanted.keys()
-                 if optimizer is not None or name.startswith("model.")]
+                 if not weights_only or name.startswith("model.")]
     for name in wanted.keys() & stored.keys():
         for what, ours, theirs in (("shape", wanted[name].shape, stored[name].size),
                                    ("type", wanted[name].dtype, stored[name].properties.dtype)):
@@ -135,10 +148,6 @@ def restore(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optim
                 problems.append(f"{folder}: {name} has {what} {theirs}, this model's is {ours}")
     if problems:
         raise ConfigError(*sorted(problems))
-    try:  # DCP copies into these tensors in place; without a process group it reads alone
-        dcp.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
-    except dcp.CheckpointException as error:  # a BaseException
-        raise ConfigError(f"{folder}: cannot be read: {first_cause(error)}") from None
 
 
 def row_chunks(folder: pathlib.Path, reader: Reader, name: str) -> Iterator[Tensor]:

@@ -51,6 +51,7 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
     from data.prepare import data_folders, is_prepared, prepare, weights
     from data.progress import Console
     from data.tokens import fingerprint, open_streams
+    from model.hf_weights import open_weights
     from model.llama import describe
     from parallel.fsdp import unsharded_parameters
     from parallel.mesh import pick_device
@@ -73,6 +74,8 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
         if start >= cfg.train.steps and finished:
             print(f"{folder}: finished at step {start}; train.steps = {cfg.train.steps} asks for no more")
             return False
+        if not start:
+            open_weights(cfg.model)
         with Console(sys.stdout) as say:
             data = prepare(cfg, say)
         places.check_same_data(cfg, start, fingerprint(data))

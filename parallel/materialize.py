@@ -1,4 +1,4 @@
-"""From meta to device: every rank draws the rows that it owns, and the model is the same for any number of ranks.
+"""From meta to device: every rank draws or reads the rows that it owns; the model is the same for any number of ranks.
 
 FSDP2 on its own would not give that: random initialisation of sharded tensors gives every CPU rank the same shard,
 and another model for each number of ranks.
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from parallel.mesh import World
+from config import ConfigError
+from parallel.mesh import World, from_all_ranks
 
 BLOCK = 65536  # elements drawn by one generator, in whole rows
 Distribution = Callable[[str], tuple[float, float] | None]  # name -> (standard deviation, cut-off), None: ones
@@ -28,6 +29,32 @@ def materialize(model: nn.Module, distribution: Distribution, seed: int, world: 
     Raises RuntimeError naming the tensors that were left without a value (a forgotten buffer, say): all storage is
     filled with NaN first.
     """
+    def draw(name: str, out: Tensor, first: int, shape: torch.Size) -> None:
+        draw_rows(out, first, shape, distribution(name), seed, name)
+
+    if empty := _fill(model, draw, world, device):
+        raise RuntimeError(f"no initial value for {', '.join(empty)}: give it a distribution (model/llama.py: "
+                           "initial_std), or compute it in forward if it is a constant")
+
+
+def materialize_from(model: nn.Module, read: Callable[[str, int, Tensor], None], world: World, device: torch.device
+                     ) -> None:
+    """The same from weights that there are: read(name, first row, out) fills `out` with rows of a parameter, and may
+    raise ConfigError, which is raised on every rank then. Each rank reads the rows that it owns and nothing else."""
+    problems: tuple[str, ...] = ()
+    try:
+        empty = _fill(model, lambda name, out, first, shape: read(name, first, out), world, device)
+        problems = tuple(f"{name}: holds values that are not numbers (NaN), or was not read" for name in empty)
+    except ConfigError as error:
+        problems = error.problems
+    if problems := [problem for rank in from_all_ranks({"problems": problems}) for problem in rank["problems"]]:
+        raise ConfigError(*dict.fromkeys(problems))
+
+
+def _fill(model: nn.Module, fill: Callable[[str, Tensor, int, torch.Size], None], world: World, device: torch.device
+          ) -> list[str]:
+    """Storage for every tensor, then fill(name, this rank's rows, the first of them, whole shape) for each parameter.
+    Returns the tensors that are left with a NaN: all storage is filled with it first."""
     model.to_empty(device=device)
     tensors = dict(local_tensors(model))
     with torch.no_grad():
@@ -37,11 +64,8 @@ def materialize(model: nn.Module, distribution: Distribution, seed: int, world: 
         for name, parameter in named_parameters(model):
             sharded = isinstance(parameter, DTensor)
             first = first_row(parameter.shape[0], world.shards, world.shard_rank) if sharded else 0
-            draw_rows(tensors[name], first, parameter.shape, distribution(name), seed, name)
-        empty = [name for name, local in tensors.items() if local.is_floating_point() and local.isnan().any()]
-    if empty:
-        raise RuntimeError(f"no initial value for {', '.join(empty)}: give it a distribution (model/llama.py: "
-                           "initial_std), or compute it in forward if it is a constant")
+            fill(name, tensors[name], first, parameter.shape)
+        return [name for name, local in tensors.items() if local.is_floating_point() and local.isnan().any()]
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
