@@ -16,6 +16,7 @@ from config import ConfigError
 from parallel.mesh import World, from_all_ranks
 
 BLOCK = 65536  # elements drawn by one generator, in whole rows
+CHECKED = 2**24  # elements looked at at a time
 Distribution = Callable[[str], tuple[float, float] | None]  # name -> (standard deviation, cut-off), None: ones
 
 
@@ -65,7 +66,9 @@ def _fill(model: nn.Module, fill: Callable[[str, Tensor, int, torch.Size], None]
             sharded = isinstance(parameter, DTensor)
             first = first_row(parameter.shape[0], world.shards, world.shard_rank) if sharded else 0
             fill(name, tensors[name], first, parameter.shape)
-        return [name for name, local in tensors.items() if local.is_floating_point() and local.isnan().any()]
+        # piece by piece: the answers for a whole tensor would take a quarter of its memory
+        return [name for name, local in tensors.items() if local.is_floating_point()
+                and any(part.isnan().any() for part in local.view(-1).split(CHECKED))]
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
