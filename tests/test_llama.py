@@ -8,13 +8,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import config
+from model.hf_weights import hf_name
 from model.llama import Llama, flops_per_token, initial_std, parameter_count, rope_tables
 from tests.conftest import REPO, make_config
 
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-TO_OURS = {"model.embed_tokens": "embedding", "model.layers": "blocks", "self_attn": "attention", "mlp": "feed_forward",
-           "input_layernorm": "attention_norm", "post_attention_layernorm": "feed_forward_norm",
-           "model.norm": "head.norm", "lm_head": "head"}
 
 
 def config_of(m: config.Model, max_position_embeddings: int) -> LlamaConfig:
@@ -35,12 +33,8 @@ def reference(m: config.Model) -> LlamaForCausalLM:
 
 
 def with_weights_of(theirs: LlamaForCausalLM, m: config.Model) -> Llama:
-    ours, state = Llama(m), {}
-    for name, tensor in theirs.state_dict().items():
-        for old, new in TO_OURS.items():
-            name = name.replace(old, new)
-        state[name] = tensor
-    ours.load_state_dict(state)
+    ours, state = Llama(m), theirs.state_dict()
+    ours.load_state_dict({name: state[hf_name(name)] for name in ours.state_dict()})
     return ours
 
 

@@ -1,0 +1,131 @@
+"""What tests/test_hf.py runs on several ranks."""
+
+import contextlib
+import dataclasses
+import io
+import os
+import resource
+import signal
+
+import torch
+
+import config
+import train
+from checkpoint.saving import Saver
+from config import ConfigError
+from lifecycle.watch import StopRequest
+from model import hf
+from model.hf_weights import open_weights
+from optim import build_optimizer
+from parallel.materialize import local_tensors, named_parameters
+from tests.cases import digests, process_group
+from tests.conftest import rows, tables
+
+
+def config_from(folder: str, **sections: dict) -> config.Config:
+    """TINY, but for the model: that comes from the folder."""
+    return config.from_dict({**tables(**sections), "model": {"init_from": folder}}, "test.toml")
+
+
+def tokens(vocab_size: int) -> torch.Tensor:
+    return torch.randint(0, vocab_size, (2, 40), generator=torch.Generator().manual_seed(0))
+
+
+def read_and_save(folders: dict[str, str], output: str) -> dict[str, tuple[dict[str, str], list]]:
+    """(hashes of all parameters, logits) of each folder's model, which is saved below `output` too."""
+    found = {}
+    with process_group() as world:
+        for name, folder in folders.items():
+            cfg = config_from(folder, run={"name": name, "output_dir": output}, checkpoint={})
+            model = train.build(cfg, world, open_weights(cfg.model))
+            saver, optimizer = Saver(cfg, (), []), build_optimizer(model, cfg.optim)
+            saver.save(1, model, optimizer, {"step": 1, "config": config.to_dict(cfg)})
+            saver.finish()
+            with torch.no_grad():
+                found[name] = digests(dict(named_parameters(model))), model(tokens(cfg.model.vocab_size)).tolist()
+            del model, optimizer
+    return found
+
+
+def train_and_go_on(folder: str, output: str, data: dict) -> list[dict]:
+    """Trains five steps from the folder, and a sixth from the checkpoint when the folder is gone."""
+    with process_group() as world:
+        cfg = config_from(folder, run={"name": "r", "output_dir": output}, train={"steps": 5},
+                          optim={"schedule_steps": 6}, data=data, checkpoint={})
+        train.run(cfg, world, None, StopRequest())
+        if world.rank == 0:
+            os.rename(folder, f"{folder}.gone")
+        torch.distributed.barrier()
+        again = config.load(f"{output}/r/config.toml", ["--train.steps=6"])
+        assert again == dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, steps=6))
+        train.run(again, world, None, StopRequest())
+        found = rows(config.run_folder(cfg)) if world.rank == 0 else []
+    return found
+
+
+def refused_on_one_rank(folder: str) -> list[str]:
+    """The errors of reading weights of which rank 1 cannot open its part of one, and of reading them as they are."""
+    found = []
+    with process_group() as world:
+        cfg = config_from(folder)
+        for lost in ("lost", None):
+            weights = open_weights(cfg.model)
+            if world.rank == 1 and lost:
+                stored = weights.stored["head.weight"]
+                weights.stored["head.weight"] = dataclasses.replace(stored, path=stored.path.with_name(lost))
+            try:
+                train.build(cfg, world, weights)
+                found.append("none")
+            except ConfigError as error:
+                found.append(str(error))
+    return found
+
+
+def read_peak(folder: str) -> tuple[float, float]:
+    """(peak memory over what it was before, shard) in MiB, of reading into shards."""
+    from benchmarks.hf import measured
+    from model.llama import describe
+    from parallel.apply import parallelize
+    from parallel.materialize import materialize_from
+
+    found = {}
+    with process_group() as world:
+        cfg = config_from(folder)
+        weights, model = open_weights(cfg.model), describe(cfg.model)
+        parallelize(model, cfg, world)
+        with measured(found):
+            materialize_from(model, weights.read_rows, world, world.device)
+        shard = sum(t.nbytes for _, t in local_tensors(model)) / 2**20
+        del model
+    return found["peak_over_it_mib"], shard
+
+
+def tool_peaks(commands: list[list[str]]) -> list[float]:
+    """Peak memory over what it was before, in MiB, of each call of the tool."""
+    from benchmarks.hf import tool
+
+    return [tool(*command)["peak_over_it_mib"] for command in commands]
+
+
+def with_small_files(commands: list[list[str]], limit: int) -> list[tuple[int, str]]:
+    """(exit code, what was said) of each, on a disk that is full after so many bytes of a file."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    found = []
+    for command in commands:
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            found.append((hf.main(command), said.getvalue()))
+    return found
+
+
+def killed(command: list[str]) -> None:
+    """The tool, killed at its fifth block."""
+    original, calls = hf.memory, []
+
+    def memory(tensor: torch.Tensor) -> memoryview:
+        calls.append(1)
+        if len(calls) == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(tensor)
+
+    hf.memory = memory
+    hf.main(command)

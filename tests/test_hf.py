@@ -1,0 +1,456 @@
+"""Hugging Face folders: against transformers, on 1, 2 and 4 ranks; training from them; memory; and what is refused."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import config
+from benchmarks.hf import configuration, make_folder
+from checkpoint import places
+from checkpoint.__main__ import main as checkpoint_tool
+from checkpoint.reading import restore
+from config import ConfigError
+from data.loader import Loader
+from data.tokenizer import Tokenizer
+from data.tokens import open_stream
+from lifecycle.__main__ import check_launch
+from model import generate, hf
+from model.hf_weights import hf_name, open_weights
+from model.llama import Llama
+from optim import build_optimizer, learning_rate
+from parallel.materialize import named_parameters
+from tests import cases, hf_cases
+from tests.conftest import REPO, TINY, make_config, seal, tables, words
+from tests.hf_cases import config_from
+
+ROPE = {"rope_type": "default", "rope_theta": 500000.0}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}
+MODELS = {  # of sizes that 4 ranks do not divide; as in TINY where nothing is said
+    "single": {},
+    "sharded": {"rope_parameters": LLAMA3},
+    "tied": {"tie_word_embeddings": True, "rope_parameters": LLAMA3},
+    "uneven": {"hidden_size": 50, "num_attention_heads": 5, "num_key_value_heads": 1, "intermediate_size": 75,
+               "vocab_size": 323, "head_dim": 20},
+    "old": {"rope_parameters": LLAMA3},
+}
+
+
+def reference(**changes) -> LlamaForCausalLM:
+    m = TINY["model"]
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{
+        "vocab_size": m["vocab_size"], "hidden_size": m["dim"], "intermediate_size": m["ffn_dim"],
+        "num_hidden_layers": m["n_layers"], "num_attention_heads": m["n_heads"],
+        "num_key_value_heads": m["n_kv_heads"], "rope_parameters": ROPE, "max_position_embeddings": 64,
+        "initializer_range": 0.1, "attn_implementation": "eager", **changes})).float()
+
+
+def edit(path: pathlib.Path, **changes) -> None:
+    """Changes a JSON object's keys; None removes one."""
+    content = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, prepared) -> dict[str, pathlib.Path]:
+    """As transformers saves them; "old" as its version 3 did. Not to be changed."""
+    root = tmp_path_factory.mktemp("hf")
+    for name, changes in MODELS.items():
+        model = reference(**changes)
+        model.save_pretrained(root / name, max_shard_size="30KB" if name in ("sharded", "uneven") else "1GB")
+        shutil.copy(prepared / "tokenizer.model", root / name)
+    assert len(list((root / "sharded").glob("*.safetensors"))) > 3
+    old = {key: value for key, value in LLAMA3.items() if key not in ("rope_theta", "rope_type")}
+    edit(root / "old/config.json", rope_parameters=None, rope_theta=10000.0, rope_scaling={"type": "llama3", **old},
+         head_dim=None, dtype=None, torch_dtype="float32", attention_bias=None, mlp_bias=None)
+    tensors = load_file(root / "old/model.safetensors")
+    constants = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(6).double() for i in range(2)}
+    save_file({**tensors, **constants}, root / "old/model.safetensors")
+    return {name: root / name for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def read(on_ranks, folders, tmp_path_factory) -> dict[int, tuple[pathlib.Path, dict]]:
+    """(where the checkpoints lie, what each rank found) by number of ranks."""
+    sources, found = {name: str(folder) for name, folder in folders.items()}, {}
+    for ranks in (1, 2, 4):
+        output = tmp_path_factory.mktemp(f"ranks{ranks}")
+        found[ranks] = output, on_ranks(ranks, hf_cases.read_and_save, sources, str(output))
+    return found
+
+
+def in_transformers(folder: pathlib.Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype="auto")
+
+
+def run(capsys, *arguments: object) -> tuple[int, str]:
+    """(exit code, stderr) of the tool."""
+    capsys.readouterr()
+    code = hf.main([*map(str, arguments)])
+    return code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_weights_are_those_of_transformers(read, folders, name):
+    theirs = in_transformers(folders[name])
+    with torch.no_grad():
+        expected = theirs(hf_cases.tokens(theirs.config.vocab_size)).logits
+    hashes = cases.digests({name: p.detach() for name, p in theirs.named_parameters()})
+    for _, ranks in read.values():
+        for found, logits in (rank[name] for rank in ranks):
+            assert torch.allclose(torch.tensor(logits), expected, atol=1e-5, rtol=1e-5)
+            assert {hf_name(key): value for key, value in found.items()} == hashes
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_export_loads_in_transformers_bit_for_bit(read, folders, tmp_path, capsys, ranks, name):
+    run_folder, theirs = read[ranks][0] / name, in_transformers(folders[name])
+    for out, *options in [("one",), ("many", "--shard-gib", "0.00003"), ("short", "--dtype", "bfloat16")]:
+        assert run(capsys, "export", run_folder, tmp_path / out, *options) == (0, "")
+        ours = in_transformers(tmp_path / out)
+        dtype = torch.bfloat16 if out == "short" else torch.float32
+        expected = {key: value.to(dtype) for key, value in theirs.state_dict().items()}
+        found = ours.state_dict()
+        assert found.keys() == expected.keys()
+        assert all(value.dtype == dtype and torch.equal(value, expected[key]) for key, value in found.items())
+        for key in ("hidden_size", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings"):
+            assert getattr(ours.config, key) == getattr(theirs.config, key)
+        rope = {key: value for key, value in theirs.config.rope_parameters.items() if key != "type"}  # "old" has both
+        assert ours.config.rope_parameters == rope and ours.config.dtype == dtype
+    assert [p.name for p in (tmp_path / "one").glob("*.safetensors")] == ["model.safetensors"]
+    files = sorted(p.name for p in (tmp_path / "many").glob("*.safetensors"))
+    assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert all((tmp_path / "many" / file).stat().st_size < 0.00003 * 2**30 + 2000 or
+               len(load_file(tmp_path / "many" / file)) == 1 for file in files)
+    assert not list(tmp_path.glob(".*"))
+    again = open_weights(config_from(str(tmp_path / "many")).model)  # and we read what we write
+    assert torch.equal(again.read("embedding.weight"), theirs.state_dict()["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("name", ["sharded", "tied", "old"])
+def test_an_imported_checkpoint(folders, tmp_path, capsys, name):
+    assert run(capsys, "import", folders[name], tmp_path / "checkpoint") == (0, "")
+    assert checkpoint_tool(["verify", str(tmp_path / "checkpoint")]) == 0
+    assert generate.main([str(tmp_path / "checkpoint"), "--prompt", "the cat", "--tokens", "3"]) == 0
+    assert run(capsys, "export", tmp_path / "checkpoint", tmp_path / "out") == (0, "")
+    theirs, ours = in_transformers(folders[name]), in_transformers(tmp_path / "out")
+    assert all(torch.equal(value, ours.state_dict()[key]) for key, value in theirs.state_dict().items())
+    assert ours.config.max_position_embeddings == 256  # as far as the rotary table reaches
+    assert (ours.generation_config.bos_token_id, ours.generation_config.eos_token_id) == (1, 2)
+    # no run goes on from it, and it is said what to do instead
+    cfg = places.read_config(tmp_path / "checkpoint")
+    model = Llama(cfg.model)
+    with pytest.raises(ConfigError, match="without the state of an optimizer.*model.init_from"):
+        restore(tmp_path / "checkpoint", model, build_optimizer(model, cfg.optim))
+    run_cfg = make_config(run={"name": "r", "output_dir": str(tmp_path)}, checkpoint={})
+    (tmp_path / "r/checkpoints").mkdir(parents=True)
+    (tmp_path / "checkpoint").rename(places.path_of(run_cfg, 0))
+    with pytest.raises(ConfigError, match="without the state of an optimizer.*model.init_from"):
+        places.choose(run_cfg, places.steps(run_cfg), places.problems_of)
+
+
+def plain_loop(theirs: LlamaForCausalLM, cfg: config.Config, folder: pathlib.Path, steps: int) -> list[dict]:
+    """Training as a textbook has it: transformers' model, torch's AdamW, the whole batch at once."""
+    optimizer = torch.optim.AdamW(
+        [{"params": [p for p in theirs.parameters() if p.ndim > 1], "weight_decay": cfg.optim.weight_decay},
+         {"params": [p for p in theirs.parameters() if p.ndim == 1], "weight_decay": 0.0}],
+        betas=cfg.optim.betas, eps=cfg.optim.eps, foreach=False)
+    loader = Loader(open_stream(folder, "train", cfg.model.vocab_size), cfg.train, cfg.run.seed, 0, 1, 1, False)
+    found = []
+    for step in range(1, steps + 1):
+        inputs, targets = (torch.cat(part) for part in zip(*next(loader).micro_batches))
+        loss = F.cross_entropy(theirs(inputs).logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), cfg.train.max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(cfg.optim, config.schedule_steps(cfg), step)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append({"loss": loss.item(), "grad_norm": norm.item()})
+    loader.close()
+    return found
+
+
+def test_training_from_it_is_transformers_training(on_ranks, folders, corpus, prepared, tmp_path):
+    """... and goes on from its checkpoint when the folder is gone."""
+    source = shutil.copytree(folders["sharded"], tmp_path / "hf")
+    data = {"source": str(corpus), "path": str(prepared)}
+    cfg = config_from(str(source), optim={"schedule_steps": 6}, data=data)
+    expected = plain_loop(in_transformers(source), cfg, prepared, 6)
+    found = on_ranks(2, hf_cases.train_and_go_on, str(source), str(tmp_path / "outputs"), data)[0]
+    assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
+    for ours, theirs, tolerance in zip(found, expected, [1e-5, *[1e-4] * 5]):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=tolerance)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=tolerance)
+    assert "the weights of" in (log := (tmp_path / "outputs/r/logs/rank-0.log").read_text())
+    assert "prepared with another" not in log
+
+
+def test_what_one_rank_finds_wrong_is_told_by_all(on_ranks, folders, tmp_path):
+    folder = shutil.copytree(folders["single"], tmp_path / "hf")
+    weights(lambda t: t[NORM][-1].fill_(float("nan")))(folder)  # of a row that the second rank owns
+    for lost, nan in on_ranks(2, hf_cases.refused_on_one_rank, str(folder)):
+        assert "lost: No such file" in lost and "blocks.0.attention_norm.weight: holds values that are not" in nan
+
+
+# The configuration
+
+
+def test_sizes_come_from_the_folder_and_read_back(folders, tmp_path):
+    for name, folder in folders.items():
+        cfg = config_from(str(folder))
+        theirs = in_transformers(folder).config
+        assert (cfg.model.dim, cfg.model.ffn_dim) == (theirs.hidden_size, theirs.intermediate_size), name
+        assert cfg.model.width_per_head == theirs.head_dim and cfg.model.norm_eps == theirs.rms_norm_eps
+        assert cfg.model.rope_theta == theirs.rope_parameters["rope_theta"]
+        assert (cfg.model.rope_scaling is not None) == (theirs.rope_parameters["rope_type"] == "llama3")
+        (tmp_path / "test.toml").write_text(config.to_toml(cfg))
+        assert config.load(str(tmp_path / "test.toml")) == cfg
+
+
+def test_sizes_that_disagree_are_all_named(folders, tmp_path):
+    folder = str(folders["sharded"])
+    given = {"init_from": folder, "dim": 64, "vocab_size": 400, "norm_eps": 1e-5, "head_dim": 12,
+             "rope_scaling": {"factor": 4.0}}
+    with pytest.raises(ConfigError) as caught:
+        config.from_dict({**tables(), "model": given}, "test.toml", ["--model.tie_embeddings=true"])
+    told = caught.value.problems
+    assert len(told) == 5 and all("leave it out" in problem for problem in told)
+    for part in ("test.toml: [model] dim = 64", "hidden_size = 48", "vocab_size = 400", "its weights have no more rows",
+                 "norm_eps = 1e-05", "rms_norm_eps = 1e-06", "rope_scaling.factor = 4.0",
+                 "command line: [model] tie_embeddings = true"):
+        assert part in str(caught.value)
+    with pytest.raises(ConfigError, match="rope_scaling.factor = 4.0: .*absent"):
+        config.from_dict({**tables(), "model": {**given, "init_from": str(folders["single"])}}, "test.toml")
+
+
+def test_a_folder_that_is_not_there(folders, tmp_path):
+    with pytest.raises(ConfigError, match="init_from = .*has no config.json.*hf download"):
+        config_from("meta-llama/Llama-3.2-1B")
+    cfg = make_config(model={"init_from": str(tmp_path / "gone")})  # complete: it may go on from a checkpoint
+    with pytest.raises(ConfigError, match="gone: has neither model.safetensors"):
+        open_weights(cfg.model)
+
+
+def test_a_launch_refuses_it_before_it_makes_anything(folders, write_config, tmp_path):
+    folder = shutil.copytree(folders["sharded"], tmp_path / "hf")
+    path = write_config(model={"init_from": str(folder), "norm_eps": 1e-6, "rope_theta": 1e4})
+    next(folder.glob("model-00002*")).unlink()
+    args = config.parse_arguments([str(path)])
+    with pytest.raises(ConfigError, match="model-00002-of-.*is not there"):
+        check_launch(config.load(str(path)), 1, 1, args, in_job=False)
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_torch_is_not_needed_for_it(folders):
+    code = ("import sys, config; tables = {'model': {'init_from': sys.argv[1]}, 'train': {'steps': 1}}; "
+            "cfg = config.from_dict(tables, 'test.toml'); assert cfg.model.dim == 48 and 'torch' not in sys.modules")
+    subprocess.run([sys.executable, "-c", code, folders["tied"]], cwd=REPO, check=True)
+
+
+# The tokenizer
+
+
+def test_transformers_gives_the_same_ids(read, prepared, tmp_path, capsys):
+    checkpoint = shutil.copytree(read[1][0] / "single/checkpoints/step-00000001", tmp_path / "checkpoint")
+    (checkpoint / "manifest.json").unlink()
+    shutil.copy(prepared / "tokenizer.model", checkpoint)
+    seal(checkpoint)
+    assert run(capsys, "export", checkpoint, tmp_path / "out") == (0, "")
+    ours, theirs = Tokenizer(prepared / "tokenizer.model"), AutoTokenizer.from_pretrained(tmp_path / "out")
+    texts = [words(1, 500), "def f(x):\n    return [x]  # two\n\n\n\tdone", " leading", "  two", "", "\n", " " * 37,
+             "häßlich \u2603 \U0001d518", "aaaaaaaaaaaaa", (REPO / "config.py").read_text()]
+    for text in texts:
+        assert theirs(text)["input_ids"] == ours.encode([text])[0]
+        assert theirs.decode(ours.encode([text])[0]) == text
+    assert [theirs.bos_token_id] == ours.bos and [theirs.eos_token_id] == ours.eos and len(theirs) == ours.vocab_size
+    made = json.loads((tmp_path / "out/config.json").read_text())
+    assert (made["bos_token_id"], made["eos_token_id"]) == (1, 2)
+
+
+def test_a_tokenizer_that_cannot_be_expressed_is_carried_and_told(tmp_path, capsys):
+    import sentencepiece
+
+    (tmp_path / "text").write_text("\n".join(words(i, 50) for i in range(50)))
+    sentencepiece.SentencePieceTrainer.train(input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"),
+                                             vocab_size=60, model_type="unigram", hard_vocab_limit=False, minloglevel=2)
+    (tmp_path / "out").mkdir()
+    assert hf.write_tokenizer(tmp_path / "out", tmp_path) == (1, 2)
+    assert "tokenizer.model" in capsys.readouterr().err
+    assert sorted(os.listdir(tmp_path / "out")) == ["generation_config.json", "tokenizer.model"]
+    (tmp_path / "tokenizer.model").write_bytes(b"{}")
+    with pytest.raises(ConfigError, match="is no sentencepiece model"):
+        hf.write_tokenizer(tmp_path / "out", tmp_path)
+
+
+# What is wrong
+
+
+def settings(**changes):
+    return lambda folder: edit(folder / "config.json", **changes)
+
+
+def weights(change):
+    def spoil(folder: pathlib.Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+    return spoil
+
+
+def index(change):
+    def spoil(folder: pathlib.Path) -> None:
+        content = json.loads((folder / "model.safetensors.index.json").read_text())
+        change(content)
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+    return spoil
+
+
+def cut(name: str, size: int):
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
+
+
+def only_pickled(folder: pathlib.Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+NORM, HEAD, EMBEDDING = "model.layers.0.input_layernorm.weight", "lm_head.weight", "model.embed_tokens.weight"
+WRONG = {  # what is done to the folder "single", or another that the name begins with, and what is said
+    "architecture": (settings(architectures=["MistralForCausalLM"], model_type="mistral"),
+                     ['architectures = ["MistralForCausalLM"]', 'model_type = "mistral"']),
+    "no model_type": (settings(model_type=None), ["model_type = null"]),
+    "bias": (settings(attention_bias=True, mlp_bias=True), ["attention_bias = true", "mlp_bias = true"]),
+    "activation": (settings(hidden_act="gelu"), ['hidden_act = "gelu"']),
+    "quantized": (settings(quantization_config={"bits": 4}), ["quantization_config"]),
+    "values": (settings(hidden_size="48", num_hidden_layers=0, rms_norm_eps=-1, vocab_size=None),
+               ['hidden_size = "48": must be an integer', "num_hidden_layers = 0: must be greater", "rms_norm_eps = -1",
+                "vocab_size is missing"]),
+    "heads": (settings(num_key_value_heads=3), ["n_kv_heads = 3: must divide"]),
+    "rope kind": (settings(rope_parameters={"rope_type": "yarn", "factor": 2.0}),
+                  ['rope_parameters.rope_type = "yarn"']),
+    "rope values": (settings(rope_scaling={**LLAMA3, "factor": "8", "low_freq_factor": None}),
+                    ['rope_scaling.factor = "8": must be a number', "rope_scaling.low_freq_factor is missing"]),
+    "rope no object": (settings(rope_scaling=[8]), ["rope_scaling = [8]"]),
+    "config cut": (cut("config.json", 40), ["config.json: cannot be read"]),
+    "config and weights": (lambda f: (settings(hidden_act="relu")(f), cut("model.safetensors", 5)(f)),
+                           ['hidden_act = "relu"', "5 bytes cannot hold"]),
+    "no config": (lambda f: (f / "config.json").unlink(), ["config.json: cannot be read: No such file"]),
+    "missing and extra": (weights(lambda t: t.update(other=t.pop(NORM))),
+                          [f"has no {NORM}", "has other, which this model does not"]),
+    "no head": (weights(lambda t: t.pop(HEAD)), ["has no lm_head.weight"]),
+    "tied: another head": (weights(lambda t: t.update({HEAD: t[EMBEDDING] + 1e-3})),
+                           [f"{HEAD} differs from {EMBEDDING}"]),
+    "shape": (weights(lambda t: t.update({NORM: torch.ones(47)})), ["has shape [47], this model's is [48]"]),
+    "dtype": (weights(lambda t: t.update({NORM: torch.ones(48).double()})),
+              [f"{NORM} has dtype F64; only F32, BF16, F16 are read"]),
+    "pickled": (only_pickled, ["pytorch_model.bin: pickled files can run code and are not read"]),
+    "pickled under its name": (lambda f: torch.save({}, f / "model.safetensors"), ["is no safetensors file"]),
+    "empty": (lambda f: [p.unlink() for p in f.iterdir()], ["config.json: cannot be read", "has neither"]),
+    "weights cut": (cut("model.safetensors", 100_000), ["cut short"]),
+    "header cut": (cut("model.safetensors", 300), ["is no safetensors file, or cut short"]),
+    "sharded: files missing": (lambda f: [next(f.glob(f"model-0000{i}*")).unlink() for i in (1, 3)],
+                               ["model-00001-of", "model-00003-of", "is not there"]),
+    "sharded: index cut": (cut("model.safetensors.index.json", 50), ["index.json: cannot be read"]),
+    "sharded: index without map": (index(lambda c: c.pop("weight_map")), ["needs weight_map"]),
+    "sharded: index leads out": (index(lambda c: c["weight_map"].update({NORM: "../x"})), ["needs weight_map"]),
+    "sharded: index elsewhere": (index(lambda c: c["weight_map"].update({NORM: c["weight_map"][HEAD]})),
+                                 [f"has no {NORM}, which", f"has {NORM}, which model.safetensors.index.json does not"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_refused_by_name(folders, tmp_path, capsys, case):
+    spoil, said = WRONG[case]
+    folder = shutil.copytree(folders[case.partition(":")[0] if ":" in case else "single"], tmp_path / "hf")
+    spoil(folder)
+    code, error = run(capsys, "import", folder, tmp_path / "out")
+    assert code == 2 and all(words in error for words in said), error
+    assert all(line.startswith(str(tmp_path)) for line in error.splitlines()) and "Traceback" not in error
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_tied_head_that_is_equal_is_taken(folders, tmp_path, capsys):
+    folder = shutil.copytree(folders["tied"], tmp_path / "hf")
+    weights(lambda t: t.update({HEAD: t[EMBEDDING].clone()}))(folder)
+    assert run(capsys, "import", folder, tmp_path / "out") == (0, "")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_dtypes_are_read_exactly(folders, tmp_path, dtype):
+    folder = shutil.copytree(folders["single"], tmp_path / "hf")
+    weights(lambda t: t.update({name: value.to(dtype) for name, value in t.items()}))(folder)
+    found, expected = open_weights(config_from(str(folder)).model), load_file(folder / "model.safetensors")
+    assert all(torch.equal(found.read(name), expected[hf_name(name)].float()) for name in found.stored)
+
+
+def test_nothing_is_written_over(read, folders, tmp_path, capsys):
+    source, out = read[1][0] / "single", tmp_path / "out"
+    out.mkdir()
+    assert run(capsys, "export", source, out)[0] == 0  # an empty folder is as good as none
+    before = sorted((p.name, p.stat().st_mtime_ns) for p in out.iterdir())
+    for command in (("export", source), ("import", folders["single"])):
+        code, error = run(capsys, *command, out)
+        assert code == 2 and "is there already" in error
+    assert sorted((p.name, p.stat().st_mtime_ns) for p in out.iterdir()) == before
+    assert run(capsys, "export", tmp_path, tmp_path / "other")[0] == 2  # no checkpoint
+    assert run(capsys, "import", folders["single"], tmp_path / "step-00000007") == (
+        2, f"{tmp_path}/step-00000007: imported weights are no step 7 of a run; choose another name\n")
+    with hf.published(tmp_path / "twice"):
+        assert "is being written by another process" in run(capsys, "export", source, tmp_path / "twice")[1]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "twice"]
+
+
+def test_a_damaged_checkpoint_is_not_exported(read, tmp_path, capsys):
+    run_folder = shutil.copytree(read[2][0] / "single", tmp_path / "run")
+    first = run_folder / "checkpoints/step-00000001"
+    later = shutil.copytree(first, run_folder / "checkpoints/step-00000002")
+    code, error = run(capsys, "export", run_folder, tmp_path / "out")  # its name does not fit its state
+    assert code == 0 and "damaged, passed over:" in error
+    path = next(first.glob("*.distcp"))
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    code, error = run(capsys, "export", first, tmp_path / "other")
+    assert code == 2 and "expected SHA-256" in error
+    code, error = run(capsys, "export", run_folder, tmp_path / "other")
+    assert code == 2 and str(later) in error and str(first) in error and not (tmp_path / "other").exists()
+
+
+def test_a_full_disk_and_a_kill_leave_nothing_half(on_ranks, read, folders, tmp_path, capsys):
+    export = ["export", str(read[2][0] / "sharded"), str(tmp_path / "out")]
+    commands = [export, ["import", str(folders["sharded"]), str(tmp_path / "in")]]
+    for (code, error), out in zip(on_ranks(1, hf_cases.with_small_files, commands, 100_000)[0], ("out", "in")):
+        assert code == 2 and "File too large" in error and len(error.splitlines()) == 1, (out, error)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(AssertionError):
+        on_ranks(1, hf_cases.killed, export, timeout=60)
+    assert [p.name for p in tmp_path.iterdir()] == [".out.tmp"]
+    assert run(capsys, *export) == (0, "")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+# Memory; benchmarks/hf.py measures it at full size
+
+
+def test_memory_is_bounded(on_ranks, tmp_path):
+    cfg = configuration(300)
+    make_folder(tmp_path / "hf", cfg)
+    with torch.device("meta"):
+        sizes = [p.nbytes / 2**20 for _, p in named_parameters(Llama(cfg.model))]
+    assert sum(sizes) > 280
+    for peak, shard in on_ranks(2, hf_cases.read_peak, str(tmp_path / "hf")):
+        assert shard == pytest.approx(sum(sizes) / 2, rel=0.01) and peak < shard + 80, peak
+    commands = [["import", str(tmp_path / "hf"), str(tmp_path / "in")], ["export", str(tmp_path / "in"),
+                                                                         str(tmp_path / "out")]]
+    for peak in on_ranks(1, hf_cases.tool_peaks, commands)[0]:
+        assert peak < 2 * max(sizes) + 80 < 0.6 * sum(sizes), peak
