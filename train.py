@@ -198,8 +198,8 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
     tokenizer_files = kept_tokenizer(cfg)
 
     # The model, spread over the ranks; then where to go on: a checkpoint, else Hugging Face's or fresh weights.
-    weights = None if start else on_rank_zero(lambda: open_weights(cfg.model))
-    model = build(cfg, world, weights)
+    pretrained = None if start else on_rank_zero(lambda: open_weights(cfg.model))
+    model = build(cfg, world, pretrained)
     # After sharding, so that it holds the shards. Made before, it would keep the full weights alive and update those,
     # and the model would never learn.
     optimizer = build_optimizer(model, cfg.optim)
@@ -217,7 +217,7 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
         saver.before_publishing = recorder.sync  # the rows up to a checkpoint are on disk before it is
     if first:
         announce(cfg, world, model, folder, start)
-        if weights and has_another_tokenizer(Path(cfg.model.init_from), tokenizer_files):
+        if pretrained and has_another_tokenizer(Path(cfg.model.init_from), tokenizer_files):
             log.warning("%s has a tokenizer, but %s was prepared with another: to these weights its tokens mean other "
                         "words; data.tokenizer names one", cfg.model.init_from, data)
         log.info(unit_table(unit_map))
@@ -367,11 +367,11 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-def build(cfg: Config, world: World, weights: Weights | None = None) -> Llama:
+def build(cfg: Config, world: World, pretrained: Weights | None = None) -> Llama:
     model, device = describe(cfg.model), storage_device(cfg, world)
     parallelize(model, cfg, world)
-    if weights:
-        materialize_from(model, weights.read_rows, world, device)
+    if pretrained:
+        materialize_from(model, pretrained.read_rows, world, device)
     else:
         materialize(model, lambda name: initial_std(cfg.model, name), cfg.run.seed, world, device)
     return model
