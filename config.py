@@ -396,6 +396,7 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = ()) -> Config:
         name, _, text = override[2:].partition("=")
         if text == "off" and TABLES.get(name):
             flat = {key: value for key, value in flat.items() if not f"{key}.".startswith(f"{name}.")}
+            given[name] = "command line"
         else:
             flat[name], given[name] = _parse(text, SCHEMA.get(name, (None, None))[0]), "command line"
     for name, value in flat.items():
@@ -499,6 +500,8 @@ def read_hf_config(path: pathlib.Path) -> dict[str, Any]:
     rope = theirs.get(spelling) or {}
     if not isinstance(rope, dict):
         raise ConfigError(*problems, f"{path}: {spelling} = {_toml(rope)}: must be an object")
+    if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        problems.append(f"{path}: {spelling}.partial_rotary_factor = {_toml(part)}: only 1.0 can be read")
     theta = rope.get("rope_theta", theirs.get("rope_theta"))
     take("model.rope_theta", "rope_theta", 10000.0 if theta is None else theta)
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -527,6 +530,9 @@ def _take_from_hugging_face(flat: dict[str, Any], given: dict[str, str]) -> list
     except ConfigError as error:
         return list(error.problems)
     problems = []
+    if "model.rope_scaling" in given and "model.rope_scaling" not in flat and "model.rope_scaling.factor" in theirs:
+        problems.append(f"{given['model.rope_scaling']}: [model] rope_scaling is off: {path} has it, and its weights "
+                        "need it; leave it out, and it comes from there")
     for name in [*theirs, *(n for n in flat if n.startswith("model.rope_scaling.") and n not in theirs)]:
         key, value = name.partition(".")[2], theirs.get(name, "absent")
         if name not in flat:

@@ -36,7 +36,6 @@ from model.safetensors import BLOCK, memory, render_header
 GIB = 2**30
 GENERATION = "generation_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-CARRIED = (*TOKENIZER_FILES, GENERATION)  # copied as they are
 
 
 def hf_config(cfg: config.Config, dtype: str, bos: Any, eos: Any) -> dict[str, Any]:
@@ -106,27 +105,39 @@ def write_weights(folder: Path, m: config.Model, pieces: Callable[[str], Iterabl
                                     "weight_map": weight_map})
 
 
-def write_tokenizer(folder: Path, checkpoint: Path) -> tuple[Any, Any]:
-    """Copies the tokenizer of a checkpoint, and writes what transformers needs beside a sentencepiece model that stands
-    alone. Returns the ids of begin and end mark for config.json, None where they are not known."""
-    for name in CARRIED:
-        if (checkpoint / name).is_file():
-            shutil.copyfile(checkpoint / name, folder / name)
-    bos = eos = None
-    if (path := folder / "tokenizer.model").is_file() and not (folder / "tokenizer_config.json").is_file():
-        model = read_sentencepiece(path)
-        bos, eos = model.bos, model.eos
-        if (made := tokenizer_files(model)) is None:
-            print(f"{path.name}: is no byte-pair model of text as it stands; make transformers' files for it yourself",
-                  file=sys.stderr)
-        for name, content in (made or {}).items():
-            write_json(folder / name, content)
+def write_tokenizer(folder: Path, checkpoint: Path, marks: tuple[int | None, int | None]) -> tuple[Any, Any]:
+    """Copies the tokenizer of a checkpoint, and writes what transformers needs beside it where it stands alone. Returns
+    the ids of begin and end mark for config.json; `marks` are those of a tokenizer.json, as far as they are known."""
+    for path in carried(checkpoint):
+        shutil.copyfile(path, folder / path.name)
+    bos, eos = marks
+    if not (folder / "tokenizer_config.json").is_file():
+        if (folder / "tokenizer.json").is_file():
+            write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+        elif (path := folder / "tokenizer.model").is_file():
+            model = read_sentencepiece(path)
+            bos, eos = model.bos, model.eos
+            if (made := tokenizer_files(model)) is None:
+                print(f"{path.name}: is no byte-pair model of text as it stands; make transformers' files for it "
+                      "yourself", file=sys.stderr)
+            for name, content in (made or {}).items():
+                write_json(folder / name, content)
     if (folder / GENERATION).is_file():
         theirs = config.read_hf_json(folder / GENERATION)
         return theirs.get("bos_token_id", bos), theirs.get("eos_token_id", eos)
     write_json(folder / GENERATION, {key: value for key, value in (("bos_token_id", bos), ("eos_token_id", eos))
                                      if value is not None})
     return bos, eos
+
+
+def carried(folder: Path) -> list[Path]:
+    """A folder's files that are copied as they are, without those that write_tokenizer() makes again from the
+    sentencepiece model beside them: the model says more than they do."""
+    found = [folder / name for name in (*TOKENIZER_FILES, GENERATION) if (folder / name).is_file()]
+    made = {}
+    with contextlib.suppress(ConfigError):  # whatever else that is, it is not ours
+        made = tokenizer_files(read_sentencepiece(folder / "tokenizer.model")) or {}
+    return [path for path in found if not (path.name in made and config.read_hf_json(path) == made[path.name])]
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -199,6 +210,17 @@ def main(argv: list[str]) -> int:
 
     # Upwards, as a tool's main may: the model itself knows nothing of checkpoints.
     from checkpoint import places, reading, saving
+    from data.tokenizer import Tokenizer
+
+    def marks(checkpoint: Path) -> tuple[int | None, int | None]:
+        if not (checkpoint / "tokenizer.json").is_file():
+            return None, None
+        try:
+            tokenizer = Tokenizer(checkpoint)
+        except ConfigError as error:  # without the package they stay unknown
+            print(f"begin and end mark are left open in config.json: {error}", file=sys.stderr)
+            return None, None
+        return next(iter(tokenizer.bos), None), next(iter(tokenizer.eos), None)
 
     def export_from(source: Path) -> Callable[[Path], None]:
         checkpoint = places.find(source)
@@ -207,7 +229,7 @@ def main(argv: list[str]) -> int:
 
         def write(folder: Path) -> None:
             check_room(folder, cfg.model, DTYPES[args.dtype])
-            bos, eos = write_tokenizer(folder, checkpoint)
+            bos, eos = write_tokenizer(folder, checkpoint, marks(checkpoint))
             write_json(folder / "config.json", hf_config(cfg, args.dtype, bos, eos))
             write_weights(folder, cfg.model, lambda name: reading.row_chunks(checkpoint, reader, f"model.{name}"),
                           DTYPES[args.dtype], int(args.shard_gib * GIB))
@@ -228,11 +250,11 @@ def main(argv: list[str]) -> int:
             "train": {"steps": 1, **({"seq_len": length} if type(length) is int and length > 0 else {})}}, str(source))
         weights = match_weights(source, found, cfg.model)
         state = {"step": 0, "config": config.to_dict(cfg), "torch": torch.__version__}
-        carried = [source / name for name in CARRIED if (source / name).is_file()]
+        extra_files = carried(source)
 
         def write(folder: Path) -> None:
             check_room(folder, cfg.model, torch.float32)
-            saving.write_weights(folder, describe(cfg.model), weights.read, state, carried)
+            saving.write_weights(folder, describe(cfg.model), weights.read, state, extra_files)
         return write
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process works alone, as meant

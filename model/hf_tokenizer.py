@@ -49,6 +49,8 @@ def read_sentencepiece(path: Path) -> SentencePiece:
         bos, eos = (i if 0 <= i < len(pieces) else None for i in (trainer.get(41, 1), trainer.get(42, 2)))
         return SentencePiece(pieces, trainer.get(3, UNIGRAM), bos, eos, bool(normalizer.get(3, 1)),
                              plain=not normalizer.get(2) and not normalizer.get(4, 1) and bool(normalizer.get(5, 1)))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, IndexError, KeyError, AttributeError, TypeError, struct.error) as error:
         raise ConfigError(f"{path}: is no sentencepiece model: {error}") from None
 

@@ -21,9 +21,10 @@ from checkpoint.reading import restore
 from config import ConfigError
 from data.loader import Loader
 from data.tokenizer import Tokenizer
-from data.tokens import open_stream
+from data.tokens import open_streams
 from lifecycle.__main__ import check_launch
 from model import generate, hf
+from model.hf_tokenizer import read_sentencepiece, tokenizer_files
 from model.hf_weights import hf_name, open_weights
 from model.llama import Llama
 from optim import build_optimizer, learning_rate
@@ -166,7 +167,7 @@ def plain_loop(theirs: LlamaForCausalLM, cfg: config.Config, folder: pathlib.Pat
         [{"params": [p for p in theirs.parameters() if p.ndim > 1], "weight_decay": cfg.optim.weight_decay},
          {"params": [p for p in theirs.parameters() if p.ndim == 1], "weight_decay": 0.0}],
         betas=cfg.optim.betas, eps=cfg.optim.eps, foreach=False)
-    loader = Loader(open_stream(folder, "train", cfg.model.vocab_size), cfg.train, cfg.run.seed, 0, 1, 1, False)
+    loader = Loader(cfg, open_streams([folder], "train", cfg.model.vocab_size), [1.0], 0, 1, 1, False)
     found = []
     for step in range(1, steps + 1):
         inputs, targets = (torch.cat(part) for part in zip(*next(loader).micro_batches))
@@ -231,6 +232,8 @@ def test_sizes_that_disagree_are_all_named(folders, tmp_path):
                  "norm_eps = 1e-05", "rms_norm_eps = 1e-06", "rope_scaling.factor = 4.0",
                  "command line: [model] tie_embeddings = true"):
         assert part in str(caught.value)
+    with pytest.raises(ConfigError, match="rope_scaling is off.*leave it out"):
+        config.from_dict({**tables(), "model": {"init_from": folder}}, "test.toml", ["--model.rope_scaling=off"])
     with pytest.raises(ConfigError, match="rope_scaling.factor = 4.0: .*absent"):
         config.from_dict({**tables(), "model": {**given, "init_from": str(folders["single"])}}, "test.toml")
 
@@ -277,6 +280,23 @@ def test_transformers_gives_the_same_ids(read, prepared, tmp_path, capsys):
     assert [theirs.bos_token_id] == ours.bos and [theirs.eos_token_id] == ours.eos and len(theirs) == ours.vocab_size
     made = json.loads((tmp_path / "out/config.json").read_text())
     assert (made["bos_token_id"], made["eos_token_id"]) == (1, 2)
+    # back again, what was made from the sentencepiece model is not taken for the tokenizer
+    assert run(capsys, "import", tmp_path / "out", tmp_path / "again") == (0, "")
+    assert sorted(p.name for p in (tmp_path / "again").glob("*token*")) == ["tokenizer.model"]
+
+
+def test_a_tokenizer_json_that_stands_alone(folders, prepared, tmp_path, capsys):
+    folder = shutil.copytree(folders["single"], tmp_path / "hf")
+    for name in ("tokenizer.model", "generation_config.json"):
+        (folder / name).unlink()
+    made = tokenizer_files(read_sentencepiece(prepared / "tokenizer.model"))
+    (folder / "tokenizer.json").write_text(json.dumps(made["tokenizer.json"]))
+    assert run(capsys, "import", folder, tmp_path / "checkpoint") == (0, "")
+    assert run(capsys, "export", tmp_path / "checkpoint", tmp_path / "out") == (0, "")
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    ours, theirs = Tokenizer(prepared / "tokenizer.model"), AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs(words(3, 99))["input_ids"] == ours.encode([words(3, 99)])[0]
+    assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 2
 
 
 def test_a_tokenizer_that_cannot_be_expressed_is_carried_and_told(tmp_path, capsys):
@@ -286,12 +306,12 @@ def test_a_tokenizer_that_cannot_be_expressed_is_carried_and_told(tmp_path, caps
     sentencepiece.SentencePieceTrainer.train(input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"),
                                              vocab_size=60, model_type="unigram", hard_vocab_limit=False, minloglevel=2)
     (tmp_path / "out").mkdir()
-    assert hf.write_tokenizer(tmp_path / "out", tmp_path) == (1, 2)
+    assert hf.write_tokenizer(tmp_path / "out", tmp_path, (None, None)) == (1, 2)
     assert "tokenizer.model" in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path / "out")) == ["generation_config.json", "tokenizer.model"]
     (tmp_path / "tokenizer.model").write_bytes(b"{}")
     with pytest.raises(ConfigError, match="is no sentencepiece model"):
-        hf.write_tokenizer(tmp_path / "out", tmp_path)
+        hf.write_tokenizer(tmp_path / "out", tmp_path, (None, None))
 
 
 # What is wrong
@@ -342,6 +362,7 @@ WRONG = {  # what is done to the folder "single", or another that the name begin
                   ['rope_parameters.rope_type = "yarn"']),
     "rope values": (settings(rope_scaling={**LLAMA3, "factor": "8", "low_freq_factor": None}),
                     ['rope_scaling.factor = "8": must be a number', "rope_scaling.low_freq_factor is missing"]),
+    "rope in part": (settings(rope_parameters={**ROPE, "partial_rotary_factor": 0.5}), ["partial_rotary_factor = 0.5"]),
     "rope no object": (settings(rope_scaling=[8]), ["rope_scaling = [8]"]),
     "config cut": (cut("config.json", 40), ["config.json: cannot be read"]),
     "config and weights": (lambda f: (settings(hidden_act="relu")(f), cut("model.safetensors", 5)(f)),
