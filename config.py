@@ -12,6 +12,7 @@ import difflib
 import fnmatch
 import functools
 import json
+import os
 import pathlib
 import re
 import sys
@@ -520,7 +521,7 @@ def _take_from_hugging_face(flat: dict[str, Any], given: dict[str, str]) -> list
     folder, origin = flat["model.init_from"], given["model.init_from"]
     path = pathlib.Path(folder) / "config.json"
     required = [f"model.{f.name}" for f in fields(Model) if f.default is MISSING]
-    if not path.exists():
+    if not os.path.exists(path):  # unlike pathlib's, no error where it cannot be looked at
         # a complete table, as in a run's own config.toml, needs no folder: it may go on from a checkpoint
         return [] if all(name in flat for name in required) else [
             f"{origin}: [model] init_from = {_toml(folder)}: has no config.json; it must be a Hugging Face folder on "

@@ -219,7 +219,7 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
         announce(cfg, world, model, folder, start)
         if pretrained and has_another_tokenizer(Path(cfg.model.init_from), tokenizer_files):
             log.warning("%s has a tokenizer, but %s was prepared with another: to these weights its tokens mean other "
-                        "words; data.tokenizer names one", cfg.model.init_from, tokenizer_files[0].parent)
+                        "words; data.tokenizer names one", cfg.model.init_from, data[0])
         log.info(unit_table(unit_map))
         for path in tokenizer_files:
             (folder / path.name).write_bytes(path.read_bytes())

@@ -136,7 +136,7 @@ def open_reader(folder: pathlib.Path) -> Reader:
 def check_tensors(folder: pathlib.Path, reader: Reader, wanted: dict[str, Tensor], weights_only: bool) -> None:
     """Raises ConfigError where names, shapes or types differ from these tensors', which may be on meta."""
     stored = reader.metadata.state_dict_metadata
-    if not weights_only and all(name.startswith("model.") for name in stored):
+    if not weights_only and stored and all(name.startswith("model.") for name in stored):
         raise ConfigError(f"{folder}: {NO_OPTIMIZER}")
     problems = [f"{folder}: has no {name}" for name in wanted.keys() - stored.keys()]
     problems += [f"{folder}: has {name}, which this model does not" for name in stored.keys() - wanted.keys()
@@ -161,11 +161,11 @@ def row_chunks(folder: pathlib.Path, reader: Reader, name: str) -> Iterator[Tens
         info = reader.metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
         if info is None or chunk.offsets[:1] not in ((), (row,)) or chunk.sizes[1:] != item.size[1:]:
             raise ConfigError(f"{folder}: {name} is not stored in runs of rows")
-        with reader.fs.create_stream(folder / info.relative_path, "rb") as file:
-            try:
+        try:
+            with reader.fs.create_stream(folder / info.relative_path, "rb") as file:
                 rows = torch.load(reader._slice_file(file, info), map_location="cpu", weights_only=True)
-            except (RuntimeError, pickle.UnpicklingError, EOFError, OSError) as error:
-                raise ConfigError(f"{folder / info.relative_path}: {name} cannot be read: {error}") from None
+        except (Damaged, RuntimeError, pickle.UnpicklingError, EOFError, OSError) as error:
+            raise ConfigError(f"{folder / info.relative_path}: {name} cannot be read: {error}") from None
         if rows.shape != chunk.sizes or rows.dtype != item.properties.dtype:
             raise ConfigError(f"{folder / info.relative_path}: {name} is not what the metadata says it is")
         yield rows

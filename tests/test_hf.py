@@ -239,8 +239,9 @@ def test_sizes_that_disagree_are_all_named(folders, tmp_path):
 
 
 def test_a_folder_that_is_not_there(folders, tmp_path):
-    with pytest.raises(ConfigError, match="init_from = .*has no config.json.*hf download"):
-        config_from("meta-llama/Llama-3.2-1B")
+    for name in ("meta-llama/Llama-3.2-1B", "a" * 999, str(folders["single"] / "config.json")):
+        with pytest.raises(ConfigError, match="init_from = .*has no config.json.*hf download"):
+            config_from(name)
     cfg = make_config(model={"init_from": str(tmp_path / "gone")})  # complete: it may go on from a checkpoint
     with pytest.raises(ConfigError, match="gone: has neither model.safetensors"):
         open_weights(cfg.model)
@@ -474,4 +475,4 @@ def test_memory_is_bounded(on_ranks, tmp_path):
     commands = [["import", str(tmp_path / "hf"), str(tmp_path / "in")], ["export", str(tmp_path / "in"),
                                                                          str(tmp_path / "out")]]
     for peak in on_ranks(1, hf_cases.tool_peaks, commands)[0]:
-        assert peak < 2 * max(sizes) + 80 < 0.6 * sum(sizes), peak
+        assert peak < 2 * max(sizes) + 128 < 0.7 * sum(sizes), peak
