@@ -20,9 +20,9 @@ def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
     lies beside, tokenizer_config.json. `path`: the file, or a folder that holds one. Raises ConfigError."""
     path = pathlib.Path(path)
     if path.is_dir():
-        found = [path / name for name in ("tokenizer.json", "tokenizer.model") if (path / name).exists()]
+        found = [path / name for name in ("tokenizer.model", "tokenizer.json") if (path / name).exists()]
         if not found:
-            raise ConfigError(f"{path}: holds neither tokenizer.json nor tokenizer.model")
+            raise ConfigError(f"{path}: holds neither tokenizer.model nor tokenizer.json")
         path = found[0]
     try:
         content = path.read_bytes()

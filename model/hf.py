@@ -28,7 +28,7 @@ from torch import Tensor
 
 import config
 from config import ConfigError
-from model.hf_tokenizer import read_sentencepiece, tokenizer_files
+from model.hf_tokenizer import read_sentencepiece, fast_tokenizer_files
 from model.hf_weights import INDEX, SINGLE, TOKENIZER_FILES, hf_name, match_weights, scan, shapes
 from model.llama import describe
 from model.safetensors import BLOCK, memory, render_header
@@ -117,7 +117,7 @@ def write_tokenizer(folder: Path, checkpoint: Path, marks: tuple[int | None, int
         elif (path := folder / "tokenizer.model").is_file():
             model = read_sentencepiece(path)
             bos, eos = model.bos, model.eos
-            if (made := tokenizer_files(model)) is None:
+            if (made := fast_tokenizer_files(model)) is None:
                 print(f"{path.name}: is no byte-pair model of text as it stands; make transformers' files for it "
                       "yourself", file=sys.stderr)
             for name, content in (made or {}).items():
@@ -136,7 +136,7 @@ def carried(folder: Path) -> list[Path]:
     found = [folder / name for name in (*TOKENIZER_FILES, GENERATION) if (folder / name).is_file()]
     made = {}
     with contextlib.suppress(ConfigError):  # whatever else that is, it is not ours
-        made = tokenizer_files(read_sentencepiece(folder / "tokenizer.model")) or {}
+        made = fast_tokenizer_files(read_sentencepiece(folder / "tokenizer.model")) or {}
     return [path for path in found if not (path.name in made and config.read_hf_json(path) == made[path.name])]
 
 

@@ -82,7 +82,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
         at += size
 
 
-def tokenizer_files(model: SentencePiece) -> dict[str, dict] | None:
+def fast_tokenizer_files(model: SentencePiece) -> dict[str, dict] | None:
     """{file name: content}, None where the model cannot be said in tokenizer.json: unigram, or normalised text."""
     if model.kind != BPE or not model.plain:
         return None

@@ -174,12 +174,18 @@ def test_resume_settings(tmp_path):
 
 def test_other_data_is_refused(tmp_path):
     cfg = configured(tmp_path)
-    fake(cfg, 10, data={"identity": 1, "sha256": 2})
-    places.check_same_data(cfg, 10, {"identity": 1, "sha256": 2})
-    places.check_same_data(cfg, 0, {"identity": 3})
-    with pytest.raises(ConfigError, match="was trained on other data: sha256 was 2, is 3"):
-        places.check_same_data(cfg, 10, {"identity": 1, "sha256": 3})
-    places.check_same_data(configured(tmp_path, allow_changed=["data.source"]), 10, {"identity": 1, "sha256": 3})
+
+    def data(content: int) -> dict:
+        return {"identity": {"source": "x", "subset": None}, "sha256": {"train.bin": content, "heldout.bin": 2}}
+
+    fake(cfg, 10, data=[data(1)])
+    places.check_same_data(cfg, 10, [data(1)])
+    places.check_same_data(cfg, 0, [data(3)])
+    with pytest.raises(ConfigError, match=r"was trained on other data: x: sha256.train.bin was 1, is 3; choose"):
+        places.check_same_data(cfg, 10, [data(3)])
+    with pytest.raises(ConfigError, match=r"1 sources, now 2"):
+        places.check_same_data(cfg, 10, [data(1), data(1)])
+    places.check_same_data(configured(tmp_path, allow_changed=["data.source"]), 10, [data(3)])
 
 
 def test_later_checkpoints_are_set_aside(tmp_path):

@@ -24,7 +24,7 @@ from data.tokenizer import Tokenizer
 from data.tokens import open_streams
 from lifecycle.__main__ import check_launch
 from model import generate, hf
-from model.hf_tokenizer import read_sentencepiece, tokenizer_files
+from model.hf_tokenizer import read_sentencepiece, fast_tokenizer_files
 from model.hf_weights import hf_name, open_weights
 from model.llama import Llama
 from optim import build_optimizer, learning_rate
@@ -290,7 +290,7 @@ def test_a_tokenizer_json_that_stands_alone(folders, prepared, tmp_path, capsys)
     folder = shutil.copytree(folders["single"], tmp_path / "hf")
     for name in ("tokenizer.model", "generation_config.json"):
         (folder / name).unlink()
-    made = tokenizer_files(read_sentencepiece(prepared / "tokenizer.model"))
+    made = fast_tokenizer_files(read_sentencepiece(prepared / "tokenizer.model"))
     (folder / "tokenizer.json").write_text(json.dumps(made["tokenizer.json"]))
     assert run(capsys, "import", folder, tmp_path / "checkpoint") == (0, "")
     assert run(capsys, "export", tmp_path / "checkpoint", tmp_path / "out") == (0, "")

@@ -132,7 +132,7 @@ def test_garbled_tokenizer_json(content, what, corpus, tmp_path):
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigError, match=what):
         Tokenizer(tmp_path)
-    with pytest.raises(ConfigError, match="holds neither tokenizer.json nor tokenizer.model"):
+    with pytest.raises(ConfigError, match="holds neither tokenizer.model nor tokenizer.json"):
         Tokenizer(tmp_path / "..")
 
 
