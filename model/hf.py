@@ -28,7 +28,7 @@ from torch import Tensor
 
 import config
 from config import ConfigError
-from model.hf_tokenizer import read_sentencepiece, fast_tokenizer_files
+from model.hf_tokenizer import fast_tokenizer_files, read_sentencepiece
 from model.hf_weights import INDEX, SINGLE, TOKENIZER_FILES, hf_name, match_weights, scan, shapes
 from model.llama import describe
 from model.safetensors import BLOCK, memory, render_header

@@ -24,7 +24,7 @@ from data.tokenizer import Tokenizer
 from data.tokens import open_streams
 from lifecycle.__main__ import check_launch
 from model import generate, hf
-from model.hf_tokenizer import read_sentencepiece, fast_tokenizer_files
+from model.hf_tokenizer import fast_tokenizer_files, read_sentencepiece
 from model.hf_weights import hf_name, open_weights
 from model.llama import Llama
 from optim import build_optimizer, learning_rate
