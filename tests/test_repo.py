@@ -116,8 +116,9 @@ def test_every_table_is_one_that_is_read():
 
 
 def commands(text: str) -> list[str]:
-    joined = text.replace("\\\n", " ")
-    return [line.split("  #")[0].strip() for line in joined.splitlines() if line.strip() and not line.startswith("#")]
+    """A line each, or a here-document with its command."""
+    found = re.findall(r"^.*<<'END'\n(?:.*\n)*?END$|^.+$", text.replace("\\\n", " "), re.M)
+    return [line.split("  #")[0].strip() for line in found if line.strip() and not line.startswith("#")]
 
 
 def short(command: str) -> str:
