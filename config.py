@@ -34,6 +34,7 @@ class ConfigError(Exception):
         self.problems = problems
 
 
+LONGEST_PERIOD = 1 << 16  # samples after which a mixture's order of sources repeats, at most
 IGNORE = -100  # a target token that does not count; data writes it, model/loss.py reads it, as in torch's cross_entropy
 
 POSITIVE = (lambda v: isinstance(v, str) or v > 0, "must be greater than 0")  # or a word, as "auto"
@@ -101,10 +102,10 @@ class Source:
 
     source: str = option(MISSING, "as data.source")
     weight: float = option(1.0, "its share of the samples, against the other weights", POSITIVE)
-    subset: str | None = option(None, "absent, here and below: as in [data]")
-    split: str | None = option(None, "")
-    text_field: str | None = option(None, "")
-    max_tokens: int | None = option(None, "", POSITIVE)
+    subset: str | None = option(None, "absent: that of [data], as with what follows")
+    split: str | None = option(None, "as data.split")
+    text_field: str | None = option(None, "as data.text_field")
+    max_tokens: int | None = option(None, "as data.max_tokens", POSITIVE)
 
 
 @dataclass(frozen=True)
@@ -275,6 +276,15 @@ def _raise_if_broken(cfg: Config, origin: Callable[[str], str], rules: list[tupl
         raise ConfigError(*problems)
 
 
+def _whole_sources(d: Data) -> list[tuple]:
+    """What each source of a mixture reads, with what it takes from [data]."""
+    def local(text: str) -> str:
+        return os.path.normpath(text) if os.path.exists(text) else text
+
+    return [(local(s.source), s.subset or d.subset, s.split or d.split, s.text_field or d.text_field,
+             s.max_tokens or d.max_tokens) for s in d.sources]
+
+
 def _check_together(cfg: Config, origin: Callable[[str], str]) -> None:
     """Rules between options. Each names the option to change."""
     m, t, o, p, c = cfg.model, cfg.train, cfg.optim, cfg.parallel, cfg.checkpoint
@@ -297,8 +307,11 @@ def _check_together(cfg: Config, origin: Callable[[str], str]) -> None:
         ("parallel.recompute", isinstance(p.recompute, str) or p.recompute <= m.n_layers,
          f"every n-th of {m.n_layers} blocks: n must not exceed them"),
         ("data.source", not cfg.data.sources or cfg.data.source == Data.source, "goes without [[data.sources]]"),
-        ("data.sources", len({replace(s, weight=1.0) for s in cfg.data.sources}) == len(cfg.data.sources),
+        ("data.sources", len(set(_whole_sources(cfg.data))) == len(cfg.data.sources),
          "names one source twice; add their weights"),
+        ("data.sources", all(s.weight * LONGEST_PERIOD >= sum(other.weight for other in cfg.data.sources)
+                             for s in cfg.data.sources),
+         f"a weight must be at least 1/{LONGEST_PERIOD} of the sum of all"),
         ("optim.state_dtype", o.state_dtype == "float32", later),
     ]
     if f := cfg.profile:
@@ -403,9 +416,13 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = ()) -> Config:
     for name, value in flat.items():
         section, _, key = name.rpartition(".")
         at = f"{given[name]}: {f'[{section}] ' if section else ''}{key} = {_toml(value)}"
-        if name in TABLES and value != {}:
+        if name == "data.sources" and value == {}:
+            problems.append(f"{given[name]}: [data.sources]: is a list of tables; write [[data.sources]]")
+        elif name in TABLES and value != {}:
             problems.append(f"{at}: must be a table, written [{name}]"
                             + ("; off removes it from the command line" if TABLES[name] else ""))
+        elif name.startswith("data.sources."):
+            pass  # told already
         elif name not in SCHEMA and name not in TABLES:
             if value != {} or not any(other.startswith(f"{name}.") for other in flat):  # its options are named already
                 problems.append(f"{at}: unknown {'option' if value != {} else 'section'}{_nearest(name)}")
@@ -660,7 +677,7 @@ def _toml(value: Any) -> str:
         return f"[{', '.join(map(_toml, value))}]"
     if is_dataclass(value):
         return _toml({key: v for key, v in dataclasses.asdict(value).items() if v is not None})
-    return json.dumps(value, ensure_ascii=False, default=str)
+    return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
 
 
 def option_table() -> str:
@@ -672,4 +689,8 @@ def option_table() -> str:
             if name.rpartition(".")[0] == table:
                 default = "required" if f.default is MISSING else "absent" if f.default is None else _toml(f.default)
                 lines.append(f"  {f.name} = {default}".ljust(43) + f"# {_describe(hint)}: {f.metadata['doc']}")
+        if table == "data":
+            lines += ["", "[[data.sources]]   (one table for each source of a mixture)", *(
+                f"  {f.name} = {'required' if f.default is MISSING else 'absent' if f.default is None else f.default}"
+                .ljust(43) + f"# {f.metadata['doc']}" for f in fields(Source))]
     return "\n".join(lines).strip()

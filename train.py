@@ -24,6 +24,7 @@ import contextlib
 import gc
 import json
 import logging
+import math
 import os
 import signal
 import traceback
@@ -41,9 +42,9 @@ from checkpoint.reading import restore, tensors_of
 from checkpoint.saving import SaveFailed, Saver
 from config import Config, ConfigError
 from data.loader import DIGEST_MODULUS, Batch, Loader, heldout_batches, make_order
-from data.prepare import data_folders, is_prepared, kept_tokenizer, weights
+from data.prepare import data_folders, is_prepared, kept_tokenizer, open_data, source_names, weights
 from data.show import printable
-from data.tokens import TokenStream, fingerprint, open_streams
+from data.tokens import TokenStream, fingerprint
 from lifecycle import DOES_NOT_FIT, INPUT_IS_WRONG, STOPPED
 from lifecycle import folder as run_files
 from metrics import log
@@ -67,8 +68,7 @@ def main(args: Namespace, cfg: Config, stop: StopRequest) -> int:
         if args.dry_run:
             epoch = None
             if is_prepared(cfg):
-                streams = open_streams(data_folders(cfg), "train", cfg.model.vocab_size)
-                epoch = make_order(cfg, streams, weights(cfg)).longest_epoch()
+                epoch = make_order(cfg, open_data(cfg, "train"), weights(cfg)).longest_epoch()
             return 0 if dry_run(cfg, args, epoch) else DOES_NOT_FIT
         for failure in run_files.failures(config.run_folder(cfg), args.launch) if args.launch else ():
             if failure["final"]:  # torchrun has started this launch again, and would once more
@@ -108,7 +108,7 @@ def run(cfg: Config, world: World, launch: str | None, stop: StopRequest) -> int
     watch.phase("start", cfg.run.start_timeout_seconds)
     try:
         # before a folder is made
-        make_order(cfg, open_streams(data_folders(cfg), "train", cfg.model.vocab_size), weights(cfg))
+        make_order(cfg, open_data(cfg, "train"), weights(cfg))
         start, passed_over, lock = enter(cfg, world, folder, launch)
         metrics.start_logging(folder, world.rank)
         for problem in (problem for problems in passed_over.values() for problem in problems):
@@ -193,8 +193,7 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
 
     # The data, before the minutes that a large model takes: what is wrong with it is said at once.
     data = data_folders(cfg)
-    streams = open_streams(data, "train", cfg.model.vocab_size)
-    heldout = open_streams(data, "heldout", cfg.model.vocab_size) if cfg.eval else []
+    streams, heldout = open_data(cfg, "train"), open_data(cfg, "heldout") if cfg.eval else []
     tokenizer_files = kept_tokenizer(cfg)
 
     # The model, spread over the ranks; then where to go on: a checkpoint, else Hugging Face's or fresh weights.
@@ -257,7 +256,7 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
             # FSDP2 averages gradients over the ranks. Times their number it is their sum, and over the step's valid
             # tokens the mean over tokens, however they are split over ranks and micro-batches. A loss that is not
             # finite makes it NaN, and with it the gradient's norm on all ranks.
-            (part * (world.size / batch.tokens + 0 * part.detach())).backward()
+            (part * (world.size / max(1, batch.tokens) + 0 * part.detach())).backward()
             loss_sum += part.detach()
 
         watch.phase("update", patience)
@@ -412,7 +411,7 @@ def summarize(cfg: Config, world: World, model: Llama, step: int, loss_sum: torc
     return {
         "kind": "train",
         "step": step,
-        "loss": sum(rank["loss_sum"] for rank in ranks) / batch.tokens,
+        "loss": sum(rank["loss_sum"] for rank in ranks) / batch.tokens if batch.tokens else math.nan,
         "grad_norm": grad_norm.item(),
         "lr": lr,
         "tokens": step * tokens,
@@ -429,7 +428,7 @@ def evaluate(model: Llama, cfg: Config, world: World, heldout: list[TokenStream]
              watch: Watch) -> dict | None:
     """Mean loss over held-out tokens, the same for any number of ranks, and of a mixture that of each source. None
     where the run was told to stop."""
-    sums = torch.zeros(len(heldout), device=world.device)
+    sums = torch.zeros(len(heldout), dtype=torch.float64, device=world.device)
     counts = torch.zeros(len(heldout), dtype=torch.int64, device=world.device)
     patience = cfg.run.start_timeout_seconds  # the first may compile
     for i, tensors in ((i, t) for i, s in enumerate(heldout) for t in heldout_batches(s, cfg, world.rank, world.size)):
@@ -448,9 +447,10 @@ def evaluate(model: Llama, cfg: Config, world: World, heldout: list[TokenStream]
     ranks = from_all_ranks({"sums": sums.tolist(), "counts": counts.tolist()})
     total = [(sum(rank["sums"][i] for rank in ranks), sum(rank["counts"][i] for rank in ranks))
              for i in range(len(heldout))]
-    each = {source.source: part / count if count else None for source, (part, count) in zip(cfg.data.sources, total)}
-    return {"loss": sum(part for part, _ in total) / sum(count for _, count in total),
-            **({"loss_by_source": each} if each else {})}
+    total.append((sum(part for part, _ in total), sum(count for _, count in total)))
+    means = [part / count if count else math.nan for part, count in total]  # a mask may leave no target
+    each = dict(zip(source_names(cfg), means))
+    return {"loss": means[-1], **({"loss_by_source": each} if each else {})}
 
 
 def tell_evaluation(step: int, found: dict | None, recorder: metrics.Recorder | None) -> None:
@@ -463,7 +463,7 @@ def evaluate_newest(cfg: Config, world: World) -> None:
     """--eval-only: prints the evaluation row of the run's newest good checkpoint; writes nothing."""
     found = on_rank_zero(lambda: places.steps(cfg))
     step, bad = places.newest_good(cfg, found, lambda path: problems_on_all_ranks(path, world))
-    heldout = open_streams(data_folders(cfg), "heldout", cfg.model.vocab_size)
+    heldout = open_data(cfg, "heldout")
     model = build(cfg, world)
     restore(places.path_of(cfg, step), model, None)
     found = evaluate(model, cfg, world, heldout, None, Watch(lambda text: (print(text, file=sys.stderr), leave(1))))
@@ -496,7 +496,7 @@ def show_sample(model: Llama, cfg: Config, world: World, tokenizer_files: list[P
         tokenizer = Tokenizer(tokenizer_files[0].parent) if tokenizer_files else None
     if not all(rank["ready"] for rank in from_all_ranks({"ready": tokenizer is not None})):
         return
-    prompt = "def " if cfg.data.source == "python-stdlib" else "The "
+    prompt = "def " if "python-stdlib" in (source_names(cfg) or [cfg.data.source]) else "The "
     with torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
         text = continue_text(model, tokenizer, prompt, 64, 0.8, cfg.train.seq_len, world.device, cfg.run.seed)
     reshard(model)

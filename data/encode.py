@@ -7,6 +7,8 @@ takes Python's lock.
 import array
 import collections
 import concurrent.futures
+import concurrent.futures.process
+import errno
 import functools
 import hashlib
 import itertools
@@ -92,7 +94,11 @@ def encode_all(path: pathlib.Path, small: bool, source: Source) -> Iterator[tupl
             ahead = collections.deque(itertools.islice(waiting, 3 * workers))
             while ahead:
                 chunk, done = ahead.popleft()
-                encoded = done.result()
+                try:
+                    encoded = done.result()
+                except concurrent.futures.process.BrokenProcessPool:
+                    raise OSError(errno.ENOMEM, "a process that tokenizes was killed (is the host out of memory?); the "
+                                                "same command goes on from here") from None
                 ahead.extend(itertools.islice(waiting, 1))
                 yield chunk, encoded
         finally:

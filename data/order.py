@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from config import ConfigError
-
-LONGEST_PERIOD = 1 << 16  # samples
+from config import LONGEST_PERIOD
 
 
 class Permutation:
@@ -78,12 +76,9 @@ class Mixture:
 
 def whole_parts(weights: Sequence[float]) -> list[int]:
     """The weights as whole numbers in the same ratio, with a sum of at most LONGEST_PERIOD: exactly where that is
-    possible, as for 0.7 and 0.3, else as near as it goes. Raises ConfigError for a weight too small for that."""
+    possible, as for 0.7 and 0.3, else as near as it goes."""
     exact = [Fraction(repr(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
-    if min(shares) < Fraction(1, LONGEST_PERIOD):
-        raise ConfigError(f"[data] sources: weight = {weights[shares.index(min(shares))]}: must be at least "
-                          f"1/{LONGEST_PERIOD} of the sum of all")
     near = [share.limit_denominator(LONGEST_PERIOD) for share in shares]
     period = math.lcm(*(share.denominator for share in near))
     if sum(near) == 1 and period <= LONGEST_PERIOD:

@@ -28,7 +28,7 @@ from data.encode import encode_all
 from data.progress import Bar, Console
 from data.sources import STDLIB, Source, file_stamps
 from data.tokenizer import Tokenizer, tokenizer_files, train_tokenizer
-from data.tokens import MANIFEST, read_manifest
+from data.tokens import MANIFEST, TokenStream, open_stream, read_manifest
 
 FORMAT = 3  # of the files; part of their identity
 SYNC_SECONDS = 5.0  # between two points that a killed preparation goes on from
@@ -111,10 +111,7 @@ def prepare(cfg: config.Config, say: Callable[..., None]) -> list[pathlib.Path]:
     say(text): a line for a person; say(text, passing=True): one that the next may overwrite.
     """
     if cfg.data.sources and not cfg.data.tokenizer:
-        path = common_tokenizer(cfg)
-        with _told(path), _one_at_a_time(path, say):
-            if not path.exists():
-                _replace(path, _train_tokenizer(cfg, say))
+        _make_common_tokenizer(cfg, say)
     folders = data_folders(cfg)
     for part, folder in zip(parts(cfg), folders):
         if not _matches(folder, part, say):
@@ -122,6 +119,24 @@ def prepare(cfg: config.Config, say: Callable[..., None]) -> list[pathlib.Path]:
                 if not _matches(folder, part, say):  # another process may have made it meanwhile
                     _make(folder, part, say)
     return folders
+
+
+def _make_common_tokenizer(cfg: config.Config, say: Callable[..., None]) -> None:
+    """And beside it the stamps of the files that it was trained on. Raises ConfigError where those have changed."""
+    path = common_tokenizer(cfg)
+    stamps = path.with_suffix(".json")
+    now = {part.data.source: file_stamps(part.data.source) for part in _sources(cfg)}
+    if not path.exists():
+        with _told(path), _one_at_a_time(path, say):
+            if not path.exists():
+                content = _train_tokenizer(cfg, say)
+                _replace(stamps, json.dumps(now).encode())
+                _replace(path, content)
+    before = _read_json(stamps) or {}
+    changed = [source for source, files in now.items() if files and files != before.get(source)]
+    if changed:
+        raise ConfigError(f"{path}: {', '.join(changed)} changed since this tokenizer was trained on it; delete it and "
+                          "the folders beside it, or prepare into another with data.path")
 
 
 @contextlib.contextmanager
@@ -139,19 +154,38 @@ def _matches(folder: pathlib.Path, cfg: config.Config, say: Callable[..., None])
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder}: is there but holds no prepared data ({MANIFEST} is missing); move it away")
         return False
-    wanted, changed = identity(cfg), []
-    for key, value in wanted.items():
-        if manifest["identity"].get(key) != value:
-            changed.append(f"{folder}: was prepared with {key} = {manifest['identity'].get(key)!r}, the configuration "
-                           f"says {value!r}; delete the folder or name another data.path")
-    if changed:
-        raise ConfigError(*changed)
+    _check_identity(folder, manifest, cfg)
     files = file_stamps(cfg.data.source)
     if files and files != manifest["files"]:  # the text may be gone, but not be another
         raise ConfigError(f"[data] source = {cfg.data.source}: changed since {folder} was prepared; delete that "
                           "folder, or prepare into another with data.path")
     _check_content(folder, manifest, say)
     return True
+
+
+def _check_identity(folder: pathlib.Path, manifest: dict, cfg: config.Config) -> None:
+    before, changed = manifest["identity"], []
+    for key, value in identity(cfg).items():
+        if before.get(key) != value:
+            changed.append(f"{folder}: was prepared with {key} = {before.get(key)!r}, the configuration says "
+                           f"{value!r}; delete the folder or name another data.path")
+    if changed:
+        raise ConfigError(*changed)
+
+
+def open_data(cfg: config.Config, split: str) -> list[TokenStream]:
+    """The streams of a configuration's sources. Raises ConfigError where they are not prepared, or for another one."""
+    folders = data_folders(cfg)
+    for part, folder in zip(parts(cfg), folders):
+        if manifest := read_manifest(folder):
+            _check_identity(folder, manifest, part)
+    return [open_stream(folder, split, cfg.model.vocab_size) for folder in folders]
+
+
+def source_names(cfg: config.Config) -> list[str]:
+    """Of a mixture, to tell its sources apart: theirs, or the names of their folders where two have one."""
+    names = [s.source for s in cfg.data.sources]
+    return names if len(set(names)) == len(names) else [folder.name for folder in data_folders(cfg)]
 
 
 def _check_content(folder: pathlib.Path, manifest: dict, say: Callable[..., None]) -> None:
@@ -194,25 +228,17 @@ def _make(folder: pathlib.Path, cfg: config.Config, say: Callable[..., None]) ->
     temporary = folder.with_name(f".{folder.name}.tmp")
     files = file_stamps(cfg.data.source)
     begun = json.loads(json.dumps({"identity": identity(cfg), "files": files}))
-    if _read_json(temporary / BEGUN) != begun:
+    done = _read_json(temporary / MANIFEST) or {}
+    if _read_json(temporary / BEGUN) != begun and any(done.get(key) != value for key, value in begun.items()):
         shutil.rmtree(temporary, ignore_errors=True)
+        done = {}
     try:
-        if not (temporary / BEGUN).exists():
-            temporary.mkdir(exist_ok=True)
-            trained = {} if cfg.data.tokenizer else {"tokenizer.model": _train_tokenizer(cfg, say)}
-            for name, content in (trained or Tokenizer(cfg.data.tokenizer).files).items():
-                _replace(temporary / name, content)
-            _replace(temporary / BEGUN, json.dumps(begun).encode())
-        tokenizer = Tokenizer(temporary)
-        if tokenizer.vocab_size > cfg.model.vocab_size:
-            raise ConfigError(f"[model] vocab_size = {cfg.model.vocab_size}: smaller than the tokenizer "
-                              f"{cfg.data.tokenizer}, which has {tokenizer.vocab_size} pieces")
-        counts = _write_tokens(temporary, cfg.data, tokenizer.vocab_size, say)
-        for name in (BEGUN, PROGRESS):
-            (temporary / name).unlink(missing_ok=True)
-        manifest = {"identity": identity(cfg), "vocab_size": tokenizer.vocab_size, **counts, "files": files,
-                    "sha256": {path.name: _sha256(path) for path in sorted(temporary.iterdir())}}
-        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2))
+        if not done:
+            done = _fill(temporary, cfg, begun, say)
+        if file_stamps(cfg.data.source) != files:
+            raise ConfigError(f"[data] source = {cfg.data.source}: changed while it was prepared; start again")
+        for path in set(temporary.iterdir()) - set(_kept(temporary)) - {temporary / MANIFEST}:
+            path.unlink()  # what is killed from here on finds the manifest, and goes on here
         os.sync()  # what the new name promises must survive a power cut
         if folder.exists():
             folder.rmdir()  # an empty one, by _matches
@@ -220,8 +246,35 @@ def _make(folder: pathlib.Path, cfg: config.Config, say: Callable[..., None]) ->
     except ConfigError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    tokens = counts["tokens"]
+    tokens = done["tokens"]
     say(f"prepared {folder}: {tokens['train']:,} tokens to train on, {tokens['heldout']:,} held out")
+
+
+def _fill(temporary: pathlib.Path, cfg: config.Config, begun: dict, say: Callable[..., None]) -> dict:
+    """Writes the files and, last, the manifest, which it returns."""
+    if not (temporary / BEGUN).exists():
+        temporary.mkdir(exist_ok=True)
+        trained = {} if cfg.data.tokenizer else {"tokenizer.model": _train_tokenizer(cfg, say)}
+        for name, content in (trained or Tokenizer(cfg.data.tokenizer).files).items():
+            _replace(temporary / name, content)
+        _replace(temporary / BEGUN, json.dumps(begun).encode())
+    tokenizer = Tokenizer(temporary)
+    if not tokenizer.eos:
+        say(f"{cfg.data.tokenizer}: has no end mark that is known, so nothing stands between documents")
+    if tokenizer.vocab_size > cfg.model.vocab_size:
+        raise ConfigError(f"[model] vocab_size = {cfg.model.vocab_size}: smaller than the tokenizer "
+                          f"{cfg.data.tokenizer}, which has {tokenizer.vocab_size} pieces")
+    counts = _write_tokens(temporary, cfg.data, tokenizer.vocab_size, say)
+    manifest = {**begun, "vocab_size": tokenizer.vocab_size, **counts,
+                "sha256": {path.name: _sha256(path) for path in _kept(temporary)}}
+    _replace(temporary / MANIFEST, json.dumps(manifest, indent=2).encode())
+    return manifest
+
+
+def _kept(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The files whose hashes stand in the manifest."""
+    passing = (BEGUN, PROGRESS, MANIFEST)
+    return sorted(path for path in folder.iterdir() if path.name not in passing and path.suffix != ".new")
 
 
 def _read_json(path: pathlib.Path) -> Any:

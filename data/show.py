@@ -13,16 +13,14 @@ from collections.abc import Iterator
 import config
 from config import ConfigError
 from data.loader import make_order
-from data.prepare import data_folders, weights
+from data.prepare import data_folders, open_data, weights
 from data.tokenizer import Tokenizer
-from data.tokens import open_streams
 
 
 def samples(cfg: config.Config, step: int) -> Iterator[str]:
     """A text for each sample of a step (from 1). Raises ConfigError."""
-    folders, t = data_folders(cfg), cfg.train
-    streams = open_streams(folders, "train", cfg.model.vocab_size)
-    order, tokenizer = make_order(cfg, streams, weights(cfg)), Tokenizer(folders[0])
+    t, streams = cfg.train, open_data(cfg, "train")
+    order, tokenizer = make_order(cfg, streams, weights(cfg)), Tokenizer(data_folders(cfg)[0])
     for number in range((step - 1) * t.global_batch_size, step * t.global_batch_size):
         source, epoch, window = order(number)
         stream, first, last = streams[source], window * t.seq_len, (window + 1) * t.seq_len  # the last: a target only

@@ -17,7 +17,7 @@ from config import ConfigError
 
 STDLIB = "python-stdlib"
 LOCAL = (".jsonl", ".json", ".parquet", ".txt")
-TEXT_PIECE = 1 << 16  # characters: a longer .txt file becomes several documents
+TEXT_PIECE = 1 << 16  # bytes: a longer .txt file becomes several documents
 
 
 class Source:
@@ -71,7 +71,7 @@ def is_local(source: str) -> bool:
 def local_files(source: str) -> list[pathlib.Path]:
     path = pathlib.Path(source)
     if path.is_dir():
-        return sorted(p for p in path.iterdir() if p.suffix in LOCAL)
+        return sorted(p for p in path.iterdir() if p.suffix in LOCAL and p.is_file())
     return [path] if path.exists() else sorted(map(pathlib.Path, glob.glob(source, recursive=True)))
 
 
@@ -131,17 +131,22 @@ class Files:
                     yield where, _field(where, row, self.d.text_field)
 
     def _text_pieces(self, path: pathlib.Path) -> Iterator[tuple[str, object]]:
-        """A file is a document; a long one is cut at line ends, so that some of it can be held out."""
+        """A file is a document; a long one is cut, at line ends where it has some, so that part of it can be held out
+        and its size does not matter."""
         with path.open("rb") as file:
             file.seek(self.byte)
-            while lines := file.readlines(TEXT_PIECE):
-                piece = b"".join(lines)
-                self.row, self.byte = self.row + len(lines), self.byte + len(piece)
+            while piece := file.read(TEXT_PIECE) + file.readline(TEXT_PIECE):
                 try:
-                    yield str(path), piece.decode()
+                    text = piece.decode()
                 except UnicodeDecodeError as error:
-                    line = self.row - len(lines) + piece.count(b"\n", 0, error.start) + 1
-                    raise ConfigError(f"{path}: line {line}: is not UTF-8: {error.reason}") from None
+                    if error.reason != "unexpected end of data" or not error.start or not file.peek(1):
+                        line = self.row + piece.count(b"\n", 0, error.start) + 1
+                        raise ConfigError(f"{path}: line {line}: is not UTF-8: {error.reason}") from None
+                    piece = piece[: error.start]  # the cut went through a character
+                    file.seek(self.byte + len(piece))
+                    text = piece.decode()
+                self.row, self.byte = self.row + piece.count(b"\n"), self.byte + len(piece)
+                yield str(path), text
 
     def _python(self, path: pathlib.Path) -> Iterator[tuple[str, object]]:
         if not self.byte:
@@ -150,8 +155,13 @@ class Files:
                 yield str(path), path.read_bytes().decode()
 
     def _parquet(self, path: pathlib.Path) -> Iterator[tuple[str, object]]:
+        with _told(path):
+            import pyarrow.parquet
+
+            rows = pyarrow.parquet.ParquetFile(path).metadata.num_rows
+        if not rows:  # which `datasets` takes for a fault
+            return
         self.table = self.table or _Table(self.d, path, None)
-        rows = self.table.count()
         for row in self.table:
             self.row += 1
             self.byte = self.sizes[self.file] * self.row // max(rows, self.row)
@@ -176,7 +186,9 @@ class Hub:
         return [self.row, self.table.state()]
 
     def share(self) -> float | None:
-        return self.row / rows if (rows := self.table.count()) else None
+        splits = self.table.data.info.splits or {}
+        rows = splits[self.d.split].num_examples if self.d.split in splits else None
+        return self.row / rows if rows else None
 
 
 class _Table:
@@ -185,8 +197,9 @@ class _Table:
     def __init__(self, d: config.Data, path: pathlib.Path | None, state: dict | None):
         import datasets
 
-        self.d, self.path = d, path
-        with self._told():
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors are told here, once
+        self.what = path or d.source
+        with _told(self.what):
             if path:
                 self.data = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
             else:
@@ -197,7 +210,7 @@ class _Table:
     def __iter__(self) -> Iterator[object]:
         rows = iter(self.data)
         while True:
-            with self._told():
+            with _told(self.what):
                 try:
                     row = next(rows)
                 except StopIteration:
@@ -207,27 +220,19 @@ class _Table:
     def state(self) -> dict:
         return self.data.state_dict()
 
-    def count(self) -> int:
-        """Of all rows; 0 where nobody knows."""
-        if self.path:
-            import pyarrow.parquet
 
-            return pyarrow.parquet.ParquetFile(self.path).metadata.num_rows
-        splits = self.data.info.splits or {}
-        return (splits[self.d.split].num_examples or 0) if self.d.split in splits else 0
-
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # the library raises whatever its many readers raise
-            first_line = str(error).partition("\n")[0]
-            raise ConfigError(f"[data] source = {self.path or self.d.source}: cannot be read: {type(error).__name__}: "
-                              f"{first_line}") from None
+@contextlib.contextmanager
+def _told(what: object) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the libraries raise whatever their many readers raise
+        first_line = str(error).partition("\n")[0]
+        raise ConfigError(f"[data] source = {what}: cannot be read: {type(error).__name__}: {first_line}") from None
 
 
 def _field(where: str, row: object, field: str) -> object:
     if not isinstance(row, dict) or field not in row:
-        found = f"its fields are {', '.join(row)}" if isinstance(row, dict) else f"it is {type(row).__name__}"
+        found = (f"its fields are {', '.join(row)}" if isinstance(row, dict) else
+                 f"it is {type(row).__name__}, and each line must be an object")
         raise ConfigError(f"{where}: has no field {field!r} (data.text_field); {found}")
     return row[field]

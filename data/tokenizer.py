@@ -19,12 +19,12 @@ def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
     """What makes up a tokenizer, by the names under which it is kept: tokenizer.model, or tokenizer.json and, where it
     lies beside, tokenizer_config.json. `path`: the file, or a folder that holds one. Raises ConfigError."""
     path = pathlib.Path(path)
-    if path.is_dir():
-        found = [path / name for name in ("tokenizer.model", "tokenizer.json") if (path / name).exists()]
-        if not found:
-            raise ConfigError(f"{path}: holds neither tokenizer.model nor tokenizer.json")
-        path = found[0]
     try:
+        if path.is_dir():
+            found = [path / name for name in ("tokenizer.model", "tokenizer.json") if (path / name).exists()]
+            if not found:
+                raise ConfigError(f"{path}: holds neither tokenizer.model nor tokenizer.json")
+            path = found[0]
         content = path.read_bytes()
         if not content.lstrip().startswith(b"{"):
             return {"tokenizer.model": content}
@@ -118,29 +118,46 @@ class _HuggingFace:
             raise ConfigError(f"{path}: needs the package `tokenizers`: {sys.executable} -m pip install tokenizers"
                               ) from None
 
+        self.path = path
         try:
             self.model = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
-            settings = json.loads(files.get("tokenizer_config.json", b"{}"))
         except Exception as error:  # tokenizers raises Exception itself
             raise ConfigError(f"{path}: is no tokenizer.json that `tokenizers` can read: {error}") from None
         self.model.no_truncation()
         self.model.no_padding()
+        if getattr(self.model.model, "dropout", None):
+            self.model.model.dropout = None  # the same text, the same ids
         self.vocab_size = max(self.model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        if not self.vocab_size:
-            raise ConfigError(f"{path}: is a tokenizer without a vocabulary")
-        whole, plain = self.model.encode("a").ids, self.model.encode("a", add_special_tokens=False).ids
-        before = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
-        self.bos, self.eos = whole[:before], whole[before + len(plain) :]
-        named = settings.get("eos_token") if isinstance(settings, dict) else None
-        named = named.get("content") if isinstance(named, dict) else named
+        if not 0 < self.vocab_size < 2**31:
+            raise ConfigError(f"{path}: has {self.vocab_size} ids; they must be at least one, and fit into 31 bits")
+        try:
+            settings = json.loads(files.get("tokenizer_config.json", b"{}"))
+            named = settings.get("eos_token")
+            named = named.get("content") if isinstance(named, dict) else named
+        except (ValueError, AttributeError, RecursionError):
+            raise ConfigError(f"{path}: tokenizer_config.json beside it is no JSON object") from None
+        self.bos, self.eos = self._marks()
         for name in (named, *END_MARKS):
-            if not self.eos and name and (mark := self.model.token_to_id(name)) is not None:
+            if not self.eos and isinstance(name, str) and (mark := self.model.token_to_id(name)) is not None:
                 self.eos = [mark]
         # After the marks are known: from here on their names in a text are text.
         self.model.encode_special_tokens = True
 
+    def _marks(self) -> tuple[list[int], list[int]]:
+        """What the post-processor puts before and after a text: seen on one of which something is made."""
+        for probe in ("a", "the", "0", " ", *sorted(self.model.get_vocab(with_added_tokens=False))[:100]):
+            [plain] = self.encode([probe], 1)
+            if plain:
+                whole = self.model.encode(probe).ids
+                before = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+                return whole[:before], whole[before + len(plain) :]
+        raise ConfigError(f"{self.path}: makes nothing of any text that was tried")
+
     def encode(self, texts: list[str], threads: int) -> list[list[int]]:
-        return [self.model.encode(text, add_special_tokens=False).ids for text in texts]
+        try:
+            return [self.model.encode(text, add_special_tokens=False).ids for text in texts]
+        except Exception as error:  # as for a word that is unknown where nothing stands for those
+            raise ConfigError(f"{self.path}: its tokenizer fails on a text: {error}") from None
 
     def decode(self, ids: list[int]) -> str:
         return self.model.decode(ids)
@@ -159,7 +176,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, threads: int) -> byte
             for line in (line for text in texts for line in text.splitlines() if "\0" not in line):
                 # in pieces, since sentencepiece leaves out lines beyond max_sentence_length (bytes) without a word
                 yield from (line[i : i + LINE] for i in range(0, len(line), LINE))
-        except ConfigError as error:  # sentencepiece would wrap it in an error of its own
+        except (ConfigError, OSError) as error:  # sentencepiece would wrap it in an error of its own
             failures.append(error)
 
     try:

@@ -4,7 +4,6 @@ import bisect
 import functools
 import io
 import json
-import mmap
 import os
 import pathlib
 from collections.abc import Sequence
@@ -17,13 +16,19 @@ WIDTH = {"uint16": 2, "int32": 4}  # bytes per token
 
 
 def read_manifest(folder: pathlib.Path) -> dict | None:
-    """What data/prepare.py wrote of a folder of token files; None where there is none."""
+    """What data/prepare.py wrote of a folder of token files; None where there is none. Raises ConfigError."""
+    path = folder / MANIFEST
     try:
-        return json.loads((folder / MANIFEST).read_text())
+        found = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / MANIFEST}: cannot be read: {error}; delete {folder} and prepare again") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not {"identity", "vocab_size", "tokens", "dtype"} <= found.keys():
+        raise ConfigError(f"{path}: is no manifest of prepared data; move {folder} away, or name another data.path")
+    return found
 
 
 def fingerprint(folders: Sequence[pathlib.Path]) -> list[dict]:
@@ -69,35 +74,49 @@ class TokenStream:
 
     def boundaries(self, start: int, stop: int) -> int:
         """How many of tokens start ... stop-1, the first left out, begin a document. Raises ConfigError."""
-        return bisect.bisect_left(self._ends, stop) - bisect.bisect_right(self._ends, start)
+        return self._ends_up_to(stop - 1) - self._ends_up_to(start)
 
     def documents(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """(number, first token, token after its last) of the documents that tokens start ... stop-1 are of; the first
         and last may reach beyond them. Raises ConfigError."""
-        found, number = [], bisect.bisect_right(self._ends, start)
-        while start < stop and number < len(self._ends):
-            found.append((number, self._ends[number - 1] if number else 0, self._ends[number]))
-            start, number = self._ends[number], number + 1
+        number = self._ends_up_to(start)
+        found, begin = [], self._end(number - 1) if number else 0
+        while start < stop and number < self.document_count:
+            end = self._end(number)
+            found.append((number, begin, end))
+            start, begin, number = end, end, number + 1
         return found
 
     @functools.cached_property
-    def _ends(self) -> memoryview:
-        """Mapped when it is first asked for: whoever does not look at documents needs none of it."""
+    def document_count(self) -> int:
+        return os.fstat(self._ends.fileno()).st_size // 8
+
+    def _ends_up_to(self, token: int) -> int:
+        """How many documents end at or before a token's position: a search that reads some thirty places."""
+        return bisect.bisect_right(range(self.document_count), token, key=self._end)
+
+    def _end(self, number: int) -> int:
+        raw = os.pread(self._ends.fileno(), 8, 8 * number)
+        if len(raw) != 8:
+            raise ConfigError(f"{self._ends.name}: ends before document {number}: it was cut while it was in use; "
+                              f"delete {self.path.parent} to prepare it again")
+        return int.from_bytes(raw, "little")
+
+    @functools.cached_property
+    def _ends(self) -> io.FileIO:
+        """Opened when it is first asked for: whoever does not look at documents needs none of it."""
         path = self.path.with_suffix(".ends.bin")
         try:
-            with path.open("rb") as file:
-                ends = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)).cast("Q")
-        except (OSError, ValueError, TypeError) as error:  # missing; empty; no multiple of 8 bytes
-            raise ConfigError(f"{path}: cannot be read: {error}; delete {path.parent} to prepare it again") from None
-        if ends[-1] != self.length:
-            raise ConfigError(f"{path}: ends at token {ends[-1]}, {self.path} at {self.length}; delete {path.parent} "
-                              "to prepare it again")
-        return ends
-
-
-def open_streams(folders: Sequence[pathlib.Path], split: str, vocab_size: int) -> list[TokenStream]:
-    """open_stream() of each source's folder."""
-    return [open_stream(folder, split, vocab_size) for folder in folders]
+            file = path.open("rb", buffering=0)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error.strerror}; delete {path.parent} to prepare it again"
+                              ) from None
+        size = os.fstat(file.fileno()).st_size
+        last = int.from_bytes(os.pread(file.fileno(), 8, max(0, size - 8)), "little")
+        if size % 8 or last != self.length:
+            raise ConfigError(f"{path}: has {size} bytes and ends at token {last}, {self.path} at {self.length}; "
+                              f"delete {path.parent} to prepare it again")
+        return file
 
 
 def open_stream(folder: pathlib.Path, split: str, vocab_size: int) -> TokenStream:

@@ -48,9 +48,9 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
     # Upwards, as a tool's main may; here and not above, since a wrong configuration should not wait for torch.
     from checkpoint import places
     from data.loader import make_order
-    from data.prepare import data_folders, is_prepared, prepare, weights
+    from data.prepare import is_prepared, open_data, prepare, weights
     from data.progress import Console
-    from data.tokens import fingerprint, open_streams
+    from data.tokens import fingerprint
     from model.hf_weights import open_weights
     from model.llama import describe
     from parallel.fsdp import unsharded_parameters
@@ -65,7 +65,6 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
     if args.eval_only:
         if not places.steps(cfg):
             raise ConfigError(f"{places.root(cfg)}: holds no checkpoint to evaluate")
-        data = data_folders(cfg)
     else:
         finished = read_status(folder).get("state") == "finished"
         # every byte is read by the ranks, and here where there may be nothing left for them
@@ -79,11 +78,11 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
         with Console(sys.stdout) as say:
             data = prepare(cfg, say)
         places.check_same_data(cfg, start, fingerprint(data))
-        make_order(cfg, open_streams(data, "train", cfg.model.vocab_size), weights(cfg))
-    if (cfg.eval or args.eval_only) and all(
-            stream.length < 2 for stream in open_streams(data, "heldout", cfg.model.vocab_size)):
-        raise ConfigError(f"{', '.join(map(str, data))}: none of its documents (one in a hundred) is held out; bring "
-                          "more, or --eval=off")
+        make_order(cfg, open_data(cfg, "train"), weights(cfg))
+    heldout = open_data(cfg, "heldout") if cfg.eval or args.eval_only else []
+    if heldout and all(stream.length < 2 for stream in heldout):
+        where = ", ".join(str(stream.path.parent) for stream in heldout)
+        raise ConfigError(f"{where}: none of its documents (one in a hundred) is held out; bring more, or --eval=off")
     try:
         if not args.eval_only:
             folder.mkdir(parents=True, exist_ok=True)

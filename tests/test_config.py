@@ -107,6 +107,11 @@ MALFORMED = {
     "mixture without a source": (replaced("sources = [{weight = 1}]"), ["[data] sources", "lacks source"]),
     "mixture of no weight": (replaced('sources = [{source = "a", weight = 0}]'), ["weight = 0", "greater than 0"]),
     "mixture of one twice": (replaced('sources = [{source = "a"}, {source = "a", weight = 2}]'), ["one source twice"]),
+    "mixture of one twice, by another name": (
+        replaced('text_field = "body"').replace("sources = []", 'sources = [{source = "a"}, {source = "a", '
+                                                'text_field = "body"}]'), ["one source twice"]),
+    "mixture as one table": (toml("\n[data.sources]\nsource = 'a'\n").replace("sources = []\n", ""),
+                             ["write [[data.sources]]"]),
     "mixture that is no table": (replaced("sources = [1]"), ["[data] sources", "a table of source, weight"]),
     "mixture beside a source": (replaced('source = "x.txt"').replace("sources = []", 'sources = [{source = "a"}]'),
                                 ["[data] source", "goes without [[data.sources]]"]),

@@ -21,7 +21,7 @@ from checkpoint.reading import restore
 from config import ConfigError
 from data.loader import Loader
 from data.tokenizer import Tokenizer
-from data.tokens import open_streams
+from data.tokens import open_stream
 from lifecycle.__main__ import check_launch
 from model import generate, hf
 from model.hf_tokenizer import fast_tokenizer_files, read_sentencepiece
@@ -167,7 +167,7 @@ def plain_loop(theirs: LlamaForCausalLM, cfg: config.Config, folder: pathlib.Pat
         [{"params": [p for p in theirs.parameters() if p.ndim > 1], "weight_decay": cfg.optim.weight_decay},
          {"params": [p for p in theirs.parameters() if p.ndim == 1], "weight_decay": 0.0}],
         betas=cfg.optim.betas, eps=cfg.optim.eps, foreach=False)
-    loader = Loader(cfg, open_streams([folder], "train", cfg.model.vocab_size), [1.0], 0, 1, 1, False)
+    loader = Loader(cfg, [open_stream(folder, "train", cfg.model.vocab_size)], [1.0], 0, 1, 1, False)
     found = []
     for step in range(1, steps + 1):
         inputs, targets = (torch.cat(part) for part in zip(*next(loader).micro_batches))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from config import IGNORE, ConfigError
-from data.loader import Loader, heldout_batches
+from data.loader import Loader, heldout_batches, make_order
 from data.tokenizer import Tokenizer
 from data.tokens import open_stream, read_manifest, window_count
 from tests.conftest import launch, make_config
@@ -151,9 +151,24 @@ def test_a_file_cut_while_in_use_is_named(prepared, tmp_path):
         file.truncate(1000)
     with pytest.raises(ConfigError, match="train.bin: ends before token 640: it was cut while it was in use"):
         stream.read(600, 640)
-    (copy / "train.ends.bin").write_bytes(b"123")
-    with pytest.raises(ConfigError, match=r"train\.ends\.bin: cannot be read"):
+    assert stream.documents(0, 10)
+    (copy / "train.ends.bin").write_bytes(b"")  # no SIGBUS, as a mapped file would give
+    with pytest.raises(ConfigError, match=r"train\.ends\.bin: ends before document \d+: it was cut while"):
         stream.documents(0, 10)
+    for content, told in ((b"123", "has 3 bytes"), (None, "cannot be read: No such file")):
+        (copy / "train.ends.bin").write_bytes(content) if content else (copy / "train.ends.bin").unlink()
+        with pytest.raises(ConfigError, match=rf"train\.ends\.bin: {told}"):
+            open_stream(shutil.copytree(prepared, copy, dirs_exist_ok=True, ignore=lambda *_: ["train.ends.bin"]),
+                        "train", 320).documents(0, 10)
+
+
+def test_documents_of_one_token_are_refused_under_a_mask(tmp_path):
+    (tmp_path / "train.bin").write_bytes(bytes(2 * 500))
+    (tmp_path / "train.ends.bin").write_bytes(b"".join(i.to_bytes(8, "little") for i in range(1, 501)))
+    (tmp_path / "manifest.json").write_text(json.dumps(
+        {"identity": {}, "vocab_size": 5, "tokens": {"train": 500}, "dtype": "uint16"}))
+    with pytest.raises(ConfigError, match="of one token each"):
+        make_order(make_config(data={"document_mask": True}), [open_stream(tmp_path, "train", 320)], [1.0])
 
 
 @pytest.mark.parametrize("dtype, width", [("uint16", 2), ("int32", 4)])

@@ -9,11 +9,10 @@ from fractions import Fraction
 import pytest
 import torch
 
-from config import ConfigError
+from config import LONGEST_PERIOD, ConfigError
 from data.loader import DIGEST_MODULUS, make_order, sample_digest
-from data.order import LONGEST_PERIOD, Mixture, Order, Permutation, rank_samples, whole_parts
-from data.prepare import data_folders, prepare, weights
-from data.tokens import open_streams
+from data.order import Mixture, Order, Permutation, rank_samples, whole_parts
+from data.prepare import open_data, prepare, weights
 from tests import cases
 from tests.conftest import make_config, silent, words
 
@@ -95,8 +94,8 @@ def test_mixture_is_true_to_its_weights_at_every_prefix(shares):
 def test_weights_are_exact_where_they_can_be():
     assert whole_parts([0.7, 0.2, 0.1]) == [7, 2, 1] and whole_parts([1 / 3, 2 / 3]) == [1, 2]
     assert whole_parts([30, 10]) == [3, 1] and sum(whole_parts([0.123456789, math.pi, math.e])) <= LONGEST_PERIOD
-    with pytest.raises(ConfigError, match="weight = 1e-09: must be at least 1/65536 of the sum"):
-        whole_parts([1e-9, 1.0])
+    with pytest.raises(ConfigError, match="a weight must be at least 1/65536 of the sum"):
+        make_config(data={"sources": [{"source": "a", "weight": 1e-9}, {"source": "b"}]})
 
 
 def test_every_sample_once_an_epoch_of_its_source():
@@ -136,7 +135,7 @@ def test_the_same_data_whatever_the_ranks_and_cuts(on_ranks, mixed, tmp_path, ma
     """200 steps, cut at random steps and resumed on 1, 2 and 4 processes, against a loop over the samples."""
     sections = {**mixed, "data": {**mixed["data"], "document_mask": mask}}
     cfg = make_config(**sections)
-    streams = open_streams(data_folders(cfg), "train", 320)
+    streams = open_data(cfg, "train")
     order, expected = make_order(cfg, streams, weights(cfg)), []
     for step in range(200):
         digest = 0
@@ -158,4 +157,4 @@ def test_the_same_data_whatever_the_ranks_and_cuts(on_ranks, mixed, tmp_path, ma
 def test_a_mixture_needs_its_share_of_a_batch(mixed):
     cfg = make_config(**{**mixed, "train": {**MIXED["train"], "seq_len": 1000}})
     with pytest.raises(ConfigError, match="fewer than its share of 0.3 of one batch"):
-        make_order(cfg, open_streams(data_folders(cfg), "train", 320), weights(cfg))
+        make_order(cfg, open_data(cfg, "train"), weights(cfg))

@@ -13,7 +13,7 @@ import pytest
 
 from config import ConfigError
 from data.encode import is_held_out
-from data.prepare import data_folders, is_prepared, prepare
+from data.prepare import data_folders, is_prepared, prepare, source_names
 from data.tokenizer import Tokenizer
 from data.tokens import open_stream, read_manifest
 from tests.conftest import REPO, config_for, launch, make_config, prepare_one, silent, words
@@ -256,3 +256,94 @@ def test_a_changed_file_is_noticed_at_the_next_start(prepared, corpus, tmp_path)
     (copy / "heldout.ends.bin").unlink()
     with pytest.raises(ConfigError, match=r"heldout\.ends\.bin: is missing"):
         prepare_one(cfg)
+
+
+class Killed(BaseException):
+    """Nothing catches it, as nothing catches kill -9."""
+
+
+def killed(*unused):
+    raise Killed
+
+
+@pytest.mark.parametrize("where", ["_sha256", "os.sync"])
+def test_killed_at_the_end_it_goes_on_at_the_end(where, corpus, prepared, tmp_path, monkeypatch):
+    cfg = config_for(corpus, tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(f"data.prepare.{where}", killed)
+        with pytest.raises(Killed):
+            prepare_one(cfg)
+    monkeypatch.setattr("data.prepare._train_tokenizer", killed)
+    if where == "os.sync":
+        monkeypatch.setattr("data.prepare._write_tokens", killed)
+    folder = prepare_one(cfg)
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == {p.name: p.read_bytes() for p in prepared.iterdir()}
+
+
+def test_text_that_changes_meanwhile_is_not_published(corpus, prepared, tmp_path, monkeypatch):
+    copy = tmp_path / "copy.jsonl"
+    shutil.copy(corpus, copy)
+
+    def append(*unused):
+        with copy.open("a") as file:
+            file.write(json.dumps({"text": "more"}) + "\n")
+        return "0"
+
+    monkeypatch.setattr("data.prepare._sha256", append)
+    with pytest.raises(ConfigError, match=r"copy\.jsonl: changed while it was prepared; start again"):
+        prepare_one(config_for(copy, tmp_path, tokenizer=str(prepared / "tokenizer.model")))
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+
+
+def test_a_prepared_mixture_takes_no_lock_and_watches_its_text(corpus, tmp_path, monkeypatch):
+    cfg = mixture(tmp_path, corpus)
+    folders = prepare(cfg, silent)
+    with monkeypatch.context() as patched:
+        patched.setattr("data.prepare._one_at_a_time", killed)  # on a disk that can only be read it would fail
+        assert prepare(cfg, silent) == folders
+    with (tmp_path / "other.jsonl").open("a") as file:
+        file.write(json.dumps({"body": "more"}) + "\n")
+    shutil.rmtree(folders[1])
+    with pytest.raises(ConfigError, match=r"other\.jsonl changed since this tokenizer was trained on it"):
+        prepare(cfg, silent)
+
+
+def test_sources_of_one_name_are_told_apart(corpus):
+    twice = [{"source": str(corpus)}, {"source": str(corpus), "text_field": "body"}]
+    assert source_names(make_config(data={"sources": [{"source": "a"}, {"source": "b"}]})) == ["a", "b"]
+    given = make_config(data={"sources": twice, "tokenizer": str(corpus)})
+    assert len(set(source_names(given))) == 2 and source_names(make_config()) == []
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", "not JSON", '{"files": {"a": 1}}'])
+def test_somebody_elses_manifest_is_left_alone(content, corpus, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/manifest.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"is no manifest of prepared data; move .*out away"):
+        prepare_one(config_for(corpus, tmp_path))
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(ConfigError, match=r"out/manifest\.json: cannot be read: Not a directory$"):
+        prepare_one(config_for(corpus, tmp_path))
+
+
+def test_data_of_another_configuration_is_refused_without_the_launcher_too(prepared, write_config, tmp_path):
+    path = write_config("other", data={"source": "python-stdlib", "path": str(prepared)}, checkpoint={})
+    done = subprocess.run([sys.executable, "train.py", path], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 2 and "was prepared with source = " in done.stderr, done.stderr
+    assert launch(path, "--dry-run").returncode == 2 and not (tmp_path / "outputs").exists()
+
+
+def test_a_killed_process_is_told_and_loses_nothing(corpus, prepared, tmp_path, monkeypatch):
+    import concurrent.futures.process
+    cfg = config_for(corpus, tmp_path, tokenizer=str(prepared / "tokenizer.model"))
+
+    def broken(*unused):
+        raise concurrent.futures.process.BrokenProcessPool
+
+    with monkeypatch.context() as patched:
+        patched.setattr("concurrent.futures.Future.result", broken)
+        with pytest.raises(ConfigError, match=r"a process that tokenizes was killed \(is the host out of memory\?\)"):
+            prepare_one(cfg)
+    assert list(tmp_path.glob(".out.tmp/begun.json"))
+    prepare_one(cfg)

@@ -117,3 +117,40 @@ def test_a_hub_source_goes_on_and_knows_its_size(tmp_path, monkeypatch):
     whole, source = list(Source(d)), Source(d)
     assert list(itertools.islice(source, 1500)) == whole[:1500] and source.share() == 0.5
     assert list(Source(d, json.loads(json.dumps(source.place())))) == whole[1500:]
+
+
+def test_empty_files_are_passed_over(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+    for name, texts in (("0", []), ("1", ["a", "b"])):
+        table = pyarrow.table({"text": pyarrow.array(texts, "string")})
+        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
+    (tmp_path / "2.jsonl").write_text("")
+    (tmp_path / "3.txt").mkdir()
+    assert list(Source(config_for(tmp_path, tmp_path).data)) == ["a", "b"]
+
+
+def test_a_broken_parquet_file_is_one_line(tmp_path):
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 or not")
+    with pytest.raises(ConfigError) as caught:
+        list(Source(config_for(tmp_path / "bad.parquet", tmp_path).data))
+    assert "bad.parquet: cannot be read: Arrow" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("unit", ["x", "\r", "é", "日本", "😀", "a😀é日"])
+def test_text_without_line_ends_is_cut_between_characters(unit, tmp_path):
+    text = unit * (300_000 // len(unit.encode()))
+    (tmp_path / "long.txt").write_bytes(text.encode())
+    d = config_for(tmp_path / "long.txt", tmp_path).data
+    found = list(Source(d))
+    assert "".join(found) == text and max(len(piece.encode()) for piece in found) <= 2 << 16
+    source = Source(d)
+    next(iter(source))
+    assert "".join(Source(d, source.place())) == text[len(found[0]) :]
+
+
+@pytest.mark.parametrize("content, line", [(b"good\n\xff\n", 2), (b"good\n" * 40_000 + b"\xe6\x97", 40_001)])
+def test_text_that_is_not_utf8_is_named_by_line(content, line, tmp_path):
+    (tmp_path / "bad.txt").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"bad\.txt: line {line}: is not UTF-8"):
+        list(Source(config_for(tmp_path / "bad.txt", tmp_path).data))

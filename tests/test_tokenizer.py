@@ -1,6 +1,7 @@
 """Tokenizers: lossless on any text, their marks, wrong files named."""
 
 import json
+import pathlib
 import shutil
 import sys
 
@@ -140,3 +141,36 @@ def test_without_the_package_it_is_named(byte_level, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ConfigError, match="needs the package `tokenizers`: .* -m pip install tokenizers"):
         Tokenizer(byte_level)
+
+
+@pytest.mark.parametrize("settings", [{"eos_token": 5}, {"eos_token": ["x"]}, {"eos_token": {"content": 7}}])
+def test_marks_that_are_no_text_are_passed_over(byte_level, settings, tmp_path):
+    shutil.copy(f"{byte_level}/tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert Tokenizer(tmp_path).eos == [1]
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="tokenizer_config.json beside it is no JSON object"):
+        Tokenizer(tmp_path)
+
+
+def test_dropout_is_off(byte_level, tmp_path):
+    made = json.loads((pathlib.Path(byte_level) / "tokenizer.json").read_text())
+    made["model"]["dropout"] = 0.9
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    assert Tokenizer(tmp_path).encode([words(0, 90)]) == Tokenizer(byte_level).encode([words(0, 90)])
+
+
+def test_marks_of_a_tokenizer_that_does_not_know_the_letter_a(tmp_path, corpus):
+    import tokenizers
+    from tokenizers import models, pre_tokenizers, processors
+
+    made = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "cat": 2, "?": 3}, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert (Tokenizer(tmp_path).bos, Tokenizer(tmp_path).eos) == ([0], [1])
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["unk_token"] = "missing"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="its tokenizer fails on a text"):
+        prepare_one(config_for(corpus, tmp_path, tokenizer=str(tmp_path / "tokenizer.json")))
