@@ -1,9 +1,10 @@
 """A sentencepiece model as the files that transformers loads: tokenizer.json and tokenizer_config.json.
 
 transformers could convert tokenizer.model itself, with sentencepiece and protobuf installed; tokenizer.json needs
-neither. Checked against sentencepiece on source text, with transformers 5.23: ids are equal, except for text that holds
-sentencepiece's own space mark (U+2581), which transformers takes for a space, and for text that spells a control piece
-("</s>"), which transformers takes for that token.
+neither. The begin mark comes before a text, as it came before a document in training. Checked against sentencepiece on
+source text, with transformers 5.23: ids are equal, except for text that holds sentencepiece's own space mark (U+2581),
+which transformers takes for a space, and for text that spells a control piece ("</s>"), which transformers takes for
+that token.
 """
 
 import struct
@@ -104,6 +105,12 @@ def fast_tokenizer_files(model: SentencePiece) -> dict[str, dict] | None:
     if model.dummy_prefix:
         normalizers.insert(0, {"type": "Prepend", "prepend": SPACE})
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    begin = None  # the begin mark stands before every text, as in training
+    if mark := named["bos_token"]:
+        text, pair = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
+        first = {"SpecialToken": {"id": mark, "type_id": 0}}
+        begin = {"type": "TemplateProcessing", "single": [first, text], "pair": [first, text, pair],
+                 "special_tokens": {mark: {"id": mark, "ids": [model.bos], "tokens": [mark]}}}
     return {
         "tokenizer.json": {
             "version": "1.0", "truncation": None, "padding": None,
@@ -112,7 +119,7 @@ def fast_tokenizer_files(model: SentencePiece) -> dict[str, dict] | None:
                              for i, (text, _, kind) in enumerate(model.pieces)
                              if kind in (UNKNOWN, CONTROL, USER_DEFINED)],
             "normalizer": {"type": "Sequence", "normalizers": normalizers},
-            "pre_tokenizer": None, "post_processor": None,
+            "pre_tokenizer": None, "post_processor": begin,
             "decoder": {"type": "Sequence", "decoders": decoders},
             "model": {"type": "BPE", "dropout": None, "unk_token": unknown, "continuing_subword_prefix": None,
                       "end_of_word_suffix": None, "fuse_unk": True,
@@ -120,6 +127,6 @@ def fast_tokenizer_files(model: SentencePiece) -> dict[str, dict] | None:
                       "vocab": vocab, "merges": [[left, right] for *_, left, right in sorted(pairs)]},
         },
         # not LlamaTokenizer, which would put parts of its own in place of these
-        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **named, "add_bos_token": False,
-                                  "add_eos_token": False, "clean_up_tokenization_spaces": False},
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **named, "add_eos_token": False,
+                                  "add_bos_token": begin is not None, "clean_up_tokenization_spaces": False},
     }

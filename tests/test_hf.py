@@ -276,7 +276,7 @@ def test_transformers_gives_the_same_ids(read, prepared, tmp_path, capsys):
     texts = [words(1, 500), "def f(x):\n    return [x]  # two\n\n\n\tdone", " leading", "  two", "", "\n", " " * 37,
              "häßlich \u2603 \U0001d518", "aaaaaaaaaaaaa", (REPO / "config.py").read_text()]
     for text in texts:
-        assert theirs(text)["input_ids"] == ours.encode([text])[0]
+        assert theirs(text)["input_ids"] == ours.bos + ours.encode([text])[0]
         assert theirs.decode(ours.encode([text])[0]) == text
     assert [theirs.bos_token_id] == ours.bos and [theirs.eos_token_id] == ours.eos and len(theirs) == ours.vocab_size
     made = json.loads((tmp_path / "out/config.json").read_text())
@@ -296,7 +296,10 @@ def test_a_tokenizer_json_that_stands_alone(folders, prepared, tmp_path, capsys)
     assert run(capsys, "export", tmp_path / "checkpoint", tmp_path / "out") == (0, "")
     assert (tmp_path / "out/tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     ours, theirs = Tokenizer(prepared / "tokenizer.model"), AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert theirs(words(3, 99))["input_ids"] == ours.encode([words(3, 99)])[0]
+    assert theirs(words(3, 99))["input_ids"] == ours.bos + ours.encode([words(3, 99)])[0]
+    (tmp_path / "out/tokenizer.model").unlink(missing_ok=True)
+    again = Tokenizer(tmp_path / "out")
+    assert (again.bos, again.eos, again.encode([words(3, 99)])) == (ours.bos, ours.eos, ours.encode([words(3, 99)]))
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 2
 
 
