@@ -558,7 +558,8 @@ def _take_from_hugging_face(flat: dict[str, Any], given: dict[str, str]) -> list
         elif flat[name] != value:
             more = "; its weights have no more rows" if key == "vocab_size" else ""
             problems.append(f"{given[name]}: [model] {key} = {_toml(flat[name])}: {path} has {HF_KEYS.get(key, key)} = "
-                            f"{_toml(value)}{more}; leave it out, and it comes from there")
+                            f"{_toml(value)}{more}; leave it out, and it comes from there, or, where a run is to go "
+                            "on from its checkpoint, move that file away")
     return problems
 
 

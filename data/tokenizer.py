@@ -24,7 +24,8 @@ def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
             found = [path / name for name in ("tokenizer.model", "tokenizer.json") if (path / name).exists()]
             if not found:
                 raise ConfigError(f"{path}: holds neither tokenizer.model nor tokenizer.json")
-            path = found[0]
+            # a sentencepiece model begins with a line feed, the tag of its first field; Llama 3's namesake does not
+            path = found[-1] if len(found) > 1 and found[0].read_bytes()[:1] != b"\n" else found[0]
         content = path.read_bytes()
         if not content.lstrip().startswith(b"{"):
             return {"tokenizer.model": content}

@@ -64,6 +64,8 @@ def choose(logits: Tensor, temperature: float, top_p: float, draws: list[float])
     top_p: only of the likeliest, as few as together have at least this probability (https://arxiv.org/abs/1904.09751).
     Drawn on the host in float64: the same on every device, and allowed where algorithms must be deterministic.
     """
+    if not logits.amax(-1).isfinite().all():
+        raise ConfigError("the model's output is not finite: its weights are damaged")
     if temperature == 0:
         return logits.argmax(-1).tolist()
     logits = logits.cpu().double()
@@ -76,6 +78,10 @@ def choose(logits: Tensor, temperature: float, top_p: float, draws: list[float])
 
 
 def encode(tokenizer, prompt: str) -> list[int]:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # bytes of a command line that are no text in the terminal's encoding
+        raise ConfigError(f"--prompt: is not valid Unicode: {error.reason} at character {error.start}") from None
     ids = [*tokenizer.bos, *tokenizer.encode([prompt])[0]]
     if not ids:
         raise ConfigError("--prompt: is empty, and the tokenizer has no begin mark to start from")
@@ -95,6 +101,16 @@ def tell(tokenizer, rows: list[list[int]], steps: Iterable[list[int]], show: Cal
     """Appends to each row its tokens of each step, up to its end mark, and shows the text: of one row as it grows, of
     several each whole at the end. Stops when all rows have ended; what is there is shown too where Ctrl-C ends it."""
     alone, going, shown = len(rows) == 1, set(range(len(rows))), 0
+    broken = False
+
+    def put(text: str) -> None:
+        nonlocal broken
+        try:
+            show(text)
+        except OSError:
+            broken = True
+            raise
+
     try:
         for tokens in itertools.chain([[]], steps):  # first the prompt
             going -= {i for i, token in enumerate(tokens) if token in tokenizer.eos}
@@ -103,12 +119,12 @@ def tell(tokenizer, rows: list[list[int]], steps: Iterable[list[int]], show: Cal
             if alone:
                 # A character whose bytes are not all there yet decodes as these marks, and waits.
                 text = tokenizer.decode(rows[0]).rstrip("\N{REPLACEMENT CHARACTER}")
-                show(text[shown:])
+                put(text[shown:])
                 shown = len(text)
             if not going:
                 break
     finally:
-        for i, row in enumerate(rows, 1):
+        for i, row in enumerate(() if broken else rows, 1):
             heading = "" if alone else f"=== prompt {i} of {len(rows)}\n"
             show(f"{heading}{tokenizer.decode(row)[shown:]}\n")
 
@@ -147,6 +163,9 @@ def main(argv: list[str]) -> int:
         cfg = places.read_config(folder)
         tokenizer = Tokenizer(folder)
         rows = [encode(tokenizer, prompt) for prompt in args.prompt]
+        if (largest := max(map(max, rows))) >= cfg.model.vocab_size:
+            raise ConfigError(f"--prompt: has id {largest}, but the model's vocab_size is {cfg.model.vocab_size}: the "
+                              "tokenizer beside it is larger than the model")
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with device:
             model = Llama(cfg.model)
@@ -157,19 +176,28 @@ def main(argv: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     context = cfg.train.seq_len
-    if max(map(len, rows)) + args.tokens > context:
+    if max(map(len, rows)) + args.tokens - 1 > context:
         print(f"beyond {context} tokens (train.seq_len) the older half is forgotten, again and again", file=sys.stderr)
 
-    sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal's encoding lacks is spelt out too
     steps = generate(model, rows, args.tokens, context, device, args.temperature, args.top_p, args.seed)
     try:
+        sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal's encoding lacks is spelt out too
         tell(tokenizer, rows, steps, lambda text: print(printable(text), end="", flush=True))
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
     except BrokenPipeError:  # whoever reads has seen enough, as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, AttributeError) as error:  # a full disk; no stdout at all
+        print(f"the text cannot be written: {error}", file=sys.stderr)
+        if sys.stdout:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)

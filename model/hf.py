@@ -41,13 +41,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def hf_config(cfg: config.Config, dtype: str, bos: Any, eos: Any) -> dict[str, Any]:
     """config.json. Rotary settings and dtype are in it twice, as transformers 5 and as older ones read them.
 
-    max_position_embeddings is the length that was trained with, or that the rotary table is stretched to, if longer.
+    max_position_embeddings is the length that was trained with (or imported), or what the rotary table is stretched to
+    where that length is not beyond the one that it was stretched from.
     """
     m = cfg.model
     rope, stretched = {"rope_type": "default"}, 0
     if s := m.rope_scaling:
         rope = {"rope_type": "llama3", **config.to_dict(cfg)["model"]["rope_scaling"]}
-        stretched = int(s.factor * s.original_max_position_embeddings)
+        if cfg.train.seq_len <= s.original_max_position_embeddings:
+            stretched = int(s.factor * s.original_max_position_embeddings)
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -165,6 +167,7 @@ def published(out: Path) -> Iterator[Path]:
             pass
         if not temporary.exists() or os.stat(temporary).st_ino != os.fstat(handle).st_ino:
             raise ConfigError(f"{out}: has just been written by another process")
+        check_free(out)  # now that nobody else can make it
         try:
             for left in temporary.iterdir():
                 shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
@@ -245,6 +248,8 @@ def main(argv: list[str]) -> int:
         if problems:
             raise ConfigError(*problems)
         length = config.read_hf_json(source / "config.json").get("max_position_embeddings")
+        if (source / GENERATION).is_file():
+            config.read_hf_json(source / GENERATION)  # an export will need it
         cfg = config.from_dict({
             "run": {"name": "imported"}, "model": {"init_from": str(source)},
             "train": {"steps": 1, **({"seq_len": length} if type(length) is int and length > 0 else {})}}, str(source))
@@ -252,9 +257,15 @@ def main(argv: list[str]) -> int:
         state = {"step": 0, "config": config.to_dict(cfg), "torch": torch.__version__}
         extra_files = carried(source)
 
+        def read(name: str) -> Tensor:
+            whole = weights.read(name)
+            if not whole.sum().isfinite():
+                raise ConfigError(f"{weights.stored[name].path}: {hf_name(name)} holds values that are not finite")
+            return whole
+
         def write(folder: Path) -> None:
             check_room(folder, cfg.model, torch.float32)
-            saving.write_weights(folder, describe(cfg.model), weights.read, state, extra_files)
+            saving.write_weights(folder, describe(cfg.model), read, state, extra_files)
         return write
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process works alone, as meant
@@ -262,9 +273,10 @@ def main(argv: list[str]) -> int:
     try:
         if not 0 < getattr(args, "shard_gib", 1) < math.inf:
             raise ConfigError(f"--shard-gib {args.shard_gib}: must be greater than 0")
-        named = places.NAME.fullmatch(out.name)
-        if args.command == "import" and named and int(named[1]):
-            raise ConfigError(f"{out}: imported weights are no step {int(named[1])} of a run; choose another name")
+        if places.NAME.fullmatch(out.name) and (args.command == "export" or int(out.name.split("-")[1])):
+            raise ConfigError(f"{out}: is the name of a run's checkpoint; choose another")
+        if out == Path.cwd():
+            raise ConfigError(f"{out}: is the current folder, which cannot be replaced; name one in it")
         check_free(out)
         write = (export_from if args.command == "export" else import_from)(args.source)
         with published(out) as folder:
@@ -282,4 +294,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -31,7 +31,8 @@ NAMES = {
     "head.weight": "lm_head.weight",
 }
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
+                   "added_tokens.json", "chat_template.jinja")
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import config
+from config import ConfigError
 from model import generate as tool
 from model.attention import Cache
 from model.generate import choose, continue_text, generate, tell
@@ -305,3 +306,18 @@ def test_interrupted_it_ends_its_line(checkpoint):
     process.send_signal(signal.SIGINT)
     text, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and text.endswith("\n") and errors.count("\n") == 1, errors
+
+
+def test_what_no_model_can_take_is_one_line():
+    with pytest.raises(ConfigError, match="the model's output is not finite"):
+        choose(torch.tensor([[0.0, math.nan]]), 1.0, 1.0, [0.5])
+    with pytest.raises(ConfigError, match="--prompt: is not valid Unicode: surrogates not allowed at character 1"):
+        tool.encode(None, "a\udcff")
+
+
+def test_a_full_disk_and_no_output_are_told(checkpoint):
+    for redirect in (">/dev/full", ">&-"):
+        command = f"{sys.executable} -m model.generate {checkpoint} --prompt the --tokens 3 {redirect}"
+        done = subprocess.run(command, cwd=REPO, shell=True, capture_output=True, text=True)
+        assert done.returncode == 1 and done.stderr.startswith("the text cannot be written: "), done.stderr
+        assert done.stderr.count("\n") == 1

@@ -147,7 +147,7 @@ def test_an_imported_checkpoint(folders, tmp_path, capsys, name):
     assert run(capsys, "export", tmp_path / "checkpoint", tmp_path / "out") == (0, "")
     theirs, ours = in_transformers(folders[name]), in_transformers(tmp_path / "out")
     assert all(torch.equal(value, ours.state_dict()[key]) for key, value in theirs.state_dict().items())
-    assert ours.config.max_position_embeddings == 256  # as far as the rotary table reaches
+    assert ours.config.max_position_embeddings == 64  # as it was
     assert (ours.generation_config.bos_token_id, ours.generation_config.eos_token_id) == (1, 2)
     # no run goes on from it, and it is said what to do instead
     cfg = places.read_config(tmp_path / "checkpoint")
@@ -431,7 +431,7 @@ def test_nothing_is_written_over(read, folders, tmp_path, capsys):
     assert sorted((p.name, p.stat().st_mtime_ns) for p in out.iterdir()) == before
     assert run(capsys, "export", tmp_path, tmp_path / "other")[0] == 2  # no checkpoint
     assert run(capsys, "import", folders["single"], tmp_path / "step-00000007") == (
-        2, f"{tmp_path}/step-00000007: imported weights are no step 7 of a run; choose another name\n")
+        2, f"{tmp_path}/step-00000007: is the name of a run's checkpoint; choose another\n")
     with hf.published(tmp_path / "twice"):
         assert "is being written by another process" in run(capsys, "export", source, tmp_path / "twice")[1]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "twice"]
@@ -481,3 +481,11 @@ def test_memory_is_bounded(on_ranks, folders, tmp_path):
                      ["export", str(tmp_path / f"{name}-in"), str(tmp_path / f"{name}-out")]]
     for peak in on_ranks(1, hf_cases.tool_peaks, commands)[0][2:]:
         assert peak < 2 * max(sizes) + 80 < 0.6 * sum(sizes), peak
+
+
+def test_what_is_not_a_number_is_not_imported(folders, tmp_path, capsys):
+    folder = shutil.copytree(folders["single"], tmp_path / "hf")
+    weights(lambda tensors: tensors["model.norm.weight"].fill_(float("nan")))(folder)
+    code, told = run(capsys, "import", folder, tmp_path / "out")
+    assert code == 2 and "model.norm.weight holds values that are not finite" in told
+    assert not (tmp_path / "out").exists()

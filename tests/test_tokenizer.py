@@ -174,3 +174,11 @@ def test_marks_of_a_tokenizer_that_does_not_know_the_letter_a(tmp_path, corpus):
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="its tokenizer fails on a text"):
         prepare_one(config_for(corpus, tmp_path, tokenizer=str(tmp_path / "tokenizer.json")))
+
+
+def test_a_folder_with_llama_3s_two_files(byte_level, prepared, tmp_path):
+    shutil.copy(f"{byte_level}/tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")  # tiktoken's
+    assert Tokenizer(tmp_path).bos == [0]
+    shutil.copy(prepared / "tokenizer.model", tmp_path)  # sentencepiece's
+    assert Tokenizer(tmp_path).bos == [1]
