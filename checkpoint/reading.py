@@ -19,7 +19,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from checkpoint.integrity import Damaged, opened, read_manifest
 from checkpoint.places import NO_OPTIMIZER
@@ -41,10 +46,19 @@ class MetadataUnpickler(pickle.Unpickler):
     """Unpickles what .metadata consists of. Raises Damaged for any other name, before it is looked up."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         if (module, name) not in ALLOWED and not (module == "torch" and isinstance(getattr(torch, name, None),
                                                                                    torch.dtype)):
             raise Damaged(f"refusing to unpickle {module}.{name}: no part of a checkpoint")
         return super().find_class(module, name)
+
+
+def _memory_format(kind: Any, name: str) -> _MEM_FORMAT_ENCODING:
+    """Stands in for getattr(_MEM_FORMAT_ENCODING, name), as Python 3.11.0 to 3.11.3 pickle a member of an enum."""
+    if kind is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise Damaged("refusing to unpickle builtins.getattr: no part of a checkpoint")
+    return _MEM_FORMAT_ENCODING[name]
 
 
 class ConfinedFiles(FileSystem):

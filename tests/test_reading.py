@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from checkpoint import places
 from checkpoint.reading import Reader, restore
@@ -49,6 +50,7 @@ BOMBS = {
     "global": lambda canary: by_name("posix", "system", f"touch {canary}"),
     "eval": lambda canary: by_name("builtins", "eval", f'open("{canary}", "w")'),
     "getattr": lambda canary: pickle.dumps(Bomb(getattr, pathlib.Path, "touch"), 2),
+    "getattr of an enum": lambda canary: pickle.dumps(Bomb(getattr, _MEM_FORMAT_ENCODING, "__init_subclass__"), 2),
     "torch.load": lambda canary: by_name("torch", "load", f"{canary}"),
     "dotted": nested,
     "Path.touch": lambda canary: pickle.dumps(Bomb(pathlib.Path.touch, canary)),
@@ -64,9 +66,17 @@ def test_bombs_in_the_metadata_are_refused(folder, tmp_path, bomb):
     with pytest.raises(ConfigError, match=r"refusing to unpickle [\w.]+: no part of a checkpoint"):
         restore(folder, Llama(make_config().model), None)
     assert not canary.exists()
-    if bomb not in ("getattr", "torch.load"):  # a step of one, and a second pickle: they leave no canary alone
+    if bomb not in ("getattr", "getattr of an enum", "torch.load"):  # steps of one, and a second pickle: no canary
         pickle.loads((folder / ".metadata").read_bytes())
         assert canary.exists()
+
+
+def test_enums_as_python_3_11_0_pickles_them(folder, monkeypatch):
+    """And as 3.11.3 still does: by getattr."""
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+    change(folder, lambda metadata: None)
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    restore(folder, Llama(make_config().model), None)
 
 
 def change(folder: pathlib.Path, how) -> None:
