@@ -42,7 +42,7 @@ from checkpoint.reading import restore, tensors_of
 from checkpoint.saving import SaveFailed, Saver
 from config import Config, ConfigError
 from data.loader import DIGEST_MODULUS, Batch, Loader, heldout_batches, make_order
-from data.prepare import data_folders, is_prepared, kept_tokenizer, open_data, source_names, weights
+from data.prepared import data_folders, is_prepared, kept_tokenizer, open_data, source_names, weights
 from data.show import printable
 from data.tokens import TokenStream, fingerprint
 from lifecycle import DOES_NOT_FIT, INPUT_IS_WRONG, STOPPED

@@ -15,7 +15,8 @@ import torch
 import config
 from config import ConfigError
 from model.generate import generate
-from model.llama import Llama
+from model.llama import Llama, initial_std
+from parallel.materialize import draw_rows
 
 PROMPT = 8  # tokens
 
@@ -45,8 +46,10 @@ def main(argv: list[str]) -> int:
         return 2
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
-    with device:
+    with device, torch.no_grad():
         model = Llama(cfg.model)
+        for name, parameter in model.named_parameters():
+            draw_rows(parameter, 0, parameter.shape, initial_std(cfg.model, name), cfg.run.seed, name)
     prompts = torch.randint(cfg.model.vocab_size, (args.rows, PROMPT)).tolist()
 
     def cached() -> list[list[int]]:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import config
 from config import ConfigError
 from data.loader import Loader, split
-from data.prepare import data_folders
+from data.prepared import data_folders
 from data.tokens import open_stream
 from metrics import peak_flops, peak_memory_gib
 from model.llama import flops_per_token, parameter_count

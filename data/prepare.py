@@ -13,96 +13,23 @@ import hashlib
 import json
 import os
 import pathlib
-import platform
-import re
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, BinaryIO
 
 import config
 from config import ConfigError
 from data.encode import encode_all
+from data.prepared import check_identity, common_tokenizer, data_folders, identity, parts, source_configs, weights
 from data.progress import Bar, Console
-from data.sources import STDLIB, Source, file_stamps
-from data.tokenizer import Tokenizer, tokenizer_files, train_tokenizer
-from data.tokens import MANIFEST, TokenStream, open_stream, read_manifest
+from data.sources import Source, file_stamps
+from data.tokenizer import Tokenizer, train_tokenizer
+from data.tokens import MANIFEST, read_manifest
 
-FORMAT = 3  # of the files; part of their identity
 SYNC_SECONDS = 5.0  # between two points that a killed preparation goes on from
 BEGUN, PROGRESS = "begun.json", "progress.json"  # of an unfinished one: what it prepares, and how far it is
-
-
-def identity(cfg: config.Config) -> dict:
-    """What makes two preparations of one source the same."""
-    d = cfg.data
-    found = {"source": d.source, "subset": d.subset, "split": d.split, "text_field": d.text_field,
-             "tokenizer": "trained here", "vocab_size": cfg.model.vocab_size, "max_tokens": d.max_tokens,
-             "format": FORMAT}
-    if d.tokenizer:
-        # Its own file says how many pieces it has; the model may have more rows.
-        digest = hashlib.sha256(b"".join(tokenizer_files(d.tokenizer).values())).hexdigest()
-        found |= {"tokenizer": digest, "vocab_size": None}
-    if d.source == STDLIB:
-        found["python"] = platform.python_version()
-    return found
-
-
-def parts(cfg: config.Config) -> list[config.Config]:
-    """The configuration of each source alone. Those of a mixture share a tokenizer, and lie side by side below
-    data.path. Raises ConfigError where that tokenizer is yet to be trained."""
-    d = cfg.data
-    if not d.sources:
-        return [cfg]
-    if not (d.tokenizer or common_tokenizer(cfg).exists()):
-        raise ConfigError(f"{common_tokenizer(cfg)}: no prepared data; `python -m data.prepare CONFIG` makes it")
-    alone = [replace(part, data=replace(part.data, tokenizer=d.tokenizer or str(common_tokenizer(cfg))))
-             for part in _sources(cfg)]
-    return [replace(part, data=replace(part.data, path=str(pathlib.Path(d.path) / _name(part)))) if d.path else part
-            for part in alone]
-
-
-def _sources(cfg: config.Config) -> list[config.Config]:
-    d = cfg.data
-    return [replace(cfg, data=replace(d, sources=(), path=None, source=s.source, subset=s.subset or d.subset,
-                                      split=s.split or d.split, text_field=s.text_field or d.text_field,
-                                      max_tokens=s.max_tokens or d.max_tokens)) for s in d.sources]
-
-
-def weights(cfg: config.Config) -> list[float]:
-    return [s.weight for s in cfg.data.sources] or [1.0]
-
-
-def common_tokenizer(cfg: config.Config) -> pathlib.Path:
-    """Of a mixture that names none: the file that is trained on it."""
-    digest = _short_hash([[identity(part) for part in _sources(cfg)], weights(cfg)])
-    return pathlib.Path(cfg.data.path or "prepared") / f"tokenizer-{digest}.model"
-
-
-def _name(cfg: config.Config) -> str:
-    return f"{re.sub('[^A-Za-z0-9._-]+', '-', cfg.data.source).strip('-.')[-100:]}-{_short_hash(identity(cfg))}"
-
-
-def _short_hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def data_folders(cfg: config.Config) -> list[pathlib.Path]:
-    """Of each source. Raises ConfigError."""
-    return [pathlib.Path(part.data.path or pathlib.Path("prepared") / _name(part)) for part in parts(cfg)]
-
-
-def is_prepared(cfg: config.Config) -> bool:
-    if cfg.data.sources and not cfg.data.tokenizer and not common_tokenizer(cfg).exists():
-        return False
-    return all(read_manifest(folder) is not None for folder in data_folders(cfg))
-
-
-def kept_tokenizer(cfg: config.Config) -> list[pathlib.Path]:
-    """The tokenizer's files in prepared data."""
-    return sorted(data_folders(cfg)[0].glob("tokenizer*"))
 
 
 def prepare(cfg: config.Config, say: Callable[..., None]) -> list[pathlib.Path]:
@@ -125,7 +52,7 @@ def _make_common_tokenizer(cfg: config.Config, say: Callable[..., None]) -> None
     """And beside it the stamps of the files that it was trained on. Raises ConfigError where those have changed."""
     path = common_tokenizer(cfg)
     stamps = path.with_suffix(".json")
-    now = {part.data.source: file_stamps(part.data.source) for part in _sources(cfg)}
+    now = {part.data.source: file_stamps(part.data.source) for part in source_configs(cfg)}
     if not path.exists():
         with _told(path), _one_at_a_time(path, say):
             if not path.exists():
@@ -154,38 +81,13 @@ def _matches(folder: pathlib.Path, cfg: config.Config, say: Callable[..., None])
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder}: is there but holds no prepared data ({MANIFEST} is missing); move it away")
         return False
-    _check_identity(folder, manifest, cfg)
+    check_identity(folder, manifest, cfg)
     files = file_stamps(cfg.data.source)
     if files and files != manifest["files"]:  # the text may be gone, but not be another
         raise ConfigError(f"[data] source = {cfg.data.source}: changed since {folder} was prepared; delete that "
                           "folder, or prepare into another with data.path")
     _check_content(folder, manifest, say)
     return True
-
-
-def _check_identity(folder: pathlib.Path, manifest: dict, cfg: config.Config) -> None:
-    before, changed = manifest["identity"], []
-    for key, value in identity(cfg).items():
-        if before.get(key) != value:
-            changed.append(f"{folder}: was prepared with {key} = {before.get(key)!r}, the configuration says "
-                           f"{value!r}; delete the folder or name another data.path")
-    if changed:
-        raise ConfigError(*changed)
-
-
-def open_data(cfg: config.Config, split: str) -> list[TokenStream]:
-    """The streams of a configuration's sources. Raises ConfigError where they are not prepared, or for another one."""
-    folders = data_folders(cfg)
-    for part, folder in zip(parts(cfg), folders):
-        if manifest := read_manifest(folder):
-            _check_identity(folder, manifest, part)
-    return [open_stream(folder, split, cfg.model.vocab_size) for folder in folders]
-
-
-def source_names(cfg: config.Config) -> list[str]:
-    """Of a mixture, to tell its sources apart: theirs, or the names of their folders where two have one."""
-    names = [s.source for s in cfg.data.sources]
-    return names if len(set(names)) == len(names) else [folder.name for folder in data_folders(cfg)]
 
 
 def _check_content(folder: pathlib.Path, manifest: dict, say: Callable[..., None]) -> None:
@@ -303,7 +205,7 @@ def _sha256(path: pathlib.Path) -> str:
 def _train_tokenizer(cfg: config.Config, say: Callable[..., None]) -> bytes:
     """On the first part of the source, or of each of a mixture by its weight: 2,000 characters per piece, 4 million at
     least, is where more text stops to change a byte-pair vocabulary much."""
-    alone = _sources(cfg) or [cfg]
+    alone = source_configs(cfg) or [cfg]
     for part in alone:
         next(iter(Source(part.data)))  # what is wrong with a source is said first
     wanted = max(4_000_000, 2_000 * cfg.model.vocab_size)

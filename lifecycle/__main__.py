@@ -48,7 +48,8 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
     # Upwards, as a tool's main may; here and not above, since a wrong configuration should not wait for torch.
     from checkpoint import places
     from data.loader import make_order
-    from data.prepare import is_prepared, open_data, prepare, weights
+    from data.prepare import prepare
+    from data.prepared import is_prepared, open_data, weights
     from data.progress import Console
     from data.tokens import fingerprint
     from model.hf_weights import open_weights
@@ -132,7 +133,7 @@ def usable(argv: list[str]) -> bool:
     import importlib.metadata
     import importlib.util
 
-    from data.prepare import is_prepared
+    from data.prepared import is_prepared
 
     needed = [] if argv else ["tensorboard", "sentencepiece", "datasets"]
     with contextlib.suppress(ConfigError, SystemExit):  # what is wrong the run itself will tell
