@@ -1,4 +1,4 @@
-"""AdamW, its parameter groups, and the learning rate as a pure function of the step."""
+"""AdamW, its parameter groups, clipping, and the learning rate as a pure function of the step."""
 
 import math
 
@@ -99,3 +99,18 @@ class FiniteGuard:
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def clip_gradients(model: nn.Module, max_norm: float | str) -> torch.Tensor:
+    """Scales the gradients so that their norm over all ranks is at most max_norm ("off": leaves them); returns the norm
+    from before, on the device."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    sharded = [g for g in gradients if isinstance(g, DTensor)]
+    norm = torch.nn.utils.get_total_norm(sharded).full_tensor()
+    if whole := [g for g in gradients if not isinstance(g, DTensor)]:
+        norm = torch.hypot(norm, torch.nn.utils.get_total_norm(whole))
+    if max_norm != "off":
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
+        for part in filter(None, (sharded, whole)):
+            torch._foreach_mul_(part, scale)
+    return norm

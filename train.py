@@ -34,11 +34,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 import metrics
 from checkpoint import places
-from checkpoint.reading import restore, tensors_of
+from checkpoint.reading import restore
 from checkpoint.saving import SaveFailed, Saver
 from config import Config, ConfigError
 from data.loader import DIGEST_MODULUS, Batch, Loader, heldout_batches, make_order
@@ -51,7 +50,7 @@ from metrics import log
 from model.generate import continue_text
 from model.hf_weights import Weights, has_another_tokenizer, open_weights
 from model.llama import Llama, describe, flops_per_token, initial_std, parameter_count
-from optim import FiniteGuard, build_optimizer, learning_rate, set_learning_rate
+from optim import FiniteGuard, build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from parallel.apply import parallelize
 from parallel.fsdp import gather_early, reduce_gradients, reduce_unsharded, reshard
 from parallel.materialize import materialize, materialize_from
@@ -261,7 +260,7 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
 
         watch.phase("update", patience)
         reduce_unsharded(model)
-        grad_norm = clip(model, cfg.train.max_grad_norm)
+        grad_norm = clip_gradients(model, cfg.train.max_grad_norm)
         guard.before_update(step, grad_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -294,7 +293,6 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
                 saver.hurried = bool(stop.decided)
                 watch.phase("save", cfg.run.save_timeout_seconds * (2 + (cfg.checkpoint.keep_last or 0)))
                 tell_saved(saver, folder, launch, wait=True)  # of the one before
-                check_finite(model, optimizer, step)
                 state = {"step": step, "config": config.to_dict(cfg), "data": fingerprint(data), "ranks": world.size,
                          "torch": torch.__version__, **guard.counts()}
                 # purging may have to read much, and who asked to stop will not wait for it
@@ -320,16 +318,6 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
     if first:
         recorder.close()
     return step
-
-
-def check_finite(model: Llama, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Raises FloatingPointError, on all ranks, where an update from finite gradients has made weights or moments that
-    are not: no checkpoint may hold them."""
-    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors_of(model, optimizer).values()]
-    finite = bool(torch.stack([t.isfinite().all() for t in local]).all())
-    if not all(rank["finite"] for rank in from_all_ranks({"finite": finite})):
-        raise FloatingPointError(f"step {step}: the update made weights that are not finite, and they were not saved; "
-                                 "a lower optim.lr or a longer warm-up may help")
 
 
 def tell_saved(saver: Saver, folder: Path, launch: str | None, wait: bool = False, must: bool = False) -> None:
@@ -379,20 +367,6 @@ def build(cfg: Config, world: World, pretrained: Weights | None = None) -> Llama
 def storage_device(cfg: Config, world: World) -> torch.device:
     """Where parameters, gradients and optimizer state stay between steps."""
     return torch.device("cpu") if cfg.parallel.cpu_offload else world.device
-
-
-def clip(model: Llama, max_norm: float | str) -> torch.Tensor:
-    """Scales the gradients so that their norm over all ranks is at most max_norm; returns it from before."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    sharded = [g for g in gradients if isinstance(g, DTensor)]
-    norm = torch.nn.utils.get_total_norm(sharded).full_tensor()
-    if whole := [g for g in gradients if not isinstance(g, DTensor)]:
-        norm = torch.hypot(norm, torch.nn.utils.get_total_norm(whole))
-    if max_norm != "off":
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
-        for part in filter(None, (sharded, whole)):
-            torch._foreach_mul_(part, scale)
-    return norm
 
 
 def is_due(step: int, every: int | None) -> bool:

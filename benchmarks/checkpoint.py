@@ -28,7 +28,8 @@ import config  # noqa: E402
 from checkpoint import places  # noqa: E402
 from checkpoint.integrity import hash_files  # noqa: E402
 from checkpoint.reading import restore, tensors_of  # noqa: E402
-from checkpoint.saving import Saver, sync  # noqa: E402
+from checkpoint.saving import Saver  # noqa: E402
+from checkpoint.writing import sync  # noqa: E402
 from model.llama import describe, initial_std, parameter_count  # noqa: E402
 from optim import build_optimizer  # noqa: E402
 from parallel.apply import parallelize  # noqa: E402

@@ -212,7 +212,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
 
     # Upwards, as a tool's main may: the model itself knows nothing of checkpoints.
-    from checkpoint import places, reading, saving
+    from checkpoint import places, reading, writing
     from data.tokenizer import Tokenizer
 
     def marks(checkpoint: Path) -> tuple[int | None, int | None]:
@@ -265,7 +265,7 @@ def main(argv: list[str]) -> int:
 
         def write(folder: Path) -> None:
             check_room(folder, cfg.model, torch.float32)
-            saving.write_weights(folder, describe(cfg.model), read, state, extra_files)
+            writing.write_weights(folder, describe(cfg.model), read, state, extra_files)
         return write
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process works alone, as meant

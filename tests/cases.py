@@ -187,8 +187,7 @@ def start_and_end() -> None:
 
 def nan_on_one_rank() -> tuple[bool, str]:
     """(did any weight change, the error) of a step in which rank 1 alone has a NaN in its gradient."""
-    from optim import FiniteGuard, build_optimizer
-    from train import clip
+    from optim import FiniteGuard, build_optimizer, clip_gradients
 
     with process_group() as world:
         model = build(make_config(), world)
@@ -199,7 +198,7 @@ def nan_on_one_rank() -> tuple[bool, str]:
         model(ids[:, :-1], ids[:, 1:])[0].backward()
         if world.rank == 1:
             next(model.parameters()).grad.to_local()[0, 0] = float("nan")
-        guard.before_update(1, clip(model, 1.0))
+        guard.before_update(1, clip_gradients(model, 1.0))
         optimizer.step()
         changed = any(not torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before))
         try:
@@ -300,8 +299,8 @@ class Collectives(TorchDispatchMode):
 
 def count_collectives(cases: list[dict]) -> list[dict[str, tuple[int, int]]]:
     """What one step of each case sends, counted while it runs."""
+    from optim import clip_gradients
     from parallel.fsdp import reduce_gradients
-    from train import clip
 
     found = []
     with process_group() as world:
@@ -318,7 +317,7 @@ def count_collectives(cases: list[dict]) -> list[dict[str, tuple[int, int]]]:
                     reduce_gradients(model, cfg.parallel, world, i == accumulation - 1)
                     model(ids[:, :-1], ids[:, 1:])[0].backward()
                 reduce_unsharded(model)
-                clip(model, 1.0)
+                clip_gradients(model, 1.0)
 
             step(model, cfg, ours, ids, accumulation)
             with Collectives() as counted:
@@ -375,9 +374,8 @@ def batches(vocab_size: int, steps: int) -> torch.Tensor:
 
 def train_steps(cases: list[dict]) -> list[tuple[list[float], list[float], dict]]:
     """(losses, gradient norms, final weights as arrays) of each case, by the trainer's own parts."""
-    from optim import build_optimizer, learning_rate, set_learning_rate
+    from optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
     from parallel.fsdp import reduce_gradients
-    from train import clip
 
     found = []
     with process_group() as world:
@@ -397,7 +395,7 @@ def train_steps(cases: list[dict]) -> list[tuple[list[float], list[float], dict]
                     total += loss.detach()
                 dist.all_reduce(total)
                 losses.append(total.item() / (8 * 16))
-                norms.append(clip(model, 1.0).item())
+                norms.append(clip_gradients(model, 1.0).item())
                 set_learning_rate(optimizer, learning_rate(cfg.optim, cfg.train.steps, step))
                 optimizer.step()
                 optimizer.zero_grad()

@@ -9,7 +9,8 @@ import torch
 
 from checkpoint import places
 from checkpoint.reading import restore, tensors_of
-from checkpoint.saving import SaveFailed, Saver, Writer
+from checkpoint.saving import SaveFailed, Saver
+from checkpoint.writing import Writer
 from tests import cases
 from tests.conftest import make_config
 
