@@ -282,7 +282,7 @@ def _write_tokens(folder: pathlib.Path, d: config.Data, vocab_size: int, say: Ca
                 if full():
                     break
         sync()
-    return {"dtype": "uint16" if small else "int32", "tokens": tokens, "documents": docs}
+    return {"dtype": "uint16" if small else "int32", "tokens": tokens, "documents": docs, "revision": source.revision()}
 
 
 def main(argv: list[str]) -> int:

@@ -56,6 +56,10 @@ class Source:
         """Where reading goes on after the last document given, as JSON."""
         return self.reader.place()
 
+    def revision(self) -> str | None:
+        """Which commit of a Hugging Face dataset is read; None of files."""
+        return getattr(self.reader, "revision", None)
+
     def share(self) -> float | None:
         """How much of the source has been read, from 0 to 1, where that can be told."""
         return self.reader.share()
@@ -169,12 +173,12 @@ class Files:
 
 
 class Hub:
-    """(where, text) of a Hugging Face dataset, streamed."""
+    """(where, text) of a Hugging Face dataset, streamed; its place is (row, the state of `datasets`, revision)."""
 
     def __init__(self, d: config.Data, place: list | None):
         self.d = d
-        self.row, state = place or (0, None)
-        self.table = _Table(d, None, state)
+        self.row, state, self.revision = place or (0, None, _newest_revision(d.source))
+        self.table = _Table(d, None, state, self.revision)
 
     def __iter__(self) -> Iterator[tuple[str, object]]:
         for row in self.table:
@@ -183,7 +187,7 @@ class Hub:
             yield where, _field(where, row, self.d.text_field)
 
     def place(self) -> list:
-        return [self.row, self.table.state()]
+        return [self.row, self.table.state(), self.revision]
 
     def share(self) -> float | None:
         splits = self.table.data.info.splits or {}
@@ -191,10 +195,18 @@ class Hub:
         return self.row / rows if rows else None
 
 
+def _newest_revision(dataset: str) -> str:
+    """Its commit, so that what goes on tomorrow goes on in the dataset that was begun."""
+    with _told(dataset):
+        import huggingface_hub
+
+        return huggingface_hub.HfApi().dataset_info(dataset).sha
+
+
 class _Table:
     """Rows that `datasets` reads: of one parquet file or, without a path, of a dataset of the hub."""
 
-    def __init__(self, d: config.Data, path: pathlib.Path | None, state: dict | None):
+    def __init__(self, d: config.Data, path: pathlib.Path | None, state: dict | None, revision: str | None = None):
         import datasets
 
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors are told here, once
@@ -203,7 +215,8 @@ class _Table:
             if path:
                 self.data = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
             else:
-                self.data = datasets.load_dataset(d.source, name=d.subset, split=d.split, streaming=True)
+                self.data = datasets.load_dataset(d.source, name=d.subset, split=d.split, streaming=True,
+                                                  revision=revision)
             if state:
                 self.data.load_state_dict(state)
 

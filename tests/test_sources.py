@@ -102,21 +102,28 @@ def test_a_source_goes_on_from_any_place(kind, corpus, tmp_path):
         assert list(Source(d, place)) == whole[read:]
 
 
-def test_a_hub_source_goes_on_and_knows_its_size(tmp_path, monkeypatch):
-    """Through the same calls as a download, on rows that are here."""
+def test_a_hub_source_goes_on_and_knows_its_size(monkeypatch):
+    """Through the same calls as a download, on rows that are here; in the revision that it was begun in."""
     import datasets
+    import huggingface_hub
     rows = datasets.Dataset.from_dict({"text": [words(i, 5) for i in range(3000)]})
+    newest, asked = ["first"], []
 
-    def load(*args, **options):
+    def load(*args, revision, **options):
+        asked.append(revision)
         stream = rows.to_iterable_dataset(3)
         stream.info.splits = datasets.SplitDict({"train": datasets.SplitInfo("train", num_examples=3000)})
         return stream
 
     monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info",
+                        lambda self, name: huggingface_hub.DatasetInfo(id=name, sha=newest[0], tags=[]))
     d = make_config(data={"source": "owner/name"}).data
     whole, source = list(Source(d)), Source(d)
+    newest[0] = "second"
     assert list(itertools.islice(source, 1500)) == whole[:1500] and source.share() == 0.5
     assert list(Source(d, json.loads(json.dumps(source.place())))) == whole[1500:]
+    assert asked == ["first"] * 3 and source.revision() == "first" and Source(d).revision() == "second"
 
 
 def test_empty_files_are_passed_over(tmp_path):
