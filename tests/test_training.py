@@ -17,12 +17,13 @@ import config
 from config import IGNORE
 from data.loader import Loader
 from data.order import Permutation, rank_samples
+from data.prepared import open_data
 from data.tokens import open_stream, window_count
 from model.llama import Llama, initial_std
 from optim import learning_rate
 from parallel.materialize import draw_rows
 from tests import cases
-from tests.conftest import REPO, launch, make_config, rows
+from tests.conftest import REPO, launch, make_config, prepare_one, rows
 
 # 4 ranks divide neither 50 nor 75 nor 323
 UNEVEN = {"dim": 50, "n_heads": 5, "n_kv_heads": 1, "ffn_dim": 75, "vocab_size": 323}
@@ -55,11 +56,20 @@ OF_ITS_OWN = ("tied", "uneven", "no clipping", "frozen", "document mask")  # the
 SAME_AS = {name: name if name in OF_ITS_OWN else "plain" for name in (*CASES, *ON_FOUR)}
 
 
-def with_data(sections: dict, corpus, prepared) -> dict:
-    return {**sections, "data": {"source": str(corpus), "path": str(prepared), **sections.get("data", {})}}
+@pytest.fixture(scope="module")
+def folders(corpus, prepared, tmp_path_factory) -> dict:
+    """The corpus as token files, by the size of the vocabulary: each has a tokenizer of its own."""
+    folder = tmp_path_factory.mktemp("uneven") / "words"
+    uneven = make_config(model=UNEVEN, data={"source": str(corpus), "path": str(folder)})
+    return {320: prepared, UNEVEN["vocab_size"]: prepare_one(uneven)}
 
 
-def plain_loop(cfg: config.Config, folder) -> list[dict]:
+def with_data(sections: dict, corpus, folders) -> dict:
+    folder = folders[sections.get("model", {}).get("vocab_size", 320)]
+    return {**sections, "data": {"source": str(corpus), "path": str(folder), **sections.get("data", {})}}
+
+
+def plain_loop(cfg: config.Config) -> list[dict]:
     """The run as a textbook has it: one process, the whole batch at once, mean cross entropy, torch's AdamW; under a
     document mask each piece of a document by itself."""
     m, t, o = cfg.model, cfg.train, cfg.optim
@@ -71,7 +81,7 @@ def plain_loop(cfg: config.Config, folder) -> list[dict]:
         [{"params": [p for p in model.parameters() if p.ndim > 1 and p.requires_grad], "weight_decay": o.weight_decay},
          {"params": [p for p in model.parameters() if p.ndim == 1 and p.requires_grad], "weight_decay": 0.0}],
         betas=o.betas, eps=o.eps, foreach=False)
-    loader = Loader(cfg, [open_stream(folder, "train", m.vocab_size)], [1.0], 0, 1, 1, False)
+    loader = Loader(cfg, open_data(cfg, "train"), [1.0], 0, 1, 1, False)
     found = []
     for step in range(1, t.steps + 1):
         batch = next(loader)
@@ -97,11 +107,11 @@ def plain_loop(cfg: config.Config, folder) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def trained(on_ranks, corpus, prepared, tmp_path_factory):
+def trained(on_ranks, corpus, folders, tmp_path_factory):
     def every(ranks: int) -> dict:
         chosen = {name: case for name, case in CASES.items() if name != "compiled" or ranks == 2}  # half a minute each
         chosen |= ON_FOUR if ranks == 4 else {}
-        return {name: with_data(case, corpus, prepared) for name, case in chosen.items()}
+        return {name: with_data(case, corpus, folders) for name, case in chosen.items()}
 
     output = str(tmp_path_factory.mktemp("outputs"))
     return {ranks: on_ranks(ranks, cases.train_all, every(ranks), output)[0] for ranks in (1, 2, 4)}
@@ -110,8 +120,8 @@ def trained(on_ranks, corpus, prepared, tmp_path_factory):
 @pytest.mark.parametrize("ranks, name", [
     *((ranks, name) for ranks in (1, 2, 4) for name in CASES if name != "compiled" or ranks == 2),
     *((4, name) for name in ON_FOUR)])
-def test_every_split_equals_the_plain_loop(trained, ranks, name, corpus, prepared):
-    expected = plain_loop(make_config(**with_data(CASES[SAME_AS[name]], corpus, prepared)), prepared)
+def test_every_split_equals_the_plain_loop(trained, ranks, name, corpus, folders):
+    expected = plain_loop(make_config(**with_data(CASES[SAME_AS[name]], corpus, folders)))
     found = trained[ranks][name]
     assert [row["step"] for row in found] == [1, 2, 3, 4]
     for ours, theirs in zip(found, expected):
