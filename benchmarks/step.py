@@ -26,10 +26,10 @@ from data.prepared import data_folders
 from data.tokens import open_stream
 from metrics import peak_flops, peak_memory_gib
 from model.llama import flops_per_token, parameter_count
-from optim import FiniteGuard, build_optimizer
+from optim import FiniteGuard, build_optimizer, clip_gradients
 from parallel.fsdp import gather_early, reduce_gradients
 from parallel.mesh import World, distributed
-from train import build, clip, storage_device
+from train import build, storage_device
 
 
 def measure(cfg: config.Config, world: World, steps: int, warm_up: int, real: bool) -> dict:
@@ -62,7 +62,7 @@ def measure(cfg: config.Config, world: World, steps: int, warm_up: int, real: bo
             inputs, targets = (x.to(world.device, non_blocking=True) for x in (inputs, targets))
             loss, count = model(inputs, targets)
             (loss * (world.size / config.tokens_per_step(cfg))).backward()
-        guard.before_update(step, clip(model, t.max_grad_norm))
+        guard.before_update(step, clip_gradients(model, t.max_grad_norm))
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(synchronize() - began)
