@@ -18,7 +18,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from types import NoneType
 from typing import Any, Literal
@@ -253,7 +253,7 @@ def mesh_shape(cfg: Config, ranks: int) -> tuple[int, int]:
     replicas = max(1, ranks // p.dp_shard) if p.dp_replicate == "auto" else p.dp_replicate
     shards = max(1, ranks // replicas) if p.dp_shard == "auto" else p.dp_shard
     n, per_pass = p.reshard_after_forward, t.micro_batch_size * ranks
-    _raise_if_broken(cfg, lambda _: "", [
+    problems = _broken(cfg, lambda _: "", [
         ("parallel.dp_shard", replicas * shards == ranks,
          f"times dp_replicate = {p.dp_replicate} must equal the number of ranks, {ranks}; set one of them to auto"),
         ("train.global_batch_size", t.global_batch_size % per_pass == 0,
@@ -261,19 +261,21 @@ def mesh_shape(cfg: Config, ranks: int) -> tuple[int, int]:
         ("parallel.reshard_after_forward", type(n) is bool or shards % n == 0,
          f"must divide the number of shards, {shards}"),
     ])
+    if problems:
+        raise ConfigError(*problems)
     return replicas, shards
 
 
-def _raise_if_broken(cfg: Config, origin: Callable[[str], str], rules: list[tuple[str, Any, str]]) -> None:
-    """Rules: (option, does it hold, what is demanded of the option). `origin` says where an option was given."""
+def _broken(cfg: Config, origin: Callable[[str], str], rules: list[tuple[str, Any, str]]) -> list[str]:
+    """What is wrong by rules: (option, does it hold, what is demanded of the option). `origin` says where an option was
+    given."""
     problems = []
     for option_name, holds, demand in rules:
         section, key = option_name.rsplit(".", 1)
         if not holds:
             value = functools.reduce(getattr, option_name.split("."), cfg)
             problems.append(f"{origin(option_name)}[{section}] {key} = {_toml(value)}: {demand}")
-    if problems:
-        raise ConfigError(*problems)
+    return problems
 
 
 def _whole_sources(d: Data) -> list[tuple]:
@@ -285,45 +287,53 @@ def _whole_sources(d: Data) -> list[tuple]:
              s.max_tokens or d.max_tokens) for s in d.sources]
 
 
-def _check_together(cfg: Config, origin: Callable[[str], str]) -> None:
-    """Rules between options. Each names the option to change."""
+def _check_together(cfg: Config, origin: Callable[[str], str], wrong: Collection[str]) -> list[str]:
+    """What is wrong by the rules between options. Each names the option to change, and those that it looks at; where
+    one of these is wrong by itself (`wrong`) it says nothing."""
     m, t, o, p, c = cfg.model, cfg.train, cfg.optim, cfg.parallel, cfg.checkpoint
     end, rope, units, later = schedule_steps(cfg), m.rope_scaling, unit_names(m), "is not supported yet; leave it out"
+    schedule = "optim.schedule optim.schedule_steps train.steps optim.warmup_steps optim.decay_steps"
     rules = [
-        ("model.n_kv_heads", m.n_heads % m.n_kv_heads == 0, f"must divide n_heads = {m.n_heads}"),
-        ("model.n_heads", m.head_dim or m.dim % m.n_heads == 0, f"must divide dim = {m.dim}, or head_dim be given"),
-        ("model.dim", m.width_per_head % 2 == 0, f"makes heads {m.width_per_head} wide; their width must be even"),
-        ("train.micro_batch_size", t.global_batch_size % t.micro_batch_size == 0,
+        ("model.n_kv_heads", "model.n_heads", m.n_heads % m.n_kv_heads == 0, f"must divide n_heads = {m.n_heads}"),
+        ("model.n_heads", "model.dim model.head_dim", m.head_dim or m.dim % m.n_heads == 0,
+         f"must divide dim = {m.dim}, or head_dim be given"),
+        ("model.dim", "model.n_heads model.head_dim", m.width_per_head % 2 == 0,
+         f"makes heads {m.width_per_head} wide; their width must be even"),
+        ("train.micro_batch_size", "train.global_batch_size", t.global_batch_size % t.micro_batch_size == 0,
          f"must divide global_batch_size = {t.global_batch_size}"),
-        ("optim.warmup_steps", o.warmup_steps <= end, f"must not exceed the schedule's length, {end} "
-         "(optim.schedule_steps, else train.steps)"),
-        ("optim.schedule", o.schedule != "wsd" or o.decay_steps, "needs optim.decay_steps"),
-        ("optim.decay_steps", not o.decay_steps or o.schedule == "wsd", 'goes with schedule = "wsd" only'),
-        ("optim.decay_steps", o.warmup_steps + (o.decay_steps or 0) <= end or o.schedule != "wsd",
+        ("optim.warmup_steps", schedule, o.warmup_steps <= end,
+         f"must not exceed the schedule's length, {end} (optim.schedule_steps, else train.steps)"),
+        ("optim.schedule", schedule, o.schedule != "wsd" or o.decay_steps, "needs optim.decay_steps"),
+        ("optim.decay_steps", schedule, not o.decay_steps or o.schedule == "wsd", 'goes with schedule = "wsd" only'),
+        ("optim.decay_steps", schedule, o.warmup_steps + (o.decay_steps or 0) <= end or o.schedule != "wsd",
          f"with warmup_steps = {o.warmup_steps} must fit into the schedule's length, {end}"),
-        ("parallel.dp_shard", not p.dp_replicate == p.dp_shard == "auto", "only one of the two may be auto"),
-        ("parallel.keep_fp32", all(fnmatch.filter(units, pattern) for pattern in p.keep_fp32),
+        ("parallel.dp_replicate", "parallel.dp_shard", not p.dp_replicate == p.dp_shard == "auto",
+         'only one of dp_replicate and dp_shard may be "auto", and dp_shard is unless it is given'),
+        ("parallel.keep_fp32", "model.n_layers", all(fnmatch.filter(units, pattern) for pattern in p.keep_fp32),
          f"a pattern matches no unit; they are {', '.join([*units[:3], '...', units[-1]])}"),
-        ("parallel.recompute", isinstance(p.recompute, str) or p.recompute <= m.n_layers,
+        ("parallel.recompute", "model.n_layers", isinstance(p.recompute, str) or p.recompute <= m.n_layers,
          f"every n-th of {m.n_layers} blocks: n must not exceed them"),
-        ("data.source", not cfg.data.sources or cfg.data.source == Data.source, "goes without [[data.sources]]"),
-        ("data.sources", len(set(_whole_sources(cfg.data))) == len(cfg.data.sources),
+        ("data.source", "data.sources", not cfg.data.sources or cfg.data.source == Data.source,
+         "goes without [[data.sources]]"),
+        ("data.sources", "", len(set(_whole_sources(cfg.data))) == len(cfg.data.sources),
          "names one source twice; add their weights"),
-        ("data.sources", all(s.weight * LONGEST_PERIOD >= sum(other.weight for other in cfg.data.sources)
-                             for s in cfg.data.sources),
+        ("data.sources", "", all(s.weight * LONGEST_PERIOD >= sum(other.weight for other in cfg.data.sources)
+                                 for s in cfg.data.sources),
          f"a weight must be at least 1/{LONGEST_PERIOD} of the sum of all"),
-        ("optim.state_dtype", o.state_dtype == "float32", later),
+        ("optim.state_dtype", "", o.state_dtype == "float32", later),
     ]
     if f := cfg.profile:
-        rules.append(("profile.at_step", f.at_step + f.steps - 1 <= t.steps,
+        rules.append(("profile.at_step", "profile.steps train.steps", f.at_step + f.steps - 1 <= t.steps,
                       f"with profile.steps = {f.steps} must end by train.steps = {t.steps}"))
     if rope:
-        rules.append(("model.rope_scaling.low_freq_factor", rope.low_freq_factor < rope.high_freq_factor,
+        rules.append(("model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor",
+                      rope.low_freq_factor < rope.high_freq_factor,
                       f"must be below high_freq_factor = {rope.high_freq_factor}"))
     if c:
-        rules.append(("checkpoint.allow_changed", all(name in SCHEMA for name in c.allow_changed),
+        rules.append(("checkpoint.allow_changed", "", all(name in SCHEMA for name in c.allow_changed),
                       "names no option; write section.key"))
-    _raise_if_broken(cfg, origin, rules)
+    return _broken(cfg, origin, [(name, holds, demand) for name, others, holds, demand in rules
+                                 if not {name, *others.split()} & {*wrong}])
 
 
 # Reading: TOML and command line -> one flat table of dotted names -> dataclasses, collecting every problem on the way.
@@ -364,19 +374,22 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     def counts(text: str) -> list[int]:
         return [count(n) for n in text.split(",")]
 
-    parser.add_argument("--world-size", type=counts, default=[1], metavar="N[,N...]")
+    parser.add_argument("--world-size", type=counts, metavar="N[,N...]")
     parser.add_argument("--gpu-memory-gib", type=functools.partial(above_zero, float), metavar="G")
     parser.add_argument("--launch", help=argparse.SUPPRESS)  # lifecycle.py's name for this start
     args, args.overrides = parser.parse_known_args(argv)
     for word in args.overrides:
         if not (word.startswith("--") and "=" in word):
             parser.error(f"{word}: unknown; options are written --section.key=value, in one word")
+    if not args.dry_run and (args.json or args.world_size or args.gpu_memory_gib):
+        parser.error("--json, --world-size and --gpu-memory-gib go with --dry-run only")
+    args.world_size = args.world_size or [1]
     return args
 
 
 def from_command_line(argv: list[str], usage: str) -> tuple[argparse.Namespace, Config]:
     """What a program was called with. Prints every problem and exits with 2 where it is wrong; with 0 after --help."""
-    if not argv or {"--help", "-h"} & set(argv):
+    if {"--help", "-h"} & set(argv):
         print(f"{usage.strip()}\n\nOptions, in the file or as --section.key=value:\n\n{option_table()}")
         sys.exit(0)
     args = parse_arguments(argv)
@@ -404,7 +417,7 @@ def load(path: str, overrides: Iterable[str] = ()) -> Config:
 
 def from_dict(raw: dict, path: str, overrides: Iterable[str] = ()) -> Config:
     """The same from tables that are read already; `path` says in errors where they come from."""
-    given, problems = dict.fromkeys(flatten(raw), path), []
+    given, problems, wrong = dict.fromkeys(flatten(raw), path), [], set()
     flat = flatten(raw)
     for override in overrides:
         name, _, text = override[2:].partition("=")
@@ -432,7 +445,9 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = ()) -> Config:
                 flat[name] = _fit(value, hint)
                 if not holds(flat[name]):
                     problems.append(f"{at}: {rule}")
+                    wrong.add(name)
             except TypeError as error:
+                wrong.add(name)
                 half = "; float16 would need a loss scaler, which this trainer does without" * (value == "float16")
                 problems.append(f"{at}: {error}" if str(error) else f"{at}: must be {_describe(hint)}{half}")
 
@@ -448,9 +463,12 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = ()) -> Config:
             if name in TABLES:
                 values[f.name] = build(_members(hint)[0], f"{name}.") if present or not TABLES[name] else None
             else:
-                values[f.name] = flat.get(name, f.default)
+                values[f.name] = f.default if name in wrong else flat.get(name, f.default)
                 if values[f.name] is MISSING:
-                    problems.append(f"{path}: [{prefix[:-1]}] {f.name}: is missing, and has no default")
+                    if name not in wrong:
+                        problems.append(f"{path}: [{prefix[:-1]}] {f.name}: is missing, and has no default")
+                        wrong.add(name)
+                    values[f.name] = 1  # all of these are numbers; no rule will look at it
         return kind(**values)
 
     cfg = build(Config, "")
@@ -458,9 +476,9 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = ()) -> Config:
         cfg = replace(cfg, run=replace(cfg.run, name=pathlib.Path(path).stem))
         if not NAME[0](cfg.run.name):
             problems.append(f"{path}: the file's name is the run's name, but {NAME[1]}; set run.name")
+    problems += _check_together(cfg, lambda name: f"{given.get(name, path)}: ", wrong)
     if problems:
         raise ConfigError(*problems)
-    _check_together(cfg, lambda name: f"{given.get(name, path)}: ")
     return cfg
 
 
@@ -580,7 +598,7 @@ def _parse(text: str, hint: Any) -> Any:
         return text
     try:
         return tomli.loads(f"value = {text}")["value"]
-    except tomli.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, or more digits or brackets than anybody means
         return text
 
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -93,15 +94,15 @@ class Recorder:
             self.board = SummaryWriter(folder / "tensorboard", purge_step=start + 1)
 
     def write(self, row: dict) -> None:
-        row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         self.seen.add((row["kind"], row["step"]))
         try:
-            self._flush(json.dumps(row).encode() + b"\n")
+            self._flush(as_json(row).encode() + b"\n")
         except OSError as error:
             log.warning("metrics.jsonl: %s; its rows wait in memory", error)
         try:
             for key, value in row.items():
-                if self.board and isinstance(value, int | float) and key not in ("step", "batch_digest"):
+                if self.board and isinstance(value, int | float) and math.isfinite(value) and key not in (
+                        "step", "batch_digest"):
                     self.board.add_scalar(f"{row['kind']}/{key}", value, row["step"])
         except Exception as error:  # its thread has met any error of the file system, and passes it on here
             self.board = None
@@ -128,12 +129,24 @@ class Recorder:
 
 
 def read_rows(path: pathlib.Path) -> list[dict]:
-    """Rows of a metrics.jsonl; a last line that a kill cut short is left out."""
+    """Rows of a metrics.jsonl; lines that are none, as a last one that a kill cut short, are left out."""
     rows = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_bytes().split(b"\n") if path.exists() else ():
         with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("kind"), str) and type(row.get("step")) is int:
+                rows.append(row)
     return rows
+
+
+def as_json(row: dict) -> str:
+    """One line; numbers that are not finite, which JSON does not know, as null."""
+    def known(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: known(inner) for key, inner in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(known(row), allow_nan=False)
 
 
 class Timer:

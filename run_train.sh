@@ -36,15 +36,15 @@ if [[ -n ${SLURM_JOB_ID:-} ]]; then
     trap 'pass_on TERM' TERM INT
 fi
 
-repo=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+fail() { echo "run_train.sh: $1" >&2; exit 2; }
+
+repo=$(CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" && pwd)
 # Under sbatch this file is a copy in a spool folder: the repository is where the job was submitted from.
-[[ -f $repo/train.py ]] || repo=${SLURM_SUBMIT_DIR:?run_train.sh must lie in the repository}
-[[ -f $repo/train.py ]] || { echo "$repo: no train.py here; submit from the repository's folder" >&2; exit 2; }
+[[ -f $repo/train.py ]] || repo=${SLURM_SUBMIT_DIR:-$repo}
+[[ -f $repo/train.py ]] || fail "$repo: no train.py here; it must lie in the repository, and be submitted from there"
 
 # We stay in the caller's folder, which relative paths are relative to, and import from the repository alone.
 export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
-
-fail() { echo "run_train.sh: $1" >&2; exit 2; }
 
 make_venv() {
     local venv=$repo/.venv wanted
@@ -91,11 +91,14 @@ case ${1:-} in
 -m) choose_python; exec "$python" "$@" ;;
 "" | --*) set -- "$repo/configs/tiny.toml" "$@" ;;
 esac
+plan=
+for word in "$@"; do if [[ $word == --dry-run ]]; then plan=yes; fi; done
+if [[ -z $plan && -z ${SLURM_JOB_ID:-} ]]; then
+    # until the launcher, which this process becomes, has handlers of its own
+    trap 'echo "stopped before the run began" >&2; exit 75' TERM INT USR1
+fi
 choose_python "$@"
-
-for word in "$@"; do
-    if [[ $word == --dry-run ]]; then exec "$python" "$repo/train.py" "$@"; fi
-done
+if [[ -n $plan ]]; then exec "$python" "$repo/train.py" "$@"; fi
 
 gpus() {
     if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true
@@ -153,13 +156,23 @@ if [[ -z ${SLURM_JOB_ID:-} ]]; then exec "$python" -m lifecycle "${launch[@]}"; 
 
 # In a job this script stays, to pass signals on and to requeue.
 say() { echo "run_train.sh: job $SLURM_JOB_ID: $1" >&2; }
-"$python" -m lifecycle --in-job "${launch[@]}" &
-launcher=$!
-if [[ -n $asked ]]; then kill -s "$asked" "$launcher"; fi  # it came when there was nobody to pass it on to
-# A signal interrupts `wait`, while the launcher that it was passed on to is still saving.
-while kill -0 "$launcher" 2>/dev/null; do wait "$launcher" || true; done
-code=0
-wait "$launcher" || code=$?  # the shell has kept it
+code=75  # of a job that is asked to stop before there is anything to stop
+if [[ -z $asked ]]; then
+    "$python" -m lifecycle --in-job "${launch[@]}" &
+    launcher=$!
+    code=0
+    # A signal interrupts `wait`, while the launcher that it was passed on to is still saving. It is passed on twice:
+    # one that comes before bash's fork has become the launcher, or before we know its number, is lost.
+    while kill -0 "$launcher" 2>/dev/null; do
+        if [[ -z $asked ]]; then wait "$launcher" || true; fi
+        if [[ -n $asked ]]; then
+            sleep 0.5
+            kill -s "$asked" "$launcher" 2>/dev/null || true
+            while kill -0 "$launcher" 2>/dev/null; do wait "$launcher" || true; done
+        fi
+    done
+    wait "$launcher" || code=$?  # the shell has kept it
+fi
 # 75: stopped after saving. 128 + 10 or 15: the signal came before the launcher could handle it, and so before the run.
 if [[ -n $asked && $code =~ ^(138|143)$ ]]; then code=75; fi
 if [[ $code == 75 ]]; then

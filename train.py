@@ -8,15 +8,18 @@
 
 import sys
 
-import config
 from lifecycle.watch import StopRequest, Watch, die_with_parent
 
 if __name__ == "__main__":
-    # Before torch is imported: a wrong configuration fails in milliseconds, and no signal finds the process deaf.
-    arguments, configuration = config.from_command_line(sys.argv[1:], __doc__)
     stop_request = StopRequest()
-    if not (arguments.dry_run or arguments.eval_only):  # those have nothing to save
-        stop_request.listen()
+    if not {"--dry-run", "--eval-only"} & set(sys.argv):  # those have nothing to save
+        stop_request.listen()  # first of all: no signal should find the process deaf
+
+import config
+
+if __name__ == "__main__":
+    # Before torch is imported: a wrong configuration fails in milliseconds.
+    arguments, configuration = config.from_command_line(sys.argv[1:], __doc__)
     if arguments.launch:
         die_with_parent()
 
@@ -43,7 +46,7 @@ from config import Config, ConfigError
 from data.loader import DIGEST_MODULUS, Batch, Loader, heldout_batches, make_order
 from data.prepared import data_folders, is_prepared, kept_tokenizer, open_data, source_names, weights
 from data.show import printable
-from data.tokens import TokenStream, fingerprint
+from data.tokens import TokenStream, fingerprint, read_manifest
 from lifecycle import DOES_NOT_FIT, INPUT_IS_WRONG, STOPPED
 from lifecycle import folder as run_files
 from metrics import log
@@ -218,6 +221,9 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
         if pretrained and has_another_tokenizer(Path(cfg.model.init_from), tokenizer_files):
             log.warning("%s has a tokenizer, but %s was prepared with another: to these weights its tokens mean other "
                         "words; data.tokenizer names one", cfg.model.init_from, data[0])
+        if (pieces := read_manifest(data[0])["vocab_size"]) < cfg.model.vocab_size:
+            log.info("the tokenizer of %s has %s pieces: of the model's %s rows the rest never has a token", data[0],
+                     f"{pieces:,}", f"{cfg.model.vocab_size:,}")
         log.info(unit_table(unit_map))
         for path in tokenizer_files:
             (folder / path.name).write_bytes(path.read_bytes())
@@ -235,8 +241,10 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
     gc.disable()
 
     step, patience = start, cfg.run.start_timeout_seconds
+    tokens = state.get("tokens", start * config.tokens_per_step(cfg))  # so far; batch and length may have changed since
     while step < cfg.train.steps and not stop.decided:
         step += 1
+        tokens += config.tokens_per_step(cfg)
         watch.phase("data", patience, step)
         stop.begin()
         profiler.before_step(step)
@@ -275,7 +283,7 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
 
         # The rest is for some steps only: a row, evaluation, a checkpoint. Here the host waits for the device.
         if step == 1 or last or step % cfg.log.every_steps == 0:
-            row = summarize(cfg, world, model, step, loss_sum, grad_norm, lr, batch, timer)
+            row = summarize(cfg, world, model, step, tokens, loss_sum, grad_norm, lr, batch, timer)
             if first:
                 recorder.write(row)
                 log.info(metrics.console_line(row, cfg.train.steps))
@@ -293,8 +301,8 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
                 saver.hurried = bool(stop.decided)
                 watch.phase("save", cfg.run.save_timeout_seconds * (2 + (cfg.checkpoint.keep_last or 0)))
                 tell_saved(saver, folder, launch, wait=True)  # of the one before
-                state = {"step": step, "config": config.to_dict(cfg), "data": fingerprint(data), "ranks": world.size,
-                         "torch": torch.__version__, **guard.counts()}
+                state = {"step": step, "tokens": tokens, "config": config.to_dict(cfg), "data": fingerprint(data),
+                         "ranks": world.size, "torch": torch.__version__, **guard.counts()}
                 # purging may have to read much, and who asked to stop will not wait for it
                 saver.save(step, model, optimizer, state, purge=not stop.decided)
             if saver:
@@ -373,22 +381,22 @@ def is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def summarize(cfg: Config, world: World, model: Llama, step: int, loss_sum: torch.Tensor, grad_norm: torch.Tensor,
-              lr: float, batch: Batch, timer: metrics.Timer) -> dict:
+def summarize(cfg: Config, world: World, model: Llama, step: int, tokens: int, loss_sum: torch.Tensor,
+              grad_norm: torch.Tensor, lr: float, batch: Batch, timer: metrics.Timer) -> dict:
     """The training row of a step, from every rank's part of it."""
     ours = {"loss_sum": loss_sum.item(), "digest": batch.digest}  # waits for the device: only now is the step over
     figures = {**timer.means(), "peak_memory_gib": metrics.peak_memory_gib(world.device)}
     ranks = from_all_ranks({**ours, **figures})
     slowest = {name: max(rank[name] for rank in ranks) for name in figures}
-    tokens, peak = config.tokens_per_step(cfg), metrics.peak_flops(world.device)
-    rate = tokens / world.size / slowest["step_seconds"]
+    rate = config.tokens_per_step(cfg) / world.size / slowest["step_seconds"]
+    peak = metrics.peak_flops(world.device)
     return {
         "kind": "train",
         "step": step,
         "loss": sum(rank["loss_sum"] for rank in ranks) / batch.tokens if batch.tokens else math.nan,
         "grad_norm": grad_norm.item(),
         "lr": lr,
-        "tokens": step * tokens,
+        "tokens": tokens,
         "tokens_per_second_per_device": rate,
         "mfu": rate * flops_per_token(model, cfg.train.seq_len) / peak if peak else None,
         **figures,
@@ -437,6 +445,7 @@ def evaluate_newest(cfg: Config, world: World) -> None:
     """--eval-only: prints the evaluation row of the run's newest good checkpoint; writes nothing."""
     found = on_rank_zero(lambda: places.steps(cfg))
     step, bad = places.newest_good(cfg, found, lambda path: problems_on_all_ranks(path, world))
+    on_rank_zero(lambda: places.check_same_run(cfg, step, places.SAME_OUTPUTS))
     heldout = open_data(cfg, "heldout")
     model = build(cfg, world)
     restore(places.path_of(cfg, step), model, None)
@@ -444,7 +453,7 @@ def evaluate_newest(cfg: Config, world: World) -> None:
     if world.rank == 0:
         for problem in (problem for problems in bad.values() for problem in problems):
             print(f"damaged, passed over: {problem}", file=sys.stderr)
-        print(json.dumps({"kind": "eval", "step": step, **found}))
+        print(metrics.as_json({"kind": "eval", "step": step, **found}))
 
 
 def announce(cfg: Config, world: World, model: Llama, folder: Path, start: int) -> None:

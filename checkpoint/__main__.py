@@ -19,8 +19,12 @@ def main(argv: list[str]) -> int:
     verify = parser.add_subparsers(required=True, metavar="verify").add_parser("verify")
     verify.add_argument("folder", type=pathlib.Path, metavar="DIR", help="a checkpoint, or a run's folder")
     folder = parser.parse_args(argv).folder
-    inside = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    found = [folder] if is_checkpoint(folder) else [path for _, path in step_folders(inside)]
+    try:
+        found = [folder] if is_checkpoint(folder) else [path for _, path in (
+            step_folders(folder / "checkpoints") or step_folders(folder))]
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
     if not found:
         print(f"{folder}: is neither a checkpoint nor a run with one: nothing to verify", file=sys.stderr)
         return 2

@@ -111,16 +111,16 @@ def read_manifest(folder: pathlib.Path) -> dict[str, dict]:
     return files
 
 
-def check_sizes(folder: pathlib.Path, files: dict[str, dict]) -> list[str]:
-    """What is wrong at first sight: files that are missing, cut, or no regular files."""
-    problems = []
+def check_sizes(folder: pathlib.Path, files: dict[str, dict]) -> dict[str, str]:
+    """What is wrong at first sight, by file: those that are missing, cut, or no regular files."""
+    problems = {}
     for name, entry in files.items():
         try:
             with opened(folder, name) as handle:
                 if (size := os.fstat(handle).st_size) != entry["size"]:
-                    problems.append(f"{folder / name}: expected {entry['size']} bytes, found {size}")
+                    problems[name] = f"{folder / name}: expected {entry['size']} bytes, found {size}"
         except Damaged as error:
-            problems.append(str(error))
+            problems[name] = str(error)
     return problems
 
 
@@ -131,9 +131,9 @@ def verify(folder: pathlib.Path, share: int = 0, shares: int = 1) -> list[str]:
         files = read_manifest(folder)
     except Damaged as error:
         return [str(error)]
-    if problems := check_sizes(folder, files):
-        return problems
-    parts = [(name, part) for name, entry in sorted(files.items()) for part in range(len(entry["sha256"]))]
+    problems = check_sizes(folder, files)
+    parts = [(name, part) for name, entry in sorted(files.items()) if name not in problems
+             for part in range(len(entry["sha256"]))]
 
     def check(name: str, part: int) -> str | None:
         expected = files[name]["sha256"][part]
@@ -146,4 +146,4 @@ def verify(folder: pathlib.Path, share: int = 0, shares: int = 1) -> list[str]:
             return f"{folder / name}: {span}: expected SHA-256 {expected}, found {found}"
         return None
 
-    return [problem for problem in in_threads(check, parts[share::shares]) if problem]
+    return [*problems.values(), *filter(None, in_threads(check, parts[share::shares]))]

@@ -1,10 +1,11 @@
 """Which checkpoints a run has, which one to go on from, which stay. Reads no tensors."""
 
+import contextlib
 import pathlib
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import config
 from checkpoint.integrity import MANIFEST, Damaged, check_sizes, read_json, read_manifest, verify
@@ -15,6 +16,9 @@ NAME = re.compile(r"step-(\d{8,})")
 TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp")
 # What decides weights and data order. The rest (steps, intervals, ranks, precision, learning rate) may change.
 GUARDED = re.compile(r"model\..*|data\.(?!path$).*|run\.seed|train\.(seq_len|global_batch_size)")
+
+# What decides the outputs of given weights: an evaluation under another would look right and be wrong.
+SAME_OUTPUTS = re.compile(r"model\.(?!init_from$|freeze$).*|data\.tokenizer")
 
 NO_OPTIMIZER = ("holds weights without the state of an optimizer, as python -m model.hf import makes it: no run can go "
                 "on from it; start one from the Hugging Face folder itself, with model.init_from")
@@ -32,10 +36,21 @@ def temporary_of(cfg: config.Config, step: int) -> pathlib.Path:
     return root(cfg) / f".step-{step:08d}.tmp"
 
 
+@contextlib.contextmanager
+def _told(folder: pathlib.Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
+
+
 def step_folders(folder: pathlib.Path) -> list[tuple[int, pathlib.Path]]:
-    """(step, path), ascending, of all that is named as a checkpoint, good or bad. Links and files are none of ours."""
-    named = [(NAME.fullmatch(entry.name), entry) for entry in (folder.iterdir() if folder.is_dir() else ())]
-    return sorted((int(name[1]), entry) for name, entry in named if name and entry.is_dir() and not entry.is_symlink())
+    """(step, path), ascending, of all that is named as a checkpoint, good or bad. Links and files are none of ours.
+    Raises ConfigError where the folder cannot be read."""
+    with _told(folder):
+        named = [(NAME.fullmatch(entry.name), entry) for entry in (folder.iterdir() if folder.is_dir() else ())]
+        return sorted((int(name[1]), entry) for name, entry in named
+                      if name and entry.is_dir() and not entry.is_symlink())
 
 
 def steps(cfg: config.Config) -> list[int]:
@@ -50,9 +65,10 @@ def steps(cfg: config.Config) -> list[int]:
 
 
 def is_checkpoint(folder: pathlib.Path) -> bool:
-    """Whether a folder was made to be one, good or bad."""
-    return folder.is_dir() and bool(NAME.fullmatch(folder.name) or any(
-        (folder / name).exists() for name in (MANIFEST, STATE, ".metadata")))
+    """Whether a folder was made to be one, good or bad. Raises ConfigError where it cannot be read."""
+    with _told(folder):
+        return folder.is_dir() and bool(NAME.fullmatch(folder.name) or any(
+            (folder / name).exists() for name in (STATE, ".metadata")))
 
 
 def read_state(folder: pathlib.Path) -> dict:
@@ -84,7 +100,7 @@ def at_first_sight(folder: pathlib.Path) -> list[str]:
     try:
         files = read_manifest(folder)
         if problems := [f"{folder / MANIFEST}: {name} is not in it" for name in (STATE, ".metadata")
-                        if name not in files] or check_sizes(folder, files):
+                        if name not in files] or list(check_sizes(folder, files).values()):
             return problems
         step = _state(folder)["step"]
     except Damaged as error:
@@ -95,7 +111,7 @@ def at_first_sight(folder: pathlib.Path) -> list[str]:
 
 def problems_of(folder: pathlib.Path, share: int = 0, shares: int = 1) -> list[str]:
     """All that is wrong with a checkpoint, every byte of it read; of `shares` callers each reads its share."""
-    return at_first_sight(folder) or verify(folder, share, shares)
+    return list(dict.fromkeys([*at_first_sight(folder), *verify(folder, share, shares)]))
 
 
 def choose(cfg: config.Config, found: list[int], problems_with: Callable[[pathlib.Path], list[str]]
@@ -105,9 +121,13 @@ def choose(cfg: config.Config, found: list[int], problems_with: Callable[[pathli
     `found`: the run's steps(), as one rank has seen them. Raises ConfigError where what `resume` says does not fit
     what is there, and where all are bad: a run never begins anew unasked.
     """
+    folder = root(cfg)
     if cfg.checkpoint is None:
+        if found:
+            raise ConfigError(f"{folder}: holds checkpoints, but [checkpoint] is off; leave it on to go on from them, "
+                              "choose another run.name, or move them away")
         return 0, {}
-    resume, folder = cfg.checkpoint.resume, root(cfg)
+    resume = cfg.checkpoint.resume
     if resume == "never" and found:
         raise ConfigError(f'[checkpoint] resume = "never": {folder} holds checkpoints; choose another run.name, or '
                           "move them away")
@@ -151,14 +171,16 @@ def find(path: pathlib.Path) -> pathlib.Path:
     raise ConfigError(*found)
 
 
-def check_same_run(cfg: config.Config, step: int) -> None:
-    """Raises ConfigError naming every option that decides weights or data order and differs from the checkpoint's."""
+def check_same_run(cfg: config.Config, step: int, guarded: re.Pattern = GUARDED) -> None:
+    """Raises ConfigError naming every option that decides weights or data order (or is one of `guarded`) and differs
+    from the checkpoint's."""
     if not step:
         return
+    allowed = cfg.checkpoint.allow_changed if cfg.checkpoint else ()
     folder = path_of(cfg, step)
     before, now = config.to_flat(read_state(folder)["config"]), config.to_flat(config.to_dict(cfg))
-    changed = [key for key in sorted(before.keys() | now.keys()) if GUARDED.fullmatch(key)
-               and before.get(key) != now.get(key) and key not in cfg.checkpoint.allow_changed]
+    changed = [key for key in sorted(before.keys() | now.keys()) if guarded.fullmatch(key)
+               and before.get(key) != now.get(key) and key not in allowed]
     if changed:
         raise ConfigError(*(
             f"{key} = {now.get(key)}: {folder} was trained with {before.get(key)}; go on with that, choose another "
@@ -169,7 +191,7 @@ def check_same_data(cfg: config.Config, step: int, fingerprint: list[dict]) -> N
     """Raises ConfigError, naming what differs, where the prepared data is not what the checkpoint of a step was trained
     on."""
     before = read_state(path_of(cfg, step)).get("data") if step else None
-    if not before or before == fingerprint or "data.source" in cfg.checkpoint.allow_changed:
+    if not before or before == fingerprint or any(key.startswith("data.") for key in cfg.checkpoint.allow_changed):
         return
     changed = [f"{len(before)} sources, now {len(fingerprint)}"] if len(before) != len(fingerprint) else []
     for old, new in zip(before, fingerprint):

@@ -1,5 +1,6 @@
 """What a preparation says of itself while it goes on."""
 
+import contextlib
 import shutil
 import time
 from collections.abc import Callable
@@ -42,22 +43,27 @@ class Bar:
 class Console:
     """say() of prepare(): passing lines overwrite each other on a terminal, and come every ten seconds elsewhere."""
 
-    def __init__(self, stream: TextIO):
-        self.stream, self.terminal, self.last = stream, stream.isatty(), time.monotonic()
+    def __init__(self, stream: TextIO | None):
+        """Where nobody can be told, a closed stream or a full disk, it goes on without."""
+        self.stream, self.terminal, self.last = stream, bool(stream) and stream.isatty(), time.monotonic()
         self.over = ""  # what removes the passing line that stands there
 
     def __call__(self, text: str, passing: bool = False) -> None:
         if passing and self.terminal:
             text = text[: shutil.get_terminal_size().columns - 1]
-            print(self.over + text, end="", file=self.stream, flush=True)
+            self._print(self.over + text, end="")
             self.over = "\r\x1b[K"
         elif not passing or time.monotonic() - self.last > 10:
             self.last = time.monotonic()
-            print(self.over + text, file=self.stream, flush=True)
+            self._print(self.over + text)
             self.over = ""
 
     def __enter__(self) -> "Console":
         return self
 
     def __exit__(self, *error: object) -> None:
-        print(self.over, end="", file=self.stream, flush=True)
+        self._print(self.over, end="")
+
+    def _print(self, text: str, end: str = "\n") -> None:
+        with contextlib.suppress(OSError):
+            print(text, end=end, file=self.stream, flush=True)

@@ -10,16 +10,23 @@ TERM, INT, HUP and USR1 are passed on through a file that rank 0 polls: torchrun
 after a grace that may be shorter than a save.
 """
 
+import signal
+
+EARLY: list[int] = []  # signals that came before anything could be done about them
+if __name__ == "__main__":  # before the rest is imported
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: EARLY.append(number))
+
 import contextlib
 import os
 import pathlib
 import shlex
-import signal
 import subprocess
 import sys
 import time
 import uuid
 from argparse import Namespace
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,7 +34,7 @@ import config
 from config import ConfigError
 from lifecycle import INPUT_IS_WRONG, STOPPED
 from lifecycle.folder import check_folder, failures, lock, read_status, remove_traces, stop_file, write_status
-from lifecycle.watch import TWICE_SECONDS, die_with_parent
+from lifecycle.watch import SIGNALS, TWICE_SECONDS, die_with_parent
 
 TORCH = ((2, 11), (2, 13))  # the versions that the code is written for
 IDLE_LIVES = 3  # of a job, without a step
@@ -37,13 +44,30 @@ class Interrupted(BaseException):
     """A signal came before the ranks were started."""
 
 
-def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespace, in_job: bool) -> bool:
+class Interruption:
+    """Signals before the ranks are started: noted, and raised as Interrupted where that does no harm. An import that
+    is interrupted leaves half a module behind."""
+
+    def __init__(self) -> None:
+        self.asked, self.raises = 0, False
+
+    def __call__(self, number: int, frame: Any = None) -> None:
+        self.asked = self.asked or number
+        if self.raises:
+            raise Interrupted
+
+    def allow(self) -> None:
+        self.raises = True
+        if self.asked:
+            raise Interrupted
+
+
+def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespace, in_job: bool,
+                 interruption: Interruption) -> bool:
     """Everything one process can check before the ranks start; prepares the data, except in a job. Returns whether
     there is anything left to do. Raises ConfigError."""
-    config.mesh_shape(cfg, ranks)
     folder = config.run_folder(cfg)
-    if not args.eval_only:
-        check_folder(folder)
+    together(lambda: config.mesh_shape(cfg, ranks), lambda: args.eval_only or check_folder(folder))
 
     # Upwards, as a tool's main may; here and not above, since a wrong configuration should not wait for torch.
     from checkpoint import places
@@ -57,22 +81,27 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
     from parallel.fsdp import unsharded_parameters
     from parallel.mesh import pick_device
 
+    interruption.allow()  # preparing may take hours
     if in_job and not is_prepared(cfg):  # all its GPUs would wait for one core
         command = shlex.join(["./run_train.sh", "-m", "data.prepare", args.config, *args.overrides])
         raise ConfigError(f"{args.config}: its data is not prepared, and none is inside a job; run {command} on the "
                           "login node")
-    pick_device(cfg, local_ranks - 1)
-    unsharded_parameters(describe(cfg.model), cfg.parallel)  # their patterns match what they should
+    finished = read_status(folder).get("state") == "finished"
+    # every byte is read by the ranks, and here where there may be nothing left for them
+    look = places.problems_of if finished and not args.eval_only else places.at_first_sight
+    *_, chosen = together(
+        lambda: pick_device(cfg, local_ranks - 1),
+        lambda: unsharded_parameters(describe(cfg.model), cfg.parallel),  # their patterns match what they should
+        lambda: args.eval_only or places.choose(cfg, places.steps(cfg), look))
     if args.eval_only:
         if not places.steps(cfg):
             raise ConfigError(f"{places.root(cfg)}: holds no checkpoint to evaluate")
     else:
-        finished = read_status(folder).get("state") == "finished"
-        # every byte is read by the ranks, and here where there may be nothing left for them
-        start, _ = places.choose(cfg, places.steps(cfg), places.problems_of if finished else places.at_first_sight)
+        start, _ = chosen
         places.check_same_run(cfg, start)
         if start >= cfg.train.steps and finished:
-            print(f"{folder}: finished at step {start}; train.steps = {cfg.train.steps} asks for no more")
+            done = read_status(folder).get("step", start)
+            print(f"{folder}: finished at step {done}; train.steps = {cfg.train.steps} asks for no more")
             return False
         if not start:
             open_weights(cfg.model)
@@ -92,6 +121,19 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
     return True
 
 
+def together(*checks: Callable[[], Any]) -> list[Any]:
+    """What the checks return. Raises ConfigError with the problems of all of them."""
+    problems, found = [], []
+    for check in checks:
+        try:
+            found.append(check())
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
+    return found
+
+
 def exit_code(folder: pathlib.Path, launch: str, ranks: int, returned: int) -> int:
     """The launch's exit code from what its ranks left; marks the run as failed where they could not, and tells the
     first cause last, below what all ranks and torchrun printed."""
@@ -100,6 +142,9 @@ def exit_code(folder: pathlib.Path, launch: str, ranks: int, returned: int) -> i
     ours = status.get("launch") == launch
     if ours and status["state"] in ("finished", "preempted"):
         return 0 if status["state"] == "finished" else STOPPED
+    if not ours and not failed and -returned in SIGNALS:  # before anybody could listen, and so before a step
+        mark_stopped(folder)
+        return STOPPED
     code = failed[0]["exit_code"] if failed else returned if returned > 0 else 1
     if ours or code != INPUT_IS_WRONG:
         try:
@@ -135,10 +180,11 @@ def usable(argv: list[str]) -> bool:
 
     from data.prepared import is_prepared
 
-    needed = [] if argv else ["tensorboard", "sentencepiece", "datasets"]
+    needed = [] if argv else ["numpy", "tensorboard", "sentencepiece", "datasets"]
     with contextlib.suppress(ConfigError, SystemExit):  # what is wrong the run itself will tell
         if argv and not (args := config.parse_arguments(argv)).dry_run:
             cfg = config.load(args.config, args.overrides)
+            needed.append("numpy")  # torch.distributed sends objects through it
             needed += ["tensorboard"] * (cfg.log.tensorboard and not args.eval_only)
             needed += ["sentencepiece", "datasets"] * (not is_prepared(cfg))
     with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
@@ -147,8 +193,9 @@ def usable(argv: list[str]) -> bool:
     return False
 
 
-def run_ranks(command: list[str], folder: pathlib.Path, launch: str) -> int:
-    """Runs the ranks' command to its end, passing requests to stop on; returns its exit code."""
+def run_ranks(command: list[str], folder: pathlib.Path, launch: str, asked: Callable[[], int]) -> int:
+    """Runs the ranks' command to its end, passing requests to stop on; returns its exit code. asked(): the signal that
+    came before this one heard them."""
     file, last_interrupt, killed = stop_file(folder, launch), float("-inf"), False
 
     def ask(number: int, frame: Any) -> None:
@@ -169,8 +216,17 @@ def run_ranks(command: list[str], folder: pathlib.Path, launch: str) -> int:
     file.touch()
     child = None
     listen(ask)
+    if number := asked():
+        ask(number, None)
+
+    def begin() -> None:
+        die_with_parent(launcher)
+        if command[1].endswith("train.py"):  # else torchrun, which would keep them blocked
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the rank listens
+
+    launcher = os.getpid()
     # A session of its own: Ctrl-C in the terminal reaches this process alone, and not torchrun.
-    child = subprocess.Popen(command, start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()))
+    child = subprocess.Popen(command, start_new_session=True, preexec_fn=begin)
     returned = child.wait()
     listen(signal.SIG_IGN)  # it is over: nothing is left to stop
     return 128 + signal.SIGINT if killed else returned
@@ -186,10 +242,10 @@ def main(argv: list[str]) -> int:
     if argv[0] == "--usable":
         return 0 if usable(argv[1:]) else 1
 
-    def interrupt(number: int, frame: Any) -> None:
-        raise Interrupted
-
-    listen(interrupt)
+    interruption = Interruption()
+    listen(interruption)
+    for number in EARLY:
+        interruption(number)
     in_job = argv[0] == "--in-job"
     argv = argv[in_job:]
     cut = argv.index("--")
@@ -198,19 +254,26 @@ def main(argv: list[str]) -> int:
     try:
         args = config.parse_arguments(rest)
         cfg = config.load(args.config, args.overrides)
-        if not check_launch(cfg, ranks, local_ranks, args, in_job):
-            return 0
+        try:
+            if not check_launch(cfg, ranks, local_ranks, args, in_job, interruption):
+                return 0
+        except OSError as error:  # a folder that cannot be looked into
+            raise ConfigError(f"{error.filename or config.run_folder(cfg)}: {error.strerror or error}") from None
+        interruption.raises = args.eval_only
         launch, folder = uuid.uuid4().hex, config.run_folder(cfg)
         command = [*command, *rest, f"--launch={launch}"]
         if args.eval_only:
             return subprocess.run(command, preexec_fn=partial(die_with_parent, os.getpid())).returncode
         before = read_status(folder)
-        code = exit_code(folder, launch, ranks, run_ranks(command, folder, launch))
+        returned = run_ranks(command, folder, launch, lambda: interruption.asked)
+        code = exit_code(folder, launch, ranks, returned)
         return count_idle_lives(folder, launch, before) if in_job and code == STOPPED else code
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return INPUT_IS_WRONG
-    except Interrupted:
+    except (Interrupted, Exception) as error:
+        if not (interruption.asked and interruption.raises):  # else whatever it broke off may have raised
+            if not isinstance(error, ConfigError):
+                raise
+            print(error, file=sys.stderr)
+            return INPUT_IS_WRONG
         listen(signal.SIG_IGN)
         if args and args.eval_only:
             return 128 + signal.SIGINT

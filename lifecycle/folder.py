@@ -61,8 +61,15 @@ def check_folder(folder: pathlib.Path) -> None:
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not existing.is_dir():
         raise ConfigError(f"[run] output_dir: {existing} is a file; a run needs a folder there")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"[run] output_dir: {existing} cannot be written to")
+    inside = [folder / name for name in ("checkpoints", "logs", "tensorboard")]
+    for path in (existing, *(path for path in inside if path.exists())):
+        if not path.is_dir():
+            raise ConfigError(f"{path}: is a file; a run needs a folder there")
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise ConfigError(f"[run] output_dir: {path} cannot be written to")
+    for name in ("metrics.jsonl", "status.json", "config.toml", "environment.json"):
+        if (folder / name).is_dir():
+            raise ConfigError(f"{folder / name}: is a folder; a run needs a file there")
     if (folder / ".lock").exists():
         os.close(lock(folder))
 

@@ -45,6 +45,7 @@ class StopRequest:
 
         for number in SIGNALS:
             signal.signal(number, note)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # where the launcher blocked them until now
 
     def connect(self, group: Any, file: pathlib.Path | None) -> None:
         """Before the first begin(): the gloo group of all ranks; on rank 0 the launcher's file."""

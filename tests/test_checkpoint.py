@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import re
 import shutil
 
@@ -56,7 +57,8 @@ def test_only_what_is_named_so_counts(tmp_path):
     assert places.steps(cfg) == [9, 10, 123456789]
     assert chosen(cfg) == (123456789, {})
     assert places.find(config.run_folder(cfg)).name == "step-123456789"
-    assert chosen(make_config(run={"name": "r", "output_dir": str(tmp_path)})) == (0, {})
+    with pytest.raises(ConfigError, match=r"holds checkpoints, but \[checkpoint\] is off"):  # it would begin anew
+        chosen(make_config(run={"name": "r", "output_dir": str(tmp_path)}))
 
 
 def spoil(folder, how):
@@ -163,6 +165,26 @@ def test_verify_has_nothing_to_do(tmp_path, capsys):
     assert re.search(r"step-00000010: good, 2 files, [\d,]+ bytes\n1 good, 0 bad", capsys.readouterr().out)
 
 
+def test_verify_names_each_bad_file(tmp_path, capsys):
+    folder = fake(configured(tmp_path), 10)
+    (folder / "state.json").write_text("{")
+    (folder / ".metadata").write_bytes(b"y")
+    assert main(["verify", str(folder)]) == 1
+    told = capsys.readouterr().out
+    assert "state.json: expected" in told and ".metadata: bytes 0 to 0: expected SHA-256" in told
+
+
+def test_what_is_no_checkpoint_is_not_called_a_bad_one(tmp_path, prepared, monkeypatch, capsys):
+    assert main(["verify", str(prepared)]) == 2  # which has a manifest.json, too
+
+    def refuse(self: pathlib.Path) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(pathlib.Path, "iterdir", refuse)
+    assert main(["verify", str(tmp_path)]) == 2
+    assert f"{tmp_path}: cannot be read: Permission denied" in capsys.readouterr().err
+
+
 def test_resume_settings(tmp_path):
     fake(configured(tmp_path), 10), fake(configured(tmp_path), 20)
     assert chosen(configured(tmp_path, resume=10)) == (10, {})
@@ -185,7 +207,8 @@ def test_other_data_is_refused(tmp_path):
         places.check_same_data(cfg, 10, [data(3)])
     with pytest.raises(ConfigError, match=r"1 sources, now 2"):
         places.check_same_data(cfg, 10, [data(1), data(1)])
-    places.check_same_data(configured(tmp_path, allow_changed=["data.source"]), 10, [data(3)])
+    for option in ("data.source", "data.max_tokens"):
+        places.check_same_data(configured(tmp_path, allow_changed=[option]), 10, [data(3)])
 
 
 def test_later_checkpoints_are_set_aside(tmp_path):
@@ -277,10 +300,17 @@ def test_a_run_keeps_what_it_should_and_says_no(write_config, tmp_path):
     before = sorted(tmp_path.rglob("*"))
     for arguments, message in [(["--checkpoint.resume=5"], "resume = 5"), (["--checkpoint.resume=never"], "never"),
                                (["--train.seq_len=16"], "train.seq_len = 16"),
-                               ([f"--run.output_dir={path}"], "is a file")]:
+                               ([f"--run.output_dir={path}"], "is a file"),
+                               (["--checkpoint=off"], "[checkpoint] is off"),
+                               (["--run.device=cuda", "--checkpoint.resume=3"], "resume = 3"),  # and of the device
+                               (["--eval-only", "--model.norm_eps=0.5"], "model.norm_eps = 0.5")]:
         done = launch(path, *arguments)
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert sorted(tmp_path.rglob("*")) == before
+    # what was read before was read, whatever a step's tokens are now
+    assert launch(path, "--train.steps=9", "--train.seq_len=16",
+                  '--checkpoint.allow_changed=["train.seq_len"]').returncode == 0
+    assert [row["tokens"] for row in rows(folder)][-2:] == [8 * 8 * 32, 8 * 8 * 32 + 8 * 16]
 
 
 def test_a_finished_run_whose_last_checkpoint_is_damaged_is_finished_again(write_config, tmp_path):

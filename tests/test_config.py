@@ -1,6 +1,9 @@
 """Every configuration in configs/ loads; every malformed one is refused, with all its problems, and creates nothing."""
 
+import json
+import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -90,7 +93,7 @@ MALFORMED = {
     "missing model": (without("model", "dim"), ["[model] dim", "missing"]),
     "unknown word": (replaced('schedule = "cosin"'), ['[optim] schedule = "cosin"', '"cosine"']),
     "float16": (replaced('param_dtype = "float16"'), ["float16", "loss scaler"]),
-    "both auto": (replaced('dp_replicate = "auto"'), ["[parallel] dp_shard", "only one"]),
+    "both auto": (replaced('dp_replicate = "auto"'), ["[parallel] dp_replicate", "only one"]),
     "reshard to one": (replaced("reshard_after_forward = 1"), ["reshard_after_forward = 1", "at least 2"]),
     "pattern without a unit": (replaced('keep_fp32 = ["blocks.7"]'), ["keep_fp32", "blocks.7", "matches no unit"]),
     "wsd without its length": (replaced('schedule = "wsd"'), ["decay_steps"]),
@@ -185,6 +188,24 @@ def test_all_problems_at_once(tmp_path):
     with pytest.raises(ConfigError) as caught:
         config.from_dict(raw, "t.toml", ["--run.seed=x"])
     assert len(caught.value.problems) == 5
+    # what is wrong together, too, but for the rules that look at what is wrong by itself
+    raw = tables(model={"n_kv_heads": 3, "n_heads": 0, "dim": 47, "head_dim": 7}, optim={"schedule": "wsd"})
+    with pytest.raises(ConfigError) as caught:
+        config.from_dict(raw, "t.toml", ["--train.stepz=5", "--parallel.dp_replicate=auto"])
+    assert [re.search(r"\[[\w.]+\] (\w+)", problem)[1] for problem in caught.value.problems] == [
+        "n_heads", "stepz", "schedule", "dp_replicate"]
+
+
+@pytest.mark.parametrize("program, arguments, told", [
+    ("train.py", [], "CONFIG"), ("data/prepare.py", [], "CONFIG"), ("data/show.py", ["--step", "1"], "CONFIG"),
+    ("train.py", ["tiny.toml", "--json"], "--dry-run"), ("train.py", ["tiny.toml", "--world-size=2"], "--dry-run"),
+    ("train.py", ["tiny.toml", f"--train.steps={'9' * 5000}"], "must be an integer"),
+    ("train.py", ["tiny.toml", f"--train.steps={'[' * 3000}"], "must be an integer")], ids=range(7))
+def test_wrong_command_lines_are_told(program, arguments, told):
+    command = [sys.executable, "-m", program[:-3].replace("/", "."), *arguments]
+    done = subprocess.run(command, cwd=REPO / "configs", capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(REPO)})
+    assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("path", ["missing.toml", "", "."])
@@ -229,6 +250,16 @@ def test_help_lists_every_option():
         assert f"[{section}]" in shown
         assert all(f"  {key} = " in shown for key in values)
     assert "[profile]" in shown and "[model.rope_scaling]" in shown
+
+
+def test_it_may_be_called_through_a_link_and_with_any_cdpath(tmp_path):
+    link = tmp_path / "rt"
+    link.symlink_to(REPO / "run_train.sh")
+    for script, cwd in ((link, tmp_path), (f"{REPO.name}/run_train.sh", REPO.parent)):
+        done = subprocess.run(["bash", script, REPO / "configs/tiny.toml", "--dry-run", "--json"], cwd=cwd,
+                              capture_output=True, text=True,
+                              env={**os.environ, "PYTHON": sys.executable, "CDPATH": f"{REPO.parent}:."})
+        assert done.returncode == 0 and json.loads(done.stdout), done.stderr
 
 
 def test_relative_paths_are_the_callers(tmp_path):

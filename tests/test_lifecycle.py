@@ -15,7 +15,7 @@ import pytest
 
 from checkpoint import places
 from config import ConfigError
-from lifecycle.folder import failures, lock, report_failure
+from lifecycle.folder import check_folder, failures, lock, report_failure
 from lifecycle.watch import StopRequest, Watch, read_stop
 from tests.conftest import REPO, launch, rows
 
@@ -51,7 +51,7 @@ def leftovers(folder: pathlib.Path) -> list[str]:
 class Launched:
     """A run that goes on until it is told to stop."""
 
-    def __init__(self, path: pathlib.Path, nproc: int):
+    def __init__(self, path: pathlib.Path, nproc: int = 1):
         self.folder = path.parent / "outputs" / path.stem
         self.process = subprocess.Popen(
             [REPO / "run_train.sh", path], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPO,
@@ -103,6 +103,25 @@ def test_a_signal_to_anyone_saves_and_stops_all(write_config, whom, number, npro
     done = launch(run.path, f"--train.steps={step + 2}")
     assert done.returncode == 0 and f"going on after step {step}" in done.stdout, done.stdout + done.stderr
     assert [row["step"] for row in rows(run.folder)] == list(range(1, step + 3))
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.4, 0.6])
+def test_a_signal_before_there_is_anything_to_stop(write_config, seconds):
+    """While bash, then Python, then its imports run."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        run = Launched(write_config("earliest", **FOREVER))
+        time.sleep(seconds)
+        run.process.send_signal(number)
+        code, output = run.end()
+        assert code == 75 and "Traceback" not in output, output
+
+
+def test_a_signal_to_a_rank_that_has_only_begun(write_config):
+    run = Launched(write_config("begun", **FOREVER), 1)
+    run.wait_for(lambda: run.processes(r"/train\.py$"))
+    os.kill(run.processes(r"/train\.py$")[-1], signal.SIGTERM)
+    code, output = run.end()
+    assert code == 75 and status(run.folder)["state"] == "preempted" and "Traceback" not in output, output
 
 
 @pytest.mark.parametrize("seconds", [0.3, 1.5, 3.0])
@@ -329,6 +348,14 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, cap
     monkeypatch.setattr("fcntl.flock", without)
     os.close(lock(tmp_path))
     assert "no locks on this file system" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name, make", [
+    ("checkpoints", pathlib.Path.touch), ("logs", pathlib.Path.touch), ("metrics.jsonl", pathlib.Path.mkdir)])
+def test_a_folder_with_something_else_in_a_place_is_refused(tmp_path, name, make):
+    make(tmp_path / name)
+    with pytest.raises(ConfigError, match=rf"{name}: is a fo?i?l"):
+        check_folder(tmp_path)
 
 
 def test_the_lock_waits_as_long_as_it_is_told(tmp_path):

@@ -32,10 +32,17 @@ def test_rows_after_the_start_are_dropped_and_none_stands_twice(tmp_path):
 
 def test_non_finite_numbers_are_null(tmp_path):
     recorder = Recorder(tmp_path, config.Log(tensorboard=False), 0)
-    recorder.write({"kind": "train", "step": 1, "loss": math.nan, "grad_norm": math.inf})
+    recorder.write({"kind": "train", "step": 1, "loss": math.nan, "by_source": {"a": math.inf, "b": 1.5}})
     recorder.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
-        "kind": "train", "step": 1, "loss": None, "grad_norm": None}
+        "kind": "train", "step": 1, "loss": None, "by_source": {"a": None, "b": 1.5}}
+
+
+def test_lines_that_are_no_rows_are_left_out(tmp_path):
+    row = b'{"kind": "eval", "step": 1}'
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([row, b"\xff\xfe", b"5", b'{"kind": "eval"}', b"[]", b""]))
+    Recorder(tmp_path, config.Log(tensorboard=False), 5).close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == row + b"\n"
 
 
 def test_numbers_keep_their_precision(tmp_path):
