@@ -111,7 +111,7 @@ def at_first_sight(folder: pathlib.Path) -> list[str]:
 
 def problems_of(folder: pathlib.Path, share: int = 0, shares: int = 1) -> list[str]:
     """All that is wrong with a checkpoint, every byte of it read; of `shares` callers each reads its share."""
-    return list(dict.fromkeys([*at_first_sight(folder), *verify(folder, share, shares)]))
+    return verify(folder, share, shares) or at_first_sight(folder)
 
 
 def choose(cfg: config.Config, found: list[int], problems_with: Callable[[pathlib.Path], list[str]]

@@ -5,6 +5,7 @@ import pathlib
 import shutil
 import threading
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -145,19 +146,21 @@ class Saver:
 
         writer = Writer(temporary)
         try:
-            if not all(self._together(lambda: _all_finite(tensors))):
+            self._together(make_room, only=0)
+            with ThreadPoolExecutor(1) as beside:  # the disk is slower than the look at what goes there
+                finite = beside.submit(_all_finite, tensors)
+                self._together(lambda: dcp.save(tensors, storage_writer=writer, process_group=self.group))
+            if not all(self._together(finite.result)):
                 raise FloatingPointError(f"step {step}: the update made weights that are not finite, and they were not "
                                          "saved; a lower optim.lr or a longer warm-up may help")
-            self._together(make_room, only=0)
-            self._together(lambda: dcp.save(tensors, storage_writer=writer, process_group=self.group))
             # by the rank that wrote them, while they are in its memory still
             hashed = self._together(lambda: hash_files(temporary, [p.name for p in temporary.glob(
                 f"__{self.rank}_*.distcp")]))
             self._together(publish, only=0)
-        except SaveFailed as error:
+        except (SaveFailed, FloatingPointError) as error:
             if self.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise SaveFailed(f"{final}: {error}") from None
+            raise SaveFailed(f"{final}: {error}") if isinstance(error, SaveFailed) else error from None
         self.verified.add(step)
 
     def _together(self, work: Callable[[], Any], only: int | None = None) -> list:
