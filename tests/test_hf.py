@@ -22,7 +22,7 @@ from config import ConfigError
 from data.loader import Loader
 from data.tokenizer import Tokenizer
 from data.tokens import open_stream
-from lifecycle.__main__ import check_launch
+from lifecycle.__main__ import Interruption, check_launch
 from model import generate, hf
 from model.hf_tokenizer import fast_tokenizer_files, read_sentencepiece
 from model.hf_weights import hf_name, open_weights
@@ -253,7 +253,7 @@ def test_a_launch_refuses_it_before_it_makes_anything(folders, write_config, tmp
     next(folder.glob("model-00002*")).unlink()
     args = config.parse_arguments([str(path)])
     with pytest.raises(ConfigError, match="model-00002-of-.*is not there"):
-        check_launch(config.load(str(path)), 1, 1, args, in_job=False)
+        check_launch(config.load(str(path)), 1, 1, args, False, Interruption())
     assert not (tmp_path / "outputs").exists()
 
 
