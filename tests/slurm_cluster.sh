@@ -12,6 +12,7 @@
 # and when the first process ends, the kernel removes all of it. The file system is shared, again as on a cluster.
 set -euo pipefail
 
+PATH=$PATH:/usr/sbin:/sbin  # where Debian puts the daemons, and not everybody looks
 nodes=(n1 n2)
 
 cannot() { echo "no SLURM here: $1" >&2; exit 77; }
