@@ -17,6 +17,8 @@ TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp")
 # What decides weights and data order. The rest (steps, intervals, ranks, precision, learning rate) may change.
 GUARDED = re.compile(r"model\..*|data\.(?!path$).*|run\.seed|train\.(seq_len|global_batch_size)")
 
+# What another preparation of the data follows from: who allows it to change allows that.
+PREPARED = re.compile(r"data\.(sources?|subset|split|text_field|tokenizer|max_tokens)|model\.vocab_size")
 # What decides the outputs of given weights: an evaluation under another would look right and be wrong.
 SAME_OUTPUTS = re.compile(r"model\.(?!init_from$|freeze$).*|data\.tokenizer")
 
@@ -191,7 +193,7 @@ def check_same_data(cfg: config.Config, step: int, fingerprint: list[dict]) -> N
     """Raises ConfigError, naming what differs, where the prepared data is not what the checkpoint of a step was trained
     on."""
     before = read_state(path_of(cfg, step)).get("data") if step else None
-    if not before or before == fingerprint or any(key.startswith("data.") for key in cfg.checkpoint.allow_changed):
+    if not before or before == fingerprint or any(map(PREPARED.fullmatch, cfg.checkpoint.allow_changed)):
         return
     changed = [f"{len(before)} sources, now {len(fingerprint)}"] if len(before) != len(fingerprint) else []
     for old, new in zip(before, fingerprint):

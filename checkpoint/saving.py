@@ -160,7 +160,9 @@ class Saver:
         except (SaveFailed, FloatingPointError) as error:
             if self.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise SaveFailed(f"{final}: {error}") if isinstance(error, SaveFailed) else error from None
+            if isinstance(error, SaveFailed):
+                raise SaveFailed(f"{final}: {error}") from None
+            raise
         self.verified.add(step)
 
     def _together(self, work: Callable[[], Any], only: int | None = None) -> list:

@@ -12,10 +12,12 @@ after a grace that may be shorter than a save.
 
 import signal
 
-EARLY: list[int] = []  # signals that came before anything could be done about them
-if __name__ == "__main__":  # before the rest is imported
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda number, frame: EARLY.append(number))
+from lifecycle.watch import SIGNALS, TWICE_SECONDS, Interrupted, Interruption, die_with_parent
+
+if __name__ == "__main__":
+    early = Interruption()
+    for number in SIGNALS:  # before the rest is imported
+        signal.signal(number, early)
 
 import contextlib
 import os
@@ -34,32 +36,9 @@ import config
 from config import ConfigError
 from lifecycle import INPUT_IS_WRONG, STOPPED
 from lifecycle.folder import check_folder, failures, lock, read_status, remove_traces, stop_file, write_status
-from lifecycle.watch import SIGNALS, TWICE_SECONDS, die_with_parent
 
 TORCH = ((2, 11), (2, 13))  # the versions that the code is written for
 IDLE_LIVES = 3  # of a job, without a step
-
-
-class Interrupted(BaseException):
-    """A signal came before the ranks were started."""
-
-
-class Interruption:
-    """Signals before the ranks are started: noted, and raised as Interrupted where that does no harm. An import that
-    is interrupted leaves half a module behind."""
-
-    def __init__(self) -> None:
-        self.asked, self.raises = 0, False
-
-    def __call__(self, number: int, frame: Any = None) -> None:
-        self.asked = self.asked or number
-        if self.raises:
-            raise Interrupted
-
-    def allow(self) -> None:
-        self.raises = True
-        if self.asked:
-            raise Interrupted
 
 
 def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespace, in_job: bool,
@@ -86,9 +65,10 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
         command = shlex.join(["./run_train.sh", "-m", "data.prepare", args.config, *args.overrides])
         raise ConfigError(f"{args.config}: its data is not prepared, and none is inside a job; run {command} on the "
                           "login node")
-    finished = read_status(folder).get("state") == "finished"
+    status = read_status(folder)
+    finished = status.get("state") == "finished"
     # every byte is read by the ranks, and here where there may be nothing left for them
-    look = places.problems_of if finished and not args.eval_only else places.at_first_sight
+    look = places.problems_of if finished else places.at_first_sight
     *_, chosen = together(
         lambda: pick_device(cfg, local_ranks - 1),
         lambda: unsharded_parameters(describe(cfg.model), cfg.parallel),  # their patterns match what they should
@@ -100,8 +80,8 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
         start, _ = chosen
         places.check_same_run(cfg, start)
         if start >= cfg.train.steps and finished:
-            done = read_status(folder).get("step", start)
-            print(f"{folder}: finished at step {done}; train.steps = {cfg.train.steps} asks for no more")
+            print(f"{folder}: finished at step {status.get('step', start)}; train.steps = {cfg.train.steps} asks for "
+                  "no more")
             return False
         if not start:
             open_weights(cfg.model)
@@ -193,9 +173,9 @@ def usable(argv: list[str]) -> bool:
     return False
 
 
-def run_ranks(command: list[str], folder: pathlib.Path, launch: str, asked: Callable[[], int]) -> int:
-    """Runs the ranks' command to its end, passing requests to stop on; returns its exit code. asked(): the signal that
-    came before this one heard them."""
+def run_ranks(command: list[str], folder: pathlib.Path, launch: str, interruption: Interruption) -> int:
+    """Runs the ranks' command to its end, passing requests to stop on, that which came before it too; returns its exit
+    code."""
     file, last_interrupt, killed = stop_file(folder, launch), float("-inf"), False
 
     def ask(number: int, frame: Any) -> None:
@@ -216,8 +196,6 @@ def run_ranks(command: list[str], folder: pathlib.Path, launch: str, asked: Call
     file.touch()
     child = None
     listen(ask)
-    if number := asked():
-        ask(number, None)
 
     def begin() -> None:
         die_with_parent(launcher)
@@ -227,6 +205,8 @@ def run_ranks(command: list[str], folder: pathlib.Path, launch: str, asked: Call
     launcher = os.getpid()
     # A session of its own: Ctrl-C in the terminal reaches this process alone, and not torchrun.
     child = subprocess.Popen(command, start_new_session=True, preexec_fn=begin)
+    if interruption.asked:
+        ask(interruption.asked, None)
     returned = child.wait()
     listen(signal.SIG_IGN)  # it is over: nothing is left to stop
     return 128 + signal.SIGINT if killed else returned
@@ -238,14 +218,11 @@ def listen(handler: Any) -> None:
             signal.signal(number, handler)
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], interruption: Interruption) -> int:
     if argv[0] == "--usable":
         return 0 if usable(argv[1:]) else 1
 
-    interruption = Interruption()
     listen(interruption)
-    for number in EARLY:
-        interruption(number)
     in_job = argv[0] == "--in-job"
     argv = argv[in_job:]
     cut = argv.index("--")
@@ -265,7 +242,7 @@ def main(argv: list[str]) -> int:
         if args.eval_only:
             return subprocess.run(command, preexec_fn=partial(die_with_parent, os.getpid())).returncode
         before = read_status(folder)
-        returned = run_ranks(command, folder, launch, lambda: interruption.asked)
+        returned = run_ranks(command, folder, launch, interruption)
         code = exit_code(folder, launch, ranks, returned)
         return count_idle_lives(folder, launch, before) if in_job and code == STOPPED else code
     except (Interrupted, Exception) as error:
@@ -310,4 +287,4 @@ def mark_stopped(folder: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], early))

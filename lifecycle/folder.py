@@ -59,12 +59,10 @@ def lock(folder: pathlib.Path, wait_seconds: float = 0) -> int:
 def check_folder(folder: pathlib.Path) -> None:
     """Raises ConfigError where the run's folder cannot be made, or another run works in it. Makes nothing."""
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if not existing.is_dir():
-        raise ConfigError(f"[run] output_dir: {existing} is a file; a run needs a folder there")
     inside = [folder / name for name in ("checkpoints", "logs", "tensorboard")]
     for path in (existing, *(path for path in inside if path.exists())):
         if not path.is_dir():
-            raise ConfigError(f"{path}: is a file; a run needs a folder there")
+            raise ConfigError(f"[run] output_dir: {path} is a file; a run needs a folder there")
         if not os.access(path, os.W_OK | os.X_OK):
             raise ConfigError(f"[run] output_dir: {path} cannot be written to")
     for name in ("metrics.jsonl", "status.json", "config.toml", "environment.json"):

@@ -1,4 +1,4 @@
-"""What a rank watches while it works: requests to stop, and its own progress.
+"""What launcher and ranks watch: requests to stop, and a rank its own progress.
 
 Imports torch in one method only: a signal must find its handler before the seconds that torch takes to load.
 """
@@ -15,6 +15,29 @@ from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 TWICE_SECONDS = 5.0  # a second Ctrl-C so soon after the first ends at once
+
+
+class Interrupted(BaseException):
+    """A signal came before the ranks were started."""
+
+
+class Interruption:
+    """The launcher's handler of signals until the ranks are started: notes the first, and raises Interrupted where that
+    does no harm. An import that is interrupted leaves half a module behind."""
+
+    def __init__(self) -> None:
+        self.asked, self.raises = 0, False
+
+    def __call__(self, number: int, frame: Any) -> None:
+        self.asked = self.asked or number
+        if self.raises:
+            raise Interrupted
+
+    def allow(self) -> None:
+        """From now on it may raise, and does for what has come already."""
+        self.raises = True
+        if self.asked:
+            raise Interrupted
 
 
 class StopRequest:

@@ -209,6 +209,8 @@ def test_other_data_is_refused(tmp_path):
         places.check_same_data(cfg, 10, [data(1), data(1)])
     for option in ("data.source", "data.max_tokens"):
         places.check_same_data(configured(tmp_path, allow_changed=[option]), 10, [data(3)])
+    with pytest.raises(ConfigError, match="was trained on other data"):  # the mask says nothing of the corpus
+        places.check_same_data(configured(tmp_path, allow_changed=["data.document_mask"]), 10, [data(3)])
 
 
 def test_later_checkpoints_are_set_aside(tmp_path):

@@ -22,7 +22,8 @@ from config import ConfigError
 from data.loader import Loader
 from data.tokenizer import Tokenizer
 from data.tokens import open_stream
-from lifecycle.__main__ import Interruption, check_launch
+from lifecycle.__main__ import check_launch
+from lifecycle.watch import Interruption
 from model import generate, hf
 from model.hf_tokenizer import fast_tokenizer_files, read_sentencepiece
 from model.hf_weights import hf_name, open_weights
