@@ -8,7 +8,7 @@
 
 import sys
 
-from lifecycle.watch import StopRequest, Watch, die_with_parent
+from lifecycle.signals import StopRequest, Watchdog, die_with_parent
 
 if __name__ == "__main__":
     stop_request = StopRequest()
@@ -39,12 +39,12 @@ import torch
 import torch.distributed as dist
 
 import metrics
-from checkpoint import places
-from checkpoint.reading import restore
-from checkpoint.saving import SaveFailed, Saver
+from checkpoint import catalog
+from checkpoint.load import restore
+from checkpoint.save import SaveFailed, Saver
 from config import Config, ConfigError
+from data.dataset import data_folders, is_prepared, kept_tokenizer, open_data, source_names, weights
 from data.loader import DIGEST_MODULUS, Batch, Loader, heldout_batches, make_order
-from data.prepared import data_folders, is_prepared, kept_tokenizer, open_data, source_names, weights
 from data.show import printable
 from data.tokens import TokenStream, fingerprint, read_manifest
 from lifecycle import DOES_NOT_FIT, INPUT_IS_WRONG, STOPPED
@@ -52,12 +52,12 @@ from lifecycle import folder as run_files
 from metrics import log
 from model.generate import continue_text
 from model.hf_weights import Weights, has_another_tokenizer, open_weights
-from model.llama import Llama, describe, flops_per_token, initial_std, parameter_count
+from model.llama import Llama, flops_per_token, init_distribution, meta_model, parameter_count
 from optim import FiniteGuard, build_optimizer, clip_gradients, learning_rate, set_learning_rate
-from parallel.apply import parallelize
-from parallel.fsdp import gather_early, reduce_gradients, reduce_unsharded, reshard
+from parallel.fsdp import reduce_unsharded, reshard, set_gradient_sync, unshard_first_units
 from parallel.materialize import materialize, materialize_from
-from parallel.mesh import World, distributed, from_all_ranks, on_rank_zero
+from parallel.mesh import World, all_gather_objects, distributed, on_rank_zero
+from parallel.parallelize import parallelize
 from parallel.plan import dry_run, out_of_memory
 from parallel.rebind import check_optimizer
 from parallel.verify import unit_table, verify_sharding
@@ -106,7 +106,7 @@ def run(cfg: Config, world: World, launch: str | None, stop: StopRequest) -> int
             saver.wait(cfg.run.save_timeout_seconds)
         leave(1)
 
-    lock, saver, watch = None, None, Watch(give_up)
+    lock, saver, watch = None, None, Watchdog(give_up)
     watch.phase("start", cfg.run.start_timeout_seconds)
     try:
         # before a folder is made
@@ -153,10 +153,10 @@ def run(cfg: Config, world: World, launch: str | None, stop: StopRequest) -> int
 def enter(cfg: Config, world: World, folder: Path, launch: str | None) -> tuple[int, dict[int, list[str]], int | None]:
     """Makes and locks the run's folder. Returns the step to go on from, what is wrong with newer checkpoints, and on
     rank 0 the lock."""
-    found = on_rank_zero(lambda: (run_files.check_folder(folder), places.steps(cfg))[1])
-    start, bad = places.choose(cfg, found, lambda path: problems_on_all_ranks(path, world))
-    on_rank_zero(lambda: (places.check_same_run(cfg, start),
-                          places.check_same_data(cfg, start, fingerprint(data_folders(cfg))),
+    found = on_rank_zero(lambda: (run_files.check_folder(folder), catalog.steps(cfg))[1])
+    start, bad = catalog.choose(cfg, found, lambda path: problems_on_all_ranks(path, world))
+    on_rank_zero(lambda: (catalog.check_same_run(cfg, start),
+                          catalog.check_same_data(cfg, start, fingerprint(data_folders(cfg))),
                           start or open_weights(cfg.model)))
     held = None
 
@@ -166,11 +166,11 @@ def enter(cfg: Config, world: World, folder: Path, launch: str | None) -> tuple[
         # under torchrun's restarts the life before may take a moment to die, on another node perhaps
         again = launch and run_files.read_status(folder).get("launch") == launch
         held = run_files.lock(folder, wait_seconds=30 if again else 0)
-        if places.steps(cfg) != found:
-            raise ConfigError(f"{places.root(cfg)}: another run has worked here meanwhile; start again")
+        if catalog.steps(cfg) != found:
+            raise ConfigError(f"{catalog.root(cfg)}: another run has worked here meanwhile; start again")
         run_files.sweep(folder, launch)
-        places.set_aside(cfg, start, bad)
-        places.remove_unfinished(cfg)
+        catalog.set_aside(cfg, start, bad)
+        catalog.remove_unfinished(cfg)
         run_files.write_status(folder, "running", start, launch)
         (folder / "config.toml").write_text(config.to_toml(cfg))
         (folder / "environment.json").write_text(json.dumps(metrics.environment(world.size, world.device), indent=2))
@@ -181,13 +181,13 @@ def enter(cfg: Config, world: World, folder: Path, launch: str | None) -> tuple[
 
 def problems_on_all_ranks(path: Path, world: World) -> list[str]:
     """What is wrong with a checkpoint: rank 0 looks at it first, then each rank hashes its share."""
-    return on_rank_zero(lambda: places.at_first_sight(path)) or [
-        problem for rank in from_all_ranks({"found": places.verify(path, world.rank, world.size)})
+    return on_rank_zero(lambda: catalog.at_first_sight(path)) or [
+        problem for rank in all_gather_objects({"found": catalog.verify(path, world.rank, world.size)})
         for problem in rank["found"]]
 
 
 def train(cfg: Config, world: World, folder: Path, start: int, launch: str | None, saver: Saver | None,
-          stop: StopRequest, watch: Watch) -> int:
+          stop: StopRequest, watch: Watchdog) -> int:
     """Returns the last step that was trained."""
     first = world.rank == 0
     torch.manual_seed(cfg.run.seed)
@@ -204,11 +204,11 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
     # After sharding, so that it holds the shards. Made before, it would keep the full weights alive and update those,
     # and the model would never learn.
     optimizer = build_optimizer(model, cfg.optim)
-    state = on_rank_zero(lambda: places.read_state(places.path_of(cfg, start)) if start else {})
+    state = on_rank_zero(lambda: catalog.read_state(catalog.path_of(cfg, start)) if start else {})
     guard = FiniteGuard(optimizer, storage_device(cfg, world), cfg.train.skip_nonfinite, state)
     if start:
         watch.phase("restore", cfg.run.save_timeout_seconds, start)
-        restore(places.path_of(cfg, start), model, optimizer)
+        restore(catalog.path_of(cfg, start), model, optimizer)
         watch.phase("start", cfg.run.start_timeout_seconds)
     unit_map = verify_sharding(model, cfg.parallel, world)
     check_optimizer(model, optimizer)
@@ -251,19 +251,19 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
         last, lr = step == cfg.train.steps, learning_rate(cfg.optim, config.schedule_steps(cfg), step)
         set_learning_rate(optimizer, lr)
 
-        gather_early(model, cfg.parallel)  # the first weights travel while the host fetches the batch
+        unshard_first_units(model, cfg.parallel)  # the first weights travel while the host fetches the batch
         with timer.on("data"):
             batch = next(loader)
 
         watch.phase("forward and backward", patience)
         loss_sum = torch.zeros((), device=world.device)
         for i, tensors in enumerate(batch.micro_batches, 1):
-            reduce_gradients(model, cfg.parallel, world, last_micro_batch=i == len(batch.micro_batches))
+            set_gradient_sync(model, cfg.parallel, world, last_micro_batch=i == len(batch.micro_batches))
             part, _ = model(*(tensor.to(world.device, non_blocking=True) for tensor in tensors))
             # FSDP2 averages gradients over the ranks. Times their number it is their sum, and over the step's valid
             # tokens the mean over tokens, however they are split over ranks and micro-batches. A loss that is not
             # finite makes it NaN, and with it the gradient's norm on all ranks.
-            (part * (world.size / max(1, batch.tokens) + 0 * part.detach())).backward()
+            (part * (world.size / max(1, batch.valid_tokens) + 0 * part.detach())).backward()
             loss_sum += part.detach()
 
         watch.phase("update", patience)
@@ -345,7 +345,7 @@ def tell_saved(saver: Saver, folder: Path, launch: str | None, wait: bool = Fals
         if problem:
             log.error("not saved, training goes on: %s", problem)
         elif step:
-            log.info("saved %s", places.path_of(saver.cfg, step))
+            log.info("saved %s", catalog.path_of(saver.cfg, step))
         if problem or step:
             with contextlib.suppress(OSError):
                 status = run_files.read_status(folder)
@@ -363,12 +363,12 @@ def leave(code: int) -> None:
 
 
 def build(cfg: Config, world: World, pretrained: Weights | None = None) -> Llama:
-    model, device = describe(cfg.model), storage_device(cfg, world)
+    model, device = meta_model(cfg.model), storage_device(cfg, world)
     parallelize(model, cfg, world)
     if pretrained:
         materialize_from(model, pretrained.read_rows, world, device)
     else:
-        materialize(model, lambda name: initial_std(cfg.model, name), cfg.run.seed, world, device)
+        materialize(model, lambda name: init_distribution(cfg.model, name), cfg.run.seed, world, device)
     return model
 
 
@@ -386,14 +386,14 @@ def summarize(cfg: Config, world: World, model: Llama, step: int, tokens: int, l
     """The training row of a step, from every rank's part of it."""
     ours = {"loss_sum": loss_sum.item(), "digest": batch.digest}  # waits for the device: only now is the step over
     figures = {**timer.means(), "peak_memory_gib": metrics.peak_memory_gib(world.device)}
-    ranks = from_all_ranks({**ours, **figures})
+    ranks = all_gather_objects({**ours, **figures})
     slowest = {name: max(rank[name] for rank in ranks) for name in figures}
     rate = config.tokens_per_step(cfg) / world.size / slowest["step_seconds"]
     peak = metrics.peak_flops(world.device)
     return {
         "kind": "train",
         "step": step,
-        "loss": sum(rank["loss_sum"] for rank in ranks) / batch.tokens if batch.tokens else math.nan,
+        "loss": sum(rank["loss_sum"] for rank in ranks) / batch.valid_tokens if batch.valid_tokens else math.nan,
         "grad_norm": grad_norm.item(),
         "lr": lr,
         "tokens": tokens,
@@ -407,7 +407,7 @@ def summarize(cfg: Config, world: World, model: Llama, step: int, tokens: int, l
 
 @torch.no_grad()
 def evaluate(model: Llama, cfg: Config, world: World, heldout: list[TokenStream], stop: StopRequest | None,
-             watch: Watch) -> dict | None:
+             watch: Watchdog) -> dict | None:
     """Mean loss over held-out tokens, the same for any number of ranks, and of a mixture that of each source. None
     where the run was told to stop."""
     sums = torch.zeros(len(heldout), dtype=torch.float64, device=world.device)
@@ -426,7 +426,7 @@ def evaluate(model: Llama, cfg: Config, world: World, heldout: list[TokenStream]
     reshard(model)
     if stop and stop.decided:
         return None
-    ranks = from_all_ranks({"sums": sums.tolist(), "counts": counts.tolist()})
+    ranks = all_gather_objects({"sums": sums.tolist(), "counts": counts.tolist()})
     total = [(sum(rank["sums"][i] for rank in ranks), sum(rank["counts"][i] for rank in ranks))
              for i in range(len(heldout))]
     total.append((sum(part for part, _ in total), sum(count for _, count in total)))
@@ -443,13 +443,13 @@ def tell_evaluation(step: int, found: dict | None, recorder: metrics.Recorder | 
 
 def evaluate_newest(cfg: Config, world: World) -> None:
     """--eval-only: prints the evaluation row of the run's newest good checkpoint; writes nothing."""
-    found = on_rank_zero(lambda: places.steps(cfg))
-    step, bad = places.newest_good(cfg, found, lambda path: problems_on_all_ranks(path, world))
-    on_rank_zero(lambda: places.check_same_run(cfg, step, places.SAME_OUTPUTS))
+    found = on_rank_zero(lambda: catalog.steps(cfg))
+    step, bad = catalog.newest_good(cfg, found, lambda path: problems_on_all_ranks(path, world))
+    on_rank_zero(lambda: catalog.check_same_run(cfg, step, catalog.SAME_OUTPUTS))
     heldout = open_data(cfg, "heldout")
     model = build(cfg, world)
-    restore(places.path_of(cfg, step), model, None)
-    found = evaluate(model, cfg, world, heldout, None, Watch(lambda text: (print(text, file=sys.stderr), leave(1))))
+    restore(catalog.path_of(cfg, step), model, None)
+    found = evaluate(model, cfg, world, heldout, None, Watchdog(lambda text: (print(text, file=sys.stderr), leave(1))))
     if world.rank == 0:
         for problem in (problem for problems in bad.values() for problem in problems):
             print(f"damaged, passed over: {problem}", file=sys.stderr)
@@ -477,7 +477,7 @@ def show_sample(model: Llama, cfg: Config, world: World, tokenizer_files: list[P
         from data.tokenizer import Tokenizer
 
         tokenizer = Tokenizer(tokenizer_files[0].parent) if tokenizer_files else None
-    if not all(rank["ready"] for rank in from_all_ranks({"ready": tokenizer is not None})):
+    if not all(rank["ready"] for rank in all_gather_objects({"ready": tokenizer is not None})):
         return
     prompt = "def " if "python-stdlib" in (source_names(cfg) or [cfg.data.source]) else "The "
     with torch.compiler.set_stance("force_eager"):  # each length would be compiled anew

@@ -25,16 +25,16 @@ sys.path.insert(0, str(REPO))
 import torch  # noqa: E402
 
 import config  # noqa: E402
-from checkpoint import places  # noqa: E402
-from checkpoint.integrity import hash_files  # noqa: E402
-from checkpoint.reading import restore, tensors_of  # noqa: E402
-from checkpoint.saving import Saver  # noqa: E402
-from checkpoint.writing import sync  # noqa: E402
-from model.llama import describe, initial_std, parameter_count  # noqa: E402
+from checkpoint import catalog  # noqa: E402
+from checkpoint.load import restore, tensors_of  # noqa: E402
+from checkpoint.manifest import hash_files  # noqa: E402
+from checkpoint.save import Saver  # noqa: E402
+from checkpoint.writer import sync  # noqa: E402
+from model.llama import init_distribution, meta_model, parameter_count  # noqa: E402
 from optim import build_optimizer  # noqa: E402
-from parallel.apply import parallelize  # noqa: E402
 from parallel.materialize import materialize  # noqa: E402
 from parallel.mesh import distributed  # noqa: E402
+from parallel.parallelize import parallelize  # noqa: E402
 
 
 def configuration(mib: int, folder: str) -> config.Config:
@@ -64,9 +64,9 @@ def main() -> int:
         cfg = configuration(args.mib, folder)
         behind = dataclasses.replace(cfg, checkpoint=dataclasses.replace(cfg.checkpoint, async_save=True))
         with distributed(cfg) as world:
-            model = describe(cfg.model)
+            model = meta_model(cfg.model)
             parallelize(model, cfg, world)
-            materialize(model, lambda name: initial_std(cfg.model, name), 0, world, world.device)
+            materialize(model, lambda name: init_distribution(cfg.model, name), 0, world, world.device)
             optimizer = build_optimizer(model, cfg.optim)
             tensors = [t.to_local() if hasattr(t, "to_local") else t for t in tensors_of(model, optimizer).values()]
             size = sum(t.nbytes for t in tensors)
@@ -96,13 +96,13 @@ def main() -> int:
                 timed("hash", lambda: hash_files(raw.parent, ["raw"]))
                 raw.unlink()
                 timed("save", lambda step=step: (save(savers[0], step), savers[0].finish()))
-                timed("verify", lambda step=step: places.problems_of(places.path_of(cfg, step)))
-                timed("read", lambda step=step: restore(places.path_of(cfg, step), model, optimizer))
+                timed("verify", lambda step=step: catalog.problems_of(catalog.path_of(cfg, step)))
+                timed("read", lambda step=step: restore(catalog.path_of(cfg, step), model, optimizer))
                 timed("async stall", lambda step=step: save(savers[1], step + 1))
                 timed("async rest", savers[1].finish)
-                sync(places.root(cfg))
+                sync(catalog.root(cfg))
             parameters = parameter_count(model)
-        shutil.rmtree(places.root(cfg))
+        shutil.rmtree(catalog.root(cfg))
 
     median = {name: statistics.median(values) for name, values in seconds.items()}
     print(f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores, {parameters:,} parameters, "

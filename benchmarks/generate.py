@@ -15,7 +15,7 @@ import torch
 import config
 from config import ConfigError
 from model.generate import generate
-from model.llama import Llama, initial_std
+from model.llama import Llama, init_distribution
 from parallel.materialize import draw_rows
 
 PROMPT = 8  # tokens
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     with device, torch.no_grad():
         model = Llama(cfg.model)
         for name, parameter in model.named_parameters():
-            draw_rows(parameter, 0, parameter.shape, initial_std(cfg.model, name), cfg.run.seed, name)
+            draw_rows(parameter, 0, parameter.shape, init_distribution(cfg.model, name), cfg.run.seed, name)
     prompts = torch.randint(cfg.model.vocab_size, (args.rows, PROMPT)).tolist()
 
     def cached() -> list[list[int]]:

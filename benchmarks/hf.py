@@ -26,7 +26,7 @@ import torch  # noqa: E402
 
 import config  # noqa: E402
 from model import hf, hf_weights  # noqa: E402
-from model.llama import describe  # noqa: E402
+from model.llama import meta_model  # noqa: E402
 
 MIB = 2**20
 
@@ -66,28 +66,28 @@ def read(folder: str) -> dict:
     """One rank's part of reading into shards."""
     import torch.distributed as dist
 
-    from parallel.apply import parallelize
     from parallel.materialize import local_tensors, materialize_from
-    from parallel.mesh import distributed, from_all_ranks
+    from parallel.mesh import all_gather_objects, distributed
+    from parallel.parallelize import parallelize
 
     cfg = config.from_dict({
         "run": {"name": "r", "device": "cpu"}, "model": {"init_from": folder}, "train": {"steps": 1},
         "parallel": {"param_dtype": "float32"}}, "benchmark")
     found: dict = {}
     with distributed(cfg) as world:
-        weights, model = hf_weights.open_weights(cfg.model), describe(cfg.model)
+        weights, model = hf_weights.open_weights(cfg.model), meta_model(cfg.model)
         parallelize(model, cfg, world)
         dist.barrier()
         with measured(found):
             materialize_from(model, weights.read_rows, world, world.device)
         found["shard_mib"] = sum(t.nbytes for _, t in local_tensors(model)) / MIB
-        ranks = from_all_ranks(found)
+        ranks = all_gather_objects(found)
         del model
     return {name: max(rank[name] for rank in ranks) for name in found} if world.rank == 0 else {}
 
 
 def tool(*arguments: str) -> dict:
-    from checkpoint import integrity, places, reading, saving  # noqa: F401  not part of what is measured
+    from checkpoint import catalog, load, manifest, save  # noqa: F401  not part of what is measured
 
     found: dict = {}
     with measured(found), contextlib.redirect_stdout(sys.stderr):

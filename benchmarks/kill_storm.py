@@ -27,8 +27,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import config
-from checkpoint import places
-from checkpoint.reading import Reader
+from checkpoint import catalog
+from checkpoint.load import Reader
 
 REPO = pathlib.Path(__file__).parent.parent
 SAVE_EVERY, PATIENCE = 2, 4  # steps; and so many checkpoints after its start a launch is killed in any case
@@ -81,16 +81,16 @@ def went_on_from(cfg: config.Config, number: int) -> int | None:
 def unfinished(cfg: config.Config, left: set[int]) -> set[int]:
     """Steps whose checkpoints are being written or removed by this launch. `left`: those that the launch before has
     left, until they are gone."""
-    root = places.root(cfg)
+    root = catalog.root(cfg)
     names = [entry.name for entry in root.iterdir()] if root.is_dir() else []
-    found = {int(name[6:-4]) for name in names if places.TEMPORARY.fullmatch(name)}
+    found = {int(name[6:-4]) for name in names if catalog.TEMPORARY.fullmatch(name)}
     left &= found
     return found - left
 
 
 def saving(cfg: config.Config, left: set[int]) -> bool:
     """Whether a checkpoint is being written, and not an old one removed."""
-    return any(step > max(places.steps(cfg), default=0) for step in unfinished(cfg, left))
+    return any(step > max(catalog.steps(cfg), default=0) for step in unfinished(cfg, left))
 
 
 def alive(cfg: config.Config) -> list[int]:
@@ -124,7 +124,7 @@ def undisturbed(cfg: config.Config) -> tuple[float, list[float]]:
 def wait_for_the_moment(cfg: config.Config, process: subprocess.Popen, left: set[int], inside: bool, latest: float,
                         save: float, chance: random.Random) -> None:
     """Inside a save: a while into one of the launch's first. Else: any time, or when the launch has got far enough."""
-    before, nth, seen, was = max(places.steps(cfg), default=0), chance.randrange(PATIENCE - 1), 0, False
+    before, nth, seen, was = max(catalog.steps(cfg), default=0), chance.randrange(PATIENCE - 1), 0, False
     end = time.monotonic() + chance.uniform(0, latest)
     while process.poll() is None:
         if (busy := saving(cfg, left)) and not was:
@@ -135,7 +135,7 @@ def wait_for_the_moment(cfg: config.Config, process: subprocess.Popen, left: set
         was = busy
         if not inside and time.monotonic() > end:
             return
-        if max(places.steps(cfg), default=0) >= before + PATIENCE * SAVE_EVERY:
+        if max(catalog.steps(cfg), default=0) >= before + PATIENCE * SAVE_EVERY:
             return
         time.sleep(0.001)
 
@@ -178,12 +178,12 @@ def storm(cfg: config.Config, kills: int, first: float, save: float, chance: ran
             told.problems.append(f"kill {number}: processes {survivors} were alive {SECONDS_TO_DIE:.0f} s later")
         half_done = unfinished(cfg, left)
         note_start(number, left)
-        newest = max(places.steps(cfg), default=0)
+        newest = max(catalog.steps(cfg), default=0)
         moment = ("inside a save" if any(step > newest for step in half_done) else
                   "inside a removal" if half_done else "elsewhere")
         told.moments[moment] += 1
-        for _, path in places.step_folders(places.root(cfg)):
-            told.problems += [f"kill {number}: {problem}" for problem in places.problems_of(path)]
+        for _, path in catalog.step_folders(catalog.root(cfg)):
+            told.problems += [f"kill {number}: {problem}" for problem in catalog.problems_of(path)]
         print(f"kill {number:3}  {'async' if asynchronous else 'sync':5}  {moment:16}  newest is {newest}", flush=True)
     if code := start(cfg, kills + 1, False).wait():
         sys.exit(f"the last launch exited with {code}:\n{log_of(cfg, kills + 1).read_text()}")
@@ -193,7 +193,7 @@ def storm(cfg: config.Config, kills: int, first: float, save: float, chance: ran
 
 def tensors(cfg: config.Config) -> dict[str, bytes]:
     """Those of the last checkpoint."""
-    reader = Reader(places.path_of(cfg, cfg.train.steps))
+    reader = Reader(catalog.path_of(cfg, cfg.train.steps))
     found = {name: torch.empty(item.size, dtype=item.properties.dtype)
              for name, item in reader.metadata.state_dict_metadata.items()}
     dcp.load(found, storage_reader=reader, no_dist=True)

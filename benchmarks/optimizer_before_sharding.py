@@ -30,10 +30,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 import config
-from model.llama import Block, Llama, initial_std, parameter_count
-from parallel.apply import parallelize
+from model.llama import Block, Llama, init_distribution, parameter_count
 from parallel.materialize import draw_rows
 from parallel.mesh import World, distributed
+from parallel.parallelize import parallelize
 from parallel.rebind import rebind_optimizer
 from tests.ranks import run_on_ranks
 
@@ -53,7 +53,7 @@ def full_model(cfg: config.Config) -> Llama:
     model = Llama(cfg.model)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            draw_rows(p, 0, p.shape, initial_std(cfg.model, name), cfg.run.seed, name)
+            draw_rows(p, 0, p.shape, init_distribution(cfg.model, name), cfg.run.seed, name)
     return model
 
 

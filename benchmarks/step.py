@@ -21,13 +21,13 @@ import torch.distributed as dist
 
 import config
 from config import ConfigError
+from data.dataset import data_folders
 from data.loader import Loader, split
-from data.prepared import data_folders
 from data.tokens import open_stream
 from metrics import peak_flops, peak_memory_gib
 from model.llama import flops_per_token, parameter_count
 from optim import FiniteGuard, build_optimizer, clip_gradients
-from parallel.fsdp import gather_early, reduce_gradients
+from parallel.fsdp import set_gradient_sync, unshard_first_units
 from parallel.mesh import World, distributed
 from train import build, storage_device
 
@@ -56,9 +56,9 @@ def measure(cfg: config.Config, world: World, steps: int, warm_up: int, real: bo
     for step in range(1 + warm_up + steps):
         dist.barrier()
         began = synchronize()
-        gather_early(model, cfg.parallel)
+        unshard_first_units(model, cfg.parallel)
         for i, (inputs, targets) in enumerate(next(loader).micro_batches if real else batch, 1):
-            reduce_gradients(model, cfg.parallel, world, last_micro_batch=i == accumulation)
+            set_gradient_sync(model, cfg.parallel, world, last_micro_batch=i == accumulation)
             inputs, targets = (x.to(world.device, non_blocking=True) for x in (inputs, targets))
             loss, count = model(inputs, targets)
             (loss * (world.size / config.tokens_per_step(cfg))).backward()

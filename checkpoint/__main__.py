@@ -9,8 +9,8 @@ import argparse
 import pathlib
 import sys
 
-from checkpoint.integrity import read_manifest
-from checkpoint.places import is_checkpoint, problems_of, step_folders
+from checkpoint.catalog import is_checkpoint, problems_of, step_folders
+from checkpoint.manifest import read_manifest
 from config import ConfigError
 
 

@@ -23,7 +23,7 @@ class Batch:
 
     # inputs (B, T), targets (B, T) and, under a document mask, documents (B, T), all int64: what the model takes
     micro_batches: list[tuple[Tensor, ...]]
-    tokens: int  # valid targets of the whole step, over all ranks
+    valid_tokens: int  # valid targets of the whole step, over all ranks
     digest: int  # of this rank's samples; the sum over ranks modulo DIGEST_MODULUS is the step's
 
 

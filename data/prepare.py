@@ -21,8 +21,8 @@ from typing import Any, BinaryIO
 
 import config
 from config import ConfigError
+from data.dataset import check_identity, common_tokenizer, data_folders, identity, parts, source_configs, weights
 from data.encode import encode_all
-from data.prepared import check_identity, common_tokenizer, data_folders, identity, parts, source_configs, weights
 from data.progress import Bar, Console
 from data.sources import Source, file_stamps
 from data.tokenizer import Tokenizer, train_tokenizer

@@ -92,7 +92,7 @@ class TokenStream:
         return os.fstat(self._ends.fileno()).st_size // 8
 
     def _ends_up_to(self, token: int) -> int:
-        """How many documents end at or before a token's position: a search that reads some thirty places."""
+        """How many documents end at or before a token's position: a search that reads some thirty catalog."""
         return bisect.bisect_right(range(self.document_count), token, key=self._end)
 
     def _end(self, number: int) -> int:

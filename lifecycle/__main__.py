@@ -12,7 +12,7 @@ after a grace that may be shorter than a save.
 
 import signal
 
-from lifecycle.watch import SIGNALS, TWICE_SECONDS, Interrupted, Interruption, die_with_parent
+from lifecycle.signals import SIGNALS, TWICE_SECONDS, Interrupted, Interruption, die_with_parent
 
 if __name__ == "__main__":
     early = Interruption()
@@ -49,14 +49,14 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
     together(lambda: config.mesh_shape(cfg, ranks), lambda: args.eval_only or check_folder(folder))
 
     # Upwards, as a tool's main may; here and not above, since a wrong configuration should not wait for torch.
-    from checkpoint import places
+    from checkpoint import catalog
+    from data.dataset import is_prepared, open_data, weights
     from data.loader import make_order
     from data.prepare import prepare
-    from data.prepared import is_prepared, open_data, weights
     from data.progress import Console
     from data.tokens import fingerprint
     from model.hf_weights import open_weights
-    from model.llama import describe
+    from model.llama import meta_model
     from parallel.fsdp import unsharded_parameters
     from parallel.mesh import pick_device
 
@@ -68,17 +68,17 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
     status = read_status(folder)
     finished = status.get("state") == "finished"
     # every byte is read by the ranks, and here where there may be nothing left for them
-    look = places.problems_of if finished else places.at_first_sight
+    look = catalog.problems_of if finished else catalog.at_first_sight
     *_, chosen = together(
         lambda: pick_device(cfg, local_ranks - 1),
-        lambda: unsharded_parameters(describe(cfg.model), cfg.parallel),  # their patterns match what they should
-        lambda: args.eval_only or places.choose(cfg, places.steps(cfg), look))
+        lambda: unsharded_parameters(meta_model(cfg.model), cfg.parallel),  # their patterns match what they should
+        lambda: args.eval_only or catalog.choose(cfg, catalog.steps(cfg), look))
     if args.eval_only:
-        if not places.steps(cfg):
-            raise ConfigError(f"{places.root(cfg)}: holds no checkpoint to evaluate")
+        if not catalog.steps(cfg):
+            raise ConfigError(f"{catalog.root(cfg)}: holds no checkpoint to evaluate")
     else:
         start, _ = chosen
-        places.check_same_run(cfg, start)
+        catalog.check_same_run(cfg, start)
         if start >= cfg.train.steps and finished:
             print(f"{folder}: finished at step {status.get('step', start)}; train.steps = {cfg.train.steps} asks for "
                   "no more")
@@ -87,7 +87,7 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
             open_weights(cfg.model)
         with Console(sys.stdout) as say:
             data = prepare(cfg, say)
-        places.check_same_data(cfg, start, fingerprint(data))
+        catalog.check_same_data(cfg, start, fingerprint(data))
         make_order(cfg, open_data(cfg, "train"), weights(cfg))
     heldout = open_data(cfg, "heldout") if cfg.eval or args.eval_only else []
     if heldout and all(stream.length < 2 for stream in heldout):
@@ -158,7 +158,7 @@ def usable(argv: list[str]) -> bool:
     import importlib.metadata
     import importlib.util
 
-    from data.prepared import is_prepared
+    from data.dataset import is_prepared
 
     needed = [] if argv else ["numpy", "tensorboard", "sentencepiece", "datasets"]
     with contextlib.suppress(ConfigError, SystemExit):  # what is wrong the run itself will tell

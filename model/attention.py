@@ -21,19 +21,19 @@ def positions(documents: Tensor) -> Tensor:
 
 
 def document_mask(documents: Tensor) -> Tensor | BlockMask:
-    """What attend() takes for document numbers (B, T): a token sees those of its document up to itself.
+    """What attention() takes for document numbers (B, T): a token sees those of its document up to itself.
 
     On a GPU a BlockMask (https://arxiv.org/abs/2412.05496), by which the kernel leaves out what is masked; it is made
     block by block, so that no (T, T) tensor exists. Elsewhere a plain (B, 1, T, T) of booleans, True where it sees.
     """
     batch, length = documents.shape
     if documents.is_cuda:
-        return _compiled(create_block_mask)(sees(documents), batch, None, length, length, documents.device)
+        return _compiled(create_block_mask)(mask_mod(documents), batch, None, length, length, documents.device)
     causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()  # (T, T)
     return (causal & (documents[:, :, None] == documents[:, None, :]))[:, None]
 
 
-def sees(documents: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+def mask_mod(documents: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """The same rule for one pair of tokens, as FlexAttention asks for it."""
 
     def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def sees(documents: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor
     return rule
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
     """Grouped-query attention of q (B, H, T, E) over k and v (B, K, T, E), under a mask or, without one, causal."""
     grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
@@ -58,7 +58,7 @@ def _compiled(function: Callable) -> Callable:
     return torch.compile(function, dynamic=False)  # once: a run's shapes do not change
 
 
-class KeyValues:
+class KVCache:
     """One block's part of a Cache: keys and values (B, K, S, E), allocated by the first pass in its dtype."""
 
     def __init__(self, columns: int):
@@ -88,7 +88,7 @@ class Cache:
         """columns: how many tokens a row can have at most, padding included."""
         self.lengths = torch.tensor(lengths, device=device)[:, None]  # (B, 1), of the first pass
         self.columns, self.filled, self.first = columns, 0, 0  # first: columns of the first pass
-        self.blocks = [KeyValues(columns) for _ in range(n_layers)]
+        self.blocks = [KVCache(columns) for _ in range(n_layers)]
 
     def advance(self, new: int) -> tuple[Tensor | None, Tensor, Tensor]:
         """Of a pass over `new` columns: its mask, None or (B, 1, 1, S); its positions (B, T); and the column in it of

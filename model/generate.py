@@ -145,7 +145,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
 
     # Upwards, as a tool's main may: the model itself knows nothing of checkpoints.
-    from checkpoint import places, reading
+    from checkpoint import catalog, load
     from data.show import printable
     from data.tokenizer import Tokenizer
     from model.llama import Llama
@@ -159,8 +159,8 @@ def main(argv: list[str]) -> int:
         ):
             if not holds:
                 raise ConfigError(f"{flag} {value}: {rule}")
-        folder = places.find(args.checkpoint)
-        cfg = places.read_config(folder)
+        folder = catalog.find(args.checkpoint)
+        cfg = catalog.read_config(folder)
         tokenizer = Tokenizer(folder)
         rows = [encode(tokenizer, prompt) for prompt in args.prompt]
         if (largest := max(map(max, rows))) >= cfg.model.vocab_size:
@@ -169,7 +169,7 @@ def main(argv: list[str]) -> int:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with device:
             model = Llama(cfg.model)
-        reading.restore(folder, model, None)
+        load.restore(folder, model, None)
         dtype = args.dtype or (cfg.parallel.param_dtype if device.type == "cuda" else "float32")
         model.to(getattr(torch, dtype))
     except ConfigError as error:

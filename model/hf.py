@@ -30,7 +30,7 @@ import config
 from config import ConfigError
 from model.hf_tokenizer import fast_tokenizer_files, read_sentencepiece
 from model.hf_weights import INDEX, SINGLE, TOKENIZER_FILES, hf_name, match_weights, scan, shapes
-from model.llama import describe
+from model.llama import meta_model
 from model.safetensors import BLOCK, memory, render_header
 
 GIB = 2**30
@@ -212,7 +212,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
 
     # Upwards, as a tool's main may: the model itself knows nothing of checkpoints.
-    from checkpoint import places, reading, writing
+    from checkpoint import catalog, load, writer
     from data.tokenizer import Tokenizer
 
     def marks(checkpoint: Path) -> tuple[int | None, int | None]:
@@ -226,15 +226,15 @@ def main(argv: list[str]) -> int:
         return next(iter(tokenizer.bos), None), next(iter(tokenizer.eos), None)
 
     def export_from(source: Path) -> Callable[[Path], None]:
-        checkpoint = places.find(source)
-        cfg, reader = places.read_config(checkpoint), reading.open_reader(checkpoint)
-        reading.check_tensors(checkpoint, reader, reading.tensors_of(describe(cfg.model), None), weights_only=True)
+        checkpoint = catalog.find(source)
+        cfg, reader = catalog.read_config(checkpoint), load.open_reader(checkpoint)
+        load.check_tensors(checkpoint, reader, load.tensors_of(meta_model(cfg.model), None), weights_only=True)
 
         def write(folder: Path) -> None:
             check_room(folder, cfg.model, DTYPES[args.dtype])
             bos, eos = write_tokenizer(folder, checkpoint, marks(checkpoint))
             write_json(folder / "config.json", hf_config(cfg, args.dtype, bos, eos))
-            write_weights(folder, cfg.model, lambda name: reading.row_chunks(checkpoint, reader, f"model.{name}"),
+            write_weights(folder, cfg.model, lambda name: load.row_chunks(checkpoint, reader, f"model.{name}"),
                           DTYPES[args.dtype], int(args.shard_gib * GIB))
         return write
 
@@ -265,7 +265,7 @@ def main(argv: list[str]) -> int:
 
         def write(folder: Path) -> None:
             check_room(folder, cfg.model, torch.float32)
-            writing.write_weights(folder, describe(cfg.model), read, state, extra_files)
+            writer.write_weights(folder, meta_model(cfg.model), read, state, extra_files)
         return write
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process works alone, as meant
@@ -273,7 +273,7 @@ def main(argv: list[str]) -> int:
     try:
         if not 0 < getattr(args, "shard_gib", 1) < math.inf:
             raise ConfigError(f"--shard-gib {args.shard_gib}: must be greater than 0")
-        if places.NAME.fullmatch(out.name) and (args.command == "export" or int(out.name.split("-")[1])):
+        if catalog.NAME.fullmatch(out.name) and (args.command == "export" or int(out.name.split("-")[1])):
             raise ConfigError(f"{out}: is the name of a run's checkpoint; choose another")
         if out == Path.cwd():
             raise ConfigError(f"{out}: is the current folder, which cannot be replaced; name one in it")

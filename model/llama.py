@@ -2,7 +2,7 @@
 
 Shapes: B batch, T tokens, D width (dim), H query heads, K key/value heads, E width of a head, F feed-forward width,
 V vocabulary. A new kind of block is a new class here, taken in Llama.__init__, with its initial distributions in
-initial_std and its matrices counted by flops_per_token (which counts any matrix with two dimensions).
+init_distribution and its matrices counted by flops_per_token (which counts any matrix with two dimensions).
 """
 
 import fnmatch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import config
 from config import ConfigError
-from model.attention import BlockMask, Cache, KeyValues, attend, document_mask, positions
+from model.attention import BlockMask, Cache, KVCache, attention, document_mask, positions
 from model.loss import chunked_cross_entropy
 
 
@@ -54,7 +54,7 @@ def rope_tables(m: config.Model, length: int, device: torch.device) -> tuple[Ten
     return angle.cos(), angle.sin()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding (https://arxiv.org/abs/2104.09864) of x (B, heads, T, E), turned in float32."""
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
@@ -83,15 +83,15 @@ class Attention(nn.Module):
         self.o_proj = Linear(m.n_heads * self.head_dim, m.dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None,
-                cache: KeyValues | None = None) -> Tensor:
+                cache: KVCache | None = None) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
         q = self.q_proj(x).view(heads).transpose(1, 2)  # (B, T, D) -> (B, H, T, E)
         k = self.k_proj(x).view(heads).transpose(1, 2)  # (B, T, D) -> (B, K, T, E)
         v = self.v_proj(x).view(heads).transpose(1, 2)  # (B, T, D) -> (B, K, T, E)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         if cache is not None:
             k, v = cache.append(k, v)
-        out = attend(q, k, v, mask)
+        out = attention(q, k, v, mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))  # (B, H, T, E) -> (B, T, H*E) -> (B, T, D)
 
 
@@ -117,7 +117,7 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(m)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None,
-                cache: KeyValues | None = None) -> Tensor:
+                cache: KVCache | None = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin, mask, cache)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
@@ -177,7 +177,7 @@ class Llama(nn.Module):
         return self.head(x, targets)
 
 
-def describe(m: config.Model) -> Llama:
+def meta_model(m: config.Model) -> Llama:
     """The model on the meta device: names, shapes and what is trained, without storage, so that no rank ever holds the
     whole of it. Raises ConfigError for a pattern in `freeze` that matches no parameter, or where all are frozen."""
     with torch.device("meta"):
@@ -193,7 +193,7 @@ def describe(m: config.Model) -> Llama:
     return model
 
 
-def initial_std(m: config.Model, name: str) -> tuple[float, float] | None:
+def init_distribution(m: config.Model, name: str) -> tuple[float, float] | None:
     """(standard deviation, cut-off in standard deviations) of a parameter's initial normal distribution; None: ones.
 
     Embedding 1; matrices 0.02, the last of each residual branch and `up_proj` 0.02 / sqrt(2 (layer + 1)), so that
@@ -212,7 +212,7 @@ def initial_std(m: config.Model, name: str) -> tuple[float, float] | None:
         return 0.02, math.inf
     if module in ("o_proj", "up_proj", "down_proj"):
         return 0.02 / math.sqrt(2 * (int(name.split(".")[1]) + 1)), math.inf
-    raise KeyError(f"{name}: has no initial distribution; give it one in model/llama.py: initial_std")
+    raise KeyError(f"{name}: has no initial distribution; give it one in model/llama.py: init_distribution")
 
 
 def parameter_count(model: nn.Module) -> int:

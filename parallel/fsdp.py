@@ -132,13 +132,13 @@ def set_prefetch(model: Llama, p: config.Parallel) -> None:
         unit.set_modules_to_backward_prefetch(backward[i + 1 : i + 1 + p.prefetch_backward])
 
 
-def gather_early(model: Llama, p: config.Parallel) -> None:
+def unshard_first_units(model: Llama, p: config.Parallel) -> None:
     """Issues the all-gathers of the first units, so that they run while the host waits for its batch."""
     for _, modules in units(model)[: p.prefetch_forward]:
         modules[0].unshard(async_op=True)
 
 
-def reduce_gradients(model: FSDPModule, p: config.Parallel, world: World, last_micro_batch: bool) -> None:
+def set_gradient_sync(model: FSDPModule, p: config.Parallel, world: World, last_micro_batch: bool) -> None:
     """Says before a micro-batch whether its backward reduces gradients: always, or in the step's last one only.
 
     Deferred, the gradients of the whole model pile up unsharded on every rank in reduce_dtype. With replicas only the

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from config import ConfigError
-from parallel.mesh import World, from_all_ranks
+from parallel.mesh import World, all_gather_objects
 
 BLOCK = 65536  # elements drawn by one generator, in whole rows
 CHECKED = 2**24  # elements looked at at a time
@@ -35,7 +35,7 @@ def materialize(model: nn.Module, distribution: Distribution, seed: int, world: 
 
     if empty := _fill(model, draw, world, device):
         raise RuntimeError(f"no initial value for {', '.join(empty)}: give it a distribution (model/llama.py: "
-                           "initial_std), or compute it in forward if it is a constant")
+                           "init_distribution), or compute it in forward if it is a constant")
 
 
 def materialize_from(model: nn.Module, read: Callable[[str, int, Tensor], None], world: World, device: torch.device
@@ -48,7 +48,7 @@ def materialize_from(model: nn.Module, read: Callable[[str, int, Tensor], None],
         problems = tuple(f"{name}: holds values that are not numbers (NaN), or was not read" for name in empty)
     except ConfigError as error:
         problems = error.problems
-    if problems := [problem for rank in from_all_ranks({"problems": problems}) for problem in rank["problems"]]:
+    if problems := [problem for rank in all_gather_objects({"problems": problems}) for problem in rank["problems"]]:
         raise ConfigError(*dict.fromkeys(problems))
 
 

@@ -12,7 +12,7 @@ from argparse import Namespace
 
 import config
 from config import ConfigError
-from model.llama import Llama, describe, flops_per_token, parameter_count
+from model.llama import Llama, flops_per_token, meta_model, parameter_count
 from parallel.fsdp import DTYPES, kept_in_fp32, units, unsharded_parameters
 
 GIB = 2**30
@@ -101,7 +101,7 @@ def state_gib(row: dict) -> float:
 
 def out_of_memory(cfg: config.Config, ranks: int, asked: str) -> str:
     """What to tell who has run out of device memory: what was asked, what the plan expected, what to change."""
-    row, p = plan(cfg, describe(cfg.model), ranks, None), cfg.parallel
+    row, p = plan(cfg, meta_model(cfg.model), ranks, None), cfg.parallel
     changes = {
         f"train.micro_batch_size below {cfg.train.micro_batch_size}": cfg.train.micro_batch_size > 1,
         'parallel.recompute = "full"': p.recompute != "full",
@@ -120,7 +120,7 @@ def out_of_memory(cfg: config.Config, ranks: int, asked: str) -> str:
 def dry_run(cfg: config.Config, args: Namespace, epoch: float | None) -> bool:
     """Prints the plans; returns whether each fits into the memory given. Raises ConfigError for numbers of ranks that
     cannot be made. epoch: samples until all data has been read once, where it is prepared."""
-    model = describe(cfg.model)
+    model = meta_model(cfg.model)
     rows, problems = [], []
     for ranks in args.world_size:
         try:

@@ -12,15 +12,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
-from checkpoint.places import path_of
-from checkpoint.reading import restore, tensors_of
-from checkpoint.saving import Saver
-from model.llama import Llama, describe, initial_std
+from checkpoint.catalog import path_of
+from checkpoint.load import restore, tensors_of
+from checkpoint.save import Saver
+from model.llama import Llama, init_distribution, meta_model
 from parallel import materialize as materialize_module
-from parallel.apply import parallelize
-from parallel.fsdp import gather_early, reduce_unsharded, reshard
+from parallel.fsdp import reduce_unsharded, reshard, unshard_first_units
 from parallel.materialize import materialize, named_parameters
 from parallel.mesh import World, distributed
+from parallel.parallelize import parallelize
 from tests.conftest import make_config, rows
 
 
@@ -39,7 +39,7 @@ def world_for(cfg: config.Config, world: World) -> World:
 def train_all(cases: dict[str, dict], output: str) -> dict[str, list[dict]]:
     """Trains every case, one after the other in one process group; its metrics rows by name."""
     import train
-    from lifecycle.watch import StopRequest
+    from lifecycle.signals import StopRequest
 
     found = {}
     with process_group() as world:
@@ -51,9 +51,9 @@ def train_all(cases: dict[str, dict], output: str) -> dict[str, list[dict]]:
 
 
 def build(cfg: config.Config, world: World) -> Llama:
-    model = describe(cfg.model)
+    model = meta_model(cfg.model)
     parallelize(model, cfg, world)
-    materialize(model, lambda name: initial_std(cfg.model, name), cfg.run.seed, world, world.device)
+    materialize(model, lambda name: init_distribution(cfg.model, name), cfg.run.seed, world, world.device)
     return model
 
 
@@ -114,7 +114,7 @@ def gather_order(sections: dict, early: bool) -> list[tuple[str, str]]:
 
         def step(model: Llama) -> None:
             if early:
-                gather_early(model, cfg.parallel)
+                unshard_first_units(model, cfg.parallel)
             model(ids[:, :-1], ids[:, 1:])[0].backward()
 
         step(model)  # FSDP2 learns its order in the first one
@@ -151,7 +151,7 @@ def largest_in_materialize(block: int) -> tuple[int, int]:
             model = Llama(cfg.model)
         parallelize(model, cfg, world)
         with Largest() as seen:
-            materialize(model, lambda name: initial_std(cfg.model, name), 0, world, world.device)
+            materialize(model, lambda name: init_distribution(cfg.model, name), 0, world, world.device)
         shard = max(p.to_local().numel() for p in model.parameters())
         del model
     return seen.numel, shard
@@ -166,7 +166,7 @@ def forgotten_buffer() -> str:
             model.blocks[1].register_buffer("table", torch.empty(3), persistent=False)
         parallelize(model, cfg, world)
         try:
-            materialize(model, lambda name: initial_std(cfg.model, name), 0, world, world.device)
+            materialize(model, lambda name: init_distribution(cfg.model, name), 0, world, world.device)
             message = "none"
         except RuntimeError as error:
             message = str(error)
@@ -300,7 +300,7 @@ class Collectives(TorchDispatchMode):
 def count_collectives(cases: list[dict]) -> list[dict[str, tuple[int, int]]]:
     """What one step of each case sends, counted while it runs."""
     from optim import clip_gradients
-    from parallel.fsdp import reduce_gradients
+    from parallel.fsdp import set_gradient_sync
 
     found = []
     with process_group() as world:
@@ -312,9 +312,9 @@ def count_collectives(cases: list[dict]) -> list[dict[str, tuple[int, int]]]:
             ids = torch.randint(0, cfg.model.vocab_size, (cfg.train.micro_batch_size, 17))
 
             def step(model: Llama, cfg: config.Config, world: World, ids: torch.Tensor, accumulation: int) -> None:
-                gather_early(model, cfg.parallel)
+                unshard_first_units(model, cfg.parallel)
                 for i in range(accumulation):
-                    reduce_gradients(model, cfg.parallel, world, i == accumulation - 1)
+                    set_gradient_sync(model, cfg.parallel, world, i == accumulation - 1)
                     model(ids[:, :-1], ids[:, 1:])[0].backward()
                 reduce_unsharded(model)
                 clip_gradients(model, 1.0)
@@ -375,7 +375,7 @@ def batches(vocab_size: int, steps: int) -> torch.Tensor:
 def train_steps(cases: list[dict]) -> list[tuple[list[float], list[float], dict]]:
     """(losses, gradient norms, final weights as arrays) of each case, by the trainer's own parts."""
     from optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
-    from parallel.fsdp import reduce_gradients
+    from parallel.fsdp import set_gradient_sync
 
     found = []
     with process_group() as world:
@@ -389,7 +389,7 @@ def train_steps(cases: list[dict]) -> list[tuple[list[float], list[float], dict]
                 total = torch.zeros(())
                 ours = ids[world.rank :: world.size]
                 for i, row in enumerate(ours):
-                    reduce_gradients(model, cfg.parallel, spread, i == len(ours) - 1)
+                    set_gradient_sync(model, cfg.parallel, spread, i == len(ours) - 1)
                     loss, _ = model(row[None, :-1], row[None, 1:])
                     (loss * (world.size / (8 * 16))).backward()
                     total += loss.detach()
@@ -408,7 +408,7 @@ def train_steps(cases: list[dict]) -> list[tuple[list[float], list[float], dict]
 def train_to(steps: int, sections: dict, output: str) -> list[dict]:
     """Trains, or goes on, to a step in a folder that runs of any number of ranks share; the rows so far."""
     import train
-    from lifecycle.watch import StopRequest
+    from lifecycle.signals import StopRequest
 
     sections = {**sections, "train": {**sections["train"], "steps": steps}, "run": {"name": "r", "output_dir": output}}
     cfg = make_config(**sections)

@@ -116,7 +116,7 @@ def saved_by_two(tmp_path_factory) -> tuple[pathlib.Path, dict[str, str]]:
 
 def seal(folder: pathlib.Path) -> None:
     """A manifest that says what is there, as an attacker would write it."""
-    from checkpoint.integrity import hash_files, render_manifest
+    from checkpoint.manifest import hash_files, render_manifest
 
     names = sorted(p.name for p in folder.iterdir() if p.name != "manifest.json")
     (folder / "manifest.json").write_bytes(render_manifest(hash_files(folder, names)))

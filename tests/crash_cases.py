@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 import config
-from checkpoint import places
-from checkpoint.reading import restore, tensors_of
-from checkpoint.saving import Saver
+from checkpoint import catalog
+from checkpoint.load import restore, tensors_of
+from checkpoint.save import Saver
 from optim import build_optimizer
 from tests.cases import build, digests, process_group
 from tests.conftest import make_config
@@ -277,7 +277,7 @@ def record_a_save(output: str, earlier: list[int]) -> tuple[Tree, list[Call], Tr
         for step in earlier:
             wrote[step] = train_and_save(cfg, model, optimizer, saver, step, purge=False)
         if earlier:
-            (unfinished := places.temporary_of(cfg, 3)).mkdir()  # of a save that was killed
+            (unfinished := catalog.temporary_of(cfg, 3)).mkdir()  # of a save that was killed
             (unfinished / "__0_0.distcp").write_bytes(b"cut")
         before = read_tree(root)
         with recorded(root, calls):
@@ -319,14 +319,14 @@ def enter_with_a_stale_listing(output: str) -> dict:
         for step in (1, 2):
             train_and_save(cfg, model, optimizer, saver, step, purge=True)
         if world.rank == 1:
-            until_end.enter_context(stale_listing(places.root(cfg)))
+            until_end.enter_context(stale_listing(catalog.root(cfg)))
         found["wrote"] = train_and_save(cfg, model, optimizer, saver, 3, purge=True)
-        found["saw"] = places.steps(cfg)
+        found["saw"] = catalog.steps(cfg)
 
         model = build(cfg, world)
         optimizer = build_optimizer(model, cfg.optim)
         found["start"], found["bad"], held = train.enter(cfg, world, config.run_folder(cfg), None)
-        restore(places.path_of(cfg, found["start"]), model, optimizer)
+        restore(catalog.path_of(cfg, found["start"]), model, optimizer)
         found["read"] = digests(tensors_of(model, optimizer))
         train_and_save(cfg, model, optimizer, Saver(cfg, {found["start"]}, [tokenizer]), 4, purge=True)
         if held is not None:

@@ -9,9 +9,9 @@ import time
 
 import torch
 
-import checkpoint.writing
+import checkpoint.writer
 from data.loader import Loader
-from lifecycle.watch import StopRequest
+from lifecycle.signals import StopRequest
 from model.llama import Llama
 
 what, on_rank, at_step = [*os.environ["FAULT"].split(":"), "0", "3"][:3]
@@ -67,7 +67,7 @@ FAULTS = {
     "none": lambda: None,
     "hang in data": lambda: before(Loader, "__next__", lambda: time.sleep(1000)),
     "slow save and hang": lambda: (
-        setattr(checkpoint.writing.Writer, "finish", slowly(checkpoint.writing.Writer.finish)),
+        setattr(checkpoint.writer.Writer, "finish", slowly(checkpoint.writer.Writer.finish)),
         before(Loader, "__next__", lambda: time.sleep(1000))),
     "error in data": lambda: before(Loader, "__next__", lambda: throw(RuntimeError("the disk is gone"))),
     "killed": lambda: before(Loader, "__next__", lambda: os.kill(os.getpid(), signal.SIGKILL)),
@@ -80,8 +80,8 @@ FAULTS = {
     "term before step 1": lambda: before(StopRequest, "begin", terminate),
     "term in data": lambda: before(Loader, "__next__", terminate_slowly),
     "term in forward": lambda: before(Llama, "forward", terminate_slowly),
-    "term in save": lambda: before(checkpoint.writing.Writer, "finish", terminate_slowly),
-    "save error": lambda: before(checkpoint.writing.Writer, "write_data", lambda: throw(OSError(5, "injected"))),
+    "term in save": lambda: before(checkpoint.writer.Writer, "finish", terminate_slowly),
+    "save error": lambda: before(checkpoint.writer.Writer, "write_data", lambda: throw(OSError(5, "injected"))),
 }
 
 FAULTS[what]()

@@ -11,9 +11,9 @@ import torch
 
 import config
 import train
-from checkpoint.saving import Saver
+from checkpoint.save import Saver
 from config import ConfigError
-from lifecycle.watch import StopRequest
+from lifecycle.signals import StopRequest
 from model import hf
 from model.hf_weights import open_weights
 from optim import build_optimizer
@@ -84,14 +84,14 @@ def refused_on_one_rank(folder: str) -> list[str]:
 def read_peak(folder: str) -> tuple[float, float]:
     """(peak memory over what it was before, shard) in MiB, of reading into shards."""
     from benchmarks.hf import measured
-    from model.llama import describe
-    from parallel.apply import parallelize
+    from model.llama import meta_model
     from parallel.materialize import materialize_from
+    from parallel.parallelize import parallelize
 
     found = {}
     with process_group() as world:
         cfg = config_from(folder)
-        weights, model = open_weights(cfg.model), describe(cfg.model)
+        weights, model = open_weights(cfg.model), meta_model(cfg.model)
         parallelize(model, cfg, world)
         with measured(found):
             materialize_from(model, weights.read_rows, world, world.device)

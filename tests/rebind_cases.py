@@ -5,10 +5,10 @@ import weakref
 import torch
 
 from benchmarks.optimizer_before_sharding import full_model
-from model.llama import Llama, initial_std
+from model.llama import Llama, init_distribution
 from optim import build_optimizer
-from parallel.apply import parallelize
 from parallel.materialize import materialize, named_parameters
+from parallel.parallelize import parallelize
 from parallel.rebind import check_optimizer, rebind_optimizer
 from tests import cases
 from tests.conftest import make_config
@@ -22,7 +22,7 @@ def new_model(cfg, meta: bool) -> Llama:
 
 
 def fill(model, cfg, world) -> None:
-    materialize(model, lambda name: initial_std(cfg.model, name), cfg.run.seed, world, world.device)
+    materialize(model, lambda name: init_distribution(cfg.model, name), cfg.run.seed, world, world.device)
 
 
 def groups(model) -> list[dict]:

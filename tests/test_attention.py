@@ -65,9 +65,9 @@ def test_block_mask_is_the_plain_mask(length):
     generator = torch.Generator().manual_seed(0)
     documents = torch.randint(0, 6, (2, length), generator=generator).sort(dim=1).values
     q, k, v = (torch.randn(2, heads, length, 16, generator=generator) for heads in (4, 2, 2))
-    block = create_block_mask(attention.sees(documents), 2, None, length, length, "cpu")
-    plain = attention.attend(q, k, v, attention.document_mask(documents))
-    assert torch.allclose(attention.attend(q, k, v, block), plain, atol=1e-5)
+    block = create_block_mask(attention.mask_mod(documents), 2, None, length, length, "cpu")
+    plain = attention.attention(q, k, v, attention.document_mask(documents))
+    assert torch.allclose(attention.attention(q, k, v, block), plain, atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -77,12 +77,12 @@ def test_on_a_gpu_it_is_compiled_once_and_equal():
     torch._dynamo.reset()
     for each in documents:
         inputs = [torch.randn(2, heads, 512, 64, device="cuda", requires_grad=True) for heads in (8, 2, 2)]
-        found = attention.attend(*inputs, attention.document_mask(each))
+        found = attention.attention(*inputs, attention.document_mask(each))
         found.square().sum().backward()
         gradients = [x.grad.clone() for x in inputs]
         for x in inputs:
             x.grad = None
-        attention.attend(*inputs, attention.document_mask(each.cpu()).cuda()).square().sum().backward()
+        attention.attention(*inputs, attention.document_mask(each.cpu()).cuda()).square().sum().backward()
         for ours, x in zip(gradients, inputs):
             assert torch.allclose(ours, x.grad, rtol=2e-2, atol=2e-2)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import config
-from checkpoint import integrity, places
+from checkpoint import catalog, manifest
 from checkpoint.__main__ import main
-from checkpoint.reading import restore, tensors_of
+from checkpoint.load import restore, tensors_of
 from config import ConfigError
 from lifecycle.folder import lock
 from model.llama import Llama
@@ -27,7 +27,7 @@ def configured(tmp_path, **keys):
 
 def fake(cfg, step, **state):
     """A checkpoint as far as places can tell: a manifest that fits, and a state."""
-    folder = places.path_of(cfg, step)
+    folder = catalog.path_of(cfg, step)
     folder.mkdir(parents=True)
     (folder / ".metadata").write_bytes(b"x")
     (folder / "state.json").write_text(json.dumps({"step": step, "config": config.to_dict(cfg), **state}))
@@ -35,18 +35,18 @@ def fake(cfg, step, **state):
     return folder
 
 
-def chosen(cfg, problems_of=places.problems_of):
-    return places.choose(cfg, places.steps(cfg), problems_of)
+def chosen(cfg, problems_of=catalog.problems_of):
+    return catalog.choose(cfg, catalog.steps(cfg), problems_of)
 
 
 def names_in(cfg):
-    return sorted(p.name for p in places.root(cfg).iterdir())
+    return sorted(p.name for p in catalog.root(cfg).iterdir())
 
 
 def test_only_what_is_named_so_counts(tmp_path):
     cfg = configured(tmp_path)
-    root = places.root(cfg)
-    assert places.steps(cfg) == [] and chosen(cfg) == (0, {})
+    root = catalog.root(cfg)
+    assert catalog.steps(cfg) == [] and chosen(cfg) == (0, {})
     for step in (9, 10, 123456789):
         fake(cfg, step)
     for name in ("step-99", "step-abc", "step-00000100.bak", "step-00000011.superseded", "step-00000012.corrupt",
@@ -54,9 +54,9 @@ def test_only_what_is_named_so_counts(tmp_path):
         (root / name).mkdir()
     (root / "step-00000200").write_text("a file")
     (root / "step-00000300").symlink_to(root / "step-00000010")
-    assert places.steps(cfg) == [9, 10, 123456789]
+    assert catalog.steps(cfg) == [9, 10, 123456789]
     assert chosen(cfg) == (123456789, {})
-    assert places.find(config.run_folder(cfg)).name == "step-123456789"
+    assert catalog.find(config.run_folder(cfg)).name == "step-123456789"
     with pytest.raises(ConfigError, match=r"holds checkpoints, but \[checkpoint\] is off"):  # it would begin anew
         chosen(make_config(run={"name": "r", "output_dir": str(tmp_path)}))
 
@@ -84,8 +84,8 @@ def spoil(folder, how):
     elif how == "manifest list":
         (folder / "manifest.json").write_text('{"files": [], "sha256": 1}')
     elif how == "path":
-        entries = {**integrity.read_manifest(folder), "../x": {"size": 0, "sha256": []}}
-        (folder / "manifest.json").write_bytes(integrity.render_manifest(entries))
+        entries = {**manifest.read_manifest(folder), "../x": {"size": 0, "sha256": []}}
+        (folder / "manifest.json").write_bytes(manifest.render_manifest(entries))
     elif how in ("state list", "state type"):
         (folder / "state.json").write_text("[1]" if how == "state list" else '{"step": "30", "config": {}}')
         seal(folder)
@@ -114,8 +114,8 @@ def test_a_bad_checkpoint_is_named_and_the_one_before_is_used(tmp_path, capsys, 
     assert main(["verify", str(tmp_path / "r")]) == 1
     told = capsys.readouterr().out
     assert re.search(SPOILED[how], told) and "2 good, 1 bad" in told
-    places.set_aside(cfg, start, bad)
-    assert places.steps(cfg) == [10, 20] and names_in(cfg)[-1].endswith(".corrupt")
+    catalog.set_aside(cfg, start, bad)
+    assert catalog.steps(cfg) == [10, 20] and names_in(cfg)[-1].endswith(".corrupt")
     assert main(["verify", str(tmp_path / "r")]) == 0
 
 
@@ -125,7 +125,7 @@ def test_never_a_silent_fresh_start(tmp_path):
         spoil(fake(cfg, step), "flipped")
     with pytest.raises(ConfigError, match=r"(?s)00000020.*found.*00000010.*found.*no good checkpoint of 20, 10"):
         chosen(cfg)
-    assert places.steps(cfg) == [10, 20]
+    assert catalog.steps(cfg) == [10, 20]
     fake(cfg, 30)
     with pytest.raises(ConfigError, match=r"(?s)00000010/.metadata.*no good checkpoint of 10"):
         chosen(configured(tmp_path, resume=10))
@@ -145,15 +145,15 @@ def test_what_cannot_be_read_now_is_not_called_damaged(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "open", stale)
     with pytest.raises(ConfigError, match=r"00000020/state\.json: cannot be read: Stale file handle"):
         chosen(cfg)
-    assert main(["verify", str(places.path_of(cfg, 20))]) == 1
+    assert main(["verify", str(catalog.path_of(cfg, 20))]) == 1
 
 
 def test_links_alone_are_no_fresh_start(tmp_path):
     cfg = configured(tmp_path)
     fake(cfg, 10).rename(tmp_path / "moved")
-    places.path_of(cfg, 10).symlink_to(tmp_path / "moved")
+    catalog.path_of(cfg, 10).symlink_to(tmp_path / "moved")
     with pytest.raises(ConfigError, match="step-00000010: links are not followed"):
-        places.steps(cfg)
+        catalog.steps(cfg)
 
 
 def test_verify_has_nothing_to_do(tmp_path, capsys):
@@ -161,7 +161,7 @@ def test_verify_has_nothing_to_do(tmp_path, capsys):
     assert main(["verify", str(tmp_path)]) == 2 and main(["verify", str(tmp_path / "none")]) == 2
     fake(cfg, 10)
     capsys.readouterr()
-    assert main(["verify", str(places.path_of(cfg, 10))]) == 0
+    assert main(["verify", str(catalog.path_of(cfg, 10))]) == 0
     assert re.search(r"step-00000010: good, 2 files, [\d,]+ bytes\n1 good, 0 bad", capsys.readouterr().out)
 
 
@@ -201,36 +201,36 @@ def test_other_data_is_refused(tmp_path):
         return {"identity": {"source": "x", "subset": None}, "sha256": {"train.bin": content, "heldout.bin": 2}}
 
     fake(cfg, 10, data=[data(1)])
-    places.check_same_data(cfg, 10, [data(1)])
-    places.check_same_data(cfg, 0, [data(3)])
+    catalog.check_same_data(cfg, 10, [data(1)])
+    catalog.check_same_data(cfg, 0, [data(3)])
     with pytest.raises(ConfigError, match=r"was trained on other data: x: sha256.train.bin was 1, is 3; choose"):
-        places.check_same_data(cfg, 10, [data(3)])
+        catalog.check_same_data(cfg, 10, [data(3)])
     with pytest.raises(ConfigError, match=r"1 sources, now 2"):
-        places.check_same_data(cfg, 10, [data(1), data(1)])
+        catalog.check_same_data(cfg, 10, [data(1), data(1)])
     for option in ("data.source", "data.max_tokens"):
-        places.check_same_data(configured(tmp_path, allow_changed=[option]), 10, [data(3)])
+        catalog.check_same_data(configured(tmp_path, allow_changed=[option]), 10, [data(3)])
     with pytest.raises(ConfigError, match="was trained on other data"):  # the mask says nothing of the corpus
-        places.check_same_data(configured(tmp_path, allow_changed=["data.document_mask"]), 10, [data(3)])
+        catalog.check_same_data(configured(tmp_path, allow_changed=["data.document_mask"]), 10, [data(3)])
 
 
 def test_later_checkpoints_are_set_aside(tmp_path):
     cfg = configured(tmp_path)
     for step in (10, 20, 30):
         fake(cfg, step)
-    places.set_aside(cfg, 10, {})
+    catalog.set_aside(cfg, 10, {})
     fake(cfg, 20)
-    places.set_aside(cfg, 10, {})
+    catalog.set_aside(cfg, 10, {})
     assert names_in(cfg) == [
         "step-00000010", "step-00000020.1.superseded", "step-00000020.superseded", "step-00000030.superseded"]
 
 
 def test_unfinished_folders_are_removed_and_nothing_else(tmp_path):
     cfg = configured(tmp_path)
-    root = places.root(cfg)
+    root = catalog.root(cfg)
     for name in (".step-00000010.tmp", "step-00000020.tmp", ".step-1.tmp", "mine.tmp", "elsewhere"):
         (root / name).mkdir(parents=True)
     (root / ".step-00000030.tmp").symlink_to(root / "elsewhere")
-    places.remove_unfinished(cfg)
+    catalog.remove_unfinished(cfg)
     assert names_in(cfg) == [".step-00000030.tmp", ".step-1.tmp", "elsewhere", "mine.tmp", "step-00000020.tmp"]
 
 
@@ -246,8 +246,8 @@ def test_another_run_is_refused_by_name(tmp_path, section, key, value):
         return config.from_dict(raw, "changed.toml")
 
     with pytest.raises(ConfigError, match=f"{section}.{key} = {value}.*was trained with"):
-        places.check_same_run(changed(), 10)
-    places.check_same_run(changed(allow_changed=[f"{section}.{key}"]), 10)
+        catalog.check_same_run(changed(), 10)
+    catalog.check_same_run(changed(allow_changed=[f"{section}.{key}"]), 10)
 
 
 def test_steps_and_intervals_may_change(tmp_path):
@@ -255,7 +255,7 @@ def test_steps_and_intervals_may_change(tmp_path):
     raw = config.to_dict(configured(tmp_path, save_every_steps=5))
     raw["train"]["steps"], raw["log"]["every_steps"], raw["train"]["micro_batch_size"] = 99, 7, 1
     raw["optim"]["lr"], raw["parallel"]["recompute"], raw["data"]["path"] = 1.0, "full", "elsewhere"
-    places.check_same_run(config.from_dict(raw, "changed.toml"), 10)
+    catalog.check_same_run(config.from_dict(raw, "changed.toml"), 10)
 
 
 def test_any_number_of_ranks_reads_any(on_ranks, tmp_path):
@@ -292,7 +292,7 @@ def test_a_run_keeps_what_it_should_and_says_no(write_config, tmp_path):
                         checkpoint={"save_every_steps": 2, "keep_last": 2}, eval={"every_steps": 4})
     assert launch(path).returncode == 0
     folder = tmp_path / "outputs/kept"
-    assert [step for step, _ in places.step_folders(folder / "checkpoints")] == [6, 7]
+    assert [step for step, _ in catalog.step_folders(folder / "checkpoints")] == [6, 7]
     assert [row["step"] for row in rows(folder, "eval")] == [4, 7]
     # back to step 6: rows after it go, step 7 is set aside
     assert launch(path, "--checkpoint.resume=6", "--train.steps=8").returncode == 0

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 import config
-from model.llama import describe
+from model.llama import meta_model
 from parallel.plan import collectives
 from tests import cases
 from tests.conftest import make_config
@@ -40,7 +40,7 @@ def test_deferring_does_not_hang_on_how_the_mesh_was_named(on_ranks):
     sections["parallel"] |= {"dp_replicate": "auto", "dp_shard": 2}
     cfg = make_config(**sections)
     counted = on_ranks(2, cases.count_collectives, [sections])[0][0]
-    assert counted == collectives(cfg, describe(cfg.model), 2) and counted["reduce_scatter"][0] == 4
+    assert counted == collectives(cfg, meta_model(cfg.model), 2) and counted["reduce_scatter"][0] == 4
 
 
 def case(strategy: str, variant: str) -> dict:
@@ -71,7 +71,7 @@ def test_collectives_equal_the_formula(counted, strategy):
     for (ranks, name, variant), row in counted.items():
         if name == strategy:
             cfg = make_config(**case(name, variant))
-            planned = collectives(cfg, describe(cfg.model), ranks)
+            planned = collectives(cfg, meta_model(cfg.model), ranks)
             if planned != row:
                 wrong[ranks, variant] = (planned, row)
     assert not wrong
@@ -82,7 +82,7 @@ def test_the_known_numbers():
     def numbers(**parallel) -> dict[str, int]:
         cfg: config.Config = make_config(model={"n_layers": 4}, parallel=parallel,
                                          train={"global_batch_size": 8, "micro_batch_size": 1})
-        return {kind: number for kind, (number, _) in collectives(cfg, describe(cfg.model), 4).items()}
+        return {kind: number for kind, (number, _) in collectives(cfg, meta_model(cfg.model), 4).items()}
 
     assert numbers() == {"all_gather": 22, "reduce_scatter": 12, "all_reduce": 1}
     assert numbers(reshard_after_forward=False) == {"all_gather": 12, "reduce_scatter": 12, "all_reduce": 1}

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import pytest
 
 import config
-from checkpoint import places
-from checkpoint.integrity import read_manifest
-from checkpoint.reading import restore, tensors_of
+from checkpoint import catalog
+from checkpoint.load import restore, tensors_of
+from checkpoint.manifest import read_manifest
 from model.llama import Llama
 from optim import build_optimizer
 from tests import crash_cases
@@ -60,16 +60,16 @@ def start_up(tree: Tree, folder: pathlib.Path, wrote: dict[int, dict[str, str]])
     folder.mkdir()
     write_tree(tree, folder)
     cfg = configured(folder)
-    step, bad = places.choose(cfg, places.steps(cfg), places.problems_of)
+    step, bad = catalog.choose(cfg, catalog.steps(cfg), catalog.problems_of)
     assert bad == {}
     if step:
         model = Llama(cfg.model)
         optimizer = build_optimizer(model, cfg.optim)
-        restore(places.path_of(cfg, step), model, optimizer)
+        restore(catalog.path_of(cfg, step), model, optimizer)
         assert digests(tensors_of(model, optimizer)) == wrote[step]
-    places.set_aside(cfg, step, bad)
-    places.remove_unfinished(cfg)
-    assert places.choose(cfg, places.steps(cfg), places.problems_of) == (step, {})
+    catalog.set_aside(cfg, step, bad)
+    catalog.remove_unfinished(cfg)
+    assert catalog.choose(cfg, catalog.steps(cfg), catalog.problems_of) == (step, {})
     assert [p for p in folder.rglob("*") if "tmp" in p.name] == []
     return step
 
@@ -94,8 +94,8 @@ def test_killed_at_every_call_of_a_save(save, tmp_path):
     wrote, found = save[3], []
     for disk in prefixes(save):
         found.append(start_up(disk.now(), tmp_path / "copy", wrote))
-        kept = places.step_folders(places.root(configured(tmp_path / "copy")))
-        assert [problem for _, path in kept for problem in places.problems_of(path)] == []
+        kept = catalog.step_folders(catalog.root(configured(tmp_path / "copy")))
+        assert [problem for _, path in kept for problem in catalog.problems_of(path)] == []
     assert found == sorted(found) and set(found) == {newest_but_3(wrote), 3}, found
 
 
@@ -145,7 +145,7 @@ def test_ranks_agree_though_one_sees_an_old_listing(two_ranks):
     assert rank_0["saw"] == [2, 3] and rank_1["saw"] == [2]
     for rank in (rank_0, rank_1):
         assert rank["start"] == 3 and rank["bad"] == {} and rank["read"] == rank["wrote"] == rank_0["wrote"]
-    assert [(step, places.problems_of(path)) for step, path in places.step_folders(folder / "checkpoints")] == [
+    assert [(step, catalog.problems_of(path)) for step, path in catalog.step_folders(folder / "checkpoints")] == [
         (3, []), (4, [])]
 
 
@@ -168,10 +168,10 @@ def test_every_flipped_bit_is_found(checkpoint):
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
-        problems = places.problems_of(checkpoint)
+        problems = catalog.problems_of(checkpoint)
         assert len(problems) == 1 and problems[0].startswith(f"{path}: "), (path.name, bit, problems)
         path.write_bytes(content)
-    assert places.problems_of(checkpoint) == []
+    assert catalog.problems_of(checkpoint) == []
 
 
 def test_every_cut_longer_or_missing_file_is_found(checkpoint):
@@ -184,12 +184,12 @@ def test_every_cut_longer_or_missing_file_is_found(checkpoint):
                 path.unlink()
             else:
                 path.write_bytes(damaged)
-            problems = places.problems_of(checkpoint)
+            problems = catalog.problems_of(checkpoint)
             assert len(problems) == 1 and problems[0].startswith(f"{path}: "), (path.name, problems)
             if damaged is not None and len(damaged) != len(content) and path.name != "manifest.json":
                 assert problems == [f"{path}: expected {len(content)} bytes, found {len(damaged)}"]
             path.write_bytes(content)
-    assert places.problems_of(checkpoint) == []
+    assert catalog.problems_of(checkpoint) == []
 
 
 def test_a_storm_of_kills():
@@ -203,7 +203,7 @@ def test_a_storm_of_kills():
 
 LAUNCHER = """
 import functools, os, subprocess, sys, time
-from lifecycle.watch import die_with_parent
+from lifecycle.signals import die_with_parent
 
 def late(parent):
     print("forked", flush=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.llama import Llama, initial_std
+from model.llama import Llama, init_distribution
 from optim import learning_rate
 from parallel.materialize import draw_rows
 from tests import cases
@@ -37,7 +37,7 @@ def expected():
     m, o = cfg.model, cfg.optim
     model = Llama(m)
     for name, parameter in model.named_parameters():
-        draw_rows(parameter.data, 0, parameter.shape, initial_std(m, name), cfg.run.seed, name)
+        draw_rows(parameter.data, 0, parameter.shape, init_distribution(m, name), cfg.run.seed, name)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": o.weight_decay},

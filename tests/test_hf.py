@@ -15,15 +15,15 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import config
 from benchmarks.hf import configuration, make_folder
-from checkpoint import places
+from checkpoint import catalog
 from checkpoint.__main__ import main as checkpoint_tool
-from checkpoint.reading import restore
+from checkpoint.load import restore
 from config import ConfigError
 from data.loader import Loader
 from data.tokenizer import Tokenizer
 from data.tokens import open_stream
 from lifecycle.__main__ import check_launch
-from lifecycle.watch import Interruption
+from lifecycle.signals import Interruption
 from model import generate, hf
 from model.hf_tokenizer import fast_tokenizer_files, read_sentencepiece
 from model.hf_weights import hf_name, open_weights
@@ -151,15 +151,15 @@ def test_an_imported_checkpoint(folders, tmp_path, capsys, name):
     assert ours.config.max_position_embeddings == 64  # as it was
     assert (ours.generation_config.bos_token_id, ours.generation_config.eos_token_id) == (1, 2)
     # no run goes on from it, and it is said what to do instead
-    cfg = places.read_config(tmp_path / "checkpoint")
+    cfg = catalog.read_config(tmp_path / "checkpoint")
     model = Llama(cfg.model)
     with pytest.raises(ConfigError, match="without the state of an optimizer.*model.init_from"):
         restore(tmp_path / "checkpoint", model, build_optimizer(model, cfg.optim))
     run_cfg = make_config(run={"name": "r", "output_dir": str(tmp_path)}, checkpoint={})
     (tmp_path / "r/checkpoints").mkdir(parents=True)
-    (tmp_path / "checkpoint").rename(places.path_of(run_cfg, 0))
+    (tmp_path / "checkpoint").rename(catalog.path_of(run_cfg, 0))
     with pytest.raises(ConfigError, match="without the state of an optimizer.*model.init_from"):
-        places.choose(run_cfg, places.steps(run_cfg), places.problems_of)
+        catalog.choose(run_cfg, catalog.steps(run_cfg), catalog.problems_of)
 
 
 def plain_loop(theirs: LlamaForCausalLM, cfg: config.Config, folder: pathlib.Path, steps: int) -> list[dict]:

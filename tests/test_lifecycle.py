@@ -13,10 +13,10 @@ import time
 
 import pytest
 
-from checkpoint import places
+from checkpoint import catalog
 from config import ConfigError
 from lifecycle.folder import check_folder, failures, lock, report_failure
-from lifecycle.watch import StopRequest, Watch, read_stop
+from lifecycle.signals import StopRequest, Watchdog, read_stop
 from tests.conftest import REPO, launch, rows
 
 FOREVER = {"train": {"steps": 100000}, "optim": {"schedule_steps": 100000}, "checkpoint": {}}
@@ -41,7 +41,7 @@ def status(folder: pathlib.Path) -> dict:
 
 
 def saved(folder: pathlib.Path) -> list[int]:
-    return [step for step, _ in places.step_folders(folder / "checkpoints")]
+    return [step for step, _ in catalog.step_folders(folder / "checkpoints")]
 
 
 def leftovers(folder: pathlib.Path) -> list[str]:
@@ -278,7 +278,7 @@ def test_skipped_steps_are_counted_in_the_checkpoint(write_config, tmp_path):
     done = launch_faulty("infinite loss:1:6", path, nproc=2)  # two micro-batches a step: the third
     assert done.returncode == 0, done.stdout + done.stderr
     folder = tmp_path / "outputs/skips"
-    states = [places.read_state(folder / f"checkpoints/step-{step:08d}") for step in (3, 6)]
+    states = [catalog.read_state(folder / f"checkpoints/step-{step:08d}") for step in (3, 6)]
     assert [(s["skipped_steps"], s["skipped_in_a_row"]) for s in states] == [(1, 1), (1, 0)]
     assert rows(folder)[2]["loss"] is None and rows(folder)[3]["loss"] < 10
 
@@ -317,7 +317,7 @@ def test_a_full_disk(write_config, tmp_path):
         folder = mount / "full"
         assert done.returncode == 1 and saved(folder) == [10] and not leftovers(folder), done.stdout + done.stderr
         assert re.search(r"step-00000020: rank 0: OSError: needs [\d.]+ MiB, [\d.]+ MiB are free", done.stdout)
-        assert not places.problems_of(folder / "checkpoints/step-00000010")
+        assert not catalog.problems_of(folder / "checkpoints/step-00000010")
         assert "step 40/40" in done.stdout and "the last checkpoint was not saved" in done.stderr.splitlines()[-1]
         subprocess.run(["mount", "-o", "remount,size=9m", mount], check=True)
         done = launch(path)
@@ -384,7 +384,7 @@ def test_what_a_stop_file_says(tmp_path, content, number):
 
 def test_watch_tells_where_the_main_thread_stands():
     told = []
-    watch = Watch(told.append)
+    watch = Watchdog(told.append)
     watch.phase("quick", 60, 3)
     watch.phase("slow", 0.1)
     time.sleep(1.0)

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import config
 from model.hf_weights import hf_name
-from model.llama import Llama, flops_per_token, initial_std, parameter_count, rope_tables
+from model.llama import Llama, flops_per_token, init_distribution, parameter_count, rope_tables
 from tests.conftest import REPO, make_config
 
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
@@ -120,10 +120,11 @@ def test_tied_matrix_counts_once():
 
 def test_initial_distributions():
     m = make_config().model
-    assert initial_std(m, "blocks.0.attention_norm.weight") is None and initial_std(m, "head.norm.weight") is None
-    assert initial_std(m, "embedding.weight") == (1.0, math.inf)
-    assert initial_std(m, "head.weight") == (48**-0.5, 3.0)
-    assert initial_std(m, "blocks.1.attention.q_proj.weight") == (0.02, math.inf)
-    assert initial_std(m, "blocks.1.feed_forward.down_proj.weight") == (0.01, math.inf)
+    assert init_distribution(m, "blocks.0.attention_norm.weight") is None
+    assert init_distribution(m, "head.norm.weight") is None
+    assert init_distribution(m, "embedding.weight") == (1.0, math.inf)
+    assert init_distribution(m, "head.weight") == (48**-0.5, 3.0)
+    assert init_distribution(m, "blocks.1.attention.q_proj.weight") == (0.02, math.inf)
+    assert init_distribution(m, "blocks.1.feed_forward.down_proj.weight") == (0.01, math.inf)
     tied = make_config(model={"tie_embeddings": True}).model
-    assert initial_std(tied, "embedding.weight") == (48**-0.5, 3.0)
+    assert init_distribution(tied, "embedding.weight") == (48**-0.5, 3.0)

@@ -29,7 +29,7 @@ def test_every_sample_once_an_epoch_for_any_split(prepared):
         whole = alone.batch(step)
         parts = [loader.batch(step) for loader in loaders]
         assert sum(p.digest for p in parts) % 2**53 == whole.digest
-        assert whole.tokens == parts[0].tokens == 8 * 241
+        assert whole.valid_tokens == parts[0].valid_tokens == 8 * 241
         together = {tuple(row.tolist()) for p in parts for inputs, _ in p.micro_batches for row in inputs}
         assert together == {tuple(row.tolist()) for inputs, _ in whole.micro_batches for row in inputs}
     for loader in [*loaders, alone]:

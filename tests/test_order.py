@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from config import LONGEST_PERIOD, ConfigError
+from data.dataset import open_data, weights
 from data.loader import DIGEST_MODULUS, make_order, sample_digest
 from data.order import Mixture, Order, Permutation, rank_samples, whole_parts
 from data.prepare import prepare
-from data.prepared import open_data, weights
 from tests import cases
 from tests.conftest import make_config, silent, words
 

@@ -6,7 +6,7 @@ import resource
 import pytest
 
 import config
-from model.llama import describe
+from model.llama import meta_model
 from parallel.plan import plan
 from tests import cases
 from tests.conftest import REPO, launch, make_config
@@ -22,7 +22,7 @@ def test_bytes_equal_those_of_real_tensors(on_ranks, ranks, options):
     real = on_ranks(ranks, cases.live_bytes, every)
     for i, sections in enumerate(every):
         cfg = make_config(**sections)
-        planned = plan(cfg, describe(cfg.model), ranks, None)
+        planned = plan(cfg, meta_model(cfg.model), ranks, None)
         for what in ("parameter", "gradient", "optimizer"):
             assert max(rank[i][what] for rank in real) == planned[f"{what}_bytes_per_rank"], sections
 

@@ -12,9 +12,9 @@ import time
 import pytest
 
 from config import ConfigError
+from data.dataset import data_folders, is_prepared, source_names
 from data.encode import is_held_out
 from data.prepare import prepare
-from data.prepared import data_folders, is_prepared, source_names
 from data.tokenizer import Tokenizer
 from data.tokens import open_stream, read_manifest
 from tests.conftest import REPO, config_for, launch, make_config, prepare_one, silent, words

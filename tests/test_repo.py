@@ -14,17 +14,18 @@ import tomli
 from tests.conftest import REPO, launch, make_config
 
 FOLDERS = ("model", "parallel", "data", "checkpoint", "lifecycle")
-FILES = ("config", "optim", "metrics", "train")
+FILES = ("files", "config", "optim", "metrics", "train")
 ALLOWED = {
-    "config": set(),
-    "model": {"config"},
-    "data": {"config"},
+    "files": set(),
+    "config": {"files"},
+    "model": {"config", "files"},
+    "data": {"config", "files"},
     "optim": {"config"},
-    "metrics": {"config"},
-    "lifecycle": {"config"},
+    "metrics": {"config", "files"},
+    "lifecycle": {"config", "files"},
     "parallel": {"config", "model"},
-    "checkpoint": {"config", "parallel"},
-    "train": {"config", "model", "data", "optim", "metrics", "lifecycle", "parallel", "checkpoint"},
+    "checkpoint": {"config", "files", "parallel"},
+    "train": {"config", "files", "model", "data", "optim", "metrics", "lifecycle", "parallel", "checkpoint"},
 }
 SOURCES = sorted(p for pattern in (*(f"{f}.py" for f in FILES), *(f"{f}/*.py" for f in FOLDERS))
                  for p in REPO.glob(pattern))
@@ -77,7 +78,7 @@ def test_the_environment_is_read_in_one_place():
 def test_the_top_holds_what_the_architecture_names():
     tracked = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True).stdout.split()
     top = {path.split("/")[0] for path in tracked}
-    assert top == {"train.py", "run_train.sh", "config.py", "optim.py", "checkpoint", "lifecycle", "metrics.py",
+    assert top == {"train.py", "run_train.sh", "files.py", "config.py", "optim.py", "checkpoint", "lifecycle", "metrics.py",
                    "model", "parallel", "data", "configs", "tests", "benchmarks", "docs", "README.md", "LICENSE",
                    "pyproject.toml", "requirements.txt", ".ci", ".gitignore"}
     assert not {name.removesuffix(".py") for name in top} & set(sys.stdlib_module_names)

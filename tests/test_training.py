@@ -15,11 +15,11 @@ import torch.nn.functional as F
 
 import config
 from config import IGNORE
+from data.dataset import open_data
 from data.loader import Loader
 from data.order import Permutation, rank_samples
-from data.prepared import open_data
 from data.tokens import open_stream, window_count
-from model.llama import Llama, initial_std
+from model.llama import Llama, init_distribution
 from optim import learning_rate
 from parallel.materialize import draw_rows
 from tests import cases
@@ -76,7 +76,7 @@ def plain_loop(cfg: config.Config) -> list[dict]:
     model = Llama(m)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(fnmatch.fnmatch(name, pattern) for pattern in m.freeze))
-        draw_rows(parameter.data, 0, parameter.shape, initial_std(m, name), cfg.run.seed, name)
+        draw_rows(parameter.data, 0, parameter.shape, init_distribution(m, name), cfg.run.seed, name)
     optimizer = torch.optim.AdamW(
         [{"params": [p for p in model.parameters() if p.ndim > 1 and p.requires_grad], "weight_decay": o.weight_decay},
          {"params": [p for p in model.parameters() if p.ndim == 1 and p.requires_grad], "weight_decay": 0.0}],
@@ -90,7 +90,7 @@ def plain_loop(cfg: config.Config) -> list[dict]:
             pieces = [(i[d == n], t[d == n]) for i, t, d in zip(inputs, targets, documents[0]) for n in d.unique()]
             logits, targets = torch.cat([model(i[None])[0] for i, _ in pieces]), torch.cat([t for _, t in pieces])
             # a piece's last target is another document's, unless the window ends there
-            assert sum((t[:-1] == IGNORE).sum() for _, t in pieces) == 0 and (targets != IGNORE).sum() == batch.tokens
+            assert sum((t[:-1] == IGNORE).sum() for _, t in pieces) == 0 and (targets != IGNORE).sum() == batch.valid_tokens
         else:
             logits = model(inputs).flatten(0, 1)
         loss = F.cross_entropy(logits, targets.flatten())

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from checkpoint.integrity import MANIFEST, hash_files, render_manifest
-from checkpoint.places import STATE
-from checkpoint.reading import tensors_of
+from checkpoint.catalog import STATE
+from checkpoint.load import tensors_of
+from checkpoint.manifest import MANIFEST, hash_files, render_manifest
 
 
 class Writer(FileSystemWriter):
@@ -86,10 +86,10 @@ def write_weights(folder: pathlib.Path, model: nn.Module, read: Callable[[str], 
         dcp.save(tensors_of(model, None), storage_writer=writer, no_dist=True)
     except dcp.CheckpointException as error:  # a BaseException
         raise min(error.failures.items())[1][0] from None
-    seal(folder, extra_files, state, hash_files(folder, sorted(writer.files)))
+    write_manifest(folder, extra_files, state, hash_files(folder, sorted(writer.files)))
 
 
-def seal(folder: pathlib.Path, extra_files: list[pathlib.Path], state: dict, hashed: dict[str, dict]) -> None:
+def write_manifest(folder: pathlib.Path, extra_files: list[pathlib.Path], state: dict, hashed: dict[str, dict]) -> None:
     """What makes tensors that are written and hashed a checkpoint: state, tokenizer, manifest; all of it synced."""
     for path in extra_files:
         shutil.copyfile(path, folder / path.name)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 
 import config
-from checkpoint.integrity import MANIFEST, Damaged, check_sizes, read_json, read_manifest, verify
+from checkpoint.manifest import MANIFEST, CorruptCheckpoint, check_sizes, read_json, read_manifest, verify
 from config import ConfigError
 
 STATE, STATE_LIMIT = "state.json", 2**20  # bytes
@@ -77,14 +77,14 @@ def read_state(folder: pathlib.Path) -> dict:
     """state.json: {"step": int, "config": {...}, ...}. Raises ConfigError."""
     try:
         return _state(folder)
-    except Damaged as error:
+    except CorruptCheckpoint as error:
         raise ConfigError(str(error)) from None
 
 
 def _state(folder: pathlib.Path) -> dict:
     state, _ = read_json(folder, STATE, STATE_LIMIT)
     if not (isinstance(state, dict) and type(state.get("step")) is int and isinstance(state.get("config"), dict)):
-        raise Damaged(f"{folder / STATE}: expected an object with step and config")
+        raise CorruptCheckpoint(f"{folder / STATE}: expected an object with step and config")
     return state
 
 
@@ -105,7 +105,7 @@ def at_first_sight(folder: pathlib.Path) -> list[str]:
                         if name not in files] or list(check_sizes(folder, files).values()):
             return problems
         step = _state(folder)["step"]
-    except Damaged as error:
+    except CorruptCheckpoint as error:
         return [str(error)]
     named = NAME.fullmatch(folder.name)
     return [f"{folder}: expected step {int(named[1])}, found step {step}"] if named and int(named[1]) != step else []

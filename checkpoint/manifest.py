@@ -21,44 +21,44 @@ PART = 64 * 2**20  # bytes per SHA-256: parts of one file are hashed side by sid
 MANIFEST_LIMIT = 256 * 2**20  # bytes; a manifest of a million parts has a third of it
 
 
-class Damaged(Exception):
+class CorruptCheckpoint(Exception):
     """A checkpoint is not what it was when it was written: file, expected, found."""
 
 
 @contextlib.contextmanager
 def opened(folder: pathlib.Path, name: str) -> Iterator[int]:
-    """The descriptor of a regular file that lies in this folder itself. Raises Damaged for anything else: no path
-    leads out of a checkpoint, no link is followed, no pipe or device opened."""
+    """The descriptor of a regular file that lies in this folder itself. Raises CorruptCheckpoint for anything else: no
+    path leads out of a checkpoint, no link is followed, no pipe or device opened."""
     if name in ("", ".", "..") or "/" in name or "\0" in name:
-        raise Damaged(f"{folder}: {name!r} is no name of a file in it")
+        raise CorruptCheckpoint(f"{folder}: {name!r} is no name of a file in it")
     try:
         handle = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise Damaged(f"{folder / name}: expected a file, found none") from None
+        raise CorruptCheckpoint(f"{folder / name}: expected a file, found none") from None
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EIO):
-            raise Damaged(f"{folder / name}: expected a regular file: {error.strerror}") from None
+            raise CorruptCheckpoint(f"{folder / name}: expected a regular file: {error.strerror}") from None
         # who may not read it, or cannot now, does not know whether it is good: nothing is set aside for that
         raise ConfigError(f"{folder / name}: cannot be read: {error.strerror}") from None
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise Damaged(f"{folder / name}: expected a regular file, found another kind")
+            raise CorruptCheckpoint(f"{folder / name}: expected a regular file, found another kind")
         yield handle
     finally:
         os.close(handle)
 
 
 def read_json(folder: pathlib.Path, name: str, limit: int) -> tuple[Any, bytes]:
-    """The content of a JSON file of at most `limit` bytes, and its bytes. Raises Damaged."""
+    """The content of a JSON file of at most `limit` bytes, and its bytes. Raises CorruptCheckpoint."""
     with opened(folder, name) as handle:
         if (size := os.fstat(handle).st_size) > limit:
-            raise Damaged(f"{folder / name}: {size} bytes, expected at most {limit}")
+            raise CorruptCheckpoint(f"{folder / name}: {size} bytes, expected at most {limit}")
         try:
             with open(handle, "rb", closefd=False) as file:
                 text = file.read()
             return json.loads(text), text
         except (OSError, ValueError, RecursionError) as error:
-            raise Damaged(f"{folder / name}: expected JSON: {error}") from None
+            raise CorruptCheckpoint(f"{folder / name}: expected JSON: {error}") from None
 
 
 def hash_part(folder: pathlib.Path, name: str, part: int) -> str:
@@ -69,7 +69,7 @@ def hash_part(folder: pathlib.Path, name: str, part: int) -> str:
         while offset < end:
             got = os.preadv(handle, [buffer[: end - offset]], offset)
             if not got:
-                raise Damaged(f"{folder / name}: ends at byte {offset}, while it is read")
+                raise CorruptCheckpoint(f"{folder / name}: ends at byte {offset}, while it is read")
             digest.update(buffer[:got])  # lets go of the interpreter's lock
             offset += got
     return digest.hexdigest()
@@ -97,7 +97,7 @@ def render_manifest(files: dict[str, dict]) -> bytes:
 
 
 def read_manifest(folder: pathlib.Path) -> dict[str, dict]:
-    """The entries by file name. Raises Damaged where the manifest is missing, cut or changed."""
+    """The entries by file name. Raises CorruptCheckpoint where the manifest is missing, cut or changed."""
     content, text = read_json(folder, MANIFEST, MANIFEST_LIMIT)
     try:
         files = content["files"]
@@ -107,7 +107,7 @@ def read_manifest(folder: pathlib.Path) -> dict[str, dict]:
     except (TypeError, KeyError, AttributeError, ValueError, RecursionError):
         well_formed = False
     if not well_formed:
-        raise Damaged(f"{folder / MANIFEST}: is not as it was written: its own hash or form is wrong")
+        raise CorruptCheckpoint(f"{folder / MANIFEST}: is not as it was written: its own hash or form is wrong")
     return files
 
 
@@ -119,7 +119,7 @@ def check_sizes(folder: pathlib.Path, files: dict[str, dict]) -> dict[str, str]:
             with opened(folder, name) as handle:
                 if (size := os.fstat(handle).st_size) != entry["size"]:
                     problems[name] = f"{folder / name}: expected {entry['size']} bytes, found {size}"
-        except Damaged as error:
+        except CorruptCheckpoint as error:
             problems[name] = str(error)
     return problems
 
@@ -129,7 +129,7 @@ def verify(folder: pathlib.Path, share: int = 0, shares: int = 1) -> list[str]:
     share of the parts."""
     try:
         files = read_manifest(folder)
-    except Damaged as error:
+    except CorruptCheckpoint as error:
         return [str(error)]
     problems = check_sizes(folder, files)
     parts = [(name, part) for name, entry in sorted(files.items()) if name not in problems
@@ -139,7 +139,7 @@ def verify(folder: pathlib.Path, share: int = 0, shares: int = 1) -> list[str]:
         expected = files[name]["sha256"][part]
         try:
             found = hash_part(folder, name, part)
-        except (Damaged, OSError) as error:
+        except (CorruptCheckpoint, OSError) as error:
             return f"{folder / name}: cannot be read: {error}"
         if found != expected:
             span = f"bytes {part * PART} to {min((part + 1) * PART, files[name]['size']) - 1}"

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import config
-from checkpoint import places
-from checkpoint.integrity import hash_files
-from checkpoint.reading import first_cause, tensors_of
-from checkpoint.writing import Writer, seal, sync
+from checkpoint import catalog
+from checkpoint.load import first_cause, tensors_of
+from checkpoint.manifest import hash_files
+from checkpoint.writer import Writer, sync, write_manifest
 
 MIB = 2**20
 
@@ -114,7 +114,7 @@ class Saver:
                 else self.staged[name] for name, t in tensors.items()}
 
     def _write(self, step: int, tensors: dict[str, Tensor], state: dict) -> None:
-        final, temporary = places.path_of(self.cfg, step), places.temporary_of(self.cfg, step)
+        final, temporary = catalog.path_of(self.cfg, step), catalog.temporary_of(self.cfg, step)
 
         def make_room() -> None:
             if temporary.exists():
@@ -131,7 +131,7 @@ class Saver:
             # a network's file system may not have listed all files to the rank that made them
             if missing := writer.files - entries.keys():
                 raise OSError(f"{', '.join(sorted(missing))} cannot be seen by who wrote it")
-            seal(temporary, self.extra_files, state, entries)
+            write_manifest(temporary, self.extra_files, state, entries)
             for folder in final.absolute().parents[3:]:  # with output_dir folders above it may be new
                 with contextlib.suppress(OSError):  # what refuses, another user's or read-only, is not
                     sync(folder)
@@ -189,12 +189,12 @@ class Saver:
         if not last:
             return
         try:
-            for step in reversed(self._together(lambda: places.steps(self.cfg), only=0)[0]):
+            for step in reversed(self._together(lambda: catalog.steps(self.cfg), only=0)[0]):
                 if self._together(lambda: self.hurried, only=0)[0]:  # as rank 0 sees it: all must do the same
                     return
                 if good == last:
                     if not (every and step % every == 0):
-                        self._together(lambda step=step: places.remove(self.cfg, step), only=0)
+                        self._together(lambda step=step: catalog.remove(self.cfg, step), only=0)
                 elif step in self.verified or self._is_good(step):
                     self.verified.add(step)
                     good += 1
@@ -202,7 +202,7 @@ class Saver:
             self.warnings.append(f"old checkpoints could not be removed: {error}")
 
     def _is_good(self, step: int) -> bool:
-        found = self._together(lambda: places.problems_of(places.path_of(self.cfg, step), self.rank, self.ranks))
+        found = self._together(lambda: catalog.problems_of(catalog.path_of(self.cfg, step), self.rank, self.ranks))
         problems = [problem for part in found for problem in part]
         self.warnings += [f"kept, but not counted as a checkpoint: {problem}" for problem in problems]
         return not problems

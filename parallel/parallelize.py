@@ -2,16 +2,16 @@
 
 import config
 from model.llama import Llama
+from parallel.activation_checkpoint import apply_activation_checkpointing
 from parallel.fsdp import apply_fsdp
 from parallel.mesh import World
-from parallel.recompute import apply_recompute
 
 
 def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
     """Spreads a model that is still on the meta device, in place. materialize() gives it storage and values after."""
     # 1. Recomputation first: its wrapper becomes part of what is compiled and sharded. Put around a sharded block, it
     #    would run that unit's hooks, and so its all-gather, a second time.
-    apply_recompute(model, cfg.parallel.recompute)
+    apply_activation_checkpointing(model, cfg.parallel.recompute)
 
     # 2. Compilation next, block by block and in place: all layers share one compiled block, names stay as they are, and
     #    the all-gathers stay between the blocks, where computation can hide them.

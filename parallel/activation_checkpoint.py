@@ -20,7 +20,7 @@ ATTENTION = {
 }
 
 
-def apply_recompute(model: Llama, setting: str | int) -> None:
+def apply_activation_checkpointing(model: Llama, setting: str | int) -> None:
     """Wraps blocks in place.
 
     "none": nothing. "full": every block keeps its input only. n: every n-th block does, the others keep everything.
@@ -32,12 +32,12 @@ def apply_recompute(model: Llama, setting: str | int) -> None:
     # No dropout, so there is no random state to restore.
     wrap = partial(checkpoint_wrapper, preserve_rng_state=False)
     if setting == "selective":
-        wrap = partial(wrap, context_fn=_keep_the_dear)
+        wrap = partial(wrap, context_fn=_save_expensive_ops)
     for i in range(every - 1, len(model.blocks), every):
         model.blocks[i] = wrap(model.blocks[i])
 
 
-def _keep_the_dear():
+def _save_expensive_ops():
     """Contexts of one block's forward and of its recomputation, which both meet the products in the same order."""
     products: Counter[bool] = Counter()
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from checkpoint import places
-from checkpoint.reading import Reader, restore
+from checkpoint import catalog
+from checkpoint.load import Reader, restore
 from config import ConfigError
 from model.llama import Llama
 from tests.conftest import REPO, make_config, seal
@@ -62,7 +62,7 @@ def test_bombs_in_the_metadata_are_refused(folder, tmp_path, bomb):
     canary = tmp_path / "canary"
     (folder / ".metadata").write_bytes(BOMBS[bomb](canary))
     seal(folder)
-    assert not places.problems_of(folder)  # its hashes are right
+    assert not catalog.problems_of(folder)  # its hashes are right
     with pytest.raises(ConfigError, match=r"refusing to unpickle [\w.]+: no part of a checkpoint"):
         restore(folder, Llama(make_config().model), None)
     assert not canary.exists()

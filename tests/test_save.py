@@ -7,10 +7,10 @@ import threading
 import pytest
 import torch
 
-from checkpoint import places
-from checkpoint.reading import restore, tensors_of
-from checkpoint.saving import SaveFailed, Saver
-from checkpoint.writing import Writer
+from checkpoint import catalog
+from checkpoint.load import restore, tensors_of
+from checkpoint.save import SaveFailed, Saver
+from checkpoint.writer import Writer
 from tests import cases
 from tests.conftest import make_config
 
@@ -46,13 +46,13 @@ def overwrite_while_saving(folder) -> tuple[bool, bool]:
             before = cases.digests(tensors_of(model, optimizer))
             released.clear()
             saver.save(step, model, optimizer, {"step": step, **STATE})
-            going_on = saver.poll() is None and not places.path_of(cfg, step).exists()
+            going_on = saver.poll() is None and not catalog.path_of(cfg, step).exists()
             with torch.no_grad():
                 for value in tensors_of(model, optimizer).values():
                     value.fill_(-7.0)
             released.set()
             assert saver.finish() == step and saver.poll() is None
-            restore(places.path_of(cfg, step), model, optimizer)
+            restore(catalog.path_of(cfg, step), model, optimizer)
             equal.append(cases.digests(tensors_of(model, optimizer)) == before)
         Writer.write_data = original
     return going_on, all(equal)
@@ -78,7 +78,7 @@ def fail_and_go_on(folder, asynchronous) -> list:
                 found.append(saver.finish())
             except SaveFailed as error:
                 found.append(str(error))
-            found.append(sorted(p.name for p in places.root(cfg).iterdir()))
+            found.append(sorted(p.name for p in catalog.root(cfg).iterdir()))
         Writer.write_data = original
     return found
 
@@ -101,15 +101,15 @@ def keep(folder, keys, spoiled) -> tuple[list[int], list[str]]:
         saver = Saver(cfg := configured(folder, **keys), (), [])
         if saver.rank == 0:
             for step in spoiled:
-                path = places.path_of(cfg, step) / "__0_0.distcp"
+                path = catalog.path_of(cfg, step) / "__0_0.distcp"
                 path.write_bytes(path.read_bytes()[:-1] + b"!")
             outside = folder / "outside"
-            shutil.copytree(places.path_of(cfg, 10), outside)
-            (places.root(cfg) / "step-00000005").symlink_to(outside)
+            shutil.copytree(catalog.path_of(cfg, 10), outside)
+            (catalog.root(cfg) / "step-00000005").symlink_to(outside)
         saver.save(40, model, optimizer, {"step": 40, **STATE})
         saver.finish()
         assert saver.rank or len(list(outside.iterdir())) == 3 + saver.ranks
-    return places.steps(cfg), saver.warnings
+    return catalog.steps(cfg), saver.warnings
 
 
 @pytest.mark.parametrize("keys, spoiled, stay", [

@@ -101,7 +101,7 @@ def read_stop(file: pathlib.Path) -> int:
     return int(text) if text.isdigit() else signal.SIGTERM if text else 0
 
 
-class Watch:
+class Watchdog:
     """Knows what this rank is doing, and ends the process when that takes too long."""
 
     def __init__(self, give_up: Callable[[str], None]):

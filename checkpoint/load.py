@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from checkpoint.integrity import Damaged, opened, read_manifest
-from checkpoint.places import NO_OPTIMIZER
+from checkpoint.catalog import NO_OPTIMIZER
+from checkpoint.manifest import CorruptCheckpoint, opened, read_manifest
 from config import ConfigError
 from parallel.materialize import named_parameters
 
@@ -43,21 +43,21 @@ ALLOWED = {
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Unpickles what .metadata consists of. Raises Damaged for any other name, before it is looked up."""
+    """Unpickles what .metadata consists of. Raises CorruptCheckpoint for any other name, before it is looked up."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _memory_format
         if (module, name) not in ALLOWED and not (module == "torch" and isinstance(getattr(torch, name, None),
                                                                                    torch.dtype)):
-            raise Damaged(f"refusing to unpickle {module}.{name}: no part of a checkpoint")
+            raise CorruptCheckpoint(f"refusing to unpickle {module}.{name}: no part of a checkpoint")
         return super().find_class(module, name)
 
 
 def _memory_format(kind: Any, name: str) -> _MEM_FORMAT_ENCODING:
     """Stands in for getattr(_MEM_FORMAT_ENCODING, name), as Python 3.11.0 to 3.11.3 pickle a member of an enum."""
     if kind is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
-        raise Damaged("refusing to unpickle builtins.getattr: no part of a checkpoint")
+        raise CorruptCheckpoint("refusing to unpickle builtins.getattr: no part of a checkpoint")
     return _MEM_FORMAT_ENCODING[name]
 
 
@@ -75,7 +75,7 @@ class ConfinedFiles(FileSystem):
 
 
 class Reader(FileSystemReader):
-    """DCP's reader, confined. It reads and checks .metadata once, when it is made. Raises Damaged."""
+    """DCP's reader, confined. It reads and checks .metadata once, when it is made. Raises CorruptCheckpoint."""
 
     def __init__(self, folder: pathlib.Path):
         super().__init__(folder)
@@ -84,18 +84,19 @@ class Reader(FileSystemReader):
             with self.fs.create_stream(folder / ".metadata", "rb") as file:
                 self.metadata = MetadataUnpickler(file).load()
             _check_metadata(self.metadata, folder, read_manifest(folder))
-        except Damaged:
+        except CorruptCheckpoint:
             raise
         except Exception as error:  # whatever a wrong pickle or a wrong type in it may cause
-            raise Damaged(f"{folder / '.metadata'}: expected DCP's metadata: {type(error).__name__}: {error}") from None
+            raise CorruptCheckpoint(f"{folder / '.metadata'}: expected DCP's metadata: {type(error).__name__}: {error}"
+                                    ) from None
 
     def read_metadata(self, *arguments: Any, **keywords: Any) -> Metadata:
         return self.metadata
 
 
 def _check_metadata(metadata: Metadata, folder: pathlib.Path, files: dict[str, dict]) -> None:
-    """Raises Damaged unless there are tensors only, each covered by its chunks, each chunk inside a file that the
-    manifest lists."""
+    """Raises CorruptCheckpoint unless there are tensors only, each covered by its chunks, each chunk inside a file that
+    the manifest lists."""
     assert isinstance(metadata, Metadata)
     sizes = {}
     for index, info in metadata.storage_data.items():
@@ -103,19 +104,20 @@ def _check_metadata(metadata: Metadata, folder: pathlib.Path, files: dict[str, d
             with opened(folder, info.relative_path) as handle:
                 sizes[info.relative_path] = os.fstat(handle).st_size
             if info.relative_path not in files:
-                raise Damaged(f"{folder / info.relative_path}: is not in the manifest")
+                raise CorruptCheckpoint(f"{folder / info.relative_path}: is not in the manifest")
         if not (info.offset >= 0 and info.length > 0 and info.offset + info.length <= sizes[info.relative_path]):
-            raise Damaged(f"{folder / info.relative_path}: {index.fqn} is said to lie at bytes {info.offset} to "
-                          f"{info.offset + info.length} of {sizes[info.relative_path]}")
+            raise CorruptCheckpoint(f"{folder / info.relative_path}: {index.fqn} is said to lie at bytes {info.offset} "
+                                    f"to {info.offset + info.length} of {sizes[info.relative_path]}")
         if info.transform_descriptors:
-            raise Damaged(f"{folder / '.metadata'}: {index.fqn} is stored transformed")
+            raise CorruptCheckpoint(f"{folder / '.metadata'}: {index.fqn} is stored transformed")
     for name, item in metadata.state_dict_metadata.items():
         if not isinstance(item, TensorStorageMetadata):
-            raise Damaged(f"{folder / '.metadata'}: {name} is no tensor: reading it would run its pickle")
+            raise CorruptCheckpoint(f"{folder / '.metadata'}: {name} is no tensor: reading it would run its pickle")
         inside = all(start >= 0 and length >= 0 and start + length <= size for chunk in item.chunks
                      for start, length, size in zip(chunk.offsets, chunk.sizes, item.size))
         if not inside or sum(math.prod(chunk.sizes) for chunk in item.chunks) != math.prod(item.size):
-            raise Damaged(f"{folder / '.metadata'}: the chunks of {name} do not make up its shape {tuple(item.size)}")
+            raise CorruptCheckpoint(f"{folder / '.metadata'}: the chunks of {name} do not make up its shape "
+                                    f"{tuple(item.size)}")
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
@@ -143,7 +145,7 @@ def open_reader(folder: pathlib.Path) -> Reader:
     """Raises ConfigError where the metadata cannot be read or is not to be trusted."""
     try:
         return Reader(folder)
-    except Damaged as error:
+    except CorruptCheckpoint as error:
         raise ConfigError(str(error)) from None
 
 
@@ -178,7 +180,7 @@ def row_chunks(folder: pathlib.Path, reader: Reader, name: str) -> Iterator[Tens
         try:
             with reader.fs.create_stream(folder / info.relative_path, "rb") as file:
                 rows = torch.load(reader._slice_file(file, info), map_location="cpu", weights_only=True)
-        except (Damaged, RuntimeError, pickle.UnpicklingError, EOFError, OSError) as error:
+        except (CorruptCheckpoint, RuntimeError, pickle.UnpicklingError, EOFError, OSError) as error:
             raise ConfigError(f"{folder / info.relative_path}: {name} cannot be read: {error}") from None
         if rows.shape != chunk.sizes or rows.dtype != item.properties.dtype:
             raise ConfigError(f"{folder / info.relative_path}: {name} is not what the metadata says it is")

@@ -5,9 +5,9 @@ import gc
 import pytest
 import torch
 
-from model.llama import Llama, initial_std
+from model.llama import Llama, init_distribution
+from parallel.activation_checkpoint import apply_activation_checkpointing
 from parallel.materialize import draw_rows, named_parameters
-from parallel.recompute import apply_recompute
 from tests.conftest import make_config
 
 SETTINGS = ["none", 2, "selective", "full"]
@@ -18,8 +18,8 @@ def built(setting: str | int, compiled: bool = False) -> Llama:
     m = make_config(model={"n_layers": LAYERS}).model
     model = Llama(m)
     for name, parameter in model.named_parameters():
-        draw_rows(parameter.data, 0, parameter.shape, initial_std(m, name), 0, name)
-    apply_recompute(model, setting)
+        draw_rows(parameter.data, 0, parameter.shape, init_distribution(m, name), 0, name)
+    apply_activation_checkpointing(model, setting)
     if compiled:
         for block in model.blocks:
             block.compile(fullgraph=True)

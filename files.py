@@ -1,0 +1,74 @@
+"""Files and folders that appear whole or not at all and survive a power cut, and locks: the one place that renames."""
+
+import contextlib
+import errno
+import os
+import pathlib
+import sys
+
+import filelock
+
+NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL)  # of a folder above ours, which we cannot have made
+
+
+def sync(path: pathlib.Path) -> None:
+    """Flushes a file's content, or a folder's names, to the disk. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_whole(path: pathlib.Path, content: bytes | str) -> None:
+    """Replaces a file in one step: a reader, and who starts after a crash, sees the old content or the new one. Raises
+    OSError."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())  # else a power cut may leave the new name without its content
+    temporary.replace(path)
+
+
+def publish(temporary: pathlib.Path, final: pathlib.Path) -> None:
+    """Renames a folder, whose files are synced, to its final name. Raises OSError, and then it has its old name."""
+    sync(temporary)
+    for folder in final.absolute().parents:  # each may be as new as the folder itself
+        try:
+            sync(folder)
+        except OSError as error:
+            if error.errno not in NOT_OURS:
+                raise
+    temporary.rename(final)
+    try:
+        sync(final.parent)
+    except OSError:
+        final.rename(temporary)
+        raise
+
+
+def lock(path: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:
+    """Locks a file for this process until release() or the process's end, however that comes; a file that is there
+    stays. timeout: seconds to wait, -1 for ever. Raises filelock.Timeout, and PermissionError where it cannot be
+    opened; on a file system without locks it warns and locks nothing."""
+    held = filelock.FileLock(path, timeout=timeout, thread_local=False)
+    try:
+        held.acquire()
+    except PermissionError:
+        raise
+    except (OSError, NotImplementedError) as error:
+        if isinstance(error, filelock.Timeout):
+            raise
+        print(f"{path.parent}: no locks on this file system, nothing keeps a second run out: {error}", file=sys.stderr)
+    return held
+
+
+@contextlib.contextmanager
+def locked(path: pathlib.Path, timeout: float = 0):
+    """lock() for a block."""
+    held = lock(path, timeout)
+    try:
+        yield
+    finally:
+        held.release()
