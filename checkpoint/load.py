@@ -19,12 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorStorageMetadata
 
 from checkpoint.catalog import NO_OPTIMIZER
 from checkpoint.manifest import CorruptCheckpoint, opened, read_manifest
@@ -135,10 +130,7 @@ def restore(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optim
     or names, shapes or types differ."""
     wanted, reader = tensors_of(model, optimizer), open_reader(folder)
     check_tensors(folder, reader, wanted, weights_only=optimizer is None)
-    try:  # DCP copies into these tensors in place; without a process group it reads alone
-        dcp.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
-    except dcp.CheckpointException as error:  # a BaseException
-        raise ConfigError(f"{folder}: cannot be read: {first_cause(error)}") from None
+    _read(folder, reader, wanted)
 
 
 def open_reader(folder: pathlib.Path) -> Reader:
@@ -166,27 +158,20 @@ def check_tensors(folder: pathlib.Path, reader: Reader, wanted: dict[str, Tensor
         raise ConfigError(*sorted(problems))
 
 
-def row_chunks(folder: pathlib.Path, reader: Reader, name: str) -> Iterator[Tensor]:
-    """A tensor's rows in order, in the pieces in which any number of ranks has saved them: one of them in memory at a
-    time. Raises ConfigError where they are no runs of whole rows, or not what the metadata says."""
+def read_tensor(folder: pathlib.Path, reader: Reader, name: str) -> Tensor:
+    """One whole tensor, whatever the ranks and the mesh that saved it. Raises ConfigError where it cannot be read."""
     item = reader.metadata.state_dict_metadata[name]
-    row = 0
-    for chunk in sorted(item.chunks, key=lambda chunk: chunk.offsets):
-        if not math.prod(chunk.sizes):
-            continue
-        info = reader.metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
-        if info is None or chunk.offsets[:1] not in ((), (row,)) or chunk.sizes[1:] != item.size[1:]:
-            raise ConfigError(f"{folder}: {name} is not stored in runs of rows")
-        try:
-            with reader.fs.create_stream(folder / info.relative_path, "rb") as file:
-                rows = torch.load(reader._slice_file(file, info), map_location="cpu", weights_only=True)
-        except (CorruptCheckpoint, RuntimeError, pickle.UnpicklingError, EOFError, OSError) as error:
-            raise ConfigError(f"{folder / info.relative_path}: {name} cannot be read: {error}") from None
-        if rows.shape != chunk.sizes or rows.dtype != item.properties.dtype:
-            raise ConfigError(f"{folder / info.relative_path}: {name} is not what the metadata says it is")
-        yield rows
-        row += len(rows) if item.size else 0
-        del rows  # before the next is read
+    whole = torch.empty(item.size, dtype=item.properties.dtype)
+    _read(folder, reader, {name: whole})
+    return whole
+
+
+def _read(folder: pathlib.Path, reader: Reader, tensors: dict[str, Tensor]) -> None:
+    """DCP copies into these tensors in place; without a process group it reads alone."""
+    try:
+        dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+    except dcp.CheckpointException as error:  # a BaseException
+        raise ConfigError(f"{folder}: cannot be read: {first_cause(error)}") from None
 
 
 def first_cause(error: dcp.CheckpointException) -> str:

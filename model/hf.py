@@ -234,7 +234,7 @@ def main(argv: list[str]) -> int:
             check_room(folder, cfg.model, DTYPES[args.dtype])
             bos, eos = write_tokenizer(folder, checkpoint, marks(checkpoint))
             write_json(folder / "config.json", hf_config(cfg, args.dtype, bos, eos))
-            write_weights(folder, cfg.model, lambda name: load.row_chunks(checkpoint, reader, f"model.{name}"),
+            write_weights(folder, cfg.model, lambda name: [load.read_tensor(checkpoint, reader, f"model.{name}")],
                           DTYPES[args.dtype], int(args.shard_gib * GIB))
         return write
 

@@ -90,7 +90,8 @@ def plain_loop(cfg: config.Config) -> list[dict]:
             pieces = [(i[d == n], t[d == n]) for i, t, d in zip(inputs, targets, documents[0]) for n in d.unique()]
             logits, targets = torch.cat([model(i[None])[0] for i, _ in pieces]), torch.cat([t for _, t in pieces])
             # a piece's last target is another document's, unless the window ends there
-            assert sum((t[:-1] == IGNORE).sum() for _, t in pieces) == 0 and (targets != IGNORE).sum() == batch.valid_tokens
+            assert sum((t[:-1] == IGNORE).sum() for _, t in pieces) == 0
+            assert (targets != IGNORE).sum() == batch.valid_tokens
         else:
             logits = model(inputs).flatten(0, 1)
         loss = F.cross_entropy(logits, targets.flatten())
