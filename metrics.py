@@ -1,4 +1,4 @@
-"""What a run tells: console line, metrics.jsonl, TensorBoard, a log per rank, environment.json, a profile."""
+"""What a run reports: console, metrics.jsonl, TensorBoard, a log per rank, environment.json, a profile."""
 
 import contextlib
 import json
@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 import config
+import files
+from parallel.mesh import World, all_gather_objects, on_rank_zero
 
 log = logging.getLogger("train")
 
@@ -70,21 +72,108 @@ def environment(ranks: int, device: torch.device) -> dict:
 
 
 class Recorder:
-    """Writes rows to metrics.jsonl, flushed one by one, and to TensorBoard. One rank makes it.
+    """What a run reports of itself: the announcement, its rows, the console. Every rank has one and calls it alike;
+    rank 0 writes."""
 
-    A row that cannot be written waits for the next; training goes on.
+    def __init__(self, cfg: config.Config, world: World, folder: pathlib.Path, start: int, flops_per_token: int):
+        """start: the step that training resumes after. flops_per_token: of forward and backward."""
+        self.cfg, self.world, self.folder, self.start, self.flops_per_token = cfg, world, folder, start, flops_per_token
+        self.rows = Rows(folder, cfg.log, start) if world.rank == 0 else None
+        self.restart_timer()
+
+    def has_evaluation(self, step: int) -> bool:
+        """Whether the rows hold an evaluation of this step. On all ranks together."""
+        return on_rank_zero(lambda: ("eval", step) in self.rows.seen)
+
+    def restart_timer(self) -> None:
+        self.began, self.steps, self.seconds = time.perf_counter(), 0, {"data": 0.0, "paused": 0.0}
+
+    @contextlib.contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Books the time within as "data" (waited for the loader) or "paused" (no training: saving, evaluating)."""
+        began = time.perf_counter()
+        yield
+        self.seconds[what] += time.perf_counter() - began
+
+    def log_step(self, step: int, tokens: int, batch: Any, loss_sum: torch.Tensor, grad_norm: torch.Tensor,
+                 lr: float) -> None:
+        """Counts a step and, where a row is due, waits for the device, gathers every rank's figures, and writes it.
+
+        tokens: trained on so far; batch: a data.loader.Batch; loss_sum: this rank's, over its tokens of the step.
+        """
+        self.steps += 1
+        if not (step in (1, self.cfg.train.steps) or step % self.cfg.log.every_steps == 0):
+            return
+        ours = {"loss_sum": loss_sum.item(), "digest": batch.digest}  # waits for the device: only now the step is over
+        total = time.perf_counter() - self.began - self.seconds["paused"]
+        figures = {"step_seconds": total / self.steps, "data_seconds": self.seconds["data"] / self.steps,
+                   "peak_memory_gib": peak_memory_gib(self.world.device)}
+        ranks = all_gather_objects({**ours, **figures})
+        slowest = {name: max(rank[name] for rank in ranks) for name in figures}
+        rate = config.tokens_per_step(self.cfg) / self.world.size / slowest["step_seconds"]
+        peak = peak_flops(self.world.device)
+        row = {
+            "kind": "train",
+            "step": step,
+            "loss": sum(rank["loss_sum"] for rank in ranks) / batch.valid_tokens if batch.valid_tokens else math.nan,
+            "grad_norm": grad_norm.item(),
+            "lr": lr,
+            "tokens": tokens,
+            "tokens_per_second_per_device": rate,
+            "mfu": rate * self.flops_per_token / peak if peak else None,
+            **figures,
+            **({"slowest_rank": slowest} if self.world.size > 1 else {}),
+            "batch_digest": sum(rank["digest"] for rank in ranks) % config.DIGEST_MODULUS,
+        }
+        if self.rows:
+            self.rows.write(row)
+            log.info(console_line(row, self.cfg.train.steps))
+        self.restart_timer()
+
+    def log_evaluation(self, step: int, found: dict | None) -> None:
+        """found: of evaluate(); None where it was stopped."""
+        if self.rows and found is not None:
+            self.rows.write({"kind": "eval", "step": step, **found})
+            log.info("step %d  validation loss %.4f", step, found["loss"])
+
+    def log_start(self, parameters: int, units: str, notes: list[str]) -> None:
+        """What is trained, how it is spread, and from where. units: a table of them; notes: on the data."""
+        if self.rows is None:
+            return
+        w, m, p, t = self.world, self.cfg.model, self.cfg.parallel, self.cfg.train
+        log.info(f"{self.folder}: {parameters:,} parameters on {w.size} x {w.device.type} ({w.dp_replicate} replicas x "
+                 f"{w.dp_shard} shards), {p.param_dtype}, recompute {p.recompute}, prefetch {p.prefetch_forward} "
+                 f"forward, {p.prefetch_backward} backward (0: implicit){', compiled' * p.compile}"
+                 f"{', offloaded to the host' * p.cpu_offload}"
+                 f"{', reduced once a step' * (not p.sync_every_micro_batch)}")
+        log.info(f"{config.tokens_per_step(self.cfg):,} tokens per step = "
+                 f"{config.accumulation_steps(self.cfg, w.dp_size)} micro-batches x {w.dp_size} data-parallel ranks x "
+                 f"{t.micro_batch_size} sequences of {t.seq_len}; "
+                 + (f"resuming after step {self.start}" if self.start else f"from the weights of {m.init_from}"
+                    if m.init_from else "from fresh weights"))
+        for text in (*notes, units):
+            log.info(text)
+
+    def sync(self) -> None:
+        """Brings the rows so far to the disk. Raises OSError."""
+        self.rows.sync()
+
+    def close(self) -> None:
+        if self.rows:
+            self.rows.close()
+
+
+class Rows:
+    """metrics.jsonl, each row flushed, and TensorBoard. Rank 0 makes it.
+
+    A row that cannot be written waits for the next; training continues.
     """
 
     def __init__(self, folder: pathlib.Path, settings: config.Log, start: int):
-        """Goes on after step `start`: rows of later steps are dropped, so that (kind, step) never stands twice."""
+        """Continues after step `start`: rows of later steps are dropped, so that (kind, step) never stands twice."""
         path = folder / "metrics.jsonl"
         kept = [row for row in read_rows(path) if row["step"] <= start]
-        temporary = path.with_suffix(".tmp")
-        with temporary.open("w") as file:
-            file.writelines(json.dumps(row) + "\n" for row in kept)
-            file.flush()
-            os.fsync(file.fileno())  # else a power cut may leave the new name without the old rows
-        temporary.rename(path)
+        files.write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.seen = {(row["kind"], row["step"]) for row in kept}
         self.file, self.waiting, self.board = path.open("ab", buffering=0), b"", None
         self.lock = threading.Lock()
@@ -147,28 +236,6 @@ def as_json(row: dict) -> str:
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
     return json.dumps(known(row), allow_nan=False)
-
-
-class Timer:
-    """Times of the steps since the last row, without what was excluded (saving, evaluating)."""
-
-    def __init__(self):
-        self.restart()
-
-    def restart(self) -> None:
-        self.began, self.steps, self.seconds = time.perf_counter(), 0, {"data": 0.0, "excluded": 0.0}
-
-    @contextlib.contextmanager
-    def on(self, what: str) -> Iterator[None]:
-        """Books the time within as "data" (waited for the loader) or "excluded"."""
-        began = time.perf_counter()
-        yield
-        self.seconds[what] += time.perf_counter() - began
-
-    def means(self) -> dict[str, float]:
-        """Seconds per step, and of them waiting for data."""
-        total, steps = time.perf_counter() - self.began - self.seconds["excluded"], max(self.steps, 1)
-        return {"step_seconds": total / steps, "data_seconds": self.seconds["data"] / steps}
 
 
 def console_line(row: dict, steps: int) -> str:

@@ -16,25 +16,12 @@
 #
 # PYTHON=... chooses the Python. Else the active one serves if its torch is supported and what the run needs is there;
 # else .venv is made from requirements.txt, and made again when that file changes.
-# MAX_RESTARTS=... is how often torchrun starts the processes again after a crash: 3 times under SLURM, else 0.
+# MAX_RESTARTS=... is how often torchrun restarts the processes after a crash: 3 times under SLURM, else 0.
 # Under SLURM environment and data are made before: ./run_train.sh --setup; ./run_train.sh -m data.prepare CONFIG
 # A job takes whole nodes; a part of one: sbatch --oversubscribe --cpus-per-task=16 --gpus-per-node=2 ...
 # It saves 300 seconds before its time limit (--signal=B:USR1@SECONDS: more where saving takes longer), and requeues
 # itself. After scancel it saves too, if SLURM's KillWait (30 seconds unless set) leaves the time, and is not requeued.
 set -euo pipefail
-
-# First of all, since a signal without a handler ends this script.
-asked="" launcher=""
-# shellcheck disable=SC2317  # traps call it
-pass_on() {  # TERM after USR1 counts as TERM: who cancels a job does not want it back
-    asked=$1
-    echo "run_train.sh: job $SLURM_JOB_ID: asked to stop by $1" >&2
-    if [[ -n $launcher ]]; then kill -s "$1" "$launcher" 2>/dev/null || true; fi
-}
-if [[ -n ${SLURM_JOB_ID:-} ]]; then
-    trap 'pass_on USR1' USR1
-    trap 'pass_on TERM' TERM INT
-fi
 
 fail() { echo "run_train.sh: $1" >&2; exit 2; }
 
@@ -74,118 +61,26 @@ make_venv() {
 choose_python() {  # with the run's arguments, or none for everything
     if [[ -n ${PYTHON:-} ]]; then
         python=$(command -v "$PYTHON") || fail "PYTHON=$PYTHON: no such program"
-    elif python=$(command -v python3) && "$python" -m lifecycle --usable "$@" 2>/dev/null; then :
+    elif python=$(command -v python3) && "$python" -m lifecycle.command --usable "$@" 2>/dev/null; then :
     else make_venv; fi
 }
 
-for word in "$@"; do
-    if [[ ${1:-} != -m && ($word == --help || $word == -h) ]]; then
-        sed -n '/^# Sets up/,/^set /s/^# \{0,1\}//p' "$repo/run_train.sh"
-        choose_python
-        "$python" "$repo/train.py" --help
-        exit
-    fi
-done
+program=(-m lifecycle.launch)
 case ${1:-} in
 --setup) choose_python; echo "$python"; exit ;;
 -m) choose_python; exec "$python" "$@" ;;
-"" | --*) set -- "$repo/configs/tiny.toml" "$@" ;;
 esac
-plan=
-for word in "$@"; do if [[ $word == --dry-run ]]; then plan=yes; fi; done
-if [[ -z $plan && -z ${SLURM_JOB_ID:-} ]]; then
-    # until the launcher, which this process becomes, has handlers of its own
-    trap 'echo "stopped before the run began" >&2; exit 75' TERM INT USR1
-fi
+for word in "$@"; do
+    case $word in
+    --help | -h)
+        sed -n '/^# Sets up/,/^set /s/^# \{0,1\}//p' "$repo/run_train.sh" || true  # the reader may have seen enough
+        choose_python
+        exec "$python" "$repo/train.py" --help ;;
+    --dry-run) program=("$repo/train.py") ;;
+    esac
+done
+case ${1:-} in "" | --*) set -- "$repo/configs/tiny.toml" "$@" ;; esac
+# Until the launcher, which this process becomes, has handlers of its own. Under SLURM the batch script is signalled.
+trap 'echo "stopped before the run began" >&2; exit 75' TERM INT USR1
 choose_python "$@"
-if [[ -n $plan ]]; then exec "$python" "$repo/train.py" "$@"; fi
-
-gpus() {
-    if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true
-    elif command -v nvidia-smi >/dev/null; then nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true
-    else echo 0; fi
-}
-
-nproc=${NPROC:-${SLURM_GPUS_ON_NODE:-$(gpus)}}
-[[ $nproc != 0 ]] || nproc=1  # no GPU
-[[ $nproc =~ ^[1-9][0-9]*$ ]] || fail "NPROC=$nproc: must be a number of processes"
-nodes=${SLURM_NNODES:-1}
-
-# The job's cores, not the machine's; without a job those that this process may use.
-cores=${SLURM_CPUS_ON_NODE:-$(nproc 2>/dev/null || echo 1)}
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))}
-
-# Where a signal reaches torchrun itself, that of torch 2.12 and later waits so many seconds until it kills its
-# processes. They may be saving, and its own 30 are short for that.
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
-# Else the processes that torchrun starts again find the addresses of those before them in its store, and cannot connect
-# (github.com/pytorch/pytorch/issues/135712).
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-
-restarts=${MAX_RESTARTS:-${SLURM_JOB_ID:+3}}
-restarts=${restarts:-0}
-[[ $restarts =~ ^[0-9]+$ ]] || fail "MAX_RESTARTS=$restarts: must be a number"
-torchrun=("$python" -m torch.distributed.run "--nproc-per-node=$nproc" "--max-restarts=$restarts")
-if [[ -n ${SLURM_JOB_ID:-} ]]; then
-    # scancel sends TERM to every process of the job. The ranks save and end by themselves, and torchrun after them;
-    # did it listen too, it would end as a failure, with a traceback on each node.
-    # shellcheck disable=SC2016
-    torchrun=(bash -c 'trap "" TERM; exec "$@"' bash "${torchrun[@]}" "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
-else
-    torchrun+=("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")  # USR1 would end it, and its ranks, at once
-fi
-if ((nodes > 1)); then
-    hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-    head=${hosts%%$'\n'*}
-    # srun of SLURM 22.05 and later takes these over from sbatch by this name alone.
-    if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
-    # One task per node with all cores of the job there: torchrun and its processes share them. No --mpi: they find each
-    # other by torchrun's rendezvous, with an id of its own for each restart: a late process of the last life must not
-    # join this one.
-    command=(srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --export=ALL --cpu-bind=none
-        --mpi=none --kill-on-bad-exit=1 "${torchrun[@]}" "--nnodes=$nodes"
-        --rdzv-backend=c10d "--rdzv-endpoint=$head:$((29500 + SLURM_JOB_ID % 1000))"
-        "--rdzv-id=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" "$repo/train.py")
-elif ((nproc > 1 || restarts > 0)); then
-    command=("${torchrun[@]}" --standalone "$repo/train.py")
-else
-    command=("$python" "$repo/train.py")
-fi
-launch=("$((nodes * nproc))" "$nproc" "${command[@]}" -- "$@")
-if [[ -z ${SLURM_JOB_ID:-} ]]; then exec "$python" -m lifecycle "${launch[@]}"; fi
-
-# In a job this script stays, to pass signals on and to requeue.
-say() { echo "run_train.sh: job $SLURM_JOB_ID: $1" >&2; }
-code=75  # of a job that is asked to stop before there is anything to stop
-if [[ -z $asked ]]; then
-    "$python" -m lifecycle --in-job "${launch[@]}" &
-    launcher=$!
-    code=0
-    # A signal interrupts `wait`, while the launcher that it was passed on to is still saving. It is passed on twice:
-    # one that comes before bash's fork has become the launcher, or before we know its number, is lost.
-    while kill -0 "$launcher" 2>/dev/null; do
-        if [[ -z $asked ]]; then wait "$launcher" || true; fi
-        if [[ -n $asked ]]; then
-            sleep 0.5
-            kill -s "$asked" "$launcher" 2>/dev/null || true
-            while kill -0 "$launcher" 2>/dev/null; do wait "$launcher" || true; done
-        fi
-    done
-    wait "$launcher" || code=$?  # the shell has kept it
-fi
-# 75: stopped after saving. 128 + 10 or 15: the signal came before the launcher could handle it, and so before the run.
-if [[ -n $asked && $code =~ ^(138|143)$ ]]; then code=75; fi
-if [[ $code == 75 ]]; then
-    why=
-    if [[ $asked == USR1 ]]; then why="ahead of its time limit"; fi
-    # Preempted in a partition with a GraceTime: TERM went to the ranks and not to this script. SLURM requeues the job
-    # when the grace is over, but not one that has ended by then.
-    if [[ -z $asked && $(scontrol show job "$SLURM_JOB_ID") == *PreemptTime=[0-9]* ]]; then why="being preempted"; fi
-    if [[ -n $why ]]; then
-        say "stopped, $why; requeueing it, to go on where it stopped"
-        scontrol requeue "$SLURM_JOB_ID" || say "it could not be requeued; submit it again to go on"
-    else
-        say "stopped; it does not requeue itself: unless SLURM does, submit it again to go on"
-    fi
-fi
-exit "$code"
+exec "$python" "${program[@]}" "$@"

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 
 import config
+import options
 from checkpoint.manifest import MANIFEST, CorruptCheckpoint, check_sizes, read_json, read_manifest, verify
 from config import ConfigError
 
@@ -197,7 +198,7 @@ def check_same_data(cfg: config.Config, step: int, fingerprint: list[dict]) -> N
         return
     changed = [f"{len(before)} sources, now {len(fingerprint)}"] if len(before) != len(fingerprint) else []
     for old, new in zip(before, fingerprint):
-        source, old, new = new["identity"]["source"], config.flatten(old), config.flatten(new)
+        source, old, new = new["identity"]["source"], options.flatten(old), options.flatten(new)
         changed += [f"{source}: {key} was {old.get(key)}, is {new.get(key)}" for key in sorted(old | new)
                     if old.get(key) != new.get(key) and not isinstance(new.get(key), dict)]
     raise ConfigError(f"{path_of(cfg, step)}: was trained on other data: {'; '.join(changed)}; choose another "

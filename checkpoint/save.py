@@ -1,10 +1,8 @@
-"""A run's checkpoints: saved in the training thread or behind it; those that need not stay removed."""
+"""Writes checkpoints from all ranks together, in the training thread or in the background, and removes old ones."""
 
-import contextlib
 import pathlib
 import shutil
-import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -12,14 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import config
+import files
 from checkpoint import catalog
-from checkpoint.load import first_cause, tensors_of
+from checkpoint.load import first_cause
 from checkpoint.manifest import hash_files
-from checkpoint.writer import Writer, sync, write_manifest
+from checkpoint.writer import Writer, write_manifest
 
 MIB = 2**20
 
@@ -29,99 +28,29 @@ class SaveFailed(Exception):
 
 
 class Saver:
-    """Saves a run's checkpoints. Every method but wait() is called by all ranks together, and raises SaveFailed on all
-    of them or on none.
+    """Writes and removes a run's checkpoints. Its methods are called by all ranks together, from any one thread at a
+    time (it has a process group of its own), and raise SaveFailed on all of them or on none."""
 
-    With async_save the training thread waits for a copy of the shards into host memory, which stays allocated; the
-    rest happens in a thread, with a process group of its own. One save at a time: a new one waits for the last.
-    """
-
-    def __init__(self, cfg: config.Config, verified: Collection[int], extra_files: list[pathlib.Path]):
-        """`verified`: steps whose checkpoints are known to be good. extra_files (the tokenizer) are copied along."""
-        self.cfg, self.extra_files, self.verified = cfg, extra_files, set(verified)
+    def __init__(self, cfg: config.Config, verified: int, extra_files: list[pathlib.Path]):
+        """verified: a step whose checkpoint is known to be good. extra_files (the tokenizer) are copied into each."""
+        self.cfg, self.verified, self.extra_files = cfg, {verified}, extra_files
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.longest_timeout(cfg)))
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.staged: dict[str, Tensor] = {}
-        self.device: torch.device | None = None  # of the GPU that it is copied from
-        self.hurried = False  # somebody waits for the end: what may be left for the next launch is left
-        self.thread: threading.Thread | None = None
-        self.outcome: tuple[int, BaseException | None] | None = None  # (step, error), until asked for
+        self.hurried = False  # somebody waits for the end: purging is left to the next launch
         self.warnings: list[str] = []
-        self.before_publishing: Callable[[], Any] = lambda: None  # on rank 0; may refuse with an OSError
+        self.before_publishing: Callable[[], None] = lambda: None  # on rank 0; may refuse with an OSError
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict, purge: bool = True
-             ) -> None:
-        """Writes the checkpoint of a step; `state` must be JSON. Its success or failure is in poll() or finish()."""
-        assert self.outcome is None and self.thread is None, "finish() the last save first"
-        tensors = tensors_of(model, optimizer)
-        if self.cfg.checkpoint.async_save:
-            tensors = self._stage(tensors)
-            self.thread = threading.Thread(target=self._run, args=(step, tensors, state, purge), name="saver")
-            self.thread.start()
-        else:
-            self._run(step, tensors, state, purge)
-
-    def poll(self) -> int | None:
-        """The step that has been saved since the last question, None for none yet. Raises SaveFailed, and
-        FloatingPointError where an update from finite gradients has made weights or moments that are not: no checkpoint
-        may hold them."""
-        if self.thread and self.thread.is_alive():
-            return None
-        return self.finish()
-
-    def finish(self) -> int | None:
-        """As poll(), but waits for a save under way."""
-        if self.thread:
-            self.thread.join()
-        self.thread, outcome, self.outcome = None, self.outcome, None
-        if outcome and outcome[1]:
-            raise outcome[1]
-        return outcome and outcome[0]
-
-    def wait(self, seconds: float | None = None) -> None:
-        """Lets a save under way end, well or not; from any thread."""
-        if thread := self.thread:
-            thread.join(seconds)
-
-    def _run(self, step: int, tensors: dict[str, Tensor], state: dict, purge: bool) -> None:
-        if self.device:  # each thread has a current device of its own, and DCP looks at it
-            torch.cuda.set_device(self.device)
-        try:
-            self._write(step, tensors, state)
-            self.outcome = (step, None)
-        except BaseException as error:
-            self.outcome = (step, error)
-            return
-        if purge:
-            self.purge()
-
-    def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of the tensors in host memory, sharded as they are. The memory is kept for the next save: fresh pages
-        would cost as much again as the copy."""
-        local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
-        if not self.staged:
-            self.staged = {name: torch.empty_like(t, device="cpu") for name, t in local.items()}
-            self.device = next((t.device for t in local.values() if t.is_cuda), None)
-            for held in self.staged.values() if self.device else ():
-                # pinned where it lies: torch's own pinned memory comes in powers of two
-                torch.cuda.cudart().cudaHostRegister(held.data_ptr(), held.nbytes, 0)
-        for name, held in self.staged.items():
-            held.copy_(local[name], non_blocking=True)
-        if self.device:
-            torch.cuda.current_stream(self.device).synchronize()
-        # Not DTensor.from_local: that would move the copy back to the mesh's device.
-        return {name: DTensor(self.staged[name], t._spec, requires_grad=False) if isinstance(t, DTensor)
-                else self.staged[name] for name, t in tensors.items()}
-
-    def _write(self, step: int, tensors: dict[str, Tensor], state: dict) -> None:
+    def write(self, step: int, tensors: dict[str, Tensor], state: dict) -> None:
+        """Writes the checkpoint of a step; `state` must be JSON. Raises FloatingPointError where an update from finite
+        gradients has made weights or moments that are not: no checkpoint may hold them."""
         final, temporary = catalog.path_of(self.cfg, step), catalog.temporary_of(self.cfg, step)
 
         def make_room() -> None:
             if temporary.exists():
                 shutil.rmtree(temporary)
             temporary.mkdir(parents=True)
-            size = sum(t.numel() * t.element_size() for t in tensors.values())  # of a DTensor: the whole, once
-            # beside its bytes each shard has a header and an entry in the metadata
+            size = sum(t.numel() * t.element_size() for t in tensors.values())  # of a DTensor: the full one, once
+            # each shard also has a header, and an entry in the metadata
             needed, free = size + 4096 * len(tensors) * self.ranks, shutil.disk_usage(temporary).free
             if needed > free:
                 raise OSError(f"needs {needed / MIB:,.1f} MiB, {free / MIB:,.1f} MiB are free")
@@ -132,28 +61,19 @@ class Saver:
             if missing := writer.files - entries.keys():
                 raise OSError(f"{', '.join(sorted(missing))} cannot be seen by who wrote it")
             write_manifest(temporary, self.extra_files, state, entries)
-            for folder in final.absolute().parents[3:]:  # with output_dir folders above it may be new
-                with contextlib.suppress(OSError):  # what refuses, another user's or read-only, is not
-                    sync(folder)
             self.before_publishing()
-            temporary.rename(final)
-            try:
-                for folder in (final.parent, *final.absolute().parents[1:3]):  # the run's first save made them all
-                    sync(folder)
-            except OSError:
-                final.rename(temporary)
-                raise
+            files.publish(temporary, final)
 
         writer = Writer(temporary)
         try:
             self._together(make_room, only=0)
-            with ThreadPoolExecutor(1) as beside:  # the disk is slower than the look at what goes there
-                finite = beside.submit(_all_finite, tensors)
+            with ThreadPoolExecutor(1) as pool:  # overlaps the NaN/Inf check with the write
+                finite = pool.submit(_all_finite, tensors)
                 self._together(lambda: dcp.save(tensors, storage_writer=writer, process_group=self.group))
             if not all(self._together(finite.result)):
                 raise FloatingPointError(f"step {step}: the update made weights that are not finite, and they were not "
                                          "saved; a lower optim.lr or a longer warm-up may help")
-            # by the rank that wrote them, while they are in its memory still
+            # by the rank that wrote them, while they are in its page cache still
             hashed = self._together(lambda: hash_files(temporary, [p.name for p in temporary.glob(
                 f"__{self.rank}_*.distcp")]))
             self._together(publish, only=0)
@@ -183,7 +103,7 @@ class Saver:
         return [value for value, _ in answers]
 
     def purge(self) -> None:
-        """Removes the checkpoints before the last keep_last good ones, but for milestones. What this launch has not
+        """Removes the checkpoints before the last keep_last good ones, except milestones. What this launch has not
         seen to be good is verified before it counts."""
         last, every, good = self.cfg.checkpoint.keep_last, self.cfg.checkpoint.keep_every_steps, 0
         if not last:
@@ -198,7 +118,7 @@ class Saver:
                 elif step in self.verified or self._is_good(step):
                     self.verified.add(step)
                     good += 1
-        except SaveFailed as error:  # the new checkpoint is safe; removing is tried again after the next
+        except SaveFailed as error:  # the new checkpoint is safe; the next purge tries again
             self.warnings.append(f"old checkpoints could not be removed: {error}")
 
     def _is_good(self, step: int) -> bool:

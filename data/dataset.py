@@ -5,14 +5,15 @@ import json
 import pathlib
 import platform
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import config
 from config import ConfigError
+from data.order import make_order
 from data.sources import STDLIB
 from data.tokenizer import tokenizer_files
-from data.tokens import TokenStream, open_stream, read_manifest
+from data.tokens import TokenStream, fingerprint, open_stream, read_manifest
 
 FORMAT = 3  # of the files; part of their identity
 
@@ -110,3 +111,45 @@ def source_names(cfg: config.Config) -> list[str]:
     """Of a mixture, to tell its sources apart: theirs, or the names of their folders where two have one."""
     names = [s.source for s in cfg.data.sources]
     return names if len(set(names)) == len(names) else [folder.name for folder in data_folders(cfg)]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A configuration's prepared data, opened."""
+
+    train: list[TokenStream]  # of each source; [data] alone is one
+    validation: list[TokenStream]
+    weights: list[float]
+    names: list[str]  # of a mixture's sources
+    tokenizer_files: list[pathlib.Path]
+    fingerprint: list[dict]  # what tells the prepared data of two runs apart
+    notes: list[str]  # what a user should know of it
+
+
+def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
+    """What a configuration trains on and, with [eval] or for that alone (train=False), validates on. Raises ConfigError
+    where it is not prepared, prepared for another configuration, or too small for one batch."""
+    folders, files = data_folders(cfg), kept_tokenizer(cfg)
+    notes = []
+    if (entries := read_manifest(folders[0])["vocab_size"]) < cfg.model.vocab_size:
+        notes.append(f"the tokenizer of {folders[0]} has {entries:,} vocabulary entries: of the model's "
+                     f"{cfg.model.vocab_size:,} rows the rest never has a token")
+    if cfg.model.init_from and _has_another_tokenizer(pathlib.Path(cfg.model.init_from), files):
+        notes.append(f"{cfg.model.init_from} has a tokenizer, but {folders[0]} was prepared with another: to these "
+                     "weights its tokens mean other words; data.tokenizer names one")
+    splits = [open_data(cfg, split) if wanted else [] for split, wanted in (("train", train),
+                                                                            ("heldout", cfg.eval or not train))]
+    found = Dataset(*splits, weights(cfg), source_names(cfg), files, fingerprint(folders), notes)
+    if train:
+        make_order(cfg, found.train, found.weights)
+    return found
+
+
+def _has_another_tokenizer(folder: pathlib.Path, files: list[pathlib.Path]) -> bool:
+    theirs = [path.read_bytes() for name in ("tokenizer.json", "tokenizer.model") if (path := folder / name).is_file()]
+    return bool(theirs) and not any(path.read_bytes() in theirs for path in files)
+
+
+def samples_per_epoch(cfg: config.Config) -> float | None:
+    """Samples until every source has been read once; None before the data is prepared."""
+    return make_order(cfg, open_data(cfg, "train"), weights(cfg)).longest_epoch() if is_prepared(cfg) else None

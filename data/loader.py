@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 import config
-from config import IGNORE, ConfigError
-from data.order import Order, rank_samples
-from data.tokens import TokenStream, window_count
-
-DIGEST_MODULUS = 2**53  # exact in JSON
+from config import DIGEST_MODULUS, IGNORE
+from data.order import make_order, rank_samples
+from data.tokens import TokenStream
 
 
 @dataclass(frozen=True)
@@ -25,24 +23,6 @@ class Batch:
     micro_batches: list[tuple[Tensor, ...]]
     valid_tokens: int  # valid targets of the whole step, over all ranks
     digest: int  # of this rank's samples; the sum over ranks modulo DIGEST_MODULUS is the step's
-
-
-def make_order(cfg: config.Config, streams: Sequence[TokenStream], weights: Sequence[float]) -> Order:
-    """Of a run's samples. Raises ConfigError where a source does not fill its share of one global batch."""
-    t = cfg.train
-    order = Order([window_count(stream.length, t.seq_len) for stream in streams], weights, cfg.run.seed)
-    shares = [part / order.mixture.period for part in order.mixture.parts]
-    problems = [
-        f"{stream.path}: {stream.length} tokens give {windows} samples of train.seq_len = {t.seq_len}, fewer than "
-        + (f"its share of {share:.3g} of " if share < 1 else "")
-        + f"one batch of train.global_batch_size = {t.global_batch_size}"
-        for stream, windows, share in zip(streams, order.windows, shares) if windows < share * t.global_batch_size]
-    if cfg.data.document_mask:
-        problems += [f"{stream.path}: its documents are of one token each, which leaves nothing to learn under "
-                     "data.document_mask" for stream in streams if stream.document_count == stream.length]
-    if problems:
-        raise ConfigError(*problems)
-    return order
 
 
 class Loader:

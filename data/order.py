@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from config import LONGEST_PERIOD
+import config
+from config import LONGEST_PERIOD, ConfigError
+from data.tokens import TokenStream, window_count
 
 
 class Permutation:
@@ -116,6 +118,24 @@ class Order:
         """Samples of the run until every source has been read once."""
         period, parts = self.mixture.period, self.mixture.parts
         return max(windows * period / part for windows, part in zip(self.windows, parts))
+
+
+def make_order(cfg: config.Config, streams: Sequence[TokenStream], weights: Sequence[float]) -> Order:
+    """Of a run's samples. Raises ConfigError where a source does not fill its share of one global batch."""
+    t = cfg.train
+    order = Order([window_count(stream.length, t.seq_len) for stream in streams], weights, cfg.run.seed)
+    shares = [part / order.mixture.period for part in order.mixture.parts]
+    problems = [
+        f"{stream.path}: {stream.length} tokens give {windows} samples of train.seq_len = {t.seq_len}, fewer than "
+        + (f"its share of {share:.3g} of " if share < 1 else "")
+        + f"one batch of train.global_batch_size = {t.global_batch_size}"
+        for stream, windows, share in zip(streams, order.windows, shares) if windows < share * t.global_batch_size]
+    if cfg.data.document_mask:
+        problems += [f"{stream.path}: its documents are of one token each, which leaves nothing to learn under "
+                     "data.document_mask" for stream in streams if stream.document_count == stream.length]
+    if problems:
+        raise ConfigError(*problems)
+    return order
 
 
 def rank_samples(step: int, batch: int, micro: int, rank: int, ranks: int) -> list[range]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import config
 from config import ConfigError
 from data.dataset import data_folders, open_data, weights
-from data.loader import make_order
+from data.order import make_order
 from data.tokenizer import Tokenizer
 
 

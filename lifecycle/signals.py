@@ -1,6 +1,6 @@
-"""What launcher and ranks watch: requests to stop, and a rank its own progress.
+"""Requests to stop, and the watchdog that ends a process which makes no progress.
 
-Imports torch in one method only: a signal must find its handler before the seconds that torch takes to load.
+Imports torch in one method only: signal handlers are installed before the seconds that torch takes to load.
 """
 
 import os
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-TWICE_SECONDS = 5.0  # a second Ctrl-C so soon after the first ends at once
+TWICE_SECONDS = 5.0  # a second Ctrl-C so soon after the first quits at once
 
 
 class Interrupted(BaseException):
@@ -22,26 +22,26 @@ class Interrupted(BaseException):
 
 
 class Interruption:
-    """The launcher's handler of signals until the ranks are started: notes the first, and raises Interrupted where that
-    does no harm. An import that is interrupted leaves half a module behind."""
+    """The launcher's signal handler until the ranks are started: notes the latest, and raises Interrupted where that
+    does no harm. An import that is interrupted leaves half a module."""
 
     def __init__(self) -> None:
         self.asked, self.raises = 0, False
 
-    def __call__(self, number: int, frame: Any) -> None:
-        self.asked = self.asked or number
+    def __call__(self, number: int, frame: Any = None) -> None:
+        self.asked = number
         if self.raises:
             raise Interrupted
 
     def allow(self) -> None:
-        """From now on it may raise, and does for what has come already."""
+        """From now on it may raise, and does for a signal that came earlier."""
         self.raises = True
         if self.asked:
             raise Interrupted
 
 
 class StopRequest:
-    """Asks all ranks to stop at the same step: told by a signal to any of them, or by the launcher in a file.
+    """Asks all ranks to stop at the same step, on a signal to any of them or a word of the launcher in a file.
 
     A rank that stopped on its own would leave the others in a collective for ever. So the flag is all-reduced, on the
     host and while the step is under way: nothing waits for it, and never for the device.
@@ -55,7 +55,7 @@ class StopRequest:
         self.group, self.flag, self.work = None, None, None
 
     def listen(self) -> None:
-        """Notes the signals from now on; the first counts."""
+        """Installs the handlers; the first signal counts."""
         last_interrupt = float("-inf")
 
         def note(number: int, frame: Any) -> None:
@@ -68,27 +68,30 @@ class StopRequest:
 
         for number in SIGNALS:
             signal.signal(number, note)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # where the launcher blocked them until now
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher blocks them until now
 
     def connect(self, group: Any, file: pathlib.Path | None) -> None:
-        """Before the first begin(): the gloo group of all ranks; on rank 0 the launcher's file."""
+        """The gloo group of all ranks and, on rank 0, the launcher's file. Until then nothing is decided."""
         self.group, self.file = group, file
 
-    def begin(self) -> None:
-        """Begins to ask all ranks."""
+    def start_sync(self) -> None:
+        """Starts to ask all ranks."""
         import torch
         import torch.distributed as dist
 
+        if self.group is None:
+            return
         # Opened and not stat'ed: NFS fetches a file's new content when it is opened, and caches its absence.
-        if self.file and not self.received and (said := read_stop(self.file)):
-            self.received = said
+        if self.file and not self.received:
+            self.received = read_stop(self.file)
         self.flag = torch.tensor([self.received])
         self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
-    def agreed(self) -> bool:
-        """Waits for what begin() began: whether any rank had been told to stop by then."""
-        self.work.wait()
-        self.decided = max(self.decided, int(self.flag))
+    def finish_sync(self) -> bool:
+        """Whether any rank had been asked to stop by the last start_sync(); waits for the answer."""
+        if self.work:
+            self.work.wait()
+            self.work, self.decided = None, max(self.decided, int(self.flag))
         return self.decided > 0
 
 
@@ -102,14 +105,14 @@ def read_stop(file: pathlib.Path) -> int:
 
 
 class Watchdog:
-    """Knows what this rank is doing, and ends the process when that takes too long."""
+    """Knows what this rank is doing, and reports when that takes too long."""
 
     def __init__(self, give_up: Callable[[str], None]):
         """give_up: called in another thread with what happened and where the main thread stands; must not return."""
         self.step, self.name, self.progress, self.deadline = 0, "start", 0, float("inf")
         self.began, self.give_up, self.main = time.monotonic(), give_up, threading.get_ident()
         self.ended = False
-        threading.Thread(target=self._run, daemon=True, name="watch").start()
+        threading.Thread(target=self._run, daemon=True, name="watchdog").start()
 
     def phase(self, name: str, seconds: float, step: int | None = None) -> None:
         """The main thread begins something, and should begin the next within so many seconds."""
@@ -131,7 +134,7 @@ class Watchdog:
 
 def die_with_parent(parent: int | None = None) -> None:
     """Linux ends this process when its parent dies: no rank outlives a killed launcher, holding the folder's lock.
-    `parent`: its id, where who calls knew it before the fork; it may have died since."""
+    `parent`: its id, where the caller knew it before the fork; it may have died since."""
     if sys.platform == "linux":
         import ctypes
 

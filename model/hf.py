@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 import config
+import hf_config
 from config import ConfigError
 from model.hf_tokenizer import fast_tokenizer_files, read_sentencepiece
 from model.hf_weights import INDEX, SINGLE, TOKENIZER_FILES, hf_name, match_weights, scan, shapes
@@ -53,7 +54,7 @@ def hf_config(cfg: config.Config, dtype: str, bos: Any, eos: Any) -> dict[str, A
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        **{key: getattr(m, name) for name, key in config.HF_KEYS.items()},
+        **{key: getattr(m, name) for name, key in hf_config.KEYS.items()},
         "head_dim": m.width_per_head,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -125,7 +126,7 @@ def write_tokenizer(folder: Path, checkpoint: Path, marks: tuple[int | None, int
             for name, content in (made or {}).items():
                 write_json(folder / name, content)
     if (folder / GENERATION).is_file():
-        theirs = config.read_hf_json(folder / GENERATION)
+        theirs = hf_config.read_json(folder / GENERATION)
         return theirs.get("bos_token_id", bos), theirs.get("eos_token_id", eos)
     write_json(folder / GENERATION, {key: value for key, value in (("bos_token_id", bos), ("eos_token_id", eos))
                                      if value is not None})
@@ -139,7 +140,7 @@ def carried(folder: Path) -> list[Path]:
     made = {}
     with contextlib.suppress(ConfigError):  # whatever else that is, it is not ours
         made = fast_tokenizer_files(read_sentencepiece(folder / "tokenizer.model")) or {}
-    return [path for path in found if not (path.name in made and config.read_hf_json(path) == made[path.name])]
+    return [path for path in found if not (path.name in made and hf_config.read_json(path) == made[path.name])]
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -240,16 +241,16 @@ def main(argv: list[str]) -> int:
 
     def import_from(source: Path) -> Callable[[Path], None]:
         found, problems = {}, []
-        for look in (lambda: config.read_hf_config(source / "config.json"), lambda: scan(source)):
+        for look in (lambda: config.read_hf_model(source / "config.json"), lambda: scan(source)):
             try:
                 found = look()
             except ConfigError as error:
                 problems += error.problems
         if problems:
             raise ConfigError(*problems)
-        length = config.read_hf_json(source / "config.json").get("max_position_embeddings")
+        length = hf_config.read_json(source / "config.json").get("max_position_embeddings")
         if (source / GENERATION).is_file():
-            config.read_hf_json(source / GENERATION)  # an export will need it
+            hf_config.read_json(source / GENERATION)  # an export will need it
         cfg = config.from_dict({
             "run": {"name": "imported"}, "model": {"init_from": str(source)},
             "train": {"steps": 1, **({"seq_len": length} if type(length) is int and length > 0 else {})}}, str(source))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import config
+import hf_config
 from config import ConfigError
 from model.llama import Llama
 from model.safetensors import BLOCK, Stored, differences, read_elements, read_header
@@ -84,7 +85,7 @@ def scan(folder: Path) -> dict[str, Stored]:
     if (folder / SINGLE).exists():
         files, weight_map = [SINGLE], None
     elif (folder / INDEX).exists():
-        weight_map = config.read_hf_json(folder / INDEX).get("weight_map")
+        weight_map = hf_config.read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map or not all(
                 isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\0" not in name
                 for name in weight_map.values()):

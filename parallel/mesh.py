@@ -71,7 +71,7 @@ def on_rank_zero(work: Callable[[], Any]) -> Any:
     return answer[0]
 
 
-def all_gather_objects(value: dict[str, Any]) -> list[dict[str, Any]]:
+def all_gather_objects(value: Any) -> list:
     """Everybody's `value`, by rank, over the host's network: the GPU is not waited for."""
     found: list = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import config
+import options
 from config import ConfigError
 from tests.conftest import REPO, TINY, launch, make_config, tables
 
@@ -44,7 +45,7 @@ def without(section: str, key: str | None = None) -> str:
         del raw[section]
     else:
         del raw[section][key]
-    return "\n".join(f"[{n}]\n" + "\n".join(f"{k} = {config._toml(v)}" for k, v in t.items()) for n, t in raw.items())
+    return "\n".join(f"[{n}]\n" + "\n".join(f"{k} = {options.toml(v)}" for k, v in t.items()) for n, t in raw.items())
 
 
 def replaced(line: str) -> str:
@@ -216,9 +217,9 @@ def test_unreadable_file(path, tmp_path, monkeypatch):
 
 
 def test_mesh_shape():
-    assert config.mesh_shape(make_config(), 4) == (1, 4)
-    assert config.mesh_shape(make_config(parallel={"dp_replicate": 2}), 4) == (2, 2)
-    assert config.mesh_shape(make_config(parallel={"dp_replicate": "auto", "dp_shard": 2}), 4) == (2, 2)
+    assert config.mesh_shape(make_config(), 4) == (1, 4, 1, 1)
+    assert config.mesh_shape(make_config(parallel={"dp_replicate": 2}), 4) == (2, 2, 1, 1)
+    assert config.mesh_shape(make_config(parallel={"dp_replicate": "auto", "dp_shard": 2}), 4) == (2, 2, 1, 1)
     with pytest.raises(ConfigError, match="must equal the number of ranks, 3"):
         config.mesh_shape(make_config(parallel={"dp_replicate": 2}, train={"global_batch_size": 6}), 3)
     with pytest.raises(ConfigError, match="multiple of micro_batch_size x ranks = 2 x 3"):

@@ -1,0 +1,95 @@
+"""Validation loss, the same for any number of ranks, during training and for a run's newest checkpoint; a sample.
+
+    ./run_train.sh configs/tiny.toml --eval-only        prints the evaluation row as JSON; writes nothing
+"""
+
+import contextlib
+import math
+import sys
+
+import torch
+
+import config
+import metrics
+from checkpoint import catalog
+from checkpoint.checkpointer import problems_on_all_ranks
+from checkpoint.load import restore
+from config import ConfigError
+from data.dataset import Dataset, open_dataset
+from data.loader import heldout_batches
+from data.show import printable
+from lifecycle.run import Run
+from model.generate import continue_text
+from model.llama import Llama, meta_model
+from parallel.fsdp import reshard
+from parallel.materialize import materialize
+from parallel.mesh import World, all_gather_objects, on_rank_zero
+from parallel.parallelize import parallelize
+
+
+def evaluation_is_due(cfg: config.Config, step: int) -> bool:
+    return cfg.eval is not None and (step >= cfg.train.steps or config.is_due(step, cfg.eval.every_steps))
+
+
+@torch.no_grad()
+def evaluate(model: Llama, cfg: config.Config, world: World, dataset: Dataset, run: Run) -> dict | None:
+    """Mean loss over the tokens held out, and of a mixture that of each source: {"loss": ..., "loss_by_source": ...}.
+    None where the run was asked to stop meanwhile."""
+    streams = dataset.validation
+    sums = torch.zeros(len(streams), dtype=torch.float64, device=world.device)
+    counts = torch.zeros(len(streams), dtype=torch.int64, device=world.device)
+    phase = "first evaluation batch"  # which may compile
+    for i, tensors in ((i, batch) for i, stream in enumerate(streams)
+                       for batch in heldout_batches(stream, cfg, world.dp_rank, world.dp_size)):
+        with run.phase(phase):
+            run.stop.start_sync()
+            loss_sum, valid = model(*(tensor.to(world.device) for tensor in tensors))
+            sums[i] += loss_sum
+            counts[i] += valid
+            if run.stopping():
+                break
+        phase = "evaluate"
+    reshard(model)
+    if run.stopping():
+        return None
+    ranks = all_gather_objects((sums.tolist(), counts.tolist()))
+    sums, counts = ([sum(of_source) for of_source in zip(*of_ranks)] for of_ranks in zip(*ranks))
+    # sums and counts, not means of means; a mask may leave no target
+    mean = [part / count if count else math.nan for part, count in zip([*sums, sum(sums)], [*counts, sum(counts)])]
+    by_source = dict(zip(dataset.names, mean))
+    return {"loss": mean[-1], **({"loss_by_source": by_source} if by_source else {})}
+
+
+def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
+    """--eval-only: prints the evaluation row of the run's newest good checkpoint."""
+    steps = on_rank_zero(lambda: catalog.steps(cfg))
+    step, corrupt = catalog.newest_good(cfg, steps, lambda path: problems_on_all_ranks(path, world))
+    on_rank_zero(lambda: catalog.check_same_run(cfg, step, catalog.SAME_OUTPUTS))
+    dataset = open_dataset(cfg, train=False)
+    model = meta_model(cfg.model)
+    parallelize(model, cfg, world)
+    materialize(model, cfg, world)
+    restore(catalog.path_of(cfg, step), model, None)
+    found = evaluate(model, cfg, world, dataset, run)
+    if world.rank == 0:
+        for problem in (problem for problems in corrupt.values() for problem in problems):
+            print(f"corrupt, skipped: {problem}", file=sys.stderr)
+        print(metrics.as_json({"kind": "eval", "step": step, **found}))
+
+
+@torch.no_grad()
+def log_sample(model: Llama, cfg: config.Config, world: World, dataset: Dataset) -> None:
+    """Logs what the model writes, so that a person sees what it has learnt. Silent without a tokenizer."""
+    tokenizer = None
+    with contextlib.suppress(ImportError, ConfigError):
+        from data.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer(dataset.tokenizer_files[0].parent) if dataset.tokenizer_files else None
+    if not all(all_gather_objects(tokenizer is not None)):
+        return
+    prompt = "def " if "python-stdlib" in (dataset.names or [cfg.data.source]) else "The "
+    with torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
+        text = continue_text(model, tokenizer, prompt, 64, 0.8, cfg.train.seq_len, world.device, cfg.run.seed)
+    reshard(model)
+    if world.rank == 0:
+        metrics.log.info("a sample:\n%s", printable(text))

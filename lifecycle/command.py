@@ -1,0 +1,148 @@
+"""The command that starts the ranks: plain Python, torchrun, or srun of one torchrun a node; and what fits this host.
+
+    python -m lifecycle.command --usable [CONFIG ...]     exits with 0 where this Python can run it (without: anything)
+"""
+
+import contextlib
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import config
+from config import ConfigError
+
+TORCH = ((2, 11), (2, 13))  # the versions that the code is written for
+TRAIN = str(pathlib.Path(__file__).parent.parent / "train.py")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How many processes there are, and where."""
+
+    nodes: int
+    local: int  # on each node
+    restarts: int  # by torchrun, after a crash
+    job: str | None  # SLURM's number of this job
+
+    @property
+    def total(self) -> int:
+        return self.nodes * self.local
+
+    @classmethod
+    def from_environment(cls) -> "Ranks":
+        """NPROC, MAX_RESTARTS, and what SLURM sets. Raises ConfigError."""
+        env = os.environ
+
+        def number(name: str, text: str, least: int) -> int:
+            if not (text.isdigit() and int(text) >= least):
+                raise ConfigError(f"run_train.sh: {name}={text}: must be a number" + " of processes" * (least > 0))
+            return int(text)
+
+        job = env.get("SLURM_JOB_ID")
+        local = env.get("NPROC") or env.get("SLURM_GPUS_ON_NODE") or str(visible_gpus())
+        local = "1" if local == "0" else local  # no GPU
+        return cls(number("SLURM_NNODES", env.get("SLURM_NNODES", "1"), 1), number("NPROC", local, 1),
+                   number("MAX_RESTARTS", env.get("MAX_RESTARTS") or ("3" if job else "0"), 0), job)
+
+    def command(self) -> list[str]:
+        """Of all ranks, without the arguments of train.py."""
+        if self.total == 1 and not self.restarts:
+            return [sys.executable, TRAIN]
+        # USR1 would end torchrun, and its ranks, at once, if it did not handle it
+        heard = "SIGINT,SIGHUP,SIGQUIT,SIGUSR1" + ",SIGTERM" * (not self.job)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={self.local}",
+                    f"--max-restarts={self.restarts}", f"--signals-to-handle={heard}",
+                    "--log-dir=/dev/null"]  # else each leaves a folder in the temporary directory
+        if self.job:
+            # scancel sends TERM to every process of the job. The ranks save and end by themselves, and torchrun after
+            # them; if it handled TERM too, it would end as a failure, with a traceback on each node.
+            torchrun = ["bash", "-c", 'trap "" TERM; exec "$@"', "bash", *torchrun]
+        if self.nodes == 1:
+            return [*torchrun, "--standalone", TRAIN]
+        names = subprocess.run(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], check=True,
+                               capture_output=True, text=True).stdout.split()
+        # One task per node with all cores of the job there: torchrun and its ranks share them. No --mpi: they meet by
+        # torchrun's rendezvous, with an id of its own for each attempt, which a late process of the last must not join.
+        return ["srun", f"--nodes={self.nodes}", f"--ntasks={self.nodes}", "--ntasks-per-node=1", "--export=ALL",
+                "--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=1", *torchrun, f"--nnodes={self.nodes}",
+                "--rdzv-backend=c10d", f"--rdzv-endpoint={names[0]}:{29500 + int(self.job) % 1000}",
+                f"--rdzv-id={self.job}-{os.environ.get('SLURM_RESTART_COUNT', 0)}", TRAIN]
+
+    def environment(self) -> dict[str, str]:
+        """What the ranks need in theirs; what the user has set stays."""
+        # the job's cores, not the machine's; without a job those that this process may use
+        cores = int(os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0)))
+        found = {
+            "OMP_NUM_THREADS": str(max(1, cores // self.local)),
+            # torchrun of torch 2.12 and later kills its ranks so many seconds after a signal that reached it alone;
+            # they may be saving, and its own 30 are short for that
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300",
+            # else the ranks that torchrun restarts find the addresses of those before them in its store, and cannot
+            # connect (github.com/pytorch/pytorch/issues/135712)
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
+        if "SLURM_CPUS_PER_TASK" in os.environ:  # srun of SLURM 22.05 and later takes it over by this name alone
+            found["SRUN_CPUS_PER_TASK"] = os.environ["SLURM_CPUS_PER_TASK"]
+        return {name: os.environ.get(name) or value for name, value in found.items()}
+
+
+def visible_gpus() -> int:
+    if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return len([name for name in chosen.split(",") if name])
+    if not shutil.which("nvidia-smi"):
+        return 0
+    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True).stdout
+    return sum(line.startswith("GPU") for line in listed.splitlines())
+
+
+def requeue(ahead_of_limit: bool) -> None:
+    """Of a job that has stopped after saving: requeues it where that was asked for, or where SLURM preempts it in a
+    partition with a GraceTime: it requeues the job when the grace is over, but not one that has ended by then."""
+    job = os.environ["SLURM_JOB_ID"]
+
+    def report(text: str) -> None:
+        print(f"run_train.sh: job {job}: {text}", file=sys.stderr)
+
+    def scontrol(*words: str) -> str | None:
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            return subprocess.run(["scontrol", *words], check=True, capture_output=True, text=True).stdout
+        return None
+
+    why = "ahead of its time limit" if ahead_of_limit else None
+    if not why and re.search(r"PreemptTime=\d", scontrol("show", "job", job) or ""):
+        why = "being preempted"
+    if not why:
+        report("stopped; it does not requeue itself: unless SLURM does, submit it again to resume")
+        return
+    report(f"stopped, {why}; requeueing it, to resume where it stopped")
+    if scontrol("requeue", job) is None:
+        report("it could not be requeued; submit it again to resume")
+
+
+def usable(argv: list[str]) -> bool:
+    """Can this Python do what is asked: the run of these arguments, or without any everything? Imports nothing."""
+    import importlib.metadata
+    import importlib.util
+
+    from data.dataset import is_prepared
+
+    needed = [] if argv else ["numpy", "tensorboard", "sentencepiece", "datasets"]
+    with contextlib.suppress(ConfigError, SystemExit):  # the run itself will report what is wrong
+        if argv and not (args := config.parse_arguments(argv)).dry_run:
+            cfg = config.load(args.config, args.overrides)
+            needed.append("numpy")  # torch.distributed sends objects through it
+            needed += ["tensorboard"] * (cfg.log.tensorboard and not args.eval_only)
+            needed += ["safetensors"] * (cfg.model.init_from is not None)
+            needed += ["sentencepiece", "datasets"] * (not is_prepared(cfg))
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
+        version = tuple(int(n) for n in importlib.metadata.version("torch").split(".")[:2])
+        return TORCH[0] <= version <= TORCH[1] and all(importlib.util.find_spec(name) for name in needed)
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(not usable(sys.argv[2:]))

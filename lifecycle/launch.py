@@ -1,0 +1,259 @@
+"""The launch: checks all that one process can check, prepares the data, runs the ranks, turns how they end into a code.
+
+    python -m lifecycle.launch CONFIG [--section.key=value ...]      what run_train.sh becomes
+
+Exits with 0 finished, 2 the input is wrong, 75 stopped after saving, or another code for a failure. torchrun turns
+every exit code of a rank into 1, so the code comes from the status that carries this launch's id.
+
+TERM, INT, HUP and USR1 are passed on through a file that rank 0 polls: torchrun, given a signal, would kill its ranks
+after a grace period that may be shorter than a save. In a SLURM job this process is the batch script: USR1 comes ahead
+of the time limit and requeues the job; after TERM (scancel) SLURM decides.
+"""
+
+import signal
+
+from lifecycle.signals import SIGNALS, TWICE_SECONDS, Interrupted, Interruption, die_with_parent
+
+if __name__ == "__main__":
+    early = Interruption()
+    for number in SIGNALS:  # before the slow imports
+        signal.signal(number, early)
+
+import contextlib
+import os
+import pathlib
+import shlex
+import subprocess
+import sys
+import time
+import uuid
+from argparse import Namespace
+from functools import partial
+from typing import Any
+
+import config
+from config import ConfigError
+from lifecycle import INPUT_IS_WRONG, STOPPED
+from lifecycle.command import Ranks, requeue
+from lifecycle.folder import check_folder, failures, lock, read_status, remove_traces, stop_file, write_status
+from options import together
+
+IDLE_ATTEMPTS = 3  # of a job, without a step
+
+
+def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespace, in_job: bool,
+                 interruption: Interruption) -> bool:
+    """Everything one process can check before the ranks start; prepares the data, except in a job. Returns whether
+    there is anything left to do. Raises ConfigError."""
+    folder = config.run_folder(cfg)
+    together(lambda: config.mesh_shape(cfg, ranks), lambda: args.eval_only or check_folder(folder))
+
+    # Upwards, as a tool's main may; here and not above, since a wrong configuration should not wait for torch.
+    from checkpoint import catalog
+    from data.dataset import is_prepared, open_dataset
+    from data.prepare import prepare
+    from model.hf_weights import open_weights
+    from model.llama import meta_model
+    from parallel.fsdp import unsharded_parameters
+    from parallel.mesh import pick_device
+
+    interruption.allow()  # preparing may take hours
+    if in_job and not is_prepared(cfg):  # all its GPUs would wait for one core
+        command = shlex.join(["./run_train.sh", "-m", "data.prepare", args.config, *args.overrides])
+        raise ConfigError(f"{args.config}: its data is not prepared, and none is inside a job; run {command} on the "
+                          "login node")
+    status = read_status(folder)
+    finished = status.get("state") == "finished"
+    # the ranks read every byte of a checkpoint; here only where there may be nothing left for them
+    look = catalog.problems_of if finished else catalog.at_first_sight
+    *_, chosen = together(
+        lambda: pick_device(cfg, local_ranks - 1),
+        lambda: unsharded_parameters(meta_model(cfg.model), cfg.parallel),  # its patterns match what they should
+        lambda: args.eval_only or catalog.choose(cfg, catalog.steps(cfg), look))
+    if args.eval_only:
+        if not catalog.steps(cfg):
+            raise ConfigError(f"{catalog.root(cfg)}: holds no checkpoint to evaluate")
+    else:
+        start, _ = chosen
+        catalog.check_same_run(cfg, start)
+        if start >= cfg.train.steps and finished:
+            print(f"{folder}: finished at step {status.get('step', start)}; train.steps = {cfg.train.steps} asks for "
+                  "no more")
+            return False
+        if not start:
+            open_weights(cfg.model)
+        prepare(cfg)
+    dataset = open_dataset(cfg, train=not args.eval_only)
+    if not args.eval_only:
+        catalog.check_same_data(cfg, start, dataset.fingerprint)
+    if dataset.validation and all(stream.length < 2 for stream in dataset.validation):
+        where = ", ".join(str(stream.path.parent) for stream in dataset.validation)
+        raise ConfigError(f"{where}: none of its documents (one in a hundred) is held out; bring more, or --eval=off")
+    try:
+        if not args.eval_only:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"[run] output_dir: {folder} cannot be made: {error.strerror}") from None
+    return True
+
+
+def run_ranks(command: list[str], folder: pathlib.Path, launch: str, interruption: Interruption) -> int:
+    """Runs the ranks' command to its end, passing on requests to stop, one that came earlier too; returns its exit
+    code."""
+    file, last_interrupt, killed = stop_file(folder, launch), float("-inf"), False
+
+    def ask(number: int, frame: Any) -> None:
+        nonlocal last_interrupt, killed
+        interruption.asked = number
+        if number == signal.SIGINT:
+            if child and time.monotonic() - last_interrupt < TWICE_SECONDS:
+                killed = True
+                child.kill()  # and the ranks of torchrun die with it
+                return
+            last_interrupt = time.monotonic()
+            print(f"stopping after this step; Ctrl-C again within {TWICE_SECONDS:.0f} s quits at once", file=sys.stderr)
+        else:
+            print(f"asked to stop by {signal.Signals(number).name}", file=sys.stderr)
+        try:
+            if not file.stat().st_size:
+                file.write_text(str(int(number)))
+        except OSError:  # a full disk: then by the way that has a time limit
+            child.terminate()
+
+    file.touch()
+    child = None
+    listen(ask)
+
+    def in_child() -> None:
+        die_with_parent(launcher)
+        if command[1].endswith("train.py"):  # torchrun would keep them blocked
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the rank has its handlers
+
+    launcher = os.getpid()
+    # A session of its own: Ctrl-C in the terminal reaches this process alone, and not torchrun.
+    child = subprocess.Popen(command, start_new_session=True, preexec_fn=in_child)
+    if interruption.asked:
+        ask(interruption.asked, None)
+    returned = child.wait()
+    listen(signal.SIG_IGN)  # it is over: nothing is left to stop
+    return 128 + signal.SIGINT if killed else returned
+
+
+def listen(handler: Any) -> None:
+    for number in (*SIGNALS, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, handler)
+
+
+def exit_code(folder: pathlib.Path, launch: str, ranks: int, returned: int) -> int:
+    """The launch's exit code from what its ranks left; marks the run as failed where they could not, and prints the
+    first cause last, below what all ranks and torchrun printed."""
+    status, failed = read_status(folder), failures(folder, launch)
+    remove_traces(folder, launch)
+    ours = status.get("launch") == launch
+    if ours and status["state"] in ("finished", "preempted"):
+        return 0 if status["state"] == "finished" else STOPPED
+    if not ours and not failed and -returned in SIGNALS:  # before the ranks had handlers, and so before a step
+        mark_stopped(folder)
+        return STOPPED
+    code = failed[0]["exit_code"] if failed else returned if returned > 0 else 1
+    if ours or code != INPUT_IS_WRONG:
+        try:
+            # ranks that were killed with torchrun may take a moment to die, and hold the lock until then
+            held = lock(folder, timeout=30 if ours else 0)
+            write_status(folder, "failed", status.get("step", 0), launch, exit_code=code)
+            held.release()
+        except ConfigError as error:
+            if not ours:  # the folder is another run's
+                print(error, file=sys.stderr)
+                return INPUT_IS_WRONG
+        except OSError as error:  # a full disk, perhaps
+            print(f"{folder}/status.json: {error}", file=sys.stderr)
+    print(f"the log of every rank is in {folder}/logs", file=sys.stderr)
+    silent = sorted(set(range(ranks)) - {f["rank"] for f in failed})
+    if failed:
+        first = failed[0]
+        if silent and not first["final"]:
+            print(f"no report from rank {', '.join(map(str, silent[:8]))}{', ...' * (len(silent) > 8)}: killed (is the "
+                  "host out of memory?), or unable to answer", file=sys.stderr)
+        print(f"failed first on rank {first['rank']}, step {first['step']}, phase {first['phase']}:\n{first['text']}",
+              file=sys.stderr)
+    elif returned < 0:
+        hint = ": the host may be out of memory" if -returned == signal.SIGKILL else ""
+        print(f"ended by signal {signal.Signals(-returned).name}{hint}", file=sys.stderr)
+    return code
+
+
+def count_idle_attempts(folder: pathlib.Path, launch: str, before: dict) -> int:
+    """The exit code of a job that was stopped: a failure after the third attempt in a row without a step, since it
+    would requeue itself for ever."""
+    step = read_status(folder).get("step", 0)
+    if step > before.get("step", 0):
+        return STOPPED
+    attempts = before.get("attempts_without_step", 0) + 1
+    state = "preempted" if attempts < IDLE_ATTEMPTS else "failed"
+    with contextlib.suppress(OSError):
+        write_status(folder, state, step, launch, attempts_without_step=attempts)
+    if attempts < IDLE_ATTEMPTS:
+        return STOPPED
+    print(f"{folder}: {attempts} times in a row the job was stopped before it made a step; give it more time (--time) "
+          "than its start and the notice ahead of the limit take", file=sys.stderr)
+    return 1
+
+
+def mark_stopped(folder: pathlib.Path) -> None:
+    """The status of a run that was stopped before its ranks were started; another launch's run is left alone."""
+    with contextlib.suppress(ConfigError, OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        held, status = lock(folder), read_status(folder)
+        if status.get("state") != "finished":
+            write_status(folder, "preempted", status.get("step", 0), None)
+        held.release()
+
+
+def launch(argv: list[str], interruption: Interruption) -> int:
+    """Runs what the command line says; returns the exit code."""
+    args = cfg = None
+    try:
+        ranks = Ranks.from_environment()
+        args = config.parse_arguments(argv)
+        cfg = config.load(args.config, args.overrides)
+        try:
+            if not check_launch(cfg, ranks.total, ranks.local, args, ranks.job is not None, interruption):
+                return 0
+        except OSError as error:  # a folder that cannot be looked into
+            raise ConfigError(f"{error.filename or config.run_folder(cfg)}: {error.strerror or error}") from None
+        interruption.raises = args.eval_only
+        launch_id, folder = uuid.uuid4().hex, config.run_folder(cfg)
+        command = [*ranks.command(), *argv, f"--launch={launch_id}"]
+        os.environ.update(ranks.environment())
+        if args.eval_only:
+            return subprocess.run(command, preexec_fn=partial(die_with_parent, os.getpid())).returncode
+        before = read_status(folder)
+        code = exit_code(folder, launch_id, ranks.total, run_ranks(command, folder, launch_id, interruption))
+        return count_idle_attempts(folder, launch_id, before) if ranks.job and code == STOPPED else code
+    except (Interrupted, Exception) as error:
+        if not (interruption.asked and interruption.raises):  # else whatever it broke off may have raised
+            if not isinstance(error, ConfigError):
+                raise
+            print(error, file=sys.stderr)
+            return INPUT_IS_WRONG
+        listen(signal.SIG_IGN)
+        if args and args.eval_only:
+            return 128 + signal.SIGINT
+        print("stopped before the run began", file=sys.stderr)
+        if cfg:
+            mark_stopped(config.run_folder(cfg))
+        return STOPPED
+
+
+def main(argv: list[str], interruption: Interruption) -> int:
+    listen(interruption)
+    code = launch(argv, interruption)
+    if code == STOPPED and "SLURM_JOB_ID" in os.environ:
+        requeue(ahead_of_limit=interruption.asked == signal.SIGUSR1)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], early))

@@ -1,0 +1,218 @@
+"""One training run: its folder locked, its ranks watched, its end written down; entered before training, left after."""
+
+import contextlib
+import gc
+import json
+import logging
+import os
+import pathlib
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import config
+import files
+import metrics
+from checkpoint.catalog import path_of
+from checkpoint.checkpointer import Checkpointer
+from checkpoint.save import SaveFailed
+from config import ConfigError
+from lifecycle import INPUT_IS_WRONG, STOPPED, folder
+from lifecycle.signals import StopRequest, Watchdog
+from metrics import log
+from parallel.mesh import World, on_rank_zero
+from parallel.plan import out_of_memory
+
+COLLECT_EVERY_STEPS = 100  # Python's garbage; left to itself, each rank would stop for it at another moment
+
+
+class Run:
+    """All of a run that is not training.
+
+        with Run(cfg, world, launch, stop_request) as run:
+            run.begin(checkpointer, tokenizer_files)
+            for step in run.steps(1, 300):
+                with run.phase("data"):
+                    ...
+
+    Leaving it writes status.json. An exception within is logged, reported to the launcher and turned into SystemExit
+    with the exit code; what cannot be helped by a restart has no traceback.
+    """
+
+    def __init__(self, cfg: config.Config, world: World, launch: str | None, stop: StopRequest):
+        """launch: the launcher's id of this start, None without one."""
+        self.cfg, self.world, self.launch, self.stop = cfg, world, launch, stop
+        self.folder = config.run_folder(cfg)
+        self.step = 0  # the last that was trained, by this launch or those before
+        self.checkpointer: Checkpointer | None = None
+        self.lock = None
+        start, save = cfg.run.start_timeout_seconds, cfg.run.save_timeout_seconds
+        # after waiting for the save before it, a save may have to verify every checkpoint that it keeps
+        kept = cfg.checkpoint.keep_last or 0 if cfg.checkpoint else 0
+        self.timeouts = {"start": start, "first step": start, "first evaluation batch": start, "end": start,
+                         "restore": save, "save": save * (2 + kept)}
+
+    def __enter__(self) -> "Run":
+        self.watchdog = Watchdog(self._give_up)
+        self._phase("start")
+        return self
+
+    def begin(self, checkpointer: Checkpointer, tokenizer_files: list[pathlib.Path]) -> None:
+        """Takes the run's folder: the lock, the status, a log per rank. Nothing is made or changed before."""
+        self.checkpointer, self.step = checkpointer, checkpointer.start
+        checkpointer.report = self._log_save
+        on_rank_zero(lambda: self._take_folder(tokenizer_files))
+        metrics.start_logging(self.folder, self.world.rank)
+        for problem in checkpointer.problems:
+            log.warning("corrupt, set aside: %s", problem)
+        self.stop.alone = self.launch is None and self.world.size == 1
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.longest_timeout(self.cfg)))
+        launched = self.launch and self.world.rank == 0
+        self.stop.connect(group, folder.stop_file(self.folder, self.launch) if launched else None)
+
+    def _take_folder(self, tokenizer_files: list[pathlib.Path]) -> None:
+        folder.check_folder(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # when torchrun restarts the ranks, those before may take a moment to die, on another node perhaps
+        again = self.launch and folder.read_status(self.folder).get("launch") == self.launch
+        self.lock = folder.lock(self.folder, timeout=30 if again else 0)
+        self.checkpointer.tidy()
+        folder.sweep(self.folder, self.launch)
+        folder.write_status(self.folder, "running", self.step, self.launch)
+        files.write_whole(self.folder / "config.toml", config.to_toml(self.cfg))
+        files.write_whole(self.folder / "environment.json", json.dumps(
+            metrics.environment(self.world.size, self.world.device), indent=2))
+        for path in tokenizer_files:
+            files.write_whole(self.folder / path.name, path.read_bytes())
+
+    def steps(self, first: int, last: int) -> Iterator[int]:
+        """Yields each step to train, up to `last` or until all ranks agree to stop."""
+        profiler = metrics.Profiler(self.cfg.profile, self.folder, self.world.rank)
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        self.stop.start_sync()
+        for step in range(first, last + 1):
+            if self.stopping():
+                break
+            self._phase("first step" if step == first else "step", step)  # the first compiles
+            self.stop.start_sync()
+            profiler.before_step(step)
+            yield step
+            self.step = step
+            profiler.after_step(step)
+            if step % COLLECT_EVERY_STEPS == 0:
+                gc.collect()
+        gc.enable()
+        gc.unfreeze()
+        if self.stopping() and self.step >= first and not self.cfg.checkpoint:
+            raise KeyboardInterrupt(f"stopped after step {self.step} by signal {self.stop.decided}; without "
+                                    "[checkpoint] nothing was saved")
+        self._phase("end")
+
+    def stopping(self) -> bool:
+        """Whether any rank was asked to stop before this step began: the same on all ranks, which call it together."""
+        return self.stop.finish_sync()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Gives what happens within a time limit of its own, and its name in the report of a failure."""
+        before = self.watchdog.name
+        self._phase(name)
+        yield
+        self._phase(before)
+
+    def _phase(self, name: str, step: int | None = None) -> None:
+        self.watchdog.phase(name, self.timeouts.get(name, self.cfg.run.step_timeout_seconds), step)
+
+    def _log_save(self, step: int, problem: str | None) -> None:
+        """How the save of a step ended, on rank 0; problem: why it is not saved."""
+        if problem:
+            log.error("not saved, training continues: %s", problem)
+        else:
+            log.info("saved %s", path_of(self.cfg, step))
+        with contextlib.suppress(OSError):
+            saved = folder.read_status(self.folder).get("step", 0) if problem else step
+            more = {"not_saved": problem} if problem else {}
+            folder.write_status(self.folder, "running", saved, self.launch, **more)
+
+    @property
+    def exit_code(self) -> int:
+        """Of this process. A launcher takes STOPPED from the status, and torchrun would call it a failure."""
+        return STOPPED if self.stop.decided and self.stop.alone else 0
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self._end()
+            return
+        if self.checkpointer is None and self.launch is None:  # nothing was begun, and nobody waits for a report
+            self.watchdog.stop()
+            return
+        expected, code, text = True, 1, str(error)
+        if isinstance(error, ConfigError):
+            code = INPUT_IS_WRONG
+        elif isinstance(error, KeyboardInterrupt):
+            code = 128 + (self.stop.decided or signal.SIGINT)
+        elif isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
+            with contextlib.suppress(Exception):  # so little memory may be left
+                text = out_of_memory(self.cfg, self.world.size, text)
+        elif not isinstance(error, FloatingPointError | SaveFailed):
+            expected, text = False, "".join(traceback.format_exception(error)).rstrip()
+        self._fail(code, text, final=expected and not isinstance(error, SaveFailed))
+        if self.checkpointer:  # a save in the background is good, whatever happened here
+            self._phase("save")
+            self.checkpointer.wait()
+        self.watchdog.stop()
+        raise SystemExit(code) from None
+
+    def _end(self) -> None:
+        self.watchdog.stop()
+        if self.lock is None:  # another rank's, or nothing was begun
+            return
+        if self.stop.decided:
+            log.info("stopped after step %d by %s", self.step, signal.Signals(self.stop.decided).name)
+        try:
+            folder.write_status(self.folder, "preempted" if self.stop.decided else "finished", self.step, self.launch)
+        except OSError as error:  # without it nobody would know: no success
+            log.error("%s/status.json cannot be written: %s", self.folder, error)
+            raise SystemExit(1) from None
+        self.lock.release()
+        logging.shutdown()
+
+    def _fail(self, code: int, text: str, final: bool) -> None:
+        rank, at = self.world.rank, self.watchdog
+        if self.launch:
+            folder.report_failure(self.folder, self.launch, rank, step=at.step, phase=at.name, progress=at.progress,
+                                  exit_code=code, text=text, final=final)
+        if log.handlers or rank == 0:  # before there is a log per rank, once is enough
+            log.error("rank %d, step %d, phase %s: %s", rank, at.step, at.name, text)
+        if self.lock is not None:
+            with contextlib.suppress(OSError):
+                step = folder.read_status(self.folder).get("step", 0)
+                folder.write_status(self.folder, "failed", step, self.launch, exit_code=code)
+
+    def _give_up(self, text: str) -> None:
+        self._fail(1, text, final=False)
+        if self.checkpointer:
+            self.checkpointer.wait(self.cfg.run.save_timeout_seconds)
+        leave(1)
+
+
+def failed_for_good(cfg: config.Config, launch: str | None) -> int | None:
+    """The exit code with which this launch failed already, where torchrun restarts it though that cannot help."""
+    failures = folder.failures(config.run_folder(cfg), launch) if launch else []
+    return next((failure["exit_code"] for failure in failures if failure["final"]), None)
+
+
+def leave(code: int) -> None:
+    """Ends a failed process now: tear-down would wait for ranks that are gone."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    logging.shutdown()
+    os._exit(code)
