@@ -52,9 +52,9 @@ from lifecycle import folder as run_files
 from metrics import log
 from model.generate import continue_text
 from model.hf_weights import Weights, has_another_tokenizer, open_weights
-from model.llama import Llama, flops_per_token, init_distribution, meta_model, parameter_count
+from model.llama import Llama, flops_per_token, meta_model, parameter_count
 from optim import FiniteGuard, build_optimizer, clip_gradients, learning_rate, set_learning_rate
-from parallel.fsdp import reduce_unsharded, reshard, set_gradient_sync, unshard_first_units
+from parallel.fsdp import reshard, set_gradient_sync, unshard_first_units
 from parallel.materialize import materialize, materialize_from
 from parallel.mesh import World, all_gather_objects, distributed, on_rank_zero
 from parallel.parallelize import parallelize
@@ -227,7 +227,7 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
         log.info(unit_table(unit_map))
         for path in tokenizer_files:
             (folder / path.name).write_bytes(path.read_bytes())
-    loader = Loader(cfg, streams, weights(cfg), world.rank, world.size, start + 1, world.device.type == "cuda")
+    loader = Loader(cfg, streams, weights(cfg), world.dp_rank, world.dp_size, start + 1, world.device.type == "cuda")
     profiler, timer = metrics.Profiler(cfg.profile, folder, world.rank), metrics.Timer()
 
     stop.begin()
@@ -263,11 +263,10 @@ def train(cfg: Config, world: World, folder: Path, start: int, launch: str | Non
             # FSDP2 averages gradients over the ranks. Times their number it is their sum, and over the step's valid
             # tokens the mean over tokens, however they are split over ranks and micro-batches. A loss that is not
             # finite makes it NaN, and with it the gradient's norm on all ranks.
-            (part * (world.size / max(1, batch.valid_tokens) + 0 * part.detach())).backward()
+            (part * (world.dp_size / max(1, batch.valid_tokens) + 0 * part.detach())).backward()
             loss_sum += part.detach()
 
         watch.phase("update", patience)
-        reduce_unsharded(model)
         grad_norm = clip_gradients(model, cfg.train.max_grad_norm)
         guard.before_update(step, grad_norm)
         optimizer.step()
@@ -366,9 +365,9 @@ def build(cfg: Config, world: World, pretrained: Weights | None = None) -> Llama
     model, device = meta_model(cfg.model), storage_device(cfg, world)
     parallelize(model, cfg, world)
     if pretrained:
-        materialize_from(model, pretrained.read_rows, world, device)
+        materialize_from(model, lambda name, offsets, out: pretrained.read_rows(name, offsets[0], out), device)
     else:
-        materialize(model, lambda name: init_distribution(cfg.model, name), cfg.run.seed, world, device)
+        materialize(model, cfg.run.seed, device)
     return model
 
 
@@ -413,7 +412,8 @@ def evaluate(model: Llama, cfg: Config, world: World, heldout: list[TokenStream]
     sums = torch.zeros(len(heldout), dtype=torch.float64, device=world.device)
     counts = torch.zeros(len(heldout), dtype=torch.int64, device=world.device)
     patience = cfg.run.start_timeout_seconds  # the first may compile
-    for i, tensors in ((i, t) for i, s in enumerate(heldout) for t in heldout_batches(s, cfg, world.rank, world.size)):
+    for i, tensors in ((i, t) for i, s in enumerate(heldout)
+                       for t in heldout_batches(s, cfg, world.dp_rank, world.dp_size)):
         watch.phase("evaluate", patience)
         patience = cfg.run.step_timeout_seconds
         if stop:
@@ -457,14 +457,14 @@ def evaluate_newest(cfg: Config, world: World) -> None:
 
 
 def announce(cfg: Config, world: World, model: Llama, folder: Path, start: int) -> None:
-    p, t, accumulation = cfg.parallel, cfg.train, config.accumulation_steps(cfg, world.size)
+    p, t, accumulation = cfg.parallel, cfg.train, config.accumulation_steps(cfg, world.dp_size)
     log.info(f"{folder}: {parameter_count(model):,} parameters on {world.size} x {world.device.type} "
-             f"({world.size // world.shards} replicas x {world.shards} shards), {p.param_dtype}, recompute "
+             f"({world.dp_replicate} replicas x {world.dp_shard} shards), {p.param_dtype}, recompute "
              f"{p.recompute}, prefetch {p.prefetch_forward} forward, {p.prefetch_backward} backward (0: implicit)"
              f"{', compiled' * p.compile}{', offloaded to the host' * p.cpu_offload}"
              f"{', reduced once a step' * (not p.sync_every_micro_batch)}")
-    log.info(f"{config.tokens_per_step(cfg):,} tokens per step = {accumulation} micro-batches x {world.size} ranks x "
-             f"{t.micro_batch_size} sequences of {t.seq_len}; "
+    log.info(f"{config.tokens_per_step(cfg):,} tokens per step = {accumulation} micro-batches x {world.dp_size} ranks "
+             f"x {t.micro_batch_size} sequences of {t.seq_len}; "
              + (f"going on after step {start}" if start else f"from the weights of {cfg.model.init_from}"
                 if cfg.model.init_from else "from fresh weights"))
 
