@@ -146,7 +146,7 @@ class Parallel:
     output_dtype: Literal["float32", "bfloat16"] | None = option(
         None, "of the residual stream between units; absent: param_dtype", refused=HALF)
     keep_fp32: tuple[str, ...] = option((), "patterns of units computed in float32, as 'blocks.[01]'")
-    unsharded: tuple[str, ...] = option((), "patterns of vectors kept whole on every rank, as '*norm.weight'")
+    unsharded: tuple[str, ...] = option((), "patterns of frozen parameters (model.freeze) kept unsharded on each rank")
     cpu_offload: bool = option(False, "keep parameters, gradients and optimizer state in host memory")
     sync_every_micro_batch: bool = option(True, "reduce each micro-batch's gradients; false: the sum, once a step")
     recompute: int | Literal["none", "full", "selective"] = option(
@@ -204,7 +204,7 @@ def tokens_per_step(cfg: Config) -> int:
 
 
 def accumulation_steps(cfg: Config, dp_size: int) -> int:
-    """Micro-batches per step and rank."""
+    """Micro-batches per step and data rank; dp_size: the number of data ranks."""
     return cfg.train.global_batch_size // (cfg.train.micro_batch_size * dp_size)
 
 
@@ -232,23 +232,25 @@ def unit_names(model: Model) -> list[str]:
 
 
 def mesh_shape(cfg: Config, ranks: int) -> tuple[int, int, int, int]:
-    """(dp_replicate, dp_shard, cp, tp) for so many ranks; the last two are 1. Raises ConfigError where the options
-    cannot make them, or the global batch cannot be split over the data-parallel ranks."""
+    """(dp_replicate, dp_shard, cp, tp) for so many ranks. Raises ConfigError where the options cannot make them, or the
+    global batch cannot be split over the data ranks."""
     p, t = cfg.parallel, cfg.train
-    replicas = max(1, ranks // p.dp_shard) if p.dp_replicate == "auto" else p.dp_replicate
-    shards = max(1, ranks // replicas) if p.dp_shard == "auto" else p.dp_shard
-    n, per_pass = p.reshard_after_forward, t.micro_batch_size * ranks
+    cp, tp = 1, 1  # no options yet
+    dp_size = max(1, ranks // (cp * tp))
+    dp_replicate = max(1, dp_size // p.dp_shard) if p.dp_replicate == "auto" else p.dp_replicate
+    dp_shard = max(1, dp_size // dp_replicate) if p.dp_shard == "auto" else p.dp_shard
+    n, shards, per_pass = p.reshard_after_forward, dp_shard * cp, t.micro_batch_size * dp_size
     problems = options.broken(cfg, [
-        ("parallel.dp_shard", replicas * shards == ranks,
+        ("parallel.dp_shard", dp_replicate * dp_shard * cp * tp == ranks,
          f"times dp_replicate = {p.dp_replicate} must equal the number of ranks, {ranks}; set one of them to auto"),
         ("train.global_batch_size", t.global_batch_size % per_pass == 0,
-         f"must be a multiple of micro_batch_size x ranks = {t.micro_batch_size} x {ranks} = {per_pass}"),
+         f"must be a multiple of micro_batch_size x data ranks = {t.micro_batch_size} x {dp_size} = {per_pass}"),
         ("parallel.reshard_after_forward", type(n) is bool or shards % n == 0,
          f"must divide the number of shards, {shards}"),
     ])
     if problems:
         raise ConfigError(*problems)
-    return replicas, shards, 1, 1
+    return dp_replicate, dp_shard, cp, tp
 
 
 def _rules(cfg: Config) -> list[tuple[str, str, Any, str]]:

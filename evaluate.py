@@ -23,7 +23,7 @@ from model.generate import continue_text
 from model.llama import Llama, meta_model
 from parallel.fsdp import reshard
 from parallel.materialize import materialize
-from parallel.mesh import World, all_gather_objects, on_rank_zero
+from parallel.mesh import World, all_gather_objects, on_rank_zero, storage_device
 from parallel.parallelize import parallelize
 
 
@@ -68,7 +68,7 @@ def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
     dataset = open_dataset(cfg, train=False)
     model = meta_model(cfg.model)
     parallelize(model, cfg, world)
-    materialize(model, cfg, world)
+    materialize(model, cfg.run.seed, storage_device(cfg, world))
     restore(catalog.path_of(cfg, step), model, None)
     found = evaluate(model, cfg, world, dataset, run)
     if world.rank == 0:

@@ -39,7 +39,7 @@ from model.hf_weights import open_weights
 from model.llama import Llama, flops_per_token, meta_model, parameter_count
 from optim import FiniteGuard, build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from parallel.fsdp import set_gradient_sync, unshard_first_units
-from parallel.materialize import materialize
+from parallel.materialize import materialize, materialize_from
 from parallel.mesh import World, distributed, on_rank_zero, storage_device
 from parallel.parallelize import parallelize
 from parallel.plan import dry_run
@@ -63,7 +63,11 @@ def train(cfg: Config, world: World, run: Run) -> None:
     # 2. How it is spread: activation checkpointing, compilation, FSDP2.
     parallelize(model, cfg, world)
     # 3. Each rank fills its own shards: with fresh values, or with its part of a Hugging Face folder.
-    materialize(model, cfg, world, pretrained)
+    device = storage_device(cfg, world)
+    if pretrained:
+        materialize_from(model, pretrained.read_into, device)
+    else:
+        materialize(model, cfg.run.seed, device)
     # 4. After sharding, so that it holds the shards. Made before, it would keep the full weights alive and update
     #    those, and the model would never learn.
     optimizer = build_optimizer(model, cfg.optim)
@@ -72,7 +76,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
     units = verify_sharding(model, cfg.parallel, world)
     check_optimizer(model, optimizer)
 
-    guard = FiniteGuard(optimizer, storage_device(cfg, world), cfg.train.skip_nonfinite, state)
+    guard = FiniteGuard(optimizer, device, cfg.train.skip_nonfinite, state.skipped_steps, state.skipped_in_a_row)
     recorder = Recorder(cfg, world, run.folder, start, flops_per_token(model, cfg.train.seq_len))
     recorder.log_start(parameter_count(model), unit_table(units), dataset.notes)
     checkpointer.on_publish(recorder.sync)  # the rows up to a checkpoint are on disk before it is

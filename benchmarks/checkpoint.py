@@ -30,7 +30,7 @@ from checkpoint.load import restore, tensors_of  # noqa: E402
 from checkpoint.manifest import hash_files  # noqa: E402
 from checkpoint.save import Saver  # noqa: E402
 from checkpoint.writer import sync  # noqa: E402
-from model.llama import init_distribution, meta_model, parameter_count  # noqa: E402
+from model.llama import meta_model, parameter_count  # noqa: E402
 from optim import build_optimizer  # noqa: E402
 from parallel.materialize import materialize  # noqa: E402
 from parallel.mesh import distributed  # noqa: E402
@@ -66,7 +66,7 @@ def main() -> int:
         with distributed(cfg) as world:
             model = meta_model(cfg.model)
             parallelize(model, cfg, world)
-            materialize(model, lambda name: init_distribution(cfg.model, name), 0, world, world.device)
+            materialize(model, 0, world.device)
             optimizer = build_optimizer(model, cfg.optim)
             tensors = [t.to_local() if hasattr(t, "to_local") else t for t in tensors_of(model, optimizer).values()]
             size = sum(t.nbytes for t in tensors)

@@ -15,8 +15,8 @@ import torch
 import config
 from config import ConfigError
 from model.generate import generate
-from model.llama import Llama, init_distribution
-from parallel.materialize import draw_rows
+from model.llama import Llama
+from parallel.materialize import materialize
 
 PROMPT = 8  # tokens
 
@@ -48,8 +48,7 @@ def main(argv: list[str]) -> int:
     torch.manual_seed(0)
     with device, torch.no_grad():
         model = Llama(cfg.model)
-        for name, parameter in model.named_parameters():
-            draw_rows(parameter, 0, parameter.shape, init_distribution(cfg.model, name), cfg.run.seed, name)
+        materialize(model, cfg.run.seed, device)
     prompts = torch.randint(cfg.model.vocab_size, (args.rows, PROMPT)).tolist()
 
     def cached() -> list[list[int]]:

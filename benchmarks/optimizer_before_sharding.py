@@ -30,8 +30,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 import config
-from model.llama import Block, Llama, init_distribution, parameter_count
-from parallel.materialize import draw_rows
+from model.llama import Block, Llama, parameter_count
+from parallel.materialize import materialize
 from parallel.mesh import World, distributed
 from parallel.parallelize import parallelize
 from parallel.rebind import rebind_optimizer
@@ -51,9 +51,7 @@ SETTINGS = {
 def full_model(cfg: config.Config) -> Llama:
     """The whole model with its values, as code that knows nothing of sharding makes it; the same on every rank."""
     model = Llama(cfg.model)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            draw_rows(p, 0, p.shape, init_distribution(cfg.model, name), cfg.run.seed, name)
+    materialize(model, cfg.run.seed, torch.device("cpu"))
     return model
 
 
@@ -108,11 +106,11 @@ def measure(arm: str, cfg: config.Config, world: World) -> dict:
     model, optimizer = prepare(arm, cfg, world)
     initial = [local(p).detach().clone() for p in model.parameters()]
     ids = torch.randint(cfg.model.vocab_size, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
-    ours = ids[world.rank :: world.size]
+    ours = ids[world.dp_rank :: world.dp_size]
     losses, found = [], {}
     for step in range(1, STEPS + 1):
         loss, _ = model(ours[:, :-1], ours[:, 1:])
-        (loss * (world.size / (BATCH * LENGTH))).backward()
+        (loss * (world.dp_size / (BATCH * LENGTH))).backward()
         optimizer.step()
         if step == 2:
             found = retained(model, optimizer)

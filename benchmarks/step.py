@@ -38,12 +38,12 @@ def measure(cfg: config.Config, world: World, steps: int, warm_up: int, real: bo
     model = build(cfg, world)
     optimizer = build_optimizer(model, cfg.optim)
     guard = FiniteGuard(optimizer, storage_device(cfg, world), 0)
-    accumulation = config.accumulation_steps(cfg, world.size)
+    accumulation = config.accumulation_steps(cfg, world.dp_size)
     if real:
         stream = open_stream(data_folders(cfg)[0], "train", cfg.model.vocab_size)
-        loader = Loader(stream, t, cfg.run.seed, world.rank, world.size, 1, world.device.type == "cuda")
+        loader = Loader(stream, t, cfg.run.seed, world.dp_rank, world.dp_size, 1, world.device.type == "cuda")
     else:
-        generator = torch.Generator().manual_seed(world.rank)
+        generator = torch.Generator().manual_seed(world.dp_rank)
         ids = torch.randint(cfg.model.vocab_size, (t.micro_batch_size, t.seq_len + 1), generator=generator)
         batch = [tuple(part.to(world.device) for part in split(ids))] * accumulation
 
@@ -61,7 +61,7 @@ def measure(cfg: config.Config, world: World, steps: int, warm_up: int, real: bo
             set_gradient_sync(model, cfg.parallel, world, last_micro_batch=i == accumulation)
             inputs, targets = (x.to(world.device, non_blocking=True) for x in (inputs, targets))
             loss, count = model(inputs, targets)
-            (loss * (world.size / config.tokens_per_step(cfg))).backward()
+            (loss * (world.dp_size / config.tokens_per_step(cfg))).backward()
         guard.before_update(step, clip_gradients(model, t.max_grad_norm))
         optimizer.step()
         optimizer.zero_grad()

@@ -61,6 +61,9 @@ class Weights:
         only, and holds a block of them beside `out`. Raises ConfigError."""
         read_elements(self.stored[name], first * math.prod(out.shape[1:]), out.view(-1))
 
+    def read_into(self, name, offsets, out):
+        self.read_rows(name, offsets[0], out)
+
     def read(self, name: str) -> Tensor:
         """A whole parameter in float32, as checkpoints hold it."""
         out = torch.empty(self.stored[name].shape)

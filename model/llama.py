@@ -1,8 +1,12 @@
 """The Llama 2 / 3 / 3.1 / 3.2 architecture as plain modules: what is computed, and nothing about how it is spread.
 
 Shapes: B batch, T tokens, D width (dim), H query heads, K key/value heads, E width of a head, F feed-forward width,
-V vocabulary. A new kind of block is a new class here, taken in Llama.__init__, with its initial distributions in
-init_distribution and its matrices counted by flops_per_token (which counts any matrix with two dimensions).
+V vocabulary. A new kind of block is a new class here, taken in Llama.__init__; its matrices are counted by
+flops_per_token (any matrix with two dimensions).
+
+Every module that owns parameters has `init_distributions`: by the parameter's name in it (standard deviation, cutoff in
+standard deviations) of its initial normal distribution, None: ones. The values are torchtitan's
+(https://github.com/pytorch/torchtitan), which cuts all but the output matrix at 2, a hundred deviations: not at all.
 """
 
 import fnmatch
@@ -29,6 +33,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(dim))
+        self.init_distributions = {"weight": None}
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
@@ -61,26 +66,40 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + turned * sin).to(x.dtype)
 
 
+class Embedding(nn.Embedding):
+    def __init__(self, m: config.Model):
+        super().__init__(m.vocab_size, m.dim)
+        self.init_distributions = {"weight": (1.0, math.inf)}
+
+
 class Linear(nn.Linear):
     """x @ weight.T in the weight's dtype, whatever the dtype that a norm kept in float32 hands on. No bias."""
 
-    def __init__(self, inputs: int, outputs: int):
+    def __init__(self, inputs: int, outputs: int, std: float = 0.02):
         super().__init__(inputs, outputs, bias=False)
+        self.init_distributions = {"weight": (std, math.inf)}
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x.to(self.weight.dtype), self.weight)
+        weight = self.weight
+        return F.linear(x.to(weight.dtype), weight)
+
+
+def scaled_std(layer: int) -> float:
+    """Of the last matrix of each residual branch and of up_proj, so that the residual stream does not grow with depth.
+    """
+    return 0.02 / math.sqrt(2 * (layer + 1))
 
 
 class Attention(nn.Module):
     """Causal grouped-query attention (https://arxiv.org/abs/2305.13245)."""
 
-    def __init__(self, m: config.Model):
+    def __init__(self, m: config.Model, layer: int):
         super().__init__()
         self.head_dim = m.width_per_head
         self.q_proj = Linear(m.dim, m.n_heads * self.head_dim)
         self.k_proj = Linear(m.dim, m.n_kv_heads * self.head_dim)
         self.v_proj = Linear(m.dim, m.n_kv_heads * self.head_dim)
-        self.o_proj = Linear(m.n_heads * self.head_dim, m.dim)
+        self.o_proj = Linear(m.n_heads * self.head_dim, m.dim, scaled_std(layer))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None,
                 cache: KVCache | None = None) -> Tensor:
@@ -98,23 +117,23 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU (https://arxiv.org/abs/2002.05202)."""
 
-    def __init__(self, m: config.Model):
+    def __init__(self, m: config.Model, layer: int):
         super().__init__()
         self.gate_proj = Linear(m.dim, m.ffn_dim)
-        self.up_proj = Linear(m.dim, m.ffn_dim)
-        self.down_proj = Linear(m.ffn_dim, m.dim)
+        self.up_proj = Linear(m.dim, m.ffn_dim, scaled_std(layer))
+        self.down_proj = Linear(m.ffn_dim, m.dim, scaled_std(layer))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # (B, T, D) -> (B, T, F) -> (B, T, D)
 
 
 class Block(nn.Module):
-    def __init__(self, m: config.Model):
+    def __init__(self, m: config.Model, layer: int):
         super().__init__()
         self.attention_norm = RMSNorm(m.dim, m.norm_eps)
-        self.attention = Attention(m)
+        self.attention = Attention(m, layer)
         self.feed_forward_norm = RMSNorm(m.dim, m.norm_eps)
-        self.feed_forward = FeedForward(m)
+        self.feed_forward = FeedForward(m, layer)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None,
                 cache: KVCache | None = None) -> Tensor:
@@ -133,6 +152,7 @@ class Head(nn.Module):
         super().__init__()
         self.norm = RMSNorm(m.dim, m.norm_eps)
         self.weight = nn.Parameter(torch.empty(m.vocab_size, m.dim))
+        self.init_distributions = {"weight": (m.dim**-0.5, 3.0)}
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         x = self.norm(x).to(self.weight.dtype)  # (B, T, D)
@@ -152,11 +172,12 @@ class Llama(nn.Module):
     def __init__(self, m: config.Model):
         super().__init__()
         self.config = m
-        self.embedding = nn.Embedding(m.vocab_size, m.dim)
-        self.blocks = nn.ModuleList(Block(m) for _ in range(m.n_layers))
+        self.embedding = Embedding(m)
+        self.blocks = nn.ModuleList(Block(m, layer) for layer in range(m.n_layers))
         self.head = Head(m)
-        if m.tie_embeddings:
+        if m.tie_embeddings:  # one matrix, which starts as an output matrix
             self.embedding.weight = self.head.weight
+            self.embedding.init_distributions = self.head.init_distributions
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None,
                 cache: Cache | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -176,6 +197,15 @@ class Llama(nn.Module):
             x = x.take_along_dim(newest[:, :, None], dim=1)  # (B, T, D) -> (B, 1, D)
         return self.head(x, targets)
 
+    def init_distribution(self, name: str) -> tuple[float, float] | None:
+        """A parameter's initial distribution, as its module has it. Raises KeyError naming one without."""
+        path, _, own = name.rpartition(".")
+        known = getattr(self.get_submodule(path), "init_distributions", {})
+        if own not in known:
+            raise KeyError(f"{name}: has no initial distribution; give its module one in model/llama.py: "
+                           "init_distributions")
+        return known[own]
+
 
 def meta_model(m: config.Model) -> Llama:
     """The model on the meta device: names, shapes and what is trained, without storage, so that no rank ever holds the
@@ -191,28 +221,6 @@ def meta_model(m: config.Model) -> Llama:
     if not any(parameter.requires_grad for parameter in names.values()):
         raise ConfigError("[model] freeze: nothing is left to train")
     return model
-
-
-def init_distribution(m: config.Model, name: str) -> tuple[float, float] | None:
-    """(standard deviation, cut-off in standard deviations) of a parameter's initial normal distribution; None: ones.
-
-    Embedding 1; matrices 0.02, the last of each residual branch and `up_proj` 0.02 / sqrt(2 (layer + 1)), so that
-    depth does not grow the stream; output matrix 1 / sqrt(dim), cut at three deviations. torchtitan's values
-    (https://github.com/pytorch/torchtitan); there the other matrices are cut at 2, a hundred deviations: not at all.
-    A tied matrix starts as an output matrix.
-    """
-    module = name.split(".")[-2]
-    if module in ("norm", "attention_norm", "feed_forward_norm"):
-        return None
-    if module == "head" or (module == "embedding" and m.tie_embeddings):
-        return m.dim**-0.5, 3.0
-    if module == "embedding":
-        return 1.0, math.inf
-    if module in ("q_proj", "k_proj", "v_proj", "gate_proj"):
-        return 0.02, math.inf
-    if module in ("o_proj", "up_proj", "down_proj"):
-        return 0.02 / math.sqrt(2 * (int(name.split(".")[1]) + 1)), math.inf
-    raise KeyError(f"{name}: has no initial distribution; give it one in model/llama.py: init_distribution")
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -1,6 +1,6 @@
-"""From meta to device: every rank draws or reads the rows that it owns; the model is the same for any number of ranks.
+"""From meta to device: every rank draws or reads its own shards; the model is the same on any mesh.
 
-FSDP2 on its own would not give that: random initialisation of sharded tensors gives every CPU rank the same shard,
+FSDP2 on its own would not give that: random initialization of sharded tensors gives every CPU rank the same shard,
 and another model for each number of ranks.
 """
 
@@ -11,51 +11,55 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from config import ConfigError
-from parallel.mesh import World, all_gather_objects
+from model.llama import Llama
+from parallel.mesh import all_gather_objects
 
 BLOCK = 65536  # elements drawn by one generator, in whole rows
-CHECKED = 2**24  # elements looked at at a time
-Distribution = Callable[[str], tuple[float, float] | None]  # name -> (standard deviation, cut-off), None: ones
+CHECKED = 2**24  # elements checked for NaN at a time
+Offsets = tuple[int, ...]  # where a rectangle begins in its parameter, one number for each dimension
 
 
-def materialize(model: nn.Module, distribution: Distribution, seed: int, world: World, device: torch.device) -> None:
-    """Gives every tensor of a sharded meta model its storage on `device` and its initial value.
+def materialize(model: Llama, seed: int, device: torch.device) -> None:
+    """Gives every tensor of a meta model, sharded or not, its storage on `device` and its initial value.
 
-    Each block of about 65,536 elements (whole rows) of each parameter has a generator of its own, seeded by (seed,
-    name, block). A rank draws the blocks that its rows touch whole and keeps its part: its work is its share of the
-    parameters, its memory its shards and one block. Values are equal across numbers of ranks on one type of device.
+    Each block of about 65,536 elements (whole rows) of each parameter has its own generator, seeded by (seed, name,
+    block). A rank draws the blocks that its shard touches and keeps its part: it holds its shards and one block. Values
+    are equal on any mesh and number of ranks, on one type of device.
 
-    Raises RuntimeError naming the tensors that were left without a value (a forgotten buffer, say): all storage is
-    filled with NaN first.
+    Raises RuntimeError naming the tensors that were left without a value (a forgotten buffer, say), and KeyError for a
+    parameter without an initial distribution.
     """
-    def draw(name: str, out: Tensor, first: int, shape: torch.Size) -> None:
-        draw_rows(out, first, shape, distribution(name), seed, name)
+    def fill(name: str, offsets: Offsets, out: Tensor, shape: torch.Size) -> None:
+        draw(out, offsets, shape, model.init_distribution(name), seed, name)
 
-    if empty := _fill(model, draw, world, device):
+    if empty := _fill(model, fill, device):
         raise RuntimeError(f"no initial value for {', '.join(empty)}: give it a distribution (model/llama.py: "
-                           "init_distribution), or compute it in forward if it is a constant")
+                           "init_distributions), or compute it in forward if it is a constant")
 
 
-def materialize_from(model: nn.Module, read: Callable[[str, int, Tensor], None], world: World, device: torch.device
-                     ) -> None:
-    """The same from weights that there are: read(name, first row, out) fills `out` with rows of a parameter, and may
-    raise ConfigError, which is raised on every rank then. Each rank reads the rows that it owns and nothing else."""
+def materialize_from(model: nn.Module, read: Callable[[str, Offsets, Tensor], None], device: torch.device) -> None:
+    """The same from existing weights: read(name, offsets, out) fills `out` with the rectangle of a parameter that
+    begins at `offsets`. Each rank reads its own shards and nothing else.
+
+    Raises ConfigError on every rank where `read` raises it on any, or leaves a NaN.
+    """
     problems: tuple[str, ...] = ()
     try:
-        empty = _fill(model, lambda name, out, first, shape: read(name, first, out), world, device)
+        empty = _fill(model, lambda name, offsets, out, shape: read(name, offsets, out), device)
         problems = tuple(f"{name}: holds values that are not numbers (NaN), or was not read" for name in empty)
     except ConfigError as error:
         problems = error.problems
-    if problems := [problem for rank in all_gather_objects({"problems": problems}) for problem in rank["problems"]]:
+    if problems := [problem for rank in all_gather_objects(problems) for problem in rank]:
         raise ConfigError(*dict.fromkeys(problems))
 
 
-def _fill(model: nn.Module, fill: Callable[[str, Tensor, int, torch.Size], None], world: World, device: torch.device
+def _fill(model: nn.Module, fill: Callable[[str, Offsets, Tensor, torch.Size], None], device: torch.device
           ) -> list[str]:
-    """Storage for every tensor, then fill(name, this rank's rows, the first of them, whole shape) for each parameter.
-    Returns the tensors that are left with a NaN: all storage is filled with it first."""
+    """Makes all storage, filled with NaN, then calls fill(name, offsets, this rank's shard, full shape) for each
+    parameter. Returns the tensors that still hold a NaN."""
     model.to_empty(device=device)
     tensors = dict(local_tensors(model))
     with torch.no_grad():
@@ -63,18 +67,19 @@ def _fill(model: nn.Module, fill: Callable[[str, Tensor, int, torch.Size], None]
             if local.is_floating_point():
                 local.fill_(math.nan)
         for name, parameter in named_parameters(model):
-            sharded = isinstance(parameter, DTensor)
-            first = first_row(parameter.shape[0], world.shards, world.shard_rank) if sharded else 0
-            fill(name, tensors[name], first, parameter.shape)
-        # piece by piece: the answers for a whole tensor would take a quarter of its memory
+            _, offsets = local_rectangle(parameter)
+            fill(name, offsets, tensors[name], parameter.shape)
+        # in parts: isnan() of a whole tensor would take a quarter of its memory
         return [name for name, local in tensors.items() if local.is_floating_point()
                 and any(part.isnan().any() for part in local.view(-1).split(CHECKED))]
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """named_parameters() under the names of the plain model: recomputation puts a wrapper's name into them."""
+    """named_parameters() under the names of the plain model: activation checkpointing and the cast of unsharded
+    parameters put modules of their own in between."""
     for name, parameter in model.named_parameters():
-        yield name.replace("_checkpoint_wrapped_module.", ""), parameter
+        name = name.replace("_checkpoint_wrapped_module.", "")
+        yield name.replace("parametrizations.", "").removesuffix(".original"), parameter
 
 
 def local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -84,32 +89,36 @@ def local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
-def first_row(rows: int, shards: int, shard_rank: int) -> int:
-    """First row of a shard: FSDP2 deals rows in equal runs of ceil(rows / shards), the last ranks may get fewer."""
-    return min(rows, shard_rank * math.ceil(rows / shards))
+def local_rectangle(tensor: Tensor) -> tuple[tuple[int, ...], Offsets]:
+    """(shape, offsets) of this rank's part of a tensor, by the placements: a run of rows under FSDP2, under tensor
+    parallelism of columns too. The last ranks' parts may be smaller, or empty."""
+    if isinstance(tensor, DTensor):
+        return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(tensor.shape), (0,) * tensor.ndim
 
 
-def draw_rows(out: Tensor, first: int, shape: torch.Size, spread: tuple[float, float] | None, seed: int,
-              name: str) -> None:
-    """Fills `out`, rows `first` ... of a parameter of this shape."""
-    if spread is None:
+def draw(out: Tensor, offsets: Offsets, shape: torch.Size, distribution: tuple[float, float] | None, seed: int,
+         name: str) -> None:
+    """Fills `out`, the rectangle that begins at `offsets` of a parameter of this shape. distribution: as
+    Llama.init_distribution returns it."""
+    if distribution is None:
         out.fill_(1.0)
         return
-    std, cut = spread
-    width = math.prod(shape[1:])
-    per_block = max(1, BLOCK // width)
+    std, cutoff = distribution
+    rows_per_block = max(1, BLOCK // math.prod(shape[1:]))
+    columns = tuple(slice(begin, begin + size) for begin, size in zip(offsets[1:], out.shape[1:]))
     generator = torch.Generator(out.device)
-    row = first
-    while row < first + len(out):
-        block, offset = divmod(row, per_block)
-        count = min(per_block - offset, first + len(out) - row)
+    row, end = offsets[0], offsets[0] + len(out)
+    while row < end and out.numel():
+        block, within = divmod(row, rows_per_block)
+        count = min(rows_per_block - within, end - row)
         generator.manual_seed(block_seed(seed, name, block))
-        values = torch.empty((min(per_block, shape[0] - block * per_block), *shape[1:]), device=out.device)
-        if math.isinf(cut):
+        values = torch.empty((min(rows_per_block, shape[0] - block * rows_per_block), *shape[1:]), device=out.device)
+        if math.isinf(cutoff):
             values.normal_(0.0, std, generator=generator)
         else:
-            nn.init.trunc_normal_(values, 0.0, std, -cut * std, cut * std, generator=generator)
-        out[row - first : row - first + count] = values[offset : offset + count]
+            nn.init.trunc_normal_(values, 0.0, std, -cutoff * std, cutoff * std, generator=generator)
+        out[row - offsets[0] :][:count] = values[(slice(within, within + count), *columns)]
         row += count
 
 

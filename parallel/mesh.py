@@ -15,23 +15,63 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import config
 from config import ConfigError
 
+MESH_DIMS = ("dp_replicate", "dp_shard", "cp", "tp")  # outermost first: tp ranks are neighbours
+
 
 @dataclass(frozen=True)
 class World:
-    """What a process knows of the others. Data-parallel over all ranks: replicas times shards."""
+    """This process, its device and the mesh of all ranks, with a named degree for each mesh dimension.
+
+    A data rank reads samples of its own; the cp and tp ranks of one data rank share them. Whatever is split by samples
+    or averaged over them goes by dp_rank and dp_size, not by rank and size.
+    """
 
     rank: int
     size: int
     device: torch.device
-    mesh: DeviceMesh  # ("dp_replicate", "dp_shard"): a replica is a full copy, sharded over dp_shard neighbours
+    mesh: DeviceMesh  # of dimensions MESH_DIMS, always all four
 
     @property
-    def shards(self) -> int:
-        return self.mesh["dp_shard"].size()
+    def dp_replicate(self) -> int:
+        return self.mesh.size(0)
 
     @property
-    def shard_rank(self) -> int:
-        return self.mesh["dp_shard"].get_local_rank()
+    def dp_shard(self) -> int:
+        return self.mesh.size(1)
+
+    @property
+    def cp(self) -> int:
+        return self.mesh.size(2)
+
+    @property
+    def tp(self) -> int:
+        return self.mesh.size(3)
+
+    @property
+    def dp_size(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // (self.cp * self.tp)
+
+
+def build_mesh(device_type: str, shape: tuple[int, int, int, int]) -> DeviceMesh:
+    """The mesh of dimensions MESH_DIMS over all ranks."""
+    # A dimension of one rank would still cost one process group per rank; nothing is ever sent over cp or tp of 1.
+    alone = {name: "fake" for name in ("cp", "tp") if shape[MESH_DIMS.index(name)] == 1}
+    return init_device_mesh(device_type, shape, mesh_dim_names=MESH_DIMS, backend_override=alone)
+
+
+def fsdp_mesh(world: World) -> DeviceMesh:
+    """The mesh that FSDP2 shards over: dp_shard, together with cp where there is context parallelism, since its ranks
+    hold the same parameters; in front of it dp_replicate, unless that is 1 and would cost an all-reduce over one rank.
+    """
+    shard = "dp_shard"
+    if world.cp > 1:
+        shard = "dp_shard_cp"
+        world.mesh["dp_shard", "cp"]._flatten(shard)
+    return world.mesh["dp_replicate", shard] if world.dp_replicate > 1 else world.mesh[shard]
 
 
 def rank_and_size() -> tuple[int, int, int]:
@@ -54,6 +94,11 @@ def pick_device(cfg: config.Config, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def storage_device(cfg: config.Config, world: World) -> torch.device:
+    """Where parameters, gradients and optimizer state stay between steps."""
+    return torch.device("cpu") if cfg.parallel.cpu_offload else world.device
+
+
 def on_rank_zero(work: Callable[[], Any]) -> Any:
     """Runs `work` on rank 0 and returns its result on every rank; a ConfigError is raised on every rank.
 
@@ -72,7 +117,7 @@ def on_rank_zero(work: Callable[[], Any]) -> Any:
 
 
 def all_gather_objects(value: Any) -> list:
-    """Everybody's `value`, by rank, over the host's network: the GPU is not waited for."""
+    """Every rank's `value`, by rank, over the host's network: the GPU is not waited for."""
     found: list = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
@@ -80,17 +125,18 @@ def all_gather_objects(value: Any) -> list:
 
 @contextlib.contextmanager
 def distributed(cfg: config.Config) -> Iterator[World]:
-    """Starts the process group and ends it in good order. Everything that can be wrong is said before it starts."""
+    """Starts the process group and ends it in good order. Raises ConfigError, before it starts, for a mesh or a device
+    that this configuration cannot have."""
     rank, local_rank, size = rank_and_size()
     shape = config.mesh_shape(cfg, size)
     device = pick_device(cfg, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # gloo beside NCCL: flags, metadata and offloaded tensors are reduced on the host, without waiting for the GPU
+    # gloo next to NCCL: flags, metadata and offloaded tensors are reduced on the host, without waiting for the GPU
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=config.longest_timeout(cfg)), **alone)
-    yield World(rank, size, device, init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard")))
+    yield World(rank, size, device, build_mesh(device.type, shape))
     # Not reached after an exception: then the other ranks do not come to the barrier, and the process just ends.
     # The collection lets go of FSDP2's buffers first; gloo aborted in one of five runs that destroyed the group with
     # them alive.

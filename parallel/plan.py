@@ -10,36 +10,42 @@ import math
 import sys
 from argparse import Namespace
 
+from torch import nn
+
 import config
 from config import ConfigError
 from model.llama import Llama, flops_per_token, meta_model, parameter_count
-from parallel.fsdp import DTYPES, kept_in_fp32, units, unsharded_parameters
+from parallel.fsdp import unit_dtypes, unit_parameters, units, unsharded_parameters
 
 GIB = 2**30
 
 
-def plan(cfg: config.Config, model: Llama, ranks: int, epoch: float | None) -> dict:
-    """The plan for one number of ranks. Bytes are those of the largest rank: ceil(rows / shards) rows of each tensor,
-    all of those that are not sharded.
+def shard_numel(q: nn.Parameter, shards: int) -> int:
+    """Elements of the largest shard of a parameter: ceil(rows / shards) rows."""
+    return math.ceil(q.shape[0] / shards) * math.prod(q.shape[1:])
 
-    Parameters, gradients and both of AdamW's moments are float32, as they are kept between steps: 16 bytes for each
-    trained parameter of the shard, 4 for a frozen one, and 4 for each trained tensor's step count.
+
+def plan(cfg: config.Config, model: Llama, ranks: int, epoch: float | None) -> dict:
+    """The plan for one number of ranks. Bytes are those of the largest rank.
+
+    Gradients and both of AdamW's moments are sharded as their parameter and have its dtype; each trained tensor has a
+    float32 step count. In float32 that is 16 bytes for each trained parameter of the shard, 4 for a frozen one.
     """
-    replicas, shards = config.mesh_shape(cfg, ranks)
-    whole = unsharded_parameters(model, cfg.parallel)
-    local = {p: p.numel() if p in whole else math.ceil(p.shape[0] / shards) * math.prod(p.shape[1:])
-             for p in model.parameters()}
-    trained = [size for p, size in local.items() if p.requires_grad]
+    dp_replicate, dp_shard, cp, tp = config.mesh_shape(cfg, ranks)
+    unsharded = unsharded_parameters(model, cfg.parallel)
+    held = {q: q.itemsize * (q.numel() if q in unsharded else shard_numel(q, dp_shard * cp))
+            for q in model.parameters()}
+    trained = [size for q, size in held.items() if q.requires_grad]
     return {
         "parameters": parameter_count(model),
         "world_size": ranks,
-        "replicas": replicas,
-        "shards": shards,
+        "replicas": dp_replicate,
+        "shards": dp_shard * cp,
         "units": len(units(model)),
-        "parameter_bytes_per_rank": 4 * sum(local.values()),
-        "gradient_bytes_per_rank": 4 * sum(trained),
-        "optimizer_bytes_per_rank": 8 * sum(trained) + 4 * len(trained),
-        "accumulation_steps": config.accumulation_steps(cfg, ranks),
+        "parameter_bytes_per_rank": sum(held.values()),
+        "gradient_bytes_per_rank": sum(trained),
+        "optimizer_bytes_per_rank": 2 * sum(trained) + 4 * len(trained),
+        "accumulation_steps": config.accumulation_steps(cfg, dp_replicate * dp_shard),
         "tokens_per_step": config.tokens_per_step(cfg),
         "steps_per_epoch": epoch / cfg.train.global_batch_size if epoch else None,
         "flops_per_token": flops_per_token(model, cfg.train.seq_len),
@@ -52,18 +58,20 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
 
     With U units, A micro-batches, S shards, R replicas, and A' = A, or 1 where reduction is deferred:
 
-        all-gather       A (U + B)     B = U - 1 freed after forward are gathered again in backward (all but the
-                                       head's), with an integer n within n ranks; B = 0 where they are kept
+        all-gather       A (U + B)     B = U - 1 resharded after forward are all-gathered again in backward (all but
+                                       the head's), with an integer n within n ranks; B = 0 where they are kept
         reduce-scatter   A' U          A U where R > 1: then only the all-reduce is deferred; 0 where S = 1
-        all-reduce       A' U          where R > 1; and, where S > 1, one of every tensor's gradient norm
+        all-reduce       A' U          where R > 1; and, where S > 1, one of the gradients' sum of squares (float64)
 
-    Each tensor travels padded to S ceil(rows / S) rows; units that are frozen as a whole reduce nothing. Parameters
-    kept whole take one all-reduce of all their gradients a step. Recomputation adds none: it happens inside a unit
-    that is gathered for its backward.
+    Each tensor travels padded to S ceil(rows / S) rows; units that are frozen as a whole reduce nothing, those that are
+    unsharded as a whole send nothing. Activation checkpointing adds none: it recomputes inside a unit that is
+    all-gathered for its backward.
     """
-    p, accumulation = cfg.parallel, config.accumulation_steps(cfg, ranks)
-    replicas, shards = config.mesh_shape(cfg, ranks)
+    p = cfg.parallel
+    dp_replicate, dp_shard, cp, tp = config.mesh_shape(cfg, ranks)
+    shards, accumulation = dp_shard * cp, config.accumulation_steps(cfg, dp_replicate * dp_shard)
     reductions = accumulation if p.sync_every_micro_batch else 1
+    unsharded = unsharded_parameters(model, p)
     found = {"all_gather": [0, 0], "reduce_scatter": [0, 0], "all_reduce": [0, 0]}
 
     def add(kind: str, times: int, size: int) -> None:
@@ -71,26 +79,18 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
             found[kind][0] += times
             found[kind][1] += times * size
 
-    whole = unsharded_parameters(model, p)
-    sharded = [q for q in model.parameters() if q.requires_grad and q not in whole]
-    add("all_reduce", int(shards > 1), 4 * len(sharded))
-    add("all_reduce", int(ranks > 1), 4 * sum(q.numel() for q in whole if q.requires_grad))
+    add("all_reduce", int(shards > 1), 8)
     for name, modules in units(model):
-        parameters = [q for q in dict.fromkeys(q for module in modules for q in module.parameters()) if q not in whole]
-        wide = kept_in_fp32(name, p)
-        gathered = DTYPES["float32" if wide else p.param_dtype].itemsize
-        reduced = DTYPES["float32" if wide else p.reduce_dtype].itemsize
-
-        def padded(chosen: list) -> int:
-            return sum(shards * math.ceil(q.shape[0] / shards) * math.prod(q.shape[1:]) for q in chosen)
-
-        trainable = [q for q in parameters if q.requires_grad]
+        parameters = [q for q in unit_parameters(modules) if q not in unsharded]
+        gathered, reduced = (dtype.itemsize for dtype in unit_dtypes(p, name))
+        size = sum(shard_numel(q, shards) for q in parameters)
+        trained = sum(shard_numel(q, shards) for q in parameters if q.requires_grad)
         if shards > 1:
             again = p.reshard_after_forward is not False and model.head not in modules
-            add("all_gather", accumulation * (1 + again), gathered * padded(parameters))
-            add("reduce_scatter", accumulation if replicas > 1 else reductions, reduced * padded(trainable))
-        if replicas > 1:
-            add("all_reduce", reductions, reduced * padded(trainable) // shards)
+            add("all_gather", accumulation * (1 + again), gathered * size * shards)
+            add("reduce_scatter", accumulation if dp_replicate > 1 else reductions, reduced * trained * shards)
+        if dp_replicate > 1:
+            add("all_reduce", reductions, reduced * trained)
     return {kind: (number, size) for kind, (number, size) in found.items()}
 
 
@@ -100,7 +100,7 @@ def state_gib(row: dict) -> float:
 
 
 def out_of_memory(cfg: config.Config, ranks: int, asked: str) -> str:
-    """What to tell who has run out of device memory: what was asked, what the plan expected, what to change."""
+    """The message for a run that is out of memory: what was asked for, what the plan expected, what to change."""
     row, p = plan(cfg, meta_model(cfg.model), ranks, None), cfg.parallel
     changes = {
         f"train.micro_batch_size below {cfg.train.micro_batch_size}": cfg.train.micro_batch_size > 1,
@@ -133,7 +133,7 @@ def dry_run(cfg: config.Config, args: Namespace, epoch: float | None) -> bool:
           "\n".join([config.to_toml(cfg), *(table(row, cfg.train) for row in rows)]))
     if args.gpu_memory_gib is None:
         return True
-    for row in rows:  # beside the plan, so that --json stays JSON
+    for row in rows:  # on stderr, so that --json stays JSON
         left = args.gpu_memory_gib - state_gib(row)
         verdict = (f"fits, with {left:.4g} GiB left for activations and gathered units" if left > 0 else
                    "does not fit, whatever the batch size: use more shards")

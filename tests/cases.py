@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,11 +14,11 @@ import config
 from checkpoint.catalog import path_of
 from checkpoint.load import restore, tensors_of
 from checkpoint.save import Saver
-from model.llama import Llama, init_distribution, meta_model
+from model.llama import Llama, meta_model
 from parallel import materialize as materialize_module
-from parallel.fsdp import reduce_unsharded, reshard, unshard_first_units
+from parallel.fsdp import reshard, unshard_first_units
 from parallel.materialize import materialize, named_parameters
-from parallel.mesh import World, distributed
+from parallel.mesh import World, build_mesh, distributed
 from parallel.parallelize import parallelize
 from tests.conftest import make_config, rows
 
@@ -31,9 +30,7 @@ def process_group():
 
 def world_for(cfg: config.Config, world: World) -> World:
     """The same ranks under another configuration's mesh."""
-    shape = config.mesh_shape(cfg, world.size)
-    return World(world.rank, world.size, world.device,
-                 init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")))
+    return World(world.rank, world.size, world.device, build_mesh("cpu", config.mesh_shape(cfg, world.size)))
 
 
 def train_all(cases: dict[str, dict], output: str) -> dict[str, list[dict]]:
@@ -53,7 +50,7 @@ def train_all(cases: dict[str, dict], output: str) -> dict[str, list[dict]]:
 def build(cfg: config.Config, world: World) -> Llama:
     model = meta_model(cfg.model)
     parallelize(model, cfg, world)
-    materialize(model, lambda name: init_distribution(cfg.model, name), cfg.run.seed, world, world.device)
+    materialize(model, cfg.run.seed, world.device)
     return model
 
 
@@ -77,6 +74,36 @@ def weight_hashes(cases: dict[str, dict], poison: bool) -> dict[str, dict[str, s
                 dist.all_gather_object(everybody, other)
                 assert everybody.count(other) == world.size
             del model
+    return found
+
+
+def tensor_parallel_weights(sections: dict) -> tuple[dict[str, str], list[tuple[int, ...]]]:
+    """(a hash of every full parameter, the shapes of this rank's shards) of a model whose blocks torch's own functions
+    shard over a mesh (dp_shard 2, tp 2)."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    from parallel.materialize import local_rectangle, local_tensors
+    from parallel.verify import check_shard
+
+    with process_group() as world:
+        cfg = make_config(**sections)
+        mesh = build_mesh("cpu", (1, 2, 1, 2))
+        model = meta_model(cfg.model)
+        parallelize_module(model, mesh["tp"], {
+            "embedding": RowwiseParallel(),  # by rows of the vocabulary; of Linear it splits columns
+            **{f"blocks.*.{name}": ColwiseParallel() for name in ("attention.[qkv]_proj", "feed_forward.gate_proj",
+                                                                 "feed_forward.up_proj")},
+            **{f"blocks.*.{name}": RowwiseParallel() for name in ("attention.o_proj", "feed_forward.down_proj")}})
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["dp_shard"])
+        fully_shard(model, mesh=mesh["dp_shard"])
+        materialize(model, cfg.run.seed, world.device)
+        for name, parameter in named_parameters(model):
+            check_shard(parameter, name)
+            assert parameter.to_local().shape == local_rectangle(parameter)[0]
+        found = digests(dict(named_parameters(model))), [tuple(t.shape) for _, t in local_tensors(model)]
+        del model
     return found
 
 
@@ -151,7 +178,7 @@ def largest_in_materialize(block: int) -> tuple[int, int]:
             model = Llama(cfg.model)
         parallelize(model, cfg, world)
         with Largest() as seen:
-            materialize(model, lambda name: init_distribution(cfg.model, name), 0, world, world.device)
+            materialize(model, 0, world.device)
         shard = max(p.to_local().numel() for p in model.parameters())
         del model
     return seen.numel, shard
@@ -166,7 +193,7 @@ def forgotten_buffer() -> str:
             model.blocks[1].register_buffer("table", torch.empty(3), persistent=False)
         parallelize(model, cfg, world)
         try:
-            materialize(model, lambda name: init_distribution(cfg.model, name), 0, world, world.device)
+            materialize(model, 0, world.device)
             message = "none"
         except RuntimeError as error:
             message = str(error)
@@ -308,7 +335,7 @@ def count_collectives(cases: list[dict]) -> list[dict[str, tuple[int, int]]]:
             cfg = make_config(**sections)
             ours = world_for(cfg, world)
             model = build(cfg, ours)
-            accumulation = config.accumulation_steps(cfg, world.size)
+            accumulation = config.accumulation_steps(cfg, ours.dp_size)
             ids = torch.randint(0, cfg.model.vocab_size, (cfg.train.micro_batch_size, 17))
 
             def step(model: Llama, cfg: config.Config, world: World, ids: torch.Tensor, accumulation: int) -> None:
@@ -316,7 +343,6 @@ def count_collectives(cases: list[dict]) -> list[dict[str, tuple[int, int]]]:
                 for i in range(accumulation):
                     set_gradient_sync(model, cfg.parallel, world, i == accumulation - 1)
                     model(ids[:, :-1], ids[:, 1:])[0].backward()
-                reduce_unsharded(model)
                 clip_gradients(model, 1.0)
 
             step(model, cfg, ours, ids, accumulation)
@@ -387,11 +413,11 @@ def train_steps(cases: list[dict]) -> list[tuple[list[float], list[float], dict]
             losses, norms = [], []
             for step, ids in enumerate(batches(cfg.model.vocab_size, cfg.train.steps), 1):
                 total = torch.zeros(())
-                ours = ids[world.rank :: world.size]
+                ours = ids[spread.dp_rank :: spread.dp_size]
                 for i, row in enumerate(ours):
                     set_gradient_sync(model, cfg.parallel, spread, i == len(ours) - 1)
                     loss, _ = model(row[None, :-1], row[None, 1:])
-                    (loss * (world.size / (8 * 16))).backward()
+                    (loss * (spread.dp_size / (8 * 16))).backward()
                     total += loss.detach()
                 dist.all_reduce(total)
                 losses.append(total.item() / (8 * 16))

@@ -5,7 +5,7 @@ import weakref
 import torch
 
 from benchmarks.optimizer_before_sharding import full_model
-from model.llama import Llama, init_distribution
+from model.llama import Llama
 from optim import build_optimizer
 from parallel.materialize import materialize, named_parameters
 from parallel.parallelize import parallelize
@@ -19,10 +19,6 @@ def new_model(cfg, meta: bool) -> Llama:
         return full_model(cfg)
     with torch.device("meta"):
         return Llama(cfg.model)
-
-
-def fill(model, cfg, world) -> None:
-    materialize(model, lambda name: init_distribution(cfg.model, name), cfg.run.seed, world, world.device)
 
 
 def groups(model) -> list[dict]:
@@ -67,7 +63,7 @@ def made_before(cfg, world, meta: bool) -> dict:
         alive = sum(p() is not None for p in full)
     after = described(model, optimizer)
     if meta:
-        fill(model, cfg, world)
+        materialize(model, cfg.run.seed, world.device)
     check_optimizer(model, optimizer)  # materialize left the objects as they were
     found = train(model, optimizer, cfg)
     check_optimizer(model, optimizer)  # and so did the first forward

@@ -5,9 +5,9 @@ import gc
 import pytest
 import torch
 
-from model.llama import Llama, init_distribution
+from model.llama import Llama
 from parallel.activation_checkpoint import apply_activation_checkpointing
-from parallel.materialize import draw_rows, named_parameters
+from parallel.materialize import materialize, named_parameters
 from tests.conftest import make_config
 
 SETTINGS = ["none", 2, "selective", "full"]
@@ -15,10 +15,8 @@ BATCH, LENGTH, LAYERS, WIDTH = 2, 64, 4, 48
 
 
 def built(setting: str | int, compiled: bool = False) -> Llama:
-    m = make_config(model={"n_layers": LAYERS}).model
-    model = Llama(m)
-    for name, parameter in model.named_parameters():
-        draw_rows(parameter.data, 0, parameter.shape, init_distribution(m, name), 0, name)
+    model = Llama(make_config(model={"n_layers": LAYERS}).model)
+    materialize(model, 0, torch.device("cpu"))
     apply_activation_checkpointing(model, setting)
     if compiled:
         for block in model.blocks:

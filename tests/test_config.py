@@ -222,7 +222,7 @@ def test_mesh_shape():
     assert config.mesh_shape(make_config(parallel={"dp_replicate": "auto", "dp_shard": 2}), 4) == (2, 2, 1, 1)
     with pytest.raises(ConfigError, match="must equal the number of ranks, 3"):
         config.mesh_shape(make_config(parallel={"dp_replicate": 2}, train={"global_batch_size": 6}), 3)
-    with pytest.raises(ConfigError, match="multiple of micro_batch_size x ranks = 2 x 3"):
+    with pytest.raises(ConfigError, match="multiple of micro_batch_size x data ranks = 2 x 3"):
         config.mesh_shape(make_config(), 3)
     with pytest.raises(ConfigError, match="must divide the number of shards"):
         config.mesh_shape(make_config(parallel={"reshard_after_forward": 3}), 4)

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.llama import Llama, init_distribution
+from model.llama import Llama
 from optim import learning_rate
-from parallel.materialize import draw_rows
+from parallel.materialize import materialize
 from tests import cases
 from tests.conftest import make_config
 from tests.test_collectives import STRATEGIES
@@ -36,8 +36,7 @@ def expected():
     cfg = make_config(**sections("FULL_SHARD", True, "none"))
     m, o = cfg.model, cfg.optim
     model = Llama(m)
-    for name, parameter in model.named_parameters():
-        draw_rows(parameter.data, 0, parameter.shape, init_distribution(m, name), cfg.run.seed, name)
+    materialize(model, cfg.run.seed, torch.device("cpu"))
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": o.weight_decay},

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import config
 from model.hf_weights import hf_name
-from model.llama import Llama, flops_per_token, init_distribution, parameter_count, rope_tables
+from model.llama import Llama, flops_per_token, parameter_count, rope_tables
 from tests.conftest import REPO, make_config
 
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
@@ -119,12 +119,21 @@ def test_tied_matrix_counts_once():
 
 
 def test_initial_distributions():
-    m = make_config().model
-    assert init_distribution(m, "blocks.0.attention_norm.weight") is None
-    assert init_distribution(m, "head.norm.weight") is None
-    assert init_distribution(m, "embedding.weight") == (1.0, math.inf)
-    assert init_distribution(m, "head.weight") == (48**-0.5, 3.0)
-    assert init_distribution(m, "blocks.1.attention.q_proj.weight") == (0.02, math.inf)
-    assert init_distribution(m, "blocks.1.feed_forward.down_proj.weight") == (0.01, math.inf)
-    tied = make_config(model={"tie_embeddings": True}).model
-    assert init_distribution(tied, "embedding.weight") == (48**-0.5, 3.0)
+    model = Llama(make_config().model)
+    expected = {"embedding": (1.0, math.inf), "head": (48**-0.5, 3.0)}
+    expected |= dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj"), (0.02, math.inf))
+    expected |= dict.fromkeys(("norm", "attention_norm", "feed_forward_norm"), None)
+    for name, _ in model.named_parameters():
+        module = name.split(".")[-2]
+        depth = 2**0.5 if name.startswith("blocks.0") else 2.0  # sqrt(2 (layer + 1))
+        wanted = (0.02 / depth, math.inf) if module in ("o_proj", "up_proj", "down_proj") else expected[module]
+        assert model.init_distribution(name) == wanted, name
+    tied = Llama(make_config(model={"tie_embeddings": True}).model)
+    assert tied.init_distribution("embedding.weight") == (48**-0.5, 3.0)
+
+
+def test_a_parameter_without_an_initial_distribution_is_named():
+    model = Llama(make_config().model)
+    for name in ("blocks.1.extra", "extra", "head.bias"):
+        with pytest.raises(KeyError, match=f"{name}: has no initial distribution; .* model/llama.py"):
+            model.init_distribution(name)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parallel.materialize import draw_rows, first_row
+from parallel.materialize import draw
 from tests import cases
 
 # 3 ranks divide none of these dimensions; a vocabulary of 320 over 3, a norm of 48 over 5 ranks leave uneven shards
@@ -33,29 +33,37 @@ def test_every_parameter_differs_from_every_other(hashes):
 
 def test_values_follow_their_distribution():
     out = torch.empty(4000, 100)
-    draw_rows(out, 0, out.shape, (0.5, float("inf")), 0, "x")
+    draw(out, (0, 0), out.shape, (0.5, float("inf")), 0, "x")
     assert abs(out.mean()) < 0.005 and abs(out.std() - 0.5) < 0.005 and out.abs().max() > 1.5
-    draw_rows(out, 0, out.shape, (0.5, 3.0), 0, "x")
+    draw(out, (0, 0), out.shape, (0.5, 3.0), 0, "x")
     assert out.abs().max() <= 1.5
     again = torch.empty_like(out)
-    draw_rows(again, 0, out.shape, (0.5, 3.0), 1, "x")
+    draw(again, (0, 0), out.shape, (0.5, 3.0), 1, "x")
     assert not torch.equal(out, again)
     assert len(out.unique(dim=0)) == len(out)  # no block repeats another
 
 
 @pytest.mark.parametrize("width", [1, 7, 65536, 70000])
-def test_any_part_of_a_parameter_equals_that_part_of_the_whole(width):
-    rows = 300 if width < 1000 else 5
-    whole = torch.empty(rows, width)
-    draw_rows(whole, 0, whole.shape, (1.0, float("inf")), 3, "w")
-    for ranks in (2, 3, rows, rows + 4):
-        parts = []
-        for rank in range(ranks):
-            first, end = first_row(rows, ranks, rank), first_row(rows, ranks, rank + 1)
-            part = torch.empty(end - first, width)
-            draw_rows(part, first, whole.shape, (1.0, float("inf")), 3, "w")
-            parts.append(part)
-        assert torch.equal(torch.cat(parts), whole)
+@pytest.mark.parametrize("cutoff", [float("inf"), 3.0])
+def test_any_rectangle_of_a_parameter_equals_that_part_of_the_whole(width, cutoff):
+    shape = torch.Size([300 if width < 1000 else 5, width])
+    whole = torch.empty(shape)
+    draw(whole, (0, 0), shape, (1.0, cutoff), 3, "w")
+    for down, across in ((2, 1), (3, 2), (shape[0], 3), (shape[0] + 4, 1)):
+        for rows in torch.arange(shape[0]).tensor_split(down):
+            for columns in torch.arange(width).tensor_split(across):
+                part = torch.empty(len(rows), len(columns))
+                offsets = (int(rows[0]) if len(rows) else shape[0], int(columns[0]) if len(columns) else width)
+                draw(part, offsets, shape, (1.0, cutoff), 3, "w")
+                assert torch.equal(part, whole[rows][:, columns])
+
+
+def test_weights_do_not_depend_on_tensor_parallelism(on_ranks):
+    """Row-wise and column-wise shards, of sizes that neither 2 nor 4 divides, equal those drawn by one rank."""
+    expected = on_ranks(1, cases.weight_hashes, {"uneven": MODELS["uneven"]}, True)[0]["uneven"]
+    for found, rectangles in on_ranks(4, cases.tensor_parallel_weights, MODELS["uneven"]):
+        assert found == expected
+        assert any(shape[1] < 52 for shape in rectangles if len(shape) == 2)  # columns were split too
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -19,9 +19,9 @@ from data.dataset import open_data
 from data.loader import Loader
 from data.order import Permutation, rank_samples
 from data.tokens import open_stream, window_count
-from model.llama import Llama, init_distribution
+from model.llama import Llama
 from optim import learning_rate
-from parallel.materialize import draw_rows
+from parallel.materialize import materialize
 from tests import cases
 from tests.conftest import REPO, launch, make_config, prepare_one, rows
 
@@ -41,7 +41,8 @@ CASES = {
     "offloaded": {"parallel": {"cpu_offload": True}},
     "no clipping": {"train": {"max_grad_norm": "off"}},
     "frozen": {"model": {"freeze": ["embedding*", "*q_proj.weight", "blocks.0.*"]}},
-    "unsharded": {"parallel": {"unsharded": ["*norm.weight"]}},
+    "frozen, unsharded": {"model": {"freeze": ["embedding*", "*q_proj.weight", "blocks.0.*"]},
+                          "parallel": {"unsharded": ["embedding*", "blocks.0.*norm*", "blocks.1.*q_proj.weight"]}},
     "document mask": {"data": {"document_mask": True}, "parallel": {"recompute": 2}},
     "compiled": {"parallel": {"compile": True, "recompute": "selective"}},
 }
@@ -54,6 +55,7 @@ ON_FOUR = {  # ranks
 }
 OF_ITS_OWN = ("tied", "uneven", "no clipping", "frozen", "document mask")  # the others compute what the plain case does
 SAME_AS = {name: name if name in OF_ITS_OWN else "plain" for name in (*CASES, *ON_FOUR)}
+SAME_AS["frozen, unsharded"] = "frozen"
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +76,9 @@ def plain_loop(cfg: config.Config) -> list[dict]:
     document mask each piece of a document by itself."""
     m, t, o = cfg.model, cfg.train, cfg.optim
     model = Llama(m)
+    materialize(model, cfg.run.seed, torch.device("cpu"))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(fnmatch.fnmatch(name, pattern) for pattern in m.freeze))
-        draw_rows(parameter.data, 0, parameter.shape, init_distribution(m, name), cfg.run.seed, name)
     optimizer = torch.optim.AdamW(
         [{"params": [p for p in model.parameters() if p.ndim > 1 and p.requires_grad], "weight_decay": o.weight_decay},
          {"params": [p for p in model.parameters() if p.ndim == 1 and p.requires_grad], "weight_decay": 0.0}],
