@@ -74,7 +74,7 @@ def start(cfg: config.Config, number: int, asynchronous: bool) -> subprocess.Pop
 
 def went_on_from(cfg: config.Config, number: int) -> int | None:
     """The step, as the launch said itself; None: it was killed before."""
-    said = re.search(r"going on after step (\d+)|from fresh weights", log_of(cfg, number).read_text())
+    said = re.search(r"resuming after step (\d+)|from fresh weights", log_of(cfg, number).read_text())
     return said and int(said[1] or 0)
 
 

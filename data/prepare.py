@@ -32,7 +32,7 @@ SYNC_SECONDS = 5.0  # between two points that a killed preparation goes on from
 BEGUN, PROGRESS = "begun.json", "progress.json"  # of an unfinished one: what it prepares, and how far it is
 
 
-def prepare(cfg: config.Config, say: Callable[..., None]) -> list[pathlib.Path]:
+def prepare(cfg: config.Config, say: Callable[..., None] = lambda text, passing=False: passing or print(text)) -> list[pathlib.Path]:
     """Makes the folders of token files unless they are there and match. Raises ConfigError, with nothing published.
 
     say(text): a line for a person; say(text, passing=True): one that the next may overwrite.

@@ -39,7 +39,7 @@ GENERATION = "generation_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def hf_config(cfg: config.Config, dtype: str, bos: Any, eos: Any) -> dict[str, Any]:
+def hf_config_json(cfg: config.Config, dtype: str, bos: Any, eos: Any) -> dict[str, Any]:
     """config.json. Rotary settings and dtype are in it twice, as transformers 5 and as older ones read them.
 
     max_position_embeddings is the length that was trained with (or imported), or what the rotary table is stretched to
@@ -234,7 +234,7 @@ def main(argv: list[str]) -> int:
         def write(folder: Path) -> None:
             check_room(folder, cfg.model, DTYPES[args.dtype])
             bos, eos = write_tokenizer(folder, checkpoint, marks(checkpoint))
-            write_json(folder / "config.json", hf_config(cfg, args.dtype, bos, eos))
+            write_json(folder / "config.json", hf_config_json(cfg, args.dtype, bos, eos))
             write_weights(folder, cfg.model, lambda name: [load.read_tensor(checkpoint, reader, f"model.{name}")],
                           DTYPES[args.dtype], int(args.shard_gib * GIB))
         return write

@@ -35,16 +35,27 @@ def world_for(cfg: config.Config, world: World) -> World:
 
 def train_all(cases: dict[str, dict], output: str) -> dict[str, list[dict]]:
     """Trains every case, one after the other in one process group; its metrics rows by name."""
-    import train
-    from lifecycle.signals import StopRequest
-
     found = {}
     with process_group() as world:
         for name, sections in cases.items():
             cfg = make_config(**sections, run={"name": name.replace(" ", "-"), "output_dir": f"{output}/{world.size}"})
-            train.run(cfg, world_for(cfg, world), None, StopRequest())
+            run_training(cfg, world_for(cfg, world))
             found[name] = rows(config.run_folder(cfg)) if world.rank == 0 else None
     return found
+
+
+def run_training(cfg: config.Config, world: World) -> None:
+    """One run in its folder, as train.py's main() does it."""
+    import train
+    from lifecycle.run import Run
+    from lifecycle.signals import StopRequest
+
+    with Run(cfg, world, None, StopRequest()) as run:
+        train.train(cfg, world, run)
+
+
+def save(cfg: config.Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    Saver(cfg, 0, []).write(step, tensors_of(model, optimizer), {"step": step, "config": config.to_dict(cfg)})
 
 
 def build(cfg: config.Config, world: World) -> Llama:
@@ -255,9 +266,7 @@ def save_trained(folder: str) -> dict[str, str]:
             model(batch[:, :-1], batch[:, 1:])[0].backward()
             optimizer.step()
             optimizer.zero_grad()
-        saver = Saver(cfg, (), [])
-        saver.save(3, model, optimizer, {"step": 3, "config": config.to_dict(cfg)})
-        assert saver.finish() == 3
+        save(cfg, model, optimizer, 3)
         found = digests(tensors_of(model, optimizer))
         del model, optimizer
     return found
@@ -433,13 +442,10 @@ def train_steps(cases: list[dict]) -> list[tuple[list[float], list[float], dict]
 
 def train_to(steps: int, sections: dict, output: str) -> list[dict]:
     """Trains, or goes on, to a step in a folder that runs of any number of ranks share; the rows so far."""
-    import train
-    from lifecycle.signals import StopRequest
-
     sections = {**sections, "train": {**sections["train"], "steps": steps}, "run": {"name": "r", "output_dir": output}}
     cfg = make_config(**sections)
     with process_group() as world:
-        train.run(cfg, world_for(cfg, world), None, StopRequest())
+        run_training(cfg, world_for(cfg, world))
         return rows(config.run_folder(cfg)) if world.rank == 0 else []
 
 

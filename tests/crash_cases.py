@@ -12,9 +12,11 @@ import torch
 
 import config
 from checkpoint import catalog
+from checkpoint.checkpointer import Checkpointer
 from checkpoint.load import restore, tensors_of
 from checkpoint.save import Saver
 from optim import build_optimizer
+from parallel.mesh import on_rank_zero
 from tests.cases import build, digests, process_group
 from tests.conftest import make_config
 
@@ -254,8 +256,10 @@ def train_and_save(cfg: config.Config, model: torch.nn.Module, optimizer: torch.
                    step: int, purge: bool) -> dict[str, str]:
     """One step, and its checkpoint; hashes of the tensors."""
     train_step(model, optimizer, step)
-    saver.save(step, model, optimizer, {"step": step, "config": config.to_dict(cfg)}, purge)
-    assert saver.finish() == step and not saver.warnings
+    saver.write(step, tensors_of(model, optimizer), {"step": step, "config": config.to_dict(cfg)})
+    if purge:
+        saver.purge()
+    assert not saver.warnings
     return digests(tensors_of(model, optimizer))
 
 
@@ -273,7 +277,7 @@ def record_a_save(output: str, earlier: list[int]) -> tuple[Tree, list[Call], Tr
     with process_group() as world:
         model = build(cfg, world)
         optimizer = build_optimizer(model, cfg.optim)
-        saver = Saver(cfg, (), [tokenizer])
+        saver = Saver(cfg, 0, [tokenizer])
         for step in earlier:
             wrote[step] = train_and_save(cfg, model, optimizer, saver, step, purge=False)
         if earlier:
@@ -309,13 +313,11 @@ def stale_listing(folder: pathlib.Path) -> Iterator[None]:
 def enter_with_a_stale_listing(output: str) -> dict:
     """Two ranks save steps 1 to 3 and keep two; rank 1 goes on seeing steps 1 and 2. They start again, and save a
     fourth. What this rank did and saw."""
-    import train
-
     cfg, tokenizer, found = configured(pathlib.Path(output), keep_last=2), made_up_tokenizer(output), {}
     with process_group() as world, contextlib.ExitStack() as until_end:
         model = build(cfg, world)
         optimizer = build_optimizer(model, cfg.optim)
-        saver = Saver(cfg, (), [tokenizer])
+        saver = Saver(cfg, 0, [tokenizer])
         for step in (1, 2):
             train_and_save(cfg, model, optimizer, saver, step, purge=True)
         if world.rank == 1:
@@ -325,11 +327,11 @@ def enter_with_a_stale_listing(output: str) -> dict:
 
         model = build(cfg, world)
         optimizer = build_optimizer(model, cfg.optim)
-        found["start"], found["bad"], held = train.enter(cfg, world, config.run_folder(cfg), None)
+        checkpointer = Checkpointer(cfg, world, [], [tokenizer])
+        on_rank_zero(checkpointer.tidy)
+        found["start"], found["bad"] = checkpointer.start, checkpointer.corrupt
         restore(catalog.path_of(cfg, found["start"]), model, optimizer)
         found["read"] = digests(tensors_of(model, optimizer))
-        train_and_save(cfg, model, optimizer, Saver(cfg, {found["start"]}, [tokenizer]), 4, purge=True)
-        if held is not None:
-            os.close(held)
+        train_and_save(cfg, model, optimizer, Saver(cfg, found["start"], [tokenizer]), 4, purge=True)
         del model, optimizer
     return found

@@ -76,8 +76,8 @@ FAULTS = {
     "infinite loss": lambda: after(Llama, "forward", lambda out: (out[0] + float("inf"), out[1])),
     "out of memory": lambda: before(Llama, "forward", lambda: throw(
         torch.OutOfMemoryError("Tried to allocate 9 GiB."))),
-    "term after check": lambda: after(StopRequest, "begin", terminate),
-    "term before step 1": lambda: before(StopRequest, "begin", terminate),
+    "term after check": lambda: after(StopRequest, "start_sync", terminate),
+    "term before step 1": lambda: before(StopRequest, "start_sync", terminate),
     "term in data": lambda: before(Loader, "__next__", terminate_slowly),
     "term in forward": lambda: before(Llama, "forward", terminate_slowly),
     "term in save": lambda: before(checkpoint.writer.Writer, "finish", terminate_slowly),

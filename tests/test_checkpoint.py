@@ -323,8 +323,8 @@ def test_a_finished_run_whose_last_checkpoint_is_damaged_is_finished_again(write
     before = shard.read_bytes()
     shard.write_bytes(before[:5000] + bytes([before[5000] ^ 1]) + before[5001:])
     done = launch(path, nproc=2)
-    assert done.returncode == 0 and "going on after step 2" in done.stdout, done.stdout + done.stderr
-    assert re.search(r"damaged, set aside: .*__0_0\.distcp: bytes 0 to \d+: expected SHA-256", done.stdout)
+    assert done.returncode == 0 and "resuming after step 2" in done.stdout, done.stdout + done.stderr
+    assert re.search(r"corrupt, set aside: .*__0_0\.distcp: bytes 0 to \d+: expected SHA-256", done.stdout)
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == [
         "step-00000002", "step-00000004", "step-00000004.corrupt"]
     assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4]
@@ -336,7 +336,7 @@ def test_two_runs_in_one_folder(write_config, tmp_path):
     folder.mkdir(parents=True)
     held = lock(folder)
     done = launch(path)
-    os.close(held)
+    held.release()
     assert done.returncode == 2 and "another run works here" in done.stderr
     assert [p.name for p in folder.iterdir()] == [".lock"]
     assert launch(path).returncode == 0
@@ -363,5 +363,5 @@ def test_an_offloaded_run_saves_and_goes_on(write_config, tmp_path):
                         parallel={"cpu_offload": True, "dp_replicate": 2})
     assert launch(path, "--train.steps=3", nproc=2).returncode == 0
     done = launch(path, "--parallel.cpu_offload=false", "--parallel.dp_replicate=1")
-    assert done.returncode == 0 and "going on after step 3" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "resuming after step 3" in done.stdout, done.stdout + done.stderr
     assert [row["step"] for row in rows(tmp_path / "outputs/offloaded")] == [1, 2, 3, 4, 5, 6]

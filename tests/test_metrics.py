@@ -4,25 +4,26 @@ import json
 import math
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import config
 import metrics
-from metrics import Recorder, Timer, console_line, read_rows
-from tests.conftest import launch, rows
+from metrics import Recorder, Rows, console_line, read_rows
+from tests.conftest import launch, make_config, rows
 
 
 def test_rows_after_the_start_are_dropped_and_none_stands_twice(tmp_path):
-    first = Recorder(tmp_path, config.Log(tensorboard=False), 0)
+    first = Rows(tmp_path, config.Log(tensorboard=False), 0)
     for step in (1, 2, 3):
         first.write({"kind": "train", "step": step, "loss": 1.0 / step})
     first.write({"kind": "eval", "step": 3, "loss": 0.1})
     first.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "step": 4, "lo')  # a kill in the middle of a line
-    again = Recorder(tmp_path, config.Log(tensorboard=False), 2)
+    again = Rows(tmp_path, config.Log(tensorboard=False), 2)
     again.write({"kind": "train", "step": 3, "loss": 0.5})
     again.close()
     assert [(r["kind"], r["step"], r["loss"]) for r in read_rows(tmp_path / "metrics.jsonl")] == [
@@ -31,7 +32,7 @@ def test_rows_after_the_start_are_dropped_and_none_stands_twice(tmp_path):
 
 
 def test_non_finite_numbers_are_null(tmp_path):
-    recorder = Recorder(tmp_path, config.Log(tensorboard=False), 0)
+    recorder = Rows(tmp_path, config.Log(tensorboard=False), 0)
     recorder.write({"kind": "train", "step": 1, "loss": math.nan, "by_source": {"a": math.inf, "b": 1.5}})
     recorder.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
@@ -41,26 +42,34 @@ def test_non_finite_numbers_are_null(tmp_path):
 def test_lines_that_are_no_rows_are_left_out(tmp_path):
     row = b'{"kind": "eval", "step": 1}'
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([row, b"\xff\xfe", b"5", b'{"kind": "eval"}', b"[]", b""]))
-    Recorder(tmp_path, config.Log(tensorboard=False), 5).close()
+    Rows(tmp_path, config.Log(tensorboard=False), 5).close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == row + b"\n"
 
 
 def test_numbers_keep_their_precision(tmp_path):
-    recorder = Recorder(tmp_path, config.Log(tensorboard=False), 0)
+    recorder = Rows(tmp_path, config.Log(tensorboard=False), 0)
     recorder.write({"kind": "train", "step": 1, "loss": 0.1 + 0.2})
     recorder.close()
     assert read_rows(tmp_path / "metrics.jsonl")[0]["loss"] == 0.1 + 0.2
 
 
-def test_timer_leaves_out_what_is_not_training():
-    timer = Timer()
-    with timer.on("data"):
-        time.sleep(0.02)
-    with timer.on("excluded"):
-        time.sleep(0.2)
-    timer.steps = 2
-    means = timer.means()
-    assert 0.01 <= means["data_seconds"] < 0.05 and 0.01 <= means["step_seconds"] < 0.09
+def test_times_leave_out_what_is_not_training(tmp_path, monkeypatch):
+    """The clock is the test's: a step of 3 s, 1 of them waiting for data, and 10 s of evaluation that do not count."""
+    now = [0.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(metrics, "all_gather_objects", lambda value: [value])
+    cfg = make_config(train={"steps": 2}, log={"every_steps": 2})
+    world = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
+    recorder = Recorder(cfg, world, tmp_path, 0, 1)
+    for step in (1, 2):
+        with recorder.timed("data"):
+            now[0] += 1
+        now[0] += 2
+        recorder.log_step(step, 0, SimpleNamespace(digest=0, valid_tokens=1), torch.zeros(()), torch.zeros(()), 0.0)
+        with recorder.timed("paused"):
+            now[0] += 10
+    recorder.close()
+    assert [(row["step_seconds"], row["data_seconds"]) for row in rows(tmp_path)] == [(3, 1), (3, 1)]
 
 
 @pytest.mark.parametrize("changes", [{}, {"mfu": 0.4321}, {"loss": math.nan, "grad_norm": math.inf}])
@@ -99,7 +108,7 @@ def test_rows_at_the_steps_named_logs_of_every_rank_and_a_profile(write_config, 
 def test_rows_that_cannot_be_written_wait(tmp_path, caplog, monkeypatch):
     """A disk that is full, takes half a row, and has room again."""
     monkeypatch.setattr(metrics.log, "propagate", True)
-    recorder = Recorder(tmp_path, config.Log(tensorboard=False), 0)
+    recorder = Rows(tmp_path, config.Log(tensorboard=False), 0)
     real = recorder.file
 
     class Full:
@@ -133,7 +142,7 @@ def test_tensorboard_may_fail(tmp_path):
         def add_scalar(self, *_: object) -> None:
             raise RuntimeError("its folder is gone")
 
-    recorder = Recorder(tmp_path, config.Log(tensorboard=False), 0)
+    recorder = Rows(tmp_path, config.Log(tensorboard=False), 0)
     recorder.board = Broken()
     recorder.write({"kind": "train", "step": 1, "loss": 1.0})
     recorder.write({"kind": "train", "step": 2, "loss": 1.0})
@@ -142,7 +151,7 @@ def test_tensorboard_may_fail(tmp_path):
 
 
 def test_a_sync_from_another_thread_neither_doubles_nor_drops_rows(tmp_path):
-    recorder = Recorder(tmp_path, config.Log(tensorboard=False), 0)
+    recorder = Rows(tmp_path, config.Log(tensorboard=False), 0)
     real = recorder.file
 
     class Slow:

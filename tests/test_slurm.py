@@ -159,7 +159,7 @@ def test_a_killed_process_is_started_again(limited, cluster, configured, plain):
     job.until(lambda: (job.folder / "checkpoints/step-00000020").exists())
     os.kill(job.ranks()["n2"], signal.SIGKILL)
     assert_equal(job, plain)
-    assert "going on after step" in job.log() and job.shows("Restarts") == "0"
+    assert "resuming after step" in job.log() and job.shows("Restarts") == "0"
 
 
 def test_data_is_not_prepared_inside_a_job(limited, cluster, configured, tmp_path):
@@ -206,4 +206,4 @@ def test_the_time_limit_saves_and_requeues(limited, cluster, plain):
     for process in limited.ranks().values():
         os.kill(process, signal.SIGCONT)
     assert_equal(limited, plain)
-    assert limited.shows("Restarts") == "1" and limited.log().count("going on after step") == 1
+    assert limited.shows("Restarts") == "1" and limited.log().count("resuming after step") == 1

@@ -197,7 +197,7 @@ def test_stopping_and_going_on_changes_nothing(straight, tmp_path, corpus, prepa
     path.write_text(config.to_toml(make_config(**sections, run={"name": "cut", "output_dir": str(tmp_path)})))
     assert launch(path, "--train.steps=12").returncode == 0
     done = launch(path, nproc=ranks)
-    assert done.returncode == 0 and "going on after step 12" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "resuming after step 12" in done.stdout, done.stdout + done.stderr
     ours, theirs = rows(tmp_path / "cut"), rows(folder)
     assert [row["step"] for row in ours] == list(range(1, 21))
     assert [row["batch_digest"] for row in ours] == [row["batch_digest"] for row in theirs]
@@ -281,5 +281,5 @@ def test_a_killed_run_is_marked_failed_and_goes_on(write_config, tmp_path):
     assert json.loads((folder / "status.json").read_text())["state"] == "failed"
     newest = max(int(p.name[5:]) for p in (folder / "checkpoints").glob("step-????????"))
     done = launch(path, f"--train.steps={newest + 2}", f"--optim.schedule_steps={newest + 2}")
-    assert done.returncode == 0 and f"going on after step {newest}" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and f"resuming after step {newest}" in done.stdout, done.stdout + done.stderr
     assert [row["step"] for row in rows(folder)] == list(range(1, newest + 3))
