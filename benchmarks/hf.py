@@ -57,7 +57,7 @@ def configuration(mib: int) -> config.Config:
 def make_folder(folder: pathlib.Path, cfg: config.Config) -> None:
     generator, shapes = torch.Generator().manual_seed(0), hf_weights.shapes(cfg.model)
     folder.mkdir()
-    hf.write_weights(folder, cfg.model, lambda name: [torch.randn(shapes[name], generator=generator)], torch.float32,
+    hf.write_weights(folder, cfg.model, lambda name: torch.randn(shapes[name], generator=generator), torch.float32,
                      512 * MIB)
     hf.write_json(folder / "config.json", hf.hf_config(cfg, "float32", None, None))
 

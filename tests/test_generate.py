@@ -17,7 +17,7 @@ import config
 from config import ConfigError
 from model import generate as tool
 from model.attention import Cache
-from model.generate import choose, continue_text, generate, tell
+from model.generate import choose, continue_text, generate, print_stream
 from model.llama import Llama
 from tests import cases
 from tests.conftest import REPO, make_config, seal
@@ -164,7 +164,7 @@ class Bytes:
 
 
 def told(prompts: list[str], *texts: bytes, then: type[BaseException] | None = None) -> list[str]:
-    """What tell() shows, piece by piece, while rows get these bytes."""
+    """What print_stream() writes while rows get these bytes."""
     pieces: list[str] = []
 
     def steps() -> Iterator[list[int]]:
@@ -173,7 +173,7 @@ def told(prompts: list[str], *texts: bytes, then: type[BaseException] | None = N
         if then:
             raise then
 
-    tell(Bytes(), [tool.encode(Bytes(), prompt) for prompt in prompts], steps(), pieces.append)
+    print_stream(Bytes(), [tool.encode(Bytes(), prompt) for prompt in prompts], steps(), pieces.append)
     return pieces
 
 
@@ -194,7 +194,7 @@ def test_what_is_there_is_shown_when_interrupted():
         def steps() -> Iterator[list[int]]:
             yield [*b"45"]
             raise KeyboardInterrupt
-        tell(Bytes(), [[*b"a"], [*b"b"]], steps(), pieces.append)
+        print_stream(Bytes(), [[*b"a"], [*b"b"]], steps(), pieces.append)
     assert "".join(pieces) == "=== prompt 1 of 2\na4\n=== prompt 2 of 2\nb5\n"
 
 
