@@ -47,7 +47,7 @@ def read_and_save(folders: dict[str, str], output: str) -> dict[str, tuple[dict[
     return found
 
 
-def train_and_go_on(folder: str, output: str, data: dict) -> list[dict]:
+def train_and_resume(folder: str, output: str, data: dict) -> list[dict]:
     """Trains five steps from the folder, and a sixth from the checkpoint when the folder is gone."""
     with process_group() as world:
         cfg = config_from(folder, run={"name": "r", "output_dir": output}, train={"steps": 5},
@@ -108,12 +108,12 @@ def tool_peaks(commands: list[list[str]]) -> list[float]:
 
 
 def with_small_files(commands: list[list[str]], limit: int) -> list[tuple[int, str]]:
-    """(exit code, what was said) of each, on a disk that is full after so many bytes of a file."""
+    """(exit code, stderr) of each, on a disk that is full after so many bytes of a file."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     found = []
     for command in commands:
-        with contextlib.redirect_stderr(io.StringIO()) as said:
-            found.append((hf.main(command), said.getvalue()))
+        with contextlib.redirect_stderr(io.StringIO()) as error:
+            found.append((hf.main(command), error.getvalue()))
     return found
 
 

@@ -57,8 +57,8 @@ def rows_of(steps: Iterator[list[int]]) -> list[list[int]]:
 
 
 @torch.no_grad()
-def anew(model: Llama, prompt: list[int], row: int, count: int, context: int, temperature: float, top_p: float,
-         seed: int) -> list[int]:
+def recomputed(model: Llama, prompt: list[int], row: int, count: int, context: int, temperature: float, top_p: float,
+               seed: int) -> list[int]:
     """The same text without a cache: every token from a pass over the row's whole window."""
     tokens, begin, draw = list(prompt), 0, random.Random(f"{seed} {row}")
     for _ in range(count):
@@ -103,13 +103,14 @@ def test_cached_logits_equal_those_of_the_whole_row(changes):
 
 
 @pytest.mark.parametrize("temperature, top_p", [(0.0, 1.0), (0.8, 1.0), (1.3, 0.7)])
-def test_cached_text_equals_text_computed_anew(temperature, top_p):
+def test_cached_text_equals_text_recomputed(temperature, top_p):
     """Each row of a batch, alone and without a cache; one prompt is longer than the context, and some become so."""
     ours, _ = varied(make_config().model)
     prompts = prompts_of([3, 1, 8, 20, 6])
     for context in (8, 7, 1000):
         found = rows_of(generate(ours, prompts, 20, context, CPU, temperature, top_p, seed=7))
-        assert found == [anew(ours, prompt, i, 20, context, temperature, top_p, 7) for i, prompt in enumerate(prompts)]
+        assert found == [recomputed(ours, prompt, i, 20, context, temperature, top_p, 7)
+                         for i, prompt in enumerate(prompts)]
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it():
@@ -174,20 +175,20 @@ class Bytes:
 
 def written(prompts: list[str], *texts: bytes) -> list[str]:
     """What print_stream() writes while rows get these bytes."""
-    pieces: list[str] = []
+    parts: list[str] = []
 
     def steps() -> Iterator[list[int]]:
         for i in range(max(map(len, texts))):
             yield [text[i] if i < len(text) else 1 for text in texts]
 
-    print_stream(Bytes(), [tool.encode(Bytes(), prompt) for prompt in prompts], steps(), pieces.append)
-    return pieces
+    print_stream(Bytes(), [tool.encode(Bytes(), prompt) for prompt in prompts], steps(), parts.append)
+    return parts
 
 
 def test_text_appears_as_it_is_written_in_whole_characters():
     text = "a\N{SNOWMAN}b\N{GRINNING FACE}"
-    pieces = written(["x "], text.encode() + b"\x01not this")
-    assert [piece for piece in pieces if piece] == ["x ", *text, "\n"]
+    parts = written(["x "], text.encode() + b"\x01not this")
+    assert [part for part in parts if part] == ["x ", *text, "\n"]
     assert "".join(written(["x"], b"\xe2\x98 y\xff")) == "x\N{REPLACEMENT CHARACTER} y\N{REPLACEMENT CHARACTER}\n"
 
 
@@ -196,13 +197,13 @@ def test_several_texts_appear_whole_each_up_to_its_eos_token():
 
 
 def test_what_is_there_is_shown_when_interrupted():
-    pieces: list[str] = []
+    parts: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         def steps() -> Iterator[list[int]]:
             yield [*b"45"]
             raise KeyboardInterrupt
-        print_stream(Bytes(), [[*b"a"], [*b"b"]], steps(), pieces.append)
-    assert "".join(pieces) == "=== prompt 1 of 2\na4\n=== prompt 2 of 2\nb5\n"
+        print_stream(Bytes(), [[*b"a"], [*b"b"]], steps(), parts.append)
+    assert "".join(parts) == "=== prompt 1 of 2\na4\n=== prompt 2 of 2\nb5\n"
 
 
 def test_continue_text_ends_at_the_eos_token_and_makes_every_pass():
@@ -244,7 +245,7 @@ def checkpoint(saved_by_two, prepared, tmp_path_factory) -> pathlib.Path:
     return folder
 
 
-def said(capsys, *arguments: object) -> tuple[int, str, str]:
+def run(capsys, *arguments: object) -> tuple[int, str, str]:
     try:
         code = tool.main([str(argument) for argument in arguments])
     except SystemExit as done:
@@ -255,42 +256,42 @@ def said(capsys, *arguments: object) -> tuple[int, str, str]:
 def test_tool_writes_from_a_checkpoint_and_from_its_run(checkpoint, capsys):
     for temperature in (0, 0.8):
         options = ("--tokens", 12, "--temperature", temperature)
-        code, one, errors = said(capsys, checkpoint, "--prompt", "the cat", *options)
+        code, one, errors = run(capsys, checkpoint, "--prompt", "the cat", *options)
         assert code == 0 and one.startswith("the cat") and len(one) > 9 and errors == ""
-        assert said(capsys, checkpoint.parent.parent, "--prompt", "the cat", *options) == (0, one, "")
-        _, several, _ = said(capsys, checkpoint, "--prompt", "the cat", "--prompt", "a dog sat on the hat", *options)
+        assert run(capsys, checkpoint.parent.parent, "--prompt", "the cat", *options) == (0, one, "")
+        _, several, _ = run(capsys, checkpoint, "--prompt", "the cat", "--prompt", "a dog sat on the hat", *options)
         assert several.startswith(f"=== prompt 1 of 2\n{one}=== prompt 2 of 2\na dog sat on the hat")
     options = ("--tokens", 12, "--top-p", 0.5)
-    assert said(capsys, checkpoint, "--prompt", "a", *options, "--seed", 1) != said(
+    assert run(capsys, checkpoint, "--prompt", "a", *options, "--seed", 1) != run(
         capsys, checkpoint, "--prompt", "a", *options, "--seed", 2)
 
 
-def test_tool_says_when_text_outgrows_the_window(checkpoint, capsys):
-    code, text, errors = said(capsys, checkpoint, "--prompt", "the cat", "--tokens", 50, "--dtype", "bfloat16")
+def test_tool_reports_when_text_outgrows_the_window(checkpoint, capsys):
+    code, text, errors = run(capsys, checkpoint, "--prompt", "the cat", "--tokens", 50, "--dtype", "bfloat16")
     assert code == 0 and text and errors.startswith("beyond 32 tokens (train.seq_len)") and errors.count("\n") == 1
 
 
 def test_tool_commands_no_terminal(checkpoint, capsys):
-    code, text, _ = said(capsys, checkpoint, "--prompt", "a\x1b[31m\x07\tred", "--tokens", 1)
+    code, text, _ = run(capsys, checkpoint, "--prompt", "a\x1b[31m\x07\tred", "--tokens", 1)
     assert code == 0 and text.startswith("a\\x1b[31m\\x07\tred") and "\x1b" not in text
 
 
-@pytest.mark.parametrize("arguments, says", [
+@pytest.mark.parametrize("arguments, expected", [
     (["--tokens", "0"], "--tokens 0: must be at least 1"), (["--tokens", "many"], "many"),
     (["--temperature", "-1"], "--temperature -1.0: must be at least 0"), (["--temperature", "nan"], "nan: must"),
     (["--temperature", "inf"], "--temperature inf"), (["--top-p", "0"], "--top-p 0.0: must be greater than 0"),
     (["--top-p", "1.1"], "--top-p 1.1"), (["--top-p", "nan"], "--top-p nan"), (["--dtype", "float16"], "float16"),
     (["--seed", "x"], "--seed"), (["--colour"], "--colour")], ids=str)
-def test_bad_values_are_one_line(checkpoint, capsys, arguments, says):
-    code, text, errors = said(capsys, checkpoint, "--prompt", "a", *arguments)
-    assert code == 2 and text == "" and says in errors and errors.count("\n") == 1, errors
+def test_bad_values_are_one_line(checkpoint, capsys, arguments, expected):
+    code, text, errors = run(capsys, checkpoint, "--prompt", "a", *arguments)
+    assert code == 2 and text == "" and expected in errors and errors.count("\n") == 1, errors
 
 
 def test_a_missing_prompt_checkpoint_or_tokenizer_is_one_line(checkpoint, saved_by_two, tmp_path, capsys):
-    for arguments, says in (([checkpoint], "--prompt"), ([tmp_path, "--prompt", "a"], str(tmp_path)),
+    for arguments, expected in (([checkpoint], "--prompt"), ([tmp_path, "--prompt", "a"], str(tmp_path)),
                             ([saved_by_two[0], "--prompt", "a"], "tokenizer")):
-        code, text, errors = said(capsys, *arguments)
-        assert code == 2 and text == "" and says in errors and errors.count("\n") == 1, errors
+        code, text, errors = run(capsys, *arguments)
+        assert code == 2 and text == "" and expected in errors and errors.count("\n") == 1, errors
 
 
 def test_interrupted_it_ends_its_line(checkpoint):
@@ -301,7 +302,7 @@ def test_interrupted_it_ends_its_line(checkpoint):
                                env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert process.stdout.read(6) == r"\u2603"
     process.send_signal(signal.SIGINT)
-    text, errors = process.communicate(timeout=60)
+    text, errors = process.communicate(timeout=300)
     assert process.returncode == 130 and text.endswith("\n") and errors.count("\n") == 1, errors
 
 

@@ -37,7 +37,7 @@ from tests.hf_cases import config_from
 ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}
-MODELS = {  # of sizes that 4 ranks do not divide; as in TINY where nothing is said
+MODELS = {  # of sizes that 4 ranks do not divide; TINY's sizes unless given
     "single": {},
     "sharded": {"rope_parameters": LLAMA3},
     "tied": {"tie_word_embeddings": True, "rope_parameters": LLAMA3},
@@ -160,7 +160,7 @@ def test_an_imported_checkpoint(folders, tmp_path, capsys, name):
     assert all(torch.equal(value, ours.state_dict()[key]) for key, value in theirs.state_dict().items())
     assert ours.config.max_position_embeddings == 64  # as it was
     assert (ours.generation_config.bos_token_id, ours.generation_config.eos_token_id) == (1, 2)
-    # no run goes on from it, and it is said what to do instead
+    # no run resumes from it, and the message has what to do instead
     cfg = catalog.read_config(tmp_path / "checkpoint")
     model = Llama(cfg.model)
     with pytest.raises(ConfigError, match="without the state of an optimizer.*model.init_from"):
@@ -195,12 +195,12 @@ def plain_loop(theirs: LlamaForCausalLM, cfg: config.Config, folder: pathlib.Pat
 
 
 def test_training_from_it_is_transformers_training(on_ranks, folders, corpus, prepared, tmp_path):
-    """... and goes on from its checkpoint when the folder is gone."""
+    """... and resumes from its checkpoint when the folder is gone."""
     source = shutil.copytree(folders["sharded"], tmp_path / "hf")
     data = {"source": str(corpus), "path": str(prepared)}
     cfg = config_from(str(source), optim={"schedule_steps": 6}, data=data)
     expected = plain_loop(in_transformers(source), cfg, prepared, 6)
-    found = on_ranks(2, hf_cases.train_and_go_on, str(source), str(tmp_path / "outputs"), data)[0]
+    found = on_ranks(2, hf_cases.train_and_resume, str(source), str(tmp_path / "outputs"), data)[0]
     assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
     for ours, theirs, tolerance in zip(found, expected, [1e-5, *[1e-4] * 5]):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=tolerance)
@@ -209,7 +209,7 @@ def test_training_from_it_is_transformers_training(on_ranks, folders, corpus, pr
     assert "prepared with another" not in log
 
 
-def test_what_one_rank_finds_wrong_is_told_by_all(on_ranks, folders, tmp_path):
+def test_what_one_rank_finds_wrong_is_raised_on_all(on_ranks, folders, tmp_path):
     folder = shutil.copytree(folders["single"], tmp_path / "hf")
     weights(lambda t: t[NORM][-1].fill_(float("nan")))(folder)  # of a row that the second rank owns
     for lost, nan in on_ranks(2, hf_cases.refused_on_one_rank, str(folder)):
@@ -237,8 +237,8 @@ def test_sizes_that_disagree_are_all_named(folders, tmp_path):
              "rope_scaling": {"factor": 4.0}}
     with pytest.raises(ConfigError) as caught:
         config.from_dict({**tables(), "model": given}, "test.toml", ["--model.tie_embeddings=true"])
-    told = caught.value.problems
-    assert len(told) == 5 and all("leave it out" in problem for problem in told)
+    problems = caught.value.problems
+    assert len(problems) == 5 and all("leave it out" in problem for problem in problems)
     for part in ("test.toml: [model] dim = 64", "hidden_size = 48", "vocab_size = 400", "its weights have no more rows",
                  "norm_eps = 1e-05", "rms_norm_eps = 1e-06", "rope_scaling.factor = 4.0",
                  "command line: [model] tie_embeddings = true"):
@@ -314,7 +314,7 @@ def test_a_tokenizer_json_that_stands_alone(folders, prepared, tmp_path, capsys)
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 2
 
 
-def test_a_tokenizer_that_cannot_be_expressed_is_carried_and_told(tmp_path, capsys):
+def test_a_tokenizer_that_cannot_be_expressed_is_copied_and_reported(tmp_path, capsys):
     import sentencepiece
 
     (tmp_path / "text").write_text("\n".join(words(i, 50) for i in range(50)))
@@ -363,7 +363,7 @@ def only_pickled(folder: pathlib.Path) -> None:
 
 INDEX = "model.safetensors.index.json"
 NORM, HEAD, EMBEDDING = "model.layers.0.input_layernorm.weight", "lm_head.weight", "model.embed_tokens.weight"
-WRONG = {  # what is done to the folder "single", or another that the name begins with, and what is said
+WRONG = {  # what is done to the folder "single", or another that the name begins with, and what the error names
     "architecture": (settings(architectures=["MistralForCausalLM"], model_type="mistral"),
                      ['architectures = ["MistralForCausalLM"]', 'model_type = "mistral"']),
     "no model_type": (settings(model_type=None), ["model_type = null"]),
@@ -414,11 +414,11 @@ WRONG = {  # what is done to the folder "single", or another that the name begin
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_is_refused_by_name(folders, tmp_path, capsys, case):
-    spoil, said = WRONG[case]
+    spoil, expected = WRONG[case]
     folder = shutil.copytree(folders[case.partition(":")[0] if ":" in case else "single"], tmp_path / "hf")
     spoil(folder)
     code, error = run(capsys, "import", folder, tmp_path / "out")
-    assert code == 2 and all(words in error for words in said), error
+    assert code == 2 and all(words in error for words in expected), error
     assert all(line.startswith(str(tmp_path)) for line in error.splitlines()) and "Traceback" not in error
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
@@ -501,7 +501,7 @@ def test_a_full_disk_and_a_kill_leave_nothing_half(on_ranks, read, folders, tmp_
         assert code == 2 and "File too large" in error and len(error.splitlines()) == 1, (out, error)
     assert not list(tmp_path.iterdir())
     with pytest.raises(AssertionError):
-        on_ranks(1, hf_cases.killed, [*export, "--shard-gib", "0.00003"], timeout=60)
+        on_ranks(1, hf_cases.killed, [*export, "--shard-gib", "0.00003"])
     assert [p.name for p in tmp_path.iterdir()] == [".out.tmp"]
     assert run(capsys, *export) == (0, "")
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
@@ -530,6 +530,6 @@ def test_memory_is_bounded(on_ranks, folders, tmp_path):
 def test_what_is_not_a_number_is_not_imported(folders, tmp_path, capsys):
     folder = shutil.copytree(folders["single"], tmp_path / "hf")
     weights(lambda tensors: tensors["model.norm.weight"].fill_(float("nan")))(folder)
-    code, told = run(capsys, "import", folder, tmp_path / "out")
-    assert code == 2 and "model.norm.weight holds values that are not finite" in told
+    code, error = run(capsys, "import", folder, tmp_path / "out")
+    assert code == 2 and "model.norm.weight holds values that are not finite" in error
     assert not (tmp_path / "out").exists()
