@@ -61,9 +61,9 @@ def read(path: pathlib.Path, problems: list[str]) -> dict[str, tuple[str, Any]]:
     return found
 
 
-def render(m: Any, seq_len: int, dtype: str, bos: Any, eos: Any) -> dict[str, Any]:
+def render(m: Any, seq_len: int, dtype: str, token_ids: dict[str, Any]) -> dict[str, Any]:
     """config.json of a config.Model. Rotary settings and dtype are in it twice, as transformers 5 and as older ones
-    read them. bos, eos: token ids, or None.
+    read them. token_ids: bos_token_id and eos_token_id, where they are known.
 
     max_position_embeddings is the length that was trained with (or imported), or what the rotary table is stretched to
     where that length is not beyond the one that it was stretched from.
@@ -87,8 +87,8 @@ def render(m: Any, seq_len: int, dtype: str, bos: Any, eos: Any) -> dict[str, An
         "rope_theta": m.rope_theta,
         "rope_scaling": rope if m.rope_scaling else None,
         "rope_parameters": {**rope, "rope_theta": m.rope_theta},
-        "bos_token_id": bos,
-        "eos_token_id": eos,
+        "bos_token_id": token_ids.get("bos_token_id"),
+        "eos_token_id": token_ids.get("eos_token_id"),
         "pad_token_id": None,
         "use_cache": True,
         "dtype": dtype,

@@ -57,7 +57,7 @@ def configuration(mib: int) -> config.Config:
 def make_folder(folder: pathlib.Path, cfg: config.Config) -> None:
     generator, shapes = torch.Generator().manual_seed(0), hf_weights.shapes(cfg.model)
     folder.mkdir()
-    hf.write_weights(folder, cfg.model, lambda name: [torch.randn(shapes[name], generator=generator)], torch.float32,
+    hf.write_weights(folder, cfg.model, lambda name: torch.randn(shapes[name], generator=generator), torch.float32,
                      512 * MIB)
     hf.write_json(folder / "config.json", hf.hf_config(cfg, "float32", None, None))
 
@@ -79,7 +79,7 @@ def read(folder: str) -> dict:
         parallelize(model, cfg, world)
         dist.barrier()
         with measured(found):
-            materialize_from(model, lambda name, offsets, out: weights.read_rows(name, offsets[0], out), world.device)
+            materialize_from(model, weights.read_into, world.device)
         found["shard_mib"] = sum(t.nbytes for _, t in local_tensors(model)) / MIB
         ranks = all_gather_objects(found)
         del model

@@ -1,4 +1,4 @@
-"""Attention: its kernels, the mask and positions that keep it inside a document, and generation's key/value cache.
+"""Attention kernels, the mask and positions that keep attention inside a document, and generation's key/value cache.
 
 Shapes: B batch, T tokens, S columns of the cache, H heads, K key/value heads, E width of a head.
 """
@@ -13,41 +13,38 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 
 def positions(documents: Tensor) -> Tensor:
-    """Place of each token in its document (B, T), from 0, of document numbers (B, T) that rise from left to right."""
+    """Position of each token in its document (B, T), from 0, for document numbers (B, T) that rise along T."""
     place = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)  # (B, T)
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return place - (place * begins).cummax(dim=1).values
 
 
-def document_mask(documents: Tensor) -> Tensor | BlockMask:
-    """What attention() takes for document numbers (B, T): a token sees those of its document up to itself.
-
-    On a GPU a BlockMask (https://arxiv.org/abs/2412.05496), by which the kernel leaves out what is masked; it is made
-    block by block, so that no (T, T) tensor exists. Elsewhere a plain (B, 1, T, T) of booleans, True where it sees.
-    """
-    batch, length = documents.shape
-    if documents.is_cuda:
-        return _compiled(create_block_mask)(mask_mod(documents), batch, None, length, length, documents.device)
-    causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()  # (T, T)
-    return (causal & (documents[:, :, None] == documents[:, None, :]))[:, None]
-
-
 def mask_mod(documents: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """The same rule for one pair of tokens, as FlexAttention asks for it."""
+    """FlexAttention's rule for document numbers (B, T): query q attends to key k of its document, up to itself."""
 
-    def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def rule(b: Tensor, h: Tensor | None, q: Tensor, k: Tensor) -> Tensor:
         return (q >= k) & (documents[b, q] == documents[b, k])
 
     return rule
+
+
+def document_mask(documents: Tensor) -> Tensor | BlockMask:
+    """mask_mod() as attention() takes it. On a GPU a BlockMask (https://arxiv.org/abs/2412.05496): the kernel skips
+    masked blocks, and no (T, T) tensor exists. Elsewhere booleans (B, 1, T, T), True where a query attends."""
+    batch, length = documents.shape
+    if documents.is_cuda:
+        return _compiled(create_block_mask)(mask_mod(documents), batch, None, length, length, documents.device)
+    row, place = torch.arange(batch, device=documents.device), torch.arange(length, device=documents.device)
+    return mask_mod(documents)(row[:, None, None], None, place[:, None], place)[:, None]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
     """Grouped-query attention of q (B, H, T, E) over k and v (B, K, T, E), under a mask or, without one, causal."""
     grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
-        # Uncompiled it would make all scores; a compiled block compiles it along. On a CPU it cannot be trained
-        # compiled, and only tests come here.
+        # Eager flex_attention materializes the score matrix; inside a compiled block it is compiled with the block. On
+        # a CPU, where its backward cannot be compiled, only tests come here.
         flex = _compiled(flex_attention) if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
         return flex(q, k, v, block_mask=mask, enable_gqa=grouped)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
@@ -55,18 +52,18 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) 
 
 @functools.cache
 def _compiled(function: Callable) -> Callable:
-    return torch.compile(function, dynamic=False)  # once: a run's shapes do not change
+    return torch.compile(function, dynamic=False)  # a run's shapes are static
 
 
 class KVCache:
-    """One block's part of a Cache: keys and values (B, K, S, E), allocated by the first pass in its dtype."""
+    """One block's part of a Cache: keys and values (B, K, S, E), allocated in the dtype of the first pass."""
 
     def __init__(self, columns: int):
         self.columns, self.filled = columns, 0
         self.keys = self.values = torch.empty(0)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keeps k and v (B, K, T, E) in further columns; returns all that are kept."""
+        """Appends k and v (B, K, T, E) as new columns; returns all columns so far."""
         if not self.filled:
             shape = (*k.shape[:2], self.columns, k.shape[3])
             self.keys, self.values = k.new_empty(shape), v.new_empty(shape)
@@ -77,22 +74,22 @@ class KVCache:
 
 
 class Cache:
-    """Keys and values of all tokens so far, so that a pass takes the new ones alone. For generation, without gradients.
+    """Keys and values of all tokens so far, so that a pass computes the new ones alone. For generation: no gradients.
 
-    The first pass takes the rows from their beginning, `lengths` tokens of each, padded at the end: no token sees what
-    stands to its right. Every further pass takes one token of each row, into one more column for all; a mask hides the
-    padding, and positions go on from the row's own length. So a row's result does not depend on the rows beside it.
+    The first pass takes `lengths` tokens of each row, padded at the end, where causal attention does not see it. Every
+    further pass takes one token of each row, as one more column for all; a mask hides the padding, and positions
+    continue from the row's own length. So a row's result does not depend on the other rows.
     """
 
     def __init__(self, lengths: list[int], columns: int, n_layers: int, device: torch.device):
-        """columns: how many tokens a row can have at most, padding included."""
+        """columns: the most tokens of a row, padding included."""
         self.lengths = torch.tensor(lengths, device=device)[:, None]  # (B, 1), of the first pass
         self.columns, self.filled, self.first = columns, 0, 0  # first: columns of the first pass
         self.blocks = [KVCache(columns) for _ in range(n_layers)]
 
     def advance(self, new: int) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Of a pass over `new` columns: its mask, None or (B, 1, 1, S); its positions (B, T); and the column in it of
-        each row's newest token (B, 1)."""
+        """For a pass over `new` columns: its mask, None or (B, 1, 1, S); its positions (B, T); and which of its columns
+        is each row's newest token (B, 1)."""
         begin, self.filled = self.filled, self.filled + new
         column = torch.arange(self.filled, device=self.lengths.device)
         if begin == 0:

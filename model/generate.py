@@ -1,9 +1,9 @@
-"""Sample text from a checkpoint, or from a run's newest one, with the tokenizer that lies beside it.
+"""Sample text from a checkpoint, or from a run's newest one, with the tokenizer in its folder.
 
     python -m model.generate outputs/tiny --prompt "def "
     python -m model.generate outputs/tiny --prompt "def " --prompt "class " --top-p 0.9 --tokens 64
 
-The text of one prompt appears as it is written; several prompts make one batch, and appear whole, one after the other.
+The text of one prompt is streamed; several prompts make one batch, and are printed at the end, one after the other.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from config import ConfigError
 from model.attention import Cache
 
-INTERRUPTED = 130  # the exit code of what Ctrl-C has ended
+INTERRUPTED = 130  # exit code after Ctrl-C
 
 
 @torch.no_grad()
@@ -31,11 +31,11 @@ def generate(model: nn.Module, prompts: list[list[int]], count: int, context: in
     """Yields `count` times the next token of every row. A row gets the tokens that it would get alone: prompts (not
     empty) may differ in length, and row i draws from a generator of its own, seeded by (seed, i).
 
-    The model looks back at `context` tokens at most. A row that is longer, as prompt or later, begins anew with the
-    newest half of them, at position 0; that takes a pass over all rows, and is done each time the half is full again.
+    The model attends to at most `context` tokens. A longer row restarts at position 0 with its newest context/2 tokens:
+    one pass over all rows, each time the context has filled up again.
 
-    It goes on behind end marks; whoever iterates may stop. On several ranks all must give equal arguments and take
-    equally many: every pass gathers the model.
+    EOS tokens do not end it; the caller may stop iterating. All ranks must give equal arguments and take equally many
+    tokens: every pass all-gathers the parameters.
     """
     rows, begins, cache = [list(prompt) for prompt in prompts], [0] * len(prompts), None
     generators = [random.Random(f"{seed} {i}") for i in range(len(rows))]
@@ -59,13 +59,14 @@ def generate(model: nn.Module, prompts: list[list[int]], count: int, context: in
 
 
 def choose(logits: Tensor, temperature: float, top_p: float, draws: list[float]) -> list[int]:
-    """A token of each row of logits (B, V): the likeliest at temperature 0, else by a number in [0, 1) for each row.
+    """A token for each row of logits (B, V): the likeliest at temperature 0, else sampled by the row's draw in [0, 1).
 
-    top_p: only of the likeliest, as few as together have at least this probability (https://arxiv.org/abs/1904.09751).
-    Drawn on the host in float64: the same on every device, and allowed where algorithms must be deterministic.
+    top_p: from the smallest set of likeliest tokens with at least this probability (https://arxiv.org/abs/1904.09751).
+    Sampled on the host in float64: the same on every device, and allowed where algorithms must be deterministic.
+    Raises ConfigError where logits are not finite.
     """
     if not logits.amax(-1).isfinite().all():
-        raise ConfigError("the model's output is not finite: its weights are damaged")
+        raise ConfigError("the model's output is not finite: its weights are corrupt")
     if temperature == 0:
         return logits.argmax(-1).tolist()
     logits = logits.cpu().double()
@@ -78,67 +79,59 @@ def choose(logits: Tensor, temperature: float, top_p: float, draws: list[float])
 
 
 def encode(tokenizer, prompt: str) -> list[int]:
+    """Ids of a prompt, the BOS token first where the tokenizer has one. Raises ConfigError where there are none."""
     try:
         prompt.encode()
-    except UnicodeEncodeError as error:  # bytes of a command line that are no text in the terminal's encoding
+    except UnicodeEncodeError as error:  # bytes of the command line that the locale cannot decode
         raise ConfigError(f"--prompt: is not valid Unicode: {error.reason} at character {error.start}") from None
     ids = [*tokenizer.bos, *tokenizer.encode([prompt])[0]]
     if not ids:
-        raise ConfigError("--prompt: is empty, and the tokenizer has no begin mark to start from")
+        raise ConfigError("--prompt: is empty, and the tokenizer has no BOS token to start from")
     return ids
 
 
 def continue_text(model: nn.Module, tokenizer, prompt: str, count: int, temperature: float, context: int,
                   device: torch.device, seed: int = 0) -> str:
-    """The prompt and its continuation, up to the end mark where there is one. All ranks make `count` passes."""
+    """The prompt and its continuation, up to the first EOS token. All ranks make `count` passes."""
     ids = encode(tokenizer, prompt)
     new = [tokens[0] for tokens in generate(model, [ids], count, context, device, temperature, seed=seed)]
-    ends = [i for i, token in enumerate(new) if token in tokenizer.eos]
-    return tokenizer.decode(ids + new[: ends[0] if ends else None])
+    end = next((i for i, token in enumerate(new) if token in tokenizer.eos), None)
+    return tokenizer.decode(ids + new[:end])
 
 
-def tell(tokenizer, rows: list[list[int]], steps: Iterable[list[int]], show: Callable[[str], None]) -> None:
-    """Appends to each row its tokens of each step, up to its end mark, and shows the text: of one row as it grows, of
-    several each whole at the end. Stops when all rows have ended; what is there is shown too where Ctrl-C ends it."""
-    alone, going, shown = len(rows) == 1, set(range(len(rows))), 0
-    broken = False
-
-    def put(text: str) -> None:
-        nonlocal broken
-        try:
-            show(text)
-        except OSError:
-            broken = True
-            raise
-
+def print_stream(tokenizer, rows: list[list[int]], steps: Iterable[list[int]], write: Callable[[str], None]) -> None:
+    """Appends each step's tokens to the rows, to each up to its EOS token, and writes the text: of one row as it grows,
+    of several when all have ended. What was generated is written also where `steps` raises, as by Ctrl-C."""
+    single, unfinished, written = len(rows) == 1, set(range(len(rows))), 0
     try:
-        for tokens in itertools.chain([[]], steps):  # first the prompt
-            going -= {i for i, token in enumerate(tokens) if token in tokenizer.eos}
-            for i in going if tokens else ():
-                rows[i].append(tokens[i])
-            if alone:
-                # A character whose bytes are not all there yet decodes as these marks, and waits.
+        for tokens in itertools.chain([None], steps):  # None: the prompt alone
+            if tokens:
+                unfinished -= {i for i, token in enumerate(tokens) if token in tokenizer.eos}
+                for i in unfinished:
+                    rows[i].append(tokens[i])
+            if single:  # a character with bytes still missing decodes as this one, and waits
                 text = tokenizer.decode(rows[0]).rstrip("\N{REPLACEMENT CHARACTER}")
-                put(text[shown:])
-                shown = len(text)
-            if not going:
+                write(text[written:])
+                written = len(text)
+            if not unfinished:
                 break
     finally:
-        for i, row in enumerate(() if broken else rows, 1):
-            heading = "" if alone else f"=== prompt {i} of {len(rows)}\n"
-            show(f"{heading}{tokenizer.decode(row)[shown:]}\n")
+        failed = isinstance(sys.exc_info()[1], OSError)  # of write(): nobody reads it
+        for i, row in enumerate(() if failed else rows, 1):
+            heading = "" if single else f"=== prompt {i} of {len(rows)}\n"
+            write(f"{heading}{tokenizer.decode(row)[written:]}\n")
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m model.generate", description=__doc__.splitlines()[0])
-    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")  # one line, as for all that is wrong
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")  # one line, as every error here
     parser.add_argument("checkpoint", type=pathlib.Path, metavar="CKPT_OR_RUN")
     parser.add_argument("--prompt", required=True, action="append", metavar="TEXT", help="several make a batch")
     parser.add_argument("--tokens", type=int, default=128, metavar="N",
-                        help="at most; beyond train.seq_len the older half is forgotten, again and again")
+                        help="at most; the model attends to the newest train.seq_len, or fewer")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: greedy")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P",
-                        help="only the likeliest tokens that together have this probability")
+                        help="sample from the likeliest tokens that together have this probability")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"),
                         help="default: the run's param_dtype on a GPU, float32 on a CPU")
@@ -150,7 +143,7 @@ def main(argv: list[str]) -> int:
     from data.tokenizer import Tokenizer
     from model.llama import Llama
 
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads alone, as meant
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process works alone, as meant
     try:
         for flag, value, holds, rule in (
             ("--tokens", args.tokens, args.tokens >= 1, "must be at least 1"),
@@ -165,7 +158,7 @@ def main(argv: list[str]) -> int:
         rows = [encode(tokenizer, prompt) for prompt in args.prompt]
         if (largest := max(map(max, rows))) >= cfg.model.vocab_size:
             raise ConfigError(f"--prompt: has id {largest}, but the model's vocab_size is {cfg.model.vocab_size}: the "
-                              "tokenizer beside it is larger than the model")
+                              "tokenizer in its folder is larger than the model")
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with device:
             model = Llama(cfg.model)
@@ -177,16 +170,16 @@ def main(argv: list[str]) -> int:
         return 2
     context = cfg.train.seq_len
     if max(map(len, rows)) + args.tokens - 1 > context:
-        print(f"beyond {context} tokens (train.seq_len) the older half is forgotten, again and again", file=sys.stderr)
+        print(f"beyond {context} tokens (train.seq_len) the older half of the context is dropped", file=sys.stderr)
 
     steps = generate(model, rows, args.tokens, context, device, args.temperature, args.top_p, args.seed)
     try:
-        sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal's encoding lacks is spelt out too
-        tell(tokenizer, rows, steps, lambda text: print(printable(text), end="", flush=True))
+        sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal's encoding lacks
+        print_stream(tokenizer, rows, steps, lambda text: print(printable(text), end="", flush=True))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    except BrokenPipeError:  # whoever reads has seen enough, as `head`
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, AttributeError) as error:  # a full disk; no stdout at all
         print(f"the text cannot be written: {error}", file=sys.stderr)

@@ -1,132 +1,88 @@
 """A sentencepiece model as the files that transformers loads: tokenizer.json and tokenizer_config.json.
 
-transformers could convert tokenizer.model itself, with sentencepiece and protobuf installed; tokenizer.json needs
-neither. The begin mark comes before a text, as it came before a document in training. Checked against sentencepiece on
-source text, with transformers 5.23: ids are equal, except for text that holds sentencepiece's own space mark (U+2581),
-which transformers takes for a space, and for text that spells a control piece ("</s>"), which transformers takes for
+transformers could convert tokenizer.model itself, where sentencepiece and protobuf are installed; tokenizer.json needs
+neither. The BOS token precedes a text, as it preceded a document in training. Checked against sentencepiece on source
+text, with transformers 5.23: ids are equal, except for text that holds sentencepiece's own space character (U+2581),
+which transformers takes for a space, and for text that spells a control token ("</s>"), which transformers takes for
 that token.
 """
 
-import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
+import sys
 from pathlib import Path
 from typing import Any
 
 from config import ConfigError
 
-UNIGRAM, BPE = 1, 2  # TrainerSpec.model_type
-UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # SentencePiece.type; 1 is normal
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # SentencePiece.type
+BPE = 2  # TrainerSpec.model_type
 SPACE = "\u2581"
 
 
-@dataclass(frozen=True)
-class SentencePiece:
-    """What a tokenizer.model says, of what is needed here."""
-
-    pieces: list[tuple[str, float, int]]  # text, score, type, by id
-    kind: int
-    bos: int | None
-    eos: int | None
-    dummy_prefix: bool  # a space is put before every text
-    plain: bool  # text is not normalised otherwise
-
-
-def read_sentencepiece(path: Path) -> SentencePiece:
-    """Reads the protobuf message by hand (sentencepiece_model.proto of https://github.com/google/sentencepiece): three
-    of its fields are all we need. Raises ConfigError where it is none."""
+def read_sentencepiece(path: Path) -> Any:
+    """The sentencepiece_model_pb2.ModelProto of a tokenizer.model. Raises ConfigError where it is none, and where the
+    packages that read it are missing."""
     try:
-        pieces, trainer, normalizer = [], {}, {}
-        for number, value in _fields(path.read_bytes()):
-            if number == 1:
-                piece = dict(_fields(value))
-                pieces.append((piece[1].decode(), struct.unpack("<f", piece.get(2, bytes(4)))[0], piece.get(3, 1)))
-            elif number == 2:
-                trainer = dict(_fields(value))
-            elif number == 3:
-                normalizer = dict(_fields(value))
-        if not pieces:
-            raise ValueError("it has no pieces")
-        bos, eos = (i if 0 <= i < len(pieces) else None for i in (trainer.get(41, 1), trainer.get(42, 2)))
-        return SentencePiece(pieces, trainer.get(3, UNIGRAM), bos, eos, bool(normalizer.get(3, 1)),
-                             plain=not normalizer.get(2) and not normalizer.get(4, 1) and bool(normalizer.get(5, 1)))
+        from google.protobuf.message import DecodeError
+        from sentencepiece import sentencepiece_model_pb2
+    except ImportError as error:
+        raise ConfigError(f"{path}: needs sentencepiece and protobuf ({error}): {sys.executable} -m pip install "
+                          "sentencepiece protobuf") from None
+    model = sentencepiece_model_pb2.ModelProto()
+    try:
+        model.ParseFromString(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, IndexError, KeyError, AttributeError, TypeError, struct.error) as error:
+    except DecodeError as error:
         raise ConfigError(f"{path}: is no sentencepiece model: {error}") from None
+    if not model.pieces:
+        raise ConfigError(f"{path}: is no sentencepiece model: it has no vocabulary")
+    return model
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """(number, value) of a protobuf message's fields: integers, or bytes where they are anything else."""
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = message[at]
-            value, shift, at = value | (byte & 127) << shift, shift + 7, at + 1
-            if byte < 128:
-                return value - 2**64 if value >= 2**63 else value  # negative numbers take ten bytes
-
-    at = 0
-    while at < len(message):
-        number, wire = divmod(varint(), 8)
-        if wire == 0:
-            yield number, varint()
-            continue
-        if wire not in (1, 2, 5):
-            raise ValueError(f"wire type {wire}")
-        size = {1: 8, 5: 4}[wire] if wire != 2 else varint()
-        if size < 0 or at + size > len(message):
-            raise ValueError("it is cut short")
-        yield number, message[at : at + size]
-        at += size
-
-
-def fast_tokenizer_files(model: SentencePiece) -> dict[str, dict] | None:
-    """{file name: content}, None where the model cannot be said in tokenizer.json: unigram, or normalised text."""
-    if model.kind != BPE or not model.plain:
+def fast_tokenizer_files(model: Any) -> dict[str, dict] | None:
+    """{file name: content} of a ModelProto; None where tokenizer.json cannot express it: unigram or normalized text."""
+    trainer, normalizer, entries = model.trainer_spec, model.normalizer_spec, model.pieces
+    if (trainer.model_type != BPE or normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces
+            or not normalizer.escape_whitespaces):
         return None
-    vocab = {text: i for i, (text, _, _) in enumerate(model.pieces)}
-    # what sentencepiece joins to the piece with the best score, tokenizers joins by a list of pairs, best first
+    vocab = {entry.piece: i for i, entry in enumerate(entries)}
+    # sentencepiece merges into the vocabulary entry with the best score, tokenizers by a list of pairs, best first
     pairs = []
-    for text, score, kind in model.pieces:
-        if kind == 1:
-            for cut in range(1, len(text)):
-                left, right = text[:cut], text[cut:]
-                if left in vocab and right in vocab:
-                    pairs.append((-score, vocab[left], vocab[right], left, right))
-    unknown = next((text for text, _, kind in model.pieces if kind == UNKNOWN), None)
-    named = {"unk_token": unknown, **{name: None if i is None else model.pieces[i][0] for name, i in (
-        ("bos_token", model.bos), ("eos_token", model.eos))}}
+    for entry in entries:
+        for cut in range(1, len(entry.piece)) if entry.type == NORMAL else ():
+            left, right = entry.piece[:cut], entry.piece[cut:]
+            if left in vocab and right in vocab:
+                pairs.append((-entry.score, vocab[left], vocab[right], left, right))
+    unknown = next((entry.piece for entry in entries if entry.type == UNKNOWN), None)
+    bos, eos = (entries[i].piece if 0 <= i < len(entries) else None for i in (trainer.bos_id, trainer.eos_id))
+    normalizers = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
     decoders = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"},
                 {"type": "Fuse"}]
-    normalizers = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
-    if model.dummy_prefix:
+    if normalizer.add_dummy_prefix:
         normalizers.insert(0, {"type": "Prepend", "prepend": SPACE})
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    begin = None  # the begin mark stands before every text, as in training
-    if mark := named["bos_token"]:
-        text, pair = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
-        first = {"SpecialToken": {"id": mark, "type_id": 0}}
-        begin = {"type": "TemplateProcessing", "single": [first, text], "pair": [first, text, pair],
-                 "special_tokens": {mark: {"id": mark, "ids": [model.bos], "tokens": [mark]}}}
+    template = None  # puts the BOS token before every text, as in training
+    if bos:
+        first = {"SpecialToken": {"id": bos, "type_id": 0}}
+        text, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
+        template = {"type": "TemplateProcessing", "single": [first, text], "pair": [first, text, second],
+                    "special_tokens": {bos: {"id": bos, "ids": [trainer.bos_id], "tokens": [bos]}}}
     return {
         "tokenizer.json": {
             "version": "1.0", "truncation": None, "padding": None,
-            "added_tokens": [{"id": i, "content": text, "single_word": False, "lstrip": False, "rstrip": False,
-                              "normalized": False, "special": kind != USER_DEFINED}
-                             for i, (text, _, kind) in enumerate(model.pieces)
-                             if kind in (UNKNOWN, CONTROL, USER_DEFINED)],
+            "added_tokens": [{"id": i, "content": entry.piece, "single_word": False, "lstrip": False, "rstrip": False,
+                              "normalized": False, "special": entry.type != USER_DEFINED}
+                             for i, entry in enumerate(entries) if entry.type in (UNKNOWN, CONTROL, USER_DEFINED)],
             "normalizer": {"type": "Sequence", "normalizers": normalizers},
-            "pre_tokenizer": None, "post_processor": begin,
+            "pre_tokenizer": None, "post_processor": template,
             "decoder": {"type": "Sequence", "decoders": decoders},
             "model": {"type": "BPE", "dropout": None, "unk_token": unknown, "continuing_subword_prefix": None,
                       "end_of_word_suffix": None, "fuse_unk": True,
-                      "byte_fallback": any(kind == BYTE for _, _, kind in model.pieces), "ignore_merges": False,
+                      "byte_fallback": any(entry.type == BYTE for entry in entries), "ignore_merges": False,
                       "vocab": vocab, "merges": [[left, right] for *_, left, right in sorted(pairs)]},
         },
-        # not LlamaTokenizer, which would put parts of its own in place of these
-        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **named, "add_eos_token": False,
-                                  "add_bos_token": begin is not None, "clean_up_tokenization_spaces": False},
+        # not LlamaTokenizer, which would replace these parts with its own
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": unknown, "bos_token": bos,
+                                  "eos_token": eos, "add_eos_token": False, "add_bos_token": bos is not None,
+                                  "clean_up_tokenization_spaces": False},
     }

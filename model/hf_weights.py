@@ -1,12 +1,15 @@
-"""Weights of a Hugging Face folder of the Llama family: their names and ours, and reading them into a run's shards.
+"""Weights of a Hugging Face folder of the Llama family: their names and ours, and reading them into a rank's shards.
 
-Converting is renaming: both sides turn the halves of a head (RoPE), so no row is permuted.
+Converting is renaming: both sides use half-split RoPE, so no row is permuted.
 """
 
-import math
-from collections.abc import Iterable
+import contextlib
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,33 +18,30 @@ import config
 import hf_config
 from config import ConfigError
 from model.llama import Llama
-from model.safetensors import BLOCK, Stored, differences, read_elements, read_header
 
-NAMES = {
-    "embedding.weight": "model.embed_tokens.weight",
-    "blocks.N.attention_norm.weight": "model.layers.N.input_layernorm.weight",
-    "blocks.N.attention.q_proj.weight": "model.layers.N.self_attn.q_proj.weight",
-    "blocks.N.attention.k_proj.weight": "model.layers.N.self_attn.k_proj.weight",
-    "blocks.N.attention.v_proj.weight": "model.layers.N.self_attn.v_proj.weight",
-    "blocks.N.attention.o_proj.weight": "model.layers.N.self_attn.o_proj.weight",
-    "blocks.N.feed_forward_norm.weight": "model.layers.N.post_attention_layernorm.weight",
-    "blocks.N.feed_forward.gate_proj.weight": "model.layers.N.mlp.gate_proj.weight",
-    "blocks.N.feed_forward.up_proj.weight": "model.layers.N.mlp.up_proj.weight",
-    "blocks.N.feed_forward.down_proj.weight": "model.layers.N.mlp.down_proj.weight",
-    "head.norm.weight": "model.norm.weight",
-    "head.weight": "lm_head.weight",
+NAMES = {  # parts of a parameter's name, replaced in this order
+    "embedding.": "model.embed_tokens.",
+    "blocks.": "model.layers.",
+    ".attention_norm.": ".input_layernorm.",
+    ".attention.": ".self_attn.",
+    ".feed_forward_norm.": ".post_attention_layernorm.",
+    ".feed_forward.": ".mlp.",
+    "head.norm.": "model.norm.",
+    "head.": "lm_head.",
 }
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
                    "added_tokens.json", "chat_template.jinja")
+DTYPES = ("F32", "BF16", "F16")  # safetensors' codes of what is read
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def hf_name(name: str) -> str:
-    """A parameter's name there. Raises KeyError for one that has none."""
-    parts = name.split(".")
-    number = parts[1] if parts[0] == "blocks" else ""
-    return NAMES[name.replace(f".{number}.", ".N.", 1) if number else name].replace(".N.", f".{number}.")
+    """A parameter's name in Hugging Face's Llama: "blocks.0.attention.q_proj.weight" is
+    "model.layers.0.self_attn.q_proj.weight"."""
+    for ours, theirs in NAMES.items():
+        name = name.replace(ours, theirs)
+    return name
 
 
 def shapes(m: config.Model) -> dict[str, list[int]]:
@@ -51,40 +51,77 @@ def shapes(m: config.Model) -> dict[str, list[int]]:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """A tensor of a safetensors file: its name, dtype code and shape there."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+@dataclass(frozen=True)
 class Weights:
-    """Where each parameter lies in a Hugging Face folder; made by open_weights(), on one rank, for all."""
+    """Where each parameter lies in a Hugging Face folder; no tensor and no open file, so that ranks can share it."""
 
     stored: dict[str, Stored]  # by our name
 
-    def read_rows(self, name: str, first: int, out: Tensor) -> None:
-        """Fills `out` (rows, ...), of any dtype and device, with a parameter's rows from `first` on: reads these bytes
-        only, and holds a block of them beside `out`. Raises ConfigError."""
-        read_elements(self.stored[name], first * math.prod(out.shape[1:]), out.view(-1))
-
-    def read_into(self, name, offsets, out):
-        self.read_rows(name, offsets[0], out)
+    def read_into(self, name: str, offsets: tuple[int, ...], out: Tensor) -> None:
+        """Fills `out`, of any dtype and device, with the rectangle of its shape that begins at `offsets`, one index per
+        dimension. The file is mapped for the copy only: no further memory is allocated. Raises ConfigError."""
+        stored = self.stored[name]
+        index = tuple(slice(first, first + length) for first, length in zip(offsets, out.shape))
+        with opened(stored.path) as file:
+            out.copy_(file.get_slice(stored.name)[index])
 
     def read(self, name: str) -> Tensor:
-        """A whole parameter in float32, as checkpoints hold it."""
+        """A whole parameter in float32, as checkpoints hold it. Raises ConfigError."""
         out = torch.empty(self.stored[name].shape)
-        self.read_rows(name, 0, out)
+        self.read_into(name, (0,) * out.ndim, out)
         return out
 
 
 def open_weights(m: config.Model) -> Weights | None:
     """The weights that `init_from` names, None where it is absent. Reads the headers of the folder's safetensors files
-    and checks them against the model. Raises ConfigError naming all that is missing, unexpected or malformed.
+    and checks them against the model. Raises ConfigError naming all that is missing, unexpected or malformed."""
+    return match_weights(Path(m.init_from), scan(Path(m.init_from)), m) if m.init_from is not None else None
 
-    Ignored: rotary_emb.inv_freq, a constant that old checkpoints hold. With tied embeddings lm_head.weight may be there
-    too, and must be equal to the embedding: config.json would be wrong about a model where it is not.
-    """
-    if m.init_from is None:
-        return None
-    return match_weights(Path(m.init_from), scan(Path(m.init_from)), m)
+
+def import_safetensors(path: Path) -> ModuleType:
+    """The package, which only Hugging Face folders need. Raises ConfigError where it is missing."""
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise ConfigError(f"{path}: needs the package safetensors: {sys.executable} -m pip install safetensors"
+                          ) from None
+    return safetensors
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file for reading. Raises ConfigError where it is missing, cut short or corrupt."""
+    safetensors = import_safetensors(path)
+    try:
+        if not path.is_file():  # opening a named pipe would block
+            raise ConfigError(f"{path}: {'is no regular file' if path.exists() else 'is not there'}")
+        with safetensors.safe_open(path, "pt") as file:
+            yield file
+    except safetensors.SafetensorError as error:
+        raise ConfigError(f"{path}: is no safetensors file, or cut short: {error}; pickled files (.bin, .pt) are not "
+                          "read") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def read_header(path: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file by name; safetensors checks that they fill the file. Raises ConfigError."""
+    with opened(path) as file:
+        entries = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118  it is no dict
+        return {name: Stored(path, name, entry.get_dtype(), entry.get_shape()) for name, entry in entries}
 
 
 def scan(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a folder by its name there."""
+    """Every tensor of a Hugging Face folder by its name there. Raises ConfigError naming every malformed file."""
     if (folder / SINGLE).exists():
         files, weight_map = [SINGLE], None
     elif (folder / INDEX).exists():
@@ -100,22 +137,18 @@ def scan(folder: Path) -> dict[str, Stored]:
             f"; {', '.join(pickled)}: pickled files can run code and are not read; load them with transformers and "
             "save_pretrained() what you trust" if pickled else ""))
     found: dict[str, Stored] = {}
-    problems = []
+    problems: list[str] = []
     for file in files:
         try:
-            tensors, wrong = read_header(folder / file)
+            tensors = read_header(folder / file)
         except ConfigError as error:
             problems += error.problems
             continue
-        except OSError as error:
-            problems.append(f"{folder / file}: cannot be read: {error.strerror}")
-            continue
-        problems += wrong
         if weight_map is not None:
-            problems += [f"{folder / file}: has no {name}, which {INDEX} says is there"
-                         for name, there in weight_map.items() if there == file and name not in tensors]
-            problems += [f"{folder / file}: has {name}, which {INDEX} does not say is there"
-                         for name in tensors if weight_map.get(name) != file]
+            listed = {name for name, place in weight_map.items() if place == file}
+            problems += [f"{folder / file}: has no {name}, which {INDEX} lists" for name in sorted(listed - {*tensors})]
+            problems += [f"{folder / file}: has {name}, which {INDEX} does not list"
+                         for name in sorted({*tensors} - listed)]
         found |= tensors
     if problems:
         raise ConfigError(*problems)
@@ -123,33 +156,27 @@ def scan(folder: Path) -> dict[str, Stored]:
 
 
 def match_weights(folder: Path, found: dict[str, Stored], m: config.Model) -> Weights:
-    """The tensors of scan() under our names. Raises ConfigError where they are not this model's."""
+    """The tensors of scan() under our names. Raises ConfigError where they are not this model's.
+
+    Ignored: rotary_emb.inv_freq, a constant that old checkpoints hold. With tied embeddings lm_head.weight may be there
+    too, and must equal the embedding: where it does not, config.json is wrong about the model.
+    """
     wanted = {hf_name(name): shape for name, shape in shapes(m).items()}
     head, embedding = hf_name("head.weight"), hf_name("embedding.weight")
     found = {name: stored for name, stored in found.items() if not name.endswith(".rotary_emb.inv_freq")}
     tied = found.pop(head, None) if m.tie_embeddings else None
-    problems = sorted(differences(folder, found, wanted))
-    if tied and not problems and not _equal(tied, found[embedding]):
-        problems.append(f"{tied.path}: {head} differs from {embedding}, but config.json says tie_word_embeddings")
+    problems = [f"{folder}: has no {name}" for name in wanted.keys() - found.keys()]
+    problems += [f"{folder}: has {name}, which this model does not" for name in found.keys() - wanted.keys()]
+    for name, stored in found.items():
+        if stored.dtype not in DTYPES:
+            problems.append(f"{stored.path}: {name} has dtype {stored.dtype}; only {', '.join(DTYPES)} are read")
+        if name in wanted and stored.shape != wanted[name]:
+            problems.append(f"{stored.path}: {name} has shape {stored.shape}, this model's is {wanted[name]}")
+    if tied and not problems:
+        with opened(tied.path) as file, opened(found[embedding].path) as other:  # mapped: compared without a copy
+            pair = file.get_tensor(head), other.get_tensor(embedding)
+        if pair[0].dtype != pair[1].dtype or not torch.equal(*pair):
+            problems.append(f"{tied.path}: {head} differs from {embedding}, but config.json has tie_word_embeddings")
     if problems:
-        raise ConfigError(*problems)
+        raise ConfigError(*sorted(problems))
     return Weights({name: found[hf_name(name)] for name in shapes(m)})
-
-
-def _equal(one: Stored, other: Stored) -> bool:
-    if (one.shape, one.code) != (other.shape, other.code):
-        return False
-    step = BLOCK // 4
-    for start in range(0, math.prod(one.shape), step):
-        parts = [torch.empty(min(step, math.prod(one.shape) - start)) for _ in range(2)]
-        for stored, part in zip((one, other), parts):
-            read_elements(stored, start, part)
-        if not torch.equal(*parts):
-            return False
-    return True
-
-
-def has_another_tokenizer(folder: Path, files: Iterable[Path]) -> bool:
-    """Whether a Hugging Face folder has a tokenizer, and it is none of these files."""
-    theirs = [path.read_bytes() for name in TOKENIZER_FILES[:2] if (path := folder / name).is_file()]
-    return bool(theirs) and not any(path.read_bytes() in theirs for path in files)

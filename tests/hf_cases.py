@@ -10,15 +10,12 @@ import signal
 import torch
 
 import config
-import train
-from checkpoint.save import Saver
 from config import ConfigError
-from lifecycle.signals import StopRequest
 from model import hf
 from model.hf_weights import open_weights
 from optim import build_optimizer
 from parallel.materialize import local_tensors, named_parameters
-from tests.cases import digests, process_group
+from tests.cases import build, digests, process_group, run_training, save
 from tests.conftest import rows, tables
 
 
@@ -37,28 +34,27 @@ def read_and_save(folders: dict[str, str], output: str) -> dict[str, tuple[dict[
     with process_group() as world:
         for name, folder in folders.items():
             cfg = config_from(folder, run={"name": name, "output_dir": output}, checkpoint={})
-            model = train.build(cfg, world, open_weights(cfg.model))
-            saver, optimizer = Saver(cfg, (), []), build_optimizer(model, cfg.optim)
-            saver.save(1, model, optimizer, {"step": 1, "config": config.to_dict(cfg)})
-            saver.finish()
+            model = build(cfg, world, open_weights(cfg.model))
+            optimizer = build_optimizer(model, cfg.optim)
+            save(cfg, model, optimizer, 1)
             with torch.no_grad():
                 found[name] = digests(dict(named_parameters(model))), model(tokens(cfg.model.vocab_size)).tolist()
             del model, optimizer
     return found
 
 
-def train_and_go_on(folder: str, output: str, data: dict) -> list[dict]:
+def train_and_resume(folder: str, output: str, data: dict) -> list[dict]:
     """Trains five steps from the folder, and a sixth from the checkpoint when the folder is gone."""
     with process_group() as world:
         cfg = config_from(folder, run={"name": "r", "output_dir": output}, train={"steps": 5},
                           optim={"schedule_steps": 6}, data=data, checkpoint={})
-        train.run(cfg, world, None, StopRequest())
+        run_training(cfg, world)
         if world.rank == 0:
             os.rename(folder, f"{folder}.gone")
         torch.distributed.barrier()
         again = config.load(f"{output}/r/config.toml", ["--train.steps=6"])
         assert again == dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, steps=6))
-        train.run(again, world, None, StopRequest())
+        run_training(again, world)
         found = rows(config.run_folder(cfg)) if world.rank == 0 else []
     return found
 
@@ -74,7 +70,7 @@ def refused_on_one_rank(folder: str) -> list[str]:
                 stored = weights.stored["head.weight"]
                 weights.stored["head.weight"] = dataclasses.replace(stored, path=stored.path.with_name(lost))
             try:
-                train.build(cfg, world, weights)
+                build(cfg, world, weights)
                 found.append("none")
             except ConfigError as error:
                 found.append(str(error))
@@ -94,7 +90,7 @@ def read_peak(folder: str) -> tuple[float, float]:
         weights, model = open_weights(cfg.model), meta_model(cfg.model)
         parallelize(model, cfg, world)
         with measured(found):
-            materialize_from(model, lambda name, offsets, out: weights.read_rows(name, offsets[0], out), world.device)
+            materialize_from(model, weights.read_into, world.device)
         shard = sum(t.nbytes for _, t in local_tensors(model)) / 2**20
         del model
     return found["peak_over_it_mib"], shard
@@ -108,24 +104,24 @@ def tool_peaks(commands: list[list[str]]) -> list[float]:
 
 
 def with_small_files(commands: list[list[str]], limit: int) -> list[tuple[int, str]]:
-    """(exit code, what was said) of each, on a disk that is full after so many bytes of a file."""
+    """(exit code, stderr) of each, on a disk that is full after so many bytes of a file."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     found = []
     for command in commands:
-        with contextlib.redirect_stderr(io.StringIO()) as said:
-            found.append((hf.main(command), said.getvalue()))
+        with contextlib.redirect_stderr(io.StringIO()) as error:
+            found.append((hf.main(command), error.getvalue()))
     return found
 
 
 def killed(command: list[str]) -> None:
-    """The tool, killed at its fifth block."""
-    original, calls = hf.memory, []
+    """The tool, killed at its fifth file."""
+    original, calls = hf.write_safetensors, []
 
-    def memory(tensor: torch.Tensor) -> memoryview:
+    def write_safetensors(*arguments) -> None:
         calls.append(1)
         if len(calls) == 5:
             os.kill(os.getpid(), signal.SIGKILL)
-        return original(tensor)
+        original(*arguments)
 
-    hf.memory = memory
+    hf.write_safetensors = write_safetensors
     hf.main(command)

@@ -37,7 +37,7 @@ from tests.hf_cases import config_from
 ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}
-MODELS = {  # of sizes that 4 ranks do not divide; as in TINY where nothing is said
+MODELS = {  # of sizes that 4 ranks do not divide; TINY's sizes unless given
     "single": {},
     "sharded": {"rope_parameters": LLAMA3},
     "tied": {"tie_word_embeddings": True, "rope_parameters": LLAMA3},
@@ -45,6 +45,15 @@ MODELS = {  # of sizes that 4 ranks do not divide; as in TINY where nothing is s
                "vocab_size": 323, "head_dim": 20},
     "old": {"rope_parameters": LLAMA3},
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """These models are too small for several, which wait for one another on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def reference(**changes) -> LlamaForCausalLM:
@@ -136,6 +145,7 @@ def test_the_export_loads_in_transformers_bit_for_bit(read, folders, tmp_path, c
     assert all((tmp_path / "many" / file).stat().st_size < 0.00003 * 2**30 + 2000 or
                len(load_file(tmp_path / "many" / file)) == 1 for file in files)
     assert not list(tmp_path.glob(".*"))
+    assert len({path.stat().st_mode for path in tmp_path.glob("*/*")}) == 1  # who may read config.json may read weights
     again = open_weights(config_from(str(tmp_path / "many")).model)  # and we read what we write
     assert torch.equal(again.read("embedding.weight"), theirs.state_dict()["model.embed_tokens.weight"])
 
@@ -150,7 +160,7 @@ def test_an_imported_checkpoint(folders, tmp_path, capsys, name):
     assert all(torch.equal(value, ours.state_dict()[key]) for key, value in theirs.state_dict().items())
     assert ours.config.max_position_embeddings == 64  # as it was
     assert (ours.generation_config.bos_token_id, ours.generation_config.eos_token_id) == (1, 2)
-    # no run goes on from it, and it is said what to do instead
+    # no run resumes from it, and the message has what to do instead
     cfg = catalog.read_config(tmp_path / "checkpoint")
     model = Llama(cfg.model)
     with pytest.raises(ConfigError, match="without the state of an optimizer.*model.init_from"):
@@ -185,12 +195,12 @@ def plain_loop(theirs: LlamaForCausalLM, cfg: config.Config, folder: pathlib.Pat
 
 
 def test_training_from_it_is_transformers_training(on_ranks, folders, corpus, prepared, tmp_path):
-    """... and goes on from its checkpoint when the folder is gone."""
+    """... and resumes from its checkpoint when the folder is gone."""
     source = shutil.copytree(folders["sharded"], tmp_path / "hf")
     data = {"source": str(corpus), "path": str(prepared)}
     cfg = config_from(str(source), optim={"schedule_steps": 6}, data=data)
     expected = plain_loop(in_transformers(source), cfg, prepared, 6)
-    found = on_ranks(2, hf_cases.train_and_go_on, str(source), str(tmp_path / "outputs"), data)[0]
+    found = on_ranks(2, hf_cases.train_and_resume, str(source), str(tmp_path / "outputs"), data)[0]
     assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
     for ours, theirs, tolerance in zip(found, expected, [1e-5, *[1e-4] * 5]):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=tolerance)
@@ -199,11 +209,11 @@ def test_training_from_it_is_transformers_training(on_ranks, folders, corpus, pr
     assert "prepared with another" not in log
 
 
-def test_what_one_rank_finds_wrong_is_told_by_all(on_ranks, folders, tmp_path):
+def test_what_one_rank_finds_wrong_is_raised_on_all(on_ranks, folders, tmp_path):
     folder = shutil.copytree(folders["single"], tmp_path / "hf")
     weights(lambda t: t[NORM][-1].fill_(float("nan")))(folder)  # of a row that the second rank owns
     for lost, nan in on_ranks(2, hf_cases.refused_on_one_rank, str(folder)):
-        assert "lost: No such file" in lost and "blocks.0.attention_norm.weight: holds values that are not" in nan
+        assert "lost: is not there" in lost and "blocks.0.attention_norm.weight: holds values that are not" in nan
 
 
 # The configuration
@@ -227,8 +237,8 @@ def test_sizes_that_disagree_are_all_named(folders, tmp_path):
              "rope_scaling": {"factor": 4.0}}
     with pytest.raises(ConfigError) as caught:
         config.from_dict({**tables(), "model": given}, "test.toml", ["--model.tie_embeddings=true"])
-    told = caught.value.problems
-    assert len(told) == 5 and all("leave it out" in problem for problem in told)
+    problems = caught.value.problems
+    assert len(problems) == 5 and all("leave it out" in problem for problem in problems)
     for part in ("test.toml: [model] dim = 64", "hidden_size = 48", "vocab_size = 400", "its weights have no more rows",
                  "norm_eps = 1e-05", "rms_norm_eps = 1e-06", "rope_scaling.factor = 4.0",
                  "command line: [model] tie_embeddings = true"):
@@ -282,9 +292,9 @@ def test_transformers_gives_the_same_ids(read, prepared, tmp_path, capsys):
     assert [theirs.bos_token_id] == ours.bos and [theirs.eos_token_id] == ours.eos and len(theirs) == ours.vocab_size
     made = json.loads((tmp_path / "out/config.json").read_text())
     assert (made["bos_token_id"], made["eos_token_id"]) == (1, 2)
-    # back again, what was made from the sentencepiece model is not taken for the tokenizer
+    # back again, the sentencepiece model is the tokenizer, and not what was made from it
     assert run(capsys, "import", tmp_path / "out", tmp_path / "again") == (0, "")
-    assert sorted(p.name for p in (tmp_path / "again").glob("*token*")) == ["tokenizer.model"]
+    assert [*Tokenizer(tmp_path / "again").files] == ["tokenizer.model"]
 
 
 def test_a_tokenizer_json_that_stands_alone(folders, prepared, tmp_path, capsys):
@@ -304,19 +314,19 @@ def test_a_tokenizer_json_that_stands_alone(folders, prepared, tmp_path, capsys)
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 2
 
 
-def test_a_tokenizer_that_cannot_be_expressed_is_carried_and_told(tmp_path, capsys):
+def test_a_tokenizer_that_cannot_be_expressed_is_copied_and_reported(tmp_path, capsys):
     import sentencepiece
 
     (tmp_path / "text").write_text("\n".join(words(i, 50) for i in range(50)))
     sentencepiece.SentencePieceTrainer.train(input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"),
                                              vocab_size=60, model_type="unigram", hard_vocab_limit=False, minloglevel=2)
     (tmp_path / "out").mkdir()
-    assert hf.write_tokenizer(tmp_path / "out", tmp_path, (None, None)) == (1, 2)
-    assert "tokenizer.model" in capsys.readouterr().err
-    assert sorted(os.listdir(tmp_path / "out")) == ["generation_config.json", "tokenizer.model"]
+    hf.write_tokenizer(tmp_path / "out", tmp_path)
+    assert "tokenizer.model" in capsys.readouterr().err and os.listdir(tmp_path / "out") == ["tokenizer.model"]
+    assert hf.token_ids(tmp_path) == {"bos_token_id": 1, "eos_token_id": 2}
     (tmp_path / "tokenizer.model").write_bytes(b"{}")
     with pytest.raises(ConfigError, match="is no sentencepiece model"):
-        hf.write_tokenizer(tmp_path / "out", tmp_path, (None, None))
+        hf.write_tokenizer(tmp_path / "out", tmp_path)
 
 
 # What is wrong
@@ -351,8 +361,9 @@ def only_pickled(folder: pathlib.Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
+INDEX = "model.safetensors.index.json"
 NORM, HEAD, EMBEDDING = "model.layers.0.input_layernorm.weight", "lm_head.weight", "model.embed_tokens.weight"
-WRONG = {  # what is done to the folder "single", or another that the name begins with, and what is said
+WRONG = {  # what is done to the folder "single", or another that the name begins with, and what the error names
     "architecture": (settings(architectures=["MistralForCausalLM"], model_type="mistral"),
                      ['architectures = ["MistralForCausalLM"]', 'model_type = "mistral"']),
     "no model_type": (settings(model_type=None), ["model_type = null"]),
@@ -371,7 +382,7 @@ WRONG = {  # what is done to the folder "single", or another that the name begin
     "rope no object": (settings(rope_scaling=[8]), ["rope_scaling = [8]"]),
     "config cut": (cut("config.json", 40), ["config.json: cannot be read"]),
     "config and weights": (lambda f: (settings(hidden_act="relu")(f), cut("model.safetensors", 5)(f)),
-                           ['hidden_act = "relu"', "5 bytes cannot hold"]),
+                           ['hidden_act = "relu"', "header too small"]),
     "no config": (lambda f: (f / "config.json").unlink(), ["config.json: cannot be read: No such file"]),
     "missing and extra": (weights(lambda t: t.update(other=t.pop(NORM))),
                           [f"has no {NORM}", "has other, which this model does not"]),
@@ -386,23 +397,28 @@ WRONG = {  # what is done to the folder "single", or another that the name begin
     "empty": (lambda f: [p.unlink() for p in f.iterdir()], ["config.json: cannot be read", "has neither"]),
     "weights cut": (cut("model.safetensors", 100_000), ["cut short"]),
     "header cut": (cut("model.safetensors", 300), ["is no safetensors file, or cut short"]),
+    "header no JSON": (lambda f: (f / "model.safetensors").write_bytes(b"\x08" + b"\0" * 7 + b"{no JSON"),
+                       ["is no safetensors file, or cut short"]),
+    "longer": (lambda f: (f / "model.safetensors").open("ab").write(b"more"), ["is no safetensors file, or cut short"]),
+    "a pipe": (lambda f: ((f / "model.safetensors").unlink(), os.mkfifo(f / "model.safetensors")),
+               ["model.safetensors: is no regular file"]),
     "sharded: files missing": (lambda f: [next(f.glob(f"model-0000{i}*")).unlink() for i in (1, 3)],
                                ["model-00001-of", "model-00003-of", "is not there"]),
     "sharded: index cut": (cut("model.safetensors.index.json", 50), ["index.json: cannot be read"]),
     "sharded: index without map": (index(lambda c: c.pop("weight_map")), ["needs weight_map"]),
     "sharded: index leads out": (index(lambda c: c["weight_map"].update({NORM: "../x"})), ["needs weight_map"]),
     "sharded: index elsewhere": (index(lambda c: c["weight_map"].update({NORM: c["weight_map"][HEAD]})),
-                                 [f"has no {NORM}, which", f"has {NORM}, which model.safetensors.index.json does not"]),
+                                 [f"has no {NORM}, which", f"has {NORM}, which {INDEX} does not list"]),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_is_refused_by_name(folders, tmp_path, capsys, case):
-    spoil, said = WRONG[case]
+    spoil, expected = WRONG[case]
     folder = shutil.copytree(folders[case.partition(":")[0] if ":" in case else "single"], tmp_path / "hf")
     spoil(folder)
     code, error = run(capsys, "import", folder, tmp_path / "out")
-    assert code == 2 and all(words in error for words in said), error
+    assert code == 2 and all(words in error for words in expected), error
     assert all(line.startswith(str(tmp_path)) for line in error.splitlines()) and "Traceback" not in error
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
@@ -419,6 +435,32 @@ def test_short_dtypes_are_read_exactly(folders, tmp_path, dtype):
     weights(lambda t: t.update({name: value.to(dtype) for name, value in t.items()}))(folder)
     found, expected = open_weights(config_from(str(folder)).model), load_file(folder / "model.safetensors")
     assert all(torch.equal(found.read(name), expected[hf_name(name)].float()) for name in found.stored)
+
+
+def test_any_rectangle_is_read(folders):
+    found = open_weights(config_from(str(folders["uneven"])).model)
+    for name, offsets, shape in (("head.weight", (0, 0), (323, 50)), ("head.weight", (162, 25), (161, 25)),
+                                 ("embedding.weight", (100, 7), (1, 43)), ("head.norm.weight", (49,), (1,)),
+                                 ("head.weight", (323, 0), (0, 50)), ("head.norm.weight", (50,), (0,))):
+        whole = found.read(name)
+        for dtype in (torch.float32, torch.bfloat16):
+            part = torch.full((shape[0], *(2 * n for n in shape[1:])), 9.0, dtype=dtype)
+            out = part[tuple(slice(n) for n in shape)]  # not contiguous
+            found.read_into(name, offsets, out)
+            index = tuple(slice(first, first + n) for first, n in zip(offsets, shape))
+            assert torch.equal(out, whole[index].to(dtype)), (name, offsets)
+
+
+@pytest.mark.parametrize("package, command", [("safetensors.torch", "export"), ("safetensors.torch", "import"),
+                                              ("google.protobuf.message", "export")])
+def test_a_missing_package_is_one_line(read, folders, prepared, tmp_path, capsys, monkeypatch, package, command):
+    monkeypatch.setitem(sys.modules, package, None)
+    checkpoint = shutil.copytree(read[1][0] / "single/checkpoints/step-00000001", tmp_path / "checkpoint")
+    shutil.copy(prepared / "tokenizer.model", checkpoint)
+    seal(checkpoint)
+    code, error = run(capsys, command, checkpoint if command == "export" else folders["single"], tmp_path / "out")
+    assert code == 2 and "-m pip install" in error and package.split(".")[-2] in error and error.count("\n") == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
 
 
 def test_nothing_is_written_over(read, folders, tmp_path, capsys):
@@ -459,7 +501,7 @@ def test_a_full_disk_and_a_kill_leave_nothing_half(on_ranks, read, folders, tmp_
         assert code == 2 and "File too large" in error and len(error.splitlines()) == 1, (out, error)
     assert not list(tmp_path.iterdir())
     with pytest.raises(AssertionError):
-        on_ranks(1, hf_cases.killed, export, timeout=60)
+        on_ranks(1, hf_cases.killed, [*export, "--shard-gib", "0.00003"])
     assert [p.name for p in tmp_path.iterdir()] == [".out.tmp"]
     assert run(capsys, *export) == (0, "")
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
@@ -479,14 +521,15 @@ def test_memory_is_bounded(on_ranks, folders, tmp_path):
     commands = []
     for name, source in (("small", folders["single"]), ("large", tmp_path / "hf")):  # the first loads code
         commands += [["import", str(source), str(tmp_path / f"{name}-in")],
-                     ["export", str(tmp_path / f"{name}-in"), str(tmp_path / f"{name}-out")]]
-    for peak in on_ranks(1, hf_cases.tool_peaks, commands)[0][2:]:
-        assert peak < 2 * max(sizes) + 80 < 0.6 * sum(sizes), peak
+                     ["export", str(tmp_path / f"{name}-in"), str(tmp_path / f"{name}-out"), "--shard-gib", "0.04"]]
+    *_, imported, exported = on_ranks(1, hf_cases.tool_peaks, commands)[0]
+    assert imported < 2 * max(sizes) + 80 < 0.6 * sum(sizes), imported
+    assert exported < 0.04 * 1024 + 2 * max(sizes) + 80 < 0.75 * sum(sizes), exported  # a file, and reading a tensor
 
 
 def test_what_is_not_a_number_is_not_imported(folders, tmp_path, capsys):
     folder = shutil.copytree(folders["single"], tmp_path / "hf")
     weights(lambda tensors: tensors["model.norm.weight"].fill_(float("nan")))(folder)
-    code, told = run(capsys, "import", folder, tmp_path / "out")
-    assert code == 2 and "model.norm.weight holds values that are not finite" in told
+    code, error = run(capsys, "import", folder, tmp_path / "out")
+    assert code == 2 and "model.norm.weight holds values that are not finite" in error
     assert not (tmp_path / "out").exists()
