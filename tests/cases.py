@@ -2,12 +2,13 @@
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
@@ -18,7 +19,7 @@ from model.llama import Llama, meta_model
 from parallel import materialize as materialize_module
 from parallel.fsdp import reshard, unshard_first_units
 from parallel.materialize import materialize, named_parameters
-from parallel.mesh import World, build_mesh, distributed
+from parallel.mesh import World, build_mesh, distributed, fsdp_mesh
 from parallel.parallelize import parallelize
 from tests.conftest import make_config, rows
 
@@ -212,6 +213,41 @@ def start_and_end() -> None:
 
 
 
+def gradient_norms() -> dict[str, tuple[float, float, float, float]]:
+    """By mesh: the norm that clip_gradients returns, that of the clipped gradients, the norm in float64, and torch's in
+    float32, of 4.2 million elements and some that are sharded over other meshes, or not at all."""
+    from optim import clip_gradients
+
+    generator = torch.Generator().manual_seed(0)
+    full = [torch.randn(shape, generator=generator) for shape in ((2049, 2050), (1111,), (333, 10), (7, 3))]
+    expected = math.sqrt(sum(g.double().square().sum().item() for g in full))
+    torchs = torch.nn.utils.get_total_norm(full).item()
+    found = {}
+    with process_group() as world:
+        n = world.size
+        shapes = {"sharded": (1, n, 1, 1), "replicas": (n, 1, 1, 1)}
+        if n == 4:
+            shapes |= {"hybrid": (2, 2, 1, 1), "context parallel": (1, 2, 2, 1), "tensor parallel": (1, 2, 1, 2)}
+        for name, shape in shapes.items():
+            ours = World(world.rank, n, world.device, build_mesh("cpu", shape))
+            mesh = fsdp_mesh(ours)
+            placements = [Replicate(), Shard(0)][-mesh.ndim :]
+            spread = [(mesh, placements)] * 3
+            if ours.tp > 1:  # by columns, the same on all tp ranks, not known to tp
+                both = ours.mesh["dp_shard", "tp"]
+                spread = [(both, [Shard(0), Shard(1)]), (both, [Shard(0), Replicate()]), (mesh, placements)]
+            model = torch.nn.ParameterList()
+            for g, (over, how) in zip(full, spread):
+                model.append(distribute_tensor(g, over, how, src_data_rank=None))
+                model[-1].grad = model[-1].detach().clone()
+            model.append(full[-1])
+            model[-1].grad = full[-1].clone()
+            norm = clip_gradients(model, 1.0).item()
+            after = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model]
+            found[name] = norm, math.sqrt(sum(g.double().square().sum().item() for g in after)), expected, torchs
+    return found
+
+
 def nan_on_one_rank() -> tuple[bool, str]:
     """(did any weight change, the error) of a step in which rank 1 alone has a NaN in its gradient."""
     from optim import FiniteGuard, build_optimizer, clip_gradients
@@ -240,6 +276,30 @@ def nan_on_one_rank() -> tuple[bool, str]:
 def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
     return {name: hashlib.sha256(t.detach().numpy().tobytes()).hexdigest() for name, t in full.items()}
+
+
+def full_state_round_trip(cases: dict[str, dict], snippet: str) -> dict[str, tuple]:
+    """By case: digests of what the snippet gathers as `full`, of the model before, and after it was emptied in between;
+    the names of a plain model."""
+    found = {}
+    scatter = snippet.index("set_model_state_dict(model")
+    with process_group() as world:
+        for name, sections in cases.items():
+            cfg = make_config(**sections)
+            scope = {"model": build(cfg, world_for(cfg, world))}
+            before = digests(dict(named_parameters(scope["model"])))
+            exec(snippet[:scatter], scope)
+            scope["full"] = {key: t.clone() for key, t in scope["full"].items()}  # one CPU rank's are its parameters
+            full = digests(scope["full"])
+            with torch.no_grad():
+                for p in scope["model"].parameters():
+                    p.zero_()
+            exec(snippet[scatter:], scope)
+            with torch.device("meta"):
+                names = set(Llama(cfg.model).state_dict())
+            found[name] = full, before, digests(dict(named_parameters(scope["model"]))), names
+            scope.clear()
+    return found
 
 
 def save_trained(folder: str) -> dict[str, str]:
@@ -353,44 +413,44 @@ def count_collectives(cases: list[dict]) -> list[dict[str, tuple[int, int]]]:
     return found
 
 
-def verify_damaged(sections: dict, damage: str) -> str:
-    """The error of verify_sharding after some damage, "" where it finds none."""
+def verify_damaged(cases: list[tuple[dict, str]]) -> list[str]:
+    """The error of verify_sharding after each damage, "" where it finds none."""
     from parallel.verify import unit_table, verify_sharding
 
+    found = []
     with process_group() as world:
-        cfg = make_config(**sections)
-        world = world_for(cfg, world)
-        model = build(cfg, world)
-        block = model.blocks[1]
-        p = cfg.parallel
-        if damage == "one replica differs" and world.rank == world.size - 1:
+        for sections, damage in cases:
+            cfg = make_config(**sections)
+            ours = world_for(cfg, world)
+            model = build(cfg, ours)
+            block = model.blocks[1]
             with torch.no_grad():
-                block.attention_norm.weight.to_local()[0] += 1e-6
-        elif damage == "two values swapped" and world.rank == 0:
-            with torch.no_grad():
-                local = block.feed_forward.up_proj.weight.to_local()
-                local[0], local[1] = local[1].clone(), local[0].clone()
-        elif damage == "a plain parameter":
-            block.extra = torch.nn.Parameter(torch.zeros(3))
-        elif damage == "outside every unit":
-            model.extra = torch.nn.Parameter(torch.zeros(3))
-        elif damage == "on meta":
-            model = None
-            with torch.device("meta"):
-                model = Llama(cfg.model)
-            parallelize(model, cfg, world)
-        elif damage == "another mesh":
-            other = make_config(parallel={"dp_replicate": 2})
-            world = world_for(other, world)
-        try:
-            rows = verify_sharding(model, p, world)
-            message = ""
-            if world.rank == 0:
-                print(unit_table(rows))
-        except RuntimeError as error:
-            message = str(error)
-        del model, block
-    return message
+                if damage == "one replica differs" and world.rank == world.size - 1:
+                    block.attention_norm.weight.to_local()[0] += 1e-6
+                elif damage == "two values swapped" and world.rank == 0:
+                    local = block.feed_forward.up_proj.weight.to_local()
+                    local[0], local[1] = local[1].clone(), local[0].clone()
+                elif damage == "an unsharded one differs" and world.rank == 0:
+                    dict(named_parameters(model))["blocks.1.attention.o_proj.weight"][0, 0] += 1e-6
+            if damage == "a plain parameter":
+                block.extra = torch.nn.Parameter(torch.zeros(3))
+            elif damage == "outside every unit":
+                model.extra = torch.nn.Parameter(torch.zeros(3))
+            elif damage == "a short shard":
+                block.attention.q_proj.weight._local_tensor = block.attention.q_proj.weight.to_local()[:-1]
+            elif damage == "on meta":
+                with torch.device("meta"):
+                    model = Llama(cfg.model)
+                parallelize(model, cfg, ours)
+            elif damage == "another mesh":
+                ours = world_for(make_config(parallel={"dp_replicate": 2}), world)
+            try:
+                print(unit_table(verify_sharding(model, cfg.parallel, ours)))
+                found.append("")
+            except RuntimeError as error:
+                found.append(str(error))
+            del model, block
+    return found
 
 
 def batches(vocab_size: int, steps: int) -> torch.Tensor:

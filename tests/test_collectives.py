@@ -30,7 +30,9 @@ VARIANTS = {
     "tied": {"model": {"tie_embeddings": True}},
     "uneven": {"model": UNEVEN},
     "frozen": {"model": {"freeze": ["embedding.weight", "blocks.1.*", "*k_proj*"]}},
-    "unsharded": {"parallel": {"unsharded": ["*norm.weight"], "param_dtype": "bfloat16"}},
+    "unsharded": {"model": {"freeze": ["embedding.weight", "blocks.1.*", "*k_proj*"]},
+                  "parallel": {"unsharded": ["embedding.weight", "blocks.1.*", "blocks.0.*.k_proj.weight"],
+                               "param_dtype": "bfloat16"}},
 }
 
 
