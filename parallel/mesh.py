@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import config
 from config import ConfigError
 
-
 MESH_DIMS = ("dp_replicate", "dp_shard", "cp", "tp")  # outermost first: tp ranks are neighbours
 
 

@@ -21,9 +21,9 @@ def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
         with rebind_optimizer(model, optimizer):
             parallelize(model, cfg, world)
 
-    Entries are matched by name, which sharding keeps; their order and their groups' settings stay. Within, the optimizer
-    holds placeholders, so that each full weight is freed as soon as its unit is sharded. Afterwards materialize() may
-    follow: FSDP2's parameters stay the same objects from here on.
+    Entries are matched by name, which sharding keeps; their order and their groups' settings stay. Within, the
+    optimizer holds placeholders, so that each full weight is freed as soon as its unit is sharded. Afterwards
+    materialize() may follow: FSDP2's parameters stay the same objects from here on.
 
     Raises ValueError for an optimizer that cannot be carried over and for a name that is gone afterwards. After an
     exception within, the optimizer holds what the model then has: its own parameters where sharding did not come to.

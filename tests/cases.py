@@ -108,6 +108,44 @@ def tensor_parallel_weights(sections: dict) -> tuple[dict[str, str], list[tuple[
     return found
 
 
+def losses_and_gradients(cases: list[dict]) -> list[tuple[float, dict[str, str]]]:
+    """(loss, hashes of the gradients) of one micro-batch of each case."""
+    found = []
+    with process_group() as world:
+        for sections in cases:
+            cfg = make_config(**sections)
+            model = build(cfg, world_for(cfg, world))
+            ids = torch.randint(0, cfg.model.vocab_size, (2, 17), generator=torch.Generator().manual_seed(world.rank))
+            loss, _ = model(ids[:, :-1], ids[:, 1:])
+            loss.backward()
+            gradients = {name: p.grad for name, p in named_parameters(model) if p.grad is not None}
+            found.append((loss.item(), digests(gradients)))
+            del model, gradients
+    return found
+
+
+def on_meshes(sections: dict, shapes: list[tuple[int, int, int, int]]) -> list[tuple]:
+    """By mesh: (dp_replicate, dp_shard, cp, tp, dp_rank, dp_size), the names and shape of fsdp_mesh, and the gradients'
+    hashes of one micro-batch that is the same on all ranks."""
+    from parallel.verify import verify_sharding
+
+    found = []
+    with process_group() as world:
+        for shape in shapes:
+            cfg = make_config(**sections)
+            ours = World(world.rank, world.size, world.device, build_mesh("cpu", shape))
+            model = build(cfg, ours)
+            verify_sharding(model, cfg.parallel, ours)
+            ids = torch.randint(0, cfg.model.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0))
+            model(ids[:, :-1], ids[:, 1:])[0].backward()
+            degrees = (ours.dp_replicate, ours.dp_shard, ours.cp, ours.tp, ours.dp_rank, ours.dp_size)
+            mesh = fsdp_mesh(ours)
+            norms = {name: p.grad.full_tensor().norm().item() for name, p in named_parameters(model)}
+            found.append((degrees, mesh.mesh_dim_names, mesh.shape, norms))
+            del model
+    return found
+
+
 @contextlib.contextmanager
 def recorded(events: list[tuple[str, str]], names: Callable[[FSDPParamGroup], str]):
     """Writes down each all-gather as it is issued, and the end of each unit's backward."""
