@@ -167,31 +167,31 @@ def recorded(events: list[tuple[str, str]], names: Callable[[FSDPParamGroup], st
     FSDPParamGroup.unshard, FSDPParamGroup.post_backward = original, post_backward
 
 
-def gather_order(sections: dict, early: bool) -> list[tuple[str, str]]:
-    """One step's all-gathers as they are issued, and the ends of each unit's forward and backward, in order."""
-    events: list[tuple[str, str]] = []
+def gather_order(cases: list[tuple[dict, bool]]) -> list[list[tuple[str, str]]]:
+    """By case: one step's all-gathers as they are issued, and the ends of each unit's forward and backward, in order;
+    with True, the first units are unsharded early."""
+    found = []
     with process_group() as world:
-        cfg = make_config(**sections)
-        model = build(cfg, world_for(cfg, world))
-        ids = torch.randint(0, cfg.model.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0))
+        for sections, early in cases:
+            events: list[tuple[str, str]] = []
+            cfg = make_config(**sections)
+            model = build(cfg, world_for(cfg, world))
+            ids = torch.randint(0, cfg.model.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0))
+            blocks = {str(i): block for i, block in enumerate(model.blocks)}
 
-        def names(group: FSDPParamGroup) -> str:
-            return group._module_fqn.split(".")[-1]
+            def step(model: Llama, ids: torch.Tensor, cfg: config.Config, early: bool) -> None:
+                if early:
+                    unshard_first_units(model, cfg.parallel)
+                model(ids[:, :-1], ids[:, 1:])[0].backward()
 
-        def step(model: Llama) -> None:
-            if early:
-                unshard_first_units(model, cfg.parallel)
-            model(ids[:, :-1], ids[:, 1:])[0].backward()
-
-        step(model)  # FSDP2 learns its order in the first one
-        handles = []
-        for name, module in [("embedding", model.embedding), *((str(i), b) for i, b in enumerate(model.blocks)),
-                             ("head", model.head)]:
-            handles.append(module.register_forward_hook(lambda *_, n=name: events.append(("forward", n))))
-        with recorded(events, names):
-            step(model)
-        del model, handles
-    return events
+            step(model, ids, cfg, early)  # FSDP2 learns its order in the first one
+            for name, module in {"embedding": model.embedding, **blocks, "head": model.head}.items():
+                module.register_forward_hook(lambda *_, n=name, seen=events: seen.append(("forward", n)))
+            with recorded(events, lambda group: group._module_fqn.split(".")[-1]):
+                step(model, ids, cfg, early)
+            found.append(events)
+            del model, blocks, module
+    return found
 
 
 class Largest(TorchDispatchMode):
@@ -422,33 +422,44 @@ class Collectives(TorchDispatchMode):
         return result
 
 
-def count_collectives(cases: list[dict]) -> list[dict[str, tuple[int, int]]]:
-    """What one step of each case sends, counted while it runs."""
-    from optim import clip_gradients
-    from parallel.fsdp import set_gradient_sync
-
+def count_collectives(cases: list[dict], of_ranks: int | None = None) -> list[dict[str, tuple[int, int]]]:
+    """What one step of each case sends, counted while it runs. of_ranks: as rank 0 of so many under torch's fake
+    process group, which takes the same calls and sends nothing."""
     found = []
-    with process_group() as world:
+    with process_group() if of_ranks is None else fake_process_group(of_ranks) as world:
         for sections in cases:
             cfg = make_config(**sections)
             ours = world_for(cfg, world)
             model = build(cfg, ours)
-            accumulation = config.accumulation_steps(cfg, ours.dp_size)
             ids = torch.randint(0, cfg.model.vocab_size, (cfg.train.micro_batch_size, 17))
-
-            def step(model: Llama, cfg: config.Config, world: World, ids: torch.Tensor, accumulation: int) -> None:
-                unshard_first_units(model, cfg.parallel)
-                for i in range(accumulation):
-                    set_gradient_sync(model, cfg.parallel, world, i == accumulation - 1)
-                    model(ids[:, :-1], ids[:, 1:])[0].backward()
-                clip_gradients(model, 1.0)
-
-            step(model, cfg, ours, ids, accumulation)
+            one_step(model, cfg, ours, ids)  # FSDP2 learns its order in the first one
             with Collectives() as counted:
-                step(model, cfg, ours, ids, accumulation)
+                one_step(model, cfg, ours, ids)
             found.append({kind: tuple(value) for kind, value in counted.found.items()})
             del model
     return found
+
+
+@contextlib.contextmanager
+def fake_process_group(ranks: int):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    yield World(0, ranks, torch.device("cpu"), build_mesh("cpu", (1, ranks, 1, 1)))
+    dist.destroy_process_group()
+
+
+def one_step(model: Llama, cfg: config.Config, world: World, ids: torch.Tensor) -> None:
+    """A step's collectives: forward and backward of every micro-batch, and the gradient norm."""
+    from optim import clip_gradients
+    from parallel.fsdp import set_gradient_sync
+
+    accumulation = config.accumulation_steps(cfg, world.dp_size)
+    unshard_first_units(model, cfg.parallel)
+    for i in range(accumulation):
+        set_gradient_sync(model, cfg.parallel, world, i == accumulation - 1)
+        model(ids[:, :-1], ids[:, 1:])[0].backward()
+    clip_gradients(model, 1.0)
 
 
 def verify_damaged(cases: list[tuple[dict, str]]) -> list[str]:
