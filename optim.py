@@ -108,7 +108,7 @@ def clip_gradients(model: nn.Module, max_norm: float | str) -> Tensor:
     sharded over different dimensions of one, are summed separately.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}  # local gradients by the groups they are sharded over
+    groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}  # local parts, by what they are sharded over
     for g in gradients:
         groups.setdefault(_sharded_over(g), []).append(g.to_local() if isinstance(g, DTensor) else g)
     total = 0.0

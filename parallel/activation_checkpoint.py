@@ -1,4 +1,4 @@
-"""Activation checkpointing: which blocks forget their activations after forward and compute them again in backward."""
+"""Activation checkpointing: which blocks discard their activations after forward and recompute them in backward."""
 
 from collections import Counter
 from functools import partial
@@ -24,7 +24,7 @@ def apply_activation_checkpointing(model: Llama, setting: str | int) -> None:
     """Wraps blocks in place.
 
     "none": nothing. "full": every block keeps its input only. n: every n-th block does, the others keep everything.
-    "selective": in every block attention and every second matrix product are kept, all else is computed again.
+    "selective": every block keeps attention and every second matrix product, and recomputes the rest.
     """
     if setting == "none":
         return
@@ -38,7 +38,7 @@ def apply_activation_checkpointing(model: Llama, setting: str | int) -> None:
 
 
 def _save_expensive_ops():
-    """Contexts of one block's forward and of its recomputation, which both meet the products in the same order."""
+    """Contexts for one block's forward and its recomputation, both of which run the products in the same order."""
     products: Counter[bool] = Counter()
 
     def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:

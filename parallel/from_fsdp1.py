@@ -52,11 +52,9 @@ auto_wrap_policy | SIZE_BASED_WRAP SIZE_BASED_AUTO_WRAP_POLICY NO_WRAP | no equi
 transformer_layer_cls_to_wrap min_num_params | any | implied: units are one per block, always
 state_dict_type | SHARDED_STATE_DICT 3 FULL_STATE_DICT 1 | implied: checkpoints are always sharded, and load anywhere
 state_dict_type | LOCAL_STATE_DICT 2 | no equivalent: there are no flat parameters; write SHARDED_STATE_DICT
-sync_module_states cpu_ram_efficient_loading | TRUE FALSE | implied: each rank makes its own rows of the same weights
-use_orig_params | TRUE FALSE | implied: FSDP2 keeps the original parameters, always
-limit_all_gathers | TRUE FALSE | implied: FSDP2 bounds its memory without waiting on the host
-device_id | any | implied: each rank takes its local GPU
-param_init_fn | any | implied: parallel/materialize.py gives every parameter its value
+sync_module_states cpu_ram_efficient_loading | TRUE FALSE | implied: each rank makes its own shards of the same weights
+use_orig_params limit_all_gathers | TRUE FALSE | implied: FSDP2 keeps the parameters and bounds its memory, always
+device_id param_init_fn | any | implied: each rank takes its local GPU; parallel/materialize.py gives values
 ignored_modules ignored_states ignored_parameters ignored_params | any | no equivalent: every parameter is sharded
 process_group device_mesh mesh | any | no equivalent: the mesh spans all ranks; set dp_replicate and dp_shard
 """
@@ -82,13 +80,13 @@ parallelism_config_cp_comm_strategy mpirun_config | any | not ours: data paralle
 deepspeed_config megatron_lm_config tp_config fp8_config | any | no equivalent: there is FSDP alone
 compute_environment machine_rank main_process_ip main_process_port rdzv_backend | any | not ours: run_train.sh launches
 same_network gpu_ids main_training_function enable_cpu_affinity commands | any | not ours: run_train.sh launches
-debug command_file ipex_config downcast_bf16 tpu_env tpu_vm | any | not ours: takes no part in sharding
-tpu_name tpu_zone tpu_use_cluster tpu_use_sudo | any | not ours: takes no part in sharding
+debug command_file ipex_config downcast_bf16 tpu_env tpu_vm tpu_name tpu_zone | any | not ours: no part of sharding
+tpu_use_cluster tpu_use_sudo | any | not ours: no part of sharding
 """
 SYNONYMS = {"YES": "TRUE", "ON": "TRUE", "NO": "FALSE", "OFF": "FALSE", "": "NULL", "~": "NULL", "NONE": "NULL",
             "BF16": "BFLOAT16", "FP32": "FLOAT32", "FLOAT": "FLOAT32", "FP16": "FLOAT16", "HALF": "FLOAT16"}
 NESTED = {"fsdp_config", "mixed_precision", "mixed_precision_policy", "mp_policy", "cpu_offload", "dynamo_config",
-          "parallelism_config"}  # where a table may stand, of keys as above
+          "parallelism_config"}  # where a table of keys as above may stand
 NUMBER = re.compile("[1-9][0-9]{0,8}")
 
 
@@ -116,7 +114,7 @@ def word(value: Any) -> str:
 
 
 def show(value: Any) -> str:
-    """A key or value as a piece of a comment: printable ASCII, not too long."""
+    """A key or value in a comment: printable ASCII, not too long."""
     text = ascii(value)[1:-1] if isinstance(value, str) else ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -139,12 +137,12 @@ def resolve(name: str, value: Any, machines: str) -> tuple[str, dict[str, Any], 
     if "{machines}" in effect and not (NUMBER.fullmatch(machines) and int(machines) > 1):
         return "no equivalent", {}, (f"num_machines is {show(machines)}, so the number of replicas is not known; set "
                                      "num_machines to it and convert again")
-    left, colon, remark = effect.format(key=name, value=text.lower(), machines=machines).partition(": ")
+    kind, colon, remark = effect.format(key=name, value=text.lower(), machines=machines).partition(": ")
     if colon:
-        return left, {}, remark
-    settings, _, remark = left.partition("; ")
-    settings = tomli.loads(settings.replace(", ", "\n"))
-    return "kept" if name in settings else "renamed", settings, remark
+        return kind, {}, remark
+    settings, _, remark = kind.partition("; ")
+    options = tomli.loads(settings.replace(", ", "\n"))
+    return "kept" if name in options else "renamed", options, remark
 
 
 def entries(table: dict, where: str = "") -> Iterator[tuple[str, str, Any]]:
@@ -180,34 +178,28 @@ def convert(raw: dict) -> tuple[dict[str, Any], list[str], list[str]]:
     return options, comments, problems
 
 
-def plain(node: Any) -> Any:
-    """A YAML node as dict, list and text: each scalar as it stands in the file. Raises ConfigError."""
-    if node.id != "mapping":
-        return node.value if node.id == "scalar" else [plain(item) for item in node.value]
-    table = {}
-    for key, value in node.value:
-        if key.id != "scalar" or key.value in table:
-            what = f"{show(key.value)} stands twice; keep one" if key.id == "scalar" else f"a {key.id} is no key"
-            raise ConfigError(f"line {key.start_mark.line + 1}: {what}")
-        table[key.value] = plain(value)
-    return table
-
-
 def read(path: str) -> dict:
-    """The file's tables. Nothing in it is run, and aliases are refused, since a few unfold into gigabytes. Raises
-    ConfigError where there is nothing to convert."""
+    """The file's tables, each scalar as the text that stands there. Nothing in it is run; aliases are refused, since a
+    few unfold into gigabytes. Raises ConfigError where there is nothing to convert."""
     try:
         import yaml
     except ModuleNotFoundError:
         raise ConfigError("to read YAML, install PyYAML: pip install PyYAML") from None
+
+    class Loader(yaml.BaseLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+            for i, (key, _) in enumerate(node.value):
+                if key.value in [earlier.value for earlier, _ in node.value[:i]]:
+                    raise ConfigError(f"line {key.start_mark.line + 1}: {show(key.value)} stands twice; keep one")
+            return super().construct_mapping(node, deep=True)
+
     try:
         text = pathlib.Path(path).read_bytes().decode("utf-8-sig")
         for event in yaml.parse(text, yaml.BaseLoader):
             if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None):
                 raise ConfigError(f"line {event.start_mark.line + 1}: an alias (*name) or a tag (!name) is not read; "
                                   "write the value itself")
-        root = yaml.compose(text, yaml.BaseLoader)
-        raw = plain(root) if root else None
+        raw = yaml.load(text, Loader)
     except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:  # an escape may overflow
         raise ConfigError(f"cannot be read as YAML: {' '.join(str(error).split())}") from None
     if not raw or not isinstance(raw, dict):

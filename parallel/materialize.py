@@ -60,7 +60,15 @@ def _fill(model: nn.Module, fill: Callable[[str, Offsets, Tensor, torch.Size], N
           ) -> list[str]:
     """Makes all storage, filled with NaN, then calls fill(name, offsets, this rank's shard, full shape) for each
     parameter. Returns the tensors that still hold a NaN."""
+    # to_empty() makes a new parameter at every place of a tied one
+    places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(parameter, []).append((module, name))
     model.to_empty(device=device)
+    for (module, name), *others in places.values():
+        for other, its_name in others:
+            setattr(other, its_name, getattr(module, name))
     tensors = dict(local_tensors(model))
     with torch.no_grad():
         for local in tensors.values():

@@ -1,4 +1,4 @@
-"""How a plain model is spread over the ranks: the order, on one screen, with the reason beside each step."""
+"""How a plain model is parallelized: the order, on one screen, with the reason for each step."""
 
 import config
 from model.llama import Llama
@@ -8,9 +8,9 @@ from parallel.mesh import World
 
 
 def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
-    """Spreads a model that is still on the meta device, in place. materialize() gives it storage and values after."""
-    # 1. Recomputation first: its wrapper becomes part of what is compiled and sharded. Put around a sharded block, it
-    #    would run that unit's hooks, and so its all-gather, a second time.
+    """Parallelizes a model on the meta device, in place. materialize() gives it storage and values afterwards."""
+    # 1. Activation checkpointing first: its wrapper becomes part of what is compiled and sharded. Around a sharded
+    #    block, it would run that unit's hooks, and so its all-gather, a second time.
     apply_activation_checkpointing(model, cfg.parallel.recompute)
 
     # 2. Compilation next, block by block and in place: all layers share one compiled block, names stay as they are, and
@@ -19,6 +19,6 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
         for block in model.blocks:
             block.compile(fullgraph=True)
 
-    # 3. Sharding last: parameters become new objects (DTensors of this rank's rows). Whoever holds parameters, as the
-    #    optimizer does, is made after this.
+    # 3. Sharding last: parameters become new objects (DTensors). What holds parameters, as the optimizer does, is made
+    #    after this.
     apply_fsdp(model, cfg.parallel, world)

@@ -31,7 +31,7 @@ def plan(cfg: config.Config, model: Llama, ranks: int, epoch: float | None) -> d
     Gradients and both of AdamW's moments are sharded as their parameter and have its dtype; each trained tensor has a
     float32 step count. In float32 that is 16 bytes for each trained parameter of the shard, 4 for a frozen one.
     """
-    dp_replicate, dp_shard, cp, tp = config.mesh_shape(cfg, ranks)
+    dp_replicate, dp_shard, cp, _ = config.mesh_shape(cfg, ranks)
     unsharded = unsharded_parameters(model, cfg.parallel)
     held = {q: q.itemsize * (q.numel() if q in unsharded else shard_numel(q, dp_shard * cp))
             for q in model.parameters()}
@@ -68,7 +68,7 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
     all-gathered for its backward.
     """
     p = cfg.parallel
-    dp_replicate, dp_shard, cp, tp = config.mesh_shape(cfg, ranks)
+    dp_replicate, dp_shard, cp, _ = config.mesh_shape(cfg, ranks)
     shards, accumulation = dp_shard * cp, config.accumulation_steps(cfg, dp_replicate * dp_shard)
     reductions = accumulation if p.sync_every_micro_batch else 1
     unsharded = unsharded_parameters(model, p)

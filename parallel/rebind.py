@@ -1,4 +1,4 @@
-"""An optimizer that was made before sharding: how it is carried over, and how one that was not is found out.
+"""An optimizer that was made before sharding: how to carry it over, and how to detect one that was not.
 
 fully_shard() puts a new object in the place of every parameter. An optimizer made before keeps the old ones: the full
 weights, which never see a gradient. So step() updates nothing, without an error, and the full weights stay in memory
@@ -21,9 +21,9 @@ def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
         with rebind_optimizer(model, optimizer):
             parallelize(model, cfg, world)
 
-    Entries are known by name, which sharding keeps; their order and their groups' settings stay. Within, the optimizer
-    holds placeholders, so that each full weight is freed as soon as its unit is sharded. Afterwards materialize() may
-    follow: FSDP2's parameters stay the same objects from here on.
+    Entries are matched by name, which sharding keeps; their order and their groups' settings stay. Within, the
+    optimizer holds placeholders, so that each full weight is freed as soon as its unit is sharded. Afterwards
+    materialize() may follow: FSDP2's parameters stay the same objects from here on.
 
     Raises ValueError for an optimizer that cannot be carried over and for a name that is gone afterwards. After an
     exception within, the optimizer holds what the model then has: its own parameters where sharding did not come to.
@@ -45,23 +45,20 @@ def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
 
 
 def _names_by_group(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """The name of every entry. By object and not by storage: on meta all storages have the same address, none."""
     if optimizer.state:
         raise ValueError("the optimizer has state, which would be lost: make it anew after sharding, or rebind it "
                          "before its first step and before anything is loaded into it or made in it (as "
                          "optim.build_optimizer does)")
-    known = {id(p): name for name, p in named_parameters(model)}
-    names, seen = [], set()
-    for i, group in enumerate(optimizer.param_groups):
-        for j, p in enumerate(group["params"]):
-            if id(p) not in known:
-                raise ValueError(f"{_entry(i, j, p)} is no parameter of the model, or not any more: rebind_optimizer "
-                                 "goes around the sharding")
-            if id(p) in seen:
-                raise ValueError(f"{_entry(i, j, p)} is {known[id(p)]}, which the optimizer holds already")
-            seen.add(id(p))
-        names.append([known[id(p)] for p in group["params"]])
-    return names
+    # by object and not by storage: on meta all storages have the same address, none
+    known, seen = {id(p): name for name, p in named_parameters(model)}, set()
+    for entry, p in _entries(optimizer):
+        if id(p) not in known:
+            raise ValueError(f"{entry} is no parameter of the model, or not any more: rebind_optimizer goes around the "
+                             "sharding")
+        if id(p) in seen:
+            raise ValueError(f"{entry} is {known[id(p)]}, which the optimizer holds already")
+        seen.add(id(p))
+    return [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -69,12 +66,11 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
     For a model that is sharded at the moment: between forward and backward other tensors stand in for its parameters.
     """
-    trainable = {id(p): name for name, p in named_parameters(model) if p.requires_grad}
-    frozen = {id(p): name for name, p in named_parameters(model) if not p.requires_grad}
-    held = {id(p): _entry(i, j, p) + (f" ({frozen[id(p)]}, which is frozen)" if id(p) in frozen else "")
-            for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])}
-    missing = [name for key, name in trainable.items() if key not in held]
-    foreign = [entry for key, entry in held.items() if key not in trainable]
+    names = {id(p): (name, p.requires_grad) for name, p in named_parameters(model)}
+    held = {id(p): entry for entry, p in _entries(optimizer)}
+    missing = [name for key, (name, trained) in names.items() if trained and key not in held]
+    foreign = [entry + (f" ({names[key][0]}, which is frozen)" if key in names else "")
+               for key, entry in held.items() if not names.get(key, ("", False))[1]]
     if missing or foreign:
         raise RuntimeError(
             "the optimizer does not hold the model's trainable parameters."
@@ -84,8 +80,10 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
               "learn: make it after sharding, or shard within parallel.rebind.rebind_optimizer(model, optimizer)")
 
 
-def _entry(group: int, place: int, p: torch.Tensor) -> str:
-    return f"param_groups[{group}]['params'][{place}] {tuple(p.shape)}"
+def _entries(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
+    """(where it stands, in words; the parameter) of everything that the optimizer holds."""
+    return [(f"param_groups[{i}]['params'][{j}] {tuple(p.shape)}", p)
+            for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])]
 
 
 def _some(words: list[str]) -> str:

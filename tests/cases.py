@@ -2,12 +2,13 @@
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
@@ -18,7 +19,7 @@ from model.llama import Llama, meta_model
 from parallel import materialize as materialize_module
 from parallel.fsdp import reshard, unshard_first_units
 from parallel.materialize import materialize, named_parameters
-from parallel.mesh import World, build_mesh, distributed
+from parallel.mesh import World, build_mesh, distributed, fsdp_mesh
 from parallel.parallelize import parallelize
 from tests.conftest import make_config, rows
 
@@ -118,6 +119,44 @@ def tensor_parallel_weights(sections: dict) -> tuple[dict[str, str], list[tuple[
     return found
 
 
+def losses_and_gradients(cases: list[dict]) -> list[tuple[float, dict[str, str]]]:
+    """(loss, hashes of the gradients) of one micro-batch of each case."""
+    found = []
+    with process_group() as world:
+        for sections in cases:
+            cfg = make_config(**sections)
+            model = build(cfg, world_for(cfg, world))
+            ids = torch.randint(0, cfg.model.vocab_size, (2, 17), generator=torch.Generator().manual_seed(world.rank))
+            loss, _ = model(ids[:, :-1], ids[:, 1:])
+            loss.backward()
+            gradients = {name: p.grad for name, p in named_parameters(model) if p.grad is not None}
+            found.append((loss.item(), digests(gradients)))
+            del model, gradients
+    return found
+
+
+def on_meshes(sections: dict, shapes: list[tuple[int, int, int, int]]) -> list[tuple]:
+    """By mesh: (dp_replicate, dp_shard, cp, tp, dp_rank, dp_size), the names and shape of fsdp_mesh, and the gradients'
+    hashes of one micro-batch that is the same on all ranks."""
+    from parallel.verify import verify_sharding
+
+    found = []
+    with process_group() as world:
+        for shape in shapes:
+            cfg = make_config(**sections)
+            ours = World(world.rank, world.size, world.device, build_mesh("cpu", shape))
+            model = build(cfg, ours)
+            verify_sharding(model, cfg.parallel, ours)
+            ids = torch.randint(0, cfg.model.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0))
+            model(ids[:, :-1], ids[:, 1:])[0].backward()
+            degrees = (ours.dp_replicate, ours.dp_shard, ours.cp, ours.tp, ours.dp_rank, ours.dp_size)
+            mesh = fsdp_mesh(ours)
+            norms = {name: p.grad.full_tensor().norm().item() for name, p in named_parameters(model)}
+            found.append((degrees, mesh.mesh_dim_names, mesh.shape, norms))
+            del model
+    return found
+
+
 @contextlib.contextmanager
 def recorded(events: list[tuple[str, str]], names: Callable[[FSDPParamGroup], str]):
     """Writes down each all-gather as it is issued, and the end of each unit's backward."""
@@ -139,31 +178,31 @@ def recorded(events: list[tuple[str, str]], names: Callable[[FSDPParamGroup], st
     FSDPParamGroup.unshard, FSDPParamGroup.post_backward = original, post_backward
 
 
-def gather_order(sections: dict, early: bool) -> list[tuple[str, str]]:
-    """One step's all-gathers as they are issued, and the ends of each unit's forward and backward, in order."""
-    events: list[tuple[str, str]] = []
+def gather_order(cases: list[tuple[dict, bool]]) -> list[list[tuple[str, str]]]:
+    """By case: one step's all-gathers as they are issued, and the ends of each unit's forward and backward, in order;
+    with True, the first units are unsharded early."""
+    found = []
     with process_group() as world:
-        cfg = make_config(**sections)
-        model = build(cfg, world_for(cfg, world))
-        ids = torch.randint(0, cfg.model.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0))
+        for sections, early in cases:
+            events: list[tuple[str, str]] = []
+            cfg = make_config(**sections)
+            model = build(cfg, world_for(cfg, world))
+            ids = torch.randint(0, cfg.model.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0))
+            blocks = {str(i): block for i, block in enumerate(model.blocks)}
 
-        def names(group: FSDPParamGroup) -> str:
-            return group._module_fqn.split(".")[-1]
+            def step(model: Llama, ids: torch.Tensor, cfg: config.Config, early: bool) -> None:
+                if early:
+                    unshard_first_units(model, cfg.parallel)
+                model(ids[:, :-1], ids[:, 1:])[0].backward()
 
-        def step(model: Llama) -> None:
-            if early:
-                unshard_first_units(model, cfg.parallel)
-            model(ids[:, :-1], ids[:, 1:])[0].backward()
-
-        step(model)  # FSDP2 learns its order in the first one
-        handles = []
-        for name, module in [("embedding", model.embedding), *((str(i), b) for i, b in enumerate(model.blocks)),
-                             ("head", model.head)]:
-            handles.append(module.register_forward_hook(lambda *_, n=name: events.append(("forward", n))))
-        with recorded(events, names):
-            step(model)
-        del model, handles
-    return events
+            step(model, ids, cfg, early)  # FSDP2 learns its order in the first one
+            for name, module in {"embedding": model.embedding, **blocks, "head": model.head}.items():
+                module.register_forward_hook(lambda *_, n=name, seen=events: seen.append(("forward", n)))
+            with recorded(events, lambda group: group._module_fqn.split(".")[-1]):
+                step(model, ids, cfg, early)
+            found.append(events)
+            del model, blocks, module
+    return found
 
 
 class Largest(TorchDispatchMode):
@@ -223,6 +262,41 @@ def start_and_end() -> None:
 
 
 
+def gradient_norms() -> dict[str, tuple[float, float, float, float]]:
+    """By mesh: the norm that clip_gradients returns, that of the clipped gradients, the norm in float64, and torch's in
+    float32, of 4.2 million elements and some that are sharded over other meshes, or not at all."""
+    from optim import clip_gradients
+
+    generator = torch.Generator().manual_seed(0)
+    full = [torch.randn(shape, generator=generator) for shape in ((2049, 2050), (1111,), (333, 10), (7, 3))]
+    expected = math.sqrt(sum(g.double().square().sum().item() for g in full))
+    torchs = torch.nn.utils.get_total_norm(full).item()
+    found = {}
+    with process_group() as world:
+        n = world.size
+        shapes = {"sharded": (1, n, 1, 1), "replicas": (n, 1, 1, 1)}
+        if n == 4:
+            shapes |= {"hybrid": (2, 2, 1, 1), "context parallel": (1, 2, 2, 1), "tensor parallel": (1, 2, 1, 2)}
+        for name, shape in shapes.items():
+            ours = World(world.rank, n, world.device, build_mesh("cpu", shape))
+            mesh = fsdp_mesh(ours)
+            placements = [Replicate(), Shard(0)][-mesh.ndim :]
+            spread = [(mesh, placements)] * 3
+            if ours.tp > 1:  # by columns, the same on all tp ranks, not known to tp
+                both = ours.mesh["dp_shard", "tp"]
+                spread = [(both, [Shard(0), Shard(1)]), (both, [Shard(0), Replicate()]), (mesh, placements)]
+            model = torch.nn.ParameterList()
+            for g, (over, how) in zip(full, spread):
+                model.append(distribute_tensor(g, over, how, src_data_rank=None))
+                model[-1].grad = model[-1].detach().clone()
+            model.append(full[-1])
+            model[-1].grad = full[-1].clone()
+            norm = clip_gradients(model, 1.0).item()
+            after = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model]
+            found[name] = norm, math.sqrt(sum(g.double().square().sum().item() for g in after)), expected, torchs
+    return found
+
+
 def nan_on_one_rank() -> tuple[bool, str]:
     """(did any weight change, the error) of a step in which rank 1 alone has a NaN in its gradient."""
     from optim import FiniteGuard, build_optimizer, clip_gradients
@@ -251,6 +325,30 @@ def nan_on_one_rank() -> tuple[bool, str]:
 def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
     return {name: hashlib.sha256(t.detach().numpy().tobytes()).hexdigest() for name, t in full.items()}
+
+
+def full_state_round_trip(cases: dict[str, dict], snippet: str) -> dict[str, tuple]:
+    """By case: digests of what the snippet gathers as `full`, of the model before, and after it was emptied in between;
+    the names of a plain model."""
+    found = {}
+    scatter = snippet.index("set_model_state_dict(model")
+    with process_group() as world:
+        for name, sections in cases.items():
+            cfg = make_config(**sections)
+            scope = {"model": build(cfg, world_for(cfg, world))}
+            before = digests(dict(named_parameters(scope["model"])))
+            exec(snippet[:scatter], scope)
+            scope["full"] = {key: t.clone() for key, t in scope["full"].items()}  # one CPU rank's are its parameters
+            full = digests(scope["full"])
+            with torch.no_grad():
+                for p in scope["model"].parameters():
+                    p.zero_()
+            exec(snippet[scatter:], scope)
+            with torch.device("meta"):
+                names = set(Llama(cfg.model).state_dict())
+            found[name] = full, before, digests(dict(named_parameters(scope["model"]))), names
+            scope.clear()
+    return found
 
 
 def save_trained(folder: str) -> dict[str, str]:
@@ -333,73 +431,84 @@ class Collectives(TorchDispatchMode):
         return result
 
 
-def count_collectives(cases: list[dict]) -> list[dict[str, tuple[int, int]]]:
-    """What one step of each case sends, counted while it runs."""
-    from optim import clip_gradients
-    from parallel.fsdp import set_gradient_sync
-
+def count_collectives(cases: list[dict], of_ranks: int | None = None) -> list[dict[str, tuple[int, int]]]:
+    """What one step of each case sends, counted while it runs. of_ranks: as rank 0 of so many under torch's fake
+    process group, which takes the same calls and sends nothing."""
     found = []
-    with process_group() as world:
+    with process_group() if of_ranks is None else fake_process_group(of_ranks) as world:
         for sections in cases:
             cfg = make_config(**sections)
             ours = world_for(cfg, world)
             model = build(cfg, ours)
-            accumulation = config.accumulation_steps(cfg, ours.dp_size)
             ids = torch.randint(0, cfg.model.vocab_size, (cfg.train.micro_batch_size, 17))
-
-            def step(model: Llama, cfg: config.Config, world: World, ids: torch.Tensor, accumulation: int) -> None:
-                unshard_first_units(model, cfg.parallel)
-                for i in range(accumulation):
-                    set_gradient_sync(model, cfg.parallel, world, i == accumulation - 1)
-                    model(ids[:, :-1], ids[:, 1:])[0].backward()
-                clip_gradients(model, 1.0)
-
-            step(model, cfg, ours, ids, accumulation)
+            one_step(model, cfg, ours, ids)  # FSDP2 learns its order in the first one
             with Collectives() as counted:
-                step(model, cfg, ours, ids, accumulation)
+                one_step(model, cfg, ours, ids)
             found.append({kind: tuple(value) for kind, value in counted.found.items()})
             del model
     return found
 
 
-def verify_damaged(sections: dict, damage: str) -> str:
-    """The error of verify_sharding after some damage, "" where it finds none."""
+@contextlib.contextmanager
+def fake_process_group(ranks: int):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    yield World(0, ranks, torch.device("cpu"), build_mesh("cpu", (1, ranks, 1, 1)))
+    dist.destroy_process_group()
+
+
+def one_step(model: Llama, cfg: config.Config, world: World, ids: torch.Tensor) -> None:
+    """A step's collectives: forward and backward of every micro-batch, and the gradient norm."""
+    from optim import clip_gradients
+    from parallel.fsdp import set_gradient_sync
+
+    accumulation = config.accumulation_steps(cfg, world.dp_size)
+    unshard_first_units(model, cfg.parallel)
+    for i in range(accumulation):
+        set_gradient_sync(model, cfg.parallel, world, i == accumulation - 1)
+        model(ids[:, :-1], ids[:, 1:])[0].backward()
+    clip_gradients(model, 1.0)
+
+
+def verify_damaged(cases: list[tuple[dict, str]]) -> list[str]:
+    """The error of verify_sharding after each damage, "" where it finds none."""
     from parallel.verify import unit_table, verify_sharding
 
+    found = []
     with process_group() as world:
-        cfg = make_config(**sections)
-        world = world_for(cfg, world)
-        model = build(cfg, world)
-        block = model.blocks[1]
-        p = cfg.parallel
-        if damage == "one replica differs" and world.rank == world.size - 1:
+        for sections, damage in cases:
+            cfg = make_config(**sections)
+            ours = world_for(cfg, world)
+            model = build(cfg, ours)
+            block = model.blocks[1]
             with torch.no_grad():
-                block.attention_norm.weight.to_local()[0] += 1e-6
-        elif damage == "two values swapped" and world.rank == 0:
-            with torch.no_grad():
-                local = block.feed_forward.up_proj.weight.to_local()
-                local[0], local[1] = local[1].clone(), local[0].clone()
-        elif damage == "a plain parameter":
-            block.extra = torch.nn.Parameter(torch.zeros(3))
-        elif damage == "outside every unit":
-            model.extra = torch.nn.Parameter(torch.zeros(3))
-        elif damage == "on meta":
-            model = None
-            with torch.device("meta"):
-                model = Llama(cfg.model)
-            parallelize(model, cfg, world)
-        elif damage == "another mesh":
-            other = make_config(parallel={"dp_replicate": 2})
-            world = world_for(other, world)
-        try:
-            rows = verify_sharding(model, p, world)
-            message = ""
-            if world.rank == 0:
-                print(unit_table(rows))
-        except RuntimeError as error:
-            message = str(error)
-        del model, block
-    return message
+                if damage == "one replica differs" and world.rank == world.size - 1:
+                    block.attention_norm.weight.to_local()[0] += 1e-6
+                elif damage == "two values swapped" and world.rank == 0:
+                    local = block.feed_forward.up_proj.weight.to_local()
+                    local[0], local[1] = local[1].clone(), local[0].clone()
+                elif damage == "an unsharded one differs" and world.rank == 0:
+                    dict(named_parameters(model))["blocks.1.attention.o_proj.weight"][0, 0] += 1e-6
+            if damage == "a plain parameter":
+                block.extra = torch.nn.Parameter(torch.zeros(3))
+            elif damage == "outside every unit":
+                model.extra = torch.nn.Parameter(torch.zeros(3))
+            elif damage == "a short shard":
+                block.attention.q_proj.weight._local_tensor = block.attention.q_proj.weight.to_local()[:-1]
+            elif damage == "on meta":
+                with torch.device("meta"):
+                    model = Llama(cfg.model)
+                parallelize(model, cfg, ours)
+            elif damage == "another mesh":
+                ours = world_for(make_config(parallel={"dp_replicate": 2}), world)
+            try:
+                print(unit_table(verify_sharding(model, cfg.parallel, ours)))
+                found.append("")
+            except RuntimeError as error:
+                found.append(str(error))
+            del model, block
+    return found
 
 
 def batches(vocab_size: int, steps: int) -> torch.Tensor:

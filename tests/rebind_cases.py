@@ -70,13 +70,15 @@ def made_before(cfg, world, meta: bool) -> dict:
     return {**found, "alive": alive, "before": before, "after": after, "end": described(model, optimizer)}
 
 
-def all_orders(sections: dict) -> dict[str, dict]:
-    """One model trained with its optimizer made after sharding, and before it, on meta and with values."""
-    cfg = make_config(**sections)
+def all_orders(every: list[dict]) -> list[dict[str, dict]]:
+    """Each model trained with its optimizer made after sharding, and before it, on meta and with values."""
+    found = []
     with cases.process_group() as world:
-        world = cases.world_for(cfg, world)
-        found = {"after": made_after(cfg, world), "meta": made_before(cfg, world, meta=True),
-                 "real": made_before(cfg, world, meta=False)}
+        for sections in every:
+            cfg = make_config(**sections)
+            ours = cases.world_for(cfg, world)
+            found.append({"after": made_after(cfg, ours), "meta": made_before(cfg, ours, meta=True),
+                          "real": made_before(cfg, ours, meta=False)})
     return found
 
 

@@ -30,7 +30,9 @@ VARIANTS = {
     "tied": {"model": {"tie_embeddings": True}},
     "uneven": {"model": UNEVEN},
     "frozen": {"model": {"freeze": ["embedding.weight", "blocks.1.*", "*k_proj*"]}},
-    "unsharded": {"parallel": {"unsharded": ["*norm.weight"], "param_dtype": "bfloat16"}},
+    "unsharded": {"model": {"freeze": ["embedding.weight", "blocks.1.*", "*k_proj*"]},
+                  "parallel": {"unsharded": ["embedding.weight", "blocks.1.*", "blocks.0.*.k_proj.weight"],
+                               "param_dtype": "bfloat16"}},
 }
 
 
@@ -39,7 +41,7 @@ def test_deferring_does_not_hang_on_how_the_mesh_was_named(on_ranks):
     sections = case("FULL_SHARD", "deferred")
     sections["parallel"] |= {"dp_replicate": "auto", "dp_shard": 2}
     cfg = make_config(**sections)
-    counted = on_ranks(2, cases.count_collectives, [sections])[0][0]
+    counted = on_ranks(1, cases.count_collectives, [sections], 2)[0][0]
     assert counted == collectives(cfg, meta_model(cfg.model), 2) and counted["reduce_scatter"][0] == 4
 
 
@@ -51,29 +53,33 @@ def case(strategy: str, variant: str) -> dict:
 
 
 NAMES = list(itertools.product(STRATEGIES, VARIANTS))
+ON_FEWER = [*itertools.product(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), ("", "deferred", "uneven"))]
+RUNS = {  # by (ranks, real processes, else torch's fake group): every variant, and each strategy on real ranks
+    (1, True): ON_FEWER, (2, True): ON_FEWER, (4, True): [n for n in NAMES if n[1] in ("", "unsharded")],
+    (4, False): NAMES,
+}
 
 
 @pytest.fixture(scope="module")
 def counted(on_ranks):
     found = {}
-    for ranks in (1, 2, 4):
-        # every variant on four ranks, some on fewer
-        fits = [n for n in NAMES if ranks == 4 or (n[0] in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-                                                   and n[1] in ("", "deferred", "uneven"))]
-        found |= {(ranks, *name): row for name, row in
-                  zip(fits, on_ranks(ranks, cases.count_collectives, [case(*name) for name in fits])[0])}
+    for (ranks, real), names in RUNS.items():
+        cases_ = [case(*name) for name in names]
+        rows = on_ranks(ranks, cases.count_collectives, cases_)[0] if real else on_ranks(
+            1, cases.count_collectives, cases_, ranks)[0]
+        found |= {(ranks, real, *name): row for name, row in zip(names, rows)}
     return found
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_collectives_equal_the_formula(counted, strategy):
     wrong = {}
-    for (ranks, name, variant), row in counted.items():
+    for (ranks, real, name, variant), row in counted.items():
         if name == strategy:
             cfg = make_config(**case(name, variant))
             planned = collectives(cfg, meta_model(cfg.model), ranks)
             if planned != row:
-                wrong[ranks, variant] = (planned, row)
+                wrong[ranks, real, variant] = (planned, row)
     assert not wrong
 
 

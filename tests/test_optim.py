@@ -92,3 +92,13 @@ def test_on_ranks_all_see_it_and_none_updates(on_ranks):
     """NaN in one rank's gradient alone."""
     for changed, message in on_ranks(2, cases.nan_on_one_rank):
         assert not changed and "step 1: the gradient is not finite" in message
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_gradient_norm_is_exact_on_any_mesh(on_ranks, ranks):
+    """To 1e-6 of float64, where torch's float32 norm of as many elements is off by more."""
+    for found in on_ranks(ranks, cases.gradient_norms):
+        for mesh, (norm, after, expected, torchs) in found.items():
+            assert norm == pytest.approx(expected, rel=1e-6), mesh
+            assert after == pytest.approx(1.0, rel=1e-5), mesh  # clipped to 1
+            assert torchs != pytest.approx(expected, rel=1e-6), mesh

@@ -3,8 +3,12 @@
 import pytest
 import torch
 
+from config import ConfigError
+from model.llama import meta_model
+from parallel.fsdp import unsharded_parameters
 from parallel.materialize import draw
 from tests import cases
+from tests.conftest import make_config
 
 # 3 ranks divide none of these dimensions; a vocabulary of 320 over 3, a norm of 48 over 5 ranks leave uneven shards
 MODELS = {
@@ -66,6 +70,45 @@ def test_weights_do_not_depend_on_tensor_parallelism(on_ranks):
         assert any(shape[1] < 52 for shape in rectangles if len(shape) == 2)  # columns were split too
 
 
+FROZEN = {"freeze": ["embedding*", "blocks.0.*", "*q_proj*"]}
+
+
+def test_unsharded_frozen_parameters_compute_what_sharded_ones_do(on_ranks):
+    """To the bit, in bfloat16 too: a whole unit, single matrices and norms, a tied matrix."""
+    pairs = []
+    for tied in (False, True):
+        for changes in ({"param_dtype": "bfloat16"}, {},
+                        {"param_dtype": "bfloat16", "keep_fp32": ["blocks.0"], "recompute": "selective"}):
+            model = {"model": {**FROZEN, "tie_embeddings": tied}}
+            patterns = ["embedding*", "blocks.0.*", "blocks.1.*q_proj*"]
+            pairs += [{**model, "parallel": changes}, {**model, "parallel": {**changes, "unsharded": patterns}}]
+    for found in on_ranks(2, cases.losses_and_gradients, pairs):
+        for sections, sharded, whole in zip(pairs[::2], found[::2], found[1::2]):
+            assert sharded == whole, sections
+            assert len(whole[1]) == 10 - sections["model"]["tie_embeddings"]
+
+
+@pytest.mark.parametrize("pattern, message", [
+    ("*norm.weight", r"blocks.1.attention_norm.weight, .* which is trained: freeze it \(model.freeze\) or shard it"),
+    ("nothing*", "'nothing\\*' matches none of embedding.weight, blocks.0")])
+def test_only_frozen_parameters_may_be_unsharded(pattern, message):
+    cfg = make_config(model=FROZEN, parallel={"unsharded": [pattern]})
+    with pytest.raises(ConfigError, match=message):
+        unsharded_parameters(meta_model(cfg.model), cfg.parallel)
+
+
+def test_degrees_and_the_mesh_of_fsdp(on_ranks):
+    """Context parallel ranks share one data rank and a shard mesh with their neighbours."""
+    shapes = [(1, 4, 1, 1), (2, 2, 1, 1), (1, 2, 2, 1), (2, 1, 2, 1)]
+    names = [("dp_shard",), ("dp_replicate", "dp_shard"), ("dp_shard_cp",), ("dp_replicate", "dp_shard_cp")]
+    for rank, found in enumerate(on_ranks(4, cases.on_meshes, {}, shapes)):
+        for shape, dims, (degrees, mesh_names, mesh_shape, norms) in zip(shapes, names, found):
+            size = shape[0] * shape[1]
+            assert degrees == (*shape, rank // (4 // size), size)
+            assert mesh_names == dims and mesh_shape == ((2, 2) if len(dims) == 2 else (4,))
+            assert norms == pytest.approx(found[0][-1], rel=1e-5)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_materialize_holds_its_shard_and_one_block(on_ranks, ranks):
     block = 480
@@ -106,20 +149,17 @@ def expected_order(depth_forward: int, depth_backward: int, early: bool) -> list
     return events
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_prefetch_order(on_ranks, depth):
-    sections = {"model": {"n_layers": 3}, "parallel": {"prefetch_forward": depth, "prefetch_backward": depth}}
-    seen = on_ranks(2, cases.gather_order, sections, True)
-    assert seen[0] == seen[1] == expected_order(depth, depth, early=True)
-
-
-@pytest.mark.parametrize("forward, backward", [(2, 1), (0, 2)])
-def test_prefetch_depths_are_independent(on_ranks, forward, backward):
-    sections = {"model": {"n_layers": 3}, "parallel": {"prefetch_forward": forward, "prefetch_backward": backward}}
-    assert on_ranks(2, cases.gather_order, sections, False)[0] == expected_order(forward, backward, early=False)
+def test_prefetch_order(on_ranks):
+    """Each depth with the first units unsharded early, and forward and backward depths that differ."""
+    depths = [(0, 0, True), (1, 1, True), (2, 2, True), (2, 1, False), (0, 2, False)]
+    sections = [({"model": {"n_layers": 3}, "parallel": {"prefetch_forward": forward, "prefetch_backward": backward}},
+                 early) for forward, backward, early in depths]
+    for seen in on_ranks(2, cases.gather_order, sections):
+        for depth, events in zip(depths, seen):
+            assert events == expected_order(*depth), depth
 
 
 def test_short_lives_end_in_order(on_ranks):
     """benchmarks/short_runs.py does it fifty times, through the launcher."""
-    for _ in range(5):
+    for _ in range(3):
         on_ranks(2, cases.start_and_end)

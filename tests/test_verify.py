@@ -6,26 +6,37 @@ from parallel.verify import unit_table
 from tests import cases
 
 REPLICAS = {"parallel": {"dp_replicate": 2}, "train": {"micro_batch_size": 1}}
+TWO_REPLICAS = {"parallel": {"dp_replicate": 2}}
+OFFLOADED = {"model": {"tie_embeddings": True}, "parallel": {"recompute": "full", "cpu_offload": True}}
+UNSHARDED = {"model": {"freeze": ["embedding*", "blocks.1.*"]},
+             "parallel": {"unsharded": ["embedding*", "*1*proj*"], "param_dtype": "bfloat16"}}
+TWELVE = {"train": {"global_batch_size": 12, "micro_batch_size": 1}}
+# ranks: (configuration, damage, what its error must say; none, of a right model)
+CASES = {
+    1: [({}, "", None)],
+    2: [(OFFLOADED, "", None), (UNSHARDED, "", None),
+        (TWO_REPLICAS, "two values swapped", "up_proj.weight: differs between replicas"),
+        (UNSHARDED, "an unsharded one differs", "blocks.1.attention.o_proj.weight: differs between replicas"),
+        ({}, "a plain parameter", "blocks.1.extra: is a Tensor, not a DTensor"),
+        ({}, "outside every unit", "extra: belongs to no unit"),
+        ({}, "on meta", "embedding.weight: is on meta"),
+        ({}, "a short shard", "blocks.1.attention.q_proj.weight: has shard (23, 48), not (24, 48)"),
+        ({}, "another mesh", "embedding.weight: is on mesh")],
+    3: [(TWELVE, "", None)],
+    4: [(REPLICAS, "", None),
+        (REPLICAS, "one replica differs", "blocks.1.attention_norm.weight: differs between replicas")],
+}
 
 
-@pytest.mark.parametrize("ranks, sections", [
-    (1, {}), (3, {"train": {"global_batch_size": 12, "micro_batch_size": 1}}), (4, REPLICAS),
-    (2, {"model": {"tie_embeddings": True}, "parallel": {"recompute": "full", "cpu_offload": True}})])
-def test_right_models_pass(on_ranks, ranks, sections):
-    assert on_ranks(ranks, cases.verify_damaged, sections, "") == [""] * ranks
-
-
-@pytest.mark.parametrize("damage, ranks, sections, message", [
-    ("one replica differs", 4, REPLICAS, "blocks.1.attention_norm.weight: differs between replicas"),
-    ("two values swapped", 2, {"parallel": {"dp_replicate": 2}}, "up_proj.weight: differs between replicas"),
-    ("a plain parameter", 2, {}, "blocks.1.extra: is a Tensor, not a DTensor"),
-    ("outside every unit", 2, {}, "extra: belongs to no unit"),
-    ("on meta", 2, {}, "embedding.weight: is on meta"),
-    ("another mesh", 2, {}, "embedding.weight: is on mesh"),
-])
-def test_damage_is_named(on_ranks, damage, ranks, sections, message):
-    found = on_ranks(ranks, cases.verify_damaged, sections, damage)
-    assert any(message in text for text in found), found  # the ranks that see it raise, and end the others
+@pytest.mark.parametrize("ranks", CASES)
+def test_right_models_pass_and_damage_is_named(on_ranks, ranks):
+    found = on_ranks(ranks, cases.verify_damaged, [(sections, damage) for sections, damage, _ in CASES[ranks]])
+    for i, (_, damage, message) in enumerate(CASES[ranks]):
+        said = [rank[i] for rank in found]
+        if message is None:
+            assert said == [""] * ranks
+        else:
+            assert any(message in text for text in said), (damage, said)  # a rank that raises ends the others
 
 
 def test_unit_table_folds_equal_blocks():
