@@ -54,7 +54,7 @@ class FiniteGuard:
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device, limit: int, skipped: int = 0,
                  in_a_row: int = 0):
-        """limit: steps in a row that may be skipped; one more stops the run. skipped, in_a_row: so far, when resuming."""
+        """limit: steps in a row that may be skipped; one more stops the run. skipped, in_a_row: of the run so far."""
         self.limit, self.skipped, self.in_a_row = limit, skipped, in_a_row
         self.found = torch.zeros((), device=device)
         self.on_host = torch.zeros((), pin_memory=device.type == "cuda")

@@ -222,7 +222,8 @@ def main(argv: list[str]) -> int:
     for text in comments:
         print(f"# {text}")
     for section in ("parallel", "run"):
-        lines = [f"{name} = {json.dumps(options[name])}" for name in options if f"{section}.{name}" in config.SCHEMA.options]
+        known = config.SCHEMA.options
+        lines = [f"{name} = {json.dumps(options[name])}" for name in options if f"{section}.{name}" in known]
         if lines or section == "parallel":
             print("", f"[{section}]", *lines, sep="\n")
     for text in problems:

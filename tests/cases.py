@@ -15,10 +15,11 @@ import config
 from checkpoint.catalog import path_of
 from checkpoint.load import restore, tensors_of
 from checkpoint.save import Saver
+from model.hf_weights import Weights
 from model.llama import Llama, meta_model
 from parallel import materialize as materialize_module
 from parallel.fsdp import reshard, unshard_first_units
-from parallel.materialize import materialize, named_parameters
+from parallel.materialize import materialize, materialize_from, named_parameters
 from parallel.mesh import World, build_mesh, distributed, fsdp_mesh
 from parallel.parallelize import parallelize
 from tests.conftest import make_config, rows
@@ -59,10 +60,13 @@ def save(cfg: config.Config, model: torch.nn.Module, optimizer: torch.optim.Opti
     Saver(cfg, 0, []).write(step, tensors_of(model, optimizer), {"step": step, "config": config.to_dict(cfg)})
 
 
-def build(cfg: config.Config, world: World) -> Llama:
+def build(cfg: config.Config, world: World, weights: Weights | None = None) -> Llama:
     model = meta_model(cfg.model)
     parallelize(model, cfg, world)
-    materialize(model, cfg.run.seed, world.device)
+    if weights:
+        materialize_from(model, weights.read_into, world.device)
+    else:
+        materialize(model, cfg.run.seed, world.device)
     return model
 
 
