@@ -23,6 +23,8 @@
 # itself. After scancel it saves too, if SLURM's KillWait (30 seconds unless set) leaves the time, and is not requeued.
 set -euo pipefail
 
+# Until the launcher, which this process becomes, has handlers of its own. Under SLURM the batch script is signalled.
+trap 'echo "stopped before the run began" >&2; exit 75' TERM INT USR1
 fail() { echo "run_train.sh: $1" >&2; exit 2; }
 
 repo=$(CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" && pwd)
@@ -80,7 +82,5 @@ for word in "$@"; do
     esac
 done
 case ${1:-} in "" | --*) set -- "$repo/configs/tiny.toml" "$@" ;; esac
-# Until the launcher, which this process becomes, has handlers of its own. Under SLURM the batch script is signalled.
-trap 'echo "stopped before the run began" >&2; exit 75' TERM INT USR1
 choose_python "$@"
 exec "$python" "${program[@]}" "$@"
