@@ -53,7 +53,6 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
     from data.dataset import is_prepared, open_data, weights
     from data.loader import make_order
     from data.prepare import prepare
-    from data.progress import Console
     from data.tokens import fingerprint
     from model.hf_weights import open_weights
     from model.llama import meta_model
@@ -85,8 +84,7 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
             return False
         if not start:
             open_weights(cfg.model)
-        with Console(sys.stdout) as say:
-            data = prepare(cfg, say)
+        data = prepare(cfg)
         catalog.check_same_data(cfg, start, fingerprint(data))
         make_order(cfg, open_data(cfg, "train"), weights(cfg))
     heldout = open_data(cfg, "heldout") if cfg.eval or args.eval_only else []

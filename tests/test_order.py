@@ -15,7 +15,7 @@ from data.loader import DIGEST_MODULUS, make_order, sample_digest
 from data.order import Mixture, Order, Permutation, rank_samples, whole_parts
 from data.prepare import prepare
 from tests import cases
-from tests.conftest import make_config, silent, words
+from tests.conftest import make_config, words
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 8, 64, 65, 100, 101, 1000, 4096, 99_991])
@@ -127,7 +127,7 @@ def mixed(tmp_path_factory, corpus) -> dict:
     (folder / "small.jsonl").write_text("".join(json.dumps({"text": words(-i, 8)}) + "\n" for i in range(1, 150)))
     sources = [{"source": str(corpus), "weight": 0.7}, {"source": str(folder / "small.jsonl"), "weight": 0.3}]
     sections = {**MIXED, "data": {"path": str(folder / "tokens"), "sources": sources}}
-    prepare(make_config(**sections), silent)
+    prepare(make_config(**sections))
     return sections
 
 
