@@ -17,6 +17,7 @@ import math
 import multiprocessing
 import os
 import pathlib
+import shutil
 import signal
 import sys
 import threading
@@ -182,9 +183,6 @@ class _Stderr:
     def flush(self) -> None:
         pass  # report() has done it
 
-    def fileno(self) -> int:
-        return sys.stderr.fileno()  # which tqdm asks for its width
-
 
 def _progress_bar(name: str, tokens: int) -> "tqdm":  # noqa: F821
     """Of a preparation that has made so many tokens before."""
@@ -193,4 +191,5 @@ def _progress_bar(name: str, tokens: int) -> "tqdm":  # noqa: F821
     stream = _Stderr()
     seconds = 0.5 if stream.terminal else LOG_SECONDS
     return tqdm(desc=name, initial=tokens, unit=" tokens", unit_scale=True, smoothing=0, leave=False, file=stream,
-                mininterval=seconds, delay=seconds, miniters=1, dynamic_ncols=stream.terminal)
+                mininterval=seconds, delay=seconds, miniters=1,
+                ncols=shutil.get_terminal_size().columns - 1 if stream.terminal else None)

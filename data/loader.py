@@ -154,7 +154,8 @@ def sample_digest(number: int, raw: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(raw, digest_size=5, salt=number.to_bytes(8, "little")).digest(), "big")
 
 
-def heldout_batches(stream: TokenStream, cfg: config.Config, dp_rank: int, dp_size: int) -> Iterator[tuple[Tensor, ...]]:
+def heldout_batches(stream: TokenStream, cfg: config.Config, dp_rank: int,
+                    dp_size: int) -> Iterator[tuple[Tensor, ...]]:
     """A data rank's micro-batches of a validation stream, as split() gives them, in order; each target once over all
     data ranks.
 

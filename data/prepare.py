@@ -2,7 +2,7 @@
 
     python -m data.prepare configs/tiny.toml
 
-Writes train.bin, heldout.bin (validation), the positions where their documents end, the tokenizer and manifest.json into
+Writes train.bin, heldout.bin (validation), where their documents end, the tokenizer and manifest.json into
 prepared/{source}-{hash}/, whole or not at all; each source of a mixture into a folder of its own.
 The documents whose hash falls into the last 1 % are the validation set, whatever else the corpus holds.
 """
@@ -19,8 +19,15 @@ from typing import Any
 import config
 import files
 from config import ConfigError
-from data.dataset import (check_identity, common_tokenizer, data_folders, identity, prepared_configs, source_configs,
-                          weights)
+from data.dataset import (
+    check_identity,
+    common_tokenizer,
+    data_folders,
+    identity,
+    prepared_configs,
+    source_configs,
+    weights,
+)
 from data.encode import PROGRESS, report, write_tokens
 from data.sources import file_stamps, open_source
 from data.tokenizer import Tokenizer, train_tokenizer
