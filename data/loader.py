@@ -171,17 +171,14 @@ def heldout_batches(stream: TokenStream, cfg: config.Config, dp_rank: int,
         for numbers in rank_samples(step, t.global_batch_size, t.micro_batch_size, dp_rank, dp_size):
             rows = torch.zeros((len(numbers), t.seq_len + 1), dtype=torch.int64)
             documents = torch.zeros_like(rows) if mask else None
-            targets_of = [0] * len(numbers)  # rows
+            padding = torch.ones_like(rows[:, 1:], dtype=torch.bool)  # among the targets
             for row, window in enumerate(numbers):
                 start, stop = window * t.seq_len, min((window + 1) * t.seq_len + 1, stream.length)
-                length = stop - start  # below 2 there is no target
-                if length > 1:
-                    targets_of[row] = length - 1
+                if (length := stop - start) > 1:
                     _, rows[row, :length] = stream.read(start, stop)
+                    padding[row, : length - 1] = False
                     if mask:
                         documents[row, :length] = document_numbers(stream, start, stop)
                         documents[row, length:] = documents[row, length - 1]
             inputs, targets, *rest = split(rows, documents)
-            for row, count in enumerate(targets_of):
-                targets[row, count:] = IGNORE
-            yield inputs, targets, *rest
+            yield inputs, targets.masked_fill(padding, IGNORE), *rest
