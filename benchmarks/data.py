@@ -21,17 +21,17 @@ def preparation(megabytes: int, repeat: int) -> None:
     """Preparing the standard library's text, repeated, against sentencepiece alone in one thread on the same text."""
     import config
     from data.prepare import prepare
-    from data.sources import Source
+    from data.sources import open_source
     from data.tokenizer import Tokenizer, train_tokenizer
 
     cores, ratios, rates = len(os.sched_getaffinity(0)), [], []
-    texts = list(Source(config.Data()))
+    texts = list(open_source(config.Data()))
     size = sum(map(len, texts))
     raw = {"model": {"dim": 64, "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "ffn_dim": 64, "vocab_size": 8192},
            "train": {"steps": 1}}
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        (folder / "tokenizer.model").write_bytes(train_tokenizer(texts, 8192, cores))
+        (folder / "tokenizer.model").write_bytes(train_tokenizer(texts, 8192))
         with (folder / "text.jsonl").open("w") as file:
             for turn in range(max(1, round(megabytes * 1e6 / size))):
                 file.writelines(json.dumps({"text": f"{turn}\n{text}"}) + "\n" for text in texts)
@@ -44,7 +44,7 @@ def preparation(megabytes: int, repeat: int) -> None:
             data = {"source": str(folder / "text.jsonl"), "path": str(folder / f"out{turn}"),
                     "tokenizer": str(folder / "tokenizer.model")}
             began = time.perf_counter()
-            prepare(config.from_dict({**raw, "data": data}, "benchmark"), lambda text, passing=False: None)
+            prepare(config.from_dict({**raw, "data": data}, "benchmark"))
             rates.append(size * max(1, round(megabytes * 1e6 / size)) / (time.perf_counter() - began))
             ratios.append(rates[-1] / (cores * alone))
     print(f"preparation of {megabytes} MB: {statistics.median(rates) / 1e6:.1f} MB/s on {cores} cores, start, sync and "

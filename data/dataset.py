@@ -1,4 +1,4 @@
-"""The prepared data of a configuration: which folders it lies in, and whether it is this configuration's."""
+"""The prepared data of a configuration: which folders hold it, and whether they were prepared for it."""
 
 import hashlib
 import json
@@ -19,13 +19,13 @@ FORMAT = 3  # of the files; part of their identity
 
 
 def identity(cfg: config.Config) -> dict:
-    """What makes two preparations of one source the same."""
+    """What makes two preparations of one source the same. Raises ConfigError where the tokenizer cannot be read."""
     d = cfg.data
     found = {"source": d.source, "subset": d.subset, "split": d.split, "text_field": d.text_field,
              "tokenizer": "trained here", "vocab_size": cfg.model.vocab_size, "max_tokens": d.max_tokens,
              "format": FORMAT}
     if d.tokenizer:
-        # Its own file says how many pieces it has; the model may have more rows.
+        # The file defines its vocabulary; the model may have more rows.
         digest = hashlib.sha256(b"".join(tokenizer_files(d.tokenizer).values())).hexdigest()
         found |= {"tokenizer": digest, "vocab_size": None}
     if d.source == STDLIB:
@@ -33,51 +33,61 @@ def identity(cfg: config.Config) -> dict:
     return found
 
 
-def parts(cfg: config.Config) -> list[config.Config]:
-    """The configuration of each source alone. Those of a mixture share a tokenizer, and lie side by side below
-    data.path. Raises ConfigError where that tokenizer is yet to be trained."""
-    d = cfg.data
-    if not d.sources:
-        return [cfg]
-    if not (d.tokenizer or common_tokenizer(cfg).exists()):
-        raise ConfigError(f"{common_tokenizer(cfg)}: no prepared data; `python -m data.prepare CONFIG` makes it")
-    alone = [replace(part, data=replace(part.data, tokenizer=d.tokenizer or str(common_tokenizer(cfg))))
-             for part in source_configs(cfg)]
-    return [replace(part, data=replace(part.data, path=str(pathlib.Path(d.path) / _name(part)))) if d.path else part
-            for part in alone]
+def check_identity(folder: pathlib.Path, manifest: dict, cfg: config.Config) -> None:
+    """Raises ConfigError with every option in which a prepared folder differs from the configuration of its source."""
+    before = manifest["identity"]
+    changed = [f"{folder}: was prepared with {key} = {before.get(key)!r}, the configuration says {value!r}; delete the "
+               "folder or name another data.path" for key, value in identity(cfg).items() if before.get(key) != value]
+    if changed:
+        raise ConfigError(*changed)
 
 
-def source_configs(cfg: config.Config) -> list[config.Config]:
+def source_configs(cfg: config.Config, tokenizer: str | None = None) -> list[config.Config]:
+    """The configuration of each source alone; those of a mixture with this tokenizer."""
     d = cfg.data
-    return [replace(cfg, data=replace(d, sources=(), path=None, source=s.source, subset=s.subset or d.subset,
-                                      split=s.split or d.split, text_field=s.text_field or d.text_field,
-                                      max_tokens=s.max_tokens or d.max_tokens)) for s in d.sources]
+    return [replace(cfg, data=replace(d, sources=(), path=None, tokenizer=tokenizer, source=s.source,
+                                      subset=s.subset or d.subset, split=s.split or d.split,
+                                      text_field=s.text_field or d.text_field,
+                                      max_tokens=s.max_tokens or d.max_tokens)) for s in d.sources] or [cfg]
+
+
+def prepared_configs(cfg: config.Config) -> list[config.Config]:
+    """source_configs() as they are prepared: those of a mixture with their common tokenizer. Raises ConfigError where
+    it is yet to be trained."""
+    tokenizer = cfg.data.tokenizer
+    if cfg.data.sources and not tokenizer:
+        tokenizer = str(common_tokenizer(cfg))
+        if not common_tokenizer(cfg).exists():
+            raise ConfigError(f"{tokenizer}: no prepared data; `python -m data.prepare CONFIG` makes it")
+    return source_configs(cfg, tokenizer)
 
 
 def weights(cfg: config.Config) -> list[float]:
+    """Of the sources, in any unit."""
     return [s.weight for s in cfg.data.sources] or [1.0]
 
 
 def common_tokenizer(cfg: config.Config) -> pathlib.Path:
-    """Of a mixture that names none: the file that is trained on it."""
+    """The file of the tokenizer that is trained on all sources of a mixture, for one that names none."""
     digest = _short_hash([[identity(part) for part in source_configs(cfg)], weights(cfg)])
     return pathlib.Path(cfg.data.path or "prepared") / f"tokenizer-{digest}.model"
 
 
-def _name(cfg: config.Config) -> str:
-    return f"{re.sub('[^A-Za-z0-9._-]+', '-', cfg.data.source).strip('-.')[-100:]}-{_short_hash(identity(cfg))}"
+def data_folders(cfg: config.Config) -> list[pathlib.Path]:
+    """The folder of each source; those of a mixture lie side by side in data.path. Raises ConfigError."""
+    root = pathlib.Path(cfg.data.path or "prepared")
+    if cfg.data.path and not cfg.data.sources:
+        return [root]
+    return [root / f"{re.sub('[^A-Za-z0-9._-]+', '-', part.data.source).strip('-.')[-100:]}-"
+                   f"{_short_hash(identity(part))}" for part in prepared_configs(cfg)]
 
 
 def _short_hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def data_folders(cfg: config.Config) -> list[pathlib.Path]:
-    """Of each source. Raises ConfigError."""
-    return [pathlib.Path(part.data.path or pathlib.Path("prepared") / _name(part)) for part in parts(cfg)]
-
-
 def is_prepared(cfg: config.Config) -> bool:
+    """Whether all folders are there, for whatever configuration. Raises ConfigError."""
     if cfg.data.sources and not cfg.data.tokenizer and not common_tokenizer(cfg).exists():
         return False
     return all(read_manifest(folder) is not None for folder in data_folders(cfg))
@@ -88,27 +98,18 @@ def kept_tokenizer(cfg: config.Config) -> list[pathlib.Path]:
     return sorted(data_folders(cfg)[0].glob("tokenizer*"))
 
 
-def check_identity(folder: pathlib.Path, manifest: dict, cfg: config.Config) -> None:
-    before, changed = manifest["identity"], []
-    for key, value in identity(cfg).items():
-        if before.get(key) != value:
-            changed.append(f"{folder}: was prepared with {key} = {before.get(key)!r}, the configuration says "
-                           f"{value!r}; delete the folder or name another data.path")
-    if changed:
-        raise ConfigError(*changed)
-
-
 def open_data(cfg: config.Config, split: str) -> list[TokenStream]:
     """The streams of a configuration's sources. Raises ConfigError where they are not prepared, or for another one."""
     folders = data_folders(cfg)
-    for part, folder in zip(parts(cfg), folders):
+    for part, folder in zip(prepared_configs(cfg), folders):
         if manifest := read_manifest(folder):
             check_identity(folder, manifest, part)
     return [open_stream(folder, split, cfg.model.vocab_size) for folder in folders]
 
 
 def source_names(cfg: config.Config) -> list[str]:
-    """Of a mixture, to tell its sources apart: theirs, or the names of their folders where two have one."""
+    """Names for the sources of a mixture: their own, or those of their folders where two share one. None of a single
+    source."""
     names = [s.source for s in cfg.data.sources]
     return names if len(set(names)) == len(names) else [folder.name for folder in data_folders(cfg)]
 

@@ -2,196 +2,174 @@
 
     python -m data.prepare configs/tiny.toml
 
-Writes train.bin, heldout.bin, where their documents end, the tokenizer and manifest.json into
-prepared/{source}-{hash}/, whole or not at all; of a mixture each source into a folder of its own.
-A document is held out when its hash falls into the last 1 %, whatever else the corpus holds.
+Writes train.bin, heldout.bin (validation), where their documents end, the tokenizer and manifest.json into
+prepared/{source}-{hash}/, whole or not at all; each source of a mixture into a folder of its own.
+The documents whose hash falls into the last 1 % are the validation set, whatever else the corpus holds.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
-import os
 import pathlib
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO
+from collections.abc import Iterator
+from typing import Any
 
 import config
+import files
 from config import ConfigError
-from data.dataset import check_identity, common_tokenizer, data_folders, identity, parts, source_configs, weights
-from data.encode import encode_all
-from data.progress import Bar, Console
-from data.sources import Source, file_stamps
+from data.dataset import (
+    check_identity,
+    common_tokenizer,
+    data_folders,
+    identity,
+    prepared_configs,
+    source_configs,
+    weights,
+)
+from data.encode import PROGRESS, report, write_tokens
+from data.sources import file_stamps, open_source
 from data.tokenizer import Tokenizer, train_tokenizer
 from data.tokens import MANIFEST, read_manifest
 
-SYNC_SECONDS = 5.0  # between two points that a killed preparation goes on from
-BEGUN, PROGRESS = "begun.json", "progress.json"  # of an unfinished one: what it prepares, and how far it is
 
-
-def prepare(cfg: config.Config, say: Callable[..., None] = lambda text, passing=False: passing or print(text)) -> list[pathlib.Path]:
-    """Makes the folders of token files unless they are there and match. Raises ConfigError, with nothing published.
-
-    say(text): a line for a person; say(text, passing=True): one that the next may overwrite.
-    """
+def prepare(cfg: config.Config) -> list[pathlib.Path]:
+    """Makes the folders of token files that are missing, and checks those that are there. Returns them, by source.
+    Raises ConfigError; a folder is then published in full or not at all."""
     if cfg.data.sources and not cfg.data.tokenizer:
-        _make_common_tokenizer(cfg, say)
+        _prepare_common_tokenizer(cfg)
     folders = data_folders(cfg)
-    for part, folder in zip(parts(cfg), folders):
-        if not _matches(folder, part, say):
-            with _told(folder), _one_at_a_time(folder, say):
-                if not _matches(folder, part, say):  # another process may have made it meanwhile
-                    _make(folder, part, say)
+    for part, folder in zip(prepared_configs(cfg), folders):
+        if not _matches(folder, part):
+            with _locked(folder):
+                if not _matches(folder, part):  # else another process made it meanwhile
+                    _prepare_folder(folder, part)
     return folders
 
 
-def _make_common_tokenizer(cfg: config.Config, say: Callable[..., None]) -> None:
-    """And beside it the stamps of the files that it was trained on. Raises ConfigError where those have changed."""
+@contextlib.contextmanager
+def _locked(path: pathlib.Path) -> Iterator[None]:
+    """Makes the folder above `path`, and holds a hidden lock file next to it, which stays. Raises ConfigError for the
+    block's OSError."""
+    lock = path.with_name(f".{path.name}.lock")
+    with contextlib.ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                stack.enter_context(files.locked(lock))
+            except TimeoutError:
+                report(f"waiting for another process that prepares {path}")
+                stack.enter_context(files.locked(lock, timeout=-1))
+            yield
+        except OSError as error:
+            raise ConfigError(f"{error.filename or path}: data could not be prepared: {error.strerror}") from None
+
+
+def _prepare_common_tokenizer(cfg: config.Config) -> None:
+    """Trains the tokenizer of a mixture, and writes next to it the stamps of the files that it was trained on. Raises
+    ConfigError where those have changed."""
     path = common_tokenizer(cfg)
     stamps = path.with_suffix(".json")
     now = {part.data.source: file_stamps(part.data.source) for part in source_configs(cfg)}
     if not path.exists():
-        with _told(path), _one_at_a_time(path, say):
+        with _locked(path):
             if not path.exists():
-                content = _train_tokenizer(cfg, say)
-                _replace(stamps, json.dumps(now).encode())
-                _replace(path, content)
+                content = _train_tokenizer(cfg)
+                files.write_whole(stamps, json.dumps(now))
+                files.write_whole(path, content)
     before = _read_json(stamps) or {}
-    changed = [source for source, files in now.items() if files and files != before.get(source)]
+    changed = [source for source, found in now.items() if found and found != before.get(source)]
     if changed:
         raise ConfigError(f"{path}: {', '.join(changed)} changed since this tokenizer was trained on it; delete it and "
                           "the folders beside it, or prepare into another with data.path")
 
 
-@contextlib.contextmanager
-def _told(path: pathlib.Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{error.filename or path}: data could not be prepared: {error.strerror}") from None
-
-
-def _matches(folder: pathlib.Path, cfg: config.Config, say: Callable[..., None]) -> bool:
-    """Is the folder there, for this configuration? Raises ConfigError where it is there for another one."""
+def _matches(folder: pathlib.Path, cfg: config.Config) -> bool:
+    """Whether the folder is there, for this configuration. Raises ConfigError where it is there for another one, or is
+    not what was prepared."""
     manifest = read_manifest(folder)
     if manifest is None:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder}: is there but holds no prepared data ({MANIFEST} is missing); move it away")
         return False
     check_identity(folder, manifest, cfg)
-    files = file_stamps(cfg.data.source)
-    if files and files != manifest["files"]:  # the text may be gone, but not be another
+    stamps = file_stamps(cfg.data.source)
+    if stamps and stamps != manifest["files"]:  # the text may be gone, but must not be another
         raise ConfigError(f"[data] source = {cfg.data.source}: changed since {folder} was prepared; delete that "
                           "folder, or prepare into another with data.path")
-    _check_content(folder, manifest, say)
+    for name, digest in manifest["sha256"].items():
+        path, written_last = folder / name, folder / MANIFEST
+        if not path.exists():
+            raise ConfigError(f"{path}: is missing; delete {folder} to prepare it again")
+        # Only files younger than the manifest are hashed: to hash terabytes before each start would stall a cluster.
+        if path.stat().st_mtime_ns > written_last.stat().st_mtime_ns:
+            report(f"{path}: was copied or changed since it was prepared; comparing its hash")
+            if _sha256(path) != digest:
+                raise ConfigError(f"{path}: was changed since it was prepared; delete {folder} to prepare it again")
+            report(f"{path}: is unchanged; `touch {written_last}` spares this the next time")
     return True
 
 
-def _check_content(folder: pathlib.Path, manifest: dict, say: Callable[..., None]) -> None:
-    """Raises ConfigError where a file is not what was prepared. Hashed are those that are younger than the manifest,
-    which was written last: terabytes of hashing before each start would keep a cluster waiting."""
-    for name, digest in manifest["sha256"].items():
-        path = folder / name
-        if not path.exists():
-            raise ConfigError(f"{path}: is missing; delete {folder} to prepare it again")
-        if path.stat().st_mtime_ns > (folder / MANIFEST).stat().st_mtime_ns:
-            say(f"{path}: was copied or changed since it was prepared; comparing its hash")
-            if _sha256(path) != digest:
-                raise ConfigError(f"{path}: was changed since it was prepared; delete {folder} to prepare it again")
-            say(f"{path}: is unchanged; `touch {folder / MANIFEST}` spares this the next time")
-
-
-@contextlib.contextmanager
-def _one_at_a_time(path: pathlib.Path, say: Callable[..., None]) -> Iterator[None]:
-    """Makes the folder above `path`, and holds a lock beside it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = path.with_name(f".{path.name}.lock")
-    while True:
-        with lock.open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                say(f"waiting for another process that prepares {path}")
-                fcntl.flock(file, fcntl.LOCK_EX)
-            if lock.exists() and lock.samefile(f"/dev/fd/{file.fileno()}"):  # else its last holder removed it
-                try:
-                    yield
-                finally:
-                    lock.unlink()
-                return
-
-
-def _make(folder: pathlib.Path, cfg: config.Config, say: Callable[..., None]) -> None:
-    """In a folder beside, which a preparation that was killed leaves to the next one, and one that found its input
-    wrong does not."""
+def _prepare_folder(folder: pathlib.Path, cfg: config.Config) -> None:
+    """Works in a hidden folder next to it. A killed preparation leaves that to the next one, which resumes; one whose
+    input is wrong removes it."""
     temporary = folder.with_name(f".{folder.name}.tmp")
-    files = file_stamps(cfg.data.source)
-    begun = json.loads(json.dumps({"identity": identity(cfg), "files": files}))
-    done = _read_json(temporary / MANIFEST) or {}
-    if _read_json(temporary / BEGUN) != begun and any(done.get(key) != value for key, value in begun.items()):
+    wanted = {"identity": identity(cfg), "files": file_stamps(cfg.data.source)}
+    state = _read_json(temporary / MANIFEST) or _read_json(temporary / PROGRESS) or {}
+    if any(state.get(key) != value for key, value in wanted.items()):  # nothing, or begun for something else
         shutil.rmtree(temporary, ignore_errors=True)
-        done = {}
+        state = {}
     try:
-        if not done:
-            done = _fill(temporary, cfg, begun, say)
-        if file_stamps(cfg.data.source) != files:
+        if not state:
+            state = _begin(temporary, cfg, wanted)
+        if "sha256" not in state:
+            state = _fill(temporary, cfg, state)
+        if file_stamps(cfg.data.source) != wanted["files"]:
             raise ConfigError(f"[data] source = {cfg.data.source}: changed while it was prepared; start again")
-        for path in set(temporary.iterdir()) - set(_kept(temporary)) - {temporary / MANIFEST}:
-            path.unlink()  # what is killed from here on finds the manifest, and goes on here
-        os.sync()  # what the new name promises must survive a power cut
-        if folder.exists():
-            folder.rmdir()  # an empty one, by _matches
-        temporary.rename(folder)
+        (temporary / PROGRESS).unlink(missing_ok=True)
+        files.publish(temporary, folder)
     except ConfigError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    tokens = done["tokens"]
-    say(f"prepared {folder}: {tokens['train']:,} tokens to train on, {tokens['heldout']:,} held out")
+    report(f"prepared {folder}: {state['tokens']['train']:,} tokens to train on, {state['tokens']['heldout']:,} for "
+           "validation")
 
 
-def _fill(temporary: pathlib.Path, cfg: config.Config, begun: dict, say: Callable[..., None]) -> dict:
-    """Writes the files and, last, the manifest, which it returns."""
-    if not (temporary / BEGUN).exists():
-        temporary.mkdir(exist_ok=True)
-        trained = {} if cfg.data.tokenizer else {"tokenizer.model": _train_tokenizer(cfg, say)}
-        for name, content in (trained or Tokenizer(cfg.data.tokenizer).files).items():
-            _replace(temporary / name, content)
-        _replace(temporary / BEGUN, json.dumps(begun).encode())
+def _begin(temporary: pathlib.Path, cfg: config.Config, wanted: dict) -> dict:
+    """Writes the tokenizer and, last, progress.json. Returns its content: where nothing has been read yet."""
+    temporary.mkdir()
+    given = cfg.data.tokenizer
+    for name, content in (Tokenizer(given).files if given else {"tokenizer.model": _train_tokenizer(cfg)}).items():
+        files.write_whole(temporary / name, content)
+    state = {**wanted, "place": None, "tokens": {"train": 0, "heldout": 0}, "documents": {"train": 0, "heldout": 0}}
+    files.write_whole(temporary / PROGRESS, json.dumps(state))
+    return state
+
+
+def _fill(temporary: pathlib.Path, cfg: config.Config, state: dict) -> dict:
+    """Writes the token files from `state` on and, last, the manifest. Returns its content."""
     tokenizer = Tokenizer(temporary)
     if not tokenizer.eos:
-        say(f"{cfg.data.tokenizer}: has no end mark that is known, so nothing stands between documents")
+        report(f"{cfg.data.tokenizer}: has no EOS token that is known, so nothing separates documents")
     if tokenizer.vocab_size > cfg.model.vocab_size:
         raise ConfigError(f"[model] vocab_size = {cfg.model.vocab_size}: smaller than the tokenizer "
-                          f"{cfg.data.tokenizer}, which has {tokenizer.vocab_size} pieces")
-    counts = _write_tokens(temporary, cfg.data, tokenizer.vocab_size, say)
-    manifest = {**begun, "vocab_size": tokenizer.vocab_size, **counts,
-                "sha256": {path.name: _sha256(path) for path in _kept(temporary)}}
-    _replace(temporary / MANIFEST, json.dumps(manifest, indent=2).encode())
+                          f"{cfg.data.tokenizer}, which has {tokenizer.vocab_size} vocabulary entries")
+    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "int32"
+    revision = write_tokens(temporary, cfg.data, dtype, state)
+    content = sorted(path for path in temporary.iterdir() if path.suffix != ".tmp" and path.name != PROGRESS)
+    manifest = {"identity": state["identity"], "files": state["files"], "vocab_size": tokenizer.vocab_size,
+                "dtype": dtype, "tokens": state["tokens"], "documents": state["documents"], "revision": revision,
+                "sha256": {path.name: _sha256(path) for path in content}}
+    files.write_whole(temporary / MANIFEST, json.dumps(manifest, indent=2))
     return manifest
 
 
-def _kept(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The files whose hashes stand in the manifest."""
-    passing = (BEGUN, PROGRESS, MANIFEST)
-    return sorted(path for path in folder.iterdir() if path.name not in passing and path.suffix != ".new")
-
-
 def _read_json(path: pathlib.Path) -> Any:
+    """None where there is none."""
     with contextlib.suppress(OSError, ValueError):
         return json.loads(path.read_text())
     return None
-
-
-def _replace(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file that is there whole or not at all."""
-    with path.with_suffix(".new").open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    path.with_suffix(".new").rename(path)
 
 
 def _sha256(path: pathlib.Path) -> str:
@@ -202,99 +180,37 @@ def _sha256(path: pathlib.Path) -> str:
     return digest.hexdigest()
 
 
-def _train_tokenizer(cfg: config.Config, say: Callable[..., None]) -> bytes:
-    """On the first part of the source, or of each of a mixture by its weight: 2,000 characters per piece, 4 million at
-    least, is where more text stops to change a byte-pair vocabulary much."""
-    alone = source_configs(cfg) or [cfg]
+def _train_tokenizer(cfg: config.Config) -> bytes:
+    """On the first part of each source, in proportion to its weight: 2,000 characters per vocabulary entry, at least 4
+    million; more text hardly changes a byte-pair vocabulary. Returns the model file's content. Raises ConfigError."""
+    alone, shares = source_configs(cfg), [weight / sum(weights(cfg)) for weight in weights(cfg)]
     for part in alone:
-        next(iter(Source(part.data)))  # what is wrong with a source is said first
+        next(iter(open_source(part.data)))  # what is wrong with a source is reported first
     wanted = max(4_000_000, 2_000 * cfg.model.vocab_size)
-    say(f"training a tokenizer of {cfg.model.vocab_size:,} pieces on up to {wanted / 1e6:,.0f} MB of "
-        + ", ".join(part.data.source for part in alone))
+    report(f"training a tokenizer of {cfg.model.vocab_size:,} vocabulary entries on up to {wanted / 1e6:,.0f} MB of "
+           + ", ".join(part.data.source for part in alone))
 
     def sample() -> Iterator[str]:
-        for part, weight in zip(alone, weights(cfg)):
+        for part, share in zip(alone, shares):
             size = 0
-            for text in Source(part.data):
+            for text in open_source(part.data):
                 yield text
                 size += len(text)
-                if size >= wanted * weight / sum(weights(cfg)):
+                if size >= wanted * share:
                     break
 
-    return train_tokenizer(sample(), cfg.model.vocab_size, os.cpu_count() or 1)
-
-
-def _write_tokens(folder: pathlib.Path, d: config.Data, vocab_size: int, say: Callable[..., None]) -> dict:
-    """Writes train.bin and heldout.bin: each document between its begin and end marks; and train.ends.bin and
-    heldout.ends.bin: for each document the position after its last token, 8 bytes little-endian. Returns the counts.
-
-    Every few seconds the files are synced and progress.json says how far they are good, and the source read: from there
-    it goes on when it was killed.
-    """
-    small = vocab_size <= 1 << 16
-    width, splits = 2 if small else 4, ("train", "heldout")
-    at = _read_json(folder / PROGRESS) or {"place": None, "characters": 0, "tokens": dict.fromkeys(splits, 0),
-                                           "documents": dict.fromkeys(splits, 0)}
-    tokens, docs = at["tokens"], at["documents"]
-    if at["characters"]:
-        say(f"going on after {sum(docs.values()):,} documents of {d.source}, which were prepared before")
-    source, bar = Source(d, at["place"]), Bar(d, at, say)
-    synced = time.monotonic()
-    with contextlib.ExitStack() as files:
-        def opened(name: str, size: int) -> BinaryIO:
-            file = files.enter_context((folder / name).open("r+b" if (folder / name).exists() else "w+b"))
-            file.truncate(size)
-            file.seek(size)
-            return file
-
-        out = {split: opened(f"{split}.bin", width * tokens[split]) for split in splits}
-        ends = {split: opened(f"{split}.ends.bin", 8 * docs[split]) for split in splits}
-
-        def sync() -> None:
-            for file in (*out.values(), *ends.values()):
-                file.flush()
-                os.fsync(file.fileno())
-            _replace(folder / PROGRESS, json.dumps(at).encode())
-
-        def full() -> bool:
-            return bool(d.max_tokens) and tokens["train"] >= d.max_tokens
-
-        with contextlib.closing(encode_all(folder, small, source)) as encoded:
-            for chunk, found in () if full() else encoded:
-                start = 0
-                for held_out, length in zip(found.held_out, found.lengths):
-                    if not length:  # text of which its tokenizer makes nothing
-                        continue
-                    split = "heldout" if held_out else "train"
-                    out[split].write(found.tokens[width * start : width * (start + length)])
-                    start += length
-                    tokens[split] += length
-                    docs[split] += 1
-                    ends[split].write(tokens[split].to_bytes(8, "little"))
-                    if full():
-                        break
-                at["place"] = chunk.place
-                at["characters"] += found.characters
-                bar.show(chunk.share)
-                if full() or time.monotonic() - synced > SYNC_SECONDS:
-                    synced = time.monotonic()
-                    sync()
-                if full():
-                    break
-        sync()
-    return {"dtype": "uint16" if small else "int32", "tokens": tokens, "documents": docs, "revision": source.revision()}
+    return train_tokenizer(sample(), cfg.model.vocab_size)
 
 
 def main(argv: list[str]) -> int:
     _, cfg = config.from_command_line(argv, __doc__)
     try:
-        with Console(sys.stderr) as say:
-            prepare(cfg, say)
+        prepare(cfg)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
+        print("stopped; the same command resumes here", file=sys.stderr)
         return 130
     return 0
 

@@ -18,7 +18,7 @@ from data.tokenizer import Tokenizer
 
 
 def samples(cfg: config.Config, step: int) -> Iterator[str]:
-    """A text for each sample of a step (from 1). Raises ConfigError."""
+    """The report on each sample of a step (from 1). Raises ConfigError."""
     t, streams = cfg.train, open_data(cfg, "train")
     order, tokenizer = make_order(cfg, streams, weights(cfg)), Tokenizer(data_folders(cfg)[0])
     for number in range((step - 1) * t.global_batch_size, step * t.global_batch_size):
@@ -30,14 +30,14 @@ def samples(cfg: config.Config, step: int) -> Iterator[str]:
         _, ids = stream.read(first, last + 1)
         for document, start, stop in stream.documents(first, last + 1):
             begins, ends = max(start, first), min(stop, last + 1)
-            cut = " (begins before)" * (start < first) + " (goes on)" * (stop > last + 1)
+            cut = " (begins before)" * (start < first) + " (continues)" * (stop > last + 1)
             lines += [f"--- document {document}, {ends - begins} of its {stop - start} tokens{cut}",
                       printable(tokenizer.decode(ids[begins - first : ends - first].tolist()))]
         yield "\n".join(lines)
 
 
 def printable(text: str) -> str:
-    """Without what a terminal would obey: control characters, but for line ends and tabs, are spelt out."""
+    """Text that is safe on a terminal: control characters other than line ends and tabs are escaped."""
     return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    except BrokenPipeError:  # whoever reads has seen enough, as `head`
+    except BrokenPipeError:  # the reader has seen enough, as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

@@ -16,7 +16,8 @@ WIDTH = {"uint16": 2, "int32": 4}  # bytes per token
 
 
 def read_manifest(folder: pathlib.Path) -> dict | None:
-    """What data/prepare.py wrote of a folder of token files; None where there is none. Raises ConfigError."""
+    """The manifest that data/prepare.py wrote last into a folder of token files; None where there is none. Raises
+    ConfigError where it cannot be read, or is another program's."""
     path = folder / MANIFEST
     try:
         found = json.loads(path.read_bytes())
@@ -32,7 +33,7 @@ def read_manifest(folder: pathlib.Path) -> dict | None:
 
 
 def fingerprint(folders: Sequence[pathlib.Path]) -> list[dict]:
-    """What tells the prepared folders of two runs apart: their identities and the hashes of their content."""
+    """Of each prepared folder its identity and the hashes of its content, to compare the data of two runs."""
     manifests = [read_manifest(folder) or {} for folder in folders]
     return [{key: manifest.get(key) for key in ("identity", "tokens", "sha256")} for manifest in manifests]
 
@@ -47,38 +48,35 @@ class TokenStream:
     """A split, read window by window, whatever the size of the file.
 
     By pread, and not mapped into memory: a map's read-ahead makes a random window of a cold file take 13 ms where a
-    read takes 0.05, and a mapped file that somebody cuts ends the process without a word (SIGBUS).
+    read takes 0.05, and a mapped file that is cut ends the process silently (SIGBUS).
     """
 
     path: pathlib.Path
     length: int  # tokens
     dtype: str
-    vocab_size: int  # of the model: ids must lie below
+    vocab_size: int  # of the model: ids must be smaller
     file: io.FileIO
 
     def read(self, start: int, stop: int) -> "tuple[bytes, torch.Tensor]":  # noqa: F821
-        """(the bytes, the ids (stop - start) as int64) of tokens start ... stop-1."""
+        """(the bytes, the ids (stop - start) as int64) of tokens start ... stop-1. Raises ConfigError."""
         import torch  # here: preparing data needs none
 
         width = WIDTH[self.dtype]
-        raw = os.pread(self.file.fileno(), (stop - start) * width, start * width)
-        if len(raw) != (stop - start) * width:
-            raise ConfigError(f"{self.path}: ends before token {stop}: it was cut while it was in use; delete "
-                              f"{self.path.parent} to prepare it again")
+        raw = _pread(self.file, start * width, stop * width, f"token {stop}")
         ids = torch.frombuffer(bytearray(raw), dtype=getattr(torch, self.dtype)).to(torch.int64)
         if ids.max() >= self.vocab_size or ids.min() < 0:
             at = int(((ids >= self.vocab_size) | (ids < 0)).nonzero()[0])
             raise ConfigError(f"{self.path}: token {start + at} has id {int(ids[at])}, but [model] vocab_size = "
-                              f"{self.vocab_size}; delete {self.path.parent} to prepare it again")
+                              f"{self.vocab_size}; {_again(self.path)}")
         return raw, ids
 
     def boundaries(self, start: int, stop: int) -> int:
-        """How many of tokens start ... stop-1, the first left out, begin a document. Raises ConfigError."""
+        """How many of tokens start+1 ... stop-1 begin a document. Raises ConfigError."""
         return self._ends_up_to(stop - 1) - self._ends_up_to(start)
 
     def documents(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """(number, first token, token after its last) of the documents that tokens start ... stop-1 are of; the first
-        and last may reach beyond them. Raises ConfigError."""
+        """(number, first token, one past its last) of the documents that hold tokens start ... stop-1; the first and
+        the last may reach beyond those. Raises ConfigError."""
         number = self._ends_up_to(start)
         found, begin = [], self._end(number - 1) if number else 0
         while start < stop and number < self.document_count:
@@ -92,49 +90,56 @@ class TokenStream:
         return os.fstat(self._ends.fileno()).st_size // 8
 
     def _ends_up_to(self, token: int) -> int:
-        """How many documents end at or before a token's position: a search that reads some thirty catalog."""
+        """How many documents end at or before a token's position: a binary search, of some thirty reads."""
         return bisect.bisect_right(range(self.document_count), token, key=self._end)
 
     def _end(self, number: int) -> int:
-        raw = os.pread(self._ends.fileno(), 8, 8 * number)
-        if len(raw) != 8:
-            raise ConfigError(f"{self._ends.name}: ends before document {number}: it was cut while it was in use; "
-                              f"delete {self.path.parent} to prepare it again")
-        return int.from_bytes(raw, "little")
+        return int.from_bytes(_pread(self._ends, 8 * number, 8 * number + 8, f"document {number}"), "little")
 
     @functools.cached_property
     def _ends(self) -> io.FileIO:
-        """Opened when it is first asked for: whoever does not look at documents needs none of it."""
+        """Opened at its first use: without a document mask nothing needs it."""
         path = self.path.with_suffix(".ends.bin")
         try:
             file = path.open("rb", buffering=0)
         except OSError as error:
-            raise ConfigError(f"{path}: cannot be read: {error.strerror}; delete {path.parent} to prepare it again"
-                              ) from None
+            raise ConfigError(f"{path}: cannot be read: {error.strerror}; {_again(path)}") from None
         size = os.fstat(file.fileno()).st_size
         last = int.from_bytes(os.pread(file.fileno(), 8, max(0, size - 8)), "little")
         if size % 8 or last != self.length:
             raise ConfigError(f"{path}: has {size} bytes and ends at token {last}, {self.path} at {self.length}; "
-                              f"delete {path.parent} to prepare it again")
+                              f"{_again(path)}")
         return file
 
 
+def _pread(file: io.FileIO, start: int, stop: int, what: str) -> bytes:
+    raw = os.pread(file.fileno(), stop - start, start)
+    if len(raw) != stop - start:
+        path = pathlib.Path(file.name)
+        raise ConfigError(f"{path}: ends before {what}: it was cut while it was in use; {_again(path)}")
+    return raw
+
+
+def _again(path: pathlib.Path) -> str:
+    return f"delete {path.parent} to prepare it again"
+
+
 def open_stream(folder: pathlib.Path, split: str, vocab_size: int) -> TokenStream:
-    """Opens "train" or "heldout" of a prepared folder. Raises ConfigError where it is missing, cut, or made for a
-    larger vocabulary than the model's."""
+    """Opens "train" or "heldout" (validation) of a prepared folder. Raises ConfigError where it is missing, cut, or
+    made for a larger vocabulary than the model's."""
     manifest = read_manifest(folder)
     if manifest is None:
         raise ConfigError(f"{folder}: holds no prepared data; `python -m data.prepare CONFIG` makes it")
     if manifest["vocab_size"] > vocab_size:
         raise ConfigError(f"[model] vocab_size = {vocab_size}: smaller than the tokenizer of {folder}, which has "
-                          f"{manifest['vocab_size']} pieces")
+                          f"{manifest['vocab_size']} vocabulary entries")
     path, length, dtype = folder / f"{split}.bin", manifest["tokens"][split], manifest["dtype"]
     try:
-        size = path.stat().st_size
-        if size != length * WIDTH[dtype]:
-            raise ConfigError(f"{path}: has {size} bytes, its manifest says {length * WIDTH[dtype]}: it was cut or "
-                              f"changed; delete {folder} to prepare it again")
         file = path.open("rb", buffering=0)
+        size = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    if size != length * WIDTH[dtype]:
+        raise ConfigError(f"{path}: has {size} bytes, its manifest says {length * WIDTH[dtype]}: it was cut or "
+                          f"changed; {_again(path)}")
     return TokenStream(path, length, dtype, vocab_size, file)

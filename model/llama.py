@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import config
 from config import ConfigError
-from model.attention import BlockMask, Cache, KVCache, attention, document_mask, positions
+from model.attention import BlockMask, Cache, KVCache, attention, document_mask
 from model.loss import chunked_cross_entropy
 
 
@@ -164,9 +164,9 @@ class Head(nn.Module):
 class Llama(nn.Module):
     """Token ids (B, T) -> logits (B, T, V); with targets (B, T) -> (sum of the losses, number of valid targets).
 
-    With documents (B, T), the number of each token's document, rising from left to right: positions restart in each,
-    and no token sees another document's. With a cache, tokens are what it has not seen yet, and the logits (B, 1, V)
-    those of each row's newest token alone.
+    positions (B, T): for RoPE, 0 ... T-1 unless given. With documents (B, T), the number of each token's document,
+    rising along T, no token sees another document's. With a cache, tokens are what it has not seen yet, and the logits
+    (B, 1, V) those of each row's newest token alone.
     """
 
     def __init__(self, m: config.Model):
@@ -179,17 +179,15 @@ class Llama(nn.Module):
             self.embedding.weight = self.head.weight
             self.embedding.init_distributions = self.head.init_distributions
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None,
-                cache: Cache | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None,
+                documents: Tensor | None = None, cache: Cache | None = None) -> Tensor | tuple[Tensor, Tensor]:
         length = tokens.shape[1] if cache is None else cache.columns
         cos, sin = rope_tables(self.config, length, tokens.device)  # (T, E)
-        mask = None
-        if documents is not None:
-            mask, place = document_mask(documents), positions(documents)
-            cos, sin = cos[place][:, None], sin[place][:, None]  # (B, 1, T, E)
+        mask = None if documents is None else document_mask(documents)
         if cache is not None:
-            mask, place, newest = cache.advance(tokens.shape[1])
-            cos, sin = cos[place][:, None], sin[place][:, None]  # (B, 1, T, E)
+            mask, positions, newest = cache.advance(tokens.shape[1])
+        if positions is not None:
+            cos, sin = cos[positions][:, None], sin[positions][:, None]  # (B, 1, T, E)
         x = self.embedding(tokens)  # (B, T, D)
         for i, block in enumerate(self.blocks):
             x = block(x, cos, sin, mask, cache and cache.blocks[i])

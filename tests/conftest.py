@@ -39,17 +39,13 @@ def corpus(tmp_path_factory) -> pathlib.Path:
     return path
 
 
-def silent(text: str, passing: bool = False) -> None:
-    """A prepare() that says nothing."""
-
-
 @pytest.fixture(scope="session")
 def prepared(corpus, tmp_path_factory) -> pathlib.Path:
     """The corpus as token files."""
     from data.prepare import prepare
 
     folder = tmp_path_factory.mktemp("prepared") / "words"
-    prepare(make_config(data={"source": str(corpus), "path": str(folder)}), silent)
+    prepare(make_config(data={"source": str(corpus), "path": str(folder)}))
     return folder
 
 
@@ -63,11 +59,11 @@ def make_config(**sections: dict | None) -> config.Config:
     return config.from_dict(tables(**sections), "test.toml")
 
 
-def prepare_one(cfg: config.Config, say=silent) -> pathlib.Path:
+def prepare_one(cfg: config.Config) -> pathlib.Path:
     """Prepares the one source of a configuration; its folder."""
     from data.prepare import prepare
 
-    return prepare(cfg, say)[0]
+    return prepare(cfg)[0]
 
 
 def config_for(source: object, tmp_path: pathlib.Path, **data: object) -> config.Config:

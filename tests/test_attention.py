@@ -5,6 +5,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from config import IGNORE
+from data.loader import positions
 from model import attention
 from model.llama import Llama
 from tests.conftest import make_config
@@ -27,7 +28,7 @@ def numbered(lengths: list[list[int]]) -> torch.Tensor:
 
 
 def test_positions_restart():
-    assert attention.positions(numbered([[3, 1, 2], [6]])).tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5]]
+    assert positions(numbered([[3, 1, 2], [6]])).tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5]]
 
 
 @pytest.mark.parametrize("model", [{}, {"n_kv_heads": 4, "tie_embeddings": True}, {"rope_scaling": {"factor": 2.0}}])
@@ -38,7 +39,7 @@ def test_equal_to_the_documents_one_by_one(model):
     targets = ids.roll(-1, 1)
     documents = numbered(LENGTHS)
     targets[torch.cat([documents[:, 1:] != documents[:, :-1], torch.ones(3, 1, dtype=torch.bool)], 1)] = IGNORE
-    loss, count = llama(ids, targets, documents)
+    loss, count = llama(ids, targets, positions(documents), documents)
     loss.backward()
     together = [p.grad.clone() for p in llama.parameters()]
     llama.zero_grad()

@@ -7,11 +7,13 @@ import shutil
 import pytest
 import torch
 
+import data.show
 from config import IGNORE, ConfigError
 from data.loader import Loader, heldout_batches, make_order
+from data.order import Place
 from data.tokenizer import Tokenizer
 from data.tokens import open_stream, read_manifest, window_count
-from tests.conftest import launch, make_config
+from tests.conftest import make_config
 
 
 def test_every_sample_once_an_epoch_for_any_split(prepared):
@@ -90,11 +92,9 @@ def test_cut_token_file_is_noticed(prepared, tmp_path):
         open_stream(tmp_path / "nowhere", "train", 320)
 
 
-def test_dataset_smaller_than_a_batch(write_config, tmp_path):
-    path = write_config(train={"seq_len": 8000, "micro_batch_size": 1})
-    done = launch(path)
-    assert done.returncode == 2 and "fewer than one batch" in done.stderr, done.stderr
-    assert not (tmp_path / "outputs").exists()
+def test_dataset_smaller_than_a_batch(prepared):
+    with pytest.raises(ConfigError, match=r"train\.seq_len = 8000, fewer than one batch of train\.global_"):
+        make_order(make_config(train={"seq_len": 8000}), [open_stream(prepared, "train", 320)], [1.0])
 
 
 def test_random_windows_equal_the_file(prepared):
@@ -108,10 +108,11 @@ def test_random_windows_equal_the_file(prepared):
 
 
 def test_documents_of_any_span(prepared):
-    """Against a search through the tokens themselves: each document ends with its end mark, which text never gives."""
+    """Against a search through the tokens themselves: each document ends with EOS, which text never gives."""
     stream = open_stream(prepared, "train", 320)
     _, ids = stream.read(0, stream.length)
-    ends = [i + 1 for i, token in enumerate(ids.tolist()) if [token] == Tokenizer(prepared / "tokenizer.model").eos]
+    [eos] = Tokenizer(prepared / "tokenizer.model").eos
+    ends = [i + 1 for i, token in enumerate(ids.tolist()) if token == eos]
     assert len(ends) == read_manifest(prepared)["documents"]["train"] and ends[-1] == stream.length
     whole = list(zip(range(len(ends)), [0, *ends], ends))
     assert stream.documents(0, stream.length) == whole
@@ -123,25 +124,22 @@ def test_documents_of_any_span(prepared):
     assert stream.documents(5, 5) == []
 
 
-def test_a_step_can_be_read(corpus, prepared, write_config):
-    path = write_config("shown")
-    done = launch("-m", "data.show", path, "--step", "2")
-    assert done.returncode == 0, done.stderr
-    samples = done.stdout.split("=== ")[1:]
+def test_a_step_can_be_read(corpus, write_config, capsys):
+    path = str(write_config("shown"))
+    assert data.show.main([path, "--step", "2"]) == 0
+    samples = capsys.readouterr().out.split("=== ")[1:]
     assert [sample.partition(":")[0] for sample in samples] == [f"step 2, sample {n}" for n in range(8, 16)]
     texts = {json.loads(line)["text"] for line in corpus.read_text().splitlines()}
     for sample in samples:  # every piece of a document is a piece of one of the source's
         for piece in sample.split("--- document ")[1:]:
             assert any(piece.partition("\n")[2].rstrip("\n") in text for text in texts), piece
-    assert launch("-m", "data.show", path, "--step", "0").returncode == 2
+    assert data.show.main([path, "--step", "0"]) == 2 and "steps count from 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text, shown", [
     ("a\tb\n", "a\tb\n"), ("\x1b[31m\0", "\\x1b[31m\\x00"), ("\u202e\u00e9", "\\u202e\u00e9")])
 def test_control_characters_are_spelt_out(text, shown):
-    from data.show import printable
-
-    assert printable(text) == shown
+    assert data.show.printable(text) == shown
 
 
 def test_a_file_cut_while_in_use_is_named(prepared, tmp_path):
@@ -186,7 +184,48 @@ def test_files_beyond_two_to_the_31_tokens(dtype, width, tmp_path):
     assert stream.documents(2**31 + 1000, 2**31 + 2000) == [(0, 0, 2**31 + 1500), (1, 2**31 + 1500, length)]
     loader = Loader(make_config(model={"vocab_size": 5000}), [stream], [1.0], 0, 1, 1, False)
     last = window_count(length, 32) - 1
-    number = next(k for k in range(last + 1) if loader.order(k).window > 2**31 // 32)
-    stream_of, first, stop = loader.span(number)
-    assert stream_of is stream and 2**31 < first < stop <= length
+    loader.order = lambda number: Place(0, 0, last)
+    assert loader.span(0) == (stream, 32 * last, 32 * last + 33) and 2**31 < 32 * last + 33 <= length
+    targets = loader.batch(1).micro_batches[0][1]
+    assert targets[0].tolist() == stream.read(32 * last + 1, 32 * last + 33)[1].tolist()
     loader.close()
+
+
+def test_under_a_document_mask_positions_and_documents_come_along(prepared):
+    """Against a loop over the tokens of the file."""
+    cfg = make_config(data={"document_mask": True}, train={"seq_len": 100, "micro_batch_size": 4})
+    stream = open_stream(prepared, "train", 320)
+    ends = {end for _, _, end in stream.documents(0, stream.length)}
+    loader, number, seen = Loader(cfg, [stream], [1.0], 0, 1, 1, False), 0, set()
+    for step in (1, 2, 3):
+        batch, valid = loader.batch(step), 0
+        for inputs, targets, positions, documents in batch.micro_batches:
+            assert {x.dtype for x in (inputs, targets, positions, documents)} == {torch.int64}
+            assert {tuple(x.shape) for x in (inputs, targets, positions, documents)} == {(4, 100)}
+            for row in range(4):
+                _, first, stop = loader.span(number)
+                ids, place, document = stream.read(first, stop)[1].tolist(), 0, sum(end <= first for end in ends)
+                for i in range(100):
+                    if i and first + i in ends:
+                        place, document = 0, document + 1
+                    assert (inputs[row, i], positions[row, i], documents[row, i]) == (ids[i], place, document)
+                    assert targets[row, i] == (IGNORE if first + i + 1 in ends else ids[i + 1])
+                    valid += first + i + 1 not in ends
+                    place += 1
+                seen.add(int(positions[row, 0]))
+                number += 1
+        assert valid == batch.valid_tokens
+    assert seen == {0}  # a document that began before the window counts from the window's start
+    loader.close()
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_evaluation_pads_with_a_document_that_holds_no_target(prepared, mask):
+    cfg = make_config(data={"document_mask": mask}, eval={})
+    stream = open_stream(prepared, "heldout", 320)
+    for tensors in heldout_batches(stream, cfg, 0, 1):
+        assert len(tensors) == (4 if mask else 2)
+        for documents in tensors[3:]:
+            assert (documents.diff(dim=1) >= 0).all()
+        for positions in tensors[2:3]:
+            assert ((positions.diff(dim=1) == 1) | (positions[:, 1:] == 0)).all()

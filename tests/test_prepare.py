@@ -1,45 +1,71 @@
 """Preparation: whole or not at all, resumable, of one source or a mixture; wrong input named."""
 
+import concurrent.futures.process
+import dataclasses
 import io
 import json
 import os
-import random
+import re
 import shutil
+import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
+import config
+import data.show
+import files
+from checkpoint import catalog
 from config import ConfigError
-from data.dataset import data_folders, is_prepared, source_names
-from data.encode import is_held_out
-from data.prepare import prepare
+from data.dataset import common_tokenizer, data_folders, identity, is_prepared, open_data, source_names
+from data.encode import _progress_bar, is_validation, report
+from data.prepare import main, prepare
 from data.tokenizer import Tokenizer
 from data.tokens import open_stream, read_manifest
-from tests.conftest import REPO, config_for, launch, make_config, prepare_one, silent, words
+from tests.conftest import REPO, config_for, launch, make_config, prepare_one, words
 
 
-def test_held_out_documents_are_chosen_by_their_text(corpus, prepared):
+def test_validation_documents_are_chosen_by_their_text(corpus, prepared):
     texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
-    held = [text for text in texts if is_held_out(text)]
+    held = [text for text in texts if is_validation(text)]
     manifest = read_manifest(prepared)
     assert manifest["documents"] == {"train": len(texts) - len(held), "heldout": len(held)} and held
-    assert sum(is_held_out(str(i)) for i in range(20_000)) == pytest.approx(200, abs=60)
+    assert sum(is_validation(str(i)) for i in range(20_000)) == pytest.approx(200, abs=60)
     tokenizer, stream = Tokenizer(prepared / "tokenizer.model"), open_stream(prepared, "heldout", 320)
     _, ids = stream.read(0, stream.length)
     expected = [i for text in held for i in [*tokenizer.bos, *tokenizer.encode([text])[0], *tokenizer.eos]]
     assert ids.tolist() == expected
 
 
-def test_prepared_once(corpus, tmp_path):
-    cfg, said = config_for(corpus, tmp_path), []
-    folder = prepare_one(cfg, lambda text, passing=False: said.append(text))
+@pytest.fixture
+def with_tokenizer(corpus, prepared, tmp_path):
+    """A configuration whose data is to be prepared into tmp_path/out, with the tokenizer of `prepared`."""
+    return config_for(corpus, tmp_path, tokenizer=str(prepared / "tokenizer.model"))
+
+
+def content(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_prepared_once(with_tokenizer, tmp_path, capsys):
+    folder = prepare_one(with_tokenizer)
     before = {p: p.stat().st_mtime_ns for p in folder.iterdir()}
-    assert said and not [p for p in tmp_path.iterdir() if p.name.endswith(".tmp")]
-    said.clear()
-    prepare_one(cfg, lambda text, passing=False: said.append(text))
-    assert not said and {p: p.stat().st_mtime_ns for p in folder.iterdir()} == before
+    assert "prepared" in capsys.readouterr().err
+    assert {p.name for p in tmp_path.iterdir()} == {"out", ".out.lock"}
+    prepare_one(with_tokenizer)
+    assert not capsys.readouterr().err and {p: p.stat().st_mtime_ns for p in folder.iterdir()} == before
+
+
+def test_identity_and_name_of_folders_made_before():
+    """Written down from format 3's first release: prepared folders must be found again."""
+    assert identity(make_config(data={"source": "a.jsonl", "max_tokens": 5})) == {
+        "source": "a.jsonl", "subset": None, "split": "train", "text_field": "text", "tokenizer": "trained here",
+        "vocab_size": 320, "max_tokens": 5, "format": 3}
+    sources = [{"source": "a.jsonl", "weight": 0.7}, {"source": "b/*.txt", "weight": 0.3, "max_tokens": 9}]
+    cfg = make_config(data={"source": "a.jsonl", "max_tokens": 5})
+    assert [str(folder) for folder in data_folders(cfg)] == ["prepared/a.jsonl-d0f2f8dad9f1"]
+    assert str(common_tokenizer(make_config(data={"sources": sources}))) == "prepared/tokenizer-75cf6508cb91.model"
 
 
 def test_identity_decides_the_folder(corpus):
@@ -97,50 +123,90 @@ def test_bad_input_is_named_and_nothing_published(case, tmp_path):
     assert not (tmp_path / "out").exists() and not [p for p in tmp_path.iterdir() if p.name.endswith(".tmp")]
 
 
-def test_two_that_prepare_at_once(corpus, tmp_path):
-    """Both end well, and one of them did the work."""
+def written(cfg, tmp_path):
+    """The configuration as a file."""
     path = tmp_path / "c.toml"
-    import config
-    path.write_text(config.to_toml(config_for(corpus, tmp_path)))
-    both = [subprocess.Popen([sys.executable, "-m", "data.prepare", path], cwd=REPO, stderr=subprocess.PIPE, text=True)
-            for _ in range(2)]
-    said = [p.communicate()[1] for p in both]
-    assert [p.returncode for p in both] == [0, 0], said
-    assert sum("prepared" in text and "to train on" in text for text in said) == 1
+    path.write_text(config.to_toml(cfg))
+    return path
 
 
-PREPARE = "import sys, data.prepare as p; p.SYNC_SECONDS = 0.05; sys.exit(p.main(sys.argv[1:]))"
+def test_two_that_prepare_at_once(with_tokenizer, tmp_path):
+    """Both end well, and one of them did the work."""
+    command = [sys.executable, "-m", "data.prepare", written(with_tokenizer, tmp_path)]
+    both = [subprocess.Popen(command, cwd=REPO, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    printed = [process.communicate()[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], printed
+    assert sum("prepared" in text and "to train on" in text for text in printed) == 1
 
 
-def test_a_killed_preparation_goes_on_and_ends_as_one_that_was_not(prepared, write_config, tmp_path):
-    """kill -9 at random moments; the processes that it started end with it."""
-    corpus = tmp_path / "large.jsonl"
-    corpus.write_text("".join(json.dumps({"text": words(i, 300)}) + "\n" for i in range(20000)))
+WAITS = """
+import sys, files, data.prepare as p
+take = files.lock
+def lock(path, timeout=0):
+    if timeout: print("waits", flush=True)
+    return take(path, timeout)
+files.lock = lock
+sys.exit(p.main(sys.argv[1:]))
+"""
 
-    def command(name: str) -> list:
-        data = {"source": str(corpus), "path": str(tmp_path / name), "tokenizer": str(prepared / "tokenizer.model")}
-        return [sys.executable, "-c", PREPARE, write_config("prep", data=data)]
 
-    began = time.monotonic()
-    done = subprocess.run(command("straight"), cwd=REPO, capture_output=True, text=True)
-    seconds = time.monotonic() - began
+def test_a_second_that_prepares_waits_in_one_line(with_tokenizer, prepared, tmp_path):
+    """The first is played by this process; the second finds its work done."""
+    with files.locked(tmp_path / ".out.lock"):
+        second = subprocess.Popen([sys.executable, "-c", WAITS, written(with_tokenizer, tmp_path)], cwd=REPO, text=True,
+                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert second.stdout.readline() == "waits\n", second.communicate()
+        shutil.copytree(prepared, tmp_path / "elsewhere")
+        manifest = json.loads((prepared / "manifest.json").read_text())
+        manifest["identity"] = identity(with_tokenizer)
+        (tmp_path / "elsewhere/manifest.json").write_text(json.dumps(manifest))
+        (tmp_path / "elsewhere").rename(tmp_path / "out")
+        before = content(tmp_path / "out")
+    error = second.communicate()[1]
+    assert second.returncode == 0 and error == f"waiting for another process that prepares {tmp_path / 'out'}\n", error
+    assert content(tmp_path / "out") == before
+
+
+def test_killed_before_any_of_its_file_system_events_it_resumes_and_ends_the_same(with_tokenizer, prepared, tmp_path):
+    """Dozens of kills: one at each event, and many of one preparation."""
+    small = tmp_path / "small.jsonl"
+    small.write_text("".join(json.dumps({"text": words(i, 300)}) + "\n" for i in range(60)))
+    cfg = dataclasses.replace(with_tokenizer, data=dataclasses.replace(with_tokenizer.data, source=str(small),
+                                                                       path=str(tmp_path / "killed/out")))
+    final = prepare_one(cfg).rename(tmp_path / "final")
+    assert min(read_manifest(final)["documents"].values()) > 0
+    shutil.rmtree(tmp_path / "killed")
+    done = subprocess.run([sys.executable, "-m", "tests.kill_cases", written(cfg, tmp_path), final], cwd=REPO,
+                          capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    draw, kills, went_on = random.Random(1), 0, 0
-    while True:
-        process = subprocess.Popen(command("killed"), cwd=REPO, stderr=subprocess.PIPE, text=True)
-        try:
-            output = process.communicate(timeout=draw.uniform(0.2, 0.6) * seconds if kills < 5 else 100)[1]
-        except subprocess.TimeoutExpired:
-            kills += 1
-            process.kill()
-            output = process.communicate()[1]  # returns when all that hold the pipe have ended: the pool's too
-        went_on += "going on after" in output
-        if process.returncode == 0:
-            break
-    assert kills >= 2 and went_on >= 1
-    assert {p.name: p.read_bytes() for p in (tmp_path / "killed").iterdir()} == {
-        p.name: p.read_bytes() for p in (tmp_path / "straight").iterdir()}
-    assert not list(tmp_path.glob(".killed*"))
+    found = json.loads(done.stdout)
+    assert found["events"] > 20 and found["kills of one"] > 2, found
+
+
+KILLED = """
+import os, signal, sys, files, data.encode, data.prepare
+data.encode.SYNC_SECONDS, data.encode.CHUNK, write, seen = 0, 20_000, files.write_whole, []
+def write_whole(path, content):
+    write(path, content)
+    if path.name == data.encode.PROGRESS:
+        seen.append(path)
+        if len(seen) == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+files.write_whole = write_whole
+data.prepare.main(sys.argv[1:])
+"""
+
+
+def test_the_processes_of_a_killed_preparation_end_with_it(with_tokenizer, tmp_path, capsys):
+    """kill -9 of the real thing, with its pool, when it has noted progress for the fourth time."""
+    killed = subprocess.run([sys.executable, "-c", KILLED, written(with_tokenizer, tmp_path)], cwd=REPO, text=True,
+                            capture_output=True)  # returns when all that hold the pipe have ended: the pool's too
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    folder = prepare_one(with_tokenizer)
+    assert "resuming after" in capsys.readouterr().err and not (tmp_path / ".out.tmp").exists()
+    straight = prepare_one(dataclasses.replace(with_tokenizer, data=dataclasses.replace(
+        with_tokenizer.data, path=str(tmp_path / "straight"))))
+    assert content(folder) == content(straight)
 
 
 def mixture(tmp_path, corpus, **data):
@@ -156,77 +222,90 @@ def test_a_mixture_trains_one_tokenizer_and_keeps_its_sources_apart(corpus, tmp_
     assert not is_prepared(cfg)
     with pytest.raises(ConfigError, match="no prepared data"):
         data_folders(cfg)
-    first, second = prepare(cfg, silent)
+    first, second = prepare(cfg)
     assert is_prepared(cfg) and data_folders(cfg) == [first, second]
     assert (first / "tokenizer.model").read_bytes() == (second / "tokenizer.model").read_bytes()
     assert 3000 <= read_manifest(first)["tokens"]["train"] < 3200
     assert read_manifest(second)["identity"]["text_field"] == "body"
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "mixed").rglob("*")}
-    prepare(cfg, silent)
+    prepare(cfg)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "mixed").rglob("*")} == before
 
 
 def test_a_source_prepared_once_serves_every_mixture(corpus, prepared, tmp_path):
     given = {"tokenizer": str(prepared / "tokenizer.model")}
-    first = prepare(mixture(tmp_path, corpus, **given), silent)
+    first = prepare(mixture(tmp_path, corpus, **given))
     made = [folder.stat().st_mtime_ns for folder in first]
     cfg = mixture(tmp_path, corpus, **given)
-    import dataclasses
     heavier = [dataclasses.replace(source, weight=source.weight + 1) for source in cfg.data.sources[::-1]]
     other = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, sources=tuple(heavier)))
-    assert prepare(other, silent) == first[::-1] and [folder.stat().st_mtime_ns for folder in first] == made
+    assert prepare(other) == first[::-1] and [folder.stat().st_mtime_ns for folder in first] == made
 
 
-def test_training_on_a_mixture_and_looking_at_it(corpus, tmp_path, write_config):
+def test_training_on_a_mixture_and_looking_at_it(corpus, tmp_path, write_config, capsys):
     cfg = mixture(tmp_path, corpus)
-    import config
     path = write_config("mixed", data={k: v for k, v in config.to_dict(cfg)["data"].items() if k != "source"}, eval={},
-                        checkpoint={})
+                        checkpoint={}, train={"steps": 1}, optim={"warmup_steps": 0})
     done = launch(path)
     assert done.returncode == 0, done.stderr
     row = json.loads((tmp_path / "outputs/mixed/metrics.jsonl").read_text().splitlines()[-1])
     assert row["kind"] == "eval" and set(row["loss_by_source"]) == {str(corpus), str(tmp_path / "other.jsonl")}
     assert min(row["loss_by_source"].values()) <= row["loss"] <= max(row["loss_by_source"].values())
-    shown = launch("-m", "data.show", path, "--step", "1").stdout
+    plan = subprocess.run([sys.executable, "train.py", path, "--dry-run", "--json"], cwd=REPO, capture_output=True)
+    assert json.loads(plan.stdout)["steps_per_epoch"] > 1
+    assert data.show.main([str(path), "--step", "1"]) == 0
+    shown = capsys.readouterr().out
     assert shown.count(f"of {corpus}") == 6 and shown.count("other.jsonl") == 2  # three of four, of eight samples
-    plan = json.loads(launch(path, "--dry-run", "--json").stdout)
-    assert plan["steps_per_epoch"] > 1
-    refused = launch(path, '--data.sources=[{source = "python-stdlib"}]')
-    assert refused.returncode == 2 and "data.sources" in refused.stderr
+    other = config.load(str(path), ['--data.sources=[{source = "python-stdlib"}]'])
+    with pytest.raises(ConfigError, match=r"data\.sources"):
+        catalog.check_same_run(other, 1)
 
 
 def test_other_data_is_refused_by_name(corpus, tmp_path, write_config):
     """The same configuration, and another corpus in the same place."""
     source = str(shutil.copy(corpus, tmp_path / "texts.jsonl"))
-    path = write_config("guarded", data={"source": source, "path": str(tmp_path / "tokens")}, checkpoint={})
+    path = write_config("guarded", data={"source": source, "path": str(tmp_path / "tokens")}, checkpoint={},
+                        train={"steps": 1}, optim={"warmup_steps": 0})
     assert launch(path).returncode == 0
     shutil.rmtree(tmp_path / "tokens")
     (tmp_path / "texts.jsonl").write_text("".join(corpus.read_text().splitlines(True)[::-1]))
-    done = launch(path, "--train.steps=6", "--optim.schedule_steps=4")
+    done = launch(path, "--train.steps=2", "--optim.schedule_steps=1")
     assert done.returncode == 2 and "was trained on other data" in done.stderr, done.stderr
     assert "sha256.train.bin was" in done.stderr and "sha256.heldout.bin" in done.stderr, done.stderr
 
 
-def test_progress_overwrites_itself_on_a_terminal_alone(capsys):
-    from data.progress import Bar, Console
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
 
-    terminal, pipe = Terminal(), io.StringIO()
-    at = {"characters": 5_000_000, "tokens": {"train": 500, "heldout": 0}, "documents": {"train": 9, "heldout": 1}}
-    for stream in (terminal, pipe):
-        with Console(stream) as say:
-            bar = Bar(make_config(data={"max_tokens": 1000}).data, at, say)
-            bar.show(None)
-            at["tokens"]["train"] = 750
-            bar.said -= 1
-            bar.show(None)
-            say("done")
-    assert terminal.getvalue().startswith("python-stdlib: [############....] 75.0%, 0:00:0")
-    assert " left, 0.0 MB/s, 750 tokens" in terminal.getvalue() and terminal.getvalue().endswith("\r\x1b[Kdone\n")
-    assert pipe.getvalue() == "done\n"
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_overwrites_itself_on_a_terminal_and_is_lines_in_a_log(terminal, monkeypatch):
+    stream = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr("data.encode.LOG_SECONDS", 0)
+    monkeypatch.setattr("sys.stderr", stream)
+    with _progress_bar("words", 100) as bar:
+        bar.mininterval = bar.delay = 0
+        for tokens in (400, 500):
+            bar.total = 1000
+            bar.set_postfix_str(f"{tokens // 10} documents", refresh=False)
+            bar.update(tokens - bar.n)
+    report("done")
+    found = stream.getvalue()
+    assert found.count("\n") == (1 if terminal else len(found.splitlines())) and found.endswith("done\n")
+    assert ("\r" in found) == terminal
+    *_, before, last = [part for part in re.split("[\r\n]", found) if "words" in part]
+    for part, share, tokens, documents in ((before, "40%", "400/1.00k", 40), (last, "50%", "500/1.00k", 50)):
+        assert part.startswith(f"words:  {share}|") and tokens in part and f" tokens/s, {documents} documents]" in part
+
+
+def test_a_full_disk_and_a_closed_stderr_end_no_preparation(with_tokenizer, tmp_path):
+    for redirect in ("2>/dev/full", "2>&-", ">&- 2>&-"):
+        path = written(with_tokenizer, tmp_path)
+        done = subprocess.run(["bash", "-c", f"exec {sys.executable} -m data.prepare {path} {redirect}"], cwd=REPO,
+                              capture_output=True, text=True)
+        assert done.returncode == 0 and read_manifest(tmp_path / "out"), done.stderr
+        shutil.rmtree(tmp_path / "out")
 
 
 def test_a_full_disk_ends_in_a_line(corpus, prepared, write_config, tmp_path):
@@ -238,19 +317,19 @@ def test_a_full_disk_ends_in_a_line(corpus, prepared, write_config, tmp_path):
     done = subprocess.run([sys.executable, "-c", limit, path], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 2 and not (tmp_path / "out").exists()
     assert done.stderr.splitlines()[-1].endswith("data could not be prepared: File too large"), done.stderr
-    assert subprocess.run([sys.executable, "-m", "data.prepare", path], cwd=REPO, check=False).returncode == 0
+    assert main([str(path)]) == 0
 
 
-def test_a_changed_file_is_noticed_at_the_next_start(prepared, corpus, tmp_path):
+def test_a_changed_file_is_noticed_at_the_next_start(prepared, corpus, tmp_path, capsys):
     copy = tmp_path / "out"
     shutil.copytree(prepared, copy)
     cfg = make_config(data={"source": str(corpus), "path": str(copy)})
     tokens = bytearray((copy / "train.bin").read_bytes())
     tokens[1000] ^= 1
-    said = []
     os.utime(copy / "train.bin")  # copied: hashed once, and found good
-    prepare_one(cfg, lambda text, passing=False: said.append(text))
-    assert len(said) == 2 and "train.bin: was copied or changed" in said[0] and "unchanged" in said[1]
+    prepare_one(cfg)
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == 2 and "train.bin: was copied or changed" in printed[0] and "unchanged" in printed[1]
     (copy / "train.bin").write_bytes(tokens)
     with pytest.raises(ConfigError, match=r"train\.bin: was changed since it was prepared"):
         prepare_one(cfg)
@@ -267,18 +346,17 @@ def killed(*unused):
     raise Killed
 
 
-@pytest.mark.parametrize("where", ["_sha256", "os.sync"])
-def test_killed_at_the_end_it_goes_on_at_the_end(where, corpus, prepared, tmp_path, monkeypatch):
+@pytest.mark.parametrize("where", ["_sha256", "files.publish"])
+def test_killed_at_the_end_it_resumes_at_the_end(where, corpus, prepared, tmp_path, monkeypatch):
     cfg = config_for(corpus, tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(f"data.prepare.{where}", killed)
         with pytest.raises(Killed):
             prepare_one(cfg)
     monkeypatch.setattr("data.prepare._train_tokenizer", killed)
-    if where == "os.sync":
-        monkeypatch.setattr("data.prepare._write_tokens", killed)
-    folder = prepare_one(cfg)
-    assert {p.name: p.read_bytes() for p in folder.iterdir()} == {p.name: p.read_bytes() for p in prepared.iterdir()}
+    if where == "files.publish":
+        monkeypatch.setattr("data.prepare.write_tokens", killed)
+    assert content(prepare_one(cfg)) == content(prepared)
 
 
 def test_text_that_changes_meanwhile_is_not_published(corpus, prepared, tmp_path, monkeypatch):
@@ -293,20 +371,20 @@ def test_text_that_changes_meanwhile_is_not_published(corpus, prepared, tmp_path
     monkeypatch.setattr("data.prepare._sha256", append)
     with pytest.raises(ConfigError, match=r"copy\.jsonl: changed while it was prepared; start again"):
         prepare_one(config_for(copy, tmp_path, tokenizer=str(prepared / "tokenizer.model")))
-    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+    assert not (tmp_path / "out").exists() and not (tmp_path / ".out.tmp").exists()
 
 
 def test_a_prepared_mixture_takes_no_lock_and_watches_its_text(corpus, tmp_path, monkeypatch):
     cfg = mixture(tmp_path, corpus)
-    folders = prepare(cfg, silent)
+    folders = prepare(cfg)
     with monkeypatch.context() as patched:
-        patched.setattr("data.prepare._one_at_a_time", killed)  # on a disk that can only be read it would fail
-        assert prepare(cfg, silent) == folders
+        patched.setattr("files.lock", killed)  # on a disk that can only be read it would fail
+        assert prepare(cfg) == folders
     with (tmp_path / "other.jsonl").open("a") as file:
         file.write(json.dumps({"body": "more"}) + "\n")
     shutil.rmtree(folders[1])
     with pytest.raises(ConfigError, match=r"other\.jsonl changed since this tokenizer was trained on it"):
-        prepare(cfg, silent)
+        prepare(cfg)
 
 
 def test_sources_of_one_name_are_told_apart(corpus):
@@ -332,12 +410,12 @@ def test_data_of_another_configuration_is_refused_without_the_launcher_too(prepa
     path = write_config("other", data={"source": "python-stdlib", "path": str(prepared)}, checkpoint={})
     done = subprocess.run([sys.executable, "train.py", path], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 2 and "was prepared with source = " in done.stderr, done.stderr
-    assert launch(path, "--dry-run").returncode == 2 and not (tmp_path / "outputs").exists()
+    assert not (tmp_path / "outputs").exists()
+    with pytest.raises(ConfigError, match="was prepared with source = "):
+        open_data(config.load(str(path), []), "train")
 
 
-def test_a_killed_process_is_told_and_loses_nothing(corpus, prepared, tmp_path, monkeypatch):
-    import concurrent.futures.process
-    cfg = config_for(corpus, tmp_path, tokenizer=str(prepared / "tokenizer.model"))
+def test_a_killed_process_of_the_pool_is_reported_and_loses_nothing(with_tokenizer, tmp_path, monkeypatch):
 
     def broken(*unused):
         raise concurrent.futures.process.BrokenProcessPool
@@ -345,6 +423,6 @@ def test_a_killed_process_is_told_and_loses_nothing(corpus, prepared, tmp_path, 
     with monkeypatch.context() as patched:
         patched.setattr("concurrent.futures.Future.result", broken)
         with pytest.raises(ConfigError, match=r"a process that tokenizes was killed \(is the host out of memory\?\)"):
-            prepare_one(cfg)
-    assert list(tmp_path.glob(".out.tmp/begun.json"))
-    prepare_one(cfg)
+            prepare_one(with_tokenizer)
+    assert (tmp_path / ".out.tmp/progress.json").exists()
+    prepare_one(with_tokenizer)

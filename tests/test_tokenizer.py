@@ -1,4 +1,4 @@
-"""Tokenizers: lossless on any text, their marks, wrong files named."""
+"""Tokenizers: lossless on any text, their BOS and EOS tokens, wrong files named."""
 
 import json
 import pathlib
@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from config import ConfigError
-from data.encode import is_held_out
-from data.sources import Source
+from data.encode import is_validation
+from data.sources import open_source
 from data.tokenizer import Tokenizer
 from data.tokens import open_stream
 from tests.conftest import REPO, config_for, make_config, prepare_one, words
@@ -34,15 +34,15 @@ def test_tokenizer_is_lossless(tokenizer, text):
 
 def test_default_source_round_trips():
     cfg = make_config(model={"vocab_size": 1024})
-    texts = list(Source(cfg.data))
+    texts = list(open_source(cfg.data))
     assert 10e6 < sum(map(len, texts)) < 40e6
     from data.tokenizer import train_tokenizer
     path = REPO / ".pytest_cache/stdlib.model"
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(train_tokenizer(texts[::20], 1024, 2))
+    path.write_bytes(train_tokenizer(texts[::20], 1024))
     found = Tokenizer(path)
     sample = texts[::10]
-    assert [found.decode(ids) for ids in found.encode(sample, 2)] == sample
+    assert [found.decode(ids) for ids in found.encode(sample)] == sample
 
 
 def test_the_largest_vocabulary_named_works(tmp_path):
@@ -84,7 +84,7 @@ def test_very_long_lines_train_a_tokenizer_too(tmp_path):
 
 @pytest.fixture(scope="module")
 def byte_level(tmp_path_factory) -> str:
-    """A byte-level tokenizer as Llama 3's: begin mark by its post-processor, end mark by name."""
+    """A byte-level tokenizer as Llama 3's: BOS by its post-processor, EOS by name."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
@@ -111,7 +111,7 @@ def test_tokenizer_json_is_lossless(byte_level, text):
 
 @pytest.mark.parametrize("settings, eos", [
     ({"eos_token": "<|begin_of_text|>"}, [0]), ({"eos_token": {"content": "<|end_of_text|>"}}, [1]), ({}, [1])])
-def test_the_end_mark_is_the_familys(byte_level, settings, eos, tmp_path):
+def test_eos_is_the_familys(byte_level, settings, eos, tmp_path):
     shutil.copy(f"{byte_level}/tokenizer.json", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     assert Tokenizer(tmp_path / "tokenizer.json").eos == eos
@@ -123,7 +123,7 @@ def test_preparing_with_a_tokenizer_json(byte_level, corpus, tmp_path):
     folder = prepare_one(config_for(corpus, tmp_path, tokenizer=str(tmp_path / "hf")))
     assert {p.name for p in folder.glob("tokenizer*")} == {"tokenizer.json", "tokenizer_config.json"}
     stream, found = open_stream(folder, "train", 320), Tokenizer(folder)
-    first = next(text for text in Source(config_for(corpus, tmp_path).data) if not is_held_out(text))
+    first = next(text for text in open_source(config_for(corpus, tmp_path).data) if not is_validation(text))
     _, start, stop = stream.documents(0, 1)[0]
     assert stream.read(start, stop)[1].tolist() == [0, *found.encode([first])[0], 1]
 
@@ -144,7 +144,7 @@ def test_without_the_package_it_is_named(byte_level, monkeypatch):
 
 
 @pytest.mark.parametrize("settings", [{"eos_token": 5}, {"eos_token": ["x"]}, {"eos_token": {"content": 7}}])
-def test_marks_that_are_no_text_are_passed_over(byte_level, settings, tmp_path):
+def test_eos_names_that_are_no_text_are_skipped(byte_level, settings, tmp_path):
     shutil.copy(f"{byte_level}/tokenizer.json", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     assert Tokenizer(tmp_path).eos == [1]
@@ -160,7 +160,7 @@ def test_dropout_is_off(byte_level, tmp_path):
     assert Tokenizer(tmp_path).encode([words(0, 90)]) == Tokenizer(byte_level).encode([words(0, 90)])
 
 
-def test_marks_of_a_tokenizer_that_does_not_know_the_letter_a(tmp_path, corpus):
+def test_bos_and_eos_of_a_tokenizer_that_does_not_know_the_letter_a(tmp_path, corpus):
     import tokenizers
     from tokenizers import models, pre_tokenizers, processors
 

@@ -87,9 +87,10 @@ def plain_loop(cfg: config.Config) -> list[dict]:
     found = []
     for step in range(1, t.steps + 1):
         batch = next(loader)
-        inputs, targets, *documents = (torch.cat(part) for part in zip(*batch.micro_batches))
-        if documents:
-            pieces = [(i[d == n], t[d == n]) for i, t, d in zip(inputs, targets, documents[0]) for n in d.unique()]
+        inputs, targets, *rest = (torch.cat(part) for part in zip(*batch.micro_batches))
+        if rest:
+            documents = rest[1]
+            pieces = [(i[d == n], t[d == n]) for i, t, d in zip(inputs, targets, documents) for n in d.unique()]
             logits, targets = torch.cat([model(i[None])[0] for i, _ in pieces]), torch.cat([t for _, t in pieces])
             # a piece's last target is another document's, unless the window ends there
             assert sum((t[:-1] == IGNORE).sum() for _, t in pieces) == 0

@@ -1,0 +1,78 @@
+"""Preparations that are killed before each of their file-system events in turn; see test_prepare.py.
+
+    python -m tests.kill_cases CONFIG FINAL      the folder that each of them must end as
+
+Each dies in a process forked from this one, which has no threads; no pool, whose processes only make it slow.
+"""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import sys
+
+import sentencepiece  # noqa: F401  before the forks, which would import it each
+import tqdm  # noqa: F401
+
+import config
+import data.encode
+from data.prepare import prepare
+
+EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
+
+
+def run(cfg: config.Config, last: int) -> bool:
+    """Prepares in a process that is killed before its event number `last` (from 1). Returns whether it ended before."""
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1] == 0
+    seen, root = 0, str(pathlib.Path(cfg.data.path).parent)
+
+    def audit(event: str, arguments: tuple) -> None:
+        nonlocal seen
+        # of a file only that is opened to be written
+        if event in EVENTS and str(arguments[0]).startswith(root) and (event != "open" or arguments[2] & os.O_WRONLY):
+            seen += 1
+            if seen == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(audit)
+    try:
+        prepare(cfg)
+    except BaseException as error:
+        print(repr(error), file=sys.stderr)
+        os._exit(1)
+    os._exit(0)
+
+
+def main(path: str, final: str) -> None:
+    _, cfg = config.from_command_line([path], __doc__)
+    folder = pathlib.Path(cfg.data.path)
+    data.encode.SYNC_SECONDS, data.encode.CHUNK = 0.0, 20_000  # characters
+    os.fsync = lambda handle: None  # a killed process leaves what it wrote in the page cache
+    data.encode.encode_all = lambda folder, typecode, source: (
+        (chunk, data.encode.encode(folder, typecode, chunk.texts)) for chunk in data.encode.chunks(source))
+    expected = {p.name: p.read_bytes() for p in pathlib.Path(final).iterdir()}
+
+    def check(last: int) -> None:
+        assert {p.name: p.read_bytes() for p in folder.iterdir()} == expected, last
+        assert {p.name for p in folder.parent.iterdir()} == {folder.name, f".{folder.name}.lock"}, last
+        shutil.rmtree(folder.parent)
+
+    last = 1
+    while not run(cfg, last):  # killed, and continued to its end
+        assert not folder.exists(), last
+        assert run(cfg, 0), last
+        check(last)
+        last += 1
+    check(last)
+    kills = 0
+    while not run(cfg, 12):  # killed again and again, a few events further each time
+        kills += 1
+    check(0)
+    print(json.dumps({"events": last - 1, "kills of one": kills}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
