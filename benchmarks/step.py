@@ -4,12 +4,13 @@
     python -m benchmarks.step configs/llama1b.toml --steps 20 --json --parallel.compile=true
     torchrun --nproc-per-node 8 -m benchmarks.step configs/llama8b.toml
 
-Random tokens unless --real (prepared data). The step is train.py's own: the same model, sharding, loss, clipping and
-optimizer; no rows, evaluation or checkpoints. The first step is timed apart (compilation, set-up), some more warm up,
+Random tokens unless --real (prepared data). The step is train.py's own training_step(); no rows, evaluation or
+checkpoints. The first step is timed apart (compilation, set-up), some more warm up,
 then each step is timed with a device synchronisation: median and spread, tokens/s, MFU, peak memory.
 """
 
 import argparse
+import itertools
 import json
 import platform
 import statistics
@@ -21,54 +22,55 @@ import torch.distributed as dist
 
 import config
 from config import ConfigError
-from data.dataset import data_folders
-from data.loader import Loader, split
-from data.tokens import open_stream
+from data.dataset import open_dataset
+from data.loader import Batch, Loader, split
 from metrics import peak_flops, peak_memory_gib
-from model.llama import flops_per_token, parameter_count
-from optim import FiniteGuard, build_optimizer, clip_gradients
-from parallel.fsdp import set_gradient_sync, unshard_first_units
-from parallel.mesh import World, distributed
-from train import build, storage_device
+from model.llama import flops_per_token, meta_model, parameter_count
+from optim import FiniteGuard, build_optimizer
+from parallel.fsdp import unshard_first_units
+from parallel.materialize import materialize
+from parallel.mesh import World, distributed, storage_device
+from parallel.parallelize import parallelize
+from train import training_step
 
 
 def measure(cfg: config.Config, world: World, steps: int, warm_up: int, real: bool) -> dict:
     """Seconds of each step and what follows from them, as one dictionary."""
-    t = cfg.train
-    model = build(cfg, world)
+    t, device = cfg.train, storage_device(cfg, world)
+    model = meta_model(cfg.model)
+    parallelize(model, cfg, world)
+    materialize(model, cfg.run.seed, device)
     optimizer = build_optimizer(model, cfg.optim)
-    guard = FiniteGuard(optimizer, storage_device(cfg, world), 0)
+    guard = FiniteGuard(optimizer, device, 0)
     accumulation = config.accumulation_steps(cfg, world.dp_size)
     if real:
-        stream = open_stream(data_folders(cfg)[0], "train", cfg.model.vocab_size)
-        loader = Loader(stream, t, cfg.run.seed, world.dp_rank, world.dp_size, 1, world.device.type == "cuda")
+        dataset = open_dataset(cfg)
+        batches = loader = Loader(cfg, dataset.train, dataset.weights, world.dp_rank, world.dp_size, 1,
+                                  pin=world.device.type == "cuda")
     else:
         generator = torch.Generator().manual_seed(world.dp_rank)
         ids = torch.randint(cfg.model.vocab_size, (t.micro_batch_size, t.seq_len + 1), generator=generator)
-        batch = [tuple(part.to(world.device) for part in split(ids))] * accumulation
+        micro_batch = tuple(part.to(world.device) for part in split(ids))
+        batches = itertools.repeat(Batch([micro_batch] * accumulation, config.tokens_per_step(cfg), 0))
 
     def synchronize() -> float:
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    seconds, loss = [], None
-    for step in range(1 + warm_up + steps):
+    seconds = []
+    for step in range(1, 1 + 1 + warm_up + steps):
         dist.barrier()
         began = synchronize()
         unshard_first_units(model, cfg.parallel)
-        for i, (inputs, targets) in enumerate(next(loader).micro_batches if real else batch, 1):
-            set_gradient_sync(model, cfg.parallel, world, last_micro_batch=i == accumulation)
-            inputs, targets = (x.to(world.device, non_blocking=True) for x in (inputs, targets))
-            loss, count = model(inputs, targets)
-            (loss * (world.dp_size / config.tokens_per_step(cfg))).backward()
-        guard.before_update(step, clip_gradients(model, t.max_grad_norm))
-        optimizer.step()
-        optimizer.zero_grad()
+        batch = next(batches)
+        loss_sum, _ = training_step(model, optimizer, guard, batch, step, cfg, world)
         seconds.append(synchronize() - began)
+    guard.check()
     if real:
         loader.close()
 
+    mean_loss = loss_sum.item() / (t.seq_len * t.micro_batch_size * accumulation)  # of this rank's tokens
     timed = sorted(seconds[1 + warm_up :])
     median = statistics.median(timed)
     rate = config.tokens_per_step(cfg) / world.size / median
@@ -83,7 +85,7 @@ def measure(cfg: config.Config, world: World, steps: int, warm_up: int, real: bo
         "first_step_seconds": seconds[0], "step_seconds_median": median, "step_seconds_p5": timed[len(timed) // 20],
         "step_seconds_p95": timed[-1 - len(timed) // 20], "timed_steps": steps,
         "tokens_per_second_per_device": rate, "mfu": rate * flops / peak if peak else None,
-        "peak_memory_gib": peak_memory_gib(world.device), "last_loss": (loss / count).item(),
+        "peak_memory_gib": peak_memory_gib(world.device), "last_loss": mean_loss,
     }
 
 

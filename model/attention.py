@@ -1,4 +1,4 @@
-"""Attention kernels, the mask and positions that keep attention inside a document, and generation's key/value cache.
+"""Attention kernels, the mask that keeps attention inside a document, and generation's key/value cache.
 
 Shapes: B batch, T tokens, S columns of the cache, H heads, K key/value heads, E width of a head.
 """
@@ -10,14 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-
-
-def positions(documents: Tensor) -> Tensor:
-    """Position of each token in its document (B, T), from 0, for document numbers (B, T) that rise along T."""
-    place = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)  # (B, T)
-    begins = torch.ones_like(documents, dtype=torch.bool)
-    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return place - (place * begins).cummax(dim=1).values
 
 
 def mask_mod(documents: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

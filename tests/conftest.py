@@ -9,6 +9,9 @@ import sys
 
 import pytest
 
+# One thread a process: the models are tiny, and threads that wait for each other on busy cores take twenty times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import config
 from tests.ranks import run_on_ranks
 
