@@ -41,8 +41,8 @@ CASES = {
     "offloaded": {"parallel": {"cpu_offload": True}},
     "no clipping": {"train": {"max_grad_norm": "off"}},
     "frozen": {"model": {"freeze": ["embedding*", "*q_proj.weight", "blocks.0.*"]}},
-    "frozen, unsharded": {"model": {"freeze": ["embedding*", "*q_proj.weight", "blocks.0.*"]},
-                          "parallel": {"unsharded": ["embedding*", "blocks.0.*norm*", "blocks.1.*q_proj.weight"]}},
+    "frozen unsharded": {"model": {"freeze": ["embedding*", "*q_proj.weight", "blocks.0.*"]},
+                         "parallel": {"unsharded": ["embedding*", "blocks.0.*norm*", "blocks.1.*q_proj.weight"]}},
     "document mask": {"data": {"document_mask": True}, "parallel": {"recompute": 2}},
     "compiled": {"parallel": {"compile": True, "recompute": "selective"}},
 }
@@ -55,7 +55,7 @@ ON_FOUR = {  # ranks
 }
 OF_ITS_OWN = ("tied", "uneven", "no clipping", "frozen", "document mask")  # the others compute what the plain case does
 SAME_AS = {name: name if name in OF_ITS_OWN else "plain" for name in (*CASES, *ON_FOUR)}
-SAME_AS["frozen, unsharded"] = "frozen"
+SAME_AS["frozen unsharded"] = "frozen"
 
 
 @pytest.fixture(scope="module")
