@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-# One thread a process: the models are tiny, and on busy cores threads that wait for each other take twenty times as long
+# One thread a process: the models are tiny, and on busy cores threads that wait for each other are twenty times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import config
