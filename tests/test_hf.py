@@ -10,7 +10,6 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from lifecycle.launch import check_launch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -23,6 +22,7 @@ from config import ConfigError
 from data.loader import Loader
 from data.tokenizer import Tokenizer
 from data.tokens import open_stream
+from lifecycle.launch import check_launch
 from lifecycle.signals import Interruption
 from model import generate, hf
 from model.hf_tokenizer import fast_tokenizer_files, read_sentencepiece
