@@ -23,7 +23,7 @@
 # itself. After scancel it saves too, if SLURM's KillWait (30 seconds unless set) leaves the time, and is not requeued.
 set -euo pipefail
 
-# Until the launcher, which this process becomes, has handlers of its own. Under SLURM the batch script is signalled.
+# Until this process becomes the launcher, which has handlers of its own. Under SLURM the batch script is signalled.
 trap 'echo "stopped before the run began" >&2; exit 75' TERM INT USR1
 fail() { echo "run_train.sh: $1" >&2; exit 2; }
 
@@ -67,7 +67,7 @@ choose_python() {  # with the run's arguments, or none for everything
     else make_venv; fi
 }
 
-program=(-m lifecycle.launch)
+plan=
 case ${1:-} in
 --setup) choose_python; echo "$python"; exit ;;
 -m) choose_python; exec "$python" "$@" ;;
@@ -78,9 +78,13 @@ for word in "$@"; do
         sed -n '/^# Sets up/,/^set /s/^# \{0,1\}//p' "$repo/run_train.sh" || true  # the reader may have seen enough
         choose_python
         exec "$python" "$repo/train.py" --help ;;
-    --dry-run) program=("$repo/train.py") ;;
+    --dry-run) plan=yes ;;
     esac
 done
 case ${1:-} in "" | --*) set -- "$repo/configs/tiny.toml" "$@" ;; esac
 choose_python "$@"
-exec "$python" "${program[@]}" "$@"
+if [[ -n $plan ]]; then exec "$python" "$repo/train.py" "$@"; fi
+# The launcher unblocks them when it has its handlers. (env of coreutils 8.31 and later can do that.)
+blocked=(env --block-signal=TERM,INT,USR1)
+"${blocked[@]}" true 2>/dev/null || blocked=()
+exec "${blocked[@]}" "$python" -m lifecycle.launch "$@"

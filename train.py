@@ -51,53 +51,54 @@ def train(cfg: Config, world: World, run: Run) -> None:
     torch.manual_seed(cfg.run.seed)
     torch.use_deterministic_algorithms(cfg.run.deterministic)
 
-    # What is trained on, and which checkpoint to resume from. Nothing is written before both are known to be right.
+    # What is trained on, and which checkpoint to resume from. Nothing is written before both are validated.
     dataset = open_dataset(cfg)
     checkpointer = Checkpointer(cfg, world, dataset.fingerprint, dataset.tokenizer_files)
     start = checkpointer.start
     pretrained = None if start else on_rank_zero(lambda: open_weights(cfg.model))
     run.begin(checkpointer, dataset.tokenizer_files)
 
-    # 1. What is computed: a plain model, on the meta device, so that no rank ever holds the whole of it.
+    # 1. What is computed: a plain model on the meta device, so that no rank ever holds the whole of it.
     model = meta_model(cfg.model)
-    # 2. How it is spread: activation checkpointing, compilation, FSDP2.
+    # 2. How it is parallelized: activation checkpointing, compilation, FSDP2.
     parallelize(model, cfg, world)
-    # 3. Each rank fills its own shards: with fresh values, or with its part of a Hugging Face folder.
+    # 3. Each rank fills its own shards: with initial values, or with its part of a Hugging Face folder.
     device = storage_device(cfg, world)
     if pretrained:
         materialize_from(model, pretrained.read_into, device)
     else:
         materialize(model, cfg.run.seed, device)
-    # 4. After sharding, so that it holds the shards. Made before, it would keep the full weights alive and update
-    #    those, and the model would never learn.
+    # 4. After sharding, which replaces every parameter. An optimizer made before would hold the old ones, which get no
+    #    gradients: the model would never learn.
     optimizer = build_optimizer(model, cfg.optim)
+    # 5. Resuming, the checkpoint overwrites weights and optimizer state. What went wrong until here shows now.
     with run.phase("restore"):
         state = checkpointer.restore(model, optimizer)
-    units = verify_sharding(model, cfg.parallel, world)
+    unit_rows = verify_sharding(model, cfg.parallel, world)
     check_optimizer(model, optimizer)
 
     guard = FiniteGuard(optimizer, device, cfg.train.skip_nonfinite, state.skipped_steps, state.skipped_in_a_row)
     recorder = Recorder(cfg, world, run.folder, start, flops_per_token(model, cfg.train.seq_len))
-    recorder.log_start(parameter_count(model), unit_table(units), dataset.notes)
-    checkpointer.on_publish(recorder.sync)  # the rows up to a checkpoint are on disk before it is
+    recorder.log_start(parameter_count(model), unit_table(unit_rows), dataset.notes)
+    checkpointer.on_publish(recorder.sync)  # metrics are flushed to disk before a checkpoint is published
     loader = Loader(cfg, dataset.train, dataset.weights, world.dp_rank, world.dp_size, start + 1,
                     pin=world.device.type == "cuda")
     if start and evaluation_is_due(cfg, start) and not recorder.has_evaluation(start):
-        # a launch that was stopped left it undone
+        # the previous launch was stopped before this evaluation
         recorder.log_evaluation(start, evaluate(model, cfg, world, dataset, run))
 
-    for step in run.steps(start + 1, cfg.train.steps):
-        unshard_first_units(model, cfg.parallel)  # these all-gathers run while the host fetches the batch
+    for step in run.steps(start + 1, cfg.train.steps):  # to the last one, or until all ranks agree to stop
+        unshard_first_units(model, cfg.parallel)  # explicit prefetch: these all-gathers overlap with loading the batch
         with run.phase("data"), recorder.timed("data"):
             batch = next(loader)
         loss_sum, grad_norm = training_step(model, optimizer, guard, batch, step, cfg, world)
         stopping = run.stopping()
 
-        # The rest is for some steps only: a row, evaluation, a checkpoint. Here the host waits for the device.
+        # Due in some steps only: a row of metrics, an evaluation, a checkpoint. Only those wait for the device.
         tokens = state.tokens + (step - start) * config.tokens_per_step(cfg)
         recorder.log_step(step, tokens, batch, loss_sum, grad_norm, optimizer.param_groups[0]["lr"])
         if evaluation_is_due(cfg, step) and not stopping:
-            guard.check()  # waits for the training that is queued, so that its time is not counted as the evaluation's
+            guard.check()  # waits for the device, so that queued training does not count as time for the evaluation
             with recorder.timed("paused"):
                 recorder.log_evaluation(step, evaluate(model, cfg, world, dataset, run))
             stopping = run.stopping()
@@ -121,17 +122,19 @@ def training_step(model: Llama, optimizer: torch.optim.Optimizer, guard: FiniteG
     on the device: nothing here waits for it."""
     set_learning_rate(optimizer, learning_rate(cfg.optim, config.schedule_steps(cfg), step))
     loss_sum = torch.zeros((), device=world.device)
-    for i, tensors in enumerate(batch.micro_batches, 1):
+    for i, micro_batch in enumerate(batch.micro_batches, 1):
         set_gradient_sync(model, cfg.parallel, world, last_micro_batch=i == len(batch.micro_batches))
-        part, _ = model(*(tensor.to(world.device, non_blocking=True) for tensor in tensors))
-        # FSDP2 averages gradients over the data-parallel ranks. Times their number it is the sum, and over the step's
-        # valid tokens the mean over tokens, however they are split over ranks and micro-batches.
-        scale = world.dp_size / max(1, batch.valid_tokens)
-        # A loss of inf would give gradients of inf or 0; 0 * inf is NaN, which reaches the norm on all ranks.
-        (part * (scale + 0 * part.detach())).backward()
-        loss_sum += part.detach()
+        tensors = (tensor.to(world.device, non_blocking=True) for tensor in micro_batch)
+        loss, _ = model(*tensors)  # the sum over this micro-batch's tokens
+        # FSDP2 averages gradients over ranks. Multiplying by their number makes that the sum; dividing by the step's
+        # valid tokens, of all ranks and micro-batches, makes it the mean over tokens, however they are split.
+        scale = world.fsdp_size / max(1, batch.valid_tokens)
+        # 0 for a finite loss, else NaN: the gradients become NaN, and so does their norm on all ranks.
+        poison = 0 * loss.detach()
+        (loss * (scale + poison)).backward()
+        loss_sum += loss.detach()
     grad_norm = clip_gradients(model, cfg.train.max_grad_norm)
-    guard.before_update(step, grad_norm)  # where the norm is not finite, the update leaves everything as it is
+    guard.before_update(step, grad_norm)  # the optimizer skips its update if the norm is not finite
     optimizer.step()
     optimizer.zero_grad()
     return loss_sum, grad_norm

@@ -12,12 +12,11 @@ of the time limit and requeues the job; after TERM (scancel) SLURM decides.
 
 import signal
 
-from lifecycle.signals import SIGNALS, TWICE_SECONDS, Interrupted, Interruption, die_with_parent
-
+EARLY: list[int] = []  # signals that came before the rest is imported
 if __name__ == "__main__":
-    early = Interruption()
-    for number in SIGNALS:  # before the slow imports
-        signal.signal(number, early)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: EARLY.append(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())  # run_train.sh blocks them until now
 
 import contextlib
 import os
@@ -36,6 +35,7 @@ from config import ConfigError
 from lifecycle import INPUT_IS_WRONG, STOPPED
 from lifecycle.command import Ranks, requeue
 from lifecycle.folder import check_folder, failures, lock, read_status, remove_traces, stop_file, write_status
+from lifecycle.signals import SIGNALS, TWICE_SECONDS, Interrupted, Interruption, die_with_parent
 from options import together
 
 IDLE_ATTEMPTS = 3  # of a job, without a step
@@ -247,8 +247,11 @@ def launch(argv: list[str], interruption: Interruption) -> int:
         return STOPPED
 
 
-def main(argv: list[str], interruption: Interruption) -> int:
+def main(argv: list[str]) -> int:
+    interruption = Interruption()
     listen(interruption)
+    for number in EARLY:
+        interruption(number)
     code = launch(argv, interruption)
     if code == STOPPED and "SLURM_JOB_ID" in os.environ:
         requeue(ahead_of_limit=interruption.asked == signal.SIGUSR1)
@@ -256,4 +259,4 @@ def main(argv: list[str], interruption: Interruption) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], early))
+    sys.exit(main(sys.argv[1:]))

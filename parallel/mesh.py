@@ -52,6 +52,11 @@ class World:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def fsdp_size(self) -> int:
+        """Ranks that FSDP2 averages gradients over."""
+        return self.dp_size * self.cp
+
+    @property
     def dp_rank(self) -> int:
         return self.rank // (self.cp * self.tp)
 

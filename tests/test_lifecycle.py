@@ -26,8 +26,8 @@ TIMEOUTS = {"start_timeout_seconds": 60.0, "step_timeout_seconds": 5.0, "save_ti
 def launch_faulty(fault: str, path: pathlib.Path, *arguments: str, nproc: int = 1, restarts: int = 0,
                   in_job: bool = False, **env: str) -> subprocess.CompletedProcess:
     """The launcher, as run_train.sh calls it, with tests/faulty.py for train.py."""
-    program = "import sys; from lifecycle import command, launch; from lifecycle.signals import Interruption; " \
-              "command.TRAIN = sys.argv.pop(1); sys.exit(launch.main(sys.argv[1:], Interruption()))"
+    program = "import sys; from lifecycle import command, launch; " \
+              "command.TRAIN = sys.argv.pop(1); sys.exit(launch.main(sys.argv[1:]))"
     job = {"SLURM_JOB_ID": "1"} if in_job else {}
     return subprocess.run(
         [sys.executable, "-c", program, str(REPO / "tests/faulty.py"), str(path), *arguments], cwd=REPO,

@@ -124,7 +124,7 @@ def test_nothing_is_left_unfinished():
 
 BLOCK = re.compile(r"^```(.*?)\n(.*?)^```", re.M | re.S)
 DOCS = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
-LABELS = {"full-state", "run", "dry-run", "needs-a-cluster", "needs-lm-eval", "table"}
+LABELS = {"full-state", "output", "run", "dry-run", "needs-a-cluster", "needs-lm-eval", "table"}
 
 
 def blocks() -> list[tuple[str, str, str]]:
