@@ -48,7 +48,7 @@ def evaluate(model: Llama, cfg: config.Config, world: World, dataset: Dataset, r
             counts[i] += valid
             if run.stopping():
                 break
-        phase = "evaluate"
+        phase = "evaluation batch"
     reshard(model)
     if run.stopping():
         return None

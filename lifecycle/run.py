@@ -51,10 +51,11 @@ class Run:
         self.step = 0  # the last that was trained, by this launch or those before
         self.checkpointer: Checkpointer | None = None
         self.lock = None
-        start, save = cfg.run.start_timeout_seconds, cfg.run.save_timeout_seconds
+        start, step, save = cfg.run.start_timeout_seconds, cfg.run.step_timeout_seconds, cfg.run.save_timeout_seconds
         # after waiting for the save before it, a save may have to verify every checkpoint that it keeps
         kept = cfg.checkpoint.keep_last or 0 if cfg.checkpoint else 0
         self.timeouts = {"start": start, "first step": start, "first evaluation batch": start, "end": start,
+                         "step": step, "data": step, "evaluation batch": step,
                          "restore": save, "save": save * (2 + kept)}
 
     def __enter__(self) -> "Run":
@@ -128,7 +129,7 @@ class Run:
         self._phase(before)
 
     def _phase(self, name: str, step: int | None = None) -> None:
-        self.watchdog.phase(name, self.timeouts.get(name, self.cfg.run.step_timeout_seconds), step)
+        self.watchdog.phase(name, self.timeouts[name], step)
 
     def _log_save(self, step: int, problem: str | None) -> None:
         """How the save of a step ended, on rank 0; problem: why it is not saved."""
