@@ -300,7 +300,7 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = ()) -> Config:
     if "run.name" not in given.values:
         cfg = replace(cfg, run=replace(cfg.run, name=pathlib.Path(path).stem))
         if not NAME[0](cfg.run.name):
-            given.problems["run.name"] = f"{path}: the file's name is the run's name, but {NAME[1]}; set run.name"
+            given.problems.setdefault("run.name", f"{path}: the file's name is the run's name: {NAME[1]}; set run.name")
     options.require(cfg, _rules(cfg), given)
     return cfg
 

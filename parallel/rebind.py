@@ -29,7 +29,7 @@ def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
     if None in names:
         entry, _ = _entries(optimizer)[names.index(None)]
         raise ValueError(f"{entry} is no parameter of the model, or the optimizer holds it already: rebind_optimizer "
-                         "goes around the sharding, and takes each parameter once")
+                         "goes around the sharding")
     placeholder = torch.empty(0)  # within, so that each full weight is freed as soon as its unit is sharded
     for group in optimizer.param_groups:
         group["params"] = [placeholder] * len(group["params"])
