@@ -1,41 +1,37 @@
 """Every option of the trainer and every rule between options, as frozen dataclasses.
 
-    python train.py --help          # every option with its type, default and meaning, from this file
+    python train.py --help          # every option with its type, default and meaning
 
-Needs no torch: a wrong configuration fails in milliseconds, with all its problems listed, before any process starts.
-Adding an option is two edits: one line in a dataclass here, and the place that uses it.
+Needs no torch: a wrong configuration fails in milliseconds, with all its problems, before any process starts.
 """
 
 import argparse
 import fnmatch
-import functools
 import os
 import pathlib
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, replace
 from typing import Any, Literal
 
 import hf_config
 import options
-from options import ConfigError, option, to_dict, toml
+from options import ConfigError, option, to_dict
 
 DIGEST_MODULUS = 2**53  # of batch_digest: exact in JSON
 LONGEST_PERIOD = 1 << 16  # samples after which a mixture's order of sources repeats, at most
 IGNORE = -100  # a target token that does not count; data writes it, model/loss.py reads it, as in torch's cross_entropy
 
-HALF = ("float16", "float16 would need a loss scaler, which this trainer does without")
+HALF = "; float16 would need a loss scaler, which this trainer does without"
 POSITIVE = (lambda v: isinstance(v, str) or v > 0, "must be greater than 0")  # or a word, as "auto"
 NOT_NEGATIVE = (lambda v: v >= 0, "must be at least 0")
 FRACTION = (lambda v: 0 <= v <= 1, "must lie between 0 and 1")
 BETAS = (lambda v: all(0 <= b < 1 for b in v), "both must lie in [0, 1)")
 SHARDS = (lambda v: isinstance(v, bool) or v >= 2, "an integer must be at least 2")
 # A run's name is one folder's name, and is quoted nowhere.
-NAME = (
-    lambda v: re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{,199}", v),
-    "may hold only letters, digits, '.', '_' and '-', at most 200, and must not begin with '.' or '-'",
-)
+NAME = (lambda v: re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{,199}", v),
+        "may hold only letters, digits, '.', '_' and '-', at most 200, and must not begin with '.' or '-'")
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,7 @@ class Run:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's frequency table (https://arxiv.org/abs/2407.21783, section 3.4.1 and its reference code)."""
+    """Llama 3.1's frequency table: https://arxiv.org/abs/2407.21783, section 3.4.1 and its reference code."""
 
     factor: float = option(MISSING, "how many times longer than the original context", (lambda v: v >= 1, ">= 1"))
     low_freq_factor: float = option(1.0, "wavelengths above original / this are divided by factor", POSITIVE)
@@ -83,8 +79,6 @@ class Model:
 
 @dataclass(frozen=True)
 class Source:
-    """One of a mixture, [[data.sources]]."""
-
     source: str = option(MISSING, "as data.source")
     weight: float = option(1.0, "its share of the samples, against the other weights", POSITIVE)
     subset: str | None = option(None, "absent: that of [data], as with what follows")
@@ -100,11 +94,10 @@ class Data:
     split: str = option("train", "split of a Hugging Face dataset")
     text_field: str = option("text", "column that holds the text")
     path: str | None = option(None, "folder of token files; absent: prepared/{source}-{hash}")
-    tokenizer: str | None = option(
-        None, "a sentencepiece .model, a tokenizer.json, or their folder; absent: trained here with model.vocab_size")
+    tokenizer: str | None = option(None, "a sentencepiece .model, tokenizer.json or folder of it; absent: trained here")
     max_tokens: int | None = option(None, "stop preparing after so many tokens; absent: everything", POSITIVE)
     document_mask: bool = option(False, "keep attention inside a document; positions restart in each")
-    sources: tuple[Source, ...] = option((), "a mixture: [[data.sources]] with source, weight, and what else differs")
+    sources: tuple[Source, ...] = option((), "a mixture, weighted", note="; write [[data.sources]]")
 
 
 @dataclass(frozen=True)
@@ -124,8 +117,7 @@ class Optim:
     eps: float = option(1e-8, "of AdamW", POSITIVE)
     weight_decay: float = option(0.1, "on every parameter with two or more dimensions", NOT_NEGATIVE)
     warmup_steps: int = option(0, "linear rise to lr", NOT_NEGATIVE)
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = option(
-        "cosine", "shape of the fall; wsd: stable, then linear over decay_steps")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = option("cosine", "shape; wsd falls over decay_steps")
     decay_steps: int | None = option(None, "length of wsd's fall", POSITIVE)
     schedule_steps: int | None = option(None, "where the schedule ends; absent: train.steps", POSITIVE)
     min_lr_ratio: float = option(0.1, "the end's share of lr", FRACTION)
@@ -136,15 +128,12 @@ class Optim:
 class Parallel:
     dp_replicate: int | Literal["auto"] = option(1, "replicas of the sharded model", POSITIVE)
     dp_shard: int | Literal["auto"] = option("auto", "ranks that share one copy; auto: what is left", POSITIVE)
-    reshard_after_forward: bool | int = option(
-        True, "true: free after forward; false: keep until backward; n: keep shards of n", SHARDS)
+    reshard_after_forward: bool | int = option(True, "false: keep until backward; n: keep shards of n", SHARDS)
     prefetch_forward: int = option(1, "units gathered ahead in forward; 0: FSDP2's implicit order", NOT_NEGATIVE)
     prefetch_backward: int = option(1, "units gathered ahead in backward; 0: FSDP2's implicit order", NOT_NEGATIVE)
-    param_dtype: Literal["float32", "bfloat16"] = option(
-        "bfloat16", "of the all-gathered parameters and the computation", refused=HALF)
-    reduce_dtype: Literal["float32", "bfloat16"] = option("float32", "of the gradients' reduction", refused=HALF)
-    output_dtype: Literal["float32", "bfloat16"] | None = option(
-        None, "of the residual stream between units; absent: param_dtype", refused=HALF)
+    param_dtype: Literal["float32", "bfloat16"] = option("bfloat16", "of all-gather and computation", note=HALF)
+    reduce_dtype: Literal["float32", "bfloat16"] = option("float32", "of the gradients' reduction", note=HALF)
+    output_dtype: Literal["float32", "bfloat16"] | None = option(None, "between units; absent: param_dtype", note=HALF)
     keep_fp32: tuple[str, ...] = option((), "patterns of units computed in float32, as 'blocks.[01]'")
     unsharded: tuple[str, ...] = option((), "patterns of frozen parameters (model.freeze) kept unsharded on each rank")
     cpu_offload: bool = option(False, "keep parameters, gradients and optimizer state in host memory")
@@ -196,7 +185,7 @@ class Config:
     profile: Profile | None
 
 
-# Derived numbers. Each has one home.
+# Derived numbers
 
 
 def tokens_per_step(cfg: Config) -> int:
@@ -204,7 +193,7 @@ def tokens_per_step(cfg: Config) -> int:
 
 
 def accumulation_steps(cfg: Config, dp_size: int) -> int:
-    """Micro-batches per step and data rank; dp_size: the number of data ranks."""
+    """Micro-batches per step and data rank, of which there are dp_size."""
     return cfg.train.global_batch_size // (cfg.train.micro_batch_size * dp_size)
 
 
@@ -232,15 +221,14 @@ def unit_names(model: Model) -> list[str]:
 
 
 def mesh_shape(cfg: Config, ranks: int) -> tuple[int, int, int, int]:
-    """(dp_replicate, dp_shard, cp, tp) for so many ranks. Raises ConfigError where the options cannot make them, or the
-    global batch cannot be split over the data ranks."""
+    """(dp_replicate, dp_shard, cp, tp). Raises ConfigError where that, or the global batch, does not come out even."""
     p, t = cfg.parallel, cfg.train
     cp, tp = 1, 1  # no options yet
     dp_size = max(1, ranks // (cp * tp))
     dp_replicate = max(1, dp_size // p.dp_shard) if p.dp_replicate == "auto" else p.dp_replicate
     dp_shard = max(1, dp_size // dp_replicate) if p.dp_shard == "auto" else p.dp_shard
     n, shards, per_pass = p.reshard_after_forward, dp_shard * cp, t.micro_batch_size * dp_size
-    problems = options.broken(cfg, [
+    options.require(cfg, [
         ("parallel.dp_shard", dp_replicate * dp_shard * cp * tp == ranks,
          f"times dp_replicate = {p.dp_replicate} must equal the number of ranks, {ranks}; set one of them to auto"),
         ("train.global_batch_size", t.global_batch_size % per_pass == 0,
@@ -248,61 +236,51 @@ def mesh_shape(cfg: Config, ranks: int) -> tuple[int, int, int, int]:
         ("parallel.reshard_after_forward", type(n) is bool or shards % n == 0,
          f"must divide the number of shards, {shards}"),
     ])
-    if problems:
-        raise ConfigError(*problems)
     return dp_replicate, dp_shard, cp, tp
 
 
-def _rules(cfg: Config) -> list[tuple[str, str, Any, str]]:
-    """The rules between options, for options.Given.check()."""
+def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
+    """The rules between options, as options.require() takes them."""
     m, d, t, o, p, c, f = cfg.model, cfg.data, cfg.train, cfg.optim, cfg.parallel, cfg.checkpoint, cfg.profile
     end, rope, units = schedule_steps(cfg), m.rope_scaling, unit_names(m)
     schedule = "optim.schedule optim.schedule_steps train.steps optim.warmup_steps optim.decay_steps"
     total_weight = sum(s.weight for s in d.sources)
-
-    def resolved(s: Source) -> tuple:
-        """What a source of a mixture reads, with what it takes from [data]."""
-        return (os.path.normpath(s.source) if os.path.exists(s.source) else s.source, s.subset or d.subset,
-                s.split or d.split, s.text_field or d.text_field, s.max_tokens or d.max_tokens)
-
-    rules = [
-        ("model.n_kv_heads", "model.n_heads", m.n_heads % m.n_kv_heads == 0, f"must divide n_heads = {m.n_heads}"),
-        ("model.n_heads", "model.dim model.head_dim", m.head_dim or m.dim % m.n_heads == 0,
+    # what each source of a mixture reads, with what it takes from [data]
+    read = {(os.path.normpath(s.source) if os.path.exists(s.source) else s.source, s.subset or d.subset,
+             s.split or d.split, s.text_field or d.text_field, s.max_tokens or d.max_tokens) for s in d.sources}
+    return [
+        ("model.n_kv_heads model.n_heads", m.n_heads % m.n_kv_heads == 0, f"must divide n_heads = {m.n_heads}"),
+        ("model.n_heads model.dim model.head_dim", m.head_dim or m.dim % m.n_heads == 0,
          f"must divide dim = {m.dim}, or head_dim be given"),
-        ("model.dim", "model.n_heads model.head_dim", m.width_per_head % 2 == 0,
+        ("model.dim model.n_heads model.head_dim", m.width_per_head % 2 == 0,
          f"makes heads {m.width_per_head} wide; their width must be even"),
-        ("train.micro_batch_size", "train.global_batch_size", t.global_batch_size % t.micro_batch_size == 0,
-         f"must divide global_batch_size = {t.global_batch_size}"),
-        ("optim.warmup_steps", schedule, o.warmup_steps <= end,
-         f"must not exceed the schedule's length, {end} (optim.schedule_steps, else train.steps)"),
-        ("optim.schedule", schedule, o.schedule != "wsd" or o.decay_steps, "needs optim.decay_steps"),
-        ("optim.decay_steps", schedule, not o.decay_steps or o.schedule == "wsd", 'goes with schedule = "wsd" only'),
-        ("optim.decay_steps", schedule, o.warmup_steps + (o.decay_steps or 0) <= end or o.schedule != "wsd",
-         f"with warmup_steps = {o.warmup_steps} must fit into the schedule's length, {end}"),
-        ("parallel.dp_replicate", "parallel.dp_shard", not p.dp_replicate == p.dp_shard == "auto",
-         'only one of dp_replicate and dp_shard may be "auto", and dp_shard is unless it is given'),
-        ("parallel.keep_fp32", "model.n_layers", all(fnmatch.filter(units, pattern) for pattern in p.keep_fp32),
-         f"a pattern matches no unit; they are {', '.join([*units[:3], '...', units[-1]])}"),
-        ("parallel.recompute", "model.n_layers", isinstance(p.recompute, str) or p.recompute <= m.n_layers,
-         f"every n-th of {m.n_layers} blocks: n must not exceed them"),
-        ("data.source", "data.sources", not d.sources or d.source == Data.source, "goes without [[data.sources]]"),
-        ("data.sources", "", len({resolved(s) for s in d.sources}) == len(d.sources),
-         "names one source twice; add their weights"),
-        ("data.sources", "", all(s.weight * LONGEST_PERIOD >= total_weight for s in d.sources),
+        ("model.rope_scaling.low_freq_factor model.rope_scaling.high_freq_factor",
+         not rope or rope.low_freq_factor < rope.high_freq_factor,
+         f"must be below high_freq_factor = {rope and rope.high_freq_factor}"),
+        ("data.source data.sources", not d.sources or d.source == Data.source, "goes without [[data.sources]]"),
+        ("data.sources", len(read) == len(d.sources), "names one source twice; add their weights"),
+        ("data.sources", all(s.weight * LONGEST_PERIOD >= total_weight for s in d.sources),
          f"a weight must be at least 1/{LONGEST_PERIOD} of the sum of all"),
-        ("optim.state_dtype", "", o.state_dtype == "float32", "is not supported yet; leave it out"),
+        ("train.micro_batch_size train.global_batch_size", t.global_batch_size % t.micro_batch_size == 0,
+         f"must divide global_batch_size = {t.global_batch_size}"),
+        (f"optim.warmup_steps {schedule}", o.warmup_steps <= end,
+         f"must not exceed the schedule's length, {end} (optim.schedule_steps, else train.steps)"),
+        (schedule, o.schedule != "wsd" or o.decay_steps, "needs optim.decay_steps"),
+        (f"optim.decay_steps {schedule}", not o.decay_steps or o.schedule == "wsd", 'goes with schedule = "wsd" only'),
+        (f"optim.decay_steps {schedule}", o.schedule != "wsd" or o.warmup_steps + (o.decay_steps or 0) <= end,
+         f"with warmup_steps = {o.warmup_steps} must fit into the schedule's length, {end}"),
+        ("optim.state_dtype", o.state_dtype == "float32", "is not supported yet; leave it out"),
+        ("parallel.dp_replicate parallel.dp_shard", not p.dp_replicate == p.dp_shard == "auto",
+         'only one of dp_replicate and dp_shard may be "auto", and dp_shard is unless it is given'),
+        ("parallel.keep_fp32 model.n_layers", all(fnmatch.filter(units, pattern) for pattern in p.keep_fp32),
+         f"a pattern matches no unit; they are {', '.join([*units[:3], '...', units[-1]])}"),
+        ("parallel.recompute model.n_layers", isinstance(p.recompute, str) or p.recompute <= m.n_layers,
+         f"every n-th of {m.n_layers} blocks: n must not exceed them"),
+        ("checkpoint.allow_changed", not c or all(name in SCHEMA.options for name in c.allow_changed),
+         "names no option; write section.key"),
+        ("profile.at_step profile.steps train.steps", not f or f.at_step + f.steps - 1 <= t.steps,
+         f"with profile.steps = {f and f.steps} must end by train.steps = {t.steps}"),
     ]
-    if f:
-        rules.append(("profile.at_step", "profile.steps train.steps", f.at_step + f.steps - 1 <= t.steps,
-                      f"with profile.steps = {f.steps} must end by train.steps = {t.steps}"))
-    if rope:
-        rules.append(("model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor",
-                      rope.low_freq_factor < rope.high_freq_factor,
-                      f"must be below high_freq_factor = {rope.high_freq_factor}"))
-    if c:
-        rules.append(("checkpoint.allow_changed", "", all(name in SCHEMA.options for name in c.allow_changed),
-                      "names no option; write section.key"))
-    return rules
 
 
 SCHEMA = options.Schema(Config)
@@ -316,66 +294,15 @@ def load(path: str, overrides: Iterable[str] = ()) -> Config:
 def from_dict(raw: dict, path: str, overrides: Iterable[str] = ()) -> Config:
     """The same from tables that are read already; `path` says in errors where they come from."""
     given = SCHEMA.read(raw, path, overrides)
-    if isinstance(given.values.get("model.init_from"), str):
-        _complete_from_hugging_face(given)
-        if given.problems:
-            raise ConfigError(*given.problems)
+    if "model.init_from" in given.values:
+        hf_config.complete(given)
     cfg = given.build()
     if "run.name" not in given.values:
         cfg = replace(cfg, run=replace(cfg.run, name=pathlib.Path(path).stem))
         if not NAME[0](cfg.run.name):
-            given.problems.append(f"{path}: the file's name is the run's name, but {NAME[1]}; set run.name")
-    given.check(cfg, _rules(cfg))
-    if given.problems:
-        raise ConfigError(*given.problems)
+            given.problems.setdefault("run.name", f"{path}: the file's name is the run's name: {NAME[1]}; set run.name")
+    options.require(cfg, _rules(cfg), given)
     return cfg
-
-
-def _complete_from_hugging_face(given: options.Given) -> None:
-    """Takes the options of [model] from the folder that init_from names; those that are given must agree with it."""
-    values, origins, folder = given.values, given.origins, given.values["model.init_from"]
-    path = pathlib.Path(folder) / "config.json"
-    if not os.path.exists(path):  # unlike pathlib's, no error where it cannot be looked at
-        # a complete table, as in a run's own config.toml, needs no folder: its run may resume from a checkpoint
-        if not all(f"model.{f.name}" in values for f in fields(Model) if f.default is MISSING):
-            given.problems.append(
-                f"{origins['model.init_from']}: [model] init_from = {toml(folder)}: has no config.json; it must be a "
-                "Hugging Face folder on this machine (hf download ID --local-dir FOLDER)")
-        return
-    try:
-        theirs = read_hf_model(path)
-    except ConfigError as error:
-        given.problems += error.problems
-        return
-    rope = "model.rope_scaling"
-    if rope in origins and rope not in values and f"{rope}.factor" in theirs:
-        given.problems.append(f"{origins[rope]}: [model] rope_scaling is off: {path} has it, and its weights need it; "
-                              "leave it out, and it comes from there")
-    for name in [*theirs, *(n for n in values if n.startswith(f"{rope}.") and n not in theirs)]:
-        key, value = name.partition(".")[2], theirs.get(name, "absent")
-        if name not in values:
-            values[name], origins[name] = value, str(path)
-        elif values[name] != value:
-            more = "; its weights have no more rows" if key == "vocab_size" else ""
-            given.problems.append(
-                f"{origins[name]}: [model] {key} = {toml(values[name])}: {path} has {hf_config.KEYS.get(key, key)} = "
-                f"{toml(value)}{more}; leave it out, and it comes from there, or, where a run is to resume from its "
-                "checkpoint, move that file away")
-
-
-def read_hf_model(path: pathlib.Path) -> dict[str, Any]:
-    """The options of [model] that a Hugging Face config.json stands for, {"model.dim": 64, ...}. Raises ConfigError
-    with all that is wrong, or that this model does not compute."""
-    found, problems = {}, []
-    for key, (theirs, value) in hf_config.read(path, problems).items():
-        try:
-            found[f"model.{key}"] = SCHEMA.fit(f"model.{key}", value)
-        except ValueError as error:
-            problems.append(f"{path}: {theirs} is missing" if value is None else
-                            f"{path}: {theirs} = {toml(value)}: {error}")
-    if problems:
-        raise ConfigError(*problems)
-    return found
 
 
 def to_flat(tables: dict) -> dict[str, Any]:
@@ -391,23 +318,22 @@ def to_toml(cfg: Config) -> str:
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """The command line of train.py and of the tools that take a CONFIG. Exits with 2 where it is wrong."""
 
-    def positive(kind: type, text: str) -> Any:
-        if not kind(text) > 0:
+    def positive(text: str, kind: type = float) -> Any:
+        number = kind(text)
+        if not number > 0:
             raise argparse.ArgumentTypeError(f"{text} must be greater than 0")
-        return kind(text)
+        return number
 
     parser = argparse.ArgumentParser(prog="run_train.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("config", metavar="CONFIG")
     for flag in ("--dry-run", "--json", "--eval-only"):
         parser.add_argument(flag, action="store_true")
-    parser.add_argument("--world-size", type=lambda text: [positive(int, n) for n in text.split(",")],
-                        metavar="N[,N...]")
-    parser.add_argument("--gpu-memory-gib", type=functools.partial(positive, float), metavar="G")
+    parser.add_argument("--world-size", type=lambda text: [positive(n, int) for n in text.split(",")])
+    parser.add_argument("--gpu-memory-gib", type=positive)
     parser.add_argument("--launch", help=argparse.SUPPRESS)  # the launcher's id of this start
     args, args.overrides = parser.parse_known_args(argv)
-    for word in args.overrides:
-        if not (word.startswith("--") and "=" in word):
-            parser.error(f"{word}: unknown; options are written --section.key=value, in one word")
+    if unknown := [word for word in args.overrides if not (word.startswith("--") and "=" in word)]:
+        parser.error(f"{unknown[0]}: unknown; options are written --section.key=value, in one word")
     if not args.dry_run and (args.json or args.world_size or args.gpu_memory_gib):
         parser.error("--json, --world-size and --gpu-memory-gib go with --dry-run only")
     args.world_size = args.world_size or [1]

@@ -1,10 +1,12 @@
 """Hugging Face's config.json of the Llama family <-> [model]. Needs no torch."""
 
 import json
+import os
 import pathlib
+from dataclasses import MISSING
 from typing import Any
 
-from options import ConfigError, to_dict, toml
+from options import ConfigError, Given, Schema, to_dict, toml
 
 KEYS = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
         "n_kv_heads": "num_key_value_heads", "ffn_dim": "intermediate_size", "vocab_size": "vocab_size",
@@ -26,39 +28,72 @@ def read_json(path: pathlib.Path) -> dict:
     return content
 
 
-def read(path: pathlib.Path, problems: list[str]) -> dict[str, tuple[str, Any]]:
-    """{our key in [model]: (their key, value as it stands there)}, with transformers' defaults; adds to `problems` what
-    this model does not compute. Raises ConfigError where it cannot be read.
+def read(path: pathlib.Path, schema: Schema) -> dict[str, Any]:
+    """The options of [model] that a config.json stands for, {"model.dim": 64, ...}, with transformers' defaults. Raises
+    ConfigError with all that is wrong, or that this model does not compute.
 
-    Rotary settings are read in both spellings: rope_theta and rope_scaling or, since transformers 5, both of them in
-    rope_parameters.
+    Rotary settings are read in both spellings: rope_theta and rope_scaling or, since transformers 5, rope_parameters.
     """
-    theirs = read_json(path)
+    theirs, options, problems = read_json(path), {}, []
     named = theirs.get("architectures") or ["LlamaForCausalLM"]
-    if named != ["LlamaForCausalLM"]:
-        problems.append(f'{path}: architectures = {toml(named)}: only ["LlamaForCausalLM"] can be read')
-    problems += [f"{path}: {key} = {toml(value)}: only {toml(only)} can be read" for key, only in ONLY.items()
-                 if (value := theirs.get(key)) != only and not (value is None and key != "model_type")]
-    defaults = {"num_key_value_heads": theirs.get("num_attention_heads"), "rms_norm_eps": 1e-6,
-                "tie_word_embeddings": False}
-    found = {key: (theirs_key, theirs[theirs_key] if theirs.get(theirs_key) is not None else defaults.get(theirs_key))
-             for key, theirs_key in KEYS.items()}
-    if found["head_dim"][1] is None:
-        del found["head_dim"]
     spelling = "rope_scaling" if theirs.get("rope_scaling") else "rope_parameters"
     rope = theirs.get(spelling) or {}
     if not isinstance(rope, dict):
-        raise ConfigError(*problems, f"{path}: {spelling} = {toml(rope)}: must be an object")
-    if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
-        problems.append(f"{path}: {spelling}.partial_rotary_factor = {toml(part)}: only 1.0 can be read")
-    theta = rope.get("rope_theta", theirs.get("rope_theta"))
-    found["rope_theta"] = "rope_theta", 10000.0 if theta is None else theta
+        problems.append(f"{path}: {spelling} = {toml(rope)}: must be an object")
+        rope = {}
     kind = rope.get("rope_type", rope.get("type", "default"))
+    demands = [("architectures", named, [["LlamaForCausalLM"]]),
+               *((key, theirs.get(key), [only] if key == "model_type" else [only, None]) for key, only in ONLY.items()),
+               (f"{spelling}.partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0]),
+               (f"{spelling}.rope_type", kind, ["default", "llama3"])]
+    problems += [f"{path}: {key} = {toml(value)}: only {' and '.join(map(toml, known))} can be read"
+                 for key, value, known in demands if value not in known]
+    defaults = {"num_key_value_heads": theirs.get("num_attention_heads"), "rms_norm_eps": 1e-6,
+                "tie_word_embeddings": False, "rope_theta": 10000.0}
+    found = [(key, their_key, theirs.get(their_key)) for key, their_key in KEYS.items()]
+    found.append(("rope_theta", "rope_theta", rope.get("rope_theta", theirs.get("rope_theta"))))
     if kind == "llama3":
-        found |= {f"rope_scaling.{key}": (f"{spelling}.{key}", rope.get(key)) for key in ROPE_KEYS}
-    elif kind != "default":
-        problems.append(f'{path}: {spelling}.rope_type = {toml(kind)}: only "default" and "llama3" can be read')
-    return found
+        found += [(f"rope_scaling.{key}", f"{spelling}.{key}", rope.get(key)) for key in ROPE_KEYS]
+    for key, their_key, value in found:
+        value = defaults.get(their_key) if value is None else value
+        try:
+            if value is not None or key != "head_dim":
+                options[f"model.{key}"] = schema.fit(f"model.{key}", value)
+        except ValueError as error:
+            problems.append(f"{path}: {their_key} {'is missing' if value is None else f'= {toml(value)}: {error}'}")
+    if problems:
+        raise ConfigError(*problems)
+    return options
+
+
+def complete(given: Given) -> None:
+    """Takes the options of [model] from the folder that init_from names; those that are given must agree with it."""
+    values, origins, folder = given.values, given.origins, given.values["model.init_from"]
+    path, rope = pathlib.Path(folder) / "config.json", "model.rope_scaling"
+    if not os.path.exists(path):  # unlike pathlib's, no error where it cannot be looked at
+        # a complete table, as in a run's own config.toml, needs no folder: its run may resume from a checkpoint
+        needed = {f"model.{key}" for key, (_, f) in given.schema.section("model").items() if f.default is MISSING}
+        if needed <= values.keys():
+            return
+        raise ConfigError(
+            *given.problems.values(), f"{origins['model.init_from']}: [model] init_from = {toml(folder)}: has no "
+            "config.json; it must be a Hugging Face folder on this machine (hf download ID --local-dir FOLDER)")
+    try:
+        theirs = read(path, given.schema)
+    except ConfigError as error:
+        raise ConfigError(*given.problems.values(), *error.problems) from None
+    ours = {name for name in values if name.startswith(f"{rope}.")}
+    if rope in origins and not ours and f"{rope}.factor" in theirs:
+        given.problems[rope] = (f"{origins[rope]}: [model] rope_scaling is off: {path} and its weights have it; "
+                                "leave it out")
+    for name in [*theirs, *(ours - theirs.keys())]:
+        key, value = name.partition(".")[2], theirs.get(name, "absent")
+        if values.setdefault(name, value) != value:
+            more = "; its weights have no more rows" if key == "vocab_size" else ""
+            given.problems[name] = (
+                f"{origins[name]}: [model] {key} = {toml(values[name])}: {path} has {KEYS.get(key, key)} = "
+                f"{toml(value)}{more}; leave it out, or, to resume from the run's checkpoint, move that file away")
+        origins.setdefault(name, str(path))
 
 
 def render(m: Any, seq_len: int, dtype: str, token_ids: dict[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,7 @@ NORM_ROW = 4096  # elements whose squares are added up in float32
 
 
 def learning_rate(o: config.Optim, end: int, step: int) -> float:
-    """Learning rate of a step (from 1): linear warm-up to `lr`, then the schedule's decay to lr * min_lr_ratio at step
-    `end`, flat after. A new schedule is an entry below and a word in config.Optim."""
+    """Learning rate of a step (from 1): linear warm-up to `lr`, decay to lr * min_lr_ratio at `end`, then flat."""
     if step < o.warmup_steps:
         return o.lr * step / o.warmup_steps
     # wsd: stable until its last decay_steps, the others begin to fall at the end of the warm-up
@@ -28,13 +27,12 @@ def learning_rate(o: config.Optim, end: int, step: int) -> float:
 def build_optimizer(model: nn.Module, o: config.Optim) -> torch.optim.AdamW:
     """AdamW (https://arxiv.org/abs/1711.05101) over the model's trainable parameters, fused, with its state made.
 
-    Decay is for parameters with two or more dimensions: a norm's weight is a scale, and pulling it to zero is no
-    regularisation. The state is made here and not in the first step, so that a checkpoint can be read into it.
+    Norms' weights are scales, and do not decay. The state is made here, so that a checkpoint can be read into it.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
-    matrices, vectors = [p for p in trainable if p.ndim >= 2], [p for p in trainable if p.ndim < 2]
-    groups = [{"params": parameters, "weight_decay": decay}
-              for parameters, decay in ((matrices, o.weight_decay), (vectors, 0.0)) if parameters]
+    groups = [{"params": [p for p in trainable if p.ndim >= 2], "weight_decay": o.weight_decay},
+              {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
     optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=True)
     for p in trainable:
         optimizer.state[p] = {
@@ -46,11 +44,8 @@ def build_optimizer(model: nn.Module, o: config.Optim) -> torch.optim.AdamW:
 
 
 class FiniteGuard:
-    """Keeps non-finite gradients out of the weights, without waiting for the device.
-
-    Fused AdamW leaves weights and state untouched where its `found_inf` is set, so the decision stays on the device.
-    The host reads it a step late, and before every save.
-    """
+    """Keeps non-finite gradients out of the weights, without waiting for the device: fused AdamW leaves weights and
+    state untouched where its `found_inf` is set. The host reads it a step late, and before every save."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device, limit: int, skipped: int = 0,
                  in_a_row: int = 0):
@@ -102,14 +97,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 @torch.no_grad()
 def clip_gradients(model: nn.Module, max_norm: float | str) -> Tensor:
     """Scales the gradients so that their norm over all ranks is at most max_norm ("off": leaves them); returns the norm
-    from before, a float32 scalar on the gradients' device.
-
-    One all-reduce of one number per mesh dimension that gradients are sharded over. Gradients on different meshes, or
-    sharded over different dimensions of one, are summed separately.
-    """
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    from before, a float32 scalar on their device. One all-reduce of one number per set of dimensions sharded over."""
     groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}  # local parts, by what they are sharded over
-    for g in gradients:
+    for g in [p.grad for p in model.parameters() if p.grad is not None]:
         groups.setdefault(_sharded_over(g), []).append(g.to_local() if isinstance(g, DTensor) else g)
     total = 0.0
     for sharded_over, local in groups.items():
@@ -125,8 +115,7 @@ def clip_gradients(model: nn.Module, max_norm: float | str) -> Tensor:
 
 
 def _sharded_over(g: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The process groups that the parts of a gradient are spread over; none for replicas, and for groups of one rank.
-    """
+    """The process groups that a gradient is sharded over, those of one rank left out."""
     if not isinstance(g, DTensor):
         return ()
     return tuple(g.device_mesh.get_group(dim) for dim, placement in enumerate(g.placements)

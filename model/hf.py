@@ -168,7 +168,7 @@ def export_checkpoint(source: Path, out: Path, dtype: str, limit: int) -> None:
 def import_folder(source: Path, out: Path) -> None:
     from checkpoint import writer
 
-    _, found = together(lambda: config.read_hf_model(source / "config.json"), lambda: scan(source))
+    _, found = together(lambda: hf_config.read(source / "config.json", config.SCHEMA), lambda: scan(source))
     if (source / GENERATION).is_file():
         hf_config.read_json(source / GENERATION)  # an export will need it
     length = hf_config.read_json(source / "config.json").get("max_position_embeddings")

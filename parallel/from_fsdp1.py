@@ -2,13 +2,11 @@
 
     python -m parallel.from_fsdp1 accelerate.yaml
 
-Takes what `accelerate config` writes, for FSDP1 or FSDP2, and FullyShardedDataParallel's keyword arguments as YAML.
-Exits with 0; 1 where a key or value is unknown, contradicts another or has no equivalent (stderr repeats those); 2 if
-the file cannot be read. Keeps the hybrid mesh, NO_SHARD and forward prefetch, which `accelerate to-fsdp2` loses.
+Takes what `accelerate config` writes, and FullyShardedDataParallel's keyword arguments as YAML. Exits with 1 where a
+key or value is unknown, contradicts another or has no equivalent (stderr repeats those), 2 if the file cannot be read.
 """
 
 import argparse
-import difflib
 import json
 import pathlib
 import re
@@ -20,6 +18,7 @@ import tomli
 
 import config
 from config import ConfigError
+from options import nearest
 
 # Keys | their values | our options and a remark, or why there are none. Values stand as word() gives them, the digits
 # being torch's own numbers; `number` is one above 0. First the FSDP part, where a key may have fsdp_ before it.
@@ -93,7 +92,8 @@ NUMBER = re.compile("[1-9][0-9]{0,8}")
 def rules(table: str) -> dict[str, dict[str, str]]:
     """{key: {value: what becomes of it}}"""
     found = {}
-    for keys, values, effect in (row.split(" | ") for row in table.strip().split("\n")):
+    for row in table.strip().split("\n"):
+        keys, values, effect = row.split(" | ")
         for key in keys.split():
             found.setdefault(key, {}).update(dict.fromkeys(values.split(), effect))
     return found
@@ -119,13 +119,8 @@ def show(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def nearest(text: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(text, known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
 def resolve(name: str, value: Any, machines: str) -> tuple[str, dict[str, Any], str]:
-    """(what became of a key, the options that it sets, a remark). A null sets nothing, unless its row says so."""
+    """(what became of a key, the options that it sets, a remark)."""
     if name not in RULES:
         return "unknown", {}, f"no such key is known{nearest(name, [*RULES, *(f'fsdp_{key}' for key in FSDP)])}"
     row, text = RULES[name], word(value)
@@ -134,13 +129,12 @@ def resolve(name: str, value: Any, machines: str) -> tuple[str, dict[str, Any], 
     if not effect:
         known = [value for value in row if not value.isdigit()] or [*row]
         return "unknown", {}, f"known values are {', '.join(known)}{nearest(text, known)}"
-    if "{machines}" in effect and not (NUMBER.fullmatch(machines) and int(machines) > 1):
-        return "no equivalent", {}, (f"num_machines is {show(machines)}, so the number of replicas is not known; set "
-                                     "num_machines to it and convert again")
-    kind, colon, remark = effect.format(key=name, value=text.lower(), machines=machines).partition(": ")
+    if "{machines}" in effect and (machines == "1" or not NUMBER.fullmatch(machines)):
+        return "no equivalent", {}, f"num_machines is {show(machines)}, not a number of replicas; set it, convert again"
+    settings, colon, remark = effect.format(key=name, value=text.lower(), machines=machines).partition(": ")
     if colon:
-        return kind, {}, remark
-    settings, _, remark = kind.partition("; ")
+        return settings, {}, remark
+    settings, _, remark = settings.partition("; ")
     options = tomli.loads(settings.replace(", ", "\n"))
     return "kept" if name in options else "renamed", options, remark
 
@@ -158,29 +152,30 @@ def entries(table: dict, where: str = "") -> Iterator[tuple[str, str, Any]]:
 
 def convert(raw: dict) -> tuple[dict[str, Any], list[str], list[str]]:
     """(our options, a comment on every key, those among the comments that are problems)."""
-    found = {name: value for _, name, value in entries(raw) if word(value) != "NULL"}
+    given = {name: value for _, name, value in entries(raw) if word(value) != "NULL"}
     options, sources, comments, problems = {}, {}, [], []
     for where, name, value in entries(raw):
-        kind, settings, remark = resolve(name, value, str(found.get("num_machines", "missing")))
+        kind, settings, remark = resolve(name, value, str(given.get("num_machines", "missing")))
         for option, setting in settings.items():
             first, source = options.setdefault(option, setting), sources.setdefault(option, show(where))
             if first != setting:
                 kind, remark = "contradiction", f"{source} says {option} = {json.dumps(first)}; keep one of the two"
         sets = ", ".join(f"{option} = {json.dumps(setting)}" for option, setting in settings.items())
         comments.append(": ".join(filter(None, (f"{show(where)} = {show(value)}", kind, sets, remark))))
-        problems += [comments[-1]] * (kind in ("unknown", "no equivalent", "contradiction"))
-    if not {"mixed_precision", "param_dtype"} & found.keys():
+        if kind in ("unknown", "no equivalent", "contradiction"):
+            problems.append(comments[-1])
+    if not {"mixed_precision", "param_dtype"} & given.keys():
         options["param_dtype"] = "float32"
         comments.append("param_dtype = float32, as no other precision is named there")
-    if options.get("param_dtype") == "bfloat16" and "reduce_dtype" not in found:
+    if options.get("param_dtype") == "bfloat16" and "reduce_dtype" not in given:
         options["reduce_dtype"] = "float32"
         comments.append("reduce_dtype = float32, where FSDP1 and Accelerate would reduce gradients in bfloat16 as well")
     return options, comments, problems
 
 
 def read(path: str) -> dict:
-    """The file's tables, each scalar as the text that stands there. Nothing in it is run; aliases are refused, since a
-    few unfold into gigabytes. Raises ConfigError where there is nothing to convert."""
+    """The file's tables, each scalar as text. Nothing in it is run; a few aliases would unfold into gigabytes. Raises
+    ConfigError where there is nothing to convert."""
     try:
         import yaml
     except ModuleNotFoundError:
@@ -197,8 +192,7 @@ def read(path: str) -> dict:
         text = pathlib.Path(path).read_bytes().decode("utf-8-sig")
         for event in yaml.parse(text, yaml.BaseLoader):
             if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None):
-                raise ConfigError(f"line {event.start_mark.line + 1}: an alias (*name) or a tag (!name) is not read; "
-                                  "write the value itself")
+                raise ConfigError(f"line {event.start_mark.line + 1}: an alias (*name) or a tag (!name) is not read")
         raw = yaml.load(text, Loader)
     except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:  # an escape may overflow
         raise ConfigError(f"cannot be read as YAML: {' '.join(str(error).split())}") from None
@@ -219,13 +213,8 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         print(f"{path}: {error}", file=sys.stderr)
         return 2
-    for text in comments:
-        print(f"# {text}")
-    for section in ("parallel", "run"):
-        known = config.SCHEMA.options
-        lines = [f"{name} = {json.dumps(options[name])}" for name in options if f"{section}.{name}" in known]
-        if lines or section == "parallel":
-            print("", f"[{section}]", *lines, sep="\n")
+    run = {"run": {"device": options.pop("device")}} if "device" in options else {}
+    print(*(f"# {text}" for text in comments), config.SCHEMA.to_toml({"parallel": options, **run}), sep="\n", end="")
     for text in problems:
         print(f"{path}: {text}", file=sys.stderr)
     return 1 if problems else 0

@@ -7,11 +7,10 @@ a run of rows of every parameter. Per micro-batch a unit goes through
 
 and the root unit, which holds no parameter, only carries the hooks of the whole model.
 
-Implicit or explicit prefetch: by itself FSDP2 issues a unit's all-gather when its forward begins. On a GPU that
-overlaps with the unit before, since the host runs ahead of the device; it is enough while the host does. Explicit
-prefetch (depth 1 and more) issues the all-gathers of the next units before a unit computes: it wins where the host is
-slow against the kernels (small batches, many small units), where one unit's computation is shorter than one
-all-gather (several nodes: depth 2), and it costs the memory of that many unsharded units.
+By itself FSDP2 issues a unit's all-gather when its forward begins; on a GPU that overlaps with the unit before, while
+the host runs ahead of the device. Explicit prefetch (depth 1 and more) issues those of the next units first. It wins
+where the host is slow against the kernels, or a unit's computation shorter than its all-gather (several nodes: depth
+2), and costs the memory of that many unsharded units.
 """
 
 import fnmatch
@@ -71,10 +70,9 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
 
 
 def unsharded_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:
-    """The frozen parameters that `unsharded` keeps whole on every rank; FSDP2 ignores them. Being frozen, they have no
-    gradients to reduce. Raises ConfigError for a pattern that matches nothing, or a trained parameter."""
-    names = dict(named_parameters(model))
-    found: set[nn.Parameter] = set()
+    """The frozen parameters that `unsharded` keeps whole on every rank; FSDP2 ignores them. Raises ConfigError for a
+    pattern that matches nothing, or a trained parameter, whose gradient would not be reduced."""
+    names, found = dict(named_parameters(model)), set()
     for pattern in p.unsharded:
         matching = fnmatch.filter(names, pattern)
         if not matching:
@@ -98,8 +96,8 @@ class Cast(nn.Module):
 
 
 def cast_unsharded(modules: list[nn.Module], unsharded: set[nn.Parameter], dtype: torch.dtype) -> None:
-    """Unsharded parameters compute in their unit's dtype, as FSDP2 casts the others when it all-gathers them. They are
-    stored in float32 like these, so that a checkpoint does not depend on what is sharded."""
+    """Unsharded parameters compute in their unit's dtype, as FSDP2 casts the others, and like these are stored in
+    float32, so that a checkpoint does not depend on what is sharded."""
     for module in [m for unit in modules for m in unit.modules()]:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter in unsharded and parameter.dtype != dtype:
@@ -114,11 +112,8 @@ def unit_dtypes(p: config.Parallel, unit: str) -> tuple[torch.dtype, torch.dtype
 
 
 def precision(p: config.Parallel, unit: str, holds_head: bool) -> MixedPrecisionPolicy:
-    """A unit's dtypes: parameters are stored in float32 and all-gathered in param_dtype; gradients are reduced in
-    reduce_dtype; the residual stream leaves in output_dtype, but for the head, whose loss stays float32.
-
-    Inputs are never cast: RMSNorm takes the residual stream in any dtype, and the rotary tables must stay float32.
-    """
+    """A unit's dtypes. The residual stream leaves in output_dtype, but for the head, whose loss stays float32. Inputs
+    are never cast: RMSNorm takes the residual stream in any dtype, and the rotary tables must stay float32."""
     param_dtype, reduce_dtype = unit_dtypes(p, unit)
     return MixedPrecisionPolicy(
         param_dtype=param_dtype,
@@ -129,8 +124,7 @@ def precision(p: config.Parallel, unit: str, holds_head: bool) -> MixedPrecision
 
 
 def set_prefetch(model: Llama, p: config.Parallel) -> None:
-    """Explicit prefetch: before a unit computes, the all-gathers of the next `depth` units are issued. Depth 0 leaves
-    FSDP2's own order: none ahead in forward, one ahead in backward."""
+    """Depth 0 leaves FSDP2's own order: none ahead in forward, one ahead in backward."""
     forward = [modules[0] for _, modules in units(model)]
     # Backward runs in reverse order, but for a tied unit, which holds the head: it comes first and stays unsharded.
     backward = [forward[0], *forward[:0:-1]] if model.config.tie_embeddings else forward[::-1]
@@ -147,11 +141,8 @@ def unshard_first_units(model: Llama, p: config.Parallel) -> None:
 
 
 def set_gradient_sync(model: FSDPModule, p: config.Parallel, world: World, last_micro_batch: bool) -> None:
-    """Sets before a micro-batch whether its backward reduces gradients: always, or in the step's last one only.
-
-    Deferred, the unsharded gradients of the whole model pile up on every rank in reduce_dtype. With replicas only the
-    all-reduce between them is deferred, and gradients stay sharded within a replica.
-    """
+    """Sets before a micro-batch whether its backward reduces gradients: always, or in the step's last one. Deferred,
+    unsharded gradients of the whole model pile up in reduce_dtype; with replicas only their all-reduce is deferred."""
     if p.sync_every_micro_batch:
         return
     if world.dp_replicate == 1:  # the mesh's, since the option may be "auto"

@@ -1,7 +1,6 @@
 """From meta to device: every rank draws or reads its own shards; the model is the same on any mesh.
 
-FSDP2 on its own would not give that: random initialization of sharded tensors gives every CPU rank the same shard,
-and another model for each number of ranks.
+FSDP2 alone would give every CPU rank the same random shard, and another model for each number of ranks.
 """
 
 import hashlib
@@ -26,11 +25,8 @@ def materialize(model: Llama, seed: int, device: torch.device) -> None:
     """Gives every tensor of a meta model, sharded or not, its storage on `device` and its initial value.
 
     Each block of about 65,536 elements (whole rows) of each parameter has its own generator, seeded by (seed, name,
-    block). A rank draws the blocks that its shard touches and keeps its part: it holds its shards and one block. Values
-    are equal on any mesh and number of ranks, on one type of device.
-
-    Raises RuntimeError naming the tensors that were left without a value (a forgotten buffer, say), and KeyError for a
-    parameter without an initial distribution.
+    block). A rank draws the blocks that its shard touches and keeps its part. Values are equal on any mesh, on one type
+    of device. Raises RuntimeError naming tensors left without a value, KeyError for one without a distribution.
     """
     def fill(name: str, offsets: Offsets, out: Tensor, shape: torch.Size) -> None:
         draw(out, offsets, shape, model.init_distribution(name), seed, name)
@@ -42,11 +38,7 @@ def materialize(model: Llama, seed: int, device: torch.device) -> None:
 
 def materialize_from(model: nn.Module, read: Callable[[str, Offsets, Tensor], None], device: torch.device) -> None:
     """The same from existing weights: read(name, offsets, out) fills `out` with the rectangle of a parameter that
-    begins at `offsets`. Each rank reads its own shards and nothing else.
-
-    Raises ConfigError on every rank where `read` raises it on any, or leaves a NaN.
-    """
-    problems: tuple[str, ...] = ()
+    begins at `offsets`. Raises ConfigError on every rank where `read` raises it on any, or leaves a NaN."""
     try:
         empty = _fill(model, lambda name, offsets, out, shape: read(name, offsets, out), device)
         problems = tuple(f"{name}: holds values that are not numbers (NaN), or was not read" for name in empty)
@@ -58,8 +50,8 @@ def materialize_from(model: nn.Module, read: Callable[[str, Offsets, Tensor], No
 
 def _fill(model: nn.Module, fill: Callable[[str, Offsets, Tensor, torch.Size], None], device: torch.device
           ) -> list[str]:
-    """Makes all storage, filled with NaN, then calls fill(name, offsets, this rank's shard, full shape) for each
-    parameter. Returns the tensors that still hold a NaN."""
+    """Makes all storage, NaN, then calls fill(name, offsets, this rank's shard, full shape) for each parameter. Returns
+    the tensors that still hold a NaN."""
     # to_empty() makes a new parameter at every place of a tied one
     places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -83,8 +75,7 @@ def _fill(model: nn.Module, fill: Callable[[str, Offsets, Tensor, torch.Size], N
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """named_parameters() under the names of the plain model: activation checkpointing and the cast of unsharded
-    parameters put modules of their own in between."""
+    """named_parameters() under the plain model's names: activation checkpointing and casts put modules in between."""
     for name, parameter in model.named_parameters():
         name = name.replace("_checkpoint_wrapped_module.", "")
         yield name.replace("parametrizations.", "").removesuffix(".original"), parameter
@@ -98,8 +89,7 @@ def local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def local_rectangle(tensor: Tensor) -> tuple[tuple[int, ...], Offsets]:
-    """(shape, offsets) of this rank's part of a tensor, by the placements: a run of rows under FSDP2, under tensor
-    parallelism of columns too. The last ranks' parts may be smaller, or empty."""
+    """(shape, offsets) of this rank's part of a tensor, by the placements. The last ranks' may be smaller, or empty."""
     if isinstance(tensor, DTensor):
         return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(tensor.shape), (0,) * tensor.ndim
@@ -107,8 +97,7 @@ def local_rectangle(tensor: Tensor) -> tuple[tuple[int, ...], Offsets]:
 
 def draw(out: Tensor, offsets: Offsets, shape: torch.Size, distribution: tuple[float, float] | None, seed: int,
          name: str) -> None:
-    """Fills `out`, the rectangle that begins at `offsets` of a parameter of this shape. distribution: as
-    Llama.init_distribution returns it."""
+    """Fills `out`, the rectangle at `offsets` of a parameter. distribution: Llama.init_distribution's."""
     if distribution is None:
         out.fill_(1.0)
         return

@@ -20,11 +20,8 @@ MESH_DIMS = ("dp_replicate", "dp_shard", "cp", "tp")  # outermost first: tp rank
 
 @dataclass(frozen=True)
 class World:
-    """This process, its device and the mesh of all ranks, with a named degree for each mesh dimension.
-
-    A data rank reads samples of its own; the cp and tp ranks of one data rank share them. Whatever is split by samples
-    or averaged over them goes by dp_rank and dp_size, not by rank and size.
-    """
+    """This process, its device and the mesh. The cp and tp ranks of one data rank share its samples: what is split by
+    samples or averaged over them goes by dp_rank and dp_size, not by rank and size."""
 
     rank: int
     size: int
@@ -62,16 +59,14 @@ class World:
 
 
 def build_mesh(device_type: str, shape: tuple[int, int, int, int]) -> DeviceMesh:
-    """The mesh of dimensions MESH_DIMS over all ranks."""
     # A dimension of one rank would still cost one process group per rank; nothing is ever sent over cp or tp of 1.
-    alone = {name: "fake" for name in ("cp", "tp") if shape[MESH_DIMS.index(name)] == 1}
+    alone = {name: "fake" for name, degree in zip(MESH_DIMS, shape) if degree == 1 and name in ("cp", "tp")}
     return init_device_mesh(device_type, shape, mesh_dim_names=MESH_DIMS, backend_override=alone)
 
 
 def fsdp_mesh(world: World) -> DeviceMesh:
-    """The mesh that FSDP2 shards over: dp_shard, together with cp where there is context parallelism, since its ranks
-    hold the same parameters; in front of it dp_replicate, unless that is 1 and would cost an all-reduce over one rank.
-    """
+    """The mesh that FSDP2 shards over: dp_shard, with cp, whose ranks hold the same parameters; in front of it
+    dp_replicate, unless that is 1 and would cost an all-reduce over one rank."""
     shard = "dp_shard"
     if world.cp > 1:
         shard = "dp_shard_cp"
@@ -86,10 +81,7 @@ def rank_and_size() -> tuple[int, int, int]:
 
 def pick_device(cfg: config.Config, local_rank: int) -> torch.device:
     """The device of this rank. Raises ConfigError where cuda is asked for and not there, or has too few GPUs."""
-    wanted = cfg.run.device
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cpu":
+    if cfg.run.device == "cpu" or (cfg.run.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError('[run] device = "cuda": this machine has no usable GPU; --run.device=cpu trains without one')
@@ -105,10 +97,8 @@ def storage_device(cfg: config.Config, world: World) -> torch.device:
 
 
 def on_rank_zero(work: Callable[[], Any]) -> Any:
-    """Runs `work` on rank 0 and returns its result on every rank; a ConfigError is raised on every rank.
-
-    For all that must be decided once: ranks that each look at a shared disk may see different things.
-    """
+    """Runs `work` on rank 0; returns its result, or raises its ConfigError, on every rank. For decisions that must
+    be one: each rank may see another state of a shared disk."""
     answer = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -130,8 +120,7 @@ def all_gather_objects(value: Any) -> list:
 
 @contextlib.contextmanager
 def distributed(cfg: config.Config) -> Iterator[World]:
-    """Starts the process group and ends it in good order. Raises ConfigError, before it starts, for a mesh or a device
-    that this configuration cannot have."""
+    """Starts the process group, and ends it. Raises ConfigError first for a mesh or device that cannot be had."""
     rank, local_rank, size = rank_and_size()
     shape = config.mesh_shape(cfg, size)
     device = pick_device(cfg, local_rank)
@@ -143,8 +132,7 @@ def distributed(cfg: config.Config) -> Iterator[World]:
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=config.longest_timeout(cfg)), **alone)
     yield World(rank, size, device, build_mesh(device.type, shape))
     # Not reached after an exception: then the other ranks do not come to the barrier, and the process just ends.
-    # The collection lets go of FSDP2's buffers first; gloo aborted in one of five runs that destroyed the group with
-    # them alive.
+    # Lets go of FSDP2's buffers first: gloo aborted in one of five runs that destroyed the group with them alive.
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()

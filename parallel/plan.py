@@ -2,7 +2,7 @@
 
     ./run_train.sh configs/llama70b.toml --dry-run --world-size 64,256 --gpu-memory-gib 139
 
-Built on the model itself (on meta) and on the rule by which FSDP2 deals rows, not on a second description of them.
+Built on the model itself (on meta) and on the rule by which FSDP2 shards rows.
 """
 
 import json
@@ -26,11 +26,8 @@ def shard_numel(q: nn.Parameter, shards: int) -> int:
 
 
 def plan(cfg: config.Config, model: Llama, ranks: int, epoch: float | None) -> dict:
-    """The plan for one number of ranks. Bytes are those of the largest rank.
-
-    Gradients and both of AdamW's moments are sharded as their parameter and have its dtype; each trained tensor has a
-    float32 step count. In float32 that is 16 bytes for each trained parameter of the shard, 4 for a frozen one.
-    """
+    """The plan for one number of ranks. Bytes are those of the largest rank: gradients and AdamW's two moments are
+    sharded as their parameter and have its dtype; each trained tensor has a float32 step count."""
     dp_replicate, dp_shard, cp, _ = config.mesh_shape(cfg, ranks)
     unsharded = unsharded_parameters(model, cfg.parallel)
     held = {q: q.itemsize * (q.numel() if q in unsharded else shard_numel(q, dp_shard * cp))
@@ -63,9 +60,8 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
         reduce-scatter   A' U          A U where R > 1: then only the all-reduce is deferred; 0 where S = 1
         all-reduce       A' U          where R > 1; and, where S > 1, one of the gradients' sum of squares (float64)
 
-    Each tensor travels padded to S ceil(rows / S) rows; units that are frozen as a whole reduce nothing, those that are
-    unsharded as a whole send nothing. Activation checkpointing adds none: it recomputes inside a unit that is
-    all-gathered for its backward.
+    Each tensor travels padded to S ceil(rows / S) rows. Activation checkpointing adds none: it recomputes inside a unit
+    that is all-gathered for its backward.
     """
     p = cfg.parallel
     dp_replicate, dp_shard, cp, _ = config.mesh_shape(cfg, ranks)
@@ -100,7 +96,7 @@ def state_gib(row: dict) -> float:
 
 
 def out_of_memory(cfg: config.Config, ranks: int, asked: str) -> str:
-    """The message for a run that is out of memory: what was asked for, what the plan expected, what to change."""
+    """The message of a run that is out of memory."""
     row, p = plan(cfg, meta_model(cfg.model), ranks, None), cfg.parallel
     changes = {
         f"train.micro_batch_size below {cfg.train.micro_batch_size}": cfg.train.micro_batch_size > 1,
@@ -119,7 +115,7 @@ def out_of_memory(cfg: config.Config, ranks: int, asked: str) -> str:
 
 def dry_run(cfg: config.Config, args: Namespace, epoch: float | None) -> bool:
     """Prints the plans; returns whether each fits into the memory given. Raises ConfigError for numbers of ranks that
-    cannot be made. epoch: samples until all data has been read once, where it is prepared."""
+    cannot be had. epoch: samples in the data, where it is prepared."""
     model = meta_model(cfg.model)
     rows, problems = [], []
     for ranks in args.world_size:

@@ -1,8 +1,9 @@
 """Is the model sharded as configured? Checked at start-up, on every rank, before the first step.
 
-What goes wrong here goes wrong silently: a parameter outside every unit is neither all-gathered nor reduced, replicas
-that differ train different models, and memory is what it was before sharding.
+What goes wrong here goes wrong silently: a parameter outside every unit is never reduced, replicas drift apart.
 """
+
+import itertools
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,7 @@ from parallel.mesh import World, fsdp_mesh
 
 
 def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict]:
-    """Returns the unit map: a row for each unit. Raises RuntimeError naming a parameter that is not what it should be:
-    not sharded, on another mesh or with other placements, on meta, with a shard of another shape than its placements
-    give this rank, of another dtype than the rest of its unit, in no unit, or different between replicas."""
+    """Returns the unit map: a row for each unit. Raises RuntimeError naming the first parameter that is wrong."""
     names = {parameter: name for name, parameter in named_parameters(model)}
     owned, unsharded, rows = set(), unsharded_parameters(model, p), []
     for unit, modules in units(model):
@@ -70,11 +69,11 @@ def check_shard(q: DTensor, name: str) -> None:
 
 
 def _check_replicas(parameters: dict[str, nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Compares two checksums of the bits of every tensor over a group. One pass, two numbers each."""
+    """Compares two checksums of the bits of every tensor over a group."""
     if not parameters or dist.get_world_size(group) == 1:
         return
     sums = []
-    for _, q in sorted(parameters.items()):
+    for q in parameters.values():
         local = q.detach().to_local() if isinstance(q, DTensor) else q.detach()
         bits = local.contiguous().view({4: torch.int32, 2: torch.int16}[local.itemsize]).flatten().long()
         weights = torch.arange(len(bits), device=bits.device) % 65521 + 1  # so that two values swapped are seen
@@ -83,22 +82,16 @@ def _check_replicas(parameters: dict[str, nn.Parameter], group: dist.ProcessGrou
     high = low.clone()
     dist.all_reduce(low, dist.ReduceOp.MIN, group)
     dist.all_reduce(high, dist.ReduceOp.MAX, group)
-    for name, same in zip(sorted(parameters), (low == high).all(dim=1).tolist()):
+    for name, same in zip(parameters, (low == high).all(dim=1).tolist()):
         _require(same, name, "differs between replicas")
 
 
 def unit_table(rows: list[dict]) -> str:
     """The unit map for a person; runs of equal blocks share a line."""
-    lines, last = [], None
-    for row in rows:
-        same = {key: value for key, value in row.items() if key != "unit"}
-        if last and same == last[2]:
-            last[1] = row["unit"]
-        else:
-            last = [row["unit"], row["unit"], same]
-            lines.append(last)
-    head = f"{'unit':<24}{'parameters':>15}{'here, MiB':>12}{'gathered, MiB':>15}  policy"
-    return "\n".join([head, *(
-        f"{first if first == end else f'{first} ... {end}':<24}{row['parameters']:>15,}"
-        f"{row['local_bytes'] / 2**20:>12,.1f}{row['gathered_bytes'] / 2**20:>15,.1f}  {row['policy']}"
-        for first, end, row in lines)])
+    lines = [f"{'unit':<24}{'parameters':>15}{'here, MiB':>12}{'gathered, MiB':>15}  policy"]
+    for _, run in itertools.groupby(rows, key=lambda row: {**row, "unit": ""}):
+        first, *rest = run
+        name = f"{first['unit']} ... {rest[-1]['unit']}" if rest else first["unit"]
+        lines.append(f"{name:<24}{first['parameters']:>15,}{first['local_bytes'] / 2**20:>12,.1f}"
+                     f"{first['gathered_bytes'] / 2**20:>15,.1f}  {first['policy']}")
+    return "\n".join(lines)

@@ -106,10 +106,10 @@ MALFORMED = {
     "off is no value": (replaced('tensorboard = "off"'), ["[log] tensorboard", "true or false"]),
     "not there yet": (replaced('state_dtype = "bfloat16"'), ["[optim] state_dtype", "not supported"]),
     "mixture without weight's number": (replaced('sources = [{source = "a", weight = "b"}]'),
-                                        ["[data] sources", 'weight = "b" must be a number']),
+                                        ["[data] sources", 'weight = "b": must be a number']),
     "mixture with an unknown key": (replaced('sources = [{source = "a", wieght = 1}]'), ["wieght", "weight?"]),
-    "mixture without a source": (replaced("sources = [{weight = 1}]"), ["[data] sources", "lacks source"]),
-    "mixture of no weight": (replaced('sources = [{source = "a", weight = 0}]'), ["weight = 0", "greater than 0"]),
+    "mixture without a source": (replaced("sources = [{weight = 1}]"), ["[data] sources", "source: is missing"]),
+    "mixture of no weight": (replaced('sources = [{source = "a", weight = 0}]'), ["weight = 0: must be greater"]),
     "mixture of one twice": (replaced('sources = [{source = "a"}, {source = "a", weight = 2}]'), ["one source twice"]),
     "mixture of one twice, by another name": (
         replaced('text_field = "body"').replace("sources = []", 'sources = [{source = "a"}, {source = "a", '
