@@ -10,7 +10,6 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from lifecycle.launch import check_launch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -23,6 +22,7 @@ from config import ConfigError
 from data.loader import Loader
 from data.tokenizer import Tokenizer
 from data.tokens import open_stream
+from lifecycle.launch import check_launch
 from lifecycle.signals import Interruption
 from model import generate, hf
 from model.hf_tokenizer import fast_tokenizer_files, read_sentencepiece
@@ -389,9 +389,10 @@ WRONG = {  # what is done to the folder "single", or another that the name begin
     "no head": (weights(lambda t: t.pop(HEAD)), ["has no lm_head.weight"]),
     "tied: another head": (weights(lambda t: t.update({HEAD: t[EMBEDDING] + 1e-3})),
                            [f"{HEAD} differs from {EMBEDDING}"]),
-    "shape": (weights(lambda t: t.update({NORM: torch.ones(47)})), ["has shape [47], this model's is [48]"]),
+    "shape": (weights(lambda t: t.update({NORM: torch.ones(47)})),
+              ["is F32 [47]; must be F32 or BF16 or F16 of shape [48]"]),
     "dtype": (weights(lambda t: t.update({NORM: torch.ones(48).double()})),
-              [f"{NORM} has dtype F64; only F32, BF16, F16 are read"]),
+              [f"{NORM} is F64 [48]; must be F32 or BF16 or F16 of shape [48]"]),
     "pickled": (only_pickled, ["pytorch_model.bin: pickled files can run code and are not read"]),
     "pickled under its name": (lambda f: torch.save({}, f / "model.safetensors"), ["is no safetensors file"]),
     "empty": (lambda f: [p.unlink() for p in f.iterdir()], ["config.json: cannot be read", "has neither"]),
