@@ -122,9 +122,9 @@ def main(argv: list[str]) -> int:
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")  # one line, as every error here
     parser.add_argument("checkpoint", type=pathlib.Path, metavar="CKPT_OR_RUN")
     parser.add_argument("--prompt", required=True, action="append", metavar="TEXT", help="several make a batch")
-    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="at most; fewer after an EOS token")
+    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="at most; an EOS token ends a text")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: greedy")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="cumulative probability to sample from")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="of the likeliest, of this probability")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: param_dtype; float32 on a CPU")
     args = parser.parse_args(argv)

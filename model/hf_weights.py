@@ -39,8 +39,7 @@ PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def hf_name(name: str) -> str:
-    """A parameter's name in Hugging Face's Llama: "blocks.0.attention.q_proj.weight" is
-    "model.layers.0.self_attn.q_proj.weight"."""
+    """blocks.0.attention.q_proj.weight -> model.layers.0.self_attn.q_proj.weight"""
     for ours, theirs in NAMES.items():
         name = name.replace(ours, theirs)
     return name
@@ -94,8 +93,7 @@ def import_safetensors(path: Path) -> ModuleType:
     try:
         import safetensors.torch
     except ImportError:
-        raise ConfigError(f"{path}: needs the package safetensors: {sys.executable} -m pip install safetensors"
-                          ) from None
+        raise ConfigError(f"{path}: needs safetensors: {sys.executable} -m pip install safetensors") from None
     return safetensors
 
 
@@ -109,21 +107,23 @@ def opened(path: Path) -> Iterator[Any]:
         with safetensors.safe_open(path, "pt") as file:
             yield file
     except safetensors.SafetensorError as error:
-        raise ConfigError(f"{path}: is no safetensors file, or cut short: {error}; pickled files (.bin, .pt) are not "
-                          "read") from None
+        raise ConfigError(f"{path}: is no safetensors file, or cut short: {error}; nothing else is read") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def scan(folder: Path) -> dict[str, Stored]:
     """Every tensor of a Hugging Face folder by its name there. Raises ConfigError naming every malformed file."""
-    weight_map, index = None, folder / INDEX
-    if not (folder / SINGLE).exists() and index.exists():
+    index = folder / INDEX
+    if (folder / SINGLE).exists():
+        names, weight_map = [SINGLE], None
+    elif index.exists():
         weight_map = hf_config.read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map or not all(
                 isinstance(name, str) and "/" not in name for name in weight_map.values()):
             raise ConfigError(f"{index}: needs weight_map: tensors' names, and files of this folder")
-    elif not (folder / SINGLE).exists():
+        names = sorted({*weight_map.values()})
+    else:
         pickled = sorted(path.name for pattern in PICKLED for path in folder.glob(pattern))
         raise ConfigError(f"{folder}: has neither {SINGLE} nor {INDEX}" + (
             f"; {', '.join(pickled)}: pickled files can run code and are not read; load them with transformers and "
@@ -135,12 +135,12 @@ def scan(folder: Path) -> dict[str, Stored]:
             entries = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  it is no dict
             found = {key: Stored(path, key, entry.get_dtype(), entry.get_shape()) for key, entry in entries.items()}
         listed = {key for key, place in weight_map.items() if place == name} if weight_map else {*found}
-        if problems := [f"{path}: has no {key}, which {INDEX} lists" for key in sorted(listed - {*found})] + [
-                f"{path}: has {key}, which {INDEX} does not list" for key in sorted({*found} - listed)]:
+        problems = [f"{path}: has no {key}, which {INDEX} lists" for key in sorted(listed - {*found})]
+        problems += [f"{path}: has {key}, which {INDEX} does not list" for key in sorted({*found} - listed)]
+        if problems:
             raise ConfigError(*problems)
         return found
 
-    names = sorted({*weight_map.values()}) if weight_map else [SINGLE]
     return {key: stored for found in together(*(partial(read_header, name) for name in names))
             for key, stored in found.items()}
 

@@ -4,7 +4,7 @@ Shapes: B batch, T tokens, D width (dim), H query heads, K key/value heads, E wi
 V vocabulary.
 
 A module with a weight of its own has `init_std`, the standard deviation of the weight's initial normal distribution, or
-None for ones. The values are torchtitan's (https://github.com/pytorch/torchtitan).
+None for ones. The values are torchtitan's (https://github.com/pytorch/torchtitan), its cutoffs only where they cut.
 """
 
 import fnmatch
@@ -191,7 +191,7 @@ class Llama(nn.Module):
         if own != "weight" or not hasattr(module, "init_std"):
             raise KeyError(f"{name}: has no initial distribution; a module's weight gets one by init_std in "
                            "model/llama.py")
-        return module.init_std and (module.init_std, getattr(module, "init_cutoff", math.inf))
+        return None if module.init_std is None else (module.init_std, getattr(module, "init_cutoff", math.inf))
 
 
 def meta_model(m: config.Model) -> Llama:
