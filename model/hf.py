@@ -81,9 +81,9 @@ def write_tokenizer(folder: Path, checkpoint: Path) -> None:
     """Copies a checkpoint's tokenizer, and adds what transformers needs where it is missing. Raises ConfigError."""
     for path in copied_files(checkpoint):
         shutil.copyfile(path, folder / path.name)
-    made, path = {}, folder / "tokenizer.model"
     if (folder / "tokenizer_config.json").is_file():
         return
+    made, path = {}, folder / "tokenizer.model"
     if (folder / "tokenizer.json").is_file():
         made = {"tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"}}
     elif path.is_file() and not (made := fast_tokenizer_files(read_sentencepiece(path))):
