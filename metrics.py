@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from parallel.mesh import World, all_gather_objects, on_rank_zero
 
 log = logging.getLogger("train")
 
-# Dense bfloat16 peak in FLOP/s by a part of the device's name, from data sheets. Unknown devices print no MFU.
-# The first that fits counts. None: a device whose name holds another's.
+# Dense bfloat16 peak in FLOP/s by a part of the device's name, from data sheets; the first that fits counts. None: a
+# device whose name holds another's. Unknown devices print no MFU.
 PEAK_FLOPS = {"Laptop": None, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12, "H100": 989e12,
               "H200": 989e12, "H800": 989e12, "GB200": 2500e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12,
               "L40S": 362e12, "RTX 4090": 165e12, "MI300X": 1307e12}
@@ -43,7 +44,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def start_logging(folder: pathlib.Path, rank: int) -> None:
-    """Every rank logs to logs/rank-N.log; rank 0 to the console as well, the others send what they print there."""
+    """Every rank logs to logs/rank-N.log; rank 0 to the console too, the others redirect theirs to the file."""
     (folder / "logs").mkdir(exist_ok=True)
     in_file = logging.FileHandler(folder / "logs" / f"rank-{rank}.log")
     in_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -72,43 +73,43 @@ def environment(ranks: int, device: torch.device) -> dict:
 
 
 class Recorder:
-    """What a run reports of itself: the announcement, its rows, the console. Every rank has one and calls it alike;
-    rank 0 writes."""
+    """Times the steps and reports them. Every rank has one and calls it alike; rank 0 writes rows and console."""
 
     def __init__(self, cfg: config.Config, world: World, folder: pathlib.Path, start: int, flops_per_token: int):
-        """start: the step that training resumes after. flops_per_token: of forward and backward."""
+        """start: the step that training resumes after."""
         self.cfg, self.world, self.folder, self.start, self.flops_per_token = cfg, world, folder, start, flops_per_token
         self.rows = Rows(folder, cfg.log, start) if world.rank == 0 else None
         self.restart_timer()
 
     def has_evaluation(self, step: int) -> bool:
-        """Whether the rows hold an evaluation of this step. On all ranks together."""
-        return on_rank_zero(lambda: ("eval", step) in self.rows.seen)
+        """Whether the rows on disk hold an evaluation of this step. Collective."""
+        return on_rank_zero(lambda: any(row["kind"] == "eval" and row["step"] == step
+                                        for row in read_rows(self.folder / "metrics.jsonl")))
 
     def restart_timer(self) -> None:
         self.began, self.steps, self.seconds = time.perf_counter(), 0, {"data": 0.0, "paused": 0.0}
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Books the time within as "data" (waited for the loader) or "paused" (no training: saving, evaluating)."""
+        """Counts the time within as "data" (waiting for the loader) or "paused" (saving, evaluating)."""
         began = time.perf_counter()
         yield
         self.seconds[what] += time.perf_counter() - began
 
     def log_step(self, step: int, tokens: int, batch: Any, loss_sum: torch.Tensor, grad_norm: torch.Tensor,
                  lr: float) -> None:
-        """Counts a step and, where a row is due, waits for the device, gathers every rank's figures, and writes it.
+        """Counts a step and, where a row is due, waits for the device, gathers every rank's figures and writes the row.
 
         tokens: trained on so far; batch: a data.loader.Batch; loss_sum: this rank's, over its tokens of the step.
         """
         self.steps += 1
-        if not (step in (1, self.cfg.train.steps) or step % self.cfg.log.every_steps == 0):
+        if step not in (1, self.cfg.train.steps) and step % self.cfg.log.every_steps:
             return
-        ours = {"loss_sum": loss_sum.item(), "digest": batch.digest}  # waits for the device: only now the step is over
+        ours = {"loss_sum": loss_sum.item(), "digest": batch.digest}  # item() waits until the device is done
         total = time.perf_counter() - self.began - self.seconds["paused"]
         figures = {"step_seconds": total / self.steps, "data_seconds": self.seconds["data"] / self.steps,
                    "peak_memory_gib": peak_memory_gib(self.world.device)}
-        ranks = all_gather_objects({**ours, **figures})
+        ranks = all_gather_objects(ours | figures)
         slowest = {name: max(rank[name] for rank in ranks) for name in figures}
         rate = config.tokens_per_step(self.cfg) / self.world.size / slowest["step_seconds"]
         peak = peak_flops(self.world.device)
@@ -131,13 +132,13 @@ class Recorder:
         self.restart_timer()
 
     def log_evaluation(self, step: int, found: dict | None) -> None:
-        """found: of evaluate(); None where it was stopped."""
+        """found: the result of evaluate(), None where it was stopped."""
         if self.rows and found is not None:
             self.rows.write({"kind": "eval", "step": step, **found})
             log.info("step %d  validation loss %.4f", step, found["loss"])
 
     def log_start(self, parameters: int, units: str, notes: list[str]) -> None:
-        """What is trained, how it is spread, and from where. units: a table of them; notes: on the data."""
+        """Logs what is trained, how it is sharded, and from where; the notes on the data; the table of units."""
         if self.rows is None:
             return
         w, m, p, t = self.world, self.cfg.model, self.cfg.parallel, self.cfg.train
@@ -155,7 +156,7 @@ class Recorder:
             log.info(text)
 
     def sync(self) -> None:
-        """Brings the rows so far to the disk. Raises OSError."""
+        """Writes the rows so far through to the disk. Rank 0 only. Raises OSError."""
         self.rows.sync()
 
     def close(self) -> None:
@@ -164,47 +165,39 @@ class Recorder:
 
 
 class Rows:
-    """metrics.jsonl, each row flushed, and TensorBoard. Rank 0 makes it.
-
-    A row that cannot be written waits for the next; training continues.
-    """
+    """metrics.jsonl, each row flushed, and TensorBoard, on rank 0. Rows that cannot be written wait in memory."""
 
     def __init__(self, folder: pathlib.Path, settings: config.Log, start: int):
-        """Continues after step `start`: rows of later steps are dropped, so that (kind, step) never stands twice."""
+        """Drops the rows of steps after `start`, so that (kind, step) never stands twice."""
         path = folder / "metrics.jsonl"
         kept = [row for row in read_rows(path) if row["step"] <= start]
         files.write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self.seen = {(row["kind"], row["step"]) for row in kept}
-        self.file, self.waiting, self.board = path.open("ab", buffering=0), b"", None
-        self.lock = threading.Lock()
+        self.file, self.waiting, self.lock, self.board = path.open("ab", buffering=0), b"", threading.Lock(), None
         if settings.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             self.board = SummaryWriter(folder / "tensorboard", purge_step=start + 1)
 
     def write(self, row: dict) -> None:
-        self.seen.add((row["kind"], row["step"]))
         try:
             self._flush(as_json(row).encode() + b"\n")
         except OSError as error:
             log.warning("metrics.jsonl: %s; its rows wait in memory", error)
         try:
-            for key, value in row.items():
-                if self.board and isinstance(value, int | float) and math.isfinite(value) and key not in (
-                        "step", "batch_digest"):
-                    self.board.add_scalar(f"{row['kind']}/{key}", value, row["step"])
-        except Exception as error:  # its thread has met any error of the file system, and passes it on here
+            for key in row.keys() - {"step", "batch_digest"} if self.board else ():
+                if isinstance(row[key], int | float) and math.isfinite(row[key]):
+                    self.board.add_scalar(f"{row['kind']}/{key}", row[key], row["step"])
+        except Exception as error:  # raises whatever its writer thread met
             self.board = None
             log.warning("TensorBoard: %s; it gets no more rows of this launch", error)
 
     def _flush(self, more: bytes = b"") -> None:
-        with self.lock:  # a save behind the training syncs from its own thread
+        with self.lock:  # an asynchronous save syncs from its own thread
             self.waiting += more
-            while self.waiting:  # a disk that fills up takes a part of them
+            while self.waiting:  # a disk that fills up takes a part
                 self.waiting = self.waiting[self.file.write(self.waiting) :]
 
     def sync(self) -> None:
-        """Brings the rows to the disk. Raises OSError."""
         self._flush()
         os.fsync(self.file.fileno())
 
@@ -218,7 +211,7 @@ class Rows:
 
 
 def read_rows(path: pathlib.Path) -> list[dict]:
-    """Rows of a metrics.jsonl; lines that are none, as a last one that a kill cut short, are left out."""
+    """Rows of a metrics.jsonl, without lines that are none, as a last one that a kill cut short."""
     rows = []
     for line in path.read_bytes().split(b"\n") if path.exists() else ():
         with contextlib.suppress(ValueError):
@@ -229,7 +222,7 @@ def read_rows(path: pathlib.Path) -> list[dict]:
 
 
 def as_json(row: dict) -> str:
-    """One line; numbers that are not finite, which JSON does not know, as null."""
+    """One line; numbers that are not finite as null."""
     def known(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: known(inner) for key, inner in value.items()}
@@ -239,17 +232,15 @@ def as_json(row: dict) -> str:
 
 
 def console_line(row: dict, steps: int) -> str:
-    """A training row for a person."""
     mfu = f"{row['mfu']:6.1%}" if row["mfu"] is not None else "     -"
-    minutes, seconds = divmod(round((steps - row["step"]) * row["step_seconds"]), 60)
-    left = f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}" if minutes >= 60 else f"{minutes}:{seconds:02d}"
+    left = timedelta(seconds=round((steps - row["step"]) * row["step_seconds"]))  # prints as h:mm:ss
     return (f"step {row['step']:>{len(str(steps))}}/{steps}  loss {row['loss']:7.4f}  grad {row['grad_norm']:6.2f}  "
             f"lr {row['lr']:.2e}  {row['tokens_per_second_per_device']:>9,.0f} tokens/s/device  mfu {mfu}  "
             f"mem {row['peak_memory_gib']:5.1f} GiB  left {left}")
 
 
 class Profiler:
-    """Traces some steps into profile/rank-N.json, for chrome://tracing or https://ui.perfetto.dev."""
+    """Traces steps into profile/rank-N.json, for https://ui.perfetto.dev."""
 
     def __init__(self, settings: config.Profile | None, folder: pathlib.Path, rank: int):
         self.settings, self.path, self.trace = settings, folder / "profile" / f"rank-{rank}.json", None

@@ -25,6 +25,7 @@ sys.path.insert(0, str(REPO))
 import torch  # noqa: E402
 
 import config  # noqa: E402
+import hf_config  # noqa: E402
 from model import hf, hf_weights  # noqa: E402
 from model.llama import meta_model  # noqa: E402
 
@@ -59,7 +60,7 @@ def make_folder(folder: pathlib.Path, cfg: config.Config) -> None:
     folder.mkdir()
     hf.write_weights(folder, cfg.model, lambda name: torch.randn(shapes[name], generator=generator), torch.float32,
                      512 * MIB)
-    hf.write_json(folder / "config.json", hf.hf_config(cfg, "float32", None, None))
+    hf.write_json(folder / "config.json", hf_config.render(cfg.model, cfg.train.seq_len, "float32", {}))
 
 
 def read(folder: str) -> dict:

@@ -22,8 +22,8 @@ def mask_mod(documents: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Te
 
 
 def document_mask(documents: Tensor) -> Tensor | BlockMask:
-    """mask_mod() as attention() takes it. On a GPU a BlockMask (https://arxiv.org/abs/2412.05496): the kernel skips
-    masked blocks, and no (T, T) tensor exists. Elsewhere booleans (B, 1, T, T), True where a query attends."""
+    """mask_mod() as attention() takes it: on a GPU a BlockMask (https://arxiv.org/abs/2412.05496), so that no (T, T)
+    tensor exists; elsewhere booleans (B, 1, T, T), True where a query attends."""
     batch, length = documents.shape
     if documents.is_cuda:
         return _compiled(create_block_mask)(mask_mod(documents), batch, None, length, length, documents.device)
@@ -35,8 +35,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) 
     """Grouped-query attention of q (B, H, T, E) over k and v (B, K, T, E), under a mask or, without one, causal."""
     grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
-        # Eager flex_attention materializes the score matrix; inside a compiled block it is compiled with the block. On
-        # a CPU, where its backward cannot be compiled, only tests come here.
+        # Eager flex_attention materializes the score matrix; inside a compiled block it is compiled with the block.
+        # A CPU cannot compile its backward; only tests come here on one.
         flex = _compiled(flex_attention) if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
         return flex(q, k, v, block_mask=mask, enable_gqa=grouped)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
@@ -66,11 +66,11 @@ class KVCache:
 
 
 class Cache:
-    """Keys and values of all tokens so far, so that a pass computes the new ones alone. For generation: no gradients.
+    """Keys and values of all tokens so far, so that a pass computes the new tokens only. For generation: no gradients.
 
-    The first pass takes `lengths` tokens of each row, padded at the end, where causal attention does not see it. Every
-    further pass takes one token of each row, as one more column for all; a mask hides the padding, and positions
-    continue from the row's own length. So a row's result does not depend on the other rows.
+    The first pass takes `lengths` tokens of each row, padded at the end, where causal attention does not see it. Each
+    further pass takes one token of each row as one more column; a mask hides the padding, and positions continue from
+    the row's own length. So a row's result does not depend on the other rows.
     """
 
     def __init__(self, lengths: list[int], columns: int, n_layers: int, device: torch.device):
@@ -80,8 +80,8 @@ class Cache:
         self.blocks = [KVCache(columns) for _ in range(n_layers)]
 
     def advance(self, new: int) -> tuple[Tensor | None, Tensor, Tensor]:
-        """For a pass over `new` columns: its mask, None or (B, 1, 1, S); its positions (B, T); and which of its columns
-        is each row's newest token (B, 1)."""
+        """A pass over `new` columns: its mask, None or (B, 1, 1, S); positions (B, T); the columns among them of each
+        row's newest token (B, 1)."""
         begin, self.filled = self.filled, self.filled + new
         column = torch.arange(self.filled, device=self.lengths.device)
         if begin == 0:

@@ -3,7 +3,7 @@
     python -m model.generate outputs/tiny --prompt "def "
     python -m model.generate outputs/tiny --prompt "def " --prompt "class " --top-p 0.9 --tokens 64
 
-The text of one prompt is streamed; several prompts make one batch, and are printed at the end, one after the other.
+The text of one prompt is streamed; several prompts make one batch, printed at the end, one after the other.
 """
 
 import argparse
@@ -22,33 +22,29 @@ from torch import Tensor, nn
 from config import ConfigError
 from model.attention import Cache
 
-INTERRUPTED = 130  # exit code after Ctrl-C
-
 
 @torch.no_grad()
 def generate(model: nn.Module, prompts: list[list[int]], count: int, context: int, device: torch.device,
              temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> Iterator[list[int]]:
-    """Yields `count` times the next token of every row. A row gets the tokens that it would get alone: prompts (not
-    empty) may differ in length, and row i draws from a generator of its own, seeded by (seed, i).
+    """Yields the next token of every row, `count` times; the caller may stop earlier, at EOS tokens say.
 
-    The model attends to at most `context` tokens. A longer row restarts at position 0 with its newest context/2 tokens:
-    one pass over all rows, each time the context has filled up again.
-
-    EOS tokens do not end it; the caller may stop iterating. All ranks must give equal arguments and take equally many
-    tokens: every pass all-gathers the parameters.
+    Prompts (not empty) may differ in length: a row gets the tokens that it would get alone, and row i draws from a
+    generator of its own, seeded by (seed, i). A row that outgrows `context` tokens restarts at position 0 with its
+    newest half: one pass over all rows. Every pass all-gathers the parameters: all ranks must give equal arguments and
+    take equally many tokens.
     """
-    rows, begins, cache = [list(prompt) for prompt in prompts], [0] * len(prompts), None
+    rows, cache = [list(prompt) for prompt in prompts], None  # rows: the tokens that the model attends to
     generators = [random.Random(f"{seed} {i}") for i in range(len(rows))]
     for done in range(count):
-        for i, row in enumerate(rows):
-            if len(row) - begins[i] > context:
-                begins[i], cache = len(row) - (context + 1) // 2, None
+        for row in rows:
+            if len(row) > context:
+                del row[: len(row) - (context + 1) // 2]
+                cache = None
         if cache is None:
-            new = [row[begin:] for row, begin in zip(rows, begins)]
-            longest = max(map(len, new))
-            columns = min(context, longest + count - done)
-            cache = Cache([len(tokens) for tokens in new], columns, len(model.blocks), device)
-            new = [tokens + [0] * (longest - len(tokens)) for tokens in new]
+            lengths = [len(row) for row in rows]
+            longest = max(lengths)
+            cache = Cache(lengths, min(context, longest + count - done), len(model.blocks), device)
+            new = [row + [0] * (longest - len(row)) for row in rows]
         else:
             new = [row[-1:] for row in rows]
         logits = model(torch.tensor(new, device=device), cache=cache)[:, -1]  # (B, V)
@@ -59,11 +55,10 @@ def generate(model: nn.Module, prompts: list[list[int]], count: int, context: in
 
 
 def choose(logits: Tensor, temperature: float, top_p: float, draws: list[float]) -> list[int]:
-    """A token for each row of logits (B, V): the likeliest at temperature 0, else sampled by the row's draw in [0, 1).
+    """A token for each row of logits (B, V): the likeliest at temperature 0, else sampled by the row's draw in [0, 1)
+    from the smallest set of likeliest tokens with at least the probability top_p (https://arxiv.org/abs/1904.09751).
 
-    top_p: from the smallest set of likeliest tokens with at least this probability (https://arxiv.org/abs/1904.09751).
-    Sampled on the host in float64: the same on every device, and allowed where algorithms must be deterministic.
-    Raises ConfigError where logits are not finite.
+    Sampled on the host in float64: equal on every device, and deterministic. Raises ConfigError for non-finite logits.
     """
     if not logits.amax(-1).isfinite().all():
         raise ConfigError("the model's output is not finite: its weights are corrupt")
@@ -101,24 +96,24 @@ def continue_text(model: nn.Module, tokenizer, prompt: str, count: int, temperat
 
 def print_stream(tokenizer, rows: list[list[int]], steps: Iterable[list[int]], write: Callable[[str], None]) -> None:
     """Appends each step's tokens to the rows, to each up to its EOS token, and writes the text: of one row as it grows,
-    of several when all have ended. What was generated is written also where `steps` raises, as by Ctrl-C."""
-    single, unfinished, written = len(rows) == 1, set(range(len(rows))), 0
+    of several when all have ended. Text so far is written also where `steps` raises, as by Ctrl-C."""
+    unfinished, written = set(range(len(rows))), 0
     try:
-        for tokens in itertools.chain([None], steps):  # None: the prompt alone
-            if tokens:
-                unfinished -= {i for i, token in enumerate(tokens) if token in tokenizer.eos}
-                for i in unfinished:
-                    rows[i].append(tokens[i])
-            if single:  # a character with bytes still missing decodes as this one, and waits
+        for tokens in itertools.chain([[]], steps):  # first the prompt alone
+            for i, token in enumerate(tokens):
+                if token in tokenizer.eos:
+                    unfinished.discard(i)
+                elif i in unfinished:
+                    rows[i].append(token)
+            if len(rows) == 1:  # a character with bytes still missing decodes as this one, and waits
                 text = tokenizer.decode(rows[0]).rstrip("\N{REPLACEMENT CHARACTER}")
                 write(text[written:])
                 written = len(text)
             if not unfinished:
                 break
     finally:
-        failed = isinstance(sys.exc_info()[1], OSError)  # of write(): nobody reads it
-        for i, row in enumerate(() if failed else rows, 1):
-            heading = "" if single else f"=== prompt {i} of {len(rows)}\n"
+        for i, row in enumerate(rows, 1):
+            heading = f"=== prompt {i} of {len(rows)}\n" if len(rows) > 1 else ""
             write(f"{heading}{tokenizer.decode(row)[written:]}\n")
 
 
@@ -127,15 +122,19 @@ def main(argv: list[str]) -> int:
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")  # one line, as every error here
     parser.add_argument("checkpoint", type=pathlib.Path, metavar="CKPT_OR_RUN")
     parser.add_argument("--prompt", required=True, action="append", metavar="TEXT", help="several make a batch")
-    parser.add_argument("--tokens", type=int, default=128, metavar="N",
-                        help="at most; the model attends to the newest train.seq_len, or fewer")
+    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="at most; an EOS token ends a text")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: greedy")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P",
-                        help="sample from the likeliest tokens that together have this probability")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="of the likeliest, of this probability")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"),
-                        help="default: the run's param_dtype on a GPU, float32 on a CPU")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: param_dtype; float32 on a CPU")
     args = parser.parse_args(argv)
+    for flag, value, holds, rule in (
+        ("--tokens", args.tokens, args.tokens >= 1, "at least 1"),
+        ("--temperature", args.temperature, 0 <= args.temperature < math.inf, "at least 0, and finite"),
+        ("--top-p", args.top_p, 0 < args.top_p <= 1, "greater than 0, and at most 1"),
+    ):
+        if not holds:
+            parser.error(f"{flag} {value}: must be {rule}")
 
     # Upwards, as a tool's main may: the model itself knows nothing of checkpoints.
     from checkpoint import catalog, load
@@ -145,16 +144,11 @@ def main(argv: list[str]) -> int:
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process works alone, as meant
     try:
-        for flag, value, holds, rule in (
-            ("--tokens", args.tokens, args.tokens >= 1, "must be at least 1"),
-            ("--temperature", args.temperature, 0 <= args.temperature < math.inf, "must be at least 0, and finite"),
-            ("--top-p", args.top_p, 0 < args.top_p <= 1, "must be greater than 0, and at most 1"),
-        ):
-            if not holds:
-                raise ConfigError(f"{flag} {value}: {rule}")
+        if sys.stdout is None:
+            raise OSError("is closed")
         folder = catalog.find(args.checkpoint)
         cfg = catalog.read_config(folder)
-        tokenizer = Tokenizer(folder)
+        tokenizer, context = Tokenizer(folder), cfg.train.seq_len
         rows = [encode(tokenizer, prompt) for prompt in args.prompt]
         if (largest := max(map(max, rows))) >= cfg.model.vocab_size:
             raise ConfigError(f"--prompt: has id {largest}, but the model's vocab_size is {cfg.model.vocab_size}: the "
@@ -165,26 +159,20 @@ def main(argv: list[str]) -> int:
         load.restore(folder, model, None)
         dtype = args.dtype or (cfg.parallel.param_dtype if device.type == "cuda" else "float32")
         model.to(getattr(torch, dtype))
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    context = cfg.train.seq_len
-    if max(map(len, rows)) + args.tokens - 1 > context:
-        print(f"beyond {context} tokens (train.seq_len) the older half of the context is dropped", file=sys.stderr)
-
-    steps = generate(model, rows, args.tokens, context, device, args.temperature, args.top_p, args.seed)
-    try:
+        if max(map(len, rows)) + args.tokens - 1 > context:
+            print(f"beyond {context} tokens (train.seq_len) the older half of the context is dropped", file=sys.stderr)
+        steps = generate(model, rows, args.tokens, context, device, args.temperature, args.top_p, args.seed)
         sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal's encoding lacks
         print_stream(tokenizer, rows, steps, lambda text: print(printable(text), end="", flush=True))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, AttributeError) as error:  # a full disk; no stdout at all
-        print(f"the text cannot be written: {error}", file=sys.stderr)
-        if sys.stdout:
+    except OSError as error:
+        if sys.stdout:  # Python flushes it once more at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # the reader has closed the pipe, as `head` does
+            return 0
+        print(f"{error.filename or 'stdout'}: {error.strerror or error}", file=sys.stderr)
         return 1
     return 0
 
@@ -193,4 +181,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        sys.exit(130)

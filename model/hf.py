@@ -5,9 +5,8 @@
 
 Export takes a checkpoint of any number of ranks, or a run's newest good one, and writes config.json,
 generation_config.json, safetensors and the tokenizer; it holds one output file in memory. Import writes one checkpoint
-folder, to generate from and to export again, and holds one tensor; a run that is to be trained from HF_DIR reads it
-itself, with model.init_from. OUT appears whole or not at all, and an OUT with anything in it is refused. Exits with 2
-where it cannot be done, naming each problem.
+folder, to generate from and to export again, and holds one tensor; a run reads HF_DIR itself, by model.init_from. OUT
+appears whole or not at all, and one with anything in it is refused. Exits with 2 on failure, naming each problem.
 """
 
 import argparse
@@ -31,32 +30,34 @@ import hf_config
 from config import ConfigError
 from model.hf_tokenizer import fast_tokenizer_files, read_sentencepiece
 from model.hf_weights import INDEX, SINGLE, TOKENIZER_FILES, hf_name, import_safetensors, match_weights, scan, shapes
-from model.llama import meta_model
+from model.llama import meta_model, parameter_count
 from options import together
 
 GIB = 2**30
 GENERATION = "generation_config.json"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def write_weights(folder: Path, m: config.Model, read: Callable[[str], Tensor], dtype: torch.dtype, limit: int) -> None:
     """Writes safetensors files of at most `limit` bytes of tensors (or one tensor), with an index of several files.
 
-    read(our name) gives a full parameter. Holds the tensors of one file in `dtype`, and one as it was read. Raises
-    ConfigError.
+    read(our name) gives a full parameter. Holds one file's tensors in `dtype`, and one as it was read. Raises
+    ConfigError, also where the disk lacks the room.
     """
-    shards, sizes = [[]], {name: math.prod(shape) * dtype.itemsize for name, shape in shapes(m).items()}
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes(m).items()}
+    total = sum(sizes.values())
+    check_room(folder, total)
+    shards, room = [], 0
     for name, size in sizes.items():
-        if shards[-1] and sum(sizes[other] for other in shards[-1]) + size > limit:
-            shards.append([])
+        if size > room:
+            shards, room = [*shards, []], limit
         shards[-1].append(name)
+        room -= size
     weight_map = {}
     for number, names in enumerate(shards, 1):
         file_name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         weight_map |= {hf_name(name): file_name for name in names}
         write_safetensors(folder / file_name, {hf_name(name): read(name).to(dtype) for name in names})
     if len(shards) > 1:
-        total = sum(sizes.values())
         write_json(folder / INDEX, {"metadata": {"total_parameters": total // dtype.itemsize, "total_size": total},
                                     "weight_map": weight_map})
 
@@ -78,21 +79,21 @@ def write_json(path: Path, content: dict) -> None:
 
 def write_tokenizer(folder: Path, checkpoint: Path) -> None:
     """Copies a checkpoint's tokenizer, and adds what transformers needs where it is missing. Raises ConfigError."""
-    for path in carried(checkpoint):
+    for path in copied_files(checkpoint):
         shutil.copyfile(path, folder / path.name)
     if (folder / "tokenizer_config.json").is_file():
         return
+    made, path = {}, folder / "tokenizer.model"
     if (folder / "tokenizer.json").is_file():
-        write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
-    elif (path := folder / "tokenizer.model").is_file():
-        if (made := fast_tokenizer_files(read_sentencepiece(path))) is None:
-            print(f"{path.name}: is no byte-pair model of unnormalized text; make transformers' files for it yourself",
-                  file=sys.stderr)
-        for name, content in (made or {}).items():
-            write_json(folder / name, content)
+        made = {"tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"}}
+    elif path.is_file() and not (made := fast_tokenizer_files(read_sentencepiece(path))):
+        print(f"{path.name}: is no byte-pair model of unnormalized text; make transformers' files for it yourself",
+              file=sys.stderr)
+    for name, content in made.items():
+        write_json(folder / name, content)
 
 
-def carried(folder: Path) -> list[Path]:
+def copied_files(folder: Path) -> list[Path]:
     """The files of a checkpoint or a Hugging Face folder that are copied unchanged."""
     return [path for name in (*TOKENIZER_FILES, GENERATION) if (path := folder / name).is_file()]
 
@@ -111,15 +112,8 @@ def token_ids(checkpoint: Path) -> dict[str, Any]:
     return {f"{key}_token_id": ids[0] for key, ids in (("bos", tokenizer.bos), ("eos", tokenizer.eos)) if ids}
 
 
-def check_free(out: Path) -> None:
-    if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
-        raise ConfigError(f"{out}: is there already, and nothing is overwritten; choose another, or remove it")
-
-
-def check_room(folder: Path, m: config.Model, dtype: torch.dtype) -> None:
-    needed = sum(math.prod(shape) for shape in shapes(m).values()) * dtype.itemsize
-    free = shutil.disk_usage(folder).free
-    if needed > free:
+def check_room(folder: Path, needed: int) -> None:
+    if needed > (free := shutil.disk_usage(folder).free):
         raise ConfigError(f"{folder}: {needed / GIB:,.2f} GiB are needed, {free / GIB:,.2f} GiB are free")
 
 
@@ -135,7 +129,8 @@ def published(out: Path) -> Iterator[Path]:
     except TimeoutError:
         raise ConfigError(f"{out}: is being written by another process") from None
     try:
-        check_free(out)  # again, now that nobody else can make it
+        if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
+            raise ConfigError(f"{out}: is there already, and nothing is overwritten; choose another, or remove it")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         yield folder
@@ -147,25 +142,23 @@ def published(out: Path) -> Iterator[Path]:
         held.release()
 
 
-def export_checkpoint(source: Path, out: Path, dtype: str, limit: int) -> None:
+def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int) -> None:
     from checkpoint import catalog, load
 
     checkpoint = catalog.find(source)
     cfg, reader = catalog.read_config(checkpoint), load.open_reader(checkpoint)
     load.check_tensors(checkpoint, reader, load.tensors_of(meta_model(cfg.model), None), weights_only=True)
-    with published(out) as folder:
-        check_room(folder, cfg.model, DTYPES[dtype])
-        write_tokenizer(folder, checkpoint)
-        ids = token_ids(checkpoint)
-        if not (folder / GENERATION).is_file():
-            write_json(folder / GENERATION, ids)
-        ids |= hf_config.read_json(folder / GENERATION)  # an imported one may have several EOS tokens
-        write_json(folder / "config.json", hf_config.render(cfg.model, cfg.train.seq_len, dtype, ids))
-        write_weights(folder, cfg.model, lambda name: load.read_tensor(checkpoint, reader, f"model.{name}"),
-                      DTYPES[dtype], limit)
+    write_tokenizer(folder, checkpoint)
+    ids = token_ids(checkpoint)
+    if not (folder / GENERATION).is_file():
+        write_json(folder / GENERATION, ids)
+    ids |= hf_config.read_json(folder / GENERATION)  # an imported one may have several EOS tokens
+    write_json(folder / "config.json", hf_config.render(cfg.model, cfg.train.seq_len, dtype, ids))
+    write_weights(folder, cfg.model, lambda name: load.read_tensor(checkpoint, reader, f"model.{name}"),
+                  getattr(torch, dtype), limit)
 
 
-def import_folder(source: Path, out: Path) -> None:
+def import_folder(source: Path, folder: Path) -> None:
     from checkpoint import writer
 
     _, found = together(lambda: hf_config.read(source / "config.json", config.SCHEMA), lambda: scan(source))
@@ -175,18 +168,17 @@ def import_folder(source: Path, out: Path) -> None:
     train = {"seq_len": length} if type(length) is int and length > 0 else {}
     cfg = config.from_dict({"run": {"name": "imported"}, "model": {"init_from": str(source)},
                             "train": {"steps": 1, **train}}, str(source))
-    weights = match_weights(source, found, cfg.model)
+    weights, model = match_weights(source, found, cfg.model), meta_model(cfg.model)
 
     def read(name: str) -> Tensor:
-        whole = weights.read(name)
-        if not whole.sum().isfinite():
+        full = weights.read(name)
+        if not full.sum().isfinite():
             raise ConfigError(f"{weights.stored[name].path}: {hf_name(name)} holds values that are not finite")
-        return whole
+        return full
 
+    check_room(folder, 4 * parameter_count(model))
     state = {"step": 0, "config": config.to_dict(cfg), "torch": torch.__version__}
-    with published(out) as folder:
-        check_room(folder, cfg.model, torch.float32)
-        writer.write_weights(folder, meta_model(cfg.model), read, state, carried(source))
+    writer.write_weights(folder, model, read, state, copied_files(source))
 
 
 def main(argv: list[str]) -> int:
@@ -198,34 +190,32 @@ def main(argv: list[str]) -> int:
         command.add_argument("source", type=Path, metavar=source)
         command.add_argument("out", type=Path, metavar="OUT")
         if name == "export":
-            command.add_argument("--dtype", choices=DTYPES, default="float32")
+            command.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
             command.add_argument("--shard-gib", type=float, default=2.0, metavar="G", help="a file's size, at most")
     args = parser.parse_args(argv)
 
     from checkpoint import catalog  # upwards, as a tool may: the model itself knows nothing of checkpoints
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process works alone, as meant
-    out = Path(os.path.abspath(args.out))
+    out, exporting = Path(os.path.abspath(args.out)), args.command == "export"
     try:
-        if not 0 < getattr(args, "shard_gib", 1) < math.inf:
+        if exporting and not 0 < args.shard_gib < math.inf:
             raise ConfigError(f"--shard-gib {args.shard_gib}: must be greater than 0")
-        if catalog.NAME.fullmatch(out.name) and (args.command == "export" or int(out.name.split("-")[1])):
+        if catalog.NAME.fullmatch(out.name) and (exporting or int(out.name.split("-")[1])):
             raise ConfigError(f"{out}: is the name of a run's checkpoint; choose another")
         if out == Path.cwd():
             raise ConfigError(f"{out}: is the current folder, which cannot be replaced; name one in it")
-        check_free(out)
-        if args.command == "export":
-            export_checkpoint(args.source, out, args.dtype, int(args.shard_gib * GIB))
-        else:
-            import_folder(args.source, out)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"{error.filename or out}: {error.strerror or error}", file=sys.stderr)
+        with published(out) as folder:
+            if exporting:
+                export_checkpoint(args.source, folder, args.dtype, int(args.shard_gib * GIB))
+            else:
+                import_folder(args.source, folder)
+    except (ConfigError, OSError) as error:
+        refused = isinstance(error, ConfigError)
+        print(error if refused else f"{error.filename or out}: {error.strerror or error}", file=sys.stderr)
         return 2
     print(f"wrote {out}")
-    if args.command == "import":
+    if not exporting:
         print(f"to train from these weights, leave it and set model.init_from = {json.dumps(str(args.source))}")
     return 0
 

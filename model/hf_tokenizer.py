@@ -1,10 +1,8 @@
 """A sentencepiece model as the files that transformers loads: tokenizer.json and tokenizer_config.json.
 
-transformers could convert tokenizer.model itself, where sentencepiece and protobuf are installed; tokenizer.json needs
-neither. The BOS token precedes a text, as it preceded a document in training. Checked against sentencepiece on source
-text, with transformers 5.23: ids are equal, except for text that holds sentencepiece's own space character (U+2581),
-which transformers takes for a space, and for text that spells a control token ("</s>"), which transformers takes for
-that token.
+With them transformers needs neither sentencepiece nor protobuf. Checked on source text with transformers 5.23: equal
+ids, except where text holds sentencepiece's space character (U+2581), which transformers takes for a space, or spells a
+control token ("</s>"), which transformers takes for that token.
 """
 
 import sys
@@ -19,8 +17,8 @@ SPACE = "\u2581"
 
 
 def read_sentencepiece(path: Path) -> Any:
-    """The sentencepiece_model_pb2.ModelProto of a tokenizer.model. Raises ConfigError where it is none, and where the
-    packages that read it are missing."""
+    """The sentencepiece_model_pb2.ModelProto of a tokenizer.model. Raises ConfigError where it is none, or where a
+    package is missing."""
     try:
         from google.protobuf.message import DecodeError
         from sentencepiece import sentencepiece_model_pb2
@@ -30,8 +28,6 @@ def read_sentencepiece(path: Path) -> Any:
     model = sentencepiece_model_pb2.ModelProto()
     try:
         model.ParseFromString(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except DecodeError as error:
         raise ConfigError(f"{path}: is no sentencepiece model: {error}") from None
     if not model.pieces:
@@ -39,20 +35,18 @@ def read_sentencepiece(path: Path) -> Any:
     return model
 
 
-def fast_tokenizer_files(model: Any) -> dict[str, dict] | None:
-    """{file name: content} of a ModelProto; None where tokenizer.json cannot express it: unigram or normalized text."""
+def fast_tokenizer_files(model: Any) -> dict[str, dict]:
+    """{file name: content} of a ModelProto; empty where tokenizer.json cannot express it (unigram, normalized text)."""
     trainer, normalizer, entries = model.trainer_spec, model.normalizer_spec, model.pieces
     if (trainer.model_type != BPE or normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces
             or not normalizer.escape_whitespaces):
-        return None
+        return {}
     vocab = {entry.piece: i for i, entry in enumerate(entries)}
     # sentencepiece merges into the vocabulary entry with the best score, tokenizers by a list of pairs, best first
-    pairs = []
-    for entry in entries:
-        for cut in range(1, len(entry.piece)) if entry.type == NORMAL else ():
-            left, right = entry.piece[:cut], entry.piece[cut:]
-            if left in vocab and right in vocab:
-                pairs.append((-entry.score, vocab[left], vocab[right], left, right))
+    cuts = ((entry.score, entry.piece[:i], entry.piece[i:]) for entry in entries if entry.type == NORMAL
+            for i in range(1, len(entry.piece)))
+    pairs = sorted((-score, vocab[left], vocab[right], left, right) for score, left, right in cuts
+                   if left in vocab and right in vocab)
     unknown = next((entry.piece for entry in entries if entry.type == UNKNOWN), None)
     bos, eos = (entries[i].piece if 0 <= i < len(entries) else None for i in (trainer.bos_id, trainer.eos_id))
     normalizers = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
@@ -61,12 +55,10 @@ def fast_tokenizer_files(model: Any) -> dict[str, dict] | None:
     if normalizer.add_dummy_prefix:
         normalizers.insert(0, {"type": "Prepend", "prepend": SPACE})
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    template = None  # puts the BOS token before every text, as in training
-    if bos:
-        first = {"SpecialToken": {"id": bos, "type_id": 0}}
-        text, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
-        template = {"type": "TemplateProcessing", "single": [first, text], "pair": [first, text, second],
-                    "special_tokens": {bos: {"id": bos, "ids": [trainer.bos_id], "tokens": [bos]}}}
+    first = {"SpecialToken": {"id": bos, "type_id": 0}}  # the BOS token before every text, as in training
+    text, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
+    template = {"type": "TemplateProcessing", "single": [first, text], "pair": [first, text, second],
+                "special_tokens": {bos: {"id": bos, "ids": [trainer.bos_id], "tokens": [bos]}}}
     return {
         "tokenizer.json": {
             "version": "1.0", "truncation": None, "padding": None,
@@ -74,12 +66,12 @@ def fast_tokenizer_files(model: Any) -> dict[str, dict] | None:
                               "normalized": False, "special": entry.type != USER_DEFINED}
                              for i, entry in enumerate(entries) if entry.type in (UNKNOWN, CONTROL, USER_DEFINED)],
             "normalizer": {"type": "Sequence", "normalizers": normalizers},
-            "pre_tokenizer": None, "post_processor": template,
+            "pre_tokenizer": None, "post_processor": template if bos else None,
             "decoder": {"type": "Sequence", "decoders": decoders},
             "model": {"type": "BPE", "dropout": None, "unk_token": unknown, "continuing_subword_prefix": None,
                       "end_of_word_suffix": None, "fuse_unk": True,
                       "byte_fallback": any(entry.type == BYTE for entry in entries), "ignore_merges": False,
-                      "vocab": vocab, "merges": [[left, right] for *_, left, right in sorted(pairs)]},
+                      "vocab": vocab, "merges": [[left, right] for *_, left, right in pairs]},
         },
         # not LlamaTokenizer, which would replace these parts with its own
         "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": unknown, "bos_token": bos,

@@ -7,6 +7,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,7 @@ import config
 import hf_config
 from config import ConfigError
 from model.llama import Llama
+from options import together
 
 NAMES = {  # parts of a parameter's name, replaced in this order
     "embedding.": "model.embed_tokens.",
@@ -37,8 +39,7 @@ PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def hf_name(name: str) -> str:
-    """A parameter's name in Hugging Face's Llama: "blocks.0.attention.q_proj.weight" is
-    "model.layers.0.self_attn.q_proj.weight"."""
+    """blocks.0.attention.q_proj.weight -> model.layers.0.self_attn.q_proj.weight"""
     for ours, theirs in NAMES.items():
         name = name.replace(ours, theirs)
     return name
@@ -52,7 +53,7 @@ def shapes(m: config.Model) -> dict[str, list[int]]:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a safetensors file: its name, dtype code and shape there."""
+    """A tensor of a safetensors file; dtype: safetensors' code."""
 
     path: Path
     name: str
@@ -67,23 +68,23 @@ class Weights:
     stored: dict[str, Stored]  # by our name
 
     def read_into(self, name: str, offsets: tuple[int, ...], out: Tensor) -> None:
-        """Fills `out`, of any dtype and device, with the rectangle of its shape that begins at `offsets`, one index per
-        dimension. The file is mapped for the copy only: no further memory is allocated. Raises ConfigError."""
+        """Fills `out`, of any dtype and device, with the rectangle of its shape that begins at `offsets`. The file is
+        mapped for the copy only: no further memory is allocated. Raises ConfigError."""
         stored = self.stored[name]
         index = tuple(slice(first, first + length) for first, length in zip(offsets, out.shape))
         with opened(stored.path) as file:
             out.copy_(file.get_slice(stored.name)[index])
 
     def read(self, name: str) -> Tensor:
-        """A whole parameter in float32, as checkpoints hold it. Raises ConfigError."""
+        """A full parameter in float32, as checkpoints hold it. Raises ConfigError."""
         out = torch.empty(self.stored[name].shape)
         self.read_into(name, (0,) * out.ndim, out)
         return out
 
 
 def open_weights(m: config.Model) -> Weights | None:
-    """The weights that `init_from` names, None where it is absent. Reads the headers of the folder's safetensors files
-    and checks them against the model. Raises ConfigError naming all that is missing, unexpected or malformed."""
+    """The weights that `init_from` names, None where it is absent. Reads the files' headers only. Raises ConfigError
+    naming all that is missing, unexpected or malformed."""
     return match_weights(Path(m.init_from), scan(Path(m.init_from)), m) if m.init_from is not None else None
 
 
@@ -92,8 +93,7 @@ def import_safetensors(path: Path) -> ModuleType:
     try:
         import safetensors.torch
     except ImportError:
-        raise ConfigError(f"{path}: needs the package safetensors: {sys.executable} -m pip install safetensors"
-                          ) from None
+        raise ConfigError(f"{path}: needs safetensors: {sys.executable} -m pip install safetensors") from None
     return safetensors
 
 
@@ -107,52 +107,42 @@ def opened(path: Path) -> Iterator[Any]:
         with safetensors.safe_open(path, "pt") as file:
             yield file
     except safetensors.SafetensorError as error:
-        raise ConfigError(f"{path}: is no safetensors file, or cut short: {error}; pickled files (.bin, .pt) are not "
-                          "read") from None
+        raise ConfigError(f"{path}: is no safetensors file, or cut short: {error}; nothing else is read") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
-def read_header(path: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file by name; safetensors checks that they fill the file. Raises ConfigError."""
-    with opened(path) as file:
-        entries = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118  it is no dict
-        return {name: Stored(path, name, entry.get_dtype(), entry.get_shape()) for name, entry in entries}
-
-
 def scan(folder: Path) -> dict[str, Stored]:
     """Every tensor of a Hugging Face folder by its name there. Raises ConfigError naming every malformed file."""
+    index = folder / INDEX
     if (folder / SINGLE).exists():
-        files, weight_map = [SINGLE], None
-    elif (folder / INDEX).exists():
-        weight_map = hf_config.read_json(folder / INDEX).get("weight_map")
+        names, weight_map = [SINGLE], None
+    elif index.exists():
+        weight_map = hf_config.read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map or not all(
-                isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\0" not in name
-                for name in weight_map.values()):
-            raise ConfigError(f"{folder / INDEX}: needs weight_map: tensors' names, and files of this folder")
-        files = sorted(set(weight_map.values()))
+                isinstance(name, str) and "/" not in name for name in weight_map.values()):
+            raise ConfigError(f"{index}: needs weight_map: tensors' names, and files of this folder")
+        names = sorted({*weight_map.values()})
     else:
         pickled = sorted(path.name for pattern in PICKLED for path in folder.glob(pattern))
         raise ConfigError(f"{folder}: has neither {SINGLE} nor {INDEX}" + (
             f"; {', '.join(pickled)}: pickled files can run code and are not read; load them with transformers and "
             "save_pretrained() what you trust" if pickled else ""))
-    found: dict[str, Stored] = {}
-    problems: list[str] = []
-    for file in files:
-        try:
-            tensors = read_header(folder / file)
-        except ConfigError as error:
-            problems += error.problems
-            continue
-        if weight_map is not None:
-            listed = {name for name, place in weight_map.items() if place == file}
-            problems += [f"{folder / file}: has no {name}, which {INDEX} lists" for name in sorted(listed - {*tensors})]
-            problems += [f"{folder / file}: has {name}, which {INDEX} does not list"
-                         for name in sorted({*tensors} - listed)]
-        found |= tensors
-    if problems:
-        raise ConfigError(*problems)
-    return found
+
+    def read_header(name: str) -> dict[str, Stored]:
+        path = folder / name
+        with opened(path) as file:  # safetensors checks that the tensors fill the file
+            entries = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  it is no dict
+            found = {key: Stored(path, key, entry.get_dtype(), entry.get_shape()) for key, entry in entries.items()}
+        listed = {key for key, place in weight_map.items() if place == name} if weight_map else {*found}
+        problems = [f"{path}: has no {key}, which {INDEX} lists" for key in sorted(listed - {*found})]
+        problems += [f"{path}: has {key}, which {INDEX} does not list" for key in sorted({*found} - listed)]
+        if problems:
+            raise ConfigError(*problems)
+        return found
+
+    return {key: stored for found in together(*(partial(read_header, name) for name in names))
+            for key, stored in found.items()}
 
 
 def match_weights(folder: Path, found: dict[str, Stored], m: config.Model) -> Weights:
@@ -161,17 +151,18 @@ def match_weights(folder: Path, found: dict[str, Stored], m: config.Model) -> We
     Ignored: rotary_emb.inv_freq, a constant that old checkpoints hold. With tied embeddings lm_head.weight may be there
     too, and must equal the embedding: where it does not, config.json is wrong about the model.
     """
-    wanted = {hf_name(name): shape for name, shape in shapes(m).items()}
+    ours = shapes(m)
+    wanted = {hf_name(name): shape for name, shape in ours.items()}
     head, embedding = hf_name("head.weight"), hf_name("embedding.weight")
     found = {name: stored for name, stored in found.items() if not name.endswith(".rotary_emb.inv_freq")}
     tied = found.pop(head, None) if m.tie_embeddings else None
     problems = [f"{folder}: has no {name}" for name in wanted.keys() - found.keys()]
-    problems += [f"{folder}: has {name}, which this model does not" for name in found.keys() - wanted.keys()]
     for name, stored in found.items():
-        if stored.dtype not in DTYPES:
-            problems.append(f"{stored.path}: {name} has dtype {stored.dtype}; only {', '.join(DTYPES)} are read")
-        if name in wanted and stored.shape != wanted[name]:
-            problems.append(f"{stored.path}: {name} has shape {stored.shape}, this model's is {wanted[name]}")
+        if name not in wanted:
+            problems.append(f"{stored.path}: has {name}, which this model does not")
+        elif stored.dtype not in DTYPES or stored.shape != wanted[name]:
+            problems.append(f"{stored.path}: {name} is {stored.dtype} {stored.shape}; must be {' or '.join(DTYPES)} of "
+                            f"shape {wanted[name]}")
     if tied and not problems:
         with opened(tied.path) as file, opened(found[embedding].path) as other:  # mapped: compared without a copy
             pair = file.get_tensor(head), other.get_tensor(embedding)
@@ -179,4 +170,4 @@ def match_weights(folder: Path, found: dict[str, Stored], m: config.Model) -> We
             problems.append(f"{tied.path}: {head} differs from {embedding}, but config.json has tie_word_embeddings")
     if problems:
         raise ConfigError(*sorted(problems))
-    return Weights({name: found[hf_name(name)] for name in shapes(m)})
+    return Weights({name: found[hf_name(name)] for name in ours})

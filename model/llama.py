@@ -1,12 +1,10 @@
 """The Llama 2 / 3 / 3.1 / 3.2 architecture as plain modules: what is computed, and nothing about how it is spread.
 
 Shapes: B batch, T tokens, D width (dim), H query heads, K key/value heads, E width of a head, F feed-forward width,
-V vocabulary. A new kind of block is a new class here, taken in Llama.__init__; its matrices are counted by
-flops_per_token (any matrix with two dimensions).
+V vocabulary.
 
-Every module that owns parameters has `init_distributions`: by the parameter's name in it (standard deviation, cutoff in
-standard deviations) of its initial normal distribution, None: ones. The values are torchtitan's
-(https://github.com/pytorch/torchtitan), which cuts all but the output matrix at 2, a hundred deviations: not at all.
+A module with a weight of its own has `init_std`, the standard deviation of the weight's initial normal distribution, or
+None for ones. The values are torchtitan's (https://github.com/pytorch/torchtitan), its cutoffs only where they cut.
 """
 
 import fnmatch
@@ -23,17 +21,18 @@ from model.loss import chunked_cross_entropy
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight (https://arxiv.org/abs/1910.07467), statistics in float32, result in the weight's dtype.
+    """x / rms(x) * weight (https://arxiv.org/abs/1910.07467), statistics in float32.
 
-    The result takes the weight's dtype and not the input's, so that a float32 residual stream enters bfloat16
-    matrices, and a bfloat16 stream a unit that is kept in float32.
+    The result has the weight's dtype, not the input's: a float32 residual stream enters bfloat16 matrices, and a
+    bfloat16 stream a unit that is kept in float32.
     """
+
+    init_std = None
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(dim))
-        self.init_distributions = {"weight": None}
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
@@ -44,9 +43,9 @@ class RMSNorm(nn.Module):
 def rope_tables(m: config.Model, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosine and sine (T, E) in float32 for positions 0 ... T-1, half-split layout (both halves alike).
 
-    They are computed in each forward pass (a few thousand numbers) and never stored: a buffer would be garbage after
-    meta construction, and mixed precision could round it. Long contexts: Llama 3.1's table, which divides the slow
-    frequencies by `factor`, keeps the fast ones and blends between (https://arxiv.org/abs/2407.21783).
+    Computed in each forward pass, not stored: a buffer would be garbage after meta construction, and mixed precision
+    could round it. rope_scaling is Llama 3.1's (https://arxiv.org/abs/2407.21783): it divides the low frequencies by
+    `factor`, keeps the high ones and blends between.
     """
     half = torch.arange(0, m.width_per_head, 2, dtype=torch.float32, device=device)  # (E/2)
     frequency = 1.0 / (m.rope_theta ** (half / m.width_per_head))
@@ -60,50 +59,38 @@ def rope_tables(m: config.Model, length: int, device: torch.device) -> tuple[Ten
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding (https://arxiv.org/abs/2104.09864) of x (B, heads, T, E), turned in float32."""
+    """Rotary embedding (https://arxiv.org/abs/2104.09864) of x (B, heads, T, E), computed in float32."""
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
     return (x * cos + turned * sin).to(x.dtype)
 
 
-class Embedding(nn.Embedding):
-    def __init__(self, m: config.Model):
-        super().__init__(m.vocab_size, m.dim)
-        self.init_distributions = {"weight": (1.0, math.inf)}
-
-
 class Linear(nn.Linear):
-    """x @ weight.T in the weight's dtype, whatever the dtype that a norm kept in float32 hands on. No bias."""
+    """x @ weight.T in the weight's dtype: x comes in float32 from a norm that is kept in it. No bias."""
 
-    def __init__(self, inputs: int, outputs: int, std: float = 0.02):
+    def __init__(self, inputs: int, outputs: int, init_std: float = 0.02):
         super().__init__(inputs, outputs, bias=False)
-        self.init_distributions = {"weight": (std, math.inf)}
+        self.init_std = init_std
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
+        weight = self.weight  # once: unsharded parameters are cast at each access
         return F.linear(x.to(weight.dtype), weight)
-
-
-def scaled_std(layer: int) -> float:
-    """Of the last matrix of each residual branch and of up_proj, so that the residual stream does not grow with depth.
-    """
-    return 0.02 / math.sqrt(2 * (layer + 1))
 
 
 class Attention(nn.Module):
     """Causal grouped-query attention (https://arxiv.org/abs/2305.13245)."""
 
-    def __init__(self, m: config.Model, layer: int):
+    def __init__(self, m: config.Model, out_std: float):
         super().__init__()
         self.head_dim = m.width_per_head
         self.q_proj = Linear(m.dim, m.n_heads * self.head_dim)
         self.k_proj = Linear(m.dim, m.n_kv_heads * self.head_dim)
         self.v_proj = Linear(m.dim, m.n_kv_heads * self.head_dim)
-        self.o_proj = Linear(m.n_heads * self.head_dim, m.dim, scaled_std(layer))
+        self.o_proj = Linear(m.n_heads * self.head_dim, m.dim, out_std)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None,
                 cache: KVCache | None = None) -> Tensor:
-        heads = (*x.shape[:2], -1, self.head_dim)
+        heads = (*x.shape[:2], -1, self.head_dim)  # -1: tensor parallelism may leave a rank fewer heads
         q = self.q_proj(x).view(heads).transpose(1, 2)  # (B, T, D) -> (B, H, T, E)
         k = self.k_proj(x).view(heads).transpose(1, 2)  # (B, T, D) -> (B, K, T, E)
         v = self.v_proj(x).view(heads).transpose(1, 2)  # (B, T, D) -> (B, K, T, E)
@@ -117,11 +104,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU (https://arxiv.org/abs/2002.05202)."""
 
-    def __init__(self, m: config.Model, layer: int):
+    def __init__(self, m: config.Model, out_std: float):
         super().__init__()
         self.gate_proj = Linear(m.dim, m.ffn_dim)
-        self.up_proj = Linear(m.dim, m.ffn_dim, scaled_std(layer))
-        self.down_proj = Linear(m.ffn_dim, m.dim, scaled_std(layer))
+        self.up_proj = Linear(m.dim, m.ffn_dim, out_std)
+        self.down_proj = Linear(m.ffn_dim, m.dim, out_std)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # (B, T, D) -> (B, T, F) -> (B, T, D)
@@ -130,10 +117,11 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     def __init__(self, m: config.Model, layer: int):
         super().__init__()
+        out_std = 0.02 / math.sqrt(2 * (layer + 1))  # so that the residual stream does not grow with depth
         self.attention_norm = RMSNorm(m.dim, m.norm_eps)
-        self.attention = Attention(m, layer)
+        self.attention = Attention(m, out_std)
         self.feed_forward_norm = RMSNorm(m.dim, m.norm_eps)
-        self.feed_forward = FeedForward(m, layer)
+        self.feed_forward = FeedForward(m, out_std)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None,
                 cache: KVCache | None = None) -> Tensor:
@@ -142,17 +130,16 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm and output matrix, and the loss within: one module, called once a forward pass, one FSDP unit.
+    """Final norm, output matrix and loss as one module, called once per forward pass: one FSDP unit.
 
-    The loss is computed here, chunk by chunk, so that the logits of a whole batch never exist and the matrix is
-    gathered once for all chunks.
+    The loss is computed here in chunks: the logits of a whole batch never exist, and the matrix is all-gathered once.
     """
 
     def __init__(self, m: config.Model):
         super().__init__()
         self.norm = RMSNorm(m.dim, m.norm_eps)
         self.weight = nn.Parameter(torch.empty(m.vocab_size, m.dim))
-        self.init_distributions = {"weight": (m.dim**-0.5, 3.0)}
+        self.init_std, self.init_cutoff = m.dim**-0.5, 3.0  # cutoff in standard deviations
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         x = self.norm(x).to(self.weight.dtype)  # (B, T, D)
@@ -164,20 +151,21 @@ class Head(nn.Module):
 class Llama(nn.Module):
     """Token ids (B, T) -> logits (B, T, V); with targets (B, T) -> (sum of the losses, number of valid targets).
 
-    positions (B, T): for RoPE, 0 ... T-1 unless given. With documents (B, T), the number of each token's document,
-    rising along T, no token sees another document's. With a cache, tokens are what it has not seen yet, and the logits
-    (B, 1, V) those of each row's newest token alone.
+    positions (B, T): for RoPE, default 0 ... T-1. documents (B, T): number of each token's document, rising along T; a
+    token attends to its own document only. With a cache, tokens are those that it does not hold yet, and the logits
+    (B, 1, V) are those of each row's newest token.
     """
 
     def __init__(self, m: config.Model):
         super().__init__()
         self.config = m
-        self.embedding = Embedding(m)
+        self.embedding = nn.Embedding(m.vocab_size, m.dim)
+        self.embedding.init_std = 1.0
         self.blocks = nn.ModuleList(Block(m, layer) for layer in range(m.n_layers))
         self.head = Head(m)
         if m.tie_embeddings:  # one matrix, which starts as an output matrix
             self.embedding.weight = self.head.weight
-            self.embedding.init_distributions = self.head.init_distributions
+            self.embedding.init_std, self.embedding.init_cutoff = self.head.init_std, self.head.init_cutoff
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None,
                 documents: Tensor | None = None, cache: Cache | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -196,18 +184,19 @@ class Llama(nn.Module):
         return self.head(x, targets)
 
     def init_distribution(self, name: str) -> tuple[float, float] | None:
-        """A parameter's initial distribution, as its module has it. Raises KeyError naming one without."""
+        """(standard deviation, cutoff in standard deviations) of a parameter's initial normal distribution, None for
+        ones. Raises KeyError naming a parameter without one."""
         path, _, own = name.rpartition(".")
-        known = getattr(self.get_submodule(path), "init_distributions", {})
-        if own not in known:
-            raise KeyError(f"{name}: has no initial distribution; give its module one in model/llama.py: "
-                           "init_distributions")
-        return known[own]
+        module = self.get_submodule(path)
+        if own != "weight" or not hasattr(module, "init_std"):
+            raise KeyError(f"{name}: has no initial distribution; a module's weight gets one by init_std in "
+                           "model/llama.py")
+        return None if module.init_std is None else (module.init_std, getattr(module, "init_cutoff", math.inf))
 
 
 def meta_model(m: config.Model) -> Llama:
-    """The model on the meta device: names, shapes and what is trained, without storage, so that no rank ever holds the
-    whole of it. Raises ConfigError for a pattern in `freeze` that matches no parameter, or where all are frozen."""
+    """The model on the meta device: no storage, so that no rank ever holds all of it. Raises ConfigError where a
+    pattern in `freeze` matches no parameter, or where all are frozen."""
     with torch.device("meta"):
         model = Llama(m)
     names = dict(model.named_parameters())
@@ -230,9 +219,8 @@ def flops_per_token(model: Llama, seq_len: int) -> int:
 
         6 * (parameters in matrix products) + 6 * layers * heads * head_dim * seq_len
 
-    The first term: a multiply and an add, once forward and twice backward; the embedding is a look-up and does not
-    count (tied, the matrix counts once, as head). The second: scores and weighted sum, 12 * ... for all pairs, half of
-    them under the causal mask. A frozen matrix counts 4 times: it needs no gradient of its own.
+    First term: a multiply and an add, once forward and twice backward (once where the matrix is frozen); the embedding
+    is a look-up and does not count. Second: scores and weighted sum, 12 * ... for all pairs, half under a causal mask.
     """
     m = model.config
     matrices = sum((6 if p.requires_grad else 4) * p.numel() for name, p in model.named_parameters()

@@ -12,19 +12,17 @@ CHUNK = 2048  # tokens: 1 GiB of float32 logits at V = 128,256; smaller ones cos
 
 
 def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
-    """Cross entropy of logits x @ weight.T against targets.
+    """(sum of the losses in float32, number of valid targets), both without dimensions, of logits x @ weight.T.
 
-    x (N, D) and weight (V, D) of one dtype, targets (N) with IGNORE where there is none. Returns the sum of the
-    losses (float32) and the number of valid targets (int64), both without dimensions. Sums, not means: means of
+    x (N, D) and weight (V, D) of one dtype, targets (N) with IGNORE where there is none. Sums, not means: means of
     unequal parts cannot be averaged.
     """
     return _ChunkedCrossEntropy.apply(x, weight, targets, chunk, torch.is_grad_enabled()), (targets != IGNORE).sum()
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Computes the gradients in the forward pass, while a chunk's logits are there: recomputing them in backward
-    would cost a third more work in the head. Nothing runs between the head's forward and its backward, so the
-    gradients do not live longer for it."""
+    """Computes the gradients in the forward pass, while a chunk's logits exist: recomputing them in backward would cost
+    a third more in the head. Backward follows at once, so the gradients do not live longer."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, grad: bool) -> Tensor:
@@ -44,12 +42,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if x_grad is None and w_grad is None:
                 continue
             # d loss / d logits = softmax - one-hot, in place of the logits
-            slope = logits.mul_(valid / sums).scatter_add_(-1, index, -valid.float())
-            slope = slope.to(x.dtype)
+            slope = logits.mul_(valid / sums).scatter_add_(-1, index, -valid.float()).to(x.dtype)
             if x_grad is not None:
                 torch.mm(slope, weight, out=x_grad[start : start + chunk])
-            if w_grad is not None:
-                _add_product(w_grad, slope.T, part)
+            if w_grad is not None and x.is_cuda and x.dtype != torch.float32:
+                w_grad += torch.mm(slope.T, part, out_dtype=torch.float32)  # not rounded; a CPU has to widen first
+            elif w_grad is not None:
+                w_grad.addmm_(slope.T.float(), part.float())
         ctx.save_for_backward(x_grad, w_grad)
         ctx.weight_dtype = weight.dtype
         return total
@@ -62,13 +61,3 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if w_grad is not None:
             w_grad = (w_grad * scale).to(ctx.weight_dtype)
         return x_grad, w_grad, None, None, None
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total (float32) += a @ b, the product unrounded. CUDA multiplies bfloat16 into float32; a CPU has to widen."""
-    if a.dtype == torch.float32:
-        total.addmm_(a, b)
-    elif a.is_cuda:
-        total += torch.mm(a, b, out_dtype=torch.float32)
-    else:
-        total.addmm_(a.float(), b.float())

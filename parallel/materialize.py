@@ -33,7 +33,7 @@ def materialize(model: Llama, seed: int, device: torch.device) -> None:
 
     if empty := _fill(model, fill, device):
         raise RuntimeError(f"no initial value for {', '.join(empty)}: give it a distribution (model/llama.py: "
-                           "init_distributions), or compute it in forward if it is a constant")
+                           "init_std), or compute it in forward if it is a constant")
 
 
 def materialize_from(model: nn.Module, read: Callable[[str, Offsets, Tensor], None], device: torch.device) -> None:

@@ -321,7 +321,7 @@ def test_a_full_disk_and_no_output_are_reported(checkpoint, capsys, monkeypatch)
             monkeypatch.setattr(sys, "stdout", stdout)
             assert tool.main([str(checkpoint), "--prompt", "the", "--tokens", "3"]) == 1
             errors = capsys.readouterr().err
-            assert errors.startswith("the text cannot be written: ") and errors.count("\n") == 1, errors
+            assert errors.startswith("stdout: ") and errors.count("\n") == 1, errors
 
 
 def test_what_no_model_can_take_is_one_line():
