@@ -151,7 +151,7 @@ def export_checkpoint(source: Path, out: Path, dtype: str, limit: int) -> None:
     from checkpoint import catalog, load
 
     checkpoint = catalog.find(source)
-    cfg, reader = catalog.read_config(checkpoint), load.open_reader(checkpoint)
+    cfg, reader = catalog.read_config(checkpoint), load.Reader(checkpoint)
     load.check_tensors(checkpoint, reader, load.tensors_of(meta_model(cfg.model), None), weights_only=True)
     with published(out) as folder:
         check_room(folder, cfg.model, DTYPES[dtype])
@@ -166,7 +166,7 @@ def export_checkpoint(source: Path, out: Path, dtype: str, limit: int) -> None:
 
 
 def import_folder(source: Path, out: Path) -> None:
-    from checkpoint import writer
+    from checkpoint import save
 
     _, found = together(lambda: config.read_hf_model(source / "config.json"), lambda: scan(source))
     if (source / GENERATION).is_file():
@@ -186,7 +186,7 @@ def import_folder(source: Path, out: Path) -> None:
     state = {"step": 0, "config": config.to_dict(cfg), "torch": torch.__version__}
     with published(out) as folder:
         check_room(folder, cfg.model, torch.float32)
-        writer.write_weights(folder, meta_model(cfg.model), read, state, carried(source))
+        save.write_weights(folder, meta_model(cfg.model), read, state, carried(source))
 
 
 def main(argv: list[str]) -> int:
