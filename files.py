@@ -55,11 +55,9 @@ def lock(path: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:
     held = filelock.FileLock(path, timeout=timeout, thread_local=False)
     try:
         held.acquire()
-    except PermissionError:
+    except (filelock.Timeout, PermissionError):
         raise
     except (OSError, NotImplementedError) as error:
-        if isinstance(error, filelock.Timeout):
-            raise
         print(f"{path.parent}: no locks on this file system, nothing keeps a second run out: {error}", file=sys.stderr)
     return held
 

@@ -9,31 +9,26 @@ import argparse
 import pathlib
 import sys
 
-from checkpoint.catalog import is_checkpoint, problems_of, step_folders
+from checkpoint.catalog import checkpoints_of, problems_of
 from checkpoint.manifest import read_manifest
 from config import ConfigError
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m checkpoint", description=__doc__.splitlines()[0])
-    verify = parser.add_subparsers(required=True, metavar="verify").add_parser("verify")
-    verify.add_argument("folder", type=pathlib.Path, metavar="DIR", help="a checkpoint, or a run's folder")
-    folder = parser.parse_args(argv).folder
+    parser.add_argument("command", choices=["verify"])
+    parser.add_argument("folder", type=pathlib.Path, metavar="DIR", help="a checkpoint, or a run's folder")
     try:
-        found = [folder] if is_checkpoint(folder) else [path for _, path in (
-            step_folders(folder / "checkpoints") or step_folders(folder))]
+        found = checkpoints_of(parser.parse_args(argv).folder)
     except ConfigError as error:
         print(error, file=sys.stderr)
-        return 2
-    if not found:
-        print(f"{folder}: is neither a checkpoint nor a run with one: nothing to verify", file=sys.stderr)
         return 2
     bad = 0
     for path in found:
         try:
             problems = problems_of(path)
         except ConfigError as error:  # it may be good, for who can read it
-            problems = list(error.problems)
+            problems = error.problems
         if problems:
             bad += 1
             print(f"{path}: BAD", *problems, sep="\n  ")

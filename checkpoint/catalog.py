@@ -1,6 +1,8 @@
-"""Which checkpoints a run has, which one to go on from, which stay. Reads no tensors."""
+"""Which checkpoints a run has, which one to resume from, which stay. Reads no tensors."""
 
 import contextlib
+import functools
+import json
 import pathlib
 import re
 import shutil
@@ -9,22 +11,21 @@ from collections.abc import Callable, Iterable, Iterator
 
 import config
 import options
-from checkpoint.manifest import MANIFEST, CorruptCheckpoint, check_sizes, read_json, read_manifest, verify
+from checkpoint import manifest
+from checkpoint.manifest import PART, STATE, CorruptCheckpoint
 from config import ConfigError
 
-STATE, STATE_LIMIT = "state.json", 2**20  # bytes
 NAME = re.compile(r"step-(\d{8,})")
 TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp")
 # What decides weights and data order. The rest (steps, intervals, ranks, precision, learning rate) may change.
 GUARDED = re.compile(r"model\..*|data\.(?!path$).*|run\.seed|train\.(seq_len|global_batch_size)")
-
 # What another preparation of the data follows from: who allows it to change allows that.
 PREPARED = re.compile(r"data\.(sources?|subset|split|text_field|tokenizer|max_tokens)|model\.vocab_size")
 # What decides the outputs of given weights: an evaluation under another would look right and be wrong.
 SAME_OUTPUTS = re.compile(r"model\.(?!init_from$|freeze$).*|data\.tokenizer")
 
-NO_OPTIMIZER = ("holds weights without the state of an optimizer, as python -m model.hf import makes it: no run can go "
-                "on from it; start one from the Hugging Face folder itself, with model.init_from")
+NO_OPTIMIZER = ("holds weights without the state of an optimizer, as python -m model.hf import makes it: no run can "
+                "resume from it; start one from the Hugging Face folder itself, with model.init_from")
 
 
 def root(cfg: config.Config) -> pathlib.Path:
@@ -40,104 +41,109 @@ def temporary_of(cfg: config.Config, step: int) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def _told(folder: pathlib.Path) -> Iterator[None]:
+def _readable() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from None
 
 
-def step_folders(folder: pathlib.Path) -> list[tuple[int, pathlib.Path]]:
-    """(step, path), ascending, of all that is named as a checkpoint, good or bad. Links and files are none of ours.
-    Raises ConfigError where the folder cannot be read."""
-    with _told(folder):
-        named = [(NAME.fullmatch(entry.name), entry) for entry in (folder.iterdir() if folder.is_dir() else ())]
-        return sorted((int(name[1]), entry) for name, entry in named
-                      if name and entry.is_dir() and not entry.is_symlink())
+@_readable()
+def step_folders(folder: pathlib.Path, links: bool = False) -> list[tuple[int, pathlib.Path]]:
+    """(step, path), ascending, of all folders named as a checkpoint, good or bad; or of links to such. Raises
+    ConfigError where the folder cannot be read."""
+    named = [(NAME.fullmatch(entry.name), entry) for entry in (folder.iterdir() if folder.is_dir() else ())]
+    return sorted((int(name[1]), entry) for name, entry in named
+                  if name and entry.is_symlink() == links and (links or entry.is_dir()))
 
 
 def steps(cfg: config.Config) -> list[int]:
     """Raises ConfigError where there are links to checkpoints and no checkpoint: not a fresh start, unasked."""
     found = [step for step, _ in step_folders(root(cfg))]
-    links = [] if found or not root(cfg).is_dir() else [
-        entry.name for entry in root(cfg).iterdir() if NAME.fullmatch(entry.name) and entry.is_symlink()]
-    if links:
-        raise ConfigError(f"{root(cfg)}: {', '.join(sorted(links))}: links are not followed; move the checkpoints "
-                          "themselves here, or the links away")
+    if not found and (links := [path.name for _, path in step_folders(root(cfg), links=True)]):
+        raise ConfigError(f"{root(cfg)}: {', '.join(links)}: links are not followed; move the checkpoints themselves "
+                          "here, or the links away")
     return found
 
 
-def is_checkpoint(folder: pathlib.Path) -> bool:
-    """Whether a folder was made to be one, good or bad. Raises ConfigError where it cannot be read."""
-    with _told(folder):
-        return folder.is_dir() and bool(NAME.fullmatch(folder.name) or any(
-            (folder / name).exists() for name in (STATE, ".metadata")))
+@_readable()
+def checkpoints_of(path: pathlib.Path) -> list[pathlib.Path]:
+    """The folder itself where it was made to be a checkpoint, good or bad, else those of that run, ascending. Raises
+    ConfigError where there is none, or it cannot be read."""
+    if path.is_dir() and (NAME.fullmatch(path.name) or (path / STATE).exists() or (path / ".metadata").exists()):
+        return [path]
+    if found := step_folders(path / "checkpoints") or step_folders(path):
+        return [folder for _, folder in found]
+    raise ConfigError(f"{path}: is neither a checkpoint nor a run with one")
 
 
 def read_state(folder: pathlib.Path) -> dict:
-    """state.json: {"step": int, "config": {...}, ...}. Raises ConfigError."""
-    try:
-        return _state(folder)
-    except CorruptCheckpoint as error:
-        raise ConfigError(str(error)) from None
-
-
-def _state(folder: pathlib.Path) -> dict:
-    state, _ = read_json(folder, STATE, STATE_LIMIT)
-    if not (isinstance(state, dict) and type(state.get("step")) is int and isinstance(state.get("config"), dict)):
-        raise CorruptCheckpoint(f"{folder / STATE}: expected an object with step and config")
-    return state
+    """state.json: {"step": int, "config": {...}, ...}. Raises CorruptCheckpoint."""
+    text = manifest.read_small(folder, STATE, manifest.STATE_LIMIT)
+    with contextlib.suppress(TypeError, KeyError, ValueError, RecursionError):
+        state = json.loads(text)
+        if type(state["step"]) is int and isinstance(state["config"], dict):
+            return state
+    raise CorruptCheckpoint(f"{folder / STATE}: expected an object with step and config")
 
 
 def read_config(folder: pathlib.Path) -> config.Config:
-    """The configuration that a checkpoint was made with, to use its weights: where they once came from
-    (model.init_from) is left out, and that folder may be gone or changed. Raises ConfigError."""
+    """The configuration that a checkpoint was made with, to use its weights: without where they once came from
+    (model.init_from), which may be gone or changed. Raises ConfigError."""
     tables = read_state(folder)["config"]
     if isinstance(model := tables.get("model"), dict):
-        tables = {**tables, "model": {key: value for key, value in model.items() if key != "init_from"}}
+        model.pop("init_from", None)
     return config.from_dict(tables, str(folder / STATE))
 
 
-def at_first_sight(folder: pathlib.Path) -> list[str]:
-    """What is wrong with a checkpoint, short of hashing its files: in no time, whatever its size."""
+def problems_of(folder: pathlib.Path, share: int = 0, shares: int = 1, hashed: bool = True) -> list[str]:
+    """All that is wrong with a checkpoint, a line each: file, expected, found. Every byte of it is read, by each of
+    `shares` callers its share. Raises ConfigError where it cannot be read."""
+    def check(name: str, part: int) -> str | None:
+        size, digests = files[name]["size"], files[name]["sha256"]
+        try:
+            if (found := manifest.size_of(folder, name)) != size:
+                return f"{folder / name}: expected {size} bytes, found {found}"
+            if hashed and size and (found := manifest.hash_part(folder, name, part)) != digests[part]:
+                return (f"{folder / name}: bytes {part * PART} to {min((part + 1) * PART, size) - 1}: expected SHA-256 "
+                        f"{digests[part]}, found {found}")
+        except CorruptCheckpoint as error:
+            return str(error)
+
     try:
-        files = read_manifest(folder)
-        if problems := [f"{folder / MANIFEST}: {name} is not in it" for name in (STATE, ".metadata")
-                        if name not in files] or list(check_sizes(folder, files).values()):
+        files = manifest.read_manifest(folder)
+        parts = [(name, part) for name, entry in sorted(files.items())
+                 for part in range(max(1, len(entry["sha256"])) if hashed else 1)]
+        problems = filter(None, manifest.in_threads(check, parts[share::shares]))
+        if problems := list(dict.fromkeys(problems)):  # the size of a file once, not for each of its parts
             return problems
-        step = _state(folder)["step"]
+        name, step = NAME.fullmatch(folder.name), read_state(folder)["step"]
     except CorruptCheckpoint as error:
         return [str(error)]
-    named = NAME.fullmatch(folder.name)
-    return [f"{folder}: expected step {int(named[1])}, found step {step}"] if named and int(named[1]) != step else []
+    return [f"{folder}: expected step {int(name[1])}, found step {step}"] if name and int(name[1]) != step else []
 
 
-def problems_of(folder: pathlib.Path, share: int = 0, shares: int = 1) -> list[str]:
-    """All that is wrong with a checkpoint, every byte of it read; of `shares` callers each reads its share."""
-    return verify(folder, share, shares) or at_first_sight(folder)
+at_first_sight = functools.partial(problems_of, hashed=False)  # in no time, whatever the checkpoint's size
 
 
 def choose(cfg: config.Config, found: list[int], problems_with: Callable[[pathlib.Path], list[str]]
            ) -> tuple[int, dict[int, list[str]]]:
-    """(the step to go on from, 0 for none; what is wrong with those that were passed over).
+    """(the step to resume from, 0 for none; what is wrong with those that were skipped). found: the run's steps().
 
-    `found`: the run's steps(), as one rank has seen them. Raises ConfigError where what `resume` says does not fit
-    what is there, and where all are bad: a run never begins anew unasked.
+    Raises ConfigError where what `resume` says does not fit what is there, and where all are bad: a run never begins
+    anew unasked.
     """
-    folder = root(cfg)
-    if cfg.checkpoint is None:
-        if found:
-            raise ConfigError(f"{folder}: holds checkpoints, but [checkpoint] is off; leave it on to go on from them, "
-                              "choose another run.name, or move them away")
-        return 0, {}
-    resume = cfg.checkpoint.resume
-    if resume == "never" and found:
-        raise ConfigError(f'[checkpoint] resume = "never": {folder} holds checkpoints; choose another run.name, or '
-                          "move them away")
-    if isinstance(resume, int) and resume not in found:
-        raise ConfigError(f"[checkpoint] resume = {resume}: {folder} has no such checkpoint; it has "
-                          f"{', '.join(map(str, found)) or 'none'}")
-    step, bad = newest_good(cfg, [resume] if isinstance(resume, int) else found, problems_with)
+    resume = cfg.checkpoint.resume if cfg.checkpoint else None
+    if found and resume in (None, "never"):
+        setting = 'resume = "never"' if resume else "is off"
+        raise ConfigError(f"{root(cfg)}: holds checkpoints, but [checkpoint] {setting}; resume from them with "
+                          'checkpoint.resume = "auto", choose another run.name, or move them away')
+    if isinstance(resume, int):
+        if resume not in found:
+            raise ConfigError(f"[checkpoint] resume = {resume}: {root(cfg)} has no such checkpoint; it has "
+                              f"{', '.join(map(str, found)) or 'none'}")
+        found = [resume]
+    step, bad = newest_good(cfg, found, problems_with)
     if step == 0 and 0 in found:
         raise ConfigError(f"{path_of(cfg, 0)}: {NO_OPTIMIZER}")
     return step, bad
@@ -152,26 +158,21 @@ def newest_good(cfg: config.Config, found: list[int], problems_with: Callable[[p
             return step, bad
         bad[step] = problems
     if bad:
-        raise ConfigError(*(problem for problems in bad.values() for problem in problems),
-                          f"{root(cfg)}: no good checkpoint of {', '.join(map(str, bad))}; choose another with "
-                          "checkpoint.resume, or move the damaged ones away to begin anew")
+        raise ConfigError(*(problem for problems in bad.values() for problem in problems), (
+            f"{root(cfg)}: no good checkpoint of {', '.join(map(str, bad))}; choose another with checkpoint.resume, or "
+            "move the damaged ones away to begin anew"))
     return 0, {}
 
 
 def find(path: pathlib.Path) -> pathlib.Path:
-    """The folder itself where it is a checkpoint, else the newest good one of that run: verified; those that are
-    passed over are told on stderr. Raises ConfigError where there is none, or it is damaged."""
-    candidates = [path] if is_checkpoint(path) else [p for _, p in step_folders(path / "checkpoints")]
-    if not candidates:
-        raise ConfigError(f"{path}: is neither a checkpoint nor a run with one")
-    found: list[str] = []
-    for folder in reversed(candidates):
+    """The checkpoint, or the newest good one of that run: verified; those skipped are reported on stderr. Raises
+    ConfigError where there is none, or none is good."""
+    for folder in reversed(checkpoints_of(path)):
         if not (problems := problems_of(folder)):
-            for problem in found:
-                print(f"damaged, passed over: {problem}", file=sys.stderr)
             return folder
-        found += problems
-    raise ConfigError(*found)
+        for problem in problems:
+            print(f"corrupt, skipped: {problem}", file=sys.stderr)
+    raise ConfigError(f"{path}: no good checkpoint")
 
 
 def check_same_run(cfg: config.Config, step: int, guarded: re.Pattern = GUARDED) -> None:
@@ -182,31 +183,28 @@ def check_same_run(cfg: config.Config, step: int, guarded: re.Pattern = GUARDED)
     allowed = cfg.checkpoint.allow_changed if cfg.checkpoint else ()
     folder = path_of(cfg, step)
     before, now = config.to_flat(read_state(folder)["config"]), config.to_flat(config.to_dict(cfg))
-    changed = [key for key in sorted(before.keys() | now.keys()) if guarded.fullmatch(key)
-               and before.get(key) != now.get(key) and key not in allowed]
-    if changed:
+    if changed := [key for key in sorted(before | now) if guarded.fullmatch(key)
+                   and before.get(key) != now.get(key) and key not in allowed]:
         raise ConfigError(*(
-            f"{key} = {now.get(key)}: {folder} was trained with {before.get(key)}; go on with that, choose another "
+            f"{key} = {now.get(key)}: {folder} was trained with {before.get(key)}; continue with that, choose another "
             f'run.name, or allow it: checkpoint.allow_changed = ["{key}"]' for key in changed))
 
 
 def check_same_data(cfg: config.Config, step: int, fingerprint: list[dict]) -> None:
-    """Raises ConfigError, naming what differs, where the prepared data is not what the checkpoint of a step was trained
-    on."""
+    """Raises ConfigError, naming what differs, where the prepared data is not what the checkpoint was trained on."""
     before = read_state(path_of(cfg, step)).get("data") if step else None
     if not before or before == fingerprint or any(map(PREPARED.fullmatch, cfg.checkpoint.allow_changed)):
         return
-    changed = [f"{len(before)} sources, now {len(fingerprint)}"] if len(before) != len(fingerprint) else []
-    for old, new in zip(before, fingerprint):
-        source, old, new = new["identity"]["source"], options.flatten(old), options.flatten(new)
-        changed += [f"{source}: {key} was {old.get(key)}, is {new.get(key)}" for key in sorted(old | new)
-                    if old.get(key) != new.get(key) and not isinstance(new.get(key), dict)]
+    old, new = (options.flatten({f"source {n}": entry for n, entry in enumerate(entries, 1)})
+                for entries in (before, fingerprint))
+    changed = [f"{key} was {old.get(key)}, is {new.get(key)}" for key in sorted(old | new)
+               if old.get(key) != new.get(key)]
     raise ConfigError(f"{path_of(cfg, step)}: was trained on other data: {'; '.join(changed)}; choose another "
                       'run.name, or allow it: checkpoint.allow_changed = ["data.source"]')
 
 
 def set_aside(cfg: config.Config, step: int, bad: Iterable[int]) -> None:
-    """Renames the checkpoints after the step that training goes on from, and the bad ones. Rank 0 only."""
+    """Renames the checkpoints after the step that training resumes from, and the bad ones. Rank 0 only."""
     for other, folder in step_folders(root(cfg)):
         if other > step or other in bad:
             ending, n = "corrupt" if other in bad else "superseded", 0
@@ -217,8 +215,6 @@ def set_aside(cfg: config.Config, step: int, bad: Iterable[int]) -> None:
 
 def remove(cfg: config.Config, step: int) -> None:
     """Removes a checkpoint. Renamed first: what is half removed must not look like one."""
-    if temporary_of(cfg, step).exists():
-        shutil.rmtree(temporary_of(cfg, step))
     shutil.rmtree(path_of(cfg, step).rename(temporary_of(cfg, step)))
 
 

@@ -1,11 +1,9 @@
 """A run's checkpoints as training sees them: where to resume, restoring, saving when due, how a save ended."""
 
-import concurrent.futures
 import dataclasses
-import logging
 import pathlib
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +16,10 @@ from checkpoint.save import SaveFailed, Saver
 from config import ConfigError
 from parallel.mesh import World, all_gather_objects, on_rank_zero
 
-log = logging.getLogger("train")
-
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What training resumes from, beside weights and optimizer: nothing but numbers, since the data order is a function
-    of the step."""
+    """What training resumes from, next to weights and optimizer; the data order is a function of the step."""
 
     step: int = 0
     tokens: int = 0  # trained on so far; batch and length may have changed since
@@ -36,9 +31,8 @@ class Checkpointer:
     """Every method but wait() is called by all ranks together. Without [checkpoint] it saves nothing."""
 
     def __init__(self, cfg: config.Config, world: World, data: list[dict], extra_files: list[pathlib.Path]):
-        """Chooses the checkpoint to resume from; changes nothing. data: what tells prepared data apart. extra_files
-        (the tokenizer) are copied into each checkpoint. Raises ConfigError where this is another run's folder, or no
-        checkpoint in it is good."""
+        """Chooses the checkpoint to resume from; changes nothing. data: the prepared data's fingerprint. Raises
+        ConfigError where this is another run's folder, or no checkpoint in it is good."""
         self.cfg, self.world, self.data = cfg, world, data
         self.found = on_rank_zero(lambda: catalog.steps(cfg))
         self.start, self.corrupt = catalog.choose(cfg, self.found, lambda path: problems_on_all_ranks(path, world))
@@ -46,8 +40,8 @@ class Checkpointer:
         self.problems = [problem for problems in self.corrupt.values() for problem in problems]
         self.saver = Saver(cfg, self.start, extra_files) if cfg.checkpoint else None
         self.report: Callable[[int, str | None], None] = lambda step, problem: None  # of a save, on rank 0
-        self.background = ThreadPoolExecutor(1, "saver")
-        self.pending: tuple[int, Future] | None = None  # (step, the save of it) until it is reported
+        self.background = futures.ThreadPoolExecutor(1, "saver")
+        self.pending: tuple[int, futures.Future] | None = None  # (step, the save of it) until it is reported
         self.staged: dict[str, Tensor] = {}
 
     def on_publish(self, work: Callable[[], None]) -> None:
@@ -78,12 +72,13 @@ class Checkpointer:
                                      or config.is_due(step, self.cfg.checkpoint.save_every_steps))
 
     def save(self, state: State, model: nn.Module, optimizer: torch.optim.Optimizer, stopping: bool) -> None:
-        """Saves, in the background with async_save: then the training thread waits for a copy of the shards into host
-        memory alone. One save at a time. Raises SaveFailed where the last checkpoint of a launch cannot be written, and
-        FloatingPointError where weights are not finite."""
+        """With async_save training waits only for a copy of the shards in host memory. Raises SaveFailed where the last
+        checkpoint of a launch cannot be written, and FloatingPointError where weights are not finite."""
         self.saver.hurried = stopping  # the save before this one may be purging still, and purging may read much
         self.log_last_save(wait=True)
         tensors = tensors_of(model, optimizer)
+        if self.cfg.checkpoint.async_save:
+            tensors = self._stage(tensors)
         content = {**dataclasses.asdict(state), "config": config.to_dict(self.cfg), "data": self.data,
                    "ranks": self.world.size, "torch": torch.__version__}
 
@@ -94,18 +89,11 @@ class Checkpointer:
             if not stopping:
                 self.saver.purge()
 
-        if self.cfg.checkpoint.async_save:
-            tensors = self._stage(tensors)
-            self.pending = state.step, self.background.submit(work)
-        else:
-            done: Future = Future()
-            self.pending = state.step, done
-            try:
-                done.set_result(work())
-            except BaseException as error:
-                done.set_exception(error)
+        self.pending = state.step, self.background.submit(work)
         if stopping or state.step == self.cfg.train.steps:
             self.log_last_save(wait=True, required=True)
+        elif not self.cfg.checkpoint.async_save:
+            self.wait()
 
     def log_last_save(self, wait: bool = False, required: bool = False) -> None:
         """Reports the previous save once it is done; wait=True blocks until it is. Where it failed, training continues
@@ -120,39 +108,30 @@ class Checkpointer:
             if required:
                 raise SaveFailed(f"the last checkpoint was not saved: {problem}") from None
         if self.world.rank == 0:
-            self._log_warnings()
             self.report(step, problem)
 
     def purge(self) -> None:
         """At the end of training: removes the checkpoints that need not be kept."""
         if self.saver:
             self.saver.purge()
-            self._log_warnings()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Lets a save in the background end, well or not; from any thread."""
+        """Waits for a pending save to end, well or not; from any thread."""
         if pending := self.pending:
-            concurrent.futures.wait([pending[1]], seconds)
-
-    def _log_warnings(self) -> None:
-        for text in self.saver.warnings:
-            log.warning(text)
-        self.saver.warnings.clear()
+            futures.wait([pending[1]], seconds)
 
     def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copies of the tensors in host memory, sharded as they are. The memory is kept for the next save: fresh pages
         would cost as much again as the copy."""
         local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
-        gpu = next((t.device for t in local.values() if t.is_cuda), None)
-        if not self.staged:
-            self.staged = {name: torch.empty_like(t, device="cpu") for name, t in local.items()}
-            for held in self.staged.values() if gpu else ():
-                # pinned where it lies: torch's own pinned memory comes in powers of two
-                torch.cuda.cudart().cudaHostRegister(held.data_ptr(), held.nbytes, 0)
-        for name, held in self.staged.items():
-            held.copy_(local[name], non_blocking=True)
-        if gpu:
-            torch.cuda.current_stream(gpu).synchronize()
+        for name, t in local.items():
+            if name not in self.staged:
+                held = self.staged[name] = torch.empty_like(t, device="cpu")
+                if t.is_cuda and held.nbytes:  # pinned where it lies: torch's own pinned memory comes in powers of two
+                    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(held.data_ptr(), held.nbytes, 0))
+            self.staged[name].copy_(t, non_blocking=True)
+        if self.world.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
         # Not DTensor.from_local: that would move the copy back to the mesh's device.
         return {name: DTensor(self.staged[name], t._spec, requires_grad=False) if isinstance(t, DTensor)
                 else self.staged[name] for name, t in tensors.items()}
@@ -161,4 +140,4 @@ class Checkpointer:
 def problems_on_all_ranks(path: pathlib.Path, world: World) -> list[str]:
     """What is wrong with a checkpoint: rank 0 looks at it first, then each rank hashes its share."""
     return on_rank_zero(lambda: catalog.at_first_sight(path)) or [
-        problem for rank in all_gather_objects(catalog.verify(path, world.rank, world.size)) for problem in rank]
+        problem for rank in all_gather_objects(catalog.problems_of(path, world.rank, world.size)) for problem in rank]

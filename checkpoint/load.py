@@ -5,12 +5,11 @@ torch.load(weights_only=False): both run code that a file names. Here .metadata 
 nothing else, there are no values but tensors, and every path that it holds must be a file of this folder.
 """
 
-import contextlib
 import math
 import os
 import pathlib
 import pickle
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import IO, Any
 
 import torch
@@ -28,12 +27,10 @@ from parallel.materialize import named_parameters
 
 DCP = "torch.distributed.checkpoint"
 ALLOWED = {
-    *((f"{DCP}.metadata", name) for name in ("Metadata", "TensorStorageMetadata", "ChunkStorageMetadata",
-                                             "TensorProperties", "MetadataIndex", "StorageMeta",
-                                             "_MEM_FORMAT_ENCODING")),
-    (f"{DCP}.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"), ("torch.serialization", "_get_layout"), (f"{DCP}.filesystem", "_StorageInfo"),
+    *((f"{DCP}.metadata", name) for name in (
+        "Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex", "StorageMeta",
+        "_MEM_FORMAT_ENCODING")),
 }
 
 
@@ -43,8 +40,8 @@ class MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _memory_format
-        if (module, name) not in ALLOWED and not (module == "torch" and isinstance(getattr(torch, name, None),
-                                                                                   torch.dtype)):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if (module, name) not in ALLOWED and not is_dtype:
             raise CorruptCheckpoint(f"refusing to unpickle {module}.{name}: no part of a checkpoint")
         return super().find_class(module, name)
 
@@ -62,57 +59,48 @@ class ConfinedFiles(FileSystem):
     def __init__(self, folder: pathlib.Path):
         self.folder = folder
 
-    @contextlib.contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[IO[bytes]]:
-        name = os.path.relpath(path, self.folder)  # what leads out begins with "..", and is refused
-        with opened(self.folder, name) as handle, open(handle, "rb", closefd=False) as stream:
-            yield stream
+    def create_stream(self, path: Any, mode: str) -> AbstractContextManager[IO[bytes]]:
+        return opened(self.folder, os.path.relpath(path, self.folder))  # refused where it leads out
 
 
 class Reader(FileSystemReader):
-    """DCP's reader, confined. It reads and checks .metadata once, when it is made. Raises CorruptCheckpoint."""
+    """DCP's reader, confined. It reads and checks .metadata once, when it is made. Raises ConfigError."""
 
     def __init__(self, folder: pathlib.Path):
         super().__init__(folder)
         self.fs = ConfinedFiles(folder)
+        path = folder / ".metadata"
         try:
-            with self.fs.create_stream(folder / ".metadata", "rb") as file:
+            with opened(folder, path.name) as file:
                 self.metadata = MetadataUnpickler(file).load()
-            _check_metadata(self.metadata, folder, read_manifest(folder))
-        except CorruptCheckpoint:
+            _check_metadata(self.metadata, path, read_manifest(folder))
+        except ConfigError:
             raise
         except Exception as error:  # whatever a wrong pickle or a wrong type in it may cause
-            raise CorruptCheckpoint(f"{folder / '.metadata'}: expected DCP's metadata: {type(error).__name__}: {error}"
-                                    ) from None
+            raise CorruptCheckpoint(f"{path}: expected DCP's metadata: {type(error).__name__}: {error}") from None
 
     def read_metadata(self, *arguments: Any, **keywords: Any) -> Metadata:
         return self.metadata
 
 
-def _check_metadata(metadata: Metadata, folder: pathlib.Path, files: dict[str, dict]) -> None:
+def _check_metadata(metadata: Metadata, path: pathlib.Path, files: dict[str, dict]) -> None:
     """Raises CorruptCheckpoint unless there are tensors only, each covered by its chunks, each chunk inside a file that
     the manifest lists."""
     assert isinstance(metadata, Metadata)
-    sizes = {}
     for index, info in metadata.storage_data.items():
-        if info.relative_path not in sizes:
-            with opened(folder, info.relative_path) as handle:
-                sizes[info.relative_path] = os.fstat(handle).st_size
-            if info.relative_path not in files:
-                raise CorruptCheckpoint(f"{folder / info.relative_path}: is not in the manifest")
-        if not (info.offset >= 0 and info.length > 0 and info.offset + info.length <= sizes[info.relative_path]):
-            raise CorruptCheckpoint(f"{folder / info.relative_path}: {index.fqn} is said to lie at bytes {info.offset} "
-                                    f"to {info.offset + info.length} of {sizes[info.relative_path]}")
+        size, end = files.get(info.relative_path, {"size": 0})["size"], info.offset + info.length
+        if not (info.offset >= 0 and info.length > 0 and end <= size):
+            raise CorruptCheckpoint(f"{path}: {index.fqn} is said to lie at bytes {info.offset} to {end} of "
+                                    f"{info.relative_path!r}, which has {size} in the manifest")
         if info.transform_descriptors:
-            raise CorruptCheckpoint(f"{folder / '.metadata'}: {index.fqn} is stored transformed")
+            raise CorruptCheckpoint(f"{path}: {index.fqn} is stored transformed")
     for name, item in metadata.state_dict_metadata.items():
         if not isinstance(item, TensorStorageMetadata):
-            raise CorruptCheckpoint(f"{folder / '.metadata'}: {name} is no tensor: reading it would run its pickle")
+            raise CorruptCheckpoint(f"{path}: {name} is no tensor: reading it would run its pickle")
         inside = all(start >= 0 and length >= 0 and start + length <= size for chunk in item.chunks
                      for start, length, size in zip(chunk.offsets, chunk.sizes, item.size))
         if not inside or sum(math.prod(chunk.sizes) for chunk in item.chunks) != math.prod(item.size):
-            raise CorruptCheckpoint(f"{folder / '.metadata'}: the chunks of {name} do not make up its shape "
-                                    f"{tuple(item.size)}")
+            raise CorruptCheckpoint(f"{path}: the chunks of {name} do not make up its shape {tuple(item.size)}")
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
@@ -128,17 +116,9 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dic
 def restore(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Reads a checkpoint of any number of ranks into this model's shards. Raises ConfigError where it cannot be read,
     or names, shapes or types differ."""
-    wanted, reader = tensors_of(model, optimizer), open_reader(folder)
+    wanted, reader = tensors_of(model, optimizer), Reader(folder)
     check_tensors(folder, reader, wanted, weights_only=optimizer is None)
     _read(folder, reader, wanted)
-
-
-def open_reader(folder: pathlib.Path) -> Reader:
-    """Raises ConfigError where the metadata cannot be read or is not to be trusted."""
-    try:
-        return Reader(folder)
-    except CorruptCheckpoint as error:
-        raise ConfigError(str(error)) from None
 
 
 def check_tensors(folder: pathlib.Path, reader: Reader, wanted: dict[str, Tensor], weights_only: bool) -> None:
@@ -150,10 +130,10 @@ def check_tensors(folder: pathlib.Path, reader: Reader, wanted: dict[str, Tensor
     problems += [f"{folder}: has {name}, which this model does not" for name in stored.keys() - wanted.keys()
                  if not weights_only or name.startswith("model.")]
     for name in wanted.keys() & stored.keys():
-        for what, ours, theirs in (("shape", wanted[name].shape, stored[name].size),
-                                   ("type", wanted[name].dtype, stored[name].properties.dtype)):
-            if ours != theirs:
-                problems.append(f"{folder}: {name} has {what} {theirs}, this model's is {ours}")
+        ours, theirs = wanted[name], stored[name]
+        if (ours.shape, ours.dtype) != (theirs.size, theirs.properties.dtype):
+            problems.append(f"{folder}: {name} is {theirs.properties.dtype} {[*theirs.size]}, this model's is "
+                            f"{ours.dtype} {[*ours.shape]}")
     if problems:
         raise ConfigError(*sorted(problems))
 

@@ -1,5 +1,8 @@
-"""Writes checkpoints from all ranks together, in the training thread or in the background, and removes old ones."""
+"""Writes checkpoints, from all ranks together or from one process alone, and removes old ones."""
 
+import json
+import logging
+import os
 import pathlib
 import shutil
 from collections.abc import Callable
@@ -10,17 +13,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
+from torch.utils.serialization import config as torch_config
 
 import config
 import files
 from checkpoint import catalog
-from checkpoint.load import first_cause
-from checkpoint.manifest import hash_files
-from checkpoint.writer import Writer, write_manifest
+from checkpoint.load import first_cause, tensors_of
+from checkpoint.manifest import MANIFEST, STATE, hash_files, render_manifest
 
 MIB = 2**20
+log = logging.getLogger("train")
 
 
 class SaveFailed(Exception):
@@ -36,18 +46,17 @@ class Saver:
         self.cfg, self.verified, self.extra_files = cfg, {verified}, extra_files
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.longest_timeout(cfg)))
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.hurried = False  # somebody waits for the end: purging is left to the next launch
-        self.warnings: list[str] = []
+        self.hurried = False  # the run is stopping: purging is left to the next launch
         self.before_publishing: Callable[[], None] = lambda: None  # on rank 0; may refuse with an OSError
 
     def write(self, step: int, tensors: dict[str, Tensor], state: dict) -> None:
         """Writes the checkpoint of a step; `state` must be JSON. Raises FloatingPointError where an update from finite
         gradients has made weights or moments that are not: no checkpoint may hold them."""
         final, temporary = catalog.path_of(self.cfg, step), catalog.temporary_of(self.cfg, step)
+        writer = Writer(temporary)
 
         def make_room() -> None:
-            if temporary.exists():
-                shutil.rmtree(temporary)
+            shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             size = sum(t.numel() * t.element_size() for t in tensors.values())  # of a DTensor: the full one, once
             # each shard also has a header, and an entry in the metadata
@@ -56,15 +65,11 @@ class Saver:
                 raise OSError(f"needs {needed / MIB:,.1f} MiB, {free / MIB:,.1f} MiB are free")
 
         def publish() -> None:
-            entries = {name: entry for part in hashed for name, entry in part.items()}
-            # a network's file system may not have listed all files to the rank that made them
-            if missing := writer.files - entries.keys():
-                raise OSError(f"{', '.join(sorted(missing))} cannot be seen by who wrote it")
-            write_manifest(temporary, self.extra_files, state, entries)
+            hashed = {name: entry for of_rank in entries for name, entry in of_rank.items()}
+            write_manifest(temporary, self.extra_files, state, hashed)
             self.before_publishing()
             files.publish(temporary, final)
 
-        writer = Writer(temporary)
         try:
             self._together(make_room, only=0)
             with ThreadPoolExecutor(1) as pool:  # overlaps the NaN/Inf check with the write
@@ -73,33 +78,31 @@ class Saver:
             if not all(self._together(finite.result)):
                 raise FloatingPointError(f"step {step}: the update made weights that are not finite, and they were not "
                                          "saved; a lower optim.lr or a longer warm-up may help")
-            # by the rank that wrote them, while they are in its page cache still
-            hashed = self._together(lambda: hash_files(temporary, [p.name for p in temporary.glob(
-                f"__{self.rank}_*.distcp")]))
+            # by the rank that wrote them, while they are still in its page cache
+            entries = self._together(lambda: hash_files(temporary, writer.files))
             self._together(publish, only=0)
-        except (SaveFailed, FloatingPointError) as error:
-            if self.rank == 0:
+        except SaveFailed as error:
+            raise SaveFailed(f"{final}: {error}") from None
+        finally:
+            if self.rank == 0:  # nothing, where it was published
                 shutil.rmtree(temporary, ignore_errors=True)
-            if isinstance(error, SaveFailed):
-                raise SaveFailed(f"{final}: {error}") from None
-            raise
         self.verified.add(step)
 
     def _together(self, work: Callable[[], Any], only: int | None = None) -> list:
         """What `work` returned, by rank; with `only` it runs on that rank alone. Raises SaveFailed on all ranks where
         it failed on any."""
-        answer = [None, None]
+        value = problem = None
         try:
             if only in (None, self.rank):
-                answer[0] = work()
+                value = work()
         except dcp.CheckpointException as error:  # a BaseException
-            answer[1] = first_cause(error)
+            problem = first_cause(error)
         except Exception as error:
-            answer[1] = f"rank {self.rank}: {type(error).__name__}: {error}"
+            problem = f"rank {self.rank}: {type(error).__name__}: {error}"
         answers: list = [None] * self.ranks
-        dist.all_gather_object(answers, answer, group=self.group)
-        if failed := [error for _, error in answers if error]:
-            raise SaveFailed(failed[0])
+        dist.all_gather_object(answers, (value, problem), group=self.group)
+        if problems := [problem for _, problem in answers if problem]:
+            raise SaveFailed(problems[0])
         return [value for value, _ in answers]
 
     def purge(self) -> None:
@@ -112,20 +115,22 @@ class Saver:
             for step in reversed(self._together(lambda: catalog.steps(self.cfg), only=0)[0]):
                 if self._together(lambda: self.hurried, only=0)[0]:  # as rank 0 sees it: all must do the same
                     return
-                if good == last:
-                    if not (every and step % every == 0):
-                        self._together(lambda step=step: catalog.remove(self.cfg, step), only=0)
-                elif step in self.verified or self._is_good(step):
-                    self.verified.add(step)
-                    good += 1
+                if good < last:
+                    good += self._is_good(step)
+                elif not config.is_due(step, every):
+                    self._together(lambda step=step: catalog.remove(self.cfg, step), only=0)
         except SaveFailed as error:  # the new checkpoint is safe; the next purge tries again
-            self.warnings.append(f"old checkpoints could not be removed: {error}")
+            log.warning("old checkpoints could not be removed: %s", error)
 
     def _is_good(self, step: int) -> bool:
-        found = self._together(lambda: catalog.problems_of(catalog.path_of(self.cfg, step), self.rank, self.ranks))
-        problems = [problem for part in found for problem in part]
-        self.warnings += [f"kept, but not counted as a checkpoint: {problem}" for problem in problems]
-        return not problems
+        if step not in self.verified:
+            path = catalog.path_of(self.cfg, step)
+            found = self._together(lambda: catalog.problems_of(path, self.rank, self.ranks))
+            if problems := [problem for rank in found for problem in rank]:
+                log.warning("kept, but not counted as a checkpoint: %s", "; ".join(problems))
+                return False
+            self.verified.add(step)
+        return True
 
 
 def _all_finite(tensors: dict[str, Tensor]) -> bool:
@@ -133,3 +138,60 @@ def _all_finite(tensors: dict[str, Tensor]) -> bool:
     # NaN and infinity both show in the extremes, for a tenth of isfinite()'s time; one wait for the device, not many
     extremes = [part.float() for t in local if t.numel() for part in t.aminmax()]
     return bool(torch.stack(extremes).isfinite().all()) if extremes else True
+
+
+class Writer(FileSystemWriter):
+    """DCP's storage writer, one file a rank. Unlike DCP's own it holds one tensor at a time in host memory, not all of
+    them pinned (pytorch issue 195982), reports a failed write (issue 191391), and leaves out of the metadata the
+    folder's path, which will change."""
+
+    def __init__(self, folder: pathlib.Path, read: Callable[[str], Tensor] | None = None):
+        """read: gives a tensor by its name, where the tensors to save are on meta."""
+        super().__init__(folder, thread_count=1, overwrite=False)
+        self.read = read
+        self.files: list[str] = []  # of this rank: one, or none where it has nothing to write
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = []
+        if plan.items:
+            self.files = [name := f"{plan.storage_data.prefix}0.distcp"]
+            # torch's zip files carry a CRC-32 of each tensor, which nothing checks when they are read: SHA-256 does
+            with (self.path / name).open("wb") as file, torch_config.patch("save.compute_crc32", False):
+                for item in plan.items:
+                    begin = file.tell()
+                    tensor = self.read(item.index.fqn) if self.read else planner.resolve_data(item).detach().cpu()
+                    # a view would bring the whole storage that it looks into
+                    torch.save(tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor, file)
+                    size = file.tell() - begin
+                    results.append(WriteResult(item.index, size, _StorageInfo(name, begin, size)))
+                file.flush()
+                os.fsync(file.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(save_id=self.save_id)
+
+
+def write_weights(folder: pathlib.Path, model: nn.Module, read: Callable[[str], Tensor], state: dict,
+                  extra_files: list[pathlib.Path]) -> None:
+    """Writes a checkpoint of weights alone into an empty folder, from one process outside of any run: what `read` gives
+    for each parameter of a meta model. Raises OSError, and what `read` raises."""
+    writer = Writer(folder, lambda name: read(name.removeprefix("model.")))
+    try:
+        dcp.save(tensors_of(model, None), storage_writer=writer, no_dist=True)
+    except dcp.CheckpointException as error:  # a BaseException
+        raise min(error.failures.items())[1][0] from None
+    write_manifest(folder, extra_files, state, hash_files(folder, writer.files))
+
+
+def write_manifest(folder: pathlib.Path, extra_files: list[pathlib.Path], state: dict, hashed: dict[str, dict]) -> None:
+    """Makes tensors that are written and hashed a checkpoint: state, tokenizer, manifest; each file synced."""
+    for path in extra_files:
+        shutil.copyfile(path, folder / path.name)
+    (folder / STATE).write_text(json.dumps(state, indent=2))
+    names = [path.name for path in extra_files] + [STATE, ".metadata"]
+    (folder / MANIFEST).write_bytes(render_manifest(hashed | hash_files(folder, names)))
+    for name in [*names[:-1], MANIFEST]:  # DCP has synced its own
+        files.sync(folder / name)

@@ -146,7 +146,7 @@ def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int) -> Non
     from checkpoint import catalog, load
 
     checkpoint = catalog.find(source)
-    cfg, reader = catalog.read_config(checkpoint), load.open_reader(checkpoint)
+    cfg, reader = catalog.read_config(checkpoint), load.Reader(checkpoint)
     load.check_tensors(checkpoint, reader, load.tensors_of(meta_model(cfg.model), None), weights_only=True)
     write_tokenizer(folder, checkpoint)
     ids = token_ids(checkpoint)
@@ -159,7 +159,7 @@ def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int) -> Non
 
 
 def import_folder(source: Path, folder: Path) -> None:
-    from checkpoint import writer
+    from checkpoint import save
 
     _, found = together(lambda: hf_config.read(source / "config.json", config.SCHEMA), lambda: scan(source))
     if (source / GENERATION).is_file():
@@ -178,7 +178,7 @@ def import_folder(source: Path, folder: Path) -> None:
 
     check_room(folder, 4 * parameter_count(model))
     state = {"step": 0, "config": config.to_dict(cfg), "torch": torch.__version__}
-    writer.write_weights(folder, model, read, state, copied_files(source))
+    save.write_weights(folder, model, read, state, copied_files(source))
 
 
 def main(argv: list[str]) -> int:

@@ -9,7 +9,7 @@ import time
 
 import torch
 
-import checkpoint.writer
+import checkpoint.save
 from data.loader import Loader
 from lifecycle.signals import StopRequest
 from model.llama import Llama
@@ -67,7 +67,7 @@ FAULTS = {
     "none": lambda: None,
     "hang in data": lambda: before(Loader, "__next__", lambda: time.sleep(1000)),
     "slow save and hang": lambda: (
-        setattr(checkpoint.writer.Writer, "finish", slowly(checkpoint.writer.Writer.finish)),
+        setattr(checkpoint.save.Writer, "finish", slowly(checkpoint.save.Writer.finish)),
         before(Loader, "__next__", lambda: time.sleep(1000))),
     "error in data": lambda: before(Loader, "__next__", lambda: throw(RuntimeError("the disk is gone"))),
     "killed": lambda: before(Loader, "__next__", lambda: os.kill(os.getpid(), signal.SIGKILL)),
@@ -80,8 +80,8 @@ FAULTS = {
     "term before step 1": lambda: before(StopRequest, "start_sync", terminate),
     "term in data": lambda: before(Loader, "__next__", terminate_slowly),
     "term in forward": lambda: before(Llama, "forward", terminate_slowly),
-    "term in save": lambda: before(checkpoint.writer.Writer, "finish", terminate_slowly),
-    "save error": lambda: before(checkpoint.writer.Writer, "write_data", lambda: throw(OSError(5, "injected"))),
+    "term in save": lambda: before(checkpoint.save.Writer, "finish", terminate_slowly),
+    "save error": lambda: before(checkpoint.save.Writer, "write_data", lambda: throw(OSError(5, "injected"))),
 }
 
 FAULTS[what]()

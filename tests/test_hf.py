@@ -486,7 +486,7 @@ def test_a_damaged_checkpoint_is_not_exported(read, tmp_path, capsys):
     first = run_folder / "checkpoints/step-00000001"
     later = shutil.copytree(first, run_folder / "checkpoints/step-00000002")
     code, error = run(capsys, "export", run_folder, tmp_path / "out")  # its name does not fit its state
-    assert code == 0 and "damaged, passed over:" in error
+    assert code == 0 and "corrupt, skipped:" in error
     path = next(first.glob("*.distcp"))
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     code, error = run(capsys, "export", first, tmp_path / "other")

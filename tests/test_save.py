@@ -1,6 +1,7 @@
 """Saving behind the training, what a failed save leaves, and which checkpoints stay."""
 
 import contextlib
+import logging
 import shutil
 import threading
 
@@ -11,8 +12,7 @@ import config
 from checkpoint import catalog
 from checkpoint.checkpointer import Checkpointer, State
 from checkpoint.load import restore, tensors_of
-from checkpoint.save import SaveFailed, Saver
-from checkpoint.writer import Writer
+from checkpoint.save import SaveFailed, Saver, Writer
 from tests import cases
 from tests.conftest import make_config
 
@@ -100,7 +100,8 @@ def test_a_failed_save_fails_on_all_ranks_and_leaves_the_others(on_ranks, tmp_pa
 
 def keep(folder, cases_of) -> list[tuple[list[int], list[str]]]:
     """For each case (steps that stay, warnings) after 10, 20, 30 of an earlier launch and 40 of this one."""
-    found = []
+    found, warnings = [], []
+    logging.getLogger("train").addFilter(lambda record: warnings.append(record.getMessage()))
     with ready(folder) as (cfg, model, optimizer, _):
         for step in (10, 20, 30):
             cases.save(cfg, model, optimizer, step)
@@ -119,7 +120,8 @@ def keep(folder, cases_of) -> list[tuple[list[int], list[str]]]:
             saver.write(40, tensors_of(model, optimizer), {"step": 40, "config": {}})
             saver.purge()
             assert saver.rank or len(list(outside.iterdir())) == 3 + saver.ranks
-            found.append((catalog.steps(cfg), saver.warnings))
+            found.append((catalog.steps(cfg), list(warnings)))
+            warnings.clear()
     return found
 
 
