@@ -1,10 +1,10 @@
 """Which text is each sample of a run: closed forms of the sample's number, so that the whole state is the step.
 
-Sample k of a source is number k mod n of its epoch k div n, with n windows in its stream; within an epoch the windows
-come in an order of their own, a keyed permutation computed on the fly. In a mixture, which source a sample comes from
-repeats with a short period. Nothing depends on the number of ranks: they split the samples of a step among them.
+Sample k of a source is number k mod n of its epoch k div n, with n windows in its stream; each epoch has a keyed
+permutation of its own. Nothing depends on the number of ranks: they split the samples of a step among them.
 """
 
+import functools
 import hashlib
 import math
 from collections.abc import Sequence
@@ -36,26 +36,21 @@ class Permutation:
         while True:
             left, right = index >> self.half, index & mask
             for key in self.keys:
-                left, right = right, left ^ (_mix(right ^ key) & mask)
+                x = right ^ key  # mixed by splitmix64's finaliser: each bit depends on every bit of x
+                x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+                x = (x ^ x >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+                left, right = right, left ^ ((x ^ x >> 31) & mask)
             index = left << self.half | right
             if index < self.n:
                 return index
 
 
-def _mix(x: int) -> int:
-    """The finaliser of splitmix64: each bit of the result depends on every bit of x."""
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-    return x ^ x >> 31
-
-
 class Mixture:
     """Which source a sample of the run comes from, and how many of that source came before it.
 
-    Of the first n samples, the number from a source of share w is w n rounded up or down, for every n and source: the
-    schedule of a processor shared in proportion (https://doi.org/10.1007/BF01940883). There the j-th sample of a source
-    may come from number floor((j-1) / w) on and must have come by ceil(j / w), and whichever of those allowed is due
-    first comes next. With the shares as fractions of one whole number this repeats, so one period is kept as a table.
+    Of the first n samples, the number from a source of share w is w n rounded up or down, for every n and source
+    (https://doi.org/10.1007/BF01940883): its j-th sample may come from number floor((j-1) / w) on and must have come by
+    ceil(j / w), and of those allowed the one due first comes next. This repeats; one period is kept as a table.
     """
 
     def __init__(self, weights: Sequence[float]):
@@ -99,20 +94,18 @@ class Place(NamedTuple):
 
 
 class Order:
-    """Where each sample of a run lies. Keeps the permutations of the epochs under way, for speed alone."""
+    """Where each sample of a run lies."""
 
     def __init__(self, windows: Sequence[int], weights: Sequence[float], seed: int):
         """windows: full windows of each source."""
-        self.windows, self.mixture, self.seed = windows, Mixture(weights), seed
-        self.permutations: dict[int, tuple[int, Permutation]] = {}  # (epoch, its own) by source
+        self.windows, self.mixture = windows, Mixture(weights)
+        self.permutation = functools.lru_cache(2 * len(windows))(  # of the epochs under way, for speed alone
+            lambda source, epoch: Permutation(windows[source], seed, epoch, source))
 
     def __call__(self, number: int) -> Place:
         source, index = self.mixture(number)
         epoch, position = divmod(index, self.windows[source])
-        known = self.permutations.get(source)
-        if not known or known[0] != epoch:
-            known = self.permutations[source] = epoch, Permutation(self.windows[source], self.seed, epoch, source)
-        return Place(source, epoch, known[1](position))
+        return Place(source, epoch, self.permutation(source, epoch)(position))
 
     def longest_epoch(self) -> float:
         """Samples of the run until every source has been read once."""
@@ -125,11 +118,10 @@ def make_order(cfg: config.Config, streams: Sequence[TokenStream], weights: Sequ
     t = cfg.train
     order = Order([window_count(stream.length, t.seq_len) for stream in streams], weights, cfg.run.seed)
     shares = [part / order.mixture.period for part in order.mixture.parts]
-    problems = [
-        f"{stream.path}: {stream.length} tokens give {windows} samples of train.seq_len = {t.seq_len}, fewer than "
-        + (f"its share of {share:.3g} of " if share < 1 else "")
-        + f"one batch of train.global_batch_size = {t.global_batch_size}"
-        for stream, windows, share in zip(streams, order.windows, shares) if windows < share * t.global_batch_size]
+    problems = [f"{stream.path}: {stream.length} tokens give {windows} samples of train.seq_len = {t.seq_len}, but one "
+                f"batch of train.global_batch_size = {t.global_batch_size} takes {share * t.global_batch_size:.3g} of "
+                "them" for stream, windows, share in zip(streams, order.windows, shares)
+                if windows < share * t.global_batch_size]
     if cfg.data.document_mask:
         problems += [f"{stream.path}: its documents are of one token each, which leaves nothing to learn under "
                      "data.document_mask" for stream in streams if stream.document_count == stream.length]

@@ -56,7 +56,7 @@ def test_the_largest_vocabulary_named_works(tmp_path):
 
 
 @pytest.mark.parametrize("content, what", [
-    (b"", "empty"), (b"\x00" * 100, "something that begins"),
+    (b"", "something that begins with b''"), (b"\x00" * 100, "something that begins"),
     (b"<!DOCTYPE html><html>Not found</html>", "an HTML page"),
     (b"IQ== 0\nIg== 1\n", "a tiktoken vocabulary"),
     (b"version https://git-lfs.github.com/spec/v1\noid", "a git-lfs pointer")])
