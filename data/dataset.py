@@ -20,14 +20,12 @@ FORMAT = 3  # of the files; part of their identity
 
 def identity(cfg: config.Config) -> dict:
     """What makes two preparations of one source the same. Raises ConfigError where the tokenizer cannot be read."""
-    d = cfg.data
+    d, content = cfg.data, cfg.data.tokenizer and b"".join(tokenizer_files(cfg.data.tokenizer).values())
     found = {"source": d.source, "subset": d.subset, "split": d.split, "text_field": d.text_field,
-             "tokenizer": "trained here", "vocab_size": cfg.model.vocab_size, "max_tokens": d.max_tokens,
-             "format": FORMAT}
-    if d.tokenizer:
-        # The file defines its vocabulary; the model may have more rows.
-        digest = hashlib.sha256(b"".join(tokenizer_files(d.tokenizer).values())).hexdigest()
-        found |= {"tokenizer": digest, "vocab_size": None}
+             "tokenizer": hashlib.sha256(content).hexdigest() if d.tokenizer else "trained here",
+             # a file defines its vocabulary; the model may have more rows
+             "vocab_size": None if d.tokenizer else cfg.model.vocab_size,
+             "max_tokens": d.max_tokens, "format": FORMAT}
     if d.source == STDLIB:
         found["python"] = platform.python_version()
     return found
@@ -45,10 +43,9 @@ def check_identity(folder: pathlib.Path, manifest: dict, cfg: config.Config) -> 
 def source_configs(cfg: config.Config, tokenizer: str | None = None) -> list[config.Config]:
     """The configuration of each source alone; those of a mixture with this tokenizer."""
     d = cfg.data
-    return [replace(cfg, data=replace(d, sources=(), path=None, tokenizer=tokenizer, source=s.source,
-                                      subset=s.subset or d.subset, split=s.split or d.split,
-                                      text_field=s.text_field or d.text_field,
-                                      max_tokens=s.max_tokens or d.max_tokens)) for s in d.sources] or [cfg]
+    return [replace(cfg, data=replace(d, sources=(), path=None, tokenizer=tokenizer, source=s.source, **{
+        key: getattr(s, key) or getattr(d, key) for key in ("subset", "split", "text_field", "max_tokens")}))
+        for s in d.sources] or [cfg]
 
 
 def weights(cfg: config.Config) -> list[float]:
@@ -120,25 +117,24 @@ class Dataset:
 
 
 def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
-    """What a configuration trains on and, with [eval] or for that alone (train=False), validates on. Raises ConfigError
-    where it is not prepared, prepared for another configuration, or too small for one batch."""
+    """To train and, with [eval] or for that alone (train=False), to validate on. Raises ConfigError where it is not
+    prepared, prepared for another configuration, or too small for one batch."""
     training = open_data(cfg, "train") if train else []
     validation = open_data(cfg, "heldout") if cfg.eval or not train else []
     if train:
-        make_order(cfg, training, weights(cfg))
+        make_order(cfg, training, weights(cfg))  # is there enough of it?
     folders = data_folders(cfg)
     manifests = [read_manifest(folder) for folder in folders]
     tokenizer = sorted(folders[0].glob("tokenizer*"))
     notes = []
     if (entries := manifests[0]["vocab_size"]) < cfg.model.vocab_size:
-        notes.append(f"the tokenizer of {folders[0]} has {entries:,} vocabulary entries: of the model's "
-                     f"{cfg.model.vocab_size:,} rows the rest never has a token")
+        notes.append(f"the tokenizer of {folders[0]} has {entries:,} entries, the model {cfg.model.vocab_size:,} rows")
     if cfg.model.init_from:
         paths = [pathlib.Path(cfg.model.init_from, name) for name in TOKENIZERS]
         theirs = [path.read_bytes() for path in paths if path.is_file()]
         if theirs and not any(path.read_bytes() in theirs for path in tokenizer):
-            notes.append(f"{cfg.model.init_from} has a tokenizer, but {folders[0]} was prepared with another: to these "
-                         "weights its tokens mean other words; data.tokenizer names one")
+            notes.append(f"{cfg.model.init_from} has another tokenizer than {folders[0]} was prepared with: to its "
+                         "weights these tokens mean other words; data.tokenizer names one")
     fingerprint = [{key: manifest.get(key) for key in ("identity", "tokens", "sha256")} for manifest in manifests]
     return Dataset(training, validation, weights(cfg), source_names(cfg), tokenizer, fingerprint, notes)
 

@@ -1,8 +1,5 @@
-"""Documents -> token files, on all cores, in their order.
-
-In processes, not in sentencepiece's threads: those gain a sixth on two cores, since they make the lists of ids under
-Python's lock.
-"""
+"""Documents -> token files, on all cores, in their order; in processes, since sentencepiece's threads make the lists of
+ids under Python's lock and gain a sixth on two cores."""
 
 import array
 import collections
@@ -41,7 +38,7 @@ def is_validation(text: str) -> bool:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") % 100 == 99
 
 
-def chunks(source: Source) -> Iterator[tuple[list[str], tuple[list, float | None]]]:
+def chunks(source: Source) -> Iterator[tuple[list[str], tuple]]:
     """(documents, the source's place() and share() after them). Raises ConfigError, as reading the source does."""
     texts, size = [], 0
     for text in source:
@@ -58,29 +55,22 @@ _tokenizer = functools.lru_cache(1)(Tokenizer)  # of this process
 
 
 def encode(folder: pathlib.Path, typecode: str, texts: list[str]) -> list[tuple[bool, bytes]]:
-    """Tokenizes documents with the tokenizer in `folder`. Returns for each whether it is a validation document, and its
-    ids between BOS and EOS, little-endian in the width of array's typecode."""
-    tokenizer, found = _tokenizer(folder), []
-    for text, ids in zip(texts, tokenizer.encode(texts)):
-        tokens = array.array(typecode, [*tokenizer.bos, *ids, *tokenizer.eos])
-        if sys.byteorder == "big":
-            tokens.byteswap()
-        found.append((is_validation(text), tokens.tobytes()))
-    return found
+    """With the tokenizer in `folder`: whether each is a validation document, and its ids between BOS and EOS, in the
+    width of array's typecode."""
+    tokenizer = _tokenizer(folder)
+    return [(is_validation(text), array.array(typecode, [*tokenizer.bos, *ids, *tokenizer.eos]).tobytes())
+            for text, ids in zip(texts, tokenizer.encode(texts))]
 
 
 def _start() -> None:
-    """In a process of the pool: leaves Ctrl-C to the parent, and ends when the parent has ended, even by kill -9; the
-    pool's own loop would wait for work forever."""
+    """In a process of the pool: leaves Ctrl-C to the parent, and ends when that has ended, even by kill -9."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
-def encode_all(folder: pathlib.Path, typecode: str,
-               source: Source) -> Iterator[tuple[list[tuple[bool, bytes]], tuple[list, float | None]]]:
-    """(encode(), place and share) of each chunk, reading at most three chunks per process ahead. Raises ConfigError,
-    and OSError where a process was killed."""
+def encode_all(folder: pathlib.Path, typecode: str, source: Source) -> Iterator[tuple[list[tuple[bool, bytes]], tuple]]:
+    """(encode(), place and share) of each chunk, reading three per process ahead. Raises ConfigError and OSError."""
     workers = len(os.sched_getaffinity(0))
     # spawn: the caller may have threads, and a fork would stop those anywhere, perhaps holding a lock
     pool = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start)
@@ -93,29 +83,27 @@ def encode_all(folder: pathlib.Path, typecode: str,
             ahead.extend(itertools.islice(submitted, 1))
             yield documents, place
     except concurrent.futures.process.BrokenProcessPool:
-        raise OSError(errno.ENOMEM, "a process that tokenizes was killed (is the host out of memory?); the same "
-                                    "command resumes here") from None
+        why = "a process that tokenizes was killed (is the host out of memory?); the same command resumes here"
+        raise OSError(errno.ENOMEM, why) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def write_tokens(folder: pathlib.Path, d: config.Data, dtype: str, state: dict) -> str | None:
-    """Appends to train.bin and heldout.bin each document between BOS and EOS, and to train.ends.bin and
-    heldout.ends.bin the position after its last token, 8 bytes little-endian. Returns the source's revision. Raises
-    ConfigError and OSError.
+    """Appends to train.bin and heldout.bin each document between BOS and EOS, and to *.ends.bin the position after its
+    last token, 8 bytes little-endian. Returns the source's revision. Raises ConfigError and OSError.
 
-    Begins where `state` says: the place in the source, tokens and documents of each split. It is kept up to date; every
-    few seconds the files are synced, and then it is written into progress.json.
+    Begins where `state` says, and keeps it up to date; every few seconds files are synced, and it into progress.json.
     """
     width, limit, tokens, documents = WIDTH[dtype], d.max_tokens or math.inf, state["tokens"], state["documents"]
     if before := sum(documents.values()):
         report(f"resuming after {before:,} documents of {d.source}, which were prepared before")
-    sizes = {f"{split}.bin": width * tokens[split] for split in tokens}
-    sizes |= {f"{split}.ends.bin": 8 * documents[split] for split in documents}
     with contextlib.ExitStack() as stack:
-        opened = {name: stack.enter_context((folder / name).open("ab")) for name in sizes}
-        for name, size in sizes.items():
-            opened[name].truncate(size)  # what was written after the last sync may be torn
+        opened = {}
+        for split in tokens:
+            for name, size in ((f"{split}.bin", width * tokens[split]), (f"{split}.ends.bin", 8 * documents[split])):
+                opened[name] = stack.enter_context((folder / name).open("ab"))
+                opened[name].truncate(size)  # what was written after the last sync may be torn
 
         def sync() -> None:
             for file in opened.values():
@@ -159,8 +147,7 @@ def progress(name: str, state: dict, share: float, before: int, seconds: float) 
 
 
 def report(text: str, stays: bool = True) -> None:
-    """Prints to stderr; on a terminal over what did not stay. That stderr is closed or full must not end a preparation,
-    nor the training that called it."""
+    """Prints to stderr; on a terminal over what did not stay. That it is closed or full must not end a preparation."""
     with contextlib.suppress(OSError, ValueError):
         print("\x1b[K" * on_terminal() + text, end="\n" if stays or not on_terminal() else "\r", file=sys.stderr,
               flush=True)

@@ -4,7 +4,7 @@ import collections
 import concurrent.futures
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +50,7 @@ class Loader:
     def batch(self, step: int) -> Batch:
         t, mask, digest, micro_batches = self.cfg.train, self.cfg.data.document_mask, 0, []
         for numbers in rank_samples(step, t.global_batch_size, t.micro_batch_size, self.dp_rank, self.dp_size):
-            contents, tensors = read_windows(map(self.span, numbers), len(numbers), t.seq_len, mask)
+            contents, tensors = read_windows([self.span(n) for n in numbers], t.seq_len, mask)
             digest += sum(map(sample_digest, numbers, contents))
             micro_batches.append(tuple(tensor.pin_memory() for tensor in tensors) if self.pin else tensors)
         valid = t.global_batch_size * t.seq_len
@@ -66,11 +66,10 @@ class Loader:
         return self.streams[place.source], place.window * length, (place.window + 1) * length + 1
 
 
-def read_windows(spans: Iterable[tuple[TokenStream, int, int]], count: int, seq_len: int,
+def read_windows(spans: list[tuple[TokenStream, int, int]], seq_len: int,
                  mask: bool) -> tuple[list[bytes], tuple[Tensor, ...]]:
-    """Reads `count` windows, each (stream, first token, one past the last) and padded to seq_len + 1 tokens. Returns
-    their bytes, and split() of them."""
-    rows, contents = torch.full((count, seq_len + 1), IGNORE), []
+    """The bytes of windows (stream, first token, one past the last), and split() of them, padded with IGNORE."""
+    rows, contents = torch.full((len(spans), seq_len + 1), IGNORE), []
     documents = torch.zeros_like(rows) if mask else None
     for row, (stream, first, stop) in enumerate(spans):
         if stop - first > 1:  # an input and a target
@@ -83,11 +82,9 @@ def read_windows(spans: Iterable[tuple[TokenStream, int, int]], count: int, seq_
 
 
 def split(rows: Tensor, documents: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Windows (B, T+1), padded with IGNORE, -> inputs (B, T) and targets (B, T), each the token after its input.
-
-    With the windows' documents (B, T+1) a target in another document than its input is IGNORE, and the inputs'
-    positions (B, T) and documents (B, T) follow. All int64.
-    """
+    """Windows (B, T+1), padded with IGNORE, -> inputs (B, T) and targets (B, T), each the token after its input. With
+    their documents (B, T+1) a target in another one than its input is IGNORE, and the inputs' positions (B, T) and
+    documents (B, T) follow. All int64."""
     inputs, targets = rows[:, :-1].clamp(min=0), rows[:, 1:].clone()  # of a single row contiguous() would be a view
     if documents is None:
         return inputs, targets
@@ -113,15 +110,12 @@ def sample_digest(number: int, raw: bytes) -> int:
 def heldout_batches(stream: TokenStream, cfg: config.Config, dp_rank: int,
                     dp_size: int) -> Iterator[tuple[Tensor, ...]]:
     """A data rank's micro-batches of a validation stream, as split() gives them; each target once over all data ranks.
-
-    What the last window and the last batch lack is padded with IGNORE, so that every rank runs the same number of
-    forward passes and the token-weighted loss is the same for any number of them.
-    """
+    The last batch is padded with IGNORE, so that every rank runs the same number of forward passes."""
     t = cfg.train
     steps = math.ceil((stream.length - 1) / (t.seq_len * t.global_batch_size))
     if cfg.eval and cfg.eval.batches is not None:
         steps = min(steps, cfg.eval.batches)
     for step in range(1, steps + 1):
         for numbers in rank_samples(step, t.global_batch_size, t.micro_batch_size, dp_rank, dp_size):
-            spans = ((stream, window * t.seq_len, min((window + 1) * t.seq_len + 1, stream.length)) for window in numbers)
-            yield read_windows(spans, len(numbers), t.seq_len, cfg.data.document_mask)[1]
+            spans = [(stream, n * t.seq_len, min((n + 1) * t.seq_len + 1, stream.length)) for n in numbers]
+            yield read_windows(spans, t.seq_len, cfg.data.document_mask)[1]

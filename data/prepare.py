@@ -3,7 +3,7 @@
     python -m data.prepare configs/tiny.toml
 
 Writes train.bin, heldout.bin (validation), where their documents end, the tokenizer and manifest.json into
-prepared/{source}-{hash}/, whole or not at all; each source of a mixture into a folder of its own.
+prepared/{source}-{hash}/, one for each source, whole or not at all.
 """
 
 import contextlib
@@ -58,8 +58,7 @@ def _make_once(path: pathlib.Path, made: Callable[[], bool], make: Callable[[], 
 
 
 def _prepare_common_tokenizer(cfg: config.Config) -> None:
-    """Trains the tokenizer of a mixture, and writes next to it the stamps of the files that it was trained on. Raises
-    ConfigError where those have changed."""
+    """Trains the tokenizer of a mixture. Raises ConfigError where the files that it was trained on have changed."""
     path = common_tokenizer(cfg)
     stamps = path.with_suffix(".json")
     now = {part.data.source: file_stamps(part.data.source) for part in source_configs(cfg)}
@@ -74,22 +73,19 @@ def _prepare_common_tokenizer(cfg: config.Config) -> None:
     changed = [source for source, found in now.items() if found and found != before.get(source)]
     if changed:
         raise ConfigError(f"{path}: {', '.join(changed)} changed since this tokenizer was trained on it; delete it and "
-                          "the folders beside it, or prepare into another with data.path")
+                          "the folders next to it, or name another data.path")
 
 
 def _matches(folder: pathlib.Path, cfg: config.Config) -> bool:
-    """Whether the folder is there, for this configuration. Raises ConfigError where it is there for another one, or is
-    not what was prepared."""
+    """Whether the folder is there. Raises ConfigError where it is for another configuration, or was changed."""
     manifest = read_manifest(folder)
     if manifest is None:
         if folder.exists() and any(folder.iterdir()):
             raise ConfigError(f"{folder}: is there but holds no prepared data ({MANIFEST} is missing); move it away")
         return False
     check_identity(folder, manifest, cfg)
-    stamps = file_stamps(cfg.data.source)
-    if stamps and stamps != manifest["files"]:  # the text may be gone, but must not be another
-        raise ConfigError(f"[data] source = {cfg.data.source}: changed since {folder} was prepared; delete that "
-                          "folder, or prepare into another with data.path")
+    if file_stamps(cfg.data.source) not in ([], manifest["files"]):  # the text may be gone, but must not be another
+        raise ConfigError(f"[data] source = {cfg.data.source}: changed since {folder} was prepared; delete the folder")
     written_last = folder / MANIFEST
     for name, digest in manifest["sha256"].items():
         path = folder / name
@@ -105,8 +101,7 @@ def _matches(folder: pathlib.Path, cfg: config.Config) -> bool:
 
 
 def _prepare_folder(folder: pathlib.Path, cfg: config.Config) -> None:
-    """Works in a hidden folder next to it. A killed preparation leaves that to the next one, which resumes; one whose
-    input is wrong removes it."""
+    """Works in a hidden folder next to it, from which the next one resumes; one whose input is wrong removes it."""
     temporary, d = folder.with_name(f".{folder.name}.tmp"), cfg.data
     wanted = {"identity": identity(cfg), "files": file_stamps(d.source)}
     state = _read_json(temporary / MANIFEST) or _read_json(temporary / PROGRESS)
@@ -129,8 +124,8 @@ def _prepare_folder(folder: pathlib.Path, cfg: config.Config) -> None:
     except ConfigError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    report(f"prepared {folder}: {state['tokens']['train']:,} tokens to train on, {state['tokens']['heldout']:,} for "
-           "validation")
+    tokens = state["tokens"]
+    report(f"prepared {folder}: {tokens['train']:,} tokens to train on, {tokens['heldout']:,} for validation")
 
 
 def _write_folder(temporary: pathlib.Path, cfg: config.Config, state: dict) -> dict:
@@ -138,14 +133,15 @@ def _write_folder(temporary: pathlib.Path, cfg: config.Config, state: dict) -> d
     tokenizer, d = Tokenizer(temporary), cfg.data
     if not tokenizer.eos:
         report(f"{d.tokenizer}: has no EOS token that is known, so nothing separates documents")
-    if tokenizer.vocab_size > cfg.model.vocab_size:
-        raise ConfigError(f"[model] vocab_size = {cfg.model.vocab_size}: smaller than the tokenizer "
-                          f"{d.tokenizer}, which has {tokenizer.vocab_size} vocabulary entries")
-    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "int32"
+    size = tokenizer.vocab_size
+    if size > cfg.model.vocab_size:
+        rows = cfg.model.vocab_size
+        raise ConfigError(f"[model] vocab_size = {rows}: smaller than the tokenizer {d.tokenizer}, of {size} entries")
+    dtype = "uint16" if size <= 1 << 16 else "int32"
     revision = write_tokens(temporary, d, dtype, state)
     content = sorted(path for path in temporary.iterdir() if path.suffix != ".tmp" and path.name != PROGRESS)
-    manifest = {"identity": state["identity"], "files": state["files"], "vocab_size": tokenizer.vocab_size,
-                "dtype": dtype, "tokens": state["tokens"], "documents": state["documents"], "revision": revision,
+    manifest = {"identity": state["identity"], "files": state["files"], "vocab_size": size, "dtype": dtype,
+                "tokens": state["tokens"], "documents": state["documents"], "revision": revision,
                 "sha256": {path.name: _sha256(path) for path in content}}
     files.write_whole(temporary / MANIFEST, json.dumps(manifest, indent=2))
     return manifest

@@ -1,7 +1,4 @@
-"""Where text comes from: the documents of a source in order, from the beginning or from where reading stopped.
-
-A new kind of source is a class like Files or Hub, and a line in open_source.
-"""
+"""Where text comes from: the documents of a source in order, from the beginning or from where reading stopped."""
 
 import codecs
 import contextlib
@@ -31,22 +28,18 @@ def open_source(d: config.Data, place: list | None = None) -> "Source":
 
 
 class Source:
-    """Iterates over documents, without empty ones. Each kind has rows(), which gives (where, row); place(), where to
-    resume after the last one, as JSON; and share(), how much has been read, from 0 to 1, or None."""
+    """Iterates over documents, without empty ones. Each kind has rows(): (where, row) of each; place(): where to resume
+    after the last one, as JSON; share(): how much has been read, from 0 to 1, or None."""
 
     revision: str | None = None  # commit of a Hugging Face dataset
 
-    def __init__(self, d: config.Data, place: list | None):
-        self.d, self.resumed = d, place is not None
-
     def __iter__(self) -> Iterator[str]:
         """Raises ConfigError naming file and row."""
-        found, field = self.resumed, self.d.text_field
+        empty, field = not self.resumed, self.d.text_field
         for where, row in self.rows():
             if not isinstance(row, dict) or field not in row:
-                has = (f"its fields are {', '.join(row)}" if isinstance(row, dict) else
-                       f"it is {type(row).__name__}, and each line must be an object")
-                raise ConfigError(f"{where}: has no field {field!r} (data.text_field); {has}")
+                found = ", ".join(row) if isinstance(row, dict) else f"is of type {type(row).__name__}"
+                raise ConfigError(f"{where}: has no field {field!r} (data.text_field), but {found}")
             if not isinstance(text := row[field], str):
                 raise ConfigError(f"{where}: field {field!r} must be text, not {type(text).__name__}")
             try:
@@ -54,9 +47,9 @@ class Source:
             except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell
                 raise ConfigError(f"{where}: is not valid Unicode: {error.reason} at character {error.start}") from None
             if text:
-                found = True
+                empty = False
                 yield text
-        if not found:
+        if empty:
             raise ConfigError(f"[data] source = {self.d.source}: holds no text")
 
 
@@ -64,7 +57,7 @@ class Files(Source):
     """Local files, one after the other. Their place is (file, rows read, bytes read)."""
 
     def __init__(self, d: config.Data, paths: list[pathlib.Path], place: list | None):
-        super().__init__(d, place)
+        self.d, self.resumed = d, place is not None
         self.paths, self.sizes = paths, [path.stat().st_size for path in paths]
         self.file, self.row, self.byte = place or (0, 0, 0)
 
@@ -98,8 +91,7 @@ class Files(Source):
                     yield f"{path}: line {self.row}", row
 
     def _text(self, path: pathlib.Path) -> Iterator[tuple[str, object]]:
-        """A file is one document; a long one is cut, at a line's end where one is near, so that part of it can be held
-        out for validation and its size does not matter."""
+        """A file is one document; a long one is cut, at a line's end where one is near, so that part is validation."""
         with path.open("rb") as file:
             file.seek(self.byte)
             while raw := file.read(TEXT_BYTES) + file.readline(TEXT_BYTES):
@@ -138,13 +130,13 @@ class Hub(Source):
     """A Hugging Face dataset, streamed. Its place is (rows read, the state of `datasets`, revision)."""
 
     def __init__(self, d: config.Data, place: list | None):
-        super().__init__(d, place)
+        self.d, self.resumed = d, place is not None
         with _readable(d.source):
             import datasets
             import huggingface_hub
 
             datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors are reported here, once
-            # The commit, so that what resumes tomorrow resumes in the dataset in which it began.
+            # the commit: what resumes tomorrow resumes in the dataset in which it began
             self.row, state, self.revision = place or (0, None, huggingface_hub.HfApi().dataset_info(d.source).sha)
             self.data = datasets.load_dataset(d.source, name=d.subset, split=d.split, streaming=True,
                                               revision=self.revision)
@@ -161,9 +153,8 @@ class Hub(Source):
         return [self.row, self.data.state_dict(), self.revision]
 
     def share(self) -> float | None:
-        splits = self.data.info.splits or {}
-        rows = splits[self.d.split].num_examples if self.d.split in splits else None
-        return self.row / rows if rows else None
+        split = (self.data.info.splits or {}).get(self.d.split)
+        return self.row / split.num_examples if split and split.num_examples else None
 
 
 @contextlib.contextmanager
@@ -177,8 +168,7 @@ def _readable(what: object) -> Iterator[None]:
 
 
 def local_files(source: str) -> list[pathlib.Path] | None:
-    """Of a file, a folder or a pattern; None for the id of a Hugging Face dataset: NAME or OWNER/NAME, with no file's
-    suffix."""
+    """Of a file, folder or pattern; None for the id of a Hugging Face dataset: [OWNER/]NAME with no file's suffix."""
     path, suffixes = pathlib.Path(source), (*LOCAL, ".csv", ".tsv", ".gz", ".zst", ".zip", ".xz", ".arrow")
     if path.is_dir():
         return sorted(p for p in path.iterdir() if p.suffix in LOCAL and p.is_file())
@@ -195,8 +185,7 @@ def file_stamps(source: str) -> list[list]:
 
 
 def _stdlib_files() -> list[pathlib.Path]:
-    """Python's own standard library: real text that every machine has. Without its tests, which some systems leave
-    out and which hold deliberately broken files."""
+    """Real text that every machine has; without the tests, some deliberately broken, which some systems leave out."""
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     left_out = {"site-packages", "dist-packages", "test", "tests"}
     return [path for path in sorted(root.rglob("*.py")) if not left_out.intersection(path.relative_to(root).parts)]

@@ -14,16 +14,10 @@ TOKENIZERS = ("tokenizer.model", "tokenizer.json")
 SPACE = "\u2581"  # sentencepiece writes a space as this character, and decodes the character to a space
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>")  # Llama 3; Llama 2; GPT-2 and SmolLM; Gemma
 LINE = 1 << 14  # characters of a line that are trained on at once
-MISTAKEN = {  # for a tokenizer, by how the file begins
-    rb"\s*<(!doctype|html|\?xml)": "an HTML page: a download that failed, perhaps for want of a login",
-    rb"version https://git-lfs": "a git-lfs pointer: fetch the file itself (git lfs pull)",
-    rb"[a-z0-9+/]+=* \d+\s": "a tiktoken vocabulary; take the tokenizer.json next to it",
-}
-
 
 def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
-    """The content of a tokenizer's files, by the names under which they are kept: tokenizer.model, or tokenizer.json
-    and, where there is one, tokenizer_config.json. `path`: the file, or a folder that holds one. Raises ConfigError."""
+    """tokenizer.model, or tokenizer.json and, where there is one, tokenizer_config.json: their content by these names.
+    `path`: the file, or a folder that holds one. Raises ConfigError."""
     path = pathlib.Path(path)
     try:
         if path.is_dir():
@@ -42,16 +36,10 @@ def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
 
 
 class Tokenizer:
-    """Text <-> ids, by sentencepiece or by Hugging Face's `tokenizers`. encode() and decode() are inverse to each other
-    for models trained here (byte fallback, no normalisation) and byte-level ones, as Llama 3's and SmolLM's.
-
-    bos, eos: lists of the ids that stand before and after a document, one or none each. A sentencepiece model names
-    them. Of a tokenizer.json they are what its post-processor puts around a text (Llama 3: BOS before, nothing after)
-    and, where that has no EOS, the token that tokenizer_config.json names, else the first of EOS_NAMES.
-    """
+    """Text <-> ids, by sentencepiece or `tokenizers`; lossless for models trained here and byte-level ones (Llama 3's).
+    bos, eos: the ids before and after a document, one or none each. Raises ConfigError."""
 
     def __init__(self, path: str | pathlib.Path):
-        """Raises ConfigError where there is none."""
         self.path, self.files = path, tokenizer_files(path)
         if "tokenizer.json" in self.files:
             self._load_json()
@@ -86,9 +74,8 @@ class Tokenizer:
         except (RuntimeError, ValueError):
             self.vocab_size = 0
         if not self.vocab_size:
-            found = [what for pattern, what in MISTAKEN.items() if re.match(pattern, content, re.I)]
-            raise ConfigError(f"{self.path}: is no tokenizer, but "
-                              + (found[0] if found else f"something that begins with {content[:16]!r}"))
+            raise ConfigError(f"{self.path}: is no tokenizer (an HTML page, git-lfs pointer or tiktoken vocabulary?): "
+                              f"it begins with {content[:24]!r}")
         self.bos, self.eos = ([i] if i >= 0 else [] for i in (self.model.bos_id(), self.model.eos_id()))
         # SPACE spelt in bytes, which decode() leaves alone; only where the model has bytes, and adds no space in front
         space = [self.model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
@@ -99,8 +86,8 @@ class Tokenizer:
         try:
             import tokenizers
         except ImportError:
-            raise ConfigError(f"{self.path}: needs the package `tokenizers`: {sys.executable} -m pip install tokenizers"
-                              ) from None
+            install = f"{sys.executable} -m pip install tokenizers"
+            raise ConfigError(f"{self.path}: needs the package `tokenizers`: {install}") from None
         try:
             self.model = tokenizers.Tokenizer.from_str(self.files["tokenizer.json"].decode())
         except Exception as error:  # tokenizers raises Exception itself
@@ -116,10 +103,11 @@ class Tokenizer:
             named = json.loads(self.files.get("tokenizer_config.json", b"{}")).get("eos_token")
         except (ValueError, AttributeError, RecursionError):
             raise ConfigError(f"{self.path}: tokenizer_config.json beside it is no JSON object") from None
-        # what the post-processor puts before and after a text, seen on the first that becomes any tokens
+        # BOS and EOS are what the post-processor puts around a text, here the first that becomes any tokens; without
+        # such an EOS, the token that tokenizer_config.json names, else the first of EOS_NAMES
         probes = ("a", *sorted(self.model.get_vocab(with_added_tokens=False))[:100])
-        probe, plain = next(((text, ids) for text in probes for ids in self.encode([text]) if ids), ("", []))
-        if not plain:
+        probe, plain = next(((text, ids) for text in probes for ids in self.encode([text]) if ids), (None, []))
+        if probe is None:
             raise ConfigError(f"{self.path}: makes nothing of any text that was tried")
         ids = self.model.encode(probe).ids
         before = next((i for i in range(len(ids)) if ids[i : i + len(plain)] == plain), 0)

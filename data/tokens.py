@@ -43,8 +43,7 @@ def window_count(tokens: int, seq_len: int) -> int:
 class TokenStream:
     """A split, read window by window; every method raises ConfigError where a file was cut.
 
-    By pread, and not mapped into memory: a map's read-ahead makes a random window of a cold file take 13 ms where a
-    read takes 0.05, and a mapped file that is cut ends the process silently (SIGBUS).
+    By pread: mapped, a random window of a cold file takes 13 ms, not 0.05, and a file that is cut means SIGBUS.
     """
 
     path: pathlib.Path
@@ -66,8 +65,7 @@ class TokenStream:
         return raw, ids
 
     def documents(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """(number, first token, one past its last) of the documents that hold tokens start ... stop-1; the first and
-        the last may reach beyond those."""
+        """(number, first token, one past its last) of the documents that hold some of tokens start ... stop-1."""
         number = self._ends_up_to(start)
         found, begin = [], self._end(number - 1) if number else 0
         while start < stop and number < self.document_count:
@@ -115,14 +113,13 @@ def _pread(file: io.FileIO, start: int, stop: int, what: str) -> bytes:
 
 
 def open_stream(folder: pathlib.Path, split: str, vocab_size: int) -> TokenStream:
-    """Opens "train" or "heldout" (validation) of a prepared folder. Raises ConfigError where it is missing, cut, or
-    made for a larger vocabulary than the model's."""
+    """Of "train" or "heldout" (validation). Raises ConfigError where it is missing, cut, or of a larger vocabulary."""
     manifest = read_manifest(folder)
     if manifest is None:
         raise ConfigError(f"{folder}: holds no prepared data; `python -m data.prepare CONFIG` makes it")
     if manifest["vocab_size"] > vocab_size:
-        raise ConfigError(f"[model] vocab_size = {vocab_size}: smaller than the tokenizer of {folder}, which has "
-                          f"{manifest['vocab_size']} vocabulary entries")
+        entries = manifest["vocab_size"]
+        raise ConfigError(f"[model] vocab_size = {vocab_size}: smaller than {folder}'s tokenizer, of {entries} entries")
     path, length, dtype = folder / f"{split}.bin", manifest["tokens"][split], manifest["dtype"]
     file, size = _open(path)
     if size != length * WIDTH[dtype]:
