@@ -60,8 +60,8 @@ def common_tokenizer(cfg: config.Config) -> pathlib.Path:
 
 
 def prepared_parts(cfg: config.Config) -> list[tuple[pathlib.Path, config.Config]]:
-    """The folder of each source, and the configuration that it is prepared for; those of a mixture lie side by side in
-    data.path. Raises ConfigError where their common tokenizer is yet to be trained."""
+    """The folder of each source, and the configuration that it is prepared for. Raises ConfigError where a mixture's
+    tokenizer is yet to be trained."""
     root, tokenizer = pathlib.Path(cfg.data.path or "prepared"), cfg.data.tokenizer
     if cfg.data.path and not cfg.data.sources:
         return [(root, cfg)]

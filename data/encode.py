@@ -72,7 +72,7 @@ def _start() -> None:
 def encode_all(folder: pathlib.Path, typecode: str, source: Source) -> Iterator[tuple[list[tuple[bool, bytes]], tuple]]:
     """(encode(), place and share) of each chunk, reading three per process ahead. Raises ConfigError and OSError."""
     workers = len(os.sched_getaffinity(0))
-    # spawn: the caller may have threads, and a fork would stop those anywhere, perhaps holding a lock
+    # spawn: a fork would stop the caller's threads anywhere, perhaps holding a lock
     pool = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start)
     try:
         submitted = ((pool.submit(encode, folder, typecode, texts), place) for texts, place in chunks(source))

@@ -69,7 +69,7 @@ class Loader:
 def read_windows(spans: list[tuple[TokenStream, int, int]], seq_len: int,
                  mask: bool) -> tuple[list[bytes], tuple[Tensor, ...]]:
     """The bytes of windows (stream, first token, one past the last), and split() of them, padded with IGNORE."""
-    rows, contents = torch.full((len(spans), seq_len + 1), IGNORE), []
+    rows, contents = torch.full((len(spans), seq_len + 1), IGNORE), []  # (B, T+1)
     documents = torch.zeros_like(rows) if mask else None
     for row, (stream, first, stop) in enumerate(spans):
         if stop - first > 1:  # an input and a target

@@ -54,8 +54,8 @@ class Mixture:
         self.table: list[tuple[int, int]] = []  # (source, earlier ones of it in the period)
         given = [0] * len(self.parts)
         for number in range(self.period):
-            source = min((-(-(given[i] + 1) * self.period // part), i) for i, part in enumerate(self.parts)
-                         if given[i] * self.period // part <= number and given[i] < part)[1]
+            _, source = min((-(-(given[i] + 1) * self.period // part), i) for i, part in enumerate(self.parts)
+                            if given[i] * self.period // part <= number and given[i] < part)
             self.table.append((source, given[source]))
             given[source] += 1
 

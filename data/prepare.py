@@ -112,8 +112,7 @@ def _prepare_folder(folder: pathlib.Path, cfg: config.Config) -> None:
             content = Tokenizer(d.tokenizer).files if d.tokenizer else {"tokenizer.model": _train_tokenizer(cfg)}
             for name, part in content.items():
                 files.write_whole(temporary / name, part)
-            none = {"train": 0, "heldout": 0}
-            state = {**wanted, "place": None, "tokens": none, "documents": none.copy()}
+            state = {**wanted, "place": None, **{key: {"train": 0, "heldout": 0} for key in ("tokens", "documents")}}
             files.write_whole(temporary / PROGRESS, json.dumps(state))
         if "sha256" not in state:
             state = _write_folder(temporary, cfg, state)

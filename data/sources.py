@@ -62,13 +62,12 @@ class Files(Source):
         self.file, self.row, self.byte = place or (0, 0, 0)
 
     def rows(self) -> Iterator[tuple[str, object]]:
-        kinds = {".parquet": self._parquet, ".jsonl": self._json_lines, ".json": self._json_lines, ".txt": self._text}
-        kinds = {".py": self._python} if self.d.source == STDLIB else kinds
+        kinds = {".parquet": self._parquet, ".txt": self._text, ".py": self._python}
         while self.file < len(self.paths):
             path = self.paths[self.file]
-            if path.suffix not in kinds:
+            if path.suffix not in LOCAL and self.d.source != STDLIB:
                 raise ConfigError(f"[data] source = {path}: must be one of {', '.join(LOCAL)}")
-            yield from kinds[path.suffix](path)
+            yield from kinds.get(path.suffix, self._json_lines)(path)
             self.file, self.row, self.byte = self.file + 1, 0, 0
 
     def place(self) -> list:

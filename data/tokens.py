@@ -66,7 +66,7 @@ class TokenStream:
 
     def documents(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """(number, first token, one past its last) of the documents that hold some of tokens start ... stop-1."""
-        number = self._ends_up_to(start)
+        number = bisect.bisect_right(range(self.document_count), start, key=self._end)  # some thirty reads
         found, begin = [], self._end(number - 1) if number else 0
         while start < stop and number < self.document_count:
             end = self._end(number)
@@ -77,10 +77,6 @@ class TokenStream:
     @functools.cached_property
     def document_count(self) -> int:
         return os.fstat(self._ends.fileno()).st_size // 8
-
-    def _ends_up_to(self, token: int) -> int:
-        """How many documents end at or before a token's position: a binary search, of some thirty reads."""
-        return bisect.bisect_right(range(self.document_count), token, key=self._end)
 
     def _end(self, number: int) -> int:
         return int.from_bytes(_pread(self._ends, 8 * number, 8 * number + 8, f"document {number}"), "little")
