@@ -12,22 +12,20 @@ import config
 from config import ConfigError
 from data.order import make_order
 from data.sources import STDLIB
-from data.tokenizer import tokenizer_files
-from data.tokens import TokenStream, fingerprint, open_stream, read_manifest
+from data.tokenizer import TOKENIZERS, tokenizer_files
+from data.tokens import TokenStream, open_stream, read_manifest
 
 FORMAT = 3  # of the files; part of their identity
 
 
 def identity(cfg: config.Config) -> dict:
     """What makes two preparations of one source the same. Raises ConfigError where the tokenizer cannot be read."""
-    d = cfg.data
+    d, content = cfg.data, cfg.data.tokenizer and b"".join(tokenizer_files(cfg.data.tokenizer).values())
     found = {"source": d.source, "subset": d.subset, "split": d.split, "text_field": d.text_field,
-             "tokenizer": "trained here", "vocab_size": cfg.model.vocab_size, "max_tokens": d.max_tokens,
-             "format": FORMAT}
-    if d.tokenizer:
-        # The file defines its vocabulary; the model may have more rows.
-        digest = hashlib.sha256(b"".join(tokenizer_files(d.tokenizer).values())).hexdigest()
-        found |= {"tokenizer": digest, "vocab_size": None}
+             "tokenizer": hashlib.sha256(content).hexdigest() if d.tokenizer else "trained here",
+             # a file defines its vocabulary; the model may have more rows
+             "vocab_size": None if d.tokenizer else cfg.model.vocab_size,
+             "max_tokens": d.max_tokens, "format": FORMAT}
     if d.source == STDLIB:
         found["python"] = platform.python_version()
     return found
@@ -45,21 +43,9 @@ def check_identity(folder: pathlib.Path, manifest: dict, cfg: config.Config) -> 
 def source_configs(cfg: config.Config, tokenizer: str | None = None) -> list[config.Config]:
     """The configuration of each source alone; those of a mixture with this tokenizer."""
     d = cfg.data
-    return [replace(cfg, data=replace(d, sources=(), path=None, tokenizer=tokenizer, source=s.source,
-                                      subset=s.subset or d.subset, split=s.split or d.split,
-                                      text_field=s.text_field or d.text_field,
-                                      max_tokens=s.max_tokens or d.max_tokens)) for s in d.sources] or [cfg]
-
-
-def prepared_configs(cfg: config.Config) -> list[config.Config]:
-    """source_configs() as they are prepared: those of a mixture with their common tokenizer. Raises ConfigError where
-    it is yet to be trained."""
-    tokenizer = cfg.data.tokenizer
-    if cfg.data.sources and not tokenizer:
-        tokenizer = str(common_tokenizer(cfg))
-        if not common_tokenizer(cfg).exists():
-            raise ConfigError(f"{tokenizer}: no prepared data; `python -m data.prepare CONFIG` makes it")
-    return source_configs(cfg, tokenizer)
+    return [replace(cfg, data=replace(d, sources=(), path=None, tokenizer=tokenizer, source=s.source, **{
+        key: getattr(s, key) or getattr(d, key) for key in ("subset", "split", "text_field", "max_tokens")}))
+        for s in d.sources] or [cfg]
 
 
 def weights(cfg: config.Config) -> list[float]:
@@ -73,13 +59,22 @@ def common_tokenizer(cfg: config.Config) -> pathlib.Path:
     return pathlib.Path(cfg.data.path or "prepared") / f"tokenizer-{digest}.model"
 
 
-def data_folders(cfg: config.Config) -> list[pathlib.Path]:
-    """The folder of each source; those of a mixture lie side by side in data.path. Raises ConfigError."""
-    root = pathlib.Path(cfg.data.path or "prepared")
+def prepared_parts(cfg: config.Config) -> list[tuple[pathlib.Path, config.Config]]:
+    """The folder of each source, and the configuration that it is prepared for. Raises ConfigError where a mixture's
+    tokenizer is yet to be trained."""
+    root, tokenizer = pathlib.Path(cfg.data.path or "prepared"), cfg.data.tokenizer
     if cfg.data.path and not cfg.data.sources:
-        return [root]
-    return [root / f"{re.sub('[^A-Za-z0-9._-]+', '-', part.data.source).strip('-.')[-100:]}-"
-                   f"{_short_hash(identity(part))}" for part in prepared_configs(cfg)]
+        return [(root, cfg)]
+    if cfg.data.sources and not tokenizer:
+        tokenizer = str(common_tokenizer(cfg))
+        if not common_tokenizer(cfg).exists():
+            raise ConfigError(f"{tokenizer}: no prepared data; `python -m data.prepare CONFIG` makes it")
+    return [(root / f"{re.sub('[^A-Za-z0-9._-]+', '-', part.data.source).strip('-.')[-100:]}-"
+             f"{_short_hash(identity(part))}", part) for part in source_configs(cfg, tokenizer)]
+
+
+def data_folders(cfg: config.Config) -> list[pathlib.Path]:
+    return [folder for folder, _ in prepared_parts(cfg)]
 
 
 def _short_hash(value: Any) -> str:
@@ -90,26 +85,20 @@ def is_prepared(cfg: config.Config) -> bool:
     """Whether all folders are there, for whatever configuration. Raises ConfigError."""
     if cfg.data.sources and not cfg.data.tokenizer and not common_tokenizer(cfg).exists():
         return False
-    return all(read_manifest(folder) is not None for folder in data_folders(cfg))
-
-
-def kept_tokenizer(cfg: config.Config) -> list[pathlib.Path]:
-    """The tokenizer's files in prepared data."""
-    return sorted(data_folders(cfg)[0].glob("tokenizer*"))
+    return all(read_manifest(folder) for folder in data_folders(cfg))
 
 
 def open_data(cfg: config.Config, split: str) -> list[TokenStream]:
-    """The streams of a configuration's sources. Raises ConfigError where they are not prepared, or for another one."""
-    folders = data_folders(cfg)
-    for part, folder in zip(prepared_configs(cfg), folders):
+    """The stream of each source. Raises ConfigError where one is not prepared, or for another configuration."""
+    parts = prepared_parts(cfg)
+    for folder, part in parts:
         if manifest := read_manifest(folder):
             check_identity(folder, manifest, part)
-    return [open_stream(folder, split, cfg.model.vocab_size) for folder in folders]
+    return [open_stream(folder, split, cfg.model.vocab_size) for folder, _ in parts]
 
 
 def source_names(cfg: config.Config) -> list[str]:
-    """Names for the sources of a mixture: their own, or those of their folders where two share one. None of a single
-    source."""
+    """Of the sources of a mixture: their own, or those of their folders where two share one."""
     names = [s.source for s in cfg.data.sources]
     return names if len(set(names)) == len(names) else [folder.name for folder in data_folders(cfg)]
 
@@ -128,27 +117,26 @@ class Dataset:
 
 
 def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
-    """What a configuration trains on and, with [eval] or for that alone (train=False), validates on. Raises ConfigError
-    where it is not prepared, prepared for another configuration, or too small for one batch."""
-    folders, files = data_folders(cfg), kept_tokenizer(cfg)
-    notes = []
-    if (entries := read_manifest(folders[0])["vocab_size"]) < cfg.model.vocab_size:
-        notes.append(f"the tokenizer of {folders[0]} has {entries:,} vocabulary entries: of the model's "
-                     f"{cfg.model.vocab_size:,} rows the rest never has a token")
-    if cfg.model.init_from and _has_another_tokenizer(pathlib.Path(cfg.model.init_from), files):
-        notes.append(f"{cfg.model.init_from} has a tokenizer, but {folders[0]} was prepared with another: to these "
-                     "weights its tokens mean other words; data.tokenizer names one")
-    splits = [open_data(cfg, split) if wanted else [] for split, wanted in (("train", train),
-                                                                            ("heldout", cfg.eval or not train))]
-    found = Dataset(*splits, weights(cfg), source_names(cfg), files, fingerprint(folders), notes)
+    """To train and, with [eval] or for that alone (train=False), to validate on. Raises ConfigError where it is not
+    prepared, prepared for another configuration, or too small for one batch."""
+    training = open_data(cfg, "train") if train else []
+    validation = open_data(cfg, "heldout") if cfg.eval or not train else []
     if train:
-        make_order(cfg, found.train, found.weights)
-    return found
-
-
-def _has_another_tokenizer(folder: pathlib.Path, files: list[pathlib.Path]) -> bool:
-    theirs = [path.read_bytes() for name in ("tokenizer.json", "tokenizer.model") if (path := folder / name).is_file()]
-    return bool(theirs) and not any(path.read_bytes() in theirs for path in files)
+        make_order(cfg, training, weights(cfg))  # is there enough of it?
+    folders = data_folders(cfg)
+    manifests = [read_manifest(folder) for folder in folders]
+    tokenizer = sorted(folders[0].glob("tokenizer*"))
+    notes = []
+    if (entries := manifests[0]["vocab_size"]) < cfg.model.vocab_size:
+        notes.append(f"the tokenizer of {folders[0]} has {entries:,} entries, the model {cfg.model.vocab_size:,} rows")
+    if cfg.model.init_from:
+        paths = [pathlib.Path(cfg.model.init_from, name) for name in TOKENIZERS]
+        theirs = [path.read_bytes() for path in paths if path.is_file()]
+        if theirs and not any(path.read_bytes() in theirs for path in tokenizer):
+            notes.append(f"{cfg.model.init_from} has another tokenizer than {folders[0]} was prepared with: to its "
+                         "weights these tokens mean other words; data.tokenizer names one")
+    fingerprint = [{key: manifest.get(key) for key in ("identity", "tokens", "sha256")} for manifest in manifests]
+    return Dataset(training, validation, weights(cfg), source_names(cfg), tokenizer, fingerprint, notes)
 
 
 def samples_per_epoch(cfg: config.Config) -> float | None:

@@ -1,9 +1,9 @@
 """The batches of one data rank: samples in the order of data/order.py, read ahead by a thread."""
 
-import contextlib
+import collections
+import concurrent.futures
 import hashlib
-import queue
-import threading
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +14,8 @@ import config
 from config import DIGEST_MODULUS, IGNORE
 from data.order import make_order, rank_samples
 from data.tokens import TokenStream
+
+READ_AHEAD = 2  # steps
 
 
 @dataclass(frozen=True)
@@ -26,93 +28,64 @@ class Batch:
 
 
 class Loader:
-    """Iterates over a data rank's batches from a step on; a thread reads, and pins for the GPU, two steps ahead."""
+    """Iterates over a data rank's batches from a step on; a thread reads ahead, and pins for the GPU."""
 
     def __init__(self, cfg: config.Config, streams: Sequence[TokenStream], weights: Sequence[float], dp_rank: int,
                  dp_size: int, first_step: int, pin: bool):
         self.cfg, self.streams, self.dp_rank, self.dp_size, self.pin = cfg, streams, dp_rank, dp_size, pin
         self.order = make_order(cfg, streams, weights)
-        self.ready: queue.Queue = queue.Queue(maxsize=2)
-        self.stopped = threading.Event()
-        self.thread = threading.Thread(target=self._produce, args=(first_step,), daemon=True, name="loader")
-        self.thread.start()
+        self.thread = concurrent.futures.ThreadPoolExecutor(1, "loader")
+        self.ahead = collections.deque(self.thread.submit(self.batch, first_step + i) for i in range(READ_AHEAD))
+        self.next_step = first_step + READ_AHEAD
 
     def __next__(self) -> Batch:
         """Raises what the thread met, as ConfigError for a token file that was cut."""
-        batch = self.ready.get()
-        if isinstance(batch, BaseException):
-            raise batch
-        return batch
+        self.ahead.append(self.thread.submit(self.batch, self.next_step))
+        self.next_step += 1
+        return self.ahead.popleft().result()
 
     def close(self) -> None:
-        self.stopped.set()
-        while not self.ready.empty():
-            self.ready.get_nowait()
-        self.thread.join()
-
-    def _produce(self, step: int) -> None:
-        while not self.stopped.is_set():
-            try:
-                item = self.batch(step)
-            except BaseException as error:  # raised in the training thread: a dead thread would look like a slow disk
-                item = error
-            while not self.stopped.is_set():
-                with contextlib.suppress(queue.Full):
-                    self.ready.put(item, timeout=0.1)
-                    break
-            if isinstance(item, BaseException):
-                return
-            step += 1
+        self.thread.shutdown(cancel_futures=True)
 
     def batch(self, step: int) -> Batch:
         t, mask, digest, micro_batches = self.cfg.train, self.cfg.data.document_mask, 0, []
         for numbers in rank_samples(step, t.global_batch_size, t.micro_batch_size, self.dp_rank, self.dp_size):
-            rows, documents = [], []
-            for number in numbers:
-                stream, first, stop = self.span(number)
-                raw, ids = stream.read(first, stop)
-                rows.append(ids)
-                digest += sample_digest(number, raw)
-                if mask:
-                    documents.append(document_numbers(stream, first, stop))
-            tensors = split(torch.stack(rows), torch.stack(documents) if mask else None)
+            contents, tensors = read_windows([self.span(n) for n in numbers], t.seq_len, mask)
+            digest += sum(map(sample_digest, numbers, contents))
             micro_batches.append(tuple(tensor.pin_memory() for tensor in tensors) if self.pin else tensors)
-        return Batch(micro_batches, self.valid_targets(step), digest % DIGEST_MODULUS)
+        valid = t.global_batch_size * t.seq_len
+        if mask:  # the first token of a document is no target; to count for all ranks costs less than a collective
+            for number in range((step - 1) * t.global_batch_size, step * t.global_batch_size):
+                stream, first, stop = self.span(number)
+                valid -= len(stream.documents(first, stop)) - 1
+        return Batch(micro_batches, valid, digest % DIGEST_MODULUS)
 
     def span(self, number: int) -> tuple[TokenStream, int, int]:
         """(stream, first token, one past the last) of a sample: seq_len inputs and, one further, their targets."""
         place, length = self.order(number), self.cfg.train.seq_len
         return self.streams[place.source], place.window * length, (place.window + 1) * length + 1
 
-    def valid_targets(self, step: int) -> int:
-        """Of all data ranks. Every window is full; under a document mask the first token of a document is no target.
 
-        Each rank counts for all, some ten microseconds a sample: less than a collective would cost.
-        """
-        t = self.cfg.train
-        total = t.global_batch_size * t.seq_len
-        if self.cfg.data.document_mask:
-            for number in range((step - 1) * t.global_batch_size, step * t.global_batch_size):
-                stream, first, stop = self.span(number)
-                total -= stream.boundaries(first, stop)
-        return total
-
-
-def document_numbers(stream: TokenStream, start: int, stop: int) -> Tensor:
-    """The number of each token's document (stop - start), for tokens start ... stop-1."""
-    numbers = torch.empty(stop - start, dtype=torch.int64)
-    for number, begin, end in stream.documents(start, stop):
-        numbers[max(begin - start, 0) : end - start] = number
-    return numbers
+def read_windows(spans: list[tuple[TokenStream, int, int]], seq_len: int,
+                 mask: bool) -> tuple[list[bytes], tuple[Tensor, ...]]:
+    """The bytes of windows (stream, first token, one past the last), and split() of them, padded with IGNORE."""
+    rows, contents = torch.full((len(spans), seq_len + 1), IGNORE), []  # (B, T+1)
+    documents = torch.zeros_like(rows) if mask else None
+    for row, (stream, first, stop) in enumerate(spans):
+        if stop - first > 1:  # an input and a target
+            raw, rows[row, : stop - first] = stream.read(first, stop)
+            contents.append(raw)
+            if mask:
+                for number, begin, _ in stream.documents(first, stop):
+                    documents[row, max(begin - first, 0) :] = number
+    return contents, split(rows, documents)
 
 
 def split(rows: Tensor, documents: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Windows (B, T+1) -> inputs (B, T) and targets (B, T), each the token after its input.
-
-    With the windows' documents (B, T+1) a target in another document than its input is IGNORE, and the inputs'
-    positions (B, T) and documents (B, T) follow. All int64.
-    """
-    inputs, targets = rows[:, :-1].clone(), rows[:, 1:].clone()  # of a single row contiguous() would be a view
+    """Windows (B, T+1), padded with IGNORE, -> inputs (B, T) and targets (B, T), each the token after its input. With
+    their documents (B, T+1) a target in another one than its input is IGNORE, and the inputs' positions (B, T) and
+    documents (B, T) follow. All int64."""
+    inputs, targets = rows[:, :-1].clamp(min=0), rows[:, 1:].clone()  # of a single row contiguous() would be a view
     if documents is None:
         return inputs, targets
     targets[documents[:, 1:] != documents[:, :-1]] = IGNORE
@@ -121,8 +94,8 @@ def split(rows: Tensor, documents: Tensor | None = None) -> tuple[Tensor, ...]:
 
 
 def positions(documents: Tensor) -> Tensor:
-    """Each token's place in its document (B, T), from 0, of document numbers (B, T) that rise along T. A document that
-    began before the window counts from the window's start."""
+    """Each token's place in its document (B, T), from 0, or in the window where the document began before it; from
+    document numbers (B, T) that rise along T."""
     place = torch.arange(documents.shape[1]).expand_as(documents)  # (B, T)
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -136,29 +109,13 @@ def sample_digest(number: int, raw: bytes) -> int:
 
 def heldout_batches(stream: TokenStream, cfg: config.Config, dp_rank: int,
                     dp_size: int) -> Iterator[tuple[Tensor, ...]]:
-    """A data rank's micro-batches of a validation stream, as split() gives them, in order; each target once over all
-    data ranks.
-
-    The last window may be short, and so may the last batch: the rest is padded with IGNORE, so that every rank runs
-    the same number of forward passes and the token-weighted loss is the same for any number of them.
-    """
-    t, mask = cfg.train, cfg.data.document_mask
-    windows = -(-max(0, stream.length - 1) // t.seq_len)
-    steps = -(-windows // t.global_batch_size)
+    """A data rank's micro-batches of a validation stream, as split() gives them; each target once over all data ranks.
+    The last batch is padded with IGNORE, so that every rank runs the same number of forward passes."""
+    t = cfg.train
+    steps = math.ceil((stream.length - 1) / (t.seq_len * t.global_batch_size))
     if cfg.eval and cfg.eval.batches is not None:
         steps = min(steps, cfg.eval.batches)
     for step in range(1, steps + 1):
         for numbers in rank_samples(step, t.global_batch_size, t.micro_batch_size, dp_rank, dp_size):
-            rows = torch.zeros((len(numbers), t.seq_len + 1), dtype=torch.int64)
-            documents = torch.zeros_like(rows) if mask else None
-            padding = torch.ones_like(rows[:, 1:], dtype=torch.bool)  # among the targets
-            for row, window in enumerate(numbers):
-                start, stop = window * t.seq_len, min((window + 1) * t.seq_len + 1, stream.length)
-                if (length := stop - start) > 1:
-                    _, rows[row, :length] = stream.read(start, stop)
-                    padding[row, : length - 1] = False
-                    if mask:
-                        documents[row, :length] = document_numbers(stream, start, stop)
-                        documents[row, length:] = documents[row, length - 1]
-            inputs, targets, *rest = split(rows, documents)
-            yield inputs, targets.masked_fill(padding, IGNORE), *rest
+            spans = [(stream, n * t.seq_len, min((n + 1) * t.seq_len + 1, stream.length)) for n in numbers]
+            yield read_windows(spans, t.seq_len, cfg.data.document_mask)[1]

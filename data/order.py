@@ -1,10 +1,10 @@
 """Which text is each sample of a run: closed forms of the sample's number, so that the whole state is the step.
 
-Sample k of a source is number k mod n of its epoch k div n, with n windows in its stream; within an epoch the windows
-come in an order of their own, a keyed permutation computed on the fly. In a mixture, which source a sample comes from
-repeats with a short period. Nothing depends on the number of ranks: they split the samples of a step among them.
+Sample k of a source is number k mod n of its epoch k div n, with n windows in its stream; each epoch has a keyed
+permutation of its own. Nothing depends on the number of ranks.
 """
 
+import functools
 import hashlib
 import math
 from collections.abc import Sequence
@@ -17,18 +17,13 @@ from data.tokens import TokenStream, window_count
 
 
 class Permutation:
-    """A bijection of 0 ... n-1, keyed by (seed, epoch, source), without a table.
-
-    A Feistel network (https://doi.org/10.1137/0217022) over the next even power of two, walked on until it lands
-    below n: fewer than four turns on average. Eight rounds of a 64-bit mixing function.
-    """
-
-    ROUNDS = 8
+    """A bijection of 0 ... n-1, keyed by (seed, epoch, source), without a table: a Feistel network of eight rounds
+    (https://doi.org/10.1137/0217022) over the next even power of two, walked on until it lands below n."""
 
     def __init__(self, n: int, seed: int, epoch: int, source: int = 0):
         self.n = n
         self.half = max(1, ((n - 1).bit_length() + 1) // 2)  # bits
-        key = hashlib.blake2b(f"{seed}/{epoch}/{source}".encode(), digest_size=8 * self.ROUNDS).digest()
+        key = hashlib.blake2b(f"{seed}/{epoch}/{source}".encode(), digest_size=64).digest()
         self.keys = [int.from_bytes(key[i : i + 8], "big") for i in range(0, len(key), 8)]
 
     def __call__(self, index: int) -> int:
@@ -36,26 +31,21 @@ class Permutation:
         while True:
             left, right = index >> self.half, index & mask
             for key in self.keys:
-                left, right = right, left ^ (_mix(right ^ key) & mask)
+                x = right ^ key  # mixed by splitmix64's finaliser: each bit depends on every bit of x
+                x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+                x = (x ^ x >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+                left, right = right, left ^ ((x ^ x >> 31) & mask)
             index = left << self.half | right
             if index < self.n:
                 return index
 
 
-def _mix(x: int) -> int:
-    """The finaliser of splitmix64: each bit of the result depends on every bit of x."""
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-    return x ^ x >> 31
-
-
 class Mixture:
     """Which source a sample of the run comes from, and how many of that source came before it.
 
-    Of the first n samples, the number from a source of share w is w n rounded up or down, for every n and source: the
-    schedule of a processor shared in proportion (https://doi.org/10.1007/BF01940883). There the j-th sample of a source
-    may come from number floor((j-1) / w) on and must have come by ceil(j / w), and whichever of those allowed is due
-    first comes next. With the shares as fractions of one whole number this repeats, so one period is kept as a table.
+    Of the first n samples, the number from a source of share w is w n rounded up or down, for every n and source
+    (https://doi.org/10.1007/BF01940883): its j-th sample may come from number floor((j-1) / w) on and is due by
+    ceil(j / w); of those allowed the first due is next. This repeats; one period is kept as a table.
     """
 
     def __init__(self, weights: Sequence[float]):
@@ -64,9 +54,8 @@ class Mixture:
         self.table: list[tuple[int, int]] = []  # (source, earlier ones of it in the period)
         given = [0] * len(self.parts)
         for number in range(self.period):
-            # given / share <= number: allowed by now; ceil((given + 1) / share): when it is due
-            source = min((-(-(given[i] + 1) * self.period // part), i) for i, part in enumerate(self.parts)
-                         if given[i] * self.period // part <= number and given[i] < part)[1]
+            _, source = min((-(-(given[i] + 1) * self.period // part), i) for i, part in enumerate(self.parts)
+                            if given[i] * self.period // part <= number and given[i] < part)
             self.table.append((source, given[source]))
             given[source] += 1
 
@@ -77,8 +66,7 @@ class Mixture:
 
 
 def whole_parts(weights: Sequence[float]) -> list[int]:
-    """The weights as whole numbers in the same ratio, with a sum of at most LONGEST_PERIOD: exactly where that is
-    possible, as for 0.7 and 0.3, else as near as it goes."""
+    """The weights as whole numbers in the same ratio, or near it, with a sum of at most LONGEST_PERIOD."""
     exact = [Fraction(repr(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     near = [share.limit_denominator(LONGEST_PERIOD) for share in shares]
@@ -99,20 +87,17 @@ class Place(NamedTuple):
 
 
 class Order:
-    """Where each sample of a run lies. Keeps the permutations of the epochs under way, for speed alone."""
+    """Where each sample of a run lies. windows: full windows of each source."""
 
     def __init__(self, windows: Sequence[int], weights: Sequence[float], seed: int):
-        """windows: full windows of each source."""
-        self.windows, self.mixture, self.seed = windows, Mixture(weights), seed
-        self.permutations: dict[int, tuple[int, Permutation]] = {}  # (epoch, its own) by source
+        self.windows, self.mixture = windows, Mixture(weights)
+        self.permutation = functools.lru_cache(2 * len(windows))(  # of the epochs under way, for speed alone
+            lambda source, epoch: Permutation(windows[source], seed, epoch, source))
 
     def __call__(self, number: int) -> Place:
         source, index = self.mixture(number)
         epoch, position = divmod(index, self.windows[source])
-        known = self.permutations.get(source)
-        if not known or known[0] != epoch:
-            known = self.permutations[source] = epoch, Permutation(self.windows[source], self.seed, epoch, source)
-        return Place(source, epoch, known[1](position))
+        return Place(source, epoch, self.permutation(source, epoch)(position))
 
     def longest_epoch(self) -> float:
         """Samples of the run until every source has been read once."""
@@ -121,25 +106,22 @@ class Order:
 
 
 def make_order(cfg: config.Config, streams: Sequence[TokenStream], weights: Sequence[float]) -> Order:
-    """Of a run's samples. Raises ConfigError where a source does not fill its share of one global batch."""
+    """Raises ConfigError where a source does not fill its share of one global batch."""
     t = cfg.train
     order = Order([window_count(stream.length, t.seq_len) for stream in streams], weights, cfg.run.seed)
-    shares = [part / order.mixture.period for part in order.mixture.parts]
-    problems = [
-        f"{stream.path}: {stream.length} tokens give {windows} samples of train.seq_len = {t.seq_len}, fewer than "
-        + (f"its share of {share:.3g} of " if share < 1 else "")
-        + f"one batch of train.global_batch_size = {t.global_batch_size}"
-        for stream, windows, share in zip(streams, order.windows, shares) if windows < share * t.global_batch_size]
+    needed = [part / order.mixture.period * t.global_batch_size for part in order.mixture.parts]
+    problems = [f"{stream.path}: {stream.length} tokens give {windows} samples of train.seq_len = {t.seq_len}, but one "
+                f"batch of train.global_batch_size = {t.global_batch_size} takes {share:.3g} of them"
+                for stream, windows, share in zip(streams, order.windows, needed) if windows < share]
     if cfg.data.document_mask:
-        problems += [f"{stream.path}: its documents are of one token each, which leaves nothing to learn under "
-                     "data.document_mask" for stream in streams if stream.document_count == stream.length]
+        problems += [f"{stream.path}: has documents of one token each, of which data.document_mask leaves none to learn"
+                     for stream in streams if stream.document_count == stream.length]
     if problems:
         raise ConfigError(*problems)
     return order
 
 
 def rank_samples(step: int, batch: int, micro: int, rank: int, ranks: int) -> list[range]:
-    """Sample numbers of each micro-batch of a rank in a step (from 1). Together the ranks have
-    (step-1) * batch ... step * batch - 1, each once."""
+    """Sample numbers of each micro-batch of a rank in a step (from 1)."""
     first = (step - 1) * batch + rank * micro
     return [range(start, start + micro) for start in range(first, first + batch - rank * micro, micro * ranks)]

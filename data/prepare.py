@@ -3,35 +3,26 @@
     python -m data.prepare configs/tiny.toml
 
 Writes train.bin, heldout.bin (validation), where their documents end, the tokenizer and manifest.json into
-prepared/{source}-{hash}/, whole or not at all; each source of a mixture into a folder of its own.
-The documents whose hash falls into the last 1 % are the validation set, whatever else the corpus holds.
+prepared/{source}-{hash}/, one for each source, whole or not at all.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import pathlib
 import shutil
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import config
 import files
 from config import ConfigError
-from data.dataset import (
-    check_identity,
-    common_tokenizer,
-    data_folders,
-    identity,
-    prepared_configs,
-    source_configs,
-    weights,
-)
+from data.dataset import check_identity, common_tokenizer, identity, prepared_parts, source_configs, weights
 from data.encode import PROGRESS, report, write_tokens
 from data.sources import file_stamps, open_source
 from data.tokenizer import Tokenizer, train_tokenizer
-from data.tokens import MANIFEST, read_manifest
+from data.tokens import MANIFEST, damaged, read_manifest
 
 
 def prepare(cfg: config.Config) -> list[pathlib.Path]:
@@ -39,137 +30,127 @@ def prepare(cfg: config.Config) -> list[pathlib.Path]:
     Raises ConfigError; a folder is then published in full or not at all."""
     if cfg.data.sources and not cfg.data.tokenizer:
         _prepare_common_tokenizer(cfg)
-    folders = data_folders(cfg)
-    for part, folder in zip(prepared_configs(cfg), folders):
-        if not _matches(folder, part):
-            with _locked(folder):
-                if not _matches(folder, part):  # else another process made it meanwhile
-                    _prepare_folder(folder, part)
-    return folders
+    parts = prepared_parts(cfg)
+    for part in parts:
+        _make_once(part[0], functools.partial(_matches, *part), functools.partial(_prepare_folder, *part))
+    return [folder for folder, _ in parts]
 
 
-@contextlib.contextmanager
-def _locked(path: pathlib.Path) -> Iterator[None]:
-    """Makes the folder above `path`, and holds a hidden lock file next to it, which stays. Raises ConfigError for the
-    block's OSError."""
+def _make_once(path: pathlib.Path, made: Callable[[], bool], make: Callable[[], None]) -> None:
+    """make() unless made(), under a hidden lock file next to `path`, which stays. Raises ConfigError for OSError."""
+    if made():
+        return
     lock = path.with_name(f".{path.name}.lock")
-    with contextlib.ExitStack() as stack:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                stack.enter_context(files.locked(lock))
-            except TimeoutError:
-                report(f"waiting for another process that prepares {path}")
-                stack.enter_context(files.locked(lock, timeout=-1))
-            yield
-        except OSError as error:
-            raise ConfigError(f"{error.filename or path}: data could not be prepared: {error.strerror}") from None
+            held = files.lock(lock)
+        except TimeoutError:
+            report(f"waiting for another process that prepares {path}")
+            held = files.lock(lock, timeout=-1)
+        try:
+            if not made():  # else another process made it meanwhile
+                make()
+        finally:
+            held.release()
+    except OSError as error:
+        raise ConfigError(f"{error.filename or path}: data could not be prepared: {error.strerror}") from None
 
 
 def _prepare_common_tokenizer(cfg: config.Config) -> None:
-    """Trains the tokenizer of a mixture, and writes next to it the stamps of the files that it was trained on. Raises
-    ConfigError where those have changed."""
+    """Trains the tokenizer of a mixture. Raises ConfigError where the files that it was trained on have changed."""
     path = common_tokenizer(cfg)
     stamps = path.with_suffix(".json")
     now = {part.data.source: file_stamps(part.data.source) for part in source_configs(cfg)}
-    if not path.exists():
-        with _locked(path):
-            if not path.exists():
-                content = _train_tokenizer(cfg)
-                files.write_whole(stamps, json.dumps(now))
-                files.write_whole(path, content)
-    before = _read_json(stamps) or {}
+
+    def train() -> None:
+        content = _train_tokenizer(cfg)
+        files.write_whole(stamps, json.dumps(now))
+        files.write_whole(path, content)
+
+    _make_once(path, path.exists, train)
+    before = _read_json(stamps)
     changed = [source for source, found in now.items() if found and found != before.get(source)]
     if changed:
         raise ConfigError(f"{path}: {', '.join(changed)} changed since this tokenizer was trained on it; delete it and "
-                          "the folders beside it, or prepare into another with data.path")
+                          "the folders next to it, or name another data.path")
 
 
 def _matches(folder: pathlib.Path, cfg: config.Config) -> bool:
-    """Whether the folder is there, for this configuration. Raises ConfigError where it is there for another one, or is
-    not what was prepared."""
+    """Whether the folder is there. Raises ConfigError where it is for another configuration, or was changed."""
     manifest = read_manifest(folder)
     if manifest is None:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if folder.exists() and any(folder.iterdir()):
             raise ConfigError(f"{folder}: is there but holds no prepared data ({MANIFEST} is missing); move it away")
         return False
     check_identity(folder, manifest, cfg)
-    stamps = file_stamps(cfg.data.source)
-    if stamps and stamps != manifest["files"]:  # the text may be gone, but must not be another
-        raise ConfigError(f"[data] source = {cfg.data.source}: changed since {folder} was prepared; delete that "
-                          "folder, or prepare into another with data.path")
+    if file_stamps(cfg.data.source) not in ([], manifest["files"]):  # the text may be gone, but must not be another
+        raise ConfigError(f"[data] source = {cfg.data.source}: changed since {folder} was prepared; delete the folder")
+    written_last = folder / MANIFEST
     for name, digest in manifest["sha256"].items():
-        path, written_last = folder / name, folder / MANIFEST
+        path = folder / name
         if not path.exists():
-            raise ConfigError(f"{path}: is missing; delete {folder} to prepare it again")
+            raise damaged(path, "is missing")
         # Only files younger than the manifest are hashed: to hash terabytes before each start would stall a cluster.
         if path.stat().st_mtime_ns > written_last.stat().st_mtime_ns:
             report(f"{path}: was copied or changed since it was prepared; comparing its hash")
             if _sha256(path) != digest:
-                raise ConfigError(f"{path}: was changed since it was prepared; delete {folder} to prepare it again")
+                raise damaged(path, "was changed since it was prepared")
             report(f"{path}: is unchanged; `touch {written_last}` spares this the next time")
     return True
 
 
 def _prepare_folder(folder: pathlib.Path, cfg: config.Config) -> None:
-    """Works in a hidden folder next to it. A killed preparation leaves that to the next one, which resumes; one whose
-    input is wrong removes it."""
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    wanted = {"identity": identity(cfg), "files": file_stamps(cfg.data.source)}
-    state = _read_json(temporary / MANIFEST) or _read_json(temporary / PROGRESS) or {}
-    if any(state.get(key) != value for key, value in wanted.items()):  # nothing, or begun for something else
-        shutil.rmtree(temporary, ignore_errors=True)
-        state = {}
+    """Works in a hidden folder next to it, from which the next one resumes; one whose input is wrong removes it."""
+    temporary, d = folder.with_name(f".{folder.name}.tmp"), cfg.data
+    wanted = {"identity": identity(cfg), "files": file_stamps(d.source)}
+    state = _read_json(temporary / MANIFEST) or _read_json(temporary / PROGRESS)
     try:
-        if not state:
-            state = _begin(temporary, cfg, wanted)
+        if any(state.get(key) != value for key, value in wanted.items()):  # nothing, or begun for something else
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            content = Tokenizer(d.tokenizer).files if d.tokenizer else {"tokenizer.model": _train_tokenizer(cfg)}
+            for name, part in content.items():
+                files.write_whole(temporary / name, part)
+            state = {**wanted, "place": None, **{key: {"train": 0, "heldout": 0} for key in ("tokens", "documents")}}
+            files.write_whole(temporary / PROGRESS, json.dumps(state))
         if "sha256" not in state:
-            state = _fill(temporary, cfg, state)
-        if file_stamps(cfg.data.source) != wanted["files"]:
-            raise ConfigError(f"[data] source = {cfg.data.source}: changed while it was prepared; start again")
+            state = _write_folder(temporary, cfg, state)
+        if file_stamps(d.source) != wanted["files"]:
+            raise ConfigError(f"[data] source = {d.source}: changed while it was prepared; start again")
         (temporary / PROGRESS).unlink(missing_ok=True)
         files.publish(temporary, folder)
     except ConfigError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    report(f"prepared {folder}: {state['tokens']['train']:,} tokens to train on, {state['tokens']['heldout']:,} for "
-           "validation")
+    tokens = state["tokens"]
+    report(f"prepared {folder}: {tokens['train']:,} tokens to train on, {tokens['heldout']:,} for validation")
 
 
-def _begin(temporary: pathlib.Path, cfg: config.Config, wanted: dict) -> dict:
-    """Writes the tokenizer and, last, progress.json. Returns its content: where nothing has been read yet."""
-    temporary.mkdir()
-    given = cfg.data.tokenizer
-    for name, content in (Tokenizer(given).files if given else {"tokenizer.model": _train_tokenizer(cfg)}).items():
-        files.write_whole(temporary / name, content)
-    state = {**wanted, "place": None, "tokens": {"train": 0, "heldout": 0}, "documents": {"train": 0, "heldout": 0}}
-    files.write_whole(temporary / PROGRESS, json.dumps(state))
-    return state
-
-
-def _fill(temporary: pathlib.Path, cfg: config.Config, state: dict) -> dict:
+def _write_folder(temporary: pathlib.Path, cfg: config.Config, state: dict) -> dict:
     """Writes the token files from `state` on and, last, the manifest. Returns its content."""
-    tokenizer = Tokenizer(temporary)
+    tokenizer, d = Tokenizer(temporary), cfg.data
     if not tokenizer.eos:
-        report(f"{cfg.data.tokenizer}: has no EOS token that is known, so nothing separates documents")
-    if tokenizer.vocab_size > cfg.model.vocab_size:
-        raise ConfigError(f"[model] vocab_size = {cfg.model.vocab_size}: smaller than the tokenizer "
-                          f"{cfg.data.tokenizer}, which has {tokenizer.vocab_size} vocabulary entries")
-    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "int32"
-    revision = write_tokens(temporary, cfg.data, dtype, state)
+        report(f"{d.tokenizer}: has no EOS token that is known, so nothing separates documents")
+    size = tokenizer.vocab_size
+    if size > cfg.model.vocab_size:
+        rows = cfg.model.vocab_size
+        raise ConfigError(f"[model] vocab_size = {rows}: smaller than the tokenizer {d.tokenizer}, of {size} entries")
+    dtype = "uint16" if size <= 1 << 16 else "int32"
+    revision = write_tokens(temporary, d, dtype, state)
     content = sorted(path for path in temporary.iterdir() if path.suffix != ".tmp" and path.name != PROGRESS)
-    manifest = {"identity": state["identity"], "files": state["files"], "vocab_size": tokenizer.vocab_size,
-                "dtype": dtype, "tokens": state["tokens"], "documents": state["documents"], "revision": revision,
+    manifest = {"identity": state["identity"], "files": state["files"], "vocab_size": size, "dtype": dtype,
+                "tokens": state["tokens"], "documents": state["documents"], "revision": revision,
                 "sha256": {path.name: _sha256(path) for path in content}}
     files.write_whole(temporary / MANIFEST, json.dumps(manifest, indent=2))
     return manifest
 
 
-def _read_json(path: pathlib.Path) -> Any:
-    """None where there is none."""
+def _read_json(path: pathlib.Path) -> dict:
+    """Empty where there is none."""
     with contextlib.suppress(OSError, ValueError):
         return json.loads(path.read_text())
-    return None
+    return {}
 
 
 def _sha256(path: pathlib.Path) -> str:
@@ -183,20 +164,17 @@ def _sha256(path: pathlib.Path) -> str:
 def _train_tokenizer(cfg: config.Config) -> bytes:
     """On the first part of each source, in proportion to its weight: 2,000 characters per vocabulary entry, at least 4
     million; more text hardly changes a byte-pair vocabulary. Returns the model file's content. Raises ConfigError."""
-    alone, shares = source_configs(cfg), [weight / sum(weights(cfg)) for weight in weights(cfg)]
-    for part in alone:
-        next(iter(open_source(part.data)))  # what is wrong with a source is reported first
-    wanted = max(4_000_000, 2_000 * cfg.model.vocab_size)
+    parts, wanted = source_configs(cfg), max(4_000_000, 2_000 * cfg.model.vocab_size)
     report(f"training a tokenizer of {cfg.model.vocab_size:,} vocabulary entries on up to {wanted / 1e6:,.0f} MB of "
-           + ", ".join(part.data.source for part in alone))
+           + ", ".join(part.data.source for part in parts))
 
     def sample() -> Iterator[str]:
-        for part, share in zip(alone, shares):
+        for part, weight in zip(parts, weights(cfg)):
             size = 0
             for text in open_source(part.data):
                 yield text
                 size += len(text)
-                if size >= wanted * share:
+                if size >= wanted * (weight / sum(weights(cfg))):
                     break
 
     return train_tokenizer(sample(), cfg.model.vocab_size)
@@ -207,10 +185,10 @@ def main(argv: list[str]) -> int:
     try:
         prepare(cfg)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        report(str(error))
         return 2
     except KeyboardInterrupt:
-        print("stopped; the same command resumes here", file=sys.stderr)
+        report("stopped; the same command resumes here")
         return 130
     return 0
 

@@ -2,7 +2,7 @@
 
     python -m data.show configs/tiny.toml --step 3
 
-The samples are those of all ranks together, in their order. Needs the prepared data and its tokenizer.
+The samples of all ranks together, in their order.
 """
 
 import argparse

@@ -1,8 +1,6 @@
-"""Where text comes from: the documents of a source in order, from the beginning or from where reading stopped.
+"""Where text comes from: the documents of a source in order, from the beginning or from where reading stopped."""
 
-A new kind of source is a class like Files or Hub, and a line in open_source.
-"""
-
+import codecs
 import contextlib
 import glob
 import json
@@ -21,65 +19,55 @@ TEXT_BYTES = 1 << 16  # a longer .txt file becomes several documents
 
 def open_source(d: config.Data, place: list | None = None) -> "Source":
     """[data] source from its beginning, or resumed at what place() gave. Raises ConfigError where there is none."""
-    if d.source == STDLIB:
-        return Files(d, _stdlib_files(), place)
-    if not is_local(d.source):
+    paths = _stdlib_files() if d.source == STDLIB else local_files(d.source)
+    if paths is None:
         return Hub(d, place)
-    if paths := local_files(d.source):
-        return Files(d, paths, place)
-    raise ConfigError(f"[data] source = {d.source}: no such file (or folder, or pattern) of {', '.join(LOCAL)}")
+    if not paths:
+        raise ConfigError(f"[data] source = {d.source}: no such file (or folder, or pattern) of {', '.join(LOCAL)}")
+    return Files(d, paths, place)
 
 
 class Source:
-    """Iterates over documents, without empty ones. Each kind has texts(), which gives (where, text) of each row;
-    place(), where to resume after the last one, as JSON; and share(), how much has been read, from 0 to 1, or None."""
+    """Iterates over documents, without empty ones. Each kind has rows(): (where, row) of each; place(): where to resume
+    after the last one, as JSON; share(): how much has been read, from 0 to 1, or None."""
 
     revision: str | None = None  # commit of a Hugging Face dataset
 
-    def __init__(self, d: config.Data, resumed: bool):
-        self.d, self.resumed = d, resumed
-
     def __iter__(self) -> Iterator[str]:
         """Raises ConfigError naming file and row."""
-        found = self.resumed
-        for where, text in self.texts():
-            if not isinstance(text, str):
-                raise ConfigError(f"{where}: field {self.d.text_field!r} must be text, not {type(text).__name__}")
+        empty, field = not self.resumed, self.d.text_field
+        for where, row in self.rows():
+            if not isinstance(row, dict) or field not in row:
+                found = ", ".join(row) if isinstance(row, dict) else f"is of type {type(row).__name__}"
+                raise ConfigError(f"{where}: has no field {field!r} (data.text_field), but {found}")
+            if not isinstance(text := row[field], str):
+                raise ConfigError(f"{where}: field {field!r} must be text, not {type(text).__name__}")
             try:
                 text.encode()
             except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell
                 raise ConfigError(f"{where}: is not valid Unicode: {error.reason} at character {error.start}") from None
             if text:
-                found = True
+                empty = False
                 yield text
-        if not found:
+        if empty:
             raise ConfigError(f"[data] source = {self.d.source}: holds no text")
-
-    def field(self, where: str, row: object) -> object:
-        """The text of a row. Raises ConfigError where there is none."""
-        if isinstance(row, dict) and self.d.text_field in row:
-            return row[self.d.text_field]
-        found = (f"its fields are {', '.join(row)}" if isinstance(row, dict) else
-                 f"it is {type(row).__name__}, and each line must be an object")
-        raise ConfigError(f"{where}: has no field {self.d.text_field!r} (data.text_field); {found}")
 
 
 class Files(Source):
     """Local files, one after the other. Their place is (file, rows read, bytes read)."""
 
     def __init__(self, d: config.Data, paths: list[pathlib.Path], place: list | None):
-        super().__init__(d, place is not None)
+        self.d, self.resumed = d, place is not None
         self.paths, self.sizes = paths, [path.stat().st_size for path in paths]
         self.file, self.row, self.byte = place or (0, 0, 0)
 
-    def texts(self) -> Iterator[tuple[str, object]]:
-        kinds = {".parquet": self._parquet, ".jsonl": self._json_lines, ".json": self._json_lines, ".txt": self._text}
-        kinds = {".py": self._python} if self.d.source == STDLIB else kinds
+    def rows(self) -> Iterator[tuple[str, object]]:
+        kinds = {".parquet": self._parquet, ".txt": self._text, ".py": self._python}
         while self.file < len(self.paths):
             path = self.paths[self.file]
-            if path.suffix not in kinds:
+            if path.suffix not in LOCAL and self.d.source != STDLIB:
                 raise ConfigError(f"[data] source = {path}: must be one of {', '.join(LOCAL)}")
-            yield from kinds[path.suffix](path)
+            yield from kinds.get(path.suffix, self._json_lines)(path)
             self.file, self.row, self.byte = self.file + 1, 0, 0
 
     def place(self) -> list:
@@ -95,127 +83,108 @@ class Files(Source):
             for line in file:
                 self.row, self.byte = self.row + 1, self.byte + len(line)
                 if line.strip():
-                    where = f"{path}: line {self.row}"
                     try:
                         row = json.loads(line)
                     except (ValueError, RecursionError) as error:
-                        raise ConfigError(f"{where}: is not valid JSON: {error}") from None
-                    yield where, self.field(where, row)
+                        raise ConfigError(f"{path}: line {self.row}: is not valid JSON: {error}") from None
+                    yield f"{path}: line {self.row}", row
 
     def _text(self, path: pathlib.Path) -> Iterator[tuple[str, object]]:
-        """A file is one document; a long one is cut, at a line's end where one is near, so that part of it can be held
-        out for validation and its size does not matter."""
+        """A file is one document; a long one is cut, at a line's end where one is near, so that part is validation."""
         with path.open("rb") as file:
             file.seek(self.byte)
             while raw := file.read(TEXT_BYTES) + file.readline(TEXT_BYTES):
                 try:
-                    text = raw.decode()
+                    text, used = codecs.utf_8_decode(raw, "strict", not file.peek(1))  # a cut character is left over
                 except UnicodeDecodeError as error:
-                    if error.reason != "unexpected end of data" or not error.start or not file.peek(1):
-                        line = self.row + raw.count(b"\n", 0, error.start) + 1
-                        raise ConfigError(f"{path}: line {line}: is not UTF-8: {error.reason}") from None
-                    raw = raw[: error.start]  # the cut went through a character
-                    file.seek(self.byte + len(raw))
-                    text = raw.decode()
-                self.row, self.byte = self.row + raw.count(b"\n"), self.byte + len(raw)
-                yield str(path), text
+                    line = self.row + raw.count(b"\n", 0, error.start) + 1
+                    raise ConfigError(f"{path}: line {line}: is not UTF-8: {error.reason}") from None
+                self.row, self.byte = self.row + raw.count(b"\n"), self.byte + used
+                file.seek(self.byte)
+                yield str(path), {self.d.text_field: text}
 
     def _python(self, path: pathlib.Path) -> Iterator[tuple[str, object]]:
         if not self.byte:
             self.byte = self.sizes[self.file]
             with contextlib.suppress(UnicodeDecodeError):
-                yield str(path), path.read_bytes().decode()
+                yield str(path), {self.d.text_field: path.read_bytes().decode()}
 
     def _parquet(self, path: pathlib.Path) -> Iterator[tuple[str, object]]:
         with _readable(path):
             import pyarrow.parquet  # comes with `datasets`
 
-            table = pyarrow.parquet.ParquetFile(path)
-            groups = [table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)]
-            if self.d.text_field not in table.schema_arrow.names and sum(groups):
-                self.field(f"{path}: row 1", dict.fromkeys(table.schema_arrow.names))
-            begin = 0  # of the batch, in rows
-            for i, rows in enumerate(groups):
-                if begin + rows <= self.row:  # read before, as a whole
-                    begin += rows
-                    continue
-                for batch in table.iter_batches(1024, row_groups=[i], columns=[self.d.text_field]):
-                    for text in batch[self.d.text_field][max(0, self.row - begin) :].to_pylist():
-                        self.row += 1
-                        self.byte = self.sizes[self.file] * self.row // sum(groups)
-                        yield f"{path}: row {self.row}", text
-                    begin += batch.num_rows
+            field, table = self.d.text_field, pyarrow.parquet.ParquetFile(path)
+            rows, skip = table.metadata.num_rows, self.row  # those read before
+            if rows and field not in table.schema_arrow.names:
+                yield f"{path}: row 1", dict.fromkeys(table.schema_arrow.names)
+            for batch in table.iter_batches(1024, columns=[field]):
+                for text in batch[field][skip:].to_pylist():
+                    self.row += 1
+                    self.byte = self.sizes[self.file] * self.row // rows
+                    yield f"{path}: row {self.row}", {field: text}
+                skip = max(0, skip - batch.num_rows)
 
 
 class Hub(Source):
     """A Hugging Face dataset, streamed. Its place is (rows read, the state of `datasets`, revision)."""
 
     def __init__(self, d: config.Data, place: list | None):
-        super().__init__(d, place is not None)
+        self.d, self.resumed = d, place is not None
         with _readable(d.source):
             import datasets
             import huggingface_hub
 
             datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors are reported here, once
-            # The commit, so that what resumes tomorrow resumes in the dataset in which it began.
+            # the commit: what resumes tomorrow resumes in the dataset in which it began
             self.row, state, self.revision = place or (0, None, huggingface_hub.HfApi().dataset_info(d.source).sha)
             self.data = datasets.load_dataset(d.source, name=d.subset, split=d.split, streaming=True,
                                               revision=self.revision)
             if state:
                 self.data.load_state_dict(state)
 
-    def texts(self) -> Iterator[tuple[str, object]]:
+    def rows(self) -> Iterator[tuple[str, object]]:
         with _readable(self.d.source):
             for row in self.data:
                 self.row += 1
-                where = f"{self.d.source}: row {self.row}"
-                yield where, self.field(where, row)
+                yield f"{self.d.source}: row {self.row}", row
 
     def place(self) -> list:
         return [self.row, self.data.state_dict(), self.revision]
 
     def share(self) -> float | None:
-        splits = self.data.info.splits or {}
-        rows = splits[self.d.split].num_examples if self.d.split in splits else None
-        return self.row / rows if rows else None
+        split = (self.data.info.splits or {}).get(self.d.split)
+        return self.row / split.num_examples if split and split.num_examples else None
 
 
 @contextlib.contextmanager
 def _readable(what: object) -> Iterator[None]:
-    """Raises what the libraries inside raise as ConfigError."""
+    """Raises what the libraries inside raise, whatever that is, as ConfigError."""
     try:
         yield
-    except ConfigError:
-        raise
-    except Exception as error:  # the libraries raise whatever their many readers raise
+    except Exception as error:
         first_line = str(error).partition("\n")[0]
         raise ConfigError(f"[data] source = {what}: cannot be read: {type(error).__name__}: {first_line}") from None
 
 
-def is_local(source: str) -> bool:
-    """A path or pattern, not the id of a Hugging Face dataset: those are NAME or OWNER/NAME, with no file's suffix."""
-    suffixes = (*LOCAL, ".csv", ".tsv", ".gz", ".zst", ".zip", ".xz", ".arrow")
-    return (source.endswith(suffixes) or pathlib.Path(source).exists()
-            or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source))
-
-
-def local_files(source: str) -> list[pathlib.Path]:
-    """Of a file, a folder or a pattern; none where there are none."""
-    path = pathlib.Path(source)
+def local_files(source: str) -> list[pathlib.Path] | None:
+    """Of a file, folder or pattern; None for the id of a Hugging Face dataset: [OWNER/]NAME with no file's suffix."""
+    path, suffixes = pathlib.Path(source), (*LOCAL, ".csv", ".tsv", ".gz", ".zst", ".zip", ".xz", ".arrow")
     if path.is_dir():
         return sorted(p for p in path.iterdir() if p.suffix in LOCAL and p.is_file())
-    return [path] if path.exists() else sorted(map(pathlib.Path, glob.glob(source, recursive=True)))
+    if path.exists():
+        return [path]
+    if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source) and not source.endswith(suffixes):
+        return None
+    return sorted(map(pathlib.Path, glob.glob(source, recursive=True)))
 
 
 def file_stamps(source: str) -> list[list]:
     """[path, bytes, modified in ns] of each of a local source's files, so that a change is noticed."""
-    paths = local_files(source) if is_local(source) else []
-    return [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
+    return [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in local_files(source) or ()]
 
 
 def _stdlib_files() -> list[pathlib.Path]:
-    """Python's own standard library: real text that every machine has. Without its tests, which some systems leave
-    out and which hold deliberately broken files."""
+    """Real text that every machine has; without the tests, some deliberately broken, which some systems leave out."""
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     left_out = {"site-packages", "dist-packages", "test", "tests"}
     return [path for path in sorted(root.rglob("*.py")) if not left_out.intersection(path.relative_to(root).parts)]

@@ -10,22 +10,22 @@ from collections.abc import Iterable, Iterator
 
 from config import ConfigError
 
+TOKENIZERS = ("tokenizer.model", "tokenizer.json")
 SPACE = "\u2581"  # sentencepiece writes a space as this character, and decodes the character to a space
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>")  # Llama 3; Llama 2; GPT-2 and SmolLM; Gemma
 LINE = 1 << 14  # characters of a line that are trained on at once
 
-
 def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
-    """The content of a tokenizer's files, by the names under which they are kept: tokenizer.model, or tokenizer.json
-    and, where there is one, tokenizer_config.json. `path`: the file, or a folder that holds one. Raises ConfigError."""
+    """tokenizer.model, or tokenizer.json and, where there is one, tokenizer_config.json: their content by these names.
+    `path`: the file, or a folder that holds one. Raises ConfigError."""
     path = pathlib.Path(path)
     try:
         if path.is_dir():
-            found = [path / name for name in ("tokenizer.model", "tokenizer.json") if (path / name).exists()]
+            found = [path / name for name in TOKENIZERS if (path / name).exists()]
             if not found:
                 raise ConfigError(f"{path}: holds neither tokenizer.model nor tokenizer.json")
             # a sentencepiece model begins with a line feed, the tag of its first field; Llama 3's namesake does not
-            path = found[-1] if len(found) > 1 and found[0].read_bytes()[:1] != b"\n" else found[0]
+            path = found[0] if found[0].read_bytes()[:1] == b"\n" else found[-1]
         content = path.read_bytes()
         if not content.lstrip().startswith(b"{"):
             return {"tokenizer.model": content}
@@ -36,50 +36,27 @@ def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
 
 
 class Tokenizer:
-    """Text <-> ids, by sentencepiece or by Hugging Face's `tokenizers`.
-
-    bos, eos: lists of the ids that stand before and after a document, one or none each. A sentencepiece model names
-    them. Of a tokenizer.json they are what its post-processor puts around a text (Llama 3: BOS before, nothing after)
-    and, where that has no EOS, the token that tokenizer_config.json names, else the first of EOS_NAMES.
-    """
+    """Text <-> ids, by sentencepiece or `tokenizers`; lossless for models trained here and byte-level ones (Llama 3's).
+    bos, eos: the ids before and after a document, one or none each. Raises ConfigError."""
 
     def __init__(self, path: str | pathlib.Path):
-        """Raises ConfigError where there is none."""
-        self.files = tokenizer_files(path)
-        self.model = (_HuggingFace if "tokenizer.json" in self.files else _SentencePiece)(path, self.files)
-        self.vocab_size, self.bos, self.eos = self.model.vocab_size, self.model.bos, self.model.eos
-
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each text, without BOS and EOS. Special tokens spelt out in a text are text."""
-        return self.model.encode(texts)
+        self.path, self.files = path, tokenizer_files(path)
+        if "tokenizer.json" in self.files:
+            self._load_json()
+        else:
+            self._load_sentencepiece(self.files["tokenizer.model"])
 
     def decode(self, ids: list[int]) -> str:
         """Text of ids; BOS, EOS and ids that the tokenizer does not have give nothing."""
-        return self.model.model.decode([i for i in ids if 0 <= i < self.vocab_size])
-
-
-class _SentencePiece:
-    """encode() and decode() are inverse to each other for models trained here (byte fallback, no normalisation)."""
-
-    def __init__(self, path: str | pathlib.Path, files: dict[str, bytes]):
-        import sentencepiece
-
-        content = files["tokenizer.model"]
-        self.model = sentencepiece.SentencePieceProcessor()
-        try:
-            self.model.LoadFromSerializedProto(content)
-            self.vocab_size = self.model.vocab_size()
-        except (RuntimeError, ValueError):
-            self.vocab_size = 0
-        if not self.vocab_size:
-            raise ConfigError(f"{path}: is no tokenizer, but {_what_it_is(content)}")
-        self.bos, self.eos = ([i] if i >= 0 else [] for i in (self.model.bos_id(), self.model.eos_id()))
-        # SPACE spelt in bytes, which decode() leaves alone; only where the model has bytes, and adds no space in front
-        space = [self.model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
-        exact = self.model.unk_id() not in space and self.model.encode("a", out_type=str)[:1] == ["a"]
-        self.space = space if exact else None
+        return self.model.decode([i for i in ids if 0 <= i < self.vocab_size])
 
     def encode(self, texts: list[str]) -> list[list[int]]:
+        """Ids of each text, without BOS and EOS. Special tokens spelt out in a text are text."""
+        if "tokenizer.json" in self.files:
+            try:
+                return [self.model.encode(text, add_special_tokens=False).ids for text in texts]
+            except Exception as error:  # as for an unknown word where the vocabulary has no entry for those
+                raise ConfigError(f"{self.path}: its tokenizer fails on a text: {error}") from None
         ids = self.model.encode(texts)
         for i, text in enumerate(texts):
             if self.space and SPACE in text:
@@ -87,72 +64,63 @@ class _SentencePiece:
                 ids[i] = first + [token for part in rest for token in (*self.space, *part)]
         return ids
 
+    def _load_sentencepiece(self, content: bytes) -> None:
+        import sentencepiece
 
-def _what_it_is(content: bytes) -> str:
-    """What a file is that was given as a tokenizer, judged by its first bytes."""
-    first = content[:1000].lstrip()
-    if re.match(rb"<(!doctype|html|\?xml)", first, re.I):
-        return "an HTML page: a download that failed, perhaps for want of a login"
-    if re.match(rb"version https://git-lfs", first):
-        return "a git-lfs pointer: fetch the file itself (git lfs pull)"
-    if re.match(rb"[A-Za-z0-9+/]+=* \d+\s", first):
-        return "a tiktoken vocabulary, as Llama 3's original/tokenizer.model; take the tokenizer.json beside it"
-    return f"something that begins with {content[:16]!r}" if content else "empty"
+        self.model = sentencepiece.SentencePieceProcessor()
+        try:
+            self.model.LoadFromSerializedProto(content)
+            self.vocab_size = self.model.vocab_size()
+        except (RuntimeError, ValueError):
+            self.vocab_size = 0
+        if not self.vocab_size:
+            raise ConfigError(f"{self.path}: is no tokenizer (an HTML page, git-lfs pointer or tiktoken vocabulary?): "
+                              f"it begins with {content[:24]!r}")
+        self.bos, self.eos = ([i] if i >= 0 else [] for i in (self.model.bos_id(), self.model.eos_id()))
+        # SPACE spelt in bytes, which decode() leaves alone; only where the model has bytes, and adds no space in front
+        space = [self.model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
+        exact = self.model.unk_id() not in space and self.model.encode("a", out_type=str)[:1] == ["a"]
+        self.space = space if exact else None
 
-
-class _HuggingFace:
-    """encode() and decode() are inverse to each other for byte-level models, as Llama 3's and SmolLM's."""
-
-    def __init__(self, path: str | pathlib.Path, files: dict[str, bytes]):
+    def _load_json(self) -> None:
         try:
             import tokenizers
         except ImportError:
-            raise ConfigError(f"{path}: needs the package `tokenizers`: {sys.executable} -m pip install tokenizers"
-                              ) from None
-
-        self.path = path
+            install = f"{sys.executable} -m pip install tokenizers"
+            raise ConfigError(f"{self.path}: needs the package `tokenizers`: {install}") from None
         try:
-            self.model = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
+            self.model = tokenizers.Tokenizer.from_str(self.files["tokenizer.json"].decode())
         except Exception as error:  # tokenizers raises Exception itself
-            raise ConfigError(f"{path}: is no tokenizer.json that `tokenizers` can read: {error}") from None
+            raise ConfigError(f"{self.path}: is no tokenizer.json that `tokenizers` can read: {error}") from None
         self.model.no_truncation()
         self.model.no_padding()
         if getattr(self.model.model, "dropout", None):
             self.model.model.dropout = None  # the same text, the same ids
         self.vocab_size = max(self.model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         if not 0 < self.vocab_size < 2**31:
-            raise ConfigError(f"{path}: has {self.vocab_size} ids; they must be at least one, and fit into 31 bits")
+            raise ConfigError(f"{self.path}: has {self.vocab_size} ids; they must be at least one, and fit in 31 bits")
         try:
-            named = json.loads(files.get("tokenizer_config.json", b"{}")).get("eos_token")
+            named = json.loads(self.files.get("tokenizer_config.json", b"{}")).get("eos_token")
         except (ValueError, AttributeError, RecursionError):
-            raise ConfigError(f"{path}: tokenizer_config.json beside it is no JSON object") from None
-        self.bos, self.eos = self._around_a_text()
+            raise ConfigError(f"{self.path}: tokenizer_config.json beside it is no JSON object") from None
+        # BOS and EOS are what the post-processor puts around a text, here the first that becomes any tokens; without
+        # such an EOS, the token that tokenizer_config.json names, else the first of EOS_NAMES
+        probes = ("a", *sorted(self.model.get_vocab(with_added_tokens=False))[:100])
+        probe, plain = next(((text, ids) for text in probes for ids in self.encode([text]) if ids), (None, []))
+        if probe is None:
+            raise ConfigError(f"{self.path}: makes nothing of any text that was tried")
+        ids = self.model.encode(probe).ids
+        before = next((i for i in range(len(ids)) if ids[i : i + len(plain)] == plain), 0)
+        self.bos, self.eos = ids[:before], ids[before + len(plain) :]
         for name in (named.get("content") if isinstance(named, dict) else named, *EOS_NAMES):
             if not self.eos and isinstance(name, str) and (eos := self.model.token_to_id(name)) is not None:
                 self.eos = [eos]
         self.model.encode_special_tokens = True  # from here on their names in a text are text
 
-    def _around_a_text(self) -> tuple[list[int], list[int]]:
-        """What the post-processor puts before and after a text, seen on the first that becomes any tokens."""
-        for probe in ("a", "the", "0", " ", *sorted(self.model.get_vocab(with_added_tokens=False))[:100]):
-            [plain] = self.encode([probe])
-            if plain:
-                ids = self.model.encode(probe).ids
-                before = next((i for i in range(len(ids)) if ids[i : i + len(plain)] == plain), 0)
-                return ids[:before], ids[before + len(plain) :]
-        raise ConfigError(f"{self.path}: makes nothing of any text that was tried")
-
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        try:
-            return [self.model.encode(text, add_special_tokens=False).ids for text in texts]
-        except Exception as error:  # as for an unknown word where the vocabulary has no entry for those
-            raise ConfigError(f"{self.path}: its tokenizer fails on a text: {error}") from None
-
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Trains a byte-pair model of `vocab_size` entries: no normalisation, all white space kept, unknown characters as
-    bytes. Returns the model file's content. Raises ConfigError, with a vocabulary size that works where this one does
-    not."""
+    """Trains a byte-pair model. Returns the model file's content. Raises ConfigError, with a vocabulary size that works
+    where this one does not."""
     import sentencepiece
 
     model, failures = io.BytesIO(), []
@@ -167,20 +135,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
 
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines(),
-            model_writer=model,
-            vocab_size=vocab_size,
-            model_type="bpe",
-            byte_fallback=True,
-            character_coverage=0.9999,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            add_dummy_prefix=False,
-            allow_whitespace_only_pieces=True,
+            sentence_iterator=lines(), model_writer=model, vocab_size=vocab_size, model_type="bpe",
+            byte_fallback=True, character_coverage=0.9999, normalization_rule_name="identity",
+            remove_extra_whitespaces=False, add_dummy_prefix=False, allow_whitespace_only_pieces=True,
             user_defined_symbols=["\n"],  # lines are trained one by one, so no entry would hold their end
-            max_sentence_length=4 * LINE,
-            num_threads=os.cpu_count() or 1,
-            minloglevel=2,
+            max_sentence_length=4 * LINE, num_threads=os.cpu_count() or 1, minloglevel=2,
         )
     except RuntimeError as error:
         if most := re.search(r"value <= (\d+)", str(error)):

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import pathlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from config import ConfigError
@@ -15,9 +14,12 @@ MANIFEST = "manifest.json"
 WIDTH = {"uint16": 2, "int32": 4}  # bytes per token
 
 
+def damaged(path: pathlib.Path, problem: str) -> ConfigError:
+    return ConfigError(f"{path}: {problem}; delete {path.parent} to prepare it again")
+
+
 def read_manifest(folder: pathlib.Path) -> dict | None:
-    """The manifest that data/prepare.py wrote last into a folder of token files; None where there is none. Raises
-    ConfigError where it cannot be read, or is another program's."""
+    """None where there is none. Raises ConfigError where it cannot be read, or is another program's."""
     path = folder / MANIFEST
     try:
         found = json.loads(path.read_bytes())
@@ -32,12 +34,6 @@ def read_manifest(folder: pathlib.Path) -> dict | None:
     return found
 
 
-def fingerprint(folders: Sequence[pathlib.Path]) -> list[dict]:
-    """Of each prepared folder its identity and the hashes of its content, to compare the data of two runs."""
-    manifests = [read_manifest(folder) or {} for folder in folders]
-    return [{key: manifest.get(key) for key in ("identity", "tokens", "sha256")} for manifest in manifests]
-
-
 def window_count(tokens: int, seq_len: int) -> int:
     """Full windows: window k is tokens k*S ... k*S+S, S inputs and, one further, S targets."""
     return max(0, (tokens - 1) // seq_len)
@@ -45,10 +41,9 @@ def window_count(tokens: int, seq_len: int) -> int:
 
 @dataclass(frozen=True)
 class TokenStream:
-    """A split, read window by window, whatever the size of the file.
+    """A split, read window by window; every method raises ConfigError where a file was cut.
 
-    By pread, and not mapped into memory: a map's read-ahead makes a random window of a cold file take 13 ms where a
-    read takes 0.05, and a mapped file that is cut ends the process silently (SIGBUS).
+    By pread: mapped, a random window of a cold file takes 13 ms, not 0.05, and a file that is cut means SIGBUS.
     """
 
     path: pathlib.Path
@@ -58,7 +53,7 @@ class TokenStream:
     file: io.FileIO
 
     def read(self, start: int, stop: int) -> "tuple[bytes, torch.Tensor]":  # noqa: F821
-        """(the bytes, the ids (stop - start) as int64) of tokens start ... stop-1. Raises ConfigError."""
+        """(the bytes, the ids (stop - start) as int64) of tokens start ... stop-1."""
         import torch  # here: preparing data needs none
 
         width = WIDTH[self.dtype]
@@ -66,18 +61,12 @@ class TokenStream:
         ids = torch.frombuffer(bytearray(raw), dtype=getattr(torch, self.dtype)).to(torch.int64)
         if ids.max() >= self.vocab_size or ids.min() < 0:
             at = int(((ids >= self.vocab_size) | (ids < 0)).nonzero()[0])
-            raise ConfigError(f"{self.path}: token {start + at} has id {int(ids[at])}, but [model] vocab_size = "
-                              f"{self.vocab_size}; {_again(self.path)}")
+            raise damaged(self.path, f"token {start + at} has id {ids[at]}, but [model] vocab_size = {self.vocab_size}")
         return raw, ids
 
-    def boundaries(self, start: int, stop: int) -> int:
-        """How many of tokens start+1 ... stop-1 begin a document. Raises ConfigError."""
-        return self._ends_up_to(stop - 1) - self._ends_up_to(start)
-
     def documents(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """(number, first token, one past its last) of the documents that hold tokens start ... stop-1; the first and
-        the last may reach beyond those. Raises ConfigError."""
-        number = self._ends_up_to(start)
+        """(number, first token, one past its last) of the documents that hold some of tokens start ... stop-1."""
+        number = bisect.bisect_right(range(self.document_count), start, key=self._end)  # some thirty reads
         found, begin = [], self._end(number - 1) if number else 0
         while start < stop and number < self.document_count:
             end = self._end(number)
@@ -89,10 +78,6 @@ class TokenStream:
     def document_count(self) -> int:
         return os.fstat(self._ends.fileno()).st_size // 8
 
-    def _ends_up_to(self, token: int) -> int:
-        """How many documents end at or before a token's position: a binary search, of some thirty reads."""
-        return bisect.bisect_right(range(self.document_count), token, key=self._end)
-
     def _end(self, number: int) -> int:
         return int.from_bytes(_pread(self._ends, 8 * number, 8 * number + 8, f"document {number}"), "little")
 
@@ -100,46 +85,39 @@ class TokenStream:
     def _ends(self) -> io.FileIO:
         """Opened at its first use: without a document mask nothing needs it."""
         path = self.path.with_suffix(".ends.bin")
-        try:
-            file = path.open("rb", buffering=0)
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be read: {error.strerror}; {_again(path)}") from None
-        size = os.fstat(file.fileno()).st_size
+        file, size = _open(path)
         last = int.from_bytes(os.pread(file.fileno(), 8, max(0, size - 8)), "little")
         if size % 8 or last != self.length:
-            raise ConfigError(f"{path}: has {size} bytes and ends at token {last}, {self.path} at {self.length}; "
-                              f"{_again(path)}")
+            raise damaged(path, f"has {size} bytes and ends at token {last}, {self.path} at {self.length}")
         return file
+
+
+def _open(path: pathlib.Path) -> tuple[io.FileIO, int]:
+    """The file and its bytes."""
+    try:
+        file = path.open("rb", buffering=0)
+    except OSError as error:
+        raise damaged(path, f"cannot be read: {error.strerror}") from None
+    return file, os.fstat(file.fileno()).st_size
 
 
 def _pread(file: io.FileIO, start: int, stop: int, what: str) -> bytes:
     raw = os.pread(file.fileno(), stop - start, start)
     if len(raw) != stop - start:
-        path = pathlib.Path(file.name)
-        raise ConfigError(f"{path}: ends before {what}: it was cut while it was in use; {_again(path)}")
+        raise damaged(pathlib.Path(file.name), f"ends before {what}: it was cut while it was in use")
     return raw
 
 
-def _again(path: pathlib.Path) -> str:
-    return f"delete {path.parent} to prepare it again"
-
-
 def open_stream(folder: pathlib.Path, split: str, vocab_size: int) -> TokenStream:
-    """Opens "train" or "heldout" (validation) of a prepared folder. Raises ConfigError where it is missing, cut, or
-    made for a larger vocabulary than the model's."""
+    """Of "train" or "heldout" (validation). Raises ConfigError where it is missing, cut, or of a larger vocabulary."""
     manifest = read_manifest(folder)
     if manifest is None:
         raise ConfigError(f"{folder}: holds no prepared data; `python -m data.prepare CONFIG` makes it")
     if manifest["vocab_size"] > vocab_size:
-        raise ConfigError(f"[model] vocab_size = {vocab_size}: smaller than the tokenizer of {folder}, which has "
-                          f"{manifest['vocab_size']} vocabulary entries")
+        entries = manifest["vocab_size"]
+        raise ConfigError(f"[model] vocab_size = {vocab_size}: smaller than {folder}'s tokenizer, of {entries} entries")
     path, length, dtype = folder / f"{split}.bin", manifest["tokens"][split], manifest["dtype"]
-    try:
-        file = path.open("rb", buffering=0)
-        size = os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    file, size = _open(path)
     if size != length * WIDTH[dtype]:
-        raise ConfigError(f"{path}: has {size} bytes, its manifest says {length * WIDTH[dtype]}: it was cut or "
-                          f"changed; {_again(path)}")
+        raise damaged(path, f"has {size} bytes, its manifest says {length * WIDTH[dtype]}: it was cut or changed")
     return TokenStream(path, length, dtype, vocab_size, file)

@@ -52,7 +52,7 @@ def main(path: str, final: str) -> None:
     data.encode.SYNC_SECONDS, data.encode.CHUNK = 0.0, 20_000  # characters
     os.fsync = lambda handle: None  # a killed process leaves what it wrote in the page cache
     data.encode.encode_all = lambda folder, typecode, source: (
-        (chunk, data.encode.encode(folder, typecode, chunk.texts)) for chunk in data.encode.chunks(source))
+        (data.encode.encode(folder, typecode, texts), place) for texts, place in data.encode.chunks(source))
     expected = {p.name: p.read_bytes() for p in pathlib.Path(final).iterdir()}
 
     def check(last: int) -> None:

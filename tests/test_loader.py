@@ -93,7 +93,7 @@ def test_cut_token_file_is_noticed(prepared, tmp_path):
 
 
 def test_dataset_smaller_than_a_batch(prepared):
-    with pytest.raises(ConfigError, match=r"train\.seq_len = 8000, fewer than one batch of train\.global_"):
+    with pytest.raises(ConfigError, match=r"of train\.seq_len = 8000, but one batch of train\.global_batch_size = 8 "):
         make_order(make_config(train={"seq_len": 8000}), [open_stream(prepared, "train", 320)], [1.0])
 
 

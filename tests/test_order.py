@@ -158,5 +158,5 @@ def test_the_same_data_whatever_the_ranks_and_cuts(on_ranks, mixed, tmp_path):
 
 def test_a_mixture_needs_its_share_of_a_batch(mixed):
     cfg = make_config(**{**mixed, "train": {**MIXED["train"], "seq_len": 1000}})
-    with pytest.raises(ConfigError, match="fewer than its share of 0.3 of one batch"):
+    with pytest.raises(ConfigError, match="one batch of train.global_batch_size = 8 takes 2.4 of them"):
         make_order(cfg, open_data(cfg, "train"), weights(cfg))

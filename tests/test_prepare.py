@@ -19,7 +19,7 @@ import files
 from checkpoint import catalog
 from config import ConfigError
 from data.dataset import common_tokenizer, data_folders, identity, is_prepared, open_data, source_names
-from data.encode import _progress_bar, is_validation, report
+from data.encode import is_validation, progress, report
 from data.prepare import main, prepare
 from data.tokenizer import Tokenizer
 from data.tokens import open_stream, read_manifest
@@ -282,19 +282,15 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_overwrites_itself_on_a_terminal_and_is_lines_in_a_log(terminal, monkeypatch):
     stream = Terminal() if terminal else io.StringIO()
-    monkeypatch.setattr("data.encode.LOG_SECONDS", 0)
     monkeypatch.setattr("sys.stderr", stream)
-    with _progress_bar("words", 100) as bar:
-        bar.mininterval = bar.delay = 0
-        for tokens in (400, 500):
-            bar.total = 1000
-            bar.set_postfix_str(f"{tokens // 10} documents", refresh=False)
-            bar.update(tokens - bar.n)
+    for tokens in (400, 500):
+        state = {"tokens": {"train": tokens}, "documents": {"train": tokens // 10}}
+        report(progress("words", state, tokens / 1000, 100, 2.0), stays=False)
     report("done")
     found = stream.getvalue()
     assert found.count("\n") == (1 if terminal else len(found.splitlines())) and found.endswith("done\n")
     assert ("\r" in found) == terminal
-    *_, before, last = [part for part in re.split("[\r\n]", found) if "words" in part]
+    *_, before, last = [part for part in re.split(r"[\r\n]|\x1b\[K", found) if "words" in part]
     for part, share, tokens, documents in ((before, "40%", "400/1.00k", 40), (last, "50%", "500/1.00k", 50)):
         assert part.startswith(f"words:  {share}|") and tokens in part and f" tokens/s, {documents} documents]" in part
 

@@ -69,7 +69,7 @@ class Texts(list):
 
 def test_chunks_hold_all_texts_in_order():
     texts = Texts(words(i, 1 + i % 700) for i in range(900))
-    cut = [chunk.texts for chunk in chunks(texts)]
+    cut = [part for part, _ in chunks(texts)]
     assert [text for chunk in cut for text in chunk] == texts and len(cut) > 3
     assert all(sum(map(len, chunk[:-1])) < CHUNK for chunk in cut) and list(chunks(Texts())) == []
 

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import shutil
 import sys
 
@@ -55,14 +56,12 @@ def test_the_largest_vocabulary_named_works(tmp_path):
     prepare_one(make_config(model={"vocab_size": largest}, data=data))
 
 
-@pytest.mark.parametrize("content, what", [
-    (b"", "empty"), (b"\x00" * 100, "something that begins"),
-    (b"<!DOCTYPE html><html>Not found</html>", "an HTML page"),
-    (b"IQ== 0\nIg== 1\n", "a tiktoken vocabulary"),
-    (b"version https://git-lfs.github.com/spec/v1\noid", "a git-lfs pointer")])
-def test_garbled_tokenizer(content, what, corpus, tmp_path):
+@pytest.mark.parametrize("content", [b"", b"\x00" * 100, b"<!DOCTYPE html><html>Not found</html>", b"IQ== 0\nIg== 1\n",
+                                     b"version https://git-lfs.github.com/spec/v1\noid"])
+def test_garbled_tokenizer(content, corpus, tmp_path):
     (tmp_path / "bad.model").write_bytes(content)
-    with pytest.raises(ConfigError, match=f"bad.model: is no tokenizer, but {what}"):
+    begin = re.escape(repr(content[:24]))
+    with pytest.raises(ConfigError, match=rf"bad.model: is no tokenizer \(an HTML page, .*: it begins with {begin}"):
         prepare_one(config_for(corpus, tmp_path, tokenizer=str(tmp_path / "bad.model")))
 
 
