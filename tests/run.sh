@@ -11,4 +11,5 @@ if [[ $(cat $marker 2>/dev/null) != "$wanted" ]]; then
     if [[ $python == "$PWD/.venv/"* ]]; then echo "$wanted" >$marker; fi
 fi
 "$python" -m ruff check .
-PYTHON=$python exec "$python" -m pytest "$@"
+# two tests at a time: most wait for a process of theirs
+PYTHON=$python exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
