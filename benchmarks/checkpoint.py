@@ -26,10 +26,10 @@ import torch  # noqa: E402
 
 import config  # noqa: E402
 from checkpoint import catalog  # noqa: E402
+from checkpoint.checkpointer import Checkpointer, State  # noqa: E402
 from checkpoint.load import restore, tensors_of  # noqa: E402
 from checkpoint.manifest import hash_files  # noqa: E402
-from checkpoint.save import Saver  # noqa: E402
-from checkpoint.writer import sync  # noqa: E402
+from files import sync  # noqa: E402
 from model.llama import meta_model, parameter_count  # noqa: E402
 from optim import build_optimizer  # noqa: E402
 from parallel.materialize import materialize  # noqa: E402
@@ -43,7 +43,7 @@ def configuration(mib: int, folder: str) -> config.Config:
         "run": {"name": "r", "output_dir": folder},
         "model": {"dim": 1024, "n_layers": layers, "n_heads": 16, "n_kv_heads": 16, "ffn_dim": 2730,
                   "vocab_size": 8192},
-        "train": {"steps": 1}, "parallel": {"param_dtype": "float32"}, "checkpoint": {"keep_last": 1}}, "benchmark")
+        "train": {"steps": 10**6}, "parallel": {"param_dtype": "float32"}, "checkpoint": {"keep_last": 1}}, "benchmark")
 
 
 def main() -> int:
@@ -71,8 +71,7 @@ def main() -> int:
             tensors = [t.to_local() if hasattr(t, "to_local") else t for t in tensors_of(model, optimizer).values()]
             size = sum(t.nbytes for t in tensors)
             copies = [torch.zeros_like(t, device="cpu") for t in tensors]
-            state = {"config": config.to_dict(cfg)}
-            savers = Saver(cfg, (), []), Saver(behind, (), [])
+            now, later = (Checkpointer(c, world, [], []) for c in (cfg, behind))
             raw = pathlib.Path(folder) / "raw"
 
             def write() -> None:
@@ -81,25 +80,29 @@ def main() -> int:
                         file.write(memoryview(tensor.flatten().numpy()).cast("B"))
                     os.fsync(file.fileno())
 
-            def save(saver: Saver, step: int) -> None:
-                saver.save(step, model, optimizer, {"step": step, **state})
+            def save(checkpointer: Checkpointer, step: int) -> None:
+                checkpointer.save(State(step), model, optimizer, stopping=False)
+
+            def finish(checkpointer: Checkpointer) -> None:
+                checkpointer.report = lambda step, problem: print(problem) if problem else None
+                checkpointer.log_last_save(wait=True)
 
             def copy() -> None:
                 for held, tensor in zip(copies, tensors):
                     held.copy_(tensor)
 
-            save(savers[1], 1)  # takes the memory for its copies once
-            savers[1].finish()
+            save(later, 1)  # takes the memory for its copies once
+            finish(later)
             for step in range(2, 2 + 2 * args.repeat, 2):
                 timed("copy in memory", copy)
                 timed("raw write", write)
                 timed("hash", lambda: hash_files(raw.parent, ["raw"]))
                 raw.unlink()
-                timed("save", lambda step=step: (save(savers[0], step), savers[0].finish()))
+                timed("save", lambda step=step: (save(now, step), finish(now)))
                 timed("verify", lambda step=step: catalog.problems_of(catalog.path_of(cfg, step)))
                 timed("read", lambda step=step: restore(catalog.path_of(cfg, step), model, optimizer))
-                timed("async stall", lambda step=step: save(savers[1], step + 1))
-                timed("async rest", savers[1].finish)
+                timed("async stall", lambda step=step: save(later, step + 1))
+                timed("async rest", lambda: finish(later))
                 sync(catalog.root(cfg))
             parameters = parameter_count(model)
         shutil.rmtree(catalog.root(cfg))
