@@ -18,7 +18,7 @@ nodes=(n1 n2)
 cannot() { echo "no SLURM here: $1" >&2; exit 77; }
 
 install_packages() {
-    if command -v slurmctld slurmd munged ip >/dev/null; then return; fi
+    if hash slurmctld slurmd munged ip 2>/dev/null; then return; fi  # unlike command -v it wants all of them
     command -v apt-get >/dev/null || cannot "slurmctld, slurmd, munged or ip is missing, and there is no apt-get"
     { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends \
         slurm-wlm munge iproute2; } >"$dir/install.log" 2>&1 ||

@@ -61,7 +61,7 @@ class Job:
         metrics = self.folder / "metrics.jsonl"
         return metrics.read_text().count("\n") if metrics.exists() else 0
 
-    def until(self, condition, seconds: float = 120) -> None:
+    def until(self, condition, seconds: float = 600) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"job {self.number} {self.shows('JobState')}:\n{self.log()}"
@@ -124,12 +124,15 @@ def plain(configured) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def limited(cluster, configured) -> Job:
-    """A job so near to its time limit that SLURM warns it when it looks next, which it does every 30 seconds. Its ranks
-    are held meanwhile, so that they are not done by then; the other tests run in that time."""
-    job = cluster.submit(configured("limited"), time_limit="5")
+    """A job whose time limit comes so near, once it trains, that SLURM warns it when it looks next, which it does every
+    30 seconds. Its ranks are held meanwhile, so that they are not done by then; the other tests run in that time."""
+    job, began = cluster.submit(configured("limited")), time.monotonic()
     job.until(lambda: job.step() >= 5)
     for process in job.ranks().values():
         os.kill(process, signal.SIGSTOP)
+    # 300 seconds ahead of it the warning is due: now, however long the machine took until here
+    minutes = 5 + int(time.monotonic() - began) // 60
+    cluster.run("scontrol", "update", f"JobId={job.number}", f"TimeLimit={minutes}")
     return job
 
 
@@ -193,7 +196,7 @@ def test_scancel_saves_and_is_final(limited, endless, cluster):
     cluster.run("scancel", *(job.number for job in endless))
     for job in endless:
         assert job.until_over() == "CANCELLED" and job.shows("Restarts") == "0", job.log()
-        job.until(lambda job=job: "submit it again to go on" in job.log())
+        job.until(lambda job=job: "submit it again to resume" in job.log())
         status = job.status()
         assert status["state"] == "preempted" and status["step"] == job.step(), job.log()
         assert (job.folder / f"checkpoints/step-{status['step']:08d}").exists()
@@ -201,7 +204,7 @@ def test_scancel_saves_and_is_final(limited, endless, cluster):
 
 
 def test_the_time_limit_saves_and_requeues(limited, cluster, plain):
-    limited.until(lambda: "asked to stop by USR1" in limited.log())
+    limited.until(lambda: "asked to stop by SIGUSR1" in limited.log())
     cluster.run("scontrol", "update", f"JobId={limited.number}", "TimeLimit=60")  # for its next life
     for process in limited.ranks().values():
         os.kill(process, signal.SIGCONT)
