@@ -256,7 +256,7 @@ def test_what_starting_again_cannot_help_is_not_tried_again(write_config):
 
 def test_out_of_memory_says_what_to_change(write_config):
     done = launch_faulty("out of memory:0:2", write_config("large", **FOREVER))
-    told = (r"phase step:\nout of memory: Tried to allocate 9 GiB\.\n"
+    told = (r"phase first step:\nout of memory: Tried to allocate 9 GiB\.\n"
             r"the plan expected 0\.\d+ GiB per rank.*\n"
             r"to need less, try: train\.micro_batch_size below 2; .*recompute")
     assert done.returncode == 1 and re.search(told, done.stderr), done.stderr
