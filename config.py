@@ -129,8 +129,8 @@ class Parallel:
     dp_replicate: int | Literal["auto"] = option(1, "replicas of the sharded model", POSITIVE)
     dp_shard: int | Literal["auto"] = option("auto", "ranks that share one copy; auto: what is left", POSITIVE)
     reshard_after_forward: bool | int = option(True, "false: keep until backward; n: keep shards of n", SHARDS)
-    prefetch_forward: int = option(1, "units gathered ahead in forward; 0: FSDP2's implicit order", NOT_NEGATIVE)
-    prefetch_backward: int = option(1, "units gathered ahead in backward; 0: FSDP2's implicit order", NOT_NEGATIVE)
+    prefetch_forward: int = option(1, "units all-gathered ahead in forward; 0: FSDP2's implicit order", NOT_NEGATIVE)
+    prefetch_backward: int = option(1, "units all-gathered ahead in backward; 0: FSDP2's implicit order", NOT_NEGATIVE)
     param_dtype: Literal["float32", "bfloat16"] = option("bfloat16", "of all-gather and computation", note=HALF)
     reduce_dtype: Literal["float32", "bfloat16"] = option("float32", "of the gradients' reduction", note=HALF)
     output_dtype: Literal["float32", "bfloat16"] | None = option(None, "between units; absent: param_dtype", note=HALF)
@@ -148,7 +148,7 @@ class Checkpoint:
     save_every_steps: int | None = option(None, "absent: the last step only", POSITIVE)
     keep_last: int | None = option(None, "absent: keep all", POSITIVE)
     keep_every_steps: int | None = option(None, "milestones that keep_last does not remove", POSITIVE)
-    async_save: bool = option(False, "write while training goes on; takes host memory for a copy of the shards")
+    async_save: bool = option(False, "write while training continues; takes host memory for a copy of the shards")
     resume: Literal["auto", "never"] | int = option("auto", "auto: from the newest; or from this step", POSITIVE)
     allow_changed: tuple[str, ...] = option((), "options that may differ from the checkpoint's, as 'train.seq_len'")
 
@@ -156,7 +156,7 @@ class Checkpoint:
 @dataclass(frozen=True)
 class Eval:
     every_steps: int | None = option(None, "also at the last step; absent: there only", POSITIVE)
-    batches: int | None = option(None, "global batches of held-out text; absent: all of it", POSITIVE)
+    batches: int | None = option(None, "global batches of validation text; absent: all of it", POSITIVE)
 
 
 @dataclass(frozen=True)
