@@ -1,6 +1,5 @@
 """Files and folders that appear whole or not at all and survive a power cut, and locks: the one place that renames."""
 
-import contextlib
 import errno
 import os
 import pathlib
@@ -60,13 +59,3 @@ def lock(path: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:
     except (OSError, NotImplementedError) as error:
         print(f"{path.parent}: no locks on this file system, nothing keeps a second run out: {error}", file=sys.stderr)
     return held
-
-
-@contextlib.contextmanager
-def locked(path: pathlib.Path, timeout: float = 0):
-    """lock() for a block."""
-    held = lock(path, timeout)
-    try:
-        yield
-    finally:
-        held.release()

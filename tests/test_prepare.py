@@ -152,16 +152,17 @@ sys.exit(p.main(sys.argv[1:]))
 
 def test_a_second_that_prepares_waits_in_one_line(with_tokenizer, prepared, tmp_path):
     """The first is played by this process; the second finds its work done."""
-    with files.locked(tmp_path / ".out.lock"):
-        second = subprocess.Popen([sys.executable, "-c", WAITS, written(with_tokenizer, tmp_path)], cwd=REPO, text=True,
-                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        assert second.stdout.readline() == "waits\n", second.communicate()
-        shutil.copytree(prepared, tmp_path / "elsewhere")
-        manifest = json.loads((prepared / "manifest.json").read_text())
-        manifest["identity"] = identity(with_tokenizer)
-        (tmp_path / "elsewhere/manifest.json").write_text(json.dumps(manifest))
-        (tmp_path / "elsewhere").rename(tmp_path / "out")
-        before = content(tmp_path / "out")
+    held = files.lock(tmp_path / ".out.lock")
+    second = subprocess.Popen([sys.executable, "-c", WAITS, written(with_tokenizer, tmp_path)], cwd=REPO, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert second.stdout.readline() == "waits\n", second.communicate()
+    shutil.copytree(prepared, tmp_path / "elsewhere")
+    manifest = json.loads((prepared / "manifest.json").read_text())
+    manifest["identity"] = identity(with_tokenizer)
+    (tmp_path / "elsewhere/manifest.json").write_text(json.dumps(manifest))
+    (tmp_path / "elsewhere").rename(tmp_path / "out")
+    before = content(tmp_path / "out")
+    held.release()
     error = second.communicate()[1]
     assert second.returncode == 0 and error == f"waiting for another process that prepares {tmp_path / 'out'}\n", error
     assert content(tmp_path / "out") == before
