@@ -179,7 +179,9 @@ def test_a_signal_during_a_save_and_during_evaluation(write_config, tmp_path):
     folder = tmp_path / "outputs/busy"
     done = launch_faulty("term in save:0:1", path)
     stopped = status(folder)["step"]
-    assert done.returncode == 75 and saved(folder) == sorted({2, stopped}), done.stdout + done.stderr
+    # the steps go on while step 2 is written; how many, the machine says
+    due = {*range(2, stopped, 2), stopped}
+    assert done.returncode == 75 and saved(folder) == sorted(due), done.stdout + done.stderr
     # 6 steps have one forward each left of 4 micro-batches; the first of the evaluation comes after those
     done = launch_faulty(f"term in forward:0:{(6 - stopped) * 4 + 1}", path)
     assert done.returncode == 75 and saved(folder)[-1] == 6 and not rows(folder, "eval"), done.stdout + done.stderr
