@@ -33,7 +33,7 @@ from typing import Any
 import config
 from config import ConfigError
 from lifecycle import INPUT_IS_WRONG, STOPPED
-from lifecycle.command import Ranks, requeue
+from lifecycle.command import Ranks, requeue, visible_gpus
 from lifecycle.folder import check_folder, failures, lock, read_status, remove_traces, stop_file, write_status
 from lifecycle.signals import SIGNALS, TWICE_SECONDS, Interrupted, Interruption, die_with_parent
 from options import together
@@ -48,14 +48,10 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
     folder = config.run_folder(cfg)
     together(lambda: config.mesh_shape(cfg, ranks), lambda: args.eval_only or check_folder(folder))
 
-    # Upwards, as a tool's main may; here and not above, since a wrong configuration should not wait for torch.
+    # Upwards, as a tool's main may. Here and below, not above: torch takes seconds to load, and few launches need it.
     from checkpoint import catalog
     from data.dataset import is_prepared, open_dataset
     from data.prepare import prepare
-    from model.hf_weights import open_weights
-    from model.llama import meta_model
-    from parallel.fsdp import unsharded_parameters
-    from parallel.mesh import pick_device
 
     interruption.allow()  # preparing may take hours
     if in_job and not is_prepared(cfg):  # all its GPUs would wait for one core
@@ -67,8 +63,8 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
     # the ranks read every byte of a checkpoint; here only where there may be nothing left for them
     look = catalog.problems_of if finished else catalog.at_first_sight
     *_, chosen = together(
-        lambda: pick_device(cfg, local_ranks - 1),
-        lambda: unsharded_parameters(meta_model(cfg.model), cfg.parallel),  # its patterns match what they should
+        lambda: check_device(cfg, local_ranks),
+        lambda: check_patterns(cfg),
         lambda: args.eval_only or catalog.choose(cfg, catalog.steps(cfg), look))
     if args.eval_only:
         if not catalog.steps(cfg):
@@ -80,7 +76,9 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
             print(f"{folder}: finished at step {status.get('step', start)}; train.steps = {cfg.train.steps} asks for "
                   "no more")
             return False
-        if not start:
+        if cfg.model.init_from and not start:
+            from model.hf_weights import open_weights
+
             open_weights(cfg.model)
         prepare(cfg)
     dataset = open_dataset(cfg, train=not args.eval_only)
@@ -95,6 +93,21 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
     except OSError as error:
         raise ConfigError(f"[run] output_dir: {folder} cannot be made: {error.strerror}") from None
     return True
+
+
+def check_device(cfg: config.Config, local_ranks: int) -> None:
+    if cfg.run.device == "cuda" or (cfg.run.device == "auto" and visible_gpus()):
+        from parallel.mesh import pick_device
+
+        pick_device(cfg, local_ranks - 1)
+
+
+def check_patterns(cfg: config.Config) -> None:
+    if cfg.model.freeze or cfg.parallel.unsharded:
+        from model.llama import meta_model
+        from parallel.fsdp import unsharded_parameters
+
+        unsharded_parameters(meta_model(cfg.model), cfg.parallel)
 
 
 def run_ranks(command: list[str], folder: pathlib.Path, launch: str, interruption: Interruption) -> int:

@@ -72,9 +72,19 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=False)
         self.init_std = init_std
 
+    def reset_parameters(self) -> None:
+        """Nothing: materialize() gives values. Drawing them on meta would load torch's compiler, for a second."""
+
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight  # once: unsharded parameters are cast at each access
         return F.linear(x.to(weight.dtype), weight)
+
+
+class Embedding(nn.Embedding):
+    init_std = 1.0
+
+    def reset_parameters(self) -> None:
+        """Nothing, as Linear's."""
 
 
 class Attention(nn.Module):
@@ -159,8 +169,7 @@ class Llama(nn.Module):
     def __init__(self, m: config.Model):
         super().__init__()
         self.config = m
-        self.embedding = nn.Embedding(m.vocab_size, m.dim)
-        self.embedding.init_std = 1.0
+        self.embedding = Embedding(m.vocab_size, m.dim)
         self.blocks = nn.ModuleList(Block(m, layer) for layer in range(m.n_layers))
         self.head = Head(m)
         if m.tie_embeddings:  # one matrix, which starts as an output matrix

@@ -11,6 +11,7 @@ import pytest
 
 # One thread a process: the models are tiny, and on busy cores threads that wait for each other are twenty times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile every module anew
 
 import config
 from tests.ranks import run_on_ranks
