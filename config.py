@@ -305,11 +305,6 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = ()) -> Config:
     return cfg
 
 
-def to_flat(tables: dict) -> dict[str, Any]:
-    """to_dict()'s tables as one, of dotted names."""
-    return {name: value for name, value in options.flatten(tables).items() if name in SCHEMA.options}
-
-
 def to_toml(cfg: Config) -> str:
     """The resolved configuration, which load() reads back as an equal one."""
     return SCHEMA.to_toml(to_dict(cfg))

@@ -38,18 +38,20 @@ def evaluate(model: Llama, cfg: config.Config, world: World, dataset: Dataset, r
     streams = dataset.validation
     sums = torch.zeros(len(streams), dtype=torch.float64, device=world.device)
     counts = torch.zeros(len(streams), dtype=torch.int64, device=world.device)
+    model.eval()
     phase = "first evaluation batch"  # which may compile
     for i, tensors in ((i, batch) for i, stream in enumerate(streams)
                        for batch in heldout_batches(stream, cfg, world.dp_rank, world.dp_size)):
         with run.phase(phase):
             run.stop.start_sync()
-            loss_sum, valid = model(*(tensor.to(world.device) for tensor in tensors))
-            sums[i] += loss_sum
+            found, valid = model(*(tensor.to(world.device) for tensor in tensors))
+            sums[i] += found["loss"]
             counts[i] += valid
             if run.stopping():
                 break
         phase = "evaluation batch"
     reshard(model)
+    model.train()
     if run.stopping():
         return None
     ranks = all_gather_objects((sums.tolist(), counts.tolist()))
@@ -88,6 +90,7 @@ def log_sample(model: Llama, cfg: config.Config, world: World, dataset: Dataset)
     if not all(all_gather_objects(tokenizer is not None)):
         return
     prompt = "def " if "python-stdlib" in (dataset.names or [cfg.data.source]) else "The "
+    model.eval()
     with torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
         text = continue_text(model, tokenizer, prompt, 64, 0.8, cfg.train.seq_len, world.device, cfg.run.seed)
     reshard(model)

@@ -20,6 +20,7 @@ import torch
 
 import config
 import files
+import options
 from parallel.mesh import World, all_gather_objects, on_rank_zero
 
 log = logging.getLogger("train")
@@ -96,16 +97,18 @@ class Recorder:
         yield
         self.seconds[what] += time.perf_counter() - began
 
-    def log_step(self, step: int, tokens: int, batch: Any, loss_sum: torch.Tensor, grad_norm: torch.Tensor,
-                 lr: float) -> None:
+    def log_step(self, step: int, tokens: int, batch: Any, sums: dict[str, torch.Tensor],
+                 scalars: dict[str, torch.Tensor | float]) -> None:
         """Counts a step and, where a row is due, waits for the device, gathers every rank's figures and writes the row.
 
-        tokens: trained on so far; batch: a data.loader.Batch; loss_sum: this rank's, over its tokens of the step.
+        tokens: trained on so far; batch: a data.loader.Batch; sums, scalars: as training_step() returns them, and under
+        their names in the row, the sums as means over the step's tokens.
         """
         self.steps += 1
         if step not in (1, self.cfg.train.steps) and step % self.cfg.log.every_steps:
             return
-        ours = {"loss_sum": loss_sum.item(), "digest": batch.digest}  # item() waits until the device is done
+        # item() waits until the device is done
+        ours = {"sums": {name: value.item() for name, value in sums.items()}, "digest": batch.digest}
         total = time.perf_counter() - self.began - self.seconds["paused"]
         figures = {"step_seconds": total / self.steps, "data_seconds": self.seconds["data"] / self.steps,
                    "peak_memory_gib": peak_memory_gib(self.world.device)}
@@ -116,9 +119,9 @@ class Recorder:
         row = {
             "kind": "train",
             "step": step,
-            "loss": sum(rank["loss_sum"] for rank in ranks) / batch.valid_tokens if batch.valid_tokens else math.nan,
-            "grad_norm": grad_norm.item(),
-            "lr": lr,
+            **{name: sum(rank["sums"][name] for rank in ranks) / batch.valid_tokens if batch.valid_tokens else math.nan
+               for name in sums},
+            **{name: float(value) for name, value in scalars.items()},
             "tokens": tokens,
             "tokens_per_second_per_device": rate,
             "mfu": rate * self.flops_per_token / peak if peak else None,
@@ -184,9 +187,9 @@ class Rows:
         except OSError as error:
             log.warning("metrics.jsonl: %s; its rows wait in memory", error)
         try:
-            for key in row.keys() - {"step", "batch_digest"} if self.board else ():
-                if isinstance(row[key], int | float) and math.isfinite(row[key]):
-                    self.board.add_scalar(f"{row['kind']}/{key}", row[key], row["step"])
+            for key, value in options.flatten(row).items() if self.board else ():
+                if isinstance(value, int | float) and math.isfinite(value) and key not in ("step", "batch_digest"):
+                    self.board.add_scalar(f"{row['kind']}/{key}", value, row["step"])
         except Exception as error:  # raises whatever its writer thread met
             self.board = None
             log.warning("TensorBoard: %s; it gets no more rows of this launch", error)

@@ -9,6 +9,8 @@ from torch.distributed.tensor import DTensor
 
 import config
 
+# Those that update an element from its own gradient and state: sharded, they communicate nothing.
+ELEMENTWISE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop)
 NORM_ROW = 4096  # elements whose squares are added up in float32
 
 
@@ -44,8 +46,9 @@ def build_optimizer(model: nn.Module, o: config.Optim) -> torch.optim.AdamW:
 
 
 class FiniteGuard:
-    """Keeps non-finite gradients out of the weights, without waiting for the device: fused AdamW leaves weights and
-    state untouched where its `found_inf` is set. The host reads it a step late, and before every save."""
+    """Keeps non-finite gradients out of the weights, without waiting for the device: torch's fused optimizers leave
+    weights and state untouched where `found_inf` is set. The host reads it a step late, and before every save. Other
+    optimizers do not look at it: for them the host waits, and leaves out their step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device, limit: int, skipped: int = 0,
                  in_a_row: int = 0):
@@ -55,29 +58,36 @@ class FiniteGuard:
         self.on_host = torch.zeros((), pin_memory=device.type == "cuda")
         self.copied = torch.cuda.Event() if device.type == "cuda" else None
         self.pending: int | None = None  # the step whose flag is being copied
-        optimizer.found_inf, optimizer.grad_scale = self.found, None
+        self.skips_by_itself = getattr(optimizer, "_step_supports_amp_scaling", False)  # torch's mark of those that do
+        if self.skips_by_itself:
+            optimizer.found_inf, optimizer.grad_scale = self.found, None
 
     def counts(self) -> dict[str, int]:
         """What a checkpoint keeps. Call check() first."""
         return {"skipped_steps": self.skipped, "skipped_in_a_row": self.in_a_row}
 
-    def before_update(self, step: int, norm: Tensor) -> None:
-        """norm: the gradient's norm over all ranks, and so the same on each; not finite where any gradient is not."""
+    def may_update(self, step: int, norm: Tensor) -> bool:
+        """Whether to call the optimizer's step(), the same on all ranks. norm: the gradient's over all ranks, which is
+        not finite where any gradient is not."""
         self.check()
         self.found.copy_(~norm.isfinite())
         self.on_host.copy_(self.found, non_blocking=True)
         if self.copied:
             self.copied.record()
         self.pending = step
+        return self.skips_by_itself or not self._found_on_host()
+
+    def _found_on_host(self) -> bool:
+        if self.copied:
+            self.copied.synchronize()
+        return bool(self.on_host.item())
 
     def check(self) -> None:
         """Raises FloatingPointError where the last update was skipped and no more may be."""
         if self.pending is None:
             return
-        if self.copied:
-            self.copied.synchronize()
         step, self.pending = self.pending, None
-        if not self.on_host.item():
+        if not self._found_on_host():
             self.in_a_row = 0
             return
         self.in_a_row += 1

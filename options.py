@@ -119,6 +119,17 @@ class Schema:
         """The options of one table, by key."""
         return {name.rpartition(".")[2]: row for name, row in self.options.items() if name.rpartition(".")[0] == table}
 
+    def complete(self, tables: dict) -> dict[str, Any]:
+        """Every option's value, by name, in tables that to_dict() made. Where they lack one it is the default: they may
+        be older than the option. What is no option any more stays as it is."""
+        found = {name: None if f.default is MISSING else f.default for name, (_, f) in self.options.items()}
+        for name, value in flatten(tables, self.options).items():
+            try:
+                found[name] = self.fit(name, value)
+            except ValueError:  # by a rule that is newer
+                found[name] = value
+        return found
+
     def to_toml(self, tables: dict) -> str:
         """The text of tables, which read() takes for equal ones."""
         flat, lines = flatten(tables, self.options), []

@@ -25,9 +25,11 @@ if __name__ == "__main__":
     if arguments.launch:
         die_with_parent()
 
+import math
 from argparse import Namespace
 
 import torch
+from torch import Tensor
 
 from checkpoint.checkpointer import Checkpointer, State
 from config import Config, ConfigError
@@ -94,12 +96,12 @@ def train(cfg: Config, world: World, run: Run) -> None:
         unshard_first_units(model, cfg.parallel)  # explicit prefetch: these all-gathers overlap with loading the batch
         with run.phase("data"), recorder.timed("data"):
             batch = next(loader)
-        loss_sum, grad_norm = training_step(model, optimizer, guard, batch, step, cfg, world)
+        sums, scalars = training_step(model, optimizer, guard, batch, step, cfg, world)
         stopping = run.stopping()
 
         # Due in some steps only: a row of metrics, an evaluation, a checkpoint. Only those wait for the device.
         tokens = state.tokens + (step - start) * config.tokens_per_step(cfg)
-        recorder.log_step(step, tokens, batch, loss_sum, grad_norm, optimizer.param_groups[0]["lr"])
+        recorder.log_step(step, tokens, batch, sums, scalars)
         if evaluation_is_due(cfg, step) and not stopping:
             guard.check()  # waits for the device, so that queued training does not count as time for the evaluation
             with recorder.timed("paused"):
@@ -120,27 +122,28 @@ def train(cfg: Config, world: World, run: Run) -> None:
 
 
 def training_step(model: Llama, optimizer: torch.optim.Optimizer, guard: FiniteGuard, batch: Batch, step: int,
-                  cfg: Config, world: World) -> tuple[torch.Tensor, torch.Tensor]:
-    """One update. Returns this rank's sum of token losses and the gradient's norm over all ranks, before clipping; both
-    on the device: nothing here waits for it."""
-    set_learning_rate(optimizer, learning_rate(cfg.optim, config.schedule_steps(cfg), step))
-    loss_sum = torch.zeros((), device=world.device)
+                  cfg: Config, world: World) -> tuple[dict[str, Tensor], dict[str, Tensor | float]]:
+    """One update. Returns what a row of metrics reports by name: sums over this rank's tokens, as the loss, and scalars
+    that are the same on all ranks. They stay on the device: nothing here waits for it."""
+    lr = learning_rate(cfg.optim, config.schedule_steps(cfg), step)
+    set_learning_rate(optimizer, lr)
+    sums: dict[str, Tensor] = {}
     for i, micro_batch in enumerate(batch.micro_batches, 1):
         set_gradient_sync(model, cfg.parallel, world, last_micro_batch=i == len(batch.micro_batches))
         tensors = (tensor.to(world.device, non_blocking=True) for tensor in micro_batch)
-        loss, _ = model(*tensors)  # the sum over this micro-batch's tokens
+        found, _ = model(*tensors)  # sums over this micro-batch's tokens
         # FSDP2 averages gradients over ranks. Multiplying by their number makes that the sum; dividing by the step's
         # valid tokens, of all ranks and micro-batches, makes it the mean over tokens, however they are split.
         scale = world.fsdp_size / max(1, batch.valid_tokens)
-        # 0 for a finite loss, else NaN: the gradients become NaN, and so does their norm on all ranks.
-        poison = 0 * loss.detach()
-        (loss * (scale + poison)).backward()
-        loss_sum += loss.detach()
+        # A loss that is not finite may have finite gradients: as NaN they tell all ranks, through their norm.
+        (found["loss"] * torch.where(found["loss"].isfinite(), scale, math.nan)).backward()
+        for name, value in found.items():
+            sums[name] = sums.get(name, 0) + value.detach()
     grad_norm = clip_gradients(model, cfg.train.max_grad_norm)
-    guard.before_update(step, grad_norm)  # the optimizer skips its update if the norm is not finite
-    optimizer.step()
+    if guard.may_update(step, grad_norm):
+        optimizer.step()
     optimizer.zero_grad()
-    return loss_sum, grad_norm
+    return sums, {"grad_norm": grad_norm, "lr": lr}
 
 
 def main(args: Namespace, cfg: Config, stop: StopRequest) -> int:

@@ -109,7 +109,7 @@ def measure(arm: str, cfg: config.Config, world: World) -> dict:
     ours = ids[world.dp_rank :: world.dp_size]
     losses, found = [], {}
     for step in range(1, STEPS + 1):
-        loss, _ = model(ours[:, :-1], ours[:, 1:])
+        loss = model(ours[:, :-1], ours[:, 1:])[0]["loss"]
         (loss * (world.dp_size / (BATCH * LENGTH))).backward()
         optimizer.step()
         if step == 2:

@@ -64,13 +64,13 @@ def measure(cfg: config.Config, world: World, steps: int, warm_up: int, real: bo
         began = synchronize()
         unshard_first_units(model, cfg.parallel)
         batch = next(batches)
-        loss_sum, _ = training_step(model, optimizer, guard, batch, step, cfg, world)
+        sums, _ = training_step(model, optimizer, guard, batch, step, cfg, world)
         seconds.append(synchronize() - began)
     guard.check()
     if real:
         loader.close()
 
-    mean_loss = loss_sum.item() / (t.seq_len * t.micro_batch_size * accumulation)  # of this rank's tokens
+    mean_loss = sums["loss"].item() / (t.seq_len * t.micro_batch_size * accumulation)  # of this rank's tokens
     timed = sorted(seconds[1 + warm_up :])
     median = statistics.median(timed)
     rate = config.tokens_per_step(cfg) / world.size / median

@@ -175,19 +175,26 @@ def find(path: pathlib.Path) -> pathlib.Path:
     raise ConfigError(f"{path}: no good checkpoint")
 
 
+def changed_options(cfg: config.Config, step: int, names: re.Pattern) -> dict[str, tuple[str, str]]:
+    """{option: (its value in the checkpoint, its value now)} of those options that differ, as a person reads them."""
+    before, now = (config.SCHEMA.complete(tables) for tables in (
+        read_state(path_of(cfg, step))["config"], config.to_dict(cfg)))
+    return {key: tuple(value if isinstance(value, str) else "absent" if value is None else options.toml(value)
+                       for value in (before.get(key), now.get(key)))
+            for key in sorted(before | now) if names.fullmatch(key) and before.get(key) != now.get(key)}
+
+
 def check_same_run(cfg: config.Config, step: int, guarded: re.Pattern = GUARDED) -> None:
     """Raises ConfigError naming every option that decides weights or data order (or is one of `guarded`) and differs
-    from the checkpoint's."""
-    if not step:
-        return
+    from the checkpoint's. An option that is newer than the checkpoint had its default there."""
     allowed = cfg.checkpoint.allow_changed if cfg.checkpoint else ()
-    folder = path_of(cfg, step)
-    before, now = config.to_flat(read_state(folder)["config"]), config.to_flat(config.to_dict(cfg))
-    if changed := [key for key in sorted(before | now) if guarded.fullmatch(key)
-                   and before.get(key) != now.get(key) and key not in allowed]:
-        raise ConfigError(*(
-            f"{key} = {now.get(key)}: {folder} was trained with {before.get(key)}; continue with that, choose another "
-            f'run.name, or allow it: checkpoint.allow_changed = ["{key}"]' for key in changed))
+    changed = changed_options(cfg, step, guarded) if step else {}
+    if problems := [
+            f"{key} = {now}: {path_of(cfg, step)} was trained with {before}; " + (
+                "this version has no such option" if key not in config.SCHEMA.options else "continue with that, choose "
+                f'another run.name, or allow it: checkpoint.allow_changed = ["{key}"]')
+            for key, (before, now) in changed.items() if key not in allowed]:
+        raise ConfigError(*problems)
 
 
 def check_same_data(cfg: config.Config, step: int, fingerprint: list[dict]) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import re
 from collections.abc import Callable
 from concurrent import futures
 
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import config
 from checkpoint import catalog
-from checkpoint.load import restore, tensors_of
+from checkpoint.load import OtherOptimizer, restore, tensors_of
 from checkpoint.save import SaveFailed, Saver
 from config import ConfigError
 from parallel.mesh import World, all_gather_objects, on_rank_zero
@@ -62,7 +63,12 @@ class Checkpointer:
         if not self.start:
             return State()
         folder = catalog.path_of(self.cfg, self.start)
-        restore(folder, model, optimizer)
+        try:
+            restore(folder, model, optimizer)
+        except OtherOptimizer as error:
+            changed = on_rank_zero(lambda: catalog.changed_options(self.cfg, self.start, re.compile(r"optim\..*")))
+            raise ConfigError(f"{error}: continue with the one that it was trained with" + "".join(
+                f"; {key} was {before}, is {now}" for key, (before, now) in changed.items())) from None
         known = on_rank_zero(lambda: catalog.read_state(folder))
         state = {f.name: known[f.name] for f in dataclasses.fields(State) if f.name in known}
         return State(**{"tokens": self.start * config.tokens_per_step(self.cfg), **state})

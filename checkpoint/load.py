@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from checkpoint.catalog import NO_OPTIMIZER
 from checkpoint.manifest import CorruptCheckpoint, opened, read_manifest
 from config import ConfigError
-from parallel.materialize import named_parameters
+from model.llama import named_parameters
 
 DCP = "torch.distributed.checkpoint"
 ALLOWED = {
@@ -32,6 +32,10 @@ ALLOWED = {
         "Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex", "StorageMeta",
         "_MEM_FORMAT_ENCODING")),
 }
+
+
+class OtherOptimizer(ConfigError):
+    """A checkpoint holds the state of another kind of optimizer than the run's."""
 
 
 class MetadataUnpickler(pickle.Unpickler):
@@ -126,14 +130,19 @@ def check_tensors(folder: pathlib.Path, reader: Reader, wanted: dict[str, Tensor
     stored = reader.metadata.state_dict_metadata
     if not weights_only and stored and all(name.startswith("model.") for name in stored):
         raise ConfigError(f"{folder}: {NO_OPTIMIZER}")
+    theirs, ours = ({name.rpartition(".")[2] for name in names if name.startswith("optim.")}
+                    for names in (stored, wanted))
+    if not weights_only and theirs != ours:
+        raise OtherOptimizer(f"{folder}: holds {', '.join(sorted(theirs))} of another optimizer, this run's has "
+                             f"{', '.join(sorted(ours)) or 'no state'}")
     problems = [f"{folder}: has no {name}" for name in wanted.keys() - stored.keys()]
     problems += [f"{folder}: has {name}, which this model does not" for name in stored.keys() - wanted.keys()
                  if not weights_only or name.startswith("model.")]
     for name in wanted.keys() & stored.keys():
-        ours, theirs = wanted[name], stored[name]
-        if (ours.shape, ours.dtype) != (theirs.size, theirs.properties.dtype):
-            problems.append(f"{folder}: {name} is {theirs.properties.dtype} {[*theirs.size]}, this model's is "
-                            f"{ours.dtype} {[*ours.shape]}")
+        tensor, item = wanted[name], stored[name]
+        if (tensor.shape, tensor.dtype) != (item.size, item.properties.dtype):
+            problems.append(f"{folder}: {name} is {item.properties.dtype} {[*item.size]}, this model's is "
+                            f"{tensor.dtype} {[*tensor.shape]}")
     if problems:
         raise ConfigError(*sorted(problems))
 

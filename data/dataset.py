@@ -1,6 +1,7 @@
 """The prepared data of a configuration: which folders hold it, and whether they were prepared for it."""
 
 import hashlib
+import inspect
 import json
 import pathlib
 import platform
@@ -11,7 +12,7 @@ from typing import Any
 import config
 from config import ConfigError
 from data.order import make_order
-from data.sources import STDLIB
+from data.sources import STDLIB, Files, Hub, kind_of
 from data.tokenizer import TOKENIZERS, tokenizer_files
 from data.tokens import TokenStream, open_stream, read_manifest
 
@@ -28,6 +29,8 @@ def identity(cfg: config.Config) -> dict:
              "max_tokens": d.max_tokens, "format": FORMAT}
     if d.source == STDLIB:
         found["python"] = platform.python_version()
+    if (kind := kind_of(d.source)) not in (Files, Hub):  # one that makes its text: its code is what was read
+        found["code"] = hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()
     return found
 
 

@@ -17,14 +17,14 @@ LOCAL = (".jsonl", ".json", ".parquet", ".txt")
 TEXT_BYTES = 1 << 16  # a longer .txt file becomes several documents
 
 
+def kind_of(source: str) -> "type[Source]":
+    """The class that reads a source."""
+    return Hub if source != STDLIB and local_files(source) is None else Files
+
+
 def open_source(d: config.Data, place: list | None = None) -> "Source":
     """[data] source from its beginning, or resumed at what place() gave. Raises ConfigError where there is none."""
-    paths = _stdlib_files() if d.source == STDLIB else local_files(d.source)
-    if paths is None:
-        return Hub(d, place)
-    if not paths:
-        raise ConfigError(f"[data] source = {d.source}: no such file (or folder, or pattern) of {', '.join(LOCAL)}")
-    return Files(d, paths, place)
+    return kind_of(d.source)(d, place)
 
 
 class Source:
@@ -56,9 +56,12 @@ class Source:
 class Files(Source):
     """Local files, one after the other. Their place is (file, rows read, bytes read)."""
 
-    def __init__(self, d: config.Data, paths: list[pathlib.Path], place: list | None):
+    def __init__(self, d: config.Data, place: list | None):
         self.d, self.resumed = d, place is not None
-        self.paths, self.sizes = paths, [path.stat().st_size for path in paths]
+        self.paths = _stdlib_files() if d.source == STDLIB else local_files(d.source)
+        if not self.paths:
+            raise ConfigError(f"[data] source = {d.source}: no such file (or folder, or pattern) of {', '.join(LOCAL)}")
+        self.sizes = [path.stat().st_size for path in self.paths]
         self.file, self.row, self.byte = place or (0, 0, 0)
 
     def rows(self) -> Iterator[tuple[str, object]]:
@@ -110,7 +113,7 @@ class Files(Source):
                 yield str(path), {self.d.text_field: path.read_bytes().decode()}
 
     def _parquet(self, path: pathlib.Path) -> Iterator[tuple[str, object]]:
-        with _readable(path):
+        with _readable(f"{path}:"):
             import pyarrow.parquet  # comes with `datasets`
 
             field, table = self.d.text_field, pyarrow.parquet.ParquetFile(path)
@@ -130,7 +133,7 @@ class Hub(Source):
 
     def __init__(self, d: config.Data, place: list | None):
         self.d, self.resumed = d, place is not None
-        with _readable(d.source):
+        with _readable(f"{d.source}: is neither {STDLIB} nor a local file, and as a Hugging Face dataset"):
             import datasets
             import huggingface_hub
 
@@ -143,7 +146,7 @@ class Hub(Source):
                 self.data.load_state_dict(state)
 
     def rows(self) -> Iterator[tuple[str, object]]:
-        with _readable(self.d.source):
+        with _readable(f"{self.d.source}:"):
             for row in self.data:
                 self.row += 1
                 yield f"{self.d.source}: row {self.row}", row
@@ -158,12 +161,12 @@ class Hub(Source):
 
 @contextlib.contextmanager
 def _readable(what: object) -> Iterator[None]:
-    """Raises what the libraries inside raise, whatever that is, as ConfigError."""
+    """Raises what the libraries inside raise, whatever that is, as ConfigError. what: a source, in a sentence."""
     try:
         yield
     except Exception as error:
         first_line = str(error).partition("\n")[0]
-        raise ConfigError(f"[data] source = {what}: cannot be read: {type(error).__name__}: {first_line}") from None
+        raise ConfigError(f"[data] source = {what} cannot be read: {type(error).__name__}: {first_line}") from None
 
 
 def local_files(source: str) -> list[pathlib.Path] | None:

@@ -54,7 +54,7 @@ class Ranks:
             return [sys.executable, TRAIN]
         # USR1 would end torchrun, and its ranks, at once, if it did not handle it
         heard = "SIGINT,SIGHUP,SIGQUIT,SIGUSR1" + ",SIGTERM" * (not self.job)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={self.local}",
+        torchrun = [sys.executable, "-m", "lifecycle.torchrun", f"--nproc-per-node={self.local}",
                     f"--max-restarts={self.restarts}", f"--signals-to-handle={heard}",
                     "--log-dir=/dev/null"]  # else each leaves a folder in the temporary directory
         if self.job:

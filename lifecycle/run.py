@@ -190,7 +190,9 @@ class Run:
         if self.launch:
             folder.report_failure(self.folder, self.launch, rank, step=at.step, phase=at.name, progress=at.progress,
                                   exit_code=code, text=text, final=final)
-        if log.handlers or rank == 0:  # before there is a log per rank, once is enough
+        if self.launch:  # which prints the first cause at its end: here it goes into the rank's file alone
+            log.handlers = log.handlers[:1]
+        if log.handlers or (rank == 0 and not self.launch):
             log.error("rank %d, step %d, phase %s: %s", rank, at.step, at.name, text)
         if self.lock is not None:
             with contextlib.suppress(OSError):

@@ -158,7 +158,7 @@ def main(argv: list[str]) -> int:
             model = Llama(cfg.model)
         load.restore(folder, model, None)
         dtype = args.dtype or (cfg.parallel.param_dtype if device.type == "cuda" else "float32")
-        model.to(getattr(torch, dtype))
+        model.to(getattr(torch, dtype)).eval()
         if max(map(len, rows)) + args.tokens - 1 > context:
             print(f"beyond {context} tokens (train.seq_len) the older half of the context is dropped", file=sys.stderr)
         steps = generate(model, rows, args.tokens, context, device, args.temperature, args.top_p, args.seed)

@@ -44,6 +44,7 @@ def write_weights(folder: Path, m: config.Model, read: Callable[[str], Tensor], 
     ConfigError, also where the disk lacks the room.
     """
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes(m).items()}
+    theirs = {name: hf_name(name) for name in sizes}
     total = sum(sizes.values())
     check_room(folder, total)
     shards, room = [], 0
@@ -55,8 +56,8 @@ def write_weights(folder: Path, m: config.Model, read: Callable[[str], Tensor], 
     weight_map = {}
     for number, names in enumerate(shards, 1):
         file_name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        weight_map |= {hf_name(name): file_name for name in names}
-        write_safetensors(folder / file_name, {hf_name(name): read(name).to(dtype) for name in names})
+        weight_map |= {theirs[name]: file_name for name in names}
+        write_safetensors(folder / file_name, {theirs[name]: read(name).to(dtype) for name in names})
     if len(shards) > 1:
         write_json(folder / INDEX, {"metadata": {"total_parameters": total // dtype.itemsize, "total_size": total},
                                     "weight_map": weight_map})

@@ -4,6 +4,7 @@ Converting is renaming: both sides use half-split RoPE, so no row is permuted.
 """
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,15 +22,19 @@ from config import ConfigError
 from model.llama import Llama
 from options import together
 
-NAMES = {  # parts of a parameter's name, replaced in this order
-    "embedding.": "model.embed_tokens.",
-    "blocks.": "model.layers.",
-    ".attention_norm.": ".input_layernorm.",
-    ".attention.": ".self_attn.",
-    ".feed_forward_norm.": ".post_attention_layernorm.",
-    ".feed_forward.": ".mlp.",
-    "head.norm.": "model.norm.",
-    "head.": "lm_head.",
+NAMES = {  # of a parameter; N: the block's number
+    "embedding.weight": "model.embed_tokens.weight",
+    "blocks.N.attention_norm.weight": "model.layers.N.input_layernorm.weight",
+    "blocks.N.attention.q_proj.weight": "model.layers.N.self_attn.q_proj.weight",
+    "blocks.N.attention.k_proj.weight": "model.layers.N.self_attn.k_proj.weight",
+    "blocks.N.attention.v_proj.weight": "model.layers.N.self_attn.v_proj.weight",
+    "blocks.N.attention.o_proj.weight": "model.layers.N.self_attn.o_proj.weight",
+    "blocks.N.feed_forward_norm.weight": "model.layers.N.post_attention_layernorm.weight",
+    "blocks.N.feed_forward.gate_proj.weight": "model.layers.N.mlp.gate_proj.weight",
+    "blocks.N.feed_forward.up_proj.weight": "model.layers.N.mlp.up_proj.weight",
+    "blocks.N.feed_forward.down_proj.weight": "model.layers.N.mlp.down_proj.weight",
+    "head.norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
 }
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
@@ -39,10 +44,14 @@ PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def hf_name(name: str) -> str:
-    """blocks.0.attention.q_proj.weight -> model.layers.0.self_attn.q_proj.weight"""
-    for ours, theirs in NAMES.items():
-        name = name.replace(ours, theirs)
-    return name
+    """blocks.0.attention.q_proj.weight -> model.layers.0.self_attn.q_proj.weight. Raises ConfigError for a parameter
+    that Llama does not have there."""
+    number = next(iter(re.findall(r"^blocks\.(\d+)\.", name)), "")
+    ours = name.replace(f"blocks.{number}.", "blocks.N.", 1) if number else name
+    if ours not in NAMES:
+        raise ConfigError(f"{name}: has no name in a Hugging Face folder of a Llama model; model/hf_weights.py lists "
+                          "them in NAMES, for folders of another architecture")
+    return NAMES[ours].replace("N", number, 1) if number else NAMES[ours]
 
 
 def shapes(m: config.Model) -> dict[str, list[int]]:

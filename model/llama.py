@@ -9,6 +9,7 @@ None for ones. The values are torchtitan's (https://github.com/pytorch/torchtita
 
 import fnmatch
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 import config
 from config import ConfigError
 from model.attention import BlockMask, Cache, KVCache, attention, document_mask
-from model.loss import chunked_cross_entropy
+from model.loss import LossSums, chunked_cross_entropy
 
 
 class RMSNorm(nn.Module):
@@ -151,15 +152,16 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.empty(m.vocab_size, m.dim))
         self.init_std, self.init_cutoff = m.dim**-0.5, 3.0  # cutoff in standard deviations
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, targets: Tensor | None = None, **loss_options) -> Tensor | tuple[LossSums, Tensor]:
         x = self.norm(x).to(self.weight.dtype)  # (B, T, D)
         if targets is None:
             return F.linear(x, self.weight)  # (B, T, V)
-        return chunked_cross_entropy(x.flatten(0, 1), self.weight, targets.flatten())
+        return chunked_cross_entropy(x.flatten(0, 1), self.weight, targets.flatten(), **loss_options)
 
 
 class Llama(nn.Module):
-    """Token ids (B, T) -> logits (B, T, V); with targets (B, T) -> (sum of the losses, number of valid targets).
+    """Token ids (B, T) -> logits (B, T, V); with targets (B, T) -> ({"loss": sum over the tokens}, number of valid
+    targets), as model/loss.py makes them, which takes loss_options.
 
     positions (B, T): for RoPE, default 0 ... T-1. documents (B, T): number of each token's document, rising along T; a
     token attends to its own document only. With a cache, tokens are those that it does not hold yet, and the logits
@@ -177,7 +179,8 @@ class Llama(nn.Module):
             self.embedding.init_std, self.embedding.init_cutoff = self.head.init_std, self.head.init_cutoff
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None,
-                documents: Tensor | None = None, cache: Cache | None = None) -> Tensor | tuple[Tensor, Tensor]:
+                documents: Tensor | None = None, cache: Cache | None = None,
+                **loss_options) -> Tensor | tuple[LossSums, Tensor]:
         length = tokens.shape[1] if cache is None else cache.columns
         cos, sin = rope_tables(self.config, length, tokens.device)  # (T, E)
         mask = None if documents is None else document_mask(documents)
@@ -190,16 +193,16 @@ class Llama(nn.Module):
             x = block(x, cos, sin, mask, cache and cache.blocks[i])
         if cache is not None:
             x = x.take_along_dim(newest[:, :, None], dim=1)  # (B, T, D) -> (B, 1, D)
-        return self.head(x, targets)
+        return self.head(x, targets, **loss_options)
 
     def init_distribution(self, name: str) -> tuple[float, float] | None:
         """(standard deviation, cutoff in standard deviations) of a parameter's initial normal distribution, None for
-        ones. Raises KeyError naming a parameter without one."""
+        ones. Raises ConfigError naming a parameter without one."""
         path, _, own = name.rpartition(".")
         module = self.get_submodule(path)
         if own != "weight" or not hasattr(module, "init_std"):
-            raise KeyError(f"{name}: has no initial distribution; a module's weight gets one by init_std in "
-                           "model/llama.py")
+            raise ConfigError(f"{name}: has no initial distribution; a module's weight gets one by init_std, as in "
+                              "model/llama.py")
         return None if module.init_std is None else (module.init_std, getattr(module, "init_cutoff", math.inf))
 
 
@@ -217,6 +220,14 @@ def meta_model(m: config.Model) -> Llama:
     if not any(parameter.requires_grad for parameter in names.values()):
         raise ConfigError("[model] freeze: nothing is left to train")
     return model
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """named_parameters() of a model, parallelized or not, under the plain model's names: activation checkpointing and
+    casts put modules in between."""
+    for name, parameter in model.named_parameters():
+        name = name.replace("_checkpoint_wrapped_module.", "")
+        yield name.replace("parametrizations.", "").removesuffix(".original"), parameter
 
 
 def parameter_count(model: nn.Module) -> int:

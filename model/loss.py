@@ -8,16 +8,18 @@ from torch import Tensor
 
 from config import IGNORE
 
+LossSums = dict[str, Tensor]  # over the tokens: "loss" is minimized, and has the others as its parts, to be logged
 CHUNK = 2048  # tokens: 1 GiB of float32 logits at V = 128,256; smaller ones cost a pass over the (V, D) gradient each
 
 
-def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
-    """(sum of the losses in float32, number of valid targets), both without dimensions, of logits x @ weight.T.
+def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int = CHUNK) -> tuple[LossSums, Tensor]:
+    """({"loss": sum over the tokens, in float32}, number of valid targets), scalars all, of logits x @ weight.T.
 
     x (N, D) and weight (V, D) of one dtype, targets (N) with IGNORE where there is none. Sums, not means: means of
     unequal parts cannot be averaged.
     """
-    return _ChunkedCrossEntropy.apply(x, weight, targets, chunk, torch.is_grad_enabled()), (targets != IGNORE).sum()
+    total = _ChunkedCrossEntropy.apply(x, weight, targets, chunk, torch.is_grad_enabled())
+    return {"loss": total}, (targets != IGNORE).sum()
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

@@ -22,8 +22,7 @@ from torch.nn.utils import parametrize
 
 import config
 from config import ConfigError
-from model.llama import Llama
-from parallel.materialize import named_parameters
+from model.llama import Llama, named_parameters
 from parallel.mesh import World, fsdp_mesh
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

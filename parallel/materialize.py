@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from config import ConfigError
-from model.llama import Llama
+from model.llama import Llama, named_parameters
 from parallel.mesh import all_gather_objects
 
 BLOCK = 65536  # elements drawn by one generator, in whole rows
@@ -26,14 +26,14 @@ def materialize(model: Llama, seed: int, device: torch.device) -> None:
 
     Each block of about 65,536 elements (whole rows) of each parameter has its own generator, seeded by (seed, name,
     block). A rank draws the blocks that its shard touches and keeps its part. Values are equal on any mesh, on one type
-    of device. Raises RuntimeError naming tensors left without a value, KeyError for one without a distribution.
+    of device. Raises ConfigError naming tensors left without a value, or without a distribution.
     """
     def fill(name: str, offsets: Offsets, out: Tensor, shape: torch.Size) -> None:
         draw(out, offsets, shape, model.init_distribution(name), seed, name)
 
     if empty := _fill(model, fill, device):
-        raise RuntimeError(f"no initial value for {', '.join(empty)}: give it a distribution (model/llama.py: "
-                           "init_std), or compute it in forward if it is a constant")
+        raise ConfigError(f"no initial value for {', '.join(empty)}: give it a distribution (model/llama.py: "
+                          "init_std), or compute it in forward if it is a constant")
 
 
 def materialize_from(model: nn.Module, read: Callable[[str, Offsets, Tensor], None], device: torch.device) -> None:
@@ -72,13 +72,6 @@ def _fill(model: nn.Module, fill: Callable[[str, Offsets, Tensor, torch.Size], N
         # in parts: isnan() of a whole tensor would take a quarter of its memory
         return [name for name, local in tensors.items() if local.is_floating_point()
                 and any(part.isnan().any() for part in local.view(-1).split(CHECKED))]
-
-
-def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """named_parameters() under the plain model's names: activation checkpointing and casts put modules in between."""
-    for name, parameter in model.named_parameters():
-        name = name.replace("_checkpoint_wrapped_module.", "")
-        yield name.replace("parametrizations.", "").removesuffix(".original"), parameter
 
 
 def local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

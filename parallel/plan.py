@@ -15,6 +15,7 @@ from torch import nn
 import config
 from config import ConfigError
 from model.llama import Llama, flops_per_token, meta_model, parameter_count
+from optim import ELEMENTWISE, build_optimizer
 from parallel.fsdp import unit_dtypes, unit_parameters, units, unsharded_parameters
 
 GIB = 2**30
@@ -26,13 +27,17 @@ def shard_numel(q: nn.Parameter, shards: int) -> int:
 
 
 def plan(cfg: config.Config, model: Llama, ranks: int, epoch: float | None) -> dict:
-    """The plan for one number of ranks. Bytes are those of the largest rank: gradients and AdamW's two moments are
-    sharded as their parameter and have its dtype; each trained tensor has a float32 step count."""
+    """The plan for one number of ranks. Bytes are those of the largest rank: gradients are sharded as their parameter
+    and have its dtype, and so is what the optimizer keeps in its shape."""
     dp_replicate, dp_shard, cp, _ = config.mesh_shape(cfg, ranks)
     unsharded = unsharded_parameters(model, cfg.parallel)
     held = {q: q.itemsize * (q.numel() if q in unsharded else shard_numel(q, dp_shard * cp))
             for q in model.parameters()}
-    trained = [size for q, size in held.items() if q.requires_grad]
+    trained = {q: size for q, size in held.items() if q.requires_grad}
+    optimizer = build_optimizer(model, cfg.optim)
+    state = [s.itemsize * (held[q] // q.itemsize if s.shape == q.shape else s.numel())
+             for q in trained for s in optimizer.state[q].values()]
+    name = type(optimizer).__name__
     return {
         "parameters": parameter_count(model),
         "world_size": ranks,
@@ -40,13 +45,15 @@ def plan(cfg: config.Config, model: Llama, ranks: int, epoch: float | None) -> d
         "shards": dp_shard * cp,
         "units": len(units(model)),
         "parameter_bytes_per_rank": sum(held.values()),
-        "gradient_bytes_per_rank": sum(trained),
-        "optimizer_bytes_per_rank": 2 * sum(trained) + 4 * len(trained),
+        "gradient_bytes_per_rank": sum(trained.values()),
+        "optimizer_bytes_per_rank": sum(state),
         "accumulation_steps": config.accumulation_steps(cfg, dp_replicate * dp_shard),
         "tokens_per_step": config.tokens_per_step(cfg),
         "steps_per_epoch": epoch / cfg.train.global_batch_size if epoch else None,
         "flops_per_token": flops_per_token(model, cfg.train.seq_len),
         "collectives_per_step": collectives(cfg, model, ranks),
+        "not_counted": [f"the state of {name}, which optim.build_optimizer does not make"] * (not state)
+                       + [f"what {name} sends in its step"] * (not isinstance(optimizer, ELEMENTWISE)),
     }
 
 
@@ -155,5 +162,6 @@ def table(row: dict, t: config.Train) -> str:
         "sent per step": "per rank: number of collectives, and their larger buffers together",
         **{f"  {kind}": f"{number:6,} {size / GIB:13,.3f} GiB"
            for kind, (number, size) in row["collectives_per_step"].items()},
+        **({"not counted": "; ".join(row["not_counted"])} if row["not_counted"] else {}),
     }
     return "\n".join(f"{name:<16} {value}" for name, value in lines.items()) + "\n"

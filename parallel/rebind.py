@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from parallel.materialize import named_parameters
+from model.llama import named_parameters
 
 
 @contextlib.contextmanager

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import config
-from model.llama import Llama
+from model.llama import Llama, named_parameters
 from parallel.fsdp import unit_dtypes, unit_parameters, units, unsharded_parameters
-from parallel.materialize import local_rectangle, named_parameters
+from parallel.materialize import local_rectangle
 from parallel.mesh import World, fsdp_mesh
 
 

@@ -248,7 +248,7 @@ def write_tree(tree: Tree, folder: pathlib.Path) -> None:
 
 def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
     ids = torch.randint(0, SMALL["vocab_size"], (2, 9), generator=torch.Generator().manual_seed(seed))
-    model(ids[:, :-1], ids[:, 1:])[0].backward()
+    model(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
     optimizer.step()
     optimizer.zero_grad()
 

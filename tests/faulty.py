@@ -12,7 +12,7 @@ import torch
 import checkpoint.save
 from data.loader import Loader
 from lifecycle.signals import StopRequest
-from model.llama import Llama
+from model.llama import Block, Llama
 
 what, on_rank, at_step = [*os.environ["FAULT"].split(":"), "0", "3"][:3]
 HERE = os.getenv("RANK", "0") == on_rank
@@ -54,6 +54,14 @@ def slowly(method):
     return lambda *arguments, **keywords: (time.sleep(8), method(*arguments, **keywords))[1]
 
 
+def with_a_gate(init):
+    def made(self, *arguments) -> None:
+        init(self, *arguments)
+        self.gate = torch.nn.Parameter(torch.empty(3))
+
+    return made
+
+
 def terminate(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -73,7 +81,8 @@ FAULTS = {
     "killed": lambda: before(Loader, "__next__", lambda: os.kill(os.getpid(), signal.SIGKILL)),
     "killed once": lambda: os.path.exists(os.environ["ONCE"]) or before(Loader, "__next__", lambda: (
         pathlib.Path(os.environ["ONCE"]).touch(), os.kill(os.getpid(), signal.SIGKILL))),
-    "infinite loss": lambda: after(Llama, "forward", lambda out: (out[0] + float("inf"), out[1])),
+    "infinite loss": lambda: after(Llama, "forward", lambda out: ({"loss": out[0]["loss"] + float("inf")}, out[1])),
+    "forgotten parameter": lambda: setattr(Block, "__init__", with_a_gate(Block.__init__)),
     "out of memory": lambda: before(Llama, "forward", lambda: throw(
         torch.OutOfMemoryError("Tried to allocate 9 GiB."))),
     "term after check": lambda: after(StopRequest, "start_sync", terminate),

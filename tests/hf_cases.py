@@ -13,8 +13,9 @@ import config
 from config import ConfigError
 from model import hf
 from model.hf_weights import open_weights
+from model.llama import named_parameters
 from optim import build_optimizer
-from parallel.materialize import local_tensors, named_parameters
+from parallel.materialize import local_tensors
 from tests.cases import build, digests, process_group, run_training, save
 from tests.conftest import rows, tables
 

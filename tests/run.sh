@@ -4,11 +4,18 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${PYTHON:-$(./run_train.sh --setup | tail -n 1)}
-wanted=$(cksum <tests/requirements.txt)
-marker=.venv/.tests-made-from
-if [[ $(cat $marker 2>/dev/null) != "$wanted" ]]; then
-    "$python" -m pip install --quiet -r tests/requirements.txt
-    if [[ $python == "$PWD/.venv/"* ]]; then echo "$wanted" >$marker; fi
+packages=$(cat tests/requirements.txt)
+if [[ $python != "$PWD/.venv/"* ]]; then  # somebody's environment: it gets what it lacks, and keeps its versions
+    packages=$("$python" -c '
+import importlib.metadata, re, sys
+installed = {re.sub("[-_.]+", "-", d.metadata["Name"]).lower() for d in importlib.metadata.distributions()}
+print(*(line for line in sys.argv[1].splitlines() if line.split("==")[0] not in installed), sep="\n")' "$packages")
+elif [[ $(cat .venv/.tests-made-from 2>/dev/null) == "$packages" ]]; then
+    packages=
+fi
+if [[ -n $packages ]]; then
+    "$python" -m pip install --quiet -r <(echo "$packages")
+    if [[ $python == "$PWD/.venv/"* ]]; then echo "$packages" >.venv/.tests-made-from; fi
 fi
 "$python" -m ruff check .
 # two tests at a time: most wait for a process of theirs

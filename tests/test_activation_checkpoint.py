@@ -5,9 +5,9 @@ import gc
 import pytest
 import torch
 
-from model.llama import Llama
+from model.llama import Llama, named_parameters
 from parallel.activation_checkpoint import apply_activation_checkpointing
-from parallel.materialize import materialize, named_parameters
+from parallel.materialize import materialize
 from tests.conftest import make_config
 
 SETTINGS = ["none", 2, "selective", "full"]
@@ -48,7 +48,7 @@ def step(setting: str | int) -> tuple[dict[str, torch.Tensor], int]:
 
     before = storages()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss, _ = model(ids[:, :-1], ids[:, 1:])
+        loss = model(ids[:, :-1], ids[:, 1:])[0]["loss"]
     after = storages()  # saved tensors are no Python objects, cached ones are
     kept |= {address: size for address, size in after.items() if address not in before and address not in parameters}
     loss.backward()

@@ -252,6 +252,45 @@ def test_another_run_is_refused_by_name(tmp_path, section, key, value):
     catalog.check_same_run(changed(allow_changed=[f"{section}.{key}"]), 10)
 
 
+def test_an_option_that_the_run_no_longer_gives_is_refused(tmp_path):
+    """Without the table of its rotary frequencies it would be another model."""
+    scaling = {"factor": 8.0, "original_max_position_embeddings": 32}
+    run = {"name": "r", "output_dir": str(tmp_path)}
+    fake(make_config(run=run, checkpoint={}, model={"rope_scaling": scaling}), 10)
+    with pytest.raises(ConfigError, match=r"model\.rope_scaling\.factor = absent: .*was trained with 8\.0"):
+        catalog.check_same_run(configured(tmp_path), 10)
+
+
+def test_an_option_that_is_newer_than_the_checkpoint_had_its_default(tmp_path):
+    sources = {"data": {"sources": [{"source": "a.jsonl"}, {"source": "b.jsonl", "weight": 2.0}], "source": None}}
+
+    def cfg(**sections):
+        return make_config(run={"name": "r", "output_dir": str(tmp_path)}, checkpoint={}, **{**sources, **sections})
+
+    folder = fake(cfg(), 10)
+    state = json.loads((folder / "state.json").read_text())
+    del state["config"]["model"]["tie_embeddings"], state["config"]["data"]["document_mask"]
+    del state["config"]["data"]["sources"][0]["weight"]
+    (folder / "state.json").write_text(json.dumps(state))
+    catalog.check_same_run(cfg(), 10)
+    catalog.check_same_run(cfg(), 10, catalog.SAME_OUTPUTS)
+    with pytest.raises(ConfigError, match=r"model\.tie_embeddings = true: .*was trained with false; continue"):
+        catalog.check_same_run(cfg(model={"tie_embeddings": True}), 10)
+    state["config"]["model"]["qk_norm"] = True
+    (folder / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ConfigError, match=r"model\.qk_norm = absent: .*trained with true; this version has no such"):
+        catalog.check_same_run(cfg(), 10)
+
+
+def test_another_optimizer_is_refused_in_one_line(saved_by_two):
+    folder, _ = saved_by_two
+    model = Llama(make_config().model)
+    other = torch.optim.SGD(model.parameters(), momentum=0.9)
+    other.state = {p: {"momentum_buffer": torch.zeros_like(p)} for p in model.parameters()}
+    with pytest.raises(ConfigError, match="exp_avg_sq, step of another optimizer, this run's has momentum_buffer$"):
+        restore(folder, model, other)
+
+
 def test_steps_and_intervals_may_change(tmp_path):
     fake(configured(tmp_path), 10)
     raw = config.to_dict(configured(tmp_path, save_every_steps=5))

@@ -27,9 +27,8 @@ from lifecycle.signals import Interruption
 from model import generate, hf
 from model.hf_tokenizer import fast_tokenizer_files, read_sentencepiece
 from model.hf_weights import hf_name, open_weights
-from model.llama import Llama
+from model.llama import Llama, named_parameters
 from optim import build_optimizer, learning_rate
-from parallel.materialize import named_parameters
 from tests import cases, hf_cases
 from tests.conftest import REPO, TINY, make_config, seal, tables, words
 from tests.hf_cases import config_from

@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import config
+from config import ConfigError
 from model.hf_weights import hf_name
 from model.llama import Llama, flops_per_token, parameter_count, rope_tables
 from tests.conftest import REPO, make_config
@@ -50,9 +51,9 @@ def test_forward_equals_transformers(changes):
     tokens = torch.randint(0, m.vocab_size, (2, 128))
     with torch.no_grad():
         assert torch.allclose(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
-        loss_sum, count = ours(tokens[:, :-1], tokens[:, 1:])
+        sums, count = ours(tokens[:, :-1], tokens[:, 1:])
         expected = theirs(tokens, labels=tokens).loss
-    assert math.isclose(loss_sum.item() / count.item(), expected.item(), rel_tol=1e-5)
+    assert math.isclose(sums["loss"].item() / count.item(), expected.item(), rel_tol=1e-5)
 
 
 def test_rope_scaling_does_something():
@@ -135,5 +136,12 @@ def test_initial_distributions():
 def test_a_parameter_without_an_initial_distribution_is_named():
     model = Llama(make_config().model)
     for name in ("blocks.1.extra", "extra", "head.bias"):
-        with pytest.raises(KeyError, match=f"{name}: has no initial distribution; .* model/llama.py"):
+        with pytest.raises(ConfigError, match=f"{name}: has no initial distribution; .* model/llama.py"):
             model.init_distribution(name)
+
+
+def test_a_parameter_without_a_hugging_face_name_is_refused():
+    assert hf_name("blocks.12.feed_forward.up_proj.weight") == "model.layers.12.mlp.up_proj.weight"
+    for name in ("blocks.0.attention.q_norm.weight", "scale", "head.bias"):
+        with pytest.raises(ConfigError, match=f"{name}: has no name in a Hugging Face folder.*NAMES"):
+            hf_name(name)

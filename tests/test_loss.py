@@ -27,7 +27,8 @@ def plain(x, weight, targets):
 @pytest.mark.parametrize("chunk", [1, 7, 50, 64])
 def test_equals_unchunked(chunk):
     x, weight, targets = problem(torch.float64 if chunk == 7 else torch.float32)
-    total, count = chunked_cross_entropy(x, weight, targets, chunk)
+    sums, count = chunked_cross_entropy(x, weight, targets, chunk)
+    total = sums["loss"]
     (total * 0.3).backward()
     ours = x.grad.clone(), weight.grad.clone()
     x.grad = weight.grad = None
@@ -40,21 +41,22 @@ def test_equals_unchunked(chunk):
 
 def test_all_targets_ignored():
     x, weight, targets = problem(torch.float32)
-    total, count = chunked_cross_entropy(x, weight, torch.full_like(targets, IGNORE), 8)
+    sums, count = chunked_cross_entropy(x, weight, torch.full_like(targets, IGNORE), 8)
+    total = sums["loss"]
     total.backward()
     assert total.item() == 0 and count.item() == 0 and not x.grad.any() and not weight.grad.any()
 
 
 def test_large_logits_stay_finite():
     x, weight, targets = problem(torch.float32)
-    total, _ = chunked_cross_entropy(x * 1e4, weight, targets, 8)
+    total = chunked_cross_entropy(x * 1e4, weight, targets, 8)[0]["loss"]
     total.backward()
     assert total.isfinite() and x.grad.isfinite().all()
 
 
 def test_weight_gradient_is_summed_in_float32_and_rounded_once():
     x, weight, targets = problem(torch.bfloat16, tokens=512)
-    chunked_cross_entropy(x, weight, targets, 8)[0].backward()
+    chunked_cross_entropy(x, weight, targets, 8)[0]["loss"].backward()
     # The same slopes (rounded to bfloat16 as they must be for a bfloat16 product), multiplied exactly, rounded once
     logits = F.linear(x, weight).detach().float()
     slope = logits.softmax(-1) - F.one_hot(targets.clamp(min=0), len(weight))
@@ -90,7 +92,7 @@ def test_logits_of_the_whole_batch_never_exist(monkeypatch):
     llama = Llama(make_config(model={"vocab_size": vocab}).model)
     ids = torch.randint(0, vocab, (4, tokens // 4 + 1))
     with Shapes() as seen:
-        llama(ids[:, :-1], ids[:, 1:])[0].backward()
+        llama(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
     # the largest are the head's matrix and its gradient; a chunk of logits is smaller
     assert max(seen.largest.values()) == vocab * 48 < tokens * vocab
     with Shapes() as seen:  # and the measure does see them where they are made

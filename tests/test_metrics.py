@@ -64,7 +64,8 @@ def test_times_leave_out_what_is_not_training(tmp_path, monkeypatch):
         with recorder.timed("data"):
             now[0] += 1
         now[0] += 2
-        recorder.log_step(step, 0, SimpleNamespace(digest=0, valid_tokens=1), torch.zeros(()), torch.zeros(()), 0.0)
+        recorder.log_step(step, 0, SimpleNamespace(digest=0, valid_tokens=1), {"loss": torch.zeros(())},
+                          {"grad_norm": torch.zeros(()), "lr": 0.0})
         with recorder.timed("paused"):
             now[0] += 10
     recorder.close()
@@ -147,6 +148,24 @@ def test_tensorboard_may_fail(tmp_path):
     recorder.write({"kind": "train", "step": 2, "loss": 1.0})
     recorder.close()
     assert recorder.board is None and len(rows(tmp_path)) == 2
+
+
+def test_what_a_step_returns_is_in_the_row_and_in_tensorboard(tmp_path, monkeypatch):
+    """Sums as means over the step's tokens, of all ranks; scalars as they are; what is nested under both names."""
+    monkeypatch.setattr(metrics, "all_gather_objects", lambda value: [value, value])
+    world = SimpleNamespace(rank=0, size=2, device=torch.device("cpu"))
+    recorder, added = Recorder(make_config(), world, tmp_path, 0, 1), {}
+    recorder.rows.board = SimpleNamespace(add_scalar=lambda name, value, step: added.update({name: value}),
+                                          close=lambda: None)
+    recorder.log_step(1, 0, SimpleNamespace(digest=0, valid_tokens=10),
+                      {"loss": torch.tensor(30.0), "z_loss": torch.tensor(5.0)},
+                      {"grad_norm": torch.tensor(0.5), "lr": 0.1, "gate": torch.tensor(2.0)})
+    recorder.log_evaluation(1, {"loss": 2.0, "loss_by_source": {"a.jsonl": 3.0}})
+    recorder.close()
+    row = rows(tmp_path)[0]
+    assert (row["loss"], row["z_loss"], row["grad_norm"], row["lr"], row["gate"]) == (6, 1, 0.5, 0.1, 2)
+    assert added["train/z_loss"] == 1 and added["train/gate"] == 2 and added["eval/loss_by_source.a.jsonl"] == 3
+    assert "train/slowest_rank.step_seconds" in added and "train/batch_digest" not in added
 
 
 def test_a_sync_from_another_thread_neither_doubles_nor_drops_rows(tmp_path):

@@ -62,16 +62,24 @@ def test_made_state_equals_the_state_torch_would_make():
         assert torch.equal(made.state[ours][key], value)
 
 
+OPTIMIZERS = {  # the first skips a step by itself, for the others it is not called
+    "fused": lambda parameter: build_optimizer(torch.nn.ParameterList([parameter]), make_config().optim),
+    "plain": lambda parameter: torch.optim.AdamW([parameter], lr=0.1, fused=False),
+    "muon": lambda parameter: torch.optim.Muon([parameter], lr=0.1),
+}
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_non_finite_gradient_changes_nothing(bad):
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_non_finite_gradient_changes_nothing(kind, bad):
     parameter = torch.nn.Parameter(torch.ones(4, 4))
-    optimizer = build_optimizer(torch.nn.ParameterList([parameter]), make_config().optim)
+    optimizer = OPTIMIZERS[kind](parameter)
     guard = FiniteGuard(optimizer, torch.device("cpu"), limit=1)
 
     def step(number: int, gradient: float) -> None:
         parameter.grad = torch.full_like(parameter, gradient)
-        guard.before_update(number, parameter.grad.norm())
-        optimizer.step()
+        if guard.may_update(number, parameter.grad.norm()):
+            optimizer.step()
 
     step(1, 1.0)
     state = {key: value.clone() for key, value in optimizer.state[parameter].items()}

@@ -5,7 +5,7 @@ import torch
 
 from config import ConfigError
 from model.llama import meta_model
-from parallel.fsdp import unsharded_parameters
+from parallel.fsdp import precision, unit_dtypes, unsharded_parameters
 from parallel.materialize import draw
 from tests import cases
 from tests.conftest import make_config
@@ -163,3 +163,12 @@ def test_short_lives_end_in_order(on_ranks):
     """benchmarks/short_runs.py does it fifty times, through the launcher."""
     for _ in range(3):
         on_ranks(2, cases.start_and_end)
+
+
+def test_units_kept_in_float32_are_reduced_in_it():
+    halves = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
+    p = make_config(parallel={**halves, "keep_fp32": ["blocks.0"]}).parallel
+    assert unit_dtypes(p, "blocks.0") == (torch.float32, torch.float32)
+    assert unit_dtypes(p, "blocks.1") == (torch.bfloat16, torch.bfloat16)
+    assert precision(p, "blocks.0", False).reduce_dtype == torch.float32
+    assert precision(p, "head", True).output_dtype is None and precision(p, "blocks.1", False).output_dtype is not None

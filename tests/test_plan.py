@@ -3,9 +3,11 @@
 import json
 
 import pytest
+import torch
 
 import config
 from model.llama import meta_model
+from optim import build_optimizer
 from parallel import plan as plan_module
 from parallel.plan import plan
 from tests import cases
@@ -59,6 +61,37 @@ def test_what_does_not_fit_is_exit_3(capsys):
     assert done.returncode == 3 and json.loads(done.stdout) and "does not fit" in done.stderr
     fits, out, _ = dry_run(capsys, CONFIGS / "llama70b.toml", "--world-size", 64, "--gpu-memory-gib", 80)
     assert fits and "70,553,706,496" in out
+
+
+def test_what_fits_counts_gradients_too(capsys):
+    """tiny.toml: 16 bytes for each of 5,048,576 parameters, and 4 for each of 39 tensors' step counts."""
+    needed = (16 * 5_048_576 + 4 * 39) / 2**30
+    for memory, fits in ((needed * 1.0001, True), (needed * 0.9999, False)):
+        assert dry_run(capsys, CONFIGS / "tiny.toml", "--gpu-memory-gib", memory)[0] is fits
+
+
+def test_an_optimizer_is_planned_as_it_is(monkeypatch, capsys):
+    """Half the bytes where its moments are in bfloat16; what it sends, or keeps later, is not passed over."""
+    def halved(model, o):
+        optimizer = build_optimizer(model, o)
+        for state in optimizer.state.values():
+            state["exp_avg"], state["exp_avg_sq"] = state["exp_avg"].bfloat16(), state["exp_avg_sq"].bfloat16()
+        return optimizer
+
+    def muon(model, o):
+        return torch.optim.Muon([p for p in model.parameters() if p.ndim == 2])
+
+    def planned() -> dict:
+        return json.loads(dry_run(capsys, CONFIGS / "tiny.toml", "--json")[1])
+
+    usual = planned()
+    assert usual["not_counted"] == []
+    monkeypatch.setattr(plan_module, "build_optimizer", halved)
+    assert planned()["optimizer_bytes_per_rank"] == 4 * 5_048_576 + 4 * 39
+    monkeypatch.setattr(plan_module, "build_optimizer", muon)
+    assert planned()["not_counted"] == ["the state of Muon, which optim.build_optimizer does not make",
+                                        "what Muon sends in its step"]
+    assert "not counted" in dry_run(capsys, CONFIGS / "tiny.toml")[1]
 
 
 def test_wrong_number_of_ranks_is_exit_2(capsys):

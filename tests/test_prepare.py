@@ -251,7 +251,10 @@ def test_training_on_a_mixture_and_looking_at_it(corpus, tmp_path, write_config,
     assert done.returncode == 0, done.stderr
     row = json.loads((tmp_path / "outputs/mixed/metrics.jsonl").read_text().splitlines()[-1])
     assert row["kind"] == "eval" and set(row["loss_by_source"]) == {str(corpus), str(tmp_path / "other.jsonl")}
-    assert min(row["loss_by_source"].values()) <= row["loss"] <= max(row["loss_by_source"].values())
+    # the mean over all tokens, not of the sources' means
+    counts, losses = [s.length - 1 for s in open_data(cfg, "heldout")], [*row["loss_by_source"].values()]
+    assert row["loss"] == pytest.approx(sum(n * loss for n, loss in zip(counts, losses)) / sum(counts), rel=1e-6)
+    assert row["loss"] != pytest.approx(sum(losses) / 2, rel=1e-6)
     plan = subprocess.run([sys.executable, "train.py", path, "--dry-run", "--json"], cwd=REPO, capture_output=True)
     assert json.loads(plan.stdout)["steps_per_epoch"] > 1
     assert data.show.main([str(path), "--step", "1"]) == 0

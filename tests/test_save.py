@@ -12,7 +12,7 @@ import config
 from checkpoint import catalog
 from checkpoint.checkpointer import Checkpointer, State
 from checkpoint.load import restore, tensors_of
-from checkpoint.save import SaveFailed, Saver, Writer
+from checkpoint.save import SaveFailed, Saver, Writer, _all_finite
 from tests import cases
 from tests.conftest import make_config
 
@@ -96,6 +96,37 @@ def test_a_failed_save_fails_on_all_ranks_and_leaves_the_others(on_ranks, tmp_pa
         assert part[0] == (1, None) and part[4] == (3, None) and part[2][0] == 2
         assert "step-00000002: rank 1: OSError: [Errno 28] no space, it is said" in part[2][1]
         assert part[1::2] == [["step-00000001"], ["step-00000001"], ["step-00000001", "step-00000003"]]
+
+
+@pytest.mark.parametrize("value, finite", [(1.0, True), (float("nan"), False), (float("inf"), False),
+                                           (-float("inf"), False), (-3e38, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_finite_check_sees_one_element(value, finite, dtype):
+    tensors = {"a": torch.zeros(5, dtype=dtype), "empty": torch.zeros(0), "b": torch.zeros(3, 4, dtype=dtype)}
+    tensors["b"][1, 2] = value
+    assert _all_finite(tensors) == finite and _all_finite({"empty": torch.zeros(0)})
+
+
+def save_with_little_room(folder) -> list[str]:
+    """How a save ends with one byte less than all ranks' tensors take, and with room for them."""
+    found, real = [], shutil.disk_usage
+    with ready(folder) as (cfg, model, optimizer, checkpointer):
+        size = sum(t.numel() * t.element_size() for t in tensors_of(model, optimizer).values())
+        for free in (size - 1, 2**30):
+            shutil.disk_usage = lambda path, free=free: real(path)._replace(free=free)
+            try:
+                checkpointer.save(State(1), model, optimizer, stopping=True)
+                found.append("saved")
+            except SaveFailed as error:
+                found.append(str(error))
+        shutil.disk_usage = real
+        assert catalog.steps(cfg) == [1]
+    return found
+
+
+def test_room_is_needed_for_all_shards(on_ranks, tmp_path):
+    for refused, saved in on_ranks(2, save_with_little_room, tmp_path):
+        assert "OSError: needs" in refused and saved == "saved"
 
 
 def keep(folder, cases_of) -> list[tuple[list[int], list[str]]]:

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from config import ConfigError
+from data import dataset, sources
 from data.encode import CHUNK, chunks
 from data.sources import _stdlib_files, open_source
 from tests.conftest import REPO, config_for, make_config, words
@@ -48,7 +49,8 @@ def test_hugging_face_source_without_network_says_so(tmp_path):
             "except config.ConfigError as e: print(e)")
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True,
                           env={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"})
-    assert "[data] source = nobody/nothing-here: cannot be read" in done.stdout, done.stderr
+    assert ("[data] source = nobody/nothing-here: is neither python-stdlib nor a local file, and as a Hugging Face "
+            "dataset cannot be read") in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("source", ["my.csv", "no/such/path/at.all", "./thing", "texts-*.jsonl", "missing.txt"])
@@ -163,3 +165,17 @@ def test_text_that_is_not_utf8_is_named_by_line(content, line, tmp_path):
     (tmp_path / "bad.txt").write_bytes(content)
     with pytest.raises(ConfigError, match=rf"bad\.txt: line {line}: is not UTF-8"):
         list(open_source(config_for(tmp_path / "bad.txt", tmp_path).data))
+
+
+def test_a_source_that_is_code_is_identified_by_its_code(monkeypatch):
+    """And files and datasets are not: their readers may be changed."""
+    class Squares(sources.Source):
+        def rows(self):
+            yield "here", {"text": "1 4 9"}
+
+    cfg = make_config(data={"source": "squares"})
+    assert "code" not in dataset.identity(cfg)
+    monkeypatch.setattr(dataset, "kind_of", lambda source: Squares)
+    before = dataset.identity(cfg)["code"]
+    monkeypatch.setattr(dataset.inspect, "getsource", lambda kind: "another")
+    assert len(before) == 64 and dataset.identity(cfg)["code"] != before

@@ -1,0 +1,20 @@
+"""torchrun, without its report of ranks that failed: the launcher prints the first cause, and no traceback hides it.
+
+    python -m lifecycle.torchrun --nproc-per-node=8 --standalone train.py CONFIG      takes torchrun's arguments
+"""
+
+import gc
+import logging
+import sys
+
+if __name__ == "__main__":
+    gc.disable()  # as train.py does: until torch is imported, there is no garbage
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    gc.enable()
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    try:
+        main()
+    except ChildFailedError:
+        sys.exit(1)
