@@ -98,11 +98,11 @@ class Recorder:
         self.seconds[what] += time.perf_counter() - began
 
     def log_step(self, step: int, tokens: int, batch: Any, sums: dict[str, torch.Tensor],
-                 scalars: dict[str, torch.Tensor | float]) -> None:
+                 scalars: dict[str, Any]) -> None:
         """Counts a step and, where a row is due, waits for the device, gathers every rank's figures and writes the row.
 
-        tokens: trained on so far; batch: a data.loader.Batch; sums, scalars: as training_step() returns them, and under
-        their names in the row, the sums as means over the step's tokens.
+        tokens: trained on so far; batch: a data.loader.Batch; sums, scalars (or dictionaries of them): as
+        training_step() returns them, and under their names in the row, the sums as means over the step's tokens.
         """
         self.steps += 1
         if step not in (1, self.cfg.train.steps) and step % self.cfg.log.every_steps:
@@ -121,7 +121,7 @@ class Recorder:
             "step": step,
             **{name: sum(rank["sums"][name] for rank in ranks) / batch.valid_tokens if batch.valid_tokens else math.nan
                for name in sums},
-            **{name: float(value) for name, value in scalars.items()},
+            **{name: as_numbers(value) for name, value in scalars.items()},
             "tokens": tokens,
             "tokens_per_second_per_device": rate,
             "mfu": rate * self.flops_per_token / peak if peak else None,
@@ -222,6 +222,11 @@ def read_rows(path: pathlib.Path) -> list[dict]:
             if isinstance(row, dict) and isinstance(row.get("kind"), str) and type(row.get("step")) is int:
                 rows.append(row)
     return rows
+
+
+def as_numbers(value: Any) -> Any:
+    """A scalar tensor as a number, also inside of dictionaries."""
+    return {key: as_numbers(inner) for key, inner in value.items()} if isinstance(value, dict) else float(value)
 
 
 def as_json(row: dict) -> str:

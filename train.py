@@ -27,6 +27,7 @@ if __name__ == "__main__":
 
 import math
 from argparse import Namespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,7 +123,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
 
 
 def training_step(model: Llama, optimizer: torch.optim.Optimizer, guard: FiniteGuard, batch: Batch, step: int,
-                  cfg: Config, world: World) -> tuple[dict[str, Tensor], dict[str, Tensor | float]]:
+                  cfg: Config, world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """One update. Returns what a row of metrics reports by name: sums over this rank's tokens, as the loss, and scalars
     that are the same on all ranks. They stay on the device: nothing here waits for it."""
     lr = learning_rate(cfg.optim, config.schedule_steps(cfg), step)

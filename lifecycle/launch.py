@@ -114,6 +114,7 @@ def run_ranks(command: list[str], folder: pathlib.Path, launch: str, interruptio
     """Runs the ranks' command to its end, passing on requests to stop, one that came earlier too; returns its exit
     code."""
     file, last_interrupt, killed = stop_file(folder, launch), float("-inf"), False
+    child: subprocess.Popen | None = None  # once it runs
 
     def ask(number: int, frame: Any) -> None:
         nonlocal last_interrupt, killed
@@ -134,7 +135,6 @@ def run_ranks(command: list[str], folder: pathlib.Path, launch: str, interruptio
             child.terminate()
 
     file.touch()
-    child = None
     listen(ask)
 
     def in_child() -> None:

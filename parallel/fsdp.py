@@ -125,8 +125,9 @@ def precision(p: config.Parallel, unit: str, holds_head: bool) -> MixedPrecision
 def set_prefetch(model: Llama, p: config.Parallel) -> None:
     """Depth 0 leaves FSDP2's own order: none ahead in forward, one ahead in backward."""
     forward = [modules[0] for _, modules in units(model)]
-    # Backward runs in reverse order, but for a tied unit, which holds the head: it comes first and stays unsharded.
-    backward = [forward[0], *forward[:0:-1]] if model.config.tie_embeddings else forward[::-1]
+    backward = forward[::-1]
+    if model.config.tie_embeddings:  # that unit holds the head: backward begins with it, and it stays unsharded
+        backward = [backward[-1], *backward[:-1]]
     for i, unit in enumerate(forward):
         unit.set_modules_to_forward_prefetch(forward[i + 1 : i + 1 + p.prefetch_forward])
     for i, unit in enumerate(backward):

@@ -36,7 +36,7 @@ def plan(cfg: config.Config, model: Llama, ranks: int, epoch: float | None) -> d
     trained = {q: size for q, size in held.items() if q.requires_grad}
     optimizer = build_optimizer(model, cfg.optim)
     state = [s.itemsize * (held[q] // q.itemsize if s.shape == q.shape else s.numel())
-             for q in trained for s in optimizer.state[q].values()]
+             for q in trained for s in optimizer.state.get(q, {}).values()]
     name = type(optimizer).__name__
     return {
         "parameters": parameter_count(model),

@@ -159,12 +159,13 @@ def test_what_a_step_returns_is_in_the_row_and_in_tensorboard(tmp_path, monkeypa
                                           close=lambda: None)
     recorder.log_step(1, 0, SimpleNamespace(digest=0, valid_tokens=10),
                       {"loss": torch.tensor(30.0), "z_loss": torch.tensor(5.0)},
-                      {"grad_norm": torch.tensor(0.5), "lr": 0.1, "gate": torch.tensor(2.0)})
+                      {"grad_norm": torch.tensor(0.5), "lr": 0.1, "gate": {"blocks.0": torch.tensor(2.0)}})
     recorder.log_evaluation(1, {"loss": 2.0, "loss_by_source": {"a.jsonl": 3.0}})
     recorder.close()
     row = rows(tmp_path)[0]
-    assert (row["loss"], row["z_loss"], row["grad_norm"], row["lr"], row["gate"]) == (6, 1, 0.5, 0.1, 2)
-    assert added["train/z_loss"] == 1 and added["train/gate"] == 2 and added["eval/loss_by_source.a.jsonl"] == 3
+    assert (row["loss"], row["z_loss"], row["grad_norm"], row["lr"]) == (6, 1, 0.5, 0.1)
+    assert row["gate"] == {"blocks.0": 2} and added["train/gate.blocks.0"] == 2
+    assert added["train/z_loss"] == 1 and added["eval/loss_by_source.a.jsonl"] == 3
     assert "train/slowest_rank.step_seconds" in added and "train/batch_digest" not in added
 
 
