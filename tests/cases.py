@@ -16,6 +16,7 @@ import config
 from checkpoint.catalog import path_of
 from checkpoint.load import restore, tensors_of
 from checkpoint.save import Saver
+from config import ConfigError
 from model.hf_weights import Weights
 from model.llama import Llama, meta_model, named_parameters
 from parallel import materialize as materialize_module
@@ -250,7 +251,7 @@ def forgotten_buffer() -> str:
         try:
             materialize(model, 0, world.device)
             message = "none"
-        except RuntimeError as error:
+        except ConfigError as error:
             message = str(error)
         del model
     return message

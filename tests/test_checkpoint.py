@@ -262,7 +262,7 @@ def test_an_option_that_the_run_no_longer_gives_is_refused(tmp_path):
 
 
 def test_an_option_that_is_newer_than_the_checkpoint_had_its_default(tmp_path):
-    sources = {"data": {"sources": [{"source": "a.jsonl"}, {"source": "b.jsonl", "weight": 2.0}], "source": None}}
+    sources = {"data": {"sources": [{"source": "a.jsonl"}, {"source": "b.jsonl", "weight": 2.0}]}}
 
     def cfg(**sections):
         return make_config(run={"name": "r", "output_dir": str(tmp_path)}, checkpoint={}, **{**sources, **sections})
