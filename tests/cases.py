@@ -58,6 +58,20 @@ def run_training(cfg: config.Config, world: World) -> None:
         train.train(cfg, world, run)
 
 
+def modes_of(sections: dict, output: str) -> set[tuple[bool, bool]]:
+    """(is the model in training mode, are gradients recorded) of every forward pass of a run."""
+    found, forward = set(), Llama.forward
+
+    def noting(model: Llama, *arguments, **keywords):
+        found.add((model.training, torch.is_grad_enabled()))
+        return forward(model, *arguments, **keywords)
+
+    cfg = make_config(**sections, run={"name": "modes", "output_dir": output})
+    with process_group() as world, mock.patch.object(Llama, "forward", noting):
+        run_training(cfg, world_for(cfg, world))
+    return found
+
+
 def save(cfg: config.Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     Saver(cfg, 0, []).write(step, tensors_of(model, optimizer), {"step": step, "config": config.to_dict(cfg)})
 

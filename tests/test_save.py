@@ -1,6 +1,7 @@
 """Saving behind the training, what a failed save leaves, and which checkpoints stay."""
 
 import contextlib
+import dataclasses
 import logging
 import shutil
 import threading
@@ -13,6 +14,7 @@ from checkpoint import catalog
 from checkpoint.checkpointer import Checkpointer, State
 from checkpoint.load import restore, tensors_of
 from checkpoint.save import SaveFailed, Saver, Writer, _all_finite
+from config import ConfigError
 from tests import cases
 from tests.conftest import make_config
 
@@ -63,6 +65,26 @@ def overwrite_while_saving(folder) -> tuple[bool, bool]:
 
 def test_weights_changed_after_the_call_do_not_reach_the_file(on_ranks, tmp_path):
     assert on_ranks(2, overwrite_while_saving, tmp_path) == [(True, True)] * 2
+
+
+def resume_with_another_optimizer(folder) -> str:
+    """The error."""
+    with ready(folder) as (cfg, model, optimizer, checkpointer):
+        checkpointer.save(State(1), model, optimizer, stopping=True)
+        changed = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, eps=0.5))
+        for state in optimizer.state.values():
+            del state["exp_avg_sq"]
+        try:
+            Checkpointer(changed, checkpointer.world, [], []).restore(model, optimizer)
+        except ConfigError as error:
+            return str(error)
+    return "none"
+
+
+def test_another_optimizer_is_one_line_that_names_what_changed(on_ranks, tmp_path):
+    for message in on_ranks(2, resume_with_another_optimizer, tmp_path):
+        assert "\n" not in message and "exp_avg, exp_avg_sq, step of another optimizer" in message
+        assert message.endswith("; optim.eps was 1e-08, is 0.5")
 
 
 def fail_and_continue(folder) -> list:

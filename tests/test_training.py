@@ -152,6 +152,12 @@ def test_row_has_what_the_contract_names(trained):
     assert row["tokens"] == 4 * 8 * 32 and row["mfu"] is None and "slowest_rank" not in trained[1]["plain"][-1]
 
 
+def test_evaluation_is_in_evaluation_mode_and_training_after_it_is_not(on_ranks, corpus, folders, tmp_path):
+    sections = with_data({"eval": {"every_steps": 2, "batches": 1}, "train": {"steps": 3}}, corpus, folders)
+    assert on_ranks(1, cases.modes_of, sections, str(tmp_path))[0] == {(True, True), (False, False)}
+    assert [row["step"] for row in rows(tmp_path / "modes", "eval")] == [2, 3]
+
+
 # Through run_train.sh
 
 LONG = {"train": {"steps": 20}, "optim": {"schedule_steps": 20}, "checkpoint": {"save_every_steps": 6}}
