@@ -165,6 +165,11 @@ def test_short_lives_end_in_order(on_ranks):
         on_ranks(2, cases.start_and_end)
 
 
+def test_a_nan_in_the_last_part_of_a_tensor_is_named(on_ranks):
+    for message in on_ranks(2, cases.nan_at_the_end):
+        assert message.startswith("blocks.1.feed_forward.up_proj.weight: holds values that are not numbers")
+
+
 def test_units_kept_in_float32_are_reduced_in_it():
     halves = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
     p = make_config(parallel={**halves, "keep_fp32": ["blocks.0"]}).parallel
