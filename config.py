@@ -274,6 +274,8 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
          'only one of dp_replicate and dp_shard may be "auto", and dp_shard is unless it is given'),
         ("parallel.keep_fp32 model.n_layers", all(fnmatch.filter(units, pattern) for pattern in p.keep_fp32),
          f"a pattern matches no unit; they are {', '.join([*units[:3], '...', units[-1]])}"),
+        ("parallel.unsharded parallel.cpu_offload", not (p.unsharded and p.cpu_offload),
+         "goes without cpu_offload, which would leave what is unsharded on the host for good"),
         ("parallel.recompute model.n_layers", isinstance(p.recompute, str) or p.recompute <= m.n_layers,
          f"every n-th of {m.n_layers} blocks: n must not exceed them"),
         ("checkpoint.allow_changed", not c or all(name in SCHEMA.options for name in c.allow_changed),

@@ -81,6 +81,8 @@ class Ranks:
             # torchrun of torch 2.12 and later kills its ranks so many seconds after a signal that reached it alone;
             # they may be saving, and its own 30 are short for that
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300",
+            # pieces of one size are not left over when larger ones are asked for: several streams allocate
+            "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "expandable_segments:True",
             # else the ranks that torchrun restarts find the addresses of those before them in its store, and cannot
             # connect (github.com/pytorch/pytorch/issues/135712)
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",

@@ -22,6 +22,7 @@ import contextlib
 import os
 import pathlib
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -65,6 +66,7 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
     *_, chosen = together(
         lambda: check_device(cfg, local_ranks),
         lambda: check_patterns(cfg),
+        lambda: check_compiler(cfg),
         lambda: args.eval_only or catalog.choose(cfg, catalog.steps(cfg), look))
     if args.eval_only:
         if not catalog.steps(cfg):
@@ -100,6 +102,13 @@ def check_device(cfg: config.Config, local_ranks: int) -> None:
         from parallel.mesh import pick_device
 
         pick_device(cfg, local_ranks - 1)
+
+
+def check_compiler(cfg: config.Config) -> None:
+    named = [os.environ.get("CC"), os.environ.get("CXX"), "gcc", "g++", "clang", "cc"]
+    if cfg.parallel.compile and not any(map(shutil.which, filter(None, named))):
+        raise ConfigError("[parallel] compile = true: needs a compiler for C and C++, and this machine has none "
+                          "(gcc, clang, or what CC and CXX name)")
 
 
 def check_patterns(cfg: config.Config) -> None:

@@ -155,11 +155,13 @@ class Run:
             self.watchdog.stop()
             return
         expected, code, text = True, 1, str(error)
+        trained = self.checkpointer is not None and self.step > self.checkpointer.start
         if isinstance(error, ConfigError):
             code = INPUT_IS_WRONG
         elif isinstance(error, KeyboardInterrupt):
             code = 128 + (self.stop.decided or signal.SIGINT)
         elif isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
+            expected = not trained  # later a restart may help: fragments, an evaluation, another process
             with contextlib.suppress(Exception):  # so little memory may be left
                 text = out_of_memory(self.cfg, self.world.size, text)
         elif not isinstance(error, FloatingPointError | SaveFailed):

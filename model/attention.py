@@ -39,6 +39,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) 
         # A CPU cannot compile its backward; only tests come here on one.
         flex = _compiled(flex_attention) if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
         return flex(q, k, v, block_mask=mask, enable_gqa=grouped)
+    if grouped and q.is_cuda and q.dtype == torch.float32:
+        # No fused kernel of torch 2.11 to 2.13 takes groups in float32, and without one all scores are kept; repeated
+        # keys and values cost little beside those.
+        groups = q.shape[1] // k.shape[1]
+        k, v, grouped = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), False
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
 
 

@@ -13,11 +13,15 @@ where the host is slow against the kernels, or a unit's computation shorter than
 2), and costs the memory of that many unsharded units.
 """
 
+import contextlib
 import fnmatch
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fully_shard as fully_shard_module
 from torch.nn.utils import parametrize
 
 import config
@@ -49,23 +53,45 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
     unsharded = unsharded_parameters(model, p)
     mesh, pin = fsdp_mesh(world), world.device.type == "cuda"  # pinned pages a GPU can copy without the host
     offload = CPUOffloadPolicy(pin_memory=pin) if p.cpu_offload else OffloadPolicy()
-    for name, modules in units(model):
-        holds_head = model.head in modules
-        cast_unsharded(modules, unsharded, unit_dtypes(p, name)[0])
-        fully_shard(
-            modules if len(modules) > 1 else modules[0],
-            mesh=mesh,
-            # Don't reshard the last unit after forward: backward needs it immediately.
-            reshard_after_forward=False if holds_head else p.reshard_after_forward,
-            mp_policy=precision(p, name, holds_head),
-            offload_policy=offload,
-            ignored_params=unsharded,
-        )
+    with one_mesh_to_reshard_to():
+        for name, modules in units(model):
+            holds_head = model.head in modules
+            cast_unsharded(modules, unsharded, unit_dtypes(p, name)[0])
+            fully_shard(
+                modules if len(modules) > 1 else modules[0],
+                mesh=mesh,
+                # Don't reshard the last unit after forward: backward needs it immediately.
+                reshard_after_forward=False if holds_head else p.reshard_after_forward,
+                mp_policy=precision(p, name, holds_head),
+                offload_policy=offload,
+                ignored_params=unsharded,
+            )
     if model.config.tie_embeddings:  # one policy for both; the head's leaves outputs alone, so the embedding casts here
         stream = DTYPES[p.output_dtype or p.param_dtype]
         model.embedding.register_forward_hook(lambda module, inputs, output: output.to(stream))
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), ignored_params=unsharded)
     set_prefetch(model, p)
+
+
+@contextlib.contextmanager
+def one_mesh_to_reshard_to() -> Iterator[None]:
+    """Within, units that reshard to n ranks after forward share a mesh. fully_shard() would make one for each unit,
+    with process groups of its own: six for each of 34 units on eight ranks, and on a GPU as many communicators, which
+    run out (https://github.com/pytorch/pytorch/issues/153302). It has no argument for that, hence the patch."""
+    made, original = {}, fully_shard_module._get_post_forward_mesh_info
+
+    def shared(reshard_after_forward: bool | int, mesh_info: Any) -> Any:
+        if isinstance(reshard_after_forward, bool):
+            return original(reshard_after_forward, mesh_info)
+        if reshard_after_forward not in made:
+            made[reshard_after_forward] = original(reshard_after_forward, mesh_info)
+        return made[reshard_after_forward]
+
+    fully_shard_module._get_post_forward_mesh_info = shared
+    try:
+        yield
+    finally:
+        fully_shard_module._get_post_forward_mesh_info = original
 
 
 def unsharded_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:

@@ -1,5 +1,7 @@
 """How a plain model is parallelized: the order, on one screen, with the reason for each step."""
 
+import torch
+
 import config
 from model.llama import Llama
 from parallel.activation_checkpoint import apply_activation_checkpointing
@@ -16,6 +18,9 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
     # 2. Compilation next, block by block and in place: all layers share one compiled block, names stay as they are, and
     #    the all-gathers stay between the blocks, where computation can hide them.
     if cfg.parallel.compile:
+        # Blocks that differ in dtype or in what is frozen are variants of one graph, each with and without gradients;
+        # torch's limit is 8.
+        torch._dynamo.config.recompile_limit = 64
         for block in model.blocks:
             block.compile(fullgraph=True)
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
 from checkpoint.catalog import path_of
-from checkpoint.load import restore, tensors_of
+from checkpoint.load import Reader, restore, tensors_of
 from checkpoint.save import Saver
 from config import ConfigError
 from model.hf_weights import Weights
@@ -69,6 +69,45 @@ def modes_of(sections: dict, output: str) -> set[tuple[bool, bool]]:
     cfg = make_config(**sections, run={"name": "modes", "output_dir": output})
     with process_group() as world, mock.patch.object(Llama, "forward", noting):
         run_training(cfg, world_for(cfg, world))
+    return found
+
+
+def timed_as(sections: dict, output: str) -> set[tuple[str, tuple[str, ...]]]:
+    """(what a run does, what its time counts as) of loading, evaluating and saving."""
+    import train
+    from checkpoint.checkpointer import Checkpointer
+    from data.loader import Loader
+    from metrics import Recorder
+
+    found, now, timed = set(), [], Recorder.timed
+
+    @contextlib.contextmanager
+    def noted(recorder: Recorder, what: str):
+        now.append(what)
+        with timed(recorder, what):
+            yield
+        now.pop()
+
+    def noting(name: str, function: Callable) -> Callable:
+        return lambda *arguments: (found.add((name, tuple(now))), function(*arguments))[1]
+
+    cfg = make_config(**sections, run={"name": "timed", "output_dir": output})
+    with (process_group() as world, mock.patch.object(Recorder, "timed", noted),
+          mock.patch.object(Loader, "__next__", noting("load", Loader.__next__)),
+          mock.patch.object(Checkpointer, "save", noting("save", Checkpointer.save)),
+          mock.patch.object(train, "evaluate", noting("evaluate", train.evaluate))):
+        run_training(cfg, world_for(cfg, world))
+    return found
+
+
+def saved_after_an_evaluation(cases: list[dict], output: str) -> list[set[str]]:
+    """What tensors the checkpoint holds that is saved right after an evaluation, of each case."""
+    found = []
+    with process_group() as world:
+        for number, sections in enumerate(cases):
+            cfg = make_config(**sections, run={"name": str(number), "output_dir": output})
+            run_training(cfg, world_for(cfg, world))
+            found.append({*Reader(path_of(cfg, cfg.train.steps)).metadata.state_dict_metadata})
     return found
 
 
@@ -288,6 +327,52 @@ def nan_at_the_end() -> str:
             return str(error)
         finally:
             del model
+
+
+def groups_of_an_integer_reshard(layers: list[int]) -> list[int]:
+    """Process groups that sharding makes, on eight ranks, for models of so many blocks."""
+    found = []
+    for n_layers in layers:
+        with fake_process_group(8) as world:
+            before = len(dist.distributed_c10d._world.pg_map)
+            cfg = make_config(model={"n_layers": n_layers}, parallel={"reshard_after_forward": 2},
+                              train={"micro_batch_size": 1})
+            parallelize(meta_model(cfg.model), cfg, world)
+            found.append(len(dist.distributed_c10d._world.pg_map) - before)
+    return found
+
+
+def train_and_evaluate_unlike_blocks() -> float:
+    """The loss of a compiled model whose every block has something else frozen, without gradients after a step."""
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"]
+    cfg = make_config(model={"n_layers": 6, "freeze": [f"blocks.{i}.*{name}*" for i, name in enumerate(names)]},
+                      parallel={"compile": True})
+    compile_block = torch.nn.Module.compile
+    eager = lambda module, **keywords: compile_block(module, backend="eager", **keywords)  # noqa: E731  no C++ here
+    with process_group() as world, mock.patch.object(torch.nn.Module, "compile", eager):
+        model = build(cfg, world)
+        ids = torch.zeros((2, 9), dtype=torch.int64)
+        model(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
+        with torch.no_grad():
+            loss = model.eval()(ids[:, :-1], ids[:, 1:])[0]["loss"].item()
+        reshard(model)
+        del model
+    return loss
+
+
+def residual_dtypes(cases: list[dict]) -> list[list[torch.dtype]]:
+    """Of the residual stream, as each block gets it."""
+    found = []
+    with process_group() as world:
+        for sections in cases:
+            model, seen = build(make_config(**sections), world), []
+            for block in model.blocks:
+                block.register_forward_pre_hook(lambda module, inputs, seen=seen: seen.append(inputs[0].dtype))
+            model(torch.zeros((1, 8), dtype=torch.int64))
+            reshard(model)
+            found.append(seen)
+            del model
+    return found
 
 
 def start_and_end() -> None:

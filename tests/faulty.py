@@ -85,6 +85,8 @@ FAULTS = {
     "forgotten parameter": lambda: setattr(Block, "__init__", with_a_gate(Block.__init__)),
     "out of memory": lambda: before(Llama, "forward", lambda: throw(
         torch.OutOfMemoryError("Tried to allocate 9 GiB."))),
+    "out of memory once": lambda: os.path.exists(os.environ["ONCE"]) or before(Llama, "forward", lambda: (
+        pathlib.Path(os.environ["ONCE"]).touch(), throw(torch.OutOfMemoryError("Tried to allocate 9 GiB.")))),
     "term after check": lambda: after(StopRequest, "start_sync", terminate),
     "term before step 1": lambda: before(StopRequest, "start_sync", terminate),
     "term in data": lambda: before(Loader, "__next__", terminate_slowly),

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 
 from config import IGNORE
@@ -25,6 +27,24 @@ def numbered(lengths: list[list[int]]) -> torch.Tensor:
     """Document numbers (B, T), with gaps, as a window in the middle of a corpus has them."""
     return torch.stack([torch.repeat_interleave(torch.arange(7, 7 + 3 * len(row), 3), torch.tensor(row))
                         for row in lengths])
+
+
+def test_no_groups_in_float32_on_a_gpu(monkeypatch):
+    """Where they would take the path that keeps all scores; the result is the same."""
+    q, k, v = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 16)
+    expected, asked, kernel = attention.attention(q, k, v, None), [], F.scaled_dot_product_attention
+
+    def noting(q, k, v, enable_gqa, **keywords):
+        asked.append((q.shape[1], k.shape[1], enable_gqa))
+        return kernel(q, k, v, enable_gqa=enable_gqa, **keywords)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
+    with FakeTensorMode():
+        for dtype in (torch.float32, torch.bfloat16):
+            attention.attention(*(torch.empty(t.shape, device="cuda", dtype=dtype) for t in (q, k, v)), None)
+    assert asked == [(4, 4, False), (4, 2, True)]
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert torch.allclose(attention.attention(q, k, v, None), expected, atol=1e-6) and asked[-1] == (4, 4, False)
 
 
 def test_positions_restart():

@@ -16,8 +16,9 @@ import pytest
 from checkpoint import catalog
 from config import ConfigError
 from lifecycle.folder import check_folder, failures, lock, report_failure, write_status
+from lifecycle.run import Run
 from lifecycle.signals import StopRequest, Watchdog, read_stop
-from tests.conftest import REPO, launch, rows
+from tests.conftest import REPO, launch, make_config, rows
 
 FOREVER = {"train": {"steps": 100000}, "optim": {"schedule_steps": 100000}, "checkpoint": {}}
 TIMEOUTS = {"start_timeout_seconds": 60.0, "step_timeout_seconds": 5.0, "save_timeout_seconds": 20.0}
@@ -254,13 +255,21 @@ def test_a_restart_by_torchrun_goes_on(write_config, tmp_path):
     assert not leftovers(tmp_path / "outputs/again")
 
 
+def test_a_late_out_of_memory_is_tried_again(write_config, tmp_path):
+    """Two micro-batches a step: in step 4, after a save. The first step's is final: below."""
+    path = write_config("later", train={"steps": 6}, checkpoint={"save_every_steps": 2})
+    done = launch_faulty("out of memory once:1:7", path, nproc=2, restarts=1, ONCE=str(tmp_path / "once"))
+    assert done.returncode == 0 and "resuming after step 2" in done.stdout, done.stdout + done.stderr
+
+
 def test_what_starting_again_cannot_help_is_not_tried_again(write_config):
     done = launch_faulty("infinite loss:0:2", write_config("hopeless", **FOREVER), nproc=2, restarts=2)
     assert done.returncode == 1 and done.stdout.count("from fresh weights") == 1, done.stdout + done.stderr
 
 
 def test_out_of_memory_says_what_to_change(write_config):
-    done = launch_faulty("out of memory:0:2", write_config("large", **FOREVER))
+    done = launch_faulty("out of memory:0:2", write_config("large", **FOREVER), restarts=1)
+    assert done.stdout.count("from fresh weights") == 1, done.stdout  # a restart would not help
     told = (r"phase first step:\nout of memory: Tried to allocate 9 GiB\.\n"
             r"the plan expected 0\.\d+ GiB per rank.*\n"
             r"to need less, try: train\.micro_batch_size below 2; .*recompute")
@@ -401,6 +410,12 @@ def test_the_first_failure_is_that_of_the_rank_that_got_least_far(tmp_path):
 def test_what_a_stop_file_says(tmp_path, content, number):
     (tmp_path / "stop").write_text(content)
     assert read_stop(tmp_path / "stop") == number and read_stop(tmp_path / "none") == 0
+
+
+def test_a_save_has_time_to_wait_for_another_and_to_verify_what_is_kept():
+    cfg = make_config(run=TIMEOUTS, checkpoint={"keep_last": 3})
+    timeouts = Run(cfg, None, None, StopRequest()).timeouts
+    assert timeouts["save"] == (1 + 1 + 3) * 20 and timeouts["restore"] == 20 and timeouts["step"] == 5
 
 
 def test_watch_tells_where_the_main_thread_stands():

@@ -137,6 +137,13 @@ def test_rows_that_cannot_be_written_wait(tmp_path, caplog, monkeypatch):
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
 
 
+def test_tensorboard_keeps_the_step_that_is_resumed_from(tmp_path, monkeypatch):
+    purged = []
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", lambda folder, purge_step: purged.append(purge_step))
+    Rows(tmp_path, config.Log(tensorboard=True), 7).close()
+    assert purged == [8]  # it drops that step's rows and later ones'
+
+
 def test_tensorboard_may_fail(tmp_path):
     class Broken:
         def add_scalar(self, *_: object) -> None:

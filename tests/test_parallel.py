@@ -165,6 +165,23 @@ def test_short_lives_end_in_order(on_ranks):
         on_ranks(2, cases.start_and_end)
 
 
+def test_units_share_the_groups_that_they_reshard_within(on_ranks):
+    """However many there are: a GPU runs out of communicators."""
+    few, many = on_ranks(1, cases.groups_of_an_integer_reshard, [2, 9])[0]
+    assert few == many > 0
+
+
+def test_blocks_of_many_kinds_are_compiled(on_ranks):
+    assert 0 < on_ranks(1, cases.train_and_evaluate_unlike_blocks)[0] < 1000
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_residual_stream_has_its_dtype_from_the_embedding_on(on_ranks, tied):
+    halves = {"model": {"tie_embeddings": tied}, "parallel": {"param_dtype": "bfloat16"}}
+    wide = {**halves, "parallel": {**halves["parallel"], "output_dtype": "float32"}}
+    assert on_ranks(1, cases.residual_dtypes, [halves, wide])[0] == [[torch.bfloat16] * 2, [torch.float32] * 2]
+
+
 def test_a_nan_in_the_last_part_of_a_tensor_is_named(on_ranks):
     for message in on_ranks(2, cases.nan_at_the_end):
         assert message.startswith("blocks.1.feed_forward.up_proj.weight: holds values that are not numbers")

@@ -15,6 +15,8 @@ from checkpoint.checkpointer import Checkpointer, State
 from checkpoint.load import restore, tensors_of
 from checkpoint.save import SaveFailed, Saver, Writer, _all_finite
 from config import ConfigError
+from model.llama import Llama
+from optim import build_optimizer
 from tests import cases
 from tests.conftest import make_config
 
@@ -26,8 +28,6 @@ def configured(folder, **keys):
 @contextlib.contextmanager
 def ready(folder, **keys):
     """(configuration, model, optimizer, checkpointer) on this rank."""
-    from optim import build_optimizer
-
     cfg = configured(folder, **keys)
     with cases.process_group() as world:
         model = cases.build(cfg, world)
@@ -147,8 +147,10 @@ def save_with_little_room(folder) -> list[str]:
 
 
 def test_room_is_needed_for_all_shards(on_ranks, tmp_path):
+    tensors = tensors_of(model := Llama(make_config().model), build_optimizer(model, make_config().optim)).values()
+    needed = sum(t.nbytes for t in tensors) + 4096 * len(tensors) * 2  # with a header for each shard on two ranks
     for refused, saved in on_ranks(2, save_with_little_room, tmp_path):
-        assert "OSError: needs" in refused and saved == "saved"
+        assert f"OSError: needs {needed / 2**20:,.1f} MiB" in refused and saved == "saved"
 
 
 def keep(folder, cases_of) -> list[tuple[list[int], list[str]]]:

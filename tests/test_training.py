@@ -158,6 +158,24 @@ def test_evaluation_is_in_evaluation_mode_and_training_after_it_is_not(on_ranks,
     assert [row["step"] for row in rows(tmp_path / "modes", "eval")] == [2, 3]
 
 
+def test_what_is_not_training_does_not_count_as_it(on_ranks, corpus, folders, tmp_path):
+    every_second = {"eval": {"every_steps": 2, "batches": 1}, "checkpoint": {"save_every_steps": 2}}
+    sections = with_data(every_second, corpus, folders)
+    assert on_ranks(1, cases.timed_as, sections, str(tmp_path))[0] == {
+        ("load", ("data",)), ("evaluate", ("paused",)), ("save", ("paused",))}
+
+
+@pytest.mark.parametrize("ranks, reshard", [(2, False), (4, 2)])
+def test_a_checkpoint_after_an_evaluation_is_whole(on_ranks, corpus, folders, tmp_path, ranks, reshard):
+    """What a forward pass without backward left unsharded is sharded again, or its optimizer state would be missing."""
+    sections = with_data({"eval": {"batches": 1}, "checkpoint": {}, "train": {"steps": 2},
+                          "parallel": {"reshard_after_forward": reshard}}, corpus, folders)
+    (found,) = on_ranks(ranks, cases.saved_after_an_evaluation, [sections], str(tmp_path))[0]
+    names = [name for name, _ in Llama(make_config().model).named_parameters()]
+    assert found == {f"model.{name}" for name in names} | {
+        f"optim.{name}.{key}" for name in names for key in ("step", "exp_avg", "exp_avg_sq")}
+
+
 # Through run_train.sh
 
 LONG = {"train": {"steps": 20}, "optim": {"schedule_steps": 20}, "checkpoint": {"save_every_steps": 6}}
