@@ -1,6 +1,7 @@
 """AdamW, its parameter groups, clipping, and the learning rate as a pure function of the step."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -107,21 +108,32 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 @torch.no_grad()
 def clip_gradients(model: nn.Module, max_norm: float | str) -> Tensor:
     """Scales the gradients so that their norm over all ranks is at most max_norm ("off": leaves them); returns the norm
-    from before, a float32 scalar on their device. One all-reduce of one number per set of dimensions sharded over."""
+    from before."""
+    norm = gradient_norm(model.parameters())
+    if max_norm != "off":
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
+        torch._foreach_mul_([_local(p.grad) for p in model.parameters() if p.grad is not None], scale)
+    return norm
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The norm of all these parameters' gradients over all ranks, a float32 scalar on their device. One all-reduce of
+    one number per set of dimensions sharded over."""
+    total = torch.zeros(())
     groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}  # local parts, by what they are sharded over
-    for g in [p.grad for p in model.parameters() if p.grad is not None]:
-        groups.setdefault(_sharded_over(g), []).append(g.to_local() if isinstance(g, DTensor) else g)
-    total = 0.0
+    for g in [p.grad for p in parameters if p.grad is not None]:
+        groups.setdefault(_sharded_over(g), []).append(_local(g))
     for sharded_over, local in groups.items():
         squares = _sum_of_squares(local)
         for group in sharded_over:
             dist.all_reduce(squares, group=group)
-        total = total + squares
-    norm = total.sqrt().float()
-    if max_norm != "off":
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
-        torch._foreach_mul_([g for local in groups.values() for g in local], scale)
-    return norm
+        total = total.to(squares.device) + squares
+    return total.sqrt().float()
+
+
+def _local(g: Tensor) -> Tensor:
+    return g.to_local() if isinstance(g, DTensor) else g
 
 
 def _sharded_over(g: Tensor) -> tuple[dist.ProcessGroup, ...]:

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import config
 import options
@@ -177,10 +178,14 @@ def find(path: pathlib.Path) -> pathlib.Path:
 
 def changed_options(cfg: config.Config, step: int, names: re.Pattern) -> dict[str, tuple[str, str]]:
     """{option: (its value in the checkpoint, its value now)} of those options that differ, as a person reads them."""
-    before, now = (config.SCHEMA.complete(tables) for tables in (
-        read_state(path_of(cfg, step))["config"], config.to_dict(cfg)))
-    return {key: tuple(value if isinstance(value, str) else "absent" if value is None else options.toml(value)
-                       for value in (before.get(key), now.get(key)))
+    saved = read_state(path_of(cfg, step))["config"]
+    before, now = config.SCHEMA.complete(saved), config.SCHEMA.complete(config.to_dict(cfg))
+
+    def words(value: Any) -> str:
+        return value if isinstance(value, str) else "absent" if value is None else options.toml(value)
+
+    older = {key for key, value in before.items() if value is not None} - options.flatten(saved, before).keys()
+    return {key: (words(before.get(key)) + ", the default" * (key in older), words(now.get(key)))
             for key in sorted(before | now) if names.fullmatch(key) and before.get(key) != now.get(key)}
 
 
@@ -204,8 +209,10 @@ def check_same_data(cfg: config.Config, step: int, fingerprint: list[dict]) -> N
         return
     old, new = (options.flatten({f"source {n}": entry for n, entry in enumerate(entries, 1)})
                 for entries in (before, fingerprint))
-    changed = [f"{key} was {old.get(key)}, is {new.get(key)}" for key in sorted(old | new)
-               if old.get(key) != new.get(key)]
+    differ = [key for key in sorted(old | new) if old.get(key) != new.get(key)]
+    # another identity explains other content
+    changed = [f"{key} was {old.get(key)}, is {new.get(key)}"
+               for key in [key for key in differ if ".identity." in key] or differ]
     raise ConfigError(f"{path_of(cfg, step)}: was trained on other data: {'; '.join(changed)}; choose another "
                       'run.name, or allow it: checkpoint.allow_changed = ["data.source"]')
 

@@ -53,7 +53,7 @@ def plan(cfg: config.Config, model: Llama, ranks: int, epoch: float | None) -> d
         "flops_per_token": flops_per_token(model, cfg.train.seq_len),
         "collectives_per_step": collectives(cfg, model, ranks),
         "not_counted": [f"the state of {name}, which optim.build_optimizer does not make"] * (not state)
-                       + [f"what {name} sends in its step"] * (not isinstance(optimizer, ELEMENTWISE)),
+                       + [f"what {name} sends in its step"] * (ranks > 1 and not isinstance(optimizer, ELEMENTWISE)),
     }
 
 

@@ -296,6 +296,16 @@ def test_transformers_gives_the_same_ids(read, prepared, tmp_path, capsys):
     assert [*Tokenizer(tmp_path / "again").files] == ["tokenizer.model"]
 
 
+def test_several_eos_tokens_of_a_folder_are_kept(folders, prepared, tmp_path, capsys):
+    """As Llama 3 Instruct has them, of which its tokenizer names one."""
+    folder = shutil.copytree(folders["single"], tmp_path / "hf")
+    shutil.copy(prepared / "tokenizer.model", folder)
+    (folder / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": [2, 7]}')
+    assert run(capsys, "import", folder, tmp_path / "checkpoint") == (0, "")
+    assert run(capsys, "export", tmp_path / "checkpoint", tmp_path / "out") == (0, "")
+    assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == [2, 7]
+
+
 def test_a_tokenizer_json_that_stands_alone(folders, prepared, tmp_path, capsys):
     folder = shutil.copytree(folders["single"], tmp_path / "hf")
     for name in ("tokenizer.model", "generation_config.json"):

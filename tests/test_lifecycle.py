@@ -16,8 +16,9 @@ import pytest
 from checkpoint import catalog
 from config import ConfigError
 from lifecycle.folder import check_folder, failures, lock, report_failure, write_status
+from lifecycle.launch import listen
 from lifecycle.run import Run
-from lifecycle.signals import StopRequest, Watchdog, read_stop
+from lifecycle.signals import Interruption, StopRequest, Watchdog, read_stop
 from tests.conftest import REPO, launch, make_config, rows
 
 FOREVER = {"train": {"steps": 100000}, "optim": {"schedule_steps": 100000}, "checkpoint": {}}
@@ -426,6 +427,22 @@ def test_watch_tells_where_the_main_thread_stands():
     time.sleep(1.0)
     watch.stop()
     assert watch.progress == 2 and watch.step == 3 and "time.sleep(1.0)" in told[0] and "no progress" in told[0]
+
+
+def test_a_hangup_that_is_ignored_stays_ignored():
+    """As nohup leaves it."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    handler = Interruption()
+    try:
+        for hangup in (signal.SIG_IGN, signal.SIG_DFL):
+            signal.signal(signal.SIGHUP, hangup)
+            listen(handler)
+            kept = signal.SIG_IGN if hangup == signal.SIG_IGN else handler
+            assert [signal.getsignal(number) for number in numbers] == [handler, handler, handler, kept]
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 def test_only_the_first_signal_counts():

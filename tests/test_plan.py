@@ -81,16 +81,16 @@ def test_an_optimizer_is_planned_as_it_is(monkeypatch, capsys):
     def muon(model, o):
         return torch.optim.Muon([p for p in model.parameters() if p.ndim == 2])
 
-    def planned() -> dict:
-        return json.loads(dry_run(capsys, CONFIGS / "tiny.toml", "--json")[1])
+    def planned(ranks: int = 1) -> dict:
+        return json.loads(dry_run(capsys, CONFIGS / "tiny.toml", f"--world-size={ranks}", "--json")[1])
 
-    usual = planned()
+    usual = planned(2)
     assert usual["not_counted"] == []
     monkeypatch.setattr(plan_module, "build_optimizer", halved)
     assert planned()["optimizer_bytes_per_rank"] == 4 * 5_048_576 + 4 * 39
     monkeypatch.setattr(plan_module, "build_optimizer", muon)
-    assert planned()["not_counted"] == ["the state of Muon, which optim.build_optimizer does not make",
-                                        "what Muon sends in its step"]
+    state = "the state of Muon, which optim.build_optimizer does not make"
+    assert planned()["not_counted"] == [state] and planned(2)["not_counted"] == [state, "what Muon sends in its step"]
     assert "not counted" in dry_run(capsys, CONFIGS / "tiny.toml")[1]
 
 

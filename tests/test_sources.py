@@ -106,6 +106,20 @@ def test_a_source_resumes_from_any_place(kind, corpus, tmp_path, monkeypatch):
         assert list(open_source(d, place)) == whole[read:]
 
 
+def test_a_long_parquet_resumes_in_any_of_its_batches(tmp_path):
+    """It is read 1,024 rows at a time."""
+    import pyarrow
+    import pyarrow.parquet
+
+    texts = [f"row {i}" for i in range(3000)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "long.parquet")
+    d = config_for(tmp_path / "long.parquet", tmp_path).data
+    for read in (1000, 1024, 1500, 2900):
+        source = open_source(d)
+        assert list(itertools.islice(source, read)) == texts[:read]
+        assert list(open_source(d, source.place())) == texts[read:]
+
+
 def test_a_hub_source_resumes_and_knows_its_size(monkeypatch):
     """Through the same calls as a download, on rows that are here; in the revision that it was begun in."""
     import datasets
@@ -173,7 +187,7 @@ def test_a_source_that_is_code_is_identified_by_its_code(monkeypatch):
         def rows(self):
             yield "here", {"text": "1 4 9"}
 
-    cfg = make_config(data={"source": "squares"})
+    cfg = make_config(data={"source": "owner/name"})
     assert "code" not in dataset.identity(cfg)
     monkeypatch.setattr(dataset, "kind_of", lambda source: Squares)
     before = dataset.identity(cfg)["code"]

@@ -159,6 +159,19 @@ def test_dropout_is_off(byte_level, tmp_path):
     assert Tokenizer(tmp_path).encode([words(0, 90)]) == Tokenizer(byte_level).encode([words(0, 90)])
 
 
+def test_a_text_is_neither_padded_nor_cut(byte_level, tmp_path):
+    """As some tokenizer.json ask for."""
+    import tokenizers
+
+    made = tokenizers.Tokenizer.from_file(f"{byte_level}/tokenizer.json")
+    made.enable_padding(length=64, pad_id=1)
+    made.enable_truncation(128)
+    made.save(str(tmp_path / "tokenizer.json"))
+    texts = [words(0, 5), words(0, 90)]
+    assert Tokenizer(tmp_path).encode(texts) == Tokenizer(byte_level).encode(texts)
+    assert Tokenizer(tmp_path).bos == [0] and Tokenizer(tmp_path).eos == [1]
+
+
 def test_bos_and_eos_of_a_tokenizer_that_does_not_know_the_letter_a(tmp_path, corpus):
     import tokenizers
     from tokenizers import models, pre_tokenizers, processors
