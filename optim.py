@@ -120,16 +120,15 @@ def clip_gradients(model: nn.Module, max_norm: float | str) -> Tensor:
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The norm of all these parameters' gradients over all ranks, a float32 scalar on their device. One all-reduce of
     one number per set of dimensions sharded over."""
-    total = torch.zeros(())
     groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}  # local parts, by what they are sharded over
     for g in [p.grad for p in parameters if p.grad is not None]:
         groups.setdefault(_sharded_over(g), []).append(_local(g))
+    sums = []
     for sharded_over, local in groups.items():
-        squares = _sum_of_squares(local)
+        sums.append(_sum_of_squares(local))
         for group in sharded_over:
-            dist.all_reduce(squares, group=group)
-        total = total.to(squares.device) + squares
-    return total.sqrt().float()
+            dist.all_reduce(sums[-1], group=group)
+    return torch.stack(sums).sum().sqrt().float() if sums else torch.zeros(())
 
 
 def _local(g: Tensor) -> Tensor:
