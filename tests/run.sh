@@ -18,5 +18,5 @@ if [[ -n $packages ]]; then
     if [[ $python == "$PWD/.venv/"* ]]; then echo "$packages" >.venv/.tests-made-from; fi
 fi
 "$python" -m ruff check .
-# three tests at a time on two cores: most wait for a process of theirs, or for a time to pass
-PYTHON=$python exec "$python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
+# two tests at a time: most wait for a process of theirs
+PYTHON=$python exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
