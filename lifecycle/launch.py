@@ -141,10 +141,13 @@ def run_ranks(command: list[str], folder: pathlib.Path, launch: str, interruptio
             if not file.stat().st_size:
                 file.write_text(str(int(number)))
         except OSError:  # a full disk: then by the way that has a time limit
-            child.terminate()
+            if child:
+                child.terminate()
 
     file.touch()
     listen(ask)
+    if interruption.asked:  # before there is a child: a Ctrl-C that came just now would count as two
+        ask(interruption.asked, None)
 
     def in_child() -> None:
         die_with_parent(launcher)
@@ -154,8 +157,6 @@ def run_ranks(command: list[str], folder: pathlib.Path, launch: str, interruptio
     launcher = os.getpid()
     # A session of its own: Ctrl-C in the terminal reaches this process alone, and not torchrun.
     child = subprocess.Popen(command, start_new_session=True, preexec_fn=in_child)
-    if interruption.asked:
-        ask(interruption.asked, None)
     returned = child.wait()
     listen(signal.SIG_IGN)  # it is over: nothing is left to stop
     return 128 + signal.SIGINT if killed else returned

@@ -15,8 +15,8 @@ import pytest
 
 from checkpoint import catalog
 from config import ConfigError
-from lifecycle.folder import check_folder, failures, lock, report_failure, write_status
-from lifecycle.launch import listen
+from lifecycle.folder import check_folder, failures, lock, report_failure, stop_file, write_status
+from lifecycle.launch import listen, run_ranks
 from lifecycle.run import Run
 from lifecycle.signals import Interruption, StopRequest, Watchdog, read_stop
 from tests.conftest import REPO, launch, make_config, rows
@@ -427,6 +427,26 @@ def test_watch_tells_where_the_main_thread_stands():
     time.sleep(1.0)
     watch.stop()
     assert watch.progress == 2 and watch.step == 3 and "time.sleep(1.0)" in told[0] and "no progress" in told[0]
+
+
+def test_one_ctrl_c_while_the_ranks_start_is_one(tmp_path, monkeypatch):
+    """It comes in the middle of starting them. A second one would kill the ranks, which here wait for the stop file."""
+    start, numbers = subprocess.Popen, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def interrupted(*arguments, **keywords) -> subprocess.Popen:
+        os.kill(os.getpid(), signal.SIGINT)
+        return start(*arguments, **keywords)
+
+    monkeypatch.setattr("lifecycle.launch.subprocess.Popen", interrupted)
+    file = stop_file(tmp_path, "x")
+    program = f"import pathlib, time\nwhile not pathlib.Path({str(file)!r}).read_text(): time.sleep(0.05)"
+    try:
+        assert run_ranks([sys.executable, "-c", program], tmp_path, "x", Interruption()) == 0
+        assert file.read_text() == str(int(signal.SIGINT))
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 def test_a_hangup_that_is_ignored_stays_ignored():
