@@ -39,6 +39,18 @@ def test_equals_unchunked(chunk):
     assert torch.allclose(ours[0], x.grad, atol=1e-6) and torch.allclose(ours[1], weight.grad, atol=1e-6)
 
 
+@pytest.mark.parametrize("trained", ["x", "weight"])
+def test_one_of_both_may_be_frozen(trained):
+    x, weight, targets = problem(torch.float32)
+    (x if trained == "weight" else weight).requires_grad_(False)
+    for loss in (chunked_cross_entropy(x, weight, targets, 16)[0]["loss"], -plain(x, weight, targets)):
+        loss.backward()  # the second takes away what the first has added
+    learns = weight if trained == "weight" else x
+    assert learns.grad.abs().max() < 1e-5 and (x if trained == "weight" else weight).grad is None
+    chunked_cross_entropy(x, weight, targets, 16)[0]["loss"].backward()
+    assert learns.grad.abs().max() > 0.1
+
+
 def test_all_targets_ignored():
     x, weight, targets = problem(torch.float32)
     sums, count = chunked_cross_entropy(x, weight, torch.full_like(targets, IGNORE), 8)
