@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import REPO
 
-LINES, CODE_LINES = 6700, 4790  # of the core, as reached when the house was rebuilt
+LINES, CODE_LINES = 6870, 4910  # of the core, as reached with what forks asked for
 FOLDERS = ("model", "parallel", "data", "checkpoint", "lifecycle")
 FILES = ("files", "options", "hf_config", "config", "optim", "metrics", "evaluate", "train")
 BASE = {"files", "options", "hf_config", "config"}
