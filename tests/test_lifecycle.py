@@ -15,8 +15,9 @@ import pytest
 
 from checkpoint import catalog
 from config import ConfigError
+from lifecycle.command import Ranks
 from lifecycle.folder import check_folder, failures, lock, report_failure, stop_file, write_status
-from lifecycle.launch import listen, run_ranks
+from lifecycle.launch import check_compiler, listen, run_ranks
 from lifecycle.run import Run
 from lifecycle.signals import Interruption, StopRequest, Watchdog, read_stop
 from tests.conftest import REPO, launch, make_config, rows
@@ -427,6 +428,26 @@ def test_watch_tells_where_the_main_thread_stands():
     time.sleep(1.0)
     watch.stop()
     assert watch.progress == 2 and watch.step == 3 and "time.sleep(1.0)" in told[0] and "no progress" in told[0]
+
+
+def test_a_compiler_is_looked_for_before_the_launch(monkeypatch):
+    monkeypatch.setattr("lifecycle.launch.shutil.which", lambda name: name if name == "mycc" else None)
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    check_compiler(make_config())
+    with pytest.raises(ConfigError, match="needs a compiler"):
+        check_compiler(make_config(parallel={"compile": True}))
+    monkeypatch.setenv("CC", "mycc")
+    check_compiler(make_config(parallel={"compile": True}))
+
+
+def test_the_allocator_is_set_unless_the_user_has(monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    ranks = Ranks(1, 2, 0, None)
+    assert ranks.environment()["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
+    assert ranks.environment()["PYTORCH_ALLOC_CONF"] == "backend:native"
 
 
 def test_one_ctrl_c_while_the_ranks_start_is_one(tmp_path, monkeypatch):
