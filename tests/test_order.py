@@ -14,8 +14,14 @@ from data.dataset import open_data, weights
 from data.loader import DIGEST_MODULUS, make_order, sample_digest
 from data.order import Mixture, Order, Permutation, rank_samples, whole_parts
 from data.prepare import prepare
+from data.tokens import window_count
 from tests import cases
 from tests.conftest import make_config, words
+
+
+def test_a_window_has_a_target_for_its_last_token():
+    """Of 32 tokens each: 64 tokens are one window, whose last target is the 33rd; 65 are two."""
+    assert [window_count(tokens, 32) for tokens in (0, 1, 32, 33, 64, 65)] == [0, 0, 0, 1, 1, 2]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 8, 64, 65, 100, 101, 1000, 4096, 20_011])
