@@ -282,6 +282,13 @@ def test_an_option_that_is_newer_than_the_checkpoint_had_its_default(tmp_path):
         catalog.check_same_run(cfg(), 10)
 
 
+def test_an_evaluation_with_another_tokenizer_is_refused(tmp_path):
+    run = {"name": "r", "output_dir": str(tmp_path)}
+    fake(make_config(run=run, checkpoint={}, data={"tokenizer": "a.model"}), 10)
+    with pytest.raises(ConfigError, match=r"data\.tokenizer = b\.model: .*was trained with a\.model"):
+        catalog.check_same_run(make_config(run=run, data={"tokenizer": "b.model"}), 10, catalog.SAME_OUTPUTS)
+
+
 def test_another_optimizer_is_refused_in_one_line(saved_by_two):
     folder, _ = saved_by_two
     model = Llama(make_config().model)
