@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import tomli
 
 import config
 import options
@@ -108,6 +109,8 @@ MALFORMED = {
     "name with a space": (replaced('run.name = "a b"'), ["[run] name"]),
     "name with a command": (replaced('run.name = "$(touch x)"'), ["[run] name"]),
     "off is no value": (replaced('log.tensorboard = "off"'), ["[log] tensorboard", "true or false"]),
+    "profile beyond the steps": (toml("\n[profile]\nat_step = 3\nsteps = 3\n", train={"steps": 4}),
+                                 ["[profile] at_step = 3", "must end by train.steps = 4"]),
     "unsharded offloaded": (
         replaced("parallel.cpu_offload = true").replace("unsharded = []", 'unsharded = ["embedding*"]'),
         ["[parallel] unsharded", "cpu_offload"]),
@@ -279,3 +282,14 @@ def test_relative_paths_are_the_callers(tmp_path):
     done = launch("mine.toml", "--data.source=nothing.jsonl", cwd=tmp_path)
     assert done.returncode == 2 and "nothing.jsonl: no such file" in done.stderr, done.stderr
     assert not pathlib.Path(tmp_path / "outputs").exists()
+
+
+def test_an_override_may_hold_an_equals_sign():
+    raw = options.read_toml(str(CONFIGS[0]))
+    assert config.from_dict(raw, "x.toml", ["--data.source=/date=2024/x.jsonl"]).data.source == "/date=2024/x.jsonl"
+
+
+def test_a_table_without_options_is_written_and_read_back():
+    cfg = make_config(eval={}, checkpoint={})
+    again = config.from_dict(tomli.loads(config.to_toml(cfg)), "test.toml")
+    assert again == cfg and again.eval is not None and make_config().eval is None

@@ -420,6 +420,16 @@ def test_a_save_has_time_to_wait_for_another_and_to_verify_what_is_kept():
     assert timeouts["save"] == (1 + 1 + 3) * 20 and timeouts["restore"] == 20 and timeouts["step"] == 5
 
 
+def test_a_failed_save_leaves_the_step_of_the_last_good_one(tmp_path):
+    run = Run(make_config(run={"name": "r", "output_dir": str(tmp_path)}, checkpoint={}), None, None, StopRequest())
+    run.folder.mkdir()
+    run._log_save(2, None)
+    run._log_save(4, "no space")
+    assert status(run.folder)["step"] == 2 and status(run.folder)["not_saved"] == "no space"
+    run._log_save(6, None)
+    assert status(run.folder)["step"] == 6 and "not_saved" not in status(run.folder)
+
+
 def test_watch_tells_where_the_main_thread_stands():
     told = []
     watch = Watchdog(told.append)
