@@ -12,7 +12,7 @@ import sys
 from lifecycle.signals import StopRequest, die_with_parent
 
 if __name__ == "__main__":
-    gc.disable()  # until the steps: imports leave no garbage, and looking for it takes a fifth of their time
+    gc.disable()  # while importing: imports leave no garbage, and looking for it takes a fifth of their time
     stop_request = StopRequest()
     if not {"--dry-run", "--eval-only"} & set(sys.argv):  # those have nothing to save
         stop_request.listen()  # before the slow imports
@@ -162,6 +162,7 @@ def main(args: Namespace, cfg: Config, stop: StopRequest) -> int:
 
 
 if __name__ == "__main__":
+    gc.enable()
     try:
         exit_code = main(arguments, configuration, stop_request)
     except SystemExit as failure:

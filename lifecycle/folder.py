@@ -63,14 +63,17 @@ def stop_file(folder: pathlib.Path, launch: str) -> pathlib.Path:
     return folder / f".stop-{launch}"
 
 
-def report_failure(folder: pathlib.Path, launch: str | None, rank: int, **report) -> None:
-    """Leaves a rank's failure for the launcher: torchrun turns every exit code into 1 and ends the other ranks.
+def report_failure(folder: pathlib.Path, launch: str | None, rank: int, **report) -> bool:
+    """Leaves a rank's failure for the launcher: torchrun turns every exit code into 1 and ends the other ranks. Returns
+    whether it could be written.
 
     report: step, phase, progress (how many phases this rank had begun, the same count on all ranks), exit_code, text,
     final (a restart cannot help).
     """
     with contextlib.suppress(OSError):
         (folder / f".failure-{launch}-{rank}").write_text(json.dumps({"rank": rank, "time": time.time(), **report}))
+        return True
+    return False
 
 
 def failures(folder: pathlib.Path, launch: str | None) -> list[dict]:

@@ -154,19 +154,21 @@ class Run:
         if self.checkpointer is None and self.launch is None:  # nothing was begun, and nobody waits for a report
             self.watchdog.stop()
             return
-        expected, code, text = True, 1, str(error)
-        trained = self.checkpointer is not None and self.step > self.checkpointer.start
+        final, code, text = True, 1, str(error)  # final: a restart cannot help
         if isinstance(error, ConfigError):
             code = INPUT_IS_WRONG
         elif isinstance(error, KeyboardInterrupt):
             code = 128 + (self.stop.decided or signal.SIGINT)
         elif isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
-            expected = not trained  # later a restart may help: fragments, an evaluation, another process
+            # after the first step it may: memory in fragments, an evaluation, another process on the device
+            final = self.checkpointer is None or self.step == self.checkpointer.start
             with contextlib.suppress(Exception):  # so little memory may be left
                 text = out_of_memory(self.cfg, self.world.size, text)
-        elif not isinstance(error, FloatingPointError | SaveFailed):
-            expected, text = False, "".join(traceback.format_exception(error)).rstrip()
-        self._fail(code, text, final=expected and not isinstance(error, SaveFailed))
+        elif isinstance(error, SaveFailed):
+            final = False
+        elif not isinstance(error, FloatingPointError):
+            final, text = False, "".join(traceback.format_exception(error)).rstrip()
+        self._fail(code, text, final)
         if self.checkpointer:  # a save in the background is good, whatever happened here
             self._phase("save")
             self.checkpointer.wait()
@@ -189,12 +191,12 @@ class Run:
 
     def _fail(self, code: int, text: str, final: bool) -> None:
         rank, at = self.world.rank, self.watchdog
-        if self.launch:
-            folder.report_failure(self.folder, self.launch, rank, step=at.step, phase=at.name, progress=at.progress,
-                                  exit_code=code, text=text, final=final)
-        if self.launch:  # which prints the first cause at its end: here it goes into the rank's file alone
-            log.handlers = log.handlers[:1]
-        if log.handlers or (rank == 0 and not self.launch):
+        reported = self.launch and folder.report_failure(
+            self.folder, self.launch, rank, step=at.step, phase=at.name, progress=at.progress, exit_code=code,
+            text=text, final=final)
+        if reported:  # the launcher prints the first cause at its end: here it goes into the rank's file alone
+            log.handlers = [handler for handler in log.handlers if isinstance(handler, logging.FileHandler)]
+        if log.handlers or (rank == 0 and not reported):
             log.error("rank %d, step %d, phase %s: %s", rank, at.step, at.name, text)
         if self.lock is not None:
             with contextlib.suppress(OSError):

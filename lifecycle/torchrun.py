@@ -8,7 +8,7 @@ import logging
 import sys
 
 if __name__ == "__main__":
-    gc.disable()  # as train.py does: until torch is imported, there is no garbage
+    gc.disable()  # as in train.py
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 

@@ -46,12 +46,12 @@ PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 def hf_name(name: str) -> str:
     """blocks.0.attention.q_proj.weight -> model.layers.0.self_attn.q_proj.weight. Raises ConfigError for a parameter
     that Llama does not have there."""
-    number = next(iter(re.findall(r"^blocks\.(\d+)\.", name)), "")
-    ours = name.replace(f"blocks.{number}.", "blocks.N.", 1) if number else name
+    number = "".join(re.findall(r"^blocks\.(\d+)\.", name))
+    ours = re.sub(r"^blocks\.\d+\.", "blocks.N.", name)
     if ours not in NAMES:
         raise ConfigError(f"{name}: has no name in a Hugging Face folder of a Llama model; model/hf_weights.py lists "
                           "them in NAMES, for folders of another architecture")
-    return NAMES[ours].replace("N", number, 1) if number else NAMES[ours]
+    return NAMES[ours].replace("N", number)
 
 
 def shapes(m: config.Model) -> dict[str, list[int]]:

@@ -1,6 +1,8 @@
 """What a run does when it is told to stop, and when something inside or around it fails."""
 
+import io
 import json
+import logging
 import os
 import pathlib
 import re
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -428,6 +431,19 @@ def test_a_failed_save_leaves_the_step_of_the_last_good_one(tmp_path):
     assert status(run.folder)["step"] == 2 and status(run.folder)["not_saved"] == "no space"
     run._log_save(6, None)
     assert status(run.folder)["step"] == 6 and "not_saved" not in status(run.folder)
+
+
+def test_a_failure_that_cannot_be_reported_is_printed(tmp_path, monkeypatch):
+    """As on a full disk: here there is no folder. Reported, it is the launcher's to print."""
+    run = Run(make_config(run={"name": "r", "output_dir": str(tmp_path)}), SimpleNamespace(rank=0), "x", StopRequest())
+    run.watchdog = SimpleNamespace(step=3, name="data", progress=1)
+    console = io.StringIO()
+    monkeypatch.setattr("lifecycle.run.log.handlers", [logging.StreamHandler(console)])
+    run._fail(1, "the disk is gone", False)
+    assert console.getvalue() == "rank 0, step 3, phase data: the disk is gone\n"
+    run.folder.mkdir()
+    run._fail(1, "it is there again", False)
+    assert "again" not in console.getvalue() and failures(run.folder, "x")[0]["text"] == "it is there again"
 
 
 def test_watch_tells_where_the_main_thread_stands():

@@ -172,7 +172,8 @@ def test_units_share_the_groups_that_they_reshard_within(on_ranks):
 
 
 def test_blocks_of_many_kinds_are_compiled(on_ranks):
-    assert 0 < on_ranks(1, cases.train_and_evaluate_unlike_blocks)[0] < 1000
+    compiled, plain = on_ranks(1, cases.train_and_evaluate_unlike_blocks)[0]
+    assert compiled == pytest.approx(plain, rel=1e-2)  # in bfloat16
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -193,4 +194,5 @@ def test_units_kept_in_float32_are_reduced_in_it():
     assert unit_dtypes(p, "blocks.0") == (torch.float32, torch.float32)
     assert unit_dtypes(p, "blocks.1") == (torch.bfloat16, torch.bfloat16)
     assert precision(p, "blocks.0", False).reduce_dtype == torch.float32
-    assert precision(p, "head", True).output_dtype is None and precision(p, "blocks.1", False).output_dtype is not None
+    assert precision(p, "head", True).output_dtype is None  # its loss stays float32
+    assert precision(p, "blocks.1", False).output_dtype == torch.bfloat16
