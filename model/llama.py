@@ -151,12 +151,14 @@ class Head(nn.Module):
         self.norm = RMSNorm(m.dim, m.norm_eps)
         self.weight = nn.Parameter(torch.empty(m.vocab_size, m.dim))
         self.init_std, self.init_cutoff = m.dim**-0.5, 3.0  # cutoff in standard deviations
+        self.compile_loss = False
 
     def forward(self, x: Tensor, targets: Tensor | None = None, **loss_options) -> Tensor | tuple[LossSums, Tensor]:
         x = self.norm(x).to(self.weight.dtype)  # (B, T, D)
         if targets is None:
             return F.linear(x, self.weight)  # (B, T, V)
-        return chunked_cross_entropy(x.flatten(0, 1), self.weight, targets.flatten(), **loss_options)
+        return chunked_cross_entropy(x.flatten(0, 1), self.weight, targets.flatten(), compile=self.compile_loss,
+                                     **loss_options)
 
 
 class Llama(nn.Module):

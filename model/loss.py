@@ -1,7 +1,14 @@
-"""Cross entropy as (sum, count), chunked over tokens: float32 logits exist for one chunk at a time.
+"""Cross entropy as (sum, count), chunked over tokens: the logits of one chunk exist at a time.
 
 Shapes: N tokens, D width, V vocabulary, C tokens of a chunk.
+
+Beside inputs and gradients it holds C * V logits in the weight's dtype, over which their gradient is written (not
+compiled: and one or two such in float32); where there are several chunks, also V * D of the weight's gradient in float32.
+Compiled on a GPU, what lies between the products reads the logits three times and writes them once.
 """
+
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -9,57 +16,93 @@ from torch import Tensor
 from config import IGNORE
 
 LossSums = dict[str, Tensor]  # over the tokens: "loss" is minimized, and has the others as its parts, to be logged
-CHUNK = 2048  # tokens: 1 GiB of float32 logits at V = 128,256; smaller ones cost a pass over the (V, D) gradient each
+# Tokens. On a GPU large, since each chunk costs a pass over the (V, D) gradient: 2 GiB of bfloat16 logits at V = 128,256.
+# On a CPU small, so that the logits of a small vocabulary stay in its cache.
+CHUNK = {"cpu": 256, "cuda": 8192}
 
 
-def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int = CHUNK) -> tuple[LossSums, Tensor]:
+def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None,
+                          compile: bool = False) -> tuple[LossSums, Tensor]:
     """({"loss": sum over the tokens, in float32}, number of valid targets), scalars all, of logits x @ weight.T.
 
     x (N, D) and weight (V, D) of one dtype, targets (N) with IGNORE where there is none. Sums, not means: means of
     unequal parts cannot be averaged.
     """
-    total = _ChunkedCrossEntropy.apply(x, weight, targets, chunk, torch.is_grad_enabled())
+    compile = compile and (x.is_cuda or x.dtype != torch.float32)  # a CPU's own float32 kernels are faster
+    total = _ChunkedCrossEntropy.apply(x, weight, targets, chunk or CHUNK[x.device.type], compile,
+                                       torch.is_grad_enabled())
     return {"loss": total}, (targets != IGNORE).sum()
 
 
+def softmax_parts(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(maximum, sum of exponentials of the differences to it, the target's logit), (C, 1) each in float32, of logits
+    (C, V) and targets (C, 1): of parts of a vocabulary, such parts can be combined."""
+    wide = logits.float()
+    top = wide.amax(-1, keepdim=True)
+    return top, (wide - top).exp_().sum(-1, keepdim=True), wide.gather(-1, index)
+
+
+def to_slope(logits: Tensor, index: Tensor, top: Tensor, sums: Tensor, chosen: Tensor, scale: Tensor) -> Tensor:
+    """The gradient of the loss by the logits, (softmax - one-hot) * scale, written over the logits. scale (C, 1)."""
+    factor = scale / sums
+    at_target = (chosen - top).exp() * factor - scale  # in float32: of a sure prediction little is left
+    wide = logits.float().sub_(top).exp_().mul_(factor)
+    if wide.dtype != logits.dtype:
+        logits.copy_(wide)
+    return logits.scatter_(-1, index, at_target.to(logits.dtype))
+
+
+@functools.cache
+def compiled(function: Callable) -> Callable:
+    return torch.compile(function, fullgraph=True)
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Computes the gradients in the forward pass, while a chunk's logits exist: recomputing them in backward would cost
-    a third more in the head. Backward follows at once, so the gradients do not live longer."""
+    """Of several chunks the gradients are computed in the forward pass, while a chunk's logits exist: recomputing them
+    in backward would cost a third more in the head. Backward follows at once, so the gradients do not live longer. A
+    single chunk's logits wait for it, and for its scale."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, grad: bool) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, compile: bool, grad: bool) -> Tensor:
+        ctx.single, ctx.dtype = len(x) <= chunk, weight.dtype
+        parts, ctx.to_slope = map(compiled if compile else lambda f: f, (softmax_parts, to_slope))
+        needs_x, needs_weight = (grad and needed for needed in ctx.needs_input_grad[:2])
         total = torch.zeros((), dtype=torch.float32, device=x.device)
-        x_grad = torch.empty_like(x) if grad and ctx.needs_input_grad[0] else None
+        x_grad = torch.empty_like(x) if needs_x and not ctx.single else None
         # Summed over the chunks in float32 and rounded once, in backward: bfloat16 would lose each chunk's low bits.
-        w_grad = torch.zeros_like(weight, dtype=torch.float32) if grad and ctx.needs_input_grad[1] else None
+        w_grad = torch.zeros_like(weight, dtype=torch.float32) if needs_weight and not ctx.single else None
         for start in range(0, len(x), chunk):
-            part, target = x[start : start + chunk], targets[start : start + chunk]
-            valid = (target != IGNORE)[:, None]  # (C, 1)
-            index = target[:, None].clamp(min=0)  # (C, 1)
-            logits = (part @ weight.T).float()  # (C, V)
-            logits -= logits.amax(-1, keepdim=True)
-            chosen = logits.gather(-1, index)  # (C, 1)
-            sums = logits.exp_().sum(-1, keepdim=True)  # (C, 1); one exponential serves loss and gradient
-            total += ((sums.log() - chosen) * valid).sum()
+            part, target = x[start : start + chunk], targets[start : start + chunk, None]
+            valid, index = (target != IGNORE).float(), target.clamp(min=0)  # (C, 1)
+            logits = part @ weight.T  # (C, V)
+            top, sums, chosen = parts(logits, index)
+            total += ((sums.log() + top - chosen) * valid).sum()
+            if ctx.single and (needs_x or needs_weight):
+                ctx.save_for_backward(x, weight, valid, logits, index, top, sums, chosen)
+                return total
             if x_grad is None and w_grad is None:
                 continue
-            # d loss / d logits = softmax - one-hot, in place of the logits
-            slope = logits.mul_(valid / sums).scatter_add_(-1, index, -valid.float()).to(x.dtype)
+            slope = ctx.to_slope(logits, index, top, sums, chosen, valid)
             if x_grad is not None:
                 torch.mm(slope, weight, out=x_grad[start : start + chunk])
             if w_grad is not None and x.is_cuda and x.dtype != torch.float32:
-                w_grad += torch.mm(slope.T, part, out_dtype=torch.float32)  # not rounded; a CPU has to widen first
+                torch.addmm(w_grad, slope.T, part, out_dtype=torch.float32, out=w_grad)  # a CPU has to widen first
             elif w_grad is not None:
                 w_grad.addmm_(slope.T.float(), part.float())
         ctx.save_for_backward(x_grad, w_grad)
-        ctx.weight_dtype = weight.dtype
         return total
 
     @staticmethod
     def backward(ctx, scale: Tensor):
-        x_grad, w_grad = ctx.saved_tensors
-        if x_grad is not None:
-            x_grad = (x_grad * scale).to(x_grad.dtype)
-        if w_grad is not None:
-            w_grad = (w_grad * scale).to(ctx.weight_dtype)
-        return x_grad, w_grad, None, None, None
+        if ctx.single:
+            x, weight, valid, *parts = ctx.saved_tensors
+            slope = ctx.to_slope(*parts, valid * scale)
+            x_grad = slope @ weight if ctx.needs_input_grad[0] else None
+            w_grad = slope.T @ x if ctx.needs_input_grad[1] else None
+        else:
+            x_grad, w_grad = ctx.saved_tensors
+            if x_grad is not None:
+                x_grad = x_grad.mul_(scale)
+            if w_grad is not None:  # scaled and rounded in one pass
+                w_grad = torch.mul(w_grad, scale, out=torch.empty_like(w_grad, dtype=ctx.dtype))
+        return x_grad, w_grad, None, None, None, None

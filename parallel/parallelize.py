@@ -16,13 +16,15 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
     apply_activation_checkpointing(model, cfg.parallel.recompute)
 
     # 2. Compilation next, block by block and in place: all layers share one compiled block, names stay as they are, and
-    #    the all-gathers stay between the blocks, where computation can hide them.
+    #    the all-gathers stay between the blocks, where computation can hide them. Of the head, what lies between the
+    #    loss's matrix products.
     if cfg.parallel.compile:
         # Blocks that differ in dtype or in what is frozen are variants of one graph, each with and without gradients;
         # torch's limit is 8.
         torch._dynamo.config.recompile_limit = 64
         for block in model.blocks:
             block.compile(fullgraph=True)
+        model.head.compile_loss = True
 
     # 3. Sharding last: parameters become new objects (DTensors). What holds parameters, as the optimizer does, is made
     #    after this.

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import IGNORE
 from model.llama import Llama
-from model.loss import chunked_cross_entropy
+from model.loss import chunked_cross_entropy, softmax_parts
 from tests.conftest import make_config
 
 
@@ -39,15 +39,51 @@ def test_equals_unchunked(chunk):
     assert torch.allclose(ours[0], x.grad, atol=1e-6) and torch.allclose(ours[1], weight.grad, atol=1e-6)
 
 
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("chunk", [128, 512])
+def test_bfloat16_gradients_are_those_of_the_plain_loss(chunk, compile):
+    """To 1e-4 of their norm: of several chunks, and of one, whose slope waits for the scale. Compiled, there is another
+    order of summation only."""
+    x, weight, targets = problem(torch.bfloat16, tokens=512, dim=64, vocab=997)
+    grads = []
+    for total in (chunked_cross_entropy(x, weight, targets, chunk, compile)[0]["loss"], plain(x, weight, targets)):
+        x.grad = weight.grad = None
+        (total * 0.25).backward()
+        grads.append((total.detach(), x.grad.double(), weight.grad.double()))
+    for ours, expected in zip(*grads):
+        assert (ours - expected).norm() <= 1e-4 * expected.norm()
+
+
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_a_loss_that_is_called_nan_has_nan_gradients(chunk):
+    """How a rank tells the others: its loss times NaN."""
+    x, weight, targets = problem(torch.float32)
+    (chunked_cross_entropy(x, weight, targets, chunk)[0]["loss"] * torch.nan).backward()
+    assert x.grad.isnan().all() and weight.grad.isnan().all()
+
+
+def test_parts_of_a_vocabulary_combine():
+    """Maximum, sum of exponentials and target's logit of two shards give those of the whole."""
+    x, weight, targets = problem(torch.float32)
+    logits, index = (x @ weight.T).detach(), targets.clamp(min=0)[:, None]
+    top, sums, chosen = softmax_parts(logits, index)
+    here = index < 40
+    parts = [softmax_parts(logits[:, :40], index.clamp(max=39)), softmax_parts(logits[:, 40:], (index - 40).clamp(min=0))]
+    assert torch.equal(top, torch.maximum(parts[0][0], parts[1][0]))
+    assert torch.allclose(sums, sum(part * (most - top).exp() for most, part, _ in parts))
+    assert torch.equal(chosen, torch.where(here, parts[0][2], parts[1][2]))
+
+
+@pytest.mark.parametrize("chunk", [16, 64])
 @pytest.mark.parametrize("trained", ["x", "weight"])
-def test_one_of_both_may_be_frozen(trained):
+def test_one_of_both_may_be_frozen(trained, chunk):
     x, weight, targets = problem(torch.float32)
     (x if trained == "weight" else weight).requires_grad_(False)
-    for loss in (chunked_cross_entropy(x, weight, targets, 16)[0]["loss"], -plain(x, weight, targets)):
+    for loss in (chunked_cross_entropy(x, weight, targets, chunk)[0]["loss"], -plain(x, weight, targets)):
         loss.backward()  # the second takes away what the first has added
     learns = weight if trained == "weight" else x
     assert learns.grad.abs().max() < 1e-5 and (x if trained == "weight" else weight).grad is None
-    chunked_cross_entropy(x, weight, targets, 16)[0]["loss"].backward()
+    chunked_cross_entropy(x, weight, targets, chunk)[0]["loss"].backward()
     assert learns.grad.abs().max() > 0.1
 
 
@@ -59,9 +95,10 @@ def test_all_targets_ignored():
     assert total.item() == 0 and count.item() == 0 and not x.grad.any() and not weight.grad.any()
 
 
-def test_large_logits_stay_finite():
+@pytest.mark.parametrize("chunk", [8, 64])
+def test_large_logits_stay_finite(chunk):
     x, weight, targets = problem(torch.float32)
-    total = chunked_cross_entropy(x * 1e4, weight, targets, 8)[0]["loss"]
+    total = chunked_cross_entropy(x * 1e4, weight, targets, chunk)[0]["loss"]
     total.backward()
     assert total.isfinite() and x.grad.isfinite().all()
 
@@ -100,7 +137,7 @@ def test_logits_of_the_whole_batch_never_exist(monkeypatch):
 
     chunk, tokens, vocab = 16, 128, 997
     monkeypatch.setattr(model.llama, "chunked_cross_entropy",
-                        lambda *a: chunked_cross_entropy(*a, chunk))
+                        lambda *a, **options: chunked_cross_entropy(*a, chunk, **options))
     llama = Llama(make_config(model={"vocab_size": vocab}).model)
     ids = torch.randint(0, vocab, (4, tokens // 4 + 1))
     with Shapes() as seen:
