@@ -105,7 +105,7 @@ class Train:
     steps: int = option(MISSING, "optimizer steps", POSITIVE)
     seq_len: int = option(2048, "tokens per sequence", POSITIVE)
     global_batch_size: int = option(8, "sequences per step, over all ranks", POSITIVE)
-    micro_batch_size: int = option(1, "sequences per forward pass and rank", POSITIVE)
+    micro_batch_size: int | None = option(None, "sequences per forward pass and rank; absent: all at once", POSITIVE)
     max_grad_norm: float | Literal["off"] = option(1.0, "clip the global gradient norm to this", POSITIVE)
     skip_nonfinite: int = option(0, "steps in a row that a non-finite gradient may skip; 0: stop at once", NOT_NEGATIVE)
 
@@ -121,7 +121,7 @@ class Optim:
     decay_steps: int | None = option(None, "length of wsd's fall", POSITIVE)
     schedule_steps: int | None = option(None, "where the schedule ends; absent: train.steps", POSITIVE)
     min_lr_ratio: float = option(0.1, "the end's share of lr", FRACTION)
-    state_dtype: Literal["float32", "bfloat16"] = option("float32", "of AdamW's moments (bfloat16: not yet)")
+    state_dtype: Literal["float32", "bfloat16"] = option("float32", "of AdamW's moments; bfloat16: half the bytes")
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,8 @@ class Parallel:
     reshard_after_forward: bool | int = option(True, "false: keep until backward; n: keep shards of n", SHARDS)
     prefetch_forward: int = option(1, "units all-gathered ahead in forward; 0: FSDP2's implicit order", NOT_NEGATIVE)
     prefetch_backward: int = option(1, "units all-gathered ahead in backward; 0: FSDP2's implicit order", NOT_NEGATIVE)
-    param_dtype: Literal["float32", "bfloat16"] = option("bfloat16", "of all-gather and computation", note=HALF)
+    param_dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "bfloat16", "of all-gather and computation; auto: bfloat16 where all devices have units for it", note=HALF)
     reduce_dtype: Literal["float32", "bfloat16"] = option("float32", "of the gradients' reduction", note=HALF)
     output_dtype: Literal["float32", "bfloat16"] | None = option(None, "between units; absent: param_dtype", note=HALF)
     keep_fp32: tuple[str, ...] = option((), "patterns of units computed in float32, as 'blocks.[01]'")
@@ -192,9 +193,14 @@ def tokens_per_step(cfg: Config) -> int:
     return cfg.train.global_batch_size * cfg.train.seq_len
 
 
+def micro_batch_size(cfg: Config, dp_size: int) -> int:
+    """Sequences per forward pass and data rank, of which there are dp_size."""
+    return cfg.train.micro_batch_size or cfg.train.global_batch_size // dp_size
+
+
 def accumulation_steps(cfg: Config, dp_size: int) -> int:
     """Micro-batches per step and data rank, of which there are dp_size."""
-    return cfg.train.global_batch_size // (cfg.train.micro_batch_size * dp_size)
+    return cfg.train.global_batch_size // (micro_batch_size(cfg, dp_size) * dp_size)
 
 
 def is_due(step: int, every: int | None) -> bool:
@@ -227,12 +233,12 @@ def mesh_shape(cfg: Config, ranks: int) -> tuple[int, int, int, int]:
     dp_size = max(1, ranks // (cp * tp))
     dp_replicate = max(1, dp_size // p.dp_shard) if p.dp_replicate == "auto" else p.dp_replicate
     dp_shard = max(1, dp_size // dp_replicate) if p.dp_shard == "auto" else p.dp_shard
-    n, shards, per_pass = p.reshard_after_forward, dp_shard * cp, t.micro_batch_size * dp_size
+    n, shards, per_pass = p.reshard_after_forward, dp_shard * cp, (t.micro_batch_size or 1) * dp_size
     options.require(cfg, [
         ("parallel.dp_shard", dp_replicate * dp_shard * cp * tp == ranks,
          f"times dp_replicate = {p.dp_replicate} must equal the number of ranks, {ranks}; set one of them to auto"),
         ("train.global_batch_size", t.global_batch_size % per_pass == 0,
-         f"must be a multiple of micro_batch_size x data ranks = {t.micro_batch_size} x {dp_size} = {per_pass}"),
+         f"must be a multiple of micro_batch_size x data ranks = {t.micro_batch_size or 1} x {dp_size} = {per_pass}"),
         ("parallel.reshard_after_forward", type(n) is bool or shards % n == 0,
          f"must divide the number of shards, {shards}"),
     ])
@@ -261,7 +267,7 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
         ("data.sources", len(read) == len(d.sources), "names one source twice; add their weights"),
         ("data.sources", all(s.weight * LONGEST_PERIOD >= total_weight for s in d.sources),
          f"a weight must be at least 1/{LONGEST_PERIOD} of the sum of all"),
-        ("train.micro_batch_size train.global_batch_size", t.global_batch_size % t.micro_batch_size == 0,
+        ("train.micro_batch_size train.global_batch_size", t.global_batch_size % (t.micro_batch_size or 1) == 0,
          f"must divide global_batch_size = {t.global_batch_size}"),
         (f"optim.warmup_steps {schedule}", o.warmup_steps <= end,
          f"must not exceed the schedule's length, {end} (optim.schedule_steps, else train.steps)"),
@@ -269,7 +275,6 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
         (f"optim.decay_steps {schedule}", not o.decay_steps or o.schedule == "wsd", 'goes with schedule = "wsd" only'),
         (f"optim.decay_steps {schedule}", o.schedule != "wsd" or o.warmup_steps + (o.decay_steps or 0) <= end,
          f"with warmup_steps = {o.warmup_steps} must fit into the schedule's length, {end}"),
-        ("optim.state_dtype", o.state_dtype == "float32", "is not supported yet; leave it out"),
         ("parallel.dp_replicate parallel.dp_shard", not p.dp_replicate == p.dp_shard == "auto",
          'only one of dp_replicate and dp_shard may be "auto", and dp_shard is unless it is given'),
         ("parallel.keep_fp32 model.n_layers", all(fnmatch.filter(units, pattern) for pattern in p.keep_fp32),

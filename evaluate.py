@@ -12,7 +12,7 @@ import torch
 import config
 import metrics
 from checkpoint import catalog
-from checkpoint.checkpointer import problems_on_all_ranks
+from checkpoint.checkpointer import problems_on_all_ranks, with_param_dtype
 from checkpoint.load import restore
 from config import ConfigError
 from data.dataset import Dataset, open_dataset
@@ -39,12 +39,12 @@ def evaluate(model: Llama, cfg: config.Config, world: World, dataset: Dataset, r
     sums = torch.zeros(len(streams), dtype=torch.float64, device=world.device)
     counts = torch.zeros(len(streams), dtype=torch.int64, device=world.device)
     model.eval()
-    phase = "first evaluation batch"  # which may compile
+    phase, pin = "first evaluation batch", world.device.type == "cuda"  # the first may compile
     for i, tensors in ((i, batch) for i, stream in enumerate(streams)
-                       for batch in heldout_batches(stream, cfg, world.dp_rank, world.dp_size)):
+                       for batch in heldout_batches(stream, cfg, world.dp_rank, world.dp_size, pin)):
         with run.phase(phase):
             run.stop.start_sync()
-            found, valid = model(*(tensor.to(world.device) for tensor in tensors))
+            found, valid = model(*(tensor.to(world.device, non_blocking=True) for tensor in tensors))
             sums[i] += found["loss"]
             counts[i] += valid
             if run.stopping():
@@ -67,6 +67,7 @@ def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
     steps = on_rank_zero(lambda: catalog.steps(cfg))
     step, corrupt = catalog.newest_good(cfg, steps, lambda path: problems_on_all_ranks(path, world))
     on_rank_zero(lambda: catalog.check_same_run(cfg, step, catalog.SAME_OUTPUTS))
+    cfg = with_param_dtype(cfg, step, world)
     dataset = open_dataset(cfg, train=False)
     model = meta_model(cfg.model)
     parallelize(model, cfg, world)

@@ -152,7 +152,7 @@ class Recorder:
                  f"{', reduced once a step' * (not p.sync_every_micro_batch)}")
         log.info(f"{config.tokens_per_step(self.cfg):,} tokens per step = "
                  f"{config.accumulation_steps(self.cfg, w.dp_size)} micro-batches x {w.dp_size} data-parallel ranks x "
-                 f"{t.micro_batch_size} sequences of {t.seq_len}; "
+                 f"{config.micro_batch_size(self.cfg, w.dp_size)} sequences of {t.seq_len}; "
                  + (f"resuming after step {self.start}" if self.start else f"from the weights of {m.init_from}"
                     if m.init_from else "from fresh weights"))
         for text in (*notes, units):

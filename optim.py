@@ -1,17 +1,18 @@
 """AdamW, its parameter groups, clipping, and the learning rate as a pure function of the step."""
 
 import math
+import zlib
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import config
+from model.llama import named_parameters
 
-# Those that update an element from its own gradient and state: sharded, they communicate nothing.
-ELEMENTWISE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop)
 NORM_ROW = 4096  # elements whose squares are added up in float32
 
 
@@ -27,23 +28,119 @@ def learning_rate(o: config.Optim, end: int, step: int) -> float:
     return o.lr * (o.min_lr_ratio + (1 - o.min_lr_ratio) * left)
 
 
-def build_optimizer(model: nn.Module, o: config.Optim) -> torch.optim.AdamW:
-    """AdamW (https://arxiv.org/abs/1711.05101) over the model's trainable parameters, fused, with its state made.
+def build_optimizer(model: nn.Module, o: config.Optim, seed: int = 0, compile: bool = False) -> torch.optim.Optimizer:
+    """AdamW (https://arxiv.org/abs/1711.05101) over the model's trainable parameters, its state made: torch's fused
+    one, or with state_dtype = "bfloat16" BFloat16AdamW, which takes seed and compile.
 
     Norms' weights are scales, and do not decay. The state is made here, so that a checkpoint can be read into it.
     """
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in trainable if p.ndim >= 2], "weight_decay": o.weight_decay},
-              {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
-    optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=True)
-    for p in trainable:
+    names = {p: name for name, p in named_parameters(model) if p.requires_grad}
+    groups = [{"params": [p for p in names if p.ndim >= 2], "weight_decay": o.weight_decay},
+              {"params": [p for p in names if p.ndim < 2], "weight_decay": 0.0}]
+    groups, options = [group for group in groups if group["params"]], {"lr": o.lr, "betas": o.betas, "eps": o.eps}
+    if o.state_dtype == "bfloat16":
+        optimizer = BFloat16AdamW(groups, names, seed, compile, **options)
+    else:
+        optimizer = torch.optim.AdamW(groups, **options, fused=True)
+    for p in names:
         optimizer.state[p] = {
             "step": torch.zeros((), dtype=torch.float32, device=p.device),
-            "exp_avg": torch.zeros_like(p),
-            "exp_avg_sq": torch.zeros_like(p),
+            "exp_avg": torch.zeros_like(p, dtype=getattr(torch, o.state_dtype)),
+            "exp_avg_sq": torch.zeros_like(p, dtype=getattr(torch, o.state_dtype)),
         }
     return optimizer
+
+
+class BFloat16AdamW(torch.optim.Optimizer):
+    """AdamW with moments in bfloat16 beside float32 parameters: 8 bytes of state and gradient a parameter, where float32
+    moments make it 12. Compiled, an update is one pass of 20 bytes a parameter, clipping included.
+
+    A moment is rounded up or down at random, with the chances that make the result right on average: rounded to the
+    nearest, it would never change by less than 2^-9 of itself, as the second has to at beta2 = 0.999. The random bits
+    are a hash of (seed, parameter's name, step, moment, the element's index in the whole parameter), so that they do
+    not depend on the mesh, and a resumed run draws the same.
+    """
+
+    _step_supports_amp_scaling = True  # torch's mark of those that look at grad_scale and found_inf
+
+    def __init__(self, groups: list[dict], names: dict[nn.Parameter, str], seed: int, compile: bool, **options):
+        super().__init__(groups, options)
+        self.grad_scale: Tensor | None = None  # gradients are divided by it
+        self.found_inf: Tensor | None = None  # 1.0: leave everything as it is
+        self.update = torch.compile(update_bfloat16, fullgraph=True, dynamic=True) if compile else update_bfloat16
+        self.place = {p: place_in_whole(p, f"{seed} {name}") for p, name in names.items()}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            lr, one = torch.tensor(group["lr"]), torch.ones((), device=group["params"][0].device)
+            scale = one if self.grad_scale is None else self.grad_scale
+            found = one * 0 if self.found_inf is None else self.found_inf
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state["step"] += 1 - found
+                rows = [as_rows(t) for t in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
+                if rows[0].numel():  # of a few rows on many ranks some have none
+                    self.update(*rows, state["step"], scale, found, lr, self.place[p], *group["betas"], group["eps"],
+                                group["weight_decay"])
+
+
+def as_rows(t: Tensor) -> Tensor:
+    """This rank's part of a tensor, as (its first dimension, all others)."""
+    local = _local(t.detach())
+    return local.view(local.shape[0] if local.ndim else 1, -1) if local.numel() else local
+
+
+def place_in_whole(p: nn.Parameter, key: str) -> Tensor:
+    """(4) of int32 on the parameter's device: where this rank's part of it begins (row, column of as_rows), the columns
+    of the whole, and a hash of the key."""
+    row, column = 0, 0
+    if isinstance(p, DTensor) and p.ndim:
+        _, (row, *inner) = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+        column = inner[0] * math.prod(p.shape[2:]) if inner else 0
+    columns = math.prod(p.shape[1:])
+    numbers = torch.tensor([row, column, columns, zlib.crc32(key.encode())], device="cpu")
+    return numbers.to(torch.int32).to(p.device)  # the upper half of 32 bits wraps around
+
+
+def update_bfloat16(p: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, scale: Tensor,
+                    found: Tensor, lr: Tensor, place: Tensor, beta1: float, beta2: float, eps: float,
+                    weight_decay: float) -> None:
+    """BFloat16AdamW's update of one parameter, in place; (R, C) the first four, scalars the next four."""
+    g = grad / scale
+    first = beta1 * exp_avg.float() + (1 - beta1) * g
+    second = beta2 * exp_avg_sq.float() + (1 - beta2) * g * g
+    correction1, correction2 = (-torch.expm1(step * math.log(beta)) if beta else 1.0 for beta in (beta1, beta2))
+    change = first / correction1 / ((second / correction2).sqrt() + eps)
+    new = p - lr * (change + weight_decay * p)
+
+    row, column, columns, key = place.unbind()
+    row = row + torch.arange(p.shape[0], dtype=torch.int32, device=p.device)[:, None]
+    column = column + torch.arange(p.shape[1], dtype=torch.int32, device=p.device)
+    bits = hash32(row * columns + column ^ hash32(key ^ hash32(step.to(torch.int32))))
+    skip = found > 0
+    p.copy_(torch.where(skip, p, new))
+    exp_avg.copy_(torch.where(skip, exp_avg, round_at_random(first, bits & 0xFFFF)))
+    exp_avg_sq.copy_(torch.where(skip, exp_avg_sq, round_at_random(second, bits >> 16 & 0xFFFF)))
+
+
+def hash32(x: Tensor) -> Tensor:
+    """A bijection of int32 in which every bit depends on every other: https://github.com/skeeto/hash-prospector."""
+    x = (x ^ (x >> 16 & 0xFFFF)) * 0x7FEB352D  # masked: a shift of a negative number brings ones in
+    x = (x ^ (x >> 15 & 0x1FFFF)) * (0x846CA68B - 2**32)
+    return x ^ (x >> 16 & 0xFFFF)
+
+
+def round_at_random(x: Tensor, noise: Tensor) -> Tensor:
+    """float32 to bfloat16, away from zero with the probability of what is cut off; noise: int32 in 0 ... 65,535."""
+    return (x.view(torch.int32) + noise & -0x10000).view(torch.float32).to(torch.bfloat16)
+
+
+# Those that update an element from its own gradient and state: sharded, they communicate nothing.
+ELEMENTWISE = (BFloat16AdamW, torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad,
+               torch.optim.RMSprop)
 
 
 class FiniteGuard:
@@ -59,7 +156,7 @@ class FiniteGuard:
         self.on_host = torch.zeros((), pin_memory=device.type == "cuda")
         self.copied = torch.cuda.Event() if device.type == "cuda" else None
         self.pending: int | None = None  # the step whose flag is being copied
-        self.skips_by_itself = getattr(optimizer, "_step_supports_amp_scaling", False)  # torch's mark of those that do
+        self.skips_by_itself = scales_by_itself(optimizer)
         if self.skips_by_itself:
             optimizer.found_inf, optimizer.grad_scale = self.found, None
 
@@ -105,14 +202,22 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
+def scales_by_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step divides gradients by `grad_scale` and is left out where `found_inf` is set, as torch marks it."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
 @torch.no_grad()
-def clip_gradients(model: nn.Module, max_norm: float | str) -> Tensor:
+def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | str) -> Tensor:
     """Scales the gradients so that their norm over all ranks is at most max_norm ("off": leaves them); returns the norm
-    from before."""
+    from before. An optimizer that can does it in its update, which saves reading and writing them once."""
     norm = gradient_norm(model.parameters())
     if max_norm != "off":
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
-        torch._foreach_mul_([_local(p.grad) for p in model.parameters() if p.grad is not None], scale)
+        scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)  # as torch.nn.utils.clip_grad_norm_ does
+        if scales_by_itself(optimizer):
+            optimizer.grad_scale = scale
+        else:
+            torch._foreach_div_([_local(p.grad) for p in model.parameters() if p.grad is not None], scale)
     return norm
 
 

@@ -60,7 +60,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
     # What is trained on, and which checkpoint to resume from. Nothing is written before both are validated.
     dataset = open_dataset(cfg)
     checkpointer = Checkpointer(cfg, world, dataset.fingerprint, dataset.tokenizer_files)
-    start = checkpointer.start
+    start, cfg = checkpointer.start, checkpointer.cfg  # where param_dtype = "auto" is decided
     pretrained = None if start else on_rank_zero(lambda: open_weights(cfg.model))
     run.begin(checkpointer, dataset.tokenizer_files)
 
@@ -76,7 +76,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
         materialize(model, cfg.run.seed, device)
     # 4. After sharding, which replaces every parameter. An optimizer made before would hold the old ones, which get no
     #    gradients: the model would never learn.
-    optimizer = build_optimizer(model, cfg.optim)
+    optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, cfg.parallel.compile)
     # 5. Resuming, the checkpoint overwrites weights and optimizer state. What went wrong until here shows now.
     with run.phase("restore"):
         state = checkpointer.restore(model, optimizer)
@@ -140,7 +140,7 @@ def training_step(model: Llama, optimizer: torch.optim.Optimizer, guard: FiniteG
         (found["loss"] * torch.where(found["loss"].isfinite(), scale, math.nan)).backward()
         for name, value in found.items():
             sums[name] = sums.get(name, 0) + value.detach()
-    grad_norm = clip_gradients(model, cfg.train.max_grad_norm)
+    grad_norm = clip_gradients(model, optimizer, cfg.train.max_grad_norm)
     if guard.may_update(step, grad_norm):
         optimizer.step()
     optimizer.zero_grad()

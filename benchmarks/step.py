@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import config
+from checkpoint.checkpointer import with_param_dtype
 from config import ConfigError
 from data.dataset import open_dataset
 from data.loader import Batch, Loader, split
@@ -40,16 +41,17 @@ def measure(cfg: config.Config, world: World, steps: int, warm_up: int, real: bo
     model = meta_model(cfg.model)
     parallelize(model, cfg, world)
     materialize(model, cfg.run.seed, device)
-    optimizer = build_optimizer(model, cfg.optim)
+    optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, cfg.parallel.compile)
     guard = FiniteGuard(optimizer, device, 0)
     accumulation = config.accumulation_steps(cfg, world.dp_size)
+    micro_batch_size = config.micro_batch_size(cfg, world.dp_size)
     if real:
         dataset = open_dataset(cfg)
         batches = loader = Loader(cfg, dataset.train, dataset.weights, world.dp_rank, world.dp_size, 1,
                                   pin=world.device.type == "cuda")
     else:
         generator = torch.Generator().manual_seed(world.dp_rank)
-        ids = torch.randint(cfg.model.vocab_size, (t.micro_batch_size, t.seq_len + 1), generator=generator)
+        ids = torch.randint(cfg.model.vocab_size, (micro_batch_size, t.seq_len + 1), generator=generator)
         micro_batch = tuple(part.to(world.device) for part in split(ids))
         batches = itertools.repeat(Batch([micro_batch] * accumulation, config.tokens_per_step(cfg), 0))
 
@@ -70,14 +72,14 @@ def measure(cfg: config.Config, world: World, steps: int, warm_up: int, real: bo
     if real:
         loader.close()
 
-    mean_loss = sums["loss"].item() / (t.seq_len * t.micro_batch_size * accumulation)  # of this rank's tokens
+    mean_loss = sums["loss"].item() / (t.seq_len * micro_batch_size * accumulation)  # of this rank's tokens
     timed = sorted(seconds[1 + warm_up :])
     median = statistics.median(timed)
     rate = config.tokens_per_step(cfg) / world.size / median
     flops, peak = flops_per_token(model, t.seq_len), peak_flops(world.device)
     return {
         "configuration": cfg.run.name, "parameters": parameter_count(model), "ranks": world.size, "seq_len": t.seq_len,
-        "micro_batch_size": t.micro_batch_size, "accumulation_steps": accumulation,
+        "micro_batch_size": micro_batch_size, "accumulation_steps": accumulation,
         "tokens_per_step": config.tokens_per_step(cfg), "param_dtype": cfg.parallel.param_dtype,
         "recompute": cfg.parallel.recompute, "compile": cfg.parallel.compile, "data": "real" if real else "random",
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else platform.processor() or "cpu",
@@ -100,7 +102,7 @@ def main(argv: list[str]) -> int:
     try:
         cfg = config.load(args.config, ["--run.device=auto", *overrides])
         with distributed(cfg) as world:
-            row = measure(cfg, world, args.steps, args.warm_up, args.real)
+            row = measure(with_param_dtype(cfg, 0, world), world, args.steps, args.warm_up, args.real)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

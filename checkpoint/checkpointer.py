@@ -15,7 +15,7 @@ from checkpoint import catalog
 from checkpoint.load import OtherOptimizer, restore, tensors_of
 from checkpoint.save import SaveFailed, Saver
 from config import ConfigError
-from parallel.mesh import World, all_gather_objects, on_rank_zero
+from parallel.mesh import World, all_gather_objects, has_bfloat16_units, on_rank_zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +34,11 @@ class Checkpointer:
     def __init__(self, cfg: config.Config, world: World, data: list[dict], extra_files: list[pathlib.Path]):
         """Chooses the checkpoint to resume from; changes nothing. data: the prepared data's fingerprint. Raises
         ConfigError where this is another run's folder, or no checkpoint in it is good."""
-        self.cfg, self.world, self.data = cfg, world, data
+        self.world, self.data = world, data
         self.found = on_rank_zero(lambda: catalog.steps(cfg))
         self.start, self.corrupt = catalog.choose(cfg, self.found, lambda path: problems_on_all_ranks(path, world))
         on_rank_zero(lambda: (catalog.check_same_run(cfg, self.start), catalog.check_same_data(cfg, self.start, data)))
+        self.cfg = with_param_dtype(cfg, self.start, world)
         self.problems = [problem for problems in self.corrupt.values() for problem in problems]
         self.saver = Saver(cfg, self.start, extra_files) if cfg.checkpoint else None
         self.report: Callable[[int, str | None], None] = lambda step, problem: None  # of a save, on rank 0
@@ -141,6 +142,17 @@ class Checkpointer:
         # Not DTensor.from_local: that would move the copy back to the mesh's device.
         return {name: DTensor(self.staged[name], t._spec, requires_grad=False) if isinstance(t, DTensor)
                 else self.staged[name] for name, t in tensors.items()}
+
+
+def with_param_dtype(cfg: config.Config, step: int, world: World) -> config.Config:
+    """The configuration with param_dtype = "auto" decided: as the checkpoint of this step has it; without one (0)
+    bfloat16 where every rank's device has units for it, which emulated is slower than float32."""
+    if cfg.parallel.param_dtype != "auto":
+        return cfg
+    everywhere = all(all_gather_objects(has_bfloat16_units(world.device)))
+    dtype = on_rank_zero(lambda: catalog.saved_options(cfg, step)["parallel.param_dtype"]) if step else (
+        "bfloat16" if everywhere else "float32")
+    return dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, param_dtype=dtype))
 
 
 def problems_on_all_ranks(path: pathlib.Path, world: World) -> list[str]:

@@ -130,8 +130,10 @@ def check_tensors(folder: pathlib.Path, reader: Reader, wanted: dict[str, Tensor
     stored = reader.metadata.state_dict_metadata
     if not weights_only and stored and all(name.startswith("model.") for name in stored):
         raise ConfigError(f"{folder}: {NO_OPTIMIZER}")
-    theirs, ours = ({name.rpartition(".")[2] for name in names if name.startswith("optim.")}
-                    for names in (stored, wanted))
+    theirs, ours = ({f"{name.rpartition('.')[2]} ({dtype})" for name, dtype in dtypes.items()
+                     if name.startswith("optim.")}
+                    for dtypes in ({name: item.properties.dtype for name, item in stored.items()},
+                                   {name: tensor.dtype for name, tensor in wanted.items()}))
     if not weights_only and theirs != ours:
         raise OtherOptimizer(f"{folder}: holds {', '.join(sorted(theirs))} of another optimizer, this run's has "
                              f"{', '.join(sorted(ours)) or 'no state'}")

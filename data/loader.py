@@ -33,6 +33,7 @@ class Loader:
     def __init__(self, cfg: config.Config, streams: Sequence[TokenStream], weights: Sequence[float], dp_rank: int,
                  dp_size: int, first_step: int, pin: bool):
         self.cfg, self.streams, self.dp_rank, self.dp_size, self.pin = cfg, streams, dp_rank, dp_size, pin
+        self.micro_batch_size = config.micro_batch_size(cfg, dp_size)
         self.order = make_order(cfg, streams, weights)
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "loader")
         self.ahead = collections.deque(self.thread.submit(self.batch, first_step + i) for i in range(READ_AHEAD))
@@ -49,10 +50,10 @@ class Loader:
 
     def batch(self, step: int) -> Batch:
         t, mask, digest, micro_batches = self.cfg.train, self.cfg.data.document_mask, 0, []
-        for numbers in rank_samples(step, t.global_batch_size, t.micro_batch_size, self.dp_rank, self.dp_size):
+        for numbers in rank_samples(step, t.global_batch_size, self.micro_batch_size, self.dp_rank, self.dp_size):
             contents, tensors = read_windows([self.span(n) for n in numbers], t.seq_len, mask)
             digest += sum(map(sample_digest, numbers, contents))
-            micro_batches.append(tuple(tensor.pin_memory() for tensor in tensors) if self.pin else tensors)
+            micro_batches.append(pinned(tensors) if self.pin else tensors)
         valid = t.global_batch_size * t.seq_len
         if mask:  # the first token of a document is no target; to count for all ranks costs less than a collective
             for number in range((step - 1) * t.global_batch_size, step * t.global_batch_size):
@@ -79,6 +80,11 @@ def read_windows(spans: list[tuple[TokenStream, int, int]], seq_len: int,
                 for number, begin, _ in stream.documents(first, stop):
                     documents[row, max(begin - first, 0) :] = number
     return contents, split(rows, documents)
+
+
+def pinned(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Copies that a GPU can read while the host goes on."""
+    return tuple(tensor.pin_memory() for tensor in tensors)
 
 
 def split(rows: Tensor, documents: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -108,14 +114,15 @@ def sample_digest(number: int, raw: bytes) -> int:
 
 
 def heldout_batches(stream: TokenStream, cfg: config.Config, dp_rank: int,
-                    dp_size: int) -> Iterator[tuple[Tensor, ...]]:
+                    dp_size: int, pin: bool = False) -> Iterator[tuple[Tensor, ...]]:
     """A data rank's micro-batches of a validation stream, as split() gives them; each target once over all data ranks.
     The last batch is padded with IGNORE, so that every rank runs the same number of forward passes."""
-    t = cfg.train
+    t, micro_batch_size = cfg.train, config.micro_batch_size(cfg, dp_size)
     steps = math.ceil((stream.length - 1) / (t.seq_len * t.global_batch_size))
     if cfg.eval and cfg.eval.batches is not None:
         steps = min(steps, cfg.eval.batches)
     for step in range(1, steps + 1):
-        for numbers in rank_samples(step, t.global_batch_size, t.micro_batch_size, dp_rank, dp_size):
+        for numbers in rank_samples(step, t.global_batch_size, micro_batch_size, dp_rank, dp_size):
             spans = [(stream, n * t.seq_len, min((n + 1) * t.seq_len + 1, stream.length)) for n in numbers]
-            yield read_windows(spans, t.seq_len, cfg.data.document_mask)[1]
+            tensors = read_windows(spans, t.seq_len, cfg.data.document_mask)[1]
+            yield pinned(tensors) if pin else tensors

@@ -65,7 +65,7 @@ class Run:
 
     def begin(self, checkpointer: Checkpointer, tokenizer_files: list[pathlib.Path]) -> None:
         """Takes the run's folder: the lock, the status, a log per rank. Nothing is made or changed before."""
-        self.checkpointer, self.step = checkpointer, checkpointer.start
+        self.checkpointer, self.step, self.cfg = checkpointer, checkpointer.start, checkpointer.cfg
         checkpointer.report = self._log_save
         on_rank_zero(lambda: self._take_folder(tokenizer_files))
         metrics.start_logging(self.folder, self.world.rank)

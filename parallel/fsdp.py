@@ -69,6 +69,8 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
     if model.config.tie_embeddings:  # one policy for both; the head's leaves outputs alone, so the embedding casts here
         stream = DTYPES[p.output_dtype or p.param_dtype]
         model.embedding.register_forward_hook(lambda module, inputs, output: output.to(stream))
+    else:
+        model.embedding.set_unshard_in_backward(False)  # a look-up's gradient needs no weight
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), ignored_params=unsharded)
     set_prefetch(model, p)
 

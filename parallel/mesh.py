@@ -91,6 +91,13 @@ def pick_device(cfg: config.Config, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def has_bfloat16_units(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    found = torch.cpu.get_capabilities()
+    return found.get("avx512_bf16", False) or found.get("amx_bf16", False)
+
+
 def storage_device(cfg: config.Config, world: World) -> torch.device:
     """Where parameters, gradients and optimizer state stay between steps."""
     return torch.device("cpu") if cfg.parallel.cpu_offload else world.device

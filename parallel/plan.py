@@ -9,6 +9,7 @@ import json
 import math
 import sys
 from argparse import Namespace
+from dataclasses import replace
 
 from torch import nn
 
@@ -47,6 +48,7 @@ def plan(cfg: config.Config, model: Llama, ranks: int, epoch: float | None) -> d
         "parameter_bytes_per_rank": sum(held.values()),
         "gradient_bytes_per_rank": sum(trained.values()),
         "optimizer_bytes_per_rank": sum(state),
+        "micro_batch_size": config.micro_batch_size(cfg, dp_replicate * dp_shard),
         "accumulation_steps": config.accumulation_steps(cfg, dp_replicate * dp_shard),
         "tokens_per_step": config.tokens_per_step(cfg),
         "steps_per_epoch": epoch / cfg.train.global_batch_size if epoch else None,
@@ -62,8 +64,9 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
 
     With U units, A micro-batches, S shards, R replicas, and A' = A, or 1 where reduction is deferred:
 
-        all-gather       A (U + B)     B = U - 1 resharded after forward are all-gathered again in backward (all but
-                                       the head's), with an integer n within n ranks; B = 0 where they are kept
+        all-gather       A (U + B)     B = U - 2 resharded after forward are all-gathered again in backward (all but
+                                       head and embedding, tied U - 1), with an integer n within n ranks; B = 0 where
+                                       they are kept
         reduce-scatter   A' U          A U where R > 1: then only the all-reduce is deferred; 0 where S = 1
         all-reduce       A' U          where R > 1; and, where S > 1, one of the gradients' sum of squares (float64)
 
@@ -89,7 +92,7 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
         size = sum(shard_numel(q, shards) for q in parameters)
         trained = sum(shard_numel(q, shards) for q in parameters if q.requires_grad)
         if shards > 1:
-            again = p.reshard_after_forward is not False and model.head not in modules
+            again = p.reshard_after_forward is not False and not {model.head, model.embedding} & {*modules}
             add("all_gather", accumulation * (1 + again), gathered * size * shards)
             add("reduce_scatter", accumulation if dp_replicate > 1 else reductions, reduced * trained * shards)
         if dp_replicate > 1:
@@ -106,7 +109,7 @@ def out_of_memory(cfg: config.Config, ranks: int, asked: str) -> str:
     """The message of a run that is out of memory."""
     row, p = plan(cfg, meta_model(cfg.model), ranks, None), cfg.parallel
     changes = {
-        f"train.micro_batch_size below {cfg.train.micro_batch_size}": cfg.train.micro_batch_size > 1,
+        f"train.micro_batch_size below {row['micro_batch_size']}": row["micro_batch_size"] > 1,
         'parallel.recompute = "full"': p.recompute != "full",
         "parallel.reshard_after_forward = true": p.reshard_after_forward is not True,
         "parallel.sync_every_micro_batch = true": not p.sync_every_micro_batch,
@@ -123,6 +126,8 @@ def out_of_memory(cfg: config.Config, ranks: int, asked: str) -> str:
 def dry_run(cfg: config.Config, args: Namespace, epoch: float | None) -> bool:
     """Prints the plans; returns whether each fits into the memory given. Raises ConfigError for numbers of ranks that
     cannot be had. epoch: samples in the data, where it is prepared."""
+    if cfg.parallel.param_dtype == "auto":  # a plan is made for GPUs
+        cfg = replace(cfg, parallel=replace(cfg.parallel, param_dtype="bfloat16"))
     model = meta_model(cfg.model)
     rows, problems = [], []
     for ranks in args.world_size:
@@ -152,7 +157,7 @@ def table(row: dict, t: config.Train) -> str:
         "ranks": f"{row['world_size']} = {row['replicas']} replicas x {row['shards']} shards",
         "parameters": f"{row['parameters']:,} in {row['units']} units",
         "tokens per step": f"{row['tokens_per_step']:,} = {t.global_batch_size} sequences of {t.seq_len}",
-        "micro-batches": f"{row['accumulation_steps']} of {t.micro_batch_size} sequences per rank and step",
+        "micro-batches": f"{row['accumulation_steps']} of {row['micro_batch_size']} sequences per rank and step",
         "steps per epoch": f"{epoch:,.1f}" if epoch else "known when the data is prepared",
         "FLOP per token": f"{row['flops_per_token']:,}",
         "memory per rank": "largest rank, between steps; activations come on top",

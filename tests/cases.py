@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
@@ -390,6 +390,29 @@ def start_and_end() -> None:
 
 
 
+def over_meshes(full: list[torch.Tensor], world: World) -> Iterator[tuple[str, torch.nn.ParameterList]]:
+    """(name of a mesh, these tensors as parameters on it), of every mesh of so many ranks: the last is not sharded."""
+    n = world.size
+    shapes = {"sharded": (1, n, 1, 1), "replicas": (n, 1, 1, 1)}
+    if n == 4:
+        shapes |= {"hybrid": (2, 2, 1, 1), "context parallel": (1, 2, 2, 1), "tensor parallel": (1, 2, 1, 2)}
+    for name, shape in shapes.items():
+        ours = World(world.rank, n, world.device, build_mesh("cpu", shape))
+        mesh = fsdp_mesh(ours)
+        placements = [Replicate(), Shard(0)][-mesh.ndim :]
+        over = [(mesh, placements)] * 3
+        if ours.tp > 1:  # by columns, the same on all tp ranks, not known to tp
+            both = ours.mesh["dp_shard", "tp"]
+            over = [(both, [Shard(0), Shard(1)]), (both, [Shard(0), Replicate()]), (mesh, placements)]
+        model = torch.nn.ParameterList(distribute_tensor(t, *how, src_data_rank=None) for t, how in zip(full, over))
+        model.append(full[-1].clone())
+        yield name, model
+
+
+def whole(t: torch.Tensor) -> torch.Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
 def gradient_norms() -> dict[str, tuple[float, float, float, float]]:
     """By mesh: the norm that clip_gradients returns, that of the clipped gradients, the norm in float64, and torch's in
     float32, of 4.2 million elements and some that are sharded over other meshes, or not at all."""
@@ -401,27 +424,35 @@ def gradient_norms() -> dict[str, tuple[float, float, float, float]]:
     torchs = torch.nn.utils.get_total_norm(full).item()
     found = {}
     with process_group() as world:
-        n = world.size
-        shapes = {"sharded": (1, n, 1, 1), "replicas": (n, 1, 1, 1)}
-        if n == 4:
-            shapes |= {"hybrid": (2, 2, 1, 1), "context parallel": (1, 2, 2, 1), "tensor parallel": (1, 2, 1, 2)}
-        for name, shape in shapes.items():
-            ours = World(world.rank, n, world.device, build_mesh("cpu", shape))
-            mesh = fsdp_mesh(ours)
-            placements = [Replicate(), Shard(0)][-mesh.ndim :]
-            spread = [(mesh, placements)] * 3
-            if ours.tp > 1:  # by columns, the same on all tp ranks, not known to tp
-                both = ours.mesh["dp_shard", "tp"]
-                spread = [(both, [Shard(0), Shard(1)]), (both, [Shard(0), Replicate()]), (mesh, placements)]
-            model = torch.nn.ParameterList()
-            for g, (over, how) in zip(full, spread):
-                model.append(distribute_tensor(g, over, how, src_data_rank=None))
-                model[-1].grad = model[-1].detach().clone()
-            model.append(full[-1])
-            model[-1].grad = full[-1].clone()
-            norm = clip_gradients(model, 1.0).item()
-            after = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model]
+        for name, model in over_meshes(full, world):
+            for p in model:
+                p.grad = p.detach().clone()
+            norm = clip_gradients(model, torch.optim.SGD(model.parameters()), 1.0).item()
+            after = [whole(p.grad) for p in model]
             found[name] = norm, math.sqrt(sum(g.double().square().sum().item() for g in after)), expected, torchs
+    return found
+
+
+def bfloat16_updates() -> dict[str, list[str]]:
+    """By mesh: which weights and moments differ from those of one process after three updates with bfloat16 states."""
+    from optim import build_optimizer
+
+    o = make_config(optim={"state_dtype": "bfloat16"}).optim
+    full = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((19, 6), (5,), (3, 2, 2), (7, 3))]
+
+    def trained(model: torch.nn.ParameterList) -> dict[str, torch.Tensor]:
+        optimizer = build_optimizer(model, o)
+        for step in range(3):
+            for p in model:
+                p.grad = p.detach() * (step + 1)
+            optimizer.step()
+        return {f"{i} {key}": whole(t.detach()) for i, p in enumerate(model)
+                for key, t in {"weight": p, **optimizer.state[p]}.items()}
+
+    expected, found = trained(torch.nn.ParameterList(t.clone() for t in full)), {}
+    with process_group() as world:
+        for name, model in over_meshes(full, world):
+            found[name] = [key for key, t in trained(model).items() if not torch.equal(t, expected[key])]
     return found
 
 
@@ -438,7 +469,7 @@ def nan_on_one_rank() -> tuple[bool, str]:
         model(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
         if world.rank == 1:
             next(model.parameters()).grad.to_local()[0, 0] = float("nan")
-        if guard.may_update(1, clip_gradients(model, 1.0)):
+        if guard.may_update(1, clip_gradients(model, optimizer, 1.0)):
             optimizer.step()
         changed = any(not torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before))
         try:
@@ -596,7 +627,7 @@ def one_step(model: Llama, cfg: config.Config, world: World, ids: torch.Tensor) 
     for i in range(accumulation):
         set_gradient_sync(model, cfg.parallel, world, i == accumulation - 1)
         model(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
-    clip_gradients(model, 1.0)
+    clip_gradients(model, torch.optim.SGD(model.parameters()), 1.0)
 
 
 def verify_damaged(cases: list[tuple[dict, str]]) -> list[str]:
@@ -668,7 +699,7 @@ def train_steps(cases: list[dict]) -> list[tuple[list[float], list[float], dict]
                     total += loss.detach()
                 dist.all_reduce(total)
                 losses.append(total.item() / (8 * 16))
-                norms.append(clip_gradients(model, cfg.train.max_grad_norm).item())
+                norms.append(clip_gradients(model, optimizer, cfg.train.max_grad_norm).item())
                 set_learning_rate(optimizer, learning_rate(cfg.optim, cfg.train.steps, step))
                 optimizer.step()
                 optimizer.zero_grad()
@@ -685,6 +716,22 @@ def train_to(steps: int, sections: dict, output: str) -> list[dict]:
     with process_group() as world:
         run_training(cfg, world_for(cfg, world))
         return rows(config.run_folder(cfg)) if world.rank == 0 else []
+
+
+def train_with_units(steps: int, sections: dict, output: str, units: list[bool]) -> str:
+    """train_to() where rank i's device has bfloat16 units or not; the dtype that the model computed in."""
+    computed, forward = set(), torch.nn.functional.linear
+
+    def noting(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        computed.add(str(weight.dtype).removeprefix("torch."))
+        return forward(x, weight)
+
+    sections = {**sections, "train": {**sections["train"], "steps": steps}, "run": {"name": "r", "output_dir": output}}
+    with process_group() as world:
+        with mock.patch("checkpoint.checkpointer.has_bfloat16_units", lambda device: units[world.rank]), \
+             mock.patch("torch.nn.functional.linear", noting):
+            run_training(make_config(**sections), world)
+    return " and ".join(computed)
 
 
 def generated(cases: list[dict], prompts: list[list[int]], count: int) -> list[tuple[list, list, list, list]]:

@@ -67,9 +67,10 @@ def prepared(corpus, tmp_path_factory) -> pathlib.Path:
 
 
 def tables(**sections: dict | None) -> dict:
-    """TINY with sections changed key by key; None removes one."""
+    """TINY with sections changed key by key; None removes a section or a key."""
     merged = {name: {**TINY.get(name, {}), **(sections.get(name, {}) or {})} for name in {*TINY, *sections}}
-    return {name: values for name, values in merged.items() if sections.get(name, {}) is not None}
+    return {name: {key: value for key, value in values.items() if value is not None} for name, values in merged.items()
+            if sections.get(name, {}) is not None}
 
 
 def make_config(**sections: dict | None) -> config.Config:

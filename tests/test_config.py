@@ -117,7 +117,6 @@ MALFORMED = {
     "wsd that does not fit beside its warm-up": (
         toml(train={"steps": 10}, optim={"schedule": "wsd", "warmup_steps": 6, "decay_steps": 4}).replace(
             "decay_steps = 4", "decay_steps = 5"), ["[optim] decay_steps = 5", "with warmup_steps = 6 must fit"]),
-    "not there yet": (replaced('optim.state_dtype = "bfloat16"'), ["[optim] state_dtype", "not supported"]),
     "mixture without weight's number": (replaced('data.sources = [{source = "a", weight = "b"}]'),
                                         ["[data] sources", 'weight = "b": must be a number']),
     "mixture with an unknown key": (replaced('data.sources = [{source = "a", wieght = 1}]'), ["wieght", "weight?"]),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from model.llama import Llama
-from optim import FiniteGuard, build_optimizer, learning_rate
+from optim import FiniteGuard, build_optimizer, hash32, learning_rate
 from tests import cases
 from tests.conftest import make_config
 
@@ -62,8 +62,68 @@ def test_made_state_equals_the_state_torch_would_make():
         assert torch.equal(made.state[ours][key], value)
 
 
-OPTIMIZERS = {  # the first skips a step by itself, for the others it is not called
+def bfloat16_states(**changes):
+    return make_config(optim={"state_dtype": "bfloat16", "betas": [0.9, 0.999], **changes}).optim
+
+
+def updated(o, gradients: list[torch.Tensor], compile: bool = False):
+    """(parameter, its optimizer state) after an update with each gradient, from random weights."""
+    parameter = torch.nn.Parameter(torch.randn(gradients[0].shape, generator=torch.Generator().manual_seed(1)))
+    optimizer = build_optimizer(torch.nn.ParameterList([parameter]), o, 0, compile)
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    return parameter.detach(), optimizer.state[parameter]
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_bfloat16_states_follow_torchs_adamw(compile):
+    """The first update equals torch's, since moments are rounded after they are used; later ones stay near, their
+    moments right on average and rounded up or down by less than a unit of bfloat16."""
+    gradients = list(torch.randn(20, 300, 200, generator=torch.Generator().manual_seed(0)))
+    for count, tolerance in ((1, 1e-6), (20, 2e-4)):
+        ours, state = updated(bfloat16_states(lr=1e-3), gradients[:count], compile)
+        theirs, expected = updated(make_config(optim={"lr": 1e-3, "betas": [0.9, 0.999]}).optim, gradients[:count])
+        assert (ours - theirs).abs().max() <= tolerance and state["step"] == expected["step"] == count
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert state[key].dtype == torch.bfloat16
+            error = (state[key].double() - expected[key].double()) / expected[key].double().abs().mean()
+            assert error.abs().mean() > 1e-4 and abs(error.mean()) < 1e-4  # rounded, without a bias
+            if count == 1:
+                assert ((state[key].float() / expected[key] - 1).abs() < 2**-7).all()
+
+
+def test_a_second_moment_decays_in_bfloat16():
+    """At beta2 = 0.999 a change is 2^-10 of the moment and less: to the nearest, it would be rounded away each time."""
+    gradients = [torch.full((64, 64), 1.0)] * 100 + [torch.zeros(64, 64)] * 400
+    ours, theirs = (updated(o, gradients)[1]["exp_avg_sq"].double().mean().item() for o in (
+        bfloat16_states(), make_config(optim={"betas": [0.9, 0.999]}).optim))
+    assert ours == pytest.approx(theirs, rel=0.01) and theirs < 0.7 * (1 - 0.999**100)
+
+
+def test_the_hash_is_even_and_repeats():
+    """Each of 16 bits is set half the time, alone and against its neighbour element and step; compiled, it is the same."""
+    index = torch.arange(1 << 16, dtype=torch.int32)
+    bits = hash32(index)
+    assert len(bits.unique()) == len(bits) and torch.equal(torch.compile(hash32)(index), bits)
+    for noise in (bits, bits >> 16, bits ^ bits.roll(1), hash32(index ^ 1234) ^ bits):
+        share = torch.stack([noise >> n & 1 for n in range(16)]).double().mean(dim=1)
+        assert ((share - 0.5).abs() < 5 * 0.5 / 256).all()  # five standard deviations of 65,536 draws
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bfloat16_states_do_not_depend_on_the_mesh(on_ranks, ranks):
+    """Weights and moments after three updates, bit for bit those of one process: sharded by rows and by columns, in
+    replicas, uneven."""
+    for found in on_ranks(ranks, cases.bfloat16_updates):
+        assert len(found) >= 2
+        for mesh, differing in found.items():
+            assert not differing, mesh
+
+
+OPTIMIZERS = {  # the first two skip a step by themselves, for the others it is not called
     "fused": lambda parameter: build_optimizer(torch.nn.ParameterList([parameter]), make_config().optim),
+    "bfloat16": lambda parameter: build_optimizer(torch.nn.ParameterList([parameter]), bfloat16_states()),
     "plain": lambda parameter: torch.optim.AdamW([parameter], lr=0.1, fused=False),
     "muon": lambda parameter: torch.optim.Muon([parameter], lr=0.1),
 }

@@ -141,6 +141,7 @@ def expected_order(depth_forward: int, depth_backward: int, early: bool) -> list
         if unit != "head":  # freed after its forward; the head is kept
             have.discard(unit)
     back = units[::-1]
+    have.add("embedding")  # whose backward does without
     for i, unit in enumerate(back):
         # the unit itself, if nobody has gathered it ahead; depth 0 is FSDP2's own: one ahead
         gather(back[i : i + 1 + (depth_backward or 1)])

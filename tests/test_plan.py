@@ -25,6 +25,7 @@ def test_bytes_equal_those_of_real_tensors(on_ranks, ranks, options):
     every = [{"model": model, "parallel": parallel, "train": {"global_batch_size": 12, "micro_batch_size": 1}}
              for model in (UNEVEN, frozen) for parallel in options]
     every.append({**every[-1], "parallel": {"unsharded": ["blocks.0.*"], "param_dtype": "bfloat16"}})
+    every.append({"optim": {"state_dtype": "bfloat16"}, "train": {"global_batch_size": 12, "micro_batch_size": 1}})
     real = on_ranks(ranks, cases.live_bytes, every)
     for i, sections in enumerate(every):
         cfg = make_config(**sections)

@@ -20,7 +20,7 @@ from data.loader import Loader
 from data.order import Permutation, rank_samples
 from data.tokens import open_stream, window_count
 from model.llama import Llama
-from optim import learning_rate
+from optim import build_optimizer, learning_rate
 from parallel.materialize import materialize
 from tests import cases
 from tests.conftest import REPO, launch, make_config, prepare_one, rows, seal
@@ -30,6 +30,7 @@ UNEVEN = {"dim": 50, "n_heads": 5, "n_kv_heads": 1, "ffn_dim": 75, "vocab_size":
 CASES = {
     "plain": {},
     "half the micro-batch": {"train": {"micro_batch_size": 1}},
+    "no accumulation": {"train": {"micro_batch_size": None}},
     "recompute full": {"parallel": {"recompute": "full"}},
     "recompute selective": {"parallel": {"recompute": "selective"}},
     "recompute every second": {"parallel": {"recompute": 2}},
@@ -42,6 +43,7 @@ CASES = {
     "no clipping": {"train": {"max_grad_norm": "off"}},
     # AdamW divides a gradient's size out again, but for one that is small against its eps
     "clipped": {"train": {"max_grad_norm": 0.2}, "optim": {"eps": 1e-2}},
+    "bfloat16 states": {"optim": {"state_dtype": "bfloat16", "betas": [0.9, 0.999]}},
     "frozen": {"model": {"freeze": ["embedding*", "*q_proj.weight", "blocks.0.*"]}},
     "frozen unsharded": {"model": {"freeze": ["embedding*", "*q_proj.weight", "blocks.0.*"]},
                          "parallel": {"unsharded": ["embedding*", "blocks.0.*norm*", "blocks.1.*q_proj.weight"]}},
@@ -56,7 +58,7 @@ ON_FOUR = {  # ranks
     "resharded to two": {"parallel": {"reshard_after_forward": 2, "prefetch_forward": 2, "prefetch_backward": 2}},
 }
 # the others compute what the plain case does
-OF_ITS_OWN = ("tied", "uneven", "no clipping", "clipped", "frozen", "document mask")
+OF_ITS_OWN = ("tied", "uneven", "no clipping", "clipped", "bfloat16 states", "frozen", "document mask")
 SAME_AS = {name: name if name in OF_ITS_OWN else "plain" for name in (*CASES, *ON_FOUR)}
 SAME_AS["frozen unsharded"] = "frozen"
 
@@ -86,6 +88,8 @@ def plain_loop(cfg: config.Config) -> list[dict]:
         [{"params": [p for p in model.parameters() if p.ndim > 1 and p.requires_grad], "weight_decay": o.weight_decay},
          {"params": [p for p in model.parameters() if p.ndim == 1 and p.requires_grad], "weight_decay": 0.0}],
         betas=o.betas, eps=o.eps, foreach=False)
+    if o.state_dtype == "bfloat16":  # against theory it is tested in test_optim; here it must not depend on the ranks
+        optimizer = build_optimizer(model, o, cfg.run.seed)
     loader = Loader(cfg, open_data(cfg, "train"), [1.0], 0, 1, 1, False)
     found = []
     for step in range(1, t.steps + 1):
@@ -135,6 +139,26 @@ def test_every_split_equals_the_plain_loop(trained, ranks, name, corpus, folders
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
         assert ours["batch_digest"] == theirs["batch_digest"]
+
+
+def test_auto_precision_is_decided_by_all_ranks_and_kept(on_ranks, prepared, corpus, tmp_path):
+    """float32 where one rank's device has no bfloat16 units; what is decided stands in config.toml and in the
+    checkpoint, and a resume keeps it whatever its devices have, while an evaluation uses it too."""
+    sections = {"data": {"source": str(corpus), "path": str(prepared)}, "parallel": {"param_dtype": "auto"},
+                "train": {"global_batch_size": 4, "micro_batch_size": None},
+                "optim": {"warmup_steps": 0}, "checkpoint": {}}
+    wrote = {}
+    for name, units in {"one without": [True, False], "all": [True, True]}.items():
+        folder = tmp_path / name
+        for steps in (1, 2):  # the second resumes on devices that would decide otherwise
+            asked = on_ranks(2, cases.train_with_units, steps, sections, str(folder), units)
+            units = [not all(units)] * 2
+            saved = json.loads((folder / f"r/checkpoints/step-0000000{steps}/state.json").read_text())["config"]
+            text = (folder / "r/config.toml").read_text()
+            wrote[name, steps] = saved["parallel"]["param_dtype"], *asked
+            assert f'param_dtype = "{saved["parallel"]["param_dtype"]}"' in text
+    assert wrote == {("one without", 1): ("float32",) * 3, ("one without", 2): ("float32",) * 3,
+                     ("all", 1): ("bfloat16",) * 3, ("all", 2): ("bfloat16",) * 3}
 
 
 def test_cases_differ_where_they_should(trained, corpus, folders):
