@@ -139,8 +139,8 @@ class Parallel:
     unsharded: tuple[str, ...] = option((), "patterns of frozen parameters (model.freeze) kept unsharded on each rank")
     cpu_offload: bool = option(False, "keep parameters, gradients and optimizer state in host memory")
     sync_every_micro_batch: bool = option(True, "reduce each micro-batch's gradients; false: the sum, once a step")
-    recompute: int | Literal["none", "full", "selective"] = option(
-        "none", "activation checkpointing: every block, by operator, or n: every n-th block", POSITIVE)
+    recompute: int | Literal["none", "elementwise", "selective", "full"] = option(
+        "none", "in backward: all but the products, half of these too, or all; n: all of every n-th block", POSITIVE)
     compile: bool = option(False, "torch.compile each block")
 
 

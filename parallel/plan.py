@@ -110,6 +110,8 @@ def out_of_memory(cfg: config.Config, ranks: int, asked: str) -> str:
     row, p = plan(cfg, meta_model(cfg.model), ranks, None), cfg.parallel
     changes = {
         f"train.micro_batch_size below {row['micro_batch_size']}": row["micro_batch_size"] > 1,
+        'parallel.recompute = "elementwise" (recomputes no matrix product)': p.recompute == "none",
+        'optim.state_dtype = "bfloat16"': cfg.optim.state_dtype != "bfloat16",
         'parallel.recompute = "full"': p.recompute != "full",
         "parallel.reshard_after_forward = true": p.reshard_after_forward is not True,
         "parallel.sync_every_micro_batch = true": not p.sync_every_micro_batch,

@@ -10,12 +10,14 @@ from parallel.activation_checkpoint import apply_activation_checkpointing
 from parallel.materialize import materialize
 from tests.conftest import make_config
 
-SETTINGS = ["none", 2, "selective", "full"]
-BATCH, LENGTH, LAYERS, WIDTH = 2, 64, 4, 48
+SETTINGS = ["none", 2, "elementwise", "selective", "full"]
+BATCH, LENGTH, LAYERS = 2, 64, 4
+WIDTH, HEADS, KEYS, FFN = 48, 4, 24, 80  # of tests.conftest.TINY; keys: width of all key heads, or of all value heads
+LLAMA_8B = {"dim": 512, "n_heads": 4, "n_kv_heads": 1, "ffn_dim": 1792}  # its proportions, an eighth as wide
 
 
-def built(setting: str | int, compiled: bool = False) -> Llama:
-    model = Llama(make_config(model={"n_layers": LAYERS}).model)
+def built(setting: str | int, compiled: bool = False, **sizes: int) -> Llama:
+    model = Llama(make_config(model={"n_layers": LAYERS, **sizes}).model)
     materialize(model, 0, torch.device("cpu"))
     apply_activation_checkpointing(model, setting)
     if compiled:
@@ -30,13 +32,13 @@ def storages() -> dict[int, int]:
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
-def step(setting: str | int) -> tuple[dict[str, torch.Tensor], int]:
+def step(setting: str | int, dtype: torch.dtype = torch.float32, **sizes: int) -> tuple[dict[str, torch.Tensor], int]:
     """Every gradient, and the bytes that autograd keeps for the blocks between forward and backward.
 
     Counted as they are kept: saved tensors through autograd's own hooks, and what selective recomputation caches as
     results of its operators; parameters and each storage once.
     """
-    model = built(setting)
+    model = built(setting, **sizes).to(dtype)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     ids = torch.randint(0, 320, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     kept: dict[int, int] = {}
@@ -68,15 +70,31 @@ def test_gradients_are_bitwise_those_without(measured, setting):
 
 
 def test_bytes_kept_fall_in_the_order_of_the_settings(measured):
-    kept = [measured[setting][1] for setting in SETTINGS]
-    assert kept == sorted(kept, reverse=True) and len(set(kept)) == len(SETTINGS)
+    none, second, elementwise, selective, full = (measured[setting][1] for setting in SETTINGS)
+    assert none > elementwise > selective > full
     # Full keeps a block's input, and so half of what "every second" saves is what full does
-    none, second, selective, full = kept
     per_block = (none - full) / LAYERS
     assert none - second == pytest.approx(2 * per_block, rel=0.02)
     inputs = BATCH * LENGTH * WIDTH * 4
     assert per_block > 10 * inputs > 0  # norms' inputs, q k v, attention's result, gate, up: many times the input
-    assert full < none / 3 and selective < none * 0.8
+    assert full < none / 3
+
+
+@pytest.mark.parametrize("setting, kept", [
+    ("elementwise", WIDTH + 2 * KEYS + WIDTH + WIDTH + 2 * FFN),  # q; k, v; attention; o; gate, up
+    ("selective", WIDTH + KEYS + WIDTH + FFN),  # q; v; attention; gate
+])
+def test_bytes_kept_are_those_of_the_outputs_that_backward_reads(measured, setting, kept):
+    """And of attention's logsumexp, one number a head. None for down_proj, the last product."""
+    beyond_the_input = measured[setting][1] - measured["full"][1]
+    assert beyond_the_input == LAYERS * BATCH * LENGTH * 4 * (kept + HEADS)
+
+
+def test_keeping_every_product_saves_a_third_at_llama_8b_s_proportions():
+    kept = {setting: step(setting, torch.bfloat16, **LLAMA_8B)[1] for setting in ("none", "elementwise", "full")}
+    inputs = LAYERS * BATCH * LENGTH * LLAMA_8B["dim"] * 2  # "full" keeps these and the head's
+    blocks = {setting: size - kept["full"] + inputs for setting, size in kept.items()}
+    assert blocks["elementwise"] <= 0.685 * blocks["none"]
 
 
 def test_names_stay():
