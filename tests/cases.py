@@ -718,6 +718,40 @@ def train_to(steps: int, sections: dict, output: str) -> list[dict]:
         return rows(config.run_folder(cfg)) if world.rank == 0 else []
 
 
+class HostReads(TorchDispatchMode):
+    """Notes each read of a tensor's value by the host, but for those of a tensor that is the host's own."""
+
+    def __init__(self, own: torch.Tensor):
+        super().__init__()
+        self.own, self.found = own.data_ptr(), []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._local_scalar_dense.default and args[0].data_ptr() != self.own:
+            self.found.append(str(args[0]))
+        return function(*args, **(kwargs or {}))
+
+
+def host_reads(sections: dict, output: str) -> tuple[list[list[str]], list[str]]:
+    """(what the host reads from the device within each training_step() of a run, what reading its loss is seen as)."""
+    import train
+
+    reads, control, training_step = [], [], train.training_step
+
+    def counted(model, optimizer, guard, *rest):
+        with HostReads(guard.on_host) as seen:
+            sums, scalars = training_step(model, optimizer, guard, *rest)
+        reads.append(seen.found)
+        with HostReads(guard.on_host) as seen:
+            sums["loss"].item()
+        control[:] = seen.found
+        return sums, scalars
+
+    cfg = make_config(**sections, run={"name": "reads", "output_dir": output})
+    with process_group() as world, mock.patch("train.training_step", counted):
+        run_training(cfg, world_for(cfg, world))
+    return reads, control
+
+
 def train_with_units(steps: int, sections: dict, output: str, units: list[bool]) -> str:
     """train_to() where rank i's device has bfloat16 units or not; the dtype that the model computed in."""
     computed, forward = set(), torch.nn.functional.linear

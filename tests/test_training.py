@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import config
+import train
 from config import IGNORE
 from data.dataset import open_data
 from data.loader import Loader
@@ -22,6 +24,7 @@ from data.tokens import open_stream, window_count
 from model.llama import Llama
 from optim import build_optimizer, learning_rate
 from parallel.materialize import materialize
+from parallel.mesh import distributed
 from tests import cases
 from tests.conftest import REPO, launch, make_config, prepare_one, rows, seal
 
@@ -159,6 +162,34 @@ def test_auto_precision_is_decided_by_all_ranks_and_kept(on_ranks, prepared, cor
             assert f'param_dtype = "{saved["parallel"]["param_dtype"]}"' in text
     assert wrote == {("one without", 1): ("float32",) * 3, ("one without", 2): ("float32",) * 3,
                      ("all", 1): ("bfloat16",) * 3, ("all", 2): ("bfloat16",) * 3}
+
+
+@pytest.mark.parametrize("states", ["float32", "bfloat16"])
+def test_a_step_reads_nothing_from_the_device(on_ranks, prepared, corpus, tmp_path, states):
+    """The host runs ahead: loss, norm and the finite flag stay on the device until a row is due."""
+    sections = {"data": {"source": str(corpus), "path": str(prepared)}, "log": {"every_steps": 10},
+                "train": {"skip_nonfinite": 1}, "optim": {"state_dtype": states}}
+    for reads, control in on_ranks(2, cases.host_reads, sections, str(tmp_path)):
+        assert reads == [[]] * 4 and len(control) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_step_on_a_gpu_waits_for_nothing(prepared, corpus, tmp_path):
+    """torch raises an error where the host would wait, for a value or a copy from memory that is not pinned."""
+    def strict(*arguments):
+        if len(done):  # the first sets FSDP2 up
+            torch.cuda.set_sync_debug_mode("error")
+        done.append(training_step(*arguments))
+        torch.cuda.set_sync_debug_mode("default")
+        return done[-1]
+
+    done, training_step = [], train.training_step
+    cfg = make_config(data={"source": str(corpus), "path": str(prepared)}, log={"every_steps": 10},
+                      run={"device": "cuda", "name": "gpu", "output_dir": str(tmp_path)})
+    with distributed(cfg) as world, mock.patch("train.training_step", strict):
+        cases.run_training(cfg, world)
+    assert len(done) == cfg.train.steps
 
 
 def test_cases_differ_where_they_should(trained, corpus, folders):
