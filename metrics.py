@@ -1,4 +1,4 @@
-"""What a run reports: console, metrics.jsonl, TensorBoard, a log per rank, environment.json, a profile."""
+"""What a run reports: console, metrics.jsonl, TensorBoard, a log per rank, environment.json."""
 
 import contextlib
 import json
@@ -245,22 +245,3 @@ def console_line(row: dict, steps: int) -> str:
     return (f"step {row['step']:>{len(str(steps))}}/{steps}  loss {row['loss']:7.4f}  grad {row['grad_norm']:6.2f}  "
             f"lr {row['lr']:.2e}  {row['tokens_per_second_per_device']:>9,.0f} tokens/s/device  mfu {mfu}  "
             f"mem {row['peak_memory_gib']:5.1f} GiB  left {left}")
-
-
-class Profiler:
-    """Traces steps into profile/rank-N.json, for https://ui.perfetto.dev."""
-
-    def __init__(self, settings: config.Profile | None, folder: pathlib.Path, rank: int):
-        self.settings, self.path, self.trace = settings, folder / "profile" / f"rank-{rank}.json", None
-
-    def before_step(self, step: int) -> None:
-        if self.settings and step == self.settings.at_step:
-            self.trace = torch.profiler.profile()
-            self.trace.start()
-
-    def after_step(self, step: int) -> None:
-        if self.trace and step == self.settings.at_step + self.settings.steps - 1:
-            self.trace.stop()
-            self.path.parent.mkdir(exist_ok=True)
-            self.trace.export_chrome_trace(str(self.path))
-            log.info("profile of steps %d to %d: %s", self.settings.at_step, step, self.path)

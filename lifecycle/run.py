@@ -23,6 +23,7 @@ from checkpoint.checkpointer import Checkpointer
 from checkpoint.save import SaveFailed
 from config import ConfigError
 from lifecycle import INPUT_IS_WRONG, STOPPED, folder
+from lifecycle.profiler import Profiler
 from lifecycle.signals import StopRequest, Watchdog
 from metrics import log
 from parallel.mesh import World, on_rank_zero
@@ -93,7 +94,7 @@ class Run:
 
     def steps(self, first: int, last: int) -> Iterator[int]:
         """Yields each step to train, up to `last` or until all ranks agree to stop."""
-        profiler = metrics.Profiler(self.cfg.profile, self.folder, self.world.rank)
+        profiler = Profiler(self.cfg.profile, self.folder, self.world)
         gc.collect()
         gc.freeze()
         gc.disable()

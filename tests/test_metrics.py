@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -100,8 +101,21 @@ def test_rows_at_the_steps_named_logs_of_every_rank_and_a_profile(write_config, 
     assert list((folder / "tensorboard").iterdir())
     assert (folder / "logs/rank-0.log").read_text().count("step ") >= 6 and (folder / "logs/rank-1.log").exists()
     for rank in (0, 1):
-        trace = json.loads((folder / f"profile/rank-{rank}.json").read_text())
-        assert any("all_gather" in event.get("name", "") for event in trace["traceEvents"])
+        events = json.loads((folder / f"profile/rank-{rank}.json").read_text())["traceEvents"]
+        assert any("all_gather" in event.get("name", "") for event in events)
+        text = (folder / f"profile/rank-{rank}.txt").read_text()
+        assert (text in done.stdout) == (rank == 0) and text in (folder / f"logs/rank-{rank}.log").read_text()
+        ms = {name.strip(): float(value) for name, value in re.findall(r"^(.+?) +([0-9.]+) ms", text, re.M)}
+        step, hidden = ms.pop("step"), ms.pop("communication, hidden")
+        assert [*ms] == ["matrix products", "attention", "loss", "optimizer", "elementwise, copies",
+                         "communication, exposed", "idle"]
+        assert min(ms.values()) > 0 and 0 <= hidden < step
+        assert sum(ms.values()) == pytest.approx(step, abs=0.01)  # of rounding
+        length = {name: sum(e["dur"] for e in events if e.get("name") == name) / 2000
+                  for name in ("traced steps", "aten::linear", "MmBackward0", "Optimizer.step#AdamW.step")}
+        assert step == pytest.approx(length["traced steps"], abs=0.001)
+        assert ms["optimizer"] >= length["Optimizer.step#AdamW.step"] - 0.001
+        assert length["aten::linear"] < ms["matrix products"] < length["aten::linear"] + length["MmBackward0"]
     assert done.stdout.count("step 7/7") == 1
 
 

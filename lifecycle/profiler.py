@@ -1,0 +1,167 @@
+"""Traces steps and splits their time by what it went to: profile/rank-N.json, .txt, on a GPU memory-rank-N.pickle."""
+
+import functools
+import json
+import math
+import pathlib
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+import config
+import files
+from metrics import log
+from parallel.mesh import World
+
+STEPS = "traced steps"  # a range of ours in the trace: the time that is split
+HOST, DEVICE = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"), ("kernel", "gpu_memcpy", "gpu_memset")
+
+# The rows of the table, each with how the names of its operators, ranges and kernels begin. Inductor names a fused
+# elementwise kernel after every operator around it, products and attention too: only its templates (tem) are those.
+ELEMENTWISE, COMMUNICATION, IDLE = "elementwise, copies", "communication, exposed", "idle"
+ROWS = {
+    "matrix products": r"\w+::(\w*mm_?|linear|matmul|_linear_pointwise)$|triton_tem|.*(gemm|nvjet|cutlass)",
+    "attention": r"(?!autograd|FSDP|triton_(?!tem))(?i:.*(scaled_?dot_?product|attention|flash|fmha|sdpa))",
+    "loss": r"\w*CrossEntropy|aten::(cross_entropy|nll_loss|_?log_softmax)",
+    "optimizer": r"Optimizer\.",
+    ELEMENTWISE: r"(?!FSDP)\w+::\w+$|## Call CompiledFxGraph|triton_",
+    COMMUNICATION: r"nccl|gloo:|_?c10d",
+    IDLE: r"",
+}
+HIDDEN = "communication, hidden"
+OUTER = (COMMUNICATION, "loss", "optimizer", "attention", "matrix products")  # have what is called within them
+
+
+class Profiler:
+    def __init__(self, settings: config.Profile | None, folder: pathlib.Path, world: World):
+        self.settings, self.folder, self.rank, self.trace = settings, folder / "profile", world.rank, None
+        self.on_gpu = world.device.type == "cuda"
+
+    def before_step(self, step: int) -> None:
+        if not self.settings or step != self.settings.at_step:
+            return
+        if self.on_gpu:
+            torch.cuda.memory._record_memory_history(stacks="python")
+            torch.cuda.synchronize()  # here and at the end: the device does all of these steps, and nothing else
+        self.trace, self.range = torch.profiler.profile(), torch.profiler.record_function(STEPS)
+        self.trace.start()
+        self.range.__enter__()
+
+    def after_step(self, step: int) -> None:
+        if not self.trace or step != self.settings.at_step + self.settings.steps - 1:
+            return
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        self.range.__exit__(None, None, None)
+        self.trace.stop()
+        try:
+            self._write(f"steps {self.settings.at_step} to {step}, rank {self.rank}")
+        except (OSError, ValueError) as error:  # ValueError: torch's trace is not JSON
+            log.warning("the profile is incomplete: %s", error)
+        if self.on_gpu:
+            torch.cuda.memory._record_memory_history(enabled=None)
+        self.trace = None
+
+    def _write(self, title: str) -> None:
+        self.folder.mkdir(exist_ok=True)
+        if self.on_gpu:
+            memory = self.folder / f"memory-rank-{self.rank}.pickle"
+            torch.cuda.memory._dump_snapshot(str(memory))
+            log.info("memory in %s: %s, to be opened at https://pytorch.org/memory_viz", title, memory)
+        path = self.folder / f"rank-{self.rank}.json"
+        self.trace.export_chrome_trace(str(path))
+        log.info("trace of %s: %s, to be opened at https://ui.perfetto.dev", title, path)
+        text = f"{title}, a step:\n{table(split(read(path)), self.settings.steps)}"
+        files.write_whole(path.with_suffix(".txt"), f"{text}\n")
+        log.info(text)
+
+
+class Event(NamedTuple):
+    """Of a trace; times in microseconds."""
+
+    name: str
+    category: str
+    thread: float
+    begin: float
+    end: float
+    launch: int | None  # the same number for a kernel and for the call that launched it
+
+
+def read(path: pathlib.Path) -> list[Event]:
+    """The events of a Chrome trace that split() needs. The rest is dropped as it is read: a trace may have millions."""
+    def slim(item: dict) -> Any:
+        if "ph" not in item:
+            return item
+        if item["ph"] != "X" or item["cat"] not in HOST + DEVICE:
+            return None
+        begin, launch = item["ts"], item.get("args", {}).get("correlation")
+        return Event(item["name"], item["cat"], item["tid"], begin, begin + item["dur"], launch)
+
+    with path.open(errors="replace") as file:
+        return [event for event in json.load(file, object_hook=slim)["traceEvents"] if event]
+
+
+def split(events: list[Event]) -> dict[str, float]:
+    """The milliseconds of the range STEPS by row, which add up to its length; and HIDDEN, those in which something else
+    ran beside communication, which the other rows hold already.
+
+    With kernels in the trace time is the device's, else that of the operators on the host's threads. What runs at the
+    same time counts once, for the first of its rows.
+    """
+    window = next(event for event in events if event.name == STEPS)
+    stretches, launches = follow_threads(event for event in events if event.category in HOST)
+    if kernels := [event for event in events if event.category in DEVICE]:
+        stretches = [(k.begin, k.end, row_of(k.name, k.category, launches.get(k.launch, IDLE))) for k in kernels]
+    changes = [(window.end, 0, IDLE)]
+    for begin, end, row in stretches:
+        begin, end = max(begin, window.begin), min(end, window.end)
+        if begin < end and row != IDLE:
+            changes += [(begin, 1, row), (end, -1, row)]
+    now, running, spent = window.begin, Counter(), dict.fromkeys([*ROWS, HIDDEN], 0.0)
+    for time, change, row in sorted(changes):
+        first = next((r for r in ROWS if running[r]), IDLE)
+        spent[first] += (time - now) / 1000
+        if running[COMMUNICATION] and first != COMMUNICATION:
+            spent[HIDDEN] += (time - now) / 1000
+        running[row] += change
+        now = time
+    return spent
+
+
+def follow_threads(events: Iterable[Event]) -> tuple[list[tuple[float, float, str]], dict[int, str]]:
+    """(begin, end, row) of each stretch of time in which one operator or range was a thread's innermost; and the row of
+    each launch."""
+    stretches, launches, stack, now = [], {}, [], 0.0  # stack: what has begun and not ended, with its row
+    last = Event("", "", math.inf, math.inf, math.inf, None)
+    for event in sorted([*events, last], key=lambda e: (e.thread, e.begin, -e.end)):  # callers before what they call
+        while stack and (stack[-1][0].end <= event.begin or stack[-1][0].thread != event.thread):
+            inner, row = stack.pop()
+            stretches.append((now, inner.end, row))
+            now = inner.end
+        outer = stack[-1][1] if stack else IDLE
+        stretches.append((now, event.begin, outer))
+        now, row = event.begin, row_of(event.name, event.category, outer)
+        stack.append((event, row))
+        if event.launch is not None:
+            launches[event.launch] = row
+    return stretches, launches
+
+
+@functools.cache
+def row_of(name: str, category: str, outer: str) -> str:
+    """The row of an event within, or launched by, one of the row `outer`."""
+    if outer in OUTER and not re.match(ROWS[COMMUNICATION], name):
+        return outer
+    row = next(row for row in (*OUTER, ELEMENTWISE, IDLE) if re.match(ROWS[row], name))
+    return ELEMENTWISE if row == IDLE and category in DEVICE else row
+
+
+def table(spent: dict[str, float], steps: int) -> str:
+    """What split() found, per step."""
+    total = sum(spent[row] for row in ROWS)
+    rows = {**{row: spent[row] for row in ROWS}, "step": total, HIDDEN: spent[HIDDEN]}
+    lines = [f"{row:<24}{ms / steps:>12.3f} ms{ms / total:>8.1%}" for row, ms in rows.items()]
+    return "\n".join(lines) + "  (beside the rows above, not in the sum)"
