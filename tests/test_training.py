@@ -120,20 +120,25 @@ def plain_loop(cfg: config.Config) -> list[dict]:
     return found
 
 
+# "compiled" takes half a minute
+RUNS = [*((ranks, name) for ranks in (1, 2, 4) for name in CASES if name != "compiled" or ranks == 2),
+        *((4, name) for name in ON_FOUR)]
+
+
 @pytest.fixture(scope="module")
-def trained(on_ranks, corpus, folders, tmp_path_factory):
-    def every(ranks: int) -> dict:
-        chosen = {name: case for name, case in CASES.items() if name != "compiled" or ranks == 2}  # half a minute each
-        chosen |= ON_FOUR if ranks == 4 else {}
-        return {name: with_data(case, corpus, folders) for name, case in chosen.items()}
+def trained(request, on_ranks, corpus, folders, tmp_path_factory):
+    """{ranks: {name: rows}} of those RUNS that the tests which were chosen look at."""
+    users = [item for item in request.session.items if "trained" in item.fixturenames]
+    one_each = all(hasattr(item, "callspec") for item in users)
+    wanted = [(p["ranks"], p["name"]) for p in (item.callspec.params for item in users)] if one_each else RUNS
+    output, found = str(tmp_path_factory.mktemp("outputs")), {}
+    for ranks in {ranks for ranks, _ in wanted}:
+        chosen = {name: with_data({**CASES, **ON_FOUR}[name], corpus, folders) for n, name in wanted if n == ranks}
+        found[ranks] = on_ranks(ranks, cases.train_all, chosen, output)[0]
+    return found
 
-    output = str(tmp_path_factory.mktemp("outputs"))
-    return {ranks: on_ranks(ranks, cases.train_all, every(ranks), output)[0] for ranks in (1, 2, 4)}
 
-
-@pytest.mark.parametrize("ranks, name", [
-    *((ranks, name) for ranks in (1, 2, 4) for name in CASES if name != "compiled" or ranks == 2),
-    *((4, name) for name in ON_FOUR)])
+@pytest.mark.parametrize("ranks, name", RUNS)
 def test_every_split_equals_the_plain_loop(trained, ranks, name, corpus, folders):
     expected = plain_loop(make_config(**with_data(CASES[SAME_AS[name]], corpus, folders)))
     found = trained[ranks][name]
