@@ -1,0 +1,186 @@
+"""What train.py's loop costs over a bare one on the same model, sharded by the same parallelize(), and the same data.
+
+    ./run_train.sh -m benchmarks.overhead
+    ./run_train.sh -m benchmarks.overhead --steps 1000 --log.every_steps=1
+
+Ours is train.train() itself: loader, watchdog, vote to stop, guard, rows, console. After each of its steps the bare
+loop trains one on a model of its own: forward, backward, torch's clip_grad_norm_ and fused AdamW, batches in memory.
+What else the machine does meets both. At two sizes: configs/tiny.toml's, and one short sequence, about 50 ms on a free
+core. No evaluation and no save is due. Fails where the two loops' losses differ.
+"""
+
+import argparse
+import math
+import pathlib
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+import config
+from config import ConfigError
+from data.dataset import open_dataset
+from data.loader import Batch, Loader
+from data.prepare import prepare
+from lifecycle import folder
+from lifecycle.run import Run
+from lifecycle.signals import StopRequest
+from metrics import read_rows
+from model.llama import meta_model
+from parallel.materialize import materialize
+from parallel.mesh import World, distributed, storage_device
+from parallel.parallelize import parallelize
+from train import train
+
+TINY = pathlib.Path(__file__).parent.parent / "configs/tiny.toml"
+SIZES = {"tiny": [], "short": ["--train.seq_len=64", "--train.global_batch_size=1", "--train.micro_batch_size=1"]}
+LAUNCH = "overhead"  # a launch has a file to look for requests to stop in
+WARM_UP = 10  # steps
+
+
+class Alternating(Run):
+    """A run that calls bare_step(step) after each of its own steps, and notes the seconds of both."""
+
+    def __init__(self, cfg: config.Config, world: World, bare_step: Callable[[int], None]):
+        super().__init__(cfg, world, LAUNCH, StopRequest())
+        self.bare_step, self.seconds = bare_step, {}
+
+    def steps(self, first: int, last: int) -> Iterator[int]:
+        began = self._now()
+        for step in super().steps(first, last):
+            yield step
+            between = self._now()
+            self.bare_step(step)
+            end = self._now()
+            self.seconds[step] = [(b - a, c - b) for a, b, c in zip(began, between, end)]
+            began = end
+
+    def _now(self) -> tuple[float, float]:
+        """By the clock, and in CPU time of all threads."""
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter(), time.process_time()
+
+
+class BareLoop:
+    """A loop as one writes it first, on the parts of this repository that are asked about: the model, sharded."""
+
+    def __init__(self, cfg: config.Config, world: World, batches: dict[int, Batch]):
+        self.cfg, self.world, self.batches, self.losses = cfg, world, batches, {}
+        self.model = meta_model(cfg.model)
+        parallelize(self.model, cfg, world)
+        materialize(self.model, cfg.run.seed, storage_device(cfg, world))
+        o = cfg.optim
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), o.lr, o.betas, o.eps, o.weight_decay, fused=True)
+
+    def step(self, step: int) -> None:
+        batch, losses = self.batches[step], []
+        for micro_batch in batch.micro_batches:
+            tokens, targets = (tensor.to(self.world.device, non_blocking=True) for tensor in micro_batch)
+            sums, _ = self.model(tokens, targets)
+            (sums["loss"] * self.world.fsdp_size / batch.valid_tokens).backward()
+            losses.append(sums["loss"].detach())
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.train.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses[step] = losses
+
+    def loss(self, step: int) -> Tensor:
+        """Of all ranks, per token."""
+        total = torch.stack(self.losses[step]).sum()
+        torch.distributed.all_reduce(total)
+        return total / self.batches[step].valid_tokens
+
+
+def measure(cfg: config.Config, world: World) -> dict[int, list[tuple[float, float]]]:
+    """Seconds of (ours, bare) for each timed step, by the clock and in CPU time. Raises ConfigError where the run
+    failed, ArithmeticError where the loops did not compute the same."""
+    dataset, last, pin = open_dataset(cfg), cfg.train.steps, world.device.type == "cuda"
+    loader = Loader(cfg, dataset.train, dataset.weights, world.dp_rank, world.dp_size, 1, pin)
+    bare = BareLoop(cfg, world, {step: loader.batch(step) for step in range(1, last + 1)})
+    loader.close()
+    run_folder = config.run_folder(cfg)
+    run_folder.mkdir(parents=True, exist_ok=True)
+    folder.stop_file(run_folder, LAUNCH).touch()  # as the launcher does
+    try:
+        with Alternating(cfg, world, bare.step) as run:
+            train(cfg, world, run)
+    except SystemExit:
+        raise ConfigError(folder.failures(run_folder, LAUNCH)[0]["text"]) from None
+    losses = {row["step"]: row["loss"] for row in read_rows(run_folder / "metrics.jsonl")}
+    for step, ours in losses.items():
+        if not math.isclose(ours, theirs := bare.loss(step).item(), rel_tol=1e-3):
+            raise ArithmeticError(f"step {step}: train.py's loss is {ours}, the bare loop's {theirs}")
+    return {step: pair for step, pair in run.seconds.items() if WARM_UP < step < last}  # the last is due for a row
+
+
+def typical(steps: dict[str, list[float]]) -> float:
+    """The mean of medians: of steps with a row and of those without, by their share. One median would leave out what
+    is done in every tenth step."""
+    count = sum(map(len, steps.values()))
+    return sum(len(values) / count * statistics.median(values) for values in steps.values() if values)
+
+
+def interval(steps: dict[str, list[float]], draws: int = 2000) -> tuple[float, float]:
+    """95 % of typical(), by bootstrap."""
+    chance = random.Random(0)
+    drawn = sorted(typical({kind: chance.choices(values, k=len(values)) for kind, values in steps.items() if values})
+                   for _ in range(draws))
+    return drawn[draws // 40], drawn[-1 - draws // 40]
+
+
+def report(name: str, seconds: dict[int, tuple[float, float]], every: int) -> str:
+    """overhead X % (A % ... B %), Y ms a step. Prints what it is made of."""
+    more: dict[str, list[float]] = {"with a row": [], "without": []}
+    for step, (ours, theirs) in seconds.items():
+        more["without" if step % every else "with a row"].append(ours - theirs)
+    bare = statistics.median(theirs for _, theirs in seconds.values())
+    for kind, values in more.items():
+        if values:
+            print(f"{name}: {len(values)} steps {kind}: {1000 * statistics.median(values):+.3f} ms over a bare step of "
+                  f"{1000 * bare:.1f} ms")
+    found, (low, high) = typical(more), interval(more)
+    return (f"overhead {100 * found / bare:.2f} % ({100 * low / bare:.2f} % ... {100 * high / bare:.2f} %), "
+            f"{1000 * found:.3f} ms a step")
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--sizes", type=lambda text: text.split(","), default=[*SIZES],
+                        help="the last line is of the last")
+    args, overrides = parser.parse_known_args(argv)
+    lines = []
+    with tempfile.TemporaryDirectory() as temporary:
+        # what both loops compute alike: a constant learning rate, so low that rounding does not add up; one group
+        common = [f"--run.output_dir={temporary}", f"--data.path={temporary}/data", "--eval=off", "--checkpoint=off",
+                  f"--train.steps={WARM_UP + args.steps + 1}", "--optim.schedule=constant", "--optim.warmup_steps=0",
+                  "--optim.lr=1e-4", "--optim.weight_decay=0"]
+        try:
+            for name in args.sizes:
+                cfg = config.load(str(TINY), [f"--run.name={name}", *common, *SIZES[name], *overrides])
+                with distributed(cfg) as world:
+                    if world.rank == 0:
+                        prepare(cfg)
+                    torch.distributed.barrier()
+                    seconds = measure(cfg, world)
+                if world.rank == 0:
+                    clock, cpu = ({step: kinds[i] for step, kinds in seconds.items()} for i in range(2))
+                    print(f"{name}, CPU time: {report(f'{name}, CPU time', cpu, cfg.log.every_steps)}")
+                    lines.append(report(name, clock, cfg.log.every_steps))
+                    print(f"{name}: {lines[-1]}")
+        except (ConfigError, ArithmeticError) as error:
+            print(error, file=sys.stderr)
+            return 1
+    if lines:  # on rank 0
+        print(lines[-1])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,72 @@
+"""The benchmarks that set our step beside another: that they run, and fail where the two do not compute the same."""
+
+import contextlib
+import io
+import re
+import statistics
+from unittest import mock
+
+import pytest
+
+from benchmarks import overhead, transformers_step
+from parallel.materialize import materialize
+
+NUMBER = r"-?\d+\.\d+"
+SMALL = ["--model.dim=48", "--model.n_layers=2", "--model.ffn_dim=80", "--model.vocab_size=320", "--run.device=cpu"]
+
+
+def output(module, *arguments: str) -> list[str]:
+    """The lines that a benchmark prints on a rank."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert module.main([*arguments]) == 0
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_overhead(on_ranks, corpus, prepared, ranks):
+    sizes = [*SMALL, "--train.seq_len=32", f"--train.global_batch_size={2 * ranks}", f"--data.source={corpus}",
+             f"--data.path={prepared}", "--train.micro_batch_size=1", "--log.tensorboard=false"]
+    lines = on_ranks(ranks, output, overhead, "--steps", "20", *sizes)[0]
+    pattern = rf"overhead ({NUMBER}) % \(({NUMBER}) % \.\.\. ({NUMBER}) %\), ({NUMBER}) ms a step"
+    found = re.fullmatch(pattern, lines[-1])
+    share, low, high, _ = map(float, found.groups())
+    assert low <= share <= high
+    for kind, count in {"with a row": 2, "without": 18}.items():
+        assert any(line.startswith(f"short: {count} steps {kind}:") for line in lines)
+
+
+def test_a_row_counts_by_its_share():
+    steps = {"with a row": [5.0, 5.0], "without": [1.0] * 17 + [900.0]}
+    assert overhead.typical(steps) == pytest.approx(1.4)
+    low, high = overhead.interval({"with a row": [], "without": [float(n) for n in range(200)]})
+    assert low < 99.5 < high and high - low < 60  # by order statistics: 86 ... 113
+
+
+def different_weights(arguments: list[str]) -> int:
+    def drawn(model, read, device):
+        materialize(model, 1, device)
+
+    with mock.patch.object(transformers_step, "materialize_from", drawn):
+        return transformers_step.main(arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, options", [(1, []), (2, ["--parallel.dp_replicate=2", "--parallel.dp_shard=1"]),
+                                            (2, ["--parallel.reshard_after_forward=false"])], ids=str)
+def test_transformers_step(on_ranks, ranks, options):
+    lines = on_ranks(ranks, output, transformers_step, "--steps", "3", *SMALL, "--train.seq_len=32", *options)[0]
+    found = re.fullmatch(rf"ratio ({NUMBER}) \(({NUMBER}) \.\.\. ({NUMBER})\)", lines[-1])
+    value, low, high = map(float, found.groups())
+    assert low <= value <= high
+
+
+@pytest.mark.slow
+def test_a_model_that_computes_something_else_is_noticed(on_ranks):
+    assert on_ranks(1, different_weights, ["--steps", "1", *SMALL, "--train.seq_len=32"]) == [1]
+
+
+def test_the_ratio_is_of_medians():
+    pairs = [(2.0, 1.0), (4.0, 5.0), (900.0, 2.0)]
+    assert transformers_step.ratio(pairs) == 2.0 == 4.0 / statistics.median([1.0, 5.0, 2.0])
+    assert transformers_step.interval([(3.0, 2.0)] * 50) == (1.5, 1.5)
