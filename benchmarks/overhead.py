@@ -158,7 +158,8 @@ def main(argv: list[str]) -> int:
     lines = []
     with tempfile.TemporaryDirectory() as temporary:
         # what both loops compute alike: a constant learning rate, so low that rounding does not add up; one group
-        common = [f"--run.output_dir={temporary}", f"--data.path={temporary}/data", "--eval=off", "--checkpoint=off",
+        common = ["--parallel.param_dtype=float32", f"--run.output_dir={temporary}", f"--data.path={temporary}/data",
+                  "--eval=off", "--checkpoint=off",
                   f"--train.steps={WARM_UP + args.steps + 1}", "--optim.schedule=constant", "--optim.warmup_steps=0",
                   "--optim.lr=1e-4", "--optim.weight_decay=0"]
         try:

@@ -134,7 +134,8 @@ def main(argv: list[str]) -> int:
     ranks = rank_and_size()[2]
     try:
         # a constant learning rate, as theirs, so low that rounding does not add up
-        options = ["--optim.schedule=constant", "--optim.warmup_steps=0", "--optim.lr=1e-4", *overrides]
+        options = ["--parallel.param_dtype=float32", "--optim.schedule=constant", "--optim.warmup_steps=0",
+                   "--optim.lr=1e-4", *overrides]
         whole = config.load(str(TINY), options).train.global_batch_size // ranks
         cfg = config.load(str(TINY), [*options, f"--train.micro_batch_size={whole}"])
         with distributed(cfg) as world:
