@@ -52,8 +52,8 @@ def build_optimizer(model: nn.Module, o: config.Optim, seed: int = 0, compile: b
 
 
 class BFloat16AdamW(torch.optim.Optimizer):
-    """AdamW with moments in bfloat16 beside float32 parameters: 8 bytes of state and gradient a parameter, where float32
-    moments make it 12. Compiled, an update is one pass of 20 bytes a parameter, clipping included.
+    """AdamW with moments in bfloat16 beside float32 parameters: 8 bytes of gradient and state a parameter, where
+    float32 moments make it 12. Compiled, an update is one pass of 20 bytes a parameter, clipping included.
 
     A moment is rounded up or down at random, with the chances that make the result right on average: rounded to the
     nearest, it would never change by less than 2^-9 of itself, as the second has to at beta2 = 0.999. The random bits
@@ -203,7 +203,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def scales_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step divides gradients by `grad_scale` and is left out where `found_inf` is set, as torch marks it."""
+    """Whether step() divides gradients by `grad_scale` and does nothing where `found_inf` is set, as torch marks it."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 

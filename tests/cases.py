@@ -438,7 +438,8 @@ def bfloat16_updates() -> dict[str, list[str]]:
     from optim import build_optimizer
 
     o = make_config(optim={"state_dtype": "bfloat16"}).optim
-    full = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((19, 6), (5,), (3, 2, 2), (7, 3))]
+    shapes, generator = ((19, 6), (5,), (3, 2, 2), (7, 3)), torch.Generator().manual_seed(0)
+    full = [torch.randn(shape, generator=generator) for shape in shapes]
 
     def trained(model: torch.nn.ParameterList) -> dict[str, torch.Tensor]:
         optimizer = build_optimizer(model, o)

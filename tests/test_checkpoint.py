@@ -294,7 +294,8 @@ def test_another_optimizer_is_refused_in_one_line(saved_by_two):
     model = Llama(make_config().model)
     other = torch.optim.SGD(model.parameters(), momentum=0.9)
     other.state = {p: {"momentum_buffer": torch.zeros_like(p)} for p in model.parameters()}
-    with pytest.raises(ConfigError, match=r"exp_avg_sq \(torch.float32\), step .* of another optimizer, this run's has momentum_buffer \(torch.float32\)$"):
+    with pytest.raises(ConfigError, match=r"exp_avg_sq \(torch.float32\), step .* of another optimizer, this run's has "
+                                          r"momentum_buffer \(torch.float32\)$"):
         restore(folder, model, other)
 
 

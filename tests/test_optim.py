@@ -102,7 +102,7 @@ def test_a_second_moment_decays_in_bfloat16():
 
 
 def test_the_hash_is_even_and_repeats():
-    """Each of 16 bits is set half the time, alone and against its neighbour element and step; compiled, it is the same."""
+    """Each of 16 bits is set half the time, alone and against its neighbour element and step; compiled it is equal."""
     index = torch.arange(1 << 16, dtype=torch.int32)
     bits = hash32(index)
     assert len(bits.unique()) == len(bits) and torch.equal(torch.compile(hash32)(index), bits)

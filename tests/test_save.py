@@ -83,7 +83,7 @@ def resume_with_another_optimizer(folder) -> str:
 
 def test_another_optimizer_is_one_line_that_names_what_changed(on_ranks, tmp_path):
     for message in on_ranks(2, resume_with_another_optimizer, tmp_path):
-        assert "\n" not in message and "exp_avg_sq (torch.float32), step (torch.float32) of another optimizer" in message
+        assert "\n" not in message and "exp_avg_sq (torch.float32), step (torch.float32) of another opt" in message
         assert message.endswith("; optim.eps was 1e-08, is 0.5")
 
 
