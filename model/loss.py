@@ -3,8 +3,8 @@
 Shapes: N tokens, D width, V vocabulary, C tokens of a chunk.
 
 Beside inputs and gradients it holds C * V logits in the weight's dtype, over which their gradient is written (not
-compiled: and up to two such in float32); of several chunks also V * D of the weight's gradient in float32. Compiled on a
-GPU, what lies between the products reads the logits twice, or three times, and writes them once.
+compiled: and up to two such in float32); of several chunks also V * D of the weight's gradient in float32. Compiled on
+a GPU, what lies between the products reads the logits two or three times and writes them once.
 """
 
 import functools
@@ -16,8 +16,8 @@ from torch import Tensor
 from config import IGNORE
 
 LossSums = dict[str, Tensor]  # over the tokens: "loss" is minimized, and has the others as its parts, to be logged
-# Tokens. On a GPU large, since each chunk costs a pass over the (V, D) gradient: 2 GiB of bfloat16 logits at V = 128,256
-# in this case. On a CPU small, so that the logits of a small vocabulary stay in its cache.
+# Tokens. On a GPU large, since each chunk costs a pass over the (V, D) gradient: at V = 128,256 that is 2 GiB of bfloat16
+# logits. On a CPU small, so that the logits of a small vocabulary stay in its cache.
 CHUNK = {"cpu": 256, "cuda": 8192}
 
 
