@@ -16,8 +16,8 @@ from torch import Tensor
 from config import IGNORE
 
 LossSums = dict[str, Tensor]  # over the tokens: "loss" is minimized, and has the others as its parts, to be logged
-# Tokens. On a GPU large, since each chunk costs a pass over the (V, D) gradient: at V = 128,256 that is 2 GiB of bfloat16
-# logits. On a CPU small, so that the logits of a small vocabulary stay in its cache.
+# Tokens. On a GPU many, since each chunk costs a pass over the (V, D) gradient: 2 GiB of bfloat16 logits at V = 128,256.
+# On a CPU few, so that the logits of a small vocabulary stay in its cache.
 CHUNK = {"cpu": 256, "cuda": 8192}
 
 
