@@ -2,9 +2,9 @@
 
 Shapes: N tokens, D width, V vocabulary, C tokens of a chunk.
 
-Beside inputs and gradients it holds C * V logits in the weight's dtype, over which their gradient is written (not
-compiled: and up to two such in float32); of several chunks also V * D of the weight's gradient in float32. Compiled on
-a GPU, what lies between the products reads the logits two or three times and writes them once.
+Beside inputs and gradients it holds C * V logits in the weight's dtype (not compiled: and such in float32), over which
+their gradient is written; of several chunks also V * D of the weight's gradient in float32. Compiled on a GPU, what
+lies between the products reads the logits two or three times and writes them once.
 """
 
 import functools
@@ -16,9 +16,9 @@ from torch import Tensor
 from config import IGNORE
 
 LossSums = dict[str, Tensor]  # over the tokens: "loss" is minimized, and has the others as its parts, to be logged
-# Tokens. On a GPU many, since each chunk costs a pass over the (V, D) gradient: 2 GiB of bfloat16 logits at V = 128,256.
-# On a CPU few, so that the logits of a small vocabulary stay in its cache.
-CHUNK = {"cpu": 256, "cuda": 8192}
+# Tokens. On a GPU many, as each chunk costs a pass over the (V, D) gradient: compiled at V = 128,256, 2 GiB of bfloat16
+# logits. On a CPU few, so that the logits of a small vocabulary stay in its cache.
+CHUNK = {"cpu": 256, "cuda": 2048, "cuda compiled": 8192}
 
 
 def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None,
@@ -29,26 +29,31 @@ def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int
     unequal parts cannot be averaged.
     """
     compile = compile and (x.is_cuda or x.dtype != torch.float32)  # a CPU's own float32 kernels are faster
-    total = _ChunkedCrossEntropy.apply(x, weight, targets, chunk or CHUNK[x.device.type], compile,
-                                       torch.is_grad_enabled())
+    chunk = chunk or CHUNK["cuda compiled" if x.is_cuda and compile else x.device.type]
+    total = _ChunkedCrossEntropy.apply(x, weight, targets, chunk, compile, torch.is_grad_enabled())
     return {"loss": total}, (targets != IGNORE).sum()
 
 
-def softmax_parts(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(maximum, sum of exponentials of the differences to it, the target's logit), (C, 1) each in float32, of logits
-    (C, V) and targets (C, 1): of parts of a vocabulary, such parts can be combined."""
+def softmax_parts(logits: Tensor, index: Tensor) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+    """(exponentials of the logits less their maximum, this maximum, their sum, the target's logit), in float32, of
+    logits (C, V) and targets (C, 1); (C, 1) the last three, which of parts of a vocabulary can be combined. Float32
+    logits are written over. Compiled, there are no exponentials: they cost less to compute again than to keep."""
     wide = logits.float()
-    top = wide.amax(-1, keepdim=True)
-    return top, (wide - top).exp_().sum(-1, keepdim=True), wide.gather(-1, index)
+    top, chosen = wide.amax(-1, keepdim=True), wide.gather(-1, index)
+    if torch.compiler.is_compiling():
+        return None, top, (wide - top).exp().sum(-1, keepdim=True), chosen
+    exponentials = wide.sub_(top).exp_()
+    return exponentials, top, exponentials.sum(-1, keepdim=True), chosen
 
 
-def to_slope(logits: Tensor, index: Tensor, top: Tensor, sums: Tensor, chosen: Tensor, scale: Tensor) -> Tensor:
+def to_slope(logits: Tensor, index: Tensor, exponentials: Tensor | None, top: Tensor, sums: Tensor, chosen: Tensor,
+             scale: Tensor) -> Tensor:
     """The gradient of the loss by the logits, (softmax - one-hot) * scale, written over the logits. scale (C, 1)."""
     factor = scale / sums
     at_target = (chosen - top).exp() * factor - scale  # in float32: of a sure prediction little is left
-    wide = logits.float().sub_(top).exp_().mul_(factor)
-    if wide.dtype != logits.dtype:
-        logits.copy_(wide)
+    if exponentials is None:
+        exponentials = (logits.float() - top).exp()
+    logits.copy_(exponentials.mul_(factor))
     return logits.scatter_(-1, index, at_target.to(logits.dtype))
 
 
@@ -75,14 +80,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             part, target = x[start : start + chunk], targets[start : start + chunk, None]
             valid, index = (target != IGNORE).float(), target.clamp(min=0)  # (C, 1)
             logits = part @ weight.T  # (C, V)
-            top, sums, chosen = parts(logits, index)
+            exponentials, top, sums, chosen = parts(logits, index)
             total += ((sums.log() + top - chosen) * valid).sum()
             if ctx.single and (needs_x or needs_weight):
-                ctx.save_for_backward(x, weight, valid, logits, index, top, sums, chosen)
+                ctx.save_for_backward(x, weight, valid, logits, index, exponentials, top, sums, chosen)
                 return total
             if x_grad is None and w_grad is None:
                 continue
-            slope = ctx.to_slope(logits, index, top, sums, chosen, valid)
+            slope = ctx.to_slope(logits, index, exponentials, top, sums, chosen, valid)
             if x_grad is not None:
                 torch.mm(slope, weight, out=x_grad[start : start + chunk])
             if w_grad is not None and x.is_cuda and x.dtype != torch.float32:

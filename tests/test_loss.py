@@ -66,10 +66,10 @@ def test_parts_of_a_vocabulary_combine():
     """Maximum, sum of exponentials and target's logit of two shards give those of the whole."""
     x, weight, targets = problem(torch.float32)
     logits, index = (x @ weight.T).detach(), targets.clamp(min=0)[:, None]
-    top, sums, chosen = softmax_parts(logits, index)
+    _, top, sums, chosen = softmax_parts(logits.clone(), index)
     here = index < 40
-    parts = [softmax_parts(logits[:, :40], index.clamp(max=39)),
-             softmax_parts(logits[:, 40:], (index - 40).clamp(min=0))]
+    parts = [softmax_parts(logits[:, :40].clone(), index.clamp(max=39))[1:],
+             softmax_parts(logits[:, 40:].clone(), (index - 40).clamp(min=0))[1:]]
     assert torch.equal(top, torch.maximum(parts[0][0], parts[1][0]))
     assert torch.allclose(sums, sum(part * (most - top).exp() for most, part, _ in parts))
     assert torch.equal(chosen, torch.where(here, parts[0][2], parts[1][2]))
