@@ -21,12 +21,13 @@ import torch
 import torch.distributed as dist
 
 import config
+from benchmarks.overhead import BareLoop
 from checkpoint.checkpointer import with_param_dtype
 from config import ConfigError
 from data.dataset import open_dataset
 from data.loader import Batch, Loader, split
 from metrics import peak_flops, peak_memory_gib
-from model.llama import flops_per_token, meta_model, parameter_count
+from model.llama import Llama, flops_per_token, meta_model, parameter_count
 from optim import FiniteGuard, build_optimizer
 from parallel.fsdp import unshard_first_units
 from parallel.materialize import materialize
@@ -35,14 +36,36 @@ from parallel.parallelize import parallelize
 from train import training_step
 
 
-def measure(cfg: config.Config, world: World, steps: int, warm_up: int, real: bool) -> dict:
-    """Seconds of each step and what follows from them, as one dictionary."""
-    t, device = cfg.train, storage_device(cfg, world)
+def build(cfg: config.Config, world: World) -> tuple[Llama, torch.optim.Optimizer, FiniteGuard]:
+    """What train.py trains, with fresh weights."""
+    device = storage_device(cfg, world)
     model = meta_model(cfg.model)
     parallelize(model, cfg, world)
     materialize(model, cfg.run.seed, device)
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, cfg.parallel.compile)
-    guard = FiniteGuard(optimizer, device, 0)
+    return model, optimizer, FiniteGuard(optimizer, device, 0)
+
+
+def random_batch(cfg: config.Config, world: World, accumulation: int) -> Batch:
+    """The same random micro-batch so many times, on the device."""
+    size, length = config.micro_batch_size(cfg, world.dp_size), cfg.train.seq_len
+    generator = torch.Generator().manual_seed(world.dp_rank)
+    ids = torch.randint(cfg.model.vocab_size, (size, length + 1), generator=generator)
+    micro_batch = tuple(part.to(world.device) for part in split(ids))
+    return Batch([micro_batch] * accumulation, accumulation * size * length * world.dp_size, 0)
+
+
+def synchronize(device: torch.device) -> float:
+    """The time when all that was asked of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def measure(cfg: config.Config, world: World, steps: int, warm_up: int, real: bool) -> dict:
+    """Seconds of each step and what follows from them, as one dictionary."""
+    t = cfg.train
+    model, optimizer, guard = build(cfg, world)
     accumulation = config.accumulation_steps(cfg, world.dp_size)
     micro_batch_size = config.micro_batch_size(cfg, world.dp_size)
     if real:
@@ -50,32 +73,23 @@ def measure(cfg: config.Config, world: World, steps: int, warm_up: int, real: bo
         batches = loader = Loader(cfg, dataset.train, dataset.weights, world.dp_rank, world.dp_size, 1,
                                   pin=world.device.type == "cuda")
     else:
-        generator = torch.Generator().manual_seed(world.dp_rank)
-        ids = torch.randint(cfg.model.vocab_size, (micro_batch_size, t.seq_len + 1), generator=generator)
-        micro_batch = tuple(part.to(world.device) for part in split(ids))
-        batches = itertools.repeat(Batch([micro_batch] * accumulation, config.tokens_per_step(cfg), 0))
-
-    def synchronize() -> float:
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+        batches = itertools.repeat(random_batch(cfg, world, accumulation))
 
     seconds = []
     for step in range(1, 1 + 1 + warm_up + steps):
         dist.barrier()
-        began = synchronize()
+        began = synchronize(world.device)
         unshard_first_units(model, cfg.parallel)
         batch = next(batches)
         sums, _ = training_step(model, optimizer, guard, batch, step, cfg, world)
-        seconds.append(synchronize() - began)
+        seconds.append(synchronize(world.device) - began)
     guard.check()
     if real:
         loader.close()
 
     mean_loss = sums["loss"].item() / (t.seq_len * micro_batch_size * accumulation)  # of this rank's tokens
-    timed = sorted(seconds[1 + warm_up :])
-    median = statistics.median(timed)
-    rate = config.tokens_per_step(cfg) / world.size / median
+    timed = spread(seconds[1 + warm_up :])
+    rate = config.tokens_per_step(cfg) / world.size / timed["median"]
     flops, peak = flops_per_token(model, t.seq_len), peak_flops(world.device)
     return {
         "configuration": cfg.run.name, "parameters": parameter_count(model), "ranks": world.size, "seq_len": t.seq_len,
@@ -84,11 +98,60 @@ def measure(cfg: config.Config, world: World, steps: int, warm_up: int, real: bo
         "recompute": cfg.parallel.recompute, "compile": cfg.parallel.compile, "data": "real" if real else "random",
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else platform.processor() or "cpu",
         "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
-        "first_step_seconds": seconds[0], "step_seconds_median": median, "step_seconds_p5": timed[len(timed) // 20],
-        "step_seconds_p95": timed[-1 - len(timed) // 20], "timed_steps": steps,
+        "first_step_seconds": seconds[0], **{f"step_seconds_{name}": value for name, value in timed.items()},
+        "timed_steps": steps,
         "tokens_per_second_per_device": rate, "mfu": rate * flops / peak if peak else None,
         "peak_memory_gib": peak_memory_gib(world.device), "last_loss": mean_loss,
     }
+
+
+def measure_by_size(cfg: config.Config, world: World, bare: bool, timed: int = 8, sequences: int = 16) -> dict:
+    """One process's speed and memory: steps of one micro-batch and of three give the time of a micro-batch, their
+    slope, and of the optimizer, their intercept; those give a step of so many sequences. The loss is that of step 8.
+    bare: benchmarks/overhead.py's loop on the same model instead of train.py's step."""
+    size, length, losses, seconds = config.micro_batch_size(cfg, 1), cfg.train.seq_len, {}, []
+    micro_batches = [1] * (3 + timed) + [3] * (1 + timed)  # the others warm up
+    batches = {step: random_batch(cfg, world, n) for step, n in enumerate(micro_batches, 1)}
+    if bare:
+        loop = BareLoop(cfg, world, batches)
+        model, train = loop.model, loop.step
+    else:
+        model, optimizer, guard = build(cfg, world)
+
+        def train(step: int) -> None:
+            unshard_first_units(model, cfg.parallel)
+            sums, _ = training_step(model, optimizer, guard, batches[step], step, cfg, world)
+            losses[step] = sums["loss"]
+
+    for step in batches:
+        began = synchronize(world.device)
+        train(step)
+        seconds.append(synchronize(world.device) - began)
+    loss = loop.loss(8) if bare else losses[8] / batches[8].valid_tokens
+    one, three = spread(seconds[3 : 3 + timed]), spread(seconds[-timed:])
+    found = step_of(one["median"], three["median"], sequences / size)
+    if "step_seconds" in found:
+        rate, peak = sequences * length / found["step_seconds"], peak_flops(world.device)
+        found |= {"tokens_per_second": rate, "mfu": rate * flops_per_token(model, length) / peak if peak else None}
+    return found | {
+        "micro_batch_size": size, "seconds_of_one": one, "seconds_of_three": three, "first_step_seconds": seconds[0],
+        "loss": loss.item(), "peak_gib": peak_memory_gib(world.device),
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if world.device.type == "cuda" else None,
+    }
+
+
+def step_of(one: float, three: float, micro_batches: float) -> dict:
+    """Seconds of a step of so many micro-batches, and what it is made of, from those of one and of three."""
+    micro_batch = (three - one) / 2
+    found = {"micro_batch_seconds": micro_batch, "optimizer_seconds": one - micro_batch}
+    if micro_batch <= 0:
+        return found | {"marked": "noise: three micro-batches took no longer than one"}
+    return found | {"step_seconds": one + micro_batch * (micro_batches - 1)}
+
+
+def spread(seconds: list[float]) -> dict:
+    timed = sorted(seconds)
+    return {"median": statistics.median(timed), "p5": timed[len(timed) // 20], "p95": timed[-1 - len(timed) // 20]}
 
 
 def main(argv: list[str]) -> int:

@@ -1,0 +1,234 @@
+"""What a GPU can do, and what each option makes of it: the figures of docs/performance.md, in ten minutes.
+
+    ./run_train.sh -m benchmarks.gpu [--seconds 600] [--json gpu.json] [--only GROUP ...]
+    ./run_train.sh -m benchmarks.gpu --tiny        tiny sizes, to see that all of it runs; so it is without a GPU
+
+First ceilings: what matrix products, attention, loss and update reach alone (benchmarks/kernels.py). Then arms:
+train.py's step as configured, with options changed, and benchmarks/overhead.py's bare loop. What time does not allow is
+skipped, so the most telling come first; --only takes some groups of arms, of ceilings 1B 3B 8B options more. Each group
+is a process of its own, and so is what is left of it after a crash, or where memory was not freed. The JSON file is
+replaced after every arm. Clocks and power are read, nothing is set.
+
+An arm trains on one random micro-batch: 3 steps to warm up (the first compiles), 8 timed; then 1 and 8 of three times
+that micro-batch. The slope between the two medians is a micro-batch's time; the intercept is the optimizer's, with what
+each step's synchronization costs. Speed and MFU are of a step of 16 sequences made of these two: so many each of eight
+GPUs takes of the configurations' 128, and arms with other micro-batches compare.
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+import config
+import files
+from benchmarks.kernels import CEILINGS, TIMINGS
+from benchmarks.step import measure_by_size
+from config import ConfigError
+from lifecycle.signals import die_with_parent
+from parallel.mesh import World, distributed
+
+CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
+COMMON = ["--run.device=auto", "--train.global_batch_size=16", "--checkpoint=off", "--eval=off",
+          "--optim.warmup_steps=0", "--optim.schedule=constant"]  # so that eight steps change the loss
+TINY = ["--model.dim=64", "--model.n_layers=1", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.head_dim=16",
+        "--model.ffn_dim=128", "--model.vocab_size=512", "--train.seq_len=32"]
+ON_A_CPU = ["--parallel.compile=false", "--parallel.param_dtype=float32"]  # quickly
+SHIPPED, BARE, AGAIN = "as shipped", "bare loop", "as shipped, again"
+MICRO_BATCH, RECOMPUTE = "--train.micro_batch_size=", "--parallel.recompute="
+STATE, KEEP = "--optim.state_dtype=bfloat16", "--parallel.reshard_after_forward=false"
+CHANGES = [STATE, f"{RECOMPUTE}elementwise", KEEP, "--parallel.reshard_after_forward=true",
+           "--parallel.sync_every_micro_batch=false", f"{MICRO_BATCH}8", f"{MICRO_BATCH}4", f"{MICRO_BATCH}2",
+           f"{MICRO_BATCH}1", f"{RECOMPUTE}none", f"{RECOMPUTE}selective", f"{RECOMPUTE}full",
+           "--parallel.compile=false"]
+
+
+def arms(name: str, *lists: list[str]) -> dict[str, tuple[str, list[str]]]:
+    """{arm: (configuration, changes)}, without those that it ships with."""
+    path = str(CONFIGS / f"{name}.toml")
+    shipped = config.load(path, COMMON)
+    return {", ".join(change.partition(".")[2] for change in changes) or SHIPPED: (name, changes)
+            for changes in lists if not changes or config.load(path, [*COMMON, *changes]) != shipped}
+
+
+GROUPS = {
+    "ceilings": {name: (configuration, []) for name, (_, configuration) in CEILINGS.items()},
+    "1B": arms("llama1b", [], [f"{RECOMPUTE}elementwise", STATE, f"{MICRO_BATCH}8"]) | {BARE: ("llama1b", [])},
+    "3B": arms("llama3b", [], [STATE, f"{MICRO_BATCH}2"]) | {BARE: ("llama3b", [])},
+    "8B": arms("llama8b-h200", []),
+    "options": arms("llama1b", [], *([change] for change in CHANGES)) | {AGAIN: ("llama1b", [])},
+    "more": arms("llama8b-h200", [KEEP]) | arms("llama3b", [STATE, KEEP, f"{MICRO_BATCH}4"]),
+}
+FITS_8B = 120 * 2**30  # bytes of a GPU
+SAME_LOSS, STEADY = 0.02, 0.015  # difference of losses; share of speed
+REPORTED = 3  # exit status: the last arm has its row; what is left needs a new process
+
+
+@contextlib.contextmanager
+def polled(device: torch.device) -> Iterator[dict]:
+    """In the end it holds the medians of the GPU's clock, power and temperature, read once a second by nvidia-smi."""
+    found, samples, over = {}, [], threading.Event()
+    names = {"clocks.sm": "sm_mhz", "power.draw": "watt", "temperature.gpu": "celsius"}
+
+    def poll() -> None:
+        command = ["nvidia-smi", f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}",
+                   f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits"]
+        while not over.wait(1):
+            with contextlib.suppress(OSError, ValueError, subprocess.CalledProcessError):  # none, or "[N/A]"
+                answer = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL)
+                samples.append([float(value) for value in answer.split(",")])
+
+    thread = threading.Thread(target=poll, daemon=True)
+    if device.type == "cuda":
+        thread.start()
+    yield found
+    over.set()
+    found |= dict(zip(names.values(), map(statistics.median, zip(*samples))))
+
+
+def attempt(group: str, arm: str, common: list[str], world: World, each: float) -> dict:
+    """What an arm found, or why it found nothing. each: seconds for a timing of a ceiling."""
+    name, changes = GROUPS[group][arm]
+    began, found, overrides = time.time(), {}, [*common, *changes]
+    if world.device.type == "cuda":
+        torch.compiler.reset()
+        torch.cuda.reset_peak_memory_stats()
+        if group != "ceilings" and "8b" in name and torch.cuda.get_device_properties(0).total_memory < FITS_8B:
+            found["note"] = "8 of 32 layers"
+            overrides.append("--model.n_layers=8")
+    work = partial(CEILINGS[arm][0], each=each) if arm in CEILINGS else partial(measure_by_size, bare=arm == BARE)
+    with polled(world.device) as gpu:
+        try:
+            found |= {"status": "ok", **work(config.load(str(CONFIGS / f"{name}.toml"), overrides), world)}
+        except torch.OutOfMemoryError:
+            found["status"] = "out of memory"
+        except ConfigError as error:
+            found["status"] = f"refused: {error}"
+        except Exception as error:
+            traceback.print_exc()
+            found["status"] = f"failed: {type(error).__name__}: {error}"
+    return found | {"changes": changes, "polled": gpu, "took_seconds": time.time() - began}
+
+
+def run_arms(group: str, first: int, deadline: float, tiny: bool) -> None:
+    """A process: prints a row for each arm of a group, from the first that is left, and ends."""
+    die_with_parent()
+    # What else is printed goes to stderr; and compile workers, which may outlive us, don't keep the pipe open.
+    rows = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    names, cuda, longest = [*GROUPS[group]], torch.cuda.is_available(), 0.0
+    common = [*COMMON, *(TINY if tiny else []), *([] if cuda else ON_A_CPU)]
+    each = 0.01 if tiny else min(1.0, 0.03 * (deadline - time.time()) / TIMINGS)
+    with distributed(config.load(str(CONFIGS / "tiny.toml"))) as world:
+        for arm in names[first:]:
+            began, row = time.time(), {"status": "skipped: time"}
+            reserved = longest if AGAIN in names and arm != AGAIN else 0
+            if began + longest + reserved < deadline:
+                row = attempt(group, arm, common, world, each)
+                longest = max(longest, time.time() - began)
+            print(json.dumps(row), file=rows, flush=True)
+            gc.collect()
+            if cuda:
+                torch.cuda.empty_cache()
+            if row["status"].startswith("failed") or (cuda and torch.cuda.memory_allocated() > 2**30):
+                break
+        os._exit(REPORTED)  # at once: the device may not answer any more
+
+
+def run_group(group: str, deadline: float, tiny: bool, add: Callable[[dict], None]) -> None:
+    """Starts processes until add() got a row for each arm of a group."""
+    left = [{"group": group, "model": name, "arm": arm} for arm, (name, _) in GROUPS[group].items()]
+    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "expandable_segments:True"  # as the launcher sets it
+    while left and time.time() < deadline:
+        first = len(GROUPS[group]) - len(left)
+        command = [sys.executable, "-m", "benchmarks.gpu", f"--group={group}", f"--first={first}",
+                   f"--deadline={deadline}", *["--tiny"] * tiny]
+        with subprocess.Popen(command, env={"PYTORCH_ALLOC_CONF": allocator, **os.environ}, stdout=subprocess.PIPE,
+                              text=True) as process:
+            timer = threading.Timer(deadline - time.time(), process.kill)
+            timer.start()
+            for line in process.stdout:
+                add(left.pop(0) | json.loads(line))
+            timer.cancel()
+        if left and process.returncode != REPORTED:
+            add(left.pop(0) | {"status": "cut off: time" if time.time() > deadline else
+                               f"failed: its process ended with {process.returncode}"})
+    for row in left:
+        add(row | {"status": "skipped: time"})
+
+
+def compare(row: dict, rows: list[dict]) -> None:
+    """Adds what a row is against its model as shipped, when that was last measured."""
+    speed = "tokens_per_second"
+    shipped = [r for r in rows if r["model"] == row["model"] and r["arm"] == SHIPPED and speed in r]
+    if not shipped or speed not in row:
+        return
+    row["vs_shipped"] = row[speed] / shipped[-1][speed]
+    loss, same_batch = shipped[-1]["loss"], shipped[-1]["micro_batch_size"] == row["micro_batch_size"]
+    if same_batch and not abs(row["loss"] - loss) <= SAME_LOSS:
+        row["marked"] = f"void: loss {row['loss']:.3f}, as shipped {loss:.3f}"
+    elif row["arm"] == AGAIN and abs(row["vs_shipped"] - 1) > STEADY:
+        row["marked"] = "not steady: differences smaller than this one mean nothing"
+
+
+def table(rows: list[dict]) -> str:
+    """Ceilings as they are, arms as a Markdown table."""
+    forms = {"step_seconds": ".3f", "micro_batch_seconds": ".4f", "optimizer_seconds": ".4f",
+             "tokens_per_second": ",.0f", "mfu": ".1%", "peak_gib": ".1f", "reserved_gib": ".1f",
+             "first_step_seconds": ".1f", "vs_shipped": ".3f"}
+    text, lines = "", [["model", "arm", *forms, "note"], ["---"] * (len(forms) + 3)]
+    for row in rows:
+        if row["arm"] in CEILINGS:
+            rounded = json.loads(json.dumps(row), parse_float=lambda number: float(f"{float(number):.4g}"))
+            text += "".join(f"{key}: {value}\n" for key, value in rounded.items()) + "\n"
+        else:
+            figures = [format(row[key], form) if row.get(key) is not None else "" for key, form in forms.items()]
+            notes = [row[key] for key in ("status", "note", "marked") if row.get(key, "ok") != "ok"]
+            lines.append([row["model"], row["arm"], *figures, "; ".join(notes)])
+    return text + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--json", type=pathlib.Path, help="a file for all figures")
+    parser.add_argument("--only", choices=GROUPS, nargs="+", default=[*GROUPS], help="groups of arms, in this order")
+    parser.add_argument("--tiny", action="store_true")
+    for name, kind in (("--group", str), ("--first", int), ("--deadline", float)):
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)  # of one of our own processes
+    args = parser.parse_args(argv)
+    tiny = args.tiny or not torch.cuda.is_available()
+    if args.group:
+        run_arms(args.group, args.first, args.deadline, tiny)
+        return 0
+    device = "GPU" if torch.cuda.is_available() else "CPU"
+    what = f"tiny sizes on a {device}: no figure of a GPU" if tiny else "full sizes on a GPU"
+    report, deadline = {"what": what, "seconds": args.seconds, "rows": []}, time.time() + args.seconds
+
+    def add(row: dict) -> None:
+        report["rows"].append(row)
+        compare(row, report["rows"])
+        if args.json:
+            files.write_whole(args.json, json.dumps(report, indent=1))
+        print(f"{row['group']}: {row['arm']}: {row['status']}", file=sys.stderr)
+
+    for group in args.only:
+        run_group(group, deadline, tiny, add)
+    print(f"{what}\n\n{table(report['rows'])}")
+    return int(any(row["status"].startswith("failed") for row in report["rows"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

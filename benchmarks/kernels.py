@@ -1,0 +1,152 @@
+"""What the parts of a step reach alone on the device that is there: benchmarks/gpu.py's ceilings.
+
+Each function takes a configuration, the process's World and the seconds that one timing may take, and returns figures.
+Random data: products of zeros draw less power, and so run faster.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.benchmark import Timer
+
+from config import Config
+from metrics import environment
+from model.llama import meta_model, parameter_count
+from model.loss import chunked_cross_entropy
+from optim import build_optimizer, clip_gradients, gradient_norm
+from parallel.materialize import materialize
+from parallel.mesh import World
+
+
+def milliseconds(work: Callable, each: float) -> float:
+    """Median of a call, after a first one that may compile."""
+    work()
+    return 1e3 * Timer("work()", globals={"work": work}).blocked_autorange(min_run_time=each).median
+
+
+def normal(world: World, *shape: int) -> Tensor:
+    return torch.randn(shape, device=world.device, dtype=torch.bfloat16, requires_grad=True)
+
+
+def heads(cfg: Config, world: World) -> list[Tensor]:
+    """Queries (1, H, S, E), keys and values (1, K, S, E) of a sequence."""
+    m = cfg.model
+    return [normal(world, 1, n, cfg.train.seq_len, m.width_per_head) for n in (m.n_heads, m.n_kv_heads, m.n_kv_heads)]
+
+
+def machine(cfg: Config, world: World, each: float) -> dict:
+    """Versions, memory, and the attention kernel that torch chooses."""
+    found = environment(1, world.device)
+    found["uncommitted"] = bool(found["uncommitted"])
+    try:
+        found["torchtitan"] = f"{version('torchtitan')}: not measured here"
+    except PackageNotFoundError:
+        found["torchtitan"] = "not installed"
+    q, k, v = heads(cfg, world)
+    for _ in range(2):  # the first call loads and chooses
+        with torch.profiler.profile() as profile:
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    events = profile.key_averages()
+    found["attention_operators"] = [e.key for e in events if e.key.startswith("aten::_scaled_dot_product_")]
+    found["attention_kernels"] = [e.key for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
+    if world.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        found |= {"capability": torch.cuda.get_device_capability(), "cudnn": torch.backends.cudnn.version(),
+                  "nccl": torch.cuda.nccl.version(), "free_gib": free / 2**30, "total_gib": total / 2**30}
+        if found["capability"][0] == 9 and "cudnn" not in str(found["attention_operators"]):
+            found["marked"] = "attention does not run on cuDNN, the fastest of torch's here: is an older one loaded?"
+    return found
+
+
+def copy(cfg: Config, world: World, each: float) -> dict:
+    """Bandwidth of a copy as large as an embedding in float32."""
+    source = torch.empty(cfg.model.vocab_size * cfg.model.dim, device=world.device)
+    ms = milliseconds(partial(torch.empty_like(source).copy_, source), each)
+    return {"tb_per_second_read_and_written": 2 * source.nbytes / ms / 1e9}
+
+
+def products(cfg: Config, world: World, each: float) -> dict:
+    """TFLOP/s of each matrix product of a model on one sequence, and the time of those of all layers together."""
+    n, found, together = cfg.train.seq_len, {}, 0.0
+    shapes = Counter(p.shape for name, p in meta_model(cfg.model).named_parameters()
+                     if p.ndim == 2 and (cfg.model.tie_embeddings or not name.startswith("embedding")))
+    with torch.no_grad():
+        for (rows, columns), count in shapes.items():
+            weight, x, slope = (normal(world, *shape) for shape in ((rows, columns), (n, columns), (n, rows)))
+            for kind, factors in {"forward": (x, weight.T), "dgrad": (slope, weight), "wgrad": (slope.T, x)}.items():
+                ms = milliseconds(partial(torch.mm, *factors), each)
+                found[f"{kind} {rows} x {columns}"] = 2 * n * rows * columns / ms / 1e9
+                together += count * ms
+    return {"tflops": found, "tokens": n, "milliseconds_together": together}
+
+
+def attention(cfg: Config, world: World, each: float) -> dict:
+    """TFLOP/s of each of torch's kernels, of which causal attention needs half of all pairs."""
+    q, k, v = heads(cfg, world)
+    flops, found = 2 * q.numel() * cfg.train.seq_len, {}
+    forward = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True)
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        try:
+            with sdpa_kernel(backend):
+                out = forward()
+                backward = partial(torch.autograd.grad, out, (q, k, v), torch.randn_like(out), retain_graph=True)
+                found[backend.name] = {"forward": flops / milliseconds(forward, each) / 1e9,
+                                       "backward": 2.5 * flops / milliseconds(backward, each) / 1e9}
+        except RuntimeError as error:  # it takes no such inputs
+            found[backend.name] = str(error).splitlines()[0]
+    return {"tflops": found, "head_dim": cfg.model.width_per_head}
+
+
+def loss(cfg: Config, world: World, each: float) -> dict:
+    """The loss with its three products, forward and backward, of one sequence and of two."""
+    m, cuda, found = cfg.model, world.device.type == "cuda", {}
+    weight = normal(world, m.vocab_size, m.dim)
+
+    def step(x: Tensor, targets: Tensor, compile: bool) -> None:
+        sums, _ = chunked_cross_entropy(x, weight, targets, compile=compile)
+        torch.autograd.grad(sums["loss"], (x, weight))
+
+    for n in (cfg.train.seq_len, 2 * cfg.train.seq_len):
+        x, targets = normal(world, n, m.dim), torch.randint(m.vocab_size, (n,), device=world.device)
+        for compile in (False, True) if cuda else (False,):
+            found[f"{n} tokens{', compiled' * compile}"] = milliseconds(partial(step, x, targets, compile), each)
+    return {"milliseconds": found, "dim": m.dim, "vocab_size": m.vocab_size}
+
+
+def update(cfg: Config, world: World, each: float) -> dict:
+    """The gradient's norm, and clipping with AdamW, of a model that is not sharded."""
+    model = meta_model(cfg.model)
+    materialize(model, cfg.run.seed, world.device)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    found = {"norm": milliseconds(partial(gradient_norm, [*model.parameters()]), each)}
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        clip_gradients(model, optimizer, cfg.train.max_grad_norm)
+        optimizer.step()
+
+    for dtype in ("float32", "bfloat16"):
+        options = replace(cfg.optim, state_dtype=dtype)
+        optimizer = build_optimizer(model, options, compile=world.device.type == "cuda")
+        found[f"clipping and AdamW, {dtype} state"] = milliseconds(partial(step, optimizer), each)
+    return {"milliseconds": found, "parameters": parameter_count(model)}
+
+
+# name: (function, configuration)
+CEILINGS = {
+    "machine": (machine, "llama8b"),
+    "copy": (copy, "llama1b"),
+    **{f"products of {size}": (products, f"llama{size.lower()}") for size in ("1B", "3B", "8B")},
+    "attention, heads of 64": (attention, "llama1b"),
+    "attention, heads of 128": (attention, "llama8b"),
+    "loss": (loss, "llama1b"),
+    "update": (update, "llama1b"),
+}
+TIMINGS = 65  # that these make together
