@@ -6,7 +6,7 @@
 Ours is train.train() itself: loader, watchdog, vote to stop, guard, rows, console. After each of its steps the bare
 loop trains one on a model of its own: forward, backward, torch's clip_grad_norm_ and fused AdamW, batches in memory.
 What else the machine does meets both. At two sizes: configs/tiny.toml's, and one short sequence, about 50 ms on a free
-core. No evaluation and no save is due. Fails where the two loops' losses differ.
+core. One process; no evaluation and no save is due. Fails where the two loops' losses differ.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
 
 import config
 from config import ConfigError
@@ -83,25 +82,23 @@ class BareLoop:
         for micro_batch in batch.micro_batches:
             tokens, targets = (tensor.to(self.world.device, non_blocking=True) for tensor in micro_batch)
             sums, _ = self.model(tokens, targets)
-            (sums["loss"] * self.world.fsdp_size / batch.valid_tokens).backward()
+            (sums["loss"] / batch.valid_tokens).backward()
             losses.append(sums["loss"].detach())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.train.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses[step] = losses
 
-    def loss(self, step: int) -> Tensor:
-        """Of all ranks, per token."""
-        total = torch.stack(self.losses[step]).sum()
-        torch.distributed.all_reduce(total)
-        return total / self.batches[step].valid_tokens
+    def loss(self, step: int) -> float:
+        """Per token."""
+        return torch.stack(self.losses[step]).sum().item() / self.batches[step].valid_tokens
 
 
 def measure(cfg: config.Config, world: World) -> dict[int, list[tuple[float, float]]]:
     """Seconds of (ours, bare) for each timed step, by the clock and in CPU time. Raises ConfigError where the run
     failed, ArithmeticError where the loops did not compute the same."""
     dataset, last, pin = open_dataset(cfg), cfg.train.steps, world.device.type == "cuda"
-    loader = Loader(cfg, dataset.train, dataset.weights, world.dp_rank, world.dp_size, 1, pin)
+    loader = Loader(cfg, dataset.train, dataset.weights, 0, 1, 1, pin)
     bare = BareLoop(cfg, world, {step: loader.batch(step) for step in range(1, last + 1)})
     loader.close()
     run_folder = config.run_folder(cfg)
@@ -114,7 +111,7 @@ def measure(cfg: config.Config, world: World) -> dict[int, list[tuple[float, flo
         raise ConfigError(folder.failures(run_folder, LAUNCH)[0]["text"]) from None
     losses = {row["step"]: row["loss"] for row in read_rows(run_folder / "metrics.jsonl")}
     for step, ours in losses.items():
-        if not math.isclose(ours, theirs := bare.loss(step).item(), rel_tol=1e-3):
+        if not math.isclose(ours, theirs := bare.loss(step), rel_tol=1e-3):
             raise ArithmeticError(f"step {step}: train.py's loss is {ours}, the bare loop's {theirs}")
     return {step: pair for step, pair in run.seconds.items() if WARM_UP < step < last}  # the last is due for a row
 
@@ -155,31 +152,26 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--sizes", type=lambda text: text.split(","), default=[*SIZES],
                         help="the last line is of the last")
     args, overrides = parser.parse_known_args(argv)
-    lines = []
     with tempfile.TemporaryDirectory() as temporary:
         # what both loops compute alike: a constant learning rate, so low that rounding does not add up; one group
-        common = ["--parallel.param_dtype=float32", f"--run.output_dir={temporary}", f"--data.path={temporary}/data",
-                  "--eval=off", "--checkpoint=off",
+        common = [f"--run.output_dir={temporary}", f"--data.path={temporary}/data", "--eval=off", "--checkpoint=off",
+                  "--parallel.param_dtype=float32",
                   f"--train.steps={WARM_UP + args.steps + 1}", "--optim.schedule=constant", "--optim.warmup_steps=0",
                   "--optim.lr=1e-4", "--optim.weight_decay=0"]
         try:
             for name in args.sizes:
                 cfg = config.load(str(TINY), [f"--run.name={name}", *common, *SIZES[name], *overrides])
+                prepare(cfg)
                 with distributed(cfg) as world:
-                    if world.rank == 0:
-                        prepare(cfg)
-                    torch.distributed.barrier()
                     seconds = measure(cfg, world)
-                if world.rank == 0:
-                    clock, cpu = ({step: kinds[i] for step, kinds in seconds.items()} for i in range(2))
-                    print(f"{name}, CPU time: {report(f'{name}, CPU time', cpu, cfg.log.every_steps)}")
-                    lines.append(report(name, clock, cfg.log.every_steps))
-                    print(f"{name}: {lines[-1]}")
+                clock, cpu = ({step: kinds[i] for step, kinds in seconds.items()} for i in range(2))
+                print(f"{name}, CPU time: {report(f'{name}, CPU time', cpu, cfg.log.every_steps)}")
+                last = report(name, clock, cfg.log.every_steps)
+                print(f"{name}: {last}")
         except (ConfigError, ArithmeticError) as error:
             print(error, file=sys.stderr)
             return 1
-    if lines:  # on rank 0
-        print(lines[-1])
+    print(last)
     return 0
 
 

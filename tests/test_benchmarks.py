@@ -4,6 +4,7 @@ import contextlib
 import io
 import re
 import statistics
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -15,19 +16,18 @@ NUMBER = r"-?\d+\.\d+"
 SMALL = ["--model.dim=48", "--model.n_layers=2", "--model.ffn_dim=80", "--model.vocab_size=320", "--run.device=cpu"]
 
 
-def output(module, *arguments: str) -> list[str]:
+def output(main: Callable[[list[str]], int], arguments: list[str]) -> list[str]:
     """The lines that a benchmark prints on a rank."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert module.main([*arguments]) == 0
+        assert main(arguments) == 0
     return out.getvalue().splitlines()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_overhead(on_ranks, corpus, prepared, ranks):
-    sizes = [*SMALL, "--train.seq_len=32", f"--train.global_batch_size={2 * ranks}", f"--data.source={corpus}",
-             f"--data.path={prepared}", "--train.micro_batch_size=1", "--log.tensorboard=false"]
-    lines = on_ranks(ranks, output, overhead, "--steps", "20", *sizes)[0]
+def test_overhead(on_ranks, corpus, prepared):
+    sizes = [*SMALL, "--train.seq_len=32", "--train.global_batch_size=2", "--train.micro_batch_size=1",
+             f"--data.source={corpus}", f"--data.path={prepared}", "--log.tensorboard=false"]
+    lines = on_ranks(1, output, overhead.main, ["--steps", "20", *sizes])[0]
     pattern = rf"overhead ({NUMBER}) % \(({NUMBER}) % \.\.\. ({NUMBER}) %\), ({NUMBER}) ms a step"
     found = re.fullmatch(pattern, lines[-1])
     share, low, high, _ = map(float, found.groups())
@@ -55,7 +55,7 @@ def different_weights(arguments: list[str]) -> int:
 @pytest.mark.parametrize("ranks, options", [(1, []), (2, ["--parallel.dp_replicate=2", "--parallel.dp_shard=1"]),
                                             (2, ["--parallel.reshard_after_forward=false"])], ids=str)
 def test_transformers_step(on_ranks, ranks, options):
-    lines = on_ranks(ranks, output, transformers_step, "--steps", "3", *SMALL, "--train.seq_len=32", *options)[0]
+    lines = on_ranks(ranks, output, transformers_step.main, ["--steps", "3", *SMALL, "--train.seq_len=32", *options])[0]
     found = re.fullmatch(rf"ratio ({NUMBER}) \(({NUMBER}) \.\.\. ({NUMBER})\)", lines[-1])
     value, low, high = map(float, found.groups())
     assert low <= value <= high
