@@ -329,6 +329,10 @@ def test_a_plain_model_reads_it_and_differences_are_named(saved_by_two):
     flatter = Llama(make_config(model={"n_layers": 1}).model)
     with pytest.raises(ConfigError, match=r"has model\.blocks\.1.*which this model does not"):
         restore(folder, flatter, build_optimizer(flatter, cfg.optim))
+    frozen = Llama(cfg.model)
+    frozen.embedding.weight.requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"has optim\.embedding\.weight\.exp_avg, which this model does not"):
+        restore(folder, frozen, build_optimizer(frozen, cfg.optim))
     wider = Llama(make_config(model={"ffn_dim": 96}).model)
     with pytest.raises(ConfigError, match=r"gate_proj.weight is torch.float32 .*80, 48.*this model's is .*96, 48"):
         restore(folder, wider, None)

@@ -1,5 +1,6 @@
 """Token files, windows, batches: each sample once, for any split; damaged files named."""
 
+import dataclasses
 import json
 import random
 import shutil
@@ -59,11 +60,19 @@ def test_targets_are_the_next_tokens(prepared):
 
 def test_a_failure_in_the_loaders_thread_reaches_the_training_thread(prepared, tmp_path):
     stream = open_stream(prepared, "train", 320)
-    import dataclasses
     loader = Loader(make_config(), [dataclasses.replace(stream, vocab_size=5)], [1.0], 0, 1, 1, False)
     with pytest.raises(ConfigError, match=r"token \d+ has id \d+, but \[model\] vocab_size = 5"):
         next(loader)
     loader.close()
+
+
+def test_an_id_as_large_as_the_vocabulary_is_named(prepared):
+    stream = open_stream(prepared, "train", 320)
+    _, ids = stream.read(0, 1000)
+    largest = int(ids.max())
+    assert torch.equal(dataclasses.replace(stream, vocab_size=largest + 1).read(0, 1000)[1], ids)
+    with pytest.raises(ConfigError, match=rf"token {int(ids.argmax())} has id {largest}, but .* vocab_size = {largest};"):
+        dataclasses.replace(stream, vocab_size=largest).read(0, 1000)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

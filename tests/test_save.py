@@ -87,6 +87,24 @@ def test_another_optimizer_is_one_line_that_names_what_changed(on_ranks, tmp_pat
         assert message.endswith("; optim.eps was 1e-08, is 0.5")
 
 
+def save_with_a_nan_on_rank_one(folder) -> tuple[str, list[str]]:
+    """(the error, what stands in the folder afterwards)."""
+    with ready(folder) as (cfg, model, optimizer, checkpointer):
+        if checkpointer.world.rank == 1:
+            with torch.no_grad():
+                next(model.parameters()).to_local()[-1, -1] = float("nan")
+        try:
+            checkpointer.save(State(1), model, optimizer, stopping=True)
+        except FloatingPointError as error:
+            return str(error), catalog.steps(cfg)
+    return "none", []
+
+
+def test_a_nan_in_one_ranks_weights_is_not_saved(on_ranks, tmp_path):
+    for message, steps in on_ranks(2, save_with_a_nan_on_rank_one, tmp_path):
+        assert "weights that are not finite" in message and steps == []
+
+
 def fail_and_continue(folder) -> list:
     """For both ways of saving, how each of three saves ended, the second of which fails on rank 1 alone."""
     found, original = [], Writer.write_data
