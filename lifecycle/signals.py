@@ -85,22 +85,30 @@ class StopRequest:
         if self.file and not self.received:
             self.received = read_stop(self.file)
         self.flag = torch.tensor([self.received])
-        self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        if self.group.size() > 1:
+            self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def finish_sync(self) -> bool:
         """Whether any rank had been asked to stop by the last start_sync(); waits for the answer."""
         if self.work:
             self.work.wait()
-            self.work, self.decided = None, max(self.decided, int(self.flag))
+        if self.flag is not None:
+            self.flag, self.work, self.decided = None, None, max(self.decided, int(self.flag))
         return self.decided > 0
 
 
 def read_stop(file: pathlib.Path) -> int:
-    """The signal's number that a stop file holds, 0 for none."""
+    """The signal's number that a stop file holds, 0 for none. Read in every step, hence by the shortest way."""
     try:
-        text = file.read_text().strip()
+        descriptor = os.open(file, os.O_RDONLY)
     except OSError:
         return 0
+    try:
+        text = os.read(descriptor, 100).strip()
+    except OSError:
+        return 0
+    finally:
+        os.close(descriptor)
     return int(text) if text.isdigit() else signal.SIGTERM if text else 0
 
 
