@@ -671,6 +671,14 @@ def verify_damaged(cases: list[tuple[dict, str]]) -> list[str]:
     return found
 
 
+def unit_map(sections: dict) -> list[dict]:
+    from parallel.verify import verify_sharding
+
+    cfg = make_config(**sections)
+    with process_group() as world:
+        return verify_sharding(build(cfg, world), cfg.parallel, world)
+
+
 def batches(vocab_size: int, steps: int) -> torch.Tensor:
     """(steps, 8 sequences, 17 tokens), the same everywhere."""
     return torch.randint(0, vocab_size, (steps, 8, 17), generator=torch.Generator().manual_seed(3))
@@ -762,10 +770,9 @@ def train_with_units(steps: int, sections: dict, output: str, units: list[bool])
         return forward(x, weight)
 
     sections = {**sections, "train": {**sections["train"], "steps": steps}, "run": {"name": "r", "output_dir": output}}
-    with process_group() as world:
-        with mock.patch("checkpoint.checkpointer.has_bfloat16_units", lambda device: units[world.rank]), \
-             mock.patch("torch.nn.functional.linear", noting):
-            run_training(make_config(**sections), world)
+    with process_group() as world, mock.patch("torch.nn.functional.linear", noting), \
+         mock.patch("checkpoint.checkpointer.has_bfloat16_units", lambda device: units[world.rank]):
+        run_training(make_config(**sections), world)
     return " and ".join(computed)
 
 

@@ -196,6 +196,13 @@ def test_overrides(arguments, key, value):
     assert found == value and type(found) is type(value)
 
 
+def test_a_mixture_may_take_two_parts_of_one_source():
+    """Another split, subset or limit is another source."""
+    for key, value in {"split": "test", "subset": "de", "text_field": "body", "max_tokens": 9}.items():
+        cfg = make_config(data={"sources": [{"source": "a"}, {"source": "a", key: value}]})
+        assert getattr(cfg.data.sources[1], key) == value
+
+
 def test_all_problems_at_once(tmp_path):
     raw = tables(train={"steps": -1, "sequence": 5}, optim={"lr": "fast"})
     raw["modell"] = {}

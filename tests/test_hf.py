@@ -218,6 +218,14 @@ def test_what_one_rank_finds_wrong_is_raised_on_all(on_ranks, folders, tmp_path)
 # The configuration
 
 
+def test_what_a_folder_leaves_out_is_transformers_default(folders, tmp_path):
+    folder = shutil.copytree(folders["single"], tmp_path / "hf")
+    edit(folder / "config.json", rms_norm_eps=None, num_key_value_heads=None, tie_word_embeddings=None)
+    cfg, theirs = config_from(str(folder)), LlamaConfig.from_pretrained(folder)
+    assert (cfg.model.norm_eps, cfg.model.n_kv_heads) == (theirs.rms_norm_eps, theirs.num_key_value_heads)
+    assert cfg.model.tie_embeddings == theirs.tie_word_embeddings
+
+
 def test_sizes_come_from_the_folder_and_read_back(folders, tmp_path):
     for name, folder in folders.items():
         cfg = config_from(str(folder))
@@ -288,6 +296,7 @@ def test_transformers_gives_the_same_ids(read, prepared, tmp_path, capsys):
     for text in texts:
         assert theirs(text)["input_ids"] == ours.bos + ours.encode([text])[0]
         assert theirs.decode(ours.encode([text])[0]) == text
+        assert theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True) == text  # line ends are none
     assert [theirs.bos_token_id] == ours.bos and [theirs.eos_token_id] == ours.eos and len(theirs) == ours.vocab_size
     made = json.loads((tmp_path / "out/config.json").read_text())
     assert (made["bos_token_id"], made["eos_token_id"]) == (1, 2)

@@ -9,12 +9,13 @@ from fractions import Fraction
 import pytest
 import torch
 
+import config
 from config import LONGEST_PERIOD, ConfigError
 from data.dataset import open_data, weights
 from data.loader import DIGEST_MODULUS, make_order, sample_digest
 from data.order import Mixture, Order, Permutation, rank_samples, whole_parts
 from data.prepare import prepare
-from data.tokens import window_count
+from data.tokens import open_stream, window_count
 from tests import cases
 from tests.conftest import make_config, words
 
@@ -118,6 +119,15 @@ def test_every_sample_once_an_epoch_of_its_source():
         assert all(sorted(epoch) == list(range(count)) for epoch in epochs) and epochs[0] != epochs[1]
 
 
+def test_sources_of_one_size_are_read_in_orders_of_their_own():
+    order = Order([50, 50], [1, 1], 3)
+    read: list[list[int]] = [[], []]
+    for number in range(100):
+        source, _, window = order(number)
+        read[source].append(window)
+    assert sorted(read[0]) == sorted(read[1]) == list(range(50)) and read[0] != read[1]
+
+
 MIXED = {
     "model": {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 24},
     "train": {"seq_len": 16, "global_batch_size": 8, "micro_batch_size": 2},
@@ -160,6 +170,17 @@ def test_the_same_data_whatever_the_ranks_and_cuts(on_ranks, mixed, tmp_path):
         found = on_ranks(ranks, cases.train_to, steps, sections, str(tmp_path))[0]
     assert [row["step"] for row in found] == list(range(1, 61))
     assert [row["batch_digest"] for row in found] == expected
+
+
+def test_one_batch_of_samples_is_enough(prepared):
+    def of(batch: int) -> config.Config:
+        return make_config(train={"global_batch_size": batch, "micro_batch_size": 1})
+
+    stream = open_stream(prepared, "train", 320)
+    windows = window_count(stream.length, of(1).train.seq_len)
+    make_order(of(windows), [stream], [1.0])
+    with pytest.raises(ConfigError, match=f"one batch of train.global_batch_size = {windows + 1} takes"):
+        make_order(of(windows + 1), [stream], [1.0])
 
 
 def test_a_mixture_needs_its_share_of_a_batch(mixed):

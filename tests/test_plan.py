@@ -62,6 +62,7 @@ def test_what_does_not_fit_is_exit_3(capsys):
     assert done.returncode == 3 and json.loads(done.stdout) and "does not fit" in done.stderr
     fits, out, _ = dry_run(capsys, CONFIGS / "llama70b.toml", "--world-size", 64, "--gpu-memory-gib", 80)
     assert fits and "70,553,706,496" in out
+    assert not dry_run(capsys, CONFIGS / "llama70b.toml", "--world-size=8,64", "--gpu-memory-gib", 80)[0]
 
 
 def test_what_fits_counts_gradients_too(capsys):

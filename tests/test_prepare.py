@@ -230,6 +230,8 @@ def test_a_mixture_trains_one_tokenizer_and_keeps_its_sources_apart(corpus, tmp_
     assert read_manifest(second)["identity"]["text_field"] == "body"
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "mixed").rglob("*")}
     prepare(cfg)
+    (tmp_path / "other.jsonl").unlink()  # the text is not needed any more
+    assert prepare(cfg) == [first, second]
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "mixed").rglob("*")} == before
 
 

@@ -39,6 +39,15 @@ def test_right_models_pass_and_damage_is_named(on_ranks, ranks):
             assert any(message in text for text in said), (damage, said)  # a rank that raises ends the others
 
 
+def test_unit_map_counts_what_is_gathered(on_ranks):
+    """In param_dtype, or float32 where that is kept; not in the reduction's dtype."""
+    parallel = {"param_dtype": "bfloat16", "reduce_dtype": "float32", "keep_fp32": ["blocks.0"]}
+    for rows in on_ranks(2, cases.unit_map, {"parallel": parallel}):
+        size = {row["unit"]: row["gathered_bytes"] / row["parameters"] for row in rows}
+        assert size == {"embedding": 2, "blocks.0": 4, "blocks.1": 2, "head": 2}
+        assert all(row["local_bytes"] * 2 == row["parameters"] * 4 for row in rows)
+
+
 def test_unit_table_folds_equal_blocks():
     row = {"parameters": 10, "trainable": 10, "local_bytes": 2**20, "gathered_bytes": 2**21, "policy": "x"}
     blocks = [{"unit": f"blocks.{i}", **row} for i in range(9)]
