@@ -87,6 +87,25 @@ def test_another_optimizer_is_one_line_that_names_what_changed(on_ranks, tmp_pat
         assert message.endswith("; optim.eps was 1e-08, is 0.5")
 
 
+def save_what_may_not_be_published(folder) -> tuple[list[str], list[int]]:
+    """(problems reported, the checkpoints then there) where what must be on disk first, the rows, cannot be."""
+    def refuse() -> None:
+        raise OSError(28, "no space for the rows")
+
+    problems = []
+    with ready(folder) as (cfg, model, optimizer, checkpointer):
+        checkpointer.on_publish(refuse)
+        checkpointer.report = lambda step, problem: problems.append(problem)
+        checkpointer.save(State(1), model, optimizer, stopping=False)
+        checkpointer.log_last_save(wait=True)
+        return problems, catalog.steps(cfg)
+
+
+def test_nothing_is_published_before_its_rows_are_on_disk(on_ranks, tmp_path):
+    (problems, steps), (others, _) = on_ranks(2, save_what_may_not_be_published, tmp_path)
+    assert len(problems) == 1 and "no space for the rows" in problems[0] and not others and steps == []
+
+
 def save_with_a_nan_on_rank_one(folder) -> tuple[str, list[str]]:
     """(the error, what stands in the folder afterwards)."""
     with ready(folder) as (cfg, model, optimizer, checkpointer):
