@@ -35,6 +35,7 @@ CASES = {
     "half the micro-batch": {"train": {"micro_batch_size": 1}},
     "no accumulation": {"train": {"micro_batch_size": None}},
     "recompute full": {"parallel": {"recompute": "full"}},
+    "recompute elementwise": {"parallel": {"recompute": "elementwise"}},
     "recompute selective": {"parallel": {"recompute": "selective"}},
     "recompute every second": {"parallel": {"recompute": 2}},
     "tied": {"model": {"tie_embeddings": True}},
