@@ -127,7 +127,7 @@ def measure_by_size(cfg: config.Config, world: World, bare: bool, timed: int = 8
         began = synchronize(world.device)
         train(step)
         seconds.append(synchronize(world.device) - began)
-    loss = loop.loss(8) if bare else losses[8] / batches[8].valid_tokens
+    loss = loop.loss(8) if bare else losses[8].item() / batches[8].valid_tokens
     one, three = spread(seconds[3 : 3 + timed]), spread(seconds[-timed:])
     found = step_of(one["median"], three["median"], sequences / size)
     if "step_seconds" in found:
@@ -135,7 +135,7 @@ def measure_by_size(cfg: config.Config, world: World, bare: bool, timed: int = 8
         found |= {"tokens_per_second": rate, "mfu": rate * flops_per_token(model, length) / peak if peak else None}
     return found | {
         "micro_batch_size": size, "seconds_of_one": one, "seconds_of_three": three, "first_step_seconds": seconds[0],
-        "loss": loss.item(), "peak_gib": peak_memory_gib(world.device),
+        "loss": loss, "peak_gib": peak_memory_gib(world.device),
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if world.device.type == "cuda" else None,
     }
 

@@ -299,7 +299,8 @@ def test_interrupted_it_ends_its_line(checkpoint):
     command = [sys.executable, "-m", "model.generate", checkpoint, "--prompt", "\N{SNOWMAN}", f"--tokens={10**6}",
                "--temperature=0"]  # sampled, an EOS token comes soon
     process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               env={**os.environ, "PYTHONIOENCODING": "ascii"})
+                               env={**os.environ, "PYTHONIOENCODING": "ascii"},  # a shell's background job ignores it
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     assert process.stdout.read(6) == r"\u2603"
     process.send_signal(signal.SIGINT)
     text, errors = process.communicate(timeout=300)
