@@ -314,6 +314,19 @@ def test_stopping_and_going_on_changes_nothing(straight, tmp_path, corpus, prepa
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+def test_bfloat16_states_resume_bitwise(on_ranks, corpus, prepared, tmp_path):
+    """Moments and the random bits of their rounding go on as if the run had not been cut."""
+    sections = {"data": {"source": str(corpus), "path": str(prepared)}, "checkpoint": {}, "train": {},
+                "optim": {"state_dtype": "bfloat16", "schedule_steps": 6, "warmup_steps": 2}}
+    for name, cuts in {"straight": (6,), "cut": (3, 6)}.items():
+        for steps in cuts:
+            found = on_ranks(1, cases.train_to, steps, sections, str(tmp_path / name))[0]
+    assert len(found) == 6
+    whole, again = (weights(tmp_path / name / "r", 6) for name in ("straight", "cut"))
+    assert whole.keys() == again.keys() and all(torch.equal(whole[name], again[name]) for name in whole)
+    assert any(t.dtype == torch.bfloat16 for t in whole.values())
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_finished_run_is_left_alone(straight, ranks):
     folder, _ = straight
