@@ -245,6 +245,15 @@ def test_a_source_prepared_once_serves_every_mixture(corpus, prepared, tmp_path)
     assert prepare(other) == first[::-1] and [folder.stat().st_mtime_ns for folder in first] == made
 
 
+def test_parts_of_one_source_have_names_of_their_own(corpus, prepared, tmp_path):
+    """As their losses are reported by name."""
+    sources = [{"source": str(corpus), "max_tokens": limit} for limit in (500, 3000)]
+    cfg = make_config(data={"sources": sources, "tokenizer": str(prepared / "tokenizer.model"),
+                            "path": str(tmp_path / "mixed")})
+    folders = prepare(cfg)
+    assert source_names(cfg) == [folder.name for folder in folders] and len(set(source_names(cfg))) == 2
+
+
 def test_training_on_a_mixture_and_looking_at_it(corpus, tmp_path, write_config, capsys):
     cfg = mixture(tmp_path, corpus)
     path = write_config("mixed", data={k: v for k, v in config.to_dict(cfg)["data"].items() if k != "source"}, eval={},
