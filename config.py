@@ -140,8 +140,8 @@ class Parallel:
     cpu_offload: bool = option(False, "keep parameters, gradients and optimizer state in host memory")
     sync_every_micro_batch: bool = option(True, "reduce each micro-batch's gradients; false: the sum, once a step")
     recompute: int | Literal["none", "elementwise", "selective", "full"] = option(
-        "none", "in backward: all but the products, half of these too, or all; n: all of every n-th block", POSITIVE)
-    compile: bool = option(False, "torch.compile each block")
+        "none", "in backward: what is elementwise, and half the products, or all; n: all of every n-th block", POSITIVE)
+    compile: bool = option(False, "torch.compile each block, the loss and the update of bfloat16 states")
 
 
 @dataclass(frozen=True)

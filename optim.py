@@ -75,7 +75,7 @@ class BFloat16AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             lr, one = torch.tensor(group["lr"]), torch.ones((), device=group["params"][0].device)
             scale = one if self.grad_scale is None else self.grad_scale
-            found = one * 0 if self.found_inf is None else self.found_inf
+            found = torch.zeros_like(one) if self.found_inf is None else self.found_inf
             for p in group["params"]:
                 if p.grad is None:
                     continue

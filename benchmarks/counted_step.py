@@ -40,6 +40,7 @@ from model.llama import Llama, rope_tables
 from model.loss import softmax_parts, to_slope
 from parallel.activation_checkpoint import ATTENTION, MATRIX_PRODUCTS, apply_activation_checkpointing
 
+CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 MODELS = ("llama1b", "llama3b", "llama8b", "llama70b")
 SETTINGS = ("none", "elementwise", "selective", "full")
 LOSS_TOKENS = 2048
@@ -231,7 +232,7 @@ def show(counts: dict) -> str:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("configs", nargs="*", default=[f"configs/{name}.toml" for name in MODELS])
+    parser.add_argument("configs", nargs="*", default=[str(CONFIGS / f"{name}.toml") for name in MODELS])
     parser.add_argument("--tokens", type=int, default=8192, help="of one sequence")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)

@@ -176,11 +176,6 @@ def find(path: pathlib.Path) -> pathlib.Path:
     raise ConfigError(f"{path}: no good checkpoint")
 
 
-def saved_options(cfg: config.Config, step: int) -> dict[str, Any]:
-    """{option: value} that a checkpoint was made with."""
-    return config.SCHEMA.complete(read_state(path_of(cfg, step))["config"])
-
-
 def changed_options(cfg: config.Config, step: int, names: re.Pattern) -> dict[str, tuple[str, str]]:
     """{option: (its value in the checkpoint, its value now)} of those options that differ, as a person reads them."""
     saved = read_state(path_of(cfg, step))["config"]

@@ -149,9 +149,11 @@ def with_param_dtype(cfg: config.Config, step: int, world: World) -> config.Conf
     bfloat16 where every rank's device has units for it, which emulated is slower than float32."""
     if cfg.parallel.param_dtype != "auto":
         return cfg
-    everywhere = all(all_gather_objects(has_bfloat16_units(world.device)))
-    dtype = on_rank_zero(lambda: catalog.saved_options(cfg, step)["parallel.param_dtype"]) if step else (
-        "bfloat16" if everywhere else "float32")
+    if step:
+        saved = on_rank_zero(lambda: catalog.read_state(catalog.path_of(cfg, step))["config"])
+        dtype = config.SCHEMA.complete(saved)["parallel.param_dtype"]
+    else:
+        dtype = "bfloat16" if all(all_gather_objects(has_bfloat16_units(world.device))) else "float32"
     return dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, param_dtype=dtype))
 
 

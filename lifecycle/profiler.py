@@ -59,8 +59,8 @@ class Profiler:
         self.trace.stop()
         try:
             self._write(f"steps {self.settings.at_step} to {step}, rank {self.rank}")
-        except (OSError, ValueError) as error:  # ValueError: torch's trace is not JSON
-            log.warning("the profile is incomplete: %s", error)
+        except (OSError, ValueError, StopIteration) as error:  # torch's trace is no JSON, or has lost our range
+            log.warning("the profile is incomplete: %r", error)
         if self.on_gpu:
             torch.cuda.memory._record_memory_history(enabled=None)
         self.trace = None

@@ -133,6 +133,13 @@ def test_on_a_gpu_the_memory_of_the_same_steps_is_recorded(tmp_path, monkeypatch
     assert (tmp_path / "profile/rank-1.txt").read_text().startswith("steps 2 to 3, rank 1")
 
 
+def test_a_trace_that_lost_the_steps_stops_nothing(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(profiler.log, "propagate", True)
+    monkeypatch.setattr(profiler, "read", lambda path: [])
+    trace_steps(tmp_path, "cpu")
+    assert "the profile is incomplete" in caplog.text and (tmp_path / "profile/rank-1.json").exists()
+
+
 def test_a_profile_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(profiler.log, "propagate", True)
     (tmp_path / "profile").write_text("a file where the folder should be")
