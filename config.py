@@ -128,6 +128,8 @@ class Optim:
 class Parallel:
     dp_replicate: int | Literal["auto"] = option(1, "replicas of the sharded model", POSITIVE)
     dp_shard: int | Literal["auto"] = option("auto", "ranks that share one copy; auto: what is left", POSITIVE)
+    cp: int = option(1, "ranks that share a sequence (context parallelism)", POSITIVE)
+    tp: int = option(1, "ranks that share each matrix (tensor parallelism)", POSITIVE)
     reshard_after_forward: bool | int = option(True, "false: keep until backward; n: keep shards of n", SHARDS)
     prefetch_forward: int = option(1, "units all-gathered ahead in forward; 0: FSDP2's implicit order", NOT_NEGATIVE)
     prefetch_backward: int = option(1, "units all-gathered ahead in backward; 0: FSDP2's implicit order", NOT_NEGATIVE)
@@ -229,14 +231,15 @@ def unit_names(model: Model) -> list[str]:
 def mesh_shape(cfg: Config, ranks: int) -> tuple[int, int, int, int]:
     """(dp_replicate, dp_shard, cp, tp). Raises ConfigError where that, or the global batch, does not come out even."""
     p, t = cfg.parallel, cfg.train
-    cp, tp = 1, 1  # no options yet
+    cp, tp = p.cp, p.tp
     dp_size = max(1, ranks // (cp * tp))
     dp_replicate = max(1, dp_size // p.dp_shard) if p.dp_replicate == "auto" else p.dp_replicate
     dp_shard = max(1, dp_size // dp_replicate) if p.dp_shard == "auto" else p.dp_shard
     n, shards, per_pass = p.reshard_after_forward, dp_shard * cp, (t.micro_batch_size or 1) * dp_size
     options.require(cfg, [
         ("parallel.dp_shard", dp_replicate * dp_shard * cp * tp == ranks,
-         f"times dp_replicate = {p.dp_replicate} must equal the number of ranks, {ranks}; set one of them to auto"),
+         f"times dp_replicate = {p.dp_replicate}" + f", cp = {cp} and tp = {tp}" * (cp * tp > 1)
+         + f" must equal the number of ranks, {ranks}; set one of the first two to auto"),
         ("train.global_batch_size", t.global_batch_size % per_pass == 0,
          f"must be a multiple of micro_batch_size x data ranks = {t.micro_batch_size or 1} x {dp_size} = {per_pass}"),
         ("parallel.reshard_after_forward", type(n) is bool or shards % n == 0,
@@ -283,6 +286,15 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
          "goes without cpu_offload, which would leave what is unsharded on the host for good"),
         ("parallel.recompute model.n_layers", isinstance(p.recompute, str) or p.recompute <= m.n_layers,
          f"every n-th of {m.n_layers} blocks: n must not exceed them"),
+        *((f"model.{name} parallel.tp", getattr(m, name) % p.tp == 0, f"must be a multiple of parallel.tp = {p.tp}")
+          for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")),
+        ("train.seq_len parallel.cp", p.cp == 1 or t.seq_len % (2 * p.cp) == 0,
+         f"must be a multiple of 2 x parallel.cp = {2 * p.cp}: each rank has two chunks"),
+        ("train.seq_len parallel.cp parallel.tp", t.seq_len % (p.cp * p.tp) == 0,
+         f"must be a multiple of parallel.cp x parallel.tp = {p.cp * p.tp}"),
+        ("parallel.reshard_after_forward parallel.tp", p.tp == 1 or type(p.reshard_after_forward) is bool,
+         "goes with tp = 1 only: FSDP2 keeps no smaller shards of what tensor parallelism has cut"),
+        ("parallel.unsharded parallel.tp", p.tp == 1 or not p.unsharded, "goes with tp = 1 only, which cuts no matrix"),
         ("checkpoint.allow_changed", not c or all(name in SCHEMA.options for name in c.allow_changed),
          "names no option; write section.key"),
         ("profile.at_step profile.steps train.steps", not f or f.at_step + f.steps - 1 <= t.steps,

@@ -21,6 +21,7 @@ from data.show import printable
 from lifecycle.run import Run
 from model.generate import continue_text
 from model.llama import Llama, meta_model
+from parallel.context import own_places
 from parallel.fsdp import reshard
 from parallel.materialize import materialize
 from parallel.mesh import World, all_gather_objects, on_rank_zero, storage_device
@@ -40,8 +41,9 @@ def evaluate(model: Llama, cfg: config.Config, world: World, dataset: Dataset, r
     counts = torch.zeros(len(streams), dtype=torch.int64, device=world.device)
     model.eval()
     phase, pin = "first evaluation batch", world.device.type == "cuda"  # the first may compile
+    places = own_places(world, cfg.train.seq_len)
     for i, tensors in ((i, batch) for i, stream in enumerate(streams)
-                       for batch in heldout_batches(stream, cfg, world.dp_rank, world.dp_size, pin)):
+                       for batch in heldout_batches(stream, cfg, world.dp_rank, world.dp_size, pin, places)):
         with run.phase(phase):
             run.stop.start_sync()
             found, valid = model(*(tensor.to(world.device, non_blocking=True) for tensor in tensors))
@@ -54,7 +56,7 @@ def evaluate(model: Llama, cfg: config.Config, world: World, dataset: Dataset, r
     model.train()
     if run.stopping():
         return None
-    ranks = all_gather_objects((sums.tolist(), counts.tolist()))
+    ranks = all_gather_objects((sums.tolist(), counts.tolist()))[:: world.tp]
     sums, counts = ([sum(of_source) for of_source in zip(*of_ranks)] for of_ranks in zip(*ranks))
     # sums and counts, not means of means; a mask may leave no target
     mean = [part / count if count else math.nan for part, count in zip([*sums, sum(sums)], [*counts, sum(counts)])]

@@ -114,12 +114,13 @@ class Recorder:
                    "peak_memory_gib": peak_memory_gib(self.world.device)}
         ranks = all_gather_objects(ours | figures)
         slowest = {name: max(rank[name] for rank in ranks) for name in figures}
-        rate = config.tokens_per_step(self.cfg) / self.world.size / slowest["step_seconds"]
-        peak = peak_flops(self.world.device)
+        w, peak = self.world, peak_flops(self.world.device)
+        rate = config.tokens_per_step(self.cfg) / w.size / slowest["step_seconds"]
         row = {
             "kind": "train",
             "step": step,
-            **{name: sum(rank["sums"][name] for rank in ranks) / batch.valid_tokens if batch.valid_tokens else math.nan
+            # tp ranks have the same sums, cp ranks those of their part of the sequence
+            **{name: sum(rank["sums"][name] for rank in ranks[:: w.tp]) / (batch.valid_tokens or math.nan)
                for name in sums},
             **{name: as_numbers(value) for name, value in scalars.items()},
             "tokens": tokens,
@@ -127,7 +128,7 @@ class Recorder:
             "mfu": rate * self.flops_per_token / peak if peak else None,
             **figures,
             **({"slowest_rank": slowest} if self.world.size > 1 else {}),
-            "batch_digest": sum(rank["digest"] for rank in ranks) % config.DIGEST_MODULUS,
+            "batch_digest": sum(rank["digest"] for rank in ranks[:: w.cp * w.tp]) % config.DIGEST_MODULUS,
         }
         if self.rows:
             self.rows.write(row)
@@ -146,8 +147,9 @@ class Recorder:
             return
         w, m, p, t = self.world, self.cfg.model, self.cfg.parallel, self.cfg.train
         log.info(f"{self.folder}: {parameters:,} parameters on {w.size} x {w.device.type} ({w.dp_replicate} replicas x "
-                 f"{w.dp_shard} shards), {p.param_dtype}, recompute {p.recompute}, prefetch {p.prefetch_forward} "
-                 f"forward, {p.prefetch_backward} backward (0: implicit){', compiled' * p.compile}"
+                 f"{w.dp_shard} shards{f' x cp {w.cp} x tp {w.tp}' * (w.cp * w.tp > 1)}), {p.param_dtype}, "
+                 f"recompute {p.recompute}, prefetch {p.prefetch_forward} forward, {p.prefetch_backward} backward "
+                 f"(0: implicit){', compiled' * p.compile}"
                  f"{', offloaded to the host' * p.cpu_offload}"
                  f"{', reduced once a step' * (not p.sync_every_micro_batch)}")
         log.info(f"{config.tokens_per_step(self.cfg):,} tokens per step = "

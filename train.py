@@ -43,6 +43,7 @@ from metrics import Recorder
 from model.hf_weights import open_weights
 from model.llama import Llama, flops_per_token, meta_model, parameter_count
 from optim import FiniteGuard, build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from parallel.context import own_places
 from parallel.fsdp import set_gradient_sync, unshard_first_units
 from parallel.materialize import materialize, materialize_from
 from parallel.mesh import World, distributed, on_rank_zero, storage_device
@@ -88,7 +89,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
     recorder.log_start(parameter_count(model), unit_table(unit_rows), dataset.notes)
     checkpointer.on_publish(recorder.sync)  # metrics are flushed to disk before a checkpoint is published
     loader = Loader(cfg, dataset.train, dataset.weights, world.dp_rank, world.dp_size, start + 1,
-                    pin=world.device.type == "cuda")
+                    pin=world.device.type == "cuda", places=own_places(world, cfg.train.seq_len))
     if start and evaluation_is_due(cfg, start) and not recorder.has_evaluation(start):
         # the previous launch was stopped before this evaluation
         recorder.log_evaluation(start, evaluate(model, cfg, world, dataset, run))

@@ -94,7 +94,7 @@ def block_graphs(m: config.Model, tokens: int, setting: str, documents: bool) ->
         x = torch.empty(1, tokens, m.dim, dtype=torch.bfloat16, requires_grad=True)
         rule = mask_mod(torch.zeros(1, tokens, dtype=torch.long))
         mask = create_block_mask(rule, 1, None, tokens, tokens, device="cpu") if documents else None
-        forward, backward = graphs_of(model.blocks[0], x, *rope_tables(m, tokens, x.device), mask)
+        forward, backward = graphs_of(model.blocks[0], x, *rope_tables(m, torch.arange(tokens)), mask)
     return forward, backward
 
 

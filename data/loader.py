@@ -31,8 +31,10 @@ class Loader:
     """Iterates over a data rank's batches from a step on; a thread reads ahead, and pins for the GPU."""
 
     def __init__(self, cfg: config.Config, streams: Sequence[TokenStream], weights: Sequence[float], dp_rank: int,
-                 dp_size: int, first_step: int, pin: bool):
+                 dp_size: int, first_step: int, pin: bool, places: Tensor | None = None):
+        """places: as split()'s."""
         self.cfg, self.streams, self.dp_rank, self.dp_size, self.pin = cfg, streams, dp_rank, dp_size, pin
+        self.places = places
         self.micro_batch_size = config.micro_batch_size(cfg, dp_size)
         self.order = make_order(cfg, streams, weights)
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "loader")
@@ -51,7 +53,7 @@ class Loader:
     def batch(self, step: int) -> Batch:
         t, mask, digest, micro_batches = self.cfg.train, self.cfg.data.document_mask, 0, []
         for numbers in rank_samples(step, t.global_batch_size, self.micro_batch_size, self.dp_rank, self.dp_size):
-            contents, tensors = read_windows([self.span(n) for n in numbers], t.seq_len, mask)
+            contents, tensors = read_windows([self.span(n) for n in numbers], t.seq_len, mask, self.places)
             digest += sum(map(sample_digest, numbers, contents))
             micro_batches.append(pinned(tensors) if self.pin else tensors)
         valid = t.global_batch_size * t.seq_len
@@ -67,8 +69,8 @@ class Loader:
         return self.streams[place.source], place.window * length, (place.window + 1) * length + 1
 
 
-def read_windows(spans: list[tuple[TokenStream, int, int]], seq_len: int,
-                 mask: bool) -> tuple[list[bytes], tuple[Tensor, ...]]:
+def read_windows(spans: list[tuple[TokenStream, int, int]], seq_len: int, mask: bool,
+                 places: Tensor | None = None) -> tuple[list[bytes], tuple[Tensor, ...]]:
     """The bytes of windows (stream, first token, one past the last), and split() of them, padded with IGNORE."""
     rows, contents = torch.full((len(spans), seq_len + 1), IGNORE), []  # (B, T+1)
     documents = torch.zeros_like(rows) if mask else None
@@ -79,7 +81,7 @@ def read_windows(spans: list[tuple[TokenStream, int, int]], seq_len: int,
             if mask:
                 for number, begin, _ in stream.documents(first, stop):
                     documents[row, max(begin - first, 0) :] = number
-    return contents, split(rows, documents)
+    return contents, split(rows, documents, places)
 
 
 def pinned(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -87,16 +89,23 @@ def pinned(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(tensor.pin_memory() for tensor in tensors)
 
 
-def split(rows: Tensor, documents: Tensor | None = None) -> tuple[Tensor, ...]:
+def split(rows: Tensor, documents: Tensor | None = None, places: Tensor | None = None) -> tuple[Tensor, ...]:
     """Windows (B, T+1), padded with IGNORE, -> inputs (B, T) and targets (B, T), each the token after its input. With
     their documents (B, T+1) a target in another one than its input is IGNORE, and the inputs' positions (B, T) and
-    documents (B, T) follow. All int64."""
+    documents (B, T) follow. All int64.
+
+    places (T / cp): of the tokens that are this rank's, where several share a sequence. Inputs, targets and positions
+    are those alone, documents stay whole: their mask asks which one any key belongs to."""
     inputs, targets = rows[:, :-1].clamp(min=0), rows[:, 1:].clone()  # of a single row contiguous() would be a view
-    if documents is None:
-        return inputs, targets
-    targets[documents[:, 1:] != documents[:, :-1]] = IGNORE
-    documents = documents[:, :-1].contiguous()
-    return inputs, targets, positions(documents), documents
+    where = ()
+    if documents is not None:
+        targets[documents[:, 1:] != documents[:, :-1]] = IGNORE
+        documents = documents[:, :-1].contiguous()
+        where = positions(documents), documents
+    if places is not None:
+        inputs, targets = inputs[:, places], targets[:, places]
+        where = (where[0][:, places], documents) if where else (places.expand_as(inputs),)
+    return inputs, targets, *where
 
 
 def positions(documents: Tensor) -> Tensor:
@@ -114,7 +123,7 @@ def sample_digest(number: int, raw: bytes) -> int:
 
 
 def heldout_batches(stream: TokenStream, cfg: config.Config, dp_rank: int,
-                    dp_size: int, pin: bool = False) -> Iterator[tuple[Tensor, ...]]:
+                    dp_size: int, pin: bool = False, places: Tensor | None = None) -> Iterator[tuple[Tensor, ...]]:
     """A data rank's micro-batches of a validation stream, as split() gives them; each target once over all data ranks.
     The last batch is padded with IGNORE, so that every rank runs the same number of forward passes."""
     t, micro_batch_size = cfg.train, config.micro_batch_size(cfg, dp_size)
@@ -124,5 +133,5 @@ def heldout_batches(stream: TokenStream, cfg: config.Config, dp_rank: int,
     for step in range(1, steps + 1):
         for numbers in rank_samples(step, t.global_batch_size, micro_batch_size, dp_rank, dp_size):
             spans = [(stream, n * t.seq_len, min((n + 1) * t.seq_len + 1, stream.length)) for n in numbers]
-            tensors = read_windows(spans, t.seq_len, cfg.data.document_mask)[1]
+            tensors = read_windows(spans, t.seq_len, cfg.data.document_mask, places)[1]
             yield pinned(tensors) if pin else tensors

@@ -12,23 +12,30 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 
-def mask_mod(documents: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """FlexAttention's rule for document numbers (B, T): query q attends to key k of its document, up to itself."""
+def mask_mod(documents: Tensor | None, places: Tensor | None = None) -> Callable[[Tensor, ...], Tensor]:
+    """FlexAttention's rule: query q attends to key k up to itself and, with document numbers (B, T), of its document.
+    places (Q): of the queries in the sequence, where they are a part of it."""
 
     def rule(b: Tensor, h: Tensor | None, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (documents[b, q] == documents[b, k])
+        q = q if places is None else places[q]
+        return q >= k if documents is None else (q >= k) & (documents[b, q] == documents[b, k])
 
     return rule
 
 
-def document_mask(documents: Tensor) -> Tensor | BlockMask:
-    """mask_mod() as attention() takes it: on a GPU a BlockMask (https://arxiv.org/abs/2412.05496), so that no (T, T)
-    tensor exists; elsewhere booleans (B, 1, T, T), True where a query attends."""
+def document_mask(documents: Tensor, places: Tensor | None = None) -> Tensor | BlockMask:
     batch, length = documents.shape
-    if documents.is_cuda:
-        return _compiled(create_block_mask)(mask_mod(documents), batch, None, length, length, documents.device)
-    row, place = torch.arange(batch, device=documents.device), torch.arange(length, device=documents.device)
-    return mask_mod(documents)(row[:, None, None], None, place[:, None], place)[:, None]
+    return make_mask(mask_mod(documents, places), batch, length if places is None else len(places), length,
+                     documents.device)
+
+
+def make_mask(rule: Callable, batch: int, queries: int, keys: int, device: torch.device) -> Tensor | BlockMask:
+    """mask_mod() as attention() takes it: on a GPU a BlockMask (https://arxiv.org/abs/2412.05496), so that no (Q, T)
+    tensor exists; elsewhere booleans (B, 1, Q, T), True where a query attends. batch 1: the same for any."""
+    if device.type == "cuda":
+        return _compiled(create_block_mask)(rule, batch, None, queries, keys, device)
+    row, query, key = (torch.arange(n, device=device) for n in (batch, queries, keys))
+    return rule(row[:, None, None], None, query[:, None], key).expand(batch, -1, -1)[:, None]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:

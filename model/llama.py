@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import config
 from config import ConfigError
 from model.attention import BlockMask, Cache, KVCache, attention, document_mask
-from model.loss import LossSums, chunked_cross_entropy
+from model.loss import LossSums, VocabularyShard, chunked_cross_entropy
 
 
 class RMSNorm(nn.Module):
@@ -41,21 +41,21 @@ class RMSNorm(nn.Module):
         return normed.to(self.weight.dtype) * self.weight
 
 
-def rope_tables(m: config.Model, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (T, E) in float32 for positions 0 ... T-1, half-split layout (both halves alike).
+def rope_tables(m: config.Model, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine (..., T, E) in float32 for positions (..., T), half-split layout (both halves alike).
 
     Computed in each forward pass, not stored: a buffer would be garbage after meta construction, and mixed precision
     could round it. rope_scaling is Llama 3.1's (https://arxiv.org/abs/2407.21783): it divides the low frequencies by
     `factor`, keeps the high ones and blends between.
     """
-    half = torch.arange(0, m.width_per_head, 2, dtype=torch.float32, device=device)  # (E/2)
+    half = torch.arange(0, m.width_per_head, 2, dtype=torch.float32, device=positions.device)  # (E/2)
     frequency = 1.0 / (m.rope_theta ** (half / m.width_per_head))
     if s := m.rope_scaling:
         turns = s.original_max_position_embeddings * frequency / (2 * math.pi)  # in the original context
         keep = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0, 1)
         frequency = keep * frequency + (1 - keep) * frequency / s.factor
-    angle = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequency  # (T, E/2)
-    angle = torch.cat([angle, angle], dim=-1)  # (T, E)
+    angle = positions.float()[..., None] * frequency  # (..., T, E/2)
+    angle = torch.cat([angle, angle], dim=-1)  # (..., T, E)
     return angle.cos(), angle.sin()
 
 
@@ -98,6 +98,7 @@ class Attention(nn.Module):
         self.k_proj = Linear(m.dim, m.n_kv_heads * self.head_dim)
         self.v_proj = Linear(m.dim, m.n_kv_heads * self.head_dim)
         self.o_proj = Linear(m.n_heads * self.head_dim, m.dim, out_std)
+        self.attend = attention  # parallel/context.py: of a part of the sequence over the whole
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None,
                 cache: KVCache | None = None) -> Tensor:
@@ -106,9 +107,7 @@ class Attention(nn.Module):
         k = self.k_proj(x).view(heads).transpose(1, 2)  # (B, T, D) -> (B, K, T, E)
         v = self.v_proj(x).view(heads).transpose(1, 2)  # (B, T, D) -> (B, K, T, E)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        if cache is not None:
-            k, v = cache.append(k, v)
-        out = attention(q, k, v, mask)
+        out = self.attend(q, k, v, mask) if cache is None else attention(q, *cache.append(k, v), mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))  # (B, H, T, E) -> (B, T, H*E) -> (B, T, D)
 
 
@@ -152,13 +151,14 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.empty(m.vocab_size, m.dim))
         self.init_std, self.init_cutoff = m.dim**-0.5, 3.0  # cutoff in standard deviations
         self.compile_loss = False
+        self.shard: VocabularyShard | None = None  # which rows of the weight are here, where parallel/tensor.py cuts it
 
     def forward(self, x: Tensor, targets: Tensor | None = None, **loss_options) -> Tensor | tuple[LossSums, Tensor]:
         x = self.norm(x).to(self.weight.dtype)  # (B, T, D)
         if targets is None:
             return F.linear(x, self.weight)  # (B, T, V)
         return chunked_cross_entropy(x.flatten(0, 1), self.weight, targets.flatten(), compile=self.compile_loss,
-                                     **loss_options)
+                                     shard=self.shard, **loss_options)
 
 
 class Llama(nn.Module):
@@ -166,8 +166,9 @@ class Llama(nn.Module):
     targets), as model/loss.py makes them, which takes loss_options.
 
     positions (B, T): for RoPE, default 0 ... T-1. documents (B, T): number of each token's document, rising along T; a
-    token attends to its own document only. With a cache, tokens are those that it does not hold yet, and the logits
-    (B, 1, V) are those of each row's newest token.
+    token attends to its own document only. Of a sequence that several ranks share (parallel/context.py), tokens,
+    targets and positions are a part, documents the whole. With a cache, tokens are those that it does not hold yet, and
+    the logits (B, 1, V) are those of each row's newest token.
     """
 
     def __init__(self, m: config.Model):
@@ -175,6 +176,7 @@ class Llama(nn.Module):
         self.config = m
         self.embedding = Embedding(m.vocab_size, m.dim)
         self.blocks = nn.ModuleList(Block(m, layer) for layer in range(m.n_layers))
+        self.mask_of = lambda documents: None if documents is None else document_mask(documents)
         self.head = Head(m)
         if m.tie_embeddings:  # one matrix, which starts as an output matrix
             self.embedding.weight = self.head.weight
@@ -183,13 +185,12 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None,
                 documents: Tensor | None = None, cache: Cache | None = None,
                 **loss_options) -> Tensor | tuple[LossSums, Tensor]:
-        length = tokens.shape[1] if cache is None else cache.columns
-        cos, sin = rope_tables(self.config, length, tokens.device)  # (T, E)
-        mask = None if documents is None else document_mask(documents)
+        mask = self.mask_of(documents)
         if cache is not None:
             mask, positions, newest = cache.advance(tokens.shape[1])
-        if positions is not None:
-            cos, sin = cos[positions][:, None], sin[positions][:, None]  # (B, 1, T, E)
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]  # (1, T)
+        cos, sin = (table[:, None] for table in rope_tables(self.config, positions))  # (B or 1, 1, T, E)
         x = self.embedding(tokens)  # (B, T, D)
         for i, block in enumerate(self.blocks):
             x = block(x, cos, sin, mask, cache and cache.blocks[i])

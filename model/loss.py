@@ -1,6 +1,6 @@
 """Cross entropy as (sum, count), chunked over tokens: the logits of one chunk exist at a time.
 
-Shapes: N tokens, D width, V vocabulary, C tokens of a chunk.
+Shapes: N tokens, D width, V vocabulary or the rows of it that this rank has, C tokens of a chunk.
 
 Beside inputs and gradients it holds C * V logits in the weight's dtype (not compiled: and such in float32), over which
 their gradient is written; of several chunks also V * D of the weight's gradient in float32. Compiled on a GPU, what
@@ -9,6 +9,7 @@ lies between the products reads the logits two or three times and writes them on
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,8 +22,17 @@ LossSums = dict[str, Tensor]  # over the tokens: "loss" is minimized, and has th
 CHUNK = {"cpu": 256, "cuda": 2048, "cuda compiled": 8192}
 
 
-def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None,
-                          compile: bool = False) -> tuple[LossSums, Tensor]:
+@dataclass(frozen=True)
+class VocabularyShard:
+    """Where `weight` holds some rows of the vocabulary, and other ranks the others: all get the same loss, and a
+    gradient of x that is to be added up over them."""
+
+    first: int  # row of the vocabulary that this rank's begin with
+    gather: Callable[[Tensor], Tensor]  # (...) -> (ranks, ...): every rank's
+
+
+def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None, compile: bool = False,
+                          shard: VocabularyShard | None = None) -> tuple[LossSums, Tensor]:
     """({"loss": sum over the tokens, in float32}, number of valid targets), scalars all, of logits x @ weight.T.
 
     x (N, D) and weight (V, D) of one dtype, targets (N) with IGNORE where there is none. Sums, not means: means of
@@ -30,14 +40,14 @@ def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int
     """
     compile = compile and (x.is_cuda or x.dtype != torch.float32)  # a CPU's own float32 kernels are faster
     chunk = chunk or CHUNK["cuda compiled" if x.is_cuda and compile else x.device.type]
-    total = _ChunkedCrossEntropy.apply(x, weight, targets, chunk, compile, torch.is_grad_enabled())
+    total = _ChunkedCrossEntropy.apply(x, weight, targets, chunk, compile, shard, torch.is_grad_enabled())
     return {"loss": total}, (targets != IGNORE).sum()
 
 
 def softmax_parts(logits: Tensor, index: Tensor) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
     """(exponentials of the logits less their maximum, this maximum, their sum, the target's logit), in float32, of
-    logits (C, V) and targets (C, 1); (C, 1) the last three, which of parts of a vocabulary can be combined. Float32
-    logits are written over. Compiled, there are no exponentials: they cost less to compute again than to keep."""
+    logits (C, V) and targets (C, 1); (C, 1) the last three. Float32 logits are written over. Compiled, there are no
+    exponentials: they cost less to compute again than to keep."""
     wide = logits.float()
     top, chosen = wide.amax(-1, keepdim=True), wide.gather(-1, index)
     if torch.compiler.is_compiling():
@@ -47,10 +57,11 @@ def softmax_parts(logits: Tensor, index: Tensor) -> tuple[Tensor | None, Tensor,
 
 
 def to_slope(logits: Tensor, index: Tensor, exponentials: Tensor | None, top: Tensor, sums: Tensor, chosen: Tensor,
-             scale: Tensor) -> Tensor:
-    """The gradient of the loss by the logits, (softmax - one-hot) * scale, written over the logits. scale (C, 1)."""
+             own: Tensor, scale: Tensor) -> Tensor:
+    """The gradient of the loss by the logits, (softmax - one-hot) * scale, written over the logits. (C, 1): chosen, the
+    logit at index; own, 1.0 where that is the target's; scale."""
     factor = scale / sums
-    at_target = (chosen - top).exp() * factor - scale  # in float32: of a sure prediction little is left
+    at_target = (chosen - top).exp() * factor - scale * own  # in float32: of a sure prediction little is left
     if exponentials is None:
         exponentials = (logits.float() - top).exp()
     logits.copy_(exponentials.mul_(factor))
@@ -68,7 +79,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     single chunk's logits wait for it, and for its scale."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, compile: bool, grad: bool) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, compile: bool,
+                shard: VocabularyShard | None, grad: bool) -> Tensor:
         ctx.single, ctx.dtype = len(x) <= chunk, weight.dtype
         parts, ctx.to_slope = map(compiled if compile else lambda f: f, (softmax_parts, to_slope))
         needs_x, needs_weight = (grad and needed for needed in ctx.needs_input_grad[:2])
@@ -78,16 +90,23 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         w_grad = torch.zeros_like(weight, dtype=torch.float32) if needs_weight and not ctx.single else None
         for start in range(0, len(x), chunk):
             part, target = x[start : start + chunk], targets[start : start + chunk, None]
-            valid, index = (target != IGNORE).float(), target.clamp(min=0)  # (C, 1)
+            valid, place = (target != IGNORE).float(), target - (shard.first if shard else 0)  # (C, 1)
+            own = ((place >= 0) & (place < len(weight))).float()
+            index = place.clamp(0, len(weight) - 1)
             logits = part @ weight.T  # (C, V)
             exponentials, top, sums, chosen = parts(logits, index)
-            total += ((sums.log() + top - chosen) * valid).sum()
+            log_sum, of_target = sums.log() + top, chosen
+            if shard:
+                log_sums, logits_ = shard.gather(torch.stack([log_sum, chosen * own])).unbind(1)  # (ranks, C, 1)
+                log_sum, of_target = log_sums.logsumexp(0), logits_.sum(0)
+                sums = (log_sum - top).exp()  # infinite where this rank's logits are far below: its share is 0
+            total += ((log_sum - of_target) * valid).sum()
             if ctx.single and (needs_x or needs_weight):
-                ctx.save_for_backward(x, weight, valid, logits, index, exponentials, top, sums, chosen)
+                ctx.save_for_backward(x, weight, valid, logits, index, exponentials, top, sums, chosen, own)
                 return total
             if x_grad is None and w_grad is None:
                 continue
-            slope = ctx.to_slope(logits, index, exponentials, top, sums, chosen, valid)
+            slope = ctx.to_slope(logits, index, exponentials, top, sums, chosen, own, valid)
             if x_grad is not None:
                 torch.mm(slope, weight, out=x_grad[start : start + chunk])
             if w_grad is not None and x.is_cuda and x.dtype != torch.float32:
@@ -110,4 +129,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 x_grad = x_grad.mul_(scale)
             if w_grad is not None:  # scaled and rounded in one pass
                 w_grad = torch.mul(w_grad, scale, out=torch.empty_like(w_grad, dtype=ctx.dtype))
-        return x_grad, w_grad, None, None, None, None
+        return x_grad, w_grad, None, None, None, None, None

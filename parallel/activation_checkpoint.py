@@ -17,47 +17,57 @@ ATTENTION = {
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._efficient_attention_forward.default,
     torch.ops.higher_order.flex_attention,  # of the document mask
 }
+REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 KEEP_EVERY = {"elementwise": 1, "selective": 2}  # setting -> every n-th matrix product is kept
 
 
-def apply_activation_checkpointing(model: Llama, setting: str | int) -> None:
-    """Wraps blocks in place.
+def is_checkpointed(setting: str | int, block: int) -> bool:
+    return setting != "none" and (isinstance(setting, str) or block % setting == setting - 1)
+
+
+def apply_activation_checkpointing(model: Llama, setting: str | int, tp: int = 1) -> None:
+    """Wraps blocks in place. tp: ranks that the matrices are cut over.
 
     "none": nothing. "full": every block keeps its input only. n: every n-th block does, the others keep everything.
     "elementwise": every block keeps attention and the matrix products, and recomputes norms, RoPE and activation.
     "selective": every block keeps attention and every second matrix product, and recomputes the rest.
     """
-    if setting == "none":
-        return
-    every = setting if isinstance(setting, int) else 1
     # No dropout, so there is no random state to restore.
     wrap = partial(checkpoint_wrapper, preserve_rng_state=False)
-    for i in range(every - 1, len(model.blocks), every):
+    for i in [i for i in range(len(model.blocks)) if is_checkpointed(setting, i)]:
         contexts = {}
         if setting in KEEP_EVERY:
-            linears = sum(isinstance(module, nn.Linear) for module in model.blocks[i].modules())
-            contexts["context_fn"] = partial(_save_expensive_ops, KEEP_EVERY[setting], linears - 1)
+            linears = [name for name, module in model.blocks[i].named_modules() if isinstance(module, nn.Linear)]
+            kept = {*range(0, len(linears) - 1, KEEP_EVERY[setting])}
+            if tp > 1:
+                kept -= {linears.index("attention.o_proj")}  # of the whole sequence; what is made of it is kept
+            contexts["context_fn"] = partial(_save_expensive_ops, kept)
         model.blocks[i] = wrap(model.blocks[i], **contexts)
 
 
-def _save_expensive_ops(every: int, last: int):
+def _save_expensive_ops(kept: set[int]):
     """Contexts for one block's forward and its recomputation, both of which run the products in the same order.
 
-    They keep products 0, every, 2 * every, ..., but never the last: it only enters the residual sum, so backward does
-    not read it. Compiled, the partitioner would drop it anyway; eagerly it would be kept for nothing.
+    They keep these matrix products, but never the last: it only enters the residual sum, so backward does not read it.
+    Compiled, the partitioner would drop it anyway; eagerly it would be kept for nothing. Of tensor parallelism's two
+    reduce-scatters likewise: to run the first again would send it again.
     """
-    products: Counter[bool] = Counter()
+    counts: Counter[tuple[str, bool]] = Counter()
+
+    def number(kind: str, context) -> int:
+        counts[kind, context.is_recompute] += 1
+        return counts[kind, context.is_recompute] - 1
 
     def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
         if operator in ATTENTION:
             return CheckpointPolicy.MUST_SAVE
-        if operator in MATRIX_PRODUCTS:
-            number = products[context.is_recompute]
-            products[context.is_recompute] += 1
-            if number % every == 0 and number != last:
-                return CheckpointPolicy.MUST_SAVE
+        if operator in MATRIX_PRODUCTS and number("product", context) in kept:
+            return CheckpointPolicy.MUST_SAVE
+        if operator == REDUCE_SCATTER and number("reduce-scatter", context) == 0:
+            return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

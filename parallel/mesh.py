@@ -68,11 +68,8 @@ def build_mesh(device_type: str, shape: tuple[int, int, int, int]) -> DeviceMesh
 def fsdp_mesh(world: World) -> DeviceMesh:
     """The mesh that FSDP2 shards over: dp_shard, with cp, whose ranks hold the same parameters; in front of it
     dp_replicate, unless that is 1 and would cost an all-reduce over one rank."""
-    shard = "dp_shard"
-    if world.cp > 1:
-        shard = "dp_shard_cp"
-        world.mesh["dp_shard", "cp"]._flatten(shard)
-    return world.mesh["dp_replicate", shard] if world.dp_replicate > 1 else world.mesh[shard]
+    shards = world.mesh["dp_shard", "cp"]._flatten("dp_shard_cp") if world.cp > 1 else world.mesh["dp_shard"]
+    return DeviceMesh._concatenate([world.mesh["dp_replicate"], shards]) if world.dp_replicate > 1 else shards
 
 
 def rank_and_size() -> tuple[int, int, int]:

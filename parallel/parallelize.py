@@ -5,17 +5,24 @@ import torch
 import config
 from model.llama import Llama
 from parallel.activation_checkpoint import apply_activation_checkpointing
+from parallel.context import apply_context_parallelism
 from parallel.fsdp import apply_fsdp
 from parallel.mesh import World
+from parallel.tensor import apply_tensor_parallelism
 
 
 def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
     """Parallelizes a model on the meta device, in place. materialize() gives it storage and values afterwards."""
-    # 1. Activation checkpointing first: its wrapper becomes part of what is compiled and sharded. Around a sharded
-    #    block, it would run that unit's hooks, and so its all-gather, a second time.
-    apply_activation_checkpointing(model, cfg.parallel.recompute)
+    # 1. Tensor and context parallelism first, as they change what a block computes: what follows wraps, compiles and
+    #    shards the result. FSDP2 takes its shards of what tensor parallelism leaves this rank of a weight.
+    apply_tensor_parallelism(model, cfg.parallel.recompute, world)
+    apply_context_parallelism(model, cfg.parallel.recompute, cfg.train.seq_len, world)
 
-    # 2. Compilation next, block by block and in place: all layers share one compiled block, names stay as they are, and
+    # 2. Activation checkpointing next: its wrapper becomes part of what is compiled and sharded. Around a sharded
+    #    block, it would run that unit's hooks, and so its all-gather, a second time.
+    apply_activation_checkpointing(model, cfg.parallel.recompute, world.tp)
+
+    # 3. Compilation, block by block and in place: all layers share one compiled block, names stay as they are, and
     #    the all-gathers stay between the blocks, where computation can hide them. Of the head, what lies between the
     #    loss's matrix products.
     if cfg.parallel.compile:
@@ -26,6 +33,6 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
             block.compile(fullgraph=True)
         model.head.compile_loss = True
 
-    # 3. Sharding last: parameters become new objects (DTensors). What holds parameters, as the optimizer does, is made
+    # 4. Sharding last: parameters become new objects (DTensors). What holds parameters, as the optimizer does, is made
     #    after this.
     apply_fsdp(model, cfg.parallel, world)

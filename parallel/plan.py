@@ -2,38 +2,48 @@
 
     ./run_train.sh configs/llama70b.toml --dry-run --world-size 64,256 --gpu-memory-gib 139
 
-Built on the model itself (on meta) and on the rule by which FSDP2 shards rows.
+Built on the model itself (on meta), on tensor parallelism's table, and on the rule by which FSDP2 shards rows.
 """
 
 import json
 import math
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import nn
 
 import config
 from config import ConfigError
-from model.llama import Llama, flops_per_token, meta_model, parameter_count
+from model.llama import Llama, flops_per_token, meta_model, named_parameters, parameter_count
+from model.loss import CHUNK
 from optim import ELEMENTWISE, build_optimizer
+from parallel.activation_checkpoint import KEEP_EVERY, is_checkpointed
 from parallel.fsdp import unit_dtypes, unit_parameters, units, unsharded_parameters
+from parallel.tensor import placement_of
 
 GIB = 2**30
 
 
-def shard_numel(q: nn.Parameter, shards: int) -> int:
-    """Elements of the largest shard of a parameter: ceil(rows / shards) rows."""
-    return math.ceil(q.shape[0] / shards) * math.prod(q.shape[1:])
+def largest_shards(model: Llama, shards: int, tp: int) -> dict[nn.Parameter, int]:
+    """Elements of the largest shard of each parameter: ceil(rows / shards) rows of what tp leaves a rank of it."""
+    found = {}
+    for name, q in named_parameters(model):
+        shape, placement = [*q.shape], placement_of(name)
+        if placement.is_shard():
+            shape[placement.dim] //= tp
+        found[q] = math.ceil(shape[0] / shards) * math.prod(shape[1:])
+    return found
 
 
 def plan(cfg: config.Config, model: Llama, ranks: int, epoch: float | None) -> dict:
     """The plan for one number of ranks. Bytes are those of the largest rank: gradients are sharded as their parameter
     and have its dtype, and so is what the optimizer keeps in its shape."""
-    dp_replicate, dp_shard, cp, _ = config.mesh_shape(cfg, ranks)
+    dp_replicate, dp_shard, cp, tp = config.mesh_shape(cfg, ranks)
     unsharded = unsharded_parameters(model, cfg.parallel)
-    held = {q: q.itemsize * (q.numel() if q in unsharded else shard_numel(q, dp_shard * cp))
-            for q in model.parameters()}
+    held = {q: q.itemsize * (q.numel() if q in unsharded else numel)
+            for q, numel in largest_shards(model, dp_shard * cp, tp).items()}
     trained = {q: size for q, size in held.items() if q.requires_grad}
     optimizer = build_optimizer(model, cfg.optim)
     state = [s.itemsize * (held[q] // q.itemsize if s.shape == q.shape else s.numel())
@@ -44,6 +54,8 @@ def plan(cfg: config.Config, model: Llama, ranks: int, epoch: float | None) -> d
         "world_size": ranks,
         "replicas": dp_replicate,
         "shards": dp_shard * cp,
+        "cp": cp,
+        "tp": tp,
         "units": len(units(model)),
         "parameter_bytes_per_rank": sum(held.values()),
         "gradient_bytes_per_rank": sum(trained.values()),
@@ -62,7 +74,7 @@ def plan(cfg: config.Config, model: Llama, ranks: int, epoch: float | None) -> d
 def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple[int, int]]:
     """(number, bytes) per training step and rank of each collective; bytes are of the larger of its two buffers.
 
-    With U units, A micro-batches, S shards, R replicas, and A' = A, or 1 where reduction is deferred:
+    With U units, A micro-batches, S = dp_shard x cp shards, R replicas, and A' = A, or 1 where reduction is deferred:
 
         all-gather       A (U + B)     B = U - 2 resharded after forward are all-gathered again in backward (all but
                                        head and embedding, tied U - 1), with an integer n within n ranks; B = 0 where
@@ -71,13 +83,15 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
         all-reduce       A' U          where R > 1; and, where S > 1, one of the gradients' sum of squares (float64)
 
     Each tensor travels padded to S ceil(rows / S) rows. Activation checkpointing adds none: it recomputes inside a unit
-    that is all-gathered for its backward.
+    that is all-gathered for its backward. Over tp and cp see over_tp_and_cp().
     """
     p = cfg.parallel
-    dp_replicate, dp_shard, cp, _ = config.mesh_shape(cfg, ranks)
-    shards, accumulation = dp_shard * cp, config.accumulation_steps(cfg, dp_replicate * dp_shard)
+    dp_replicate, dp_shard, cp, tp = config.mesh_shape(cfg, ranks)
+    shards, dp_size = dp_shard * cp, dp_replicate * dp_shard
+    sequences, accumulation = config.micro_batch_size(cfg, dp_size), config.accumulation_steps(cfg, dp_size)
     reductions = accumulation if p.sync_every_micro_batch else 1
-    unsharded = unsharded_parameters(model, p)
+    scatters = accumulation if dp_replicate > 1 else reductions
+    unsharded, numel = unsharded_parameters(model, p), largest_shards(model, shards, tp)
     found = {"all_gather": [0, 0], "reduce_scatter": [0, 0], "all_reduce": [0, 0]}
 
     def add(kind: str, times: int, size: int) -> None:
@@ -85,19 +99,67 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
             found[kind][0] += times
             found[kind][1] += times * size
 
-    add("all_reduce", int(shards > 1), 8)
+    # of the sum of squares: tp's parts, and what all tp ranks have, apart
+    add("all_reduce", (shards > 1) + (tp > 1) * (1 + (shards > 1)), 8)
+    for kind, times, size in over_tp_and_cp(cfg, sequences, accumulation, scatters, cp, tp):
+        add(kind, times, size)
     for name, modules in units(model):
         parameters = [q for q in unit_parameters(modules) if q not in unsharded]
         gathered, reduced = (dtype.itemsize for dtype in unit_dtypes(p, name))
-        size = sum(shard_numel(q, shards) for q in parameters)
-        trained = sum(shard_numel(q, shards) for q in parameters if q.requires_grad)
+        size = sum(numel[q] for q in parameters)
+        trained = sum(numel[q] for q in parameters if q.requires_grad)
         if shards > 1:
             again = p.reshard_after_forward is not False and not {model.head, model.embedding} & {*modules}
             add("all_gather", accumulation * (1 + again), gathered * size * shards)
-            add("reduce_scatter", accumulation if dp_replicate > 1 else reductions, reduced * trained * shards)
+            add("reduce_scatter", scatters, reduced * trained * shards)
         if dp_replicate > 1:
             add("all_reduce", reductions, reduced * trained)
     return {kind: (number, size) for kind, (number, size) in found.items()}
+
+
+def over_tp_and_cp(cfg: config.Config, sequences: int, accumulation: int, scatters: int, cp: int,
+                   tp: int) -> Iterator[tuple[str, int, int]]:
+    """(collective, number, bytes of each) of tensor and context parallelism per step and rank. With L blocks and A
+    micro-batches of so many sequences, G of which reduce gradients, and F blocks with recompute = "full" or n:
+
+        tp  all-gather       A (6 L + 2)     a block's two inputs, once more for backward, and the gradients of its two
+                                             outputs; the head's input, the embedding's gradient; and the loss's figures
+                                             (two float32 a token) once a chunk of tokens
+            reduce-scatter   A (4 L + F + 2)     the reverse, and once more where recomputed
+            all-reduce       G (2 L + 1)     the gradient of each norm
+        cp  all-gather       2 A L           keys and values, once more for backward
+            reduce-scatter   A L             their gradients
+
+    What is frozen may send less. Compiled, what is not recomputed is not gathered once more but kept.
+    """
+    p, m, t = cfg.parallel, cfg.model, cfg.train
+    tokens, names = sequences * t.seq_len // cp, config.unit_names(m)
+
+    def size(unit: str) -> tuple[int, int]:
+        """Bytes of the unit's activations (tokens, D), and of a norm's gradient."""
+        compute, reduced = (dtype.itemsize for dtype in unit_dtypes(p, unit))
+        return compute * tokens * m.dim, (compute if scatters == accumulation else reduced) * m.dim
+
+    for i in range(m.n_layers):
+        activations, norm = size(f"blocks.{i}")
+        checkpointed = is_checkpointed(p.recompute, i)
+        again = not p.compile or checkpointed
+        if tp > 1:
+            yield "all_gather", accumulation * (4 + 2 * again), activations
+            yield "reduce_scatter", accumulation * (4 + (checkpointed and p.recompute not in KEEP_EVERY)), activations
+            yield "all_reduce", 2 * scatters, norm
+        if cp > 1:
+            keys_and_values = activations // m.dim * cp * 2 * m.n_kv_heads // tp * m.width_per_head
+            yield "all_gather", accumulation * (1 + again), keys_and_values
+            yield "reduce_scatter", accumulation, keys_and_values
+    if tp > 1:
+        for unit in names[0], names[0 if m.tie_embeddings else -1]:
+            yield "all_gather", accumulation, size(unit)[0]
+            yield "reduce_scatter", accumulation, size(unit)[0]
+        yield "all_reduce", scatters, size(unit)[1]
+        chunk = CHUNK["cuda compiled" if p.compile else "cuda"]
+        yield "all_gather", accumulation * (tokens // chunk), tp * 2 * 4 * chunk
+        yield "all_gather", accumulation * (tokens % chunk > 0), tp * 2 * 4 * (tokens % chunk)
 
 
 def state_gib(row: dict) -> float:
@@ -156,7 +218,8 @@ def table(row: dict, t: config.Train) -> str:
     """A plan for a person."""
     epoch = row["steps_per_epoch"]
     lines = {
-        "ranks": f"{row['world_size']} = {row['replicas']} replicas x {row['shards']} shards",
+        "ranks": f"{row['world_size']} = {row['replicas']} replicas x {row['shards']} shards"
+                 + f" (of them cp {row['cp']}) x tp {row['tp']}" * (row["cp"] * row["tp"] > 1),
         "parameters": f"{row['parameters']:,} in {row['units']} units",
         "tokens per step": f"{row['tokens_per_step']:,} = {t.global_batch_size} sequences of {t.seq_len}",
         "micro-batches": f"{row['accumulation_steps']} of {row['micro_batch_size']} sequences per rank and step",

@@ -8,14 +8,15 @@ import itertools
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import config
 from model.llama import Llama, named_parameters
 from parallel.fsdp import unit_dtypes, unit_parameters, units, unsharded_parameters
 from parallel.materialize import local_rectangle
 from parallel.mesh import World, fsdp_mesh
+from parallel.tensor import placement_of
 
 
 def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict]:
@@ -26,7 +27,7 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
         owned.update(unit_parameters(modules))
         parameters = [q for q in unit_parameters(modules) if q not in unsharded]
         for q in parameters:
-            _check_placements(q, names[q], fsdp_mesh(world))
+            _check_placements(q, names[q], world)
             check_shard(q, names[q])
         trained = [q for q in parameters if q.requires_grad]
         dtypes = {q.dtype for q in trained}
@@ -45,6 +46,9 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
     for q, name in names.items():
         _require(q in owned, name, "belongs to no unit: it would be neither all-gathered nor reduced")
     _check_replicas({name: q for q, name in names.items() if q not in unsharded}, world.mesh.get_group("dp_replicate"))
+    if world.tp > 1:
+        whole = {name: q for q, name in names.items() if placement_of(name).is_replicate()}
+        _check_replicas(whole, world.mesh.get_group("tp"))
     _check_replicas({name: q for q, name in names.items() if q in unsharded}, dist.group.WORLD)
     return rows
 
@@ -54,10 +58,18 @@ def _require(holds: bool, name: str, fault: str) -> None:
         raise RuntimeError(f"sharding is not as configured: {name}: {fault}")
 
 
-def _check_placements(q: nn.Parameter, name: str, mesh: DeviceMesh) -> None:
-    expected = (Replicate(), Shard(0)) if mesh.ndim == 2 else (Shard(0),)
+def _check_placements(q: nn.Parameter, name: str, world: World) -> None:
+    mesh = fsdp_mesh(world)
+    dims, sizes, expected = mesh.mesh_dim_names, mesh.shape, (Shard(0),)
+    if world.tp > 1:
+        over_tp = placement_of(name)
+        # FSDP2 shards what tp leaves of the rows: the whole's rows of one FSDP2 rank do not lie together
+        over_shards = _StridedShard(0, split_factor=world.tp) if over_tp == Shard(0) else Shard(0)
+        dims, sizes, expected = (*dims, "tp"), (*sizes, world.tp), (over_shards, over_tp)
+    expected = (Replicate(), *expected) if mesh.ndim == 2 else expected
     _require(isinstance(q, DTensor), name, f"is a {type(q.data).__name__}, not a DTensor: it is not sharded")
-    _require(q.device_mesh == mesh, name, f"is on mesh {q.device_mesh}, not on {mesh}")
+    theirs = q.device_mesh.mesh_dim_names, q.device_mesh.shape
+    _require(theirs == (dims, sizes), name, f"is on a mesh {theirs}, not {(dims, sizes)}")
     _require(tuple(q.placements) == expected, name, f"has placements {q.placements}, not {expected}")
 
 

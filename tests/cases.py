@@ -1,6 +1,7 @@
 """What the tests run on several ranks: plain functions that a fresh process can import."""
 
 import contextlib
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,9 +19,11 @@ from checkpoint.catalog import path_of
 from checkpoint.load import Reader, restore, tensors_of
 from checkpoint.save import Saver
 from config import ConfigError
+from data.loader import split
 from model.hf_weights import Weights
 from model.llama import Llama, meta_model, named_parameters
 from parallel import materialize as materialize_module
+from parallel.context import own_places
 from parallel.fsdp import reshard, unshard_first_units
 from parallel.materialize import materialize, materialize_from
 from parallel.mesh import World, build_mesh, distributed, fsdp_mesh
@@ -28,13 +32,19 @@ from tests.conftest import make_config, rows
 
 
 def process_group():
-    """This process's World, for 1, 2, 3 or 4 ranks."""
-    return distributed(make_config(train={"global_batch_size": 12, "micro_batch_size": 1}))
+    """This process's World, for 1, 2, 3, 4 or 8 ranks."""
+    return distributed(make_config(train={"global_batch_size": 24, "micro_batch_size": 1}))
 
 
 def world_for(cfg: config.Config, world: World) -> World:
     """The same ranks under another configuration's mesh."""
-    return World(world.rank, world.size, world.device, build_mesh("cpu", config.mesh_shape(cfg, world.size)))
+    return World(world.rank, world.size, world.device, mesh_of(config.mesh_shape(cfg, world.size)))
+
+
+@functools.cache
+def mesh_of(shape: tuple[int, int, int, int]) -> DeviceMesh:
+    """One for all cases of a process, whose groups would pile up."""
+    return build_mesh("cpu", shape)
 
 
 def train_all(cases: dict[str, dict], output: str) -> dict[str, list[dict]]:
@@ -42,7 +52,7 @@ def train_all(cases: dict[str, dict], output: str) -> dict[str, list[dict]]:
     found = {}
     with process_group() as world:
         for name, sections in cases.items():
-            cfg = make_config(**sections, run={"name": name.replace(" ", "-"), "output_dir": f"{output}/{world.size}"})
+            cfg = make_config(**sections, run={"name": name.replace(" ", "-").replace(",", ""), "output_dir": f"{output}/{world.size}"})
             run_training(cfg, world_for(cfg, world))
             found[name] = rows(config.run_folder(cfg)) if world.rank == 0 else None
     return found
@@ -585,7 +595,7 @@ class Collectives(TorchDispatchMode):
             kind = next((kind for kind in self.found if kind in name), None)
             if kind:
                 flat = [t for a in args for t in (a if isinstance(a, list | tuple) else [a])]
-                sizes = [t.nbytes for t in flat if isinstance(t, torch.Tensor)]
+                sizes = [t.nbytes for t in [*flat, result] if isinstance(t, torch.Tensor)]  # c10d's own write into one
                 self.found[kind][0] += 1
                 self.found[kind][1] += max(sizes)
         return result
@@ -600,7 +610,7 @@ def count_collectives(cases: list[dict], of_ranks: int | None = None) -> list[di
             cfg = make_config(**sections)
             ours = world_for(cfg, world)
             model = build(cfg, ours)
-            ids = torch.randint(0, cfg.model.vocab_size, (cfg.train.micro_batch_size, 17))
+            ids = torch.randint(0, cfg.model.vocab_size, (cfg.train.micro_batch_size, cfg.train.seq_len + 1))
             one_step(model, cfg, ours, ids)  # FSDP2 learns its order in the first one
             with Collectives() as counted:
                 one_step(model, cfg, ours, ids)
@@ -627,7 +637,7 @@ def one_step(model: Llama, cfg: config.Config, world: World, ids: torch.Tensor) 
     unshard_first_units(model, cfg.parallel)
     for i in range(accumulation):
         set_gradient_sync(model, cfg.parallel, world, i == accumulation - 1)
-        model(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
+        model(*split(ids, None, own_places(world, cfg.train.seq_len)))[0]["loss"].backward()
     clip_gradients(model, torch.optim.SGD(model.parameters()), 1.0)
 
 
@@ -694,7 +704,7 @@ def train_steps(cases: list[dict]) -> list[tuple[list[float], list[float], dict]
         for sections in cases:
             cfg = make_config(**sections)
             spread = world_for(cfg, world)
-            model = build(cfg, spread)
+            model, places = build(cfg, spread), own_places(spread, 16)
             optimizer = build_optimizer(model, cfg.optim)
             losses, norms = [], []
             for step, ids in enumerate(batches(cfg.model.vocab_size, cfg.train.steps), 1):
@@ -702,10 +712,10 @@ def train_steps(cases: list[dict]) -> list[tuple[list[float], list[float], dict]
                 ours = ids[spread.dp_rank :: spread.dp_size]
                 for i, row in enumerate(ours):
                     set_gradient_sync(model, cfg.parallel, spread, i == len(ours) - 1)
-                    loss = model(row[None, :-1], row[None, 1:])[0]["loss"]
+                    loss = model(*split(row[None], None, places))[0]["loss"]
                     assert loss.dtype == torch.float32  # whatever the head computes in
-                    (loss * (spread.dp_size / (8 * 16))).backward()
-                    total += loss.detach()
+                    (loss * (spread.fsdp_size / (8 * 16))).backward()
+                    total += loss.detach() / spread.tp
                 dist.all_reduce(total)
                 losses.append(total.item() / (8 * 16))
                 norms.append(clip_gradients(model, optimizer, cfg.train.max_grad_norm).item())

@@ -80,9 +80,9 @@ def with_data(sections: dict, corpus, folders) -> dict:
     return {**sections, "data": {"source": str(corpus), "path": str(folder), **sections.get("data", {})}}
 
 
-def plain_loop(cfg: config.Config) -> list[dict]:
+def plain_loop(cfg: config.Config, weights: dict | None = None) -> list[dict]:
     """The run as a textbook has it: one process, the whole batch at once, mean cross entropy, torch's AdamW; under a
-    document mask each piece of a document by itself."""
+    document mask each piece of a document by itself. The last step's weights go into `weights`."""
     m, t, o = cfg.model, cfg.train, cfg.optim
     model = Llama(m)
     materialize(model, cfg.run.seed, torch.device("cpu"))
@@ -118,6 +118,8 @@ def plain_loop(cfg: config.Config) -> list[dict]:
         optimizer.zero_grad()
         found.append({"loss": loss.item(), "grad_norm": norm.item(), "batch_digest": batch.digest})
     loader.close()
+    if weights is not None:
+        weights |= {f"model.{name}": p.detach() for name, p in model.named_parameters()}
     return found
 
 

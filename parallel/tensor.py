@@ -1,0 +1,135 @@
+"""Tensor parallelism (https://arxiv.org/abs/1909.08053): each rank has a part of every matrix, and computes with it.
+
+With it sequence parallelism (https://arxiv.org/abs/2205.05198): between attention and feed-forward, where every token
+is for itself, each rank has a run of the sequence. So a block's forward is, over tp,
+
+    norm -> all-gather -> columns, attention of some heads, rows -> reduce-scatter -> + residual -> norm -> ...
+
+The embedding and the head are cut by rows of the vocabulary. Modules compute with plain tensors: what they have of a
+weight, and what the functions below give them of an activation.
+"""
+
+import fnmatch
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.nn.utils import parametrize
+
+from model.llama import Head, Llama
+from model.loss import VocabularyShard
+from parallel.activation_checkpoint import is_checkpointed
+from parallel.collectives import Gather, Group, Scatter, all_gather, all_reduce, gathered, group_of
+from parallel.mesh import World
+
+COLUMNS, ROWS = Shard(0), Shard(1)  # of x @ weight.T: a rank makes some of its columns, or takes some of x's
+# The module's weight over tp: each rank's part, or on all the same.
+WEIGHTS = {
+    "embedding": Shard(0),
+    "blocks.*.attention_norm": Replicate(),
+    "blocks.*.attention.[qkv]_proj": COLUMNS,
+    "blocks.*.attention.o_proj": ROWS,
+    "blocks.*.feed_forward_norm": Replicate(),
+    "blocks.*.feed_forward.gate_proj": COLUMNS,
+    "blocks.*.feed_forward.up_proj": COLUMNS,
+    "blocks.*.feed_forward.down_proj": ROWS,
+    "head.norm": Replicate(),
+    "head": Shard(0),
+}
+
+
+def placement_of(parameter: str) -> Placement:
+    """How a parameter of this name is placed over tp."""
+    module = parameter.removesuffix(".weight")
+    return next(placement for pattern, placement in WEIGHTS.items() if fnmatch.fnmatchcase(module, pattern))
+
+
+def apply_tensor_parallelism(model: Llama, recompute: str | int, world: World) -> None:
+    """Cuts weights, activations and loss over tp, in place. Parameters become DTensors on the mesh's dimension tp."""
+    if world.tp == 1:
+        return
+    cut_weights(model, world)
+    tp = Sequence(group_of(world.mesh["tp"]))
+    model.register_forward_pre_hook(tp.choose, with_kwargs=True)
+    model.embedding.forward = tp.rows_of(model.embedding)
+    for i, block in enumerate(model.blocks):
+        attention, feed_forward = block.attention, block.feed_forward
+        for module, last in (attention, attention.o_proj), (feed_forward, feed_forward.down_proj):
+            module.forward = tp.of_whole(module.forward, keep_part=not is_checkpointed(recompute, i))
+            last.forward = tp.then(last.forward, tp.scatter)
+    model.head.norm.forward = tp.then(model.head.norm.forward, tp.gather)
+    model.head.forward = tp.with_vocabulary_shard(model.head)
+
+
+class Local(nn.Module):
+    """A weight that is placed over tp -> this rank's part of it, which the module computes with."""
+
+    def __init__(self, placement: Placement):
+        super().__init__()
+        # Of a whole weight each rank's gradient is of its part of the sequence: to be added up.
+        self.gradient = (Partial(),) if placement.is_replicate() else (placement,)
+
+    def forward(self, weight: DTensor) -> Tensor:
+        return weight.to_local(grad_placements=self.gradient)
+
+
+def cut_weights(model: Llama, world: World) -> None:
+    places: dict[nn.Parameter, nn.Parameter] = {}  # a tied one stays one
+    for name, module in model.named_modules():
+        if (weight := module._parameters.get("weight")) is None:
+            continue
+        placement = placement_of(f"{name}.weight")
+        if weight not in places:
+            sharded = distribute_tensor(weight, world.mesh["tp"], [placement], src_data_rank=None)
+            places[weight] = nn.Parameter(sharded, weight.requires_grad)
+        parametrize.register_parametrization(module, "weight", Local(placement), unsafe=True)
+        module.parametrizations.weight.original = places[weight]
+
+
+@dataclass
+class Sequence:
+    """What happens to activations (B, T, D) around a module; T is this rank's part of the sequence between blocks."""
+
+    group: Group
+    cut: bool = True
+
+    def choose(self, model: Llama, args: tuple, options: dict) -> None:
+        """Before each pass: a single token, as generation adds it, cannot be cut."""
+        self.cut = options.get("cache") is None
+
+    def gather(self, x: Tensor) -> Tensor:
+        return Gather.apply(x, 1, self.group) if self.cut else x
+
+    def scatter(self, x: Tensor) -> Tensor:
+        return Scatter.apply(x, 1, self.group) if self.cut else all_reduce(x, self.group)
+
+    def of_whole(self, forward: Callable, keep_part: bool) -> Callable:
+        def wrapped(x: Tensor, *rest) -> Tensor:
+            with gathered(self.gather, x, keep_part) as whole:
+                return forward(whole, *rest)
+
+        return wrapped
+
+    def then(self, forward: Callable, after: Callable) -> Callable:
+        return lambda x: after(forward(x))
+
+    def rows_of(self, embedding: nn.Embedding) -> Callable:
+        rows, forward = embedding.num_embeddings // self.group.size, embedding.forward
+
+        def wrapped(tokens: Tensor) -> Tensor:
+            index = tokens - self.group.rank * rows
+            own = (index >= 0) & (index < rows)
+            return self.scatter(forward(index.where(own, 0)) * own[..., None])  # zeros, and the one who has the token
+
+        return wrapped
+
+    def with_vocabulary_shard(self, head: Head) -> Callable:
+        rows, forward = len(head.weight), head.forward
+        head.shard = VocabularyShard(self.group.rank * rows, lambda x: all_gather(x[None], 0, self.group))
+
+        def wrapped(x: Tensor, targets: Tensor | None = None, **options):
+            found = forward(x, targets, **options)
+            return found if targets is not None else all_gather(found, -1, self.group)
+
+        return wrapped
