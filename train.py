@@ -46,7 +46,7 @@ from optim import FiniteGuard, build_optimizer, clip_gradients, learning_rate, s
 from parallel.context import own_places
 from parallel.fsdp import set_gradient_sync, unshard_first_units
 from parallel.materialize import materialize, materialize_from
-from parallel.mesh import World, distributed, on_rank_zero, storage_device
+from parallel.mesh import World, distributed, on_rank_zero, spans_machines, storage_device
 from parallel.parallelize import parallelize
 from parallel.plan import dry_run
 from parallel.rebind import check_optimizer
@@ -86,7 +86,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
 
     guard = FiniteGuard(optimizer, device, cfg.train.skip_nonfinite, state.skipped_steps, state.skipped_in_a_row)
     recorder = Recorder(cfg, world, run.folder, start, flops_per_token(model, cfg.train.seq_len))
-    recorder.log_start(parameter_count(model), unit_table(unit_rows), dataset.notes)
+    recorder.log_start(parameter_count(model), unit_table(unit_rows), [*spans_machines(world), *dataset.notes])
     checkpointer.on_publish(recorder.sync)  # metrics are flushed to disk before a checkpoint is published
     loader = Loader(cfg, dataset.train, dataset.weights, world.dp_rank, world.dp_size, start + 1,
                     pin=world.device.type == "cuda", places=own_places(world, cfg.train.seq_len))

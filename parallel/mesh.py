@@ -72,6 +72,13 @@ def fsdp_mesh(world: World) -> DeviceMesh:
     return DeviceMesh._concatenate([world.mesh["dp_replicate"], shards]) if world.dp_replicate > 1 else shards
 
 
+def spans_machines(world: World) -> list[str]:
+    """A note where tp groups do, whose collectives every block waits for."""
+    here = int(os.getenv("LOCAL_WORLD_SIZE", "0"))
+    return [f"warning: parallel.tp = {world.tp} does not divide the {here} ranks of a machine: its groups span machines"
+            ", and every block waits for the network in between"] if here % world.tp else []
+
+
 def rank_and_size() -> tuple[int, int, int]:
     """(rank, local rank, ranks) as torchrun sets them; a plain `python train.py` is one rank."""
     return int(os.getenv("RANK", "0")), int(os.getenv("LOCAL_RANK", "0")), int(os.getenv("WORLD_SIZE", "1"))

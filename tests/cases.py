@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import hashlib
 import math
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from checkpoint.save import Saver
 from config import ConfigError
 from data.loader import split
 from model.hf_weights import Weights
-from model.llama import Llama, meta_model, named_parameters
+from model.llama import Llama, meta_model, named_parameters, rope_tables
 from parallel import materialize as materialize_module
 from parallel.context import own_places
 from parallel.fsdp import reshard, unshard_first_units
@@ -52,7 +53,8 @@ def train_all(cases: dict[str, dict], output: str) -> dict[str, list[dict]]:
     found = {}
     with process_group() as world:
         for name, sections in cases.items():
-            cfg = make_config(**sections, run={"name": name.replace(" ", "-").replace(",", ""), "output_dir": f"{output}/{world.size}"})
+            folder = name.replace(" ", "-").replace(",", "")
+            cfg = make_config(**sections, run={"name": folder, "output_dir": f"{output}/{world.size}"})
             run_training(cfg, world_for(cfg, world))
             found[name] = rows(config.run_folder(cfg)) if world.rank == 0 else None
     return found
@@ -155,36 +157,6 @@ def weight_hashes(cases: dict[str, dict], poison: bool) -> dict[str, dict[str, s
                 dist.all_gather_object(everybody, other)
                 assert everybody.count(other) == world.size
             del model
-    return found
-
-
-def tensor_parallel_weights(sections: dict) -> tuple[dict[str, str], list[tuple[int, ...]]]:
-    """(a hash of every full parameter, the shapes of this rank's shards) of a model whose blocks torch's own functions
-    shard over a mesh (dp_shard 2, tp 2)."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    from parallel.materialize import local_rectangle, local_tensors
-    from parallel.verify import check_shard
-
-    with process_group() as world:
-        cfg = make_config(**sections)
-        mesh = build_mesh("cpu", (1, 2, 1, 2))
-        model = meta_model(cfg.model)
-        parallelize_module(model, mesh["tp"], {
-            "embedding": RowwiseParallel(),  # by rows of the vocabulary; of Linear it splits columns
-            **{f"blocks.*.{name}": ColwiseParallel() for name in ("attention.[qkv]_proj", "feed_forward.gate_proj",
-                                                                 "feed_forward.up_proj")},
-            **{f"blocks.*.{name}": RowwiseParallel() for name in ("attention.o_proj", "feed_forward.down_proj")}})
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh["dp_shard"])
-        fully_shard(model, mesh=mesh["dp_shard"])
-        materialize(model, cfg.run.seed, world.device)
-        for name, parameter in named_parameters(model):
-            check_shard(parameter, name)
-            assert parameter.to_local().shape == local_rectangle(parameter)[0]
-        found = digests(dict(named_parameters(model))), [tuple(t.shape) for _, t in local_tensors(model)]
-        del model
     return found
 
 
@@ -569,8 +541,8 @@ def live_bytes(cases: list[dict]) -> list[dict[str, int]]:
             cfg = make_config(**sections)
             model = build(cfg, world_for(cfg, world))
             optimizer = build_optimizer(model, cfg.optim)
-            ids = torch.randint(0, cfg.model.vocab_size, (2, 17))
-            model(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
+            ids = torch.randint(0, cfg.model.vocab_size, (2, cfg.train.seq_len + 1))
+            model(*split(ids, None, own_places(world_for(cfg, world), cfg.train.seq_len)))[0]["loss"].backward()
             optimizer.step()
             found.append({"parameter": size(model.parameters()),
                           "gradient": size(p.grad for p in model.parameters() if p.grad is not None),
@@ -654,7 +626,7 @@ def verify_damaged(cases: list[tuple[dict, str]]) -> list[str]:
             block = model.blocks[1]
             with torch.no_grad():
                 if damage == "one replica differs" and world.rank == world.size - 1:
-                    block.attention_norm.weight.to_local()[0] += 1e-6
+                    dict(named_parameters(model))["blocks.1.attention_norm.weight"].to_local()[0] += 1e-6
                 elif damage == "two values swapped" and world.rank == 0:
                     local = block.feed_forward.up_proj.weight.to_local()
                     local[0], local[1] = local[1].clone(), local[0].clone()
@@ -805,3 +777,81 @@ def generated(cases: list[dict], prompts: list[list[int]], count: int) -> list[t
             reshard(model)
             del model
     return found
+
+
+def attention_over_cp(draws: int) -> float:
+    """The largest difference, over random shapes and masks, of outputs and gradients of context-parallel attention from
+    torch's own of the whole sequence, relative to their norms."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from model.attention import document_mask, make_mask, mask_mod
+    from parallel.collectives import group_of
+    from parallel.context import attend
+
+    worst = 0.0
+    with process_group() as world:
+        ours = World(world.rank, world.size, world.device, mesh_of((1, 1, world.size, 1)))
+        for draw in range(draws):
+            generator = torch.Generator().manual_seed(draw)
+            batch, keys, groups = torch.randint(1, 4, (3,), generator=generator).tolist()
+            length, width = torch.randint(1, 9, (2,), generator=generator).tolist()
+            length *= 2 * world.size
+            q, k, v, grad = (torch.randn(batch, heads, length, 2 * width, generator=generator)
+                             for heads in (keys * groups, keys, keys, keys * groups))
+            documents = torch.randint(0, 5, (batch, length), generator=generator).sort(dim=1).values
+            places = own_places(ours, length)
+            if draw % 2:
+                mask = document_mask(documents, places)
+                whole = torch.ones(length, length, dtype=torch.bool).tril() & (
+                    documents[:, :, None] == documents[:, None])[:, None]
+            else:
+                mask = make_mask(mask_mod(None, places), 1, len(places), length, world.device)
+                whole = torch.ones(length, length, dtype=torch.bool).tril()
+            inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+            expected = scaled_dot_product_attention(*inputs, attn_mask=whole, enable_gqa=True)
+            expected.backward(grad)
+            parts = [x[:, :, places].clone().requires_grad_() for x in (q, k, v)]
+            found = attend(*parts, mask, group_of(ours.mesh["cp"]), keep_part=draw % 4 < 2)
+            found.backward(grad[:, :, places])
+            for a, b in [(found, expected), *((part.grad, x.grad) for part, x in zip(parts, inputs))]:
+                b = b[:, :, places]
+                worst = max(worst, ((a - b).norm() / b.norm()).item())
+    return worst
+
+
+def kept_bytes(cases: list[dict]) -> list[int]:
+    """Bytes that autograd keeps on this rank of the second block between its forward and backward, of each case."""
+    found = []
+    with process_group() as world:
+        for sections in cases:
+            cfg = make_config(**sections)
+            model, spread = build(cfg, world_for(cfg, world)), world_for(cfg, world)
+            length, batch = cfg.train.seq_len, cfg.train.micro_batch_size
+            ids = torch.randint(0, cfg.model.vocab_size, (batch, length + 1))
+            model(*split(ids, None, own_places(spread, length)))[0]["loss"].backward()  # sets FSDP2 up
+            x = torch.randn(batch, length // (spread.cp * spread.tp), cfg.model.dim, requires_grad=True)
+            cos, sin = rope_tables(cfg.model, torch.arange(length // spread.cp))
+            mask = model.mask_of(None)
+            before, kept = storages(), {}
+
+            def pack(tensor: torch.Tensor, kept=kept) -> torch.Tensor:
+                kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                out = model.blocks[1](x, cos, sin, mask)
+            # what FSDP2 has resharded since has no bytes left
+            kept |= {key: storage for key, storage in storages().items() if key not in before}
+            outside = {t.untyped_storage()._cdata for t in (out, cos, sin, mask) if t is not None}
+            found.append(sum(storage.nbytes() for key, storage in kept.items() if key not in outside))
+            kept.clear()
+            out.sum().backward()
+            del model, out
+    return found
+
+
+def storages() -> dict[int, torch.UntypedStorage]:
+    """Every storage that a Python object holds, by what stays the same where FSDP2 resizes it."""
+    gc.collect()
+    tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]  # no compiler's fakes
+    return {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}

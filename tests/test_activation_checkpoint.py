@@ -1,13 +1,12 @@
 """Recomputation changes no gradient, not by a bit, and keeps fewer bytes, as its rule says. Names stay as they are."""
 
-import gc
-
 import pytest
 import torch
 
 from model.llama import Llama, named_parameters
 from parallel.activation_checkpoint import apply_activation_checkpointing
 from parallel.materialize import materialize
+from tests.cases import storages
 from tests.conftest import make_config
 
 SETTINGS = ["none", 2, "elementwise", "selective", "full"]
@@ -26,12 +25,6 @@ def built(setting: str | int, compiled: bool = False, **sizes: int) -> Llama:
     return model
 
 
-def storages() -> dict[int, int]:
-    gc.collect()
-    tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]  # no compiler's fakes
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-
-
 def step(setting: str | int, dtype: torch.dtype = torch.float32, **sizes: int) -> tuple[dict[str, torch.Tensor], int]:
     """Every gradient, and the bytes that autograd keeps for the blocks between forward and backward.
 
@@ -39,20 +32,20 @@ def step(setting: str | int, dtype: torch.dtype = torch.float32, **sizes: int) -
     results of its operators; parameters and each storage once.
     """
     model = built(setting, **sizes).to(dtype)
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    parameters = {p.untyped_storage()._cdata for p in model.parameters()}
     ids = torch.randint(0, 320, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     kept: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in parameters:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        if tensor.untyped_storage()._cdata not in parameters:
+            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
         return tensor
 
     before = storages()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = model(ids[:, :-1], ids[:, 1:])[0]["loss"]
     after = storages()  # saved tensors are no Python objects, cached ones are
-    kept |= {address: size for address, size in after.items() if address not in before and address not in parameters}
+    kept |= {key: storage.nbytes() for key, storage in after.items() if key not in before and key not in parameters}
     loss.backward()
     return {name: p.grad for name, p in named_parameters(model)}, sum(kept.values())
 

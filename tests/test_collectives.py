@@ -83,6 +83,50 @@ def test_collectives_equal_the_formula(counted, strategy):
     assert not wrong
 
 
+MESHES = {
+    "tp": {"tp": 2}, "cp": {"cp": 2}, "cp x tp": {"cp": 2, "tp": 2},
+    "tp, kept": {"tp": 2, "reshard_after_forward": False},
+    "tp alone": {"tp": "all", "dp_shard": 1},
+    "replicas x tp": {"dp_replicate": 2, "tp": 2}, "replicas x cp": {"dp_replicate": 2, "cp": 2},
+    "replicas x tp, no shards": {"dp_replicate": "auto", "dp_shard": 1, "tp": 2},
+}
+OVER_MESHES = {
+    "": {}, "full": {"recompute": "full"}, "every second": {"recompute": 2}, "selective": {"recompute": "selective"},
+    "bfloat16": {"param_dtype": "bfloat16", "keep_fp32": ["blocks.0"]}, "tied": {},
+    "deferred": {"sync_every_micro_batch": False, "param_dtype": "bfloat16"}, "two sequences": {},
+}
+ON_MESHES = list(itertools.product(MESHES, OVER_MESHES))
+
+
+def on_mesh(ranks: int, mesh: str, variant: str) -> dict:
+    parallel = {**MESHES[mesh], **OVER_MESHES[variant]}
+    parallel["tp"] = ranks if parallel.get("tp") == "all" else parallel.get("tp", 1)
+    heads = {"n_heads": 8, "n_kv_heads": 8 if mesh == "tp alone" else 2, "head_dim": 6, "vocab_size": 328}
+    return {"model": {**heads, "dim": 46, "ffn_dim": 88, "tie_embeddings": variant == "tied"}, "parallel": parallel,
+            "train": {"global_batch_size": 16, "micro_batch_size": 2 if variant == "two sequences" else 1}}
+
+
+@pytest.fixture(scope="module")
+def counted_on_meshes(on_ranks):
+    """On real ranks, and on torch's fake process group."""
+    real = [(mesh, "") for mesh in MESHES]
+    runs = [(4, real, None), (4, ON_MESHES, 4), (8, ON_MESHES, 8)]
+    return {(ranks, fake, *name): row for ranks, names, fake in runs for name, row in zip(names, on_ranks(
+        1 if fake else ranks, cases.count_collectives, [on_mesh(ranks, *name) for name in names], fake)[0])}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_collectives_of_tensor_and_context_parallelism_equal_the_formula(counted_on_meshes, mesh):
+    wrong = {}
+    for (ranks, fake, name, variant), row in counted_on_meshes.items():
+        if name == mesh:
+            cfg = make_config(**on_mesh(ranks, mesh, variant))
+            planned = collectives(cfg, meta_model(cfg.model), ranks)
+            if planned != row:
+                wrong[ranks, fake, variant] = (planned, row)
+    assert not wrong
+
+
 def test_the_known_numbers():
     """Six units, two micro-batches, four ranks, embedding and head gathered once: 2 (6 + 4) all-gathers."""
     def numbers(**parallel) -> dict[str, int]:

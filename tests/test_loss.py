@@ -1,5 +1,9 @@
 """The chunked loss against torch's own cross entropy, and what it keeps in memory."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import IGNORE
 from model.llama import Llama
-from model.loss import chunked_cross_entropy, softmax_parts
+from model.loss import VocabularyShard, chunked_cross_entropy
 from tests.conftest import make_config
 
 
@@ -62,17 +66,38 @@ def test_a_loss_that_is_called_nan_has_nan_gradients(chunk):
     assert x.grad.isnan().all() and weight.grad.isnan().all()
 
 
-def test_parts_of_a_vocabulary_combine():
-    """Maximum, sum of exponentials and target's logit of two shards give those of the whole."""
-    x, weight, targets = problem(torch.float32)
-    logits, index = (x @ weight.T).detach(), targets.clamp(min=0)[:, None]
-    _, top, sums, chosen = softmax_parts(logits.clone(), index)
-    here = index < 40
-    parts = [softmax_parts(logits[:, :40].clone(), index.clamp(max=39))[1:],
-             softmax_parts(logits[:, 40:].clone(), (index - 40).clamp(min=0))[1:]]
-    assert torch.equal(top, torch.maximum(parts[0][0], parts[1][0]))
-    assert torch.allclose(sums, sum(part * (most - top).exp() for most, part, _ in parts))
-    assert torch.equal(chosen, torch.where(here, parts[0][2], parts[1][2]))
+@pytest.mark.parametrize("chunk", [16, 64])
+@pytest.mark.parametrize("scale", [1.0, 60.0])  # 60: logits of a part hundreds below the others', in float32
+@pytest.mark.parametrize("shards", [2, 4])
+def test_parts_of_a_vocabulary_give_the_whole_s_loss_and_gradients(shards, scale, chunk):
+    """Each shard in a thread of its own, which meets the others where ranks would."""
+    x, weight, targets = problem(torch.float32, vocab=96)
+    weight.data[:24] *= scale
+    expected = plain(x, weight, targets)
+    (expected * 0.3).backward()
+    meeting, brought = threading.Barrier(shards), [None] * shards
+
+    def gather(rank: int, tensor: torch.Tensor) -> torch.Tensor:
+        brought[rank] = tensor
+        meeting.wait(60)
+        every = torch.stack(brought)
+        meeting.wait(60)
+        return every
+
+    def run(rank: int) -> tuple[torch.Tensor, ...]:
+        rows = 96 // shards
+        ours = x.detach().clone().requires_grad_(), weight[rank * rows :][:rows].detach().clone().requires_grad_()
+        shard = VocabularyShard(rank * rows, partial(gather, rank))
+        total = chunked_cross_entropy(*ours, targets, chunk, shard=shard)[0]["loss"]
+        (total * 0.3).backward()
+        return total.detach(), ours[0].grad, ours[1].grad
+
+    with ThreadPoolExecutor(shards) as pool:
+        totals, x_grads, weight_grads = zip(*pool.map(run, range(shards)))
+    assert all(torch.equal(total, totals[0]) for total in totals)
+    assert totals[0].item() == pytest.approx(expected.item(), rel=1e-6)
+    for found, wanted in (sum(x_grads), x.grad), (torch.cat(weight_grads), weight.grad):
+        assert (found - wanted).norm() < 1e-6 * wanted.norm()
 
 
 @pytest.mark.parametrize("chunk", [16, 64])

@@ -62,12 +62,16 @@ def test_any_rectangle_of_a_parameter_equals_that_part_of_the_whole(width, cutof
                 assert torch.equal(part, whole[rows][:, columns])
 
 
-def test_weights_do_not_depend_on_tensor_parallelism(on_ranks):
-    """Row-wise and column-wise shards, of sizes that neither 2 nor 4 divides, equal those drawn by one rank."""
-    expected = on_ranks(1, cases.weight_hashes, {"uneven": MODELS["uneven"]}, True)[0]["uneven"]
-    for found, rectangles in on_ranks(4, cases.tensor_parallel_weights, MODELS["uneven"]):
-        assert found == expected
-        assert any(shape[1] < 52 for shape in rectangles if len(shape) == 2)  # columns were split too
+def test_weights_do_not_depend_on_the_mesh(on_ranks):
+    """Parts of rows and of columns, uneven ones too, equal what one rank draws."""
+    for tied in (False, True):
+        sections = {"model": {"dim": 46, "head_dim": 6, "ffn_dim": 76, "tie_embeddings": tied},
+                    "train": {"global_batch_size": 60, "micro_batch_size": 1}}
+        (expected,) = on_ranks(1, cases.weight_hashes, {"alone": sections}, True)[0].values()
+        meshes = {str(mesh): {**sections, "parallel": mesh} for mesh in (
+            {"tp": 2}, {"cp": 2}, {"cp": 4}, {"cp": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 1, "tp": 2})}
+        for found in on_ranks(4, cases.weight_hashes, meshes, True):
+            assert found == dict.fromkeys(meshes, expected)
 
 
 FROZEN = {"freeze": ["embedding*", "blocks.0.*", "*q_proj*"]}

@@ -19,13 +19,17 @@ CONFIGS = REPO / "configs"
 
 @pytest.mark.parametrize("ranks, options", [
     (1, [{}]), (2, [{}, {"dp_replicate": "auto", "dp_shard": 1}]), (3, [{}]),
-    (4, [{}, {"dp_replicate": 2}])])
+    (4, [{}, {"dp_replicate": 2}, {"cp": 2}, {"cp": 4}])])
 def test_bytes_equal_those_of_real_tensors(on_ranks, ranks, options):
     frozen = {"tie_embeddings": True, "freeze": ["blocks.0.*"]}
     every = [{"model": model, "parallel": parallel, "train": {"global_batch_size": 12, "micro_batch_size": 1}}
              for model in (UNEVEN, frozen) for parallel in options]
     every.append({**every[-1], "parallel": {"unsharded": ["blocks.0.*"], "param_dtype": "bfloat16"}})
     every.append({"optim": {"state_dtype": "bfloat16"}, "train": {"global_batch_size": 12, "micro_batch_size": 1}})
+    even = {"dim": 46, "head_dim": 6, "ffn_dim": 76, "tie_embeddings": True}  # what tp leaves of its rows is uneven
+    meshes = {2: [{"tp": 2}], 4: [{"tp": 2}, {"cp": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 1, "tp": 2}]}
+    every += [{"model": even, "parallel": mesh, "train": {"global_batch_size": 12, "micro_batch_size": 1}}
+              for mesh in meshes.get(ranks, ())]
     real = on_ranks(ranks, cases.live_bytes, every)
     for i, sections in enumerate(every):
         cfg = make_config(**sections)

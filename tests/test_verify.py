@@ -10,6 +10,7 @@ TWO_REPLICAS = {"parallel": {"dp_replicate": 2}}
 OFFLOADED = {"model": {"tie_embeddings": True}, "parallel": {"recompute": "full", "cpu_offload": True}}
 UNSHARDED = {"model": {"freeze": ["embedding*", "blocks.1.*"]},
              "parallel": {"unsharded": ["embedding*", "*1*proj*"], "param_dtype": "bfloat16"}}
+TP = {"parallel": {"tp": 2}}
 TWELVE = {"train": {"global_batch_size": 12, "micro_batch_size": 1}}
 # ranks: (configuration, damage, what its error must say; none, of a right model)
 CASES = {
@@ -21,9 +22,11 @@ CASES = {
         ({}, "outside every unit", "extra: belongs to no unit"),
         ({}, "on meta", "embedding.weight: is on meta"),
         ({}, "a short shard", "blocks.1.attention.q_proj.weight: has shard (23, 48), not (24, 48)"),
-        ({}, "another mesh", "embedding.weight: is on mesh")],
+        ({}, "another mesh", "embedding.weight: is on a mesh"),
+        (TP, "", None), (TP, "one replica differs", "blocks.1.attention_norm.weight: differs between replicas")],
     3: [(TWELVE, "", None)],
-    4: [(REPLICAS, "", None),
+    4: [(REPLICAS, "", None), ({"parallel": {"tp": 2}}, "", None), ({"parallel": {"cp": 2, "tp": 2}}, "", None),
+        ({"parallel": {"dp_replicate": 2, "cp": 2}}, "", None),
         (REPLICAS, "one replica differs", "blocks.1.attention_norm.weight: differs between replicas")],
 }
 

@@ -1,0 +1,64 @@
+"""Context parallelism by itself: attention against torch's own of the whole sequence, equal work, activations."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+from model.attention import mask_mod
+from parallel.mesh import World, build_mesh, spans_machines
+from tests import cases
+
+
+@pytest.mark.parametrize("ranks, draws", [(2, 40), (4, 24)])
+def test_attention_is_that_of_the_whole_sequence(on_ranks, ranks, draws):
+    """Outputs and gradients, of random lengths, heads, groups and documents."""
+    assert max(on_ranks(ranks, cases.attention_over_cp, draws)) < 1e-6
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_work_is_balanced(ranks):
+    """Blocks of scores that FlexAttention computes: less than 1 % between the ranks, and half of all together."""
+    length = 8192
+    chunks = torch.arange(length).chunk(2 * ranks)
+    blocks = []
+    for rank in range(ranks):
+        places = torch.cat([chunks[rank], chunks[-1 - rank]])
+        mask = create_block_mask(mask_mod(None, places), 1, None, len(places), length, "cpu")
+        blocks.append((mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()).item())
+    assert max(blocks) < 1.01 * min(blocks)
+    side = length // 128
+    assert sum(blocks) == side * (side + 1) // 2
+
+
+MODEL = {"dim": 48, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 96}
+SETTINGS = ["none", "elementwise", "selective", "full"]
+
+
+@pytest.fixture(scope="module")
+def of_a_block(on_ranks):
+    """{(cp, tp): {recompute: bytes that a block keeps of two sequences}}: what a second pair of them adds."""
+    found = {}
+    for cp, tp in (1, 1), (1, 2), (2, 1), (2, 2):
+        runs = [{"model": MODEL, "train": {"seq_len": 64, "micro_batch_size": sequences},
+                 "parallel": {"dp_shard": 1, "cp": cp, "tp": tp, "recompute": setting}}
+                for setting in SETTINGS for sequences in (4, 2)]
+        kept = on_ranks(cp * tp, cases.kept_bytes, runs)[-1]
+        found[cp, tp] = {setting: more - less for setting, more, less in zip(SETTINGS, kept[::2], kept[1::2])}
+    return found
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_activations_fall_as_1_over_tp_and_cp(of_a_block, setting):
+    """To the byte; but over tp "selective" keeps what the first reduce-scatter gave, too: not to send it again."""
+    alone = of_a_block[1, 1][setting]
+    kept_too = 2 * 64 * MODEL["dim"] * 4 if setting == "selective" else 0
+    for (cp, tp), kept in of_a_block.items():
+        assert kept[setting] == (alone + kept_too * (tp > 1)) / (cp * tp) > 0, (cp, tp)
+
+
+def test_tp_groups_that_span_machines_are_told(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
+    with cases.fake_process_group(24):
+        for tp, told in (2, 0), (4, 1):
+            found = spans_machines(World(0, 24, torch.device("cpu"), build_mesh("cpu", (1, 24 // tp, 1, tp))))
+            assert len(found) == told and all("tp = 4 does not divide the 6 ranks" in note for note in found)
