@@ -16,7 +16,7 @@ from model.hf_weights import open_weights
 from model.llama import named_parameters
 from optim import build_optimizer
 from parallel.materialize import local_tensors
-from tests.cases import build, digests, process_group, run_training, save
+from tests.cases import build, digests, process_group, run_training, save, world_for
 from tests.conftest import rows, tables
 
 
@@ -29,13 +29,13 @@ def tokens(vocab_size: int) -> torch.Tensor:
     return torch.randint(0, vocab_size, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
-def read_and_save(folders: dict[str, str], output: str) -> dict[str, tuple[dict[str, str], list]]:
+def read_and_save(folders: dict[str, str], output: str, mesh: dict) -> dict[str, tuple[dict[str, str], list]]:
     """(hashes of all parameters, logits) of each folder's model, which is saved below `output` too."""
     found = {}
     with process_group() as world:
         for name, folder in folders.items():
-            cfg = config_from(folder, run={"name": name, "output_dir": output}, checkpoint={})
-            model = build(cfg, world, open_weights(cfg.model))
+            cfg = config_from(folder, run={"name": name, "output_dir": output}, checkpoint={}, parallel=mesh)
+            model = build(cfg, world_for(cfg, world), open_weights(cfg.model))
             optimizer = build_optimizer(model, cfg.optim)
             save(cfg, model, optimizer, 1)
             with torch.no_grad():

@@ -151,6 +151,21 @@ def test_malformed_file_is_refused_and_says_where(case, tmp_path):
     assert len(message.splitlines()) <= 5 and "Traceback" not in message
 
 
+def test_every_degree_that_cannot_be_had_is_named():
+    """At once, and before a process starts: heads, widths and lengths that tp and cp do not divide."""
+    model = {"dim": 56, "n_heads": 7, "n_kv_heads": 7, "ffn_dim": 81, "vocab_size": 321}
+    parallel = {"tp": 2, "cp": 2, "reshard_after_forward": 2, "unsharded": ["embedding*"]}
+    with pytest.raises(ConfigError) as caught:
+        make_config(model=model, train={"seq_len": 34}, parallel=parallel)
+    for part in ("[model] n_heads = 7", "[model] n_kv_heads = 7", "[model] ffn_dim = 81", "[model] vocab_size = 321",
+                 "multiple of parallel.tp = 2", "[train] seq_len = 34: must be a multiple of 2 x parallel.cp = 4",
+                 "multiple of parallel.cp x parallel.tp = 4", "reshard_after_forward = 2: goes with tp = 1 only",
+                 "[parallel] unsharded", "goes with tp = 1 only, which cuts no matrix"):
+        assert part in str(caught.value), part
+    assert len(caught.value.problems) == 8
+    make_config(model={"n_kv_heads": 4}, train={"seq_len": 32}, parallel={"tp": 4, "cp": 4})
+
+
 @pytest.mark.parametrize("argument, named", [
     ("--train.stepz=3", "did you mean train.steps?"),
     ("--trian.steps=3", "did you mean train.steps?"),
@@ -237,6 +252,10 @@ def test_unreadable_file(path, tmp_path, monkeypatch):
 
 
 def test_mesh_shape():
+    both = make_config(parallel={"cp": 2, "tp": 2})
+    assert config.mesh_shape(both, 8) == (1, 2, 2, 2)
+    with pytest.raises(ConfigError, match="dp_replicate = 1, cp = 2 and tp = 2 must equal the number of ranks, 6"):
+        config.mesh_shape(both, 6)
     assert config.mesh_shape(make_config(), 4) == (1, 4, 1, 1)
     assert config.mesh_shape(make_config(parallel={"dp_replicate": 2}), 4) == (2, 2, 1, 1)
     assert config.mesh_shape(make_config(parallel={"dp_replicate": "auto", "dp_shard": 2}), 4) == (2, 2, 1, 1)

@@ -220,12 +220,14 @@ def test_continue_text_ends_at_the_eos_token_and_makes_every_pass():
     assert len(passes) == 8 and passes[0] == [[0, *b"say "]] and passes[2] == [[*b"e"]]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_spread_model_writes_what_a_plain_one_does(on_ranks, ranks):
-    options = [{"parallel": {"param_dtype": "float32", "recompute": "full", "compile": True}},
-               {"parallel": {"param_dtype": "float32", "recompute": "selective", "prefetch_forward": 0},
-                "model": {"tie_embeddings": True}},
-               {"parallel": {"param_dtype": "float32", "reshard_after_forward": False, "cpu_offload": True}}]
+    """Over tp and cp too, where a single token cannot be cut."""
+    options = [{"parallel": {"recompute": "full", "compile": True}},
+               {"parallel": {"recompute": "selective", "prefetch_forward": 0}, "model": {"tie_embeddings": True}},
+               {"parallel": {"reshard_after_forward": False, "cpu_offload": True}}]
+    if ranks == 4:
+        options = [{"parallel": mesh} for mesh in ({"tp": 2}, {"cp": 2}, {"cp": 2, "tp": 2})]
     for rank in on_ranks(ranks, cases.generated, options, prompts_of([5, 30, 2]), 24):
         for spread_greedy, spread_sampled, greedy, sampled in rank:
             assert spread_greedy == greedy and spread_sampled == sampled and greedy != sampled

@@ -44,6 +44,7 @@ MODELS = {  # of sizes that 4 ranks do not divide; TINY's sizes unless given
                "vocab_size": 323, "head_dim": 20},
     "old": {"rope_parameters": LLAMA3},
 }
+OVER_TP = "dp 2 x tp 2"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -91,11 +92,13 @@ def folders(tmp_path_factory, prepared) -> dict[str, pathlib.Path]:
 
 @pytest.fixture(scope="module")
 def read(on_ranks, folders, tmp_path_factory) -> dict[int, tuple[pathlib.Path, dict]]:
-    """(where the checkpoints lie, what each rank found) by number of ranks."""
+    """(where the checkpoints lie, what each rank found) by number of ranks, or mesh."""
     sources, found = {name: str(folder) for name, folder in folders.items()}, {}
-    for ranks in (1, 2, 4):
-        output = tmp_path_factory.mktemp(f"ranks{ranks}")
-        found[ranks] = output, on_ranks(ranks, hf_cases.read_and_save, sources, str(output))
+    for mesh in (1, 2, 4, OVER_TP):
+        output, ranks = tmp_path_factory.mktemp("read"), 4 if mesh == OVER_TP else mesh
+        chosen = {name: sources[name] for name in MODELS if mesh != OVER_TP or name != "uneven"}  # five heads
+        over = {"tp": 2} if mesh == OVER_TP else {}
+        found[mesh] = output, on_ranks(ranks, hf_cases.read_and_save, chosen, str(output), over)
     return found
 
 
@@ -117,15 +120,15 @@ def test_logits_and_weights_are_those_of_transformers(read, folders, name):
         expected = theirs(hf_cases.tokens(theirs.config.vocab_size)).logits
     hashes = cases.digests({name: p.detach() for name, p in theirs.named_parameters()})
     for _, ranks in read.values():
-        for found, logits in (rank[name] for rank in ranks):
+        for found, logits in (rank[name] for rank in ranks if name in rank):
             assert torch.allclose(torch.tensor(logits), expected, atol=1e-5, rtol=1e-5)
             assert {hf_name(key): value for key, value in found.items()} == hashes
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("name", MODELS)
-def test_the_export_loads_in_transformers_bit_for_bit(read, folders, tmp_path, capsys, ranks, name):
-    run_folder, theirs = read[ranks][0] / name, in_transformers(folders[name])
+@pytest.mark.parametrize("mesh, name", [*((ranks, name) for ranks in (1, 2, 4) for name in MODELS),
+                                        (OVER_TP, "sharded"), (OVER_TP, "tied")])
+def test_the_export_loads_in_transformers_bit_for_bit(read, folders, tmp_path, capsys, mesh, name):
+    run_folder, theirs = read[mesh][0] / name, in_transformers(folders[name])
     for out, *options in [("one",), ("many", "--shard-gib", "0.00003"), ("short", "--dtype", "bfloat16")]:
         assert run(capsys, "export", run_folder, tmp_path / out, *options) == (0, "")
         ours = in_transformers(tmp_path / out)

@@ -1,8 +1,13 @@
 """The same run on any mesh: tensor and context parallelism, and their products with FSDP2 and replicas, against a plain
 loop that knows nothing of ranks. Losses, gradient norms, data and final weights of whole runs."""
 
-import pytest
+import shutil
 
+import pytest
+from safetensors.torch import load_file
+
+from model import hf
+from model.hf_weights import hf_name
 from tests import cases
 from tests.conftest import make_config
 from tests.test_training import plain_loop, weights, with_data
@@ -93,3 +98,31 @@ def test_a_run_does_not_depend_on_the_mesh(trained, expected, ranks, mesh):
 
 def test_bfloat16_is_not_float32(trained, expected):
     assert trained[0]["bfloat16, tp 2"][0]["loss"] != trained[0]["plain, tp 2"][0]["loss"]
+
+
+def test_a_checkpoint_of_one_mesh_goes_on_on_any_other(on_ranks, corpus, prepared, tmp_path, capsys):
+    """From dp 2 x tp 2 to one process, to tp 4, to cp 2, and from there back: data and losses of a run without a break.
+    Its export is the checkpoint's own tensors."""
+    data = with_data({**sections("plain", {}), "optim": {"schedule_steps": 6}, "eval": None}, corpus, {320: prepared})
+    last: dict = {}
+    wanted = plain_loop(make_config(**{**data, "train": {**data["train"], "steps": 6}}), last)
+
+    def go_on(ranks: int, folder: str, steps: int, mesh: dict) -> list[dict]:
+        return on_ranks(ranks, cases.train_to, steps, {**data, "parallel": mesh}, str(tmp_path / folder))[0]
+
+    go_on(4, "first", 2, {"tp": 2})
+    for folder in ("alone", "tp 4", "back"):
+        shutil.copytree(tmp_path / "first", tmp_path / folder)
+    found = {"alone": go_on(1, "alone", 6, {}), "tp 4": go_on(4, "tp 4", 6, {"tp": 4})}
+    go_on(2, "back", 4, {"cp": 2})
+    found["back"] = go_on(4, "back", 6, {"tp": 2})
+    for name, rows in found.items():
+        assert [row["batch_digest"] for row in rows] == [row["batch_digest"] for row in wanted], name
+        for key in ("loss", "grad_norm"):
+            assert [row[key] for row in rows] == pytest.approx([row[key] for row in wanted], rel=1e-5), name
+    stored = weights(tmp_path / "back/r", 6)
+    assert hf.main(["export", str(tmp_path / "back/r"), str(tmp_path / "out")]) == 0, capsys.readouterr().err
+    exported = load_file(tmp_path / "out/model.safetensors")
+    for name, tensor in last.items():
+        ours = exported[hf_name(name.removeprefix("model."))]
+        assert ours.equal(stored[name]) and (ours - tensor).norm() < 1e-5 * tensor.norm()

@@ -105,7 +105,7 @@ def test_degrees_and_the_mesh_of_fsdp(on_ranks):
     """Context parallel ranks share one data rank and a shard mesh with their neighbours."""
     shapes = [(1, 4, 1, 1), (2, 2, 1, 1), (1, 2, 2, 1), (2, 1, 2, 1)]
     names = [("dp_shard",), ("dp_replicate", "dp_shard"), ("dp_shard_cp",), ("dp_replicate", "dp_shard_cp")]
-    for rank, found in enumerate(on_ranks(4, cases.on_meshes, {}, shapes)):
+    for rank, found in enumerate(on_ranks(4, cases.on_meshes, {"train": {"seq_len": 16}}, shapes)):
         for shape, dims, (degrees, mesh_names, mesh_shape, norms) in zip(shapes, names, found):
             size = shape[0] * shape[1]
             assert degrees == (*shape, rank // (4 // size), size)
