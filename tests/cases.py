@@ -709,6 +709,17 @@ def train_to(steps: int, sections: dict, output: str) -> list[dict]:
         return rows(config.run_folder(cfg)) if world.rank == 0 else []
 
 
+def train_files(path: str, overrides: list[list[str]]) -> list[int]:
+    """Trains a configuration with each list of overrides; the last step of each."""
+    found = []
+    with process_group() as world:
+        for arguments in overrides:
+            cfg = config.load(path, arguments)
+            run_training(cfg, world_for(cfg, world))
+            found.append(rows(config.run_folder(cfg))[-1]["step"] if world.rank == 0 else 0)
+    return found
+
+
 class HostReads(TorchDispatchMode):
     """Notes each read of a tensor's value by the host, but for those of a tensor that is the host's own."""
 

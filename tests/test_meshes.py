@@ -1,15 +1,17 @@
 """The same run on any mesh: tensor and context parallelism, and their products with FSDP2 and replicas, against a plain
 loop that knows nothing of ranks. Losses, gradient norms, data and final weights of whole runs."""
 
+import re
 import shutil
 
 import pytest
 from safetensors.torch import load_file
 
+import config
 from model import hf
 from model.hf_weights import hf_name
 from tests import cases
-from tests.conftest import make_config
+from tests.conftest import REPO, make_config
 from tests.test_training import plain_loop, weights, with_data
 
 MESHES = {  # by the number of ranks
@@ -126,3 +128,21 @@ def test_a_checkpoint_of_one_mesh_goes_on_on_any_other(on_ranks, corpus, prepare
     for name, tensor in last.items():
         ours = exported[hf_name(name.removeprefix("model."))]
         assert ours.equal(stored[name]) and (ours - tensor).norm() < 1e-5 * tensor.norm()
+
+
+TABLE = re.findall(r"^\| .+ \| `NPROC=(\d) ./run_train.sh (\S+) (.+?)`", (REPO / "docs/fsdp2.md").read_text(), re.M)
+
+
+def test_the_commands_of_the_documented_table_train(on_ranks, corpus, prepared, tmp_path):
+    """With their options, on a smaller model and in this folder."""
+    small = [f"--model.{key}={value}" for key, value in {**MODEL, "n_layers": 1, "vocab_size": 320}.items()]
+    small += [f"--data.source={corpus}", f"--data.path={prepared}", f"--run.output_dir={tmp_path}", "--run.device=cpu",
+              "--train.steps=1", "--train.seq_len=32", "--optim.warmup_steps=1", "--eval.batches=1"]
+    runs: dict[int, list[list[str]]] = {}
+    for number, (ranks, _, options) in enumerate(TABLE):
+        off = [] if "tensorboard" in options else ["--log.tensorboard=false"]
+        runs.setdefault(int(ranks), []).append([*small, f"--run.name=r{number}", *off, *options.split()])
+    assert len(TABLE) >= 18 and {path for _, path, _ in TABLE} == {"configs/tiny.toml"}
+    for ranks, commands in runs.items():
+        assert on_ranks(ranks, cases.train_files, str(REPO / "configs/tiny.toml"), commands)[0] == [1] * len(commands)
+    assert list((tmp_path / "r0").glob("*")) and config.load(str(tmp_path / "r3/config.toml")).parallel.tp == 2
