@@ -29,6 +29,7 @@ from data.loader import Batch, Loader, split
 from metrics import peak_flops, peak_memory_gib
 from model.llama import Llama, flops_per_token, meta_model, parameter_count
 from optim import FiniteGuard, build_optimizer
+from parallel.context import own_places
 from parallel.fsdp import unshard_first_units
 from parallel.materialize import materialize
 from parallel.mesh import World, distributed, storage_device
@@ -51,7 +52,7 @@ def random_batch(cfg: config.Config, world: World, accumulation: int) -> Batch:
     size, length = config.micro_batch_size(cfg, world.dp_size), cfg.train.seq_len
     generator = torch.Generator().manual_seed(world.dp_rank)
     ids = torch.randint(cfg.model.vocab_size, (size, length + 1), generator=generator)
-    micro_batch = tuple(part.to(world.device) for part in split(ids))
+    micro_batch = tuple(part.to(world.device) for part in split(ids, None, own_places(world, length)))
     return Batch([micro_batch] * accumulation, accumulation * size * length * world.dp_size, 0)
 
 
@@ -71,7 +72,7 @@ def measure(cfg: config.Config, world: World, steps: int, warm_up: int, real: bo
     if real:
         dataset = open_dataset(cfg)
         batches = loader = Loader(cfg, dataset.train, dataset.weights, world.dp_rank, world.dp_size, 1,
-                                  pin=world.device.type == "cuda")
+                                  pin=world.device.type == "cuda", places=own_places(world, t.seq_len))
     else:
         batches = itertools.repeat(random_batch(cfg, world, accumulation))
 
@@ -87,7 +88,7 @@ def measure(cfg: config.Config, world: World, steps: int, warm_up: int, real: bo
     if real:
         loader.close()
 
-    mean_loss = sums["loss"].item() / (t.seq_len * micro_batch_size * accumulation)  # of this rank's tokens
+    mean_loss = sums["loss"].item() / (t.seq_len // world.cp * micro_batch_size * accumulation)  # of this rank's tokens
     timed = spread(seconds[1 + warm_up :])
     rate = config.tokens_per_step(cfg) / world.size / timed["median"]
     flops, peak = flops_per_token(model, t.seq_len), peak_flops(world.device)

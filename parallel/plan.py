@@ -31,7 +31,7 @@ def largest_shards(model: Llama, shards: int, tp: int) -> dict[nn.Parameter, int
     found = {}
     for name, q in named_parameters(model):
         shape, placement = [*q.shape], placement_of(name)
-        if placement.is_shard():
+        if placement and placement.is_shard():
             shape[placement.dim] //= tp
         found[q] = math.ceil(shape[0] / shards) * math.prod(shape[1:])
     return found
@@ -179,6 +179,7 @@ def out_of_memory(cfg: config.Config, ranks: int, asked: str) -> str:
         "parallel.sync_every_micro_batch = true": not p.sync_every_micro_batch,
         "less parallel.prefetch_forward and prefetch_backward": max(p.prefetch_forward, p.prefetch_backward) > 1,
         "more ranks that share one copy": True,
+        "parallel.cp, or tp within a node, over which activations are shared": True,
         "parallel.cpu_offload = true": not p.cpu_offload,
     }
     where = "host" if p.cpu_offload else "device"

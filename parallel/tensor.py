@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.utils import parametrize
 
+from config import ConfigError
 from model.llama import Head, Llama
 from model.loss import VocabularyShard
 from parallel.activation_checkpoint import is_checkpointed
@@ -39,16 +40,20 @@ WEIGHTS = {
 }
 
 
-def placement_of(parameter: str) -> Placement:
-    """How a parameter of this name is placed over tp."""
+def placement_of(parameter: str) -> Placement | None:
+    """How a parameter of this name is placed over tp; None: it is not in the table."""
     module = parameter.removesuffix(".weight")
-    return next(placement for pattern, placement in WEIGHTS.items() if fnmatch.fnmatchcase(module, pattern))
+    return next((placement for pattern, placement in WEIGHTS.items() if fnmatch.fnmatchcase(module, pattern)), None)
 
 
 def apply_tensor_parallelism(model: Llama, recompute: str | int, world: World) -> None:
-    """Cuts weights, activations and loss over tp, in place. Parameters become DTensors on the mesh's dimension tp."""
+    """Cuts weights, activations and loss over tp, in place. Parameters become DTensors on the mesh's dimension tp.
+    Raises ConfigError for parameters that the table does not know."""
     if world.tp == 1:
         return
+    if unknown := [name for name, _ in model.named_parameters() if placement_of(name) is None]:
+        raise ConfigError(f"[parallel] tp = {world.tp}: {', '.join(unknown[:3])}: WEIGHTS in parallel/tensor.py does "
+                          "not say how tp places it")
     cut_weights(model, world)
     tp = Sequence(group_of(world.mesh["tp"]))
     model.register_forward_pre_hook(tp.choose, with_kwargs=True)

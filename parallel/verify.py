@@ -32,13 +32,13 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
         trained = [q for q in parameters if q.requires_grad]
         dtypes = {q.dtype for q in trained}
         _require(len(dtypes) < 2, f"unit {unit}", f"has trainable parameters of {dtypes}")
-        elements = sum(q.numel() for q in parameters)
+        gathered = sum(q.numel() // (world.tp if placement_of(names[q]).is_shard() else 1) for q in parameters)
         rows.append({
             "unit": unit,
-            "parameters": elements,
+            "parameters": sum(q.numel() for q in parameters),
             "trainable": sum(q.numel() for q in trained),
             "local_bytes": sum(q.to_local().nbytes for q in parameters),
-            "gathered_bytes": elements * unit_dtypes(p, unit)[0].itemsize,
+            "gathered_bytes": gathered * unit_dtypes(p, unit)[0].itemsize,
             "policy": "kept until backward" if model.head in modules or p.reshard_after_forward is False else
                       "freed after forward" if p.reshard_after_forward is True else
                       f"shards of {p.reshard_after_forward} after forward",

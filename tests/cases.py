@@ -658,7 +658,7 @@ def unit_map(sections: dict) -> list[dict]:
 
     cfg = make_config(**sections)
     with process_group() as world:
-        return verify_sharding(build(cfg, world), cfg.parallel, world)
+        return verify_sharding(build(cfg, spread := world_for(cfg, world)), cfg.parallel, spread)
 
 
 def batches(vocab_size: int, steps: int) -> torch.Tensor:

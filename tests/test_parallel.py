@@ -4,9 +4,12 @@ import pytest
 import torch
 
 from config import ConfigError
-from model.llama import meta_model
+from model.llama import RMSNorm, meta_model
 from parallel.fsdp import precision, unit_dtypes, unsharded_parameters
 from parallel.materialize import draw
+from parallel.mesh import World, build_mesh
+from parallel.parallelize import parallelize
+from parallel.plan import plan
 from tests import cases
 from tests.conftest import make_config
 
@@ -65,11 +68,12 @@ def test_any_rectangle_of_a_parameter_equals_that_part_of_the_whole(width, cutof
 def test_weights_do_not_depend_on_the_mesh(on_ranks):
     """Parts of rows and of columns, uneven ones too, equal what one rank draws."""
     for tied in (False, True):
-        sections = {"model": {"dim": 46, "head_dim": 6, "ffn_dim": 76, "tie_embeddings": tied},
+        sections = {"model": {"dim": 46, "n_kv_heads": 4, "head_dim": 6, "ffn_dim": 76, "tie_embeddings": tied},
                     "train": {"global_batch_size": 60, "micro_batch_size": 1}}
         (expected,) = on_ranks(1, cases.weight_hashes, {"alone": sections}, True)[0].values()
+        replicas = {"dp_replicate": 2, "dp_shard": 1, "tp": 2}
         meshes = {str(mesh): {**sections, "parallel": mesh} for mesh in (
-            {"tp": 2}, {"cp": 2}, {"cp": 4}, {"cp": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 1, "tp": 2})}
+            {"tp": 2}, {"tp": 4}, {"cp": 2}, {"cp": 4}, {"cp": 2, "tp": 2}, replicas)}
         for found in on_ranks(4, cases.weight_hashes, meshes, True):
             assert found == dict.fromkeys(meshes, expected)
 
@@ -201,3 +205,15 @@ def test_units_kept_in_float32_are_reduced_in_it():
     assert precision(p, "blocks.0", False).reduce_dtype == torch.float32
     assert precision(p, "head", True).output_dtype is None  # its loss stays float32
     assert precision(p, "blocks.1", False).output_dtype == torch.bfloat16
+
+
+def test_tp_refuses_a_parameter_that_it_knows_no_place_for():
+    """A fork's: where it is neither cut nor whole, its gradient would be wrong. Without tp it needs none."""
+    cfg = make_config(parallel={"tp": 2})
+    model = meta_model(cfg.model)
+    model.blocks[1].attention.q_norm = RMSNorm(12, 1e-5)
+    with cases.fake_process_group(2):
+        world = World(0, 2, torch.device("cpu"), build_mesh("cpu", (1, 1, 1, 2)))
+        with pytest.raises(ConfigError, match=r"tp = 2: blocks.1.attention.q_norm.weight: WEIGHTS .* does not say"):
+            parallelize(model, cfg, world)
+    assert plan(make_config(), model, 2, None)["parameters"] == sum(p.numel() for p in model.parameters())

@@ -49,6 +49,11 @@ def test_unit_map_counts_what_is_gathered(on_ranks):
         size = {row["unit"]: row["gathered_bytes"] / row["parameters"] for row in rows}
         assert size == {"embedding": 2, "blocks.0": 4, "blocks.1": 2, "head": 2}
         assert all(row["local_bytes"] * 2 == row["parameters"] * 4 for row in rows)
+    for rows in on_ranks(2, cases.unit_map, {"parallel": {"param_dtype": "bfloat16", "tp": 2}}):
+        for row in rows:  # norms are whole on both
+            norms = {"embedding": 0, "head": 48}.get(row["unit"], 2 * 48)
+            assert row["gathered_bytes"] == 2 * ((row["parameters"] - norms) // 2 + norms)
+            assert row["local_bytes"] == 2 * row["gathered_bytes"]
 
 
 def test_unit_table_folds_equal_blocks():
