@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from model.attention import mask_mod
+from model.attention import attention, make_mask, mask_mod
 from parallel.mesh import World, build_mesh, spans_machines
 from tests import cases
 
@@ -28,6 +28,23 @@ def test_work_is_balanced(ranks):
     assert max(blocks) < 1.01 * min(blocks)
     side = length // 128
     assert sum(blocks) == side * (side + 1) // 2
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("masked", [False, True])
+def test_block_mask_of_a_part_is_the_plain_mask(masked):
+    """The form that a GPU takes, computed here without being compiled: one mask for any batch, or one of documents."""
+    length, generator = 512, torch.Generator().manual_seed(0)
+    chunks = torch.arange(length).chunk(4)
+    places = torch.cat([chunks[1], chunks[2]])
+    documents = torch.randint(0, 6, (2, length), generator=generator).sort(dim=1).values if masked else None
+    q = torch.randn(2, 4, len(places), 16, generator=generator)
+    k, v = torch.randn(2, 2, 2, length, 16, generator=generator)
+    rule, batch = mask_mod(documents, places), 2 if masked else 1
+    block = create_block_mask(rule, batch, None, len(places), length, "cpu")
+    plain = make_mask(rule, batch, len(places), length, torch.device("cpu"))
+    assert torch.allclose(attention(q, k, v, block), attention(q, k, v, plain), atol=1e-5)
 
 
 MODEL = {"dim": 48, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 96}
