@@ -23,6 +23,7 @@ DIGEST_MODULUS = 2**53  # of batch_digest: exact in JSON
 LONGEST_PERIOD = 1 << 16  # samples after which a mixture's order of sources repeats, at most
 IGNORE = -100  # a target token that does not count; data writes it, model/loss.py reads it, as in torch's cross_entropy
 
+PARTLY = ("none", "elementwise", "selective")  # settings of recompute that never recompute all of a block
 HALF = "; float16 would need a loss scaler, which this trainer does without"
 POSITIVE = (lambda v: isinstance(v, str) or v > 0, "must be greater than 0")  # or a word, as "auto"
 NOT_NEGATIVE = (lambda v: v >= 0, "must be at least 0")
@@ -236,6 +237,8 @@ def mesh_shape(cfg: Config, ranks: int) -> tuple[int, int, int, int]:
     dp_replicate = max(1, dp_size // p.dp_shard) if p.dp_replicate == "auto" else p.dp_replicate
     dp_shard = max(1, dp_size // dp_replicate) if p.dp_shard == "auto" else p.dp_shard
     n, shards, per_pass = p.reshard_after_forward, dp_shard * cp, (t.micro_batch_size or 1) * dp_size
+    if ranks % (cp * tp):
+        raise ConfigError(f"[parallel] cp = {cp}, tp = {tp}: their product must divide the number of ranks, {ranks}")
     options.require(cfg, [
         ("parallel.dp_shard", dp_replicate * dp_shard * cp * tp == ranks,
          f"times dp_replicate = {p.dp_replicate}" + f", cp = {cp} and tp = {tp}" * (cp * tp > 1)
@@ -286,6 +289,8 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
          "goes without cpu_offload, which would leave what is unsharded on the host for good"),
         ("parallel.recompute model.n_layers", isinstance(p.recompute, str) or p.recompute <= m.n_layers,
          f"every n-th of {m.n_layers} blocks: n must not exceed them"),
+        ("parallel.recompute parallel.tp parallel.compile", p.tp == 1 or not p.compile or p.recompute in PARTLY,
+         f"goes with tp = {p.tp} and compile as one of {', '.join(PARTLY)} only: torch 2.13 fails on the others"),
         *((f"model.{name} parallel.tp", getattr(m, name) % p.tp == 0, f"must be a multiple of parallel.tp = {p.tp}")
           for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")),
         ("train.seq_len parallel.cp", p.cp == 1 or t.seq_len % (2 * p.cp) == 0,
@@ -350,7 +355,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         parser.error(f"{unknown[0]}: unknown; options are written --section.key=value, in one word")
     if not args.dry_run and (args.json or args.world_size or args.gpu_memory_gib):
         parser.error("--json, --world-size and --gpu-memory-gib go with --dry-run only")
-    args.world_size = args.world_size or [1]
     return args
 
 

@@ -104,7 +104,8 @@ def split(rows: Tensor, documents: Tensor | None = None, places: Tensor | None =
         where = positions(documents), documents
     if places is not None:
         inputs, targets = inputs[:, places], targets[:, places]
-        where = (where[0][:, places], documents) if where else (places.expand_as(inputs),)
+        # repeated, not expanded, which could not be pinned
+        where = (where[0][:, places], documents) if where else (places.repeat(len(inputs), 1),)
     return inputs, targets, *where
 
 

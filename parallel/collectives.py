@@ -84,7 +84,7 @@ def gathered(gather: Callable[[Tensor], Tensor], part: Tensor, keep_part: bool) 
     def pack(tensor: Tensor) -> Tensor | tuple:
         nonlocal kept
         if tensor.untyped_storage().data_ptr() != storage:
-            return tensor
+            return tensor.detach()  # itself it would hold the graph that holds it, where backward never comes
         kept += 1
         return tensor.shape, tensor.stride(), tensor.storage_offset()
 

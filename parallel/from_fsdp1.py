@@ -74,9 +74,12 @@ dynamo_mode dynamo_use_dynamic dynamo_use_fullgraph | DEFAULT FALSE | implied: t
 dynamo_use_regional_compilation | TRUE FALSE | implied: each block is compiled by itself
 parallelism_config_dp_replicate_size | number | dp_replicate = {value}
 parallelism_config_dp_shard_size | number | dp_shard = {value}
-parallelism_config_tp_size parallelism_config_cp_size | 1 | implied: data parallel only
-parallelism_config_cp_comm_strategy mpirun_config | any | not ours: data parallel only, launched by run_train.sh
-deepspeed_config megatron_lm_config tp_config fp8_config | any | no equivalent: there is FSDP alone
+parallelism_config_tp_size | number | tp = {value}
+parallelism_config_cp_size | number | cp = {value}
+parallelism_config_cp_comm_strategy | any | not ours: keys and values are all-gathered
+mpirun_config | any | not ours: run_train.sh launches
+tp_config | any | no equivalent: write parallelism_config_tp_size
+deepspeed_config megatron_lm_config fp8_config | any | no equivalent: there is FSDP alone
 compute_environment machine_rank main_process_ip main_process_port rdzv_backend | any | not ours: run_train.sh launches
 same_network gpu_ids main_training_function enable_cpu_affinity commands | any | not ours: run_train.sh launches
 debug command_file ipex_config downcast_bf16 tpu_env tpu_vm tpu_name tpu_zone | any | not ours: no part of sharding

@@ -195,7 +195,9 @@ def dry_run(cfg: config.Config, args: Namespace, epoch: float | None) -> bool:
         cfg = replace(cfg, parallel=replace(cfg.parallel, param_dtype="bfloat16"))
     model = meta_model(cfg.model)
     rows, problems = [], []
-    for ranks in args.world_size:
+    p = cfg.parallel
+    fewest = math.prod(degree for degree in (p.dp_replicate, p.dp_shard, p.cp, p.tp) if degree != "auto")
+    for ranks in args.world_size or [fewest]:
         try:
             rows.append(plan(cfg, model, ranks, epoch))
         except ConfigError as error:

@@ -8,6 +8,7 @@ import itertools
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -60,16 +61,14 @@ def _require(holds: bool, name: str, fault: str) -> None:
 
 def _check_placements(q: nn.Parameter, name: str, world: World) -> None:
     mesh = fsdp_mesh(world)
-    dims, sizes, expected = mesh.mesh_dim_names, mesh.shape, (Shard(0),)
+    expected = (Replicate(), Shard(0)) if mesh.ndim == 2 else (Shard(0),)
     if world.tp > 1:
         over_tp = placement_of(name)
         # FSDP2 shards what tp leaves of the rows: the whole's rows of one FSDP2 rank do not lie together
         over_shards = _StridedShard(0, split_factor=world.tp) if over_tp == Shard(0) else Shard(0)
-        dims, sizes, expected = (*dims, "tp"), (*sizes, world.tp), (over_shards, over_tp)
-    expected = (Replicate(), *expected) if mesh.ndim == 2 else expected
+        mesh, expected = DeviceMesh._concatenate([mesh, world.mesh["tp"]]), (*expected[:-1], over_shards, over_tp)
     _require(isinstance(q, DTensor), name, f"is a {type(q.data).__name__}, not a DTensor: it is not sharded")
-    theirs = q.device_mesh.mesh_dim_names, q.device_mesh.shape
-    _require(theirs == (dims, sizes), name, f"is on a mesh {theirs}, not {(dims, sizes)}")
+    _require(q.device_mesh == mesh, name, f"is on mesh {q.device_mesh}, not on {mesh}")
     _require(tuple(q.placements) == expected, name, f"has placements {q.placements}, not {expected}")
 
 

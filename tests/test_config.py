@@ -254,8 +254,12 @@ def test_unreadable_file(path, tmp_path, monkeypatch):
 def test_mesh_shape():
     both = make_config(parallel={"cp": 2, "tp": 2})
     assert config.mesh_shape(both, 8) == (1, 2, 2, 2)
-    with pytest.raises(ConfigError, match="dp_replicate = 1, cp = 2 and tp = 2 must equal the number of ranks, 6"):
+    with pytest.raises(ConfigError, match="cp = 2, tp = 2: their product must divide the number of ranks, 6"):
         config.mesh_shape(both, 6)
+    with pytest.raises(ConfigError, match="dp_replicate = 3, cp = 2 and tp = 2 must equal the number of ranks, 8"):
+        config.mesh_shape(make_config(parallel={"dp_replicate": 3, "cp": 2, "tp": 2}), 8)
+    with pytest.raises(ConfigError, match='recompute = "full": goes with tp = 2 and compile as one of none, element'):
+        make_config(parallel={"tp": 2, "compile": True, "recompute": "full"})
     assert config.mesh_shape(make_config(), 4) == (1, 4, 1, 1)
     assert config.mesh_shape(make_config(parallel={"dp_replicate": 2}), 4) == (2, 2, 1, 1)
     assert config.mesh_shape(make_config(parallel={"dp_replicate": "auto", "dp_shard": 2}), 4) == (2, 2, 1, 1)

@@ -1,10 +1,14 @@
 """Context parallelism by itself: attention against torch's own of the whole sequence, equal work, activations."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from model.attention import attention, make_mask, mask_mod
+from parallel.collectives import gathered
 from parallel.mesh import World, build_mesh, spans_machines
 from tests import cases
 
@@ -79,3 +83,18 @@ def test_tp_groups_that_span_machines_are_told(monkeypatch):
         for tp, told in (2, 0), (4, 1):
             found = spans_machines(World(0, 24, torch.device("cpu"), build_mesh("cpu", (1, 24 // tp, 1, tp))))
             assert len(found) == told and all("tp = 4 does not divide the 6 ranks" in note for note in found)
+
+
+def test_a_pass_without_backward_leaves_nothing():
+    """What is kept for it goes with its result, a kept result of an operator too."""
+    def kept() -> weakref.ref:
+        def gather(x: torch.Tensor) -> torch.Tensor:
+            return x * 1.0
+
+        with gathered(gather, torch.randn(8, 8, requires_grad=True), True) as whole:
+            torch.softmax(whole, -1)
+        return weakref.ref(gather)
+
+    reference = kept()
+    gc.collect()
+    assert reference() is None

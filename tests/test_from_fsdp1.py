@@ -81,8 +81,10 @@ CASES = {
                                  {"prefetch_forward": 1}, ["contradiction"]),
     "parallelism_config": ("parallelism_config: {parallelism_config_dp_replicate_size: 2, "
                            "parallelism_config_dp_shard_size: 4, parallelism_config_tp_size: 1}\n"
-                           + part("fsdp_version: 2"), 0, {"dp_replicate": 2, "dp_shard": 4}, ["data parallel only"]),
-    "tensor parallel": ("parallelism_config: {parallelism_config_tp_size: 2}\n" + part("fsdp_version: 2"), 1, {}, []),
+                           + part("fsdp_version: 2"), 0, {"dp_replicate": 2, "dp_shard": 4, "tp": 1}, []),
+    "tensor and context parallel": (
+        "parallelism_config: {parallelism_config_tp_size: 2, parallelism_config_cp_size: 4}\n"
+        + part("fsdp_version: 2"), 0, {"tp": 2, "cp": 4}, []),
     "version 3": (part("fsdp_version: 3"), 1, {}, ["known values are 1, 2"]),
     # prefetch
     "forward": (part("fsdp_forward_prefetch: true"), 0, {"prefetch_forward": 1}, []),
@@ -242,7 +244,7 @@ def test_every_row_sets_options_that_there_are():
     """And values that the options take: a row that no file of these tests reaches would fail only on a user."""
     for key, row in from_fsdp1.RULES.items():
         for value in row:
-            kind, options, _ = from_fsdp1.resolve(key, "3" if value == "number" else value, "2")
+            kind, options, _ = from_fsdp1.resolve(key, "2" if value == "number" else value, "2")
             assert kind in ("kept", "renamed", "implied", "not ours", "no equivalent"), (key, value)
             section = {"run": options} if "device" in options else {"parallel": options}
             make_config(**section)

@@ -238,3 +238,18 @@ def test_evaluation_pads_with_a_document_that_holds_no_target(prepared, mask):
             assert (documents.diff(dim=1) >= 0).all()
         for positions in tensors[2:3]:
             assert ((positions.diff(dim=1) == 1) | (positions[:, 1:] == 0)).all()
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_a_part_of_the_sequence_is_that_part(prepared, mask):
+    """Inputs, targets and positions; documents stay whole. Each with storage of its own, or it could not be pinned."""
+    cfg = make_config(data={"document_mask": mask}, train={"global_batch_size": 4, "micro_batch_size": 4})
+    stream, places = open_stream(prepared, "train", 320), torch.tensor([0, 1, 2, 3, 28, 29, 30, 31])
+    whole, part = (Loader(cfg, [stream], [1.0], 0, 1, 1, False, places=of) for of in (None, places))
+    (full,), (ours,) = next(whole).micro_batches, next(part).micro_batches
+    whole.close()
+    part.close()
+    assert torch.equal(ours[0], full[0][:, places]) and torch.equal(ours[1], full[1][:, places])
+    assert torch.equal(ours[2], full[2][:, places] if mask else places.expand(4, -1))
+    assert len(ours) == 3 + mask and (not mask or torch.equal(ours[3], full[3]))
+    assert all(tensor.is_contiguous() for tensor in ours)

@@ -69,6 +69,12 @@ def test_what_does_not_fit_is_exit_3(capsys):
     assert not dry_run(capsys, CONFIGS / "llama70b.toml", "--world-size=8,64", "--gpu-memory-gib", 80)[0]
 
 
+@pytest.mark.parametrize("options, ranks", [((), 1), (("--parallel.tp=2",), 2),
+                                            (("--parallel.tp=2", "--parallel.cp=2", "--parallel.dp_replicate=2"), 8)])
+def test_without_a_number_of_ranks_it_is_the_fewest(capsys, options, ranks):
+    assert json.loads(dry_run(capsys, CONFIGS / "tiny.toml", *options, "--json")[1])["world_size"] == ranks
+
+
 def test_what_fits_counts_gradients_too(capsys):
     """tiny.toml: 16 bytes for each of 5,048,576 parameters, and 4 for each of 39 tensors' step counts."""
     needed = (16 * 5_048_576 + 4 * 39) / 2**30
@@ -115,5 +121,5 @@ def test_dry_run_makes_nothing(tmp_path):
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda p: p.stem)
 def test_every_shipped_configuration_has_a_plan(path, capsys):
-    fits, out, _ = dry_run(capsys, path, "--world-size", 1, "--json")
+    fits, out, _ = dry_run(capsys, path, "--json")
     assert fits and json.loads(out)["accumulation_steps"] >= 1

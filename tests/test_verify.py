@@ -22,7 +22,7 @@ CASES = {
         ({}, "outside every unit", "extra: belongs to no unit"),
         ({}, "on meta", "embedding.weight: is on meta"),
         ({}, "a short shard", "blocks.1.attention.q_proj.weight: has shard (23, 48), not (24, 48)"),
-        ({}, "another mesh", "embedding.weight: is on a mesh"),
+        ({}, "another mesh", "embedding.weight: is on mesh"),
         (TP, "", None), (TP, "one replica differs", "blocks.1.attention_norm.weight: differs between replicas")],
     3: [(TWELVE, "", None)],
     4: [(REPLICAS, "", None), ({"parallel": {"tp": 2}}, "", None), ({"parallel": {"cp": 2, "tp": 2}}, "", None),
