@@ -97,9 +97,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             exponentials, top, sums, chosen = parts(logits, index)
             log_sum, of_target = sums.log() + top, chosen
             if shard:
-                log_sums, logits_ = shard.gather(torch.stack([log_sum, chosen * own])).unbind(1)  # (ranks, C, 1)
-                log_sum, of_target = log_sums.logsumexp(0), logits_.sum(0)
-                sums = (log_sum - top).exp()  # infinite where this rank's logits are far below: its share is 0
+                tops, sums_, logits_ = shard.gather(torch.stack([top, sums, chosen * own])).unbind(1)  # (ranks, C, 1)
+                highest = tops.amax(0)
+                whole = (sums_ * (tops - highest).exp()).sum(0)
+                log_sum, of_target = whole.log() + highest, logits_.sum(0)
+                sums = whole * (highest - top).exp()  # infinite where this rank's logits are far below: its share is 0
             total += ((log_sum - of_target) * valid).sum()
             if ctx.single and (needs_x or needs_weight):
                 ctx.save_for_backward(x, weight, valid, logits, index, exponentials, top, sums, chosen, own)

@@ -124,7 +124,7 @@ def over_tp_and_cp(cfg: config.Config, sequences: int, accumulation: int, scatte
 
         tp  all-gather       A (6 L + 2)     a block's two inputs, once more for backward, and the gradients of its two
                                              outputs; the head's input, the embedding's gradient; and the loss's figures
-                                             (two float32 a token) once a chunk of tokens
+                                             (three float32 a token) once a chunk of tokens
             reduce-scatter   A (4 L + F + 2)     the reverse, and once more where recomputed
             all-reduce       G (2 L + 1)     the gradient of each norm
         cp  all-gather       2 A L           keys and values, once more for backward
@@ -158,8 +158,8 @@ def over_tp_and_cp(cfg: config.Config, sequences: int, accumulation: int, scatte
             yield "reduce_scatter", accumulation, size(unit)[0]
         yield "all_reduce", scatters, size(unit)[1]
         chunk = CHUNK["cuda compiled" if p.compile else "cuda"]
-        yield "all_gather", accumulation * (tokens // chunk), tp * 2 * 4 * chunk
-        yield "all_gather", accumulation * (tokens % chunk > 0), tp * 2 * 4 * (tokens % chunk)
+        yield "all_gather", accumulation * (tokens // chunk), tp * 3 * 4 * chunk
+        yield "all_gather", accumulation * (tokens % chunk > 0), tp * 3 * 4 * (tokens % chunk)
 
 
 def state_gib(row: dict) -> float:

@@ -73,7 +73,8 @@ def test_parts_of_a_vocabulary_give_the_whole_s_loss_and_gradients(shards, scale
     """Each shard in a thread of its own, which meets the others where ranks would."""
     x, weight, targets = problem(torch.float32, vocab=96)
     weight.data[:24] *= scale
-    expected = plain(x, weight, targets)
+    exact = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    expected = F.cross_entropy(F.linear(*exact), targets, ignore_index=IGNORE, reduction="sum")
     (expected * 0.3).backward()
     meeting, brought = threading.Barrier(shards), [None] * shards
 
@@ -96,8 +97,8 @@ def test_parts_of_a_vocabulary_give_the_whole_s_loss_and_gradients(shards, scale
         totals, x_grads, weight_grads = zip(*pool.map(run, range(shards)))
     assert all(torch.equal(total, totals[0]) for total in totals)
     assert totals[0].item() == pytest.approx(expected.item(), rel=1e-6)
-    for found, wanted in (sum(x_grads), x.grad), (torch.cat(weight_grads), weight.grad):
-        assert (found - wanted).norm() < 1e-6 * wanted.norm()
+    for found, wanted in (sum(x_grads), exact[0].grad), (torch.cat(weight_grads), exact[1].grad):
+        assert (found - wanted).norm() < (1e-6 if scale == 1.0 else 2e-5) * wanted.norm()  # of logits in the hundreds
 
 
 @pytest.mark.parametrize("chunk", [16, 64])

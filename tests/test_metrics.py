@@ -59,7 +59,7 @@ def test_times_leave_out_what_is_not_training(tmp_path, monkeypatch):
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(metrics, "all_gather_objects", lambda value: [value])
     cfg = make_config(train={"steps": 2}, log={"every_steps": 2})
-    world = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
+    world = SimpleNamespace(rank=0, size=1, cp=1, tp=1, device=torch.device("cpu"))
     recorder = Recorder(cfg, world, tmp_path, 0, 1)
     for step in (1, 2):
         with recorder.timed("data"):
@@ -174,7 +174,7 @@ def test_tensorboard_may_fail(tmp_path):
 def test_what_a_step_returns_is_in_the_row_and_in_tensorboard(tmp_path, monkeypatch):
     """Sums as means over the step's tokens, of all ranks; scalars as they are; what is nested under both names."""
     monkeypatch.setattr(metrics, "all_gather_objects", lambda value: [value, value])
-    world = SimpleNamespace(rank=0, size=2, device=torch.device("cpu"))
+    world = SimpleNamespace(rank=0, size=2, cp=1, tp=1, device=torch.device("cpu"))
     recorder, added = Recorder(make_config(), world, tmp_path, 0, 1), {}
     recorder.rows.board = SimpleNamespace(add_scalar=lambda name, value, step: added.update({name: value}),
                                           close=lambda: None)
