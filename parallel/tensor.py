@@ -62,8 +62,8 @@ def apply_tensor_parallelism(model: Llama, recompute: str | int, world: World) -
         attention, feed_forward = block.attention, block.feed_forward
         for module, last in (attention, attention.o_proj), (feed_forward, feed_forward.down_proj):
             module.forward = tp.of_whole(module.forward, keep_part=not is_checkpointed(recompute, i))
-            last.forward = tp.then(last.forward, tp.scatter)
-    model.head.norm.forward = tp.then(model.head.norm.forward, tp.gather)
+            last.forward = followed_by(tp.scatter, last.forward)
+    model.head.norm.forward = followed_by(tp.gather, model.head.norm.forward)
     model.head.forward = tp.with_vocabulary_shard(model.head)
 
 
@@ -92,6 +92,10 @@ def cut_weights(model: Llama, world: World) -> None:
         module.parametrizations.weight.original = places[weight]
 
 
+def followed_by(after: Callable[[Tensor], Tensor], forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: after(forward(x))
+
+
 @dataclass
 class Sequence:
     """What happens to activations (B, T, D) around a module; T is this rank's part of the sequence between blocks."""
@@ -115,9 +119,6 @@ class Sequence:
                 return forward(whole, *rest)
 
         return wrapped
-
-    def then(self, forward: Callable, after: Callable) -> Callable:
-        return lambda x: after(forward(x))
 
     def rows_of(self, embedding: nn.Embedding) -> Callable:
         rows, forward = embedding.num_embeddings // self.group.size, embedding.forward

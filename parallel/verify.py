@@ -33,7 +33,9 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
         trained = [q for q in parameters if q.requires_grad]
         dtypes = {q.dtype for q in trained}
         _require(len(dtypes) < 2, f"unit {unit}", f"has trainable parameters of {dtypes}")
-        gathered = sum(q.numel() // (world.tp if placement_of(names[q]).is_shard() else 1) for q in parameters)
+        # a fork's parameter needs no place in tp's table where there is no tp
+        cut = {q for q in parameters if world.tp > 1 and placement_of(names[q]).is_shard()}
+        gathered = sum(q.numel() // (world.tp if q in cut else 1) for q in parameters)
         rows.append({
             "unit": unit,
             "parameters": sum(q.numel() for q in parameters),

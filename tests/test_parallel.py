@@ -6,10 +6,11 @@ import torch
 from config import ConfigError
 from model.llama import RMSNorm, meta_model
 from parallel.fsdp import precision, unit_dtypes, unsharded_parameters
-from parallel.materialize import draw
+from parallel.materialize import draw, materialize
 from parallel.mesh import World, build_mesh
 from parallel.parallelize import parallelize
 from parallel.plan import plan
+from parallel.verify import verify_sharding
 from tests import cases
 from tests.conftest import make_config
 
@@ -216,4 +217,10 @@ def test_tp_refuses_a_parameter_that_it_knows_no_place_for():
         world = World(0, 2, torch.device("cpu"), build_mesh("cpu", (1, 1, 1, 2)))
         with pytest.raises(ConfigError, match=r"tp = 2: blocks.1.attention.q_norm.weight: WEIGHTS .* does not say"):
             parallelize(model, cfg, world)
+        alone = World(0, 2, torch.device("cpu"), build_mesh("cpu", (1, 2, 1, 1)))
+        parallelize(model, make_config(), alone)
+        materialize(model, 0, torch.device("cpu"))
+        assert verify_sharding(model, make_config().parallel, alone)[2]["unit"] == "blocks.1"
+    model = meta_model(cfg.model)
+    model.blocks[1].attention.q_norm = RMSNorm(12, 1e-5)
     assert plan(make_config(), model, 2, None)["parameters"] == sum(p.numel() for p in model.parameters())
