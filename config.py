@@ -30,6 +30,8 @@ NOT_NEGATIVE = (lambda v: v >= 0, "must be at least 0")
 FRACTION = (lambda v: 0 <= v <= 1, "must lie between 0 and 1")
 BETAS = (lambda v: all(0 <= b < 1 for b in v), "both must lie in [0, 1)")
 SHARDS = (lambda v: isinstance(v, bool) or v >= 2, "an integer must be at least 2")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a block
+TARGETS = (lambda v: v and {*v} <= {*PROJECTIONS}, f"must name projections: {', '.join(PROJECTIONS)}")
 # A run's name is one folder's name, and is quoted nowhere.
 NAME = (lambda v: re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{,199}", v),
         "may hold only letters, digits, '.', '_' and '-', at most 200, and must not begin with '.' or '-'")
@@ -148,6 +150,19 @@ class Parallel:
 
 
 @dataclass(frozen=True)
+class Lora:
+    rank: int = option(16, "of the adapters", POSITIVE)
+    alpha: float | None = option(None, "adapters are scaled by alpha / rank; absent: 2 x rank", POSITIVE)
+    targets: tuple[str, ...] = option(PROJECTIONS, "projections that get an adapter", TARGETS)
+    base_dtype: Literal["bfloat16", "float32", "nf4"] = option("bfloat16", "how the frozen weights are kept")
+    init_from: str | None = option(None, "a PEFT adapter folder to start from; it says rank, alpha and targets")
+
+    @property
+    def scale(self) -> float:
+        return (2 * self.rank if self.alpha is None else self.alpha) / self.rank
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     save_every_steps: int | None = option(None, "absent: the last step only", POSITIVE)
     keep_last: int | None = option(None, "absent: keep all", POSITIVE)
@@ -183,6 +198,7 @@ class Config:
     train: Train
     optim: Optim
     parallel: Parallel
+    lora: Lora | None
     checkpoint: Checkpoint | None
     eval: Eval | None
     log: Log
@@ -254,6 +270,12 @@ def mesh_shape(cfg: Config, ranks: int) -> tuple[int, int, int, int]:
 def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
     """The rules between options, as options.require() takes them."""
     m, d, t, o, p, c, f = cfg.model, cfg.data, cfg.train, cfg.optim, cfg.parallel, cfg.checkpoint, cfg.profile
+    lora, attention_dim = cfg.lora, m.n_heads * m.width_per_head
+    sides = {"q_proj": (m.dim, attention_dim), "o_proj": (m.dim, attention_dim),
+             "k_proj": (m.dim, kv := m.n_kv_heads * m.width_per_head), "v_proj": (m.dim, kv)}
+    largest_rank = min(min(sides.get(name, (m.dim, m.ffn_dim))) for name in (lora.targets if lora else PROJECTIONS))
+    nf4 = lora and lora.base_dtype == "nf4"
+    rows = {"dim": m.dim, "n_heads x head_dim over tp": attention_dim / p.tp, "ffn_dim over tp": m.ffn_dim / p.tp}
     end, rope, units = schedule_steps(cfg), m.rope_scaling, unit_names(m)
     schedule = "optim.schedule optim.schedule_steps train.steps optim.warmup_steps optim.decay_steps"
     total_weight = sum(s.weight for s in d.sources)
@@ -300,6 +322,13 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
         ("parallel.reshard_after_forward parallel.tp", p.tp == 1 or type(p.reshard_after_forward) is bool,
          "goes with tp = 1 only: FSDP2 keeps no smaller shards of what tensor parallelism has cut"),
         ("parallel.unsharded parallel.tp", p.tp == 1 or not p.unsharded, "goes with tp = 1 only, which cuts no matrix"),
+        ("lora.rank model.init_from", not lora or m.init_from,
+         "adapters need a base: name its Hugging Face folder, model.init_from"),
+        ("lora.rank lora.targets model.dim model.n_heads model.n_kv_heads model.ffn_dim model.head_dim",
+         not lora or lora.rank <= largest_rank, f"must not exceed the smallest side of its matrices, {largest_rank}"),
+        ("lora.base_dtype model.dim model.n_heads model.ffn_dim model.head_dim parallel.tp",
+         not nf4 or all(width % 64 == 0 for width in rows.values()),
+         "its blocks of 64 weights must come out even: " + ", ".join(f"{k} = {v:g}" for k, v in rows.items())),
         ("checkpoint.allow_changed", not c or all(name in SCHEMA.options for name in c.allow_changed),
          "names no option; write section.key"),
         ("profile.at_step profile.steps train.steps", not f or f.at_step + f.steps - 1 <= t.steps,
@@ -320,6 +349,8 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = ()) -> Config:
     given = SCHEMA.read(raw, path, overrides)
     if "model.init_from" in given.values:
         hf_config.complete(given)
+    if "lora.init_from" in given.values:
+        hf_config.complete_adapter(given)
     cfg = given.build()
     if "run.name" not in given.values:
         cfg = replace(cfg, run=replace(cfg.run, name=pathlib.Path(path).stem))

@@ -12,7 +12,7 @@ import torch
 import config
 import metrics
 from checkpoint import catalog
-from checkpoint.checkpointer import problems_on_all_ranks, with_param_dtype
+from checkpoint.checkpointer import base_on_all_ranks, problems_on_all_ranks, with_param_dtype
 from checkpoint.load import restore
 from config import ConfigError
 from data.dataset import Dataset, open_dataset
@@ -20,10 +20,11 @@ from data.loader import heldout_batches
 from data.show import printable
 from lifecycle.run import Run
 from model.generate import continue_text
+from model.hf_weights import weights_to_read
 from model.llama import Llama, meta_model
 from parallel.context import own_places
 from parallel.fsdp import reshard
-from parallel.materialize import materialize
+from parallel.materialize import materialize, materialize_from
 from parallel.mesh import World, all_gather_objects, on_rank_zero, storage_device
 from parallel.parallelize import parallelize
 
@@ -71,9 +72,14 @@ def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
     on_rank_zero(lambda: catalog.check_same_run(cfg, step, catalog.SAME_OUTPUTS))
     cfg = with_param_dtype(cfg, step, world)
     dataset = open_dataset(cfg, train=False)
-    model = meta_model(cfg.model)
+    model, base = meta_model(cfg.model, cfg.lora), on_rank_zero(lambda: weights_to_read(cfg, step))
     parallelize(model, cfg, world)
-    materialize(model, cfg.run.seed, storage_device(cfg, world))
+    if base:
+        materialize_from(model, base.read_into, storage_device(cfg, world), cfg.run.seed)
+        fingerprint = base_on_all_ranks(base)
+        on_rank_zero(lambda: catalog.check_base(catalog.path_of(cfg, step), cfg.model.init_from, fingerprint))
+    else:
+        materialize(model, cfg.run.seed, storage_device(cfg, world))
     restore(catalog.path_of(cfg, step), model, None)
     found = evaluate(model, cfg, world, dataset, run)
     if world.rank == 0:

@@ -129,3 +129,43 @@ def render(m: Any, seq_len: int, dtype: str, token_ids: dict[str, Any]) -> dict[
         "dtype": dtype,
         "torch_dtype": dtype,
     }
+
+
+ADAPTER = "adapter_config.json"
+# What an adapter computes here, in PEFT's words; a file that says something else is refused. Absent is as good.
+ONLY_ADAPTER = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False,
+                "lora_bias": False, "modules_to_save": [], "rank_pattern": {}, "alpha_pattern": {},
+                "layers_to_transform": []}
+ADAPTER_KEYS = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules"}
+
+
+def complete_adapter(given: Given) -> None:
+    """Takes rank, alpha and targets from the PEFT folder that lora.init_from names; those that are given must agree.
+    Raises ConfigError."""
+    values, path = given.values, pathlib.Path(given.values["lora.init_from"]) / ADAPTER
+    if not os.path.exists(path) and {f"lora.{key}" for key in ADAPTER_KEYS} <= values.keys():
+        return  # a complete table, as in a run's own config.toml: its run may resume from a checkpoint
+    theirs = read_json(path)
+    problems = [f"{path}: {key} = {json.dumps(theirs[key])}: only {json.dumps(only)} can be read"
+                for key, only in ONLY_ADAPTER.items() if theirs.get(key) not in (only, None)]
+    for key, their_key in ADAPTER_KEYS.items():
+        name, value = f"lora.{key}", theirs.get(their_key)
+        try:
+            value = given.schema.fit(name, sorted(value) if isinstance(value, list) else value)
+        except ValueError as error:
+            problems.append(f"{path}: {their_key} = {json.dumps(value)}: {error}")
+            continue
+        ours = values.setdefault(name, value)
+        if ours != value and not (key == "targets" and {*ours} == {*value}):
+            given.problems[name] = (f"{given.origins[name]}: [lora] {key} = {toml(ours)}: {path} has {their_key} = "
+                                    f"{toml(value)}; leave it out")
+        given.origins.setdefault(name, str(path))
+    if problems:
+        raise ConfigError(*given.problems.values(), *problems)
+
+
+def render_adapter(lora: Any, base: str) -> dict[str, Any]:
+    """PEFT's adapter_config.json of a config.Lora."""
+    return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,
+            "lora_alpha": lora.scale * lora.rank, "target_modules": [*lora.targets], "lora_dropout": 0.0,
+            "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "inference_mode": True}

@@ -40,7 +40,7 @@ from evaluate import evaluate, evaluate_newest, evaluation_is_due, log_sample
 from lifecycle import DOES_NOT_FIT, INPUT_IS_WRONG
 from lifecycle.run import Run, failed_for_good, leave
 from metrics import Recorder
-from model.hf_weights import open_weights
+from model.hf_weights import weights_to_read
 from model.llama import Llama, flops_per_token, meta_model, parameter_count
 from optim import FiniteGuard, build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from parallel.context import own_places
@@ -62,17 +62,17 @@ def train(cfg: Config, world: World, run: Run) -> None:
     dataset = open_dataset(cfg)
     checkpointer = Checkpointer(cfg, world, dataset.fingerprint, dataset.tokenizer_files)
     start, cfg = checkpointer.start, checkpointer.cfg  # where param_dtype = "auto" is decided
-    pretrained = None if start else on_rank_zero(lambda: open_weights(cfg.model))
+    pretrained = on_rank_zero(lambda: weights_to_read(cfg, start))
     run.begin(checkpointer, dataset.tokenizer_files)
 
     # 1. What is computed: a plain model on the meta device, so that no rank ever holds the whole of it.
-    model = meta_model(cfg.model)
+    model = meta_model(cfg.model, cfg.lora)
     # 2. How it is parallelized: activation checkpointing, compilation, FSDP2.
     parallelize(model, cfg, world)
     # 3. Each rank fills its own shards: with initial values, or with its part of a Hugging Face folder.
     device = storage_device(cfg, world)
     if pretrained:
-        materialize_from(model, pretrained.read_into, device)
+        materialize_from(model, pretrained.read_into, device, cfg.run.seed)
     else:
         materialize(model, cfg.run.seed, device)
     # 4. After sharding, which replaces every parameter. An optimizer made before would hold the old ones, which get no
@@ -80,7 +80,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, cfg.parallel.compile)
     # 5. Resuming, the checkpoint overwrites weights and optimizer state. What went wrong until here shows now.
     with run.phase("restore"):
-        state = checkpointer.restore(model, optimizer)
+        state = checkpointer.restore(model, optimizer, pretrained)
     unit_rows = verify_sharding(model, cfg.parallel, world)
     check_optimizer(model, optimizer)
 

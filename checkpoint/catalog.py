@@ -19,11 +19,12 @@ from config import ConfigError
 NAME = re.compile(r"step-(\d{8,})")
 TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp")
 # What decides weights and data order. The rest (steps, intervals, ranks, precision, learning rate) may change.
-GUARDED = re.compile(r"model\..*|data\.(?!path$).*|run\.seed|train\.(seq_len|global_batch_size)")
+ADAPTERS = r"lora\.(?!init_from$).*"
+GUARDED = re.compile(rf"model\..*|{ADAPTERS}|data\.(?!path$).*|run\.seed|train\.(seq_len|global_batch_size)")
 # What another preparation of the data follows from: who allows it to change allows that.
 PREPARED = re.compile(r"data\.(sources?|subset|split|text_field|tokenizer|max_tokens)|model\.vocab_size")
 # What decides the outputs of given weights: an evaluation under another would look right and be wrong.
-SAME_OUTPUTS = re.compile(r"model\.(?!init_from$|freeze$).*|data\.tokenizer")
+SAME_OUTPUTS = re.compile(rf"model\.(?!init_from$|freeze$).*|{ADAPTERS}|data\.tokenizer")
 
 NO_OPTIMIZER = ("holds weights without the state of an optimizer, as python -m model.hf import makes it: no run can "
                 "resume from it; start one from the Hugging Face folder itself, with model.init_from")
@@ -88,12 +89,16 @@ def read_state(folder: pathlib.Path) -> dict:
     raise CorruptCheckpoint(f"{folder / STATE}: expected an object with step and config")
 
 
-def read_config(folder: pathlib.Path) -> config.Config:
+def read_config(folder: pathlib.Path, base: str | None = None) -> config.Config:
     """The configuration that a checkpoint was made with, to use its weights: without where they once came from
-    (model.init_from), which may be gone or changed. Raises ConfigError."""
+    (model.init_from), which may be gone or changed, but for the base that adapters need; `base`: where that lies now.
+    Raises ConfigError."""
     tables = read_state(folder)["config"]
     if isinstance(model := tables.get("model"), dict):
-        model.pop("init_from", None)
+        if not tables.get("lora"):
+            model.pop("init_from", None)
+        elif base:
+            model["init_from"] = base
     return config.from_dict(tables, str(folder / STATE))
 
 
@@ -194,12 +199,21 @@ def check_same_run(cfg: config.Config, step: int, guarded: re.Pattern = GUARDED)
     from the checkpoint's. An option that is newer than the checkpoint had its default there."""
     allowed = cfg.checkpoint.allow_changed if cfg.checkpoint else ()
     changed = changed_options(cfg, step, guarded) if step else {}
+    if cfg.lora:
+        changed.pop("model.init_from", None)  # a base may lie elsewhere: check_base() looks at the weights themselves
     if problems := [
             f"{key} = {now}: {path_of(cfg, step)} was trained with {before}; " + (
                 "this version has no such option" if key not in config.SCHEMA.options else "continue with that, choose "
                 f'another run.name, or allow it: checkpoint.allow_changed = ["{key}"]')
             for key, (before, now) in changed.items() if key not in allowed]:
         raise ConfigError(*problems)
+
+
+def check_base(folder: pathlib.Path, init_from: str | None, base: str | None) -> None:
+    """Raises ConfigError where a checkpoint's adapters belong to a base with another fingerprint."""
+    if (before := read_state(folder).get("base")) != base:
+        raise ConfigError(f"[model] init_from = {options.toml(init_from or '')}: its weights have the hash {base}, but "
+                          f"{folder} was trained on a base with {before}; name the folder with that base")
 
 
 def check_same_data(cfg: config.Config, step: int, fingerprint: list[dict]) -> None:

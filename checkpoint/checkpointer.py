@@ -15,6 +15,7 @@ from checkpoint import catalog
 from checkpoint.load import OtherOptimizer, restore, tensors_of
 from checkpoint.save import SaveFailed, Saver
 from config import ConfigError
+from model.hf_weights import Weights, fingerprint
 from parallel.mesh import World, all_gather_objects, has_bfloat16_units, on_rank_zero
 
 
@@ -45,6 +46,7 @@ class Checkpointer:
         self.background = futures.ThreadPoolExecutor(1, "saver")
         self.pending: tuple[int, futures.Future] | None = None  # (step, the save of it) until it is reported
         self.staged: dict[str, Tensor] = {}
+        self.base: str | None = None  # the fingerprint of a frozen base, which checkpoints of adapters name
 
     def on_publish(self, work: Callable[[], None]) -> None:
         """work: done on rank 0 before a checkpoint is published; may refuse with an OSError."""
@@ -59,11 +61,14 @@ class Checkpointer:
         catalog.set_aside(self.cfg, self.start, self.corrupt)
         catalog.remove_unfinished(self.cfg)
 
-    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-        """Reads the chosen checkpoint into model and optimizer, where there is one."""
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: Weights | None = None) -> State:
+        """Reads the chosen checkpoint into model and optimizer, where there is one. weights: those that were read
+        besides. Raises ConfigError where they are not the base that the checkpoint's adapters belong to."""
+        self.base = base_on_all_ranks(weights)
         if not self.start:
             return State()
         folder = catalog.path_of(self.cfg, self.start)
+        on_rank_zero(lambda: catalog.check_base(folder, self.cfg.model.init_from, self.base))
         try:
             restore(folder, model, optimizer)
         except OtherOptimizer as error:
@@ -88,6 +93,8 @@ class Checkpointer:
             tensors = self._stage(tensors)
         content = {**dataclasses.asdict(state), "config": config.to_dict(self.cfg), "data": self.data,
                    "ranks": self.world.size, "torch": torch.__version__}
+        if self.base:
+            content["base"] = self.base
 
         def work() -> None:
             if self.world.device.type == "cuda":  # each thread has a current device of its own, and DCP looks at it
@@ -142,6 +149,11 @@ class Checkpointer:
         # Not DTensor.from_local: that would move the copy back to the mesh's device.
         return {name: DTensor(self.staged[name], t._spec, requires_grad=False) if isinstance(t, DTensor)
                 else self.staged[name] for name, t in tensors.items()}
+
+
+def base_on_all_ranks(weights: Weights | None) -> str | None:
+    """The fingerprint of a frozen base, of which each rank has read a part; None where there is none."""
+    return fingerprint(all_gather_objects(weights.sums)) if weights and weights.sums is not None else None
 
 
 def with_param_dtype(cfg: config.Config, step: int, world: World) -> config.Config:

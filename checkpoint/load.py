@@ -24,6 +24,7 @@ from checkpoint.catalog import NO_OPTIMIZER
 from checkpoint.manifest import CorruptCheckpoint, opened, read_manifest
 from config import ConfigError
 from model.llama import named_parameters
+from model.lora import is_adapter
 
 DCP = "torch.distributed.checkpoint"
 ALLOWED = {
@@ -108,9 +109,13 @@ def _check_metadata(metadata: Metadata, path: pathlib.Path, files: dict[str, dic
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint under its name: "model.<parameter>" and "optim.<parameter>.<state>"."""
+    """Every tensor of a checkpoint under its name: "model.<parameter>" and "optim.<parameter>.<state>". Of a model with
+    adapters (model/lora.py) the adapters alone."""
     found: dict[str, Tensor] = {}
-    for name, parameter in named_parameters(model):
+    parameters = dict(named_parameters(model))
+    adapters = [name for name in parameters if is_adapter(name)]
+    for name in adapters or parameters:
+        parameter = parameters[name]
         found[f"model.{name}"] = parameter.detach()
         if optimizer is not None:
             found |= {f"optim.{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}

@@ -78,10 +78,10 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
             print(f"{folder}: finished at step {status.get('step', start)}; train.steps = {cfg.train.steps} asks for "
                   "no more")
             return False
-        if cfg.model.init_from and not start:
-            from model.hf_weights import open_weights
+        if cfg.model.init_from and (cfg.lora or not start):
+            from model.hf_weights import weights_to_read
 
-            open_weights(cfg.model)
+            weights_to_read(cfg, start)
         prepare(cfg)
     dataset = open_dataset(cfg, train=not args.eval_only)
     if not args.eval_only:
@@ -116,7 +116,7 @@ def check_patterns(cfg: config.Config) -> None:
         from model.llama import meta_model
         from parallel.fsdp import unsharded_parameters
 
-        unsharded_parameters(meta_model(cfg.model), cfg.parallel)
+        unsharded_parameters(meta_model(cfg.model, cfg.lora), cfg.parallel)
 
 
 def run_ranks(command: list[str], folder: pathlib.Path, launch: str, interruption: Interruption) -> int:

@@ -127,6 +127,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="of the likeliest, of this probability")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: param_dtype; float32 on a CPU")
+    parser.add_argument("--base", metavar="HF_DIR", help="of adapters: where their base lies now; default: as trained")
     args = parser.parse_args(argv)
     for flag, value, holds, rule in (
         ("--tokens", args.tokens, args.tokens >= 1, "at least 1"),
@@ -140,22 +141,28 @@ def main(argv: list[str]) -> int:
     from checkpoint import catalog, load
     from data.show import printable
     from data.tokenizer import Tokenizer
-    from model.llama import Llama
+    from model.hf_weights import fingerprint, weights_to_read
+    from model.llama import meta_model
+    from parallel.materialize import materialize_from
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process works alone, as meant
     try:
         if sys.stdout is None:
             raise OSError("is closed")
         folder = catalog.find(args.checkpoint)
-        cfg = catalog.read_config(folder)
+        cfg = catalog.read_config(folder, args.base)
         tokenizer, context = Tokenizer(folder), cfg.train.seq_len
         rows = [encode(tokenizer, prompt) for prompt in args.prompt]
         if (largest := max(map(max, rows))) >= cfg.model.vocab_size:
             raise ConfigError(f"--prompt: has id {largest}, but the model's vocab_size is {cfg.model.vocab_size}: the "
                               "tokenizer in its folder is larger than the model")
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        with device:
-            model = Llama(cfg.model)
+        model = meta_model(cfg.model, cfg.lora)
+        if base := weights_to_read(cfg, step=1):
+            materialize_from(model, base.read_into, device)
+            catalog.check_base(folder, cfg.model.init_from, fingerprint([base.sums]))
+        else:
+            model.to_empty(device=device)
         load.restore(folder, model, None)
         dtype = args.dtype or (cfg.parallel.param_dtype if device.type == "cuda" else "float32")
         model.to(getattr(torch, dtype)).eval()

@@ -29,8 +29,22 @@ import files
 import hf_config
 from config import ConfigError
 from model.hf_tokenizer import fast_tokenizer_files, read_sentencepiece
-from model.hf_weights import INDEX, SINGLE, TOKENIZER_FILES, hf_name, import_safetensors, match_weights, scan, shapes
-from model.llama import meta_model, parameter_count
+from model.hf_weights import (
+    INDEX,
+    PEFT_WEIGHTS,
+    SINGLE,
+    TOKENIZER_FILES,
+    fingerprint,
+    hf_name,
+    import_safetensors,
+    match_weights,
+    peft_name,
+    scan,
+    shapes,
+    weights_to_read,
+)
+from model.llama import Llama, meta_model, parameter_count
+from model.lora import Projection, is_adapter
 from options import together
 
 GIB = 2**30
@@ -143,20 +157,47 @@ def published(out: Path) -> Iterator[Path]:
         held.release()
 
 
-def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int) -> None:
+def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int, adapter: bool, base: str | None) -> None:
     from checkpoint import catalog, load
 
     checkpoint = catalog.find(source)
-    cfg, reader = catalog.read_config(checkpoint), load.Reader(checkpoint)
-    load.check_tensors(checkpoint, reader, load.tensors_of(meta_model(cfg.model), None), weights_only=True)
+    cfg, reader = catalog.read_config(checkpoint, base), load.Reader(checkpoint)
+    model = meta_model(cfg.model, cfg.lora)
+    load.check_tensors(checkpoint, reader, load.tensors_of(model, None), weights_only=True)
+
+    def read(name: str) -> Tensor:
+        return load.read_tensor(checkpoint, reader, f"model.{name}")
+
+    def merged(name: str) -> Tensor:
+        path, whole = name.rpartition(".")[0], weights.read(name)
+        module = model.get_submodule(path)
+        if isinstance(module, Projection):
+            return module.merged(whole, lambda part: read(f"{path}.{part}.weight"))
+        return whole.to(module.weight.dtype)
+
+    if adapter:
+        write_adapter(folder, cfg, model, read, getattr(torch, dtype))
+        return
+    weights = weights_to_read(cfg, step=1)
     write_tokenizer(folder, checkpoint)
     ids = token_ids(checkpoint)
     if not (folder / GENERATION).is_file():
         write_json(folder / GENERATION, ids)
     ids |= hf_config.read_json(folder / GENERATION)  # an imported one may have several EOS tokens
     write_json(folder / "config.json", hf_config.render(cfg.model, cfg.train.seq_len, dtype, ids))
-    write_weights(folder, cfg.model, lambda name: load.read_tensor(checkpoint, reader, f"model.{name}"),
-                  getattr(torch, dtype), limit)
+    write_weights(folder, cfg.model, merged if weights else read, getattr(torch, dtype), limit)
+    if weights:
+        catalog.check_base(checkpoint, cfg.model.init_from, fingerprint([weights.sums]))
+
+
+def write_adapter(folder: Path, cfg: config.Config, model: Llama, read: Callable[[str], Tensor],
+                  dtype: torch.dtype) -> None:
+    """Writes PEFT's adapter folder. Raises ConfigError where the run has no adapters."""
+    if not cfg.lora:
+        raise ConfigError("--adapter: the run has no [lora]; export it whole, without --adapter")
+    names = [name for name, _ in model.named_parameters() if is_adapter(name)]
+    write_safetensors(folder / PEFT_WEIGHTS, {peft_name(name): read(name).to(dtype) for name in names})
+    write_json(folder / hf_config.ADAPTER, hf_config.render_adapter(cfg.lora, cfg.model.init_from))
 
 
 def import_folder(source: Path, folder: Path) -> None:
@@ -192,6 +233,8 @@ def main(argv: list[str]) -> int:
         command.add_argument("out", type=Path, metavar="OUT")
         if name == "export":
             command.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+            command.add_argument("--adapter", action="store_true", help="the adapter alone, as PEFT's folder")
+            command.add_argument("--base", metavar="HF_DIR", help="of adapters: where their base lies now")
             command.add_argument("--shard-gib", type=float, default=2.0, metavar="G", help="a file's size, at most")
     args = parser.parse_args(argv)
 
@@ -208,7 +251,7 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"{out}: is the current folder, which cannot be replaced; name one in it")
         with published(out) as folder:
             if exporting:
-                export_checkpoint(args.source, folder, args.dtype, int(args.shard_gib * GIB))
+                export_checkpoint(args.source, folder, args.dtype, int(args.shard_gib * GIB), args.adapter, args.base)
             else:
                 import_folder(args.source, folder)
     except (ConfigError, OSError) as error:

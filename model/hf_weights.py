@@ -4,6 +4,9 @@ Converting is renaming: both sides use half-split RoPE, so no row is permuted.
 """
 
 import contextlib
+import hashlib
+import json
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -19,7 +22,8 @@ from torch import Tensor
 import config
 import hf_config
 from config import ConfigError
-from model.llama import Llama
+from model.llama import Llama, meta_model
+from model.lora import is_adapter
 from options import together
 
 NAMES = {  # of a parameter; N: the block's number
@@ -75,20 +79,65 @@ class Weights:
     """Where each parameter lies in a Hugging Face folder; no tensor and no open file, so that ranks can share it."""
 
     stored: dict[str, Stored]  # by our name
+    sums: dict[tuple, int] | None = None  # of the rectangles read so far; None: nobody asks for fingerprint()
 
-    def read_into(self, name: str, offsets: tuple[int, ...], out: Tensor) -> None:
-        """Fills `out`, of any dtype and device, with the rectangle of its shape that begins at `offsets`. The file is
-        mapped for the copy only: no further memory is allocated. Raises ConfigError."""
-        stored = self.stored[name]
-        index = tuple(slice(first, first + length) for first, length in zip(offsets, out.shape))
+    def read_into(self, name: str, offsets: tuple[int, ...], out: Tensor) -> bool:
+        """Fills `out`, of any dtype and device, with the rectangle of its shape that begins at `offsets`; returns False
+        where there is no such parameter. The file is mapped for the copy only: no further memory is allocated, but for
+        the sums that of a block of rows. Raises ConfigError."""
+        if (stored := self.stored.get(name)) is None:
+            return False
+        rows = len(out) if self.sums is None else max(1, SUMMED // math.prod(out.shape[1:]))
         with opened(stored.path) as file:
-            out.copy_(file.get_slice(stored.name)[index])
+            source = file.get_slice(stored.name)
+            for begin in range(0, len(out), max(1, rows)):
+                part, where = out[begin : begin + rows], (offsets[0] + begin, *offsets[1:])
+                values = source[tuple(slice(first, first + length) for first, length in zip(where, part.shape))]
+                part.copy_(values)
+                if self.sums is not None and not is_adapter(name):
+                    self.sums[(name, *where)] = weighted_sum(name, where, stored.shape, values)
+        return True
 
     def read(self, name: str) -> Tensor:
         """A full parameter in float32, as checkpoints hold it. Raises ConfigError."""
         out = torch.empty(self.stored[name].shape)
         self.read_into(name, (0,) * out.ndim, out)
         return out
+
+
+SUMMED = 2**22  # elements summed at a time, in whole rows
+
+
+def weighted_sum(name: str, offsets: tuple[int, ...], shape: list[int], values: Tensor) -> int:
+    """A rectangle's share of its parameter's hash: the sum modulo 2^64 of each value's 32 bits, as float32, times a
+    random number of its row and one of its column (multilinear hashing, https://arxiv.org/abs/1202.4961). Shares add
+    up to the same hash however the parameter is cut."""
+    total = values.float().view(torch.int32).long()
+    for dim in reversed(range(values.ndim)):
+        noise = hashlib.shake_128(f"{name} {dim}".encode()).digest(8 * shape[dim])
+        numbers = torch.frombuffer(bytearray(noise), dtype=torch.int64)
+        total = (total * numbers[offsets[dim] :][: values.shape[dim]]).sum(-1)
+    return total.item() % 2**64
+
+
+def fingerprint(ranks: list[dict[tuple, int]]) -> str:
+    """The hash of a model's weights, of every rank's `sums`; what several have read counts once."""
+    found: dict[str, int] = {}
+    for (name, *_), part in {place: part for sums in ranks for place, part in sums.items()}.items():
+        found[name] = (found.get(name, 0) + part) % 2**64
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
+def weights_to_read(cfg: config.Config, step: int) -> Weights | None:
+    """What a run that goes on from a checkpoint of this step (0: none) reads besides it: all of `init_from` at the
+    start, with PEFT's adapter where lora.init_from names one; later a frozen base alone. Raises ConfigError."""
+    if step and not cfg.lora:
+        return None
+    weights = open_weights(cfg.model)
+    if not cfg.lora:
+        return weights
+    adapter = {} if step or cfg.lora.init_from is None else open_adapter(cfg).stored
+    return Weights(weights.stored | adapter, {})
 
 
 def open_weights(m: config.Model) -> Weights | None:
@@ -152,6 +201,33 @@ def scan(folder: Path) -> dict[str, Stored]:
 
     return {key: stored for found in together(*(partial(read_header, name) for name in names))
             for key, stored in found.items()}
+
+
+PEFT_WEIGHTS, PEFT_PREFIX = "adapter_model.safetensors", "base_model.model."
+
+
+def peft_name(name: str) -> str:
+    """blocks.0.attention.q_proj.lora_a.weight -> base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"""
+    projection, part = name.removesuffix(".weight").rsplit(".", 1)
+    return PEFT_PREFIX + hf_name(f"{projection}.weight").replace("weight", f"lora_{part[-1].upper()}.weight")
+
+
+def open_adapter(cfg: config.Config) -> Weights:
+    """PEFT's adapter folder, lora.init_from, under our names. Raises ConfigError where it is not this model's."""
+    path = Path(cfg.lora.init_from, PEFT_WEIGHTS)
+    with opened(path) as file:
+        found = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  it is no dict
+        found = {key: Stored(path, key, entry.get_dtype(), entry.get_shape()) for key, entry in found.items()}
+    adapters = {name: p for name, p in meta_model(cfg.model, cfg.lora).named_parameters() if is_adapter(name)}
+    ours = {peft_name(name): name for name in adapters}
+    problems = [f"{path}: has no {key}" for key in ours.keys() - found.keys()]
+    problems += [f"{path}: has {key}, which these adapters do not" for key in found.keys() - ours.keys()]
+    problems += [f"{path}: {key} is {found[key].dtype} {found[key].shape}; must be {' or '.join(DTYPES)} of shape "
+                 f"{[*adapters[name].shape]}" for key, name in ours.items() if key in found
+                 and (found[key].dtype not in DTYPES or found[key].shape != [*adapters[name].shape])]
+    if problems:
+        raise ConfigError(*sorted(problems))
+    return Weights({name: found[key] for key, name in ours.items()})
 
 
 def match_weights(folder: Path, found: dict[str, Stored], m: config.Model) -> Weights:

@@ -19,6 +19,7 @@ import config
 from config import ConfigError
 from model.attention import BlockMask, Cache, KVCache, attention, document_mask
 from model.loss import LossSums, VocabularyShard, chunked_cross_entropy
+from model.nf4 import elements
 
 
 class RMSNorm(nn.Module):
@@ -209,11 +210,14 @@ class Llama(nn.Module):
         return None if module.init_std is None else (module.init_std, getattr(module, "init_cutoff", math.inf))
 
 
-def meta_model(m: config.Model) -> Llama:
-    """The model on the meta device: no storage, so that no rank ever holds all of it. Raises ConfigError where a
-    pattern in `freeze` matches no parameter, or where all are frozen."""
-    with torch.device("meta"):
-        model = Llama(m)
+def build_model(m: config.Model, lora: config.Lora | None = None) -> Llama:
+    """The model on torch's current device, without values. Raises ConfigError where a pattern in `freeze` matches no
+    parameter, or where all are frozen."""
+    model = Llama(m)
+    if lora:
+        from model.lora import add_adapters  # which is made of what stands here
+
+        add_adapters(model, lora)
     names = dict(model.named_parameters())
     for pattern in m.freeze:
         if not (found := fnmatch.filter(names, pattern)):
@@ -225,6 +229,12 @@ def meta_model(m: config.Model) -> Llama:
     return model
 
 
+def meta_model(m: config.Model, lora: config.Lora | None = None) -> Llama:
+    """build_model() on the meta device: no storage, so that no rank ever holds all of it."""
+    with torch.device("meta"):
+        return build_model(m, lora)
+
+
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """named_parameters() of a model, parallelized or not, under the plain model's names: activation checkpointing and
     casts put modules in between."""
@@ -234,7 +244,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def parameter_count(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
+    return sum(elements(name, p) for name, p in model.named_parameters())
 
 
 def flops_per_token(model: Llama, seq_len: int) -> int:
@@ -246,6 +256,6 @@ def flops_per_token(model: Llama, seq_len: int) -> int:
     is a look-up and does not count. Second: scores and weighted sum, 12 * ... for all pairs, half under a causal mask.
     """
     m = model.config
-    matrices = sum((6 if p.requires_grad else 4) * p.numel() for name, p in model.named_parameters()
+    matrices = sum((6 if p.requires_grad else 4) * elements(name, p) for name, p in model.named_parameters()
                    if p.ndim == 2 and (m.tie_embeddings or not name.startswith("embedding")))
     return matrices + 6 * m.n_layers * m.n_heads * m.width_per_head * seq_len

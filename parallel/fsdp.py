@@ -127,7 +127,7 @@ def cast_unsharded(modules: list[nn.Module], unsharded: set[nn.Parameter], dtype
     float32, so that a checkpoint does not depend on what is sharded."""
     for module in [m for unit in modules for m in unit.modules()]:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter in unsharded and parameter.dtype != dtype:
+            if parameter in unsharded and parameter.dtype != dtype and parameter.is_floating_point():
                 parametrize.register_parametrization(module, name, Cast(dtype), unsafe=True)  # unsafe: changes dtype
 
 
@@ -136,6 +136,12 @@ def unit_dtypes(p: config.Parallel, unit: str) -> tuple[torch.dtype, torch.dtype
     if any(fnmatch.fnmatchcase(unit, pattern) for pattern in p.keep_fp32):
         return torch.float32, torch.float32
     return DTYPES[p.param_dtype], DTYPES[p.reduce_dtype]
+
+
+def sent_dtype(q: nn.Parameter, param_dtype: torch.dtype) -> torch.dtype:
+    """What a parameter is all-gathered as in a unit of this param_dtype: FSDP2 casts no integers (but torch 2.11 does,
+    which holds NF4's bytes in any of these dtypes)."""
+    return param_dtype if q.is_floating_point() or torch.__version__ < (2, 12) else q.dtype
 
 
 def precision(p: config.Parallel, unit: str, holds_head: bool) -> MixedPrecisionPolicy:

@@ -13,10 +13,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from config import ConfigError
+from model import nf4
 from model.llama import Llama, named_parameters
 from parallel.mesh import all_gather_objects
 
 BLOCK = 65536  # elements drawn by one generator, in whole rows
+QUANTIZED = 2**22  # elements quantized at a time, in whole rows
 CHECKED = 2**24  # elements checked for NaN at a time
 Offsets = tuple[int, ...]  # where a rectangle begins in its parameter, one number for each dimension
 
@@ -36,11 +38,17 @@ def materialize(model: Llama, seed: int, device: torch.device) -> None:
                           "init_std), or compute it in forward if it is a constant")
 
 
-def materialize_from(model: nn.Module, read: Callable[[str, Offsets, Tensor], None], device: torch.device) -> None:
+def materialize_from(model: Llama, read: Callable[[str, Offsets, Tensor], bool | None], device: torch.device,
+                     seed: int = 0) -> None:
     """The same from existing weights: read(name, offsets, out) fills `out` with the rectangle of a parameter that
-    begins at `offsets`. Raises ConfigError on every rank where `read` raises it on any, or leaves a NaN."""
+    begins at `offsets`, or returns False where it has none of that name, as of a new adapter: that is drawn. Raises
+    ConfigError on every rank where `read` raises it on any, or leaves a NaN."""
+    def fill(name: str, offsets: Offsets, out: Tensor, shape: torch.Size) -> None:
+        if read(name, offsets, out) is False:
+            draw(out, offsets, shape, model.init_distribution(name), seed, name)
+
     try:
-        empty = _fill(model, lambda name, offsets, out, shape: read(name, offsets, out), device)
+        empty = _fill(model, fill, device)
         problems = tuple(f"{name}: holds values that are not numbers (NaN), or was not read" for name in empty)
     except ConfigError as error:
         problems = error.problems
@@ -68,10 +76,27 @@ def _fill(model: nn.Module, fill: Callable[[str, Offsets, Tensor, torch.Size], N
                 local.fill_(math.nan)
         for name, parameter in named_parameters(model):
             _, offsets = local_rectangle(parameter)
-            fill(name, offsets, tensors[name], parameter.shape)
+            if parameter.dtype == torch.uint8:
+                _quantize(model.get_submodule(name.rpartition(".")[0]), name, fill, offsets, tensors[name])
+            else:
+                fill(name, offsets, tensors[name], parameter.shape)
         # in parts: isnan() of a whole tensor would take a quarter of its memory
         return [name for name, local in tensors.items() if local.is_floating_point()
                 and any(part.isnan().any() for part in local.view(-1).split(CHECKED))]
+
+
+def _quantize(module: nn.Linear, name: str, fill: Callable[[str, Offsets, Tensor, torch.Size], None], offsets: Offsets,
+              out: Tensor) -> None:
+    """Fills `out`, a rectangle of a module's NF4 codes or scales, from what `fill` gives for its weight: a block of
+    whole rows at a time, so that no more of it is ever in memory, and the bits depend on no mesh."""
+    weight, shape = f"{name.rpartition('.')[0]}.weight", torch.Size((module.out_features, module.in_features))
+    begin = 0
+    for part in out.split(max(1, QUANTIZED // shape[1])):
+        rows = torch.empty(len(part), shape[1], device=out.device)
+        fill(weight, (offsets[0] + begin, 0), rows, shape)
+        codes, scales = nf4.quantize(rows)
+        part.copy_((codes if name == weight else scales)[:, offsets[1] :][:, : part.shape[1]])
+        begin += len(part)
 
 
 def local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

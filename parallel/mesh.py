@@ -124,7 +124,9 @@ def on_rank_zero(work: Callable[[], Any]) -> Any:
 
 
 def all_gather_objects(value: Any) -> list:
-    """Every rank's `value`, by rank, over the host's network: the GPU is not waited for."""
+    """Every rank's `value`, by rank, over the host's network: the GPU is not waited for. A tool has no other ranks."""
+    if not dist.is_initialized():
+        return [value]
     found: list = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found

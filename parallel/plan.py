@@ -20,7 +20,7 @@ from model.llama import Llama, flops_per_token, meta_model, named_parameters, pa
 from model.loss import CHUNK
 from optim import ELEMENTWISE, build_optimizer
 from parallel.activation_checkpoint import KEEP_EVERY, is_checkpointed
-from parallel.fsdp import unit_dtypes, unit_parameters, units, unsharded_parameters
+from parallel.fsdp import sent_dtype, unit_dtypes, unit_parameters, units, unsharded_parameters
 from parallel.tensor import placement_of
 
 GIB = 2**30
@@ -101,23 +101,23 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
 
     # of the sum of squares: tp's parts, and what all tp ranks have, apart
     add("all_reduce", (shards > 1) + (tp > 1) * (1 + (shards > 1)), 8)
-    for kind, times, size in over_tp_and_cp(cfg, sequences, accumulation, scatters, cp, tp):
+    for kind, times, size in over_tp_and_cp(cfg, model, sequences, accumulation, scatters, cp, tp):
         add(kind, times, size)
     for name, modules in units(model):
         parameters = [q for q in unit_parameters(modules) if q not in unsharded]
-        gathered, reduced = (dtype.itemsize for dtype in unit_dtypes(p, name))
-        size = sum(numel[q] for q in parameters)
+        param_dtype, reduce_dtype = unit_dtypes(p, name)
+        size = sum(numel[q] * sent_dtype(q, param_dtype).itemsize for q in parameters)
         trained = sum(numel[q] for q in parameters if q.requires_grad)
         if shards > 1:
             again = p.reshard_after_forward is not False and not {model.head, model.embedding} & {*modules}
-            add("all_gather", accumulation * (1 + again), gathered * size * shards)
-            add("reduce_scatter", scatters, reduced * trained * shards)
+            add("all_gather", accumulation * (1 + again), size * shards)
+            add("reduce_scatter", scatters, reduce_dtype.itemsize * trained * shards)
         if dp_replicate > 1:
-            add("all_reduce", reductions, reduced * trained)
+            add("all_reduce", reductions, reduce_dtype.itemsize * trained)
     return {kind: (number, size) for kind, (number, size) in found.items()}
 
 
-def over_tp_and_cp(cfg: config.Config, sequences: int, accumulation: int, scatters: int, cp: int,
+def over_tp_and_cp(cfg: config.Config, model: Llama, sequences: int, accumulation: int, scatters: int, cp: int,
                    tp: int) -> Iterator[tuple[str, int, int]]:
     """(collective, number, bytes of each) of tensor and context parallelism per step and rank. With L blocks and A
     micro-batches of so many sequences, G of which reduce gradients, and F blocks with recompute = "full" or n:
@@ -130,36 +130,55 @@ def over_tp_and_cp(cfg: config.Config, sequences: int, accumulation: int, scatte
         cp  all-gather       2 A L           keys and values, once more for backward
             reduce-scatter   A L             their gradients
 
-    What is frozen may send less. Compiled, what is not recomputed is not gathered once more but kept.
+    A gradient that nothing trained needs is not sent, nor an input gathered again for no gradient of a weight; what an
+    adapter has whole on all ranks is reduced as a norm is. Compiled, what is not recomputed is not gathered again but
+    kept.
     """
     p, m, t = cfg.parallel, cfg.model, cfg.train
     tokens, names = sequences * t.seq_len // cp, config.unit_names(m)
+    trained = {name: q for name, q in named_parameters(model) if q.requires_grad}
+    flows = model.embedding.weight.requires_grad  # does a gradient flow into what comes next?
 
-    def size(unit: str) -> tuple[int, int]:
-        """Bytes of the unit's activations (tokens, D), and of a norm's gradient."""
-        compute, reduced = (dtype.itemsize for dtype in unit_dtypes(p, unit))
-        return compute * tokens * m.dim, (compute if scatters == accumulation else reduced) * m.dim
+    def trains(*prefixes: str) -> bool:
+        return any(name.startswith(prefixes) for name in trained)
+
+    def size(unit: str) -> int:
+        """Bytes of the unit's activations (tokens, D)."""
+        return unit_dtypes(p, unit)[0].itemsize * tokens * m.dim
 
     for i in range(m.n_layers):
-        activations, norm = size(f"blocks.{i}")
+        block, activations = f"blocks.{i}.", size(f"blocks.{i}")
         checkpointed = is_checkpointed(p.recompute, i)
         again = not p.compile or checkpointed
-        if tp > 1:
-            yield "all_gather", accumulation * (4 + 2 * again), activations
-            yield "reduce_scatter", accumulation * (4 + (checkpointed and p.recompute not in KEEP_EVERY)), activations
-            yield "all_reduce", 2 * scatters, norm
+        values = flows or trains(f"{block}attention_norm", f"{block}attention.k_proj", f"{block}attention.v_proj")
+        attends = values or trains(f"{block}attention.q_proj")
+        for module, columns in (("attention", "qkv"), ("feed_forward", ("gate", "up"))):
+            into = flows or trains(f"{block}{module}_norm")
+            for_weights = trains(*(f"{block}{module}.{name}_proj" for name in columns))
+            flows = into or trains(f"{block}{module}.")
+            if tp > 1:
+                yield "all_gather", accumulation * (1 + flows + (checkpointed or (again and for_weights))), activations
+                yield "reduce_scatter", accumulation * (1 + into), activations
+        if tp > 1 and checkpointed and p.recompute not in KEEP_EVERY:
+            yield "reduce_scatter", accumulation, activations
         if cp > 1:
             keys_and_values = activations // m.dim * cp * 2 * m.n_kv_heads // tp * m.width_per_head
-            yield "all_gather", accumulation * (1 + again), keys_and_values
-            yield "reduce_scatter", accumulation, keys_and_values
+            yield "all_gather", accumulation * (1 + (checkpointed or (again and attends))), keys_and_values
+            yield "reduce_scatter", accumulation * values, keys_and_values
     if tp > 1:
-        for unit in names[0], names[0 if m.tie_embeddings else -1]:
-            yield "all_gather", accumulation, size(unit)[0]
-            yield "reduce_scatter", accumulation, size(unit)[0]
-        yield "all_reduce", scatters, size(unit)[1]
+        embedding, head = names[0], names[0 if m.tie_embeddings else -1]
+        yield "all_gather", accumulation * model.embedding.weight.requires_grad, size(embedding)
+        yield "reduce_scatter", accumulation, size(embedding)
+        yield "all_gather", accumulation, size(head)
+        yield "reduce_scatter", accumulation * flows, size(head)
         chunk = CHUNK["cuda compiled" if p.compile else "cuda"]
         yield "all_gather", accumulation * (tokens // chunk), tp * 3 * 4 * chunk
         yield "all_gather", accumulation * (tokens % chunk > 0), tp * 3 * 4 * (tokens % chunk)
+        whole = {q for name, q in trained.items() if placement_of(name).is_replicate()}
+        for unit, modules in units(model):
+            dtype = unit_dtypes(p, unit)[scatters != accumulation]
+            for q in {*unit_parameters(modules)} & whole:
+                yield "all_reduce", scatters, dtype.itemsize * q.numel()
 
 
 def state_gib(row: dict) -> float:
@@ -169,7 +188,7 @@ def state_gib(row: dict) -> float:
 
 def out_of_memory(cfg: config.Config, ranks: int, asked: str) -> str:
     """The message of a run that is out of memory."""
-    row, p = plan(cfg, meta_model(cfg.model), ranks, None), cfg.parallel
+    row, p = plan(cfg, meta_model(cfg.model, cfg.lora), ranks, None), cfg.parallel
     changes = {
         f"train.micro_batch_size below {row['micro_batch_size']}": row["micro_batch_size"] > 1,
         'parallel.recompute = "elementwise" (recomputes no matrix product)': p.recompute == "none",
@@ -193,7 +212,7 @@ def dry_run(cfg: config.Config, args: Namespace, epoch: float | None) -> bool:
     cannot be had. epoch: samples in the data, where it is prepared."""
     if cfg.parallel.param_dtype == "auto":  # a plan is made for GPUs
         cfg = replace(cfg, parallel=replace(cfg.parallel, param_dtype="bfloat16"))
-    model = meta_model(cfg.model)
+    model = meta_model(cfg.model, cfg.lora)
     rows, problems = [], []
     p = cfg.parallel
     fewest = math.prod(degree for degree in (p.dp_replicate, p.dp_shard, p.cp, p.tp) if degree != "auto")

@@ -20,12 +20,14 @@ from torch.nn.utils import parametrize
 from config import ConfigError
 from model.llama import Head, Llama
 from model.loss import VocabularyShard
+from model.nf4 import BLOCK
 from parallel.activation_checkpoint import is_checkpointed
 from parallel.collectives import Gather, Group, Scatter, all_gather, all_reduce, gathered, group_of
 from parallel.mesh import World
 
 COLUMNS, ROWS = Shard(0), Shard(1)  # of x @ weight.T: a rank makes some of its columns, or takes some of x's
-# The module's weight over tp: each rank's part, or on all the same.
+# The module's weight over tp: each rank's part, or on all the same. What belongs to a projection (an adapter's A and B,
+# NF4's scales) is cut where the projection's columns or rows are, so that it needs no collective of its own.
 WEIGHTS = {
     "embedding": Shard(0),
     "blocks.*.attention_norm": Replicate(),
@@ -38,11 +40,16 @@ WEIGHTS = {
     "head.norm": Replicate(),
     "head": Shard(0),
 }
+BY_COLUMNS = {"lora_a": Replicate(), "lora_b": Shard(0), "scales": Shard(0)}
+BY_ROWS = {"lora_a": Shard(1), "lora_b": Replicate(), "scales": Replicate()}
 
 
 def placement_of(parameter: str) -> Placement | None:
     """How a parameter of this name is placed over tp; None: it is not in the table."""
     module = parameter.removesuffix(".weight")
+    projection, _, part = module.rpartition(".")
+    if part in BY_ROWS:
+        return (BY_COLUMNS if placement_of(projection) == COLUMNS else BY_ROWS)[part]
     return next((placement for pattern, placement in WEIGHTS.items() if fnmatch.fnmatchcase(module, pattern)), None)
 
 
@@ -81,15 +88,16 @@ class Local(nn.Module):
 
 def cut_weights(model: Llama, world: World) -> None:
     places: dict[nn.Parameter, nn.Parameter] = {}  # a tied one stays one
-    for name, module in model.named_modules():
-        if (weight := module._parameters.get("weight")) is None:
-            continue
-        placement = placement_of(f"{name}.weight")
-        if weight not in places:
-            sharded = distribute_tensor(weight, world.mesh["tp"], [placement], src_data_rank=None)
-            places[weight] = nn.Parameter(sharded, weight.requires_grad)
-        parametrize.register_parametrization(module, "weight", Local(placement), unsafe=True)
-        module.parametrizations.weight.original = places[weight]
+    for path, module in list(model.named_modules()):
+        for name, weight in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            placement = placement_of(f"{path}.{name}")
+            if weight not in places:
+                sharded = distribute_tensor(weight, world.mesh["tp"], [placement], src_data_rank=None)
+                places[weight] = nn.Parameter(sharded, weight.requires_grad)
+            parametrize.register_parametrization(module, name, Local(placement), unsafe=True)
+            module.parametrizations[name].original = places[weight]
+            if name == "scales" and placement.is_replicate():  # those of all columns, of which a rank has some
+                module.first_block = world.mesh.get_local_rank("tp") * (module.in_features // world.tp // BLOCK)
 
 
 def followed_by(after: Callable[[Tensor], Tensor], forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

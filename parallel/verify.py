@@ -14,10 +14,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import config
 from model.llama import Llama, named_parameters
-from parallel.fsdp import unit_dtypes, unit_parameters, units, unsharded_parameters
+from parallel.fsdp import sent_dtype, unit_dtypes, unit_parameters, units, unsharded_parameters
 from parallel.materialize import local_rectangle
 from parallel.mesh import World, fsdp_mesh
 from parallel.tensor import placement_of
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes
 
 
 def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict]:
@@ -35,13 +37,14 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
         _require(len(dtypes) < 2, f"unit {unit}", f"has trainable parameters of {dtypes}")
         # a fork's parameter needs no place in tp's table where there is no tp
         cut = {q for q in parameters if world.tp > 1 and placement_of(names[q]).is_shard()}
-        gathered = sum(q.numel() // (world.tp if q in cut else 1) for q in parameters)
+        gathered = sum(q.numel() // (world.tp if q in cut else 1) * sent_dtype(q, unit_dtypes(p, unit)[0]).itemsize
+                       for q in parameters)
         rows.append({
             "unit": unit,
             "parameters": sum(q.numel() for q in parameters),
             "trainable": sum(q.numel() for q in trained),
             "local_bytes": sum(q.to_local().nbytes for q in parameters),
-            "gathered_bytes": gathered * unit_dtypes(p, unit)[0].itemsize,
+            "gathered_bytes": gathered,
             "policy": "kept until backward" if model.head in modules or p.reshard_after_forward is False else
                       "freed after forward" if p.reshard_after_forward is True else
                       f"shards of {p.reshard_after_forward} after forward",
@@ -88,7 +91,7 @@ def _check_replicas(parameters: dict[str, nn.Parameter], group: dist.ProcessGrou
     sums = []
     for q in parameters.values():
         local = q.detach().to_local() if isinstance(q, DTensor) else q.detach()
-        bits = local.contiguous().view({4: torch.int32, 2: torch.int16}[local.itemsize]).flatten().long()
+        bits = local.contiguous().view(BITS[local.itemsize]).flatten().long()
         weights = torch.arange(len(bits), device=bits.device) % 65521 + 1  # so that two values swapped are seen
         sums.append(torch.stack([bits.sum(), (bits * weights).sum()]))
     low = torch.stack(sums).cpu()

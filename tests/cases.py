@@ -129,10 +129,10 @@ def save(cfg: config.Config, model: torch.nn.Module, optimizer: torch.optim.Opti
 
 
 def build(cfg: config.Config, world: World, weights: Weights | None = None) -> Llama:
-    model = meta_model(cfg.model)
+    model = meta_model(cfg.model, cfg.lora)
     parallelize(model, cfg, world)
     if weights:
-        materialize_from(model, weights.read_into, world.device)
+        materialize_from(model, weights.read_into, world.device, cfg.run.seed)
     else:
         materialize(model, cfg.run.seed, world.device)
     return model

@@ -1,0 +1,80 @@
+"""NF4: frozen weights in 4 bits (https://arxiv.org/abs/2305.14314), kept, gathered and offloaded as such.
+
+A row of C weights is cut into blocks of 64. Of a block is kept, in 8 bits, its largest magnitude, and of each weight,
+in 4 bits, which value of the code book is nearest to weight / magnitude. The magnitudes of up to 256 blocks of one row
+share a range, from the least to the greatest of them, in 255 steps; the paper's double quantization, but of a row
+alone: the bits do not depend on how many ranks share a matrix. 4.13 bits a weight at C = 4,096.
+
+Plain tensors of bytes, R rows of each: codes (R, C / 2), and scales (R, C / 64 + 8 a range): FSDP2 shards them by rows
+as any parameter, and casts neither (torch 2.11 sends them as the unit's dtype, which holds every byte exactly).
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 64  # weights that share a magnitude
+RANGE = 256  # blocks whose magnitudes share a range
+# Quantiles of a normal distribution, scaled to -1 ... 1, with an exact zero: appendix E of the paper.
+CODE_BOOK = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+             -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+             0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
+
+
+def scale_bytes(columns: int) -> int:
+    """Bytes of scales for a row of so many weights: a byte a block, two float32 a range."""
+    blocks = columns // BLOCK
+    return blocks + 8 * math.ceil(blocks / RANGE)
+
+
+def elements(name: str, p: Tensor) -> int:
+    """Weights that a parameter stands for: codes are two in a byte, scales are none."""
+    return p.numel() if p.dtype != torch.uint8 else 0 if name.endswith(".scales") else 2 * p.numel()
+
+
+def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes (R, C / 2), scales (R, scale_bytes(C))) of weights (R, C) in float32."""
+    blocks = rows.unflatten(1, (-1, BLOCK))  # (R, C / 64, 64)
+    magnitude = blocks.abs().amax(-1)  # (R, C / 64)
+    book = torch.tensor(CODE_BOOK, device=rows.device)
+    nearest = torch.bucketize(blocks / magnitude.clamp(min=torch.finfo().tiny)[..., None], (book[1:] + book[:-1]) / 2)
+    first, second = nearest.to(torch.uint8).flatten(1).unflatten(1, (-1, 2)).unbind(-1)
+    steps, ranges = [], []
+    for part in magnitude.split(RANGE, dim=1):
+        low, high = part.aminmax(dim=1, keepdim=True)
+        step = (high - low) / 255
+        steps.append(((part - low) / step.clamp(min=torch.finfo().tiny)).round().to(torch.uint8))
+        ranges += [low, step]
+    return first << 4 | second, torch.cat([*steps, torch.cat(ranges, dim=1).view(torch.uint8)], dim=1)
+
+
+def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype, first: int = 0) -> Tensor:
+    """The weights (R, C), computed in float32 and rounded once. Of codes that are some columns of the whole, `first` is
+    the number of their first block."""
+    codes, scales = codes.to(torch.uint8), scales.to(torch.uint8)
+    ranges = math.ceil(scales.shape[1] / (RANGE + 8))
+    steps, low_and_step = scales.split([scales.shape[1] - 8 * ranges, 8 * ranges], dim=1)
+    low, step = low_and_step.contiguous().view(torch.float32).unflatten(1, (-1, 2)).unbind(-1)  # (R, ranges)
+    low, step = (t.repeat_interleave(RANGE, dim=1)[:, : steps.shape[1]] for t in (low, step))
+    magnitude = torch.addcmul(low, step, steps.float())[:, first : first + codes.shape[1] * 2 // BLOCK]
+    book = torch.tensor(CODE_BOOK, device=codes.device)
+    pairs = torch.stack([book.repeat_interleave(16), book.repeat(16)], dim=1)  # (256, 2), by the byte
+    weights = F.embedding(codes.int(), pairs).view(len(codes), -1, BLOCK)
+    return (weights * magnitude[..., None]).to(dtype).flatten(1)
+
+
+class Product(torch.autograd.Function):
+    """x (..., C) @ weights.T in x's dtype. For backward the codes are kept, not the weights: no gradient of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, first: int) -> Tensor:
+        ctx.save_for_backward(codes, scales)
+        ctx.first = first
+        return F.linear(x, dequantize(codes, scales, x.dtype, first))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return grad @ dequantize(*ctx.saved_tensors, grad.dtype, ctx.first), None, None, None
