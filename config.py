@@ -352,6 +352,9 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = ()) -> Config:
     if "lora.init_from" in given.values:
         hf_config.complete_adapter(given)
     cfg = given.build()
+    if cfg.lora:  # in one order, so that another is no change
+        targets = tuple(name for name in PROJECTIONS if name in cfg.lora.targets)
+        cfg = replace(cfg, lora=replace(cfg.lora, targets=targets))
     if "run.name" not in given.values:
         cfg = replace(cfg, run=replace(cfg.run, name=pathlib.Path(path).stem))
         if not NAME[0](cfg.run.name):

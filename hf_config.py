@@ -156,7 +156,7 @@ def complete_adapter(given: Given) -> None:
             problems.append(f"{path}: {their_key} = {json.dumps(value)}: {error}")
             continue
         ours = values.setdefault(name, value)
-        if ours != value and not (key == "targets" and {*ours} == {*value}):
+        if ours != value and not (key == "targets" and {*ours} == {*value}):  # in any order
             given.problems[name] = (f"{given.origins[name]}: [lora] {key} = {toml(ours)}: {path} has {their_key} = "
                                     f"{toml(value)}; leave it out")
         given.origins.setdefault(name, str(path))

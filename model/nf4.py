@@ -18,10 +18,10 @@ from torch import Tensor
 
 BLOCK = 64  # weights that share a magnitude
 RANGE = 256  # blocks whose magnitudes share a range
-# Quantiles of a normal distribution, scaled to -1 ... 1, with an exact zero: appendix E of the paper.
-CODE_BOOK = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-             -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-             0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
+# Quantiles of a normal distribution, scaled to -1 ... 1, with an exact zero: appendix E of the paper, to four places as
+# torchao has them (https://github.com/pytorch/ao).
+CODE_BOOK = (-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0,
+             0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0)
 
 
 def scale_bytes(columns: int) -> int:

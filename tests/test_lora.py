@@ -1,6 +1,7 @@
 """Adapters against PEFT on transformers' model: the same adapters and batches, on any mesh; and what a run with them
 writes, reads and refuses."""
 
+import dataclasses
 import json
 import shutil
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import config
@@ -16,25 +17,33 @@ from checkpoint import catalog, load
 from config import ConfigError
 from data.dataset import open_dataset
 from data.loader import Loader
-from model import hf
-from model.hf_weights import peft_name, weights_to_read
+from model import generate, hf
+from model.hf_weights import fingerprint, peft_name, weighted_sum, weights_to_read
 from model.llama import meta_model, named_parameters
+from model.nf4 import dequantize, quantize
 from optim import learning_rate
 from parallel.materialize import materialize_from
 from parallel.plan import collectives, plan
 from tests import cases
-from tests.conftest import make_config, tables
+from tests.conftest import launch, make_config, tables
 from tests.test_training import with_data
 
 WIDTHS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128,
           "vocab_size": 320, "num_hidden_layers": 2, "head_dim": 32}
 PROJECTIONS = [*config.PROJECTIONS]
-MESHES = {  # by the number of ranks
-    1: {"alone": {}},
-    2: {"two": {}, "cp 2": {"cp": 2}},
-    4: {"four": {}, "dp 2 x tp 2": {"tp": 2}},
+RUNS = {  # by the number of ranks: how the base is kept, [parallel], [train]
+    1: {"alone": ("float32", {}, {}), "alone, nf4": ("nf4", {"recompute": "elementwise"}, {})},
+    2: {"two": ("float32", {}, {}),
+        "cp 2": ("float32", {"cp": 2, "recompute": "full"}, {}),
+        "two, bfloat16": ("bfloat16", {"recompute": "selective", "reshard_after_forward": False}, {}),
+        "two, nf4": ("nf4", {"cpu_offload": True}, {"micro_batch_size": 2}),
+        "two, nf4, unsharded": ("nf4", {"unsharded": ["embedding.weight", "blocks.0.*_proj.weight"]}, {}),
+        "two, nf4, compiled": ("nf4", {"compile": True, "recompute": "elementwise"}, {})},
+    4: {"four": ("float32", {"dp_replicate": 2}, {}),
+        "four, nf4": ("nf4", {"recompute": "full"}, {}),
+        "dp 2 x tp 2": ("float32", {"tp": 2}, {}),
+        "dp 2 x tp 2, nf4": ("nf4", {"tp": 2, "sync_every_micro_batch": False}, {"micro_batch_size": 2})},
 }
-EVERYWHERE = {"recompute": "selective", "reshard_after_forward": False}
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +67,19 @@ def adapter(base, tmp_path_factory):
     """PEFT's folder of adapters that are random, B too."""
     folder = tmp_path_factory.mktemp("adapter") / "peft"
     peft_of(base).save_pretrained(folder)
+    return folder
+
+
+def kept_as(dtype: str, base, folder):
+    """A copy of the base whose weights are rounded as this dtype keeps them."""
+    shutil.copytree(base, folder)
+    tensors = load_file(base / "model.safetensors")
+    for name, weight in tensors.items():
+        if dtype == "nf4" and "_proj" in name:
+            tensors[name] = dequantize(*quantize(weight), torch.float32)
+        elif dtype != "float32":
+            tensors[name] = weight.bfloat16().float()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -96,16 +118,19 @@ def peft_loop(cfg: config.Config, base) -> tuple[list[dict], PeftModel, dict]:
 
 
 @pytest.fixture(scope="module")
-def expected(base, adapter, corpus, prepared):
-    return peft_loop(make_config(**run_of(base, corpus, prepared, adapter)), base)
+def expected(base, adapter, corpus, prepared, tmp_path_factory):
+    """By how the base is kept: PEFT's run over weights that are rounded so."""
+    cfg, folder = make_config(**run_of(base, corpus, prepared, adapter)), tmp_path_factory.mktemp("kept")
+    return {dtype: peft_loop(cfg, kept_as(dtype, base, folder / dtype)) for dtype in ("float32", "bfloat16", "nf4")}
 
 
 @pytest.fixture(scope="module")
 def trained(on_ranks, base, adapter, corpus, prepared, tmp_path_factory):
-    """(rows by mesh, the folder of runs below their number of ranks)."""
+    """(rows by name, the folder of runs below their number of ranks)."""
     output, found = tmp_path_factory.mktemp("lora"), {}
-    for ranks, meshes in MESHES.items():
-        runs = {name: run_of(base, corpus, prepared, adapter, parallel=mesh) for name, mesh in meshes.items()}
+    for ranks, of_ranks in RUNS.items():
+        runs = {name: run_of(base, corpus, prepared, adapter, lora={"base_dtype": dtype}, parallel=parallel,
+                             train=train) for name, (dtype, parallel, train) in of_ranks.items()}
         found |= on_ranks(ranks, cases.train_all, runs, str(output))[0]
     return found, output
 
@@ -120,15 +145,15 @@ def near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     return (found - wanted).norm() <= 1e-5 * wanted.norm()
 
 
-@pytest.mark.parametrize("ranks, mesh", [(ranks, mesh) for ranks, meshes in MESHES.items() for mesh in meshes])
-def test_training_is_that_of_peft(trained, expected, ranks, mesh):
+@pytest.mark.parametrize("ranks, name", [(ranks, name) for ranks, names in RUNS.items() for name in names])
+def test_training_is_that_of_peft(trained, expected, ranks, name):
     """Losses and norms, the adapters and AdamW's average of their gradients after ten steps. The checkpoint holds the
     adapters alone."""
-    rows, model, moments = expected
-    assert [row["batch_digest"] for row in trained[0][mesh]] == [row["batch_digest"] for row in rows]
+    rows, model, moments = expected[RUNS[ranks][name][0]]
+    assert [row["batch_digest"] for row in trained[0][name]] == [row["batch_digest"] for row in rows]
     for key in ("loss", "grad_norm"):
-        assert [row[key] for row in trained[0][mesh]] == pytest.approx([row[key] for row in rows], rel=1e-5), key
-    tensors = stored(trained[1] / str(ranks) / mesh.replace(" ", "-"), 10)
+        assert [row[key] for row in trained[0][name]] == pytest.approx([row[key] for row in rows], rel=1e-5), key
+    tensors = stored(trained[1] / str(ranks) / name.replace(" ", "-").replace(",", ""), 10)
     theirs = {name.replace(".default", ""): p.detach() for name, p in model.named_parameters() if p.requires_grad}
     assert {name for name in tensors if name.startswith("model.")} == {f"model.{name}" for name in moments}
     assert len(moments) == 2 * 7 * 2
@@ -160,13 +185,15 @@ def case(base, strategy: str, variant: str) -> dict:
             "train": {"global_batch_size": 8, "micro_batch_size": 1}}
 
 
-CASES = [(strategy, variant) for strategy in STRATEGIES for variant in VARIANTS]
+CASES = [(strategy, variant) for strategy in STRATEGIES for variant in VARIANTS
+         if variant in ("", "nf4") or strategy in ("", "replicas", "cp x tp")]
+REAL = [("kept", ""), ("cp x tp", ""), ("replicas", "nf4"), ("tp", "nf4")]
 
 
 @pytest.mark.parametrize("ranks", [4, None])
 def test_collectives_equal_the_formula(on_ranks, base, ranks):
     """On torch's fake process group, and some on real ranks. What is frozen never travels as a gradient."""
-    chosen = CASES if ranks else [name for name in CASES if name[1] in ("", "nf4")]
+    chosen = CASES if ranks else REAL
     every = [case(base, *name) for name in chosen]
     counted = on_ranks(1 if ranks else 4, cases.count_collectives, every, ranks)[0]
     wrong = {}
@@ -189,3 +216,186 @@ def test_bytes_equal_those_of_real_tensors(on_ranks, base, ranks):
         planned = plan(cfg, meta_model(cfg.model, cfg.lora), ranks, None)
         for what in ("parameter", "gradient", "optimizer"):
             assert max(rank[i][what] for rank in real) == planned[f"{what}_bytes_per_rank"], sections
+
+
+def test_adapters_go_on_exactly_on_any_mesh(on_ranks, trained, base, adapter, corpus, prepared, tmp_path):
+    """Bit for bit on the same mesh, from a base that lies elsewhere now, its adapter's folder gone; to 1e-5 on
+    another."""
+    for ranks, name in (2, "two, bfloat16"), (4, "dp 2 x tp 2, nf4"):
+        dtype, parallel, train = RUNS[ranks][name]
+        folder = name.replace(" ", "-").replace(",", "")
+        for copy in ("same", "one"):
+            shutil.copytree(trained[1] / str(ranks) / folder, tmp_path / folder / copy / "r")
+            shutil.rmtree(tmp_path / folder / copy / "r/checkpoints/step-00000010")
+        moved = shutil.copytree(base, tmp_path / folder / "moved")
+        sections = run_of(moved, corpus, prepared, tmp_path / "gone", train=train, lora={
+            "base_dtype": dtype, "rank": 4, "alpha": 6, "targets": PROJECTIONS})
+        wanted = stored(trained[1] / str(ranks) / folder, 10)
+        for copy, on, mesh in ("same", ranks, parallel), ("one", 1, {}):
+            rows = on_ranks(on, cases.train_to, 10, {**sections, "parallel": mesh}, str(tmp_path / folder / copy))[0]
+            assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in trained[0][name]], rel=1e-5)
+            for key, tensor in stored(tmp_path / folder / copy / "r", 10).items():
+                assert tensor.equal(wanted[key]) if copy == "same" else near(tensor, wanted[key]), key
+
+
+def test_the_hash_of_a_base_is_of_its_values(base, tmp_path):
+    """Whatever rectangles it is read in, by however many; of another value, place or name it is another."""
+    shape, noise = [6, 8], torch.Generator().manual_seed(0)
+    values = torch.randn(shape, generator=noise)
+
+    def share(rows: slice, columns: slice, of: torch.Tensor = values, name: str = "a") -> dict:
+        place = (rows.start, columns.start)
+        return {(name, *place): weighted_sum(name, place, shape, of[rows, columns])}
+
+    whole = share(slice(0, 6), slice(0, 8))
+    parts = [share(slice(0, 5), slice(0, 3)), share(slice(0, 5), slice(3, 8)),
+             share(slice(5, 6), slice(0, 3)) | share(slice(5, 6), slice(3, 8)), share(slice(0, 5), slice(0, 3))]
+    assert fingerprint([whole]) == fingerprint(parts) == fingerprint([{}, whole, whole])
+    assert fingerprint([share(slice(0, 6), slice(0, 8), values.bfloat16().float())]) == fingerprint(
+        [share(slice(0, 6), slice(0, 8), values.bfloat16())])
+    others = [values.flip(0), values.flip(1), values + torch.eye(6, 8) * 1e-6, -values, values[[1, 0, 2, 3, 4, 5]]]
+    found = {fingerprint([share(slice(0, 6), slice(0, 8), other)]) for other in others}
+    found |= {fingerprint([whole]), fingerprint([share(slice(0, 6), slice(0, 8), name="b")])}
+    assert len(found) == len(others) + 2
+
+
+@pytest.fixture(scope="module")
+def logits(expected):
+    """Of PEFT's models after training."""
+    ids = torch.randint(0, 320, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return ids, {dtype: model(input_ids=ids).logits for dtype, (_, model, _) in expected.items()}
+
+
+def export(*words: object) -> None:
+    assert hf.main(["export", *map(str, words)]) == 0
+
+
+@pytest.mark.parametrize("ranks, name", [(4, "dp 2 x tp 2"), (4, "four, nf4"), (2, "two, bfloat16")])
+def test_exports_give_our_logits_in_peft_and_transformers(trained, expected, logits, base, tmp_path, ranks, name):
+    run, dtype = trained[1] / str(ranks) / name.replace(" ", "-").replace(",", ""), RUNS[ranks][name][0]
+    export(run, tmp_path / "adapter", "--adapter")
+    export(run, tmp_path / "merged")
+    kept = kept_as(dtype, base, tmp_path / "kept")
+    ids, wanted = logits
+    model = AutoModelForCausalLM.from_pretrained(kept, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(model, tmp_path / "adapter")
+    with torch.no_grad():
+        assert near(adapted(input_ids=ids).logits, wanted[dtype])
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+        assert near(merged(input_ids=ids).logits, wanted[dtype])
+    export(run, tmp_path / "half", "--dtype", "bfloat16")  # rounded once
+    for key, tensor in load_file(tmp_path / "merged/model.safetensors").items():
+        assert load_file(tmp_path / "half/model.safetensors")[key].equal(tensor.bfloat16()), key
+    settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"], {*settings["target_modules"]}) == (4, 6, {*PROJECTIONS})
+    assert settings["base_model_name_or_path"] == str(base)
+
+
+def test_an_exported_adapter_is_a_start(trained, base, adapter, corpus, prepared, tmp_path):
+    """What is read again is what was written; and its first loss that of PEFT's, as above for PEFT's own folder."""
+    export(trained[1] / "1/alone", tmp_path / "adapter", "--adapter")
+    cfg = make_config(**run_of(base, corpus, prepared, tmp_path / "adapter"))
+    assert (cfg.lora.rank, cfg.lora.scale) == (4, 1.5)
+    weights, model = weights_to_read(cfg, 0), meta_model(cfg.model, cfg.lora)
+    materialize_from(model, weights.read_into, torch.device("cpu"))
+    written = stored(trained[1] / "1/alone", 10)
+    for name, p in named_parameters(model):
+        assert ".lora_" not in name or p.detach().equal(written[f"model.{name}"]), name
+
+
+def test_new_adapters_change_nothing_at_first(base):
+    """B is zero and A is not, as the paper says; both are float32, and the base is kept as asked, not upcast."""
+    cfg = make_config(**case(base, "", "bfloat16"))
+    model = meta_model(cfg.model, cfg.lora)
+    materialize_from(model, weights_to_read(cfg, 0).read_into, torch.device("cpu"), seed=3)
+    for name, p in model.named_parameters():
+        assert p.requires_grad == (".lora_" in name)
+        assert p.dtype == (torch.float32 if p.requires_grad else torch.bfloat16), name
+        if ".lora_a." in name:
+            p = p.detach()
+            assert p.std() == pytest.approx((3 * p.shape[1]) ** -0.5, rel=0.4) and p.mean().abs() < 0.03
+        if ".lora_b." in name:
+            assert not p.any()
+
+
+def test_the_tools_use_a_run_with_adapters(trained, base, tmp_path, capsys):
+    run = trained[1] / "4/four-nf4"
+    assert generate.main([str(run), "--prompt", "the cat", "--tokens", "3", "--temperature", "0"]) == 0
+    text = capsys.readouterr().out
+    moved = shutil.copytree(base, tmp_path / "moved")
+    assert generate.main([str(run), "--prompt", "the cat", "--tokens", "3", "--temperature", "0", "--base",
+                          str(moved)]) == 0 and capsys.readouterr().out == text
+    tensors = load_file(moved / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][5, 7] += 1e-4
+    save_file(tensors, moved / "model.safetensors", metadata={"format": "pt"})
+    for main, words in (generate.main, [run, "--prompt", "the cat"]), (hf.main, ["export", run, tmp_path / "out"]):
+        assert main([*map(str, words), "--base", str(moved)]) == 2
+        assert "was trained on a base with" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_evaluating_reads_the_base_and_another_is_refused(trained, expected, base, tmp_path):
+    run = shutil.copytree(trained[1] / "2/two", tmp_path / "outputs/two")
+    words = [run / "config.toml", f"--run.output_dir={tmp_path / 'outputs'}"]
+    done = launch(*words, "--eval-only", nproc=2)
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout.splitlines()[-1])
+    assert row["step"] == 10 and row["loss"] < expected["float32"][0][0]["loss"]
+
+    tensors = load_file(shutil.copytree(base, tmp_path / "other") / "model.safetensors")
+    tensors["model.norm.weight"][3] += 1e-3
+    save_file(tensors, tmp_path / "other/model.safetensors", metadata={"format": "pt"})
+    before = (run / "metrics.jsonl").read_bytes()
+    done = launch(*words, "--train.steps=11", f"--model.init_from={tmp_path / 'other'}")
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.count("its weights have the hash") == 1 and "name the folder with that base" in done.stderr
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"lora": {"rank": 65}}, "rank = 65: must not exceed the smallest side of its matrices, 64"),
+    ({"lora": {"targets": ["query"]}}, r"targets = \[\"query\"\]: must name projections: q_proj"),
+    ({"lora": {"targets": []}}, r"targets = \[\]: must name projections"),
+    ({"model": {"init_from": None, "dim": 64, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128}},
+     "rank = 4: adapters need a base"),
+    ({"lora": {"base_dtype": "nf4"}, "parallel": {"tp": 4}}, r"nf4.*n_heads x head_dim over tp = 32"),
+    ({"lora": {"base_dtype": "int8"}}, "base_dtype"),
+])
+def test_wrong_settings_are_refused(base, corpus, prepared, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        make_config(**run_of(base, corpus, prepared, **changes))
+
+
+def test_a_row_that_64_does_not_divide_is_refused(corpus, prepared, tmp_path):
+    """By its name, of a folder whose feed-forward is 96 wide."""
+    LlamaForCausalLM(LlamaConfig(**{**WIDTHS, "intermediate_size": 96})).save_pretrained(tmp_path / "hf")
+    with pytest.raises(ConfigError, match="base_dtype = \"nf4\": .* ffn_dim over tp = 96"):
+        make_config(**run_of(tmp_path / "hf", corpus, prepared, lora={"base_dtype": "nf4"}))
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"r": 5}, "q_proj.lora_A.weight is F32 .4, 64.; must be F32 or BF16 or F16 of shape .5, 64."),
+    ({"use_dora": True}, "use_dora = true: only false can be read"),
+    ({"target_modules": "all-linear"}, 'target_modules = "all-linear"'),
+    ({"target_modules": ["q_proj"]}, "has base_model.model.model.layers.0.mlp.down_proj.lora_A.weight, which these"),
+    ({"peft_type": "IA3"}, 'peft_type = "IA3": only "LORA" can be read'),
+])
+def test_another_adapter_is_refused(base, adapter, corpus, prepared, tmp_path, change, message):
+    folder = shutil.copytree(adapter, tmp_path / "adapter")
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**settings, **change}))
+    with pytest.raises(ConfigError, match=message):
+        weights_to_read(make_config(**run_of(base, corpus, prepared, folder)), 0)
+    with pytest.raises(ConfigError, match="rank = 8: .*adapter_config.json has r = 4; leave it out"):
+        make_config(**run_of(base, corpus, prepared, adapter, lora={"rank": 8}))
+
+
+def test_changed_adapters_are_another_run(trained, base, adapter, corpus, prepared, tmp_path):
+    cfg = make_config(**run_of(base, corpus, prepared, lora={"rank": 4, "alpha": 6, "targets": ["q_proj"]},
+                               run={"name": "alone", "output_dir": str(trained[1] / "1")}))
+    with pytest.raises(ConfigError, match="lora.targets = .*was trained with"):
+        catalog.check_same_run(cfg, 10)
+    moved = dataclasses.replace(cfg, lora=dataclasses.replace(cfg.lora, targets=config.PROJECTIONS),
+                                model=dataclasses.replace(cfg.model, init_from="elsewhere"))
+    catalog.check_same_run(moved, 10)
