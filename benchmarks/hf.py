@@ -3,8 +3,8 @@
     python benchmarks/hf.py [--mib 2100] [--folder F] [--ranks 1,2,4]
 
 Makes a folder of random float32 weights of about that size, reads it into the shards of each number of ranks (gloo, on
-this machine), imports it into a checkpoint, and exports that. Each in processes of its own; of several ranks the worst
-figure counts. Prints a JSON object a line.
+this machine), once more as the base of adapters in 4 bits, imports it into a checkpoint, and exports that. Each in
+processes of its own; of several ranks the worst figure counts. Prints a JSON object a line.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def make_folder(folder: pathlib.Path, cfg: config.Config) -> None:
     hf.write_json(folder / "config.json", hf_config.render(cfg.model, cfg.train.seq_len, "float32", {}))
 
 
-def read(folder: str) -> dict:
+def read(folder: str, base_dtype: str | None = None) -> dict:
     """One rank's part of reading into shards."""
     import torch.distributed as dist
 
@@ -73,10 +73,11 @@ def read(folder: str) -> dict:
 
     cfg = config.from_dict({
         "run": {"name": "r", "device": "cpu"}, "model": {"init_from": folder}, "train": {"steps": 1},
-        "parallel": {"param_dtype": "float32"}}, "benchmark")
+        "parallel": {"param_dtype": "float32"},
+        **({"lora": {"base_dtype": base_dtype}} if base_dtype else {})}, "benchmark")
     found: dict = {}
     with distributed(cfg) as world:
-        weights, model = hf_weights.open_weights(cfg.model), meta_model(cfg.model)
+        weights, model = hf_weights.weights_to_read(cfg, 0), meta_model(cfg.model, cfg.lora)
         parallelize(model, cfg, world)
         dist.barrier()
         with measured(found):
@@ -112,6 +113,7 @@ def measure(folder: pathlib.Path, mib: int, ranks: list[int]) -> Iterator[dict]:
     yield {"what": "model", "mib": sum(sizes), "largest_tensor_mib": max(sizes), "torch": torch.__version__}
     for number in ranks:
         yield {"what": "read into shards", "ranks": number, **alone("read", str(source), ranks=number)}
+        yield {"what": "read as a base, nf4", "ranks": number, **alone("read", str(source), "nf4", ranks=number)}
     yield {"what": "import", **alone("import", str(source), str(checkpoint))}
     yield {"what": "export", **alone("export", str(checkpoint), str(folder / "float32"))}
     shutil.rmtree(folder / "float32")
@@ -121,7 +123,7 @@ def measure(folder: pathlib.Path, mib: int, ranks: list[int]) -> Iterator[dict]:
 
 def main() -> int:
     if sys.argv[1:2] == ["--only"]:
-        found = read(sys.argv[3]) if sys.argv[2] == "read" else tool(*sys.argv[2:])
+        found = read(*sys.argv[3:]) if sys.argv[2] == "read" else tool(*sys.argv[2:])
         if found:
             print(json.dumps(found))
         return 0

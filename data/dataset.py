@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import json
+import os
 import pathlib
 import platform
 import re
@@ -143,5 +144,7 @@ def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
 
 
 def samples_per_epoch(cfg: config.Config) -> float | None:
-    """Samples until every source has been read once; None before the data is prepared."""
+    """Samples until every source has been read once; None before the data is prepared, or its tokenizer is there."""
+    if cfg.data.tokenizer and not os.path.exists(cfg.data.tokenizer):
+        return None
     return make_order(cfg, open_data(cfg, "train"), weights(cfg)).longest_epoch() if is_prepared(cfg) else None

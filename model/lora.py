@@ -48,7 +48,7 @@ class Projection(Linear):
         if self.scales is None:
             kept = base.to(self.weight.dtype).float()
         else:
-            kept = nf4.dequantize(*nf4.quantize(base), torch.float32)
+            kept = nf4.dequantize(nf4.codes_of(base), nf4.scales_of(base), torch.float32)
         return kept if self.lora_a is None else torch.addmm(kept, read("lora_b"), read("lora_a"), alpha=self.scale)
 
 

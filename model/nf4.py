@@ -35,20 +35,27 @@ def elements(name: str, p: Tensor) -> int:
     return p.numel() if p.dtype != torch.uint8 else 0 if name.endswith(".scales") else 2 * p.numel()
 
 
-def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes (R, C / 2), scales (R, scale_bytes(C))) of weights (R, C) in float32."""
+def codes_of(rows: Tensor) -> Tensor:
+    """(R, C / 2), of weights (R, C) in float32."""
     blocks = rows.unflatten(1, (-1, BLOCK))  # (R, C / 64, 64)
-    magnitude = blocks.abs().amax(-1)  # (R, C / 64)
-    book = torch.tensor(CODE_BOOK, device=rows.device)
-    nearest = torch.bucketize(blocks / magnitude.clamp(min=torch.finfo().tiny)[..., None], (book[1:] + book[:-1]) / 2)
-    first, second = nearest.to(torch.uint8).flatten(1).unflatten(1, (-1, 2)).unbind(-1)
+    magnitude = blocks.abs().amax(-1, keepdim=True).clamp(min=torch.finfo().tiny)
+    scaled, book = blocks / magnitude, torch.tensor(CODE_BOOK)
+    nearest = torch.zeros_like(scaled, dtype=torch.uint8)
+    for middle in ((book[1:] + book[:-1]) / 2).tolist():  # several times faster than to search each one's place
+        nearest += scaled > middle
+    first, second = nearest.flatten(1).unflatten(1, (-1, 2)).unbind(-1)
+    return first << 4 | second
+
+
+def scales_of(rows: Tensor) -> Tensor:
+    """(R, scale_bytes(C)), of weights (R, C) in float32."""
     steps, ranges = [], []
-    for part in magnitude.split(RANGE, dim=1):
-        low, high = part.aminmax(dim=1, keepdim=True)
+    for magnitude in rows.unflatten(1, (-1, BLOCK)).abs().amax(-1).split(RANGE, dim=1):  # (R, up to 256)
+        low, high = magnitude.aminmax(dim=1, keepdim=True)
         step = (high - low) / 255
-        steps.append(((part - low) / step.clamp(min=torch.finfo().tiny)).round().to(torch.uint8))
+        steps.append(((magnitude - low) / step.clamp(min=torch.finfo().tiny)).round().to(torch.uint8))
         ranges += [low, step]
-    return first << 4 | second, torch.cat([*steps, torch.cat(ranges, dim=1).view(torch.uint8)], dim=1)
+    return torch.cat([*steps, torch.cat(ranges, dim=1).view(torch.uint8)], dim=1)
 
 
 def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype, first: int = 0) -> Tensor:
@@ -57,7 +64,9 @@ def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype, first: int = 0
     codes, scales = codes.to(torch.uint8), scales.to(torch.uint8)
     ranges = math.ceil(scales.shape[1] / (RANGE + 8))
     steps, low_and_step = scales.split([scales.shape[1] - 8 * ranges, 8 * ranges], dim=1)
-    low, step = low_and_step.contiguous().view(torch.float32).unflatten(1, (-1, 2)).unbind(-1)  # (R, ranges)
+    # a copy of its own: where these bytes lie, a float32 may not
+    low_and_step = low_and_step.clone(memory_format=torch.contiguous_format).view(torch.float32)
+    low, step = low_and_step.unflatten(1, (-1, 2)).unbind(-1)  # (R, ranges)
     low, step = (t.repeat_interleave(RANGE, dim=1)[:, : steps.shape[1]] for t in (low, step))
     magnitude = torch.addcmul(low, step, steps.float())[:, first : first + codes.shape[1] * 2 // BLOCK]
     book = torch.tensor(CODE_BOOK, device=codes.device)

@@ -18,7 +18,7 @@ from model.llama import Llama, named_parameters
 from parallel.mesh import all_gather_objects
 
 BLOCK = 65536  # elements drawn by one generator, in whole rows
-QUANTIZED = 2**22  # elements quantized at a time, in whole rows
+QUANTIZED = 2**20  # elements quantized at a time, in whole rows
 CHECKED = 2**24  # elements checked for NaN at a time
 Offsets = tuple[int, ...]  # where a rectangle begins in its parameter, one number for each dimension
 
@@ -94,8 +94,8 @@ def _quantize(module: nn.Linear, name: str, fill: Callable[[str, Offsets, Tensor
     for part in out.split(max(1, QUANTIZED // shape[1])):
         rows = torch.empty(len(part), shape[1], device=out.device)
         fill(weight, (offsets[0] + begin, 0), rows, shape)
-        codes, scales = nf4.quantize(rows)
-        part.copy_((codes if name == weight else scales)[:, offsets[1] :][:, : part.shape[1]])
+        packed = nf4.codes_of(rows) if name == weight else nf4.scales_of(rows)
+        part.copy_(packed[:, offsets[1] :][:, : part.shape[1]])
         begin += len(part)
 
 

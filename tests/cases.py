@@ -152,7 +152,7 @@ def weight_hashes(cases: dict[str, dict], poison: bool) -> dict[str, dict[str, s
                 assert isinstance(parameter, DTensor)
                 full = parameter.full_tensor()
                 assert full.isfinite().all()
-                found[name][key] = hashlib.sha256(full.detach().numpy().tobytes()).hexdigest()
+                found[name][key] = hashlib.sha256(full.detach().view(torch.uint8).numpy().tobytes()).hexdigest()
             for other in [found[name]]:
                 everybody = [None] * world.size
                 dist.all_gather_object(everybody, other)

@@ -12,7 +12,7 @@ import torch
 import config
 from config import ConfigError
 from model import hf
-from model.hf_weights import open_weights
+from model.hf_weights import open_weights, weights_to_read
 from model.llama import named_parameters
 from optim import build_optimizer
 from parallel.materialize import local_tensors
@@ -78,7 +78,7 @@ def refused_on_one_rank(folder: str) -> list[str]:
     return found
 
 
-def read_peak(folder: str) -> tuple[float, float]:
+def read_peak(folder: str, **sections: dict) -> tuple[float, float]:
     """(peak memory over what it was before, shard) in MiB, of reading into shards."""
     from benchmarks.hf import measured
     from model.llama import meta_model
@@ -87,8 +87,8 @@ def read_peak(folder: str) -> tuple[float, float]:
 
     found = {}
     with process_group() as world:
-        cfg = config_from(folder)
-        weights, model = open_weights(cfg.model), meta_model(cfg.model)
+        cfg = config_from(folder, **sections)
+        weights, model = weights_to_read(cfg, 0), meta_model(cfg.model, cfg.lora)
         parallelize(model, cfg, world)
         with measured(found):
             materialize_from(model, weights.read_into, world.device)

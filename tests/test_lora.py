@@ -17,15 +17,15 @@ from checkpoint import catalog, load
 from config import ConfigError
 from data.dataset import open_dataset
 from data.loader import Loader
-from model import generate, hf
+from model import generate, hf, nf4
 from model.hf_weights import fingerprint, peft_name, weighted_sum, weights_to_read
 from model.llama import meta_model, named_parameters
-from model.nf4 import dequantize, quantize
 from optim import learning_rate
 from parallel.materialize import materialize_from
 from parallel.plan import collectives, plan
 from tests import cases
 from tests.conftest import launch, make_config, tables
+from tests.test_nf4 import quantize
 from tests.test_training import with_data
 
 WIDTHS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128,
@@ -76,7 +76,7 @@ def kept_as(dtype: str, base, folder):
     tensors = load_file(base / "model.safetensors")
     for name, weight in tensors.items():
         if dtype == "nf4" and "_proj" in name:
-            tensors[name] = dequantize(*quantize(weight), torch.float32)
+            tensors[name] = nf4.dequantize(*quantize(weight), torch.float32)
         elif dtype != "float32":
             tensors[name] = weight.bfloat16().float()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
