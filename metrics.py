@@ -145,12 +145,13 @@ class Recorder:
         """Logs what is trained, how it is sharded, and from where; the notes on the data; the table of units."""
         if self.rows is None:
             return
-        w, m, p, t = self.world, self.cfg.model, self.cfg.parallel, self.cfg.train
+        w, m, p, t, lora = self.world, self.cfg.model, self.cfg.parallel, self.cfg.train, self.cfg.lora
         log.info(f"{self.folder}: {parameters:,} parameters on {w.size} x {w.device.type} ({w.dp_replicate} replicas x "
                  f"{w.dp_shard} shards{f' x cp {w.cp} x tp {w.tp}' * (w.cp * w.tp > 1)}), {p.param_dtype}, "
                  f"recompute {p.recompute}, prefetch {p.prefetch_forward} forward, {p.prefetch_backward} backward "
                  f"(0: implicit){', compiled' * p.compile}"
                  f"{', offloaded to the host' * p.cpu_offload}"
+                 f"{f', adapters of rank {lora.rank} over a base in {lora.base_dtype}' if lora else ''}"
                  f"{', reduced once a step' * (not p.sync_every_micro_batch)}")
         log.info(f"{config.tokens_per_step(self.cfg):,} tokens per step = "
                  f"{config.accumulation_steps(self.cfg, w.dp_size)} micro-batches x {w.dp_size} data-parallel ranks x "

@@ -5,9 +5,9 @@
 
 First ceilings: what matrix products, attention, loss and update reach alone (benchmarks/kernels.py). Then arms:
 train.py's step as configured, with options changed, and benchmarks/overhead.py's bare loop. What time does not allow is
-skipped, so the most telling come first; --only takes some groups of arms, of ceilings 1B 3B 8B options more. Each group
-is a process of its own, and so is what is left of it after a crash, or where memory was not freed. The JSON file is
-replaced after every arm. Clocks and power are read, nothing is set.
+skipped, so the most telling come first; --only takes some groups of arms, of ceilings 1B 3B 8B adapters options more.
+Each group is a process of its own, and so is what is left of it after a crash, or where memory was not freed. The JSON
+file is replaced after every arm. Clocks and power are read, nothing is set.
 
 An arm trains on one random micro-batch: 3 steps to warm up (the first compiles), 8 timed; then 1 and 8 of three times
 that micro-batch. The slope between the two medians is a micro-batch's time; the intercept is the optimizer's, with what
@@ -68,6 +68,7 @@ GROUPS = {
     "1B": arms("llama1b", [], [f"{RECOMPUTE}elementwise", STATE, f"{MICRO_BATCH}8"]) | {BARE: ("llama1b", [])},
     "3B": arms("llama3b", [], [STATE, f"{MICRO_BATCH}2"]) | {BARE: ("llama3b", [])},
     "8B": arms("llama8b-h200", []),
+    "adapters": {"LoRA": ("llama8b-lora", []), "QLoRA": ("llama8b-qlora", [])},  # over a base drawn at random
     "options": arms("llama1b", [], *([change] for change in CHANGES)) | {AGAIN: ("llama1b", [])},
     "more": arms("llama8b-h200", [KEEP]) | arms("llama3b", [STATE, KEEP, f"{MICRO_BATCH}4"]),
 }
@@ -105,7 +106,8 @@ def attempt(group: str, arm: str, common: list[str], world: World, each: float) 
     if world.device.type == "cuda":
         torch.compiler.reset()
         torch.cuda.reset_peak_memory_stats()
-        if group != "ceilings" and "8b" in name and torch.cuda.get_device_properties(0).total_memory < FITS_8B:
+        small = torch.cuda.get_device_properties(0).total_memory < FITS_8B
+        if small and group in ("8B", "more") and "8b" in name:
             found["note"] = "8 of 32 layers"
             overrides.append("--model.n_layers=8")
     work = partial(CEILINGS[arm][0], each=each) if arm in CEILINGS else partial(measure_by_size, bare=arm == BARE)

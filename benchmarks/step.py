@@ -40,7 +40,7 @@ from train import training_step
 def build(cfg: config.Config, world: World) -> tuple[Llama, torch.optim.Optimizer, FiniteGuard]:
     """What train.py trains, with fresh weights."""
     device = storage_device(cfg, world)
-    model = meta_model(cfg.model)
+    model = meta_model(cfg.model, cfg.lora)
     parallelize(model, cfg, world)
     materialize(model, cfg.run.seed, device)
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, cfg.parallel.compile)

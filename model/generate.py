@@ -142,7 +142,7 @@ def main(argv: list[str]) -> int:
     from data.show import printable
     from data.tokenizer import Tokenizer
     from model.hf_weights import fingerprint, weights_to_read
-    from model.llama import meta_model
+    from model.llama import Llama, meta_model
     from parallel.materialize import materialize_from
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process works alone, as meant
@@ -157,12 +157,13 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"--prompt: has id {largest}, but the model's vocab_size is {cfg.model.vocab_size}: the "
                               "tokenizer in its folder is larger than the model")
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model = meta_model(cfg.model, cfg.lora)
         if base := weights_to_read(cfg, step=1):
+            model = meta_model(cfg.model, cfg.lora)
             materialize_from(model, base.read_into, device)
             catalog.check_base(folder, cfg.model.init_from, fingerprint([base.sums]))
         else:
-            model.to_empty(device=device)
+            with device:
+                model = Llama(cfg.model)
         load.restore(folder, model, None)
         dtype = args.dtype or (cfg.parallel.param_dtype if device.type == "cuda" else "float32")
         model.to(getattr(torch, dtype)).eval()

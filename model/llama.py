@@ -244,7 +244,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def parameter_count(model: nn.Module) -> int:
-    return sum(elements(name, p) for name, p in model.named_parameters())
+    return sum(elements(name, p) for name, p in named_parameters(model))
 
 
 def flops_per_token(model: Llama, seq_len: int) -> int:
@@ -256,6 +256,6 @@ def flops_per_token(model: Llama, seq_len: int) -> int:
     is a look-up and does not count. Second: scores and weighted sum, 12 * ... for all pairs, half under a causal mask.
     """
     m = model.config
-    matrices = sum((6 if p.requires_grad else 4) * elements(name, p) for name, p in model.named_parameters()
+    matrices = sum((6 if p.requires_grad else 4) * elements(name, p) for name, p in named_parameters(model)
                    if p.ndim == 2 and (m.tie_embeddings or not name.startswith("embedding")))
     return matrices + 6 * m.n_layers * m.n_heads * m.width_per_head * seq_len

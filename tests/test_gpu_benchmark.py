@@ -55,7 +55,7 @@ def check(lines: list[str], report: dict, groups: list[str]) -> None:
 def test_all_of_it_on_a_cpu(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    groups = ["ceilings", "1B", "options", "more"]  # of the others each starts one more process
+    groups = ["ceilings", "1B", "adapters", "options", "more"]  # of the others each starts one more process
     lines, report = run(tmp_path, capsys, "--seconds=400", "--only", *groups)
     check(lines, report, groups)
     rows = {row["arm"]: row for row in report["rows"]}

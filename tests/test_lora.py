@@ -19,7 +19,7 @@ from data.dataset import open_dataset
 from data.loader import Loader
 from model import generate, hf, nf4
 from model.hf_weights import fingerprint, peft_name, weighted_sum, weights_to_read
-from model.llama import meta_model, named_parameters
+from model.llama import flops_per_token, meta_model, named_parameters, parameter_count
 from optim import learning_rate
 from parallel.materialize import materialize_from
 from parallel.plan import collectives, plan
@@ -257,6 +257,17 @@ def test_the_hash_of_a_base_is_of_its_values(base, tmp_path):
     found = {fingerprint([share(slice(0, 6), slice(0, 8), other)]) for other in others}
     found |= {fingerprint([whole]), fingerprint([share(slice(0, 6), slice(0, 8), name="b")])}
     assert len(found) == len(others) + 2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "nf4"])
+def test_weights_and_operations_are_counted_however_they_are_kept(base, dtype):
+    """A frozen matrix has two products, an adapter's three; four bits are a weight too, its scales are none."""
+    cfg = make_config(**{**case(base, "", ""), "lora": {"rank": 3, "base_dtype": dtype}})
+    model, plain = meta_model(cfg.model, cfg.lora), meta_model(cfg.model)
+    adapters = 2 * 3 * (64 + 128 + 2 * (64 + 64) + 128 + 64 + 2 * (64 + 128) + 128 + 64)  # of two blocks, q to down
+    assert parameter_count(model) == parameter_count(plain) + adapters
+    matrices = parameter_count(plain) - 320 * 64 - 5 * 64  # without the embedding, and the norms
+    assert flops_per_token(model, 32) == 4 * matrices + 6 * adapters + 6 * 2 * 4 * 32 * 32
 
 
 @pytest.fixture(scope="module")
