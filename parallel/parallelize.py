@@ -3,6 +3,7 @@
 import torch
 
 import config
+from model.float8 import use_float8
 from model.llama import Llama
 from parallel.activation_checkpoint import apply_activation_checkpointing
 from parallel.context import apply_context_parallelism
@@ -13,6 +14,9 @@ from parallel.tensor import apply_tensor_parallelism
 
 def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
     """Parallelizes a model on the meta device, in place. materialize() gives it storage and values afterwards."""
+    # 0. Which matrices multiply in 8 bits: it changes what a block computes, and what FSDP2 gathers.
+    use_float8(model.blocks, cfg.parallel.float8, world.device.type)
+
     # 1. Tensor and context parallelism first, as they change what a block computes: what follows wraps, compiles and
     #    shards the result. FSDP2 takes its shards of what tensor parallelism leaves this rank of a weight.
     apply_tensor_parallelism(model, cfg.parallel.recompute, world)

@@ -26,6 +26,7 @@ from model.hf_weights import Weights
 from model.llama import Llama, meta_model, named_parameters, rope_tables
 from parallel import materialize as materialize_module
 from parallel.context import own_places
+from parallel.float8 import update_scales
 from parallel.fsdp import reshard, unshard_first_units
 from parallel.materialize import materialize, materialize_from
 from parallel.mesh import World, build_mesh, distributed, fsdp_mesh
@@ -602,7 +603,7 @@ def fake_process_group(ranks: int):
 
 
 def one_step(model: Llama, cfg: config.Config, world: World, ids: torch.Tensor) -> None:
-    """A step's collectives: forward and backward of every micro-batch, and the gradient norm."""
+    """A step's collectives: forward and backward of every micro-batch, the gradient norm, the scales of 8 bits."""
     from optim import clip_gradients
     from parallel.fsdp import set_gradient_sync
 
@@ -612,6 +613,7 @@ def one_step(model: Llama, cfg: config.Config, world: World, ids: torch.Tensor) 
         set_gradient_sync(model, cfg.parallel, world, i == accumulation - 1)
         model(*split(ids, None, own_places(world, cfg.train.seq_len)))[0]["loss"].backward()
     clip_gradients(model, torch.optim.SGD(model.parameters()), 1.0)
+    update_scales(model)
 
 
 def verify_damaged(cases: list[tuple[dict, str]]) -> list[str]:
@@ -694,6 +696,7 @@ def train_steps(cases: list[dict]) -> list[tuple[list[float], list[float], dict]
                 norms.append(clip_gradients(model, optimizer, cfg.train.max_grad_norm).item())
                 set_learning_rate(optimizer, learning_rate(cfg.optim, cfg.train.steps, step))
                 optimizer.step()
+                update_scales(model)
                 optimizer.zero_grad()
             weights = {name: p.full_tensor().detach().numpy().copy() for name, p in named_parameters(model)}
             found.append((losses, norms, weights))
