@@ -51,27 +51,31 @@ def use_float8(blocks: nn.ModuleList, recipe: str, device_type: str) -> None:
 
 
 class Float8Weight(Tensor):
-    """A weight that came in 8 bits, with its scale. It passes for one of `dtype`, which its gradient has."""
+    """A weight that came in 8 bits. It passes for one of `dtype`, which its gradient has. Its scale is the module's:
+    torch.compile takes parameters of two tensors for others, and then keeps a transposed copy of some for backward."""
 
     @staticmethod
-    def __new__(cls, values: Tensor, scale: Tensor, dtype: torch.dtype):
+    def __new__(cls, values: Tensor, dtype: torch.dtype):
         return Tensor._make_wrapper_subclass(cls, values.shape, dtype=dtype, device=values.device)
 
-    def __init__(self, values: Tensor, scale: Tensor, dtype: torch.dtype):
-        self.values, self.scale = values, scale
+    def __init__(self, values: Tensor, dtype: torch.dtype):
+        self.values = values
+
+    def __repr__(self, **unused) -> str:
+        return f"Float8Weight({self.values})"
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:  # for torch.compile
-        return ["values", "scale"], self.dtype
+        return ["values"], self.dtype
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], dtype: torch.dtype, *unused) -> "Float8Weight":
-        return Float8Weight(inner["values"], inner["scale"], dtype)
+        return Float8Weight(inner["values"], dtype)
 
     @classmethod
     def __torch_dispatch__(cls, operator, types, args, kwargs=None):
         weight, *rest = args
         if operator in (aten.detach.default, aten.alias.default, aten.as_strided.default):  # what FSDP2 does with it
-            return cls(operator(weight.values, *rest), weight.scale, weight.dtype)
+            return cls(operator(weight.values, *rest), weight.dtype)
         raise TypeError(f"{operator} of a weight in 8 bits")
 
 
@@ -88,8 +92,6 @@ def round_to(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def scaled(x: Tensor, dtype: torch.dtype, rowwise: bool, dim: int) -> Scaled:
     """dim: what is summed over, which a scale of rowwise is along."""
-    if isinstance(x, Float8Weight):
-        return x.values, x.scale
     factor = factor_of(x.abs().amax(dim if rowwise else (0, 1), keepdim=True), dtype)
     if rowwise:  # down to a power of two: without its fraction
         factor = (factor.view(torch.int32) & -0x800000).view(torch.float32)
@@ -113,24 +115,28 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool = False) -> Ten
     return (out if after is None else out * after).to(dtype)
 
 
+def scaled_weight(weight: Tensor, scale: Tensor, rowwise: bool, dim: int) -> Scaled:
+    return (weight.values, scale) if isinstance(weight, Float8Weight) else scaled(weight, E4M3, rowwise, dim)
+
+
 class Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, rowwise: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx, x: Tensor, weight: Tensor, scale: Tensor, rowwise: bool) -> Tensor:
+        ctx.save_for_backward(x, weight, scale)
         ctx.rowwise = rowwise
-        return product(scaled(x, E4M3, rowwise, 1), transposed(scaled(weight, E4M3, rowwise, 1)), x.dtype, fast=True)
+        return product(scaled(x, E4M3, rowwise, 1), transposed(scaled_weight(weight, scale, rowwise, 1)), x.dtype, True)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (x, weight), rowwise, dtype = ctx.saved_tensors, ctx.rowwise, E4M3 if ctx.rowwise else E5M2
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (x, weight, scale), rowwise, dtype = ctx.saved_tensors, ctx.rowwise, E4M3 if ctx.rowwise else E5M2
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_x = product(scaled(grad, dtype, rowwise, 1), scaled(weight, E4M3, rowwise, 0), x.dtype)
+            of_x = product(scaled(grad, dtype, rowwise, 1), scaled_weight(weight, scale, rowwise, 0), x.dtype)
         if ctx.needs_input_grad[1]:
             of_weight = product(transposed(scaled(grad, dtype, rowwise, 0)), scaled(x, E4M3, rowwise, 0), x.dtype)
-        return of_x, of_weight, None
+        return of_x, of_weight, None, None
 
 
-def float8_linear(x: Tensor, weight: Tensor, recipe: str) -> Tensor:
-    """x (..., K) @ weight (N, K).T -> (..., N) in x's dtype."""
-    return Product.apply(x.flatten(0, -2), weight, recipe == "rowwise").unflatten(0, x.shape[:-1])
+def float8_linear(x: Tensor, weight: Tensor, scale: Tensor | None, recipe: str) -> Tensor:
+    """x (..., K) @ weight (N, K).T -> (..., N) in x's dtype. scale: of a Float8Weight."""
+    return Product.apply(x.flatten(0, -2), weight, scale, recipe == "rowwise").unflatten(0, x.shape[:-1])

@@ -74,6 +74,7 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=False)
         self.init_std = init_std
         self.float8 = "none"  # or a recipe of model/float8.py: in 8 bits
+        self.scale: Tensor | None = None  # of a weight that comes in 8 bits
 
     def reset_parameters(self) -> None:
         """Nothing: materialize() gives values. Drawing them on meta would load torch's compiler, for a second."""
@@ -81,7 +82,8 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight  # once: unsharded parameters are cast at each access
         x = x.to(weight.dtype)
-        return F.linear(x, weight) if self.float8 == "none" else float8_linear(x, weight, self.float8)
+        return F.linear(x, weight) if self.float8 == "none" else float8_linear(
+            x, weight, self.scale, self.float8)
 
 
 class Embedding(nn.Embedding):

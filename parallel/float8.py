@@ -23,12 +23,11 @@ class SentIn8Bits:
         """As bytes, of which every backend can send any number; padded to the longest shard, as FSDP2 has it."""
         values = round_to(self, self.factor, E4M3).view(torch.uint8)
         rows = -(-size[0] // mesh.size())
-        return (F.pad(values, (0, 0, 0, rows - len(values))),), self.factor.reciprocal()
+        return (F.pad(values, (0, 0, 0, rows - len(values))),), None
 
-    def fsdp_post_all_gather(self, gathered, scale, dtype, *, out=None):
+    def fsdp_post_all_gather(self, gathered, metadata, dtype, *, out=None):
         if out is None:  # the first time; later ones are in the same memory
-            return Float8Weight(gathered[0].view(E4M3), scale, dtype), ()
-        out.scale = scale
+            return Float8Weight(gathered[0].view(E4M3), dtype), ()
 
 
 class Shard(SentIn8Bits, Tensor):
@@ -56,16 +55,16 @@ def tensorwise(model: Llama) -> list[Linear]:
 def update_scales(model: Llama) -> None:
     """The scales of all matrices that are sent in 8 bits, by one all-reduce. For whoever has written weights: they hold
     until the next time. Nothing here waits for the device."""
-    weights = [linear.weight for linear in tensorwise(model) if isinstance(linear.weight, DTensor)]
-    if not weights:
+    assert not any(isinstance(linear.weight, Float8Weight) for linear in tensorwise(model)), "call reshard() before"
+    linears = [linear for linear in tensorwise(model) if isinstance(linear.weight, DTensor)]
+    if not linears:
         return
-    for weight in weights:
-        if not isinstance(weight._local_tensor, Shard):
-            weight._local_tensor = weight._local_tensor.as_subclass(Shard)
-    shards, mesh = [weight._local_tensor for weight in weights], weights[0].device_mesh
+    for linear in linears:
+        linear.weight._local_tensor = linear.weight._local_tensor.as_subclass(Shard)
+    shards, mesh = [linear.weight._local_tensor for linear in linears], linears[0].weight.device_mesh
     # of a few rows on many ranks some have none
     largest = torch.stack(torch._foreach_norm([s if s.numel() else s.new_zeros(1) for s in shards], math.inf))
     if mesh.size(mesh.ndim - 1) > 1:  # over the shards; replicas have the same
         dist.all_reduce(largest, dist.ReduceOp.MAX, mesh.get_group(mesh.ndim - 1))
-    for shard, factor in zip(shards, factor_of(largest, E4M3)[:, None, None]):
-        shard.factor = factor
+    for linear, shard, factor in zip(linears, shards, factor_of(largest, E4M3)[:, None, None]):
+        shard.factor, linear.scale = factor, factor.reciprocal()

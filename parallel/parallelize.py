@@ -3,7 +3,7 @@
 import torch
 
 import config
-from model.float8 import use_float8
+from model.float8 import Product, use_float8
 from model.llama import Llama
 from parallel.activation_checkpoint import apply_activation_checkpointing
 from parallel.context import apply_context_parallelism
@@ -33,6 +33,7 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
         # Blocks that differ in dtype or in what is frozen are variants of one graph, each with and without gradients;
         # torch's limit is 8.
         torch._dynamo.config.recompile_limit = 64
+        torch.compiler.allow_in_graph(Product)  # traced through by itself, torch 2.11 loses its gradients
         for block in model.blocks:
             block.compile(fullgraph=True)
         model.head.compile_loss = True
