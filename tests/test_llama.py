@@ -68,6 +68,7 @@ def test_rope_scaling_does_something():
 # num_attention_heads, num_key_value_heads, head_dim, vocab_size, rope_theta, llama3 scaling factor, tied.
 PUBLISHED = {
     "llama8b": (8_030_261_248, 4096, 14336, 32, 32, 8, 128, 128256, 500000.0, None, False),
+    "llama8b-float8": (8_030_261_248, 4096, 14336, 32, 32, 8, 128, 128256, 500000.0, None, False),
     "llama8b-h200": (8_030_261_248, 4096, 14336, 32, 32, 8, 128, 128256, 500000.0, None, False),
     "llama3.1-8b": (8_030_261_248, 4096, 14336, 32, 32, 8, 128, 128256, 500000.0, 8.0, False),
     "llama3.1-8b-128k": (8_030_261_248, 4096, 14336, 32, 32, 8, 128, 128256, 500000.0, 8.0, False),
