@@ -147,6 +147,8 @@ class Parallel:
     recompute: int | Literal["none", "elementwise", "selective", "full"] = option(
         "none", "in backward: what is elementwise, and half the products, or all; n: all of every n-th block", POSITIVE)
     compile: bool = option(False, "torch.compile each block, the loss and the update of bfloat16 states")
+    float8: Literal["none", "tensorwise", "rowwise"] = option(
+        "none", "the blocks' matrix products in 8 bits, a scale for each tensor (all-gathered in 8 bits) or each row")
 
 
 @dataclass(frozen=True)
@@ -279,6 +281,7 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
     end, rope, units = schedule_steps(cfg), m.rope_scaling, unit_names(m)
     schedule = "optim.schedule optim.schedule_steps train.steps optim.warmup_steps optim.decay_steps"
     total_weight = sum(s.weight for s in d.sources)
+    wide_blocks = [name for pattern in p.keep_fp32 for name in fnmatch.filter(units, pattern) if "blocks" in name]
     # what each source of a mixture reads, with what it takes from [data]
     read = {(os.path.normpath(s.source) if os.path.exists(s.source) else s.source, s.subset or d.subset,
              s.split or d.split, s.text_field or d.text_field, s.max_tokens or d.max_tokens) for s in d.sources}
@@ -329,6 +332,20 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
         ("lora.base_dtype model.dim model.n_heads model.ffn_dim model.head_dim parallel.tp",
          not nf4 or all(width % 64 == 0 for width in rows.values()),
          "its blocks of 64 weights must come out even: " + ", ".join(f"{k} = {v:g}" for k, v in rows.items())),
+        ("parallel.float8 parallel.tp", p.float8 == "none" or p.tp == 1,
+         f"goes with tp = 1 only, not {p.tp}: each rank would scale its part of a matrix by itself"),
+        ("parallel.float8 parallel.keep_fp32 model.n_layers", p.float8 == "none" or not wide_blocks,
+         f"goes without a block in keep_fp32, which has {', '.join(wide_blocks[:3])}: its products would be in 8 bits"),
+        ("parallel.float8 parallel.reshard_after_forward",
+         p.float8 != "tensorwise" or type(p.reshard_after_forward) is bool,
+         f"goes with reshard_after_forward = true or false, not {p.reshard_after_forward}: FSDP2 cannot gather 8 bits "
+         'from fewer ranks; "rowwise" gathers as without'),
+        ("parallel.float8 parallel.cpu_offload", p.float8 != "tensorwise" or not p.cpu_offload,
+         'goes without cpu_offload: a shard copied to the GPU loses its scale; "rowwise" needs none'),
+        ("train.seq_len parallel.cp parallel.float8", p.float8 == "none" or t.seq_len % (16 * p.cp) == 0,
+         f"must be a multiple of 16 x parallel.cp = {16 * p.cp} with float8: its kernels sum over tokens by sixteens"),
+        ("parallel.float8 lora.rank", p.float8 == "none" or not lora,
+         "goes without [lora]: a frozen base is kept in bfloat16 or in 4 bits (lora.base_dtype)"),
         ("checkpoint.allow_changed", not c or all(name in SCHEMA.options for name in c.allow_changed),
          "names no option; write section.key"),
         ("profile.at_step profile.steps train.steps", not f or f.at_step + f.steps - 1 <= t.steps,

@@ -149,7 +149,7 @@ class Recorder:
         log.info(f"{self.folder}: {parameters:,} parameters on {w.size} x {w.device.type} ({w.dp_replicate} replicas x "
                  f"{w.dp_shard} shards{f' x cp {w.cp} x tp {w.tp}' * (w.cp * w.tp > 1)}), {p.param_dtype}, "
                  f"recompute {p.recompute}, prefetch {p.prefetch_forward} forward, {p.prefetch_backward} backward "
-                 f"(0: implicit){', compiled' * p.compile}"
+                 f"(0: implicit){', compiled' * p.compile}{f', float8 {p.float8}' * (p.float8 != 'none')}"
                  f"{', offloaded to the host' * p.cpu_offload}"
                  f"{f', adapters of rank {lora.rank} over a base in {lora.base_dtype}' if lora else ''}"
                  f"{', reduced once a step' * (not p.sync_every_micro_batch)}")

@@ -44,6 +44,7 @@ from model.hf_weights import weights_to_read
 from model.llama import Llama, flops_per_token, meta_model, parameter_count
 from optim import FiniteGuard, build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from parallel.context import own_places
+from parallel.float8 import update_scales
 from parallel.fsdp import set_gradient_sync, unshard_first_units
 from parallel.materialize import materialize, materialize_from
 from parallel.mesh import World, distributed, on_rank_zero, spans_machines, storage_device
@@ -144,6 +145,7 @@ def training_step(model: Llama, optimizer: torch.optim.Optimizer, guard: FiniteG
     grad_norm = clip_gradients(model, optimizer, cfg.train.max_grad_norm)
     if guard.may_update(step, grad_norm):
         optimizer.step()
+        update_scales(model)  # of weights that are all-gathered in 8 bits
     optimizer.zero_grad()
     return sums, {"grad_norm": grad_norm, "lr": lr}
 

@@ -67,7 +67,7 @@ GROUPS = {
     "ceilings": {name: (configuration, []) for name, (_, configuration) in CEILINGS.items()},
     "1B": arms("llama1b", [], [f"{RECOMPUTE}elementwise", STATE, f"{MICRO_BATCH}8"]) | {BARE: ("llama1b", [])},
     "3B": arms("llama3b", [], [STATE, f"{MICRO_BATCH}2"]) | {BARE: ("llama3b", [])},
-    "8B": arms("llama8b-h200", []),
+    "8B": arms("llama8b-h200", [], *([f"--parallel.float8={recipe}"] for recipe in ("tensorwise", "rowwise"))),
     "adapters": {"LoRA": ("llama8b-lora", []), "QLoRA": ("llama8b-qlora", [])},  # over a base drawn at random
     "options": arms("llama1b", [], *([change] for change in CHANGES)) | {AGAIN: ("llama1b", [])},
     "more": arms("llama8b-h200", [KEEP]) | arms("llama3b", [STATE, KEEP, f"{MICRO_BATCH}4"]),

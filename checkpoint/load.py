@@ -25,6 +25,7 @@ from checkpoint.manifest import CorruptCheckpoint, opened, read_manifest
 from config import ConfigError
 from model.llama import named_parameters
 from model.lora import is_adapter
+from parallel.float8 import update_scales
 
 DCP = "torch.distributed.checkpoint"
 ALLOWED = {
@@ -128,6 +129,7 @@ def restore(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optim
     wanted, reader = tensors_of(model, optimizer), Reader(folder)
     check_tensors(folder, reader, wanted, weights_only=optimizer is None)
     _read(folder, reader, wanted)
+    update_scales(model)
 
 
 def check_tensors(folder: pathlib.Path, reader: Reader, wanted: dict[str, Tensor], weights_only: bool) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import config
 from config import ConfigError
 from model.attention import BlockMask, Cache, KVCache, attention, document_mask
+from model.float8 import float8_linear
 from model.loss import LossSums, VocabularyShard, chunked_cross_entropy
 from model.nf4 import elements
 
@@ -73,13 +74,17 @@ class Linear(nn.Linear):
     def __init__(self, inputs: int, outputs: int, init_std: float = 0.02):
         super().__init__(inputs, outputs, bias=False)
         self.init_std = init_std
+        self.float8 = "none"  # or a recipe of model/float8.py: in 8 bits
+        self.scale: Tensor | None = None  # of a weight that comes in 8 bits
 
     def reset_parameters(self) -> None:
         """Nothing: materialize() gives values. Drawing them on meta would load torch's compiler, for a second."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight  # once: unsharded parameters are cast at each access
-        return F.linear(x.to(weight.dtype), weight)
+        x = x.to(weight.dtype)
+        return F.linear(x, weight) if self.float8 == "none" else float8_linear(
+            x, weight, self.scale, self.float8)
 
 
 class Embedding(nn.Embedding):

@@ -32,14 +32,14 @@ class Projection(Linear):
         if adapted:  # A is random, with the deviation of the authors' code; B is 0, so that training starts at the base
             self.lora_a = Linear(inputs, lora.rank, init_std=1 / math.sqrt(3 * inputs))
             self.lora_b = Linear(lora.rank, outputs, init_std=0.0)
-            self.scale = lora.scale
+            self.lora_scale = lora.scale
 
     def forward(self, x: Tensor) -> Tensor:
         if self.scales is None:
             base = super().forward(x)
         else:
             base = nf4.Product.apply(x, self.weight, self.scales, self.first_block)
-        return base if self.lora_a is None else base + self.lora_b(self.scale * self.lora_a(x))
+        return base if self.lora_a is None else base + self.lora_b(self.lora_scale * self.lora_a(x))
 
     @torch.no_grad()
     def merged(self, base: Tensor, read: Callable[[str], Tensor]) -> Tensor:
@@ -49,7 +49,7 @@ class Projection(Linear):
             kept = base.to(self.weight.dtype).float()
         else:
             kept = nf4.dequantize(nf4.codes_of(base), nf4.scales_of(base), torch.float32)
-        return kept if self.lora_a is None else torch.addmm(kept, read("lora_b"), read("lora_a"), alpha=self.scale)
+        return kept if self.lora_a is None else torch.addmm(kept, read("lora_b"), read("lora_a"), alpha=self.lora_scale)
 
 
 def add_adapters(model: Llama, lora: config.Lora) -> None:

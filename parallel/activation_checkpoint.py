@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from model.llama import Llama
 
 aten = torch.ops.aten
-MATRIX_PRODUCTS = {aten.mm.default, aten.addmm.default}  # of the linear layers
+MATRIX_PRODUCTS = {aten.mm.default, aten.addmm.default, aten._scaled_mm.default}  # of the linear layers
 ATTENTION = {
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,

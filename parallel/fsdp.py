@@ -27,6 +27,7 @@ from torch.nn.utils import parametrize
 import config
 from config import ConfigError
 from model.llama import Llama, named_parameters
+from parallel.float8 import send_in_8_bits
 from parallel.mesh import World, fsdp_mesh
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -51,6 +52,7 @@ def unit_parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
 def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
     """Shards every unit in place: parameters become DTensors on fsdp_mesh(world), but for those of `unsharded`."""
     unsharded = unsharded_parameters(model, p)
+    send_in_8_bits(model, unsharded)
     mesh, pin = fsdp_mesh(world), world.device.type == "cuda"  # pinned pages a GPU can copy without the host
     offload = CPUOffloadPolicy(pin_memory=pin) if p.cpu_offload else OffloadPolicy()
     with one_mesh_to_reshard_to():

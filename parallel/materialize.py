@@ -15,6 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from config import ConfigError
 from model import nf4
 from model.llama import Llama, named_parameters
+from parallel.float8 import update_scales
 from parallel.mesh import all_gather_objects
 
 BLOCK = 65536  # elements drawn by one generator, in whole rows
@@ -80,6 +81,7 @@ def _fill(model: nn.Module, fill: Callable[[str, Offsets, Tensor, torch.Size], N
                 _quantize(model.get_submodule(name.rpartition(".")[0]), name, fill, offsets, tensors[name])
             else:
                 fill(name, offsets, tensors[name], parameter.shape)
+        update_scales(model)
         # in parts: isnan() of a whole tensor would take a quarter of its memory
         return [name for name, local in tensors.items() if local.is_floating_point()
                 and any(part.isnan().any() for part in local.view(-1).split(CHECKED))]

@@ -85,7 +85,8 @@ def rank_and_size() -> tuple[int, int, int]:
 
 
 def pick_device(cfg: config.Config, local_rank: int) -> torch.device:
-    """The device of this rank. Raises ConfigError where cuda is asked for and not there, or has too few GPUs."""
+    """The device of this rank. Raises ConfigError where cuda is asked for and not there, has too few GPUs, or cannot
+    what `float8` asks for."""
     if cfg.run.device == "cpu" or (cfg.run.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -93,6 +94,14 @@ def pick_device(cfg: config.Config, local_rank: int) -> torch.device:
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(f"local rank {local_rank} has no GPU of its own: this machine has "
                           f"{torch.cuda.device_count()}; start fewer processes (NPROC)")
+    if cfg.parallel.float8 != "none":
+        asked, found = f'[parallel] float8 = "{cfg.parallel.float8}"', torch.cuda.get_device_capability(local_rank)
+        if found < (8, 9):
+            raise ConfigError(f"{asked}: needs a GPU of compute capability 8.9 (Ada, Hopper) or more; this one, "
+                              f"{torch.cuda.get_device_name(local_rank)}, has {found[0]}.{found[1]}")
+        if not cfg.parallel.compile:
+            raise ConfigError(f"{asked}: goes with compile = true only on a GPU: rounding to 8 bits, uncompiled, takes "
+                              "longer than the products save")
     return torch.device("cuda", local_rank)
 
 

@@ -3,6 +3,7 @@
 import torch
 
 import config
+from model.float8 import Product, use_float8
 from model.llama import Llama
 from parallel.activation_checkpoint import apply_activation_checkpointing
 from parallel.context import apply_context_parallelism
@@ -13,6 +14,9 @@ from parallel.tensor import apply_tensor_parallelism
 
 def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
     """Parallelizes a model on the meta device, in place. materialize() gives it storage and values afterwards."""
+    # 0. Which matrices multiply in 8 bits: it changes what a block computes, and what FSDP2 gathers.
+    use_float8(model.blocks, cfg.parallel.float8, world.device.type)
+
     # 1. Tensor and context parallelism first, as they change what a block computes: what follows wraps, compiles and
     #    shards the result. FSDP2 takes its shards of what tensor parallelism leaves this rank of a weight.
     apply_tensor_parallelism(model, cfg.parallel.recompute, world)
@@ -29,6 +33,7 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
         # Blocks that differ in dtype or in what is frozen are variants of one graph, each with and without gradients;
         # torch's limit is 8.
         torch._dynamo.config.recompile_limit = 64
+        torch.compiler.allow_in_graph(Product)  # traced through by itself, torch 2.11 loses its gradients
         for block in model.blocks:
             block.compile(fullgraph=True)
         model.head.compile_loss = True

@@ -16,6 +16,7 @@ from torch import nn
 
 import config
 from config import ConfigError
+from model.float8 import float8_matrices
 from model.llama import Llama, flops_per_token, meta_model, named_parameters, parameter_count
 from model.loss import CHUNK
 from optim import ELEMENTWISE, build_optimizer
@@ -80,9 +81,11 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
                                        head and embedding, tied U - 1), with an integer n within n ranks; B = 0 where
                                        they are kept
         reduce-scatter   A' U          A U where R > 1: then only the all-reduce is deferred; 0 where S = 1
-        all-reduce       A' U          where R > 1; and, where S > 1, one of the gradients' sum of squares (float64)
+        all-reduce       A' U          where R > 1; and, where S > 1, one of the gradients' sum of squares (float64) and
+                                       one of the largest values (float32) of the matrices sent in 8 bits
 
-    Each tensor travels padded to S ceil(rows / S) rows. Activation checkpointing adds none: it recomputes inside a unit
+    Each tensor travels padded to S ceil(rows / S) rows; with float8 = "tensorwise" the matrices that multiply in 8 bits
+    are all-gathered in as many. Activation checkpointing adds none: it recomputes inside a unit
     that is all-gathered for its backward. Over tp and cp see over_tp_and_cp().
     """
     p = cfg.parallel
@@ -92,6 +95,9 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
     reductions = accumulation if p.sync_every_micro_batch else 1
     scatters = accumulation if dp_replicate > 1 else reductions
     unsharded, numel = unsharded_parameters(model, p), largest_shards(model, shards, tp)
+    tensorwise = "tensorwise" if p.float8 == "tensorwise" else "none"  # rowwise all-gathers as without
+    device = "cpu" if cfg.run.device == "cpu" else "cuda"  # a plan is made for GPUs
+    in_8_bits = {m.weight for m in float8_matrices(model.blocks, tensorwise, device)} - unsharded
     found = {"all_gather": [0, 0], "reduce_scatter": [0, 0], "all_reduce": [0, 0]}
 
     def add(kind: str, times: int, size: int) -> None:
@@ -101,12 +107,13 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
 
     # of the sum of squares: tp's parts, and what all tp ranks have, apart
     add("all_reduce", (shards > 1) + (tp > 1) * (1 + (shards > 1)), 8)
+    add("all_reduce", shards > 1, 4 * len(in_8_bits))
     for kind, times, size in over_tp_and_cp(cfg, model, sequences, accumulation, scatters, cp, tp):
         add(kind, times, size)
     for name, modules in units(model):
         parameters = [q for q in unit_parameters(modules) if q not in unsharded]
         param_dtype, reduce_dtype = unit_dtypes(p, name)
-        size = sum(numel[q] * sent_dtype(q, param_dtype).itemsize for q in parameters)
+        size = sum(numel[q] * (1 if q in in_8_bits else sent_dtype(q, param_dtype).itemsize) for q in parameters)
         trained = sum(numel[q] for q in parameters if q.requires_grad)
         if shards > 1:
             again = p.reshard_after_forward is not False and not {model.head, model.embedding} & {*modules}

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import config
 from model.llama import Llama, named_parameters
+from parallel.float8 import tensorwise
 from parallel.fsdp import sent_dtype, unit_dtypes, unit_parameters, units, unsharded_parameters
 from parallel.materialize import local_rectangle
 from parallel.mesh import World, fsdp_mesh
@@ -26,6 +27,7 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
     """Returns the unit map: a row for each unit. Raises RuntimeError naming the first parameter that is wrong."""
     names = {parameter: name for name, parameter in named_parameters(model)}
     owned, unsharded, rows = set(), unsharded_parameters(model, p), []
+    in_8_bits = {linear.weight for linear in tensorwise(model)}
     for unit, modules in units(model):
         owned.update(unit_parameters(modules))
         parameters = [q for q in unit_parameters(modules) if q not in unsharded]
@@ -37,7 +39,9 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
         _require(len(dtypes) < 2, f"unit {unit}", f"has trainable parameters of {dtypes}")
         # a fork's parameter needs no place in tp's table where there is no tp
         cut = {q for q in parameters if world.tp > 1 and placement_of(names[q]).is_shard()}
-        gathered = sum(q.numel() // (world.tp if q in cut else 1) * sent_dtype(q, unit_dtypes(p, unit)[0]).itemsize
+        dtype = unit_dtypes(p, unit)[0]
+        gathered = sum(q.numel() // (world.tp if q in cut else 1)
+                       * (1 if q in in_8_bits else sent_dtype(q, dtype).itemsize)
                        for q in parameters)
         rows.append({
             "unit": unit,

@@ -5,6 +5,7 @@ import functools
 import gc
 import hashlib
 import math
+import pathlib
 import time
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -26,6 +27,7 @@ from model.hf_weights import Weights
 from model.llama import Llama, meta_model, named_parameters, rope_tables
 from parallel import materialize as materialize_module
 from parallel.context import own_places
+from parallel.float8 import update_scales
 from parallel.fsdp import reshard, unshard_first_units
 from parallel.materialize import materialize, materialize_from
 from parallel.mesh import World, build_mesh, distributed, fsdp_mesh
@@ -602,7 +604,7 @@ def fake_process_group(ranks: int):
 
 
 def one_step(model: Llama, cfg: config.Config, world: World, ids: torch.Tensor) -> None:
-    """A step's collectives: forward and backward of every micro-batch, and the gradient norm."""
+    """A step's collectives: forward and backward of every micro-batch, the gradient norm, the scales of 8 bits."""
     from optim import clip_gradients
     from parallel.fsdp import set_gradient_sync
 
@@ -612,6 +614,7 @@ def one_step(model: Llama, cfg: config.Config, world: World, ids: torch.Tensor) 
         set_gradient_sync(model, cfg.parallel, world, i == accumulation - 1)
         model(*split(ids, None, own_places(world, cfg.train.seq_len)))[0]["loss"].backward()
     clip_gradients(model, torch.optim.SGD(model.parameters()), 1.0)
+    update_scales(model)
 
 
 def verify_damaged(cases: list[tuple[dict, str]]) -> list[str]:
@@ -694,6 +697,7 @@ def train_steps(cases: list[dict]) -> list[tuple[list[float], list[float], dict]
                 norms.append(clip_gradients(model, optimizer, cfg.train.max_grad_norm).item())
                 set_learning_rate(optimizer, learning_rate(cfg.optim, cfg.train.steps, step))
                 optimizer.step()
+                update_scales(model)
                 optimizer.zero_grad()
             weights = {name: p.full_tensor().detach().numpy().copy() for name, p in named_parameters(model)}
             found.append((losses, norms, weights))
@@ -870,3 +874,88 @@ def storages() -> dict[int, torch.UntypedStorage]:
     gc.collect()
     tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]  # no compiler's fakes
     return {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+
+
+def same_batch(cases: list[dict]) -> list[tuple[float, list[float]]]:
+    """(loss, each gradient's norm) of one micro-batch of each case, the same on all data ranks, after an update."""
+    found = []
+    with process_group() as world:
+        for sections in cases:
+            cfg = make_config(**sections)
+            ours = world_for(cfg, world)
+            model, places = build(cfg, ours), own_places(ours, 32)
+            ids = torch.randint(0, cfg.model.vocab_size, (1, 33), generator=torch.Generator().manual_seed(0))
+            unshard_first_units(model, cfg.parallel)
+            for _ in range(2):
+                for p in model.parameters():
+                    p.grad = None
+                loss = model(*split(ids, None, places))[0]["loss"]
+                (loss * ours.cp).backward()
+                with torch.no_grad():  # makes every matrix larger than its first scale was for
+                    for p in model.parameters():
+                        p.mul_(1.5)
+                update_scales(model)
+            total = loss.detach().clone()
+            if ours.cp > 1:
+                dist.all_reduce(total, group=ours.mesh.get_group("cp"))
+            norms = [whole(p.grad).norm().item() for p in model.parameters() if p.grad is not None]
+            found.append((total.item(), norms))
+            del model
+    return found
+
+
+def same_batch_traced(cases: list[dict]) -> list[tuple[float, list[float]]]:
+    """The same, compiled but for the kernels."""
+    compile_module = torch.nn.Module.compile
+
+    def traced(module: torch.nn.Module, **keywords) -> None:
+        compile_module(module, backend="aot_eager_decomp_partition", **keywords)
+
+    with mock.patch.object(torch.nn.Module, "compile", traced):
+        return same_batch(cases)
+
+
+def stored(checkpoints: pathlib.Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """(shape, dtype) of every tensor of the newest checkpoint, as its metadata has them."""
+    items = Reader(max(checkpoints.glob("step-*"))).metadata.state_dict_metadata
+    return {name: (item.size, item.properties.dtype) for name, item in items.items()}
+
+
+def scales_between(sections: dict) -> str:
+    """The error of update_scales() between a forward pass and its end."""
+    cfg = make_config(**sections)
+    with process_group() as world:
+        model = build(cfg, world)
+        model.blocks[0].unshard()
+        try:
+            update_scales(model)
+            return "none"
+        except AssertionError as error:
+            return str(error)
+        finally:
+            reshard(model)
+            del model
+
+
+def scales_of_a_run(sections: dict, output: str) -> list[bool]:
+    """Whether every matrix' scale is that of its weights as they are, before and after each step of a run."""
+    import train
+    from parallel.float8 import tensorwise
+
+    found, training_step = [], train.training_step
+
+    def right(model: Llama) -> bool:
+        largest = [linear.weight.full_tensor().abs().max() for linear in tensorwise(model)]
+        return all(torch.allclose(linear.scale, m / 448) for linear, m in zip(tensorwise(model), largest, strict=True))
+
+    def checked(model, *rest):
+        reshard(model)  # of the units that are unsharded early
+        found.append(right(model))
+        result = training_step(model, *rest)
+        found.append(right(model))
+        return result
+
+    cfg = make_config(**sections, run={"name": "scales", "output_dir": output})
+    with process_group() as world, mock.patch("train.training_step", checked):
+        run_training(cfg, world_for(cfg, world))
+    return found

@@ -68,6 +68,10 @@ def test_rope_scaling_does_something():
 # num_attention_heads, num_key_value_heads, head_dim, vocab_size, rope_theta, llama3 scaling factor, tied.
 PUBLISHED = {
     "llama8b": (8_030_261_248, 4096, 14336, 32, 32, 8, 128, 128256, 500000.0, None, False),
+    "llama8b-float8": (8_030_261_248, 4096, 14336, 32, 32, 8, 128, 128256, 500000.0, None, False),
+    "llama8b-lora": (8_030_261_248, 4096, 14336, 32, 32, 8, 128, 128256, 500000.0, None, False),
+    "llama8b-qlora": (8_030_261_248, 4096, 14336, 32, 32, 8, 128, 128256, 500000.0, None, False),
+    "llama70b-qlora": (70_553_706_496, 8192, 28672, 80, 64, 8, 128, 128256, 500000.0, None, False),
     "llama8b-h200": (8_030_261_248, 4096, 14336, 32, 32, 8, 128, 128256, 500000.0, None, False),
     "llama3.1-8b": (8_030_261_248, 4096, 14336, 32, 32, 8, 128, 128256, 500000.0, 8.0, False),
     "llama3.1-8b-128k": (8_030_261_248, 4096, 14336, 32, 32, 8, 128, 128256, 500000.0, 8.0, False),
@@ -97,7 +101,7 @@ def test_shipped_models_are_the_published_ones(name):
         num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim, rms_norm_eps=1e-5,
         rope_parameters=rope, tie_word_embeddings=tied, max_position_embeddings=131072)
     m = config.load(str(REPO / f"configs/{name}.toml")).model
-    assert m.freeze == () and m.init_from is None
+    assert m.freeze == () and (m.init_from is None) == ("lora" not in name)
     assert config_of(m, 131072).to_dict() == published.to_dict()
     with torch.device("meta"):
         assert parameter_count(Llama(m)) == parameter_count(LlamaForCausalLM(published)) == parameters

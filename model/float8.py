@@ -1,0 +1,142 @@
+"""Matrix products of 8-bit floating-point numbers (https://arxiv.org/abs/2209.05433), each operand scaled anew.
+
+    x (M, K) @ weight (N, K).T        each operand rounded to 8 bits after its largest value was made float8's largest,
+                                      sums in float32, the result multiplied by what the operands were divided by
+
+Two recipes, those of torchao by these names (https://github.com/pytorch/ao/tree/main/torchao/float8):
+
+    tensorwise    one scale a tensor. e4m3 (3 bits of fraction, 2^-9 ... 448) for inputs and weights; e5m2 (2 bits,
+                  2^-16 ... 57,344) for gradients, the small ones of which would be zero in e4m3
+    rowwise       one scale for each row of an operand along what is summed over, so each of the two products of the
+                  backward pass scales its operands otherwise. e4m3 throughout: a row spreads less than a tensor. A
+                  scale is a power of two, so that a value is rounded alike along rows and columns
+
+A GPU multiplies by torch._scaled_mm; elsewhere float32 multiplies the same 8-bit values, whose products it holds
+exactly. Shapes: M tokens, K inputs, N outputs.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from config import ConfigError
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+aten = torch.ops.aten
+Scaled = tuple[Tensor, Tensor]  # (M, N) in 8 bits; what to multiply it by: (1, 1), (M, 1) or (1, N), in float32
+
+
+def float8_matrices(blocks: nn.ModuleList, recipe: str, device_type: str) -> list[nn.Linear]:
+    """The linear layers that multiply in 8 bits: 16 divides both sides, as the kernels need, and on a GPU they are
+    large enough to win, by torchao 0.18's rule from figures of an H100 (float8_linear_utils: _auto_filter_for_recipe).
+    Left out are, tensorwise, K <= 4,096 with N <= 1,024; rowwise, N <= 2,048, K <= 1,024, N <= 4,096 with K <= 2,048.
+    """
+    def wins(n: int, k: int) -> bool:
+        if device_type != "cuda":
+            return True
+        return k > 4096 or n > 1024 if recipe == "tensorwise" else n > 2048 and k > 1024 and (n > 4096 or k > 2048)
+
+    linears = [module for module in blocks.modules() if isinstance(module, nn.Linear)] if recipe != "none" else []
+    return [linear for linear in linears
+            if (n := linear.out_features) % 16 == (k := linear.in_features) % 16 == 0 and wins(n, k)]
+
+
+def use_float8(blocks: nn.ModuleList, recipe: str, device_type: str) -> None:
+    """Raises ConfigError where that would change nothing."""
+    chosen = float8_matrices(blocks, recipe, device_type)
+    if recipe != "none" and not chosen:
+        raise ConfigError(f'[parallel] float8 = "{recipe}": no matrix of the blocks is one for 8 bits: 16 must divide '
+                          "both sides, and on a GPU they must be large enough to win (model/float8.py); use \"none\"")
+    for linear in chosen:
+        linear.float8 = recipe
+
+
+class Float8Weight(Tensor):
+    """A weight that came in 8 bits. It passes for one of `dtype`, which its gradient has. Its scale is the module's:
+    torch.compile takes parameters of two tensors for others, and then keeps a transposed copy of some for backward."""
+
+    @staticmethod
+    def __new__(cls, values: Tensor, dtype: torch.dtype):
+        return Tensor._make_wrapper_subclass(cls, values.shape, dtype=dtype, device=values.device)
+
+    def __init__(self, values: Tensor, dtype: torch.dtype):
+        self.values = values
+
+    def __repr__(self, **unused) -> str:
+        return f"Float8Weight({self.values})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:  # for torch.compile
+        return ["values"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], dtype: torch.dtype, *unused) -> "Float8Weight":
+        return Float8Weight(inner["values"], dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, operator, types, args, kwargs=None):
+        weight, *rest = args
+        if operator in (aten.detach.default, aten.alias.default, aten.as_strided.default):  # what FSDP2 does with it
+            return cls(operator(weight.values, *rest), weight.dtype)
+        raise TypeError(f"{operator} of a weight in 8 bits")
+
+
+def factor_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """What to multiply by, in float32, so that `largest` becomes the dtype's largest. In float64, as compiled float32
+    division is off by a bit."""
+    return (torch.finfo(dtype).max / largest.double().clamp(min=1e-12)).float()
+
+
+def round_to(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    limit = torch.finfo(dtype).max  # clamped: until torch 2.12 larger values became NaN
+    return (x.float() * factor).clamp(-limit, limit).to(dtype)
+
+
+def scaled(x: Tensor, dtype: torch.dtype, rowwise: bool, dim: int) -> Scaled:
+    """dim: what is summed over, which a scale of rowwise is along."""
+    factor = factor_of(x.abs().amax(dim if rowwise else (0, 1), keepdim=True), dtype)
+    if rowwise:  # down to a power of two: without its fraction
+        factor = (factor.view(torch.int32) & -0x800000).view(torch.float32)
+    return round_to(x, factor, dtype), factor.reciprocal()
+
+
+def transposed(x: Scaled) -> Scaled:
+    return x[0].t(), x[1].t()
+
+
+def product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """(M, K) @ (K, N) -> (M, N). fast: with sums of fewer bits, as torchao has it in the forward pass alone."""
+    (a, a_scale), (b, b_scale) = a, b
+    if not a.is_cuda:
+        return (a.float() @ b.float() * (a_scale * b_scale)).to(dtype)
+    a, b, after = a.contiguous(), b.t().contiguous().t(), None  # the only layouts that the kernels take
+    if b_scale.numel() > 1 and not fast:  # the rowwise kernel is slow so; a power of two may as well come afterwards
+        after, one = a_scale * b_scale, torch.ones((1, 1), device=a.device)
+        a_scale, b_scale = one, one
+    out = torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    return (out if after is None else out * after).to(dtype)
+
+
+def scaled_weight(weight: Tensor, scale: Tensor, rowwise: bool, dim: int) -> Scaled:
+    return (weight.values, scale) if isinstance(weight, Float8Weight) else scaled(weight, E4M3, rowwise, dim)
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, scale: Tensor, rowwise: bool) -> Tensor:
+        ctx.save_for_backward(x, weight, scale)
+        ctx.rowwise = rowwise
+        return product(scaled(x, E4M3, rowwise, 1), transposed(scaled_weight(weight, scale, rowwise, 1)), x.dtype, True)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (x, weight, scale), rowwise, dtype = ctx.saved_tensors, ctx.rowwise, E4M3 if ctx.rowwise else E5M2
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_x = product(scaled(grad, dtype, rowwise, 1), scaled_weight(weight, scale, rowwise, 0), x.dtype)
+        if ctx.needs_input_grad[1]:
+            of_weight = product(transposed(scaled(grad, dtype, rowwise, 0)), scaled(x, E4M3, rowwise, 0), x.dtype)
+        return of_x, of_weight, None, None
+
+
+def float8_linear(x: Tensor, weight: Tensor, scale: Tensor | None, recipe: str) -> Tensor:
+    """x (..., K) @ weight (N, K).T -> (..., N) in x's dtype. scale: of a Float8Weight."""
+    return Product.apply(x.flatten(0, -2), weight, scale, recipe == "rowwise").unflatten(0, x.shape[:-1])
