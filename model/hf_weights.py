@@ -87,12 +87,12 @@ class Weights:
         the sums that of a block of rows. Raises ConfigError."""
         if (stored := self.stored.get(name)) is None:
             return False
-        rows = len(out) if self.sums is None else max(1, SUMMED // math.prod(out.shape[1:]))
-        with opened(stored.path) as file:
-            source = file.get_slice(stored.name)
-            for begin in range(0, len(out), max(1, rows)):
-                part, where = out[begin : begin + rows], (offsets[0] + begin, *offsets[1:])
-                values = source[tuple(slice(first, first + length) for first, length in zip(where, part.shape))]
+        rows = len(out) if self.sums is None else SUMMED // math.prod(out.shape[1:])
+        for begin in range(0, len(out), max(1, rows)):
+            part, where = out[begin : begin + max(1, rows)], (offsets[0] + begin, *offsets[1:])
+            with opened(stored.path) as file:  # for each block: pages of the file that were read count as memory
+                values = file.get_slice(stored.name)[
+                    tuple(slice(first, first + length) for first, length in zip(where, part.shape))]
                 part.copy_(values)
                 if self.sums is not None and not is_adapter(name) and (name, *where) not in self.sums:
                     self.sums[(name, *where)] = weighted_sum(name, where, stored.shape, values)
