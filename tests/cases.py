@@ -921,17 +921,19 @@ def stored(checkpoints: pathlib.Path) -> dict[str, tuple[torch.Size, torch.dtype
     return {name: (item.size, item.properties.dtype) for name, item in items.items()}
 
 
-def scales_between(sections: dict) -> str:
-    """The error of update_scales() between a forward pass and its end."""
+def scales_between(sections: dict) -> tuple[type, str]:
+    """(the type of what is made of a shard, the error of update_scales() while a block is all-gathered)."""
     cfg = make_config(**sections)
     with process_group() as world:
         model = build(cfg, world)
+        with torch.no_grad():
+            made = type(model.blocks[0].attention.q_proj.weight.to_local() * 2)
         model.blocks[0].unshard()
         try:
             update_scales(model)
-            return "none"
+            return made, "none"
         except AssertionError as error:
-            return str(error)
+            return made, str(error)
         finally:
             reshard(model)
             del model

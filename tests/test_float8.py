@@ -381,5 +381,6 @@ def test_the_launcher_exits_with_2(write_config):
 
 def test_scales_need_shards(on_ranks):
     """Not while a matrix is all-gathered: a scale must be that of the values that came."""
-    assert "call reshard() before" in on_ranks(1, cases.scales_between, case("tensorwise"))[0]
+    made_of_a_shard, error = on_ranks(1, cases.scales_between, case("tensorwise"))[0]
+    assert "call reshard() before" in error and made_of_a_shard is Tensor
     assert float8.factor_of(torch.tensor(0.0), torch.float8_e4m3fn).isfinite()
