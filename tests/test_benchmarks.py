@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import re
 import statistics
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from benchmarks import overhead, transformers_step
+from benchmarks import adapt, overhead, transformers_step
 from parallel.materialize import materialize
 
 NUMBER = r"-?\d+\.\d+"
@@ -70,3 +71,17 @@ def test_the_ratio_is_of_medians():
     pairs = [(2.0, 1.0), (4.0, 5.0), (900.0, 2.0)]
     assert transformers_step.ratio(pairs) == 2.0 == 4.0 / statistics.median([1.0, 5.0, 2.0])
     assert transformers_step.interval([(3.0, 2.0)] * 50) == (1.5, 1.5)
+
+
+@pytest.mark.slow
+def test_adapters_beside_full_fine_tuning(tmp_path, capsys):
+    small = ["--model.dim=64", "--model.n_heads=1", "--model.n_kv_heads=1", "--model.ffn_dim=64", "--model.n_layers=1",
+             "--model.vocab_size=400", "--data.max_tokens=200000", "--train.seq_len=32", "--run.device=cpu"]
+    arguments = ["--base-steps=3", "--steps=2", "--rank=2", "--lr=1e-3", "--lora-lr=1e-2", "--suffix=h",
+                 f"--folder={tmp_path}", *small]
+    assert adapt.main(arguments) == 0
+    full, lora, nf4 = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [row["what"] for row in (full, lora, nf4)] == ["full", "LoRA, bfloat16", "LoRA, nf4"]
+    # one base, one first batch; in 4 bits it is another
+    assert full["first"] == pytest.approx(lora["first"], rel=1e-3) == pytest.approx(nf4["first"], rel=0.05)
+    assert nf4["to the one before"] == pytest.approx(nf4["loss"] / lora["loss"], abs=1e-3)
