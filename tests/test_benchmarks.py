@@ -74,13 +74,13 @@ def test_the_ratio_is_of_medians():
 
 
 @pytest.mark.slow
-def test_adapters_beside_full_fine_tuning(tmp_path, capsys):
+def test_adapters_beside_full_fine_tuning(tmp_path, capfd):
     small = ["--model.dim=64", "--model.n_heads=1", "--model.n_kv_heads=1", "--model.ffn_dim=64", "--model.n_layers=1",
              "--model.vocab_size=400", "--data.max_tokens=200000", "--train.seq_len=32", "--run.device=cpu"]
     arguments = ["--base-steps=3", "--steps=2", "--rank=2", "--lr=1e-3", "--lora-lr=1e-2", "--suffix=h",
                  f"--folder={tmp_path}", *small]
     assert adapt.main(arguments) == 0
-    full, lora, nf4 = map(json.loads, capsys.readouterr().out.splitlines())
+    full, lora, nf4 = map(json.loads, capfd.readouterr().out.splitlines())
     assert [row["what"] for row in (full, lora, nf4)] == ["full", "LoRA, bfloat16", "LoRA, nf4"]
     # one base, one first batch; in 4 bits it is another
     assert full["first"] == pytest.approx(lora["first"], rel=1e-3) == pytest.approx(nf4["first"], rel=0.05)
