@@ -9,7 +9,9 @@ Plain tensors of bytes, R rows of each: codes (R, C / 2), and scales (R, C / 64 
 as any parameter, and casts neither (torch 2.11 sends them as the unit's dtype, which holds every byte exactly).
 """
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,21 +71,41 @@ def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype, first: int = 0
     low, step = low_and_step.unflatten(1, (-1, 2)).unbind(-1)  # (R, ranges)
     low, step = (t.repeat_interleave(RANGE, dim=1)[:, : steps.shape[1]] for t in (low, step))
     magnitude = torch.addcmul(low, step, steps.float())[:, first : first + codes.shape[1] * 2 // BLOCK]
-    book = torch.tensor(CODE_BOOK, device=codes.device)
+    # filled on the device: for a table copied from the host it would be waited for
+    book = torch.stack([torch.full((), value, device=codes.device) for value in CODE_BOOK])
     pairs = torch.stack([book.repeat_interleave(16), book.repeat(16)], dim=1)  # (256, 2), by the byte
     weights = F.embedding(codes.int(), pairs).view(len(codes), -1, BLOCK)
     return (weights * magnitude[..., None]).to(dtype).flatten(1)
 
 
-class Product(torch.autograd.Function):
-    """x (..., C) @ weights.T in x's dtype. For backward the codes are kept, not the weights: no gradient of theirs."""
+@functools.cache
+def compiled_dequantize() -> Callable[..., Tensor]:
+    return torch.compile(dequantize, fullgraph=True)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, first: int) -> Tensor:
-        ctx.save_for_backward(codes, scales)
-        ctx.first = first
-        return F.linear(x, dequantize(codes, scales, x.dtype, first))
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        return grad @ dequantize(*ctx.saved_tensors, grad.dtype, ctx.first), None, None, None
+@torch.library.custom_op("nf4::product", mutates_args=())
+def product(x: Tensor, codes: Tensor, scales: Tensor, first: int, compiled: bool, transposed: bool = False) -> Tensor:
+    """x (..., C) @ weights.T, or transposed x (..., R) @ weights, in x's dtype. No gradient of the weights.
+
+    One operator, so that torch.compile does not see weights that forward and backward could share: it would keep them
+    for backward, in 16 bits and more. It keeps the codes. compiled: the weights are made by one kernel.
+    """
+    weights = (compiled_dequantize() if compiled else dequantize)(codes, scales, x.dtype, first)
+    return x @ weights if transposed else F.linear(x, weights)
+
+
+@product.register_fake
+def _(x: Tensor, codes: Tensor, scales: Tensor, first: int, compiled: bool, transposed: bool = False) -> Tensor:
+    return x.new_empty(*x.shape[:-1], 2 * codes.shape[1] if transposed else len(codes))
+
+
+def _keep_codes(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, codes, scales, *ctx.rest, _ = inputs
+    ctx.save_for_backward(codes, scales)
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple:
+    return product(grad, *ctx.saved_tensors, *ctx.rest, True), None, None, None, None, None
+
+
+product.register_autograd(_gradient, setup_context=_keep_codes)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from model.llama import Llama
 
 aten = torch.ops.aten
-MATRIX_PRODUCTS = {aten.mm.default, aten.addmm.default, aten._scaled_mm.default}  # of the linear layers
+MATRIX_PRODUCTS = {aten.mm.default, aten.addmm.default, aten._scaled_mm.default, torch.ops.nf4.product.default}
 ATTENTION = {
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
@@ -41,10 +41,13 @@ def apply_activation_checkpointing(model: Llama, setting: str | int, tp: int = 1
         contexts = {}
         if setting in KEEP_EVERY:
             linears = [name for name, module in model.blocks[i].named_modules() if isinstance(module, nn.Linear)]
-            kept = {*range(0, len(linears) - 1, KEEP_EVERY[setting])}
+            projections = [name for name in linears if ".lora_" not in name]
+            kept = {*projections[: -1 : KEEP_EVERY[setting]]}
             if tp > 1:
-                kept -= {linears.index("attention.o_proj")}  # of the whole sequence; what is made of it is kept
-            contexts["context_fn"] = partial(_save_expensive_ops, kept)
+                kept -= {"attention.o_proj"}  # of the whole sequence; what is made of it is kept
+            # of an adapter A x, which is small; B A x, as large as what it is added to, takes few operations
+            kept |= {name for name in linears if name.endswith(".lora_a")}
+            contexts["context_fn"] = partial(_save_expensive_ops, {linears.index(name) for name in kept})
         model.blocks[i] = wrap(model.blocks[i], **contexts)
 
 

@@ -5,6 +5,7 @@ import torch
 import config
 from model.float8 import Product, use_float8
 from model.llama import Llama
+from model.lora import Projection
 from parallel.activation_checkpoint import apply_activation_checkpointing
 from parallel.context import apply_context_parallelism
 from parallel.fsdp import apply_fsdp
@@ -35,6 +36,9 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
         torch._dynamo.config.recompile_limit = 64
         torch.compiler.allow_in_graph(Product)  # traced through by itself, torch 2.11 loses its gradients
         for block in model.blocks:
+            for projection in block.modules():
+                if isinstance(projection, Projection):
+                    projection.compiled = True  # its weights from 4 bits, by one kernel
             block.compile(fullgraph=True)
         model.head.compile_loss = True
 

@@ -69,7 +69,7 @@ def test_the_product_and_its_gradient_are_those_of_the_weights():
     codes, scales = quantize(torch.randn(24, 128, generator=torch.Generator().manual_seed(1)))
     weights, kept = nf4.dequantize(codes, scales, torch.float32), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        out = nf4.Product.apply(x, codes, scales, 0)
+        out = nf4.product(x, codes, scales, 0, False)
     assert {t.dtype for t in kept} == {torch.uint8}  # 4 bits a weight between forward and backward
     out.square().sum().backward()
     again = x.detach().requires_grad_()
