@@ -369,9 +369,12 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = ()) -> Config:
     if "lora.init_from" in given.values:
         hf_config.complete_adapter(given)
     cfg = given.build()
-    if cfg.lora:  # in one order, so that another is no change
-        targets = tuple(name for name in PROJECTIONS if name in cfg.lora.targets)
-        cfg = replace(cfg, lora=replace(cfg.lora, targets=targets))
+    if lora := cfg.lora:  # in one spelling, so that another is no change, and with a base that is found from anywhere
+        lora = replace(lora, targets=tuple(name for name in PROJECTIONS if name in lora.targets),
+                       alpha=lora.scale * lora.rank if lora.alpha is None else lora.alpha,
+                       init_from=lora.init_from and os.path.abspath(lora.init_from))
+        cfg = replace(cfg, lora=lora, model=replace(
+            cfg.model, init_from=cfg.model.init_from and os.path.abspath(cfg.model.init_from)))
     if "run.name" not in given.values:
         cfg = replace(cfg, run=replace(cfg.run, name=pathlib.Path(path).stem))
         if not NAME[0](cfg.run.name):

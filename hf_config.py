@@ -133,33 +133,43 @@ def render(m: Any, seq_len: int, dtype: str, token_ids: dict[str, Any]) -> dict[
 
 ADAPTER = "adapter_config.json"
 # What an adapter computes here, in PEFT's words; a file that says something else is refused. Absent is as good.
-ONLY_ADAPTER = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False,
-                "lora_bias": False, "modules_to_save": [], "rank_pattern": {}, "alpha_pattern": {},
-                "layers_to_transform": []}
+ONLY_ADAPTER = {"peft_type": ["LORA"], "bias": ["none"], "use_dora": [False], "use_rslora": [False],
+                "fan_in_fan_out": [False], "lora_bias": [False], "modules_to_save": [[]], "rank_pattern": [{}],
+                "alpha_pattern": [{}], "layers_to_transform": [[]], "init_lora_weights": [True, False, "gaussian"],
+                "alora_invocation_tokens": [[]], "use_qalora": [False], "exclude_modules": [[]],
+                "layer_replication": [[]], "trainable_token_indices": [[]]}
 ADAPTER_KEYS = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules"}
 
 
+def read_adapter(folder: pathlib.Path) -> dict[str, Any]:
+    """adapter_config.json of a PEFT folder. Raises ConfigError where it says what is not computed here."""
+    theirs, path = read_json(folder / ADAPTER), folder / ADAPTER
+    if problems := [f"{path}: {key} = {json.dumps(theirs[key])}: only {json.dumps(known[0])} can be read"
+                    for key, known in ONLY_ADAPTER.items() if theirs.get(key) not in (*known, None)]:
+        raise ConfigError(*problems)
+    return theirs
+
+
 def complete_adapter(given: Given) -> None:
-    """Takes rank, alpha and targets from the PEFT folder that lora.init_from names; those that are given must agree.
-    Raises ConfigError."""
-    values, path = given.values, pathlib.Path(given.values["lora.init_from"]) / ADAPTER
-    if not os.path.exists(path) and {f"lora.{key}" for key in ADAPTER_KEYS} <= values.keys():
-        return  # a complete table, as in a run's own config.toml: its run may resume from a checkpoint
-    theirs = read_json(path)
-    problems = [f"{path}: {key} = {json.dumps(theirs[key])}: only {json.dumps(only)} can be read"
-                for key, only in ONLY_ADAPTER.items() if theirs.get(key) not in (only, None)]
+    """Takes rank, alpha and targets from the PEFT folder that lora.init_from names; those that are given must agree. A
+    complete table, as in a run's own config.toml, needs no folder: its run may resume from a checkpoint. Raises
+    ConfigError."""
+    values, folder, problems = given.values, pathlib.Path(given.values["lora.init_from"]), []
+    if {f"lora.{key}" for key in ADAPTER_KEYS} <= values.keys():
+        return
+    theirs = read_adapter(folder)
     for key, their_key in ADAPTER_KEYS.items():
         name, value = f"lora.{key}", theirs.get(their_key)
         try:
-            value = given.schema.fit(name, sorted(value) if isinstance(value, list) else value)
+            value = given.schema.fit(name, value)
         except ValueError as error:
-            problems.append(f"{path}: {their_key} = {json.dumps(value)}: {error}")
+            problems.append(f"{folder / ADAPTER}: {their_key} = {json.dumps(value)}: {error}")
             continue
         ours = values.setdefault(name, value)
         if ours != value and not (key == "targets" and {*ours} == {*value}):  # in any order
-            given.problems[name] = (f"{given.origins[name]}: [lora] {key} = {toml(ours)}: {path} has {their_key} = "
-                                    f"{toml(value)}; leave it out")
-        given.origins.setdefault(name, str(path))
+            given.problems[name] = (f"{given.origins[name]}: [lora] {key} = {toml(ours)}: {folder / ADAPTER} has "
+                                    f"{their_key} = {toml(value)}; leave it out")
+        given.origins.setdefault(name, str(folder / ADAPTER))
     if problems:
         raise ConfigError(*given.problems.values(), *problems)
 
@@ -167,5 +177,5 @@ def complete_adapter(given: Given) -> None:
 def render_adapter(lora: Any, base: str) -> dict[str, Any]:
     """PEFT's adapter_config.json of a config.Lora."""
     return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,
-            "lora_alpha": lora.scale * lora.rank, "target_modules": [*lora.targets], "lora_dropout": 0.0,
+            "lora_alpha": lora.alpha, "target_modules": [*lora.targets], "lora_dropout": 0.0,
             "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "inference_mode": True}

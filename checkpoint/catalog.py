@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -94,11 +95,13 @@ def read_config(folder: pathlib.Path, base: str | None = None) -> config.Config:
     (model.init_from), which may be gone or changed, but for the base that adapters need; `base`: where that lies now.
     Raises ConfigError."""
     tables = read_state(folder)["config"]
+    if base and not tables.get("lora"):
+        raise ConfigError(f"--base: {folder} has no [lora]: its weights are whole")
     if isinstance(model := tables.get("model"), dict):
         if not tables.get("lora"):
             model.pop("init_from", None)
         elif base:
-            model["init_from"] = base
+            model["init_from"] = os.path.abspath(base)
     return config.from_dict(tables, str(folder / STATE))
 
 
@@ -199,6 +202,9 @@ def check_same_run(cfg: config.Config, step: int, guarded: re.Pattern = GUARDED)
     from the checkpoint's. An option that is newer than the checkpoint had its default there."""
     allowed = cfg.checkpoint.allow_changed if cfg.checkpoint else ()
     changed = changed_options(cfg, step, guarded) if step else {}
+    if step and bool(read_state(path_of(cfg, step))["config"].get("lora")) != bool(cfg.lora):
+        raise ConfigError(f"[lora] is {'on' if cfg.lora else 'off'}: {path_of(cfg, step)} was trained "
+                          f"with{'out' * bool(cfg.lora)} adapters; continue so, or choose another run.name")
     if cfg.lora:
         changed.pop("model.init_from", None)  # a base may lie elsewhere: check_base() looks at the weights themselves
     if problems := [

@@ -194,7 +194,7 @@ def write_adapter(folder: Path, cfg: config.Config, model: Llama, read: Callable
                   dtype: torch.dtype) -> None:
     """Writes PEFT's adapter folder. Raises ConfigError where the run has no adapters."""
     if not cfg.lora:
-        raise ConfigError("--adapter: the run has no [lora]; export it whole, without --adapter")
+        raise ConfigError(f"--adapter: the run {cfg.run.name} has no [lora]; export it whole, without --adapter")
     names = [name for name, _ in model.named_parameters() if is_adapter(name)]
     write_safetensors(folder / PEFT_WEIGHTS, {peft_name(name): read(name).to(dtype) for name in names})
     write_json(folder / hf_config.ADAPTER, hf_config.render_adapter(cfg.lora, cfg.model.init_from))

@@ -24,7 +24,7 @@ import hf_config
 from config import ConfigError
 from model.llama import Llama, meta_model
 from model.lora import is_adapter
-from options import together
+from options import together, toml
 
 NAMES = {  # of a parameter; N: the block's number
     "embedding.weight": "model.embed_tokens.weight",
@@ -113,11 +113,10 @@ def weighted_sum(name: str, offsets: tuple[int, ...], shape: list[int], values: 
     random number of its row and one of its column (multilinear hashing, https://arxiv.org/abs/1202.4961). Shares add
     up to the same hash however the parameter is cut."""
     total = values.float().view(torch.int32)
-    for dim in reversed(range(values.ndim)):  # of 32 bits within a row, which halves the time, then of 64
-        kind = torch.int32 if dim else torch.int64
-        noise = hashlib.shake_128(f"{name} {dim}".encode()).digest(kind.itemsize * shape[dim])
-        numbers = torch.frombuffer(bytearray(noise), dtype=kind)[offsets[dim] :][: values.shape[dim]]
-        total = (total * (numbers | 1)).sum(-1)
+    for dim in reversed(range(values.ndim)):
+        noise = hashlib.shake_128(f"{name} {dim}".encode()).digest(8 * shape[dim])
+        numbers = torch.frombuffer(bytearray(noise), dtype=torch.int64)[offsets[dim] :][: values.shape[dim]]
+        total = (total * numbers).sum(-1)
     return total.item() % 2**64
 
 
@@ -134,6 +133,9 @@ def weights_to_read(cfg: config.Config, step: int) -> Weights | None:
     start, with PEFT's adapter where lora.init_from names one; later a frozen base alone. Raises ConfigError."""
     if step and not cfg.lora:
         return None
+    if cfg.lora and not Path(cfg.model.init_from).is_dir():
+        raise ConfigError(f"[model] init_from = {toml(cfg.model.init_from)}: is not there, and the adapters need their "
+                          "base: name the folder where it lies now (of a tool, --base)")
     weights = open_weights(cfg.model)
     if not cfg.lora:
         return weights
@@ -215,7 +217,10 @@ def peft_name(name: str) -> str:
 
 def open_adapter(cfg: config.Config) -> Weights:
     """PEFT's adapter folder, lora.init_from, under our names. Raises ConfigError where it is not this model's."""
-    path = Path(cfg.lora.init_from, PEFT_WEIGHTS)
+    path, theirs = Path(cfg.lora.init_from, PEFT_WEIGHTS), hf_config.read_adapter(Path(cfg.lora.init_from))
+    if theirs["lora_alpha"] != cfg.lora.alpha:
+        raise ConfigError(f"[lora] alpha = {cfg.lora.alpha:g}: {path.parent} has lora_alpha = {theirs['lora_alpha']}; "
+                          "leave it out")
     with opened(path) as file:
         found = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  it is no dict
         found = {key: Stored(path, key, entry.get_dtype(), entry.get_shape()) for key, entry in found.items()}

@@ -3,7 +3,7 @@
 A row of C weights is cut into blocks of 64. Of a block is kept, in 8 bits, its largest magnitude, and of each weight,
 in 4 bits, which value of the code book is nearest to weight / magnitude. The magnitudes of up to 256 blocks of one row
 share a range, from the least to the greatest of them, in 255 steps; the paper's double quantization, but of a row
-alone: the bits do not depend on how many ranks share a matrix. 4.13 bits a weight at C = 4,096.
+alone: the bits do not depend on how many ranks share a matrix. 4.14 bits a weight at C = 4,096.
 
 Plain tensors of bytes, R rows of each: codes (R, C / 2), and scales (R, C / 64 + 8 a range): FSDP2 shards them by rows
 as any parameter, and casts neither (torch 2.11 sends them as the unit's dtype, which holds every byte exactly).
@@ -54,7 +54,7 @@ def scales_of(rows: Tensor) -> Tensor:
     steps, ranges = [], []
     for magnitude in rows.unflatten(1, (-1, BLOCK)).abs().amax(-1).split(RANGE, dim=1):  # (R, up to 256)
         low, high = magnitude.aminmax(dim=1, keepdim=True)
-        step = (high - low) / 255
+        step = (high - low) * (1 / 255)  # a GPU would divide by that otherwise than a CPU
         steps.append(((magnitude - low) / step.clamp(min=torch.finfo().tiny)).round().to(torch.uint8))
         ranges += [low, step]
     return torch.cat([*steps, torch.cat(ranges, dim=1).view(torch.uint8)], dim=1)

@@ -96,6 +96,8 @@ def _quantize(module: nn.Linear, name: str, fill: Callable[[str, Offsets, Tensor
     for part in out.split(max(1, QUANTIZED // shape[1])):
         rows = torch.empty(len(part), shape[1], device=out.device)
         fill(weight, (offsets[0] + begin, 0), rows, shape)
+        if not rows.sum().isfinite():
+            raise ConfigError(f"{weight}: holds values that are not finite")
         packed = nf4.codes_of(rows) if name == weight else nf4.scales_of(rows)
         part.copy_(packed[:, offsets[1] :][:, : part.shape[1]])
         begin += len(part)

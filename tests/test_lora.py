@@ -257,6 +257,11 @@ def test_the_hash_of_a_base_is_of_its_values(base, tmp_path):
     assert fingerprint([share(slice(0, 6), slice(0, 8), values.bfloat16().float())]) == fingerprint(
         [share(slice(0, 6), slice(0, 8), values.bfloat16())])
     others = [values.flip(0), values.flip(1), values + torch.eye(6, 8) * 1e-6, -values, values[[1, 0, 2, 3, 4, 5]]]
+    for row in range(6):  # two changes of one row that cancel in a weaker sum
+        for columns in itertools.combinations(range(8), 2):
+            others += [values.clone(), values.clone()]
+            others[-2][row, columns] *= -1
+            others[-1][row, columns] *= torch.tensor([2.0, 0.5])
     found = {fingerprint([share(slice(0, 6), slice(0, 8), other)]) for other in others}
     found |= {fingerprint([whole]), fingerprint([share(slice(0, 6), slice(0, 8), name="b")])}
     assert len(found) == len(others) + 2
@@ -310,7 +315,7 @@ def test_an_exported_adapter_is_a_start(trained, base, adapter, corpus, prepared
     """What is read again is what was written; and its first loss that of PEFT's, as above for PEFT's own folder."""
     export(trained[1] / "1/alone", tmp_path / "adapter", "--adapter")
     cfg = make_config(**run_of(base, corpus, prepared, tmp_path / "adapter"))
-    assert (cfg.lora.rank, cfg.lora.scale) == (4, 1.5)
+    assert (cfg.lora.rank, cfg.lora.scale, cfg.lora.alpha) == (4, 1.5, 6)
     weights, model = weights_to_read(cfg, 0), meta_model(cfg.model, cfg.lora)
     materialize_from(model, weights.read_into, torch.device("cpu"))
     written = stored(trained[1] / "1/alone", 10)
@@ -347,6 +352,12 @@ def test_the_tools_use_a_run_with_adapters(trained, base, tmp_path, capsys):
         assert main([*map(str, words), "--base", str(moved)]) == 2
         assert "was trained on a base with" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+    whole = tmp_path / "whole"
+    assert hf.main(["import", str(base), str(whole)]) == 0
+    capsys.readouterr()
+    for words, message in (["--base", str(base)], "has no [lora]"), (["--adapter"], "has no [lora]; export it whole"):
+        assert hf.main(["export", str(whole), str(tmp_path / "out"), *words]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_evaluating_reads_the_base_and_another_is_refused(trained, expected, base, tmp_path):
@@ -365,6 +376,27 @@ def test_evaluating_reads_the_base_and_another_is_refused(trained, expected, bas
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert done.stderr.count("its weights have the hash") == 1 and "name the folder with that base" in done.stderr
     assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_one_spelling_of_the_same_adapters(base, corpus, prepared, monkeypatch):
+    """Of targets in another order, of alpha as it is by default, of folders from where the run was started."""
+    monkeypatch.chdir(base.parent)
+    found = [make_config(**run_of(path, corpus, prepared, lora=lora)).lora for path, lora in (
+        (base, {"targets": ["v_proj", "q_proj"]}), ("hf", {"targets": ["q_proj", "v_proj"], "alpha": 8}))]
+    assert found[0] == found[1] and found[0].alpha == 8 and found[0].targets == ("q_proj", "v_proj")
+    assert make_config(**run_of("hf", corpus, prepared)).model.init_from == str(base)
+
+
+def test_a_base_that_is_gone_or_is_not_numbers_is_named(base, corpus, prepared, tmp_path):
+    cfg = make_config(**run_of(shutil.copytree(base, tmp_path / "hf"), corpus, prepared, lora={"base_dtype": "nf4"}))
+    tensors = load_file(tmp_path / "hf/model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][5, 7] = float("nan")
+    save_file(tensors, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="blocks.1.feed_forward.up_proj.weight: holds values that are not finite"):
+        materialize_from(meta_model(cfg.model, cfg.lora), weights_to_read(cfg, 0).read_into, torch.device("cpu"))
+    shutil.rmtree(tmp_path / "hf")
+    with pytest.raises(ConfigError, match=r"\[model\] init_from = .*hf.: is not there, and the adapters need.*--base"):
+        weights_to_read(cfg, 1)
 
 
 @pytest.mark.parametrize("changes, message", [
@@ -392,6 +424,8 @@ def test_a_row_that_64_does_not_divide_is_refused(corpus, prepared, tmp_path):
     ({"r": 5}, "q_proj.lora_A.weight is F32 .4, 64.; must be F32 or BF16 or F16 of shape .5, 64."),
     ({"use_dora": True}, "use_dora = true: only false can be read"),
     ({"target_modules": "all-linear"}, 'target_modules = "all-linear"'),
+    ({"target_modules": ["q_proj", 3]}, "target_modules = "),
+    ({"init_lora_weights": "pissa"}, 'init_lora_weights = "pissa": only true can be read'),
     ({"target_modules": ["q_proj"]}, "has base_model.model.model.layers.0.mlp.down_proj.lora_A.weight, which these"),
     ({"peft_type": "IA3"}, 'peft_type = "IA3": only "LORA" can be read'),
 ])
@@ -403,13 +437,21 @@ def test_another_adapter_is_refused(base, adapter, corpus, prepared, tmp_path, c
         weights_to_read(make_config(**run_of(base, corpus, prepared, folder)), 0)
     with pytest.raises(ConfigError, match="rank = 8: .*adapter_config.json has r = 4; leave it out"):
         make_config(**run_of(base, corpus, prepared, adapter, lora={"rank": 8}))
+    complete = {"rank": 4, "alpha": 5, "targets": PROJECTIONS}  # as a run's own config.toml, which may go on without it
+    with pytest.raises(ConfigError, match="alpha = 5: .*has lora_alpha = 6; leave it out"):
+        weights_to_read(make_config(**run_of(base, corpus, prepared, adapter, lora=complete)), 0)
+    assert not any(".lora_" in name for name in weights_to_read(
+        make_config(**run_of(base, corpus, prepared, tmp_path / "gone", lora=complete)), 1).stored)
 
 
 def test_changed_adapters_are_another_run(trained, base, adapter, corpus, prepared, tmp_path):
     cfg = make_config(**run_of(base, corpus, prepared, lora={"rank": 4, "alpha": 6, "targets": ["q_proj"]},
                                run={"name": "alone", "output_dir": str(trained[1] / "1")}))
-    with pytest.raises(ConfigError, match="lora.targets = .*was trained with"):
-        catalog.check_same_run(cfg, 10)
+    for guarded in catalog.GUARDED, catalog.SAME_OUTPUTS:
+        with pytest.raises(ConfigError, match="lora.targets = .*was trained with"):
+            catalog.check_same_run(cfg, 10, guarded)
+        with pytest.raises(ConfigError, match=r"\[lora\] is off: .* was trained with adapters; continue so"):
+            catalog.check_same_run(dataclasses.replace(cfg, lora=None), 10, guarded)
     moved = dataclasses.replace(cfg, lora=dataclasses.replace(cfg.lora, targets=config.PROJECTIONS),
                                 model=dataclasses.replace(cfg.model, init_from="elsewhere"))
     catalog.check_same_run(moved, 10)
