@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import REPO
 
-LINES, CODE_LINES = 8460, 6000  # of the core, as reached with adapters, NF4 and float8
+LINES, CODE_LINES = 8540, 6055  # of the core, as reached with adapters, NF4 and float8
 FOLDERS = ("model", "parallel", "data", "checkpoint", "lifecycle")
 FILES = ("files", "options", "hf_config", "config", "optim", "metrics", "evaluate", "train")
 BASE = {"files", "options", "hf_config", "config"}
