@@ -80,7 +80,7 @@ def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype, first: int = 0
 
 @functools.cache
 def compiled_dequantize() -> Callable[..., Tensor]:
-    return torch.compile(dequantize, fullgraph=True)
+    return torch.compile(dequantize, fullgraph=True, dynamic=False)
 
 
 @torch.library.custom_op("nf4::product", mutates_args=())
