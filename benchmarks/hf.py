@@ -49,8 +49,8 @@ def measured(found: dict) -> Iterator[None]:
 
 def configuration(mib: int) -> config.Config:
     dim = 64 * max(1, round(32 * (mib / 2100) ** 0.5))
-    model = {"dim": dim, "n_layers": 8, "n_heads": dim // 64, "n_kv_heads": dim // 64, "ffn_dim": 11 * dim // 4,
-             "vocab_size": 16 * dim}
+    model = {"dim": dim, "n_layers": 8, "n_heads": dim // 64, "n_kv_heads": dim // 64,
+             "ffn_dim": 64 * (11 * dim // 256), "vocab_size": 16 * dim}
     return config.from_dict({"run": {"name": "r", "device": "cpu"}, "model": model, "train": {"steps": 1},
                              "parallel": {"param_dtype": "float32"}}, "benchmark")
 
