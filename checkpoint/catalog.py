@@ -19,8 +19,8 @@ from config import ConfigError
 
 NAME = re.compile(r"step-(\d{8,})")
 TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp")
-# What decides weights and data order. The rest (steps, intervals, ranks, precision, learning rate) may change.
 ADAPTERS = r"lora\.(?!init_from$).*"
+# What decides weights and data order. The rest (steps, intervals, ranks, precision, learning rate) may change.
 GUARDED = re.compile(rf"model\..*|{ADAPTERS}|data\.(?!path$).*|run\.seed|train\.(seq_len|global_batch_size)")
 # What another preparation of the data follows from: who allows it to change allows that.
 PREPARED = re.compile(r"data\.(sources?|subset|split|text_field|tokenizer|max_tokens)|model\.vocab_size")

@@ -44,6 +44,8 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
                    "added_tokens.json", "chat_template.jinja")
 DTYPES = ("F32", "BF16", "F16")  # safetensors' codes of what is read
+PEFT_WEIGHTS, PEFT_PREFIX = "adapter_model.safetensors", "base_model.model."
+SUMMED = 2**20  # elements summed at a time for fingerprint(), in whole rows
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -103,9 +105,6 @@ class Weights:
         out = torch.empty(self.stored[name].shape)
         self.read_into(name, (0,) * out.ndim, out)
         return out
-
-
-SUMMED = 2**20  # elements summed at a time, in whole rows
 
 
 def weighted_sum(name: str, offsets: tuple[int, ...], shape: list[int], values: Tensor) -> int:
@@ -204,9 +203,6 @@ def scan(folder: Path) -> dict[str, Stored]:
 
     return {key: stored for found in together(*(partial(read_header, name) for name in names))
             for key, stored in found.items()}
-
-
-PEFT_WEIGHTS, PEFT_PREFIX = "adapter_model.safetensors", "base_model.model."
 
 
 def peft_name(name: str) -> str:

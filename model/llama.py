@@ -83,8 +83,9 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight  # once: unsharded parameters are cast at each access
         x = x.to(weight.dtype)
-        return F.linear(x, weight) if self.float8 == "none" else float8_linear(
-            x, weight, self.scale, self.float8)
+        if self.float8 != "none":
+            return float8_linear(x, weight, self.scale, self.float8)
+        return F.linear(x, weight)
 
 
 class Embedding(nn.Embedding):

@@ -83,7 +83,7 @@ def compiled_dequantize() -> Callable[..., Tensor]:
     return torch.compile(dequantize, fullgraph=True, dynamic=False)
 
 
-@torch.library.custom_op("nf4::product", mutates_args=())
+@torch.library.custom_op("frozen::nf4_product", mutates_args=())
 def product(x: Tensor, codes: Tensor, scales: Tensor, first: int, compiled: bool, transposed: bool = False) -> Tensor:
     """x (..., C) @ weights.T, or transposed x (..., R) @ weights, in x's dtype. No gradient of the weights.
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from model.llama import Llama
 
 aten = torch.ops.aten
-MATRIX_PRODUCTS = {aten.mm.default, aten.addmm.default, aten._scaled_mm.default, torch.ops.nf4.product.default}
+MATRIX_PRODUCTS = {aten.mm.default, aten.addmm.default, aten._scaled_mm.default, torch.ops.frozen.nf4_product.default}
 ATTENTION = {
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
