@@ -57,11 +57,11 @@ def leftovers(folder: pathlib.Path) -> list[str]:
 class Launched:
     """A run that goes on until it is told to stop."""
 
-    def __init__(self, path: pathlib.Path, nproc: int = 1):
+    def __init__(self, path: pathlib.Path, nproc: int = 1, **env: str):
         self.folder = path.parent / "outputs" / path.stem
         self.process = subprocess.Popen(
             [REPO / "run_train.sh", path], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPO,
-            env={**os.environ, "PYTHON": sys.executable, "NPROC": str(nproc)}, start_new_session=True)
+            env={**os.environ, "PYTHON": sys.executable, "NPROC": str(nproc), **env}, start_new_session=True)
         self.path = path
 
     def processes(self, pattern: str) -> list[int]:
@@ -113,11 +113,25 @@ def test_a_signal_to_anyone_saves_and_stops_all(write_config, whom, number, npro
         assert [row["step"] for row in rows(run.folder)] == list(range(1, step + 3))
 
 
-@pytest.mark.parametrize("number, seconds", [
-    (signal.SIGTERM, 0.02), (signal.SIGUSR1, 0.1), (signal.SIGINT, 0.3), (signal.SIGTERM, 0.6)])
-def test_a_signal_before_there_is_anything_to_stop(write_config, number, seconds):
-    """While bash, then Python, then its imports run."""
+def test_a_signal_while_run_train_looks_for_a_python(write_config, tmp_path):
+    """Not before bash has set its traps, nor while it becomes the launcher: what comes then ends it as SIGTERM does."""
+    slow = tmp_path / "bin/python3"
+    slow.parent.mkdir()
+    slow.write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\nsleep 1\nexec {sys.executable} \"$@\"\n")
+    slow.chmod(0o755)
+    run = Launched(write_config("earliest", **FOREVER), PYTHON="", PATH=f"{slow.parent}:{os.environ['PATH']}")
+    run.wait_for((tmp_path / "asked").exists)
+    run.process.terminate()
+    code, output = run.end()
+    assert (code, output) == (75, "stopped before the run began\n")
+
+
+@pytest.mark.parametrize("number, seconds", [(signal.SIGTERM, 0), (signal.SIGUSR1, 0.1), (signal.SIGINT, 0.4)])
+def test_a_signal_to_the_launcher_that_has_only_begun(write_config, number, seconds):
+    """While its Python starts, then imports."""
     run = Launched(write_config("earliest", **FOREVER))
+    command = pathlib.Path(f"/proc/{run.process.pid}/cmdline")
+    run.wait_for(lambda: command.read_text().startswith(f"{sys.executable}\0-m\0lifecycle.launch\0"))
     time.sleep(seconds)
     run.process.send_signal(number)
     code, output = run.end()
