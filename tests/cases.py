@@ -69,7 +69,8 @@ def run_training(cfg: config.Config, world: World) -> None:
     from lifecycle.run import Run
     from lifecycle.signals import StopRequest
 
-    with Run(cfg, world, None, StopRequest()) as run, mock.patch("train.log_sample"):
+    with (Run(cfg, world, None, StopRequest()) as run, mock.patch("train.log_sample"),
+          mock.patch.multiple("lifecycle.run.gc", freeze=mock.DEFAULT, unfreeze=mock.DEFAULT)):  # ranks.py has frozen
         train.train(cfg, world, run)
 
 

@@ -1,5 +1,6 @@
 """Runs a function on several real processes over gloo."""
 
+import gc
 import multiprocessing
 import os
 import queue
@@ -16,7 +17,8 @@ def run_on_ranks(ranks: int, function: Callable, *arguments: Any, timeout: float
     """
     # Each is forked from a server that has imported torch and done nothing with it: four seconds saved a process.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo"])
+    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo",
+                                    "tests.cases"])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -49,6 +51,7 @@ def run_on_ranks(ranks: int, function: Callable, *arguments: Any, timeout: float
 def _child(rank: int, ranks: int, port: int, results: Any, function: Callable, arguments: tuple) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1",
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    gc.freeze()  # a collection need not look through all that torch's import made
     try:
         import torch
 
