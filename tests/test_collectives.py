@@ -45,10 +45,10 @@ def test_deferring_does_not_hang_on_how_the_mesh_was_named(on_ranks):
     assert counted == collectives(cfg, meta_model(cfg.model), 2) and counted["reduce_scatter"][0] == 4
 
 
-def case(strategy: str, variant: str) -> dict:
+def case(strategy: str, variant: str, ranks: int = 4) -> dict:
     changes = VARIANTS[variant]
     return {"model": {"n_layers": 2, **changes.get("model", {})},
-            "train": {"global_batch_size": 8, "micro_batch_size": 1},
+            "train": {"global_batch_size": 2 * ranks, "micro_batch_size": 1},
             "parallel": {**STRATEGIES[strategy], **changes.get("parallel", {})}}
 
 
@@ -64,7 +64,7 @@ RUNS = {  # by (ranks, real processes, else torch's fake group): every variant, 
 def counted(on_ranks):
     found = {}
     for (ranks, real), names in RUNS.items():
-        cases_ = [case(*name) for name in names]
+        cases_ = [case(*name, ranks) for name in names]
         rows = on_ranks(ranks, cases.count_collectives, cases_)[0] if real else on_ranks(
             1, cases.count_collectives, cases_, ranks)[0]
         found |= {(ranks, real, *name): row for name, row in zip(names, rows)}
@@ -76,7 +76,7 @@ def test_collectives_equal_the_formula(counted, strategy):
     wrong = {}
     for (ranks, real, name, variant), row in counted.items():
         if name == strategy:
-            cfg = make_config(**case(name, variant))
+            cfg = make_config(**case(name, variant, ranks))
             planned = collectives(cfg, meta_model(cfg.model), ranks)
             if planned != row:
                 wrong[ranks, real, variant] = (planned, row)
@@ -102,8 +102,9 @@ def on_mesh(ranks: int, mesh: str, variant: str) -> dict:
     parallel = {**MESHES[mesh], **OVER_MESHES[variant]}
     parallel["tp"] = ranks if parallel.get("tp") == "all" else parallel.get("tp", 1)
     heads = {"n_heads": 8, "n_kv_heads": 8 if mesh == "tp alone" else 2, "head_dim": 6, "vocab_size": 328}
+    sequences = 2 if variant == "two sequences" else 1
     return {"model": {**heads, "dim": 46, "ffn_dim": 88, "tie_embeddings": variant == "tied"}, "parallel": parallel,
-            "train": {"global_batch_size": 16, "micro_batch_size": 2 if variant == "two sequences" else 1}}
+            "train": {"global_batch_size": ranks * sequences, "micro_batch_size": sequences}}  # 2 or more a step
 
 
 @pytest.fixture(scope="module")
