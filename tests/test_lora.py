@@ -185,7 +185,7 @@ def case(base, strategy: str, variant: str) -> dict:
     parallel = {"param_dtype": "float32", **STRATEGIES[strategy], **changes.pop("parallel", {})}
     sizes = {**dict.fromkeys(tables()["model"]), "vocab_size": 320, "init_from": str(base)}
     return {"model": sizes, "lora": {"rank": 3, **changes.pop("lora", {})}, "parallel": parallel,
-            "train": {"global_batch_size": 8, "micro_batch_size": 1}}
+            "train": {"global_batch_size": 4 if "tp" in strategy else 8, "micro_batch_size": 1}}  # 2 or more a step
 
 
 CASES = [(strategy, variant) for strategy in STRATEGIES for variant in VARIANTS
