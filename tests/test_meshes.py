@@ -14,6 +14,7 @@ from tests import cases
 from tests.conftest import REPO, make_config
 from tests.test_training import plain_loop, weights, with_data
 
+STEPS = 3
 MESHES = {  # by the number of ranks
     2: {"tp 2": {"tp": 2}, "cp 2": {"cp": 2}},
     4: {"tp 4": {"tp": 4}, "cp 4": {"cp": 4}, "dp 2 x tp 2": {"tp": 2}, "dp 2 x cp 2": {"cp": 2},
@@ -56,7 +57,7 @@ def sections(variant: str, mesh: dict) -> dict:
     changes = VARIANTS[variant]
     saved = {"checkpoint": {}, "eval": {"batches": 1}} if variant == "plain" else {}
     return {**changes, **saved, "model": {**MODEL, **changes.get("model", {})},
-            "train": {"steps": 5, "micro_batch_size": None, **changes.get("train", {})},
+            "train": {"steps": STEPS, "micro_batch_size": None, **changes.get("train", {})},
             "parallel": {**changes.get("parallel", {}), **mesh}}
 
 
@@ -93,7 +94,7 @@ def test_a_run_does_not_depend_on_the_mesh(trained, expected, ranks, mesh):
         assert [row["batch_digest"] for row in rows] == [row["batch_digest"] for row in wanted]
         for key in ("loss", "grad_norm") if variant != "bfloat16" else ("loss",):
             assert [row[key] for row in rows] == pytest.approx([row[key] for row in wanted], rel=near), (variant, key)
-    found, last = weights(trained[1] / str(ranks) / f"plain-{mesh}".replace(" ", "-"), 5), expected["plain"][1]
+    found, last = weights(trained[1] / str(ranks) / f"plain-{mesh}".replace(" ", "-"), STEPS), expected["plain"][1]
     for name, tensor in last.items():
         assert (found[name] - tensor).norm() < 1e-5 * tensor.norm(), name
 
