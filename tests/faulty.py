@@ -1,5 +1,6 @@
 """train.py with a fault, as a rank's script: FAULT is "what" or "what:rank:step"; see the table at the end."""
 
+import gc
 import os
 import pathlib
 import runpy
@@ -7,12 +8,14 @@ import signal
 import sys
 import time
 
-import torch
+gc.disable()  # while importing, as train.py does, which enables it
 
-import checkpoint.save
-from data.loader import Loader
-from lifecycle.signals import StopRequest
-from model.llama import Block, Llama
+import torch  # noqa: E402
+
+import checkpoint.save  # noqa: E402
+from data.loader import Loader  # noqa: E402
+from lifecycle.signals import StopRequest  # noqa: E402
+from model.llama import Block, Llama  # noqa: E402
 
 what, on_rank, at_step = [*os.environ["FAULT"].split(":"), "0", "3"][:3]
 HERE = os.getenv("RANK", "0") == on_rank
