@@ -403,12 +403,16 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--world-size", type=lambda text: [positive(n, int) for n in text.split(",")])
     parser.add_argument("--gpu-memory-gib", type=positive)
+    parser.add_argument("--gpu")
+    parser.add_argument("--gpus-per-node", type=lambda text: positive(text, int))
+    parser.add_argument("--plot")
     parser.add_argument("--launch", help=argparse.SUPPRESS)  # the launcher's id of this start
     args, args.overrides = parser.parse_known_args(argv)
     if unknown := [word for word in args.overrides if not (word.startswith("--") and "=" in word)]:
         parser.error(f"{unknown[0]}: unknown; options are written --section.key=value, in one word")
-    if not args.dry_run and (args.json or args.world_size or args.gpu_memory_gib):
-        parser.error("--json, --world-size and --gpu-memory-gib go with --dry-run only")
+    only = ("json", "world_size", "gpu_memory_gib", "gpu", "gpus_per_node", "plot")
+    if not args.dry_run and any(getattr(args, name) for name in only):
+        parser.error(f"{', '.join('--' + name.replace('_', '-') for name in only)} go with --dry-run only")
     return args
 
 

@@ -35,20 +35,22 @@ def apply_activation_checkpointing(model: Llama, setting: str | int, tp: int = 1
     "elementwise": every block keeps attention and the matrix products, and recomputes norms, RoPE and activation.
     "selective": every block keeps attention and every second matrix product, and recomputes the rest.
     """
-    # No dropout, so there is no random state to restore.
-    wrap = partial(checkpoint_wrapper, preserve_rng_state=False)
     for i in [i for i in range(len(model.blocks)) if is_checkpointed(setting, i)]:
-        contexts = {}
-        if setting in KEEP_EVERY:
-            linears = [name for name, module in model.blocks[i].named_modules() if isinstance(module, nn.Linear)]
-            projections = [name for name in linears if ".lora_" not in name]
-            kept = {*projections[: -1 : KEEP_EVERY[setting]]}
-            if tp > 1:
-                kept -= {"attention.o_proj"}  # of the whole sequence; what is made of it is kept
-            # of an adapter A x, which is small; B A x, as large as what it is added to, takes few operations
-            kept |= {name for name in linears if name.endswith(".lora_a")}
-            contexts["context_fn"] = partial(_save_expensive_ops, {linears.index(name) for name in kept})
-        model.blocks[i] = wrap(model.blocks[i], **contexts)
+        model.blocks[i] = checkpointed(model.blocks[i], setting, tp)
+
+
+def checkpointed(block: nn.Module, setting: str | int, tp: int) -> nn.Module:
+    contexts = {}
+    if setting in KEEP_EVERY:
+        linears = [name for name, module in block.named_modules() if isinstance(module, nn.Linear)]
+        projections = [name for name in linears if ".lora_" not in name]
+        kept = {*projections[: -1 : KEEP_EVERY[setting]]}
+        if tp > 1:
+            kept -= {"attention.o_proj"}  # of the whole sequence; what is made of it is kept
+        # of an adapter A x, which is small; B A x, as large as what it is added to, takes few operations
+        kept |= {name for name in linears if name.endswith(".lora_a")}
+        contexts["context_fn"] = partial(_save_expensive_ops, {linears.index(name) for name in kept})
+    return checkpoint_wrapper(block, preserve_rng_state=False, **contexts)  # no dropout: no random state to restore
 
 
 def _save_expensive_ops(kept: set[int]):

@@ -78,12 +78,12 @@ def gathered(gather: Callable[[Tensor], Tensor], part: Tensor, keep_part: bool) 
     if not keep_part or torch.compiler.is_compiling():
         yield whole
         return
-    storage, kept, used, again = whole.untyped_storage().data_ptr(), 0, 0, None
+    storage, kept, used, again = whole.untyped_storage()._cdata, 0, 0, None
     part = part.detach()
 
     def pack(tensor: Tensor) -> Tensor | tuple:
         nonlocal kept
-        if tensor.untyped_storage().data_ptr() != storage:
+        if tensor.untyped_storage()._cdata != storage:
             return tensor.detach()  # itself it would hold the graph that holds it, where backward never comes
         kept += 1
         return tensor.shape, tensor.stride(), tensor.storage_offset()

@@ -7,6 +7,7 @@ import hashlib
 import math
 import pathlib
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -28,7 +29,7 @@ from model.llama import Llama, meta_model, named_parameters, rope_tables
 from parallel import materialize as materialize_module
 from parallel.context import own_places
 from parallel.float8 import update_scales
-from parallel.fsdp import reshard, unshard_first_units
+from parallel.fsdp import reshard, set_gradient_sync, unshard_first_units
 from parallel.materialize import materialize, materialize_from
 from parallel.mesh import World, build_mesh, distributed, fsdp_mesh
 from parallel.parallelize import parallelize
@@ -555,6 +556,66 @@ def live_bytes(cases: list[dict]) -> list[dict[str, int]]:
     return found
 
 
+class Live(TorchDispatchMode):
+    """The bytes of all storages that operators have made and that still live, and the most there ever were."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.now, self.most = {}, 0, 0
+
+    def note(self, storage: torch.UntypedStorage, size: int) -> None:
+        self.now += size - self.sizes.get(storage._cdata, 0)
+        self.sizes[storage._cdata] = size
+        self.most = max(self.most, self.now)
+
+    def forget(self, key: int) -> None:
+        self.now -= self.sizes.pop(key)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented
+        result = function(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type != "meta":
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.sizes:
+                    self.note(storage, storage.nbytes())
+                    weakref.finalize(storage, self.forget, storage._cdata)
+        return result
+
+
+def live_peak(cases: list[dict]) -> list[int]:
+    """The most bytes of tensors that ever live in a step of each case."""
+    from optim import build_optimizer, clip_gradients
+
+    found, resize = [], torch.UntypedStorage.resize_
+    with process_group() as world:
+        for sections in cases:
+            cfg = make_config(**sections)
+            ours = world_for(cfg, world)
+            places = own_places(ours, cfg.train.seq_len)
+            sequences, times = config.micro_batch_size(cfg, ours.dp_size), config.accumulation_steps(cfg, ours.dp_size)
+            ids = torch.randint(0, cfg.model.vocab_size, (sequences, cfg.train.seq_len + 1))
+            model = meta_model(cfg.model)
+            parallelize(model, cfg, ours)
+            with Live() as live, mock.patch.object(torch.UntypedStorage, "resize_",
+                                                   lambda s, n: live.note(s, n) or resize(s, n)):
+                materialize(model, 0, torch.device("cpu"))
+                optimizer = build_optimizer(model, cfg.optim)
+                for _ in range(2):  # FSDP2 learns its order in the first one
+                    live.most = 0
+                    for i in range(times):
+                        set_gradient_sync(model, cfg.parallel, ours, i == times - 1)
+                        unshard_first_units(model, cfg.parallel)
+                        model(*split(ids, None, places))[0]["loss"].backward()
+                    clip_gradients(model, optimizer, 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            found.append(live.most)
+            del model, optimizer
+    return found
+
+
 class Collectives(TorchDispatchMode):
     """Counts the collectives that tensors pass through, and the bytes of the larger of each one's buffers."""
 
@@ -607,7 +668,6 @@ def fake_process_group(ranks: int):
 def one_step(model: Llama, cfg: config.Config, world: World, ids: torch.Tensor) -> None:
     """A step's collectives: forward and backward of every micro-batch, the gradient norm, the scales of 8 bits."""
     from optim import clip_gradients
-    from parallel.fsdp import set_gradient_sync
 
     accumulation = config.accumulation_steps(cfg, world.dp_size)
     unshard_first_units(model, cfg.parallel)
@@ -674,7 +734,6 @@ def batches(vocab_size: int, steps: int) -> torch.Tensor:
 def train_steps(cases: list[dict]) -> list[tuple[list[float], list[float], dict]]:
     """(losses, gradient norms, final weights as arrays) of each case, by the trainer's own parts."""
     from optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
-    from parallel.fsdp import set_gradient_sync
 
     found = []
     with process_group() as world:

@@ -1,12 +1,12 @@
-"""What a step sends, counted while it runs, against the closed formula in parallel/plan.py: equal to the byte."""
+"""What a step sends, counted while it runs, against the closed formula in benchmarks/theory.py: equal to the byte."""
 
 import itertools
 
 import pytest
 
 import config
+from benchmarks.theory import collectives
 from model.llama import meta_model
-from parallel.plan import collectives
 from tests import cases
 from tests.conftest import make_config
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import config
+from benchmarks.theory import collectives
 from config import ConfigError
 from model import float8
 from model.float8 import Product, float8_linear, float8_matrices, use_float8
 from model.llama import Linear, Llama, meta_model
 from parallel import mesh
-from parallel.plan import collectives
 from tests import cases, test_activation_checkpoint
 from tests.conftest import launch, make_config
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import config
 from benchmarks import counted_step
+from benchmarks.theory import collectives
 from checkpoint import catalog, load
 from config import ConfigError
 from data.dataset import open_dataset
@@ -25,7 +26,7 @@ from model.hf_weights import fingerprint, peft_name, weighted_sum, weights_to_re
 from model.llama import build_model, flops_per_token, meta_model, named_parameters, parameter_count
 from optim import learning_rate
 from parallel.materialize import materialize_from
-from parallel.plan import collectives, plan
+from parallel.plan import plan
 from tests import cases
 from tests.conftest import launch, make_config, tables
 from tests.test_nf4 import quantize
@@ -216,7 +217,7 @@ def test_bytes_equal_those_of_real_tensors(on_ranks, base, ranks):
     real = on_ranks(ranks, cases.live_bytes, every)
     for i, sections in enumerate(every):
         cfg = make_config(**sections)
-        planned = plan(cfg, meta_model(cfg.model, cfg.lora), ranks, None)
+        planned = plan(cfg, ranks)
         for what in ("parameter", "gradient", "optimizer"):
             assert max(rank[i][what] for rank in real) == planned[f"{what}_bytes_per_rank"], sections
 

@@ -223,4 +223,4 @@ def test_tp_refuses_a_parameter_that_it_knows_no_place_for():
         assert verify_sharding(model, make_config().parallel, alone)[2]["unit"] == "blocks.1"
     model = meta_model(cfg.model)
     model.blocks[1].attention.q_norm = RMSNorm(12, 1e-5)
-    assert plan(make_config(), model, 2, None)["parameters"] == sum(p.numel() for p in model.parameters())
+    assert plan(make_config(), 2)["parameters"] == sum(p.numel() for p in model.parameters())

@@ -1,0 +1,156 @@
+"""What a training step holds and sends by theory: closed forms, against which tests hold the plan and real runs."""
+
+import math
+from collections.abc import Iterator
+
+from torch import nn
+
+import config
+from model.float8 import float8_matrices
+from model.llama import Llama, named_parameters
+from model.loss import CHUNK
+from optim import build_optimizer
+from parallel.activation_checkpoint import KEEP_EVERY, is_checkpointed
+from parallel.fsdp import sent_dtype, unit_dtypes, unit_parameters, units, unsharded_parameters
+from parallel.tensor import placement_of
+
+
+def largest_shards(model: Llama, shards: int, tp: int) -> dict[nn.Parameter, int]:
+    """Elements of the largest shard of each parameter: ceil(rows / shards) rows of what tp leaves a rank of it."""
+    found = {}
+    for name, q in named_parameters(model):
+        shape, placement = [*q.shape], placement_of(name)
+        if placement and placement.is_shard():
+            shape[placement.dim] //= tp
+        found[q] = math.ceil(shape[0] / shards) * math.prod(shape[1:])
+    return found
+
+
+def held(cfg: config.Config, model: Llama, ranks: int) -> dict[str, int]:
+    """Bytes of the largest rank between steps: gradients are sharded as their parameter and have its dtype, and so is
+    what the optimizer keeps in its shape."""
+    _, dp_shard, cp, tp = config.mesh_shape(cfg, ranks)
+    unsharded = unsharded_parameters(model, cfg.parallel)
+    parameters = {q: q.itemsize * (q.numel() if q in unsharded else numel)
+                  for q, numel in largest_shards(model, dp_shard * cp, tp).items()}
+    trained = {q: size for q, size in parameters.items() if q.requires_grad}
+    optimizer = build_optimizer(model, cfg.optim)
+    state = [s.itemsize * (parameters[q] // q.itemsize if s.shape == q.shape else s.numel())
+             for q in trained for s in optimizer.state.get(q, {}).values()]
+    return {"parameter": sum(parameters.values()), "gradient": sum(trained.values()), "optimizer": sum(state)}
+
+
+def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple[int, int]]:
+    """(number, bytes) per training step and rank of each collective; bytes are of the larger of its two buffers.
+
+    With U units, A micro-batches, S = dp_shard x cp shards, R replicas, and A' = A, or 1 where reduction is deferred:
+
+        all-gather       A (U + B)     B = U - 2 resharded after forward are all-gathered again in backward (all but
+                                       head and embedding, tied U - 1), with an integer n within n ranks; B = 0 where
+                                       they are kept
+        reduce-scatter   A' U          A U where R > 1: then only the all-reduce is deferred; 0 where S = 1
+        all-reduce       A' U          where R > 1; and, where S > 1, one of the gradients' sum of squares (float64) and
+                                       one of the largest values (float32) of the matrices sent in 8 bits
+
+    Each tensor travels padded to S ceil(rows / S) rows; with float8 = "tensorwise" the matrices that multiply in 8 bits
+    are all-gathered in as many. Activation checkpointing adds none: it recomputes inside a unit
+    that is all-gathered for its backward. Over tp and cp see over_tp_and_cp().
+    """
+    p = cfg.parallel
+    dp_replicate, dp_shard, cp, tp = config.mesh_shape(cfg, ranks)
+    shards, dp_size = dp_shard * cp, dp_replicate * dp_shard
+    sequences, accumulation = config.micro_batch_size(cfg, dp_size), config.accumulation_steps(cfg, dp_size)
+    reductions = accumulation if p.sync_every_micro_batch else 1
+    scatters = accumulation if dp_replicate > 1 else reductions
+    unsharded, numel = unsharded_parameters(model, p), largest_shards(model, shards, tp)
+    tensorwise = "tensorwise" if p.float8 == "tensorwise" else "none"  # rowwise all-gathers as without
+    device = "cpu" if cfg.run.device == "cpu" else "cuda"  # a plan is made for GPUs
+    in_8_bits = {m.weight for m in float8_matrices(model.blocks, tensorwise, device)} - unsharded
+    found = {"all_gather": [0, 0], "reduce_scatter": [0, 0], "all_reduce": [0, 0]}
+
+    def add(kind: str, times: int, size: int) -> None:
+        if times and size:
+            found[kind][0] += times
+            found[kind][1] += times * size
+
+    # of the sum of squares: tp's parts, and what all tp ranks have, apart
+    add("all_reduce", (shards > 1) + (tp > 1) * (1 + (shards > 1)), 8)
+    add("all_reduce", shards > 1, 4 * len(in_8_bits))
+    for kind, times, size in over_tp_and_cp(cfg, model, sequences, accumulation, scatters, cp, tp):
+        add(kind, times, size)
+    for name, modules in units(model):
+        parameters = [q for q in unit_parameters(modules) if q not in unsharded]
+        param_dtype, reduce_dtype = unit_dtypes(p, name)
+        size = sum(numel[q] * (1 if q in in_8_bits else sent_dtype(q, param_dtype).itemsize) for q in parameters)
+        trained = sum(numel[q] for q in parameters if q.requires_grad)
+        if shards > 1:
+            again = p.reshard_after_forward is not False and not {model.head, model.embedding} & {*modules}
+            add("all_gather", accumulation * (1 + again), size * shards)
+            add("reduce_scatter", scatters, reduce_dtype.itemsize * trained * shards)
+        if dp_replicate > 1:
+            add("all_reduce", reductions, reduce_dtype.itemsize * trained)
+    return {kind: (number, size) for kind, (number, size) in found.items()}
+
+
+def over_tp_and_cp(cfg: config.Config, model: Llama, sequences: int, accumulation: int, scatters: int, cp: int,
+                   tp: int) -> Iterator[tuple[str, int, int]]:
+    """(collective, number, bytes of each) of tensor and context parallelism per step and rank. With L blocks and A
+    micro-batches of so many sequences, G of which reduce gradients, and F blocks with recompute = "full" or n:
+
+        tp  all-gather       A (6 L + 2)     a block's two inputs, once more for backward, and the gradients of its two
+                                             outputs; the head's input, the embedding's gradient; and the loss's figures
+                                             (three float32 a token) once a chunk of tokens
+            reduce-scatter   A (4 L + F + 2)     the reverse, and once more where recomputed
+            all-reduce       G (2 L + 1)     the gradient of each norm
+        cp  all-gather       2 A L           keys and values, once more for backward
+            reduce-scatter   A L             their gradients
+
+    A gradient that nothing trained needs is not sent, nor an input gathered again for no gradient of a weight; what an
+    adapter has whole on all ranks is reduced as a norm is. Compiled, what is not recomputed is not gathered again but
+    kept.
+    """
+    p, m, t = cfg.parallel, cfg.model, cfg.train
+    tokens, names = sequences * t.seq_len // cp, config.unit_names(m)
+    trained = {name: q for name, q in named_parameters(model) if q.requires_grad}
+    flows = model.embedding.weight.requires_grad  # does a gradient flow into what comes next?
+
+    def trains(*prefixes: str) -> bool:
+        return any(name.startswith(prefixes) for name in trained)
+
+    def size(unit: str) -> int:
+        """Bytes of the unit's activations (tokens, D)."""
+        return unit_dtypes(p, unit)[0].itemsize * tokens * m.dim
+
+    for i in range(m.n_layers):
+        block, activations = f"blocks.{i}.", size(f"blocks.{i}")
+        checkpointed = is_checkpointed(p.recompute, i)
+        again = not p.compile or checkpointed
+        values = flows or trains(f"{block}attention_norm", f"{block}attention.k_proj", f"{block}attention.v_proj")
+        attends = values or trains(f"{block}attention.q_proj")
+        for module, columns in (("attention", "qkv"), ("feed_forward", ("gate", "up"))):
+            into = flows or trains(f"{block}{module}_norm")
+            for_weights = trains(*(f"{block}{module}.{name}_proj" for name in columns))
+            flows = into or trains(f"{block}{module}.")
+            if tp > 1:
+                yield "all_gather", accumulation * (1 + flows + (checkpointed or (again and for_weights))), activations
+                yield "reduce_scatter", accumulation * (1 + into), activations
+        if tp > 1 and checkpointed and p.recompute not in KEEP_EVERY:
+            yield "reduce_scatter", accumulation, activations
+        if cp > 1:
+            keys_and_values = activations // m.dim * cp * 2 * m.n_kv_heads // tp * m.width_per_head
+            yield "all_gather", accumulation * (1 + (checkpointed or (again and attends))), keys_and_values
+            yield "reduce_scatter", accumulation * values, keys_and_values
+    if tp > 1:
+        embedding, head = names[0], names[0 if m.tie_embeddings else -1]
+        yield "all_gather", accumulation * model.embedding.weight.requires_grad, size(embedding)
+        yield "reduce_scatter", accumulation, size(embedding)
+        yield "all_gather", accumulation, size(head)
+        yield "reduce_scatter", accumulation * flows, size(head)
+        chunk = CHUNK["cuda compiled" if p.compile else "cuda"]
+        yield "all_gather", accumulation * (tokens // chunk), tp * 3 * 4 * chunk
+        yield "all_gather", accumulation * (tokens % chunk > 0), tp * 3 * 4 * (tokens % chunk)
+        whole = {q for name, q in trained.items() if placement_of(name).is_replicate()}
+        for unit, modules in units(model):
+            dtype = unit_dtypes(p, unit)[scatters != accumulation]
+            for q in {*unit_parameters(modules)} & whole:
+                yield "all_reduce", scatters, dtype.itemsize * q.numel()

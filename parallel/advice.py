@@ -1,0 +1,65 @@
+"""What to change where a plan does not fit: each change tried by a plan of its own, the fastest that fits named."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+
+import config
+from config import ConfigError
+from parallel.devices import device
+from parallel.plan import Asked, plan
+
+RECOMPUTE = ("none", "elementwise", "selective", "full")  # each keeps less than the one before
+Change = tuple[tuple[str, ...], int]  # overrides; times as many ranks
+
+
+def changes(row: dict, cfg: config.Config, gpus_per_node: int) -> Iterator[Change]:
+    """One at a time, then more and more of them together."""
+    p, sequences = cfg.parallel, row["micro_batch_size"]
+    smaller = [f"--train.micro_batch_size={sequences >> n}" for n in range(1, sequences.bit_length())]
+    less = [f"--parallel.recompute={mode}" for mode in RECOMPUTE if p.recompute not in RECOMPUTE
+            or RECOMPUTE.index(mode) > RECOMPUTE.index(p.recompute)]
+    reshard = ["--parallel.reshard_after_forward=true"] * (p.reshard_after_forward is not True)
+    sync = ["--parallel.sync_every_micro_batch=true"] * (not p.sync_every_micro_batch)
+    moments = ['--optim.state_dtype=bfloat16'] * (cfg.optim.state_dtype != "bfloat16")
+    together = [name for names in (smaller, less, reshard, sync, moments) for name in names[-1:]]
+    shared = [f"--parallel.{name}={degree}" for name in ("tp", "cp") for degree in (2, 4, 8)
+              if getattr(p, name) < degree <= (gpus_per_node if name == "tp" else row["world_size"])]
+    offload = ["--parallel.cpu_offload=true"] * (not p.cpu_offload)
+    for name in (*smaller, *reshard, *sync, *less, *moments, *shared, *offload):
+        yield (name,), 1
+    yield from (((), times) for times in (2, 4, 8))
+    for n in range(2, len(together) + 1):
+        yield tuple(together[:n]), 1
+    for name in (*shared, *offload):
+        yield (*together, name), 1
+    yield from ((tuple(together), times) for times in (2, 4, 8, 16, 32, 64))
+
+
+def tried(row: dict, args: Namespace, asked: Asked) -> Iterator[tuple[Change, dict]]:
+    """The changes that can be had, with their plans: all that are one change; of several together those to the first
+    that fits, where no single one does. Speeds are an H100's where no GPU is given."""
+    asked = Asked(asked.gpu or device("H100"), asked.memory_gib, asked.gpus_per_node)
+    fits = False
+    for overrides, times in changes(row, config.load(args.config, args.overrides), asked.gpus_per_node):
+        if fits and len(overrides) + (times > 1) > 1:
+            return
+        try:
+            found = plan(config.load(args.config, [*args.overrides, *overrides]), row["world_size"] * times, asked)
+        except ConfigError:  # as a degree that does not divide the heads, or the batch
+            continue
+        fits |= found["fits"]
+        yield (overrides, times), found
+
+
+def advise(row: dict, args: Namespace, asked: Asked) -> str:
+    lines, best = [], None
+    for (overrides, times), found in tried(row, args, asked):
+        name = " ".join([*overrides, *[f"--world-size {found['world_size']}"] * (times > 1)])
+        lines.append(f"  {found['device_gib']:9.1f} GiB {found['tokens_per_second_per_device']:12,.0f} tok/s a GPU   "
+                     f"{'fits      ' if found['fits'] else '          '}{name}")
+        speed = 0 if found["host_gib"] else found["tokens_per_second_per_device"]  # copies to the host are not in it
+        if found["fits"] and (not best or speed > best[0]):
+            best = speed, name
+    return "\n".join([f"{row['world_size']} ranks: what would change it, as the plan has it"
+                      + ("" if asked.gpu else " (speeds: an H100's)"), *lines,
+                      f"the fastest that fits: {best[1]}" if best else "nothing on this list fits: use more GPUs"])

@@ -1,0 +1,183 @@
+"""Counts what operators on fake tensors hold, compute and send, while the program that calls them runs."""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from model.float8 import E4M3, E5M2, Float8Weight
+from parallel.activation_checkpoint import ATTENTION, MATRIX_PRODUCTS
+from parallel.float8 import OnMeta, SentIn8Bits
+
+aten, c10d, functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
+NF4 = torch.ops.frozen.nf4_product.default
+PRODUCTS = MATRIX_PRODUCTS | {aten.mm.out, aten.mm.dtype, aten.addmm_.default, aten.addmm.dtype_out}
+BACKWARD_OF_ATTENTION = {aten._scaled_dot_product_flash_attention_backward.default,
+                         aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+                         aten._scaled_dot_product_efficient_attention_backward.default}
+COLLECTIVES = {c10d._allgather_base_.default: "all_gather", functional.all_gather_into_tensor.default: "all_gather",
+               c10d._reduce_scatter_base_.default: "reduce_scatter",
+               functional.reduce_scatter_tensor.default: "reduce_scatter",
+               c10d.allreduce_.default: "all_reduce", functional.all_reduce.default: "all_reduce"}
+MOVES_NOTHING = {aten.empty.memory_format, aten._unsafe_view.default}
+FUSED = 0.45  # what Inductor's kernels read and write, of what the operators in a block do in its dtype
+
+
+@dataclass
+class Phase:
+    """A part of the step: a unit's forward or backward, or the update."""
+
+    name: str  # as "forward blocks.3"
+    peak: Counter = field(default_factory=Counter)  # bytes when most live, by what they are
+    end: Counter = field(default_factory=Counter)  # and when it ends
+    work: Counter = field(default_factory=Counter)  # FLOP of "products", "float8", "attention"; bytes "moved"
+    times: int = 1  # that it comes in a step, as of several micro-batches
+    sent: Counter = field(default_factory=Counter)  # (dimension of the mesh, collective, "number" or "bytes")
+
+
+class Counted(TorchDispatchMode):
+    """Sees every operator on the fake tensors of one mode, and counts by storage what lives."""
+
+    def __init__(self, fake: FakeTensorMode, dimensions: dict[str, str], on_host: set[str], granule: int):
+        """dimensions: those of the mesh, by the name of their process group. on_host: kinds that do not lie on the
+        device. granule: bytes that the allocator rounds to."""
+        super().__init__()
+        self.granule = granule
+        self.fake, self.dimensions, self.on_host = fake, dimensions, on_host
+        self.phases, self.times = [Phase("start")], 1
+        self.live: Counter = Counter()  # bytes by kind
+        self.storages: dict[int, tuple[str, int]] = {}  # kind and bytes
+        self.paused = self.fused = False  # in what is not counted; in a compiled block
+        self.kept: dict[str, list[Tensor]] = {}  # what products read in a compiled block that is not recomputed
+        self.recomputing = False  # in the backward of one
+        self.keeping: list[Tensor] | None = None  # in the forward of one
+
+    def begin(self, name: str) -> None:
+        """The next phase. What the last one leaves, and is nothing else, is kept for backward."""
+        for key, (kind, size) in list(self.storages.items()):
+            if kind == "working memory":
+                self.set(key, "activations", size)
+        self.kept.pop(self.phases[-1].name, None)
+        self.phases[-1].end = self.on_device()
+        self.phases.append(Phase(name, self.on_device(), times=self.times))
+
+    def on_device(self) -> Counter:
+        return Counter({kind: size for kind, size in self.live.items() if kind not in self.on_host})
+
+    def set(self, key: int, kind: str, size: int) -> None:
+        size = -(-size // self.granule) * self.granule
+        before, was = self.storages.get(key, (kind, 0))
+        self.storages[key] = kind, size
+        self.live[before] -= was
+        self.live[kind] += size
+        if size > was and kind not in self.on_host and self.on_device().total() > self.phases[-1].peak.total():
+            self.phases[-1].peak = self.on_device()
+
+    def mark(self, tensors: Iterable[Any], kind: str) -> int:
+        """That these are of this kind; they count from now on where they did not. Returns their bytes,
+        before rounding."""
+        found = 0
+        for t in tensors:
+            t = t._local_tensor if isinstance(t, DTensor) else t
+            if isinstance(t, FakeTensor) and t.fake_mode is self.fake:
+                storage = t.untyped_storage()
+                if storage._cdata not in self.storages:
+                    weakref.finalize(storage, self.drop, storage._cdata)
+                self.set(storage._cdata, kind, storage.nbytes())
+                found += storage.nbytes()
+        return found
+
+    def held(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Counter:
+        """Bytes of a module's parameters, their gradients and state between steps, and of its float8 scales."""
+        own = [*module.parameters()]
+        states = [t for q in own for t in tree_iter(optimizer.state.get(q, {}))]
+        self.mark((q.grad for q in own), "gradients")
+        return Counter({
+            "parameters": self.mark(own, "parameters"),
+            "optimizer state": self.mark(states, "optimizer state"),
+            "gradients": self.mark((q for q in own if q.requires_grad), "parameters"),
+            "scales": 4 * sum(isinstance(getattr(q, "_local_tensor", q), SentIn8Bits) for q in own),
+        })
+
+    def drop(self, key: int) -> None:
+        kind, size = self.storages.pop(key)
+        self.live[kind] -= size
+
+    def resize(self, storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        """In place of storage.resize_(), which no operator shows: FSDP2 frees by it what it gathered."""
+        resize_storage(storage, size)
+        if storage._cdata in self.storages:
+            self.set(storage._cdata, "gathered units", size)
+        return storage
+
+    def unseen(self, function: Callable) -> Callable:
+        """function, of which nothing counts."""
+        def wrapped(*args: Any) -> Any:
+            with mock.patch.object(self, "paused", True):
+                return function(*args)
+
+        return wrapped
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(issubclass(t, (DTensor, Float8Weight, OnMeta)) for t in types):
+            return NotImplemented  # they first: what they are made of comes back to us
+        result = operator(*args, **kwargs)
+        made = [t for t in tree_iter(result) if isinstance(t, FakeTensor)]
+        if self.paused or any(t.fake_mode is not self.fake for t in made):
+            return result
+        read = [t for t in tree_iter((args, kwargs)) if isinstance(t, FakeTensor)]
+        new = [t for t in made if t.untyped_storage()._cdata not in self.storages]
+        if operator in COLLECTIVES:
+            self.send(COLLECTIVES[operator], args, [*read, *made])
+        elif operator in PRODUCTS or operator in ATTENTION or operator in BACKWARD_OF_ATTENTION:
+            self.compute(operator, args, made[0])
+        else:
+            if operator.namespace in ("aten", "fsdp") and not operator.is_view and operator not in MOVES_NOTHING:
+                self.phases[-1].work["moved"] += sum(t.nbytes for t in [*read, *made] if t.dtype != torch.float32
+                                                     or not self.fused) * (FUSED if self.fused else 1)
+            if self.fused and operator != aten.empty.memory_format:
+                new = [t for t in new if t.dtype != torch.float32]
+        self.mark(new, "working memory")
+        return result
+
+    def compute(self, operator: Any, args: tuple, out: Tensor) -> None:
+        work = self.phases[-1].work
+        if operator in ATTENTION:
+            q, k = args[:2]
+            work["attention"] += 2 * q.numel() * k.shape[2]  # half of all pairs, two products of 2 FLOP
+        elif operator in BACKWARD_OF_ATTENTION:
+            q, k = args[1:3]
+            work["attention"] += 5 * q.numel() * k.shape[2]  # five products: scores are computed again
+        else:
+            x = args["addmm" in operator.__name__]
+            work["float8" if x.dtype in (E4M3, E5M2) else "products"] += 2 * x.shape[-1] * out.numel()
+            if operator is NF4:  # its weights, while they are multiplied by
+                self.mark([torch.empty(2 * args[1].numel(), dtype=x.dtype, device=x.device)], "working memory")
+            elif self.keeping is not None:
+                self.keeping.append(x)
+
+    def send(self, kind: str, args: tuple, tensors: list[Tensor]) -> None:
+        if self.recomputing:
+            return
+        group = next((a for a in args if isinstance(a, torch.ScriptObject)), None)
+        name = dist.ProcessGroup.unbox(group).group_name if group is not None else args[-1]
+        dimension = self.dimensions.get(name, "dp_shard")  # reshard_after_forward = n has groups of its own
+        sent = self.phases[-1].sent
+        sent[dimension, kind, "number"] += 1
+        sent[dimension, kind, "bytes"] += max(t.nbytes for t in tensors)
+        if dimension in ("dp_shard", "dp_replicate"):
+            self.mark(tensors, "gathered units" if kind == "all_gather" else "reductions")
+
+
+resize_storage = torch.UntypedStorage.resize_

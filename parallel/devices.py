@@ -1,0 +1,148 @@
+"""How fast a step can be: GPUs' rates, the time that a phase's work takes, and what of communication it hides.
+
+A phase computes for FLOP / rate of products and of attention, and bytes / bandwidth of all else, one after the other.
+FSDP2's collectives run beside that; tensor and context parallelism's stand in its way.
+"""
+
+import math
+from dataclasses import dataclass, fields, replace
+
+import config
+from config import ConfigError
+from parallel.counted import Phase
+
+LATENCY = 10e-6  # seconds of a collective
+HOP = 1e-6  # and more for each node of its ring
+OF_LINK = 0.8  # of a link's bytes a second, as NCCL's rings reach
+OF_BANDWIDTH = 0.9  # copies of an H200: 4.3 of 4.8 TB/s
+
+
+@dataclass(frozen=True)
+class Device:
+    """Rates per second. Products are of 16-bit matrices as large as a block's, for minutes: an estimate where nobody
+    has published them, and the first thing to replace (--gpu NAME,products=...)."""
+
+    memory: float  # GiB that a process may have
+    peak: float  # TFLOP of dense bfloat16, by the data sheet
+    products: float  # TFLOP
+    bandwidth: float  # TB of the memory
+    link: float  # GB sent to the other GPUs of the node
+    network: float  # GB sent to other nodes, of each GPU's share
+    watts: float
+    float8: float = 2  # products in 8 bits, to those in 16
+
+
+# Memory, peak, bandwidth, link and watts: NVIDIA's data sheets. Products: 720 for H100 and H200, whose best shape alone
+# reaches 788; at 500 W what the clock leaves, whose cube the power goes with; of the others about 0.8 of the peak.
+DEVICES = {
+    "A100-40": Device(39.4, 312, 250, 1.56, 300, 25, 400, 1),
+    "A100-80": Device(79.2, 312, 250, 2.04, 300, 25, 400, 1),
+    "H100": Device(79.1, 989, 720, 3.35, 450, 50, 700),
+    "H100-96": Device(94.5, 989, 640, 2.4, 450, 50, 500),  # HBM2e, 500 W: that of torchtitan's tables
+    "H200": Device(139.8, 989, 720, 4.8, 450, 50, 700),
+    "B200": Device(178.4, 2250, 1750, 8.0, 900, 50, 1000),
+    "L40S": Device(44.4, 362, 230, 0.86, 32, 12, 350),
+    "RTX3090": Device(23.6, 71, 60, 0.94, 16, 3, 350, 1),
+    "RTX4090": Device(23.5, 165, 140, 1.01, 32, 3, 450),
+    "RTX5090": Device(31.4, 209, 175, 1.79, 64, 3, 575),
+}
+# Forward and backward attention, of the peak, by whether a head is 128 wide or less: cuDNN's on an H200
+ATTENTION = {True: 0.56, False: 0.38}
+
+
+def device(name: str) -> Device:
+    """NAME, or NAME,rate=value,... for other rates. Raises ConfigError."""
+    name, *changes = name.split(",")
+    known = {name.lower(): found for name, found in DEVICES.items()}
+    if name.lower() not in known:
+        raise ConfigError(f"--gpu {name}: unknown; known are {', '.join(DEVICES)}")
+    rates = [f.name for f in fields(Device)]
+    found = known[name.lower()]
+    for change in changes:
+        rate, _, value = change.partition("=")
+        try:
+            if rate not in rates or not 0 < float(value) < float("inf"):
+                raise ValueError
+        except ValueError:
+            raise ConfigError(f"--gpu {name},{change}: write rate=value, a number above 0; rates are "
+                              f"{', '.join(rates)}") from None
+        found = replace(found, **{rate: float(value)})
+    return found
+
+
+@dataclass(frozen=True)
+class Cluster:
+    device: Device
+    gpus_per_node: int
+    shape: tuple[int, int, int, int]  # of the mesh
+
+    def within(self, dimension: str) -> tuple[int, int]:
+        """(ranks of a group of this dimension, how many of them share a node)."""
+        dp_replicate, dp_shard, cp, tp = self.shape
+        ranks, stride = {"tp": (tp, 1), "cp": (cp, tp), "dp_shard": (dp_shard * cp, tp),
+                         "dp_replicate": (dp_replicate, tp * cp * dp_shard)}[dimension]
+        return ranks, max(1, min(ranks, self.gpus_per_node // stride))
+
+    def sending(self, phase: Phase, dimensions: tuple[str, ...]) -> float:
+        """Seconds of a phase's collectives over these dimensions. A ring of several nodes goes out by the networks of
+        all its ranks in a node."""
+        seconds = 0.0
+        for (dimension, kind, what), sent in phase.sent.items():
+            if dimension in dimensions:
+                ranks, here = self.within(dimension)
+                nodes = math.ceil(ranks / here)
+                rate = self.device.link if nodes == 1 else min(self.device.link, self.device.network * here)
+                if what == "number":
+                    seconds += sent * (LATENCY + HOP * nodes)
+                else:
+                    seconds += sent * (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks / (rate * OF_LINK * 1e9)
+        return seconds
+
+    def computing(self, phase: Phase, wide_heads: bool, best: bool = False) -> float:
+        """Seconds of a phase's work. best: at rates that short tests of the best shapes reach."""
+        d, work = self.device, phase.work
+        products = max(d.products, 0.8 * d.peak) if best else d.products
+        return (work["products"] / products + work["float8"] / (products * d.float8)
+                + work["attention"] / (d.peak * ATTENTION[wide_heads])) / 1e12 \
+            + work["moved"] / (d.bandwidth * (1 if best else OF_BANDWIDTH) * 1e12)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A phase in time, seconds from the step's beginning, and FSDP2's collectives that it issues."""
+
+    phase: Phase
+    begin: float
+    end: float
+    sends: tuple[float, float]
+
+
+def timeline(phases: list[Phase], cfg: config.Config, cluster: Cluster, waiting: bool = True,
+             best: bool = False) -> list[Moment]:
+    """The phases one after the other, each of several micro-batches once. What a phase gathers is for the phase after,
+    or as far behind as explicit prefetch reaches, which waits for it; what it reduces goes out when it ends. One
+    collective is under way at a time. Not waiting: nothing waits for FSDP2's. best: as computing()'s."""
+    p, wide = cfg.parallel, cfg.model.width_per_head >= 128
+    now = free = 0.0
+    ready: dict[int, float] = {}
+    found = []
+    for i, phase in enumerate(phases):
+        update = phase.name == "update"
+        begin = max(now, ready.get(i, 0), free if update else 0) if waiting else now
+        now = begin + cluster.computing(phase, wide, best) + cluster.sending(phase, ("tp", "cp"))
+        gathers = replace(phase, sent={k: v for k, v in phase.sent.items() if k[1] == "all_gather"})
+        reduces = replace(phase, sent={k: v for k, v in phase.sent.items() if k[1] != "all_gather"})
+        first, free = max(free, begin), max(free, begin) + cluster.sending(gathers, ("dp_shard",))
+        ahead = p.prefetch_backward if phase.name.startswith("backward") else p.prefetch_forward
+        ready[i + max(1, ahead)] = free
+        if seconds := cluster.sending(reduces, ("dp_shard", "dp_replicate")):
+            free = max(free, now) + seconds
+            now = free if update else now  # the norm, and with float8 the scales: waited for
+        found.append(Moment(phase, begin, now, (first, free)))
+    return found
+
+
+def step_seconds(moments: list[Moment]) -> float:
+    """Of a whole step, in which phases come several times."""
+    return sum((b.begin if b else a.end) * a.phase.times - a.begin * a.phase.times
+               for a, b in zip(moments, [*moments[1:], None]))

@@ -1,0 +1,116 @@
+"""A plan for people: tables with a bar per part, and a drawing of the step."""
+
+import pathlib
+from xml.sax.saxutils import escape
+
+import config
+import files
+from parallel.devices import Moment
+from parallel.plan import Asked
+
+GIB, BAR = 2**30, 40  # characters of the longest bar
+COLORS = {"parameters": "#4c78a8", "optimizer state": "#72b7b2", "gradients": "#54a24b", "gathered units": "#eeca3b",
+          "reductions": "#f58518", "activations": "#e45756", "working memory": "#b279a2"}
+
+
+def table(row: dict, cfg: config.Config, asked: Asked) -> str:
+    epoch, t = row["steps_per_epoch"], cfg.train
+    lines = [
+        ("ranks", f"{row['world_size']} = {row['replicas']} replicas x {row['shards']} shards"
+                  + f" (of them cp {row['cp']}) x tp {row['tp']}" * (row["cp"] * row["tp"] > 1)),
+        ("parameters", f"{row['parameters']:,} in {row['units']} units"),
+        ("tokens per step", f"{row['tokens_per_step']:,} = {t.global_batch_size} sequences of {t.seq_len}"),
+        ("micro-batches", f"{row['accumulation_steps']} of {row['micro_batch_size']} sequences per rank and step"),
+        ("steps per epoch", f"{epoch:,.1f}" if epoch else "known when the data is prepared"),
+        ("FLOP per token", f"{row['flops_per_token']:,}"),
+        ("between steps", "per rank, the largest" + ", in host memory" * (row["host_gib"] > 0)),
+        *((f"  {what}", f"{row[f'{what}_bytes_per_rank'] / GIB:10.3f} GiB")
+          for what in ("parameter", "gradient", "optimizer")),
+        ("peak", f"{row['peak_gib']:.3f} GiB in the {row['peak_at']}, of these"),
+        *((f"  {part}", f"{gib:10.3f} GiB  {'#' * round(BAR * gib / row['peak_gib'])}")
+          for part, gib in row["parts_gib"].items()),
+        ("  with CUDA's own", f"{row['device_gib']:10.3f} GiB" + f" of {asked.memory_gib:g}" * bool(asked.memory_gib)),
+        ("sent per step", "per rank: number of collectives, and their larger buffers together"),
+        *((f"  {kind}, {dim}", f"{sent[kind][0]:7,} {sent[kind][1] / GIB:12,.3f} GiB  "
+           + ("between nodes" if sent["ranks"] > sent["ranks_in_a_node"] else "within a node"))
+          for dim, sent in row["traffic_per_step"].items() for kind in sent if isinstance(sent[kind], tuple)),
+    ]
+    if row["step_seconds"]:
+        seconds = row["step_seconds"] * t.steps
+        lines += [
+            ("a step", f"{row['step_seconds']:.3g} s, {row['waiting_seconds']:.2g} of them waiting for FSDP2"),
+            ("tokens/s per GPU", f"{row['tokens_per_second_per_device']:,.0f}, MFU {row['mfu']:.1%}; at best "
+                                 f"{row['best_tokens_per_second_per_device']:,.0f}"),
+            ("the whole run", f"{seconds / 86400:,.2f} days, {row['gpu_hours']:,.0f} GPU-hours, "
+                              f"{row['kilowatt_hours']:,.0f} kWh at the GPUs' power"),
+        ]
+    lines += [("not counted", what) for what in row["not_counted"]]
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines) + "\n"
+
+
+def compared(rows: list[dict]) -> str:
+    timed = rows[0]["step_seconds"] is not None
+    head = f"{'ranks':>8} {'peak GiB':>9} {'between steps':>14} {'activations':>12} {'sent GiB':>9}"
+    lines = [head + (f" {'s/step':>8} {'waiting':>8} {'tok/s/GPU':>10}  MFU" if timed else "")]
+    for row in rows:
+        held = sum(row[f"{what}_bytes_per_rank"] for what in ("parameter", "gradient", "optimizer")) / GIB
+        sent = sum(size for _, size in row["collectives_per_step"].values()) / GIB
+        line = (f"{row['world_size']:8,} {row['peak_gib']:9.2f} {held:14.2f} "
+                f"{row['parts_gib'].get('activations', 0):12.2f} {sent:9.1f}")
+        if timed:
+            line += (f" {row['step_seconds']:8.3g} {row['waiting_seconds']:8.2g} "
+                     f"{row['tokens_per_second_per_device']:10,.0f} {row['mfu']:4.0%}")
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def verdict(row: dict, asked: Asked) -> str:
+    left = asked.memory_gib - row["device_gib"]
+    return (f"{row['world_size']} ranks: {row['device_gib']:.4g} of {asked.memory_gib:g} GiB at the peak, in the "
+            f"{row['peak_at']}: " + (f"fits, {left:.3g} GiB left" if row["fits"] else "does not fit"))
+
+
+def draw(row: dict, moments: list[Moment], path: str) -> None:
+    """An SVG of one micro-batch and the update: memory, each phase as high as its peak; below, what is computed and
+    what FSDP2 sends. Seconds are an H100's where no GPU was given. Raises OSError."""
+    width, height, left, top = 1100, 360, 70, 40
+    floor, whole = top + height, moments[-1].end
+    most = max(moment.phase.peak.total() for moment in moments)
+    shapes = []
+
+    def box(x: float, y: float, wide: float, tall: float, color: str, title: str) -> None:
+        shapes.append(f'<rect x="{x:.2f}" y="{y:.2f}" width="{wide:.2f}" height="{tall:.2f}" fill="{color}">'
+                      f"<title>{escape(title)}</title></rect>")
+
+    def span(begin: float, end: float, y: float, tall: float, color: str, title: str) -> None:
+        box(left + begin / whole * width, y, max(0.3, (end - begin) / whole * width), tall, color, title)
+
+    def text(x: float, y: float, words: str, anchor: str = "start") -> None:
+        shapes.append(f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}">{escape(words)}</text>')
+
+    for moment in moments:
+        phase, y = moment.phase, floor
+        for kind, color in COLORS.items():
+            if (tall := phase.peak[kind] / most * height) > 0:
+                y -= tall
+                span(moment.begin, moment.end, y, tall, color,
+                     f"{phase.name}: {kind} {phase.peak[kind] / GIB:.2f} of {phase.peak.total() / GIB:.2f} GiB")
+        span(moment.begin, moment.end, floor + 20, 24, "#999" if phase.name.startswith("forward") else "#555",
+             f"{phase.name}: {1e3 * (moment.end - moment.begin):.2f} ms")
+        sent = 1e3 * (moment.sends[1] - moment.sends[0])
+        if sent > 0:
+            span(*moment.sends, floor + 50, 24, COLORS["gathered units"], f"sent in {phase.name}: {sent:.2f} ms")
+    for i in range(5):
+        text(left - 6, floor - height * i / 4 + 4, f"{most / GIB * i / 4:.1f}", "end")
+        text(left + width * i / 4, floor + 95, f"{whole * i / 4:.3g} s", "middle")
+    for y, words in (top - 12, "GiB"), (floor + 36, "computes"), (floor + 66, "sends"):
+        text(left - 6, y, words, "end")
+    text(left, 18, f"{row['world_size']} ranks: peak {row['peak_gib']:.2f} GiB in the {row['peak_at']}")
+    for i, (kind, color) in enumerate(COLORS.items()):
+        box(left + 150 * i, floor + 110, 10, 10, color, kind)
+        text(left + 150 * i + 14, floor + 119, kind)
+    size = f"0 0 {left + width + 20} {floor + 130}"
+    files.write_whole(pathlib.Path(path), "\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>', *shapes, "</svg>", ""]))

@@ -1,0 +1,243 @@
+"""One training step of rank 0, of any number of ranks, on tensors that have no storage: what it holds, computes, sends.
+
+The real program runs: the model on meta, parallelize(), the optimizer; under torch's fake tensors and process group.
+Every operator is seen with what it reads and makes, so that nothing here describes the model again. Of blocks that are
+alike a few are run, and the others counted as one in the middle.
+
+A step for a GPU runs as on one (as_on_a_gpu), since on a CPU attention, masks and loss go other ways. A compiled block
+runs eagerly, but by what Inductor makes of one: products, attention and collectives write what they make, and float32
+in between stays in registers; without recomputation it keeps, of what products read, too.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_iter
+
+import config
+from model.float8 import use_float8
+from model.llama import Llama, meta_model
+from model.loss import CHUNK
+from optim import BFloat16AdamW, build_optimizer, clip_gradients
+from parallel.activation_checkpoint import apply_activation_checkpointing, checkpointed, is_checkpointed
+from parallel.counted import Counted, Phase
+from parallel.float8 import SentIn8Bits, update_scales
+from parallel.fsdp import set_gradient_sync, unshard_first_units
+from parallel.mesh import World, build_mesh
+from parallel.parallelize import parallelize
+
+
+class FakeShard(SentIn8Bits, FakeTensor):
+    """parallel/float8.py's Shard, without storage."""
+
+
+@dataclass(frozen=True)
+class Step:
+    phases: list[Phase]
+    held: Counter  # bytes of this rank's parameters, gradients and optimizer state
+    optimizer: str
+
+    def peak(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.peak.total())
+
+
+def simulate(cfg: config.Config, ranks: int, on_gpu: bool = True, whole: bool = False) -> Step:
+    """There must be no process group. whole: every block is run. Raises ConfigError for a mesh that cannot be had."""
+    p, blocks = cfg.parallel, cfg.model.n_layers
+    period = p.recompute if isinstance(p.recompute, int) else 1
+    edge = max(p.prefetch_forward, p.prefetch_backward, 1)  # blocks that gather, or are gathered by, what is no block
+    few = 2 * edge + 1 + period
+    few += (blocks - few) % period
+    numbered = any({*"0123456789?["} & {*pattern} for pattern in (*cfg.model.freeze, *p.keep_fp32, *p.unsharded))
+    whole = whole or numbered or few >= blocks
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        world = World(0, ranks, torch.device("cpu"), build_mesh("cpu", config.mesh_shape(cfg, ranks)))
+        if not whole:
+            found, of_blocks = run(replace(cfg, model=replace(cfg.model, n_layers=few)), world, on_gpu)
+            whole = any(kind != "all_reduce" for _, kind, _ in found.phases[-1].sent)  # its optimizer sends matrices
+        if whole:
+            return run(cfg, world, on_gpu)[0]
+    finally:
+        dist.destroy_process_group()
+    middle, times = range(edge + 1, edge + 1 + period), (blocks - few) // period
+    return stretched(found, sum((of_blocks[i] for i in middle), Counter()), middle, times)
+
+
+def stretched(step: Step, more: Counter, middle: range, times: int) -> Step:
+    """The step of a model that has the middle blocks, which hold so much between steps, so many times more."""
+    def copied(phase: Phase, later: int) -> Phase:
+        kind, _, block = phase.name.partition(" block ")
+        name = f"{kind} block {int(block) + later * len(middle)}" if block else phase.name
+        return replace(phase, name=name, peak=plus(phase.peak, offset), end=plus(phase.end, offset))
+
+    phases, held = step.phases, plus(step.held, more, times)
+    # gradients of other micro-batches perhaps, and what is offloaded not
+    from_start = {kind: size for kind, size in more.items() if phases[0].peak[kind]}
+    offset, found = plus(Counter(), from_start, times), []
+    first = {f"forward block {middle[0]}", f"backward block {middle[-1]}"}
+    for i, phase in enumerate(phases):
+        block = int(phase.name.rpartition(" ")[2]) if " block " in phase.name else -1
+        backward = phase.name.startswith("backward")  # which begins at the last block
+        if phase.name in first:
+            group = phases[i : i + len(middle)]
+            grown = plus(group[-1].end, phases[i - 1].end, -1)
+            for later in range(times, 0, -1) if backward else range(times):
+                found += [copied(p, later) for p in group]
+                offset = plus(offset, grown)
+        found.append(copied(phase, times if block >= middle[-1 if backward else 0] + backward else 0))
+    update = found[-1]  # its work is that of all parameters
+    share = held["parameters"] / step.held["parameters"]
+    scales = {key: more["scales"] for key in update.sent if key == ("dp_shard", "all_reduce", "bytes")}
+    found[-1] = replace(update, end=Counter({**update.end, "gradients": 0}), sent=plus(update.sent, scales, times),
+                        work=Counter({kind: share * work for kind, work in update.work.items()}))
+    return Step(found, held, step.optimizer)
+
+
+def plus(a: Counter, b: Mapping, times: int = 1) -> Counter:
+    """a + times b; less than nothing, too."""
+    return Counter({key: a.get(key, 0) + times * b.get(key, 0) for key in {*a, *b}})
+
+
+def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[Counter]]:
+    """A step; what each block holds between steps."""
+    p, sequences = cfg.parallel, config.micro_batch_size(cfg, world.dp_size)
+    dimensions = {world.mesh[name].get_group().group_name: name for name in ("dp_replicate", "cp", "tp")
+                  if world.mesh[name].size() > 1}
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    on_host = {"parameters", "optimizer state", "gradients"} if p.cpu_offload else set()
+    counted = Counted(fake, dimensions, on_host, granule=512 if on_gpu else 1)
+    with contextlib.ExitStack() as stack:
+        for patch in [*without_storage(counted), *(as_on_a_gpu(cfg, counted) if on_gpu else ())]:
+            stack.enter_context(patch)
+        model = meta_model(cfg.model, cfg.lora)
+        parallelize(model, replace(cfg, parallel=replace(p, compile=False)), world)
+        model.head.compile_loss = p.compile and on_gpu
+        stack.enter_context(fake)
+        stack.enter_context(counted)
+        model.to_empty(device="cpu")
+        optimizer = build_optimizer(model, cfg.optim)
+        if p.compile and isinstance(optimizer, BFloat16AdamW):
+            optimizer.update = partial(one_kernel, counted, optimizer.update)
+        update_scales(model)
+        watch(model, counted, p.compile and on_gpu)
+        # Of several micro-batches those that are alike once: where gradients of one before are there.
+        accumulation = config.accumulation_steps(cfg, world.dp_size)
+        passes = {True: accumulation} if p.sync_every_micro_batch else {False: accumulation - 1, True: 1}
+        if accumulation > 1 and p.sync_every_micro_batch:
+            for q in model.parameters():
+                q.grad = torch.zeros_like(q) if q.requires_grad else None
+        held, *of_blocks = [counted.held(module, optimizer) for module in (model, *model.blocks)]
+        for last, counted.times in [(last, times) for last, times in passes.items() if times]:
+            counted.begin("batch")
+            unshard_first_units(model, p)
+            set_gradient_sync(model, p, world, last)
+            ids = torch.zeros(sequences, cfg.train.seq_len // world.cp, dtype=torch.int64)
+            model(ids, ids)[0]["loss"].backward()
+            counted.fused = False
+            counted.mark((q.grad for q in model.parameters()), "gradients")
+        counted.times = 1
+        counted.begin("update")
+        clip_gradients(model, optimizer, cfg.train.max_grad_norm)
+        optimizer.step()
+        update_scales(model)
+        optimizer.zero_grad()
+        counted.begin("end")
+    return Step(counted.phases[1:-1], held, type(optimizer).__name__), of_blocks
+
+
+def without_storage(counted: Counted) -> list:
+    """Patches of what needs a tensor's value, or another class of tensors, or passes by the operators."""
+    whole = ShardingPropagator._propagate_tensor_meta_non_cached  # DTensor's look at shapes: not this rank's
+    return [
+        mock.patch("optim.place_in_whole", lambda *unused: torch.zeros(4, dtype=torch.int32)),
+        mock.patch.object(FakeTensor, "as_subclass", lambda t, kind: setattr(t, "__class__", FakeShard) or t),
+        mock.patch.object(ShardingPropagator, whole.__name__, counted.unseen(whole)),
+        mock.patch.object(torch.UntypedStorage, "resize_", lambda *of: counted.resize(*of)),
+    ]
+
+
+def watch(model: Llama, counted: Counted, compiled: bool) -> None:
+    """Lets phases begin with the forward and backward of each module of the model."""
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
+    sharded = [q for group in groups if group for q in group.fsdp_params]
+
+    def begin(name: str) -> None:
+        counted.mark((q.grad for q in model.parameters()), "gradients")
+        counted.mark((q.unsharded_accumulated_grad for q in sharded), "gradients")
+        counted.mark((t for q in sharded for t in getattr(q, "all_gather_outputs", ())), "gathered units")
+        counted.begin(name)
+        counted.fused = compiled and "block" in name
+
+    def before(name: str, module: nn.Module, args: tuple) -> None:
+        begin(f"forward {name}")
+        if getattr(module, "keeps_inputs", False):
+            counted.keeping = counted.kept[f"backward {name}"] = []
+
+    def after(name: str, module: nn.Module, args: tuple, output: Any) -> None:
+        counted.keeping = None
+        for tensor in tree_iter(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda gradient: begin(f"backward {name}"))
+
+    modules = {"embedding": model.embedding, "head": model.head}
+    for name, module in [*modules.items(), *((f"block {i}", block) for i, block in enumerate(model.blocks))]:
+        module.register_forward_pre_hook(partial(before, name), prepend=True)
+        module.register_forward_hook(partial(after, name))
+
+
+def as_on_a_gpu(cfg: config.Config, counted: Counted) -> list:
+    """Patches by which what asks for its device goes a GPU's way, and what cfg compiles is counted as if it were."""
+    patches = [
+        mock.patch.object(FakeTensor, "is_cuda", True),
+        mock.patch.dict(CHUNK, cpu=CHUNK["cuda"]),
+        mock.patch("parallel.parallelize.use_float8", lambda blocks, recipe, _: use_float8(blocks, recipe, "cuda")),
+        # FlexAttention's blocks are small: SDPA's causal mask stands for them
+        mock.patch("model.llama.document_mask", lambda documents: None),
+        mock.patch("parallel.context.document_mask", lambda documents, places: None),
+        mock.patch("parallel.context.make_mask", lambda *unused: None),
+    ]
+    if cfg.parallel.compile:
+        patches += [
+            mock.patch("parallel.parallelize.apply_activation_checkpointing", partial(keep_products, counted)),
+            # what is not recomputed is not gathered again either
+            mock.patch("parallel.tensor.is_checkpointed", lambda *unused: True),
+            mock.patch("parallel.context.is_checkpointed", lambda *unused: True),
+            mock.patch("model.loss.compiled", partial(partial, one_kernel, counted)),
+        ]
+    return patches
+
+
+def one_kernel(counted: Counted, function: Callable, *args: Any) -> Any:
+    """function(*args), compiled: what is between its inputs and outputs does not exist."""
+    with mock.patch.object(counted, "paused", True), mock.patch("torch.compiler.is_compiling", lambda: True):
+        result = function(*args)
+    counted.phases[-1].work["moved"] += sum(t.nbytes for t in tree_iter((args, result)) if isinstance(t, Tensor))
+    counted.mark(tree_iter(result), "working memory")
+    return result
+
+
+def keep_products(counted: Counted, model: Llama, setting: str | int, tp: int) -> None:
+    """apply_activation_checkpointing() of compiled blocks. Those it leaves alone keep for backward what "elementwise"
+    does, and what products read (watch); the rest is computed again, but nothing sent again."""
+    def recomputing(flag: bool) -> Callable:
+        return lambda *unused: setattr(counted, "recomputing", flag and counted.phases[-1].name.startswith("backward"))
+
+    apply_activation_checkpointing(model, setting, tp)
+    for i in [i for i in range(len(model.blocks)) if not is_checkpointed(setting, i)]:
+        model.blocks[i].register_forward_pre_hook(recomputing(True))
+        model.blocks[i].register_forward_hook(recomputing(False), always_call=True)
+        model.blocks[i] = checkpointed(model.blocks[i], "elementwise", tp)
+        model.blocks[i].keeps_inputs = True
