@@ -51,15 +51,23 @@ def tried(row: dict, args: Namespace, asked: Asked) -> Iterator[tuple[Change, di
         yield (overrides, times), found
 
 
+def words(change: Change, found: dict) -> str:
+    return " ".join([*change[0], *[f"--world-size {found['world_size']}"] * (change[1] > 1)])
+
+
+def speed(found: dict) -> float:
+    """To choose by: with offload none, since the plan does not know the time of copies to the host."""
+    return 0.0 if found["host_gib"] else found["tokens_per_second_per_device"]
+
+
 def advise(row: dict, args: Namespace, asked: Asked) -> str:
     lines, best = [], None
-    for (overrides, times), found in tried(row, args, asked):
-        name = " ".join([*overrides, *[f"--world-size {found['world_size']}"] * (times > 1)])
-        lines.append(f"  {found['device_gib']:9.1f} GiB {found['tokens_per_second_per_device']:12,.0f} tok/s a GPU   "
-                     f"{'fits      ' if found['fits'] else '          '}{name}")
-        speed = 0 if found["host_gib"] else found["tokens_per_second_per_device"]  # copies to the host are not in it
-        if found["fits"] and (not best or speed > best[0]):
-            best = speed, name
+    for change, found in tried(row, args, asked):
+        name = words(change, found)
+        rate = f"{speed(found):,.0f}" if speed(found) else "unknown"
+        lines.append(f"  {found['device_gib']:9.1f} GiB {rate:>9} tok/s a GPU   {'fits' * found['fits']:<6}{name}")
+        if found["fits"] and (not best or speed(found) > best[0]):
+            best = speed(found), name
     return "\n".join([f"{row['world_size']} ranks: what would change it, as the plan has it"
                       + ("" if asked.gpu else " (speeds: an H100's)"), *lines,
                       f"the fastest that fits: {best[1]}" if best else "nothing on this list fits: use more GPUs"])

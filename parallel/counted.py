@@ -75,7 +75,7 @@ class Counted(TorchDispatchMode):
         return Counter({kind: size for kind, size in self.live.items() if kind not in self.on_host})
 
     def set(self, key: int, kind: str, size: int) -> None:
-        size = -(-size // self.granule) * self.granule
+        size = self.rounded(size)
         before, was = self.storages.get(key, (kind, 0))
         self.storages[key] = kind, size
         self.live[before] -= was
@@ -83,10 +83,8 @@ class Counted(TorchDispatchMode):
         if size > was and kind not in self.on_host and self.on_device().total() > self.phases[-1].peak.total():
             self.phases[-1].peak = self.on_device()
 
-    def mark(self, tensors: Iterable[Any], kind: str) -> int:
-        """That these are of this kind; they count from now on where they did not. Returns their bytes,
-        before rounding."""
-        found = 0
+    def mark(self, tensors: Iterable[Any], kind: str) -> None:
+        """That these are of this kind; they count from now on where they did not."""
         for t in tensors:
             t = t._local_tensor if isinstance(t, DTensor) else t
             if isinstance(t, FakeTensor) and t.fake_mode is self.fake:
@@ -94,20 +92,26 @@ class Counted(TorchDispatchMode):
                 if storage._cdata not in self.storages:
                     weakref.finalize(storage, self.drop, storage._cdata)
                 self.set(storage._cdata, kind, storage.nbytes())
-                found += storage.nbytes()
-        return found
 
-    def held(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Counter:
-        """Bytes of a module's parameters, their gradients and state between steps, and of its float8 scales."""
+    def held(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Counter, Counter]:
+        """Bytes of a module's parameters, their gradients and state between steps, and of its float8 scales; the same
+        as the allocator rounds them."""
         own = [*module.parameters()]
-        states = [t for q in own for t in tree_iter(optimizer.state.get(q, {}))]
-        self.mark((q.grad for q in own), "gradients")
-        return Counter({
-            "parameters": self.mark(own, "parameters"),
-            "optimizer state": self.mark(states, "optimizer state"),
-            "gradients": self.mark((q for q in own if q.requires_grad), "parameters"),
-            "scales": 4 * sum(isinstance(getattr(q, "_local_tensor", q), SentIn8Bits) for q in own),
-        })
+        states = [t for q in own for t in tree_iter(optimizer.state.get(q, {})) if isinstance(t, Tensor)]
+        trained = [q for q in own if q.requires_grad]
+        for kind, tensors in ("parameters", own), ("optimizer state", states), ("gradients", [q.grad for q in own]):
+            self.mark(tensors, kind)
+        exact, taken = Counter(), Counter()
+        for kind, tensors in ("parameters", own), ("optimizer state", states), ("gradients", trained):
+            for t in tensors:
+                local = t._local_tensor if isinstance(t, DTensor) else t
+                exact[kind] += local.nbytes
+                taken[kind] += self.rounded(local.nbytes)
+        exact["scales"] = 4 * sum(isinstance(getattr(q, "_local_tensor", q), SentIn8Bits) for q in own)
+        return exact, taken
+
+    def rounded(self, size: int) -> int:
+        return -(-size // self.granule) * self.granule
 
     def drop(self, key: int) -> None:
         kind, size = self.storages.pop(key)
@@ -139,7 +143,7 @@ class Counted(TorchDispatchMode):
         read = [t for t in tree_iter((args, kwargs)) if isinstance(t, FakeTensor)]
         new = [t for t in made if t.untyped_storage()._cdata not in self.storages]
         if operator in COLLECTIVES:
-            self.send(COLLECTIVES[operator], args, [*read, *made])
+            self.send(operator, args, [*read, *made])
         elif operator in PRODUCTS or operator in ATTENTION or operator in BACKWARD_OF_ATTENTION:
             self.compute(operator, args, made[0])
         else:
@@ -167,12 +171,15 @@ class Counted(TorchDispatchMode):
             elif self.keeping is not None:
                 self.keeping.append(x)
 
-    def send(self, kind: str, args: tuple, tensors: list[Tensor]) -> None:
+    def send(self, operator: Any, args: tuple, tensors: list[Tensor]) -> None:
         if self.recomputing:
             return
+        kind, by_fsdp = COLLECTIVES[operator], operator.namespace == "c10d"
         group = next((a for a in args if isinstance(a, torch.ScriptObject)), None)
         name = dist.ProcessGroup.unbox(group).group_name if group is not None else args[-1]
         dimension = self.dimensions.get(name, "dp_shard")  # reshard_after_forward = n has groups of its own
+        if by_fsdp and dimension == "cp":  # which may be all that shards
+            dimension = "dp_shard"
         sent = self.phases[-1].sent
         sent[dimension, kind, "number"] += 1
         sent[dimension, kind, "bytes"] += max(t.nbytes for t in tensors)

@@ -137,7 +137,7 @@ def timeline(phases: list[Phase], cfg: config.Config, cluster: Cluster, waiting:
         ready[i + max(1, ahead)] = free
         if seconds := cluster.sending(reduces, ("dp_shard", "dp_replicate")):
             free = max(free, now) + seconds
-            now = free if update else now  # the norm, and with float8 the scales: waited for
+            now = free if update and waiting else now  # the norm, and with float8 the scales: waited for
         found.append(Moment(phase, begin, now, (first, free)))
     return found
 

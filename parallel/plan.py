@@ -18,7 +18,7 @@ from config import ConfigError
 from model.llama import flops_per_token, meta_model, parameter_count
 from parallel.devices import Cluster, Device, Moment, device, step_seconds, timeline
 from parallel.fsdp import units
-from parallel.simulate import simulate
+from parallel.simulate import Step, simulate
 
 GIB = 2**30
 CONTEXT_GIB = 1.5  # CUDA's context, and what cuBLAS, cuDNN and NCCL keep: an estimate
@@ -50,7 +50,7 @@ def planned(cfg: config.Config, ranks: int, asked: Asked, epoch: float | None = 
         cfg = replace(cfg, parallel=replace(cfg.parallel, param_dtype="bfloat16"))
     shape = dp_replicate, dp_shard, cp, tp = config.mesh_shape(cfg, ranks)
     step, model = simulate(cfg, ranks, on_gpu=cfg.run.device != "cpu"), meta_model(cfg.model, cfg.lora)
-    peak, sent = step.peak(), Counter()
+    peak, sent, needed = step.peak(), Counter(), device_gib(step)
     for phase in step.phases:
         for key, n in phase.sent.items():
             sent[key] += n * phase.times
@@ -86,8 +86,8 @@ def planned(cfg: config.Config, ranks: int, asked: Asked, epoch: float | None = 
         "peak_at": peak.name,
         "parts_gib": {kind: size / GIB for kind, size in peak.peak.most_common() if size},
         "host_gib": (step.held.total() - step.held["scales"]) / GIB if cfg.parallel.cpu_offload else 0.0,
-        "device_gib": (device_gib := peak_gib * RESERVED + CONTEXT_GIB),
-        "fits": device_gib <= asked.memory_gib if asked.memory_gib else None,
+        "device_gib": needed,
+        "fits": needed <= asked.memory_gib if asked.memory_gib else None,
         "not_counted": ["the time of copies to the host, and of the update there"] * cfg.parallel.cpu_offload + (
                        [] if step.held["optimizer state"] else
                        [f"the state of {step.optimizer}, which optim.build_optimizer does not make"]),
@@ -101,6 +101,11 @@ def planned(cfg: config.Config, ranks: int, asked: Asked, epoch: float | None = 
                 "mfu": tokens / seconds * flops / (asked.gpu.peak * 1e12), "gpu_hours": hours,
                 "kilowatt_hours": hours * asked.gpu.watts / 1000}
     return row, moments
+
+
+def device_gib(step: Step) -> float:
+    """What a step takes of a GPU's memory."""
+    return step.peak().peak.total() / GIB * RESERVED + CONTEXT_GIB
 
 
 def dry_run(cfg: config.Config, args: Namespace, epoch: float | None) -> bool:

@@ -29,7 +29,8 @@ def table(row: dict, cfg: config.Config, asked: Asked) -> str:
         ("peak", f"{row['peak_gib']:.3f} GiB in the {row['peak_at']}, of these"),
         *((f"  {part}", f"{gib:10.3f} GiB  {'#' * round(BAR * gib / row['peak_gib'])}")
           for part, gib in row["parts_gib"].items()),
-        ("  with CUDA's own", f"{row['device_gib']:10.3f} GiB" + f" of {asked.memory_gib:g}" * bool(asked.memory_gib)),
+        ("  with CUDA's own", f"{row['device_gib']:10.3f} GiB" + (f" of {asked.memory_gib:g}" if asked.memory_gib else
+                                                                  "")),
         ("sent per step", "per rank: number of collectives, and their larger buffers together"),
         *((f"  {kind}, {dim}", f"{sent[kind][0]:7,} {sent[kind][1] / GIB:12,.3f} GiB  "
            + ("between nodes" if sent["ranks"] > sent["ranks_in_a_node"] else "within a node"))

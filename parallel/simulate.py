@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_iter
 
@@ -62,6 +63,7 @@ def simulate(cfg: config.Config, ranks: int, on_gpu: bool = True, whole: bool = 
     few += (blocks - few) % period
     numbered = any({*"0123456789?["} & {*pattern} for pattern in (*cfg.model.freeze, *p.keep_fp32, *p.unsharded))
     whole = whole or numbered or few >= blocks
+    _clear_sharding_prop_cache()  # which knows meshes of another simulation, whose groups are gone
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         world = World(0, ranks, torch.device("cpu"), build_mesh("cpu", config.mesh_shape(cfg, ranks)))
@@ -73,11 +75,13 @@ def simulate(cfg: config.Config, ranks: int, on_gpu: bool = True, whole: bool = 
     finally:
         dist.destroy_process_group()
     middle, times = range(edge + 1, edge + 1 + period), (blocks - few) // period
-    return stretched(found, sum((of_blocks[i] for i in middle), Counter()), middle, times)
+    more = [sum(counts, Counter()) for counts in zip(*(of_blocks[i] for i in middle))]
+    return stretched(found, *more, middle, times)
 
 
-def stretched(step: Step, more: Counter, middle: range, times: int) -> Step:
-    """The step of a model that has the middle blocks, which hold so much between steps, so many times more."""
+def stretched(step: Step, more: Counter, taken: Counter, middle: range, times: int) -> Step:
+    """The step of a model that has the middle blocks, which hold so much between steps, so many times more. more:
+    bytes; taken: as the allocator rounds them."""
     def copied(phase: Phase, later: int) -> Phase:
         kind, _, block = phase.name.partition(" block ")
         name = f"{kind} block {int(block) + later * len(middle)}" if block else phase.name
@@ -85,7 +89,7 @@ def stretched(step: Step, more: Counter, middle: range, times: int) -> Step:
 
     phases, held = step.phases, plus(step.held, more, times)
     # gradients of other micro-batches perhaps, and what is offloaded not
-    from_start = {kind: size for kind, size in more.items() if phases[0].peak[kind]}
+    from_start = {kind: size for kind, size in taken.items() if phases[0].peak[kind]}
     offset, found = plus(Counter(), from_start, times), []
     first = {f"forward block {middle[0]}", f"backward block {middle[-1]}"}
     for i, phase in enumerate(phases):
@@ -111,8 +115,8 @@ def plus(a: Counter, b: Mapping, times: int = 1) -> Counter:
     return Counter({key: a.get(key, 0) + times * b.get(key, 0) for key in {*a, *b}})
 
 
-def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[Counter]]:
-    """A step; what each block holds between steps."""
+def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tuple[Counter, Counter]]]:
+    """A step; what each block holds between steps, exact and rounded."""
     p, sequences = cfg.parallel, config.micro_batch_size(cfg, world.dp_size)
     dimensions = {world.mesh[name].get_group().group_name: name for name in ("dp_replicate", "cp", "tp")
                   if world.mesh[name].size() > 1}
@@ -139,7 +143,7 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[Coun
         if accumulation > 1 and p.sync_every_micro_batch:
             for q in model.parameters():
                 q.grad = torch.zeros_like(q) if q.requires_grad else None
-        held, *of_blocks = [counted.held(module, optimizer) for module in (model, *model.blocks)]
+        (held, _), *of_blocks = [counted.held(module, optimizer) for module in (model, *model.blocks)]
         for last, counted.times in [(last, times) for last, times in passes.items() if times]:
             counted.begin("batch")
             unshard_first_units(model, p)

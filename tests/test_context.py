@@ -10,7 +10,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 from model.attention import attention, make_mask, mask_mod
 from parallel.collectives import gathered
 from parallel.mesh import World, build_mesh, spans_machines
+from parallel.simulate import simulate
 from tests import cases
+from tests.conftest import make_config
 
 
 @pytest.mark.parametrize("ranks, draws", [(2, 40), (4, 24)])
@@ -75,6 +77,15 @@ def test_activations_fall_as_1_over_tp_and_cp(of_a_block, setting):
     kept_too = 2 * 64 * MODEL["dim"] * 4 if setting == "selective" else 0
     for (cp, tp), kept in of_a_block.items():
         assert kept[setting] == (alone + kept_too * (tp > 1)) / (cp * tp) > 0, (cp, tp)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_plan_knows_what_a_block_keeps(of_a_block, setting):
+    for (cp, tp), kept in of_a_block.items():
+        cfg = make_config(model={**MODEL, "n_layers": 3}, train={"seq_len": 64, "micro_batch_size": 2},
+                          parallel={"dp_shard": 1, "cp": cp, "tp": tp, "recompute": setting})
+        ends = {phase.name: phase.end["activations"] for phase in simulate(cfg, cp * tp, on_gpu=False).phases}
+        assert ends["forward block 2"] - ends["forward block 1"] == kept[setting], (cp, tp)
 
 
 def test_tp_groups_that_span_machines_are_told(monkeypatch):
