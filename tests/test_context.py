@@ -82,10 +82,13 @@ def test_activations_fall_as_1_over_tp_and_cp(of_a_block, setting):
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_plan_knows_what_a_block_keeps(of_a_block, setting):
     for (cp, tp), kept in of_a_block.items():
-        cfg = make_config(model={**MODEL, "n_layers": 3}, train={"seq_len": 64, "micro_batch_size": 2},
-                          parallel={"dp_shard": 1, "cp": cp, "tp": tp, "recompute": setting})
-        ends = {phase.name: phase.end["activations"] for phase in simulate(cfg, cp * tp, on_gpu=False).phases}
-        assert ends["forward block 2"] - ends["forward block 1"] == kept[setting], (cp, tp)
+        blocks = []
+        for sequences in (4, 2):
+            cfg = make_config(model={**MODEL, "n_layers": 3}, train={"seq_len": 64, "micro_batch_size": sequences},
+                              parallel={"dp_shard": 1, "cp": cp, "tp": tp, "recompute": setting})
+            ends = {phase.name: phase.end["activations"] for phase in simulate(cfg, cp * tp, on_gpu=False).phases}
+            blocks.append(ends["forward block 2"] - ends["forward block 1"])
+        assert blocks[0] - blocks[1] == kept[setting], (cp, tp)
 
 
 def test_tp_groups_that_span_machines_are_told(monkeypatch):
