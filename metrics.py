@@ -22,6 +22,7 @@ import config
 import files
 import options
 from parallel.mesh import World, all_gather_objects, on_rank_zero
+from parallel.plan_check import PlanCheck
 
 log = logging.getLogger("train")
 
@@ -80,6 +81,7 @@ class Recorder:
         """start: the step that training resumes after."""
         self.cfg, self.world, self.folder, self.start, self.flops_per_token = cfg, world, folder, start, flops_per_token
         self.rows = Rows(folder, cfg.log, start) if world.rank == 0 else None
+        self.plan = PlanCheck(cfg, world, folder) if world.rank == 0 else None
         self.restart_timer()
 
     def has_evaluation(self, step: int) -> bool:
@@ -105,6 +107,8 @@ class Recorder:
         training_step() returns them, and under their names in the row, the sums as means over the step's tokens.
         """
         self.steps += 1
+        if self.plan:
+            self.plan.count_step()
         if step not in (1, self.cfg.train.steps) and step % self.cfg.log.every_steps:
             return
         # item() waits until the device is done
@@ -133,6 +137,8 @@ class Recorder:
         if self.rows:
             self.rows.write(row)
             log.info(console_line(row, self.cfg.train.steps))
+            if found := self.plan.row(step, figures["step_seconds"]):
+                self.rows.write(found)
         self.restart_timer()
 
     def log_evaluation(self, step: int, found: dict | None) -> None:
@@ -168,6 +174,7 @@ class Recorder:
     def close(self) -> None:
         if self.rows:
             self.rows.close()
+            self.plan.close()
 
 
 class Rows:

@@ -109,7 +109,7 @@ def measure(cfg: config.Config, world: World) -> dict[int, list[tuple[float, flo
             train(cfg, world, run)
     except SystemExit:
         raise ConfigError(folder.failures(run_folder, LAUNCH)[0]["text"]) from None
-    losses = {row["step"]: row["loss"] for row in read_rows(run_folder / "metrics.jsonl")}
+    losses = {row["step"]: row["loss"] for row in read_rows(run_folder / "metrics.jsonl") if row["kind"] == "train"}
     for step, ours in losses.items():
         if not math.isclose(ours, theirs := bare.loss(step), rel_tol=1e-3):
             raise ArithmeticError(f"step {step}: train.py's loss is {ours}, the bare loop's {theirs}")

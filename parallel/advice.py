@@ -1,7 +1,7 @@
 """What to change where a plan does not fit: each change tried by a plan of its own, the fastest that fits named."""
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import config
 from config import ConfigError
@@ -60,14 +60,18 @@ def speed(found: dict) -> float:
     return 0.0 if found["host_gib"] else found["tokens_per_second_per_device"]
 
 
+def fastest(tried: Iterable[tuple[Change, dict]]) -> tuple[Change, dict] | None:
+    return max((each for each in tried if each[1]["fits"]), key=lambda each: speed(each[1]), default=None)
+
+
 def advise(row: dict, args: Namespace, asked: Asked) -> str:
-    lines, best = [], None
-    for change, found in tried(row, args, asked):
-        name = words(change, found)
-        rate = f"{speed(found):,.0f}" if speed(found) else "unknown"
-        lines.append(f"  {found['device_gib']:9.1f} GiB {rate:>9} tok/s a GPU   {'fits' * found['fits']:<6}{name}")
-        if found["fits"] and (not best or speed(found) > best[0]):
-            best = speed(found), name
-    return "\n".join([f"{row['world_size']} ranks: what would change it, as the plan has it"
-                      + ("" if asked.gpu else " (speeds: an H100's)"), *lines,
-                      f"the fastest that fits: {best[1]}" if best else "nothing on this list fits: use more GPUs"])
+    found = [*tried(row, args, asked)]
+    lines = [f"{row['world_size']} ranks: what would change it, by the plan"
+             + ("" if asked.gpu else " (speeds: an H100's)")]
+    for change, plan_ in found:
+        rate = f"{speed(plan_):,.0f}" if speed(plan_) else "unknown"
+        lines.append(f"  {plan_['device_gib']:9.1f} GiB {rate:>9} tok/s a GPU   {'fits' * plan_['fits']:<6}"
+                     f"{words(change, plan_)}")
+    best = fastest(found)
+    return "\n".join([*lines, f"the fastest that fits: {words(*best)}" if best else
+                      "nothing on this list fits: use more GPUs"])

@@ -70,6 +70,13 @@ def device(name: str) -> Device:
     return found
 
 
+def known_as(name: str, memory_gib: float) -> str | None:
+    """The name in DEVICES of what CUDA calls so, as "NVIDIA A100-SXM4-80GB"; None: it is not there."""
+    plain = name.replace(" ", "")
+    same = [key for key in DEVICES if key.split("-")[0] in plain and "Laptop" not in plain]
+    return min(same, key=lambda key: abs(DEVICES[key].memory - memory_gib), default=None)
+
+
 @dataclass(frozen=True)
 class Cluster:
     device: Device

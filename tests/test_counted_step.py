@@ -5,6 +5,7 @@ import torch
 
 import config
 from benchmarks import counted_step
+from parallel.simulate import simulate
 from tests.conftest import REPO
 
 TOKENS, DIM, HEADS, KEYS, FFN = 1024, 4096, 32, 1024, 14336
@@ -51,3 +52,23 @@ def test_says_what_inductor_lacks_or_counts_its_kernels(capsys, monkeypatch):
         assert f"needs torch's CUDA build (as pip installs torch on Linux x86), this is {torch.__version__}" in out
     else:
         assert "loss, 2048 tokens" in out
+
+
+@pytest.mark.parametrize("setting", ["none", "elementwise", "selective", "full"])
+def test_the_plan_keeps_what_is_counted(counted, setting):
+    """Of compiled blocks; in the plan they run eagerly."""
+    assert of_plan("llama8b", setting) == pytest.approx(counted[setting, False]["kept_bytes_per_token"], rel=0.001)
+
+
+@pytest.mark.parametrize("model", ["llama1b", "llama3b"])
+def test_so_it_does_of_smaller_models(model):
+    m = config.load(REPO / f"configs/{model}.toml", ["--run.device=auto"]).model
+    kept = counted_step.count_block(m, TOKENS, "none", False)["kept_bytes_per_token"]
+    assert of_plan(model, "none") == pytest.approx(kept, rel=0.001)
+
+
+def of_plan(model: str, setting: str) -> float:
+    """Bytes that a block keeps of a token."""
+    cfg = config.load(REPO / f"configs/{model}.toml", [f"--parallel.recompute={setting}"])
+    ends = {phase.name: phase.end["activations"] for phase in simulate(cfg, 8).phases}
+    return (ends["forward block 2"] - ends["forward block 1"]) / cfg.train.seq_len / config.micro_batch_size(cfg, 8)

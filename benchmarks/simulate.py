@@ -1,0 +1,103 @@
+"""The plan against a whole simulated step: every block run, on fake tensors, as rank 0 of any number of ranks.
+
+    python -m benchmarks.simulate configs/llama70b.toml --world-size 256,16384 [--section.key=value ...]
+    python -m benchmarks.simulate configs/llama8b.toml --suggestions 20
+
+Of each number of ranks: the peak by the plan, which runs few blocks, and by the whole step; collectives and bytes by
+the plan, the step and the closed forms (theory.py), which must be equal; the smallest shard, and what a checkpoint's
+files hold. --suggestions: of so many random configurations that do not fit, does what the plan suggests fit a whole
+step, and is it the fastest that would?
+"""
+
+import argparse
+import random
+import sys
+import time
+from collections import Counter
+
+import config
+from benchmarks import theory
+from model.llama import meta_model
+from parallel import advice
+from parallel.devices import device
+from parallel.plan import GIB, Asked, device_gib, plan
+from parallel.simulate import Step, simulate
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+def sent(step: Step) -> dict[str, tuple[int, int]]:
+    found = Counter()
+    for phase in step.phases:
+        for (_, kind, what), size in phase.sent.items():
+            found[kind, what] += size * phase.times
+    return {kind: (found[kind, "number"], found[kind, "bytes"]) for kind in KINDS}
+
+
+def compare(cfg: config.Config, ranks: int) -> tuple[str, bool]:
+    """(a line of the table, whether the plan is right)."""
+    model, began = meta_model(cfg.model, cfg.lora), time.perf_counter()
+    planned, between = plan(cfg, ranks), time.perf_counter()
+    step, end = simulate(cfg, ranks, whole=True), time.perf_counter()
+    peak = step.peak().peak.total() / GIB
+    formula = theory.collectives(cfg, model, ranks)
+    equal = planned["collectives_per_step"] == sent(step) == formula
+    shards = theory.largest_shards(model, planned["shards"], planned["tp"]).values()
+    saved = (planned["parameter_bytes_per_rank"] + planned["optimizer_bytes_per_rank"]) / 2**20
+    gathers, gathered = formula["all_gather"]
+    off = planned["peak_gib"] / peak - 1
+    return (f"{ranks:7,} {planned['peak_gib']:9.3f} {peak:9.3f} {off:+8.3%} "
+            f"{'equal' if equal else 'DIFFER':>11} {gathered / max(1, gathers) / ranks / 2**20:16.3f} "
+            f"{min(shards):14,} {saved:13.1f} {between - began:6.1f} {end - between:6.1f}",
+            equal and -0.01 <= off <= 0.03)
+
+
+def drawn(seed: int, folder: str) -> tuple[list[str], int, float]:
+    """(command line, ranks, share of what it needs that a GPU has) of a random configuration."""
+    draw = random.Random(seed)
+    path = f"{folder}/{draw.choice(['llama1b', 'llama3b', 'llama8b'])}.toml"
+    words = [path, "--dry-run", f"--parallel.recompute={draw.choice(['none', 'elementwise', 'selective'])}",
+             f"--parallel.compile={draw.choice(['true', 'false'])}", f"--train.seq_len={draw.choice([2048, 4096])}",
+             "--train.global_batch_size=256", f"--train.micro_batch_size={draw.choice([2, 4])}",
+             f"--model.n_layers={draw.choice([4, 6])}"]
+    return words, draw.choice([2, 4, 8]), draw.uniform(0.4, 0.9)
+
+
+def suggestion(words: list[str], ranks: int, share: float) -> tuple[str, float, float, list[str]]:
+    """(what the plan suggests for a GPU too small; GiB of that GPU; GiB by a whole step; what is faster and fits)."""
+    args = config.parse_arguments(words)
+    memory = share * plan(config.load(args.config, args.overrides), ranks)["device_gib"]
+    asked = Asked(device("H100"), memory)
+    row = plan(config.load(args.config, args.overrides), ranks, asked)
+    tried = [*advice.tried(row, args, asked)]
+    (overrides, times), best = advice.fastest(tried)
+    faster = [advice.words(*each) for each in tried if each[1]["fits"] and advice.speed(each[1]) > advice.speed(best)]
+    step = simulate(config.load(args.config, [*args.overrides, *overrides]), ranks * times, whole=True)
+    return advice.words((overrides, times), best), memory, device_gib(step), faster
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.simulate", allow_abbrev=False)
+    parser.add_argument("config")
+    parser.add_argument("--world-size", type=lambda text: [int(n) for n in text.split(",")], default=[])
+    parser.add_argument("--suggestions", type=int, default=0)
+    args, overrides = parser.parse_known_args(argv)
+    right = True
+    if args.world_size:
+        print("  ranks  plan GiB  step GiB      off  collectives  MiB a rank sends  smallest shard  MiB it saves"
+              "  plan s  step s")
+    for ranks in args.world_size:
+        line, fine = compare(config.load(args.config, overrides), ranks)
+        right &= fine
+        print(line, flush=True)
+    for seed in range(args.suggestions):
+        words, ranks, share = drawn(seed, args.config.rpartition("/")[0])
+        name, memory, needed, faster = suggestion(words, ranks, share)
+        right &= needed <= memory and not faster
+        print(f"{seed:3} {ranks} ranks of {memory:6.2f} GiB: {name} takes {needed:.2f}, "
+              f"{'fits' if needed <= memory else 'DOES NOT FIT'}{f', FASTER: {faster}' if faster else ''}", flush=True)
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

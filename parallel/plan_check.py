@@ -1,0 +1,98 @@
+"""A run's check of its own plan: what its second step took, beside what `--dry-run` says of it."""
+
+import json
+import logging
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+
+import config
+from parallel.devices import known_as
+from parallel.mesh import World
+
+LATER = 30.0  # seconds after the second step: to plan takes a core for some, which a short run is not worth
+MEMORY_OFF, TIME_OFF = 0.05, 0.25  # of the plan: more is warned of
+GIB = 2**30
+
+log = logging.getLogger("train")
+
+
+def resident_gib() -> float:
+    """What this process has of the memory now."""
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / GIB
+
+
+AT_FIRST = resident_gib()  # before there is a model
+
+
+class PlanCheck:
+    """On rank 0. The plan is made by a process of its own, while the run goes on: it needs a fake process group."""
+
+    def __init__(self, cfg: config.Config, world: World, folder: pathlib.Path):
+        self.cfg, self.world, self.folder = cfg, world, folder
+        self.steps, self.since, self.measured, self.process = 0, 0.0, {}, None
+        self.done = False
+
+    def count_step(self) -> None:
+        self.steps += 1
+        if self.steps == 2:
+            self.since = time.perf_counter()
+        if self.steps == 2 and self.world.device.type == "cuda":
+            device = self.world.device
+            self.measured = {"peak_gib": torch.cuda.max_memory_allocated(device) / GIB,
+                             "reserved_gib": torch.cuda.max_memory_reserved(device) / GIB}
+        elif self.steps == 2:
+            self.measured = {"peak_gib": resident_gib() - AT_FIRST}
+
+    def row(self, step: int, step_seconds: float) -> dict[str, Any] | None:
+        """Called with each row of metrics; returns one more, once. step_seconds: measured, of steps after the first."""
+        if self.done or self.steps < 2:
+            return None
+        self.measured.setdefault("step_seconds", step_seconds)
+        if self.process is None:
+            if time.perf_counter() - self.since > LATER:
+                self.process = subprocess.Popen(self.command(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                                                text=True)
+            return None
+        if self.process.poll() is None:
+            return None
+        self.done = True
+        try:
+            plan = json.loads(self.process.stdout.read())
+        except ValueError:
+            log.warning("the plan of this run could not be made: try %s", " ".join(self.command()))
+            return None
+        found = {"kind": "plan", "step": step, **self.measured, "planned_peak_gib": plan["peak_gib"],
+                 "planned_step_seconds": plan["step_seconds"]}
+        self.tell(found)
+        return found
+
+    def command(self) -> list[str]:
+        device, p = self.world.device, self.cfg.parallel
+        gpu = known_as(torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory / GIB
+                       ) if device.type == "cuda" else None
+        return [sys.executable, str(pathlib.Path(__file__).parents[1] / "train.py"), str(self.folder / "config.toml"),
+                f"--run.device={device.type}", f"--parallel.param_dtype={p.param_dtype}", "--dry-run", "--json",
+                f"--world-size={self.world.size}", *([f"--gpu={gpu}"] if gpu else [])]
+
+    def tell(self, found: dict) -> None:
+        on_gpu = self.world.device.type == "cuda"
+        log.info("plan: peak %.2f GiB, measured %.2f%s", found["planned_peak_gib"], found["peak_gib"],
+                 f" ({found['reserved_gib']:.2f} reserved)" if on_gpu else " more resident than at first")
+        if on_gpu and abs(found["peak_gib"] / found["planned_peak_gib"] - 1) > MEMORY_OFF:
+            log.warning("warning: memory is more than %.0f %% off the plan", 100 * MEMORY_OFF)
+        if planned := found["planned_step_seconds"]:
+            log.info("plan: step %.3f s, measured %.3f", planned, found["step_seconds"])
+            if abs(found["step_seconds"] / planned - 1) > TIME_OFF:
+                log.warning("warning: the step's time is more than %.0f %% off the plan", 100 * TIME_OFF)
+
+    def close(self) -> None:
+        if self.process and self.process.poll() is None:
+            self.process.kill()
+        if self.process:
+            self.process.communicate()
