@@ -401,18 +401,18 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("config", metavar="CONFIG")
     for flag in ("--dry-run", "--json", "--eval-only"):
         parser.add_argument(flag, action="store_true")
+    parser.add_argument("--gpu")
+    parser.add_argument("--plot")
     parser.add_argument("--world-size", type=lambda text: [positive(n, int) for n in text.split(",")])
     parser.add_argument("--gpu-memory-gib", type=positive)
-    parser.add_argument("--gpu")
     parser.add_argument("--gpus-per-node", type=lambda text: positive(text, int))
-    parser.add_argument("--plot")
     parser.add_argument("--launch", help=argparse.SUPPRESS)  # the launcher's id of this start
     args, args.overrides = parser.parse_known_args(argv)
     if unknown := [word for word in args.overrides if not (word.startswith("--") and "=" in word)]:
         parser.error(f"{unknown[0]}: unknown; options are written --section.key=value, in one word")
-    only = ("json", "world_size", "gpu_memory_gib", "gpu", "gpus_per_node", "plot")
-    if not args.dry_run and any(getattr(args, name) for name in only):
-        parser.error(f"{', '.join('--' + name.replace('_', '-') for name in only)} go with --dry-run only")
+    of_plan = args.json, args.world_size, args.gpu, args.gpu_memory_gib, args.gpus_per_node, args.plot
+    if not args.dry_run and any(of_plan):
+        parser.error("--json, --world-size, --gpu, --gpu-memory-gib, --gpus-per-node, --plot go with --dry-run only")
     return args
 
 

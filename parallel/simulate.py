@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_iter
 
@@ -63,7 +63,9 @@ def simulate(cfg: config.Config, ranks: int, on_gpu: bool = True, whole: bool = 
     few += (blocks - few) % period
     numbered = any({*"0123456789?["} & {*pattern} for pattern in (*cfg.model.freeze, *p.keep_fp32, *p.unsharded))
     whole = whole or numbered or few >= blocks
-    _clear_sharding_prop_cache()  # which knows meshes of another simulation, whose groups are gone
+    # what it knows of meshes of another simulation, whose groups are gone
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         world = World(0, ranks, torch.device("cpu"), build_mesh("cpu", config.mesh_shape(cfg, ranks)))
