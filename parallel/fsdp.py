@@ -16,11 +16,13 @@ where the host is slow against the kernels, or a unit's computation shorter than
 import contextlib
 import fnmatch
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp_param_module
 from torch.distributed.fsdp._fully_shard import _fully_shard as fully_shard_module
 from torch.nn.utils import parametrize
 
@@ -55,7 +57,7 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
     send_in_8_bits(model, unsharded)
     mesh, pin = fsdp_mesh(world), world.device.type == "cuda"  # pinned pages a GPU can copy without the host
     offload = CPUOffloadPolicy(pin_memory=pin) if p.cpu_offload else OffloadPolicy()
-    with one_mesh_to_reshard_to():
+    with one_mesh_to_reshard_to(), integers_as_parameters():
         for name, modules in units(model):
             holds_head = model.head in modules
             cast_unsharded(modules, unsharded, unit_dtypes(p, name)[0])
@@ -96,6 +98,20 @@ def one_mesh_to_reshard_to() -> Iterator[None]:
         yield
     finally:
         fully_shard_module._get_post_forward_mesh_info = original
+
+
+@contextlib.contextmanager
+def integers_as_parameters() -> Iterator[None]:
+    """Within, fully_shard() takes frozen integers, as NF4's bytes: torch 2.11 makes every shard a parameter that needs
+    a gradient, which integers cannot, and only then looks whether it does."""
+    def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
+        return nn.Parameter(data, requires_grad and data.is_floating_point())
+
+    fsdp_param_module.nn = SimpleNamespace(Parameter=parameter, Module=nn.Module)
+    try:
+        yield
+    finally:
+        fsdp_param_module.nn = nn
 
 
 def unsharded_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:

@@ -208,6 +208,7 @@ def as_on_a_gpu(cfg: config.Config, counted: Counted) -> list:
     """Patches by which what asks for its device goes a GPU's way, and what cfg compiles is counted as if it were."""
     patches = [
         mock.patch.object(FakeTensor, "is_cuda", True),
+        mock.patch("torch.addmm", partial(wide_addmm, counted)),
         mock.patch.dict(CHUNK, cpu=CHUNK["cuda"]),
         mock.patch("parallel.parallelize.use_float8", lambda blocks, recipe, _: use_float8(blocks, recipe, "cuda")),
         # FlexAttention's blocks are small: SDPA's causal mask stands for them
@@ -233,6 +234,12 @@ def one_kernel(counted: Counted, function: Callable, *args: Any) -> Any:
     counted.phases[-1].work["moved"] += sum(t.nbytes for t in tree_iter((args, result)) if isinstance(t, Tensor))
     counted.mark(tree_iter(result), "working memory")
     return result
+
+
+def wide_addmm(counted: Counted, total: Tensor, a: Tensor, b: Tensor, **unused: Any) -> Tensor:
+    """The loss's torch.addmm(), with out_dtype and out=total, which torch 2.11 knows no shapes of."""
+    counted.compute(torch.ops.aten.mm.default, (a, b), total)
+    return total
 
 
 def keep_products(counted: Counted, model: Llama, setting: str | int, tp: int) -> None:
