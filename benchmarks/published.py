@@ -2,8 +2,8 @@
 
     python -m benchmarks.published
 
-Each row is a plan of our program with the peer's sizes, at the rates of parallel/devices.py; nothing is set to meet a
-figure. Prints a table in Markdown. docs/plan.md says where the figures are from.
+Plans of our program with the peers' sizes, at the rates of parallel/devices.py; nothing is set to meet a figure, and
+docs/plan.md says where those are from. Prints a table in Markdown.
 """
 
 from dataclasses import dataclass
@@ -34,18 +34,11 @@ class Run:
     speed: float | None  # tokens per second and GPU
     logit: int = 10  # bytes of each that the peer's loss has: bfloat16, float32, gradient; 0: its loss is chunked
     flash_2: bool = True
-    float8: bool = False  # the peer's blocks are in float8, which ours cannot be
 
 
 def fsdp(batch: int, ranks: int, *more: str) -> tuple[str, ...]:
-    return (*TITAN, f"--train.micro_batch_size={batch}", f"--train.global_batch_size={batch * ranks}",
-            "--parallel.recompute=selective", *more)
-
-
-def long(cp: int, gib: float, speed: float) -> Run:
-    sizes = f"--train.seq_len={32768 * cp}", f"--parallel.cp={cp}", f"--train.global_batch_size={8 // cp}"
-    return Run(f"torchtitan 8B float8, FSDP {8 // cp} x CP {cp}, {32768 * cp:,} tokens", "llama8b-float8",
-               (*TITAN, *sizes, FULL), 8, "H100-96", gib, speed)
+    sizes = f"--train.micro_batch_size={batch}", f"--train.global_batch_size={batch * ranks}"
+    return *TITAN, *sizes, "--parallel.recompute=selective", *more
 
 
 RUNS = [
@@ -55,8 +48,10 @@ RUNS = [
     Run("torchtitan 8B, 8 GPUs, batch 1", "llama8b", fsdp(1, 8, EAGER), 8, "H100-96", 49.6, 5960),
     Run("torchtitan 8B float8, 8 GPUs, compiled", "llama8b-float8", fsdp(2, 8), 8, "H100-96", 76.8, 8532),
     Run("Trainy 8B float8, 32 H200, compiled", "llama8b-float8", fsdp(2, 32), 32, "H200", 48.0, 10938, logit=4),
-    long(1, 83.9, 3890), long(2, 84.2, 2540), long(4, 84.0, 1071), long(8, 84.5, 548),
-    Run("torchtitan 70B float8, FSDP 32 x TP 8", "llama70b", LLAMA_70B, 256, "H100-96", None, 829, float8=True),
+    *(Run(f"torchtitan 8B float8, cp {cp}, {32768 * cp:,} tokens", "llama8b-float8", (*TITAN, FULL,
+          f"--train.seq_len={32768 * cp}", f"--parallel.cp={cp}", f"--train.global_batch_size={8 // cp}"),
+          8, "H100-96", *found) for cp, *found in ((1, 83.9, 3890), (2, 84.2, 2540), (4, 84.0, 1071), (8, 84.5, 548))),
+    Run("torchtitan 70B float8, 256 GPUs, tp 8", "llama70b", LLAMA_70B, 256, "H100-96", None, 829),
     Run("the same, its memory", "llama70b", (*LLAMA_70B, FULL, EAGER), 256, "H100-96", 71.9, None, flash_2=False),
     Run("torchtune 8B LoRA, RTX 4090", "llama8b-lora", ADAPTERS, 1, "RTX4090", 16.2, 3083, 0, False),
     Run("torchtune 8B QLoRA, RTX 4090", "llama8b-qlora", ADAPTERS, 1, "RTX4090", 7.4, 2413, 0, False),
@@ -65,29 +60,25 @@ RUNS = [
 
 
 def after_terms(run: Run, cfg: config.Config, row: dict, moments: list[Moment]) -> tuple[float, float, str]:
-    """(GiB at the peak, seconds of a step) with what the peer's program does otherwise, and the terms."""
-    p, gpu, seconds = cfg.parallel, device(run.gpu), row["step_seconds"]
+    """(GiB at the peak, seconds of a step) with what the peer's program does otherwise, and that: GiB, % of time."""
+    p, m, gpu, seconds = cfg.parallel, cfg.model, device(run.gpu), row["step_seconds"]
     tokens = row["micro_batch_size"] * cfg.train.seq_len // p.cp
-    head, others = (max(m.phase.peak.total() for m in moments if m.phase.name.endswith("head") is at) / GIB
+    head, others = (max(x.phase.peak.total() / GIB for x in moments if x.phase.name.endswith("head") is at)
                     for at in (True, False))
-    more = dict.fromkeys(("logits", "down_proj", "head's copy", "attention", "float8"), 0.0)
+    more = dict.fromkeys("LDHAF", 0.0)  # docs/plan.md; A and F in seconds
     if run.logit:
         ours = min(tokens, CHUNK["cuda compiled" if p.compile else "cuda"]) * (2 if p.compile else 2 + 4)
-        more["logits"] = (tokens * run.logit - ours) * cfg.model.vocab_size / p.tp / GIB
-    if p.recompute == "selective" and not p.compile:
-        more["down_proj"] = 2 * cfg.model.n_layers * tokens * cfg.model.dim / GIB
-    if run.ranks == 1:  # FSDP2 copies a unit even then
-        more["head's copy"] = -2 * cfg.model.vocab_size * cfg.model.dim / GIB
+        more["L"] = (tokens * run.logit - ours) * m.vocab_size / p.tp / GIB
+    more["D"] = 2 * m.n_layers * tokens * m.dim / GIB * (p.recompute == "selective" and not p.compile)
+    more["H"] = -2 * m.vocab_size * m.dim / GIB * (run.ranks == 1)  # FSDP2 copies a unit even then
     if run.flash_2:
-        flop = sum(m.phase.work["attention"] * m.phase.times for m in moments)
-        more["attention"] = flop / FLASH_2 - flop / (ATTENTION[True] * gpu.peak * 1e12)
-    if run.float8:
-        flop = sum(m.phase.work["products"] * m.phase.times for m in moments if "block" in m.phase.name)
-        more["float8"] = flop / (gpu.products * 1e12) * (1 / gpu.float8 - 1)
-    gib, time = sum([*more.values()][:3]), sum([*more.values()][3:])
-    words = [f"{name} {size / seconds:+.0%} time" if name in ("attention", "float8") else f"{name} {size:+.1f} GiB"
-             for name, size in more.items() if size]
-    return max(head + gib, others), seconds + time, ", ".join(words)
+        flop = sum(x.phase.work["attention"] * x.phase.times for x in moments)
+        more["A"] = flop / FLASH_2 - flop / (ATTENTION[True] * gpu.peak * 1e12)
+    if p.tp > 1 and run.speed:  # the peer's blocks are in float8, which ours cannot be
+        flop = sum(x.phase.work["products"] * x.phase.times for x in moments if "block" in x.phase.name)
+        more["F"] = flop / (gpu.products * 1e12) * (1 / gpu.float8 - 1)
+    words = [f"{k} {v / seconds:+.0%}" if k in "AF" else f"{k} {v:+.1f}" for k, v in more.items() if v]
+    return max(head + more["L"] + more["D"] + more["H"], others), seconds + more["A"] + more["F"], " ".join(words)
 
 
 def main() -> None:
