@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import config
+from benchmarks import published, theory
 from benchmarks import simulate as benchmark
-from benchmarks import theory
 from model.llama import meta_model
 from optim import build_optimizer
 from parallel import plan as plan_module
@@ -325,3 +325,11 @@ def test_a_plan_that_is_off_is_warned_of(tmp_path, caplog):
     ("NVIDIA GeForce RTX 4090", 23.5, "RTX4090"), ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.7, None)])
 def test_gpus_are_known_by_cudas_name(name, memory, known):
     assert known_as(name, memory) == known
+
+
+def test_the_table_of_published_runs(monkeypatch, capsys):
+    monkeypatch.chdir(REPO)
+    monkeypatch.setattr(published, "RUNS", [published.RUNS[0], published.RUNS[-2]])
+    published.main()
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert len(rows) == 2 and all(float(row[3]) > 0 and 0.5 < float(row[5]) < 2 for row in rows)
