@@ -37,7 +37,7 @@ def changes(row: dict, cfg: config.Config, gpus_per_node: int) -> Iterator[Chang
 
 def tried(row: dict, args: Namespace, asked: Asked) -> Iterator[tuple[Change, dict]]:
     """The changes that can be had, with their plans: all that are one change; of several together those to the first
-    that fits, where no single one does. Speeds are an H100's where no GPU is given."""
+    that fits without offload, where no single one does. Speeds are an H100's where no GPU is given."""
     asked = Asked(asked.gpu or device("H100"), asked.memory_gib, asked.gpus_per_node)
     fits = False
     for overrides, times in changes(row, config.load(args.config, args.overrides), asked.gpus_per_node):
@@ -47,7 +47,7 @@ def tried(row: dict, args: Namespace, asked: Asked) -> Iterator[tuple[Change, di
             found = plan(config.load(args.config, [*args.overrides, *overrides]), row["world_size"] * times, asked)
         except ConfigError:  # as a degree that does not divide the heads, or the batch
             continue
-        fits |= found["fits"]
+        fits |= found["fits"] and speed(found) > 0
         yield (overrides, times), found
 
 
