@@ -166,8 +166,9 @@ class Counted(TorchDispatchMode):
         else:
             x = args["addmm" in operator.__name__]
             work["float8" if x.dtype in (E4M3, E5M2) else "products"] += 2 * x.shape[-1] * out.numel()
-            if operator is NF4:  # its weights, while they are multiplied by
-                self.mark([torch.empty(2 * args[1].numel(), dtype=x.dtype, device=x.device)], "working memory")
+            if operator is NF4:  # its weights, while they are multiplied by; not compiled, with what they are made of
+                size = 2 * args[1].numel() * (1 if self.fused else 5)
+                self.mark([torch.empty(size, dtype=x.dtype, device=x.device)], "working memory")
             elif self.keeping is not None:
                 self.keeping.append(x)
 

@@ -90,12 +90,12 @@ def draw(row: dict, moments: list[Moment], path: str) -> None:
     def text(x: float, y: float, words: str, anchor: str = "start") -> None:
         shapes.append(f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}">{escape(words)}</text>')
 
-    for moment in moments:
+    for moment, until in zip(moments, [*(later.begin for later in moments[1:]), whole]):
         phase, y = moment.phase, floor
         for kind, color in COLORS.items():
             if (tall := phase.peak[kind] / most * height) > 0:
                 y -= tall
-                span(moment.begin, moment.end, y, tall, color,
+                span(moment.begin, until, y, tall, color,
                      f"{phase.name}: {kind} {phase.peak[kind] / GIB:.2f} of {phase.peak.total() / GIB:.2f} GiB")
         span(moment.begin, moment.end, floor + 20, 24, "#999" if phase.name.startswith("forward") else "#555",
              f"{phase.name}: {1e3 * (moment.end - moment.begin):.2f} ms")

@@ -1,5 +1,7 @@
 """Weights, memory, prefetch order and tear-down of the sharded model, on real ranks."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -210,9 +212,13 @@ def test_units_kept_in_float32_are_reduced_in_it():
 
 def test_tp_refuses_a_parameter_that_it_knows_no_place_for():
     """A fork's: where it is neither cut nor whole, its gradient would be wrong. Without tp it needs none."""
+    def forked(*of):
+        model = meta_model(*of)
+        model.blocks[1].attention.q_norm = RMSNorm(12, 1e-5)
+        return model
+
     cfg = make_config(parallel={"tp": 2})
-    model = meta_model(cfg.model)
-    model.blocks[1].attention.q_norm = RMSNorm(12, 1e-5)
+    model = forked(cfg.model)
     with cases.fake_process_group(2):
         world = World(0, 2, torch.device("cpu"), build_mesh("cpu", (1, 1, 1, 2)))
         with pytest.raises(ConfigError, match=r"tp = 2: blocks.1.attention.q_norm.weight: WEIGHTS .* does not say"):
@@ -221,6 +227,6 @@ def test_tp_refuses_a_parameter_that_it_knows_no_place_for():
         parallelize(model, make_config(), alone)
         materialize(model, 0, torch.device("cpu"))
         assert verify_sharding(model, make_config().parallel, alone)[2]["unit"] == "blocks.1"
-    model = meta_model(cfg.model)
-    model.blocks[1].attention.q_norm = RMSNorm(12, 1e-5)
-    assert plan(make_config(), 2)["parameters"] == sum(p.numel() for p in model.parameters())
+    with mock.patch("parallel.simulate.meta_model", forked), mock.patch("parallel.plan.meta_model", forked):
+        row, count = plan(make_config(), 2), sum(q.numel() for q in forked(cfg.model).parameters())
+    assert row["parameters"] == count and row["parameter_bytes_per_rank"] == 4 * count / 2
