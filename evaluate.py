@@ -24,7 +24,7 @@ from model.hf_weights import weights_to_read
 from model.llama import Llama, meta_model
 from parallel.context import own_places
 from parallel.fsdp import reshard
-from parallel.materialize import materialize, materialize_from
+from parallel.materialize import materialize
 from parallel.mesh import World, all_gather_objects, on_rank_zero, storage_device
 from parallel.parallelize import parallelize
 
@@ -74,12 +74,9 @@ def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
     dataset = open_dataset(cfg, train=False)
     model, base = meta_model(cfg.model, cfg.lora), on_rank_zero(lambda: weights_to_read(cfg, step))
     parallelize(model, cfg, world)
-    if base:
-        materialize_from(model, base.read_into, storage_device(cfg, world), cfg.run.seed)
-        fingerprint = base_on_all_ranks(base)
-        on_rank_zero(lambda: catalog.check_base(catalog.path_of(cfg, step), cfg.model.init_from, fingerprint))
-    else:
-        materialize(model, cfg.run.seed, storage_device(cfg, world))
+    materialize(model, cfg.run.seed, storage_device(cfg, world), base and base.read_into)
+    fingerprint = base_on_all_ranks(base)
+    on_rank_zero(lambda: catalog.check_base(catalog.path_of(cfg, step), cfg.model.init_from, fingerprint))
     restore(catalog.path_of(cfg, step), model, None)
     found = evaluate(model, cfg, world, dataset, run)
     if world.rank == 0:

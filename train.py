@@ -46,7 +46,7 @@ from optim import FiniteGuard, build_optimizer, clip_gradients, learning_rate, s
 from parallel.context import own_places
 from parallel.float8 import update_scales
 from parallel.fsdp import set_gradient_sync, unshard_first_units
-from parallel.materialize import materialize, materialize_from
+from parallel.materialize import materialize
 from parallel.mesh import World, distributed, on_rank_zero, spans_machines, storage_device
 from parallel.parallelize import parallelize
 from parallel.plan import dry_run
@@ -72,10 +72,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
     parallelize(model, cfg, world)
     # 3. Each rank fills its own shards: with initial values, or with its part of a Hugging Face folder.
     device = storage_device(cfg, world)
-    if pretrained:
-        materialize_from(model, pretrained.read_into, device, cfg.run.seed)
-    else:
-        materialize(model, cfg.run.seed, device)
+    materialize(model, cfg.run.seed, device, pretrained and pretrained.read_into)
     # 4. After sharding, which replaces every parameter. An optimizer made before would hold the old ones, which get no
     #    gradients: the model would never learn.
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, cfg.parallel.compile)

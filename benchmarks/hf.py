@@ -67,7 +67,7 @@ def read(folder: str, base_dtype: str | None = None) -> dict:
     """One rank's part of reading into shards."""
     import torch.distributed as dist
 
-    from parallel.materialize import local_tensors, materialize_from
+    from parallel.materialize import local_tensors, materialize
     from parallel.mesh import all_gather_objects, distributed
     from parallel.parallelize import parallelize
 
@@ -81,7 +81,7 @@ def read(folder: str, base_dtype: str | None = None) -> dict:
         parallelize(model, cfg, world)
         dist.barrier()
         with measured(found):
-            materialize_from(model, weights.read_into, world.device)
+            materialize(model, 0, world.device, weights.read_into)
         found["shard_mib"] = sum(t.nbytes for _, t in local_tensors(model)) / MIB
         ranks = all_gather_objects(found)
         del model

@@ -33,7 +33,7 @@ from model.hf_weights import hf_name
 from model.llama import meta_model
 from optim import FiniteGuard, build_optimizer
 from parallel.fsdp import unshard_first_units
-from parallel.materialize import materialize_from
+from parallel.materialize import materialize
 from parallel.mesh import World, all_gather_objects, distributed, rank_and_size, storage_device
 from parallel.parallelize import parallelize
 from train import training_step
@@ -50,7 +50,7 @@ def our_step(cfg: config.Config, world: World, weights: dict[str, Tensor]) -> St
 
     model, device = meta_model(cfg.model), storage_device(cfg, world)
     parallelize(model, cfg, world)
-    materialize_from(model, read, device)
+    materialize(model, 0, device, read)
     optimizer = build_optimizer(model, cfg.optim)
     guard = FiniteGuard(optimizer, device, 0)
 

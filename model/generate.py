@@ -143,7 +143,7 @@ def main(argv: list[str]) -> int:
     from data.tokenizer import Tokenizer
     from model.hf_weights import fingerprint, weights_to_read
     from model.llama import Llama, meta_model
-    from parallel.materialize import materialize_from
+    from parallel.materialize import materialize
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process works alone, as meant
     try:
@@ -159,7 +159,7 @@ def main(argv: list[str]) -> int:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if base := weights_to_read(cfg, step=1):
             model = meta_model(cfg.model, cfg.lora)
-            materialize_from(model, base.read_into, device)
+            materialize(model, 0, device, base.read_into)
             catalog.check_base(folder, cfg.model.init_from, fingerprint([base.sums]))
         else:
             with device:

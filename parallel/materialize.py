@@ -24,33 +24,24 @@ CHECKED = 2**24  # elements checked for NaN at a time
 Offsets = tuple[int, ...]  # where a rectangle begins in its parameter, one number for each dimension
 
 
-def materialize(model: Llama, seed: int, device: torch.device) -> None:
-    """Gives every tensor of a meta model, sharded or not, its storage on `device` and its initial value.
+def materialize(model: Llama, seed: int, device: torch.device,
+                read: Callable[[str, Offsets, Tensor], bool | None] | None = None) -> None:
+    """Gives every tensor of a meta model, sharded or not, its storage on `device` and its value: read, or drawn.
 
-    Each block of about 65,536 elements (whole rows) of each parameter has its own generator, seeded by (seed, name,
-    block). A rank draws the blocks that its shard touches and keeps its part. Values are equal on any mesh, on one type
-    of device. Raises ConfigError naming tensors left without a value, or without a distribution.
+    read(name, offsets, out) fills `out` with the rectangle of a parameter that begins at `offsets`, or returns False
+    where it has none of that name, as of a new adapter: that is drawn. Each block of about 65,536 elements (whole rows)
+    of each parameter has its own generator, seeded by (seed, name, block). A rank draws the blocks that its shard
+    touches and keeps its part. Values are equal on any mesh, on one type of device. Raises ConfigError on every rank
+    where `read` raises it on any, or where a tensor is left without a value, or without a distribution.
     """
     def fill(name: str, offsets: Offsets, out: Tensor, shape: torch.Size) -> None:
-        draw(out, offsets, shape, model.init_distribution(name), seed, name)
-
-    if empty := _fill(model, fill, device):
-        raise ConfigError(f"no initial value for {', '.join(empty)}: give it a distribution (model/llama.py: "
-                          "init_std), or compute it in forward if it is a constant")
-
-
-def materialize_from(model: Llama, read: Callable[[str, Offsets, Tensor], bool | None], device: torch.device,
-                     seed: int = 0) -> None:
-    """The same from existing weights: read(name, offsets, out) fills `out` with the rectangle of a parameter that
-    begins at `offsets`, or returns False where it has none of that name, as of a new adapter: that is drawn. Raises
-    ConfigError on every rank where `read` raises it on any, or leaves a NaN."""
-    def fill(name: str, offsets: Offsets, out: Tensor, shape: torch.Size) -> None:
-        if read(name, offsets, out) is False:
+        if read is None or read(name, offsets, out) is False:
             draw(out, offsets, shape, model.init_distribution(name), seed, name)
 
+    lacks = ("no initial value: give it a distribution (model/llama.py: init_std), or compute it in forward if it is a "
+             "constant") if read is None else "holds values that are not numbers (NaN), or was not read"
     try:
-        empty = _fill(model, fill, device)
-        problems = tuple(f"{name}: holds values that are not numbers (NaN), or was not read" for name in empty)
+        problems = tuple(f"{name}: {lacks}" for name in _fill(model, fill, device))
     except ConfigError as error:
         problems = error.problems
     if problems := [problem for rank in all_gather_objects(problems) for problem in rank]:

@@ -30,7 +30,7 @@ from parallel import materialize as materialize_module
 from parallel.context import own_places
 from parallel.float8 import update_scales
 from parallel.fsdp import reshard, set_gradient_sync, unshard_first_units
-from parallel.materialize import materialize, materialize_from
+from parallel.materialize import materialize
 from parallel.mesh import World, build_mesh, distributed, fsdp_mesh
 from parallel.parallelize import parallelize
 from tests.conftest import make_config, rows
@@ -135,10 +135,7 @@ def save(cfg: config.Config, model: torch.nn.Module, optimizer: torch.optim.Opti
 def build(cfg: config.Config, world: World, weights: Weights | None = None) -> Llama:
     model = meta_model(cfg.model, cfg.lora)
     parallelize(model, cfg, world)
-    if weights:
-        materialize_from(model, weights.read_into, world.device, cfg.run.seed)
-    else:
-        materialize(model, cfg.run.seed, world.device)
+    materialize(model, cfg.run.seed, world.device, weights and weights.read_into)
     return model
 
 
@@ -298,7 +295,7 @@ def forgotten_buffer() -> str:
 
 
 def nan_at_the_end() -> str:
-    """The error of materialize_from where the last element of one tensor is NaN, in the last of the parts checked."""
+    """The error of materialize() where the last element of one tensor is NaN, in the last of the parts checked."""
     def read(name: str, offsets: tuple[int, ...], out: torch.Tensor) -> None:
         out.fill_(1.0)
         if name == "blocks.1.feed_forward.up_proj.weight":
@@ -308,7 +305,7 @@ def nan_at_the_end() -> str:
         model = meta_model(make_config().model)
         parallelize(model, make_config(), world)
         try:
-            materialize_from(model, read, world.device)
+            materialize(model, 0, world.device, read)
             return "none"
         except ConfigError as error:
             return str(error)

@@ -82,7 +82,7 @@ def read_peak(folder: str, **sections: dict) -> tuple[float, float]:
     """(peak memory over what it was before, shard) in MiB, of reading into shards."""
     from benchmarks.hf import measured
     from model.llama import meta_model
-    from parallel.materialize import materialize_from
+    from parallel.materialize import materialize
     from parallel.parallelize import parallelize
 
     found = {}
@@ -91,7 +91,7 @@ def read_peak(folder: str, **sections: dict) -> tuple[float, float]:
         weights, model = weights_to_read(cfg, 0), meta_model(cfg.model, cfg.lora)
         parallelize(model, cfg, world)
         with measured(found):
-            materialize_from(model, weights.read_into, world.device)
+            materialize(model, 0, world.device, weights.read_into)
         shard = sum(t.nbytes for _, t in local_tensors(model)) / 2**20
         del model
     return found["peak_over_it_mib"], shard

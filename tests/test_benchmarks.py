@@ -45,10 +45,10 @@ def test_a_row_counts_by_its_share():
 
 
 def different_weights(arguments: list[str]) -> int:
-    def drawn(model, read, device):
+    def drawn(model, seed, device, read):
         materialize(model, 1, device)
 
-    with mock.patch.object(transformers_step, "materialize_from", drawn):
+    with mock.patch.object(transformers_step, "materialize", drawn):
         return transformers_step.main(arguments)
 
 

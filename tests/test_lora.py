@@ -25,7 +25,7 @@ from model import generate, hf, nf4
 from model.hf_weights import fingerprint, peft_name, weighted_sum, weights_to_read
 from model.llama import build_model, flops_per_token, meta_model, named_parameters, parameter_count
 from optim import learning_rate
-from parallel.materialize import materialize_from
+from parallel.materialize import materialize
 from parallel.plan import plan
 from tests import cases
 from tests.conftest import launch, make_config, tables
@@ -318,7 +318,7 @@ def test_an_exported_adapter_is_a_start(trained, base, adapter, corpus, prepared
     cfg = make_config(**run_of(base, corpus, prepared, tmp_path / "adapter"))
     assert (cfg.lora.rank, cfg.lora.scale, cfg.lora.alpha) == (4, 1.5, 6)
     weights, model = weights_to_read(cfg, 0), meta_model(cfg.model, cfg.lora)
-    materialize_from(model, weights.read_into, torch.device("cpu"))
+    materialize(model, 0, torch.device("cpu"), weights.read_into)
     written = stored(trained[1] / "1/alone", 10)
     for name, p in named_parameters(model):
         assert ".lora_" not in name or p.detach().equal(written[f"model.{name}"]), name
@@ -328,7 +328,7 @@ def test_new_adapters_change_nothing_at_first(base):
     """B is zero and A is not, as the paper says; both are float32, and the base is kept as asked, not upcast."""
     cfg = make_config(**case(base, "", "bfloat16"))
     model = meta_model(cfg.model, cfg.lora)
-    materialize_from(model, weights_to_read(cfg, 0).read_into, torch.device("cpu"), seed=3)
+    materialize(model, 3, torch.device("cpu"), weights_to_read(cfg, 0).read_into)
     for name, p in model.named_parameters():
         assert p.requires_grad == (".lora_" in name)
         assert p.dtype == (torch.float32 if p.requires_grad else torch.bfloat16), name
@@ -394,7 +394,7 @@ def test_a_base_that_is_gone_or_is_not_numbers_is_named(base, corpus, prepared, 
     tensors["model.layers.1.mlp.up_proj.weight"][5, 7] = float("nan")
     save_file(tensors, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match="blocks.1.feed_forward.up_proj.weight: holds values that are not finite"):
-        materialize_from(meta_model(cfg.model, cfg.lora), weights_to_read(cfg, 0).read_into, torch.device("cpu"))
+        materialize(meta_model(cfg.model, cfg.lora), 0, torch.device("cpu"), weights_to_read(cfg, 0).read_into)
     shutil.rmtree(tmp_path / "hf")
     with pytest.raises(ConfigError, match=r"\[model\] init_from = .*hf.: is not there, and the adapters need.*--base"):
         weights_to_read(cfg, 1)
