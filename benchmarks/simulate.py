@@ -10,6 +10,7 @@ step, and is it the fastest that would?
 """
 
 import argparse
+import math
 import random
 import sys
 import time
@@ -70,7 +71,9 @@ def suggestion(words: list[str], ranks: int, share: float) -> tuple[str, float, 
     asked = Asked(device("H100"), memory)
     row = plan(config.load(args.config, args.overrides), ranks, asked)
     tried = [*advice.tried(row, args, asked)]
-    (overrides, times), best = advice.fastest(tried)
+    if (found := advice.fastest(tried)) is None:
+        return f"nothing of {len(tried)} changes", memory, math.inf, []
+    (overrides, times), best = found
     faster = [advice.words(*each) for each in tried if each[1]["fits"] and advice.speed(each[1]) > advice.speed(best)]
     step = simulate(config.load(args.config, [*args.overrides, *overrides]), ranks * times, whole=True)
     return advice.words((overrides, times), best), memory, device_gib(step), faster

@@ -32,7 +32,8 @@ def changes(row: dict, cfg: config.Config, gpus_per_node: int) -> Iterator[Chang
         yield tuple(together[:n]), 1
     for name in (*shared, *offload):
         yield (*together, name), 1
-    yield from ((tuple(together), times) for times in (2, 4, 8, 16, 32, 64))
+    for names in ([], *([name] for name in shared if ".tp=" in name)):
+        yield from (((*together, *names), times) for times in (2, 4, 8, 16, 32, 64))
 
 
 def tried(row: dict, args: Namespace, asked: Asked) -> Iterator[tuple[Change, dict]]:
@@ -74,4 +75,4 @@ def advise(row: dict, args: Namespace, asked: Asked) -> str:
                      f"{words(change, plan_)}")
     best = fastest(found)
     return "\n".join([*lines, f"the fastest that fits: {words(*best)}" if best else
-                      "nothing on this list fits: use more GPUs"])
+                      "nothing on this list fits: take GPUs with more memory, or a smaller model"])

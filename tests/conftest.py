@@ -1,5 +1,6 @@
 """Shared set-up: a small corpus, prepared once; configurations; runs through run_train.sh; functions on gloo ranks."""
 
+import gc
 import json
 import os
 import pathlib
@@ -40,6 +41,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.stem in SLOW[:14] or "write_config" in item.fixturenames:
             item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # a collection need not look through all that imports have made
 
 
 WORDS = ("the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "hat", "and", "but", "then", "red", "blue")

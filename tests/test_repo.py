@@ -42,7 +42,7 @@ def short(command: str) -> str:
     """The same command, with less validation text, and fewer steps where it trains, of fewer tokens but for the first;
     benchmarks of fewer bytes."""
     command = re.sub(r"--mib \d+", "--mib 8", command).replace("100_000_000", "5_000_000").replace("-mb 8", "-mb 2")
-    command = command.replace("--ranks 1,2", "--ranks 2")
+    command = command.replace("--ranks 1,2", "--ranks 1").replace("--steps 12 --sizes", "--steps 6 --sizes")
     if "run_train.sh" in command and not re.search(r"-m |--setup|--dry-run|--help", command):
         command = f"{command} --eval.batches=2"
         if ".toml" in command:
@@ -85,6 +85,7 @@ def test_run_blocks_run(clone):
 def test_dry_run_blocks_give_a_plan(clone):
     found = [c for _, label, text in blocks() if label.split()[-1] == "dry-run" for c in commands(text)]
     for command in found:
+        command = command.replace("--world-size 8,16,32", "--world-size 32")  # each of them looks for what to change
         done = run_in(clone, command if "--dry-run" in command else f"{command} --dry-run --world-size 8")
         assert done.returncode in (0, 3) and "parameters" in done.stdout, f"{command}\n{done.stderr}"
     assert found
