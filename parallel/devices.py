@@ -121,7 +121,7 @@ class Moment:
     phase: Phase
     begin: float
     end: float
-    sends: tuple[float, float]
+    sends: dict[str, tuple[float, float]]  # "gathers", "reduces": from when to when
 
 
 def timeline(phases: list[Phase], cfg: config.Config, cluster: Cluster, waiting: bool = True,
@@ -139,13 +139,15 @@ def timeline(phases: list[Phase], cfg: config.Config, cluster: Cluster, waiting:
         now = begin + cluster.computing(phase, wide, best) + cluster.sending(phase, ("tp", "cp"))
         gathers = replace(phase, sent={k: v for k, v in phase.sent.items() if k[1] == "all_gather"})
         reduces = replace(phase, sent={k: v for k, v in phase.sent.items() if k[1] != "all_gather"})
-        first, free = max(free, begin), max(free, begin) + cluster.sending(gathers, ("dp_shard",))
+        sends = {"gathers": (max(free, begin), max(free, begin) + cluster.sending(gathers, ("dp_shard",)))}
+        free = sends["gathers"][1]
         ahead = p.prefetch_backward if phase.name.startswith("backward") else p.prefetch_forward
         ready[i + max(1, ahead)] = free
         if seconds := cluster.sending(reduces, ("dp_shard", "dp_replicate")):
-            free = max(free, now) + seconds
+            sends["reduces"] = max(free, now), max(free, now) + seconds
+            free = sends["reduces"][1]
             now = free if update and waiting else now  # the norm, and with float8 the scales: waited for
-        found.append(Moment(phase, begin, now, (first, free)))
+        found.append(Moment(phase, begin, now, sends))
     return found
 
 

@@ -99,9 +99,9 @@ def draw(row: dict, moments: list[Moment], path: str) -> None:
                      f"{phase.name}: {kind} {phase.peak[kind] / GIB:.2f} of {phase.peak.total() / GIB:.2f} GiB")
         span(moment.begin, moment.end, floor + 20, 24, "#999" if phase.name.startswith("forward") else "#555",
              f"{phase.name}: {1e3 * (moment.end - moment.begin):.2f} ms")
-        sent = 1e3 * (moment.sends[1] - moment.sends[0])
-        if sent > 0:
-            span(*moment.sends, floor + 50, 24, COLORS["gathered units"], f"sent in {phase.name}: {sent:.2f} ms")
+        for (kind, (begin, end)), color in zip(moment.sends.items(), ("gathered units", "reductions")):
+            if end > begin:
+                span(begin, end, floor + 50, 24, COLORS[color], f"{phase.name} {kind}: {1e3 * (end - begin):.2f} ms")
     for i in range(5):
         text(left - 6, floor - height * i / 4 + 4, f"{most / GIB * i / 4:.1f}", "end")
         text(left + width * i / 4, floor + 95, f"{whole * i / 4:.3g} s", "middle")
@@ -111,7 +111,7 @@ def draw(row: dict, moments: list[Moment], path: str) -> None:
     for i, (kind, color) in enumerate(COLORS.items()):
         box(left + 150 * i, floor + 110, 10, 10, color, kind)
         text(left + 150 * i + 14, floor + 119, kind)
-    size = f"0 0 {left + width + 20} {floor + 130}"
+    size = f"0 0 {left + width + 40} {floor + 130}"
     files.write_whole(pathlib.Path(path), "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>', *shapes, "</svg>", ""]))

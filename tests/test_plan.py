@@ -243,7 +243,8 @@ def test_the_drawing_is_the_plan(tmp_path, capsys):
     dry_run(capsys, CONFIGS / "llama8b.toml", "--world-size=8", "--gpu", "H100", "--plot", tmp_path / "step.svg")
     titles = [e.text for e in ET.parse(tmp_path / "step.svg").iter("{http://www.w3.org/2000/svg}title")]
     assert any(t.startswith("backward head: activations") and t.endswith("of 53.63 GiB") for t in titles)
-    assert sum(t.startswith("sent in forward block") for t in titles) == 32  # a gather of the unit after each
+    assert sum(t.startswith("forward block") and " gathers: " in t for t in titles) == 32  # the unit after each
+    assert sum(t.startswith("backward block") and " reduces: " in t for t in titles) == 32
 
 
 def test_slow_networks_are_waited_for():
