@@ -31,7 +31,8 @@ def table(row: dict, cfg: config.Config, asked: Asked) -> str:
           for part, gib in row["parts_gib"].items()),
         ("  with CUDA's own", f"{row['device_gib']:10.3f} GiB" + (f" of {asked.memory_gib:g}" if asked.memory_gib else
                                                                   "")),
-        ("sent per step", "per rank: number of collectives, and their larger buffers together"),
+        ("sent per step", "per rank: number of collectives, and their larger buffers together"
+                          if row["traffic_per_step"] else "nothing"),
         *((f"  {kind}, {dim}", f"{sent[kind][0]:7,} {sent[kind][1] / GIB:12,.3f} GiB  "
            + ("between nodes" if sent["ranks"] > sent["ranks_in_a_node"] else "within a node"))
           for dim, sent in row["traffic_per_step"].items() for kind in sent if isinstance(sent[kind], tuple)),

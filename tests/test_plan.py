@@ -156,7 +156,8 @@ def test_json_has_what_the_contract_names(capsys):
 def test_table_shows_the_resolved_configuration(prepared, write_config):
     done = launch(write_config(), "--dry-run", "--train.steps=77")
     assert done.returncode == 0 and "steps = 77" in done.stdout, done.stderr
-    assert [line for line in done.stdout.splitlines() if line.startswith("steps per epoch") and " 95." in line]
+    lines = dict(line.split("  ", 1) for line in done.stdout.splitlines() if "  " in line)
+    assert lines["steps per epoch"].strip().startswith("95.") and lines["sent per step"].strip() == "nothing"
 
 
 def test_what_does_not_fit_is_exit_3(capsys):
