@@ -26,8 +26,8 @@ from lifecycle import INPUT_IS_WRONG, STOPPED, folder
 from lifecycle.profiler import Profiler
 from lifecycle.signals import StopRequest, Watchdog
 from metrics import log
+from parallel.advice import out_of_memory
 from parallel.mesh import World, on_rank_zero
-from parallel.plan import out_of_memory
 
 COLLECT_EVERY_STEPS = 100  # Python's garbage; left to itself, each rank would stop for it at another moment
 

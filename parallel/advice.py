@@ -1,5 +1,7 @@
 """What to change where a plan does not fit: each change tried by a plan of its own, the fastest that fits named."""
 
+import math
+import shlex
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 
@@ -76,3 +78,15 @@ def advise(row: dict, args: Namespace, asked: Asked) -> str:
     best = fastest(found)
     return "\n".join([*lines, f"the fastest that fits: {words(*best)}" if best else
                       "nothing on this list fits: take GPUs with more memory, or a smaller model"])
+
+
+def out_of_memory(cfg: config.Config, ranks: int, asked: str) -> str:
+    """The message of a run that is out of memory: what went wrong, the first change of each option, and how to plan."""
+    row = {"world_size": ranks, "micro_batch_size":
+           config.micro_batch_size(cfg, math.prod(config.mesh_shape(cfg, ranks)[:2]))}
+    single = [names[0] for names, _ in changes(row, cfg, gpus_per_node=min(ranks, 8)) if len(names) == 1]
+    first = {name.partition("=")[0]: name for name in reversed(single)}
+    command = shlex.join(["./run_train.sh", str(config.run_folder(cfg) / "config.toml"), "--dry-run", "--world-size",
+                          str(ranks), "--gpu-memory-gib"])
+    return (f"out of memory: {asked}\nto need less, try one of: {' '.join(reversed(first.values()))}, or more ranks\n"
+            f"what each would need, and how fast it would be: {command} G")

@@ -7,7 +7,6 @@ From a simulated step (simulate.py) and a GPU's rates (devices.py). What to chan
 
 import json
 import math
-import shlex
 import sys
 from argparse import Namespace
 from collections import Counter
@@ -141,26 +140,3 @@ def dry_run(cfg: config.Config, args: Namespace, epoch: float | None) -> bool:
         if not row["fits"]:
             print(advise(row, args, asked), file=sys.stderr)
     return all(row["fits"] is not False for row in rows)
-
-
-def out_of_memory(cfg: config.Config, ranks: int, asked: str) -> str:
-    """The message of a run that is out of memory."""
-    p, dp_size = cfg.parallel, math.prod(config.mesh_shape(cfg, ranks)[:2])
-    micro_batch = config.micro_batch_size(cfg, dp_size)
-    changes = {
-        f"train.micro_batch_size below {micro_batch}": micro_batch > 1,
-        'parallel.recompute = "elementwise" (recomputes no matrix product)': p.recompute == "none",
-        'optim.state_dtype = "bfloat16"': cfg.optim.state_dtype != "bfloat16",
-        'parallel.recompute = "full"': p.recompute != "full",
-        "parallel.reshard_after_forward = true": p.reshard_after_forward is not True,
-        "parallel.sync_every_micro_batch = true": not p.sync_every_micro_batch,
-        "less parallel.prefetch_forward and prefetch_backward": max(p.prefetch_forward, p.prefetch_backward) > 1,
-        "more ranks that share one copy": True,
-        "parallel.cp, or tp within a node, over which activations are shared": True,
-        "parallel.cpu_offload = true": not p.cpu_offload,
-    }
-    command = shlex.join(["./run_train.sh", str(config.run_folder(cfg) / "config.toml"), "--dry-run", "--world-size",
-                          str(ranks), "--gpu-memory-gib"])
-    helpful = "; ".join(change for change, helps in changes.items() if helps)
-    return (f"out of memory: {asked}\nto need less, try: {helpful}\n"
-            f"what each would need, and how fast it would be: {command} G")
