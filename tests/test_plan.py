@@ -13,9 +13,8 @@ from benchmarks import published, theory
 from benchmarks import simulate as benchmark
 from model.llama import meta_model
 from optim import build_optimizer
-from parallel import advice
+from parallel import advice, plan_check, show_plan
 from parallel import plan as plan_module
-from parallel import plan_check, show_plan
 from parallel import simulate as simulate_module
 from parallel.counted import Phase
 from parallel.devices import DEVICES, Cluster, device, known_as, timeline
@@ -238,7 +237,8 @@ def test_hours_and_energy_are_of_all_gpus_and_nodes_as_large_as_asked(capsys):
 
 
 def test_tables_say_what_the_plan_does():
-    cfg = make_config(parallel={"dp_replicate": 2, "cp": 2}, train={"steps": 10**9})
+    cfg = make_config(model={"dim": 512, "ffn_dim": 4096, "vocab_size": 32000}, train={"steps": 10**9},
+                      parallel={"dp_replicate": 2, "cp": 2})
     asked = Asked(device("H200"), 9.0, 4)
     row, moments = plan_module.planned(cfg, 8, asked)
     assert any(moment.phase.peak["reductions"] for moment in moments)
@@ -267,12 +267,14 @@ def test_out_of_memory_names_resharding_where_it_would_help(reshard, named):
 def test_suggestions_go_on_past_offload(monkeypatch):
     """Its speed is not known: another change that fits, of several together, goes before it."""
     def planned(cfg, ranks, asked):
+        assert asked.gpus_per_node == 4
         fits = cfg.parallel.cpu_offload or cfg.train.micro_batch_size == 1 and cfg.parallel.recompute == "full"
         return {"fits": fits, "host_gib": float(cfg.parallel.cpu_offload), "tokens_per_second_per_device": 1.0}
 
     monkeypatch.setattr(advice, "plan", planned)
     args = config.parse_arguments([str(CONFIGS / "tiny.toml"), "--dry-run"])
-    (overrides, _), _ = advice.fastest(advice.tried({"micro_batch_size": 8, "world_size": 1}, args, Asked()))
+    tried = advice.tried({"micro_batch_size": 8, "world_size": 1}, args, Asked(gpus_per_node=4))
+    (overrides, _), _ = advice.fastest(tried)
     assert overrides == ("--train.micro_batch_size=1", "--parallel.recompute=full")
 
 
@@ -343,10 +345,15 @@ def test_several_numbers_of_ranks_are_compared(capsys):
 def test_the_drawing_is_the_plan(tmp_path, capsys):
     dry_run(capsys, CONFIGS / "llama8b.toml", "--world-size=8", "--gpu", "H100", "--plot", tmp_path / "step.svg")
     rects = ET.parse(tmp_path / "step.svg").iter("{http://www.w3.org/2000/svg}rect")
-    boxes = {rect[0].text: float(rect.get("height")) for rect in rects if len(rect)}
+    rects = {rect[0].text: rect for rect in rects if len(rect)}
+    boxes = {title: float(rect.get("height")) for title, rect in rects.items()}
     titles = [*boxes]
     highest = [tall for title, tall in boxes.items() if title.startswith("backward head: ") and " of " in title]
     assert sum(highest) == pytest.approx(360, abs=0.1)
+    computed, sent = (next((float(rect.get("width")), float(title.split()[-2])) for title, rect in rects.items()
+                           if title.startswith(f"{what}forward block 3: ") and title.endswith(" ms"))
+                      for what in ("", "sent in "))
+    assert sent[0] / sent[1] == pytest.approx(computed[0] / computed[1], rel=0.01)  # pixels a millisecond
     assert any(t.startswith("backward head: activations") and t.endswith("of 53.63 GiB") for t in titles)
     assert sum(t.startswith("sent in forward block") for t in titles) == 32  # a gather of the unit after each
 
@@ -356,6 +363,10 @@ def test_slow_networks_are_waited_for():
     fast, slow = (plan(cfg, 64, Asked(device(gpu))) for gpu in ("H100", "H100,network=2"))
     assert fast["waiting_seconds"] < 0.1 * fast["step_seconds"]
     assert slow["waiting_seconds"] > 0.3 * slow["step_seconds"]
+
+
+def test_what_sends_nothing_waits_for_nothing():
+    assert plan(make_config(), 1, Asked(device("H100")))["waiting_seconds"] == 0
 
 
 def test_dry_run_makes_nothing(tmp_path):
@@ -399,6 +410,7 @@ def test_a_run_checks_its_plan(tmp_path, monkeypatch):
     check = a_run(tmp_path, "cpu")
     check.count_step()
     assert check.row(1, 9.0) is None and check.process is None
+    assert "--parallel.param_dtype=float32" in check.command()
     check.count_step()
     assert check.row(2, 0.5) is None and check.process is not None
     check.process.wait(timeout=100)
