@@ -244,7 +244,7 @@ def test_tables_say_what_the_plan_does():
     assert any(moment.phase.peak["reductions"] for moment in moments)
     lines = dict(line.split("  ", 1) if line[0] != " " else line[2:].split("  ", 1)
                  for line in show_plan.table(row, cfg, asked).splitlines())
-    assert lines["ranks"].split()[:7] == "8 = 2 replicas x 4 shards".split()
+    assert lines["ranks"].split()[:7] == ["8", "=", "2", "replicas", "x", "4", "shards"]
     for kind, dim, where in (("all_gather", "dp_shard", "within a node"),
                              ("all_reduce", "dp_replicate", "between nodes")):
         number, size = row["traffic_per_step"][dim][kind]
@@ -268,7 +268,7 @@ def test_suggestions_go_on_past_offload(monkeypatch):
     """Its speed is not known: another change that fits, of several together, goes before it."""
     def planned(cfg, ranks, asked):
         assert asked.gpus_per_node == 4
-        fits = cfg.parallel.cpu_offload or cfg.train.micro_batch_size == 1 and cfg.parallel.recompute == "full"
+        fits = cfg.parallel.cpu_offload or (cfg.train.micro_batch_size == 1 and cfg.parallel.recompute == "full")
         return {"fits": fits, "host_gib": float(cfg.parallel.cpu_offload), "tokens_per_second_per_device": 1.0}
 
     monkeypatch.setattr(advice, "plan", planned)
