@@ -18,14 +18,15 @@ def changes(row: dict, cfg: config.Config, gpus_per_node: int) -> Iterator[Chang
     """One at a time, then more and more of them together."""
     p, sequences = cfg.parallel, row["micro_batch_size"]
     smaller = [f"--train.micro_batch_size={sequences >> n}" for n in range(1, sequences.bit_length())]
-    less = [f"--parallel.recompute={mode}" for mode in RECOMPUTE if p.recompute not in RECOMPUTE
-            or RECOMPUTE.index(mode) > RECOMPUTE.index(p.recompute)]
+    less = [f"--parallel.recompute={mode}" for mode in (RECOMPUTE[RECOMPUTE.index(p.recompute) + 1 :]
+                                                        if p.recompute in RECOMPUTE else RECOMPUTE[1:])]
     reshard = ["--parallel.reshard_after_forward=true"] * (p.reshard_after_forward is not True)
     sync = ["--parallel.sync_every_micro_batch=true"] * (not p.sync_every_micro_batch)
     moments = ['--optim.state_dtype=bfloat16'] * (cfg.optim.state_dtype != "bfloat16")
     together = [name for names in (smaller, less, reshard, sync, moments) for name in names[-1:]]
     shared = [f"--parallel.{name}={degree}" for name in ("tp", "cp") for degree in (2, 4, 8)
-              if getattr(p, name) < degree <= (gpus_per_node if name == "tp" else row["world_size"])]
+              if getattr(p, name) < degree and (gpus_per_node % degree == 0 if name == "tp" else
+                                                degree <= row["world_size"])]
     offload = ["--parallel.cpu_offload=true"] * (not p.cpu_offload)
     for name in (*smaller, *reshard, *sync, *less, *moments, *shared, *offload):
         yield (name,), 1

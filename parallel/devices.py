@@ -5,6 +5,7 @@ FSDP2's collectives run beside that; tensor and context parallelism's stand in i
 """
 
 import math
+import re
 from dataclasses import dataclass, fields, replace
 
 import config
@@ -72,8 +73,8 @@ def device(name: str) -> Device:
 
 def known_as(name: str, memory_gib: float) -> str | None:
     """The name in DEVICES of what CUDA calls so, as "NVIDIA A100-SXM4-80GB"; None: it is not there."""
-    plain = name.replace(" ", "")
-    same = [key for key in DEVICES if key.split("-")[0] in plain and "Laptop" not in plain]
+    words = re.split("[ -]", name.replace("RTX ", "RTX"))
+    same = [key for key in DEVICES if key.split("-")[0] in words and "Laptop" not in words]
     return min(same, key=lambda key: abs(DEVICES[key].memory - memory_gib), default=None)
 
 
@@ -84,11 +85,13 @@ class Cluster:
     shape: tuple[int, int, int, int]  # of the mesh
 
     def within(self, dimension: str) -> tuple[int, int]:
-        """(ranks of a group of this dimension, how many of them share a node)."""
+        """(ranks of a group of this dimension, how many of them share a node; where nodes cut groups, the fewest)."""
         dp_replicate, dp_shard, cp, tp = self.shape
         ranks, stride = {"tp": (tp, 1), "cp": (cp, tp), "dp_shard": (dp_shard * cp, tp),
                          "dp_replicate": (dp_replicate, tp * cp * dp_shard)}[dimension]
-        return ranks, max(1, min(ranks, self.gpus_per_node // stride))
+        if math.prod(self.shape) <= self.gpus_per_node:
+            return ranks, ranks
+        return ranks, max(1, math.gcd(self.gpus_per_node, ranks * stride) // stride)
 
     def sending(self, phase: Phase, dimensions: tuple[str, ...]) -> float:
         """Seconds of a phase's collectives over these dimensions. A ring of several nodes goes out by the networks of

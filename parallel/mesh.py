@@ -72,9 +72,14 @@ def fsdp_mesh(world: World) -> DeviceMesh:
     return DeviceMesh._concatenate([world.mesh["dp_replicate"], shards]) if world.dp_replicate > 1 else shards
 
 
+def ranks_here() -> int:
+    """Of this machine, as torchrun says; 0: nobody has said."""
+    return int(os.getenv("LOCAL_WORLD_SIZE", "0"))
+
+
 def spans_machines(world: World) -> list[str]:
     """A note where tp groups do, whose collectives every block waits for."""
-    here = int(os.getenv("LOCAL_WORLD_SIZE", "0"))
+    here = ranks_here()
     return [f"warning: parallel.tp = {world.tp} does not divide the {here} ranks of a machine: its groups span machines"
             ", and every block waits for the network in between"] if here % world.tp else []
 

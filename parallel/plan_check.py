@@ -13,7 +13,7 @@ import torch
 
 import config
 from parallel.devices import known_as
-from parallel.mesh import World
+from parallel.mesh import World, ranks_here
 
 LATER = 30.0  # seconds after the second step: to plan takes a core for some, which a short run is not worth
 MEMORY_OFF, TIME_OFF = 0.05, 0.25  # of the plan: more is warned of
@@ -78,7 +78,8 @@ class PlanCheck:
                        ) if device.type == "cuda" else None
         return [sys.executable, str(pathlib.Path(__file__).parents[1] / "train.py"), str(self.folder / "config.toml"),
                 f"--run.device={device.type}", f"--parallel.param_dtype={p.param_dtype}", "--dry-run", "--json",
-                f"--world-size={self.world.size}", *([f"--gpu={gpu}"] if gpu else [])]
+                f"--world-size={self.world.size}", f"--gpus-per-node={ranks_here() or 8}",
+                *([f"--gpu={gpu}"] if gpu else [])]
 
     def tell(self, found: dict) -> None:
         on_gpu = self.world.device.type == "cuda"

@@ -112,3 +112,18 @@ def test_a_pass_without_backward_leaves_nothing():
     reference = kept()
     gc.collect()
     assert reference() is None
+
+
+def test_what_backward_gathers_again_goes_when_it_was_used():
+    found = []
+
+    def gather(x: torch.Tensor) -> torch.Tensor:
+        found.append(weakref.ref(whole := x * 1.0))
+        return whole
+
+    part = torch.randn(8, 8, requires_grad=True)
+    with gathered(gather, part, True) as whole:
+        result = (whole.square() * whole).sum()
+    for times in 2, 3:
+        result.backward(retain_graph=True)
+        assert len(found) == times and found[-1]() is None

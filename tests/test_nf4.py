@@ -64,6 +64,14 @@ def test_some_columns_of_the_codes_are_those_columns():
     assert nf4.dequantize(codes, scales, torch.bfloat16).equal(whole.bfloat16())  # rounded once
 
 
+@pytest.mark.parametrize("blocks", [1, 248, 255, 256, 257, 512])
+def test_a_range_has_up_to_256_blocks(blocks):
+    weights = torch.randn(2, 64 * blocks, generator=torch.Generator().manual_seed(0))
+    codes, scales = quantize(weights)
+    assert scales.shape[1] == nf4.scale_bytes(64 * blocks) == blocks + 8 * (1 + (blocks > 256))
+    assert (nf4.dequantize(codes, scales, torch.float32) - weights).norm() < 0.1 * weights.norm()
+
+
 def test_the_product_and_its_gradient_are_those_of_the_weights():
     x = torch.randn(2, 5, 128, requires_grad=True, generator=torch.Generator().manual_seed(0))
     codes, scales = quantize(torch.randn(24, 128, generator=torch.Generator().manual_seed(1)))

@@ -2,6 +2,7 @@
 
 import json
 import xml.etree.ElementTree as ET
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +12,11 @@ import config
 from benchmarks import published, theory
 from benchmarks import simulate as benchmark
 from model.llama import meta_model
+from parallel import advice, plan_check, show_plan
 from parallel import plan as plan_module
-from parallel import plan_check
 from parallel import simulate as simulate_module
-from parallel.devices import DEVICES, Cluster, device, known_as
+from parallel.counted import Phase
+from parallel.devices import DEVICES, Cluster, device, known_as, timeline
 from parallel.plan import Asked, plan
 from parallel.plan_check import PlanCheck
 from parallel.simulate import simulate
@@ -92,6 +94,7 @@ def test_collectives_are_those_of_the_theory(way):
 @pytest.mark.parametrize("mesh, way, sections", [
     *(({}, way, {}) for way in WAYS), ({"tp": 2}, {"compile": True}, {}), ({"cp": 2}, {}, {}),
     ({}, {"cpu_offload": True}, {}), ({}, {"compile": True}, {"optim": {"state_dtype": "bfloat16"}}),
+    ({}, {"prefetch_backward": 2}, {}),
     ({}, {"float8": "tensorwise"}, {"model": {**GPU["model"], "dim": 2048, "ffn_dim": 2048, "n_layers": 6}}),
     ({}, {"float8": "rowwise"}, {"model": {**GPU["model"], "dim": 4096, "ffn_dim": 4096, "n_layers": 6}}),
 ], ids=str)
@@ -104,6 +107,7 @@ def test_blocks_that_are_not_run_count_as_if_they_were(mesh, way, sections):
         assert +a.sent == +b.sent and a.times == b.times, a.name
         assert a.peak.total() == pytest.approx(b.peak.total(), rel=0.01, abs=2**16), a.name
         assert a.work["products"] == b.work["products"] and a.work["attention"] == b.work["attention"]
+        assert a.work["moved"] == pytest.approx(b.work["moved"], rel=0.05, abs=2**16), a.name
     assert short.peak().name == whole.peak().name
 
 
@@ -122,9 +126,38 @@ def test_a_ring_of_several_nodes_goes_out_by_all_their_networks():
     cluster = Cluster(device("H100,link=100,network=10"), 8, (2, 4, 2, 2))
     assert [cluster.within(name) for name in ("tp", "cp", "dp_shard", "dp_replicate")] == [
         (2, 2), (2, 2), (8, 4), (2, 1)]
+    assert Cluster(device("H100"), 6, (1, 3, 1, 4)).within("tp") == (4, 2)  # every other group is cut
+    assert Cluster(device("H100"), 8, (1, 3, 1, 1)).within("dp_shard") == (3, 3)
     phase = simulate_module.Phase("x", sent=simulate_module.Counter({("dp_shard", "all_gather", "bytes"): 8e9}))
     assert cluster.sending(phase, ("dp_shard",)) == pytest.approx(7e9 / (0.8 * 40e9))  # four ranks of a node: 40 GB/s
     assert cluster.sending(phase, ("tp", "cp")) == 0
+    assert Cluster(cluster.device, 8, (2, 2, 2, 2)).within("dp_replicate") == (2, 1)
+    reduced = Phase("x", sent=Counter({("dp_shard", "all_reduce", "bytes"): 8e9}))
+    assert cluster.sending(reduced, ("dp_shard",)) == 2 * cluster.sending(phase, ("dp_shard",))
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_a_gather_is_waited_for_as_far_behind_as_prefetch_reaches(way):
+    cluster, sent = Cluster(device("H100"), 8, (1, 8, 1, 1)), {("dp_shard", "all_gather", "bytes"): 9e10}
+    phases = [Phase(f"{way} block {i}", sent=Counter(sent if i == 0 else {})) for i in range(5)]
+    for ahead in 1, 2, 3:
+        moments = timeline(phases, make_config(parallel={f"prefetch_{way}": ahead}), cluster)
+        assert [i for i, moment in enumerate(moments) if moment.begin] == [*range(ahead, 5)]
+
+
+def test_the_update_waits_for_all_gradients_and_for_their_norm():
+    cluster = Cluster(device("H100"), 8, (1, 8, 1, 1))
+    gradients, norm = (Counter({("dp_shard", kind, "bytes"): 9e10}) for kind in ("reduce_scatter", "all_reduce"))
+    phases = [Phase("backward embedding", sent=gradients), Phase("update", sent=norm)]
+    last = timeline(phases, make_config(), cluster)[-1]
+    assert last.begin == pytest.approx(cluster.sending(phases[0], ("dp_shard",))) and last.end == pytest.approx(
+        3 * last.begin)
+
+
+def test_what_fsdp_sends_is_its_own_where_cp_is_all_that_shards():
+    traffic = plan(make_config(parallel={"cp": 2, "dp_shard": 1}), 2)["traffic_per_step"]
+    assert "all_gather" in traffic["dp_shard"] and traffic["dp_shard"]["ranks"] == 2
+    assert traffic["cp"]["all_gather"][0] == 2 * 2 * 4  # keys and values of two blocks, four micro-batches
 
 
 def dry_run(capsys, *words: object) -> tuple[bool, str, str]:
@@ -183,6 +216,78 @@ def test_what_fits_counts_the_peak_and_cudas_own(capsys):
         assert plan(config.load(str(CONFIGS / "tiny.toml")), 1, Asked(gpu_memory_gib=memory))["fits"] is fits
 
 
+def test_memory_that_is_given_goes_before_the_gpus():
+    assert Asked(device("H100")).memory_gib == DEVICES["H100"].memory and Asked(device("H100"), 40.0).memory_gib == 40
+
+
+def test_none_of_several_may_be_too_large(monkeypatch, capsys):
+    def planned(cfg, ranks, *unused):
+        return {"world_size": ranks, "device_gib": 2.0, "peak_at": "update", "fits": ranks > 1}, []
+
+    monkeypatch.setattr(plan_module, "planned", planned)
+    monkeypatch.setattr(advice, "advise", lambda *unused: "")
+    for ranks, fit in ("1,2", False), ("2,1", False), ("2,3", True):
+        assert dry_run(capsys, CONFIGS / "tiny.toml", f"--world-size={ranks}", "--gpu=H100", "--json")[0] is fit
+
+
+def test_hours_and_energy_are_of_all_gpus_and_nodes_as_large_as_asked(capsys):
+    words = CONFIGS / "tiny.toml", "--json", "--world-size=8", "--gpu=H200,watts=500", "--gpus-per-node=4"
+    row = json.loads(dry_run(capsys, *words)[1])
+    assert row["gpu_hours"] == pytest.approx(row["step_seconds"] * 300 * 8 / 3600)
+    assert row["kilowatt_hours"] == pytest.approx(0.5 * row["gpu_hours"])
+    assert row["traffic_per_step"]["dp_shard"]["ranks_in_a_node"] == 4
+
+
+def test_tables_say_what_the_plan_does():
+    cfg = make_config(model={"dim": 512, "ffn_dim": 4096, "vocab_size": 32000}, train={"steps": 10**9},
+                      parallel={"dp_replicate": 2, "cp": 2})
+    asked = Asked(device("H200"), 9.0, 4)
+    row, moments = plan_module.planned(cfg, 8, asked)
+    assert any(moment.phase.peak["reductions"] for moment in moments)
+    lines = dict(line.split("  ", 1) if line[0] != " " else line[2:].split("  ", 1)
+                 for line in show_plan.table(row, cfg, asked).splitlines())
+    assert lines["ranks"].split()[:7] == ["8", "=", "2", "replicas", "x", "4", "shards"]
+    for kind, dim, where in (("all_gather", "dp_shard", "within a node"),
+                             ("all_reduce", "dp_replicate", "between nodes")):
+        number, size = row["traffic_per_step"][dim][kind]
+        found = lines[f"{kind}, {dim}"]
+        assert found.split()[:2] == [str(number), f"{size / 2**30:.3f}"] and found.endswith(where)
+    for part, gib in row["parts_gib"].items():
+        assert lines[part].count("#") == round(40 * gib / row["peak_gib"])
+    assert f"{row['step_seconds'] * 10**9 / 86400:,.2f} days" in lines["the whole run"]
+    sent = sum(size for _, size in row["collectives_per_step"].values())
+    assert show_plan.compared([row]).splitlines()[1].split()[4] == f"{sent / 2**30:.1f}"
+    assert f"fits, {9 - row['device_gib']:.3g} GiB left" in show_plan.verdict(row, asked)
+
+
+@pytest.mark.parametrize("reshard, named", [(False, True), (2, True), (True, False)])
+def test_out_of_memory_names_resharding_where_it_would_help(reshard, named):
+    told = advice.out_of_memory(make_config(parallel={"reshard_after_forward": reshard}), 4, "9 GiB")
+    assert ("--parallel.reshard_after_forward=true" in told) is named
+
+
+def test_suggestions_go_on_past_offload(monkeypatch):
+    """Its speed is not known: another change that fits, of several together, goes before it."""
+    def planned(cfg, ranks, asked):
+        assert asked.gpus_per_node == 4
+        fits = cfg.parallel.cpu_offload or (cfg.train.micro_batch_size == 1 and cfg.parallel.recompute == "full")
+        return {"fits": fits, "host_gib": float(cfg.parallel.cpu_offload), "tokens_per_second_per_device": 1.0}
+
+    monkeypatch.setattr(advice, "plan", planned)
+    args = config.parse_arguments([str(CONFIGS / "tiny.toml"), "--dry-run"])
+    tried = advice.tried({"micro_batch_size": 8, "world_size": 1}, args, Asked(gpus_per_node=4))
+    (overrides, _), _ = advice.fastest(tried)
+    assert overrides == ("--train.micro_batch_size=1", "--parallel.recompute=full")
+
+
+def test_changes_are_of_every_kind_and_tp_stays_within_a_node():
+    cfg = config.load(str(CONFIGS / "tiny.toml"), ["--parallel.recompute=2"])
+    found = [names for names, _ in advice.changes({"micro_batch_size": 8, "world_size": 16}, cfg, gpus_per_node=4)]
+    for change in ("train.micro_batch_size=1", "parallel.recompute=full", "parallel.tp=4", "parallel.cp=8"):
+        assert (f"--{change}",) in found
+    assert not any("--parallel.tp=8" in names for names in found)
+
+
 def test_an_optimizer_is_planned_as_it_is(monkeypatch, capsys):
     """Half of AdamW's bytes where it keeps one sum; what it sends is counted, what it keeps later is named."""
     def adagrad(model, o):
@@ -238,7 +343,16 @@ def test_several_numbers_of_ranks_are_compared(capsys):
 
 def test_the_drawing_is_the_plan(tmp_path, capsys):
     dry_run(capsys, CONFIGS / "llama8b.toml", "--world-size=8", "--gpu", "H100", "--plot", tmp_path / "step.svg")
-    titles = [e.text for e in ET.parse(tmp_path / "step.svg").iter("{http://www.w3.org/2000/svg}title")]
+    rects = ET.parse(tmp_path / "step.svg").iter("{http://www.w3.org/2000/svg}rect")
+    rects = {rect[0].text: rect for rect in rects if len(rect)}
+    boxes = {title: float(rect.get("height")) for title, rect in rects.items()}
+    titles = [*boxes]
+    highest = [tall for title, tall in boxes.items() if title.startswith("backward head: ") and " of " in title]
+    assert sum(highest) == pytest.approx(360, abs=0.1)
+    computed, sent = (next((float(rect.get("width")), float(title.split()[-2])) for title, rect in rects.items()
+                           if title.startswith(f"forward block 3{what}: ") and title.endswith(" ms"))
+                      for what in ("", " gathers"))
+    assert sent[0] / sent[1] == pytest.approx(computed[0] / computed[1], rel=0.01)  # pixels a millisecond
     assert any(t.startswith("backward head: activations") and t.endswith("of 53.63 GiB") for t in titles)
     assert sum(t.startswith("forward block") and " gathers: " in t for t in titles) == 32  # the unit after each
     assert sum(t.startswith("backward block") and " reduces: " in t for t in titles) == 32
@@ -249,6 +363,10 @@ def test_slow_networks_are_waited_for():
     fast, slow = (plan(cfg, 64, Asked(device(gpu))) for gpu in ("H100", "H100,network=2"))
     assert fast["waiting_seconds"] < 0.1 * fast["step_seconds"]
     assert slow["waiting_seconds"] > 0.3 * slow["step_seconds"]
+
+
+def test_what_sends_nothing_waits_for_nothing():
+    assert plan(make_config(), 1, Asked(device("H100")))["waiting_seconds"] == 0
 
 
 def test_dry_run_makes_nothing(tmp_path):
@@ -292,6 +410,9 @@ def test_a_run_checks_its_plan(tmp_path, monkeypatch):
     check = a_run(tmp_path, "cpu")
     check.count_step()
     assert check.row(1, 9.0) is None and check.process is None
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert {"--parallel.param_dtype=float32", "--gpus-per-node=4"} < {*check.command()}
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
     check.count_step()
     assert check.row(2, 0.5) is None and check.process is not None
     check.process.wait(timeout=100)
@@ -321,7 +442,8 @@ def test_a_plan_that_is_off_is_warned_of(tmp_path, caplog):
 
 @pytest.mark.parametrize("name, memory, known", [
     ("NVIDIA A100-SXM4-80GB", 79.3, "A100-80"), ("NVIDIA A100-SXM4-40GB", 39.4, "A100-40"),
-    ("NVIDIA H200", 140, "H200"), ("NVIDIA H100 80GB HBM3", 79.1, "H100"), ("Tesla T4", 15, None),
+    ("NVIDIA H200", 140, "H200"), ("NVIDIA GH200 480GB", 95, None), ("NVIDIA RTX A1000", 8, None),
+    ("NVIDIA H100 80GB HBM3", 79.1, "H100"), ("Tesla T4", 15, None),
     ("NVIDIA GeForce RTX 4090", 23.5, "RTX4090"), ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.7, None)])
 def test_gpus_are_known_by_cudas_name(name, memory, known):
     assert known_as(name, memory) == known
