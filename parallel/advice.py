@@ -21,6 +21,7 @@ def changes(row: dict, cfg: config.Config, gpus_per_node: int) -> Iterator[Chang
     less = [f"--parallel.recompute={mode}" for mode in (RECOMPUTE[RECOMPUTE.index(p.recompute) + 1 :]
                                                         if p.recompute in RECOMPUTE else RECOMPUTE[1:])]
     reshard = ["--parallel.reshard_after_forward=true"] * (p.reshard_after_forward is not True)
+    ahead = [f"--parallel.{name}=1" for name in ("prefetch_forward", "prefetch_backward") if getattr(p, name) > 1]
     sync = ["--parallel.sync_every_micro_batch=true"] * (not p.sync_every_micro_batch)
     moments = ['--optim.state_dtype=bfloat16'] * (cfg.optim.state_dtype != "bfloat16")
     together = [name for names in (smaller, less, reshard, sync, moments) for name in names[-1:]]
@@ -28,7 +29,7 @@ def changes(row: dict, cfg: config.Config, gpus_per_node: int) -> Iterator[Chang
               if getattr(p, name) < degree and (gpus_per_node % degree == 0 if name == "tp" else
                                                 degree <= row["world_size"])]
     offload = ["--parallel.cpu_offload=true"] * (not p.cpu_offload)
-    for name in (*smaller, *reshard, *sync, *less, *moments, *shared, *offload):
+    for name in (*smaller, *reshard, *ahead, *sync, *less, *moments, *shared, *offload):
         yield (name,), 1
     yield from (((), times) for times in (2, 4, 8))
     for n in range(2, len(together) + 1):

@@ -281,9 +281,10 @@ def test_suggestions_go_on_past_offload(monkeypatch):
 
 
 def test_changes_are_of_every_kind_and_tp_stays_within_a_node():
-    cfg = config.load(str(CONFIGS / "tiny.toml"), ["--parallel.recompute=2"])
+    cfg = config.load(str(CONFIGS / "tiny.toml"), ["--parallel.recompute=2", "--parallel.prefetch_backward=2"])
     found = [names for names, _ in advice.changes({"micro_batch_size": 8, "world_size": 16}, cfg, gpus_per_node=4)]
-    for change in ("train.micro_batch_size=1", "parallel.recompute=full", "parallel.tp=4", "parallel.cp=8"):
+    for change in ("train.micro_batch_size=1", "parallel.recompute=full", "parallel.tp=4", "parallel.cp=8",
+                   "parallel.prefetch_backward=1"):
         assert (f"--{change}",) in found
     assert not any("--parallel.tp=8" in names for names in found)
 
