@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: number for number, name in enumerate(SLOW)}
     items.sort(key=lambda item: place.get(item.path.stem, len(SLOW)))
     for item in items:
-        if item.path.stem in SLOW[:14] or "write_config" in item.fixturenames:
+        if item.path.stem in SLOW[:14] or {"write_config", "on_ranks"} & {*item.fixturenames}:
             item.add_marker("slow")
 
 
