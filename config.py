@@ -410,9 +410,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     args, args.overrides = parser.parse_known_args(argv)
     if unknown := [word for word in args.overrides if not (word.startswith("--") and "=" in word)]:
         parser.error(f"{unknown[0]}: unknown; options are written --section.key=value, in one word")
-    of_plan = args.json, args.world_size, args.gpu, args.gpu_memory_gib, args.gpus_per_node, args.plot
-    if not args.dry_run and any(of_plan):
-        parser.error("--json, --world-size, --gpu, --gpu-memory-gib, --gpus-per-node, --plot go with --dry-run only")
+    only = ("json", "world_size", "gpu", "gpu_memory_gib", "gpus_per_node", "plot")
+    if not args.dry_run and any(getattr(args, name) for name in only):
+        parser.error(f"{', '.join('--' + name.replace('_', '-') for name in only)} go with --dry-run only")
     return args
 
 

@@ -162,7 +162,7 @@ def main(args: Namespace, cfg: Config, stop: StopRequest) -> int:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # nor do collections look through what imports have made
+    gc.freeze()  # what imports have made stays: collections need not look through it
     gc.enable()
     try:
         exit_code = main(arguments, configuration, stop_request)

@@ -14,10 +14,10 @@ import torch
 import config
 from parallel.devices import known_as
 from parallel.mesh import World, ranks_here
+from parallel.plan import GIB
 
 LATER = 30.0  # seconds after the second step: to plan takes a core for some, which a short run is not worth
 MEMORY_OFF, TIME_OFF = 0.05, 0.25  # of the plan: more is warned of
-GIB = 2**30
 
 log = logging.getLogger("train")
 
@@ -40,13 +40,13 @@ class PlanCheck:
 
     def count_step(self) -> None:
         self.steps += 1
-        if self.steps == 2:
-            self.since = time.perf_counter()
-        if self.steps == 2 and self.world.device.type == "cuda":
-            device = self.world.device
+        if self.steps != 2:
+            return
+        self.since, device = time.perf_counter(), self.world.device
+        if device.type == "cuda":
             self.measured = {"peak_gib": torch.cuda.max_memory_allocated(device) / GIB,
                              "reserved_gib": torch.cuda.max_memory_reserved(device) / GIB}
-        elif self.steps == 2:
+        else:
             self.measured = {"peak_gib": resident_gib() - AT_FIRST}
 
     def row(self, step: int, step_seconds: float) -> dict[str, Any] | None:

@@ -6,9 +6,9 @@ from xml.sax.saxutils import escape
 import config
 import files
 from parallel.devices import Moment
-from parallel.plan import Asked
+from parallel.plan import GIB, Asked
 
-GIB, BAR = 2**30, 40  # characters of the longest bar
+BAR = 40  # characters of the longest bar
 COLORS = {"parameters": "#4c78a8", "optimizer state": "#72b7b2", "gradients": "#54a24b", "gathered units": "#eeca3b",
           "reductions": "#f58518", "activations": "#e45756", "working memory": "#b279a2"}
 

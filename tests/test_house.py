@@ -26,7 +26,7 @@ ALLOWED = {
     "data": BASE,
     "optim": BASE | {"model"},  # of it the parameters' names
     "parallel": BASE | {"model", "optim"},  # of optim the optimizer of a simulated step
-    "metrics": BASE | {"parallel"},  # of it the mesh alone
+    "metrics": BASE | {"parallel"},  # of it the mesh, and a run's check of its plan
     "checkpoint": BASE | {"parallel", "model"},
     "lifecycle": BASE | {"parallel", "model", "metrics", "checkpoint"},
 }
