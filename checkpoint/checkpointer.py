@@ -12,10 +12,11 @@ from torch.distributed.tensor import DTensor
 
 import config
 from checkpoint import catalog
-from checkpoint.load import OtherOptimizer, restore, tensors_of
+from checkpoint.load import OtherOptimizer, Reader, check_parameters, restore, tensors_of
 from checkpoint.save import SaveFailed, Saver
 from config import ConfigError
 from model.hf_weights import Weights, fingerprint
+from model.llama import meta_model
 from parallel.mesh import World, all_gather_objects, has_bfloat16_units, on_rank_zero
 
 
@@ -38,7 +39,7 @@ class Checkpointer:
         self.world, self.data = world, data
         self.found = on_rank_zero(lambda: catalog.steps(cfg))
         self.start, self.corrupt = catalog.choose(cfg, self.found, lambda path: problems_on_all_ranks(path, world))
-        on_rank_zero(lambda: (catalog.check_same_run(cfg, self.start), catalog.check_same_data(cfg, self.start, data)))
+        on_rank_zero(lambda: self._check_choice(cfg))
         self.cfg = with_param_dtype(cfg, self.start, world)
         self.problems = [problem for problems in self.corrupt.values() for problem in problems]
         self.saver = Saver(cfg, self.start, extra_files) if cfg.checkpoint else None
@@ -47,6 +48,13 @@ class Checkpointer:
         self.pending: tuple[int, futures.Future] | None = None  # (step, the save of it) until it is reported
         self.staged: dict[str, Tensor] = {}
         self.base: str | None = None  # the fingerprint of a frozen base, which checkpoints of adapters name
+
+    def _check_choice(self, cfg: config.Config) -> None:
+        catalog.check_same_run(cfg, self.start)
+        catalog.check_same_data(cfg, self.start, self.data)
+        if self.start and cfg.checkpoint.allow_changed:  # it may allow what makes another model
+            folder = catalog.path_of(cfg, self.start)
+            check_parameters(folder, Reader(folder), meta_model(cfg.model, cfg.lora))
 
     def on_publish(self, work: Callable[[], None]) -> None:
         """work: done on rank 0 before a checkpoint is published; may refuse with an OSError."""

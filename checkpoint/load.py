@@ -132,6 +132,11 @@ def restore(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optim
     update_scales(model)
 
 
+def check_parameters(folder: pathlib.Path, reader: Reader, model: nn.Module) -> None:
+    """Raises ConfigError where a checkpoint's parameters are not those of this model, which may be on meta."""
+    check_tensors(folder, reader, tensors_of(model, None), weights_only=True)
+
+
 def check_tensors(folder: pathlib.Path, reader: Reader, wanted: dict[str, Tensor], weights_only: bool) -> None:
     """Raises ConfigError where names, shapes or types differ from these tensors', which may be on meta."""
     stored = reader.metadata.state_dict_metadata

@@ -163,7 +163,7 @@ def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int, adapte
     checkpoint = catalog.find(source)
     cfg, reader = catalog.read_config(checkpoint, base), load.Reader(checkpoint)
     model = meta_model(cfg.model, cfg.lora)
-    load.check_tensors(checkpoint, reader, load.tensors_of(model, None), weights_only=True)
+    load.check_parameters(checkpoint, reader, model)
 
     def read(name: str) -> Tensor:
         return load.read_tensor(checkpoint, reader, f"model.{name}")
