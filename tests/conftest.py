@@ -6,7 +6,6 @@ import os
 import pathlib
 import random
 import subprocess
-import sys
 
 import pytest
 
@@ -16,6 +15,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would c
 
 import config
 from tests.ranks import run_on_ranks
+from tests.warm import warm_python
 
 REPO = pathlib.Path(__file__).parent.parent
 
@@ -111,9 +111,9 @@ def write_config(tmp_path, corpus, prepared):
 
 
 def launch(*arguments: object, nproc: int = 1, cwd: pathlib.Path = REPO, **env: str) -> subprocess.CompletedProcess:
-    """./run_train.sh with this Python."""
+    """./run_train.sh with a Python that need not load torch; of PYTHON=sys.executable, with one that must."""
     return subprocess.run([REPO / "run_train.sh", *map(str, arguments)], cwd=cwd, capture_output=True, text=True,
-                          timeout=300, env={**os.environ, "PYTHON": sys.executable, "NPROC": str(nproc), **env})
+                          timeout=300, env={**os.environ, "PYTHON": warm_python(), "NPROC": str(nproc), **env})
 
 
 def rows(folder: pathlib.Path, kind: str = "train") -> list[dict]:

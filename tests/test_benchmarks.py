@@ -5,6 +5,7 @@ import io
 import json
 import re
 import statistics
+import sys
 from collections.abc import Callable
 from unittest import mock
 
@@ -12,6 +13,7 @@ import pytest
 
 from benchmarks import adapt, overhead, transformers_step
 from parallel.materialize import materialize
+from tests.warm import warm_python
 
 NUMBER = r"-?\d+\.\d+"
 SMALL = ["--model.dim=48", "--model.n_layers=2", "--model.ffn_dim=80", "--model.vocab_size=320", "--run.device=cpu"]
@@ -74,7 +76,8 @@ def test_the_ratio_is_of_medians():
 
 
 @pytest.mark.slow
-def test_adapters_beside_full_fine_tuning(tmp_path, capfd):
+def test_adapters_beside_full_fine_tuning(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(sys, "executable", warm_python())
     small = ["--model.dim=64", "--model.n_heads=1", "--model.n_kv_heads=1", "--model.ffn_dim=64", "--model.n_layers=1",
              "--model.vocab_size=400", "--data.max_tokens=200000", "--train.seq_len=32", "--run.device=cpu"]
     arguments = ["--base-steps=3", "--steps=2", "--rank=2", "--lr=1e-3", "--lora-lr=1e-2", "--suffix=h",

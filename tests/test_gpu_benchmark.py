@@ -13,6 +13,7 @@ from benchmarks import gpu
 from benchmarks.kernels import CEILINGS, TIMINGS, milliseconds
 from benchmarks.step import step_of
 from tests.conftest import REPO
+from tests.warm import warm_python
 
 
 def run(folder, capsys, *arguments: str) -> tuple[list[str], dict]:
@@ -54,6 +55,7 @@ def check(lines: list[str], report: dict, groups: list[str]) -> None:
 @pytest.mark.slow
 def test_all_of_it_on_a_cpu(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "executable", warm_python())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     groups = ["ceilings", "1B", "adapters", "options", "more"]  # of the others each starts one more process
     lines, report = run(tmp_path, capsys, "--seconds=400", "--only", *groups)
@@ -80,7 +82,7 @@ def test_no_time(tmp_path, capsys):
     assert {row["status"] for row in report["rows"]} == {"skipped: time"}
     assert len(report["rows"]) == sum(map(len, gpu.GROUPS.values()))
     # in a process that has begun
-    done = subprocess.run([sys.executable, "-m", "benchmarks.gpu", "--tiny", "--group=3B", "--first=1", "--deadline=1"],
+    done = subprocess.run([warm_python(), "-m", "benchmarks.gpu", "--tiny", "--group=3B", "--first=1", "--deadline=1"],
                           cwd=REPO, capture_output=True, text=True)
     assert [json.loads(line) for line in done.stdout.splitlines()] == [
         {"status": "skipped: time"}] * 2

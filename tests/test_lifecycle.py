@@ -24,6 +24,7 @@ from lifecycle.launch import check_compiler, listen, run_ranks
 from lifecycle.run import Run
 from lifecycle.signals import Interruption, StopRequest, Watchdog, read_stop
 from tests.conftest import REPO, launch, make_config, rows
+from tests.warm import warm_python
 
 FOREVER = {"train": {"steps": 100000}, "optim": {"schedule_steps": 100000}, "checkpoint": {}}
 TIMEOUTS = {"start_timeout_seconds": 60.0, "step_timeout_seconds": 5.0, "save_timeout_seconds": 20.0}
@@ -36,7 +37,7 @@ def launch_faulty(fault: str, path: pathlib.Path, *arguments: str, nproc: int = 
               "command.TRAIN = sys.argv.pop(1); sys.exit(launch.main(sys.argv[1:]))"
     job = {"SLURM_JOB_ID": "1"} if in_job else {}
     return subprocess.run(
-        [sys.executable, "-c", program, str(REPO / "tests/faulty.py"), str(path), *arguments], cwd=REPO,
+        [warm_python(), "-c", program, str(REPO / "tests/faulty.py"), str(path), *arguments], cwd=REPO,
         capture_output=True, text=True, timeout=200,
         env={**os.environ, "FAULT": fault, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "NPROC": str(nproc),
              "MAX_RESTARTS": str(restarts), **job, **env})

@@ -6,7 +6,6 @@ import pathlib
 import pickle
 import shutil
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from config import ConfigError
 from model.llama import Llama
 from tests.cases import digests
 from tests.conftest import REPO, make_config, seal
+from tests.warm import warm_python
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_a_file_elsewhere_is_refused_though_the_manifest_lists_it(folder, tmp_pa
 
 
 def test_torchs_own_tool_reads_a_checkpoint(saved_by_two, tmp_path):
-    subprocess.run([sys.executable, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", saved_by_two[0],
+    subprocess.run([warm_python(), "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", saved_by_two[0],
                     tmp_path / "out.pt"], check=True, capture_output=True)
     assert digests(torch.load(tmp_path / "out.pt")) == saved_by_two[1]
 
@@ -208,7 +208,7 @@ def test_commands_refuse_it_without_a_traceback(folder, tmp_path, spoil):
         data = bytearray((folder / "__0_0.distcp").read_bytes())
         data[len(data) // 2] ^= 1
         (folder / "__0_0.distcp").write_bytes(data)
-    done = subprocess.run([sys.executable, "-m", "model.generate", folder, "--prompt", "x"], cwd=REPO,
+    done = subprocess.run([warm_python(), "-m", "model.generate", folder, "--prompt", "x"], cwd=REPO,
                           capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr and "Traceback" not in done.stderr, done.stderr
     assert len(done.stderr.splitlines()) < 30 and not canary.exists()

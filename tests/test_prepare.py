@@ -24,6 +24,7 @@ from data.prepare import main, prepare
 from data.tokenizer import Tokenizer
 from data.tokens import open_stream, read_manifest
 from tests.conftest import REPO, config_for, launch, make_config, prepare_one, words
+from tests.warm import warm_python
 
 
 def test_validation_documents_are_chosen_by_their_text(corpus, prepared):
@@ -266,7 +267,7 @@ def test_training_on_a_mixture_and_looking_at_it(corpus, tmp_path, write_config,
     counts, losses = [s.length - 1 for s in open_data(cfg, "heldout")], [*row["loss_by_source"].values()]
     assert row["loss"] == pytest.approx(sum(n * loss for n, loss in zip(counts, losses)) / sum(counts), rel=1e-6)
     assert row["loss"] != pytest.approx(sum(losses) / 2, rel=1e-6)
-    plan = subprocess.run([sys.executable, "train.py", path, "--dry-run", "--json"], cwd=REPO, capture_output=True)
+    plan = subprocess.run([warm_python(), "train.py", path, "--dry-run", "--json"], cwd=REPO, capture_output=True)
     assert json.loads(plan.stdout)["steps_per_epoch"] > 1
     assert data.show.main([str(path), "--step", "1"]) == 0
     shown = capsys.readouterr().out
@@ -419,7 +420,7 @@ def test_somebody_elses_manifest_is_left_alone(content, corpus, tmp_path):
 
 def test_data_of_another_configuration_is_refused_without_the_launcher_too(prepared, write_config, tmp_path):
     path = write_config("other", data={"source": "python-stdlib", "path": str(prepared)}, checkpoint={})
-    done = subprocess.run([sys.executable, "train.py", path], cwd=REPO, capture_output=True, text=True)
+    done = subprocess.run([warm_python(), "train.py", path], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 2 and "was prepared with source = " in done.stderr, done.stderr
     assert not (tmp_path / "outputs").exists()
     with pytest.raises(ConfigError, match="was prepared with source = "):

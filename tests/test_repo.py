@@ -5,12 +5,12 @@ import pathlib
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 import tomli
 
 from tests.conftest import REPO, launch, make_config
+from tests.warm import warm_python
 
 # Each code block is labelled, and a test does with it what its label says.
 
@@ -67,7 +67,7 @@ def clone(tmp_path_factory):
 
 def run_in(folder: pathlib.Path, command: str) -> subprocess.CompletedProcess:
     return subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "PYTHON": sys.executable})
+                          env={**os.environ, "PYTHON": warm_python()})
 
 
 def test_run_blocks_run(clone):

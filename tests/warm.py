@@ -1,0 +1,159 @@
+"""A Python that has loaded torch: its processes are forked from a server, and need not spend two seconds on that.
+
+Each has the arguments, environment, folder, open files, signals and exit status that it would have if it were started.
+What differs: its parent and its command line are the server's, and limits (ulimit) do not reach it.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import select
+import signal
+import socket
+import sys
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+PRELOADED = ("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
+             "torch.distributed.run", "torch.distributed.tensor", "filelock", "numpy", "tomli")
+
+
+@functools.cache
+def warm_python() -> str:
+    """The path of a program that takes Python's arguments. Its server ends with this process."""
+    import subprocess
+    import tempfile
+
+    folder, listener = tempfile.TemporaryDirectory(prefix="warm-"), socket.socket(socket.AF_UNIX)
+    path, program = f"{folder.name}/socket", pathlib.Path(folder.name, "python")
+    listener.bind(path)
+    listener.listen(100)
+    program.write_text(f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})"
+                       f"\nfrom warm import run_by_server\nrun_by_server({path!r})\n")
+    program.chmod(0o755)
+    server = subprocess.Popen([sys.executable, __file__, str(listener.fileno())], stdin=subprocess.PIPE,
+                              start_new_session=True, pass_fds=[listener.fileno()])
+    warm_python.kept = folder, server  # the server ends when its standard input does
+    return str(program)
+
+
+def run_by_server(path: str) -> None:
+    """The program: has the server start a process with all that this one was given, and ends as that does."""
+    if sys.argv[1] not in ("-m", "-c", "-u") and sys.argv[1].startswith("-"):
+        os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+    files = [number for number in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{number}")]
+    server = socket.socket(socket.AF_UNIX)
+    server.connect(path)
+    ignored = [int(number) for number in FORWARDED if signal.getsignal(number) is signal.SIG_IGN]
+    request = json.dumps({
+        "argv": sys.argv, "environment": dict(os.environ), "folder": os.getcwd(), "umask": os.umask(0), "files": files,
+        "blocked": [*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))], "ignored": ignored}).encode()
+    socket.send_fds(server, [len(request).to_bytes(8, "little")], files)
+    server.sendall(request)
+    for number in {*FORWARDED} - {*ignored}:
+        signal.signal(number, lambda number, frame: server.send(bytes([number])))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    code = int.from_bytes(server.recv(4), "little", signed=True)
+    if code < 0:
+        with contextlib.suppress(OSError):  # of SIGKILL, which has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def main(listener: int) -> None:
+    """The server: imports, then forks for each request one process that runs it, and one that stands between it and
+    the program that asked for it."""
+    import gc
+    import importlib
+
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    client, request, files = accept(socket.socket(fileno=listener))
+    if pid := os.fork():
+        stand_between(client, pid, files)
+    client.close()
+    become(request, files)
+    run(*request["argv"][1:])  # returns from here, or raises, to the end of the program: as a Python that was started
+
+
+def accept(listener: socket.socket) -> tuple[socket.socket, dict, list[int]]:
+    """Returns, in a process forked for each, a connection, what it asks for, and the open files that came with it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    while True:
+        if 0 in select.select([0, listener], [], [])[0]:  # its parent has ended
+            os._exit(0)
+        client, _ = listener.accept()
+        if not os.fork():
+            break
+        client.close()
+    listener.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    size, files, *_ = socket.recv_fds(client, 8, 250)
+    request = client.recv(int.from_bytes(size, "little"), socket.MSG_WAITALL)
+    return client, json.loads(request), files
+
+
+def stand_between(client: socket.socket, pid: int, files: list[int]) -> None:
+    """Passes on signals, and the exit status; a client that is gone was killed, and so is the process. No return."""
+    for number in (0, 1, 2, *files):
+        os.close(number)
+    ended = os.pidfd_open(pid)
+    while ended not in select.select([client, ended], [], [])[0]:
+        os.kill(pid, (client.recv(1) or bytes([signal.SIGKILL]))[0])
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with contextlib.suppress(OSError):
+        client.sendall(code.to_bytes(4, "little", signed=True))
+    os._exit(0)
+
+
+def become(request: dict, files: list[int]) -> None:
+    """Takes over what the client was started with."""
+    import fcntl
+
+    os.setsid()
+    moved = [fcntl.fcntl(number, fcntl.F_DUPFD, 1000) for number in files]  # away from the numbers they shall have
+    for number, wanted in zip(moved, request["files"]):
+        os.dup2(number, wanted)
+    for number in {*files} - {*request["files"]} | {*moved}:
+        os.close(number)
+    os.chdir(request["folder"])
+    os.umask(request["umask"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    for number in request["ignored"]:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1, errors="backslashreplace")  # noqa: SIM115
+    sys.executable, sys.argv = request["argv"][0], request["argv"][1:]
+    added = request["environment"].get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = [*filter(None, added), *(place for place in sys.path if place.startswith(sys.base_prefix)
+                                           or "site-packages" in place)]
+
+
+def run(first: str, *rest: str) -> None:
+    import runpy
+
+    if first == "-u":
+        sys.stdout.reconfigure(write_through=True)
+        sys.argv = sys.argv[1:]
+        return run(*rest)
+    safe = "PYTHONSAFEPATH" in os.environ
+    if first == "-m":
+        sys.argv = [*rest]
+        sys.path[:0] = [] if safe else [os.getcwd()]
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        sys.path[:0] = [] if safe else [""]
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.path[:0] = [] if safe else [str(pathlib.Path(first).resolve().parent)]
+        runpy.run_path(first, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
