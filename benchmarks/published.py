@@ -10,10 +10,13 @@ from dataclasses import dataclass
 
 import config
 from model.loss import CHUNK
-from parallel.devices import ATTENTION, Moment, device
+from parallel.devices import ATTENTION, OF_BANDWIDTH, Moment, device
 from parallel.plan import GIB, RESERVED, Asked, planned
 
-FLASH_2 = 330e12  # FLOP/s of FlashAttention 2 on an H100, forward and backward
+FLASH_2 = 330 / 720  # FlashAttention 2, forward and backward, to products on an H100 of 700 W; both fall with its power
+# Bytes of eager F.cross_entropy of float32 copies, a logit: that are there in backward, and that all its kernels move
+EAGER_LOSS, EAGER_LOSS_MOVES = 12, 36
+FOREACH, FUSED = 80, 28  # bytes a parameter that AdamW moves, by its foreach kernels and fused
 TITAN = ("--parallel.prefetch_forward=0", "--parallel.prefetch_backward=0")  # leaves the order to FSDP2
 EAGER, FULL = "--parallel.compile=false", "--parallel.recompute=full"
 LLAMA_70B = *TITAN, "--train.micro_batch_size=16", "--train.global_batch_size=512"
@@ -32,7 +35,7 @@ class Run:
     gpu: str
     gib: float | None
     speed: float | None  # tokens per second and GPU
-    logit: int = 10  # bytes of each that the peer's loss has: bfloat16, float32, gradient; 0: its loss is chunked
+    logit: int = EAGER_LOSS  # bytes of each that the peer's loss has at once; 0: its loss is chunked
     flash_2: bool = True
 
 
@@ -65,20 +68,30 @@ def after_terms(run: Run, cfg: config.Config, row: dict, moments: list[Moment]) 
     tokens = row["micro_batch_size"] * cfg.train.seq_len // p.cp
     head, others = (max(x.phase.peak.total() / GIB for x in moments if x.phase.name.endswith("head") is at)
                     for at in (True, False))
-    more = dict.fromkeys("LDHAF", 0.0)  # docs/plan.md; A and F in seconds
-    if run.logit:
+    more, titan = dict.fromkeys("LRDHAEF", 0.0), run.who.startswith(("torchtitan", "the same"))
+    if run.logit:  # terms as in docs/plan.md, GIB or seconds
         ours = min(tokens, CHUNK["cuda compiled" if p.compile else "cuda"]) * (2 if p.compile else 2 + 4)
         more["L"] = (tokens * run.logit - ours) * m.vocab_size / p.tp / GIB
+    embedding = m.vocab_size * m.dim
+    if titan:
+        block = (row["parameters"] - 2 * embedding) / m.n_layers
+        more["R"] = 2 * (embedding + block) / p.tp / GIB
+        moved = tokens * EAGER_LOSS_MOVES * m.vocab_size / p.tp - sum(
+            x.phase.work["moved"] for x in moments if x.phase.name.endswith("head"))
+        moved = moved * row["accumulation_steps"] + (FOREACH - FUSED) * row["parameter_bytes_per_rank"] / 4
+        more["E"] = moved / (gpu.bandwidth * OF_BANDWIDTH * 1e12)
     more["D"] = 2 * m.n_layers * tokens * m.dim / GIB * (p.recompute == "selective" and not p.compile)
-    more["H"] = -2 * m.vocab_size * m.dim / GIB * (run.ranks == 1)  # FSDP2 copies a unit even then
+    more["H"] = -2 * embedding / GIB * (run.ranks == 1)  # FSDP2 copies a unit even then
     if run.flash_2:
         flop = sum(x.phase.work["attention"] * x.phase.times for x in moments)
-        more["A"] = flop / FLASH_2 - flop / (ATTENTION[True] * gpu.peak * 1e12)
+        more["A"] = flop / (gpu.products * 1e12) * (1 / FLASH_2 - 1 / ATTENTION[True])
     if p.tp > 1 and run.speed:  # the peer's blocks are in float8, which ours cannot be
         flop = sum(x.phase.work["products"] * x.phase.times for x in moments if "block" in x.phase.name)
         more["F"] = flop / (gpu.products * 1e12) * (1 / gpu.float8 - 1)
-    words = [f"{k} {v / seconds:+.0%}" if k in "AF" else f"{k} {v:+.1f}" for k, v in more.items() if v]
-    return max(head + more["L"] + more["D"] + more["H"], others), seconds + more["A"] + more["F"], " ".join(words)
+    words = [f"{k} {v / seconds:+.0%}" if k in "AEF" else f"{k} {v:+.1f}" for k, v in more.items()
+             if abs(v) > (seconds / 200 if k in "AEF" else 0)]
+    peak = max(head + more["L"] + more["R"] + more["D"] + more["H"], others)
+    return peak, seconds + more["A"] + more["E"] + more["F"], " ".join(words)
 
 
 def main() -> None:

@@ -47,8 +47,9 @@ DEVICES = {
     "RTX4090": Device(23.5, 165, 140, 1.01, 32, 3, 450),
     "RTX5090": Device(31.4, 209, 175, 1.79, 64, 3, 575),
 }
-# Forward and backward attention, of the peak, by whether a head is 128 wide or less: cuDNN's on an H200
-ATTENTION = {True: 0.56, False: 0.38}
+# Forward and backward attention, to the products' rate (less power slows both), by whether a head is 128 wide or less:
+# cuDNN's TFLOP on an H200
+ATTENTION = {True: 554 / 720, False: 376 / 720}
 
 
 def device(name: str) -> Device:
@@ -113,7 +114,7 @@ class Cluster:
         d, work = self.device, phase.work
         products = max(d.products, 0.8 * d.peak) if best else d.products
         return (work["products"] / products + work["float8"] / (products * d.float8)
-                + work["attention"] / (d.peak * ATTENTION[wide_heads])) / 1e12 \
+                + work["attention"] / (d.products * ATTENTION[wide_heads])) / 1e12 \
             + work["moved"] / (d.bandwidth * (1 if best else OF_BANDWIDTH) * 1e12)
 
 

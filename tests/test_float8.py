@@ -24,7 +24,7 @@ MODEL = {"dim": 64, "n_heads": 4, "n_kv_heads": 1, "ffn_dim": 112, "vocab_size":
 
 def case(recipe: str, model: dict | None = None, **parallel) -> dict:
     return {"model": {**MODEL, **(model or {})}, "parallel": {"float8": recipe, **parallel},
-            "train": {"steps": 3, "global_batch_size": 24, "micro_batch_size": 1}}
+            "train": {"steps": 3, "global_batch_size": 12, "micro_batch_size": 1}}
 
 
 # The product

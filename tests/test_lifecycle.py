@@ -58,11 +58,11 @@ def leftovers(folder: pathlib.Path) -> list[str]:
 class Launched:
     """A run that goes on until it is told to stop."""
 
-    def __init__(self, path: pathlib.Path, nproc: int = 1, **env: str):
+    def __init__(self, path: pathlib.Path, nproc: int = 1, python: str = sys.executable, **env: str):
         self.folder = path.parent / "outputs" / path.stem
         self.process = subprocess.Popen(
             [REPO / "run_train.sh", path], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPO,
-            env={**os.environ, "PYTHON": sys.executable, "NPROC": str(nproc), **env}, start_new_session=True)
+            env={**os.environ, "PYTHON": python, "NPROC": str(nproc), **env}, start_new_session=True)
         self.path = path
 
     def processes(self, pattern: str) -> list[int]:
@@ -73,8 +73,10 @@ class Launched:
                 words = entry.read_bytes().decode(errors="replace").split("\0")
             except OSError:
                 continue
-            # what comes before "--launch" and the configuration is the process's own command
-            if str(self.path) in words and any(re.search(pattern, word) for word in words[:3]):
+            # of the program that stands for a forked process (warm.py) the command begins at the third word; what comes
+            # before "--launch" and the configuration is the process's own
+            own = words[2:] if "-IS" in words[:2] else words
+            if str(self.path) in words and any(re.search(pattern, word) for word in own[:3]):
                 found.append(int(entry.parent.name))
         return found
 
@@ -98,7 +100,7 @@ class Launched:
     ("launcher", signal.SIGTERM, 1), ("launcher", signal.SIGUSR1, 2), ("rank", signal.SIGINT, 2),
     ("torchrun", signal.SIGTERM, 2), ("torchrun", signal.SIGUSR1, 2)])
 def test_a_signal_to_anyone_saves_and_stops_all(write_config, whom, number, nproc):
-    run = Launched(write_config("stopped", **FOREVER), nproc)
+    run = Launched(write_config("stopped", **FOREVER), nproc, sys.executable if nproc == 1 else warm_python())
     run.wait_for(run.trained_a_step)
     os.kill({"launcher": lambda: run.process.pid, "rank": lambda: run.processes(r"/train\.py$")[-1],
              "torchrun": lambda: run.processes(r"^lifecycle\.torchrun$")[-1]}[whom](), number)
