@@ -50,6 +50,12 @@ def step(setting: str | int, dtype: torch.dtype = torch.float32, **sizes: int) -
     return {name: p.grad for name, p in named_parameters(model)}, sum(kept.values())
 
 
+def test_of_every_n_blocks_the_last_is_recomputed():
+    for n, recomputed in (1, [0, 1, 2, 3]), (2, [1, 3]), (3, [2]), (5, []):
+        blocks = built(n).blocks
+        assert [i for i, block in enumerate(blocks) if type(block) is not type(built("none").blocks[0])] == recomputed
+
+
 @pytest.fixture(scope="module")
 def measured():
     return {setting: step(setting) for setting in SETTINGS}

@@ -146,6 +146,13 @@ def test_the_export_loads_in_transformers_bit_for_bit(read, folders, tmp_path, c
     assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     assert all((tmp_path / "many" / file).stat().st_size < 0.00003 * 2**30 + 2000 or
                len(load_file(tmp_path / "many" / file)) == 1 for file in files)
+    options = "--dtype", "bfloat16", "--shard-gib", "0.00003"
+    assert run(capsys, "export", run_folder, tmp_path / "halves", *options) == (0, "")
+    for out, width in (("many", 4), ("halves", 2)):
+        found = json.loads((tmp_path / out / "model.safetensors.index.json").read_text())["metadata"]
+        held = sum(p.numel() for p in theirs.parameters())
+        assert found == {"total_parameters": held, "total_size": held * width}
+    assert len([*(tmp_path / "halves").glob("*.safetensors")]) < len(files)
     assert not list(tmp_path.glob(".*"))
     assert len({path.stat().st_mode for path in tmp_path.glob("*/*")}) == 1  # who may read config.json may read weights
     again = open_weights(config_from(str(tmp_path / "many")).model)  # and we read what we write

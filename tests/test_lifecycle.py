@@ -493,6 +493,12 @@ def test_the_allocator_is_set_unless_the_user_has(monkeypatch):
     assert ranks.environment()["PYTORCH_ALLOC_CONF"] == "backend:native"
 
 
+def test_ranks_share_the_cores_of_their_own_node(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "8")
+    assert [Ranks(nodes, 4, 0, None).environment()["OMP_NUM_THREADS"] for nodes in (1, 2)] == ["2", "2"]
+
+
 def test_one_ctrl_c_while_the_ranks_start_is_one(tmp_path, monkeypatch):
     """It comes in the middle of starting them. A second one would kill the ranks, which here wait for the stop file."""
     start, numbers = subprocess.Popen, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)

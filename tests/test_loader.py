@@ -225,6 +225,12 @@ def test_under_a_document_mask_positions_and_documents_come_along(prepared):
                 number += 1
         assert valid == batch.valid_tokens
     assert seen == {0}  # a document that began before the window counts from the window's start
+    begins_last = 0  # windows whose last target is the first token of a document
+    for step in range(1, window_count(stream.length, 100) // 8):
+        batch = loader.batch(step)
+        assert batch.valid_tokens == sum((found[1] != IGNORE).sum() for found in batch.micro_batches)
+        begins_last += sum((found[1][:, -1] == IGNORE).sum() for found in batch.micro_batches)
+    assert begins_last
     loader.close()
 
 

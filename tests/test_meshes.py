@@ -5,13 +5,18 @@ import re
 import shutil
 
 import pytest
+import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import config
+from data.tokens import open_stream
 from model import hf
 from model.hf_weights import hf_name
+from model.llama import Llama
 from tests import cases
 from tests.conftest import REPO, make_config
+from tests.conftest import rows as metrics_rows
 from tests.test_training import plain_loop, weights, with_data
 
 STEPS = 3
@@ -86,17 +91,29 @@ def expected(corpus, prepared):
     return found
 
 
+@pytest.fixture(scope="module")
+def heldout_loss(expected, prepared):
+    """Of the plain loop's last weights, on the first eight windows held out."""
+    model = Llama(make_config(model=MODEL).model)
+    model.load_state_dict({name.removeprefix("model."): p for name, p in expected["plain"][1].items()}, strict=False)
+    ids = open_stream(prepared, "heldout", 320).read(0, 8 * 32 + 1)[1]
+    with torch.no_grad():
+        return F.cross_entropy(model(ids[:-1].view(8, 32)).flatten(0, 1), ids[1:]).item()
+
+
 @pytest.mark.parametrize("ranks, mesh", [(ranks, mesh) for ranks, meshes in MESHES.items() for mesh in meshes])
-def test_a_run_does_not_depend_on_the_mesh(trained, expected, ranks, mesh):
+def test_a_run_does_not_depend_on_the_mesh(trained, expected, heldout_loss, ranks, mesh):
     for variant in [variant for variant, meshes in RUNS.items() if mesh in meshes]:
         rows, (wanted, _) = trained[0][f"{variant}, {mesh}"], expected[variant]
         near = 2**-8 if variant == "bfloat16" else 1e-5
         assert [row["batch_digest"] for row in rows] == [row["batch_digest"] for row in wanted]
         for key in ("loss", "grad_norm") if variant != "bfloat16" else ("loss",):
             assert [row[key] for row in rows] == pytest.approx([row[key] for row in wanted], rel=near), (variant, key)
-    found, last = weights(trained[1] / str(ranks) / f"plain-{mesh}".replace(" ", "-"), STEPS), expected["plain"][1]
+    folder = trained[1] / str(ranks) / f"plain-{mesh}".replace(" ", "-")
+    found, last = weights(folder, STEPS), expected["plain"][1]
     for name, tensor in last.items():
         assert (found[name] - tensor).norm() < 1e-5 * tensor.norm(), name
+    assert [row["loss"] for row in metrics_rows(folder, "eval")] == pytest.approx([heldout_loss], rel=1e-5)
 
 
 def test_bfloat16_is_not_float32(trained, expected):

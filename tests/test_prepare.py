@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import os
+import pathlib
 import re
 import shutil
 import signal
@@ -23,6 +24,8 @@ from data.encode import is_validation, progress, report
 from data.prepare import main, prepare
 from data.tokenizer import Tokenizer
 from data.tokens import open_stream, read_manifest
+from lifecycle.launch import check_launch
+from lifecycle.signals import Interruption
 from tests.conftest import REPO, config_for, launch, make_config, prepare_one, words
 from tests.warm import warm_python
 
@@ -253,6 +256,23 @@ def test_parts_of_one_source_have_names_of_their_own(corpus, prepared, tmp_path)
                             "path": str(tmp_path / "mixed")})
     folders = prepare(cfg)
     assert source_names(cfg) == [folder.name for folder in folders] and len(set(source_names(cfg))) == 2
+
+
+def test_what_has_nothing_held_out_is_refused_with_an_evaluation(corpus, tmp_path, prepared):
+    """A whole mixture; one of its sources alone may have none."""
+    texts = [text for text in (words(i, 60) for i in range(20)) if not is_validation(text)][:5]
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+    def check(*sources: pathlib.Path, **sections: dict) -> bool:
+        cfg = make_config(run={"output_dir": str(tmp_path / "outputs"), "name": "r"}, **sections, data={
+            "sources": [{"source": str(source)} for source in sources], "path": str(tmp_path / "mixed"),
+            "tokenizer": str(prepared / "tokenizer.model")})
+        return check_launch(cfg, 1, 1, config.parse_arguments(["x.toml"]), False, Interruption())
+
+    assert check(corpus, few, eval={}) and check(few)
+    with pytest.raises(ConfigError, match=r"mixed/.*: none of its documents .* is held out"):
+        check(few, eval={})
 
 
 def test_training_on_a_mixture_and_looking_at_it(corpus, tmp_path, write_config, capsys):

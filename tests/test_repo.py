@@ -109,6 +109,37 @@ def test_help_of_the_launcher():
     assert done.returncode == 0 and "sbatch" in done.stdout and "--section.key=value" in done.stdout
 
 
+def test_an_environment_that_was_not_finished_is_made_again(tmp_path):
+    """With a Python that has no torch, and a pip that fails at first."""
+    for name in ("run_train.sh", "requirements.txt", "train.py"):
+        shutil.copy(REPO / name, tmp_path / name)
+    python, calls = tmp_path / "bin/python3", tmp_path / "calls"
+    python.parent.mkdir()
+    python.write_text(f"""#!/bin/bash
+echo "$*" >>{calls}
+case "$*" in
+*--usable*) exit 1;;
+"-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python";;
+*requirements.txt*) test -e {tmp_path}/network;;
+esac
+""")
+    python.chmod(0o755)
+
+    def set_up() -> tuple[int, list[str], list[str]]:
+        calls.write_text("")
+        done = subprocess.run([tmp_path / "run_train.sh", "--setup"], capture_output=True, text=True, cwd=tmp_path,
+                              env={"PATH": f"{python.parent}:{os.environ['PATH']}"})
+        return done.returncode, done.stdout.splitlines()[-1:], re.findall("-m (venv|pip)", calls.read_text())
+
+    made = 0, [str(tmp_path / ".venv/bin/python")]
+    assert set_up() == (1, [], ["venv", "pip", "pip"])
+    (tmp_path / "network").touch()
+    assert set_up() == (*made, ["venv", "pip", "pip"]) and set_up() == (*made, [])
+    with (tmp_path / "requirements.txt").open("a") as file:
+        file.write("# another\n")
+    assert set_up() == (*made, ["venv", "pip", "pip"])
+
+
 @pytest.mark.parametrize("variables", [{"PYTHON": "no-such-python"}, {"NPROC": "many"}])
 def test_launcher_says_what_is_wrong_with_its_environment(variables):
     done = launch("configs/tiny.toml", **variables)

@@ -108,6 +108,16 @@ def test_tokenizer_json_is_lossless(byte_level, text):
     assert (found.bos, found.eos, found.vocab_size) == ([0], [1], 290)
 
 
+def test_ids_with_holes_count_by_the_highest(byte_level, tmp_path):
+    content = json.loads(pathlib.Path(byte_level, "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    last = max(vocabulary, key=vocabulary.get)
+    vocabulary[last] = 399
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    found = Tokenizer(tmp_path)
+    assert found.vocab_size == 400 and found.decode([399]) == Tokenizer(byte_level).decode([289]) != ""
+
+
 @pytest.mark.parametrize("settings, eos", [
     ({"eos_token": "<|begin_of_text|>"}, [0]), ({"eos_token": {"content": "<|end_of_text|>"}}, [1]), ({}, [1])])
 def test_eos_is_the_familys(byte_level, settings, eos, tmp_path):
