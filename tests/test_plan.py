@@ -111,15 +111,17 @@ def test_blocks_that_are_not_run_count_as_if_they_were(mesh, way, sections):
     assert short.peak().name == whole.peak().name
 
 
-def test_work_is_that_of_the_closed_form():
+@pytest.mark.parametrize("cp", [1, 2])
+def test_work_is_that_of_the_closed_form(cp):
     """All of 6 FLOP a parameter and token, and attention's: twice forward, five times backward, half under the mask."""
-    cfg = config.load(str(CONFIGS / "llama3b.toml"), ["--parallel.recompute=none", "--train.global_batch_size=8"])
-    work = sum((phase.work for phase in simulate(cfg, 8).phases), simulate_module.Counter())
-    attention = 7 * 28 * 24 * 128 * 8192 * 8192
+    cfg = config.load(str(CONFIGS / "llama3b.toml"), [
+        "--parallel.recompute=none", "--train.global_batch_size=8", f"--parallel.cp={cp}"])
+    work = sum((phase.work for phase in simulate(cfg, 8 * cp).phases), simulate_module.Counter())
+    attention = 7 * 28 * 24 * 128 * 8192 * 8192 // cp
     assert work["attention"] == attention  # one FLOP more in seven than the model's own: scores are computed again
     m = cfg.model
     block = 2 * m.dim * (m.n_heads + m.n_kv_heads) * m.width_per_head + 3 * m.dim * m.ffn_dim
-    assert work["products"] == 6 * 8192 * (m.n_layers * block + m.vocab_size * m.dim)
+    assert work["products"] == 6 * 8192 // cp * (m.n_layers * block + m.vocab_size * m.dim)
 
 
 def test_a_ring_of_several_nodes_goes_out_by_all_their_networks():
