@@ -269,6 +269,7 @@ def test_mesh_shape():
         config.mesh_shape(make_config(), 3)
     with pytest.raises(ConfigError, match="must divide the number of shards"):
         config.mesh_shape(make_config(parallel={"reshard_after_forward": 3}), 4)
+    assert config.mesh_shape(make_config(parallel={"reshard_after_forward": 4, "cp": 2}), 4) == (1, 2, 2, 1)
 
 
 def test_launcher_refuses_before_anything_is_made(tmp_path):

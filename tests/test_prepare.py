@@ -239,6 +239,27 @@ def test_a_mixture_trains_one_tokenizer_and_keeps_its_sources_apart(corpus, tmp_
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "mixed").rglob("*")} == before
 
 
+def test_a_mixture_s_tokenizer_reads_of_each_source_its_share(corpus, tmp_path, monkeypatch):
+    read: dict[str, int] = {}
+
+    def endless(data: config.Data, *unused):
+        while True:
+            read[data.source] = read.get(data.source, 0) + 10**5
+            yield "x" * 10**5
+
+    def count(texts, vocab_size: int) -> bytes:
+        for _ in texts:
+            pass
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("data.prepare.open_source", endless)
+    monkeypatch.setattr("data.prepare.train_tokenizer", count)
+    sources = [{"source": str(corpus), "weight": 30.0}, {"source": str(corpus.parent), "weight": 70.0}]
+    with pytest.raises(ConfigError, match="enough"):
+        prepare(make_config(data={"sources": sources, "path": str(tmp_path / "mixed")}))
+    assert read == {str(corpus): 12 * 10**5, str(corpus.parent): 28 * 10**5}
+
+
 def test_a_source_prepared_once_serves_every_mixture(corpus, prepared, tmp_path):
     given = {"tokenizer": str(prepared / "tokenizer.model")}
     first = prepare(mixture(tmp_path, corpus, **given))
