@@ -92,7 +92,7 @@ def test_every_shipped_model_is_compared():
 def test_an_export_says_how_far_its_rotary_table_reaches():
     """As far as it is stretched, where the training was no longer than what it was stretched from."""
     m = make_config(model={"rope_scaling": SCALING}).model
-    said = {length: hf_config.render(m, length, "float32", {})["max_position_embeddings"] for length in (8, 32, 33, 999)}
+    said = {n: hf_config.render(m, n, "float32", {})["max_position_embeddings"] for n in (8, 32, 33, 999)}
     assert said == {8: 256, 32: 256, 33: 33, 999: 999}
     assert hf_config.render(make_config().model, 32, "float32", {})["max_position_embeddings"] == 32
 
