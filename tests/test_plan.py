@@ -130,6 +130,7 @@ def test_a_ring_of_several_nodes_goes_out_by_all_their_networks():
         (2, 2), (2, 2), (8, 4), (2, 1)]
     assert Cluster(device("H100"), 6, (1, 3, 1, 4)).within("tp") == (4, 2)  # every other group is cut
     assert Cluster(device("H100"), 8, (1, 3, 1, 1)).within("dp_shard") == (3, 3)
+    assert Cluster(device("H100"), 8, (1, 1, 2, 8)).within("cp") == (2, 1)  # tp fills the nodes
     phase = simulate_module.Phase("x", sent=simulate_module.Counter({("dp_shard", "all_gather", "bytes"): 8e9}))
     assert cluster.sending(phase, ("dp_shard",)) == pytest.approx(7e9 / (0.8 * 40e9))  # four ranks of a node: 40 GB/s
     assert cluster.sending(phase, ("tp", "cp")) == 0
