@@ -200,6 +200,10 @@ def test_files_beyond_two_to_the_31_tokens(dtype, width, tmp_path):
     loader.close()
 
 
+def test_a_window_has_its_last_target():
+    assert [window_count(tokens, 32) for tokens in (0, 1, 32, 33, 64, 65)] == [0, 0, 0, 1, 1, 2]
+
+
 def test_under_a_document_mask_positions_and_documents_come_along(prepared):
     """Against a loop over the tokens of the file."""
     cfg = make_config(data={"document_mask": True}, train={"seq_len": 100, "micro_batch_size": 4})
