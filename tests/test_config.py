@@ -272,6 +272,18 @@ def test_mesh_shape():
     assert config.mesh_shape(make_config(parallel={"reshard_after_forward": 4, "cp": 2}), 4) == (1, 2, 2, 1)
 
 
+@pytest.mark.parametrize("sizes, tp", [
+    ({"dim": 96}, 1), ({"dim": 128, "ffn_dim": 192}, 2), ({"dim": 192, "head_dim": 48, "ffn_dim": 256}, 2)])
+def test_blocks_of_nf4_come_out_even_on_every_rank(sizes, tp):
+    """Each of the three widths, whole or as tp cuts it."""
+    sizes = {"dim": 128, "n_heads": 4, "n_kv_heads": 4, "head_dim": 32, "ffn_dim": 256, "init_from": "x", **sizes}
+    wide = {"dim": 256, "head_dim": 64, "ffn_dim": 512}
+    lora = {"base_dtype": "nf4"}
+    make_config(model={**sizes, **wide}, lora=lora, parallel={"tp": tp})
+    with pytest.raises(ConfigError, match="its blocks of 64 weights must come out even"):
+        make_config(model=sizes, lora=lora, parallel={"tp": tp})
+
+
 def test_launcher_refuses_before_anything_is_made(tmp_path):
     bad = tmp_path / "bad.toml"
     bad.write_text(toml(train={**TINY["train"]}).replace("steps = 4", "steps = 0\nspeed = 3"))
