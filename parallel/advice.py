@@ -11,6 +11,7 @@ from parallel.devices import device
 from parallel.plan import Asked, plan
 
 RECOMPUTE = ("none", "elementwise", "selective", "full")  # each keeps less than the one before
+BASES = ("float32", "bfloat16", "nf4")  # of adapters, likewise
 Change = tuple[tuple[str, ...], int]  # overrides; times as many ranks
 
 
@@ -24,12 +25,13 @@ def changes(row: dict, cfg: config.Config, gpus_per_node: int) -> Iterator[Chang
     ahead = [f"--parallel.{name}=1" for name in ("prefetch_forward", "prefetch_backward") if getattr(p, name) > 1]
     sync = ["--parallel.sync_every_micro_batch=true"] * (not p.sync_every_micro_batch)
     moments = ['--optim.state_dtype=bfloat16'] * (cfg.optim.state_dtype != "bfloat16")
-    together = [name for names in (smaller, less, reshard, sync, moments) for name in names[-1:]]
+    bases = [f"--lora.base_dtype={name}" for name in BASES[BASES.index(cfg.lora.base_dtype) + 1 :]] if cfg.lora else []
+    together = [name for names in (smaller, less, reshard, sync, moments, bases) for name in names[-1:]]
     shared = [f"--parallel.{name}={degree}" for name in ("tp", "cp") for degree in (2, 4, 8)
               if getattr(p, name) < degree and (gpus_per_node % degree == 0 if name == "tp" else
                                                 degree <= row["world_size"])]
     offload = ["--parallel.cpu_offload=true"] * (not p.cpu_offload)
-    for name in (*smaller, *reshard, *ahead, *sync, *less, *moments, *shared, *offload):
+    for name in (*smaller, *reshard, *ahead, *sync, *less, *moments, *bases, *shared, *offload):
         yield (name,), 1
     yield from (((), times) for times in (2, 4, 8))
     for n in range(2, len(together) + 1):

@@ -28,11 +28,14 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
     names = {parameter: name for name, parameter in named_parameters(model)}
     owned, unsharded, rows = set(), unsharded_parameters(model, p), []
     in_8_bits = {linear.weight for linear in tensorwise(model)}
+    mesh = fsdp_mesh(world)
+    if world.tp > 1:
+        mesh = DeviceMesh._concatenate([mesh, world.mesh["tp"]])
     for unit, modules in units(model):
         owned.update(unit_parameters(modules))
         parameters = [q for q in unit_parameters(modules) if q not in unsharded]
         for q in parameters:
-            _check_placements(q, names[q], world)
+            _check_placements(q, names[q], mesh, world)
             check_shard(q, names[q])
         trained = [q for q in parameters if q.requires_grad]
         dtypes = {q.dtype for q in trained}
@@ -68,14 +71,13 @@ def _require(holds: bool, name: str, fault: str) -> None:
         raise RuntimeError(f"sharding is not as configured: {name}: {fault}")
 
 
-def _check_placements(q: nn.Parameter, name: str, world: World) -> None:
-    mesh = fsdp_mesh(world)
-    expected = (Replicate(), Shard(0)) if mesh.ndim == 2 else (Shard(0),)
+def _check_placements(q: nn.Parameter, name: str, mesh: DeviceMesh, world: World) -> None:
+    expected = (Replicate(), Shard(0)) if world.dp_replicate > 1 else (Shard(0),)
     if world.tp > 1:
         over_tp = placement_of(name)
         # FSDP2 shards what tp leaves of the rows: the whole's rows of one FSDP2 rank do not lie together
         over_shards = _StridedShard(0, split_factor=world.tp) if over_tp == Shard(0) else Shard(0)
-        mesh, expected = DeviceMesh._concatenate([mesh, world.mesh["tp"]]), (*expected[:-1], over_shards, over_tp)
+        expected = (*expected[:-1], over_shards, over_tp)
     _require(isinstance(q, DTensor), name, f"is a {type(q.data).__name__}, not a DTensor: it is not sharded")
     _require(q.device_mesh == mesh, name, f"is on mesh {q.device_mesh}, not on {mesh}")
     _require(tuple(q.placements) == expected, name, f"has placements {q.placements}, not {expected}")

@@ -290,6 +290,11 @@ def test_changes_are_of_every_kind_and_tp_stays_within_a_node():
                    "parallel.prefetch_backward=1"):
         assert (f"--{change}",) in found
     assert not any("--parallel.tp=8" in names for names in found)
+    for name, kept in ("lora", ["nf4"]), ("qlora", []):  # a base has a dtype of its own
+        cfg = config.load(str(CONFIGS / f"llama8b-{name}.toml"))
+        found = [names for names, _ in advice.changes({"micro_batch_size": 1, "world_size": 1}, cfg, gpus_per_node=1)]
+        bases = [names[0] for names in found if len(names) == 1 and "base_dtype" in names[0]]
+        assert bases == [f"--lora.base_dtype={dtype}" for dtype in kept]
 
 
 def test_an_optimizer_is_planned_as_it_is(monkeypatch, capsys):
