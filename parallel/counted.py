@@ -31,6 +31,7 @@ COLLECTIVES = {c10d._allgather_base_.default: "all_gather", functional.all_gathe
                c10d.allreduce_.default: "all_reduce", functional.all_reduce.default: "all_reduce"}
 MOVES_NOTHING = {aten.empty.memory_format, aten._unsafe_view.default}
 FUSED = 0.45  # what Inductor's kernels read and write, of what the operators in a block do in its dtype
+NF4_UNFUSED = 24  # bytes that nf4.dequantize()'s operators read and write for a weight in 16 bits
 
 
 @dataclass
@@ -167,8 +168,11 @@ class Counted(TorchDispatchMode):
             x = args["addmm" in operator.__name__]
             work["float8" if x.dtype in (E4M3, E5M2) else "products"] += 2 * x.shape[-1] * out.numel()
             if operator is NF4:  # its weights, while they are multiplied by; not compiled, with what they are made of
-                size = 2 * args[1].numel() * (1 if self.fused else 5)
-                self.mark([torch.empty(size, dtype=x.dtype, device=x.device)], "working memory")
+                codes, scales = args[1:3]
+                weights = torch.empty(2 * codes.numel() * (1 if self.fused else 5), dtype=x.dtype, device=x.device)
+                self.mark([weights], "working memory")
+                work["moved"] += (codes.nbytes + scales.nbytes + weights.nbytes if self.fused else
+                                  NF4_UNFUSED * 2 * codes.numel())
             elif self.keeping is not None:
                 self.keeping.append(x)
 

@@ -7,15 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import config
 from benchmarks import published, theory
 from benchmarks import simulate as benchmark
+from model import nf4
 from model.llama import meta_model
 from parallel import advice, plan_check, show_plan
 from parallel import plan as plan_module
 from parallel import simulate as simulate_module
-from parallel.counted import Phase
+from parallel.counted import Counted, Phase
 from parallel.devices import DEVICES, Cluster, device, known_as, timeline
 from parallel.plan import Asked, plan
 from parallel.plan_check import PlanCheck
@@ -295,6 +297,24 @@ def test_changes_are_of_every_kind_and_tp_stays_within_a_node():
         found = [names for names, _ in advice.changes({"micro_batch_size": 1, "world_size": 1}, cfg, gpus_per_node=1)]
         bases = [names[0] for names in found if len(names) == 1 and "base_dtype" in names[0]]
         assert bases == [f"--lora.base_dtype={dtype}" for dtype in kept]
+
+
+def test_weights_in_4_bits_cost_what_is_moved_to_make_them():
+    """Uncompiled what dequantize()'s operators move, compiled what one kernel must read and write."""
+    counted, rows, columns = Counted(FakeTensorMode(), {}, set(), 1), 512, 4096
+    with counted.fake, counted:
+        x, codes = torch.empty(8, columns, dtype=torch.bfloat16), torch.empty(rows, columns // 2, dtype=torch.uint8)
+        scales = torch.empty(rows, nf4.scale_bytes(columns), dtype=torch.uint8)
+        counted.begin("operators")
+        weights = nf4.dequantize(codes, scales, x.dtype)
+        counted.begin("product")
+        nf4.product(x, codes, scales, 0, False)
+        counted.begin("compiled")
+        counted.fused = True
+        nf4.product(x, codes, scales, 0, True)
+    operators, product, compiled = (phase.work["moved"] for phase in counted.phases[1:])
+    assert product == pytest.approx(operators, rel=0.01)
+    assert compiled == codes.nbytes + scales.nbytes + weights.nbytes
 
 
 def test_an_optimizer_is_planned_as_it_is(monkeypatch, capsys):
