@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import shutil
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -65,6 +66,31 @@ def overwrite_while_saving(folder) -> tuple[bool, bool]:
 
 def test_weights_changed_after_the_call_do_not_reach_the_file(on_ranks, tmp_path):
     assert on_ranks(2, overwrite_while_saving, tmp_path) == [(True, True)] * 2
+
+
+def save_while_saving(folder) -> list[bool]:
+    """Does each of two checkpoints hold what the weights were at its save(), of which the second comes too early."""
+    released, original = threading.Event(), Writer.write_data
+    with ready(folder, async_save=True) as (cfg, model, optimizer, checkpointer):
+        with mock.patch.object(Writer, "write_data", lambda *arguments: (released.wait(60), original(*arguments))[1]):
+            saved = []
+            for step in (1, 2):
+                for value in tensors_of(model, optimizer).values():
+                    value.add_(step)
+                saved.append(cases.digests(tensors_of(model, optimizer)))
+                if step == 2:
+                    threading.Timer(0.5, released.set).start()
+                checkpointer.save(State(step), model, optimizer, stopping=False)
+            checkpointer.log_last_save(wait=True)
+        found = []
+        for step in (1, 2):
+            restore(catalog.path_of(cfg, step), model, optimizer)
+            found.append(cases.digests(tensors_of(model, optimizer)) == saved[step - 1])
+        return found
+
+
+def test_a_save_does_not_touch_what_the_one_before_still_writes(on_ranks, tmp_path):
+    assert on_ranks(1, save_while_saving, tmp_path) == [[True, True]]
 
 
 def resume_with_another_optimizer(folder) -> str:
