@@ -128,6 +128,7 @@ def test_never_a_silent_fresh_start(tmp_path):
     with pytest.raises(ConfigError, match=r"(?s)00000020.*found.*00000010.*found.*no good checkpoint of 20, 10"):
         chosen(cfg)
     assert catalog.steps(cfg) == [10, 20]
+    assert main(["verify", str(tmp_path / "r")]) == 1  # 2 would be that there is nothing to verify
     fake(cfg, 30), fake(cfg, 5)
     with pytest.raises(ConfigError, match=r"(?s)00000010/.metadata.*no good checkpoint of 10"):
         chosen(configured(tmp_path, resume=10))
