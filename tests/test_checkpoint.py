@@ -1,5 +1,6 @@
 """What counts as a checkpoint, what is kept, and what going on from one requires."""
 
+import hashlib
 import json
 import os
 import pathlib
@@ -119,6 +120,20 @@ def test_a_bad_checkpoint_is_named_and_the_one_before_is_used(tmp_path, capsys, 
     catalog.set_aside(cfg, start, bad)
     assert catalog.steps(cfg) == [10, 20] and names_in(cfg)[-1].endswith(".corrupt")
     assert main(["verify", str(tmp_path / "r")]) == 0
+
+
+def test_a_large_file_has_a_hash_for_every_64_mib(tmp_path):
+    folder, part = fake(configured(tmp_path), 10), 64 * 2**20
+    content = bytes(part - 1) + b"ab" + bytes(part) + b"c"
+    (folder / "large").write_bytes(content)
+    seal(folder)
+    entry = manifest.read_manifest(folder)["large"]
+    assert entry["sha256"] == [hashlib.sha256(content[n : n + part]).hexdigest() for n in (0, part, 2 * part)]
+    with (folder / "large").open("r+b") as file:
+        file.seek(part + 2**21)
+        file.write(b"x")
+    [problem] = catalog.problems_of(folder)
+    assert f"large: bytes {part} to {2 * part - 1}: expected SHA-256" in problem
 
 
 def test_never_a_silent_fresh_start(tmp_path):
