@@ -1,5 +1,6 @@
 """What counts as a checkpoint, what is kept, and what going on from one requires."""
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -266,6 +267,18 @@ def test_another_run_is_refused_by_name(tmp_path, section, key, value):
     with pytest.raises(ConfigError, match=f"{section}.{key} = {value}.*was trained with"):
         catalog.check_same_run(changed(), 10)
     catalog.check_same_run(changed(allow_changed=[f"{section}.{key}"]), 10)
+
+
+def test_another_start_is_refused(tmp_path):
+    """But of adapters, whose base may lie elsewhere."""
+    def started(folder: str) -> config.Config:
+        cfg = configured(tmp_path)
+        return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, init_from=folder))
+
+    fake(started("/a"), 10)
+    catalog.check_same_run(started("/a"), 10)
+    with pytest.raises(ConfigError, match=r"model\.init_from = /b: .*was trained with /a"):
+        catalog.check_same_run(started("/b"), 10)
 
 
 def test_an_option_that_the_run_no_longer_gives_is_refused(tmp_path):

@@ -335,3 +335,12 @@ def test_a_table_without_options_is_written_and_read_back():
     cfg = make_config(eval={}, checkpoint={})
     again = config.from_dict(tomli.loads(config.to_toml(cfg)), "test.toml")
     assert again == cfg and again.eval is not None and make_config().eval is None
+
+
+def test_checks_together_tell_all_that_is_wrong():
+    def fail(*problems: str) -> None:
+        raise ConfigError(*problems)
+
+    with pytest.raises(ConfigError, match="^a\nb\nc$"):
+        options.together(lambda: fail("a", "b"), lambda: 1, lambda: fail("c"), lambda: 2)
+    assert options.together(lambda: 1, lambda: 2) == [1, 2]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from model import nf4
+from parallel import materialize
 from tests import cases
 from tests.conftest import make_config
 
@@ -87,6 +88,22 @@ def test_the_product_and_its_gradient_are_those_of_the_weights():
 
 
 MODEL = {"dim": 192, "n_heads": 2, "n_kv_heads": 2, "head_dim": 64, "ffn_dim": 384, "vocab_size": 320}
+
+
+@pytest.mark.parametrize("name, quantized", [("weight", nf4.codes_of), ("scales", nf4.scales_of)])
+def test_large_matrices_are_quantized_some_rows_at_a_time(monkeypatch, name, quantized):
+    monkeypatch.setattr(materialize, "QUANTIZED", 7 * 128)
+    weights, filled = torch.randn(100, 128, generator=torch.Generator().manual_seed(0)), []
+
+    def fill(name: str, offsets: tuple[int, int], out: torch.Tensor, shape: torch.Size) -> None:
+        assert name == "q_proj.weight" and shape == weights.shape
+        out.copy_(weights[offsets[0] : offsets[0] + len(out)])
+        filled.append(len(out))
+
+    part = quantized(weights)[30:90]  # a rank's
+    out = torch.zeros_like(part)
+    materialize._quantize(torch.nn.Linear(128, 100, device="meta"), f"q_proj.{name}", fill, (30, 0), out)
+    assert out.equal(part) and filled == [*[7] * 8, 4]
 
 
 def test_bits_do_not_depend_on_the_ranks(on_ranks, tmp_path, monkeypatch):
