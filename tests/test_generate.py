@@ -193,7 +193,7 @@ def test_text_appears_as_it_is_written_in_whole_characters():
 
 
 def test_several_texts_appear_whole_each_up_to_its_eos_token():
-    assert written(["a", "b"], b"12\x0134", b"5\x01") == ["=== prompt 1 of 2\na12\n", "=== prompt 2 of 2\nb5\n"]
+    assert written(["a", "b"], b"123\x01", b"5\x0167") == ["=== prompt 1 of 2\na123\n", "=== prompt 2 of 2\nb5\n"]
 
 
 def test_what_is_there_is_shown_when_interrupted():

@@ -474,3 +474,18 @@ def test_what_a_compiled_block_keeps_does_not_hang_on_how_its_base_is_kept(base)
 def build_fake(m: config.Model, lora: config.Lora | None):
     with mock.patch.object(torch.nn.Module, "to", lambda module, dtype: module):  # fakes are in bfloat16 already
         return build_model(m, lora)
+
+
+def test_what_peft_would_compute_otherwise_is_refused(base, adapter, corpus, prepared, tmp_path):
+    changes = {"bias": "all", "use_dora": True, "use_rslora": True, "fan_in_fan_out": True, "lora_bias": True,
+               "modules_to_save": ["lm_head"], "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2},
+               "layers_to_transform": [0], "alora_invocation_tokens": [1], "use_qalora": True, "exclude_modules": ["x"],
+               "layer_replication": [[0, 1]], "trainable_token_indices": [1]}
+    folder = shutil.copytree(adapter, tmp_path / "adapter")
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    assert changes.keys() <= settings.keys()  # as PEFT writes it
+    (folder / "adapter_config.json").write_text(json.dumps(settings | changes))
+    with pytest.raises(ConfigError) as refused:
+        make_config(**run_of(base, corpus, prepared, folder))
+    for key, value in changes.items():
+        assert f"{key} = {json.dumps(value)}: only " in str(refused.value)
