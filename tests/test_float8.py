@@ -243,7 +243,7 @@ def modes(on_ranks):
     options = [{}, {"recompute": "full"}, {"recompute": "selective"}, {"recompute": "elementwise"}, {"recompute": 2}]
     sections = [case(recipe, **o) for recipe in RECIPES for o in options]
     traced = [case(recipe, compile=True, **o) for recipe in RECIPES for o in ({}, options[2])]
-    return on_ranks(2, cases.same_batch, sections)[0], on_ranks(2, cases.same_batch_traced, traced)[0]
+    return on_ranks(2, cases.same_batch, sections)[0], on_ranks(1, cases.same_batch_traced, traced)[0]
 
 
 def test_recomputation_changes_no_bit(modes):
