@@ -25,7 +25,11 @@ def preparation(megabytes: int, repeat: int) -> None:
     from data.tokenizer import Tokenizer, train_tokenizer
 
     cores, ratios, rates = len(os.sched_getaffinity(0)), [], []
-    texts = list(open_source(config.Data()))
+    texts, left = [], megabytes * 1e6
+    for text in open_source(config.Data()):
+        if (left := left - len(text)) < 0 and texts:
+            break
+        texts.append(text)
     size = sum(map(len, texts))
     raw = {"model": {"dim": 64, "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "ffn_dim": 64, "vocab_size": 8192},
            "train": {"steps": 1}}

@@ -149,9 +149,9 @@ def test_a_signal_to_a_rank_that_has_only_begun(write_config):
     assert code == 75 and status(run.folder)["state"] == "preempted" and "Traceback" not in output, output
 
 
-@pytest.mark.parametrize("seconds", [0.3, 1.5, 3.0])
-def test_a_signal_before_the_first_step(write_config, seconds):
-    run = Launched(write_config("early", **FOREVER), 2)
+@pytest.mark.parametrize("seconds, nproc", [(0.3, 1), (1.5, 1), (3.0, 2)])
+def test_a_signal_before_the_first_step(write_config, seconds, nproc):
+    run = Launched(write_config("early", **FOREVER), nproc)
     time.sleep(seconds)
     run.process.terminate()
     code, output = run.end()
@@ -211,6 +211,10 @@ def test_a_signal_during_a_save_and_during_evaluation(write_config, tmp_path):
     # a stop during an evaluation is followed by a save, which nothing else asks for: four micro-batches a step until 7
     done = launch_faulty(f"term in forward:0:{(7 - stopped) * 4 + 1}", path, "--eval.every_steps=7")
     assert done.returncode == 75 and saved(folder)[-1] == 7 and not rows(folder, "eval"), done.stdout + done.stderr
+    # and so is one during the last, after that of step 7 and two more steps; it is made when the run goes on
+    done = launch_faulty("term in forward:0:13", path, "--eval.every_steps=7", "--eval.batches=1")
+    assert done.returncode == 75 and saved(folder)[-1] == 9, done.stdout + done.stderr
+    assert [row["step"] for row in rows(folder, "eval")] == [7]
     assert launch(path, "--eval.every_steps=7").returncode == 0
     assert [row["step"] for row in rows(folder, "eval")] == [7, 9] and status(folder)["state"] == "finished"
 

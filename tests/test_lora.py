@@ -36,13 +36,13 @@ WIDTHS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
           "vocab_size": 320, "num_hidden_layers": 2, "head_dim": 32}
 PROJECTIONS = [*config.PROJECTIONS]
 RUNS = {  # by the number of ranks: how the base is kept, [parallel], [train]
-    1: {"alone": ("float32", {}, {}), "alone, nf4": ("nf4", {"recompute": "elementwise"}, {})},
+    1: {"alone": ("float32", {}, {}),
+        "alone, nf4, compiled": ("nf4", {"compile": True, "recompute": "elementwise"}, {})},
     2: {"two": ("float32", {}, {}),
         "cp 2": ("float32", {"cp": 2, "recompute": "full"}, {}),
         "two, bfloat16": ("bfloat16", {"recompute": "selective", "reshard_after_forward": False}, {}),
         "two, nf4": ("nf4", {"cpu_offload": True}, {"micro_batch_size": 2}),
-        "two, nf4, unsharded": ("nf4", {"unsharded": ["embedding.weight", "blocks.0.*_proj.weight"]}, {}),
-        "two, nf4, compiled": ("nf4", {"compile": True, "recompute": "elementwise"}, {})},
+        "two, nf4, unsharded": ("nf4", {"unsharded": ["embedding.weight", "blocks.0.*_proj.weight"]}, {})},
     4: {"four": ("float32", {"dp_replicate": 2}, {}),
         "four, nf4": ("nf4", {"recompute": "full"}, {}),
         "dp 2 x tp 2": ("float32", {"tp": 2}, {}),

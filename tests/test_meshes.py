@@ -53,7 +53,7 @@ RUNS = {
     "deferred": ["dp 2 x tp 2", "replicate 2 x tp 2"],
     "kept after forward": ["dp 2 x tp 2"],
     "bfloat16 states, offloaded": ["dp 2 x tp 2"],
-    "compiled": ["tp 2", "cp 2"],
+    "compiled": ["tp 2"],
     "bfloat16": ["tp 2", "cp 2", "cp 2 x tp 2"],
 }
 
@@ -120,6 +120,13 @@ def test_bfloat16_is_not_float32(trained, expected):
     assert trained[0]["bfloat16, tp 2"][0]["loss"] != trained[0]["plain, tp 2"][0]["loss"]
 
 
+def test_compiled_blocks_share_a_sequence(on_ranks):
+    """Traced and partitioned, but for the kernels."""
+    cases_ = [sections("compiled", {"cp": 2, "compile": compiled}) for compiled in (False, True)]
+    (loss, norms), expected = on_ranks(2, cases.same_batch_traced, cases_)[0][::-1]
+    assert loss == pytest.approx(expected[0], rel=1e-5) and norms == pytest.approx(expected[1], rel=1e-5)
+
+
 def test_a_checkpoint_of_one_mesh_goes_on_on_any_other(on_ranks, corpus, prepared, tmp_path, capsys):
     """From dp 2 x tp 2 to one process, to tp 4, to cp 2, and from there back: data and losses of a run without a break.
     Its export is the checkpoint's own tensors."""
@@ -155,14 +162,17 @@ def test_the_commands_of_the_documented_table_train(on_ranks, corpus, prepared, 
     """With their options, on a smaller model and in this folder."""
     small = [f"--model.{key}={value}" for key, value in {**MODEL, "n_layers": 1, "vocab_size": 320}.items()]
     small += [f"--data.source={corpus}", f"--data.path={prepared}", f"--run.output_dir={tmp_path}", "--run.device=cpu",
-              "--train.steps=1", "--train.seq_len=32", "--optim.warmup_steps=1", "--eval.batches=1"]
+              "--train.steps=1", "--train.seq_len=32", "--optim.warmup_steps=1"]
     runs: dict[int, list[list[str]]] = {}
     for number, (ranks, _, options) in enumerate(TABLE):
-        if "compile" in options and "tp" not in options:  # half a minute; test_training.py compiles on two ranks
-            continue
         off = [] if "tensorboard" in options else ["--log.tensorboard=false"]
+        off += ["--eval.batches=1"] if "eval" in options else ["--eval=off"]
         wide = ["--model.dim=48", "--model.ffn_dim=80"] if "float8" in options else []  # sides that 16 divides
-        runs.setdefault(int(ranks), []).append([*small, *wide, f"--run.name=r{number}", *off, *options.split()])
+        command = [*small, *wide, f"--run.name=r{number}", *off, *options.split()]
+        if "compile" in options:  # half a minute each: so are runs above, and in test_training.py
+            assert config.load(str(REPO / "configs/tiny.toml"), command).parallel.compile
+        else:
+            runs.setdefault(int(ranks), []).append(command)
     assert len(TABLE) >= 18 and {path for _, path, _ in TABLE} == {"configs/tiny.toml"}
     for ranks, commands in runs.items():
         assert on_ranks(ranks, cases.train_files, str(REPO / "configs/tiny.toml"), commands)[0] == [1] * len(commands)

@@ -51,7 +51,7 @@ def test_bytes_equal_those_of_real_tensors(on_ranks, ranks, options):
             assert max(rank[i][what] for rank in real) == by_theory[what] == planned[f"{what}_bytes_per_rank"], sections
 
 
-WIDE = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 176, "vocab_size": 1000, "n_layers": 5}
+WIDE = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 176, "vocab_size": 1000, "n_layers": 4}
 STEPS = [{}, {"recompute": "full"}, {"recompute": "selective"}, {"recompute": 2}, {"reshard_after_forward": False},
          {"sync_every_micro_batch": False}, {"param_dtype": "bfloat16", "prefetch_forward": 2, "prefetch_backward": 2}]
 
@@ -279,7 +279,7 @@ def test_suggestions_go_on_past_offload(monkeypatch):
         return {"fits": fits, "host_gib": float(cfg.parallel.cpu_offload), "tokens_per_second_per_device": 1.0}
 
     monkeypatch.setattr(advice, "plan", planned)
-    args = config.parse_arguments([str(CONFIGS / "tiny.toml"), "--dry-run"])
+    args = config.parse_arguments([str(CONFIGS / "tiny.toml"), "--dry-run", "--train.micro_batch_size=8"])
     tried = advice.tried({"micro_batch_size": 8, "world_size": 1}, args, Asked(gpus_per_node=4))
     (overrides, _), _ = advice.fastest(tried)
     assert overrides == ("--train.micro_batch_size=1", "--parallel.recompute=full")
@@ -419,8 +419,9 @@ def test_every_shipped_configuration_fits_its_machine(path, capsys):
     assert fits and json.loads(out)["accumulation_steps"] >= 1, err
 
 
-def test_the_benchmark_of_whole_steps(capsys):
-    """Its options, once: --world-size, --suggestions, overrides."""
+def test_the_benchmark_of_whole_steps(capsys, monkeypatch):
+    """Its options, once: --world-size, --suggestions (of two changes), overrides."""
+    monkeypatch.setattr(advice, "changes", lambda *unused: [(("--parallel.reshard_after_forward=true",), 1), ((), 4)])
     few = "--model.n_layers=5", "--train.global_batch_size=256"
     assert benchmark.main([str(CONFIGS / "llama1b.toml"), *few, "--world-size=1,64", "--suggestions=1"]) == 0
     out = capsys.readouterr().out.splitlines()
