@@ -13,12 +13,13 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from checkpoint import catalog
 from config import ConfigError
-from lifecycle.command import Ranks
+from lifecycle.command import Ranks, requeue
 from lifecycle.folder import check_folder, failures, lock, report_failure, stop_file, write_status
 from lifecycle.launch import check_compiler, listen, run_ranks
 from lifecycle.run import Run
@@ -497,6 +498,30 @@ def test_the_allocator_is_set_unless_the_user_has(monkeypatch):
     assert ranks.environment()["PYTORCH_ALLOC_CONF"] == "backend:native"
 
 
+@pytest.mark.parametrize("ahead, preempted, works, told", [
+    (True, "None", True, "ahead of its time limit; requeueing it"),
+    (False, "2026-11-23T01:02:03", True, "being preempted; requeueing it"),
+    (False, "None", True, "it does not requeue itself"),  # as after scancel
+    (True, "None", False, "could not be requeued"),
+])
+def test_a_job_requeues_itself_where_its_time_ends_or_slurm_wants_its_place(
+        tmp_path, monkeypatch, capsys, ahead, preempted, works, told):
+    scontrol, asked = tmp_path / "scontrol", tmp_path / "asked"
+    scontrol.write_text(f"""#!/bin/bash
+echo "$*" >>{asked}
+case $1 in
+show) echo "JobId=7 StartTime=2026-11-23T00:00:00 PreemptEligibleTime=2026-11-23T00:00:00 PreemptTime={preempted}";;
+requeue) {str(works).lower()};;
+esac
+""")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    requeue(ahead)
+    assert told in capsys.readouterr().err
+    assert ("requeue 7" in asked.read_text()) is not told.startswith("it does not")
+
+
 def test_ranks_share_the_cores_of_their_own_node(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "8")
@@ -550,3 +575,20 @@ def test_only_the_first_signal_counts():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("first, second, ends", [
+    (signal.SIGINT, signal.SIGINT, 130), (signal.SIGTERM, signal.SIGTERM, 0), (signal.SIGINT, signal.SIGTERM, 0)])
+def test_without_a_launcher_a_second_ctrl_c_quits_and_nothing_else_does(first, second, ends):
+    program = ("import os; from lifecycle.signals import StopRequest; stop = StopRequest(); stop.alone = True; "
+               f"stop.listen(); [os.kill(os.getpid(), number) for number in ({first:d}, {second:d})]")
+    assert subprocess.run([sys.executable, "-c", program], cwd=REPO).returncode == ends
+
+
+def test_the_first_step_of_any_launch_has_the_time_to_compile():
+    run = mock.MagicMock(step=4)
+    run.stopping.return_value, run.cfg.profile = False, None
+    with mock.patch("lifecycle.run.gc"):
+        assert list(Run.steps(run, 5, 7)) == [5, 6, 7]
+    assert run._phase.call_args_list == [
+        mock.call("first step", 5), mock.call("step", 6), mock.call("step", 7), mock.call("end")]
