@@ -190,7 +190,7 @@ def case(base, strategy: str, variant: str) -> dict:
 
 
 CASES = [(strategy, variant) for strategy in STRATEGIES for variant in VARIANTS
-         if variant in ("", "nf4") or strategy in ("", "replicas", "cp x tp")]
+         if variant in ("", "nf4") or strategy in ("", "cp x tp")]
 REAL = [("kept", ""), ("cp x tp", ""), ("replicas", "nf4"), ("tp", "nf4")]
 
 
@@ -212,7 +212,8 @@ def test_collectives_equal_the_formula(on_ranks, base, ranks):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_bytes_equal_those_of_real_tensors(on_ranks, base, ranks):
     strategies = {1: [""], 2: ["", "tp"], 3: [""], 4: ["", "replicas", "cp x tp"]}[ranks]
-    every = [case(base, strategy, variant) for strategy in strategies for variant in ("", "nf4", "some targets")]
+    every = [case(base, strategy, variant) for strategy in strategies for variant in ("", "nf4")]
+    every.append(case(base, "", "some targets"))
     every = [{**sections, "train": {"global_batch_size": 12, "micro_batch_size": 1}} for sections in every]
     real = on_ranks(ranks, cases.live_bytes, every)
     for i, sections in enumerate(every):

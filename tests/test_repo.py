@@ -43,7 +43,7 @@ def short(command: str) -> str:
     benchmarks of fewer bytes."""
     command = re.sub(r"--mib \d+", "--mib 8", command).replace("100_000_000", "5_000_000").replace("-mb 8", "-mb 2")
     command = command.replace("--ranks 1,2", "--ranks 1")
-    command = command.replace("--steps 12 --sizes short", "--steps 6 --sizes short --data.max_tokens=100000")
+    command = command.replace("--steps 12 --sizes", "--data.tokenizer=outputs/tiny/tokenizer.model --steps 6 --sizes")
     if "run_train.sh" in command and not re.search(r"-m |--setup|--dry-run|--help", command):
         command = f"{command} --eval.batches=2"
         if ".toml" in command:
