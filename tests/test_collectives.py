@@ -95,7 +95,9 @@ OVER_MESHES = {
     "bfloat16": {"param_dtype": "bfloat16", "keep_fp32": ["blocks.0"]}, "tied": {},
     "deferred": {"sync_every_micro_batch": False, "param_dtype": "bfloat16"}, "two sequences": {},
 }
-ON_MESHES = list(itertools.product(MESHES, OVER_MESHES))
+EVERYWHERE = ("", "full", "bfloat16", "tied", "deferred")
+ON_MESHES = [(mesh, variant) for mesh, variant in itertools.product(MESHES, OVER_MESHES)
+             if variant in EVERYWHERE or mesh in ("tp", "cp", "cp x tp")]
 
 
 def on_mesh(ranks: int, mesh: str, variant: str) -> dict:
