@@ -495,7 +495,10 @@ def test_a_missing_package_is_one_line(read, folders, prepared, tmp_path, capsys
 def test_nothing_is_written_over(read, folders, tmp_path, capsys):
     source, out = read[1][0] / "single", tmp_path / "out"
     out.mkdir()
+    (tmp_path / ".out.tmp/out").mkdir(parents=True)
+    (tmp_path / ".out.tmp/out/left.safetensors").write_text("by one that was killed")
     assert run(capsys, "export", source, out)[0] == 0  # an empty folder is as good as none
+    assert not (out / "left.safetensors").exists()
     before = sorted((p.name, p.stat().st_mtime_ns) for p in out.iterdir())
     for command in (("export", source), ("import", folders["single"])):
         code, error = run(capsys, *command, out)

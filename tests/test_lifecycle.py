@@ -329,6 +329,8 @@ def test_steps_skipped_in_a_row_are_counted_across_launches(write_config, tmp_pa
     path = write_config("row", train={"steps": 9, "skip_nonfinite": 1}, optim={"schedule_steps": 9},
                         checkpoint={"save_every_steps": 2})
     assert launch_faulty("infinite loss:0:8", path, "--train.steps=2").returncode == 0  # four micro-batches a step
+    stopped = launch_faulty("term before step 1:0:1", path)  # which is no step: it stands where it stood
+    assert stopped.returncode == 75 and status(tmp_path / "outputs/row")["step"] == 2, stopped.stderr
     done = launch_faulty("infinite loss:0:1", path)
     assert done.returncode == 1 and "step 3: the gradient is not finite" in done.stderr.splitlines()[-1], done.stderr
     assert saved(tmp_path / "outputs/row") == [2]
@@ -520,6 +522,20 @@ esac
     requeue(ahead)
     assert told in capsys.readouterr().err
     assert ("requeue 7" in asked.read_text()) is not told.startswith("it does not")
+
+
+@pytest.mark.parametrize("variables, nodes, local, restarts, job", [
+    ({}, 1, 1, 0, None), ({"NPROC": "2", "MAX_RESTARTS": "5"}, 1, 2, 5, None),
+    ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "3", "SLURM_GPUS_ON_NODE": "4"}, 3, 4, 3, "7"),
+    ({"SLURM_JOB_ID": "7", "MAX_RESTARTS": "0"}, 1, 1, 0, "7"),
+])
+def test_ranks_are_what_the_environment_says(monkeypatch, variables, nodes, local, restarts, job):
+    for name in [name for name in os.environ if name.startswith("SLURM_") or name in ("NPROC", "MAX_RESTARTS")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("lifecycle.command.visible_gpus", lambda: 0)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert Ranks.from_environment() == Ranks(nodes, local, restarts, job)
 
 
 def test_ranks_share_the_cores_of_their_own_node(monkeypatch):

@@ -262,6 +262,8 @@ def test_tables_say_what_the_plan_does():
     assert f"{row['step_seconds'] * 10**9 / 86400:,.2f} days" in lines["the whole run"]
     sent = sum(size for _, size in row["collectives_per_step"].values())
     assert show_plan.compared([row]).splitlines()[1].split()[4] == f"{sent / 2**30:.1f}"
+    large = {f"{what}_bytes_per_rank": n * 2**30 for what, n in (("parameter", 4), ("gradient", 2), ("optimizer", 8))}
+    assert show_plan.compared([row | large]).splitlines()[1].split()[2] == "14.00"  # between steps
     assert f"fits, {9 - row['device_gib']:.3g} GiB left" in show_plan.verdict(row, asked)
 
 

@@ -412,6 +412,18 @@ def test_killed_at_the_end_it_resumes_at_the_end(where, corpus, prepared, tmp_pa
     assert content(prepare_one(cfg)) == content(prepared)
 
 
+def test_a_killed_preparation_begins_anew_where_its_text_has_changed(corpus, prepared, tmp_path, monkeypatch):
+    copy = tmp_path / "copy.jsonl"
+    copy.write_text("".join(corpus.read_text().splitlines(True)[::-1]))
+    cfg = config_for(copy, tmp_path, tokenizer=str(prepared / "tokenizer.model"))
+    with monkeypatch.context() as patched:
+        patched.setattr("data.prepare._sha256", killed)
+        with pytest.raises(Killed):
+            prepare_one(cfg)
+    shutil.copy(corpus, copy)
+    assert (prepare_one(cfg) / "train.bin").read_bytes() == (prepared / "train.bin").read_bytes()
+
+
 def test_text_that_changes_meanwhile_is_not_published(corpus, prepared, tmp_path, monkeypatch):
     copy = tmp_path / "copy.jsonl"
     shutil.copy(corpus, copy)
