@@ -59,8 +59,8 @@ def start_logging(folder: pathlib.Path, rank: int) -> None:
         os.dup2(in_file.stream.fileno(), stream.fileno())
 
 
-def environment(ranks: int, device: torch.device) -> dict:
-    """Where and with what a launch ran."""
+def environment(hosts: list[str], device: torch.device) -> dict:
+    """Where and with what a launch ran. hosts: of each rank."""
     def git(*words: str) -> str | None:
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
             return subprocess.check_output(["git", *words], cwd=pathlib.Path(__file__).parent, text=True,
@@ -70,8 +70,8 @@ def environment(ranks: int, device: torch.device) -> dict:
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "command": sys.argv, "commit": git("rev-parse", "HEAD"),
             "uncommitted": git("diff", "HEAD"), "python": platform.python_version(), "torch": torch.__version__,
-            "cuda": torch.version.cuda, "host": platform.node(), "machine": platform.machine(), "gpu": gpu,
-            "cores": os.cpu_count(), "threads": torch.get_num_threads(), "ranks": ranks}
+            "cuda": torch.version.cuda, "hosts": sorted({*hosts}), "machine": platform.machine(), "gpu": gpu,
+            "cores": os.cpu_count(), "threads": torch.get_num_threads(), "ranks": len(hosts)}
 
 
 class Recorder:

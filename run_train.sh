@@ -24,7 +24,7 @@
 set -euo pipefail
 
 # Until this process becomes the launcher, which has handlers of its own. Under SLURM the batch script is signalled.
-trap 'echo "stopped before the run began" >&2; exit 75' TERM INT USR1
+trap 'echo "stopped before the run began" >&2; exit 75' TERM INT USR1 HUP
 fail() { echo "run_train.sh: $1" >&2; exit 2; }
 
 repo=$(CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" && pwd)
@@ -85,6 +85,6 @@ case ${1:-} in "" | --*) set -- "$repo/configs/tiny.toml" "$@" ;; esac
 choose_python "$@"
 if [[ -n $plan ]]; then exec "$python" "$repo/train.py" "$@"; fi
 # The launcher unblocks them when it has its handlers. (env of coreutils 8.31 and later can do that.)
-blocked=(env --block-signal=TERM,INT,USR1)
+blocked=(env --block-signal=TERM,INT,USR1,HUP)
 "${blocked[@]}" true 2>/dev/null || blocked=()
 exec "${blocked[@]}" "$python" -m lifecycle.launch "$@"

@@ -4,6 +4,7 @@ Each function takes a configuration, the process's World and the seconds that on
 Random data: products of zeros draw less power, and so run faster.
 """
 
+import platform
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,7 +44,7 @@ def heads(cfg: Config, world: World) -> list[Tensor]:
 
 def machine(cfg: Config, world: World, each: float) -> dict:
     """Versions, memory, and the attention kernel that torch chooses."""
-    found = environment(1, world.device)
+    found = environment([platform.node()], world.device)
     found["uncommitted"] = bool(found["uncommitted"])
     try:
         found["torchtitan"] = f"{version('torchtitan')}: not measured here"

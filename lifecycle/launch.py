@@ -13,9 +13,16 @@ of the time limit and requeues the job; after TERM (scancel) SLURM decides.
 import signal
 
 EARLY: list[int] = []  # signals that came before the rest is imported
+
+
+def listen(handler: object) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, handler)
+
+
 if __name__ == "__main__":
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda number, frame: EARLY.append(number))
+    listen(lambda number, frame: EARLY.append(number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())  # run_train.sh blocks them until now
 
 import contextlib
@@ -160,12 +167,6 @@ def run_ranks(command: list[str], folder: pathlib.Path, launch: str, interruptio
     returned = child.wait()
     listen(signal.SIG_IGN)  # it is over: nothing is left to stop
     return 128 + signal.SIGINT if killed else returned
-
-
-def listen(handler: Any) -> None:
-    for number in (*SIGNALS, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
-            signal.signal(number, handler)
 
 
 def exit_code(folder: pathlib.Path, launch: str, ranks: int, returned: int) -> int:

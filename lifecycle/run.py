@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pathlib
+import platform
 import signal
 import sys
 import traceback
@@ -27,7 +28,7 @@ from lifecycle.profiler import Profiler
 from lifecycle.signals import StopRequest, Watchdog
 from metrics import log
 from parallel.advice import out_of_memory
-from parallel.mesh import World, on_rank_zero
+from parallel.mesh import World, all_gather_objects, on_rank_zero
 
 COLLECT_EVERY_STEPS = 100  # Python's garbage; left to itself, each rank would stop for it at another moment
 
@@ -68,7 +69,8 @@ class Run:
         """Takes the run's folder: the lock, the status, a log per rank. Nothing is made or changed before."""
         self.checkpointer, self.step, self.cfg = checkpointer, checkpointer.start, checkpointer.cfg
         checkpointer.report = self._log_save
-        on_rank_zero(lambda: self._take_folder(tokenizer_files))
+        hosts = all_gather_objects(platform.node())
+        on_rank_zero(lambda: self._take_folder(tokenizer_files, hosts))
         metrics.start_logging(self.folder, self.world.rank)
         for problem in checkpointer.problems:
             log.warning("corrupt, set aside: %s", problem)
@@ -77,7 +79,7 @@ class Run:
         launched = self.launch and self.world.rank == 0
         self.stop.connect(group, folder.stop_file(self.folder, self.launch) if launched else None)
 
-    def _take_folder(self, tokenizer_files: list[pathlib.Path]) -> None:
+    def _take_folder(self, tokenizer_files: list[pathlib.Path], hosts: list[str]) -> None:
         folder.check_folder(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         # when torchrun restarts the ranks, those before may take a moment to die, on another node perhaps
@@ -88,7 +90,7 @@ class Run:
         folder.write_status(self.folder, "running", self.step, self.launch)
         files.write_whole(self.folder / "config.toml", config.to_toml(self.cfg))
         files.write_whole(self.folder / "environment.json", json.dumps(
-            metrics.environment(self.world.size, self.world.device), indent=2))
+            metrics.environment(hosts, self.world.device), indent=2))
         for path in tokenizer_files:
             files.write_whole(self.folder / path.name, path.read_bytes())
 

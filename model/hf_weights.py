@@ -214,9 +214,8 @@ def peft_name(name: str) -> str:
 def open_adapter(cfg: config.Config) -> Weights:
     """PEFT's adapter folder, lora.init_from, under our names. Raises ConfigError where it is not this model's."""
     path, theirs = Path(cfg.lora.init_from, PEFT_WEIGHTS), hf_config.read_adapter(Path(cfg.lora.init_from))
-    if theirs["lora_alpha"] != cfg.lora.alpha:
-        raise ConfigError(f"[lora] alpha = {cfg.lora.alpha:g}: {path.parent} has lora_alpha = {theirs['lora_alpha']}; "
-                          "leave it out")
+    if (alpha := theirs.get("lora_alpha")) != cfg.lora.alpha:
+        raise ConfigError(f"[lora] alpha = {cfg.lora.alpha:g}: {path.parent} has lora_alpha = {alpha}; leave it out")
     with opened(path) as file:
         found = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  it is no dict
         found = {key: Stored(path, key, entry.get_dtype(), entry.get_shape()) for key, entry in found.items()}

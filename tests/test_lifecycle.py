@@ -117,7 +117,8 @@ def test_a_signal_to_anyone_saves_and_stops_all(write_config, whom, number, npro
         assert [row["step"] for row in rows(run.folder)] == list(range(1, step + 3))
 
 
-def test_a_signal_while_run_train_looks_for_a_python(write_config, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_run_train_looks_for_a_python(write_config, tmp_path, number):
     """Not before bash has set its traps, nor while it becomes the launcher: what comes then ends it as SIGTERM does."""
     slow = tmp_path / "bin/python3"
     slow.parent.mkdir()
@@ -125,12 +126,12 @@ def test_a_signal_while_run_train_looks_for_a_python(write_config, tmp_path):
     slow.chmod(0o755)
     run = Launched(write_config("earliest", **FOREVER), PYTHON="", PATH=f"{slow.parent}:{os.environ['PATH']}")
     run.wait_for((tmp_path / "asked").exists)
-    run.process.terminate()
+    run.process.send_signal(number)
     code, output = run.end()
     assert (code, output) == (75, "stopped before the run began\n")
 
 
-@pytest.mark.parametrize("number, seconds", [(signal.SIGTERM, 0), (signal.SIGUSR1, 0.1), (signal.SIGINT, 0.4)])
+@pytest.mark.parametrize("number, seconds", [(signal.SIGTERM, 0), (signal.SIGHUP, 0.1), (signal.SIGINT, 0.4)])
 def test_a_signal_to_the_launcher_that_has_only_begun(write_config, number, seconds):
     """While its Python starts, then imports."""
     run = Launched(write_config("earliest", **FOREVER))

@@ -442,6 +442,9 @@ def test_another_adapter_is_refused(base, adapter, corpus, prepared, tmp_path, c
     complete = {"rank": 4, "alpha": 5, "targets": PROJECTIONS}  # as a run's own config.toml, which may go on without it
     with pytest.raises(ConfigError, match="alpha = 5: .*has lora_alpha = 6; leave it out"):
         weights_to_read(make_config(**run_of(base, corpus, prepared, adapter, lora=complete)), 0)
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 4, "target_modules": [*PROJECTIONS]}))
+    with pytest.raises(ConfigError, match="alpha = 5: .*has lora_alpha = None; leave it out"):
+        weights_to_read(make_config(**run_of(base, corpus, prepared, folder, lora=complete)), 0)
     assert not any(".lora_" in name for name in weights_to_read(
         make_config(**run_of(base, corpus, prepared, tmp_path / "gone", lora=complete)), 1).stored)
 

@@ -82,6 +82,11 @@ def test_console_line(changes):
     assert ("43.2%" in line) == ("mfu" in changes) and ("nan" in line) == ("loss" in changes)
 
 
+def test_the_environment_names_each_host_of_the_launch_once():
+    found = metrics.environment(["b", "a", "b", "a"], torch.device("cpu"))
+    assert found["hosts"] == ["a", "b"] and found["ranks"] == 4
+
+
 def test_unknown_devices_have_no_peak(monkeypatch):
     assert metrics.peak_flops(torch.device("cpu")) is None
     for name, peak in [("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-80GB", 312e12),

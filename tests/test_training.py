@@ -3,6 +3,7 @@
 import fnmatch
 import json
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -283,8 +284,9 @@ def test_a_run_leaves_what_the_contract_names(straight):
         f"step-{step:08d}" for step in (6, 12, 18, 20)]
     assert "step 20/20" in done.stdout and "a sample:" in done.stdout
     assert config.load(str(folder / "config.toml")).train.steps == 20
-    assert {"commit", "uncommitted", "torch", "command", "host"} <= json.loads(
-        (folder / "environment.json").read_text()).keys()
+    environment = json.loads((folder / "environment.json").read_text())
+    assert {"commit", "uncommitted", "torch", "command"} <= environment.keys()
+    assert environment["hosts"] == [platform.node()] and environment["ranks"] == 1
 
 
 def forget_options(checkpoint) -> None:
