@@ -19,7 +19,7 @@ import pytest
 
 from checkpoint import catalog
 from config import ConfigError
-from lifecycle.command import Ranks, requeue
+from lifecycle.command import Ranks, requeue, visible_gpus
 from lifecycle.folder import check_folder, failures, lock, report_failure, stop_file, write_status
 from lifecycle.launch import check_compiler, listen, run_ranks
 from lifecycle.run import Run
@@ -412,6 +412,15 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, cap
     assert "no locks on this file system" in capsys.readouterr().err
 
 
+def test_a_lock_that_belongs_to_another_user_keeps_this_one_out(tmp_path, monkeypatch):
+    def refused(path: object, *_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("os.open", refused)
+    with pytest.raises(ConfigError, match=r"\.lock: cannot be opened; is this another user's run"):
+        lock(tmp_path)
+
+
 @pytest.mark.parametrize("name, make", [
     ("checkpoints", pathlib.Path.touch), ("logs", pathlib.Path.touch), ("metrics.jsonl", pathlib.Path.mkdir)])
 def test_a_folder_with_something_else_in_a_place_is_refused(tmp_path, name, make):
@@ -537,6 +546,18 @@ def test_ranks_are_what_the_environment_says(monkeypatch, variables, nodes, loca
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert Ranks.from_environment() == Ranks(nodes, local, restarts, job)
+
+
+@pytest.mark.parametrize("chosen, count", [(None, 3), ("", 0), ("1", 1), ("0,2", 2)])
+def test_gpus_are_those_that_a_run_would_see(tmp_path, monkeypatch, chosen, count):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nprintf 'GPU %s: NVIDIA H100 80GB HBM3 (UUID: GPU-1)\\n  MIG 1g.10gb\\n' 0 1 2\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert visible_gpus() == count
 
 
 def test_ranks_share_the_cores_of_their_own_node(monkeypatch):
