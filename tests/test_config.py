@@ -1,11 +1,13 @@
 """Every configuration in configs/ loads; every malformed one is refused, with all its problems, and creates nothing."""
 
+import dataclasses
 import json
 import os
 import pathlib
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import tomli
@@ -312,7 +314,10 @@ def test_help_lists_every_option():
     for section, values in config.to_dict(config.load(str(REPO / "configs/tiny.toml"))).items():
         assert f"[{section}]" in shown
         assert all(f"  {key} = " in shown for key in values)
-    assert "[profile]" in shown and "[model.rope_scaling]" in shown
+    assert all(f"\n{table}" in shown for table in ("[lora]", "[profile]", "[model.rope_scaling]", "[[data.sources]]"))
+    tables = [kind for kind in vars(config).values() if dataclasses.is_dataclass(kind) and kind is not config.Config]
+    named = Counter(f.name for kind in tables for f in dataclasses.fields(kind) if f.name != "rope_scaling")
+    assert Counter(re.findall(r"^  (\w+) = ", shown, re.MULTILINE)) == named
 
 
 def test_it_may_be_called_through_a_link_and_with_any_cdpath(tmp_path):

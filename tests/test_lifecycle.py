@@ -17,13 +17,14 @@ from unittest import mock
 
 import pytest
 
+import config
 from checkpoint import catalog
 from config import ConfigError
 from lifecycle.command import Ranks, requeue, visible_gpus
 from lifecycle.folder import check_folder, failures, lock, report_failure, stop_file, write_status
 from lifecycle.launch import check_compiler, listen, run_ranks
 from lifecycle.run import Run
-from lifecycle.signals import Interruption, StopRequest, Watchdog, read_stop
+from lifecycle.signals import SIGNALS, Interruption, StopRequest, Watchdog, read_stop
 from tests.conftest import REPO, launch, make_config, rows
 from tests.warm import warm_python
 
@@ -453,6 +454,8 @@ def test_what_a_stop_file_says(tmp_path, content, number):
 
 def test_a_save_has_time_to_wait_for_another_and_to_verify_what_is_kept():
     cfg = make_config(run=TIMEOUTS, checkpoint={"keep_last": 3})
+    for longest in TIMEOUTS:
+        assert config.longest_timeout(make_config(run={**TIMEOUTS, longest: 9000.0})) > 9000
     timeouts = Run(cfg, None, None, StopRequest()).timeouts
     assert timeouts["save"] == (1 + 1 + 3) * 20 and timeouts["restore"] == 20 and timeouts["step"] == 5
 
@@ -566,10 +569,18 @@ def test_ranks_share_the_cores_of_their_own_node(monkeypatch):
     assert [Ranks(nodes, 4, 0, None).environment()["OMP_NUM_THREADS"] for nodes in (1, 2)] == ["2", "2"]
 
 
-def test_one_ctrl_c_while_the_ranks_start_is_one(tmp_path, monkeypatch):
+@pytest.fixture
+def own_handlers():
+    """What a test does to the signal handlers of this process is undone."""
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGHUP)}
+    yield
+    for number, old in before.items():
+        signal.signal(number, old)
+
+
+def test_one_ctrl_c_while_the_ranks_start_is_one(tmp_path, monkeypatch, own_handlers):
     """It comes in the middle of starting them. A second one would kill the ranks, which here wait for the stop file."""
-    start, numbers = subprocess.Popen, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
+    start = subprocess.Popen
 
     def interrupted(*arguments, **keywords) -> subprocess.Popen:
         os.kill(os.getpid(), signal.SIGINT)
@@ -578,41 +589,36 @@ def test_one_ctrl_c_while_the_ranks_start_is_one(tmp_path, monkeypatch):
     monkeypatch.setattr("lifecycle.launch.subprocess.Popen", interrupted)
     file = stop_file(tmp_path, "x")
     program = f"import pathlib, time\nwhile not pathlib.Path({str(file)!r}).read_text(): time.sleep(0.05)"
-    try:
-        assert run_ranks([sys.executable, "-c", program], tmp_path, "x", Interruption()) == 0
-        assert file.read_text() == str(int(signal.SIGINT))
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+    assert run_ranks([sys.executable, "-c", program], tmp_path, "x", Interruption()) == 0
+    assert file.read_text() == str(int(signal.SIGINT))
 
 
-def test_a_hangup_that_is_ignored_stays_ignored():
+def test_a_job_that_is_cancelled_while_it_stops_is_not_requeued(tmp_path, own_handlers):
+    """What asked for it last decides, and its child here asks twice; the ranks are told once."""
+    program = ("import os, signal, time\nfor number in (signal.SIGUSR1, signal.SIGTERM):\n"
+               "    os.kill(os.getppid(), number)\n    time.sleep(0.5)")
+    interruption = Interruption()
+    assert run_ranks([sys.executable, "-c", program], tmp_path, "x", interruption) == 0
+    assert interruption.asked == signal.SIGTERM
+    assert stop_file(tmp_path, "x").read_text() == str(int(signal.SIGUSR1))
+
+
+def test_a_hangup_that_is_ignored_stays_ignored(own_handlers):
     """As nohup leaves it."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
     handler = Interruption()
-    try:
-        for hangup in (signal.SIG_IGN, signal.SIG_DFL):
-            signal.signal(signal.SIGHUP, hangup)
-            listen(handler)
-            kept = signal.SIG_IGN if hangup == signal.SIG_IGN else handler
-            assert [signal.getsignal(number) for number in numbers] == [handler, handler, handler, kept]
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+    for hangup in (signal.SIG_IGN, signal.SIG_DFL):
+        signal.signal(signal.SIGHUP, hangup)
+        listen(handler)
+        assert all(signal.getsignal(number) == handler for number in SIGNALS)
+        assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if hangup == signal.SIG_IGN else handler)
 
 
-def test_only_the_first_signal_counts():
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    try:
-        stop = StopRequest()
-        stop.listen()
-        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGINT):
-            os.kill(os.getpid(), number)
-        assert stop.received == signal.SIGUSR1
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def test_only_the_first_signal_counts(own_handlers):
+    stop = StopRequest()
+    stop.listen()
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+        os.kill(os.getpid(), number)
+    assert stop.received == signal.SIGUSR1
 
 
 @pytest.mark.parametrize("first, second, ends", [
