@@ -599,7 +599,8 @@ def live_peak(cases: list[dict]) -> list[int]:
                                                    lambda s, n: live.note(s, n) or resize(s, n)):
                 materialize(model, 0, torch.device("cpu"))
                 optimizer = build_optimizer(model, cfg.optim)
-                for _ in range(2):  # FSDP2 learns its order in the first one
+                most = []
+                for _ in range(3):
                     live.most = 0
                     for i in range(times):
                         set_gradient_sync(model, cfg.parallel, ours, i == times - 1)
@@ -608,7 +609,9 @@ def live_peak(cases: list[dict]) -> list[int]:
                     clip_gradients(model, optimizer, 1.0)
                     optimizer.step()
                     optimizer.zero_grad()
-            found.append(live.most)
+                    most.append(live.most)
+            # FSDP2 learns its order in the first; in another gloo's thread may hold a buffer for a moment longer
+            found.append(min(most[1:]))
             del model, optimizer
     return found
 
