@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks import adapt, overhead, transformers_step
 from parallel.materialize import materialize
+from tests.test_repo import documented
 from tests.warm import warm_python
 
 NUMBER = r"-?\d+\.\d+"
@@ -30,7 +31,8 @@ def output(main: Callable[[list[str]], int], arguments: list[str]) -> list[str]:
 def test_overhead(on_ranks, corpus, prepared):
     sizes = [*SMALL, "--train.seq_len=32", "--train.global_batch_size=2", "--train.micro_batch_size=1",
              f"--data.source={corpus}", f"--data.path={prepared}", "--log.tensorboard=false"]
-    lines = on_ranks(1, output, overhead.main, ["--steps", "20", *sizes])[0]
+    arguments = [*documented("benchmarks.overhead"), "--sizes=tiny,short", "--steps=20", *sizes]
+    lines = on_ranks(1, output, overhead.main, arguments)[0]
     pattern = rf"overhead ({NUMBER}) % \(({NUMBER}) % \.\.\. ({NUMBER}) %\), ({NUMBER}) ms a step"
     found = re.fullmatch(pattern, lines[-1])
     share, low, high, _ = map(float, found.groups())
