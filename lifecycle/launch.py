@@ -208,7 +208,7 @@ def exit_code(folder: pathlib.Path, launch: str, ranks: int, returned: int) -> i
     return code
 
 
-def count_idle_attempts(folder: pathlib.Path, launch: str, before: dict) -> int:
+def count_idle_attempts(folder: pathlib.Path, launch: str | None, before: dict) -> int:
     """The exit code of a job that was stopped: a failure after the third attempt in a row without a step, since it
     would requeue itself for ever."""
     step = read_status(folder).get("step", 0)
@@ -225,14 +225,17 @@ def count_idle_attempts(folder: pathlib.Path, launch: str, before: dict) -> int:
     return 1
 
 
-def mark_stopped(folder: pathlib.Path) -> None:
-    """The status of a run that was stopped before its ranks were started; another launch's run is left alone."""
+def mark_stopped(folder: pathlib.Path) -> bool:
+    """The status of a run that was stopped before its ranks were started; returns whether it has it: another launch's
+    run is left alone, and a finished one."""
     with contextlib.suppress(ConfigError, OSError):
         folder.mkdir(parents=True, exist_ok=True)
         held, status = lock(folder), read_status(folder)
-        if status.get("state") != "finished":
+        if stopped := status.get("state") != "finished":
             write_status(folder, "preempted", status.get("step", 0), None)
         held.release()
+        return stopped
+    return False
 
 
 def launch(argv: list[str], interruption: Interruption) -> int:
@@ -267,7 +270,9 @@ def launch(argv: list[str], interruption: Interruption) -> int:
             return 128 + signal.SIGINT
         print("stopped before the run began", file=sys.stderr)
         if cfg:
-            mark_stopped(config.run_folder(cfg))
+            before = read_status(folder := config.run_folder(cfg))
+            if mark_stopped(folder) and ranks.job:
+                return count_idle_attempts(folder, None, before)
         return STOPPED
 
 

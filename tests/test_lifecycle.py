@@ -23,6 +23,7 @@ from config import ConfigError
 from lifecycle.command import Ranks, requeue, visible_gpus
 from lifecycle.folder import check_folder, failures, lock, report_failure, stop_file, write_status
 from lifecycle.launch import check_compiler, listen, run_ranks
+from lifecycle.launch import launch as launch_here
 from lifecycle.run import Run
 from lifecycle.signals import SIGNALS, Interruption, StopRequest, Watchdog, read_stop
 from tests.conftest import REPO, launch, make_config, rows
@@ -55,6 +56,15 @@ def saved(folder: pathlib.Path) -> list[int]:
 
 def leftovers(folder: pathlib.Path) -> list[str]:
     return [p.name for p in folder.rglob("*") if re.match(r"\.stop-|\.failure-|\.step-|.*\.tmp$", p.name)]
+
+
+@pytest.fixture
+def own_handlers():
+    """What a test does to the signal handlers of this process is undone."""
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGHUP)}
+    yield
+    for number, old in before.items():
+        signal.signal(number, old)
 
 
 class Launched:
@@ -241,6 +251,21 @@ def test_a_job_that_makes_no_step_does_not_requeue_for_ever(write_config, tmp_pa
     done = life("term before step 1:0:1")
     assert done.returncode == 1 and "3 times in a row the job was stopped before it made a step" in done.stderr
     assert status(folder)["state"] == "failed"
+
+
+@pytest.mark.parametrize("before, code, after", [
+    ({}, 75, "preempted"), ({"attempts_without_step": 1}, 75, "preempted"), ({"attempts_without_step": 2}, 1, "failed"),
+    ({"state": "finished"}, 75, "finished")])
+def test_nor_does_one_that_is_stopped_before_its_ranks(write_config, monkeypatch, own_handlers, before, code, after):
+    path, interruption = write_config("idle", **FOREVER), Interruption()
+    folder = path.parent / "outputs/idle"
+    folder.mkdir(parents=True)
+    write_status(folder, **{"state": "preempted", "step": 4, "launch": None, **before})
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    interruption(signal.SIGUSR1)
+    assert launch_here([str(path)], interruption) == code and status(folder)["state"] == after
+    counted = before.get("attempts_without_step", 0) + 1
+    assert after == "finished" or (status(folder)["attempts_without_step"], status(folder)["step"]) == (counted, 4)
 
 
 # Failures inside
@@ -567,15 +592,6 @@ def test_ranks_share_the_cores_of_their_own_node(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "8")
     assert [Ranks(nodes, 4, 0, None).environment()["OMP_NUM_THREADS"] for nodes in (1, 2)] == ["2", "2"]
-
-
-@pytest.fixture
-def own_handlers():
-    """What a test does to the signal handlers of this process is undone."""
-    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGHUP)}
-    yield
-    for number, old in before.items():
-        signal.signal(number, old)
 
 
 def test_one_ctrl_c_while_the_ranks_start_is_one(tmp_path, monkeypatch, own_handlers):
