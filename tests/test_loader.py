@@ -88,6 +88,16 @@ def test_evaluation_reads_every_held_out_target_once(prepared, ranks, batches):
     assert sorted(valid) == sorted(expected)
 
 
+def test_evaluation_keeps_to_documents_as_training_does(prepared):
+    stream = open_stream(prepared, "heldout", 320)
+    found = list(heldout_batches(stream, make_config(data={"document_mask": True}, eval={}), 0, 1))
+    begins = {begin for _, begin, _ in stream.documents(0, stream.length)}
+    valid = [t for _, targets, _, _ in found for t in targets[targets != IGNORE].tolist()]
+    expected = [t for i, t in enumerate(stream.read(0, stream.length)[1].tolist()) if i and i not in begins]
+    assert sorted(valid) == sorted(expected) and len(begins) > 1
+    assert any(documents.amax() > documents.amin() for *_, documents in found)
+
+
 def test_cut_token_file_is_noticed(prepared, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(prepared, copy)
