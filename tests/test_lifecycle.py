@@ -22,7 +22,7 @@ from checkpoint import catalog
 from config import ConfigError
 from lifecycle.command import Ranks, requeue, visible_gpus
 from lifecycle.folder import check_folder, failures, lock, report_failure, stop_file, write_status
-from lifecycle.launch import check_compiler, listen, run_ranks
+from lifecycle.launch import check_compiler, exit_code, listen, run_ranks
 from lifecycle.launch import launch as launch_here
 from lifecycle.run import Run
 from lifecycle.signals import SIGNALS, Interruption, StopRequest, Watchdog, read_stop
@@ -586,6 +586,20 @@ def test_gpus_are_those_that_a_run_would_see(tmp_path, monkeypatch, chosen, coun
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
     assert visible_gpus() == count
+
+
+def test_one_process_has_torchrun_where_it_may_be_restarted():
+    assert Ranks(1, 1, 0, None).command()[1:] == [str(REPO / "train.py")]
+    assert {"lifecycle.torchrun", "--max-restarts=3"} <= {*Ranks(1, 1, 3, "7").command()}
+
+
+@pytest.mark.parametrize("before", ["finished", "preempted"])
+def test_how_another_launch_ended_says_nothing_of_this_one(tmp_path, before, capsys):
+    """Its ranks were killed before they took the folder."""
+    write_status(tmp_path, before, 4, "earlier")
+    assert exit_code(tmp_path, "this", ranks=1, returned=-signal.SIGKILL) == 1
+    assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("failed", 4)
+    assert "ended by signal SIGKILL: the host may be out of memory" in capsys.readouterr().err
 
 
 def test_ranks_share_the_cores_of_their_own_node(monkeypatch):
