@@ -16,12 +16,13 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 
 import config
 from checkpoint import catalog
 from config import ConfigError
 from lifecycle.command import Ranks, requeue, visible_gpus
-from lifecycle.folder import check_folder, failures, lock, report_failure, stop_file, write_status
+from lifecycle.folder import check_folder, failures, lock, report_failure, stop_file, sweep, write_status
 from lifecycle.launch import check_compiler, exit_code, listen, run_ranks
 from lifecycle.launch import launch as launch_here
 from lifecycle.run import Run
@@ -74,7 +75,8 @@ class Launched:
         self.folder = path.parent / "outputs" / path.stem
         self.process = subprocess.Popen(
             [REPO / "run_train.sh", path], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPO,
-            env={**os.environ, "PYTHON": python, "NPROC": str(nproc), **env}, start_new_session=True)
+            env={**os.environ, "PYTHON": python, "NPROC": str(nproc), **env}, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # the tests may be under nohup
         self.path = path
 
     def processes(self, pattern: str) -> list[int]:
@@ -469,6 +471,29 @@ def test_the_first_failure_is_that_of_the_rank_that_got_least_far(tmp_path):
         report_failure(tmp_path, "x", rank, progress=progress)
     (tmp_path / ".failure-x-3").write_text('{"rank": 3, "cut by a full di')
     assert [f["rank"] for f in failures(tmp_path, "x")] == [1, 0, 2] and failures(tmp_path, "y") == []
+
+
+def test_reports_of_ranks_that_were_restarted_are_swept_away(tmp_path):
+    for name in (".stop-x", ".stop-y", ".failure-x-0", ".failure-y-1"):
+        (tmp_path / name).touch()
+    sweep(tmp_path, "x")
+    assert [path.name for path in tmp_path.iterdir()] == [".stop-x"]
+
+
+@pytest.mark.parametrize("step, final", [(5, True), (6, False)])
+def test_no_memory_for_a_launchs_first_step_is_final(tmp_path, monkeypatch, step, final):
+    """A launch that resumed after step 5."""
+    run = Run(make_config(run={"name": "r", "output_dir": str(tmp_path)}), SimpleNamespace(rank=0, size=1), "x",
+              StopRequest())
+    run.folder.mkdir()
+    run.step, run.checkpointer = step, mock.MagicMock(start=5)
+    run.watchdog = mock.MagicMock(step=step + 1, progress=1)
+    run.watchdog.name = "first step"
+    monkeypatch.setattr("lifecycle.run.log.handlers", [])
+    with pytest.raises(SystemExit, match="1"):
+        run.__exit__(torch.OutOfMemoryError, torch.OutOfMemoryError("Tried to allocate 9 GiB"), None)
+    (report,) = failures(run.folder, "x")
+    assert report["final"] is final and report["text"].startswith("out of memory: Tried to allocate 9 GiB")
 
 
 @pytest.mark.parametrize("content, number", [("", 0), ("10\n", 10), ("now", signal.SIGTERM)])
