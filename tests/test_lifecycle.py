@@ -482,7 +482,7 @@ def test_reports_of_ranks_that_were_restarted_are_swept_away(tmp_path):
 
 @pytest.mark.parametrize("step, final", [(5, True), (6, False)])
 def test_no_memory_for_a_launchs_first_step_is_final(tmp_path, monkeypatch, step, final):
-    """A launch that resumed after step 5."""
+    """A launch that resumed after step 5. A save under way is waited for, with the time of one, before it ends."""
     run = Run(make_config(run={"name": "r", "output_dir": str(tmp_path)}), SimpleNamespace(rank=0, size=1), "x",
               StopRequest())
     run.folder.mkdir()
@@ -494,6 +494,8 @@ def test_no_memory_for_a_launchs_first_step_is_final(tmp_path, monkeypatch, step
         run.__exit__(torch.OutOfMemoryError, torch.OutOfMemoryError("Tried to allocate 9 GiB"), None)
     (report,) = failures(run.folder, "x")
     assert report["final"] is final and report["text"].startswith("out of memory: Tried to allocate 9 GiB")
+    run.checkpointer.wait.assert_called_once_with()
+    assert run.watchdog.phase.call_args == mock.call("save", run.timeouts["save"], None)
 
 
 @pytest.mark.parametrize("content, number", [("", 0), ("10\n", 10), ("now", signal.SIGTERM)])
