@@ -399,14 +399,14 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(prog="run_train.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("config", metavar="CONFIG")
-    for flag in ("--dry-run", "--json", "--eval-only"):
-        parser.add_argument(flag, action="store_true")
-    parser.add_argument("--gpu")
-    parser.add_argument("--plot")
+    mode = parser.add_mutually_exclusive_group()
+    for group, flag in ((mode, "--dry-run"), (mode, "--eval-only"), (parser, "--json"), (parser, "--on-cpu")):
+        group.add_argument(flag, action="store_true")
+    for name in ("--gpu", "--plot", "--launch"):  # the last is the launcher's id of this start
+        parser.add_argument(name)
     parser.add_argument("--world-size", type=lambda text: [positive(n, int) for n in text.split(",")])
     parser.add_argument("--gpu-memory-gib", type=positive)
     parser.add_argument("--gpus-per-node", type=lambda text: positive(text, int))
-    parser.add_argument("--launch", help=argparse.SUPPRESS)  # the launcher's id of this start
     args, args.overrides = parser.parse_known_args(argv)
     if unknown := [word for word in args.overrides if not (word.startswith("--") and "=" in word)]:
         parser.error(f"{unknown[0]}: unknown; options are written --section.key=value, in one word")

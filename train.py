@@ -38,6 +38,7 @@ from data.dataset import open_dataset, samples_per_epoch
 from data.loader import Batch, Loader
 from evaluate import evaluate, evaluate_newest, evaluation_is_due, log_sample
 from lifecycle import DOES_NOT_FIT, INPUT_IS_WRONG
+from lifecycle.folder import going_on
 from lifecycle.run import Run, failed_for_good, leave
 from metrics import Recorder
 from model.hf_weights import weights_to_read
@@ -64,7 +65,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
     checkpointer = Checkpointer(cfg, world, dataset.fingerprint, dataset.tokenizer_files)
     start, cfg = checkpointer.start, checkpointer.cfg  # where param_dtype = "auto" is decided
     pretrained = on_rank_zero(lambda: weights_to_read(cfg, start))
-    run.begin(checkpointer, dataset.tokenizer_files)
+    run.attach(checkpointer)
 
     # 1. What is computed: a plain model on the meta device, so that no rank ever holds the whole of it.
     model = meta_model(cfg.model, cfg.lora)
@@ -81,6 +82,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
         state = checkpointer.restore(model, optimizer, pretrained)
     unit_rows = verify_sharding(model, cfg.parallel, world)
     check_optimizer(model, optimizer)
+    run.begin(dataset.tokenizer_files)
 
     guard = FiniteGuard(optimizer, device, cfg.train.skip_nonfinite, state.skipped_steps, state.skipped_in_a_row)
     recorder = Recorder(cfg, world, run.folder, start, flops_per_token(model, cfg.train.seq_len))
@@ -153,6 +155,7 @@ def main(args: Namespace, cfg: Config, stop: StopRequest) -> int:
             return 0 if dry_run(cfg, args, samples_per_epoch(cfg)) else DOES_NOT_FIT
         if code := failed_for_good(cfg, args.launch):
             return code
+        cfg = going_on(cfg, args.launch)
         with distributed(cfg) as world, Run(cfg, world, None if args.eval_only else args.launch, stop) as run:
             (evaluate_newest if args.eval_only else train)(cfg, world, run)
         return run.exit_code

@@ -209,8 +209,10 @@ def check_same_run(cfg: config.Config, step: int, guarded: re.Pattern = GUARDED)
         changed.pop("model.init_from", None)  # a base may lie elsewhere: check_base() looks at the weights themselves
     if problems := [
             f"{key} = {now}: {path_of(cfg, step)} was trained with {before}; " + (
-                "this version has no such option" if key not in config.SCHEMA.options else "continue with that, choose "
-                f'another run.name, or allow it: checkpoint.allow_changed = ["{key}"]')
+                "this version has no such option" if key not in config.SCHEMA.options else
+                "continue with that, or start another run from these weights (model.hf export, model.init_from): the "
+                "optimizer's state is of what was trained" if key == "model.freeze" else
+                f'continue with that, choose another run.name, or allow it: checkpoint.allow_changed = ["{key}"]')
             for key, (before, now) in changed.items() if key not in allowed]:
         raise ConfigError(*problems)
 

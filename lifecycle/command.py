@@ -32,20 +32,26 @@ class Ranks:
     def total(self) -> int:
         return self.nodes * self.local
 
+    @property
+    def attempt(self) -> list[str]:
+        """The job, and how often it has been requeued."""
+        return [self.job, os.environ.get("SLURM_RESTART_COUNT", "0")] if self.job else []
+
     @classmethod
     def from_environment(cls) -> "Ranks":
         """NPROC, MAX_RESTARTS, and what SLURM sets. Raises ConfigError."""
         env = os.environ
 
         def number(name: str, text: str, least: int) -> int:
-            if not (text.isdigit() and int(text) >= least):
+            if not (re.fullmatch("[0-9]+", text) and int(text) >= least):
                 raise ConfigError(f"run_train.sh: {name}={text}: must be a number" + " of processes" * (least > 0))
             return int(text)
 
         job = env.get("SLURM_JOB_ID")
         local = env.get("NPROC") or env.get("SLURM_GPUS_ON_NODE") or str(visible_gpus())
         local = "1" if local == "0" else local  # no GPU
-        return cls(number("SLURM_NNODES", env.get("SLURM_NNODES", "1"), 1), number("NPROC", local, 1),
+        nodes = env.get("SLURM_NNODES", "1") if job else "1"
+        return cls(number("SLURM_NNODES", nodes, 1), number("NPROC", local, 1),
                    number("MAX_RESTARTS", env.get("MAX_RESTARTS") or ("3" if job else "0"), 0), job)
 
     def command(self) -> list[str]:
@@ -70,7 +76,7 @@ class Ranks:
         return ["srun", f"--nodes={self.nodes}", f"--ntasks={self.nodes}", "--ntasks-per-node=1", "--export=ALL",
                 "--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=1", *torchrun, f"--nnodes={self.nodes}",
                 "--rdzv-backend=c10d", f"--rdzv-endpoint={names[0]}:{29500 + int(self.job) % 1000}",
-                f"--rdzv-id={self.job}-{os.environ.get('SLURM_RESTART_COUNT', 0)}", TRAIN]
+                f"--rdzv-id={'-'.join(self.attempt)}", TRAIN]
 
     def environment(self) -> dict[str, str]:
         """What the ranks need in theirs; what the user has set stays."""
@@ -132,7 +138,7 @@ def usable(argv: list[str]) -> bool:
 
     from data.dataset import is_prepared
 
-    needed = [] if argv else ["numpy", "tensorboard", "sentencepiece", "datasets"]
+    needed = [] if argv else ["numpy", "tensorboard", "sentencepiece", "datasets", "safetensors"]
     with contextlib.suppress(ConfigError, SystemExit):  # the run itself will report what is wrong
         if argv and not (args := config.parse_arguments(argv)).dry_run:
             cfg = config.load(args.config, args.overrides)

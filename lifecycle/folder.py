@@ -7,6 +7,7 @@ status.json          how the run is doing, for everybody
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -14,6 +15,7 @@ import time
 
 import filelock
 
+import config
 import files
 from config import ConfigError
 
@@ -57,6 +59,18 @@ def check_folder(folder: pathlib.Path) -> None:
             raise ConfigError(f"{folder / name}: is a folder; a run needs a file there")
     if (folder / ".lock").exists():
         lock(folder).release()
+
+
+def going_on(cfg: config.Config, launch: str | None) -> config.Config:
+    """The configuration, but for checkpoint.resume = N where this launch has gone on from N already, before torchrun
+    restarted its ranks or SLURM requeued its job: then from the newest checkpoint."""
+    if not (launch and cfg.checkpoint and isinstance(cfg.checkpoint.resume, int)):
+        return cfg
+    before = read_status(config.run_folder(cfg)).get("launch") or ""
+    (job, *attempt), (its_job, *its_attempt) = launch.split(".")[:2], before.split(".")[:2]
+    if launch == before or (attempt and job == its_job and attempt != its_attempt):
+        return dataclasses.replace(cfg, checkpoint=dataclasses.replace(cfg.checkpoint, resume="auto"))
+    return cfg
 
 
 def stop_file(folder: pathlib.Path, launch: str) -> pathlib.Path:

@@ -42,7 +42,7 @@ import config
 from config import ConfigError
 from lifecycle import INPUT_IS_WRONG, STOPPED
 from lifecycle.command import Ranks, requeue, visible_gpus
-from lifecycle.folder import check_folder, failures, lock, read_status, remove_traces, stop_file, write_status
+from lifecycle.folder import check_folder, failures, going_on, lock, read_status, remove_traces, stop_file, write_status
 from lifecycle.signals import SIGNALS, TWICE_SECONDS, Interrupted, Interruption, die_with_parent
 from options import together
 
@@ -76,8 +76,10 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
         lambda: check_compiler(cfg),
         lambda: args.eval_only or catalog.choose(cfg, catalog.steps(cfg), look))
     if args.eval_only:
-        if not catalog.steps(cfg):
+        if not (steps := catalog.steps(cfg)):
             raise ConfigError(f"{catalog.root(cfg)}: holds no checkpoint to evaluate")
+        start, _ = catalog.newest_good(cfg, steps, catalog.at_first_sight)
+        catalog.check_same_run(cfg, start, catalog.SAME_OUTPUTS)
     else:
         start, _ = chosen
         catalog.check_same_run(cfg, start)
@@ -181,7 +183,10 @@ def exit_code(folder: pathlib.Path, launch: str, ranks: int, returned: int) -> i
         mark_stopped(folder)
         return STOPPED
     code = failed[0]["exit_code"] if failed else returned if returned > 0 else 1
-    if ours or code != INPUT_IS_WRONG:
+    if not ours and code == INPUT_IS_WRONG:
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # where it was made for this launch, and nothing is in it
+    else:
         try:
             # ranks that were killed with torchrun may take a moment to die, and hold the lock until then
             held = lock(folder, timeout=30 if ours else 0)
@@ -193,7 +198,8 @@ def exit_code(folder: pathlib.Path, launch: str, ranks: int, returned: int) -> i
                 return INPUT_IS_WRONG
         except OSError as error:  # a full disk, perhaps
             print(f"{folder}/status.json: {error}", file=sys.stderr)
-    print(f"the log of every rank is in {folder}/logs", file=sys.stderr)
+    if (folder / "logs").exists():
+        print(f"the log of every rank is in {folder}/logs", file=sys.stderr)
     silent = sorted(set(range(ranks)) - {f["rank"] for f in failed})
     if failed:
         first = failed[0]
@@ -208,16 +214,17 @@ def exit_code(folder: pathlib.Path, launch: str, ranks: int, returned: int) -> i
     return code
 
 
-def count_idle_attempts(folder: pathlib.Path, launch: str | None, before: dict) -> int:
+def count_idle_attempts(folder: pathlib.Path, before: dict) -> int:
     """The exit code of a job that was stopped: a failure after the third attempt in a row without a step, since it
     would requeue itself for ever."""
-    step = read_status(folder).get("step", 0)
+    status = read_status(folder)
+    step = status.get("step", 0)
     if step > before.get("step", 0):
         return STOPPED
     attempts = before.get("attempts_without_step", 0) + 1
     state = "preempted" if attempts < IDLE_ATTEMPTS else "failed"
     with contextlib.suppress(OSError):
-        write_status(folder, state, step, launch, attempts_without_step=attempts)
+        write_status(folder, state, step, status.get("launch"), attempts_without_step=attempts)
     if attempts < IDLE_ATTEMPTS:
         return STOPPED
     print(f"{folder}: {attempts} times in a row the job was stopped before it made a step; give it more time (--time) "
@@ -232,7 +239,7 @@ def mark_stopped(folder: pathlib.Path) -> bool:
         folder.mkdir(parents=True, exist_ok=True)
         held, status = lock(folder), read_status(folder)
         if stopped := status.get("state") != "finished":
-            write_status(folder, "preempted", status.get("step", 0), None)
+            write_status(folder, "preempted", status.get("step", 0), status.get("launch"))
         held.release()
         return stopped
     return False
@@ -244,21 +251,24 @@ def launch(argv: list[str], interruption: Interruption) -> int:
     try:
         ranks = Ranks.from_environment()
         args = config.parse_arguments(argv)
-        cfg = config.load(args.config, args.overrides)
+        launch_id = ".".join([*ranks.attempt, uuid.uuid4().hex])
+        cfg = going_on(config.load(args.config, args.overrides), launch_id)
         try:
             if not check_launch(cfg, ranks.total, ranks.local, args, ranks.job is not None, interruption):
                 return 0
         except OSError as error:  # a folder that cannot be looked into
             raise ConfigError(f"{error.filename or config.run_folder(cfg)}: {error.strerror or error}") from None
         interruption.raises = args.eval_only
-        launch_id, folder = uuid.uuid4().hex, config.run_folder(cfg)
+        folder = config.run_folder(cfg)
         command = [*ranks.command(), *argv, f"--launch={launch_id}"]
         os.environ.update(ranks.environment())
         if args.eval_only:
             return subprocess.run(command, preexec_fn=partial(die_with_parent, os.getpid())).returncode
         before = read_status(folder)
+        if cfg.checkpoint and isinstance(cfg.checkpoint.resume, int):
+            before["step"] = cfg.checkpoint.resume  # it goes back to that
         code = exit_code(folder, launch_id, ranks.total, run_ranks(command, folder, launch_id, interruption))
-        return count_idle_attempts(folder, launch_id, before) if ranks.job and code == STOPPED else code
+        return count_idle_attempts(folder, before) if ranks.job and code == STOPPED else code
     except (Interrupted, Exception) as error:
         if not (interruption.asked and interruption.raises):  # else whatever it broke off may have raised
             if not isinstance(error, ConfigError):
@@ -272,7 +282,7 @@ def launch(argv: list[str], interruption: Interruption) -> int:
         if cfg:
             before = read_status(folder := config.run_folder(cfg))
             if mark_stopped(folder) and ranks.job:
-                return count_idle_attempts(folder, None, before)
+                return count_idle_attempts(folder, before)
         return STOPPED
 
 

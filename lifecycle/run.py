@@ -37,7 +37,9 @@ class Run:
     """All of a run that is not training.
 
         with Run(cfg, world, launch, stop_request) as run:
-            run.begin(checkpointer, tokenizer_files)
+            run.attach(checkpointer)
+            ...  # whatever finds wrong input
+            run.begin(tokenizer_files)
             for step in run.steps(1, 300):
                 with run.phase("data"):
                     ...
@@ -65,16 +67,20 @@ class Run:
         self._phase("start")
         return self
 
-    def begin(self, checkpointer: Checkpointer, tokenizer_files: list[pathlib.Path]) -> None:
-        """Takes the run's folder: the lock, the status, a log per rank. Nothing is made or changed before."""
+    def attach(self, checkpointer: Checkpointer) -> None:
+        """Where the run goes on from, and how it saves."""
         self.checkpointer, self.step, self.cfg = checkpointer, checkpointer.start, checkpointer.cfg
-        checkpointer.report = self._log_save
+        self.stop.alone = self.launch is None and self.world.size == 1
+
+    def begin(self, tokenizer_files: list[pathlib.Path]) -> None:
+        """Takes the run's folder: the lock, the status, a log per rank. Nothing is made or changed before: wrong input
+        loses nothing."""
+        self.checkpointer.report = self._log_save
         hosts = all_gather_objects(platform.node())
         on_rank_zero(lambda: self._take_folder(tokenizer_files, hosts))
         metrics.start_logging(self.folder, self.world.rank)
-        for problem in checkpointer.problems:
+        for problem in self.checkpointer.problems:
             log.warning("corrupt, set aside: %s", problem)
-        self.stop.alone = self.launch is None and self.world.size == 1
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.longest_timeout(self.cfg)))
         launched = self.launch and self.world.rank == 0
         self.stop.connect(group, folder.stop_file(self.folder, self.launch) if launched else None)
@@ -166,7 +172,8 @@ class Run:
             # after the first step it may: memory in fragments, an evaluation, another process on the device
             final = self.checkpointer is None or self.step == self.checkpointer.start
             with contextlib.suppress(Exception):  # so little memory may be left
-                text = out_of_memory(self.cfg, self.world.size, text)
+                words = [word for word in sys.argv[1:] if not word.startswith("--launch=")]
+                text = out_of_memory(self.cfg, self.world.size, text, words)
         elif isinstance(error, SaveFailed):
             final = False
         elif not isinstance(error, FloatingPointError):

@@ -4,6 +4,7 @@ import math
 import shlex
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import config
 from config import ConfigError
@@ -45,7 +46,7 @@ def changes(row: dict, cfg: config.Config, gpus_per_node: int) -> Iterator[Chang
 def tried(row: dict, args: Namespace, asked: Asked) -> Iterator[tuple[Change, dict]]:
     """The changes that can be had, with their plans: all that are one change; of several together those to the first
     that fits without offload, where no single one does. Speeds are an H100's where no GPU is given."""
-    asked = Asked(asked.gpu or device("H100"), asked.memory_gib, asked.gpus_per_node)
+    asked = replace(asked, gpu=asked.gpu or device("H100"), gpu_memory_gib=asked.memory_gib)
     fits = False
     for overrides, times in changes(row, config.load(args.config, args.overrides), asked.gpus_per_node):
         if fits and len(overrides) + (times > 1) > 1:
@@ -84,13 +85,13 @@ def advise(row: dict, args: Namespace, asked: Asked) -> str:
                       "nothing on this list fits: take GPUs with more memory, or a smaller model"])
 
 
-def out_of_memory(cfg: config.Config, ranks: int, asked: str) -> str:
-    """The message of a run that is out of memory: what went wrong, the first change of each option, and how to plan."""
+def out_of_memory(cfg: config.Config, ranks: int, asked: str, words: list[str]) -> str:
+    """The message of a run, of this command line, that is out of memory: what went wrong, the first change of each
+    option, and how to plan."""
     row = {"world_size": ranks, "micro_batch_size":
            config.micro_batch_size(cfg, math.prod(config.mesh_shape(cfg, ranks)[:2]))}
     single = [names[0] for names, _ in changes(row, cfg, gpus_per_node=min(ranks, 8)) if len(names) == 1]
     first = {name.partition("=")[0]: name for name in reversed(single)}
-    command = shlex.join(["./run_train.sh", str(config.run_folder(cfg) / "config.toml"), "--dry-run", "--world-size",
-                          str(ranks), "--gpu-memory-gib"])
+    command = shlex.join(["./run_train.sh", *words, "--dry-run", f"--world-size={ranks}", "--gpu-memory-gib"])
     return (f"out of memory: {asked}\nto need less, try one of: {' '.join(reversed(first.values()))}, or more ranks\n"
             f"what each would need, and how fast it would be: {command} G")

@@ -39,7 +39,7 @@ def materialize(model: Llama, seed: int, device: torch.device,
             draw(out, offsets, shape, model.init_distribution(name), seed, name)
 
     lacks = ("no initial value: give it a distribution (model/llama.py: init_std), or compute it in forward if it is a "
-             "constant") if read is None else "holds values that are not numbers (NaN), or was not read"
+             "constant") if read is None else "holds values that are not finite (NaN, infinity), or was not read"
     try:
         problems = tuple(f"{name}: {lacks}" for name in _fill(model, fill, device))
     except ConfigError as error:
@@ -73,9 +73,9 @@ def _fill(model: nn.Module, fill: Callable[[str, Offsets, Tensor, torch.Size], N
             else:
                 fill(name, offsets, tensors[name], parameter.shape)
         update_scales(model)
-        # in parts: isnan() of a whole tensor would take a quarter of its memory
+        # in parts: isfinite() of a whole tensor would take a quarter of its memory
         return [name for name, local in tensors.items() if local.is_floating_point()
-                and any(part.isnan().any() for part in local.view(-1).split(CHECKED))]
+                and not all(part.isfinite().all() for part in local.view(-1).split(CHECKED))]
 
 
 def _quantize(module: nn.Linear, name: str, fill: Callable[[str, Offsets, Tensor, torch.Size], None], offsets: Offsets,

@@ -31,6 +31,7 @@ class Asked:
     gpu: Device | None = None
     gpu_memory_gib: float | None = None  # in place of the GPU's
     gpus_per_node: int = 8
+    on_gpu: bool | None = None  # None: as run.device says; False for the plan that a run on a CPU asks for
 
     @property
     def memory_gib(self) -> float | None:
@@ -48,7 +49,8 @@ def planned(cfg: config.Config, ranks: int, asked: Asked, epoch: float | None = 
     if cfg.parallel.param_dtype == "auto":  # a plan is made for GPUs
         cfg = replace(cfg, parallel=replace(cfg.parallel, param_dtype="bfloat16"))
     shape = dp_replicate, dp_shard, cp, tp = config.mesh_shape(cfg, ranks)
-    step, model = simulate(cfg, ranks, on_gpu=cfg.run.device != "cpu"), meta_model(cfg.model, cfg.lora)
+    on_gpu = cfg.run.device != "cpu" if asked.on_gpu is None else asked.on_gpu
+    step, model = simulate(cfg, ranks, on_gpu), meta_model(cfg.model, cfg.lora)
     peak, sent, needed = step.peak(), Counter(), device_gib(step)
     for phase in step.phases:
         for key, n in phase.sent.items():
@@ -113,7 +115,7 @@ def dry_run(cfg: config.Config, args: Namespace, epoch: float | None) -> bool:
     from parallel.advice import advise
     from parallel.show_plan import compared, draw, table, verdict
 
-    asked = Asked(device(args.gpu) if args.gpu else None, args.gpu_memory_gib, args.gpus_per_node or 8)
+    asked = Asked(device(args.gpu) if args.gpu else None, args.gpu_memory_gib, args.gpus_per_node or 8, not args.on_cpu)
     p, found, problems = cfg.parallel, [], []
     fewest = math.prod(degree for degree in (p.dp_replicate, p.dp_shard, p.cp, p.tp) if degree != "auto")
     for ranks in args.world_size or [fewest]:

@@ -77,7 +77,8 @@ class PlanCheck:
         gpu = known_as(torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory / GIB
                        ) if device.type == "cuda" else None
         return [sys.executable, str(pathlib.Path(__file__).parents[1] / "train.py"), str(self.folder / "config.toml"),
-                f"--run.device={device.type}", f"--parallel.param_dtype={p.param_dtype}", "--dry-run", "--json",
+                *["--on-cpu"] * (device.type == "cpu"), f"--parallel.param_dtype={p.param_dtype}",
+                "--dry-run", "--json",
                 f"--world-size={self.world.size}", f"--gpus-per-node={ranks_here() or 8}",
                 *([f"--gpu={gpu}"] if gpu else [])]
 

@@ -294,23 +294,26 @@ def forgotten_buffer() -> str:
     return message
 
 
-def nan_at_the_end() -> str:
-    """The error of materialize() where the last element of one tensor is NaN, in the last of the parts checked."""
-    def read(name: str, offsets: tuple[int, ...], out: torch.Tensor) -> None:
+def not_finite_at_the_end() -> list[str]:
+    """The errors of materialize() where the last element of one tensor is NaN or infinite, in the last of the parts
+    checked."""
+    def read(last: float, name: str, offsets: tuple[int, ...], out: torch.Tensor) -> None:
         out.fill_(1.0)
         if name == "blocks.1.feed_forward.up_proj.weight":
-            out.view(-1)[-1:] = math.nan
+            out.view(-1)[-1:] = last
 
+    told = []
     with process_group() as world, mock.patch.object(materialize_module, "CHECKED", 64):
-        model = meta_model(make_config().model)
-        parallelize(model, make_config(), world)
-        try:
-            materialize(model, 0, world.device, read)
-            return "none"
-        except ConfigError as error:
-            return str(error)
-        finally:
+        for last in (math.nan, -math.inf):
+            model = meta_model(make_config().model)
+            parallelize(model, make_config(), world)
+            try:
+                materialize(model, 0, world.device, functools.partial(read, last))
+                told.append("none")
+            except ConfigError as error:
+                told.append(str(error))
             del model
+    return told
 
 
 def groups_of_an_integer_reshard(layers: list[int]) -> list[int]:

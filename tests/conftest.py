@@ -121,6 +121,11 @@ def rows(folder: pathlib.Path, kind: str = "train") -> list[dict]:
     return [row for row in map(json.loads, lines) if row["kind"] == kind]
 
 
+def content(folder: pathlib.Path) -> dict[pathlib.Path, bytes | None]:
+    """Every file below it, and every folder."""
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
 @pytest.fixture(scope="session")
 def on_ranks():
     return run_on_ranks

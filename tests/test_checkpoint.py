@@ -20,7 +20,7 @@ from lifecycle.folder import lock
 from model.llama import Llama
 from optim import build_optimizer
 from tests import cases
-from tests.conftest import launch, make_config, rows, seal
+from tests.conftest import content, launch, make_config, rows, seal
 
 
 def configured(tmp_path, **keys):
@@ -382,10 +382,7 @@ def test_a_run_keeps_what_it_should_and_says_no(write_config, tmp_path):
     assert [row["step"] for row in rows(folder, "eval")] == [4, 8]
     assert (folder / "checkpoints/step-00000007.superseded").is_dir()
 
-    def content() -> dict:
-        return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
-
-    before = content()
+    before = content(folder)
     for arguments, message in [(["--checkpoint.resume=5"], "resume = 5"), (["--checkpoint.resume=never"], "never"),
                                (["--train.seq_len=16"], "train.seq_len = 16"),
                                ([f"--run.output_dir={path}"], "is a file"),
@@ -393,10 +390,12 @@ def test_a_run_keeps_what_it_should_and_says_no(write_config, tmp_path):
                                (["--run.device=cuda", "--checkpoint.resume=3"], "resume = 3"),  # and of the device
                                (["--train.steps=9", "--model.ffn_dim=96",
                                  '--checkpoint.allow_changed=["model.ffn_dim"]'], "this model's is torch.float32 [96"),
-                               (["--eval-only", "--model.norm_eps=0.5"], "model.norm_eps = 0.5")]:
-        done = launch(path, *arguments)
+                               (["--eval-only", "--model.norm_eps=0.5"], "model.norm_eps = 0.5"),
+                               (["--checkpoint.resume=6", "--optim.state_dtype=bfloat16"], "exp_avg"),
+                               (["--train.steps=9", '--model.freeze=["embedding.*"]'], "start another run")]:
+        done = launch(path, *arguments, nproc=1 + ("--eval-only" in arguments))
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
-    assert content() == before
+    assert content(folder) == before
     # what was read before was read, whatever a step's tokens are now
     assert launch(path, "--train.steps=9", "--train.seq_len=16",
                   '--checkpoint.allow_changed=["train.seq_len"]').returncode == 0

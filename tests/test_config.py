@@ -243,8 +243,9 @@ def test_all_problems_at_once(tmp_path):
 @pytest.mark.parametrize("program, arguments, told", [
     ("train.py", [], "CONFIG"), ("data/prepare.py", [], "CONFIG"), ("data/show.py", ["--step", "1"], "CONFIG"),
     ("train.py", ["tiny.toml", "--json"], "--dry-run"), ("train.py", ["tiny.toml", "--world-size=2"], "--dry-run"),
+    ("train.py", ["tiny.toml", "--dry-run", "--eval-only"], "not allowed with argument --dry-run"),
     ("train.py", ["tiny.toml", f"--train.steps={'9' * 5000}"], "must be an integer"),
-    ("train.py", ["tiny.toml", f"--train.steps={'[' * 3000}"], "must be an integer")], ids=range(7))
+    ("train.py", ["tiny.toml", f"--train.steps={'[' * 3000}"], "must be an integer")], ids=range(8))
 def test_wrong_command_lines_are_told(program, arguments, told):
     command = [sys.executable, "-m", program[:-3].replace("/", "."), *arguments]
     done = subprocess.run(command, cwd=REPO / "configs", capture_output=True, text=True,

@@ -21,7 +21,7 @@ import torch
 import config
 from checkpoint import catalog
 from config import ConfigError
-from lifecycle.command import Ranks, requeue, visible_gpus
+from lifecycle.command import Ranks, requeue, usable, visible_gpus
 from lifecycle.folder import check_folder, failures, lock, report_failure, stop_file, sweep, write_status
 from lifecycle.launch import check_compiler, exit_code, listen, run_ranks
 from lifecycle.launch import launch as launch_here
@@ -310,6 +310,19 @@ def test_a_restart_by_torchrun_goes_on(write_config, tmp_path):
     assert not leftovers(tmp_path / "outputs/again")
 
 
+def test_going_back_to_a_checkpoint_is_done_once(write_config, tmp_path):
+    """Neither the ranks that torchrun restarts nor a job that SLURM requeues go back again."""
+    path = write_config("back", train={"steps": 8}, checkpoint={"save_every_steps": 2})
+    folder, back = tmp_path / "outputs/back", "--checkpoint.resume=2"
+    assert launch_faulty("none", path).returncode == 0
+    done = launch_faulty("killed once:1:4", path, back, nproc=2, restarts=1, ONCE=str(tmp_path / "once"))
+    assert done.returncode == 0 and "resuming after step 4" in done.stdout, done.stdout + done.stderr
+    assert saved(folder) == [2, 4, 6, 8] and [row["step"] for row in rows(folder)] == list(range(1, 9))
+    assert launch_faulty("term in data:0:2", path, back, in_job=True).returncode == 75 and saved(folder)[-1] == 5
+    done = launch_faulty("none", path, back, in_job=True, SLURM_RESTART_COUNT="1")
+    assert done.returncode == 0 and "resuming after step 5" in done.stdout, done.stdout + done.stderr
+
+
 def test_a_late_out_of_memory_is_tried_again(write_config, tmp_path):
     """Two micro-batches a step: in step 4, after a save. The first step's is final: below."""
     path = write_config("later", train={"steps": 6}, checkpoint={"save_every_steps": 2})
@@ -327,7 +340,7 @@ def test_out_of_memory_says_what_to_change(write_config):
     assert done.stdout.count("from fresh weights") == 1, done.stdout  # a restart would not help
     told = (r"phase first step:\nout of memory: Tried to allocate 9 GiB\.\n"
             r"to need less, try one of: --train\.micro_batch_size=1 --parallel\.recompute=\w+ .*, or more ranks\n"
-            r"what each would need, and how fast it would be: \./run_train\.sh .*large/config\.toml --dry-run ")
+            r"what each would need, and how fast it would be: \./run_train\.sh .*/large\.toml --dry-run ")
     assert done.returncode == 1 and re.search(told, done.stderr), done.stderr
     assert "Traceback" not in done.stderr
 
@@ -365,12 +378,13 @@ def test_steps_skipped_in_a_row_are_counted_across_launches(write_config, tmp_pa
     assert saved(tmp_path / "outputs/row") == [2]
 
 
-def test_an_error_that_a_person_can_mend_is_printed_once(write_config):
+def test_an_error_that_a_person_can_mend_is_printed_once(write_config, tmp_path):
     """A parameter without an initial distribution, on two ranks."""
     done = launch_faulty("forgotten parameter", write_config("forgot", **FOREVER), nproc=2)
     printed = done.stdout + done.stderr
     assert done.returncode == 2 and printed.count("has no initial distribution") == 1, printed
     assert "blocks.0.gate: has no" in done.stderr.splitlines()[-1] and "Traceback (most" not in printed, printed
+    assert not (tmp_path / "outputs/forgot").exists()
 
 
 # Disks
@@ -592,7 +606,7 @@ esac
 @pytest.mark.parametrize("variables, nodes, local, restarts, job", [
     ({}, 1, 1, 0, None), ({"NPROC": "2", "MAX_RESTARTS": "5"}, 1, 2, 5, None),
     ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "3", "SLURM_GPUS_ON_NODE": "4"}, 3, 4, 3, "7"),
-    ({"SLURM_JOB_ID": "7", "MAX_RESTARTS": "0"}, 1, 1, 0, "7"),
+    ({"SLURM_JOB_ID": "7", "MAX_RESTARTS": "0"}, 1, 1, 0, "7"), ({"SLURM_NNODES": "3"}, 1, 1, 0, None),
 ])
 def test_ranks_are_what_the_environment_says(monkeypatch, variables, nodes, local, restarts, job):
     for name in [name for name in os.environ if name.startswith("SLURM_") or name in ("NPROC", "MAX_RESTARTS")]:
@@ -601,6 +615,13 @@ def test_ranks_are_what_the_environment_says(monkeypatch, variables, nodes, loca
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert Ranks.from_environment() == Ranks(nodes, local, restarts, job)
+
+
+@pytest.mark.parametrize("variable, text", [("NPROC", "\N{SUPERSCRIPT TWO}"), ("NPROC", "-1"), ("MAX_RESTARTS", "two")])
+def test_ranks_that_are_no_number_are_refused(monkeypatch, variable, text):
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(ConfigError, match=f"run_train.sh: {variable}={text}: must be a number"):
+        Ranks.from_environment()
 
 
 @pytest.mark.parametrize("chosen, count", [(None, 3), ("", 0), ("1", 1), ("0,2", 2)])
@@ -613,6 +634,12 @@ def test_gpus_are_those_that_a_run_would_see(tmp_path, monkeypatch, chosen, coun
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
     assert visible_gpus() == count
+
+
+@pytest.mark.parametrize("missing", ["", "numpy", "tensorboard", "sentencepiece", "datasets", "safetensors"])
+def test_a_python_that_lacks_a_package_is_not_taken(monkeypatch, missing):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: name != missing)
+    assert usable([]) is not bool(missing)
 
 
 def test_one_process_has_torchrun_where_it_may_be_restarted():

@@ -28,7 +28,7 @@ from optim import learning_rate
 from parallel.materialize import materialize
 from parallel.plan import plan
 from tests import cases
-from tests.conftest import launch, make_config, tables
+from tests.conftest import content, launch, make_config, tables
 from tests.test_nf4 import quantize
 from tests.test_training import with_data
 
@@ -373,11 +373,11 @@ def test_evaluating_reads_the_base_and_another_is_refused(trained, expected, bas
     tensors = load_file(shutil.copytree(base, tmp_path / "other") / "model.safetensors")
     tensors["model.norm.weight"][3] += 1e-3
     save_file(tensors, tmp_path / "other/model.safetensors", metadata={"format": "pt"})
-    before = (run / "metrics.jsonl").read_bytes()
+    before = content(run)
     done = launch(*words, "--train.steps=11", f"--model.init_from={tmp_path / 'other'}")
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert done.stderr.count("its weights have the hash") == 1 and "name the folder with that base" in done.stderr
-    assert (run / "metrics.jsonl").read_bytes() == before
+    assert content(run) == before
 
 
 def test_one_spelling_of_the_same_adapters(base, corpus, prepared, monkeypatch):

@@ -195,9 +195,10 @@ def test_the_residual_stream_has_its_dtype_from_the_embedding_on(on_ranks, tied)
     assert on_ranks(1, cases.residual_dtypes, [halves, wide])[0] == [[torch.bfloat16] * 2, [torch.float32] * 2]
 
 
-def test_a_nan_in_the_last_part_of_a_tensor_is_named(on_ranks):
-    for message in on_ranks(2, cases.nan_at_the_end):
-        assert message.startswith("blocks.1.feed_forward.up_proj.weight: holds values that are not numbers")
+def test_what_is_not_finite_in_the_last_part_of_a_tensor_is_named(on_ranks):
+    for messages in on_ranks(2, cases.not_finite_at_the_end):
+        for message in messages:
+            assert message.startswith("blocks.1.feed_forward.up_proj.weight: holds values that are not finite")
 
 
 def test_units_kept_in_float32_are_reduced_in_it():

@@ -269,7 +269,9 @@ def test_tables_say_what_the_plan_does():
 
 @pytest.mark.parametrize("reshard, named", [(False, True), (2, True), (True, False)])
 def test_out_of_memory_names_resharding_where_it_would_help(reshard, named):
-    told = advice.out_of_memory(make_config(parallel={"reshard_after_forward": reshard}), 4, "9 GiB")
+    told = advice.out_of_memory(make_config(parallel={"reshard_after_forward": reshard}), 4, "9 GiB",
+                                ["configs/tiny.toml", "--optim.lr=1e-3"])
+    assert told.endswith("./run_train.sh configs/tiny.toml --optim.lr=1e-3 --dry-run --world-size=4 --gpu-memory-gib G")
     assert ("--parallel.reshard_after_forward=true" in told) is named
 
 
@@ -398,6 +400,12 @@ def test_slow_networks_are_waited_for():
 
 def test_what_sends_nothing_waits_for_nothing():
     assert plan(make_config(), 1, Asked(device("H100")))["waiting_seconds"] == 0
+
+
+def test_a_plan_is_of_gpus_whatever_the_device(capsys):
+    gpus, device_cpu, on_cpu = (dry_run(capsys, CONFIGS / "tiny.toml", "--json", *words)[1]
+                                for words in ((), ("--run.device=cpu",), ("--on-cpu",)))
+    assert gpus == device_cpu != on_cpu
 
 
 def test_dry_run_makes_nothing(tmp_path):
