@@ -30,7 +30,7 @@ def learning_rate(o: config.Optim, end: int, step: int) -> float:
 
 def build_optimizer(model: nn.Module, o: config.Optim, seed: int = 0, compile: bool = False) -> torch.optim.Optimizer:
     """AdamW (https://arxiv.org/abs/1711.05101) over the model's trainable parameters, its state made: torch's fused
-    one, or with state_dtype = "bfloat16" BFloat16AdamW, which takes seed and compile.
+    one, on shards, or with state_dtype = "bfloat16" BFloat16AdamW, which takes seed and compile.
 
     Norms' weights are scales, and do not decay. The state is made here, so that a checkpoint can be read into it.
     """
@@ -41,7 +41,7 @@ def build_optimizer(model: nn.Module, o: config.Optim, seed: int = 0, compile: b
     if o.state_dtype == "bfloat16":
         optimizer = BFloat16AdamW(groups, names, seed, compile, **options)
     else:
-        optimizer = torch.optim.AdamW(groups, **options, fused=True)
+        optimizer = ShardedAdamW(groups, **options, fused=True)
     for p in names:
         optimizer.state[p] = {
             "step": torch.zeros((), dtype=torch.float32, device=p.device),
@@ -49,6 +49,17 @@ def build_optimizer(model: nn.Module, o: config.Optim, seed: int = 0, compile: b
             "exp_avg_sq": torch.zeros_like(p, dtype=getattr(torch, o.state_dtype)),
         }
     return optimizer
+
+
+class ShardedAdamW(torch.optim.AdamW):
+    """torch's AdamW, given each rank's part of the tensors. Given DTensors it finds the same, but those look for a way
+    to shard the whole update in the first step (a second for 291 parameters), and go through each in every step."""
+
+    def _init_group(self, group: dict, *lists: list[Tensor]) -> bool:
+        has_complex = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(_local, tensors)
+        return has_complex
 
 
 class BFloat16AdamW(torch.optim.Optimizer):

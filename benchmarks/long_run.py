@@ -4,8 +4,7 @@ resident memory of every rank.
     python benchmarks/long_run.py --steps 2000 --saves 50 [--ranks 1] [--async-save]
 
 Prints the median resident memory of each tenth of the run and the growth after the first tenth; exits with 1 where that
-is above two percent. Fused AdamW on DTensors was reported to leak a sharding spec per parameter and step
-(pytorch issue 188174): this would show it.
+is above two percent.
 """
 
 import argparse

@@ -117,9 +117,9 @@ def test_rows_at_the_steps_named_logs_of_every_rank_and_a_profile(write_config, 
         assert min(ms.values()) > 0 and 0 <= hidden < step
         assert sum(ms.values()) == pytest.approx(step, abs=0.01)  # of rounding
         length = {name: sum(e["dur"] for e in events if e.get("name") == name) / 2000
-                  for name in ("traced steps", "aten::linear", "MmBackward0", "Optimizer.step#AdamW.step")}
+                  for name in ("traced steps", "aten::linear", "MmBackward0", "Optimizer.step#ShardedAdamW.step")}
         assert step == pytest.approx(length["traced steps"], abs=0.001)
-        assert ms["optimizer"] >= length["Optimizer.step#AdamW.step"] - 0.001
+        assert ms["optimizer"] >= length["Optimizer.step#ShardedAdamW.step"] - 0.001
         assert length["aten::linear"] < ms["matrix products"] < length["aten::linear"] + length["MmBackward0"]
     assert done.stdout.count("step 7/7") == 1
 

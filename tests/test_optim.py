@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from model.llama import Llama
+from model.llama import Llama, meta_model
 from optim import FiniteGuard, build_optimizer, hash32, learning_rate
+from parallel.parallelize import parallelize
 from tests import cases
 from tests.conftest import make_config
 
@@ -60,6 +61,21 @@ def test_made_state_equals_the_state_torch_would_make():
     assert torch.equal(ours, theirs)
     for key, value in fresh.state[theirs].items():
         assert torch.equal(made.state[ours][key], value)
+
+
+def test_an_update_is_given_plain_tensors(monkeypatch):
+    given = []
+    monkeypatch.setattr(torch, "_fused_adamw_", lambda *lists, **_: given.extend(
+        type(tensor) for tensors in lists[:4] for tensor in tensors))
+    with cases.fake_process_group(2) as world:
+        cfg = make_config()
+        model = meta_model(cfg.model)
+        parallelize(model, cfg, world)
+        optimizer = build_optimizer(model.to_empty(device="cpu"), cfg.optim)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+    assert given == [torch.Tensor] * 4 * len(list(model.parameters()))
 
 
 def bfloat16_states(**changes):
