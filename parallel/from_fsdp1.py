@@ -132,7 +132,7 @@ def resolve(name: str, value: Any, machines: str) -> tuple[str, dict[str, Any], 
     if not effect:
         known = [value for value in row if not value.isdigit()] or [*row]
         return "unknown", {}, f"known values are {', '.join(known)}{nearest(text, known)}"
-    if "{machines}" in effect and (machines == "1" or not NUMBER.fullmatch(machines)):
+    if "{machines}" in effect and not NUMBER.fullmatch(machines):
         return "no equivalent", {}, f"num_machines is {show(machines)}, not a number of replicas; set it, convert again"
     settings, colon, remark = effect.format(key=name, value=text.lower(), machines=machines).partition(": ")
     if colon:

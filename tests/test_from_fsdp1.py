@@ -61,7 +61,9 @@ CASES = {
     "float is no enum": (part("fsdp_sharding_strategy: 2.1"), 1, {}, ["= 2.1: unknown"]),
     "null strategy": (part("fsdp_sharding_strategy: null"), 0, {}, ["not set there"]),
     "hybrid, machines missing": (part("fsdp_sharding_strategy: HYBRID_SHARD"), 1, {}, ["num_machines is missing"]),
-    "hybrid, one machine": ("num_machines: 1\n" + part("fsdp_sharding_strategy: 4"), 1, {}, ["num_machines is 1,"]),
+    "hybrid, one machine": ("num_machines: 1\n" + part("fsdp_sharding_strategy: 4"), 0, {**HYBRID, "dp_replicate": 1},
+                            []),
+    "hybrid, no machine": ("num_machines: 0\n" + part("fsdp_sharding_strategy: 4"), 1, {}, ["num_machines is 0,"]),
     "hybrid, odd machines": ("num_machines: [2]\n" + part("fsdp_sharding_strategy: 4"), 1, {},
                              ["num_machines = ['2']: unknown"]),
     # FSDP2's own key
