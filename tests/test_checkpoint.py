@@ -409,6 +409,9 @@ def test_a_finished_run_whose_last_checkpoint_is_damaged_is_finished_again(write
     shard = folder / "checkpoints/step-00000004/__0_0.distcp"
     before = shard.read_bytes()
     shard.write_bytes(before[:5000] + bytes([before[5000] ^ 1]) + before[5001:])
+    done = launch(path, "--eval-only")
+    assert done.returncode == 0 and json.loads(done.stdout)["step"] == 2
+    assert re.search(r"corrupt, skipped: .*__0_0\.distcp: bytes 0 to \d+: expected SHA-256", done.stderr)
     done = launch(path, nproc=2)
     assert done.returncode == 0 and "resuming after step 2" in done.stdout, done.stdout + done.stderr
     assert re.search(r"corrupt, set aside: .*__0_0\.distcp: bytes 0 to \d+: expected SHA-256", done.stdout)

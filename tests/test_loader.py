@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import random
+import re
 import shutil
 
 import pytest
 import torch
 
+import config
 import data.show
 from config import IGNORE, ConfigError
 from data.loader import Loader, heldout_batches, make_order
@@ -153,6 +155,25 @@ def test_a_step_can_be_read(corpus, write_config, capsys):
         for piece in sample.split("--- document ")[1:]:
             assert any(piece.partition("\n")[2].rstrip("\n") in text for text in texts), piece
     assert data.show.main([path, "--step", "0"]) == 2 and "steps count from 1" in capsys.readouterr().err
+
+
+def test_documents_are_shown_with_what_is_cut_off(prepared, write_config):
+    stream, ending = open_stream(prepared, "train", 320), 0
+    length = next(length for length in range(32, 99)  # of samples, so that the last token of one ends a document
+                  for *_, stop in stream.documents(0, stream.length - 99) if (stop - 1) % length == 0)
+    cfg = config.load(str(write_config("shown")), [f"--train.seq_len={length}"])
+    for step in range(1, stream.length // length // 8 + 2):
+        for sample in data.show.samples(cfg, step):
+            first, last = map(int, re.search(r"tokens (\d+) to (\d+)\n", sample).groups())
+            expected = [(number, sum(first <= place <= last for place in range(start, stop)), stop - start,
+                         first in range(start + 1, stop), last in range(start, stop - 1))
+                        for number, start, stop in stream.documents(first, last + 1)]
+            ending += not expected[-1][-1]
+            shown = re.findall(r"^--- document (\d+), (\d+) of its (\d+) tokens( \(begins before\))?( \(continues\))?$",
+                               sample, re.M)
+            assert [(int(n), int(here), int(of), bool(before), bool(after))
+                    for n, here, of, before, after in shown] == expected
+    assert ending
 
 
 @pytest.mark.parametrize("text, shown", [

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import subprocess
 import threading
 import time
 from types import SimpleNamespace
@@ -54,14 +55,17 @@ def test_numbers_keep_their_precision(tmp_path):
 
 
 def test_times_leave_out_what_is_not_training(tmp_path, monkeypatch):
-    """The clock is the test's: a step of 3 s, 1 of them waiting for data, and 10 s of evaluation that do not count."""
+    """The clock is the test's: a step of 3 s, 1 of them waiting for data, and 10 s of evaluation that do not count. The
+    other of two ranks takes twice as long, and counts for the speed."""
     now = [0.0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(metrics, "all_gather_objects", lambda value: [value])
-    cfg = make_config(train={"steps": 2}, log={"every_steps": 2})
-    world = SimpleNamespace(rank=0, size=1, cp=1, tp=1, device=torch.device("cpu"))
-    recorder = Recorder(cfg, world, tmp_path, 0, 1)
-    for step in (1, 2):
+    monkeypatch.setattr(metrics, "all_gather_objects", lambda ours: [
+        ours, {**ours, "step_seconds": 2 * ours["step_seconds"]}])
+    monkeypatch.setattr(metrics, "peak_flops", lambda device: 100.0)
+    cfg = make_config(train={"steps": 4}, log={"every_steps": 3})
+    world = SimpleNamespace(rank=0, size=2, cp=1, tp=1, device=torch.device("cpu"))
+    recorder = Recorder(cfg, world, tmp_path, 0, 7)
+    for step in (1, 2, 3, 4):
         with recorder.timed("data"):
             now[0] += 1
         now[0] += 2
@@ -70,7 +74,12 @@ def test_times_leave_out_what_is_not_training(tmp_path, monkeypatch):
         with recorder.timed("paused"):
             now[0] += 10
     recorder.close()
-    assert [(row["step_seconds"], row["data_seconds"]) for row in rows(tmp_path)] == [(3, 1), (3, 1)]
+    assert [(row["step"], row["step_seconds"], row["data_seconds"]) for row in rows(tmp_path)] == [
+        (1, 3, 1), (3, 3, 1), (4, 3, 1)]
+    rate = config.tokens_per_step(cfg) / 2 / 6
+    for row in rows(tmp_path):
+        assert row["tokens_per_second_per_device"] == rate and row["mfu"] == pytest.approx(rate * 7 / 100)
+        assert row["slowest_rank"]["step_seconds"] == 6
 
 
 @pytest.mark.parametrize("changes", [{}, {"mfu": 0.4321}, {"loss": math.nan, "grad_norm": math.inf}])
@@ -85,6 +94,25 @@ def test_console_line(changes):
 def test_the_environment_names_each_host_of_the_launch_once():
     found = metrics.environment(["b", "a", "b", "a"], torch.device("cpu"))
     assert found["hosts"] == ["a", "b"] and found["ranks"] == 4
+
+
+def test_the_environment_has_what_is_not_committed(tmp_path, monkeypatch):
+    """Staged or not."""
+    monkeypatch.setattr(metrics, "__file__", str(tmp_path / "metrics.py"))
+    files = [tmp_path / "staged", tmp_path / "changed"]
+
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-c", "user.name=me", "-c", "user.email=me@here", *words], cwd=tmp_path, check=True)
+
+    git("init", "-q")
+    for text in ("before", "after"):
+        for path in files:
+            path.write_text(f"{path.name} {text}\n")
+        git("add", "staged", *["changed"] * (text == "before"))
+        if text == "before":
+            git("commit", "-qm", "all")
+    found = metrics.environment(["a"], torch.device("cpu"))
+    assert len(found["commit"]) == 40 and {"+staged after", "+changed after"} < {*found["uncommitted"].splitlines()}
 
 
 def test_unknown_devices_have_no_peak(monkeypatch):

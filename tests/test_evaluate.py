@@ -1,0 +1,48 @@
+"""What an evaluation means where it has nothing to mean, and the sample that a run ends with."""
+
+import contextlib
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import evaluate
+from tests.conftest import make_config
+
+WORLD = SimpleNamespace(rank=0, size=1, dp_rank=0, dp_size=1, cp=1, tp=1, device=torch.device("cpu"))
+
+
+class Untrained(torch.nn.Module):
+    """Reports the loss and the valid targets that its inputs are."""
+
+    def forward(self, sums: torch.Tensor, valid: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        return {"loss": sums}, valid
+
+
+def test_a_source_without_a_target_has_no_loss_and_leaves_the_mean_alone(monkeypatch):
+    batches = {"a": [(6.0, 2), (3.0, 1)], "b": [(0.0, 0)]}
+    monkeypatch.setattr(evaluate, "heldout_batches", lambda stream, *_: (
+        (torch.tensor(sums), torch.tensor(valid)) for sums, valid in batches[stream]))
+    monkeypatch.setattr(evaluate, "reshard", lambda model: None)
+    run = SimpleNamespace(phase=lambda name: contextlib.nullcontext(), stopping=lambda: False,
+                          stop=SimpleNamespace(start_sync=lambda: None))
+    for streams, loss in ((["a", "b"], 3.0), (["b"], math.nan)):
+        found = evaluate.evaluate(Untrained(), make_config(), WORLD, SimpleNamespace(validation=streams, names=streams),
+                                  run)
+        assert found["loss"] == pytest.approx(loss, nan_ok=True) and math.isnan(found["loss_by_source"]["b"])
+
+
+@pytest.mark.parametrize("source, names, prompt", [
+    ("python-stdlib", [], "def "), ("texts.jsonl", [], "The "), ("python-stdlib", ["a", "b"], "The "),
+    ("texts.jsonl", ["a", "python-stdlib"], "def ")])
+def test_a_sample_begins_as_what_was_read_does(tmp_path, monkeypatch, source, names, prompt):
+    found = []
+    monkeypatch.setattr("data.tokenizer.Tokenizer", lambda folder: folder)
+    monkeypatch.setattr(evaluate, "continue_text", lambda model, tokenizer, begin, *_: found.append(begin) or "")
+    monkeypatch.setattr(evaluate, "reshard", lambda model: None)
+    cfg, dataset = make_config(data={"source": source}), SimpleNamespace(names=names, tokenizer_files=[tmp_path / "t"])
+    evaluate.log_sample(Untrained(), cfg, WORLD, dataset)
+    assert found == [prompt]
+    evaluate.log_sample(Untrained(), cfg, WORLD, SimpleNamespace(names=names, tokenizer_files=[]))
+    assert found == [prompt]  # silent without a tokenizer
