@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
+import config
 from config import ConfigError
+from data.dataset import open_dataset
 from data.encode import is_validation
 from data.sources import open_source
 from data.tokenizer import Tokenizer
@@ -205,3 +207,19 @@ def test_a_folder_with_llama_3s_two_files(byte_level, prepared, tmp_path):
     assert Tokenizer(tmp_path).bos == [0]
     shutil.copy(prepared / "tokenizer.model", tmp_path)  # sentencepiece's
     assert Tokenizer(tmp_path).bos == [1]
+
+
+def test_a_user_is_told_of_weights_trained_with_another_tokenizer(prepared, write_config, tmp_path):
+    folders = {}
+    for name, content in (("same", (prepared / "tokenizer.model").read_bytes()), ("other", b"another"), ("none", None)):
+        folders[name] = tmp_path / name
+        folders[name].mkdir()
+        if content:
+            (folders[name] / "tokenizer.model").write_bytes(content)
+
+    def notes(**model) -> list[str]:
+        return open_dataset(config.load(str(write_config(model=model)))).notes
+
+    assert notes() == [] == notes(init_from=str(folders["same"])) == notes(init_from=str(folders["none"]))
+    [told] = notes(init_from=str(folders["other"]))
+    assert told.startswith(f"{folders['other']} has another tokenizer than {prepared}")
