@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import random
 import re
 import shutil
@@ -12,7 +13,7 @@ import torch
 import config
 import data.show
 from config import IGNORE, ConfigError
-from data.loader import Loader, heldout_batches, make_order
+from data.loader import Loader, heldout_batches, make_order, sample_digest
 from data.order import Place
 from data.tokenizer import Tokenizer
 from data.tokens import open_stream, read_manifest, window_count
@@ -68,6 +69,10 @@ def test_a_failure_in_the_loaders_thread_reaches_the_training_thread(prepared, t
     loader.close()
 
 
+def test_a_digest_is_of_the_tokens_and_of_their_place_in_the_order():
+    assert len({sample_digest(number, raw) for number in (1, 2, 256) for raw in (b"ab", b"ba", b"a")}) == 9
+
+
 def test_an_id_as_large_as_the_vocabulary_is_named(prepared):
     stream = open_stream(prepared, "train", 320)
     _, ids = stream.read(0, 1000)
@@ -78,15 +83,16 @@ def test_an_id_as_large_as_the_vocabulary_is_named(prepared):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("batches", [None, 1])
+@pytest.mark.parametrize("batches", [None, 1, 1000])
 def test_evaluation_reads_every_held_out_target_once(prepared, ranks, batches):
     cfg = make_config(eval={"batches": batches} if batches else {})
     stream = open_stream(prepared, "heldout", 320)
     found = [list(heldout_batches(stream, cfg, rank, ranks)) for rank in range(ranks)]
-    assert len({len(part) for part in found}) == 1
+    in_all = math.ceil((stream.length - 1) / (8 * 32))  # a step's worth each
+    assert {len(part) for part in found} == {min(in_all, batches or in_all) * config.accumulation_steps(cfg, ranks)}
     valid = [t for part in found for _, targets in part for t in targets[targets != IGNORE].tolist()]
     _, ids = stream.read(0, stream.length)
-    expected = ids[1:].tolist() if batches is None else ids[1 : 8 * 32 + 1].tolist()
+    expected = ids[1 : 8 * 32 + 1].tolist() if batches == 1 else ids[1:].tolist()
     assert sorted(valid) == sorted(expected)
 
 
