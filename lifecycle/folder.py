@@ -45,8 +45,9 @@ def lock(folder: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:
         raise ConfigError(f"{folder}: another run works here; wait for it, or choose another run.name") from None
 
 
-def check_folder(folder: pathlib.Path) -> None:
-    """Raises ConfigError where the run's folder cannot be made, or another run works in it. Makes nothing."""
+def check_folder(folder: pathlib.Path, timeout: float = 0) -> None:
+    """Raises ConfigError where the run's folder cannot be made, or another run works in it, and still does after
+    `timeout` seconds. Makes nothing."""
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     inside = [folder / name for name in ("checkpoints", "logs", "tensorboard")]
     for path in (existing, *(path for path in inside if path.exists())):
@@ -58,7 +59,7 @@ def check_folder(folder: pathlib.Path) -> None:
         if (folder / name).is_dir():
             raise ConfigError(f"{folder / name}: is a folder; a run needs a file there")
     if (folder / ".lock").exists():
-        lock(folder).release()
+        lock(folder, timeout).release()
 
 
 def going_on(cfg: config.Config, launch: str | None) -> config.Config:

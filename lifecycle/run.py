@@ -86,11 +86,11 @@ class Run:
         self.stop.connect(group, folder.stop_file(self.folder, self.launch) if launched else None)
 
     def _take_folder(self, tokenizer_files: list[pathlib.Path], hosts: list[str]) -> None:
-        folder.check_folder(self.folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
         # when torchrun restarts the ranks, those before may take a moment to die, on another node perhaps
-        again = self.launch and folder.read_status(self.folder).get("launch") == self.launch
-        self.lock = folder.lock(self.folder, timeout=30 if again else 0)
+        seconds = 30 if self.launch and folder.read_status(self.folder).get("launch") == self.launch else 0
+        folder.check_folder(self.folder, seconds)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock = folder.lock(self.folder, seconds)
         self.checkpointer.tidy()
         folder.sweep(self.folder, self.launch)
         folder.write_status(self.folder, "running", self.step, self.launch)

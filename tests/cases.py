@@ -5,6 +5,7 @@ import functools
 import gc
 import hashlib
 import math
+import os
 import pathlib
 import time
 import weakref
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
+import files
 from checkpoint.catalog import path_of
 from checkpoint.load import Reader, restore, tensors_of
 from checkpoint.save import Saver
@@ -113,6 +115,53 @@ def timed_as(sections: dict, output: str) -> set[tuple[str, tuple[str, ...]]]:
           mock.patch.object(Loader, "__next__", noting("load", Loader.__next__)),
           mock.patch.object(Checkpointer, "save", noting("save", Checkpointer.save)),
           mock.patch.object(train, "evaluate", noting("evaluate", train.evaluate))):
+        run_training(cfg, world_for(cfg, world))
+    return found
+
+
+def phases_of(sections: dict, output: str) -> set[tuple[str, str]]:
+    """(what a run does, the phase whose time limit it has) of two launches, the second of one more step."""
+    from checkpoint.checkpointer import Checkpointer
+    from data.loader import Loader
+    from lifecycle.signals import Watchdog
+
+    found, now, phase = set(), [], Watchdog.phase
+
+    def begun(watchdog: Watchdog, name: str, *arguments) -> None:
+        now[:] = [name]
+        phase(watchdog, name, *arguments)
+
+    def noting(name: str, function: Callable) -> Callable:
+        return lambda *arguments: (found.add((name, *now)), function(*arguments))[1]
+
+    forward = {mode: noting(name, Llama.forward) for mode, name in ((True, "train"), (False, "evaluate"))}
+    with (process_group() as world, mock.patch.object(Watchdog, "phase", begun),
+          mock.patch.object(Llama, "forward", lambda model, *arguments: forward[model.training](model, *arguments)),
+          mock.patch.object(Loader, "__next__", noting("load", Loader.__next__)),
+          mock.patch.object(Checkpointer, "restore", noting("restore", Checkpointer.restore)),
+          mock.patch.object(Checkpointer, "save", noting("save", Checkpointer.save))):
+        for steps in (2, 3):
+            cfg = make_config(**sections, train={"steps": steps}, run={"name": "phases", "output_dir": output})
+            run_training(cfg, world_for(cfg, world))
+    return found
+
+
+def rows_synced_before_publishing(sections: dict, output: str) -> list[tuple[str, list[int]]]:
+    """(each checkpoint, the steps whose rows are on disk when it is published)."""
+    found, synced, fsync, publish = [], [], os.fsync, files.publish
+
+    def noting(handle: int) -> None:
+        fsync(handle)
+        path = pathlib.Path(os.readlink(f"/proc/self/fd/{handle}"))
+        if path.name == "metrics.jsonl":
+            synced[:] = [row["step"] for row in rows(path.parent)]
+
+    def published(temporary: pathlib.Path, final: pathlib.Path) -> None:
+        found.append((final.name, synced[:]))
+        publish(temporary, final)
+
+    cfg = make_config(**sections, run={"name": "synced", "output_dir": output})
+    with (process_group() as world, mock.patch("os.fsync", noting), mock.patch("files.publish", published)):
         run_training(cfg, world_for(cfg, world))
     return found
 

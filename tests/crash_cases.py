@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 import config
+import files
 from checkpoint import catalog
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.load import restore, tensors_of
@@ -289,6 +290,16 @@ def record_a_save(output: str, earlier: list[int]) -> tuple[Tree, list[Call], Tr
             wrote[3] = train_and_save(cfg, model, optimizer, saver, 3, purge=True)
         del model, optimizer
     return before, calls, read_tree(root), wrote
+
+
+def record_a_replacement(folder: pathlib.Path) -> tuple[Tree, list[Call]]:
+    """(the folder before it, the calls) of files.write_whole() over a file."""
+    calls: list[Call] = []
+    (folder / "rows").write_bytes(b"the old rows")
+    before = read_tree(folder)
+    with recorded(folder, calls):
+        files.write_whole(folder / "rows", b"the new ones")
+    return before, calls
 
 
 @contextlib.contextmanager

@@ -135,6 +135,8 @@ def test_a_large_file_has_a_hash_for_every_64_mib(tmp_path):
         file.write(b"x")
     [problem] = catalog.problems_of(folder)
     assert f"large: bytes {part} to {2 * part - 1}: expected SHA-256" in problem
+    os.truncate(folder / "large", 5)
+    assert catalog.problems_of(folder) == [f"{folder / 'large'}: expected {len(content)} bytes, found 5"]  # told once
 
 
 def test_never_a_silent_fresh_start(tmp_path):

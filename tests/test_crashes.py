@@ -128,6 +128,17 @@ def test_power_cut_at_every_call_of_a_save(save, tmp_path, what):
     assert found == sorted(found) or what.startswith("some")
 
 
+def test_power_cut_while_a_file_is_replaced(on_ranks, tmp_path):
+    """As the rows of a run that goes on, and status.json: it is the old one or the new one, never less."""
+    if sys.version_info < (3, 11):
+        pytest.skip("this Python's pathlib keeps the functions that it was imported with, and calls those")
+    before, calls = on_ranks(1, crash_cases.record_a_replacement, tmp_path)[0]
+    for what, cut in POWER_CUTS.items():
+        survives, content = cut(random.Random(what))
+        found = [disk.left(survives, content)["rows"] for disk in prefixes((before, calls))]
+        assert {*found} <= {b"the old rows", b"the new ones"} and found[0] == b"the old rows", what
+
+
 # Two ranks' checkpoints
 
 

@@ -1,5 +1,6 @@
 """Generation against transformers, against recomputing every token, against definitions; and what the tool prints."""
 
+import dataclasses
 import math
 import os
 import pathlib
@@ -14,10 +15,12 @@ import pytest
 import torch
 
 import config
+from checkpoint import catalog
 from config import ConfigError
+from data.tokenizer import Tokenizer
 from model import generate as tool
 from model.attention import Cache
-from model.generate import choose, continue_text, generate, print_stream
+from model.generate import choose, continue_text, encode, generate, print_stream
 from model.llama import Llama
 from tests import cases
 from tests.conftest import REPO, make_config, seal
@@ -269,8 +272,21 @@ def test_tool_writes_from_a_checkpoint_and_from_its_run(checkpoint, capsys):
 
 
 def test_tool_reports_when_text_outgrows_the_window(checkpoint, capsys):
-    code, text, errors = run(capsys, checkpoint, "--prompt", "the cat", "--tokens", 50, "--dtype", "bfloat16")
+    options = ("--prompt", "the cat", "--dtype", "bfloat16", "--tokens")
+    code, text, errors = run(capsys, checkpoint, *options, 50)
     assert code == 0 and text and errors.startswith("beyond 32 tokens (train.seq_len)") and errors.count("\n") == 1
+    most = 32 - len(encode(Tokenizer(checkpoint), "the cat")) + 1  # the last is written, not read
+    assert run(capsys, checkpoint, *options, most)[2] == "" != run(capsys, checkpoint, *options, most + 1)[2]
+
+
+def test_tool_refuses_an_id_that_the_model_has_no_row_for(checkpoint, capsys, monkeypatch):
+    cfg, largest = catalog.read_config(checkpoint), max(encode(Tokenizer(checkpoint), "the cat"))
+    for rows, refused in ((largest, True), (largest + 1, False)):
+        small = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab_size=rows))
+        monkeypatch.setattr("checkpoint.catalog.read_config", lambda *_, found=small: found)
+        code, text, errors = run(capsys, checkpoint, "--prompt", "the cat")  # its rows are not those of the checkpoint
+        assert code == 2 and text == ""
+        assert (f"has id {largest}, but the model's vocab_size is {rows}: " in errors) is refused, errors
 
 
 def test_tool_commands_no_terminal(checkpoint, capsys):

@@ -22,8 +22,8 @@ import config
 from checkpoint import catalog
 from config import ConfigError
 from lifecycle.command import Ranks, requeue, usable, visible_gpus
-from lifecycle.folder import check_folder, failures, lock, report_failure, stop_file, sweep, write_status
-from lifecycle.launch import check_compiler, exit_code, listen, run_ranks
+from lifecycle.folder import check_folder, failures, going_on, lock, report_failure, stop_file, sweep, write_status
+from lifecycle.launch import check_compiler, exit_code, listen, mark_stopped, run_ranks
 from lifecycle.launch import launch as launch_here
 from lifecycle.run import Run
 from lifecycle.signals import SIGNALS, Interruption, StopRequest, Watchdog, read_stop
@@ -720,3 +720,70 @@ def test_the_first_step_of_any_launch_has_the_time_to_compile():
         assert list(Run.steps(run, 5, 7)) == [5, 6, 7]
     assert run._phase.call_args_list == [
         mock.call("first step", 5), mock.call("step", 6), mock.call("step", 7), mock.call("end")]
+
+
+@pytest.mark.parametrize("seconds, code", [(4.9, 130), (5.1, 0)])
+def test_a_second_ctrl_c_after_five_seconds_is_as_any_other_signal(tmp_path, monkeypatch, own_handlers, seconds, code):
+    """With the launcher, then without one. The clock is the test's."""
+    monkeypatch.setattr("lifecycle.launch.time", SimpleNamespace(
+        monotonic=iter([0.0, 0.0, seconds, seconds]).__next__))
+    program = ("import os, signal, time\nfor _ in range(2):\n    os.kill(os.getppid(), signal.SIGINT)\n"
+               "    time.sleep(0.3)")
+    assert run_ranks([sys.executable, "-c", program], tmp_path, "x", Interruption()) == code
+    program = ("import os, types; from lifecycle import signals; signals.time = types.SimpleNamespace(monotonic=iter("
+               f"[0.0, 0.0, {seconds}, {seconds}]).__next__); stop = signals.StopRequest(); stop.alone = True; "
+               "stop.listen(); [os.kill(os.getpid(), 2) for _ in range(2)]")
+    assert subprocess.run([sys.executable, "-c", program], cwd=REPO).returncode == code
+
+
+@pytest.mark.parametrize("before, launch_id, resume", [
+    (None, "a", 2), ("a", "a", "auto"), ("a", "b", 2), ("7.0.a", "7.1.b", "auto"),
+    ("7.0.a", "7.0.b", 2), ("7.0.a", "8.1.b", 2)])  # by hand in one allocation; in another job
+def test_who_asks_again_goes_back_again(tmp_path, before, launch_id, resume):
+    cfg = make_config(run={"name": "r", "output_dir": str(tmp_path)}, checkpoint={"resume": 2})
+    config.run_folder(cfg).mkdir()
+    write_status(config.run_folder(cfg), "preempted", 5, before)
+    assert going_on(cfg, launch_id).checkpoint.resume == resume
+
+
+def test_the_status_of_another_run_is_left_alone(tmp_path, capsys):
+    """A launch that finds out only when its ranks begin, and one that is stopped before."""
+    write_status(tmp_path, "running", 4, "earlier")
+    held, before = lock(tmp_path), status(tmp_path)
+    assert exit_code(tmp_path, "this", ranks=1, returned=1) == 2 and not mark_stopped(tmp_path)
+    assert "another run works here" in capsys.readouterr().err and status(tmp_path) == before
+    held.release()
+
+
+def test_restarted_ranks_wait_for_those_before_to_let_go(tmp_path):
+    run = Run(make_config(run={"name": "r", "output_dir": str(tmp_path)}),
+              SimpleNamespace(rank=0, size=1, device=torch.device("cpu")), "x", StopRequest())
+    run.folder.mkdir()
+    write_status(run.folder, "running", 4, "x")
+    run.checkpointer = mock.MagicMock()
+    threading.Timer(0.5, lock(run.folder).release).start()
+    run._take_folder([], ["host"])
+    assert run.lock.is_locked
+
+
+def test_what_the_user_has_set_for_the_ranks_stays(monkeypatch):
+    names = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    ranks = Ranks(1, 2, 0, None)
+    assert ranks.environment()["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "300"
+    for name in names:
+        monkeypatch.setenv(name, "mine")
+        assert ranks.environment()[name] == "mine"
+
+
+def test_each_attempt_of_a_job_meets_under_a_name_of_its_own(tmp_path, monkeypatch):
+    (scontrol := tmp_path / "scontrol").write_text("#!/bin/sh\nprintf 'n1\\nn2\\n'\n")
+    scontrol.chmod(0o755)
+    for name, value in {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-2]"}.items():
+        monkeypatch.setenv(name, value)
+    found = []
+    for count in ("0", "1"):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", count)
+        found += [word for word in Ranks(2, 1, 3, "7").command() if word.startswith("--rdzv-id=")]
+    assert len(found) == len({*found}) == 2

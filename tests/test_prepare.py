@@ -188,6 +188,36 @@ def test_killed_before_any_of_its_file_system_events_it_resumes_and_ends_the_sam
     assert found["events"] > 20 and found["kills of one"] > 2, found
 
 
+@pytest.mark.parametrize("seconds, times", [(0.0, 4), (5.0, 2)])
+def test_what_a_preparation_says_it_has_is_on_disk(with_tokenizer, monkeypatch, seconds, times):
+    """So that a power cut leaves no more in progress.json than in the files, and no folder that is not whole."""
+    synced, said, fsync, write, publish = {}, set(), os.fsync, files.write_whole, files.publish
+
+    def noting(handle):
+        fsync(handle)
+        name = pathlib.Path(os.readlink(f"/proc/self/fd/{handle}")).name
+        synced[name.removeprefix(".").removesuffix(".tmp")] = os.fstat(handle).st_size
+
+    def write_whole(path, text):
+        if path.name == data.encode.PROGRESS:
+            state = json.loads(text)
+            for split, tokens in state["tokens"].items():
+                assert synced.get(f"{split}.bin", 0) == 2 * tokens
+                assert synced.get(f"{split}.ends.bin", 0) == 8 * state["documents"][split]
+            said.add(state["tokens"]["train"])
+        write(path, text)
+
+    def published(temporary, final):
+        assert {path.name: path.stat().st_size for path in temporary.iterdir()}.items() <= synced.items()
+        publish(temporary, final)
+
+    for name, value in {"data.encode.SYNC_SECONDS": seconds, "data.encode.CHUNK": 20_000, "os.fsync": noting,
+                        "files.write_whole": write_whole, "files.publish": published}.items():
+        monkeypatch.setattr(name, value)
+    prepare_one(with_tokenizer)
+    assert len(said) >= times
+
+
 KILLED = """
 import os, signal, sys, files, data.encode, data.prepare
 data.encode.SYNC_SECONDS, data.encode.CHUNK, write, seen = 0, 20_000, files.write_whole, []

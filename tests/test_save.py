@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import shutil
 import threading
+import time
 from unittest import mock
 
 import pytest
@@ -18,6 +19,7 @@ from checkpoint.save import SaveFailed, Saver, Writer, _all_finite
 from config import ConfigError
 from model.llama import Llama
 from optim import build_optimizer
+from parallel.mesh import all_gather_objects
 from tests import cases
 from tests.conftest import make_config
 
@@ -257,3 +259,82 @@ def test_good_checkpoints_alone_are_counted(on_ranks, tmp_path, ranks):
             assert steps == stay
             bad = [step for step in spoiled if step in stay]
             assert len(warnings) == len(bad) and all("kept, but not counted" in text for text in warnings)
+
+
+def tidy_where_another_run_has_saved(folder) -> tuple[str, list[str]]:
+    """(the error, what then stands there) of a start that chose step 1, before another run saved step 2."""
+    with ready(folder) as (cfg, model, optimizer, first):
+        cases.save(cfg, model, optimizer, 1)
+        late = Checkpointer(cfg, first.world, [], [])
+        cases.save(cfg, model, optimizer, 2)
+        try:
+            late.tidy()
+            message = "none"
+        except ConfigError as error:
+            message = str(error)
+        return message, sorted(path.name for path in catalog.root(cfg).iterdir())
+
+
+def test_what_another_run_has_saved_since_the_choice_is_not_set_aside(on_ranks, tmp_path):
+    ((message, names),) = on_ranks(1, tidy_where_another_run_has_saved, tmp_path)
+    assert "another run has worked here meanwhile" in message and names == ["step-00000001", "step-00000002"]
+
+
+def purge_what_cannot_be_removed(folder) -> tuple[list, list[int], list[int]]:
+    """(how two saves ended, the checkpoints then there, those after another purge) where none could be removed."""
+    reported = []
+    with ready(folder, keep_last=1) as (cfg, model, optimizer, checkpointer):
+        checkpointer.report = lambda step, problem: reported.append((step, problem))
+        with mock.patch.object(catalog, "remove", side_effect=PermissionError(13, "Permission denied")):
+            for step in (1, 2):
+                checkpointer.save(State(step), model, optimizer, stopping=False)
+                checkpointer.log_last_save(wait=True)
+            checkpointer.purge()
+        found = catalog.steps(cfg)
+        checkpointer.purge()
+        return reported, found, catalog.steps(cfg)
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_fails_no_save(on_ranks, tmp_path):
+    assert on_ranks(1, purge_what_cannot_be_removed, tmp_path) == [([(1, None), (2, None)], [1, 2], [2])]
+
+
+def stop_while_purging(folder) -> list[int]:
+    """The checkpoints of a run that keeps one, and is asked to stop before it has removed the one before."""
+    released, purge = threading.Event(), Saver.purge
+    with ready(folder, async_save=True, keep_last=1) as (cfg, model, optimizer, checkpointer):
+        cases.save(cfg, model, optimizer, 1)
+        with mock.patch.object(Saver, "purge", lambda saver: (released.wait(60), purge(saver))[1]):
+            checkpointer.save(State(2), model, optimizer, stopping=False)
+            threading.Timer(0.5, released.set).start()
+            checkpointer.save(State(3), model, optimizer, stopping=True)
+        return catalog.steps(cfg)
+
+
+def test_a_run_that_stops_waits_for_no_purge(on_ranks, tmp_path):
+    assert on_ranks(1, stop_while_purging, tmp_path) == [[1, 2, 3]]
+
+
+def gather_while_saving(folder) -> tuple[list[int], list[int]]:
+    """(what training gathers from the ranks, the checkpoints) where rank 1's save begins before it, rank 0's after."""
+    began, gathered, write = threading.Event(), threading.Event(), Saver.write
+    with ready(folder, async_save=True) as (cfg, model, optimizer, checkpointer):
+        rank = checkpointer.world.rank
+
+        def noted(*arguments):
+            began.set()
+            assert rank == 1 or gathered.wait(60)
+            write(*arguments)
+
+        with mock.patch.object(Saver, "write", noted):
+            checkpointer.save(State(1), model, optimizer, stopping=False)
+            began.wait(60)
+            time.sleep(0.5 * rank)
+            found = all_gather_objects(rank)
+            gathered.set()
+            checkpointer.log_last_save(wait=True)
+        return found, catalog.steps(cfg)
+
+
+def test_a_save_behind_the_training_talks_past_it(on_ranks, tmp_path):
+    assert on_ranks(2, gather_while_saving, tmp_path, timeout=30) == [([0, 1], [1])] * 2

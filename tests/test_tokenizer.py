@@ -10,7 +10,7 @@ import pytest
 
 import config
 from config import ConfigError
-from data.dataset import open_dataset
+from data.dataset import open_dataset, samples_per_epoch
 from data.encode import is_validation
 from data.sources import open_source
 from data.tokenizer import Tokenizer
@@ -223,3 +223,8 @@ def test_a_user_is_told_of_weights_trained_with_another_tokenizer(prepared, writ
     assert notes() == [] == notes(init_from=str(folders["same"])) == notes(init_from=str(folders["none"]))
     [told] = notes(init_from=str(folders["other"]))
     assert told.startswith(f"{folders['other']} has another tokenizer than {prepared}")
+
+
+def test_an_epoch_is_unknown_until_the_tokenizer_is_there(corpus, write_config, tmp_path):
+    data = {"source": str(corpus), "tokenizer": str(tmp_path / "yet to come.model")}
+    assert samples_per_epoch(config.load(str(write_config(data=data)))) is None

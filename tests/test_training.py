@@ -233,6 +233,19 @@ def test_what_is_not_training_does_not_count_as_it(on_ranks, corpus, folders, tm
         ("load", ("data",)), ("evaluate", ("paused",)), ("save", ("paused",))}
 
 
+def test_each_part_of_a_run_has_its_own_time_limit(on_ranks, corpus, folders, tmp_path):
+    sections = with_data({"eval": {"batches": 1}, "checkpoint": {}}, corpus, folders)
+    assert on_ranks(1, cases.phases_of, sections, str(tmp_path))[0] == {
+        ("load", "data"), ("train", "first step"), ("train", "step"), ("evaluate", "first evaluation batch"),
+        ("evaluate", "evaluation batch"), ("save", "save"), ("restore", "restore")}
+
+
+def test_rows_are_on_disk_before_their_checkpoint_is_published(on_ranks, corpus, folders, tmp_path):
+    sections = with_data({"checkpoint": {"save_every_steps": 2}}, corpus, folders)
+    assert on_ranks(1, cases.rows_synced_before_publishing, sections, str(tmp_path))[0] == [
+        ("step-00000002", [1, 2]), ("step-00000004", [1, 2, 3, 4])]
+
+
 @pytest.mark.parametrize("ranks, reshard", [(2, False), (4, 2)])
 def test_a_checkpoint_after_an_evaluation_is_whole(on_ranks, corpus, folders, tmp_path, ranks, reshard):
     """What a forward pass without backward left unsharded is sharded again, or its optimizer state would be missing."""
