@@ -289,7 +289,7 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
         ("model.n_kv_heads model.n_heads", m.n_heads % m.n_kv_heads == 0, f"must divide n_heads = {m.n_heads}"),
         ("model.n_heads model.dim model.head_dim", m.head_dim or m.dim % m.n_heads == 0,
          f"must divide dim = {m.dim}, or head_dim be given"),
-        ("model.dim model.n_heads model.head_dim", m.width_per_head % 2 == 0,
+        ("model.head_dim" if m.head_dim else "model.dim model.n_heads", m.width_per_head % 2 == 0,
          f"makes heads {m.width_per_head} wide; their width must be even"),
         ("model.rope_scaling.low_freq_factor model.rope_scaling.high_freq_factor",
          not rope or rope.low_freq_factor < rope.high_freq_factor,
@@ -393,8 +393,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
     def positive(text: str, kind: type = float) -> Any:
         number = kind(text)
-        if not number > 0:
-            raise argparse.ArgumentTypeError(f"{text} must be greater than 0")
+        if not 0 < number < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} must be greater than 0, and finite")
         return number
 
     parser = argparse.ArgumentParser(prog="run_train.sh", add_help=False, allow_abbrev=False)

@@ -72,6 +72,7 @@ def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
     on_rank_zero(lambda: catalog.check_same_run(cfg, step, catalog.SAME_OUTPUTS))
     cfg = with_param_dtype(cfg, step, world)
     dataset = open_dataset(cfg, train=False)
+    on_rank_zero(lambda: catalog.check_same_tokenizer(cfg, step, dataset.tokenizer_files))
     model, base = meta_model(cfg.model, cfg.lora), on_rank_zero(lambda: weights_to_read(cfg, step))
     parallelize(model, cfg, world)
     materialize(model, cfg.run.seed, storage_device(cfg, world), base and base.read_into)

@@ -6,6 +6,7 @@ Plans of our program with the peers' sizes, at the rates of parallel/devices.py;
 docs/plan.md says where those are from. Prints a table in Markdown.
 """
 
+import pathlib
 from dataclasses import dataclass
 
 import config
@@ -17,6 +18,7 @@ FLASH_2 = 330 / 720  # FlashAttention 2, forward and backward, to products on an
 # Bytes of eager F.cross_entropy of float32 copies, a logit: that are there in backward, and that all its kernels move
 EAGER_LOSS, EAGER_LOSS_MOVES = 12, 36
 FOREACH, FUSED = 80, 28  # bytes a parameter that AdamW moves, by its foreach kernels and fused
+CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 TITAN = ("--parallel.prefetch_forward=0", "--parallel.prefetch_backward=0")  # leaves the order to FSDP2
 EAGER, FULL = "--parallel.compile=false", "--parallel.recompute=full"
 LLAMA_70B = *TITAN, "--train.micro_batch_size=16", "--train.global_batch_size=512"
@@ -98,7 +100,7 @@ def main() -> None:
     print("| run | GiB | planned | ratio | with terms | tok/s | planned | ratio | with terms | terms |")
     print("|---" * 10 + "|")
     for run in RUNS:
-        cfg, cells = config.load(f"configs/{run.name}.toml", [*run.options]), []
+        cfg, cells = config.load(str(CONFIGS / f"{run.name}.toml"), [*run.options]), []
         row, moments = planned(cfg, run.ranks, Asked(device(run.gpu)), None)
         (peak, seconds, terms), speed = after_terms(run, cfg, row, moments), row["tokens_per_second_per_device"]
         for real, found, then, digits in ((run.gib, row["peak_gib"] * RESERVED, peak * RESERVED, 1),

@@ -25,7 +25,7 @@ GUARDED = re.compile(rf"model\..*|{ADAPTERS}|data\.(?!path$).*|run\.seed|train\.
 # What another preparation of the data follows from: who allows it to change allows that.
 PREPARED = re.compile(r"data\.(sources?|subset|split|text_field|tokenizer|max_tokens)|model\.vocab_size")
 # What decides the outputs of given weights: an evaluation under another would look right and be wrong.
-SAME_OUTPUTS = re.compile(rf"model\.(?!init_from$|freeze$).*|{ADAPTERS}|data\.tokenizer")
+SAME_OUTPUTS = re.compile(rf"model\.(?!init_from$|freeze$).*|{ADAPTERS}")
 
 NO_OPTIMIZER = ("holds weights without the state of an optimizer, as python -m model.hf import makes it: no run can "
                 "resume from it; start one from the Hugging Face folder itself, with model.init_from")
@@ -235,8 +235,26 @@ def check_same_data(cfg: config.Config, step: int, fingerprint: list[dict]) -> N
     # another identity explains other content
     changed = [f"{key} was {old.get(key)}, is {new.get(key)}"
                for key in [key for key in differ if ".identity." in key] or differ]
+    option = "data.tokenizer" if all(".identity.tokenizer " in text for text in changed) else "data.source"
     raise ConfigError(f"{path_of(cfg, step)}: was trained on other data: {'; '.join(changed)}; choose another "
-                      'run.name, or allow it: checkpoint.allow_changed = ["data.source"]')
+                      f'run.name, or allow it: checkpoint.allow_changed = ["{option}"]')
+
+
+def other_tokenizer(cfg: config.Config, step: int, files: list[pathlib.Path]) -> str | None:
+    """What a user should know where data was prepared with a tokenizer, these files, that is not the checkpoint's."""
+    folder = path_of(cfg, step)
+    theirs = [path.read_bytes() for path in folder.glob("tokenizer*") if path.is_file()]
+    if theirs and not any(path.read_bytes() in theirs for path in files):
+        return (f"{', '.join(map(str, files))}: is not the tokenizer that {folder} was trained with, to whose weights "
+                f'its tokens mean other words; data.tokenizer = "{folder}" names the one that is')
+    return None
+
+
+def check_same_tokenizer(cfg: config.Config, step: int, files: list[pathlib.Path]) -> None:
+    """Raises ConfigError where an evaluation would be of another tokenizer's tokens."""
+    if (told := other_tokenizer(cfg, step, files)) and not (
+            cfg.checkpoint and "data.tokenizer" in cfg.checkpoint.allow_changed):
+        raise ConfigError(told)
 
 
 def set_aside(cfg: config.Config, step: int, bad: Iterable[int]) -> None:

@@ -72,8 +72,8 @@ def _prepare_common_tokenizer(cfg: config.Config) -> None:
     before = _read_json(stamps)
     changed = [source for source, found in now.items() if found and found != before.get(source)]
     if changed:
-        raise ConfigError(f"{path}: {', '.join(changed)} changed since this tokenizer was trained on it; delete it and "
-                          "the folders next to it, or name another data.path")
+        raise ConfigError(f"{path}: {', '.join(changed)} changed since this tokenizer was trained on it; delete this "
+                          "file, to train it and prepare its sources anew, or name another data.path")
 
 
 def _matches(folder: pathlib.Path, cfg: config.Config) -> bool:

@@ -49,7 +49,7 @@ class Ranks:
 
         job = env.get("SLURM_JOB_ID")
         local = env.get("NPROC") or env.get("SLURM_GPUS_ON_NODE") or str(visible_gpus())
-        local = "1" if local == "0" else local  # no GPU
+        local = "1" if local == "0" and not env.get("NPROC") else local  # no GPU
         nodes = env.get("SLURM_NNODES", "1") if job else "1"
         return cls(number("SLURM_NNODES", nodes, 1), number("NPROC", local, 1),
                    number("MAX_RESTARTS", env.get("MAX_RESTARTS") or ("3" if job else "0"), 0), job)

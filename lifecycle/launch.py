@@ -93,7 +93,9 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
             weights_to_read(cfg, start)
         prepare(cfg)
     dataset = open_dataset(cfg, train=not args.eval_only)
-    if not args.eval_only:
+    if args.eval_only:
+        catalog.check_same_tokenizer(cfg, start, dataset.tokenizer_files)
+    else:
         catalog.check_same_data(cfg, start, dataset.fingerprint)
     if dataset.validation and all(stream.length < 2 for stream in dataset.validation):
         where = ", ".join(str(stream.path.parent) for stream in dataset.validation)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import config
 import files
 import metrics
-from checkpoint.catalog import path_of
+from checkpoint.catalog import other_tokenizer, path_of
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.save import SaveFailed
 from config import ConfigError
@@ -81,6 +81,8 @@ class Run:
         metrics.start_logging(self.folder, self.world.rank)
         for problem in self.checkpointer.problems:
             log.warning("corrupt, set aside: %s", problem)
+        if told := other_tokenizer(self.cfg, self.step, tokenizer_files):  # which allow_changed may allow
+            log.warning(told)
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.longest_timeout(self.cfg)))
         launched = self.launch and self.world.rank == 0
         self.stop.connect(group, folder.stop_file(self.folder, self.launch) if launched else None)

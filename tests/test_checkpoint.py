@@ -314,10 +314,34 @@ def test_an_option_that_is_newer_than_the_checkpoint_had_its_default(tmp_path):
 
 
 def test_an_evaluation_with_another_tokenizer_is_refused(tmp_path):
-    run = {"name": "r", "output_dir": str(tmp_path)}
-    fake(make_config(run=run, checkpoint={}, data={"tokenizer": "a.model"}), 10)
-    with pytest.raises(ConfigError, match=r"data\.tokenizer = b\.model: .*was trained with a\.model"):
-        catalog.check_same_run(make_config(run=run, data={"tokenizer": "b.model"}), 10, catalog.SAME_OUTPUTS)
+    """Whatever data.tokenizer calls it: the files themselves are compared."""
+    same, other = tmp_path / "a/tokenizer.model", tmp_path / "b/tokenizer.model"
+    for path in (same, other):
+        path.parent.mkdir()
+        path.write_text(path.parent.name)
+    cfg, folder = configured(tmp_path), fake(configured(tmp_path), 10)
+    catalog.check_same_tokenizer(cfg, 10, [other])  # an old checkpoint has none
+    shutil.copy(same, folder)
+    catalog.check_same_tokenizer(cfg, 10, [same])
+    with pytest.raises(ConfigError, match=rf"{other}: is not the tokenizer that .*; data.tokenizer = \"{folder}\""):
+        catalog.check_same_tokenizer(cfg, 10, [other])
+    catalog.check_same_tokenizer(configured(tmp_path, allow_changed=["data.tokenizer"]), 10, [other])
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_tokens_of_another_tokenizer_are_told(write_config, corpus, tmp_path, nproc):
+    """To who evaluates on them, as an error; to who allows to go on with them, as a warning."""
+    path, other, told = write_config("words", checkpoint={}), tmp_path / "other.jsonl", "is not the tokenizer that"
+    lines = corpus.read_text().splitlines(keepends=True)
+    other.write_text("".join(lines[: len(lines) * 3 // 4]))
+    words = (f"--data.source={other}", f"--data.path={tmp_path / 'other'}")
+    assert launch("-m", "data.prepare", path, *words).returncode == 0
+    assert launch(path, nproc=nproc).returncode == 0
+    done = launch(path, *words, "--eval-only", nproc=nproc)
+    assert done.returncode == 2 and told in done.stderr, done.stdout + done.stderr
+    for steps, data, times in ((5, (), 0), (6, words, 1)):
+        done = launch(path, f"--train.steps={steps}", *data, '--checkpoint.allow_changed=["data.source"]', nproc=nproc)
+        assert done.returncode == 0 and done.stdout.count(told) == times, done.stdout + done.stderr
 
 
 def test_another_optimizer_is_refused_in_one_line(saved_by_two):

@@ -226,6 +226,12 @@ def test_a_mixture_may_take_two_parts_of_one_source():
         assert getattr(cfg.data.sources[1], key) == value
 
 
+def test_a_width_of_heads_that_is_odd_is_named_where_it_is_given():
+    for sizes, named in (({"head_dim": 7}, "head_dim = 7: makes heads 7"), ({"dim": 12}, "dim = 12: makes heads 3")):
+        with pytest.raises(ConfigError, match=rf"^t\.toml: \[model\] {named}"):
+            config.from_dict(tables(model=sizes), "t.toml")
+
+
 def test_all_problems_at_once(tmp_path):
     raw = tables(train={"steps": -1, "sequence": 5}, optim={"lr": "fast"})
     raw["modell"] = {}
@@ -233,7 +239,7 @@ def test_all_problems_at_once(tmp_path):
         config.from_dict(raw, "t.toml", ["--run.seed=x"])
     assert len(caught.value.problems) == 5
     # what is wrong together, too, but for the rules that look at what is wrong by itself
-    raw = tables(model={"n_kv_heads": 3, "n_heads": 0, "dim": 47, "head_dim": 7}, optim={"schedule": "wsd"})
+    raw = tables(model={"n_kv_heads": 3, "n_heads": 0, "dim": 47, "head_dim": 8}, optim={"schedule": "wsd"})
     with pytest.raises(ConfigError) as caught:
         config.from_dict(raw, "t.toml", ["--train.stepz=5", "--parallel.dp_replicate=auto"])
     assert [re.search(r"\[[\w.]+\] (\w+)", problem)[1] for problem in caught.value.problems] == [
@@ -244,8 +250,9 @@ def test_all_problems_at_once(tmp_path):
     ("train.py", [], "CONFIG"), ("data/prepare.py", [], "CONFIG"), ("data/show.py", ["--step", "1"], "CONFIG"),
     ("train.py", ["tiny.toml", "--json"], "--dry-run"), ("train.py", ["tiny.toml", "--world-size=2"], "--dry-run"),
     ("train.py", ["tiny.toml", "--dry-run", "--eval-only"], "not allowed with argument --dry-run"),
+    ("train.py", ["tiny.toml", "--dry-run", "--gpu-memory-gib=inf"], "inf must be greater than 0, and finite"),
     ("train.py", ["tiny.toml", f"--train.steps={'9' * 5000}"], "must be an integer"),
-    ("train.py", ["tiny.toml", f"--train.steps={'[' * 3000}"], "must be an integer")], ids=range(8))
+    ("train.py", ["tiny.toml", f"--train.steps={'[' * 3000}"], "must be an integer")], ids=range(9))
 def test_wrong_command_lines_are_told(program, arguments, told):
     command = [sys.executable, "-m", program[:-3].replace("/", "."), *arguments]
     done = subprocess.run(command, cwd=REPO / "configs", capture_output=True, text=True,

@@ -617,7 +617,8 @@ def test_ranks_are_what_the_environment_says(monkeypatch, variables, nodes, loca
     assert Ranks.from_environment() == Ranks(nodes, local, restarts, job)
 
 
-@pytest.mark.parametrize("variable, text", [("NPROC", "\N{SUPERSCRIPT TWO}"), ("NPROC", "-1"), ("MAX_RESTARTS", "two")])
+@pytest.mark.parametrize("variable, text", [
+    ("NPROC", "\N{SUPERSCRIPT TWO}"), ("NPROC", "-1"), ("NPROC", "0"), ("MAX_RESTARTS", "two")])
 def test_ranks_that_are_no_number_are_refused(monkeypatch, variable, text):
     monkeypatch.setenv(variable, text)
     with pytest.raises(ConfigError, match=f"run_train.sh: {variable}={text}: must be a number"):
