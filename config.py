@@ -6,6 +6,7 @@ Needs no torch: a wrong configuration fails in milliseconds, with all its proble
 """
 
 import argparse
+import contextlib
 import fnmatch
 import os
 import pathlib
@@ -392,10 +393,11 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """The command line of train.py and of the tools that take a CONFIG. Exits with 2 where it is wrong."""
 
     def positive(text: str, kind: type = float) -> Any:
-        number = kind(text)
-        if not 0 < number < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text} must be greater than 0, and finite")
-        return number
+        with contextlib.suppress(ValueError):
+            if 0 < (number := kind(text)) < float("inf"):
+                return number
+        what = "an integer" if kind is int else "a number"
+        raise argparse.ArgumentTypeError(f"{text} must be {what} greater than 0, and finite")
 
     parser = argparse.ArgumentParser(prog="run_train.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("config", metavar="CONFIG")
@@ -408,7 +410,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--gpu-memory-gib", type=positive)
     parser.add_argument("--gpus-per-node", type=lambda text: positive(text, int))
     args, args.overrides = parser.parse_known_args(argv)
-    if unknown := [word for word in args.overrides if not (word.startswith("--") and "=" in word)]:
+    if unknown := [word for word in args.overrides if not re.match("--[^=]+=", word)]:
         parser.error(f"{unknown[0]}: unknown; options are written --section.key=value, in one word")
     only = ("json", "world_size", "gpu", "gpu_memory_gib", "gpus_per_node", "plot")
     if not args.dry_run and any(getattr(args, name) for name in only):

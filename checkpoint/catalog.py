@@ -98,11 +98,16 @@ def read_config(folder: pathlib.Path, base: str | None = None) -> config.Config:
     if base and not tables.get("lora"):
         raise ConfigError(f"--base: {folder} has no [lora]: its weights are whole")
     if isinstance(model := tables.get("model"), dict):
-        if not tables.get("lora"):
-            model.pop("init_from", None)
-        elif base:
+        trained_on = model.pop("init_from", None) if base or not tables.get("lora") else None
+        if base:
             model["init_from"] = os.path.abspath(base)
-    return config.from_dict(tables, str(folder / STATE))
+    try:
+        return config.from_dict(tables, str(folder / STATE))
+    except ConfigError as error:
+        if base and all(problem.startswith(f"{folder / STATE}: [model]") for problem in error.problems):
+            raise ConfigError(f"--base {base}: is another model than {trained_on}, for which {folder} has adapters; "
+                              "name the folder with that one") from None
+        raise
 
 
 def problems_of(folder: pathlib.Path, share: int = 0, shares: int = 1, hashed: bool = True) -> list[str]:

@@ -135,7 +135,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
 
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines(), model_writer=model, vocab_size=vocab_size, model_type="bpe",
+            sentence_iterator=lines(), model_writer=model, vocab_size=max(vocab_size, 3), model_type="bpe",
             byte_fallback=True, character_coverage=0.9999, normalization_rule_name="identity",
             remove_extra_whitespaces=False, add_dummy_prefix=False, allow_whitespace_only_pieces=True,
             user_defined_symbols=["\n"],  # lines are trained one by one, so no entry would hold their end

@@ -370,6 +370,8 @@ def test_a_gpu_that_cannot_is_refused(capability, compiled, named):
     with mock.patch.multiple(torch.cuda, **{name: lambda *_, a=a: a for name, a in answers.items()}):
         if named is None:
             assert mesh.pick_device(cfg, 3) == torch.device("cuda", 3)
+            with pytest.raises(ConfigError, match="local rank 8 has no GPU of its own: this machine has 8"):
+                mesh.pick_device(cfg, 8)
             return
         with pytest.raises(ConfigError, match=named):
             mesh.pick_device(cfg, 3)

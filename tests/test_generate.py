@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -346,5 +347,10 @@ def test_a_full_disk_and_no_output_are_reported(checkpoint, capsys, monkeypatch)
 def test_what_no_model_can_take_is_one_line():
     with pytest.raises(ConfigError, match="the model's output is not finite"):
         choose(torch.tensor([[0.0, math.nan]]), 1.0, 1.0, [0.5])
+    silent = SimpleNamespace(bos=[], encode=lambda texts: [[] for _ in texts])
+    with pytest.raises(ConfigError, match="--prompt: is empty, and the tokenizer has no BOS token"):
+        tool.encode(silent, "")
+    silent.bos = [1]
+    assert tool.encode(silent, "") == [1]
     with pytest.raises(ConfigError, match="--prompt: is not valid Unicode: surrogates not allowed at character 1"):
         tool.encode(None, "a\udcff")

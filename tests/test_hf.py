@@ -6,6 +6,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -262,6 +263,10 @@ def test_sizes_that_disagree_are_all_named(folders, tmp_path):
         assert part in str(caught.value)
     with pytest.raises(ConfigError, match="rope_scaling is off.*leave it out"):
         config.from_dict({**tables(), "model": {"init_from": folder}}, "test.toml", ["--model.rope_scaling=off"])
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError) as caught:
+        config.from_dict({**tables(), "model": {"init_from": str(tmp_path)}}, "test.toml", ["--train.steps=0"])
+    assert "must be greater than 0" in caught.value.problems[0] and "JSON object" in caught.value.problems[1]
     with pytest.raises(ConfigError, match="rope_scaling.factor = 4.0: .*absent"):
         config.from_dict({**tables(), "model": {**given, "init_from": str(folders["single"])}}, "test.toml")
 
@@ -357,6 +362,57 @@ def test_a_tokenizer_that_cannot_be_expressed_is_copied_and_reported(tmp_path, c
         hf.write_tokenizer(tmp_path / "out", tmp_path)
 
 
+def test_a_tokenizer_that_puts_a_space_in_front_is_expressed(tmp_path):
+    """As Llama 2's."""
+    import sentencepiece
+    import tokenizers
+
+    (tmp_path / "text").write_text("\n".join(words(i, 50) for i in range(50)))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=300, model_type="bpe",
+        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2)
+    path = tmp_path / "tokenizer.model"
+    theirs = sentencepiece.SentencePieceProcessor(str(path))
+    made = tokenizers.Tokenizer.from_str(json.dumps(fast_tokenizer_files(read_sentencepiece(path))["tokenizer.json"]))
+    for text in ("the cat sat", " the  cat", "und\u00e9r\nthe mat", "a"):
+        ids = theirs.encode(text)
+        assert made.encode(text, add_special_tokens=False).ids == ids
+        assert made.decode(ids) == theirs.decode(ids) == text
+
+
+def test_wrong_calls_are_one_line(read, folders, tmp_path, capsys, monkeypatch):
+    source = read[1][0] / "single"
+    for value in ("0", "-1", "nan", "inf"):
+        code, error = run(capsys, "export", source, tmp_path / "out", "--shard-gib", value)
+        assert code == 2 and error.startswith(f"--shard-gib {float(value)}: must be") and error.count("\n") == 1
+    monkeypatch.chdir(tmp_path)
+    for command in (("export", source), ("import", folders["single"])):
+        code, error = run(capsys, *command, ".")
+        assert code == 2 and error == f"{tmp_path}: is the current folder, which cannot be replaced; name one in it\n"
+    assert not [*tmp_path.iterdir()]
+
+
+def test_room_is_looked_for_before_anything_is_written(read, folders, tmp_path, capsys, monkeypatch):
+    needed = {"export": sum(p.nbytes for p in in_transformers(folders["single"]).parameters())}
+    needed["import"] = needed["export"]
+    for command, source in (("export", read[1][0] / "single"), ("import", folders["single"])):
+        for free, code in ((needed[command] - 1, 2), (needed[command], 0)):
+            monkeypatch.setattr("model.hf.shutil.disk_usage", lambda _, free=free: mock.Mock(free=free))
+            found, error = run(capsys, command, source, tmp_path / f"{command}-{code}")
+            assert found == code and ("GiB are needed, 0.00 GiB are free" in error) is bool(code)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["export-0", "import-0"]
+
+
+def test_an_export_without_a_usable_tokenizer_says_what_it_leaves_out(read, tmp_path, capsys):
+    checkpoint = shutil.copytree(read[1][0] / "single/checkpoints/step-00000001", tmp_path / "checkpoint")
+    (checkpoint / "tokenizer.json").write_text("{}")
+    seal(checkpoint)
+    code, error = run(capsys, "export", checkpoint, tmp_path / "out")
+    assert code == 0 and "BOS and EOS tokens are left out of config.json: " in error
+    theirs = json.loads((tmp_path / "out/config.json").read_text())
+    assert theirs["bos_token_id"] is None is theirs["eos_token_id"]
+
+
 # What is wrong
 
 
@@ -411,6 +467,7 @@ WRONG = {  # what is done to the folder "single", or another that the name begin
     "config cut": (cut("config.json", 40), ["config.json: cannot be read"]),
     "config and weights": (lambda f: (settings(hidden_act="relu")(f), cut("model.safetensors", 5)(f)),
                            ['hidden_act = "relu"', "header too small"]),
+    "config no object": (lambda f: (f / "config.json").write_text("[]"), ["config.json: must hold a JSON object"]),
     "no config": (lambda f: (f / "config.json").unlink(), ["config.json: cannot be read: No such file"]),
     "missing and extra": (weights(lambda t: t.update(other=t.pop(NORM))),
                           [f"has no {NORM}", "has other, which this model does not"]),

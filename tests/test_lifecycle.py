@@ -471,6 +471,32 @@ def test_a_folder_with_something_else_in_a_place_is_refused(tmp_path, name, make
         check_folder(tmp_path)
 
 
+def test_a_folder_that_cannot_be_had_is_refused(tmp_path, write_config, monkeypatch, capsys):
+    path, interruption = write_config("r"), Interruption()
+    for output_dir, told in (("x" * 300, "File name too long"), ("/proc/outputs", "/r cannot be made: ")):
+        assert launch_here([str(path), f"--run.output_dir={output_dir}"], interruption) == 2
+        printed = capsys.readouterr().err
+        assert told in printed and printed.count("\n") == 1, printed
+    monkeypatch.setattr("os.access", lambda path, mode: pathlib.Path(path) != tmp_path)
+    (tmp_path / "other").mkdir()
+    check_folder(tmp_path / "other/r")
+    with pytest.raises(ConfigError, match=rf"\[run\] output_dir: {tmp_path} cannot be written to"):
+        check_folder(tmp_path / "r")
+
+
+def test_an_evaluation_without_a_checkpoint_is_refused_and_ends_by_ctrl_c(write_config, monkeypatch, capsys,
+                                                                         own_handlers):
+    path = str(write_config("r", checkpoint={}))
+    assert launch_here([path, "--eval-only"], Interruption()) == 2
+    assert "outputs/r/checkpoints: holds no checkpoint to evaluate" in capsys.readouterr().err
+    for words, code in ((["--eval-only"], 130), ([], 75)):
+        (interruption := Interruption())(signal.SIGINT)
+        assert launch_here([path, *words], interruption) == code
+    monkeypatch.setattr("lifecycle.launch.check_launch", mock.Mock(side_effect=RuntimeError("ours")))
+    with pytest.raises(RuntimeError, match="ours"):
+        launch_here([path], Interruption())
+
+
 def test_the_lock_waits_as_long_as_it_is_told(tmp_path):
     held = lock(tmp_path)
     threading.Timer(0.5, held.release).start()
@@ -655,6 +681,33 @@ def test_how_another_launch_ended_says_nothing_of_this_one(tmp_path, before, cap
     assert exit_code(tmp_path, "this", ranks=1, returned=-signal.SIGKILL) == 1
     assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("failed", 4)
     assert "ended by signal SIGKILL: the host may be out of memory" in capsys.readouterr().err
+
+
+def test_ranks_that_end_by_a_signal_before_they_have_handlers_were_stopped(tmp_path):
+    write_status(tmp_path, "failed", 4, "earlier")
+    assert exit_code(tmp_path, "this", ranks=1, returned=-signal.SIGTERM) == 75
+    assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("preempted", 4)
+
+
+def test_a_status_that_cannot_be_written_is_told(tmp_path, monkeypatch, capsys):
+    """By the launcher, whose exit code stays, and by a run that would be finished: nobody would know."""
+    monkeypatch.setattr("files.write_whole", mock.Mock(side_effect=OSError(28, "No space left on device")))
+    assert exit_code(tmp_path, "this", ranks=1, returned=7) == 7
+    assert f"{tmp_path}/status.json: [Errno 28] No space left on device" in capsys.readouterr().err
+    run = Run(make_config(run={"name": "r", "output_dir": str(tmp_path)}), SimpleNamespace(rank=0), "x", StopRequest())
+    run.watchdog, run.lock, console = mock.Mock(), mock.Mock(), io.StringIO()
+    monkeypatch.setattr("lifecycle.run.log.handlers", [logging.StreamHandler(console)])
+    with pytest.raises(SystemExit, match="1"):
+        run._end()
+    assert console.getvalue() == f"{run.folder}/status.json cannot be written: [Errno 28] No space left on device\n"
+
+
+def test_where_the_ranks_cannot_be_asked_in_a_file_they_are_terminated(tmp_path, own_handlers):
+    """As on a full disk: here the folder is gone."""
+    (folder := tmp_path / "r").mkdir()
+    program = (f"import os, shutil, signal, time\nshutil.rmtree({str(folder)!r})\n"
+               "os.kill(os.getppid(), signal.SIGUSR1)\ntime.sleep(60)")
+    assert run_ranks([sys.executable, "-c", program], folder, "x", Interruption()) == -signal.SIGTERM
 
 
 def test_ranks_share_the_cores_of_their_own_node(monkeypatch):

@@ -11,7 +11,7 @@ import config
 import hf_config
 from config import ConfigError
 from model.hf_weights import hf_name
-from model.llama import Llama, flops_per_token, parameter_count, rope_tables
+from model.llama import Llama, flops_per_token, meta_model, parameter_count, rope_tables
 from tests.conftest import REPO, make_config
 
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
@@ -153,6 +153,13 @@ def test_a_parameter_without_an_initial_distribution_is_named():
     for name in ("blocks.1.extra", "extra", "head.bias"):
         with pytest.raises(ConfigError, match=f"{name}: has no initial distribution; .* model/llama.py"):
             model.init_distribution(name)
+
+
+def test_a_pattern_that_freezes_nothing_or_all_is_refused():
+    for freeze, told in ((["embedding*", "block.*"], r"'block.\*' matches none of embedding.weight, "),
+                         (["*"], "nothing is left to train")):
+        with pytest.raises(ConfigError, match=rf"\[model\] freeze: {told}"):
+            meta_model(make_config(model={"freeze": freeze}).model)
 
 
 def test_a_parameter_without_a_hugging_face_name_is_refused():

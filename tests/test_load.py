@@ -53,6 +53,8 @@ BOMBS = {
     "eval": lambda canary: by_name("builtins", "eval", f'open("{canary}", "w")'),
     "getattr": lambda canary: pickle.dumps(Bomb(getattr, pathlib.Path, "touch"), 2),
     "getattr of an enum": lambda canary: pickle.dumps(Bomb(getattr, _MEM_FORMAT_ENCODING, "__init_subclass__"), 2),
+    "getattr of an enum, by its name today": lambda canary: pickle.dumps(
+        Bomb(getattr, _MEM_FORMAT_ENCODING, "__init_subclass__")),
     "torch.load": lambda canary: by_name("torch", "load", f"{canary}"),
     "dotted": nested,
     "Path.touch": lambda canary: pickle.dumps(Bomb(pathlib.Path.touch, canary)),
@@ -68,7 +70,7 @@ def test_bombs_in_the_metadata_are_refused(folder, tmp_path, bomb):
     with pytest.raises(ConfigError, match=r"refusing to unpickle [\w.]+: no part of a checkpoint"):
         restore(folder, Llama(make_config().model), None)
     assert not canary.exists()
-    if bomb not in ("getattr", "getattr of an enum", "torch.load"):  # steps of one, and a second pickle: no canary
+    if "getattr" not in bomb and bomb != "torch.load":  # steps of one, and a second pickle: no canary
         pickle.loads((folder / ".metadata").read_bytes())
         assert canary.exists()
 
@@ -102,6 +104,10 @@ def bytes_entry(metadata):
     metadata.state_dict_metadata["model.embedding.weight"] = BytesStorageMetadata()
 
 
+def number(metadata):
+    metadata.state_dict_metadata["model.embedding.weight"] = 5
+
+
 def gap(metadata):
     metadata.state_dict_metadata["model.embedding.weight"].chunks.pop()
 
@@ -120,6 +126,7 @@ WRONG = {
     "text for a number": (set_first(offset="0"), "TypeError"),
     "transformed": (set_first(transform_descriptors=["zstd"]), "is stored transformed"),
     "an object": (bytes_entry, "BytesStorageMetadata"),
+    "a number": (number, "model.embedding.weight is no tensor"),
     "a gap": (gap, "the chunks of model.embedding.weight do not make up its shape"),
     "a chunk outside": (outside, "the chunks of model.embedding.weight do not make up its shape"),
     "no metadata": (lambda metadata: metadata.__dict__.clear(), "expected DCP's metadata"),
@@ -141,6 +148,15 @@ def test_a_wrong_pickle_is_refused(folder, content):
     seal(folder)
     with pytest.raises(ConfigError, match=r"\.metadata: expected DCP's metadata"):
         restore(folder, Llama(make_config().model), None)
+
+
+def test_a_state_that_is_too_long_is_not_read(folder):
+    state = (folder / "state.json").read_bytes()
+    for size, problems in ((2**20, 0), (2**20 + 1, 1)):
+        (folder / "state.json").write_bytes(state.ljust(size))
+        seal(folder)
+        found = catalog.problems_of(folder)
+        assert len(found) == problems and all("state.json: expected at most 1048576 bytes" in text for text in found)
 
 
 def test_a_linked_shard_is_refused(folder, tmp_path):

@@ -353,6 +353,11 @@ def test_the_tools_use_a_run_with_adapters(trained, base, tmp_path, capsys):
     for main, words in (generate.main, [run, "--prompt", "the cat"]), (hf.main, ["export", run, tmp_path / "out"]):
         assert main([*map(str, words), "--base", str(moved)]) == 2
         assert "was trained on a base with" in capsys.readouterr().err
+    theirs = json.loads((moved / "config.json").read_text())
+    (moved / "config.json").write_text(json.dumps({**theirs, "rms_norm_eps": 0.01}))
+    assert hf.main(["export", str(run), str(tmp_path / "out"), "--base", str(moved)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"--base {moved}: is another model than {base}") and told.count("\n") == 1
     assert not (tmp_path / "out").exists()
     whole = tmp_path / "whole"
     assert hf.main(["import", str(base), str(whole)]) == 0

@@ -109,6 +109,16 @@ def test_bfloat16_states_follow_torchs_adamw(compile):
                 assert ((state[key].float() / expected[key] - 1).abs() < 2**-7).all()
 
 
+def test_a_parameter_without_a_gradient_stays_as_it_is():
+    for dtype in ("float32", "bfloat16"):
+        parameters = torch.nn.ParameterList(torch.ones(3, 2) for _ in range(2))
+        optimizer = build_optimizer(parameters, make_config(optim={"state_dtype": dtype}).optim)
+        parameters[1].grad = torch.ones(3, 2)
+        optimizer.step()
+        assert [bool((p == 1).all()) for p in parameters] == [True, False]
+        assert [optimizer.state[p]["step"].item() for p in parameters] == [0, 1]
+
+
 def test_a_second_moment_decays_in_bfloat16():
     """At beta2 = 0.999 a change is 2^-10 of the moment and less: to the nearest, it would be rounded away each time."""
     gradients = [torch.full((64, 64), 1.0)] * 100 + [torch.zeros(64, 64)] * 400

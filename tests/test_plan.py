@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import config
+import metrics
 from benchmarks import published, theory
 from benchmarks import simulate as benchmark
 from model import nf4
@@ -462,6 +463,25 @@ def test_a_run_checks_its_plan(tmp_path, monkeypatch):
     assert found["planned_peak_gib"] == planned and found["peak_gib"] == check.measured["peak_gib"]
     assert check.row(4, 0.6) is None  # once
     check.close()
+
+
+def test_a_plan_that_fails_is_told_of_and_a_found_one_is_a_row(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(plan_check, "LATER", 0.0)
+    for words, found in (["false"], None), (["echo", '{"peak_gib": 2.0, "step_seconds": 3.0}'], 2.0):
+        (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
+        world = SimpleNamespace(rank=0, size=1, cp=1, tp=1, device=torch.device("cpu"))
+        recorder = metrics.Recorder(make_config(), world, tmp_path, 0, 1)
+        monkeypatch.setattr(recorder.plan, "command", lambda words=words: words)
+        for step in range(1, 5):
+            recorder.log_step(step, 0, SimpleNamespace(digest=0, valid_tokens=1), {"loss": torch.zeros(())},
+                              {"grad_norm": torch.zeros(()), "lr": 0.0})
+            if recorder.plan.process:
+                recorder.plan.process.wait(timeout=100)
+        recorder.close()
+        planned = [row["planned_peak_gib"] for row in metrics.read_rows(tmp_path / "metrics.jsonl")
+                   if row["kind"] == "plan"]
+        assert planned == ([found] if found else [])
+        assert caplog.text.count("the plan of this run could not be made: try false") == 1
 
 
 def test_a_short_run_makes_no_plan(tmp_path):

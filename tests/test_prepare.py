@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import unittest.mock
 
 import pytest
 
@@ -22,7 +23,7 @@ from config import ConfigError
 from data.dataset import common_tokenizer, data_folders, identity, is_prepared, open_data, source_names
 from data.encode import is_validation, progress, report
 from data.prepare import main, prepare
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, train_tokenizer
 from data.tokens import open_stream, read_manifest
 from lifecycle.launch import check_launch
 from lifecycle.signals import Interruption
@@ -86,6 +87,24 @@ def test_another_identity_in_the_same_folder_is_refused(corpus, tmp_path):
         prepare_one(config_for(corpus, tmp_path, max_tokens=7))
 
 
+def test_a_folder_of_something_else_is_refused(corpus, tmp_path):
+    cfg = config_for(corpus, tmp_path)
+    (folder := pathlib.Path(cfg.data.path)).mkdir()
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=f"{folder}: is there but holds no prepared data"):
+        prepare_one(cfg)
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
+def test_what_ends_the_command_is_a_line_and_a_code(corpus, tmp_path, monkeypatch, capsys):
+    path = written(config_for(corpus, tmp_path), tmp_path)
+    for raised, code, told in ((ConfigError("wrong"), 2, "wrong"), (KeyboardInterrupt, 130, "resumes here")):
+        monkeypatch.setattr("data.prepare.prepare", unittest.mock.Mock(side_effect=raised))
+        assert main([str(path)]) == code
+        printed = capsys.readouterr().err
+        assert printed.endswith(f"{told}\n") and printed.count("\n") == 1
+
+
 def test_changed_source_is_noticed(corpus, tmp_path):
     copy = tmp_path / "copy.jsonl"
     shutil.copy(corpus, copy)
@@ -125,6 +144,14 @@ def test_bad_input_is_named_and_nothing_published(case, tmp_path):
     with pytest.raises(ConfigError, match=message):
         prepare_one(config_for(tmp_path / "in.jsonl", tmp_path))
     assert not (tmp_path / "out").exists() and not [p for p in tmp_path.iterdir() if p.name.endswith(".tmp")]
+
+
+@pytest.mark.parametrize("entries", [1, 2, 200])
+def test_a_vocabulary_too_small_names_the_smallest_that_works(entries):
+    texts = ["the cat sat on the mat\n"]
+    with pytest.raises(ConfigError, match=rf"vocab_size = {entries}: too small") as told:
+        train_tokenizer(texts, entries)
+    assert train_tokenizer(texts, int(re.search(r"the smallest that works is (\d+)$", str(told.value))[1]))
 
 
 def written(cfg, tmp_path):

@@ -60,6 +60,12 @@ def test_what_looks_like_a_file_is_never_looked_for_on_a_hub(source, tmp_path, m
         list(open_source(make_config(data={"source": source}).data))
 
 
+def test_a_file_of_another_kind_is_refused(tmp_path):
+    (tmp_path / "texts.csv").write_text("text\nthe cat\n")
+    with pytest.raises(ConfigError, match=r"source = .*texts\.csv: must be one of \.jsonl, \.json, \.parquet, \.txt"):
+        list(open_source(config_for(tmp_path / "texts.csv", tmp_path).data))
+
+
 class Texts(list):
     """What chunks() needs of a source."""
 

@@ -1,5 +1,6 @@
 """Tokenizers: lossless on any text, their BOS and EOS tokens, wrong files named."""
 
+import contextlib
 import json
 import pathlib
 import re
@@ -118,6 +119,48 @@ def test_ids_with_holes_count_by_the_highest(byte_level, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     found = Tokenizer(tmp_path)
     assert found.vocab_size == 400 and found.decode([399]) == Tokenizer(byte_level).decode([289]) != ""
+
+
+def test_an_id_beyond_31_bits_is_refused(byte_level, tmp_path):
+    content = json.loads(pathlib.Path(byte_level, "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    last = max(vocabulary, key=vocabulary.get)
+    for highest, refused in ((2**31 - 2, False), (2**31 - 1, True)):
+        vocabulary[last] = highest
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+        with pytest.raises(ConfigError, match="has 2147483648 ids") if refused else contextlib.nullcontext():
+            Tokenizer(tmp_path)
+
+
+def test_one_that_makes_nothing_of_any_text_is_refused(tmp_path):
+    import tokenizers
+
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0}, unk_token="?"))
+    for normalizer, refused in ((tokenizers.normalizers.Lowercase(), False),
+                                (tokenizers.normalizers.Replace(tokenizers.Regex(r"[\s\S]"), ""), True)):
+        made.normalizer = normalizer
+        made.save(str(tmp_path / "tokenizer.json"))
+        with (pytest.raises(ConfigError, match="makes nothing of any text that was tried") if refused
+              else contextlib.nullcontext()):
+            Tokenizer(tmp_path)
+
+
+def test_one_without_an_eos_token_is_told_of(byte_level, corpus, tmp_path, capsys):
+    text = pathlib.Path(byte_level, "tokenizer.json").read_text().replace("<|end_of_text|>", "<|other|>")
+    (tmp_path / "tokenizer.json").write_text(text)
+    for folder, told in ((str(tmp_path), 1), (byte_level, 0)):
+        prepare_one(make_config(data={"source": str(corpus), "path": f"{tmp_path}/{told}", "tokenizer": folder}))
+        assert capsys.readouterr().err.count(f"{folder}: has no EOS token that is known") == told
+
+
+def test_a_vocabulary_smaller_or_larger_than_the_models(prepared, corpus, tmp_path):
+    data = {"source": str(corpus), "path": str(tmp_path / "own"), "tokenizer": str(prepared)}
+    prepare_one(make_config(data=data))
+    [told] = open_dataset(make_config(data=data, model={"vocab_size": 321})).notes
+    assert told == f"the tokenizer of {tmp_path / 'own'} has 320 entries, the model 321 rows"
+    assert not open_dataset(make_config(data=data)).notes
+    with pytest.raises(ConfigError, match="vocab_size = 319: smaller than .*own's tokenizer, of 320 entries"):
+        open_dataset(make_config(data=data, model={"vocab_size": 319}))
 
 
 @pytest.mark.parametrize("settings, eos", [

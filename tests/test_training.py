@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import config
 import train
-from config import IGNORE
+from config import IGNORE, ConfigError
 from data.dataset import open_data
 from data.loader import Loader
 from data.order import Permutation, rank_samples
@@ -184,6 +184,16 @@ def test_a_step_reads_nothing_from_the_device(on_ranks, prepared, corpus, tmp_pa
                 "train": {"skip_nonfinite": 1}, "optim": {"state_dtype": states}}
     for reads, control in on_ranks(2, cases.host_reads, sections, str(tmp_path)):
         assert reads == [[]] * 4 and len(control) == 1
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_deterministic_algorithms_are_asked_for(monkeypatch, deterministic):
+    asked = []
+    monkeypatch.setattr("torch.use_deterministic_algorithms", asked.append)
+    monkeypatch.setattr("train.open_dataset", mock.Mock(side_effect=ConfigError("no data here")))
+    with pytest.raises(ConfigError, match="no data here"):
+        train.train(make_config(run={"deterministic": deterministic}), None, None)
+    assert asked == [True] * deterministic
 
 
 @pytest.mark.gpu
