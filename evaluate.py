@@ -18,6 +18,7 @@ from config import ConfigError
 from data.dataset import Dataset, open_dataset
 from data.loader import heldout_batches
 from data.show import printable
+from files import say
 from lifecycle.run import Run
 from model.generate import continue_text
 from model.hf_weights import weights_to_read
@@ -83,7 +84,7 @@ def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
     if world.rank == 0:
         for problem in (problem for problems in corrupt.values() for problem in problems):
             print(f"corrupt, skipped: {problem}", file=sys.stderr)
-        print(metrics.as_json({"kind": "eval", "step": step, **found}))
+        say(metrics.as_json({"kind": "eval", "step": step, **found}))
 
 
 @torch.no_grad()

@@ -47,6 +47,14 @@ def publish(temporary: pathlib.Path, final: pathlib.Path) -> None:
         raise
 
 
+def say(text: str) -> None:
+    """Prints a line. A reader that has seen enough and closed the pipe, as `head` does, is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def lock(path: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:
     """Locks a file for this process until release() or the process's end, however that comes; a file that is there
     stays. timeout: seconds to wait, -1 for ever. Raises filelock.Timeout, and PermissionError where it cannot be

@@ -84,6 +84,9 @@ done
 case ${1:-} in "" | --*) set -- "$repo/configs/tiny.toml" "$@" ;; esac
 choose_python "$@"
 if [[ -n $plan ]]; then exec "$python" "$repo/train.py" "$@"; fi
+# Closed, as a daemon may leave them, a rank could not send them to its log.
+{ : 3>&2; } || exec 2>/dev/null
+{ : 3>&1; } 2>/dev/null || exec >/dev/null
 # The launcher unblocks them when it has its handlers. (env of coreutils 8.31 and later can do that.)
 blocked=(env --block-signal=TERM,INT,USR1,HUP)
 "${blocked[@]}" true 2>/dev/null || blocked=()

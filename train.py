@@ -38,7 +38,7 @@ from data.dataset import open_dataset, samples_per_epoch
 from data.loader import Batch, Loader
 from evaluate import evaluate, evaluate_newest, evaluation_is_due, log_sample
 from lifecycle import DOES_NOT_FIT, INPUT_IS_WRONG
-from lifecycle.folder import going_on
+from lifecycle.folder import going_on, report_failure
 from lifecycle.run import Run, failed_for_good, leave
 from metrics import Recorder
 from model.hf_weights import weights_to_read
@@ -48,7 +48,7 @@ from parallel.context import own_places
 from parallel.float8 import update_scales
 from parallel.fsdp import set_gradient_sync, unshard_first_units
 from parallel.materialize import materialize
-from parallel.mesh import World, distributed, on_rank_zero, spans_machines, storage_device
+from parallel.mesh import World, distributed, on_rank_zero, rank_and_size, spans_machines, storage_device
 from parallel.parallelize import parallelize
 from parallel.plan import dry_run
 from parallel.rebind import check_optimizer
@@ -155,12 +155,16 @@ def main(args: Namespace, cfg: Config, stop: StopRequest) -> int:
             return 0 if dry_run(cfg, args, samples_per_epoch(cfg)) else DOES_NOT_FIT
         if code := failed_for_good(cfg, args.launch):
             return code
-        cfg = going_on(cfg, args.launch)
         with distributed(cfg) as world, Run(cfg, world, None if args.eval_only else args.launch, stop) as run:
+            cfg = on_rank_zero(lambda: going_on(cfg, args.launch))
             (evaluate_newest if args.eval_only else train)(cfg, world, run)
         return run.exit_code
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        # before there is a run: a device that this node lacks, other options than rank 0 has
+        if not (args.launch and report_failure(
+                config.run_folder(cfg), args.launch, rank_and_size()[0], step=0, phase="start", progress=0,
+                exit_code=INPUT_IS_WRONG, text=str(error), final=True)):
+            print(error, file=sys.stderr)
         return INPUT_IS_WRONG
 
 

@@ -12,6 +12,7 @@ import sys
 from checkpoint.catalog import checkpoints_of, problems_of
 from checkpoint.manifest import read_manifest
 from config import ConfigError
+from files import say
 
 
 def main(argv: list[str]) -> int:
@@ -31,11 +32,11 @@ def main(argv: list[str]) -> int:
             problems = error.problems
         if problems:
             bad += 1
-            print(f"{path}: BAD", *problems, sep="\n  ")
+            say("\n  ".join([f"{path}: BAD", *problems]))
         else:
             files = read_manifest(path)
-            print(f"{path}: good, {len(files)} files, {sum(f['size'] for f in files.values()):,} bytes")
-    print(f"{len(found) - bad} good, {bad} bad")
+            say(f"{path}: good, {len(files)} files, {sum(f['size'] for f in files.values()):,} bytes")
+    say(f"{len(found) - bad} good, {bad} bad")
     return 1 if bad else 0
 
 

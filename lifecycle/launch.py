@@ -40,6 +40,7 @@ from typing import Any
 
 import config
 from config import ConfigError
+from files import say
 from lifecycle import INPUT_IS_WRONG, STOPPED
 from lifecycle.command import Ranks, requeue, visible_gpus
 from lifecycle.folder import check_folder, failures, going_on, lock, read_status, remove_traces, stop_file, write_status
@@ -84,8 +85,8 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
         start, _ = chosen
         catalog.check_same_run(cfg, start)
         if start >= cfg.train.steps and finished:
-            print(f"{folder}: finished at step {status.get('step', start)}; train.steps = {cfg.train.steps} asks for "
-                  "no more")
+            say(f"{folder}: finished at step {status.get('step', start)}; train.steps = {cfg.train.steps} asks for "
+                "no more")
             return False
         if cfg.model.init_from and (cfg.lora or not start):
             from model.hf_weights import weights_to_read

@@ -208,7 +208,7 @@ class Run:
             text=text, final=final)
         if reported:  # the launcher prints the first cause at its end: here it goes into the rank's file alone
             log.handlers = [handler for handler in log.handlers if isinstance(handler, logging.FileHandler)]
-        if log.handlers or (rank == 0 and not reported):
+        if log.handlers or not reported:
             log.error("rank %d, step %d, phase %s: %s", rank, at.step, at.name, text)
         if self.lock is not None:
             with contextlib.suppress(OSError):

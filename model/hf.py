@@ -247,8 +247,8 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"--shard-gib {args.shard_gib}: must be greater than 0")
         if catalog.NAME.fullmatch(out.name) and (exporting or int(out.name.split("-")[1])):
             raise ConfigError(f"{out}: is the name of a run's checkpoint; choose another")
-        if out == Path.cwd():
-            raise ConfigError(f"{out}: is the current folder, which cannot be replaced; name one in it")
+        if out == Path.cwd() or not out.name:
+            raise ConfigError(f"{out}: is the current folder or /, which cannot be replaced; name one in it")
         with published(out) as folder:
             if exporting:
                 export_checkpoint(args.source, folder, args.dtype, int(args.shard_gib * GIB), args.adapter, args.base)
@@ -258,9 +258,9 @@ def main(argv: list[str]) -> int:
         refused = isinstance(error, ConfigError)
         print(error if refused else f"{error.filename or out}: {error.strerror or error}", file=sys.stderr)
         return 2
-    print(f"wrote {out}")
+    files.say(f"wrote {out}")
     if not exporting:
-        print(f"to train from these weights, leave it and set model.init_from = {json.dumps(str(args.source))}")
+        files.say(f"to train from these weights, leave it and set model.init_from = {json.dumps(str(args.source))}")
     return 0
 
 

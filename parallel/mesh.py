@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import config
 from config import ConfigError
+from options import toml
 
 MESH_DIMS = ("dp_replicate", "dp_shard", "cp", "tp")  # outermost first: tp ranks are neighbours
 
@@ -146,9 +147,20 @@ def all_gather_objects(value: Any) -> list:
     return found
 
 
+def check_same_on_all_ranks(cfg: config.Config) -> None:
+    """Raises ConfigError, on every rank, where a node has another configuration file or was given other options: the
+    shards of one model would be trained in two ways, and nothing would tell."""
+    first, *others = map(config.SCHEMA.complete, all_gather_objects(config.to_dict(cfg)))
+    for rank, other in enumerate(others, 1):
+        if differ := [f"{name} = {toml(other[name])}, rank 0 {toml(first[name])}" for name in first
+                      if other[name] != first[name]]:
+            raise ConfigError(f"rank {rank} has {'; '.join(differ)}: all nodes need the same configuration and options")
+
+
 @contextlib.contextmanager
 def distributed(cfg: config.Config) -> Iterator[World]:
-    """Starts the process group, and ends it. Raises ConfigError first for a mesh or device that cannot be had."""
+    """Starts the process group, and ends it. Raises ConfigError first for a mesh or device that cannot be had, and
+    where another rank has other options."""
     rank, local_rank, size = rank_and_size()
     shape = config.mesh_shape(cfg, size)
     device = pick_device(cfg, local_rank)
@@ -158,6 +170,7 @@ def distributed(cfg: config.Config) -> Iterator[World]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=config.longest_timeout(cfg)), **alone)
+    check_same_on_all_ranks(cfg)
     yield World(rank, size, device, build_mesh(device.type, shape))
     # Not reached after an exception: then the other ranks do not come to the barrier, and the process just ends.
     # Lets go of FSDP2's buffers first: gloo aborted in one of five runs that destroyed the group with them alive.

@@ -1,5 +1,6 @@
 """train.py with a fault, as a rank's script: FAULT is "what" or "what:rank:step"; see the table at the end."""
 
+import functools
 import gc
 import os
 import pathlib
@@ -13,6 +14,7 @@ gc.disable()  # while importing, as train.py does, which enables it
 import torch  # noqa: E402
 
 import checkpoint.save  # noqa: E402
+import config  # noqa: E402
 from data.loader import Loader  # noqa: E402
 from lifecycle.signals import StopRequest  # noqa: E402
 from model.llama import Block, Llama  # noqa: E402
@@ -65,6 +67,11 @@ def with_a_gate(init):
     return made
 
 
+def give(*options: str) -> None:
+    if HERE:
+        config.load = functools.partial(lambda load, path, overrides: load(path, [*overrides, *options]), config.load)
+
+
 def terminate(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -90,6 +97,8 @@ FAULTS = {
         torch.OutOfMemoryError("Tried to allocate 9 GiB."))),
     "out of memory once": lambda: os.path.exists(os.environ["ONCE"]) or before(Llama, "forward", lambda: (
         pathlib.Path(os.environ["ONCE"]).touch(), throw(torch.OutOfMemoryError("Tried to allocate 9 GiB.")))),
+    "another rate": lambda: give("--optim.lr=1.0"),
+    "another mesh": lambda: give("--parallel.tp=2"),
     "term after check": lambda: after(StopRequest, "start_sync", terminate),
     "term before step 1": lambda: before(StopRequest, "start_sync", terminate),
     "term in data": lambda: before(Loader, "__next__", terminate_slowly),

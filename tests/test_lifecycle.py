@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import config
+import files
 from checkpoint import catalog
 from config import ConfigError
 from lifecycle.command import Ranks, requeue, usable, visible_gpus
@@ -387,6 +388,34 @@ def test_an_error_that_a_person_can_mend_is_printed_once(write_config, tmp_path)
     assert not (tmp_path / "outputs/forgot").exists()
 
 
+@pytest.mark.parametrize("fault, told", [
+    ("another rate:1", "rank 1 has optim.lr = 1.0, rank 0 0.003: all nodes need the same configuration"),
+    ("another mesh:1", "rank 1 has parallel.tp = 2, rank 0 1: all nodes need the same configuration"),
+])
+def test_a_node_with_other_options_is_refused(write_config, tmp_path, fault, told):
+    """Each would train its shards in its own way, and the losses would look as good as ever."""
+    done = launch_faulty(fault, write_config("other", **FOREVER), nproc=2)
+    printed = done.stdout + done.stderr
+    assert done.returncode == 2 and printed.count(told) == 1 and "Traceback (most" not in printed, printed
+    assert not (tmp_path / "outputs/other").exists()
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_ranks_need_no_output(write_config, tmp_path, closed):
+    command = ["bash", "-c", f'exec "$@" {closed}', "bash", REPO / "run_train.sh", write_config("silent")]
+    done = subprocess.run(command, env={**os.environ, "PYTHON": warm_python(), "NPROC": "2"}, timeout=300)
+    assert done.returncode == 0 and status(tmp_path / "outputs/silent")["state"] == "finished"
+
+
+def test_a_reader_may_leave(monkeypatch):
+    end, begin = os.pipe()
+    os.close(end)
+    with os.fdopen(begin, "w") as stdout:  # closed without an error: what could not be printed is gone
+        monkeypatch.setattr(sys, "stdout", stdout)
+        files.say("a line")
+        files.say("and another")
+
+
 # Disks
 
 
@@ -562,10 +591,16 @@ def test_a_failed_save_leaves_the_step_of_the_last_good_one(tmp_path):
     assert status(run.folder)["step"] == 6 and "not_saved" not in status(run.folder)
 
 
-def test_a_failure_that_cannot_be_reported_is_printed(tmp_path, monkeypatch):
+def test_a_failure_that_cannot_be_reported_is_printed(tmp_path, monkeypatch, caplog):
     """As on a full disk: here there is no folder. Reported, it is the launcher's to print."""
-    run = Run(make_config(run={"name": "r", "output_dir": str(tmp_path)}), SimpleNamespace(rank=0), "x", StopRequest())
-    run.watchdog = SimpleNamespace(step=3, name="data", progress=1)
+    cfg = make_config(run={"name": "r", "output_dir": str(tmp_path)})
+    run, other = (Run(cfg, SimpleNamespace(rank=rank), "x", StopRequest()) for rank in (0, 1))
+    run.watchdog = other.watchdog = SimpleNamespace(step=3, name="data", progress=1)
+    monkeypatch.setattr("lifecycle.run.log.handlers", [])  # where it may not write, its log could not be made either
+    monkeypatch.setattr("lifecycle.run.log.propagate", True)
+    other._fail(1, "a disk that this node may not write to", False)
+    assert caplog.messages == ["rank 1, step 3, phase data: a disk that this node may not write to"]
+    monkeypatch.setattr("lifecycle.run.log.propagate", False)
     console = io.StringIO()
     monkeypatch.setattr("lifecycle.run.log.handlers", [logging.StreamHandler(console)])
     run._fail(1, "the disk is gone", False)
