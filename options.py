@@ -250,7 +250,7 @@ SCALARS = {
     bool: ("true or false", lambda v: isinstance(v, bool)),
     int: ("an integer", lambda v: type(v) is int and abs(v) < 2**63),  # bool is an int in Python
     float: ("a number", lambda v: type(v) in (int, float) and abs(v) < 1e300),  # no nan, no inf
-    str: ("text", lambda v: isinstance(v, str) and v and "\0" not in v),
+    str: ("text", lambda v: isinstance(v, str) and v and "\0" not in v and v == v.encode(errors="ignore").decode()),
 }
 
 

@@ -4,7 +4,6 @@ import pathlib
 from xml.sax.saxutils import escape
 
 import config
-import files
 from parallel.devices import Moment
 from parallel.plan import GIB, Asked
 
@@ -113,6 +112,6 @@ def draw(row: dict, moments: list[Moment], path: str) -> None:
         box(left + 150 * i, floor + 110, 10, 10, color, kind)
         text(left + 150 * i + 14, floor + 119, kind)
     size = f"0 0 {left + width + 40} {floor + 130}"
-    files.write_whole(pathlib.Path(path), "\n".join([
+    pathlib.Path(path).write_text("\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>', *shapes, "</svg>", ""]))

@@ -153,6 +153,13 @@ def test_malformed_file_is_refused_and_says_where(case, tmp_path):
     assert len(message.splitlines()) <= 5 and "Traceback" not in message
 
 
+def test_text_that_no_file_can_hold_is_refused(tmp_path):
+    (path := tmp_path / "good.toml").write_text(toml())
+    for wrong in ("\udcff", "a\0b"):  # as Python reads an argument that is not UTF-8
+        with pytest.raises(ConfigError, match=r"\[run\] output_dir = .*: must be text"):
+            config.load(str(path), [f"--run.output_dir={wrong}"])
+
+
 def test_a_warm_up_fits_into_its_schedule_and_not_into_this_piece_of_it():
     make_config(train={"steps": 10}, optim={"warmup_steps": 30, "schedule_steps": 300})
     with pytest.raises(ConfigError, match="warmup_steps = 30: must not exceed the schedule's length, 20"):
