@@ -161,7 +161,11 @@ class Writer(FileSystemWriter):
                     begin = file.tell()
                     tensor = self.read(item.index.fqn) if self.read else planner.resolve_data(item).detach().cpu()
                     # a view would bring the whole storage that it looks into
-                    torch.save(tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor, file)
+                    whole = tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+                    try:
+                        torch.save(whole, file)
+                    except RuntimeError as error:  # torch hides a full disk behind "unexpected pos 704 vs 598"
+                        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
                     size = file.tell() - begin
                     results.append(WriteResult(item.index, size, _StorageInfo(name, begin, size)))
                 file.flush()

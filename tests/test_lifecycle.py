@@ -468,7 +468,9 @@ def test_files_beyond_a_size_fail_the_save_alone(write_config, tmp_path):
                           preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits))
     folder = tmp_path / "outputs/limit"
     assert done.returncode == 1 and saved(folder) == [] and not leftovers(folder), done.stdout + done.stderr
-    assert "the last checkpoint was not saved" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert "the last checkpoint was not saved" in last and last.endswith("rank 0: OSError: [Errno 27] File too large")
+    assert "Traceback" not in done.stderr
 
 
 # Pieces
