@@ -396,8 +396,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         with contextlib.suppress(ValueError):
             if 0 < (number := kind(text)) < float("inf"):
                 return number
-        what = "an integer" if kind is int else "a number"
-        raise argparse.ArgumentTypeError(f"{text} must be {what} greater than 0, and finite")
+        raise argparse.ArgumentTypeError(f"{text} must be {'an integer' if kind is int else 'a number'} above 0, finite")
 
     parser = argparse.ArgumentParser(prog="run_train.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("config", metavar="CONFIG")
@@ -421,10 +420,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 def from_command_line(argv: list[str], usage: str) -> tuple[argparse.Namespace, Config]:
     """What a program was called with. Prints every problem and exits with 2 where it is wrong; with 0 after --help."""
     if {"--help", "-h"} & set(argv):
-        try:
-            print(f"{usage.strip()}\n\nOptions, in the file or as --section.key=value:\n\n{SCHEMA.help()}", flush=True)
-        except BrokenPipeError:  # the reader has seen enough, as `head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        from files import say  # here: what else it loads takes as long as all of this
+
+        say(f"{usage.strip()}\n\nOptions, in the file or as --section.key=value:\n\n{SCHEMA.help()}")
         sys.exit(0)
     args = parse_arguments(argv)
     try:

@@ -6,7 +6,6 @@ The samples of all ranks together, in their order.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator
 
@@ -15,6 +14,7 @@ from config import ConfigError
 from data.dataset import data_folders, open_data, weights
 from data.order import make_order
 from data.tokenizer import Tokenizer
+from files import say
 
 
 def samples(cfg: config.Config, step: int) -> Iterator[str]:
@@ -50,12 +50,10 @@ def main(argv: list[str]) -> int:
         if args.step < 1:
             raise ConfigError(f"--step {args.step}: steps count from 1")
         for text in samples(cfg, args.step):
-            print(text, flush=True)
+            say(text)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader has seen enough, as `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

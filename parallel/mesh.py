@@ -150,11 +150,12 @@ def all_gather_objects(value: Any) -> list:
 def check_same_on_all_ranks(cfg: config.Config) -> None:
     """Raises ConfigError, on every rank, where a node has another configuration file or was given other options: the
     shards of one model would be trained in two ways, and nothing would tell."""
-    first, *others = map(config.SCHEMA.complete, all_gather_objects(config.to_dict(cfg)))
-    for rank, other in enumerate(others, 1):
-        if differ := [f"{name} = {toml(other[name])}, rank 0 {toml(first[name])}" for name in first
-                      if other[name] != first[name]]:
-            raise ConfigError(f"rank {rank} has {'; '.join(differ)}: all nodes need the same configuration and options")
+    ours = config.SCHEMA.complete(config.to_dict(cfg))
+    first = on_rank_zero(lambda: ours)
+    differ = [f"{name} = {toml(ours[name])}, rank 0 {toml(first[name])}" for name in first if ours[name] != first[name]]
+    for rank, found in enumerate(all_gather_objects(differ)):
+        if found:
+            raise ConfigError(f"rank {rank} has {'; '.join(found)}: all nodes need the same configuration and options")
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ ALLOWED = {
     "files": set(),
     "options": {"files"},
     "hf_config": {"options"},
-    "config": {"options", "hf_config"},
+    "config": {"files", "options", "hf_config"},
     "model": BASE,
     "data": BASE,
     "optim": BASE | {"model"},  # of it the parameters' names
