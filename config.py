@@ -396,7 +396,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         with contextlib.suppress(ValueError):
             if 0 < (number := kind(text)) < float("inf"):
                 return number
-        raise argparse.ArgumentTypeError(f"{text} must be {'an integer' if kind is int else 'a number'} above 0, finite")
+        raise argparse.ArgumentTypeError(f"{text} must be {'an integer' if kind is int else 'finite'}, above 0")
 
     parser = argparse.ArgumentParser(prog="run_train.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("config", metavar="CONFIG")

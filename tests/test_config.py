@@ -258,8 +258,8 @@ def test_all_problems_at_once(tmp_path):
     ("train.py", ["tiny.toml", "--json"], "--dry-run"), ("train.py", ["tiny.toml", "--world-size=2"], "--dry-run"),
     ("train.py", ["tiny.toml", "--dry-run", "--eval-only"], "not allowed with argument --dry-run"),
     ("train.py", ["tiny.toml", "--=5"], "--=5: unknown"),
-    ("train.py", ["tiny.toml", "--dry-run", "--gpu-memory-gib=inf"], "inf must be a number above 0, finite"),
-    ("train.py", ["tiny.toml", "--dry-run", "--world-size=2,x"], "x must be an integer above 0"),
+    ("train.py", ["tiny.toml", "--dry-run", "--gpu-memory-gib=inf"], "inf must be finite, above 0"),
+    ("train.py", ["tiny.toml", "--dry-run", "--world-size=2,x"], "x must be an integer, above 0"),
     ("train.py", ["tiny.toml", f"--train.steps={'9' * 5000}"], "must be an integer"),
     ("train.py", ["tiny.toml", f"--train.steps={'[' * 3000}"], "must be an integer")], ids=range(11))
 def test_wrong_command_lines_are_told(program, arguments, told):
