@@ -191,8 +191,10 @@ def test_verify_names_each_bad_file(tmp_path, capsys):
     (folder / "state.json").write_text("{")
     (folder / ".metadata").write_bytes(b"y")
     assert main(["verify", str(folder)]) == 1
-    told = capsys.readouterr().out
-    assert "state.json: expected" in told and ".metadata: bytes 0 to 0: expected SHA-256" in told
+    first, metadata, state, last = capsys.readouterr().out.splitlines()
+    assert (first, last) == (f"{folder}: BAD", "0 good, 1 bad")
+    assert metadata.startswith(f"  {folder}/.metadata: bytes 0 to 0: expected SHA-256")
+    assert state.startswith(f"  {folder}/state.json: expected")
 
 
 def test_what_is_no_checkpoint_is_not_called_a_bad_one(tmp_path, prepared, monkeypatch, capsys):

@@ -523,6 +523,8 @@ def test_an_evaluation_without_a_checkpoint_is_refused_and_ends_by_ctrl_c(write_
     for words, code in ((["--eval-only"], 130), ([], 75)):
         (interruption := Interruption())(signal.SIGINT)
         assert launch_here([path, *words], interruption) == code
+    (interruption := Interruption())(signal.SIGINT)
+    assert launch_here([path, "--train.steps=0"], interruption) == 2  # wrong before the signal could end anything
     monkeypatch.setattr("lifecycle.launch.check_launch", mock.Mock(side_effect=RuntimeError("ours")))
     with pytest.raises(RuntimeError, match="ours"):
         launch_here([path], Interruption())
@@ -704,6 +706,14 @@ def test_gpus_are_those_that_a_run_would_see(tmp_path, monkeypatch, chosen, coun
 def test_a_python_that_lacks_a_package_is_not_taken(monkeypatch, missing):
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: name != missing)
     assert usable([]) is not bool(missing)
+
+
+@pytest.mark.parametrize("option, needs", [("--log.tensorboard=false", False), ("--log.tensorboard=true", True),
+                                           ("--eval-only", False), ("--dry-run", False)])
+def test_tensorboard_is_needed_where_it_is_written(write_config, monkeypatch, option, needs):
+    path = write_config("r", log={"tensorboard": True})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: name != "tensorboard")
+    assert usable([str(path), option]) is not needs
 
 
 def test_one_process_has_torchrun_where_it_may_be_restarted():

@@ -500,6 +500,18 @@ def test_a_plan_that_is_off_is_warned_of(tmp_path, caplog):
         with caplog.at_level("INFO", "train"):
             check.tell({**found, "peak_gib": peak, "planned_step_seconds": planned})
         assert sum("off the plan" in message for message in caplog.messages) == warnings, caplog.messages
+        assert caplog.messages[0] == f"plan: peak 10.00 GiB, measured {peak:.2f} (12.00 reserved)"
+        assert (f"plan: step {planned or 0:.3f} s, measured 1.000" in caplog.messages) is bool(planned)
+
+
+@pytest.mark.parametrize("width, rate", [(64, 376), (128, 554), (256, 554)])
+def test_heads_from_128_on_attend_at_the_faster_rate(width, rate):
+    """On an H100 TFLOP a second, as measured for its kernels."""
+    cfg = make_config(model={"head_dim": width, "dim": 256, "n_heads": 2, "n_kv_heads": 2})
+    phase = Phase("forward")
+    phase.work["attention"] = 1e12
+    [moment] = timeline([phase], cfg, Cluster(DEVICES["H100"], 8, (1, 1, 1, 1)))
+    assert moment.end - moment.begin == pytest.approx(1 / rate)
 
 
 @pytest.mark.parametrize("name, memory, known", [

@@ -24,6 +24,7 @@ from data.order import Permutation, rank_samples
 from data.tokens import open_stream, window_count
 from model.llama import Llama
 from optim import build_optimizer, learning_rate
+from parallel import mesh
 from parallel.materialize import materialize
 from parallel.mesh import distributed
 from tests import cases
@@ -184,6 +185,13 @@ def test_a_step_reads_nothing_from_the_device(on_ranks, prepared, corpus, tmp_pa
                 "train": {"skip_nonfinite": 1}, "optim": {"state_dtype": states}}
     for reads, control in on_ranks(2, cases.host_reads, sections, str(tmp_path)):
         assert reads == [[]] * 4 and len(control) == 1
+
+
+@pytest.mark.parametrize("found, units", [
+    ({"avx512_bf16": True}, True), ({"amx_bf16": True}, True), ({"avx512_bf16": False}, False), ({}, False)])
+def test_a_cpu_has_units_for_bfloat16_by_either_name(monkeypatch, found, units):
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: found)
+    assert mesh.has_bfloat16_units(torch.device("cpu")) is units
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
