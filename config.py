@@ -389,15 +389,16 @@ def to_toml(cfg: Config) -> str:
     return SCHEMA.to_toml(to_dict(cfg))
 
 
+def positive(text: str, kind: type = float) -> Any:
+    """A number on the command line, for argparse."""
+    with contextlib.suppress(ValueError):
+        if 0 < (number := kind(text)) < float("inf"):
+            return number
+    raise argparse.ArgumentTypeError(f"{text} must be {'an integer' if kind is int else 'finite'}, above 0")
+
+
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """The command line of train.py and of the tools that take a CONFIG. Exits with 2 where it is wrong."""
-
-    def positive(text: str, kind: type = float) -> Any:
-        with contextlib.suppress(ValueError):
-            if 0 < (number := kind(text)) < float("inf"):
-                return number
-        raise argparse.ArgumentTypeError(f"{text} must be {'an integer' if kind is int else 'finite'}, above 0")
-
     parser = argparse.ArgumentParser(prog="run_train.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("config", metavar="CONFIG")
     mode = parser.add_mutually_exclusive_group()
@@ -421,7 +422,6 @@ def from_command_line(argv: list[str], usage: str) -> tuple[argparse.Namespace, 
     """What a program was called with. Prints every problem and exits with 2 where it is wrong; with 0 after --help."""
     if {"--help", "-h"} & set(argv):
         from files import say  # here: what else it loads takes as long as all of this
-
         say(f"{usage.strip()}\n\nOptions, in the file or as --section.key=value:\n\n{SCHEMA.help()}")
         sys.exit(0)
     args = parse_arguments(argv)

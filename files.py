@@ -4,6 +4,8 @@ import errno
 import os
 import pathlib
 import sys
+from collections.abc import Callable
+from typing import NoReturn
 
 import filelock
 
@@ -55,15 +57,25 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
+    """Runs a tool's main() with the command line. Ctrl-C ends it with 130, as in a shell, and without a traceback."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
 def lock(path: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:
     """Locks a file for this process until release() or the process's end, however that comes; a file that is there
     stays. timeout: seconds to wait, -1 for ever. Raises filelock.Timeout, and PermissionError where it cannot be
-    opened; on a file system without locks it warns and locks nothing."""
+    opened, OSError where it cannot be made; on a file system without locks it warns and locks nothing."""
     held = filelock.FileLock(path, timeout=timeout, thread_local=False)
     try:
         held.acquire()
     except (filelock.Timeout, PermissionError):
         raise
     except (OSError, NotImplementedError) as error:
+        if getattr(error, "errno", None) in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
+            raise
         print(f"{path.parent}: no locks on this file system, nothing keeps a second run out: {error}", file=sys.stderr)
     return held

@@ -19,6 +19,9 @@ import tempfile
 
 import torch
 
+from benchmarks import count
+from config import positive
+
 REPO = pathlib.Path(__file__).resolve().parent.parent
 LAST = 50
 
@@ -44,9 +47,9 @@ def write_sources(path: pathlib.Path, suffix: str, limit: int) -> None:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for flag, default in (("--base-steps", 300), ("--steps", 200), ("--rank", 64)):
-        parser.add_argument(flag, type=int, default=default)
+        parser.add_argument(flag, type=count, default=default)
     for flag, default in (("--lr", 3e-4), ("--lora-lr", 3e-3)):
-        parser.add_argument(flag, type=float, default=default)
+        parser.add_argument(flag, type=positive, default=default)
     parser.add_argument("--suffix", choices=("py", "h"), default="py", help="of the files to adapt to")
     parser.add_argument("--folder", help="for the runs, kept; absent: a temporary one")
     args, options = parser.parse_known_args(argv)

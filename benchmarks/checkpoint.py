@@ -25,6 +25,7 @@ sys.path.insert(0, str(REPO))
 import torch  # noqa: E402
 
 import config  # noqa: E402
+from benchmarks import count  # noqa: E402
 from checkpoint import catalog  # noqa: E402
 from checkpoint.checkpointer import Checkpointer, State  # noqa: E402
 from checkpoint.load import restore, tensors_of  # noqa: E402
@@ -48,9 +49,9 @@ def configuration(mib: int, folder: str) -> config.Config:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mib", type=int, default=1024)
+    parser.add_argument("--mib", type=count, default=1024)
     parser.add_argument("--folder", help="on the disk to measure; absent: the default for temporary files")
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--repeat", type=count, default=5)
     args = parser.parse_args()
     seconds: dict[str, list[float]] = {}
 

@@ -34,6 +34,7 @@ from torch.fx import GraphModule
 from torch.nn.attention.flex_attention import create_block_mask
 
 import config
+from benchmarks import count
 from config import ConfigError
 from model.attention import mask_mod
 from model.llama import Llama, rope_tables
@@ -233,7 +234,7 @@ def show(counts: dict) -> str:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("configs", nargs="*", default=[str(CONFIGS / f"{name}.toml") for name in MODELS])
-    parser.add_argument("--tokens", type=int, default=8192, help="of one sequence")
+    parser.add_argument("--tokens", type=count, default=8192, help="of one sequence")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     torch._logging.set_logs(all=logging.ERROR)

@@ -16,6 +16,9 @@ import sys
 import tempfile
 import time
 
+from benchmarks import count
+from config import positive
+
 
 def preparation(megabytes: int, repeat: int) -> None:
     """Preparing the standard library's text, repeated, against sentencepiece alone in one thread on the same text."""
@@ -58,11 +61,11 @@ def preparation(megabytes: int, repeat: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=10_000_000_000)
-    parser.add_argument("--seq-len", type=int, default=8192)
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--prepare-mb", type=int, default=100, help="text to prepare")
+    parser.add_argument("--tokens", type=count, default=10_000_000_000)
+    parser.add_argument("--seq-len", type=count, default=8192)
+    parser.add_argument("--seconds", type=positive, default=10.0)
+    parser.add_argument("--repeat", type=count, default=3)
+    parser.add_argument("--prepare-mb", type=count, default=100, help="text to prepare")
     args = parser.parse_args()
 
     import torch

@@ -13,6 +13,7 @@ import time
 import torch
 
 import config
+from benchmarks import count
 from config import ConfigError
 from model.generate import generate
 from model.llama import Llama
@@ -32,9 +33,9 @@ def bare_loop(model: Llama, prompts: list[list[int]], count: int, device: torch.
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.generate", description=__doc__.splitlines()[0])
     parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("--tokens", type=int, default=240)
-    parser.add_argument("--rows", type=int, default=1)
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--tokens", type=count, default=240)
+    parser.add_argument("--rows", type=count, default=1)
+    parser.add_argument("--repeat", type=count, default=5)
     args = parser.parse_args(argv)
     try:
         cfg = config.load(args.config)

@@ -26,6 +26,7 @@ import torch  # noqa: E402
 
 import config  # noqa: E402
 import hf_config  # noqa: E402
+from benchmarks import count  # noqa: E402
 from model import hf, hf_weights  # noqa: E402
 from model.llama import meta_model  # noqa: E402
 
@@ -128,7 +129,7 @@ def main() -> int:
             print(json.dumps(found))
         return 0
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mib", type=int, default=2100)
+    parser.add_argument("--mib", type=count, default=2100)
     parser.add_argument("--folder", help="on the disk to use; absent: the default for temporary files")
     parser.add_argument("--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4])
     args = parser.parse_args()

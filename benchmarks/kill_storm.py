@@ -27,6 +27,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import config
+from benchmarks import count
 from checkpoint import catalog
 from checkpoint.load import Reader
 
@@ -225,7 +226,7 @@ def differences(ours: config.Config, theirs: config.Config) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, required=True)
+    parser.add_argument("--kills", type=count, required=True)
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--folder", type=pathlib.Path, help="an empty one, which stays; absent: a temporary one")
     args = parser.parse_args()

@@ -20,6 +20,8 @@ import time
 REPO = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
+from benchmarks import count  # noqa: E402
+
 
 def resident_mib(pid: int) -> float:
     pages = int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1])
@@ -41,9 +43,9 @@ def ranks_of(marker: str) -> list[int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--saves", type=int, default=50)
-    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--steps", type=count, default=2000)
+    parser.add_argument("--saves", type=count, default=50)
+    parser.add_argument("--ranks", type=count, default=1)
     parser.add_argument("--async-save", action="store_true")
     args = parser.parse_args()
 

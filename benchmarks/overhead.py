@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 import config
+from benchmarks import count
 from config import ConfigError
 from data.dataset import open_dataset
 from data.loader import Batch, Loader
@@ -148,7 +149,7 @@ def report(name: str, seconds: dict[int, tuple[float, float]], every: int) -> st
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=count, default=200)
     parser.add_argument("--sizes", type=lambda text: text.split(","), default=[*SIZES],
                         help="the last line is of the last")
     args, overrides = parser.parse_known_args(argv)

@@ -11,12 +11,15 @@ import sys
 import tempfile
 import time
 
-REPO = pathlib.Path(__file__).parent.parent
+REPO = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+
+from benchmarks import count  # noqa: E402
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=50)
+    parser.add_argument("--runs", type=count, default=50)
     runs, failures, began = parser.parse_args().runs, [], time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         for number in range(runs):

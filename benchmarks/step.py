@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import config
+from benchmarks import count
 from benchmarks.overhead import BareLoop
 from checkpoint.checkpointer import with_param_dtype
 from config import ConfigError
@@ -158,7 +159,7 @@ def spread(seconds: list[float]) -> dict:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("config")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=count, default=20)
     parser.add_argument("--warm-up", type=int, default=5, help="steps after the first")
     parser.add_argument("--real", action="store_true", help="read the configuration's prepared data")
     parser.add_argument("--json", action="store_true")

@@ -27,6 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import config
 import hf_config
+from benchmarks import count
 from config import ConfigError
 from data.loader import Batch, split
 from model.hf_weights import hf_name
@@ -129,7 +130,7 @@ def report(pairs: list[tuple[float, float]]) -> str:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=count, default=60)
     args, overrides = parser.parse_known_args(argv)
     ranks = rank_and_size()[2]
     try:

@@ -12,7 +12,7 @@ import sys
 from checkpoint.catalog import checkpoints_of, problems_of
 from checkpoint.manifest import read_manifest
 from config import ConfigError
-from files import say
+from files import run_tool, say
 
 
 def main(argv: list[str]) -> int:
@@ -41,4 +41,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_tool(main)

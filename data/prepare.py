@@ -12,7 +12,6 @@ import hashlib
 import json
 import pathlib
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 
 import config
@@ -194,4 +193,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    files.run_tool(main)

@@ -14,7 +14,7 @@ from config import ConfigError
 from data.dataset import data_folders, open_data, weights
 from data.order import make_order
 from data.tokenizer import Tokenizer
-from files import say
+from files import run_tool, say
 
 
 def samples(cfg: config.Config, step: int) -> Iterator[str]:
@@ -58,4 +58,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_tool(main)

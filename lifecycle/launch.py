@@ -55,7 +55,9 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
     """Everything one process can check before the ranks start; prepares the data, except in a job. Returns whether
     there is anything left to do. Raises ConfigError."""
     folder = config.run_folder(cfg)
-    together(lambda: config.mesh_shape(cfg, ranks), lambda: args.eval_only or check_folder(folder))
+    status = read_status(folder)
+    finished = status.get("state") == "finished"  # there may be nothing left to write
+    together(lambda: config.mesh_shape(cfg, ranks), lambda: args.eval_only or finished or check_folder(folder))
 
     # Upwards, as a tool's main may. Here and below, not above: torch takes seconds to load, and few launches need it.
     from checkpoint import catalog
@@ -67,8 +69,6 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
         command = shlex.join(["./run_train.sh", "-m", "data.prepare", args.config, *args.overrides])
         raise ConfigError(f"{args.config}: its data is not prepared, and none is inside a job; run {command} on the "
                           "login node")
-    status = read_status(folder)
-    finished = status.get("state") == "finished"
     # the ranks read every byte of a checkpoint; here only where there may be nothing left for them
     look = catalog.problems_of if finished else catalog.at_first_sight
     *_, chosen = together(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from config import ConfigError
+from files import run_tool
 from model.attention import Cache
 
 
@@ -186,7 +187,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_tool(main)

@@ -18,6 +18,7 @@ import tomli
 
 import config
 from config import ConfigError
+from files import run_tool
 from options import nearest
 
 # Keys | their values | our options and a remark, or why there are none. Values stand as word() gives them, the digits
@@ -224,4 +225,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_tool(main)

@@ -1,6 +1,8 @@
 """The benchmarks that set our step beside another: that they run, and fail where the two do not compute the same."""
 
 import contextlib
+import importlib
+import inspect
 import io
 import json
 import re
@@ -39,6 +41,21 @@ def test_overhead(on_ranks, corpus, prepared):
     assert low <= share <= high
     for kind, count in {"with a row": 2, "without": 18}.items():
         assert any(line.startswith(f"short: {count} steps {kind}:") for line in lines)
+
+
+@pytest.mark.parametrize("name, options", [
+    ("adapt", ["--steps", "--rank", "--lr"]), ("checkpoint", ["--mib", "--repeat"]), ("counted_step", ["--tokens"]),
+    ("data", ["--tokens", "--seconds", "--prepare-mb"]), ("generate", ["--tokens", "--rows"]), ("hf", ["--mib"]),
+    ("kill_storm", ["--kills"]), ("long_run", ["--steps", "--saves"]), ("overhead", ["--steps"]),
+    ("short_runs", ["--runs"]), ("step", ["--steps"]), ("transformers_step", ["--steps"])])
+def test_numbers_that_make_no_sense_are_refused(name, options, monkeypatch, capsys):
+    main = importlib.import_module(f"benchmarks.{name}").main
+    for option in options:
+        for text in ("0", "-1", "x"):
+            monkeypatch.setattr(sys, "argv", [name, f"{option}={text}"])
+            with pytest.raises(SystemExit, match="2"):
+                main(*([sys.argv[1:]] if inspect.signature(main).parameters else []))
+            assert f"argument {option}: {text} must be" in capsys.readouterr().err
 
 
 def test_a_row_counts_by_its_share():

@@ -1,5 +1,6 @@
 """What a run does when it is told to stop, and when something inside or around it fails."""
 
+import errno
 import io
 import json
 import logging
@@ -407,6 +408,13 @@ def test_ranks_need_no_output(write_config, tmp_path, closed):
     assert done.returncode == 0 and status(tmp_path / "outputs/silent")["state"] == "finished"
 
 
+def test_ctrl_c_ends_a_tool_without_a_traceback():
+    for raised, code in ((KeyboardInterrupt, 130), (None, 7)):
+        with pytest.raises(SystemExit) as ended:
+            files.run_tool(mock.Mock(side_effect=raised, return_value=7))
+        assert ended.value.code == code
+
+
 def test_a_reader_may_leave(monkeypatch):
     end, begin = os.pipe()
     os.close(end)
@@ -485,6 +493,13 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, cap
     assert "no locks on this file system" in capsys.readouterr().err
 
 
+def test_a_disk_that_takes_no_lock_is_no_file_system_without_them(tmp_path, monkeypatch):
+    for number in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
+        monkeypatch.setattr("os.open", mock.Mock(side_effect=OSError(number, "no")))
+        with pytest.raises(OSError, match="no"):
+            lock(tmp_path)
+
+
 def test_a_lock_that_belongs_to_another_user_keeps_this_one_out(tmp_path, monkeypatch):
     def refused(path: object, *_: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
@@ -513,6 +528,15 @@ def test_a_folder_that_cannot_be_had_is_refused(tmp_path, write_config, monkeypa
     check_folder(tmp_path / "other/r")
     with pytest.raises(ConfigError, match=rf"\[run\] output_dir: {tmp_path} cannot be written to"):
         check_folder(tmp_path / "r")
+
+
+def test_a_finished_run_needs_no_writable_folder(write_config, monkeypatch, capsys):
+    """As one that was made read-only to keep it."""
+    path = write_config("kept", train={"steps": 2}, checkpoint={})
+    assert launch(path).returncode == 0
+    monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK | os.X_OK)
+    assert launch_here([str(path)], Interruption()) == 0
+    assert "kept: finished at step 2; train.steps = 2 asks for no more" in capsys.readouterr().out
 
 
 def test_an_evaluation_without_a_checkpoint_is_refused_and_ends_by_ctrl_c(write_config, monkeypatch, capsys,
