@@ -51,8 +51,13 @@ def run_by_server(path: str) -> None:
         "blocked": [*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))], "ignored": ignored}).encode()
     socket.send_fds(server, [len(request).to_bytes(8, "little")], files)
     server.sendall(request)
+
+    def forward(number: int, frame: object) -> None:
+        with contextlib.suppress(OSError):  # it has ended
+            server.send(bytes([number]))
+
     for number in {*FORWARDED} - {*ignored}:
-        signal.signal(number, lambda number, frame: server.send(bytes([number])))
+        signal.signal(number, forward)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     code = int.from_bytes(server.recv(4), "little", signed=True)
     if code < 0:
