@@ -21,21 +21,25 @@ import torch
 import config
 import files
 import options
+from parallel.devices import DEVICES, known_as
 from parallel.mesh import World, all_gather_objects, on_rank_zero
 from parallel.plan_check import PlanCheck
 
 log = logging.getLogger("train")
 
-# Dense bfloat16 peak in FLOP/s by a part of the device's name, from data sheets; the first that fits counts. None: a
-# device whose name holds another's. Unknown devices print no MFU.
-PEAK_FLOPS = {"Laptop": None, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12, "H100": 989e12,
-              "H200": 989e12, "H800": 989e12, "GB200": 2500e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12,
-              "L40S": 362e12, "RTX 4090": 165e12, "MI300X": 1307e12}
+# Dense bfloat16 peak in TFLOP/s by a part of the name, from data sheets, of what the plan does not know.
+OTHER_PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "H800": 989, "GB200": 2500, "A800": 312,
+               "MI300X": 1307}
 
 
 def peak_flops(device: torch.device) -> float | None:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    """Dense bfloat16 FLOP/s by the data sheet; None, and so no MFU, of a device that is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    known = known_as(name, 0)  # of one name all sizes of memory have one peak
+    peak = DEVICES[known].peak if known else next((peak for part, peak in OTHER_PEAKS.items() if part in name), None)
+    return peak and peak * 1e12
 
 
 def peak_memory_gib(device: torch.device) -> float:

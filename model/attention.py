@@ -88,7 +88,7 @@ class Cache:
     def __init__(self, lengths: list[int], columns: int, n_layers: int, device: torch.device):
         """columns: the most tokens of a row, padding included."""
         self.lengths = torch.tensor(lengths, device=device)[:, None]  # (B, 1), of the first pass
-        self.columns, self.filled, self.first = columns, 0, 0  # first: columns of the first pass
+        self.filled, self.first = 0, 0  # first: columns of the first pass
         self.blocks = [KVCache(columns) for _ in range(n_layers)]
 
     def advance(self, new: int) -> tuple[Tensor | None, Tensor, Tensor]:

@@ -28,22 +28,9 @@ import config
 import files
 import hf_config
 from config import ConfigError
+from model import hf_weights
 from model.hf_tokenizer import fast_tokenizer_files, read_sentencepiece
-from model.hf_weights import (
-    INDEX,
-    PEFT_WEIGHTS,
-    SINGLE,
-    TOKENIZER_FILES,
-    fingerprint,
-    hf_name,
-    import_safetensors,
-    match_weights,
-    peft_name,
-    scan,
-    shapes,
-    weights_to_read,
-)
-from model.llama import Llama, meta_model, parameter_count
+from model.llama import meta_model, parameter_count
 from model.lora import Projection, is_adapter
 from options import together
 
@@ -57,8 +44,8 @@ def write_weights(folder: Path, m: config.Model, read: Callable[[str], Tensor], 
     read(our name) gives a full parameter. Holds one file's tensors in `dtype`, and one as it was read. Raises
     ConfigError, also where the disk lacks the room.
     """
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes(m).items()}
-    theirs = {name: hf_name(name) for name in sizes}
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in hf_weights.shapes(m).items()}
+    theirs = {name: hf_weights.hf_name(name) for name in sizes}
     total = sum(sizes.values())
     check_room(folder, total)
     shards, room = [], 0
@@ -69,16 +56,16 @@ def write_weights(folder: Path, m: config.Model, read: Callable[[str], Tensor], 
         room -= size
     weight_map = {}
     for number, names in enumerate(shards, 1):
-        file_name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file_name = hf_weights.SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         weight_map |= {theirs[name]: file_name for name in names}
         write_safetensors(folder / file_name, {theirs[name]: read(name).to(dtype) for name in names})
     if len(shards) > 1:
-        write_json(folder / INDEX, {"metadata": {"total_parameters": total // dtype.itemsize, "total_size": total},
-                                    "weight_map": weight_map})
+        metadata = {"total_parameters": total // dtype.itemsize, "total_size": total}
+        write_json(folder / hf_weights.INDEX, {"metadata": metadata, "weight_map": weight_map})
 
 
 def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    safetensors = import_safetensors(path)
+    safetensors = hf_weights.import_safetensors(path)
     path.touch()
     mode = path.stat().st_mode  # save_file() leaves a file that only its owner can read
     try:
@@ -110,14 +97,14 @@ def write_tokenizer(folder: Path, checkpoint: Path) -> None:
 
 def copied_files(folder: Path) -> list[Path]:
     """The files of a checkpoint or a Hugging Face folder that are copied unchanged."""
-    return [path for name in (*TOKENIZER_FILES, GENERATION) if (path := folder / name).is_file()]
+    return [path for name in (*hf_weights.TOKENIZER_FILES, GENERATION) if (path := folder / name).is_file()]
 
 
 def token_ids(checkpoint: Path) -> dict[str, Any]:
     """bos_token_id and eos_token_id by the checkpoint's tokenizer; empty where it has none, or it cannot be loaded."""
     from data.tokenizer import Tokenizer
 
-    if not any((checkpoint / name).is_file() for name in TOKENIZER_FILES[:2]):
+    if not any((checkpoint / name).is_file() for name in hf_weights.TOKENIZER_FILES[:2]):
         return {}
     try:
         tokenizer = Tokenizer(checkpoint)
@@ -176,9 +163,14 @@ def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int, adapte
         return whole.to(module.weight.dtype)
 
     if adapter:
-        write_adapter(folder, cfg, model, read, getattr(torch, dtype))
+        if not cfg.lora:
+            raise ConfigError(f"--adapter: the run {cfg.run.name} has no [lora]; export it whole, without --adapter")
+        tensors = {hf_weights.hf_name(name): read(name).to(getattr(torch, dtype))
+                   for name, _ in model.named_parameters() if is_adapter(name)}
+        write_safetensors(folder / hf_weights.PEFT_WEIGHTS, tensors)
+        write_json(folder / hf_config.ADAPTER, hf_config.render_adapter(cfg.lora, cfg.model.init_from))
         return
-    weights = weights_to_read(cfg, step=1)
+    weights = hf_weights.weights_to_read(cfg, step=1)
     write_tokenizer(folder, checkpoint)
     ids = token_ids(checkpoint)
     if not (folder / GENERATION).is_file():
@@ -187,35 +179,26 @@ def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int, adapte
     write_json(folder / "config.json", hf_config.render(cfg.model, cfg.train.seq_len, dtype, ids))
     write_weights(folder, cfg.model, merged if weights else read, getattr(torch, dtype), limit)
     if weights:
-        catalog.check_base(checkpoint, cfg.model.init_from, fingerprint([weights.sums]))
-
-
-def write_adapter(folder: Path, cfg: config.Config, model: Llama, read: Callable[[str], Tensor],
-                  dtype: torch.dtype) -> None:
-    """Writes PEFT's adapter folder. Raises ConfigError where the run has no adapters."""
-    if not cfg.lora:
-        raise ConfigError(f"--adapter: the run {cfg.run.name} has no [lora]; export it whole, without --adapter")
-    names = [name for name, _ in model.named_parameters() if is_adapter(name)]
-    write_safetensors(folder / PEFT_WEIGHTS, {peft_name(name): read(name).to(dtype) for name in names})
-    write_json(folder / hf_config.ADAPTER, hf_config.render_adapter(cfg.lora, cfg.model.init_from))
+        catalog.check_base(checkpoint, cfg.model.init_from, hf_weights.fingerprint([weights.sums]))
 
 
 def import_folder(source: Path, folder: Path) -> None:
     from checkpoint import save
 
-    _, found = together(lambda: hf_config.read(source / "config.json", config.SCHEMA), lambda: scan(source))
+    _, found = together(lambda: hf_config.read(source / "config.json", config.SCHEMA), lambda: hf_weights.scan(source))
     if (source / GENERATION).is_file():
         hf_config.read_json(source / GENERATION)  # an export will need it
     length = hf_config.read_json(source / "config.json").get("max_position_embeddings")
     train = {"seq_len": length} if type(length) is int and length > 0 else {}
     cfg = config.from_dict({"run": {"name": "imported"}, "model": {"init_from": str(source)},
                             "train": {"steps": 1, **train}}, str(source))
-    weights, model = match_weights(source, found, cfg.model), meta_model(cfg.model)
+    weights, model = hf_weights.match_weights(source, found, cfg.model), meta_model(cfg.model)
 
     def read(name: str) -> Tensor:
         full = weights.read(name)
         if not full.sum().isfinite():
-            raise ConfigError(f"{weights.stored[name].path}: {hf_name(name)} holds values that are not finite")
+            stored = weights.stored[name]
+            raise ConfigError(f"{stored.path}: {stored.name} holds values that are not finite")
         return full
 
     check_room(folder, 4 * parameter_count(model))

@@ -11,8 +11,6 @@ from typing import Any
 
 from config import ConfigError
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # SentencePiece.type
-BPE = 2  # TrainerSpec.model_type
 SPACE = "\u2581"
 
 
@@ -37,17 +35,17 @@ def read_sentencepiece(path: Path) -> Any:
 
 def fast_tokenizer_files(model: Any) -> dict[str, dict]:
     """{file name: content} of a ModelProto; empty where tokenizer.json cannot express it (unigram, normalized text)."""
-    trainer, normalizer, entries = model.trainer_spec, model.normalizer_spec, model.pieces
-    if (trainer.model_type != BPE or normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces
+    trainer, normalizer, entries, kind = model.trainer_spec, model.normalizer_spec, model.pieces, model.SentencePiece
+    if (trainer.model_type != trainer.BPE or normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces
             or not normalizer.escape_whitespaces):
         return {}
     vocab = {entry.piece: i for i, entry in enumerate(entries)}
     # sentencepiece merges into the vocabulary entry with the best score, tokenizers by a list of pairs, best first
-    cuts = ((entry.score, entry.piece[:i], entry.piece[i:]) for entry in entries if entry.type == NORMAL
+    cuts = ((entry.score, entry.piece[:i], entry.piece[i:]) for entry in entries if entry.type == kind.NORMAL
             for i in range(1, len(entry.piece)))
     pairs = sorted((-score, vocab[left], vocab[right], left, right) for score, left, right in cuts
                    if left in vocab and right in vocab)
-    unknown = next((entry.piece for entry in entries if entry.type == UNKNOWN), None)
+    unknown = next((entry.piece for entry in entries if entry.type == kind.UNKNOWN), None)
     bos, eos = (entries[i].piece if 0 <= i < len(entries) else None for i in (trainer.bos_id, trainer.eos_id))
     normalizers = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
     decoders = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"},
@@ -63,14 +61,15 @@ def fast_tokenizer_files(model: Any) -> dict[str, dict]:
         "tokenizer.json": {
             "version": "1.0", "truncation": None, "padding": None,
             "added_tokens": [{"id": i, "content": entry.piece, "single_word": False, "lstrip": False, "rstrip": False,
-                              "normalized": False, "special": entry.type != USER_DEFINED}
-                             for i, entry in enumerate(entries) if entry.type in (UNKNOWN, CONTROL, USER_DEFINED)],
+                              "normalized": False, "special": entry.type != kind.USER_DEFINED}
+                             for i, entry in enumerate(entries)
+                             if entry.type in (kind.UNKNOWN, kind.CONTROL, kind.USER_DEFINED)],
             "normalizer": {"type": "Sequence", "normalizers": normalizers},
             "pre_tokenizer": None, "post_processor": template if bos else None,
             "decoder": {"type": "Sequence", "decoders": decoders},
             "model": {"type": "BPE", "dropout": None, "unk_token": unknown, "continuing_subword_prefix": None,
                       "end_of_word_suffix": None, "fuse_unk": True,
-                      "byte_fallback": any(entry.type == BYTE for entry in entries), "ignore_merges": False,
+                      "byte_fallback": any(entry.type == kind.BYTE for entry in entries), "ignore_merges": False,
                       "vocab": vocab, "merges": [[left, right] for *_, left, right in pairs]},
         },
         # not LlamaTokenizer, which would replace these parts with its own

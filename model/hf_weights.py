@@ -44,14 +44,18 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
                    "added_tokens.json", "chat_template.jinja")
 DTYPES = ("F32", "BF16", "F16")  # safetensors' codes of what is read
-PEFT_WEIGHTS, PEFT_PREFIX = "adapter_model.safetensors", "base_model.model."
+PEFT_WEIGHTS = "adapter_model.safetensors"
 SUMMED = 2**20  # elements summed at a time for fingerprint(), in whole rows
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def hf_name(name: str) -> str:
-    """blocks.0.attention.q_proj.weight -> model.layers.0.self_attn.q_proj.weight. Raises ConfigError for a parameter
-    that Llama does not have there."""
+    """blocks.0.attention.q_proj.weight -> model.layers.0.self_attn.q_proj.weight; an adapter's name as PEFT has it.
+    Raises ConfigError for a parameter that Llama does not have there."""
+    if is_adapter(name):  # ....q_proj.lora_a.weight -> base_model.model....q_proj.lora_A.weight
+        projection, part = name.removesuffix(".weight").rsplit(".", 1)
+        theirs = hf_name(f"{projection}.weight").removesuffix(".weight")
+        return f"base_model.model.{theirs}.lora_{part[-1].upper()}.weight"
     number = "".join(re.findall(r"^blocks\.(\d+)\.", name))
     ours = re.sub(r"^blocks\.\d+\.", "blocks.N.", name)
     if ours not in NAMES:
@@ -138,7 +142,7 @@ def weights_to_read(cfg: config.Config, step: int) -> Weights | None:
     weights = open_weights(cfg.model)
     if not cfg.lora:
         return weights
-    adapter = {} if step or cfg.lora.init_from is None else open_adapter(cfg).stored
+    adapter = {} if step or cfg.lora.init_from is None else open_adapter(cfg)
     return Weights(weights.stored | adapter, {})
 
 
@@ -189,11 +193,8 @@ def scan(folder: Path) -> dict[str, Stored]:
             f"; {', '.join(pickled)}: pickled files can run code and are not read; load them with transformers and "
             "save_pretrained() what you trust" if pickled else ""))
 
-    def read_header(name: str) -> dict[str, Stored]:
-        path = folder / name
-        with opened(path) as file:  # safetensors checks that the tensors fill the file
-            entries = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  it is no dict
-            found = {key: Stored(path, key, entry.get_dtype(), entry.get_shape()) for key, entry in entries.items()}
+    def read_listed(name: str) -> dict[str, Stored]:
+        path, found = folder / name, read_header(folder / name)
         listed = {key for key, place in weight_map.items() if place == name} if weight_map else {*found}
         problems = [f"{path}: has no {key}, which {INDEX} lists" for key in sorted(listed - {*found})]
         problems += [f"{path}: has {key}, which {INDEX} does not list" for key in sorted({*found} - listed)]
@@ -201,34 +202,38 @@ def scan(folder: Path) -> dict[str, Stored]:
             raise ConfigError(*problems)
         return found
 
-    return {key: stored for found in together(*(partial(read_header, name) for name in names))
+    return {key: stored for found in together(*(partial(read_listed, name) for name in names))
             for key, stored in found.items()}
 
 
-def peft_name(name: str) -> str:
-    """blocks.0.attention.q_proj.lora_a.weight -> base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"""
-    projection, part = name.removesuffix(".weight").rsplit(".", 1)
-    return PEFT_PREFIX + hf_name(f"{projection}.weight").replace("weight", f"lora_{part[-1].upper()}.weight")
+def read_header(path: Path) -> dict[str, Stored]:
+    with opened(path) as file:  # safetensors checks that the tensors fill the file
+        entries = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  it is no dict
+        return {key: Stored(path, key, entry.get_dtype(), entry.get_shape()) for key, entry in entries.items()}
 
 
-def open_adapter(cfg: config.Config) -> Weights:
+def open_adapter(cfg: config.Config) -> dict[str, Stored]:
     """PEFT's adapter folder, lora.init_from, under our names. Raises ConfigError where it is not this model's."""
     path, theirs = Path(cfg.lora.init_from, PEFT_WEIGHTS), hf_config.read_adapter(Path(cfg.lora.init_from))
     if (alpha := theirs.get("lora_alpha")) != cfg.lora.alpha:
         raise ConfigError(f"[lora] alpha = {cfg.lora.alpha:g}: {path.parent} has lora_alpha = {alpha}; leave it out")
-    with opened(path) as file:
-        found = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  it is no dict
-        found = {key: Stored(path, key, entry.get_dtype(), entry.get_shape()) for key, entry in found.items()}
-    adapters = {name: p for name, p in meta_model(cfg.model, cfg.lora).named_parameters() if is_adapter(name)}
-    ours = {peft_name(name): name for name in adapters}
-    problems = [f"{path}: has no {key}" for key in ours.keys() - found.keys()]
-    problems += [f"{path}: has {key}, which these adapters do not" for key in found.keys() - ours.keys()]
-    problems += [f"{path}: {key} is {found[key].dtype} {found[key].shape}; must be {' or '.join(DTYPES)} of shape "
-                 f"{[*adapters[name].shape]}" for key, name in ours.items() if key in found
-                 and (found[key].dtype not in DTYPES or found[key].shape != [*adapters[name].shape])]
+    parameters = meta_model(cfg.model, cfg.lora).named_parameters()
+    return matched(path, read_header(path), {name: [*p.shape] for name, p in parameters if is_adapter(name)})
+
+
+def matched(path: Path, found: dict[str, Stored], ours: dict[str, list[int]]) -> dict[str, Stored]:
+    """What was found under our names, of which `ours` has the shapes. Raises ConfigError where it is not just that."""
+    wanted = {hf_name(name): shape for name, shape in ours.items()}
+    problems = [f"{path}: has no {name}" for name in wanted.keys() - found.keys()]
+    for name, stored in found.items():
+        if name not in wanted:
+            problems.append(f"{stored.path}: has {name}, which this model does not")
+        elif stored.dtype not in DTYPES or stored.shape != wanted[name]:
+            problems.append(f"{stored.path}: {name} is {stored.dtype} {stored.shape}; must be {' or '.join(DTYPES)} of "
+                            f"shape {wanted[name]}")
     if problems:
         raise ConfigError(*sorted(problems))
-    return Weights({name: found[key] for key, name in ours.items()})
+    return {name: found[hf_name(name)] for name in ours}
 
 
 def match_weights(folder: Path, found: dict[str, Stored], m: config.Model) -> Weights:
@@ -237,23 +242,14 @@ def match_weights(folder: Path, found: dict[str, Stored], m: config.Model) -> We
     Ignored: rotary_emb.inv_freq, a constant that old checkpoints hold. With tied embeddings lm_head.weight may be there
     too, and must equal the embedding: where it does not, config.json is wrong about the model.
     """
-    ours = shapes(m)
-    wanted = {hf_name(name): shape for name, shape in ours.items()}
-    head, embedding = hf_name("head.weight"), hf_name("embedding.weight")
     found = {name: stored for name, stored in found.items() if not name.endswith(".rotary_emb.inv_freq")}
-    tied = found.pop(head, None) if m.tie_embeddings else None
-    problems = [f"{folder}: has no {name}" for name in wanted.keys() - found.keys()]
-    for name, stored in found.items():
-        if name not in wanted:
-            problems.append(f"{stored.path}: has {name}, which this model does not")
-        elif stored.dtype not in DTYPES or stored.shape != wanted[name]:
-            problems.append(f"{stored.path}: {name} is {stored.dtype} {stored.shape}; must be {' or '.join(DTYPES)} of "
-                            f"shape {wanted[name]}")
-    if tied and not problems:
-        with opened(tied.path) as file, opened(found[embedding].path) as other:  # mapped: compared without a copy
-            pair = file.get_tensor(head), other.get_tensor(embedding)
+    tied = found.pop(hf_name("head.weight"), None) if m.tie_embeddings else None
+    weights = Weights(matched(folder, found, shapes(m)))
+    if tied:
+        embedding = weights.stored["embedding.weight"]
+        with opened(tied.path) as file, opened(embedding.path) as other:  # mapped: compared without a copy
+            pair = file.get_tensor(tied.name), other.get_tensor(embedding.name)
         if pair[0].dtype != pair[1].dtype or not torch.equal(*pair):
-            problems.append(f"{tied.path}: {head} differs from {embedding}, but config.json has tie_word_embeddings")
-    if problems:
-        raise ConfigError(*sorted(problems))
-    return Weights({name: found[hf_name(name)] for name in ours})
+            raise ConfigError(f"{tied.path}: {tied.name} differs from {embedding.name}, but config.json has "
+                              "tie_word_embeddings")
+    return weights

@@ -90,9 +90,7 @@ class Linear(nn.Linear):
 
 class Embedding(nn.Embedding):
     init_std = 1.0
-
-    def reset_parameters(self) -> None:
-        """Nothing, as Linear's."""
+    reset_parameters = Linear.reset_parameters  # nothing
 
 
 class Attention(nn.Module):

@@ -1,6 +1,7 @@
 """Activation checkpointing: which blocks discard their activations after forward and recompute them in backward."""
 
-from collections import Counter
+import itertools
+from collections import defaultdict
 from functools import partial
 
 import torch
@@ -60,18 +61,14 @@ def _save_expensive_ops(kept: set[int]):
     Compiled, the partitioner would drop it anyway; eagerly it would be kept for nothing. Of tensor parallelism's two
     reduce-scatters likewise: to run the first again would send it again.
     """
-    counts: Counter[tuple[str, bool]] = Counter()
-
-    def number(kind: str, context) -> int:
-        counts[kind, context.is_recompute] += 1
-        return counts[kind, context.is_recompute] - 1
+    numbers = defaultdict(itertools.count)  # of the operators of each kind so far, and again in the recomputation
 
     def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
         if operator in ATTENTION:
             return CheckpointPolicy.MUST_SAVE
-        if operator in MATRIX_PRODUCTS and number("product", context) in kept:
+        if operator in MATRIX_PRODUCTS and next(numbers["product", context.is_recompute]) in kept:
             return CheckpointPolicy.MUST_SAVE
-        if operator == REDUCE_SCATTER and number("reduce-scatter", context) == 0:
+        if operator == REDUCE_SCATTER and next(numbers["reduce-scatter", context.is_recompute]) == 0:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -118,20 +118,16 @@ class Counted(TorchDispatchMode):
         kind, size = self.storages.pop(key)
         self.live[kind] -= size
 
-    def resize(self, storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-        """In place of storage.resize_(), which no operator shows: FSDP2 frees by it what it gathered."""
-        resize_storage(storage, size)
+    def resized(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """After storage.resize_(), which no operator shows: FSDP2 frees by it what it gathered."""
         if storage._cdata in self.storages:
-            self.set(storage._cdata, "gathered units", size)
+            self.set(storage._cdata, "gathered units", storage.nbytes())
         return storage
 
-    def unseen(self, function: Callable) -> Callable:
-        """function, of which nothing counts."""
-        def wrapped(*args: Any) -> Any:
-            with mock.patch.object(self, "paused", True):
-                return function(*args)
-
-        return wrapped
+    def unseen(self, function: Callable, *args: Any) -> Any:
+        """function(*args), of which nothing counts."""
+        with mock.patch.object(self, "paused", True):
+            return function(*args)
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if operator is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # half of all calls
@@ -192,6 +188,3 @@ class Counted(TorchDispatchMode):
         sent[dimension, kind, "bytes"] += max(t.nbytes for t in tensors)
         if dimension in ("dp_shard", "dp_replicate"):
             self.mark(tensors, "gathered units" if kind == "all_gather" else "reductions")
-
-
-resize_storage = torch.UntypedStorage.resize_

@@ -55,11 +55,10 @@ ATTENTION = {True: 554 / 720, False: 376 / 720}
 def device(name: str) -> Device:
     """NAME, or NAME,rate=value,... for other rates. Raises ConfigError."""
     name, *changes = name.split(",")
-    known = {name.lower(): found for name, found in DEVICES.items()}
-    if name.lower() not in known:
+    found = {key.lower(): device for key, device in DEVICES.items()}.get(name.lower())
+    if found is None:
         raise ConfigError(f"--gpu {name}: unknown; known are {', '.join(DEVICES)}")
     rates = [f.name for f in fields(Device)]
-    found = known[name.lower()]
     for change in changes:
         rate, _, value = change.partition("=")
         try:
@@ -74,8 +73,10 @@ def device(name: str) -> Device:
 
 def known_as(name: str, memory_gib: float) -> str | None:
     """The name in DEVICES of what CUDA calls so, as "NVIDIA A100-SXM4-80GB"; None: it is not there."""
-    words = re.split("[ -]", name.replace("RTX ", "RTX"))
-    same = [key for key in DEVICES if key.split("-")[0] in words and "Laptop" not in words]
+    words = {*re.split("[ -]", name.replace("RTX ", "RTX"))}
+    if {"Laptop", "NVL"} & words or {"H100", "PCIe"} <= words:  # other chips, by the same name
+        return None
+    same = [key for key in DEVICES if key.split("-")[0] in words]
     return min(same, key=lambda key: abs(DEVICES[key].memory - memory_gib), default=None)
 
 

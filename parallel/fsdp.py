@@ -13,11 +13,11 @@ where the host is slow against the kernels, or a unit's computation shorter than
 2), and costs the memory of that many unsharded units.
 """
 
-import contextlib
 import fnmatch
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -32,18 +32,15 @@ from model.llama import Llama, named_parameters
 from parallel.float8 import send_in_8_bits
 from parallel.mesh import World, fsdp_mesh
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 def units(model: Llama) -> list[tuple[str, list[nn.Module]]]:
     """(name, modules) of each unit in forward order. Tied embedding and head share a matrix, so they are one unit."""
-    blocks = [(f"blocks.{i}", [block]) for i, block in enumerate(model.blocks)]
+    blocks = [[block] for block in model.blocks]
     if model.config.tie_embeddings:
-        named = [("embedding+head", [model.embedding, model.head]), *blocks]
+        modules = [[model.embedding, model.head], *blocks]
     else:
-        named = [("embedding", [model.embedding]), *blocks, ("head", [model.head])]
-    assert [name for name, _ in named] == config.unit_names(model.config)
-    return named
+        modules = [[model.embedding], *blocks, [model.head]]
+    return [*zip(config.unit_names(model.config), modules, strict=True)]
 
 
 def unit_parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
@@ -71,7 +68,7 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
                 ignored_params=unsharded,
             )
     if model.config.tie_embeddings:  # one policy for both; the head's leaves outputs alone, so the embedding casts here
-        stream = DTYPES[p.output_dtype or p.param_dtype]
+        stream = getattr(torch, p.output_dtype or p.param_dtype)
         model.embedding.register_forward_hook(lambda module, inputs, output: output.to(stream))
     else:
         model.embedding.set_unshard_in_backward(False)  # a look-up's gradient needs no weight
@@ -79,39 +76,27 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
     set_prefetch(model, p)
 
 
-@contextlib.contextmanager
-def one_mesh_to_reshard_to() -> Iterator[None]:
+def one_mesh_to_reshard_to() -> AbstractContextManager:
     """Within, units that reshard to n ranks after forward share a mesh. fully_shard() would make one for each unit,
     with process groups of its own: six for each of 34 units on eight ranks, and on a GPU as many communicators, which
     run out (https://github.com/pytorch/pytorch/issues/153302). It has no argument for that, hence the patch."""
     made, original = {}, fully_shard_module._get_post_forward_mesh_info
 
     def shared(reshard_after_forward: bool | int, mesh_info: Any) -> Any:
-        if isinstance(reshard_after_forward, bool):
-            return original(reshard_after_forward, mesh_info)
         if reshard_after_forward not in made:
             made[reshard_after_forward] = original(reshard_after_forward, mesh_info)
         return made[reshard_after_forward]
 
-    fully_shard_module._get_post_forward_mesh_info = shared
-    try:
-        yield
-    finally:
-        fully_shard_module._get_post_forward_mesh_info = original
+    return mock.patch.object(fully_shard_module, "_get_post_forward_mesh_info", shared)
 
 
-@contextlib.contextmanager
-def integers_as_parameters() -> Iterator[None]:
+def integers_as_parameters() -> AbstractContextManager:
     """Within, fully_shard() takes frozen integers, as NF4's bytes: torch 2.11 makes every shard a parameter that needs
     a gradient, which integers cannot, and only then looks whether it does."""
     def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
         return nn.Parameter(data, requires_grad and data.is_floating_point())
 
-    fsdp_param_module.nn = SimpleNamespace(Parameter=parameter, Module=nn.Module)
-    try:
-        yield
-    finally:
-        fsdp_param_module.nn = nn
+    return mock.patch.object(fsdp_param_module, "nn", SimpleNamespace(Parameter=parameter, Module=nn.Module))
 
 
 def unsharded_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:
@@ -153,7 +138,7 @@ def unit_dtypes(p: config.Parallel, unit: str) -> tuple[torch.dtype, torch.dtype
     """(param_dtype, reduce_dtype) of a unit: as the options say, or float32 where `keep_fp32` matches it."""
     if any(fnmatch.fnmatchcase(unit, pattern) for pattern in p.keep_fp32):
         return torch.float32, torch.float32
-    return DTYPES[p.param_dtype], DTYPES[p.reduce_dtype]
+    return getattr(torch, p.param_dtype), getattr(torch, p.reduce_dtype)
 
 
 def sent_dtype(q: nn.Parameter, param_dtype: torch.dtype) -> torch.dtype:
@@ -169,7 +154,7 @@ def precision(p: config.Parallel, unit: str, holds_head: bool) -> MixedPrecision
     return MixedPrecisionPolicy(
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
-        output_dtype=None if holds_head else DTYPES[p.output_dtype or p.param_dtype],
+        output_dtype=None if holds_head else getattr(torch, p.output_dtype or p.param_dtype),
         cast_forward_inputs=False,
     )
 

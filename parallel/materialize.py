@@ -53,14 +53,12 @@ def _fill(model: nn.Module, fill: Callable[[str, Offsets, Tensor, torch.Size], N
     """Makes all storage, NaN, then calls fill(name, offsets, this rank's shard, full shape) for each parameter. Returns
     the tensors that still hold a NaN."""
     # to_empty() makes a new parameter at every place of a tied one
-    places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(parameter, []).append((module, name))
+    places = [(module, name, parameter) for module in model.modules()
+              for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)]
     model.to_empty(device=device)
-    for (module, name), *others in places.values():
-        for other, its_name in others:
-            setattr(other, its_name, getattr(module, name))
+    made: dict[Tensor, nn.Parameter] = {}
+    for module, name, before in places:
+        setattr(module, name, made.setdefault(before, getattr(module, name)))
     tensors = dict(local_tensors(model))
     with torch.no_grad():
         for local in tensors.values():
@@ -122,7 +120,8 @@ def draw(out: Tensor, offsets: Offsets, shape: torch.Size, distribution: tuple[f
     while row < end and out.numel():
         block, within = divmod(row, rows_per_block)
         count = min(rows_per_block - within, end - row)
-        generator.manual_seed(block_seed(seed, name, block))
+        key = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
+        generator.manual_seed(int.from_bytes(key, "big") >> 1)
         values = torch.empty((min(rows_per_block, shape[0] - block * rows_per_block), *shape[1:]), device=out.device)
         if math.isinf(cutoff):
             values.normal_(0.0, std, generator=generator)
@@ -130,7 +129,3 @@ def draw(out: Tensor, offsets: Offsets, shape: torch.Size, distribution: tuple[f
             nn.init.trunc_normal_(values, 0.0, std, -cutoff * std, cutoff * std, generator=generator)
         out[row - offsets[0] :][:count] = values[(slice(within, within + count), *columns)]
         row += count
-
-
-def block_seed(seed: int, name: str, block: int) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest(), "big") >> 1

@@ -93,16 +93,13 @@ def planned(cfg: config.Config, ranks: int, asked: Asked, epoch: float | None = 
         "not_counted": ["the time of copies to the host, and of the update there"] * cfg.parallel.cpu_offload + (
                        [] if step.held["optimizer state"] else
                        [f"the state of {step.optimizer}, which optim.build_optimizer does not make"]),
-        **dict.fromkeys(("step_seconds", "tokens_per_second_per_device", "best_tokens_per_second_per_device", "mfu",
-                         "waiting_seconds", "gpu_hours", "kilowatt_hours")),
     }
-    if asked.gpu:
-        hours = seconds * cfg.train.steps * ranks / 3600
-        row |= {"step_seconds": seconds, "tokens_per_second_per_device": tokens / seconds,
-                "best_tokens_per_second_per_device": tokens / best, "waiting_seconds": seconds - computed,
-                "mfu": tokens / seconds * flops / (asked.gpu.peak * 1e12), "gpu_hours": hours,
-                "kilowatt_hours": hours * asked.gpu.watts / 1000}
-    return row, moments
+    hours = seconds * cfg.train.steps * ranks / 3600
+    timed = {"step_seconds": seconds, "tokens_per_second_per_device": tokens / seconds,
+             "best_tokens_per_second_per_device": tokens / best, "waiting_seconds": seconds - computed,
+             "mfu": tokens / seconds * flops / (cluster.device.peak * 1e12), "gpu_hours": hours,
+             "kilowatt_hours": hours * cluster.device.watts / 1000}
+    return row | (timed if asked.gpu else dict.fromkeys(timed)), moments
 
 
 def device_gib(step: Step) -> float:

@@ -94,7 +94,6 @@ class PlanCheck:
                 log.warning("warning: the step's time is more than %.0f %% off the plan", 100 * TIME_OFF)
 
     def close(self) -> None:
-        if self.process and self.process.poll() is None:
-            self.process.kill()
         if self.process:
+            self.process.kill()  # nothing, where it has ended
             self.process.communicate()

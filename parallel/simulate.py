@@ -167,11 +167,12 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tupl
 def without_storage(counted: Counted) -> list:
     """Patches of what needs a tensor's value, or another class of tensors, or passes by the operators."""
     whole = ShardingPropagator._propagate_tensor_meta_non_cached  # DTensor's look at shapes: not this rank's
+    resize = torch.UntypedStorage.resize_
     return [
         mock.patch("optim.place_in_whole", lambda *unused: torch.zeros(4, dtype=torch.int32)),
         mock.patch.object(FakeTensor, "as_subclass", lambda t, kind: setattr(t, "__class__", FakeShard) or t),
-        mock.patch.object(ShardingPropagator, whole.__name__, counted.unseen(whole)),
-        mock.patch.object(torch.UntypedStorage, "resize_", lambda *of: counted.resize(*of)),
+        mock.patch.object(ShardingPropagator, whole.__name__, lambda *args: counted.unseen(whole, *args)),
+        mock.patch.object(torch.UntypedStorage, "resize_", lambda *of: counted.resized(resize(*of))),
     ]
 
 
@@ -229,8 +230,8 @@ def as_on_a_gpu(cfg: config.Config, counted: Counted) -> list:
 
 def one_kernel(counted: Counted, function: Callable, *args: Any) -> Any:
     """function(*args), compiled: what is between its inputs and outputs does not exist."""
-    with mock.patch.object(counted, "paused", True), mock.patch("torch.compiler.is_compiling", lambda: True):
-        result = function(*args)
+    with mock.patch("torch.compiler.is_compiling", lambda: True):
+        result = counted.unseen(function, *args)
     counted.phases[-1].work["moved"] += sum(t.nbytes for t in tree_iter((args, result)) if isinstance(t, Tensor))
     counted.mark(tree_iter(result), "working memory")
     return result

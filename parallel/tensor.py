@@ -69,8 +69,8 @@ def apply_tensor_parallelism(model: Llama, recompute: str | int, world: World) -
         attention, feed_forward = block.attention, block.feed_forward
         for module, last in (attention, attention.o_proj), (feed_forward, feed_forward.down_proj):
             module.forward = tp.of_whole(module.forward, keep_part=not is_checkpointed(recompute, i))
-            last.forward = followed_by(tp.scatter, last.forward)
-    model.head.norm.forward = followed_by(tp.gather, model.head.norm.forward)
+            last.register_forward_hook(lambda module, args, out: tp.scatter(out))
+    model.head.norm.register_forward_hook(lambda module, args, out: tp.gather(out))
     model.head.forward = tp.with_vocabulary_shard(model.head)
 
 
@@ -98,10 +98,6 @@ def cut_weights(model: Llama, world: World) -> None:
             module.parametrizations[name].original = places[weight]
             if name == "scales" and placement.is_replicate():  # those of all columns, of which a rank has some
                 module.first_block = world.mesh.get_local_rank("tp") * (module.in_features // world.tp // BLOCK)
-
-
-def followed_by(after: Callable[[Tensor], Tensor], forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda x: after(forward(x))
 
 
 @dataclass

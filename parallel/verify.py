@@ -20,8 +20,6 @@ from parallel.materialize import local_rectangle
 from parallel.mesh import World, fsdp_mesh
 from parallel.tensor import placement_of
 
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes
-
 
 def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict]:
     """Returns the unit map: a row for each unit. Raises RuntimeError naming the first parameter that is wrong."""
@@ -97,7 +95,7 @@ def _check_replicas(parameters: dict[str, nn.Parameter], group: dist.ProcessGrou
     sums = []
     for q in parameters.values():
         local = q.detach().to_local() if isinstance(q, DTensor) else q.detach()
-        bits = local.contiguous().view(BITS[local.itemsize]).flatten().long()
+        bits = local.contiguous().view(getattr(torch, f"int{8 * local.itemsize}")).flatten().long()
         weights = torch.arange(len(bits), device=bits.device) % 65521 + 1  # so that two values swapped are seen
         sums.append(torch.stack([bits.sum(), (bits * weights).sum()]))
     low = torch.stack(sums).cpu()

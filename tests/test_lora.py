@@ -22,7 +22,7 @@ from config import ConfigError
 from data.dataset import open_dataset
 from data.loader import Loader
 from model import generate, hf, nf4
-from model.hf_weights import fingerprint, peft_name, weighted_sum, weights_to_read
+from model.hf_weights import fingerprint, hf_name, weighted_sum, weights_to_read
 from model.llama import build_model, flops_per_token, meta_model, named_parameters, parameter_count
 from optim import learning_rate
 from parallel.materialize import materialize
@@ -116,7 +116,7 @@ def peft_loop(cfg: config.Config, base) -> tuple[list[dict], PeftModel, dict]:
         optimizer.zero_grad()
         found.append({"loss": loss.item(), "grad_norm": norm.item(), "batch_digest": batch.digest})
     loader.close()
-    names = {peft_name(name): name for name, p in meta_model(cfg.model, cfg.lora).named_parameters() if p.requires_grad}
+    names = {hf_name(name): name for name, p in meta_model(cfg.model, cfg.lora).named_parameters() if p.requires_grad}
     moments = {names[name.replace(".default", "")]: optimizer.state[p]["exp_avg"] for name, p in trained.items()}
     return found, model, moments
 
@@ -162,7 +162,7 @@ def test_training_is_that_of_peft(trained, expected, ranks, name):
     assert {name for name in tensors if name.startswith("model.")} == {f"model.{name}" for name in moments}
     assert len(moments) == 2 * 7 * 2
     for name, moment in moments.items():
-        assert near(tensors[f"model.{name}"], theirs[peft_name(name)]), name
+        assert near(tensors[f"model.{name}"], theirs[hf_name(name)]), name
         assert near(tensors[f"optim.{name}.exp_avg"], moment), name
 
 
@@ -433,7 +433,7 @@ def test_a_row_that_64_does_not_divide_is_refused(corpus, prepared, tmp_path):
     ({"target_modules": "all-linear"}, 'target_modules = "all-linear"'),
     ({"target_modules": ["q_proj", 3]}, "target_modules = "),
     ({"init_lora_weights": "pissa"}, 'init_lora_weights = "pissa": only true can be read'),
-    ({"target_modules": ["q_proj"]}, "has base_model.model.model.layers.0.mlp.down_proj.lora_A.weight, which these"),
+    ({"target_modules": ["q_proj"]}, "has base_model.model.model.layers.0.mlp.down_proj.lora_A.weight, which this model"),
     ({"peft_type": "IA3"}, 'peft_type = "IA3": only "LORA" can be read'),
 ])
 def test_another_adapter_is_refused(base, adapter, corpus, prepared, tmp_path, change, message):
