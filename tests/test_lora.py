@@ -433,7 +433,7 @@ def test_a_row_that_64_does_not_divide_is_refused(corpus, prepared, tmp_path):
     ({"target_modules": "all-linear"}, 'target_modules = "all-linear"'),
     ({"target_modules": ["q_proj", 3]}, "target_modules = "),
     ({"init_lora_weights": "pissa"}, 'init_lora_weights = "pissa": only true can be read'),
-    ({"target_modules": ["q_proj"]}, "has base_model.model.model.layers.0.mlp.down_proj.lora_A.weight, which this model"),
+    ({"target_modules": ["q_proj"]}, "has base_model.model.model.layers.0.mlp.down_proj.lora_A.weight, which"),
     ({"peft_type": "IA3"}, 'peft_type = "IA3": only "LORA" can be read'),
 ])
 def test_another_adapter_is_refused(base, adapter, corpus, prepared, tmp_path, change, message):
