@@ -150,20 +150,20 @@ def training_step(model: Llama, optimizer: torch.optim.Optimizer, guard: FiniteG
 
 
 def main(args: Namespace, cfg: Config, stop: StopRequest) -> int:
+    launch = None if args.eval_only else args.launch  # an evaluation leaves the run as it is
     try:
         if args.dry_run:
             return 0 if dry_run(cfg, args, samples_per_epoch(cfg)) else DOES_NOT_FIT
-        if code := failed_for_good(cfg, args.launch):
+        if code := failed_for_good(cfg, launch):
             return code
-        with distributed(cfg) as world, Run(cfg, world, None if args.eval_only else args.launch, stop) as run:
-            cfg = on_rank_zero(lambda: going_on(cfg, args.launch))
+        with distributed(cfg) as world, Run(cfg, world, launch, stop) as run:
+            cfg = on_rank_zero(lambda: going_on(cfg, launch))
             (evaluate_newest if args.eval_only else train)(cfg, world, run)
         return run.exit_code
     except ConfigError as error:
         # before there is a run: a device that this node lacks, other options than rank 0 has
-        if not (args.launch and report_failure(
-                config.run_folder(cfg), args.launch, rank_and_size()[0], step=0, phase="start", progress=0,
-                exit_code=INPUT_IS_WRONG, text=str(error), final=True)):
+        if not (launch and report_failure(config.run_folder(cfg), launch, rank_and_size()[0], step=0, phase="start",
+                                          progress=0, exit_code=INPUT_IS_WRONG, text=str(error), final=True)):
             print(error, file=sys.stderr)
         return INPUT_IS_WRONG
 

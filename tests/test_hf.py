@@ -154,6 +154,10 @@ def test_the_export_loads_in_transformers_bit_for_bit(read, folders, tmp_path, c
         held = sum(p.numel() for p in theirs.parameters())
         assert found == {"total_parameters": held, "total_size": held * width}
     assert len([*(tmp_path / "halves").glob("*.safetensors")]) < len(files)
+    largest = max(p.nbytes for p in theirs.parameters()) / 2**30
+    two = held * 4 / 2**30 - largest / 2
+    assert run(capsys, "export", run_folder, tmp_path / "two", "--shard-gib", str(two)) == (0, "")
+    assert len([*(tmp_path / "two").glob("*.safetensors")]) == 2 and (tmp_path / "two" / INDEX).exists()
     assert not list(tmp_path.glob(".*"))
     assert len({path.stat().st_mode for path in tmp_path.glob("*/*")}) == 1  # who may read config.json may read weights
     again = open_weights(config_from(str(tmp_path / "many")).model)  # and we read what we write

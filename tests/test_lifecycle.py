@@ -607,6 +607,7 @@ def test_a_save_has_time_to_wait_for_another_and_to_verify_what_is_kept():
         assert config.longest_timeout(make_config(run={**TIMEOUTS, longest: 9000.0})) > 9000
     timeouts = Run(cfg, None, None, StopRequest()).timeouts
     assert timeouts["save"] == (1 + 1 + 3) * 20 and timeouts["restore"] == 20 and timeouts["step"] == 5
+    assert Run(make_config(run=TIMEOUTS, checkpoint={}), None, None, StopRequest()).timeouts["save"] == (1 + 1) * 20
 
 
 def test_a_failed_save_leaves_the_step_of_the_last_good_one(tmp_path):

@@ -382,6 +382,8 @@ def test_evaluating_reads_the_base_and_another_is_refused(trained, expected, bas
     done = launch(*words, "--train.steps=11", f"--model.init_from={tmp_path / 'other'}")
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert done.stderr.count("its weights have the hash") == 1 and "name the folder with that base" in done.stderr
+    done = launch(*words, "--eval-only", f"--model.init_from={tmp_path / 'other'}")
+    assert done.returncode == 2 and "its weights have the hash" in done.stderr and not done.stdout, done.stderr
     assert content(run) == before
 
 

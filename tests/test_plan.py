@@ -290,6 +290,17 @@ def test_suggestions_go_on_past_offload(monkeypatch):
     assert overrides == ("--train.micro_batch_size=1", "--parallel.recompute=full")
 
 
+def test_where_one_change_is_enough_all_that_are_one_are_told_and_no_more(monkeypatch):
+    monkeypatch.setattr(advice, "plan", lambda cfg, ranks, asked: {
+        "fits": cfg.train.micro_batch_size == 1, "host_gib": 0.0, "tokens_per_second_per_device": 1.0})
+    args, row = config.parse_arguments([str(CONFIGS / "tiny.toml")]), {"micro_batch_size": 8, "world_size": 1}
+    cfg = config.load(args.config)
+    one = [(names, times) for names, times in advice.changes(row, cfg, 8) if len(names) + (times > 1) == 1]
+    found = [change for change, _ in advice.tried(row, args, Asked())]
+    assert len(found) > 5 and found == [change for change in one if change in found]
+    assert {("--train.micro_batch_size=1",), ("--parallel.cpu_offload=true",), ()} <= {names for names, _ in found}
+
+
 def test_changes_are_of_every_kind_and_tp_stays_within_a_node():
     cfg = config.load(str(CONFIGS / "tiny.toml"), ["--parallel.recompute=2", "--parallel.prefetch_backward=2"])
     found = [names for names, _ in advice.changes({"micro_batch_size": 8, "world_size": 16}, cfg, gpus_per_node=4)]
