@@ -803,7 +803,7 @@ def test_one_ctrl_c_while_the_ranks_start_is_one(tmp_path, monkeypatch, own_hand
     assert file.read_text() == str(int(signal.SIGINT))
 
 
-def test_a_job_that_is_cancelled_while_it_stops_is_not_requeued(tmp_path, own_handlers):
+def test_a_job_that_is_cancelled_while_it_stops_is_not_requeued(tmp_path, own_handlers, capsys):
     """What asked for it last decides, and its child here asks twice; the ranks are told once."""
     program = ("import os, signal, time\nfor number in (signal.SIGUSR1, signal.SIGTERM):\n"
                "    os.kill(os.getppid(), number)\n    time.sleep(0.5)")
@@ -811,6 +811,7 @@ def test_a_job_that_is_cancelled_while_it_stops_is_not_requeued(tmp_path, own_ha
     assert run_ranks([sys.executable, "-c", program], tmp_path, "x", interruption) == 0
     assert interruption.asked == signal.SIGTERM
     assert stop_file(tmp_path, "x").read_text() == str(int(signal.SIGUSR1))
+    assert capsys.readouterr().err == "asked to stop by SIGUSR1\nasked to stop by SIGTERM\n"
 
 
 def test_a_hangup_that_is_ignored_stays_ignored(own_handlers):
