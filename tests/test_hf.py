@@ -23,7 +23,7 @@ from config import ConfigError
 from data.loader import Loader
 from data.tokenizer import Tokenizer
 from data.tokens import open_stream
-from lifecycle.launch import check_launch
+from lifecycle.checks import check_launch
 from lifecycle.signals import Interruption
 from model import generate, hf
 from model.hf_tokenizer import fast_tokenizer_files, read_sentencepiece

@@ -23,9 +23,10 @@ import config
 import files
 from checkpoint import catalog
 from config import ConfigError
+from lifecycle.checks import check_compiler
 from lifecycle.command import Ranks, requeue, usable, visible_gpus
 from lifecycle.folder import check_folder, failures, going_on, lock, report_failure, stop_file, sweep, write_status
-from lifecycle.launch import check_compiler, exit_code, listen, mark_stopped, run_ranks
+from lifecycle.launch import exit_code, listen, mark_stopped, run_ranks
 from lifecycle.launch import launch as launch_here
 from lifecycle.run import Run
 from lifecycle.signals import SIGNALS, Interruption, StopRequest, Watchdog, read_stop
@@ -650,7 +651,7 @@ def test_watch_tells_where_the_main_thread_stands():
 
 
 def test_a_compiler_is_looked_for_before_the_launch(monkeypatch):
-    monkeypatch.setattr("lifecycle.launch.shutil.which", lambda name: name if name == "mycc" else None)
+    monkeypatch.setattr("lifecycle.checks.shutil.which", lambda name: name if name == "mycc" else None)
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
     check_compiler(make_config())

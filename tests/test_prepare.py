@@ -25,7 +25,7 @@ from data.encode import is_validation, progress, report
 from data.prepare import main, prepare
 from data.tokenizer import Tokenizer, train_tokenizer
 from data.tokens import open_stream, read_manifest
-from lifecycle.launch import check_launch
+from lifecycle.checks import check_launch
 from lifecycle.signals import Interruption
 from tests.conftest import REPO, config_for, launch, make_config, prepare_one, words
 from tests.warm import warm_python

@@ -1,0 +1,94 @@
+"""What one process can check before the ranks start; and the data is prepared, except in a job."""
+
+import os
+import shlex
+import shutil
+from argparse import Namespace
+
+import config
+from config import ConfigError
+from files import say
+from lifecycle.command import visible_gpus
+from lifecycle.folder import check_folder, read_status
+from lifecycle.signals import Interruption
+from options import together
+
+
+def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespace, in_job: bool,
+                 interruption: Interruption) -> bool:
+    """All of it. Returns whether there is anything left to do. Raises ConfigError."""
+    folder = config.run_folder(cfg)
+    status = read_status(folder)
+    finished = status.get("state") == "finished"  # there may be nothing left to write
+    together(lambda: config.mesh_shape(cfg, ranks), lambda: args.eval_only or finished or check_folder(folder))
+
+    # Upwards, as a tool's main may. Here and below, not above: torch takes seconds to load, and few launches need it.
+    from checkpoint import catalog
+    from data.dataset import is_prepared, open_dataset
+    from data.prepare import prepare
+
+    interruption.allow()  # preparing may take hours
+    if in_job and not is_prepared(cfg):  # all its GPUs would wait for one core
+        command = shlex.join(["./run_train.sh", "-m", "data.prepare", args.config, *args.overrides])
+        raise ConfigError(f"{args.config}: its data is not prepared, and none is inside a job; run {command} on the "
+                          "login node")
+    # the ranks read every byte of a checkpoint; here only where there may be nothing left for them
+    look = catalog.problems_of if finished else catalog.at_first_sight
+    *_, chosen = together(
+        lambda: check_device(cfg, local_ranks),
+        lambda: check_patterns(cfg),
+        lambda: check_compiler(cfg),
+        lambda: args.eval_only or catalog.choose(cfg, catalog.steps(cfg), look))
+    if args.eval_only:
+        if not (steps := catalog.steps(cfg)):
+            raise ConfigError(f"{catalog.root(cfg)}: holds no checkpoint to evaluate")
+        start, _ = catalog.newest_good(cfg, steps, catalog.at_first_sight)
+        catalog.check_same_run(cfg, start, catalog.SAME_OUTPUTS)
+    else:
+        start, _ = chosen
+        catalog.check_same_run(cfg, start)
+        if start >= cfg.train.steps and finished:
+            say(f"{folder}: finished at step {status.get('step', start)}; train.steps = {cfg.train.steps} asks for "
+                "no more")
+            return False
+        if cfg.model.init_from and (cfg.lora or not start):
+            from model.hf_weights import weights_to_read
+
+            weights_to_read(cfg, start)
+        prepare(cfg)
+    dataset = open_dataset(cfg, train=not args.eval_only)
+    if args.eval_only:
+        catalog.check_same_tokenizer(cfg, start, dataset.tokenizer_files)
+    else:
+        catalog.check_same_data(cfg, start, dataset.fingerprint)
+    if dataset.validation and all(stream.length < 2 for stream in dataset.validation):
+        where = ", ".join(str(stream.path.parent) for stream in dataset.validation)
+        raise ConfigError(f"{where}: none of its documents (one in a hundred) is held out; bring more, or --eval=off")
+    try:
+        if not args.eval_only:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"[run] output_dir: {folder} cannot be made: {error.strerror}") from None
+    return True
+
+
+def check_device(cfg: config.Config, local_ranks: int) -> None:
+    if cfg.run.device == "cuda" or (cfg.run.device == "auto" and visible_gpus()):
+        from parallel.mesh import pick_device
+
+        pick_device(cfg, local_ranks - 1)
+
+
+def check_compiler(cfg: config.Config) -> None:
+    named = [os.environ.get("CC"), os.environ.get("CXX"), "gcc", "g++", "clang", "cc"]
+    if cfg.parallel.compile and not any(map(shutil.which, filter(None, named))):
+        raise ConfigError("[parallel] compile = true: needs a compiler for C and C++, and this machine has none "
+                          "(gcc, clang, or what CC and CXX name)")
+
+
+def check_patterns(cfg: config.Config) -> None:
+    if cfg.model.freeze or cfg.parallel.unsharded:
+        from model.llama import meta_model
+        from parallel.fsdp import unsharded_parameters
+
+        unsharded_parameters(meta_model(cfg.model, cfg.lora), cfg.parallel)
