@@ -392,7 +392,9 @@ def test_wrong_calls_are_one_line(read, folders, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for command in (("export", source), ("import", folders["single"])):
         code, error = run(capsys, *command, ".")
-        assert code == 2 and error == f"{tmp_path}: is the current folder, which cannot be replaced; name one in it\n"
+        assert code == 2 and error == (
+            f"{tmp_path}: is the current folder or /, which cannot be replaced; name one in it\n")
+        assert run(capsys, *command, "/")[0] == 2
     assert not [*tmp_path.iterdir()]
 
 

@@ -369,6 +369,7 @@ def test_training_on_a_mixture_and_looking_at_it(corpus, tmp_path, write_config,
     assert json.loads(plan.stdout)["steps_per_epoch"] > 1
     assert data.show.main([str(path), "--step", "1"]) == 0
     shown = capsys.readouterr().out
+    assert data.show.main([str(path)]) == 0 and capsys.readouterr().out == shown  # the first step, unless it is said
     assert shown.count(f"of {corpus}") == 6 and shown.count("other.jsonl") == 2  # three of four, of eight samples
     other = config.load(str(path), ['--data.sources=[{source = "python-stdlib"}]'])
     with pytest.raises(ConfigError, match=r"data\.sources"):

@@ -15,7 +15,7 @@ from data.sources import _stdlib_files, open_source
 from tests.conftest import REPO, config_for, make_config, words
 
 
-@pytest.mark.parametrize("kind", ["parquet", "txt", "jsonl", "glob", "folder"])
+@pytest.mark.parametrize("kind", ["parquet", "txt", "jsonl", "glob", "folder", "folders"])
 def test_local_sources(kind, corpus, tmp_path):
     texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()][:50]
     source = tmp_path / f"texts.{kind}"
@@ -27,9 +27,12 @@ def test_local_sources(kind, corpus, tmp_path):
         source.write_text("\n".join(texts))
         texts = ["\n".join(texts)]
     else:
+        inner = tmp_path / "a/b" if kind == "folders" else tmp_path
+        inner.mkdir(parents=True, exist_ok=True)
         for part in range(2):
-            (tmp_path / f"part{part}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts[part::2]))
-        source = {"glob": tmp_path / "part*.jsonl", "folder": tmp_path, "jsonl": tmp_path / "part0.jsonl"}[kind]
+            (inner / f"part{part}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts[part::2]))
+        source = {"glob": tmp_path / "part*.jsonl", "folders": tmp_path / "**/part*.jsonl", "folder": tmp_path,
+                  "jsonl": tmp_path / "part0.jsonl"}[kind]
         texts = texts[::2] + ([] if kind == "jsonl" else texts[1::2])
     found = list(open_source(config_for(source, tmp_path).data))
     assert "".join(found) == "".join(texts)
