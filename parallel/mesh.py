@@ -17,6 +17,7 @@ import config
 from config import ConfigError
 from options import toml
 
+ON_THIS_NODE = ("data.path", "model.init_from", "lora.init_from")  # a copy may lie on a disk of each node's own
 MESH_DIMS = ("dp_replicate", "dp_shard", "cp", "tp")  # outermost first: tp ranks are neighbours
 
 
@@ -152,7 +153,8 @@ def check_same_on_all_ranks(cfg: config.Config) -> None:
     shards of one model would be trained in two ways, and nothing would tell."""
     ours = config.SCHEMA.complete(config.to_dict(cfg))
     first = on_rank_zero(lambda: ours)
-    differ = [f"{name} = {toml(ours[name])}, rank 0 {toml(first[name])}" for name in first if ours[name] != first[name]]
+    differ = [f"{name} = {toml(ours[name])}, rank 0 {toml(first[name])}" for name in first
+              if ours[name] != first[name] and name not in ON_THIS_NODE]
     for rank, found in enumerate(all_gather_objects(differ)):
         if found:
             raise ConfigError(f"rank {rank} has {'; '.join(found)}: all nodes need the same configuration and options")

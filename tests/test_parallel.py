@@ -1,12 +1,15 @@
 """Weights, memory, prefetch order and tear-down of the sharded model, on real ranks."""
 
+import contextlib
 from unittest import mock
 
 import pytest
 import torch
 
+import config
 from config import ConfigError
 from model.llama import RMSNorm, meta_model
+from parallel import mesh
 from parallel.fsdp import precision, unit_dtypes, unsharded_parameters
 from parallel.materialize import draw, materialize
 from parallel.mesh import World, build_mesh
@@ -79,6 +82,17 @@ def test_weights_do_not_depend_on_the_mesh(on_ranks):
             {"tp": 2}, {"tp": 4}, {"cp": 2}, {"cp": 4}, {"cp": 2, "tp": 2}, replicas)}
         for found in on_ranks(4, cases.weight_hashes, meshes, True):
             assert found == dict.fromkeys(meshes, expected)
+
+
+@pytest.mark.parametrize("section, options, refused", [
+    ("data", {"path": "/disk/of/this/node"}, False), ("data", {"source": "x.txt"}, True), ("data", {}, False),
+    ("log", {"every_steps": 7}, True)])
+def test_a_node_may_keep_copies_elsewhere_and_nothing_else(monkeypatch, section, options, refused):
+    first, ours = make_config(), make_config(**{section: options})
+    monkeypatch.setattr(mesh, "on_rank_zero", lambda work: config.SCHEMA.complete(config.to_dict(first)))
+    monkeypatch.setattr(mesh, "all_gather_objects", lambda value: [[], value])
+    with pytest.raises(ConfigError, match="^rank 1 has .*: all nodes need") if refused else contextlib.nullcontext():
+        mesh.check_same_on_all_ranks(ours)
 
 
 FROZEN = {"freeze": ["embedding*", "blocks.0.*", "*q_proj*"]}
