@@ -7,6 +7,7 @@
 """
 
 import gc
+import signal
 import sys
 
 from lifecycle.signals import StopRequest, die_with_parent
@@ -14,7 +15,9 @@ from lifecycle.signals import StopRequest, die_with_parent
 if __name__ == "__main__":
     gc.disable()  # while importing: imports leave no garbage, and looking for it takes a fifth of their time
     stop_request = StopRequest()
-    if not {"--dry-run", "--eval-only"} & set(sys.argv):  # those have nothing to save
+    if {"--dry-run", "--eval-only"} & set(sys.argv):  # they have nothing to save
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    else:
         stop_request.listen()  # before the slow imports
 
 import config

@@ -409,6 +409,20 @@ def test_ranks_need_no_output(write_config, tmp_path, closed):
     assert done.returncode == 0 and status(tmp_path / "outputs/silent")["state"] == "finished"
 
 
+@pytest.mark.parametrize("option", ["--dry-run", "--eval-only"])
+def test_ctrl_c_ends_what_has_nothing_to_save_in_silence(option):
+    """While it loads torch, by when it has long been listening."""
+    process = subprocess.Popen([sys.executable, "-X", "importtime", "train.py", "configs/tiny.toml", option], cwd=REPO,
+                               stderr=subprocess.PIPE, text=True,  # a shell's background job ignores it
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    for line in process.stderr:
+        if line.rstrip().endswith("torch.version"):
+            break
+    process.send_signal(signal.SIGINT)
+    told = process.communicate(timeout=300)[1]
+    assert process.returncode == -signal.SIGINT and "Traceback" not in told
+
+
 def test_ctrl_c_ends_a_tool_without_a_traceback():
     for raised, code in ((KeyboardInterrupt, 130), (None, 7)):
         with pytest.raises(SystemExit) as ended:

@@ -154,6 +154,9 @@ def test_a_hub_source_resumes_and_knows_its_size(monkeypatch):
     assert list(itertools.islice(source, 1500)) == whole[:1500] and source.share() == 0.5
     assert list(open_source(d, json.loads(json.dumps(source.place())))) == whole[1500:]
     assert asked == ["first"] * 3 and source.revision == "first" and open_source(d).revision == "second"
+    for unknown in ({}, {"train": datasets.SplitInfo("train", num_examples=0)}, None):
+        source.data.info.splits = unknown
+        assert source.share() is None
 
 
 def test_empty_files_are_skipped(tmp_path):
