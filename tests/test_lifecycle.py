@@ -402,10 +402,9 @@ def test_a_node_with_other_options_is_refused(write_config, tmp_path, fault, tol
     assert not (tmp_path / "outputs/other").exists()
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
-def test_ranks_need_no_output(write_config, tmp_path, closed):
-    command = ["bash", "-c", f'exec "$@" {closed}', "bash", REPO / "run_train.sh", write_config("silent")]
-    done = subprocess.run(command, env={**os.environ, "PYTHON": warm_python(), "NPROC": "2"}, timeout=300)
+def test_ranks_need_no_output(write_config, tmp_path):
+    command = ["bash", "-c", 'exec "$@" >&- 2>&-', "bash", REPO / "run_train.sh", write_config("silent")]
+    done = subprocess.run(command, env={**os.environ, "PYTHON": sys.executable, "NPROC": "2"}, timeout=300)
     assert done.returncode == 0 and status(tmp_path / "outputs/silent")["state"] == "finished"
 
 
