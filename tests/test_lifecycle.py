@@ -334,8 +334,10 @@ def test_a_late_out_of_memory_is_tried_again(write_config, tmp_path):
 
 
 def test_what_starting_again_cannot_help_is_not_tried_again(write_config):
-    done = launch_faulty("infinite loss:0:2", write_config("hopeless", **FOREVER), nproc=2, restarts=2)
+    path = write_config("hopeless", **{**FOREVER, "checkpoint": {"save_every_steps": 1}})
+    done = launch_faulty("infinite loss:0:2", path, nproc=2, restarts=2)
     assert done.returncode == 1 and done.stdout.count("from fresh weights") == 1, done.stdout + done.stderr
+    assert saved(path.parent / "outputs/hopeless") == []  # though one was due after that step
 
 
 def test_out_of_memory_says_what_to_change(write_config):
