@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,6 +44,23 @@ def test_long_text_file_becomes_several_documents(tmp_path):
     path.write_text("\r\n".join(words(i, 40) for i in range(2000)), newline="")
     found = list(open_source(config_for(path, tmp_path).data))
     assert len(found) > 3 and "".join(found) == path.read_bytes().decode()
+    assert all(piece.endswith("\r\n") for piece in found[:-1])  # no line is torn where its end is near
+
+
+@pytest.mark.parametrize("pattern", ["", "*.txt"])
+def test_files_are_read_in_the_order_of_their_names(pattern, tmp_path):
+    """And not as the disk lists them: the same files elsewhere are the same tokens."""
+    names = [f"{7 * n % 30:02}" for n in range(30)]
+    for name in names:
+        (tmp_path / f"{name}.txt").write_text(name)
+    assert list(open_source(config_for(tmp_path / pattern, tmp_path).data)) == sorted(names)
+
+
+@pytest.mark.parametrize("pattern", ["notes.csv", "notes.*"])
+def test_a_file_of_another_kind_is_refused_by_name(pattern, tmp_path):
+    (tmp_path / "notes.csv").write_text('{"text": "as it happens, a line of JSON"}\n')
+    with pytest.raises(ConfigError, match=r"source = .*/notes\.csv: must be one of \.jsonl, \.json, \.parquet, \.txt"):
+        list(open_source(config_for(tmp_path / pattern, tmp_path).data))
 
 
 def test_hugging_face_source_without_network_says_so(tmp_path):
@@ -175,6 +193,43 @@ def test_a_broken_parquet_file_is_one_line(tmp_path):
     with pytest.raises(ConfigError) as caught:
         list(open_source(config_for(tmp_path / "bad.parquet", tmp_path).data))
     assert "bad.parquet: cannot be read: Arrow" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind, told", [
+    ("jsonl", "line 4: field 'text' must be text, not int"),
+    ("parquet", "row 3: field 'text' must be text, not NoneType"),
+    ("hub", "row 3: field 'text' must be text, not NoneType")])
+def test_a_bad_row_is_named_by_its_number_resumed_or_not(kind, told, tmp_path, monkeypatch):
+    import datasets
+    import huggingface_hub
+    import pyarrow
+    import pyarrow.parquet
+
+    rows, source = {"text": ["a", "b", None]}, str(tmp_path / f"bad.{kind}")
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n\n{"text": "b"}\n{"text": 3}\n')  # empty lines are lines
+    pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "bad.parquet")
+    if kind == "hub":
+        source = "owner/name"
+        stream = datasets.Dataset.from_dict(rows).to_iterable_dataset
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_, **options: stream())
+        monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda self, name: SimpleNamespace(sha="commit"))
+    d = config_for(source, tmp_path).data
+    begun = open_source(d)
+    assert list(itertools.islice(begun, 2)) == ["a", "b"]
+    for place in (None, json.loads(json.dumps(begun.place()))):
+        with pytest.raises(ConfigError) as caught:
+            list(open_source(d, place))
+        assert str(caught.value) == f"{source}: {told}"
+
+
+def test_a_parquet_file_without_the_column_is_named_with_those_it_has(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["a"], "title": ["b"]}), tmp_path / "other.parquet")
+    with pytest.raises(ConfigError, match=r"other\.parquet: row 1: has no field 'text' \(data\.text_field\), but body, "
+                                          "title$"):
+        list(open_source(config_for(tmp_path / "other.parquet", tmp_path).data))
 
 
 @pytest.mark.parametrize("unit", ["x", "\r", "é", "日本", "😀", "a😀é日"])
