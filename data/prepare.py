@@ -19,7 +19,7 @@ import files
 from config import ConfigError
 from data.dataset import check_identity, common_tokenizer, identity, prepared_parts, source_configs, weights
 from data.encode import PROGRESS, report, write_tokens
-from data.sources import file_stamps, open_source
+from data.sources import Hub, file_stamps, kind_of, open_source
 from data.tokenizer import Tokenizer, train_tokenizer
 from data.tokens import MANIFEST, damaged, read_manifest
 
@@ -100,7 +100,8 @@ def _matches(folder: pathlib.Path, cfg: config.Config) -> bool:
 
 
 def _prepare_folder(folder: pathlib.Path, cfg: config.Config) -> None:
-    """Works in a hidden folder next to it, from which the next one resumes; one whose input is wrong removes it."""
+    """Works in a hidden folder next to it, from which the next one resumes; one whose input is wrong removes it, but
+    for what was read of a Hugging Face dataset: a network that fails looks the same, and comes back."""
     temporary, d = folder.with_name(f".{folder.name}.tmp"), cfg.data
     wanted = {"identity": identity(cfg), "files": file_stamps(d.source)}
     state = _read_json(temporary / MANIFEST) or _read_json(temporary / PROGRESS)
@@ -120,7 +121,10 @@ def _prepare_folder(folder: pathlib.Path, cfg: config.Config) -> None:
         (temporary / PROGRESS).unlink(missing_ok=True)
         files.publish(temporary, folder)
     except ConfigError:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if kind_of(d.source) is Hub and any(state.get("documents", {}).values()):
+            report(f"what was read of {d.source} stays; the same command resumes here")
+        else:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
     tokens = state["tokens"]
     report(f"prepared {folder}: {tokens['train']:,} tokens to train on, {tokens['heldout']:,} for validation")
