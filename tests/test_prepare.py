@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import unittest.mock
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,7 +21,7 @@ import data.show
 import files
 from checkpoint import catalog
 from config import ConfigError
-from data.dataset import common_tokenizer, data_folders, identity, is_prepared, open_data, source_names
+from data.dataset import common_tokenizer, data_folders, identity, is_prepared, open_data, source_configs, source_names
 from data.encode import is_validation, progress, report
 from data.prepare import main, prepare
 from data.tokenizer import Tokenizer, train_tokenizer
@@ -81,6 +82,36 @@ def test_identity_decides_the_folder(corpus):
     assert data_folders(make_config())[0].name.startswith("python-stdlib-")
 
 
+def test_a_tokenizer_is_identified_by_its_content_and_not_by_the_models_rows(tmp_path):
+    """Of tokenizer_config.json too, which names the EOS token; one that is trained here is made for those rows."""
+    def found(rows: int = 320, **data) -> dict:
+        return identity(make_config(model={"vocab_size": rows}, data={"source": "a.jsonl", **data}))
+
+    (tmp_path / "tokenizer.json").write_text("{}")
+    given = {"tokenizer": str(tmp_path)}
+    alone = found(**given)
+    assert found(640, **given) == alone and found(640) != found()
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "a"}')
+    before = found(**given)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "b"}')
+    assert len({each["tokenizer"] for each in (alone, before, found(**given))}) == 3
+
+
+def test_another_python_has_another_library(monkeypatch):
+    before = data_folders(make_config()), data_folders(make_config(data={"source": "a.jsonl"}))
+    monkeypatch.setattr("platform.python_version", lambda: "3.99.0")
+    after = data_folders(make_config()), data_folders(make_config(data={"source": "a.jsonl"}))
+    assert after[0] != before[0] and after[1] == before[1]
+
+
+def test_what_a_source_leaves_out_is_that_of_the_table():
+    given = {"subset": "en", "split": "test", "text_field": "body", "max_tokens": 9}
+    own = {"subset": "de", "split": "dev", "text_field": "content", "max_tokens": 7}
+    cfg = make_config(data={**given, "sources": [{"source": "a"}, {"source": "b", **own}]})
+    first, second = (config.to_dict(part)["data"] for part in source_configs(cfg))
+    assert first.items() >= given.items() and second.items() >= own.items()
+
+
 def test_another_identity_in_the_same_folder_is_refused(corpus, tmp_path):
     prepare_one(config_for(corpus, tmp_path))
     with pytest.raises(ConfigError, match="max_tokens = None, the configuration says 7"):
@@ -119,6 +150,46 @@ def test_changed_source_is_noticed(corpus, tmp_path):
 def test_max_tokens_and_wide_ids(corpus, tmp_path):
     folder = prepare_one(config_for(corpus, tmp_path, max_tokens=1000))
     assert 1000 <= open_stream(folder, "train", 320).length < 1100
+
+
+class Endless:
+    """A source that is not to be read for long."""
+
+    revision = None
+
+    def __iter__(self):
+        for i in range(100):
+            yield words(i, 100)
+        raise AssertionError("is read on")
+
+    def place(self):
+        return None
+
+    share = place
+
+
+def test_beyond_max_tokens_nothing_is_read(with_tokenizer, monkeypatch):
+    """But for what the processes that tokenize, here one, are handed ahead."""
+    monkeypatch.setattr("data.encode.open_source", lambda *unused: Endless())
+    monkeypatch.setattr("data.encode.CHUNK", 1000)
+    monkeypatch.setattr("os.sched_getaffinity", lambda *unused: {0})
+    cfg = dataclasses.replace(with_tokenizer, data=dataclasses.replace(with_tokenizer.data, max_tokens=200))
+    assert read_manifest(prepare_one(cfg))["tokens"]["train"] < 600
+
+
+def test_text_of_which_a_tokenizer_leaves_nothing_is_no_document(tmp_path, capsys):
+    """One without BOS and EOS, which is told."""
+    import tokenizers
+    from tokenizers import models, pre_tokenizers
+
+    made = tokenizers.Tokenizer(models.WordLevel({"cat": 0, "?": 1}, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "in.jsonl").write_text('{"text": "cat sat"}\n{"text": "  "}\n' * 20)
+    folder = prepare_one(config_for(tmp_path / "in.jsonl", tmp_path, tokenizer=str(tmp_path / "tokenizer.json")))
+    assert read_manifest(folder)["documents"] == {"train": 20, "heldout": 0}
+    assert open_stream(folder, "train", 320).documents(0, 6) == [(0, 0, 2), (1, 2, 4), (2, 4, 6)]
+    assert "tokenizer.json: has no EOS token that is known, so nothing separates documents" in capsys.readouterr().err
 
 
 GOOD = json.dumps({"text": "some text that is good"}) + "\n"
@@ -296,7 +367,8 @@ def test_a_mixture_trains_one_tokenizer_and_keeps_its_sources_apart(corpus, tmp_
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "mixed").rglob("*")} == before
 
 
-def test_a_mixture_s_tokenizer_reads_of_each_source_its_share(corpus, tmp_path, monkeypatch):
+@pytest.mark.parametrize("entries, million", [(320, 4), (4000, 8)])
+def test_a_mixture_s_tokenizer_reads_of_each_source_its_share(entries, million, corpus, tmp_path, monkeypatch):
     read: dict[str, int] = {}
 
     def endless(data: config.Data, *unused):
@@ -313,8 +385,8 @@ def test_a_mixture_s_tokenizer_reads_of_each_source_its_share(corpus, tmp_path, 
     monkeypatch.setattr("data.prepare.train_tokenizer", count)
     sources = [{"source": str(corpus), "weight": 30.0}, {"source": str(corpus.parent), "weight": 70.0}]
     with pytest.raises(ConfigError, match="enough"):
-        prepare(make_config(data={"sources": sources, "path": str(tmp_path / "mixed")}))
-    assert read == {str(corpus): 12 * 10**5, str(corpus.parent): 28 * 10**5}
+        prepare(make_config(model={"vocab_size": entries}, data={"sources": sources, "path": str(tmp_path / "mixed")}))
+    assert read == {str(corpus): million * 3 * 10**5, str(corpus.parent): million * 7 * 10**5}
 
 
 def test_a_source_prepared_once_serves_every_mixture(corpus, prepared, tmp_path):
@@ -468,6 +540,74 @@ def test_killed_at_the_end_it_resumes_at_the_end(where, corpus, prepared, tmp_pa
     if where == "files.publish":
         monkeypatch.setattr("data.prepare.write_tokens", killed)
     assert content(prepare_one(cfg)) == content(prepared)
+
+
+def test_a_mixture_goes_on_that_was_killed_as_its_tokenizer_was_written(corpus, tmp_path, monkeypatch):
+    """Between any two of its files: a tokenizer is not there before what says on which text it was trained."""
+    cfg, write, written = mixture(tmp_path, corpus), files.write_whole, []
+
+    def write_whole(path, content):
+        write(path, content)
+        written.append(path.name)
+        raise Killed
+
+    for times in (1, 2):
+        with monkeypatch.context() as patched:
+            patched.setattr("files.write_whole", write_whole)
+            with pytest.raises(Killed):
+                prepare(cfg)
+        assert len(written) == times
+    assert len(prepare(cfg)) == 2
+
+
+def test_a_network_that_fails_loses_nothing_that_was_read(corpus, prepared, tmp_path, monkeypatch, capsys):
+    """Neither while a dataset is read, nor as it is opened to go on; a name that leads nowhere leaves nothing."""
+    import datasets
+    import huggingface_hub
+
+    texts, reached = [json.loads(line)["text"] for line in corpus.read_text().splitlines()], [300]
+
+    class Stream:
+        place, info = 0, SimpleNamespace(splits=None)
+
+        def __iter__(self):
+            while self.place < reached[0]:
+                self.place += 1
+                yield {"text": texts[self.place - 1]}
+            if reached[0] < len(texts):
+                raise ConnectionError("the peer is gone")
+
+        def state_dict(self) -> dict:
+            return {"place": self.place}
+
+        def load_state_dict(self, state: dict) -> None:
+            self.place = state["place"]
+
+    def load(*unused, **options) -> Stream:
+        if not reached[0]:
+            raise ConnectionError("no route")
+        return Stream()
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda self, name: SimpleNamespace(sha="commit"))
+    monkeypatch.setattr("data.encode.SYNC_SECONDS", 0.0)
+    monkeypatch.setattr("data.encode.CHUNK", 5000)
+    given = {"tokenizer": str(prepared / "tokenizer.model")}
+    cfg = config_for("owner/name", tmp_path, **given)
+    for rows_before_it_fails, error in ((300, "the peer is gone"), (0, "no route")):
+        reached[0] = rows_before_it_fails
+        with pytest.raises(ConfigError, match=f"source = owner/name: .*cannot be read: ConnectionError: {error}"):
+            prepare_one(cfg)
+        assert json.loads((tmp_path / ".out.tmp/progress.json").read_text())["documents"]["train"] > 50
+        assert "what was read of owner/name stays" in capsys.readouterr().err
+    reached[0] = len(texts)
+    folder = prepare_one(cfg)
+    assert "resuming after" in capsys.readouterr().err
+    assert all((folder / name).read_bytes() == (prepared / name).read_bytes() for name in ("train.bin", "heldout.bin"))
+    reached[0] = 0
+    with pytest.raises(ConfigError, match="no route"):
+        prepare_one(config_for("owner/nowhere", tmp_path / "new", **given))
+    assert not (tmp_path / "new/.out.tmp").exists()
 
 
 def test_a_killed_preparation_begins_anew_where_its_text_has_changed(corpus, prepared, tmp_path, monkeypatch):
