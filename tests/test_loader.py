@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import pathlib
 import random
 import re
 import shutil
@@ -16,7 +17,7 @@ from config import IGNORE, ConfigError
 from data.loader import Loader, heldout_batches, make_order, sample_digest
 from data.order import Place
 from data.tokenizer import Tokenizer
-from data.tokens import open_stream, read_manifest, window_count
+from data.tokens import TokenStream, open_stream, read_manifest, window_count
 from tests.conftest import make_config
 
 
@@ -80,6 +81,28 @@ def test_an_id_as_large_as_the_vocabulary_is_named(prepared):
     assert torch.equal(dataclasses.replace(stream, vocab_size=largest + 1).read(0, 1000)[1], ids)
     with pytest.raises(ConfigError, match=rf"token {int(ids.argmax())} has id {largest}, .* = {largest};"):
         dataclasses.replace(stream, vocab_size=largest).read(0, 1000)
+
+
+def stream_of(ids: list[int], folder: pathlib.Path) -> TokenStream:
+    """Of four bytes each, as of a tokenizer of five entries."""
+    (folder / "train.bin").write_bytes(b"".join(i.to_bytes(4, "little", signed=True) for i in ids))
+    (folder / "manifest.json").write_text(json.dumps(
+        {"identity": {}, "vocab_size": 5, "tokens": {"train": len(ids)}, "dtype": "int32"}))
+    return open_stream(folder, "train", 5)
+
+
+def test_a_negative_id_is_named(tmp_path):
+    """It would count as a target that does not count."""
+    stream = stream_of([3, 4, IGNORE, 4], tmp_path)
+    assert stream.read(0, 2)[1].tolist() == [3, 4]
+    with pytest.raises(ConfigError, match=rf"train\.bin: token 2 has id {IGNORE}, but \[model\] vocab_size = 5"):
+        stream.read(1, 4)
+
+
+def test_tokens_of_a_larger_tokenizer_than_the_model_are_refused(prepared):
+    assert open_stream(prepared, "train", 320).length
+    with pytest.raises(ConfigError, match=rf"vocab_size = 319: smaller than {prepared}'s tokenizer, of 320 entries"):
+        open_stream(prepared, "train", 319)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -199,7 +222,9 @@ def test_a_file_cut_while_in_use_is_named(prepared, tmp_path):
     (copy / "train.ends.bin").write_bytes(b"")  # no SIGBUS, as a mapped file would give
     with pytest.raises(ConfigError, match=r"train\.ends\.bin: ends before document \d+: it was cut while"):
         stream.documents(0, 10)
-    for content, told in ((b"123", "has 3 bytes"), (None, "cannot be read: No such file")):
+    others = (prepared / "heldout.ends.bin").read_bytes()
+    for content, told in ((b"123", "has 3 bytes"), (others, rf"has {len(others)} bytes and ends at token \d+, "),
+                          (None, "cannot be read: No such file")):
         (copy / "train.ends.bin").write_bytes(content) if content else (copy / "train.ends.bin").unlink()
         with pytest.raises(ConfigError, match=rf"train\.ends\.bin: {told}"):
             open_stream(shutil.copytree(prepared, copy, dirs_exist_ok=True, ignore=lambda *_: ["train.ends.bin"]),

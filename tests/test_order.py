@@ -119,6 +119,18 @@ def test_every_sample_once_an_epoch_of_its_source():
         assert all(sorted(epoch) == list(range(count)) for epoch in epochs) and epochs[0] != epochs[1]
 
 
+def test_a_run_reads_on_as_earlier_versions_did():
+    """Written down in November 2026: a run that a later version resumes must go on in the order in which it began, and
+    digests of runs are compared. 40 bits of a sample's number and its tokens."""
+    order = Order([101, 7], [0.7, 0.3], 3)
+    assert [tuple(order(number)) for number in (0, 1, 2, 3, 4, 5, 100, 10**6)] == [
+        (0, 0, 30), (0, 0, 85), (1, 0, 3), (0, 0, 22), (0, 0, 46), (1, 0, 4), (0, 0, 97), (0, 6930, 76)]
+    far = Permutation(10**9 + 7, 5, 2, 1)
+    assert [far(number) for number in (0, 1, 10**9)] == [293501951, 802955616, 794189453]
+    assert (sample_digest(5, b"abc"), sample_digest(2**40, b"")) == (724713162302, 811618590936)
+    assert max(sample_digest(number, b"") for number in range(99)) < 2**40
+
+
 def test_sources_of_one_size_are_read_in_orders_of_their_own():
     order = Order([50, 50], [1, 1], 3)
     read: list[list[int]] = [[], []]

@@ -1,6 +1,8 @@
 """Tokenizers: lossless on any text, their BOS and EOS tokens, wrong files named."""
 
 import contextlib
+import dataclasses
+import io
 import json
 import pathlib
 import re
@@ -49,14 +51,18 @@ def test_default_source_round_trips():
     assert [found.decode(ids) for ids in found.encode(sample)] == sample
 
 
-def test_the_largest_vocabulary_named_works(tmp_path):
+@pytest.mark.parametrize("wrong, limit", [(5000, "largest"), (100, "smallest")])
+def test_the_vocabulary_that_is_named_works(wrong, limit, tmp_path):
     (tmp_path / "in.jsonl").write_text(json.dumps({"text": words(0, 500)}) + "\n")
     data = {"source": str(tmp_path / "in.jsonl"), "path": str(tmp_path / "out")}
-    with pytest.raises(ConfigError) as caught:
-        prepare_one(make_config(model={"vocab_size": 5000}, data=data))
-    largest = int(str(caught.value).split()[-1])
-    assert 260 < largest < 5000
-    prepare_one(make_config(model={"vocab_size": largest}, data=data))
+    with pytest.raises(ConfigError, match=rf"vocab_size = {wrong}: .*; the {limit} that works is \d+$") as caught:
+        prepare_one(make_config(model={"vocab_size": wrong}, data=data))
+    named = int(str(caught.value).split()[-1])
+    assert 260 < named < 5000
+    prepare_one(make_config(model={"vocab_size": named}, data=data))
+    beyond = named + (1 if limit == "largest" else -1)
+    with pytest.raises(ConfigError, match=f"the {limit} that works is {named}$"):
+        prepare_one(make_config(model={"vocab_size": beyond}, data={**data, "path": str(tmp_path / "beyond")}))
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00" * 100, b"<!DOCTYPE html><html>Not found</html>", b"IQ== 0\nIg== 1\n",
@@ -74,6 +80,9 @@ def test_tokenizer_of_ones_own(corpus, prepared, tmp_path):
     assert (folder / "train.bin").read_bytes() == (prepared / "train.bin").read_bytes()
     with pytest.raises(ConfigError, match="missing.model: tokenizer cannot be read"):
         prepare_one(config_for(corpus, tmp_path, tokenizer="missing.model"))
+    assert open_dataset(own).notes == []
+    told = open_dataset(dataclasses.replace(own, model=dataclasses.replace(own.model, vocab_size=400))).notes
+    assert told == [f"the tokenizer of {folder} has 320 entries, the model 400 rows"]
     with pytest.raises(ConfigError, match="vocab_size = 100: smaller than the tokenizer"):
         prepare_one(make_config(model={"vocab_size": 100}, data={
             "source": str(corpus), "path": str(tmp_path / "x"), "tokenizer": str(prepared / "tokenizer.model")}))
@@ -82,6 +91,32 @@ def test_tokenizer_of_ones_own(corpus, prepared, tmp_path):
 def test_very_long_lines_train_a_tokenizer_too(tmp_path):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": words(i, 30_000)}) + "\n" for i in range(3)))
     prepare_one(config_for(tmp_path / "in.jsonl", tmp_path))
+
+
+def sentencepiece_model(path: pathlib.Path, **options) -> Tokenizer:
+    """As others train them."""
+    import sentencepiece
+
+    made = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(words(i, 50) for i in range(50)), model_writer=made, vocab_size=300, model_type="bpe",
+        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, hard_vocab_limit=False,
+        minloglevel=2, **options)
+    path.write_bytes(made.getvalue())
+    return Tokenizer(path)
+
+
+@pytest.mark.parametrize("settings, bos, eos", [({}, [1], [2]), ({"bos_id": -1}, [], [2]), ({"eos_id": -1}, [1], [])])
+def test_a_sentencepiece_model_may_lack_bos_or_eos(settings, bos, eos, tmp_path):
+    found = sentencepiece_model(tmp_path / "tokenizer.model", **settings)
+    assert (found.bos, found.eos) == (bos, eos)
+
+
+@pytest.mark.parametrize("text", ["the cat", " the  cat\n", "▁the▁", "a☃"])
+def test_ids_of_a_model_that_adds_a_space_in_front_are_sentencepieces(text, tmp_path):
+    """As Llama 2's does: in front of a text, and of no part of it."""
+    found = sentencepiece_model(tmp_path / "tokenizer.model", add_dummy_prefix=True)
+    assert found.encode([text]) == [found.model.encode(text)]
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +198,41 @@ def test_a_vocabulary_smaller_or_larger_than_the_models(prepared, corpus, tmp_pa
         open_dataset(make_config(data=data, model={"vocab_size": 319}))
 
 
+@pytest.mark.parametrize("largest, dtype", [(65_535, "uint16"), (65_536, "int32")])
+def test_ids_that_two_bytes_do_not_hold_take_four(largest, dtype, byte_level, corpus, tmp_path):
+    content = json.loads(pathlib.Path(byte_level, "tokenizer.json").read_text())
+    content["model"]["vocab"]["t"] = largest
+    content["model"]["merges"] = []  # each byte a token
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    cfg = config_for(corpus, tmp_path, tokenizer=str(tmp_path / "tokenizer.json"))
+    cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab_size=65_537))
+    stream = open_stream(prepare_one(cfg), "train", 65_537)
+    assert stream.dtype == dtype and (tmp_path / "out/train.bin").stat().st_size == stream.length * {
+        "uint16": 2, "int32": 4}[dtype]
+    first = next(text for text in open_source(cfg.data) if not is_validation(text))
+    _, ids = stream.read(*stream.documents(0, 1)[0][1:])
+    assert Tokenizer(tmp_path).decode(ids.tolist()) == first and ids.max() == largest
+
+
+def test_ids_beyond_a_tokenizers_are_no_text(tokenizer, byte_level):
+    """As a model makes that has more rows."""
+    for each in tokenizer, Tokenizer(byte_level):
+        ids = each.encode(["the cat sat"])[0]
+        assert each.decode([each.vocab_size, *ids, 10**6, -1]) == "the cat sat"
+
+
+@pytest.mark.parametrize("names", [["<|end_of_text|>", "</s>"], ["</s>", "<|endoftext|>"], ["<|endoftext|>", "<eos>"],
+                                   ["<eos>"]], ids=str)
+def test_eos_is_known_by_name_where_nothing_says_it(names, tmp_path):
+    """The first of these that there is."""
+    import tokenizers
+    from tokenizers import models
+
+    vocabulary = {"?": 0, **{name: 9 - i for i, name in enumerate(names)}}
+    tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer(tmp_path).eos == [9]
+
+
 @pytest.mark.parametrize("settings, eos", [
     ({"eos_token": "<|begin_of_text|>"}, [0]), ({"eos_token": {"content": "<|end_of_text|>"}}, [1]), ({}, [1])])
 def test_eos_is_the_familys(byte_level, settings, eos, tmp_path):
@@ -237,6 +307,8 @@ def test_bos_and_eos_of_a_tokenizer_that_does_not_know_the_letter_a(tmp_path, co
     made.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
     made.save(str(tmp_path / "tokenizer.json"))
     assert (Tokenizer(tmp_path).bos, Tokenizer(tmp_path).eos) == ([0], [1])
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "cat"}')  # what stands around a text goes before
+    assert Tokenizer(tmp_path).eos == [1]
     content = json.loads((tmp_path / "tokenizer.json").read_text())
     content["model"]["unk_token"] = "missing"
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
