@@ -6,6 +6,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import config
+import files
 from benchmarks.hf import configuration, make_folder
 from checkpoint import catalog
 from checkpoint.__main__ import main as checkpoint_tool
@@ -33,6 +35,7 @@ from optim import build_optimizer, learning_rate
 from tests import cases, hf_cases
 from tests.conftest import REPO, TINY, make_config, seal, tables, words
 from tests.hf_cases import config_from
+from tests.test_tokenizer import sentencepiece_model
 
 ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -235,8 +238,10 @@ def test_what_one_rank_finds_wrong_is_raised_on_all(on_ranks, folders, tmp_path)
 
 def test_what_a_folder_leaves_out_is_transformers_default(folders, tmp_path):
     folder = shutil.copytree(folders["single"], tmp_path / "hf")
-    edit(folder / "config.json", rms_norm_eps=None, num_key_value_heads=None, tie_word_embeddings=None)
+    edit(folder / "config.json", rms_norm_eps=None, num_key_value_heads=None, tie_word_embeddings=None,
+         rope_parameters=None)
     cfg, theirs = config_from(str(folder)), LlamaConfig.from_pretrained(folder)
+    assert cfg.model.rope_theta == theirs.rope_parameters["rope_theta"] and cfg.model.rope_scaling is None
     assert (cfg.model.norm_eps, cfg.model.n_kv_heads) == (theirs.rms_norm_eps, theirs.num_key_value_heads)
     assert cfg.model.tie_embeddings == theirs.tie_word_embeddings
 
@@ -322,6 +327,21 @@ def test_transformers_gives_the_same_ids(read, prepared, tmp_path, capsys):
     # back again, the sentencepiece model is the tokenizer, and not what was made from it
     assert run(capsys, "import", tmp_path / "out", tmp_path / "again") == (0, "")
     assert [*Tokenizer(tmp_path / "again").files] == ["tokenizer.model"]
+
+
+@pytest.mark.parametrize("settings", [
+    {"add_dummy_prefix": True}, {"bos_id": -1}, {"eos_id": -1, "add_dummy_prefix": True}], ids=str)
+def test_transformers_gives_the_ids_of_others_sentencepiece_models(settings, tmp_path):
+    """As Llama 2's, which adds a space in front of a text; and without BOS or EOS."""
+    ours = sentencepiece_model(tmp_path / "tokenizer.model", **settings)
+    (tmp_path / "out").mkdir()
+    hf.write_tokenizer(tmp_path / "out", tmp_path)
+    (tmp_path / "out/tokenizer.model").unlink()
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in ("the cat", " the cat", "  sat", "", "\n", "cat\ndog", "a  b", "é☃"):
+        assert theirs(text)["input_ids"] == ours.bos + ours.encode([text])[0]
+        assert theirs.decode(ours.encode([text])[0]) == text
+    assert [i for i in (theirs.bos_token_id, theirs.eos_token_id) if i is not None] == ours.bos + ours.eos
 
 
 def test_several_eos_tokens_of_a_folder_are_kept(folders, prepared, tmp_path, capsys):
@@ -469,6 +489,8 @@ WRONG = {  # what is done to the folder "single", or another that the name begin
     "rope values": (settings(rope_scaling={**LLAMA3, "factor": "8", "low_freq_factor": None}),
                     ['rope_scaling.factor = "8": must be a number', "rope_scaling.low_freq_factor is missing"]),
     "rope in part": (settings(rope_parameters={**ROPE, "partial_rotary_factor": 0.5}), ["partial_rotary_factor = 0.5"]),
+    "rope in part, as before": (settings(partial_rotary_factor=0.5), ["partial_rotary_factor = 0.5"]),
+    "generation cut": (cut("generation_config.json", 9), ["generation_config.json: cannot be read"]),
     "rope no object": (settings(rope_scaling=[8]), ["rope_scaling = [8]"]),
     "config cut": (cut("config.json", 40), ["config.json: cannot be read"]),
     "config and weights": (lambda f: (settings(hidden_act="relu")(f), cut("model.safetensors", 5)(f)),
@@ -570,9 +592,58 @@ def test_nothing_is_written_over(read, folders, tmp_path, capsys):
     assert run(capsys, "export", tmp_path, tmp_path / "other")[0] == 2  # no checkpoint
     assert run(capsys, "import", folders["single"], tmp_path / "step-00000007") == (
         2, f"{tmp_path}/step-00000007: is the name of a run's checkpoint; choose another\n")
+    assert run(capsys, "export", source, tmp_path / "step-00000000") == (  # as an import may be named
+        2, f"{tmp_path}/step-00000000: is the name of a run's checkpoint; choose another\n")
     with hf.published(tmp_path / "twice"):
         assert "is being written by another process" in run(capsys, "export", source, tmp_path / "twice")[1]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "twice"]
+
+
+def test_what_can_only_be_a_mistake_is_refused(read, tmp_path, capsys, monkeypatch):
+    source = read[1][0] / "single"
+    for size in "0", "-1", "nan", "inf":
+        code, error = run(capsys, "export", source, tmp_path / "out", f"--shard-gib={size}")
+        assert code == 2 and error == f"--shard-gib {float(size)}: must be greater than 0\n"
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    code, error = run(capsys, "export", source, ".")
+    assert code == 2 and error.endswith("here: is the current folder, which cannot be replaced; name one in it\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
+@pytest.mark.parametrize("command, options, width", [("export", (), 4), ("export", ("--dtype", "bfloat16"), 2),
+                                                     ("import", (), 4)])
+def test_a_disk_without_the_room_is_told_before_anything_is_written(read, folders, tmp_path, capsys, monkeypatch,
+                                                                    command, options, width):
+    source = read[1][0] / "tied" if command == "export" else folders["tied"]
+    needed = width * sum(p.numel() for p in in_transformers(folders["tied"]).parameters())  # a tied matrix once
+    for free, code in ((needed - 1, 2), (needed, 0)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
+        found, error = run(capsys, command, source, tmp_path / "out", *options)
+        assert found == code and ("GiB are needed, " in error) == bool(code), error
+        assert (tmp_path / "out").exists() != bool(code)
+
+
+def test_what_appears_is_on_disk(read, folders, tmp_path, capsys, monkeypatch):
+    """So that a power cut leaves no folder that is there and not whole."""
+    synced, published, fsync, publish = {}, [], os.fsync, files.publish
+
+    def noting(handle):
+        fsync(handle)
+        synced[os.readlink(f"/proc/self/fd/{handle}")] = os.fstat(handle).st_size
+
+    def checked(temporary, final):
+        written = {str(path.resolve()): path.stat().st_size for path in temporary.iterdir()}
+        assert written.items() <= synced.items()
+        published.append({path.name for path in temporary.iterdir()})
+        publish(temporary, final)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    monkeypatch.setattr(files, "publish", checked)
+    several = ["--shard-gib", "0.00003"]
+    assert run(capsys, "export", read[1][0] / "single", tmp_path / "out", *several) == (0, "")
+    assert run(capsys, "import", folders["single"], tmp_path / "in") == (0, "")
+    assert {"config.json", INDEX} < published[0] and {"manifest.json", "tokenizer.model"} < published[1]
 
 
 def test_a_damaged_checkpoint_is_not_exported(read, tmp_path, capsys):
