@@ -1,8 +1,11 @@
 """The plan against theory, real tensors and whole simulated steps, and what --dry-run prints."""
 
 import json
+import re
+import sys
 import xml.etree.ElementTree as ET
 from collections import Counter
+from dataclasses import astuple, replace
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +27,7 @@ from parallel.plan import Asked, plan
 from parallel.plan_check import PlanCheck
 from parallel.simulate import simulate
 from tests import cases
-from tests.conftest import REPO, launch, make_config
+from tests.conftest import REPO, TINY, launch, make_config
 from tests.test_training import UNEVEN
 
 CONFIGS = REPO / "configs"
@@ -142,6 +145,45 @@ def test_a_ring_of_several_nodes_goes_out_by_all_their_networks():
     assert cluster.sending(reduced, ("dp_shard",)) == 2 * cluster.sending(phase, ("dp_shard",))
 
 
+def test_each_node_of_a_ring_costs_a_moment():
+    """docs/plan.md: what breaks last, of 16,384 ranks on 2,048 nodes."""
+    phase = Phase("x", sent=Counter({("dp_shard", "all_gather", "number"): 3}))
+    for ranks, nodes in (8, 1), (16_384, 2048):
+        cluster = Cluster(device("H100"), 8, (1, ranks, 1, 1))
+        assert cluster.sending(phase, ("dp_shard",)) == pytest.approx(3 * (10e-6 + nodes * 1e-6))
+
+
+@pytest.mark.parametrize("kind, work, at_best", [
+    ("products", 720e12, 720 / (0.8 * 989)), ("float8", 2 * 720e12, 720 / (0.8 * 989)), ("moved", 0.9 * 3.35e12, 0.9)])
+def test_work_takes_its_time_at_the_rates_of_the_documents(kind, work, at_best):
+    """An H100's, in docs/plan.md: each of these is a second's work, and at best less."""
+    cluster, phase = Cluster(device("H100"), 8, (1, 1, 1, 1)), Phase("x", work=Counter({kind: work}))
+    assert cluster.computing(phase, True) == pytest.approx(1)
+    assert cluster.computing(phase, True, best=True) == pytest.approx(at_best)
+    slow = Cluster(device("H100,products=360,float8=1,bandwidth=1.675"), 8, (1, 1, 1, 1))
+    assert slow.computing(phase, True) == pytest.approx(4 if kind == "float8" else 2)
+
+
+def test_attention_is_slower_with_heads_below_128():
+    """0.77 and 0.52 of the products' rate."""
+    phase, cluster = Phase("x", work=Counter({"attention": 720e12})), Cluster(device("H100"), 8, (1, 1, 1, 1))
+    for width, share in (64, 0.52), (126, 0.52), (128, 0.77), (256, 0.77):
+        cfg = make_config(model={"head_dim": width})
+        assert timeline([phase], cfg, cluster)[0].end == pytest.approx(1 / share, rel=0.01), width
+
+
+def test_gpus_are_those_of_the_documents():
+    """Each number of the table in docs/plan.md."""
+    table = re.search(r"^\| \| memory, GiB.*?\n\n", (REPO / "docs/plan.md").read_text(), re.M | re.S)[0]
+    documented = {}
+    for names, *cells in (row.strip("| ").split(" | ") for row in table.strip().splitlines()[2:]):
+        names = re.sub(r" \(.*\)", "", names).split(", ")
+        for i, name in enumerate(names):
+            of_name = [cell.split(", ")[i if ", " in cell else 0] for cell in cells]
+            documented[name] = tuple(float(number.replace(",", "")) for number in of_name)
+    assert documented == {name: astuple(found) for name, found in DEVICES.items()}
+
+
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_a_gather_is_waited_for_as_far_behind_as_prefetch_reaches(way):
     cluster, sent = Cluster(device("H100"), 8, (1, 8, 1, 1)), {("dp_shard", "all_gather", "bytes"): 9e10}
@@ -242,6 +284,18 @@ def test_hours_and_energy_are_of_all_gpus_and_nodes_as_large_as_asked(capsys):
     assert row["gpu_hours"] == pytest.approx(row["step_seconds"] * 300 * 8 / 3600)
     assert row["kilowatt_hours"] == pytest.approx(0.5 * row["gpu_hours"])
     assert row["traffic_per_step"]["dp_shard"]["ranks_in_a_node"] == 4
+    words = CONFIGS / "tiny.toml", "--json", "--world-size=16", "--train.global_batch_size=16"
+    assert json.loads(dry_run(capsys, *words)[1])["traffic_per_step"]["dp_shard"]["ranks_in_a_node"] == 8
+
+
+def test_an_offloaded_plan_says_what_lies_in_host_memory_and_what_it_does_not_know():
+    cfg = make_config(parallel={"cpu_offload": True})
+    row, _ = plan_module.planned(cfg, 2, Asked())
+    kept = sum(row[f"{what}_bytes_per_rank"] for what in ("parameter", "gradient", "optimizer"))
+    assert row["host_gib"] == pytest.approx(kept / 2**30) and kept > 16 * row["parameters"] / 2
+    told = show_plan.table(row, cfg, Asked())
+    assert "not counted" in told and "the time of copies to the host, and of the update there" in told
+    assert "per rank, the largest, in host memory" in told and plan(make_config(), 2)["host_gib"] == 0
 
 
 def test_tables_say_what_the_plan_does():
@@ -301,11 +355,48 @@ def test_where_one_change_is_enough_all_that_are_one_are_told_and_no_more(monkey
     assert {("--train.micro_batch_size=1",), ("--parallel.cpu_offload=true",), ()} <= {names for names, _ in found}
 
 
+def told_by(fitting: str, monkeypatch) -> tuple[str, list[tuple[str, ...]]]:
+    """(the advice, the changes that were planned) where one of them fits, the fastest that is tried."""
+    asked_for = []
+
+    def planned(cfg, ranks, asked):
+        found = [*cfg.run.name.split()[1:], *[f"--world-size {ranks}"] * (ranks > 4)]
+        asked_for.append(tuple(found))
+        return {"fits": found == [fitting], "host_gib": 0.0, "device_gib": 9.0, "world_size": ranks,
+                "tokens_per_second_per_device": 100.0}
+
+    def load(path, overrides):  # a configuration that remembers them
+        cfg = config.from_dict({"model": TINY["model"], "train": TINY["train"]}, path)
+        return replace(cfg, run=replace(cfg.run, name=" ".join(["r", *overrides])))
+
+    monkeypatch.setattr(advice, "plan", planned)
+    monkeypatch.setattr(config, "load", load)
+    row, args = {"micro_batch_size": 2, "world_size": 4}, SimpleNamespace(config="x.toml", overrides=[])
+    return advice.advise(row, args, Asked(gpu_memory_gib=10)), asked_for
+
+
+@pytest.mark.parametrize("change", ["--parallel.recompute=full", "--world-size 8"])
+def test_advice_names_the_change_that_fits_and_tries_no_more_than_one(change, monkeypatch):
+    told, tried = told_by(change, monkeypatch)
+    assert told.startswith("4 ranks: what would change it, by the plan (speeds: an H100's)\n")
+    assert f"\n        9.0 GiB       100 tok/s a GPU   fits  {change}\n" in told
+    assert told.endswith(f"\nthe fastest that fits: {change}") and all(len(names) == 1 for names in tried)
+    assert told.count(" fits  ") == 1 and len(told.splitlines()) == 2 + len(tried)
+
+
+def test_advice_says_where_nothing_fits(monkeypatch):
+    told, tried = told_by("nothing", monkeypatch)
+    assert told.endswith("nothing on this list fits: take GPUs with more memory, or a smaller model")
+    assert max(map(len, tried)) > 3  # it went on to several together, and on more ranks
+
+
 def test_changes_are_of_every_kind_and_tp_stays_within_a_node():
-    cfg = config.load(str(CONFIGS / "tiny.toml"), ["--parallel.recompute=2", "--parallel.prefetch_backward=2"])
+    cfg = config.load(str(CONFIGS / "tiny.toml"), ["--parallel.recompute=2", "--parallel.prefetch_backward=2",
+                                                   "--parallel.sync_every_micro_batch=false"])
     found = [names for names, _ in advice.changes({"micro_batch_size": 8, "world_size": 16}, cfg, gpus_per_node=4)]
     for change in ("train.micro_batch_size=1", "parallel.recompute=full", "parallel.tp=4", "parallel.cp=8",
-                   "parallel.prefetch_backward=1"):
+                   "parallel.prefetch_backward=1", "parallel.sync_every_micro_batch=true", "optim.state_dtype=bfloat16",
+                   "parallel.cpu_offload=true"):
         assert (f"--{change}",) in found
     assert not any("--parallel.tp=8" in names for names in found)
     for name, kept in ("lora", ["nf4"]), ("qlora", []):  # a base has a dtype of its own
@@ -495,6 +586,30 @@ def test_a_plan_that_fails_is_told_of_and_a_found_one_is_a_row(tmp_path, monkeyp
                    if row["kind"] == "plan"]
         assert planned == ([found] if found else [])
         assert caplog.text.count("the plan of this run could not be made: try false") == 1
+
+
+def test_a_plan_that_cannot_be_made_is_told_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(plan_check, "LATER", 0.0)
+    check = a_run(tmp_path, "cpu")
+    monkeypatch.setattr(check, "command", lambda: [sys.executable, "-c", ""])
+    check.count_step()
+    check.count_step()
+    assert check.row(2, 0.5) is None
+    check.process.wait(timeout=100)
+    for step in (3, 4):
+        with caplog.at_level("WARNING", "train"):
+            assert check.row(step, 0.5) is None
+    assert caplog.messages == [f"the plan of this run could not be made: try {sys.executable} -c "]
+    check.close()
+
+
+def test_a_gpu_is_named_to_the_plan(tmp_path, monkeypatch):
+    check, name = a_run(tmp_path, "cuda"), ["NVIDIA H100 80GB HBM3"]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name[0])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=85e9))
+    assert "--gpu=H100" in check.command() and "--on-cpu" not in check.command()
+    name[0] = "Tesla T4"
+    assert not any(word.startswith("--gpu=") for word in check.command())
 
 
 def test_a_short_run_makes_no_plan(tmp_path):
