@@ -599,18 +599,6 @@ def test_nothing_is_written_over(read, folders, tmp_path, capsys):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "twice"]
 
 
-def test_what_can_only_be_a_mistake_is_refused(read, tmp_path, capsys, monkeypatch):
-    source = read[1][0] / "single"
-    for size in "0", "-1", "nan", "inf":
-        code, error = run(capsys, "export", source, tmp_path / "out", f"--shard-gib={size}")
-        assert code == 2 and error == f"--shard-gib {float(size)}: must be greater than 0\n"
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    code, error = run(capsys, "export", source, ".")
-    assert code == 2 and error.endswith("here: is the current folder, which cannot be replaced; name one in it\n")
-    assert [path.name for path in tmp_path.iterdir()] == ["here"]
-
-
 @pytest.mark.parametrize("command, options, width", [("export", (), 4), ("export", ("--dtype", "bfloat16"), 2),
                                                      ("import", (), 4)])
 def test_a_disk_without_the_room_is_told_before_anything_is_written(read, folders, tmp_path, capsys, monkeypatch,
