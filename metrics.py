@@ -28,8 +28,8 @@ from parallel.plan_check import PlanCheck
 log = logging.getLogger("train")
 
 # Dense bfloat16 peak in TFLOP/s by a part of the name, from data sheets, of what the plan does not know.
-OTHER_PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "H800": 989, "GB200": 2500, "A800": 312,
-               "MI300X": 1307}
+OTHER_PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "H800": 989, "GH200": 989, "GB200": 2500,
+               "A800": 312, "MI300X": 1307}
 
 
 def peak_flops(device: torch.device) -> float | None:

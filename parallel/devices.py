@@ -74,7 +74,7 @@ def device(name: str) -> Device:
 def known_as(name: str, memory_gib: float) -> str | None:
     """The name in DEVICES of what CUDA calls so, as "NVIDIA A100-SXM4-80GB"; None: it is not there."""
     words = {*re.split("[ -]", name.replace("RTX ", "RTX"))}
-    if {"Laptop", "NVL"} & words or {"H100", "PCIe"} <= words:  # other chips, by the same name
+    if {"Laptop", "MIG", "NVL"} & words or {"H100", "PCIe"} <= words:  # other chips, or a part, by the same name
         return None
     same = [key for key in DEVICES if key.split("-")[0] in words]
     return min(same, key=lambda key: abs(DEVICES[key].memory - memory_gib), default=None)

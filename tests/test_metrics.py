@@ -119,8 +119,9 @@ def test_unknown_devices_have_no_peak(monkeypatch):
     assert metrics.peak_flops(torch.device("cpu")) is None
     for name, peak in [("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-80GB", 312e12),
                        ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA GeForce RTX 5090", 209e12),
-                       ("NVIDIA GB200", 2500e12), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-                       ("NVIDIA H200 NVL", 835e12), ("Some Other GPU", None)]:
+                       ("NVIDIA GB200", 2500e12), ("NVIDIA GH200 480GB", 989e12),
+                       ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA H200 NVL", 835e12),
+                       ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None), ("Some Other GPU", None)]:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, n=name: n)
         assert metrics.peak_flops(torch.device("cuda", 0)) == peak
 

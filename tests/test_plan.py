@@ -645,7 +645,8 @@ def test_heads_from_128_on_attend_at_the_faster_rate(width, rate):
     ("NVIDIA H200", 140, "H200"), ("NVIDIA GH200 480GB", 95, None), ("NVIDIA RTX A1000", 8, None),
     ("NVIDIA H100 80GB HBM3", 79.1, "H100"), ("Tesla T4", 15, None), ("NVIDIA H100 PCIe", 79.1, None),
     ("NVIDIA H100 NVL", 93.0, None), ("NVIDIA A100 80GB PCIe", 79.2, "A100-80"),
-    ("NVIDIA GeForce RTX 4090", 23.5, "RTX4090"), ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.7, None)])
+    ("NVIDIA GeForce RTX 4090", 23.5, "RTX4090"), ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.7, None),
+    ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 39.6, None)])
 def test_gpus_are_known_by_cudas_name(name, memory, known):
     assert known_as(name, memory) == known
 
