@@ -1,5 +1,6 @@
 """What the README and docs say, done; and the launcher's own answers."""
 
+import importlib.metadata
 import os
 import pathlib
 import re
@@ -8,6 +9,8 @@ import subprocess
 
 import pytest
 import tomli
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from tests.conftest import REPO, launch, make_config
 from tests.warm import warm_python
@@ -151,6 +154,18 @@ esac
     with (tmp_path / "requirements.txt").open("a") as file:
         file.write("# another\n")
     assert set_up() == (*made, ["venv", "pip", "pip"])
+
+
+@pytest.mark.parametrize("name", ["requirements.txt", "tests/requirements.txt"])
+def test_what_is_pinned_can_be_had_for_the_oldest_python_that_run_train_sh_takes(name):
+    oldest = ".".join(re.search(r"version_info < \((\d+), (\d+)\)", (REPO / "run_train.sh").read_text()).groups())
+    pins, takes = map(Requirement, (REPO / name).read_text().splitlines()), {}
+    for pin in pins:
+        if not pin.marker or pin.marker.evaluate() and pin.marker.evaluate({"python_version": oldest}):
+            found = importlib.metadata.distribution(pin.name)
+            if found.version in pin.specifier:  # an environment of somebody's own may have another
+                takes[pin.name] = oldest in SpecifierSet(found.metadata["Requires-Python"] or "")
+    assert takes and all(takes.values()), takes
 
 
 @pytest.mark.parametrize("variables", [{"PYTHON": "no-such-python"}, {"NPROC": "many"}])
