@@ -161,7 +161,7 @@ def test_what_is_pinned_can_be_had_for_the_oldest_python_that_run_train_sh_takes
     oldest = ".".join(re.search(r"version_info < \((\d+), (\d+)\)", (REPO / "run_train.sh").read_text()).groups())
     pins, takes = map(Requirement, (REPO / name).read_text().splitlines()), {}
     for pin in pins:
-        if not pin.marker or pin.marker.evaluate() and pin.marker.evaluate({"python_version": oldest}):
+        if not pin.marker or (pin.marker.evaluate() and pin.marker.evaluate({"python_version": oldest})):
             found = importlib.metadata.distribution(pin.name)
             if found.version in pin.specifier:  # an environment of somebody's own may have another
                 takes[pin.name] = oldest in SpecifierSet(found.metadata["Requires-Python"] or "")
