@@ -411,21 +411,24 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--gpus-per-node", type=lambda text: positive(text, int))
     args, args.overrides = parser.parse_known_args(argv)
     if unknown := [word for word in args.overrides if not re.match("--[^=]+=", word)]:
-        parser.error(f"{unknown[0]}: unknown; options are written --section.key=value, in one word")
+        parser.error(f"{unknown[0]}: unknown; CONFIG comes first, then options as --section.key=value, in one word")
     only = ("json", "world_size", "gpu", "gpu_memory_gib", "gpus_per_node", "plot")
     if not args.dry_run and any(getattr(args, name) for name in only):
         parser.error(f"{', '.join('--' + name.replace('_', '-') for name in only)} go with --dry-run only")
     return args
 
 
-def from_command_line(argv: list[str], usage: str) -> tuple[argparse.Namespace, Config]:
-    """What a program was called with. Prints every problem and exits with 2 where it is wrong; with 0 after --help."""
+def from_command_line(argv: list[str], usage: str, tool: bool = False) -> tuple[argparse.Namespace, Config]:
+    """What a program was called with. Prints every problem and exits with 2 where it is wrong; with 0 after --help.
+    tool: it has no dry run, and no evaluation."""
     if {"--help", "-h"} & set(argv):
         from files import say  # here: what else it loads takes as long as all of this
         say(f"{usage.strip()}\n\nOptions, in the file or as --section.key=value:\n\n{SCHEMA.help()}")
         sys.exit(0)
     args = parse_arguments(argv)
     try:
+        if tool and (args.dry_run or args.eval_only):
+            raise ConfigError("--dry-run and --eval-only go with ./run_train.sh CONFIG, and with no tool (-m)")
         return args, load(args.config, args.overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)

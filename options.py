@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Callable, Container, Iterable
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from functools import reduce
+from functools import partial, reduce
 from types import NoneType
 from typing import Any, Literal
 
@@ -76,7 +76,10 @@ class Schema:
         try:
             fitted = _fit(value, hint)
         except TypeError:
-            raise ValueError(f"must be {_describe(hint)}{f.metadata['note']}") from None
+            limits = ", neither empty nor infinite nor out of range" * (type(value) in members(hint))
+            raise ValueError(f"must be {_describe(hint)}{limits}{f.metadata['note']}") from None
+        except ConfigError as error:  # of tables in a list
+            raise ValueError("; ".join(error.problems)) from None
         if not holds(fitted):
             raise ValueError(rule)
         return fitted
@@ -105,9 +108,10 @@ class Schema:
         if hint and all(m is str or typing.get_origin(m) is Literal for m in members(hint)):
             return text
         try:
-            return tomli.loads(f"value = {text}")["value"]
+            found = tomli.loads(f"value = {text}")
         except (ValueError, RecursionError):  # no TOML, or more digits or brackets than anybody means
             return text
+        return found["value"] if len(found) == 1 else text  # more than a value, after a line's end
 
     def _nearest(self, name: str) -> str:
         """The right key in the wrong section, else the closest spelling."""
@@ -205,7 +209,8 @@ def read_toml(path: str) -> dict:
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'is not UTF-8'}") from None
     except (ValueError, RecursionError) as error:  # tomli's own error is a ValueError
         hint = "; it begins with a byte order mark, save it without" if text.startswith("\ufeff") else ""
-        raise ConfigError(f"{path}: is not valid TOML: {error}{hint}") from None
+        problem = str(error).partition("; use sys.")[0]  # Python's advice to who writes programs
+        raise ConfigError(f"{path}: is not valid TOML: {problem}{hint}") from None
     if not raw:
         raise ConfigError(f"{path}: is empty; configs/tiny.toml shows what a run needs")
     return raw
@@ -255,8 +260,8 @@ SCALARS = {
 
 
 def _fit(value: Any, hint: Any) -> Any:
-    """The value as the annotation says. Raises TypeError where it does not take it, and ValueError where it is a table
-    with something wrong in it."""
+    """The value as the annotation says. Raises TypeError where it does not take it, and ConfigError where it is a table
+    with something wrong in it, or a list of such."""
     for member in members(hint):
         origin, args = typing.get_origin(member), typing.get_args(member)
         if member in SCALARS and SCALARS[member][1](value):
@@ -264,12 +269,12 @@ def _fit(value: Any, hint: Any) -> Any:
         if origin is Literal and value in args:
             return value
         if origin is tuple and isinstance(value, list) and (args[-1] is ... or len(args) == len(value)):
-            return tuple(_fit(v, args[0]) for v in value)
+            return tuple(together(*(partial(_fit, v, args[0]) for v in value)))
         if is_dataclass(member) and isinstance(value, dict):
             given = Schema(member).read(value, toml(value))
             built = given.build()
             if given.problems:
-                raise ValueError("; ".join(given.problems.values()))
+                raise ConfigError(*given.problems.values())
             return built
     raise TypeError
 

@@ -184,7 +184,7 @@ def _train_tokenizer(cfg: config.Config) -> bytes:
 
 
 def main(argv: list[str]) -> int:
-    _, cfg = config.from_command_line(argv, __doc__)
+    _, cfg = config.from_command_line(argv, __doc__, tool=True)
     try:
         prepare(cfg)
     except ConfigError as error:

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--step", type=int, default=1)
     args, rest = parser.parse_known_args(argv)
-    _, cfg = config.from_command_line(rest, __doc__)
+    _, cfg = config.from_command_line(rest, __doc__, tool=True)
     try:
         if args.step < 1:
             raise ConfigError(f"--step {args.step}: steps count from 1")

@@ -170,20 +170,24 @@ def _readable(what: object) -> Iterator[None]:
 
 
 def local_files(source: str) -> list[pathlib.Path] | None:
-    """Of a file, folder or pattern; None for the id of a Hugging Face dataset: [OWNER/]NAME with no file's suffix."""
+    """Of a file, folder or pattern; None for the id of a Hugging Face dataset: [OWNER/]NAME with no file's suffix.
+    Raises ConfigError."""
     path, suffixes = pathlib.Path(source), (*LOCAL, ".csv", ".tsv", ".gz", ".zst", ".zip", ".xz", ".arrow")
-    if path.is_dir():
-        return sorted(p for p in path.iterdir() if p.suffix in LOCAL and p.is_file())
-    if path.exists():
-        return [path]
-    if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source) and not source.endswith(suffixes):
-        return None
-    return sorted(map(pathlib.Path, glob.glob(source, recursive=True)))
+    with _readable(f"{source}:"):
+        if path.is_dir():
+            return sorted(p for p in path.iterdir() if p.suffix in LOCAL and not p.is_dir())
+        if path.exists():
+            return [path]
+        if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source) and not source.endswith(suffixes):
+            return None
+        return sorted(map(pathlib.Path, glob.glob(source, recursive=True)))
 
 
 def file_stamps(source: str) -> list[list]:
     """[path, bytes, modified in ns] of each of a local source's files, so that a change is noticed."""
-    return [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in local_files(source) or ()]
+    paths = local_files(source) or ()
+    with _readable(f"{source}:"):
+        return [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
 
 
 def _stdlib_files() -> list[pathlib.Path]:

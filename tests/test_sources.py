@@ -12,7 +12,7 @@ import pytest
 from config import ConfigError
 from data import dataset, sources
 from data.encode import CHUNK, chunks
-from data.sources import _stdlib_files, open_source
+from data.sources import _stdlib_files, file_stamps, open_source
 from tests.conftest import REPO, config_for, make_config, words
 
 
@@ -79,6 +79,19 @@ def test_what_looks_like_a_file_is_never_looked_for_on_a_hub(source, tmp_path, m
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="no such file"):
         list(open_source(make_config(data={"source": source}).data))
+
+
+@pytest.mark.parametrize("name", ["folder", "folder/*.jsonl", "x" * 300 + ".jsonl"])
+def test_files_that_cannot_be_looked_at_are_refused(name, tmp_path, monkeypatch):
+    """A link to nothing, as a Hugging Face cache that was cleared has: read without it the data would be another."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder/more.jsonl").mkdir(parents=True)
+    (tmp_path / "folder/a.jsonl").write_text('{"text": "as it happens"}\n')
+    assert [path for path, *_ in file_stamps("folder")] == ["folder/a.jsonl"]
+    (tmp_path / "folder/b.jsonl").symlink_to("nowhere.jsonl")
+    with pytest.raises(ConfigError, match=r"\[data\] source = .*: (cannot be read: \w+Error: .*\.jsonl|no such file)"):
+        file_stamps(name)
+        open_source(config_for(name, tmp_path).data)
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path):
