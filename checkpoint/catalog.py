@@ -22,6 +22,8 @@ TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp")
 ADAPTERS = r"lora\.(?!init_from$).*"
 # What decides weights and data order. The rest (steps, intervals, ranks, precision, learning rate) may change.
 GUARDED = re.compile(rf"model\..*|{ADAPTERS}|data\.(?!path$).*|run\.seed|train\.(seq_len|global_batch_size)")
+# Of these, what decides the shapes of the weights: allowed, it would still fit no checkpoint.
+SHAPES = re.compile(r"model\.(dim|n_layers|ffn_dim|vocab_size|tie_embeddings)|lora\.(rank|targets)")
 # What another preparation of the data follows from: who allows it to change allows that.
 PREPARED = re.compile(r"data\.(sources?|subset|split|text_field|tokenizer|max_tokens)|model\.vocab_size")
 # What decides the outputs of given weights: an evaluation under another would look right and be wrong.
@@ -217,6 +219,7 @@ def check_same_run(cfg: config.Config, step: int, guarded: re.Pattern = GUARDED)
                 "this version has no such option" if key not in config.SCHEMA.options else
                 "continue with that, or start another run from these weights (model.hf export, model.init_from): the "
                 "optimizer's state is of what was trained" if key == "model.freeze" else
+                "its weights have those shapes; continue so, or choose another run.name" if SHAPES.fullmatch(key) else
                 f'continue with that, choose another run.name, or allow it: checkpoint.allow_changed = ["{key}"]')
             for key, (before, now) in changed.items() if key not in allowed]:
         raise ConfigError(*problems)

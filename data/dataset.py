@@ -133,6 +133,8 @@ def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
     notes = []
     if (entries := manifests[0]["vocab_size"]) < cfg.model.vocab_size:
         notes.append(f"the tokenizer of {folders[0]} has {entries:,} entries, the model {cfg.model.vocab_size:,} rows")
+    notes += [f"{stream.path.parent}: none of its documents (one in a hundred) is held out: it has no validation loss"
+              for stream in validation if stream.length < 2]
     if cfg.model.init_from:
         paths = [pathlib.Path(cfg.model.init_from, name) for name in TOKENIZERS]
         theirs = [path.read_bytes() for path in paths if path.is_file()]

@@ -268,7 +268,8 @@ def test_another_run_is_refused_by_name(tmp_path, section, key, value):
         raw[section][key] = value
         return config.from_dict(raw, "changed.toml")
 
-    with pytest.raises(ConfigError, match=f"{section}.{key} = {value}.*was trained with"):
+    advice = "its weights have those shapes" if key == "dim" else f'allow it: .*allow_changed = ."{section}.{key}".$'
+    with pytest.raises(ConfigError, match=f"{section}.{key} = {value}.*was trained with .*{advice}"):
         catalog.check_same_run(changed(), 10)
     catalog.check_same_run(changed(allow_changed=[f"{section}.{key}"]), 10)
 

@@ -21,7 +21,16 @@ import data.show
 import files
 from checkpoint import catalog
 from config import ConfigError
-from data.dataset import common_tokenizer, data_folders, identity, is_prepared, open_data, source_configs, source_names
+from data.dataset import (
+    common_tokenizer,
+    data_folders,
+    identity,
+    is_prepared,
+    open_data,
+    open_dataset,
+    source_configs,
+    source_names,
+)
 from data.encode import is_validation, progress, report
 from data.prepare import main, prepare
 from data.tokenizer import Tokenizer, train_tokenizer
@@ -414,13 +423,16 @@ def test_what_has_nothing_held_out_is_refused_with_an_evaluation(corpus, tmp_pat
     few = tmp_path / "few.jsonl"
     few.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
-    def check(*sources: pathlib.Path, **sections: dict) -> bool:
+    def check(*sources: pathlib.Path, **sections: dict) -> list[str]:
         cfg = make_config(run={"output_dir": str(tmp_path / "outputs"), "name": "r"}, **sections, data={
             "sources": [{"source": str(source)} for source in sources], "path": str(tmp_path / "mixed"),
             "tokenizer": str(prepared / "tokenizer.model")})
-        return check_launch(cfg, 1, 1, config.parse_arguments(["x.toml"]), False, Interruption())
+        assert check_launch(cfg, 1, 1, config.parse_arguments(["x.toml"]), False, Interruption())
+        return open_dataset(cfg).notes
 
-    assert check(corpus, few, eval={}) and check(few)
+    assert check(few) == []
+    [note] = check(corpus, few, eval={})
+    assert note.startswith(str(tmp_path / "mixed")) and "few.jsonl" in note and "it has no validation loss" in note
     with pytest.raises(ConfigError, match=r"mixed/.*: none of its documents .* is held out"):
         check(few, eval={})
 
