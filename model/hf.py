@@ -123,7 +123,7 @@ def check_room(folder: Path, needed: int) -> None:
 def published(out: Path) -> Iterator[Path]:
     """An empty folder that becomes `out` after the block, its files synced. A failure leaves nothing; a kill leaves
     .NAME.tmp, which the next call clears. Raises ConfigError where `out` is there or another process writes it."""
-    temporary = out.with_name(f".{out.name}.tmp")
+    temporary, made = out.with_name(f".{out.name}.tmp"), [parent for parent in out.parents if not parent.exists()]
     folder = temporary / out.name
     temporary.mkdir(parents=True, exist_ok=True)
     try:
@@ -142,6 +142,9 @@ def published(out: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # before the release: no other process may have begun in it
         held.release()
+        with contextlib.suppress(OSError):  # what was made for `out` and holds nothing
+            for parent in made:
+                parent.rmdir()
 
 
 def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int, adapter: bool, base: str | None) -> None:

@@ -531,7 +531,7 @@ def test_what_is_wrong_is_refused_by_name(folders, tmp_path, capsys, case):
     spoil, expected = WRONG[case]
     folder = shutil.copytree(folders[case.partition(":")[0] if ":" in case else "single"], tmp_path / "hf")
     spoil(folder)
-    code, error = run(capsys, "import", folder, tmp_path / "out")
+    code, error = run(capsys, "import", folder, tmp_path / "new/folder/out")
     assert code == 2 and all(words in error for words in expected), error
     assert all(line.startswith(str(tmp_path)) for line in error.splitlines()) and "Traceback" not in error
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
@@ -588,6 +588,9 @@ def test_nothing_is_written_over(read, folders, tmp_path, capsys):
     for command in (("export", source), ("import", folders["single"])):
         code, error = run(capsys, *command, out)
         assert code == 2 and "is there already" in error
+    assert run(capsys, "export", source, tmp_path / "new/folder/out")[0] == 0
+    assert [p.name for p in (tmp_path / "new/folder").iterdir()] == ["out"]
+    shutil.rmtree(tmp_path / "new")
     assert sorted((p.name, p.stat().st_mtime_ns) for p in out.iterdir()) == before
     assert run(capsys, "export", tmp_path, tmp_path / "other")[0] == 2  # no checkpoint
     assert run(capsys, "import", folders["single"], tmp_path / "step-00000007") == (
