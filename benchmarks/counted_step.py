@@ -197,7 +197,7 @@ def count_loss(vocabulary: int) -> list[dict]:
         logits = torch.empty(LOSS_TOKENS, vocabulary, dtype=torch.bfloat16)
         index, column = torch.empty(LOSS_TOKENS, 1, dtype=torch.long), torch.empty(LOSS_TOKENS, 1)
         traced = [(softmax_parts, graphs_of(softmax_parts, logits, index)),
-                  (to_slope, graphs_of(to_slope, logits, index, None, *[column] * 4))]
+                  (to_slope, graphs_of(to_slope, logits, index, None, *[column] * 5))]
     for function, (graph,) in traced:
         found.append({"function": function.__name__, **count_kernels(graph)})
     return found

@@ -64,6 +64,12 @@ def test_says_what_inductor_lacks_or_counts_its_kernels(printed):
         assert "loss, 2048 tokens" in out
 
 
+def test_the_loss_is_traced_also_where_its_kernels_cannot_be_counted(monkeypatch):
+    monkeypatch.setattr(counted_step, "count_kernels", lambda graph: {"operators": len(graph.graph.nodes)})
+    found = {row["function"]: row["operators"] for row in counted_step.count_loss(vocabulary=512)}
+    assert set(found) == {"softmax_parts", "to_slope"} and min(found.values()) > 5
+
+
 @pytest.mark.parametrize("setting", ["none", "elementwise", "selective", "full"])
 def test_the_plan_keeps_what_is_counted(counted, setting):
     """Of compiled blocks; in the plan they run eagerly."""
