@@ -284,7 +284,7 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
     total_weight = sum(s.weight for s in d.sources)
     wide_blocks = [name for pattern in p.keep_fp32 for name in fnmatch.filter(units, pattern) if "blocks" in name]
     # what each source of a mixture reads, with what it takes from [data]
-    read = {(os.path.normpath(s.source) if os.path.exists(s.source) else s.source, s.subset or d.subset,
+    read = {(os.path.realpath(s.source) if os.path.exists(s.source) else s.source, s.subset or d.subset,
              s.split or d.split, s.text_field or d.text_field, s.max_tokens or d.max_tokens) for s in d.sources}
     return [
         ("model.n_kv_heads model.n_heads", m.n_heads % m.n_kv_heads == 0, f"must divide n_heads = {m.n_heads}"),

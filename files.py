@@ -67,15 +67,14 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
 
 def lock(path: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:
     """Locks a file for this process until release() or the process's end, however that comes; a file that is there
-    stays. timeout: seconds to wait, -1 for ever. Raises filelock.Timeout, and PermissionError where it cannot be
-    opened, OSError where it cannot be made; on a file system without locks it warns and locks nothing."""
+    stays. timeout: seconds to wait, -1 for ever. Raises filelock.Timeout, and OSError where it cannot be made or
+    opened; on a file system without locks it warns and locks nothing."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o666))  # filelock would wait for some that cannot be made
     held = filelock.FileLock(path, timeout=timeout, thread_local=False)
     try:
         held.acquire()
-    except (filelock.Timeout, PermissionError):
+    except filelock.Timeout:
         raise
     except (OSError, NotImplementedError) as error:
-        if getattr(error, "errno", None) in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
-            raise
         print(f"{path.parent}: no locks on this file system, nothing keeps a second run out: {error}", file=sys.stderr)
     return held

@@ -154,11 +154,6 @@ def choose(cfg: config.Config, found: list[int], problems_with: Callable[[pathli
         setting = 'resume = "never"' if resume else "is off"
         raise ConfigError(f"{root(cfg)}: holds checkpoints, but [checkpoint] {setting}; resume from them with "
                           'checkpoint.resume = "auto", choose another run.name, or move them away')
-    if isinstance(resume, int):
-        if resume not in found:
-            raise ConfigError(f"[checkpoint] resume = {resume}: {root(cfg)} has no such checkpoint; it has "
-                              f"{', '.join(map(str, found)) or 'none'}")
-        found = [resume]
     step, bad = newest_good(cfg, found, problems_with)
     if step == 0 and 0 in found:
         raise ConfigError(f"{path_of(cfg, 0)}: {NO_OPTIMIZER}")
@@ -167,7 +162,14 @@ def choose(cfg: config.Config, found: list[int], problems_with: Callable[[pathli
 
 def newest_good(cfg: config.Config, found: list[int], problems_with: Callable[[pathlib.Path], list[str]]
                 ) -> tuple[int, dict[int, list[str]]]:
-    """(the highest step without problems, the problems of those above it); (0, {}) where there is none at all."""
+    """(the highest step without problems, the problems of those above it); (0, {}) where there is none at all. Where
+    `resume` is a step, that one. Raises ConfigError where it is not there, or none is good."""
+    resume = cfg.checkpoint.resume if cfg.checkpoint else None
+    if isinstance(resume, int):
+        if resume not in found:
+            raise ConfigError(f"[checkpoint] resume = {resume}: {root(cfg)} has no such checkpoint; it has "
+                              f"{', '.join(map(str, found)) or 'none'}")
+        found = [resume]
     bad: dict[int, list[str]] = {}
     for step in reversed(found):
         if not (problems := problems_with(path_of(cfg, step))):

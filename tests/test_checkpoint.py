@@ -420,10 +420,13 @@ def test_a_run_keeps_what_it_should_and_says_no(write_config, tmp_path):
                                (["--train.steps=9", "--model.ffn_dim=96",
                                  '--checkpoint.allow_changed=["model.ffn_dim"]'], "this model's is torch.float32 [96"),
                                (["--eval-only", "--model.norm_eps=0.5"], "model.norm_eps = 0.5"),
+                               (["--eval-only", "--checkpoint.resume=7"], "resume = 7"),
                                (["--checkpoint.resume=6", "--optim.state_dtype=bfloat16"], "exp_avg"),
                                (["--train.steps=9", '--model.freeze=["embedding.*"]'], "start another run")]:
         done = launch(path, *arguments, nproc=1 + ("--eval-only" in arguments))
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+    done = launch(path, "--eval-only", "--checkpoint.resume=6")
+    assert json.loads(done.stdout.splitlines()[-1])["step"] == 6, done.stderr
     assert content(folder) == before
     # what was read before was read, whatever a step's tokens are now
     assert launch(path, "--train.steps=9", "--train.seq_len=16",

@@ -158,6 +158,15 @@ def test_malformed_file_is_refused_and_says_where(case, tmp_path):
     assert len(message.splitlines()) <= 5 and "Traceback" not in message
 
 
+def test_a_source_by_two_names_is_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").touch()
+    (tmp_path / "link.jsonl").symlink_to("a.jsonl")
+    for other in ("./a.jsonl", str(tmp_path / "a.jsonl"), "link.jsonl"):
+        with pytest.raises(ConfigError, match="names one source twice"):
+            make_config(data={"sources": [{"source": "a.jsonl"}, {"source": other}]})
+
+
 def test_text_that_no_file_can_hold_is_refused(tmp_path):
     (path := tmp_path / "good.toml").write_text(toml())
     for wrong in ("\udcff", "a\0b"):  # as Python reads an argument that is not UTF-8

@@ -516,6 +516,13 @@ def test_a_disk_that_takes_no_lock_is_no_file_system_without_them(tmp_path, monk
             lock(tmp_path)
 
 
+def test_a_lock_that_cannot_be_made_is_not_waited_for(tmp_path, capsys):
+    for path, told in (pathlib.Path("/proc/lock"), "No such file"), (tmp_path / ("x" * 300), "name too long"):
+        with pytest.raises(OSError, match=told):
+            files.lock(path, timeout=5)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_lock_that_belongs_to_another_user_keeps_this_one_out(tmp_path, monkeypatch):
     def refused(path: object, *_: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
