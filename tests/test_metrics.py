@@ -107,7 +107,7 @@ def test_the_environment_has_what_is_not_committed(tmp_path, monkeypatch):
     git("init", "-q")
     for text in ("before", "after"):
         for path in files:
-            path.write_text(f"{path.name} {text}\n")
+            path.write_bytes(f"{path.name} {text}\n".encode() + b"\xff\n")
         git("add", "staged", *["changed"] * (text == "before"))
         if text == "before":
             git("commit", "-qm", "all")
@@ -135,7 +135,9 @@ def test_rows_at_the_steps_named_logs_of_every_rank_and_a_profile(write_config, 
     assert [row["step"] for row in rows(folder)] == [1, 3, 6, 7]
     assert [row["step"] for row in rows(folder, "eval")] == [5, 7]
     assert list((folder / "tensorboard").iterdir())
-    assert (folder / "logs/rank-0.log").read_text().count("step ") >= 6 and (folder / "logs/rank-1.log").exists()
+    logged = (folder / "logs/rank-0.log").read_text()
+    assert len(re.findall(r"^20\d\d-\d\d-\d\d \d\d:\d\d:\d\d,\d+ step +\d/7 ", logged, re.M)) == 4
+    assert "parameters on 2 x cpu (1 replicas x 2 shards), " in done.stdout and (folder / "logs/rank-1.log").exists()
     for rank in (0, 1):
         events = json.loads((folder / f"profile/rank-{rank}.json").read_text())["traceEvents"]
         assert any("all_gather" in event.get("name", "") for event in events)

@@ -1,6 +1,7 @@
 """The plan against theory, real tensors and whole simulated steps, and what --dry-run prints."""
 
 import json
+import pathlib
 import re
 import sys
 import xml.etree.ElementTree as ET
@@ -328,6 +329,9 @@ def test_out_of_memory_names_resharding_where_it_would_help(reshard, named):
                                 ["configs/tiny.toml", "--optim.lr=1e-3"])
     assert told.endswith("./run_train.sh configs/tiny.toml --optim.lr=1e-3 --dry-run --world-size=4 --gpu-memory-gib G")
     assert ("--parallel.reshard_after_forward=true" in told) is named
+    for ranks, within in (1, False), (2, True), (16, True):  # a node's GPUs
+        cfg = make_config(train={"global_batch_size": 32})
+        assert ("--parallel.tp=2" in advice.out_of_memory(cfg, ranks, "9 GiB", [])) is within
 
 
 def test_suggestions_go_on_past_offload(monkeypatch):
@@ -481,7 +485,10 @@ def test_the_drawing_is_the_plan(tmp_path, capsys):
     (link := tmp_path / "link.svg").symlink_to("step.svg")  # what is named stays what it is: it may be a device, too
     dry_run(capsys, CONFIGS / "llama8b.toml", "--world-size=8", "--gpu", "H100", "--plot", link)
     assert link.is_symlink()
-    rects = ET.parse(tmp_path / "step.svg").iter("{http://www.w3.org/2000/svg}rect")
+    drawing = ET.parse(tmp_path / "step.svg")
+    words = [text.text for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"8 ranks: peak 53.63 GiB in the backward head", "GiB", "computes", "sends", "activations"} < {*words}
+    rects = drawing.iter("{http://www.w3.org/2000/svg}rect")
     rects = {rect[0].text: rect for rect in rects if len(rect)}
     boxes = {title: float(rect.get("height")) for title, rect in rects.items()}
     titles = [*boxes]
@@ -501,6 +508,8 @@ def test_slow_networks_are_waited_for():
     fast, slow = (plan(cfg, 64, Asked(device(gpu))) for gpu in ("H100", "H100,network=2"))
     assert fast["waiting_seconds"] < 0.1 * fast["step_seconds"]
     assert slow["waiting_seconds"] > 0.3 * slow["step_seconds"]
+    best = "best_tokens_per_second_per_device"  # which nothing waits for
+    assert slow[best] == pytest.approx(fast[best])
 
 
 def test_what_sends_nothing_waits_for_nothing():
@@ -548,6 +557,11 @@ def a_run(tmp_path, device: str, steps: int = 100) -> PlanCheck:
     cfg = make_config(run={"device": device})
     (tmp_path / "config.toml").write_text(config.to_toml(cfg))
     return PlanCheck(cfg, SimpleNamespace(size=2, device=torch.device(device)), tmp_path)
+
+
+def test_resident_memory_is_what_the_system_says():
+    said = int(re.search(r"VmRSS:\s+(\d+) kB", pathlib.Path("/proc/self/status").read_text())[1]) / 2**20
+    assert plan_check.resident_gib() == pytest.approx(said, rel=0.02)
 
 
 def test_a_run_checks_its_plan(tmp_path, monkeypatch):

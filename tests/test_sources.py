@@ -257,7 +257,8 @@ def test_text_without_line_ends_is_cut_between_characters(unit, tmp_path):
     assert "".join(open_source(d, source.place())) == text[len(found[0]) :]
 
 
-@pytest.mark.parametrize("content, line", [(b"good\n\xff\n", 2), (b"good\n" * 40_000 + b"\xe6\x97", 40_001)])
+@pytest.mark.parametrize("content, line", [
+    (b"good\n\xff\n", 2), (b"\n\xff", 2), (b"good\n" * 40_000 + b"\xe6\x97", 40_001)])
 def test_text_that_is_not_utf8_is_named_by_line(content, line, tmp_path):
     (tmp_path / "bad.txt").write_bytes(content)
     with pytest.raises(ConfigError, match=rf"bad\.txt: line {line}: is not UTF-8"):
