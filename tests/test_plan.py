@@ -388,6 +388,16 @@ def test_advice_names_the_change_that_fits_and_tries_no_more_than_one(change, mo
     assert told.count(" fits  ") == 1 and len(told.splitlines()) == 2 + len(tried)
 
 
+def test_what_is_offloaded_has_no_known_speed(monkeypatch):
+    monkeypatch.setattr(advice, "plan", lambda cfg, ranks, asked: {
+        "fits": True, "host_gib": float(cfg.parallel.cpu_offload), "device_gib": 9.0, "world_size": ranks,
+        "tokens_per_second_per_device": 1234.5})
+    args = config.parse_arguments([str(CONFIGS / "tiny.toml")])
+    told = advice.advise({"micro_batch_size": 8, "world_size": 1}, args, Asked(gpu_memory_gib=10)).splitlines()[1:-1]
+    assert sum(" 1,234 tok/s" in line for line in told) == len(told) - 1
+    assert [line for line in told if " unknown tok/s" in line] == [line for line in told if "cpu_offload" in line]
+
+
 def test_advice_says_where_nothing_fits(monkeypatch):
     told, tried = told_by("nothing", monkeypatch)
     assert told.endswith("nothing on this list fits: take GPUs with more memory, or a smaller model")
@@ -403,6 +413,8 @@ def test_changes_are_of_every_kind_and_tp_stays_within_a_node():
                    "parallel.cpu_offload=true"):
         assert (f"--{change}",) in found
     assert not any("--parallel.tp=8" in names for names in found)
+    ranks = [times for names, times in advice.changes({"micro_batch_size": 8, "world_size": 16}, cfg, 4) if not names]
+    assert ranks == [2, 4, 8]
     for name, kept in ("lora", ["nf4"]), ("qlora", []):  # a base has a dtype of its own
         cfg = config.load(str(CONFIGS / f"llama8b-{name}.toml"))
         found = [names for names, _ in advice.changes({"micro_batch_size": 1, "world_size": 1}, cfg, gpus_per_node=1)]
@@ -510,6 +522,15 @@ def test_slow_networks_are_waited_for():
     assert slow["waiting_seconds"] > 0.3 * slow["step_seconds"]
     best = "best_tokens_per_second_per_device"  # which nothing waits for
     assert slow[best] == pytest.approx(fast[best])
+
+
+def test_gathers_and_reductions_are_sent_apart():
+    phase = Phase("backward block 0")
+    phase.sent |= {("dp_shard", "all_gather", "bytes"): 8e9, ("dp_shard", "reduce_scatter", "bytes"): 1.6e9}
+    [moment] = timeline([phase], make_config(), Cluster(DEVICES["H100"], 8, (1, 8, 1, 1)))
+    seconds = {kind: end - begin for kind, (begin, end) in moment.sends.items()}
+    of_link = 450e9 * 0.8 * 8 / 7  # a rank sends seven eighths of a buffer
+    assert seconds == {"gathers": pytest.approx(8e9 / of_link), "reduces": pytest.approx(1.6e9 / of_link)}
 
 
 def test_what_sends_nothing_waits_for_nothing():

@@ -172,6 +172,7 @@ def test_a_hub_source_resumes_and_knows_its_size(monkeypatch):
 
     def load(*args, revision, **options):
         asked.append(revision)
+        assert args == ("owner/name",) and options == {"name": None, "split": "train", "streaming": True}
         stream = rows.to_iterable_dataset(3)
         stream.info.splits = datasets.SplitDict({"train": datasets.SplitInfo("train", num_examples=3000)})
         return stream
