@@ -502,6 +502,8 @@ WRONG = {  # what is done to the folder "single", or another that the name begin
     "no head": (weights(lambda t: t.pop(HEAD)), ["has no lm_head.weight"]),
     "tied: another head": (weights(lambda t: t.update({HEAD: t[EMBEDDING] + 1e-3})),
                            [f"{HEAD} differs from {EMBEDDING}"]),
+    "tied: a head of another type": (weights(lambda t: t.update({HEAD: t[EMBEDDING].bfloat16()})),
+                                     [f"{HEAD} differs from {EMBEDDING}"]),
     "shape": (weights(lambda t: t.update({NORM: torch.ones(47)})),
               ["is F32 [47]; must be F32 or BF16 or F16 of shape [48]"]),
     "dtype": (weights(lambda t: t.update({NORM: torch.ones(48).double()})),

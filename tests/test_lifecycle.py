@@ -771,6 +771,15 @@ def test_tensorboard_is_needed_where_it_is_written(write_config, monkeypatch, op
     assert usable([str(path), option]) is not needs
 
 
+def test_a_python_is_asked_for_what_the_run_needs_alone(prepared, write_config):
+    """As run_train.sh asks: `datasets` is for preparing."""
+    ask = ("import importlib.util as u, runpy, sys; found = u.find_spec; sys.argv = ['', '--usable', *sys.argv[1:]]\n"
+           "u.find_spec = lambda name, package=None: found(name, package) if name != 'datasets' else None\n"
+           "runpy.run_module('lifecycle.command', run_name='__main__')")
+    for arguments, code in ([write_config("r")], 0), ([], 1):
+        assert subprocess.run([sys.executable, "-c", ask, *arguments], cwd=REPO).returncode == code
+
+
 def test_one_process_has_torchrun_where_it_may_be_restarted():
     assert Ranks(1, 1, 0, None).command()[1:] == [str(REPO / "train.py")]
     assert {"lifecycle.torchrun", "--max-restarts=3"} <= {*Ranks(1, 1, 3, "7").command()}

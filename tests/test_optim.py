@@ -127,6 +127,18 @@ def test_a_second_moment_decays_in_bfloat16():
     assert ours == pytest.approx(theirs, rel=0.01) and theirs < 0.7 * (1 - 0.999**100)
 
 
+def test_the_hash_is_the_one_that_is_named():
+    """lowbias32 of hash-prospector, in Python's integers: a stored run draws the same bits in every version."""
+    def lowbias32(x: int) -> int:
+        x = (x ^ x >> 16) * 0x7FEB352D % 2**32
+        x = (x ^ x >> 15) * 0x846CA68B % 2**32
+        return x ^ x >> 16
+
+    numbers = [0, 1, 2, 65_536, 2**31 - 1, 2**31, 2**32 - 1]
+    found = hash32(torch.tensor(numbers).to(torch.int32)).tolist()
+    assert [n % 2**32 for n in found] == [*map(lowbias32, numbers)]
+
+
 def test_the_hash_is_even_and_repeats():
     """Each of 16 bits is set half the time, alone and against its neighbour element and step; compiled it is equal."""
     index = torch.arange(1 << 16, dtype=torch.int32)

@@ -102,6 +102,8 @@ def test_mixture_is_true_to_its_weights_at_every_prefix(shares):
 def test_weights_are_exact_where_they_can_be():
     assert whole_parts([0.7, 0.2, 0.1]) == [7, 2, 1] and whole_parts([1 / 3, 2 / 3]) == [1, 2]
     assert whole_parts([30, 10]) == [3, 1] and sum(whole_parts([0.123456789, math.pi, math.e])) == LONGEST_PERIOD
+    shares = [0.25 + 0.6 / LONGEST_PERIOD, 0.25 + 0.1 / LONGEST_PERIOD, 0.5 - 0.7 / LONGEST_PERIOD]
+    assert whole_parts(shares) == [16_385, 16_384, 32_767]  # what is cut off goes to the first, which lost most
     with pytest.raises(ConfigError, match="a weight must be at least 1/65536 of the sum"):
         make_config(data={"sources": [{"source": "a", "weight": 1e-9}, {"source": "b"}]})
 

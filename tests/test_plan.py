@@ -663,6 +663,10 @@ def test_a_plan_that_is_off_is_warned_of(tmp_path, caplog):
         assert sum("off the plan" in message for message in caplog.messages) == warnings, caplog.messages
         assert caplog.messages[0] == f"plan: peak 10.00 GiB, measured {peak:.2f} (12.00 reserved)"
         assert (f"plan: step {planned or 0:.3f} s, measured 1.000" in caplog.messages) is bool(planned)
+    caplog.clear()
+    with caplog.at_level("INFO", "train"):  # a process's memory holds more than the plan knows of
+        a_run(tmp_path, "cpu").tell({**found, "peak_gib": 20.0, "planned_step_seconds": None})
+    assert caplog.messages == ["plan: peak 10.00 GiB, measured 20.00 more resident than at first"]
 
 
 @pytest.mark.parametrize("width, rate", [(64, 376), (128, 554), (256, 554)])
