@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import MISSING
 
 import pytest
 import tomli
@@ -156,6 +157,37 @@ def test_malformed_file_is_refused_and_says_where(case, tmp_path):
     assert all(part in message for part in named), message
     assert str(path) in message and "sys." not in message
     assert len(message.splitlines()) <= 5 and "Traceback" not in message
+
+
+DEFAULTS = """
+run name=- output_dir="outputs" seed=0 device="auto" deterministic=false start_timeout_seconds=1800.0
+run step_timeout_seconds=600.0 save_timeout_seconds=1800.0
+model dim=? n_layers=? n_heads=? n_kv_heads=? ffn_dim=? vocab_size=? head_dim=- norm_eps=1e-05 rope_theta=500000.0
+model tie_embeddings=false init_from=- freeze=[]
+model.rope_scaling factor=? low_freq_factor=1.0 high_freq_factor=4.0 original_max_position_embeddings=8192
+data source="python-stdlib" subset=- split="train" text_field="text" path=- tokenizer=- max_tokens=-
+data document_mask=false sources=[]
+train steps=? seq_len=2048 global_batch_size=8 micro_batch_size=- max_grad_norm=1.0 skip_nonfinite=0
+optim lr=0.0003 betas=[0.9,0.95] eps=1e-08 weight_decay=0.1 warmup_steps=0 schedule="cosine" decay_steps=-
+optim schedule_steps=- min_lr_ratio=0.1 state_dtype="float32"
+parallel dp_replicate=1 dp_shard="auto" cp=1 tp=1 reshard_after_forward=true prefetch_forward=1 prefetch_backward=1
+parallel param_dtype="bfloat16" reduce_dtype="float32" output_dtype=- keep_fp32=[] unsharded=[] cpu_offload=false
+parallel sync_every_micro_batch=true recompute="none" compile=false float8="none"
+lora rank=16 alpha=- targets=["q_proj","k_proj","v_proj","o_proj","gate_proj","up_proj","down_proj"]
+lora base_dtype="bfloat16" init_from=-
+checkpoint save_every_steps=- keep_last=- keep_every_steps=- async_save=false resume="auto" allow_changed=[]
+eval every_steps=- batches=-
+log every_steps=10 tensorboard=true
+profile at_step=? steps=3
+"""
+
+
+def test_what_is_not_said_means_what_it_always_meant():
+    """Another default would change every run whose file does not name the option, and its checkpoints'."""
+    rows = [(line.split()[0], word) for line in DEFAULTS.strip().splitlines() for word in line.split()[1:]]
+    said = dict(f"{table}.{word}".split("=", 1) for table, word in rows)
+    assert said == {name: "?" if f.default is MISSING else "-" if f.default is None else
+                    options.toml(f.default).replace(", ", ",") for name, (_, f) in config.SCHEMA.options.items()}
 
 
 def test_a_source_by_two_names_is_one(tmp_path, monkeypatch):

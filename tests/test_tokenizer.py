@@ -93,6 +93,17 @@ def test_very_long_lines_train_a_tokenizer_too(tmp_path):
     prepare_one(config_for(tmp_path / "in.jsonl", tmp_path))
 
 
+def test_indentation_is_one_token():
+    """Of code, most of which would be spaces else."""
+    import sentencepiece
+
+    from data.tokenizer import train_tokenizer
+
+    made = sentencepiece.SentencePieceProcessor()
+    made.LoadFromSerializedProto(train_tokenizer((f"def f{i}():\n        return {i}\n" for i in range(200)), 300))
+    assert made.encode("        x", out_type=str)[0] == "\u2581" * 8
+
+
 def sentencepiece_model(path: pathlib.Path, **options) -> Tokenizer:
     """As others train them."""
     import sentencepiece
