@@ -197,6 +197,8 @@ def changed_options(cfg: config.Config, step: int, names: re.Pattern) -> dict[st
     """{option: (its value in the checkpoint, its value now)} of those options that differ, as a person reads them."""
     saved = read_state(path_of(cfg, step))["config"]
     before, now = config.SCHEMA.complete(saved), config.SCHEMA.complete(config.to_dict(cfg))
+    if len({o["model.head_dim"] or o["model.dim"] // o["model.n_heads"] for o in (before, now)}) == 1:
+        before["model.head_dim"] = now["model.head_dim"]  # the same width, said or not
 
     def words(value: Any) -> str:
         return value if isinstance(value, str) else "absent" if value is None else options.toml(value)

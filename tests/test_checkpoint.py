@@ -274,6 +274,20 @@ def test_another_run_is_refused_by_name(tmp_path, section, key, value):
     catalog.check_same_run(changed(allow_changed=[f"{section}.{key}"]), 10)
 
 
+def test_a_head_s_width_may_be_said_or_not(tmp_path):
+    def with_width(width: int | None) -> config.Config:
+        cfg = configured(tmp_path)
+        return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, head_dim=width))
+
+    width = configured(tmp_path).model.width_per_head
+    for step, (before, now) in enumerate([(None, width), (width, None), (None, None)], 1):
+        fake(with_width(before), step)
+        catalog.check_same_run(with_width(now), step)
+        told = rf"^model\.head_dim = {2 * width}: .*was trained with {before or 'absent'}"
+        with pytest.raises(ConfigError, match=told):
+            catalog.check_same_run(with_width(2 * width), step)
+
+
 def test_another_start_is_refused(tmp_path):
     """But of adapters, whose base may lie elsewhere."""
     def started(folder: str) -> config.Config:
