@@ -250,8 +250,7 @@ def unit_names(model: Model) -> list[str]:
 
 def mesh_shape(cfg: Config, ranks: int) -> tuple[int, int, int, int]:
     """(dp_replicate, dp_shard, cp, tp). Raises ConfigError where that, or the global batch, does not come out even."""
-    p, t = cfg.parallel, cfg.train
-    cp, tp = p.cp, p.tp
+    p, t, cp, tp = cfg.parallel, cfg.train, cfg.parallel.cp, cfg.parallel.tp
     dp_size = max(1, ranks // (cp * tp))
     dp_replicate = max(1, dp_size // p.dp_shard) if p.dp_replicate == "auto" else p.dp_replicate
     dp_shard = max(1, dp_size // dp_replicate) if p.dp_shard == "auto" else p.dp_shard
@@ -277,9 +276,8 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
     sides = {"q_proj": (m.dim, attention_dim), "o_proj": (m.dim, attention_dim),
              "k_proj": (m.dim, kv := m.n_kv_heads * m.width_per_head), "v_proj": (m.dim, kv)}
     largest_rank = min(min(sides.get(name, (m.dim, m.ffn_dim))) for name in (lora.targets if lora else PROJECTIONS))
-    nf4 = lora and lora.base_dtype == "nf4"
     rows = {"dim": m.dim, "n_heads x head_dim over tp": attention_dim / p.tp, "ffn_dim over tp": m.ffn_dim / p.tp}
-    end, rope, units = schedule_steps(cfg), m.rope_scaling, unit_names(m)
+    nf4, rope, end, units = lora and lora.base_dtype == "nf4", m.rope_scaling, schedule_steps(cfg), unit_names(m)
     schedule = "optim.schedule optim.schedule_steps train.steps optim.warmup_steps optim.decay_steps"
     total_weight = sum(s.weight for s in d.sources)
     wide_blocks = [name for pattern in p.keep_fp32 for name in fnmatch.filter(units, pattern) if "blocks" in name]
@@ -419,12 +417,11 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def from_command_line(argv: list[str], usage: str, tool: bool = False) -> tuple[argparse.Namespace, Config]:
-    """What a program was called with. Prints every problem and exits with 2 where it is wrong; with 0 after --help.
-    tool: it has no dry run, and no evaluation."""
+    """What a program was called with; a tool has no dry run and no evaluation. Prints every problem and exits with 2
+    where it is wrong; with 0 after --help."""
     if {"--help", "-h"} & set(argv):
         from files import say  # here: what else it loads takes as long as all of this
-        say(f"{usage.strip()}\n\nOptions, in the file or as --section.key=value:\n\n{SCHEMA.help()}")
-        sys.exit(0)
+        sys.exit(say(f"{usage.strip()}\n\nOptions, in the file or as --section.key=value:\n\n{SCHEMA.help()}"))
     args = parse_arguments(argv)
     try:
         if tool and (args.dry_run or args.eval_only):
