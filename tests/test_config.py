@@ -233,7 +233,8 @@ def test_every_degree_that_cannot_be_had_is_named():
     ("--train.steps=", "must be an integer"),
     ("--train.steps=3.5", "must be an integer"),
     ("--train.steps=3\nfoo=4", '"3\\nfoo=4": must be an integer'),
-    ("--train=3", "must be a table"),
+    ("--train=3", "must be a table, written [train]\n"),
+    ("--eval=3", "must be a table, written [eval]; off removes it from the command line\n"),
     ("--train=off", "must be a table"),
     ("--foo=1", "unknown option"),
     ("--parallel.recompute=fool", '"full"'),
@@ -243,7 +244,7 @@ def test_every_degree_that_cannot_be_had_is_named():
 def test_malformed_override_is_refused(argument, named):
     with pytest.raises(ConfigError, match="command line") as caught:
         config.from_dict(tables(), "t.toml", [argument])
-    assert named in str(caught.value)
+    assert named in f"{caught.value}\n"
 
 
 @pytest.mark.parametrize("arguments, key, value", [

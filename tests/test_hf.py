@@ -316,7 +316,7 @@ def test_transformers_gives_the_same_ids(read, prepared, tmp_path, capsys):
     assert run(capsys, "export", checkpoint, tmp_path / "out") == (0, "")
     ours, theirs = Tokenizer(prepared / "tokenizer.model"), AutoTokenizer.from_pretrained(tmp_path / "out")
     texts = [words(1, 500), "def f(x):\n    return [x]  # two\n\n\n\tdone", " leading", "  two", "", "\n", " " * 37,
-             "häßlich \u2603 \U0001d518", "aaaaaaaaaaaaa", (REPO / "config.py").read_text()]
+             "I 'm , as it were . ", "häßlich \u2603 \U0001d518", "aaaaaaaaaaaaa", (REPO / "config.py").read_text()]
     for text in texts:
         assert theirs(text)["input_ids"] == ours.bos + ours.encode([text])[0]
         assert theirs.decode(ours.encode([text])[0]) == text
@@ -384,6 +384,17 @@ def test_a_tokenizer_that_cannot_be_expressed_is_copied_and_reported(tmp_path, c
     (tmp_path / "tokenizer.model").write_bytes(b"{}")
     with pytest.raises(ConfigError, match="is no sentencepiece model"):
         hf.write_tokenizer(tmp_path / "out", tmp_path)
+
+
+def test_a_unigram_model_of_unnormalized_text_is_none_that_can_be_expressed(tmp_path):
+    """Its entries are not merged in pairs."""
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(words(i, 50) for i in range(50)), model_prefix=str(tmp_path / "tokenizer"), vocab_size=60,
+        model_type="unigram", normalization_rule_name="identity", remove_extra_whitespaces=False,
+        hard_vocab_limit=False, minloglevel=2)
+    assert fast_tokenizer_files(read_sentencepiece(tmp_path / "tokenizer.model")) == {}
 
 
 def test_a_tokenizer_that_puts_a_space_in_front_is_expressed(tmp_path):

@@ -93,8 +93,8 @@ def stream_of(ids: list[int], folder: pathlib.Path) -> TokenStream:
 
 def test_a_negative_id_is_named(tmp_path):
     """It would count as a target that does not count."""
-    stream = stream_of([3, 4, IGNORE, 4], tmp_path)
-    assert stream.read(0, 2)[1].tolist() == [3, 4]
+    stream = stream_of([0, 4, IGNORE, 4], tmp_path)
+    assert stream.read(0, 2)[1].tolist() == [0, 4]
     with pytest.raises(ConfigError, match=rf"train\.bin: token 2 has id {IGNORE}, but \[model\] vocab_size = 5"):
         stream.read(1, 4)
 
