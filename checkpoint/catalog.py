@@ -218,15 +218,21 @@ def check_same_run(cfg: config.Config, step: int, guarded: re.Pattern = GUARDED)
                           f"with{'out' * bool(cfg.lora)} adapters; continue so, or choose another run.name")
     if cfg.lora:
         changed.pop("model.init_from", None)  # a base may lie elsewhere: check_base() looks at the weights themselves
-    if problems := [
-            f"{key} = {now}: {path_of(cfg, step)} was trained with {before}; " + (
-                "this version has no such option" if key not in config.SCHEMA.options else
-                "continue with that, or start another run from these weights (model.hf export, model.init_from): the "
-                "optimizer's state is of what was trained" if key == "model.freeze" else
-                "its weights have those shapes; continue so, or choose another run.name" if SHAPES.fullmatch(key) else
-                f'continue with that, choose another run.name, or allow it: checkpoint.allow_changed = ["{key}"]')
-            for key, (before, now) in changed.items() if key not in allowed]:
+    if problems := [f"{key} = {now}: {path_of(cfg, step)} was trained with {before}; {_instead(key)}"
+                    for key, (before, now) in changed.items() if key not in allowed]:
         raise ConfigError(*problems)
+
+
+def _instead(key: str) -> str:
+    """What to do where this option differs from the checkpoint's."""
+    if key not in config.SCHEMA.options:
+        return "this version has no such option"
+    if key == "model.freeze":
+        return ("continue with that, or start another run from these weights (model.hf export, model.init_from): the "
+                "optimizer's state is of what was trained")
+    if SHAPES.fullmatch(key):
+        return "its weights have those shapes; continue so, or choose another run.name"
+    return f'continue with that, choose another run.name, or allow it: checkpoint.allow_changed = ["{key}"]'
 
 
 def check_base(folder: pathlib.Path, init_from: str | None, base: str | None) -> None:

@@ -388,12 +388,7 @@ def test_a_tokenizer_that_cannot_be_expressed_is_copied_and_reported(tmp_path, c
 
 def test_a_unigram_model_of_unnormalized_text_is_none_that_can_be_expressed(tmp_path):
     """Its entries are not merged in pairs."""
-    import sentencepiece
-
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(words(i, 50) for i in range(50)), model_prefix=str(tmp_path / "tokenizer"), vocab_size=60,
-        model_type="unigram", normalization_rule_name="identity", remove_extra_whitespaces=False,
-        hard_vocab_limit=False, minloglevel=2)
+    sentencepiece_model(tmp_path / "tokenizer.model", vocab_size=60, model_type="unigram", byte_fallback=False)
     assert fast_tokenizer_files(read_sentencepiece(tmp_path / "tokenizer.model")) == {}
 
 

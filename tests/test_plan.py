@@ -3,7 +3,6 @@
 import json
 import pathlib
 import re
-import sys
 import xml.etree.ElementTree as ET
 from collections import Counter
 from dataclasses import astuple, replace
@@ -163,14 +162,6 @@ def test_work_takes_its_time_at_the_rates_of_the_documents(kind, work, at_best):
     assert cluster.computing(phase, True, best=True) == pytest.approx(at_best)
     slow = Cluster(device("H100,products=360,float8=1,bandwidth=1.675"), 8, (1, 1, 1, 1))
     assert slow.computing(phase, True) == pytest.approx(4 if kind == "float8" else 2)
-
-
-def test_attention_is_slower_with_heads_below_128():
-    """0.77 and 0.52 of the products' rate."""
-    phase, cluster = Phase("x", work=Counter({"attention": 720e12})), Cluster(device("H100"), 8, (1, 1, 1, 1))
-    for width, share in (64, 0.52), (126, 0.52), (128, 0.77), (256, 0.77):
-        cfg = make_config(model={"head_dim": width})
-        assert timeline([phase], cfg, cluster)[0].end == pytest.approx(1 / share, rel=0.01), width
 
 
 def test_gpus_are_those_of_the_documents():
@@ -624,21 +615,6 @@ def test_a_plan_that_fails_is_told_of_and_a_found_one_is_a_row(tmp_path, monkeyp
         assert caplog.text.count("the plan of this run could not be made: try false") == 1
 
 
-def test_a_plan_that_cannot_be_made_is_told_once(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(plan_check, "LATER", 0.0)
-    check = a_run(tmp_path, "cpu")
-    monkeypatch.setattr(check, "command", lambda: [sys.executable, "-c", ""])
-    check.count_step()
-    check.count_step()
-    assert check.row(2, 0.5) is None
-    check.process.wait(timeout=100)
-    for step in (3, 4):
-        with caplog.at_level("WARNING", "train"):
-            assert check.row(step, 0.5) is None
-    assert caplog.messages == [f"the plan of this run could not be made: try {sys.executable} -c "]
-    check.close()
-
-
 def test_a_gpu_is_named_to_the_plan(tmp_path, monkeypatch):
     check, name = a_run(tmp_path, "cuda"), ["NVIDIA H100 80GB HBM3"]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name[0])
@@ -670,7 +646,7 @@ def test_a_plan_that_is_off_is_warned_of(tmp_path, caplog):
     assert caplog.messages == ["plan: peak 10.00 GiB, measured 20.00 more resident than at first"]
 
 
-@pytest.mark.parametrize("width, rate", [(64, 376), (128, 554), (256, 554)])
+@pytest.mark.parametrize("width, rate", [(64, 376), (126, 376), (128, 554), (256, 554)])
 def test_heads_from_128_on_attend_at_the_faster_rate(width, rate):
     """On an H100 TFLOP a second, as measured for its kernels."""
     cfg = make_config(model={"head_dim": width, "dim": 256, "n_heads": 2, "n_kv_heads": 2})
