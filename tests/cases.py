@@ -872,17 +872,28 @@ def host_reads(sections: dict, output: str) -> tuple[list[list[str]], list[str]]
 
 
 def train_with_units(steps: int, sections: dict, output: str, units: list[bool]) -> str:
-    """train_to() where rank i's device has bfloat16 units or not; the dtype that the model computed in."""
+    """train_to(), or with steps = 0 evaluates, where rank i's device has bfloat16 units or not; the dtype that the
+    model computed in."""
+    from evaluate import evaluate_newest
+    from lifecycle.run import Run
+    from lifecycle.signals import StopRequest
+
     computed, forward = set(), torch.nn.functional.linear
 
     def noting(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         computed.add(str(weight.dtype).removeprefix("torch."))
         return forward(x, weight)
 
-    sections = {**sections, "train": {**sections["train"], "steps": steps}, "run": {"name": "r", "output_dir": output}}
+    sections = {**sections, "train": {**sections["train"], "steps": steps or 1},
+                "run": {"name": "r", "output_dir": output}}
+    cfg = make_config(**sections)
     with process_group() as world, mock.patch("torch.nn.functional.linear", noting), \
          mock.patch("checkpoint.checkpointer.has_bfloat16_units", lambda device: units[world.rank]):
-        run_training(make_config(**sections), world)
+        if steps:
+            run_training(cfg, world)
+        else:
+            with Run(cfg, world, None, StopRequest()) as run:
+                evaluate_newest(cfg, world, run)
     return " and ".join(computed)
 
 

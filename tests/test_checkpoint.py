@@ -309,6 +309,20 @@ def test_an_option_that_the_run_no_longer_gives_is_refused(tmp_path):
         catalog.check_same_run(configured(tmp_path), 10)
 
 
+def test_every_option_of_the_model_is_compared():
+    """A run goes on with the same weights and order of data; an evaluation takes any data, and what gives the outputs
+    of given weights must be the same."""
+    names = [*config.SCHEMA.options]
+
+    def of(*sections: str) -> set[str]:
+        return {name for name in names if name.startswith(sections)}
+
+    outputs = of("model.", "lora.") - {"model.init_from", "model.freeze", "lora.init_from"}
+    assert {name for name in names if catalog.SAME_OUTPUTS.fullmatch(name)} == outputs
+    assert {name for name in names if catalog.GUARDED.fullmatch(name)} == outputs | of("data.") - {"data.path"} | {
+        "model.init_from", "model.freeze", "run.seed", "train.seq_len", "train.global_batch_size"}
+
+
 def test_an_option_that_is_newer_than_the_checkpoint_had_its_default(tmp_path):
     sources = {"data": {"sources": [{"source": "a.jsonl"}, {"source": "b.jsonl", "weight": 2.0}]}}
 

@@ -160,20 +160,21 @@ def test_every_split_equals_the_plain_loop(trained, ranks, name, corpus, folders
 
 def test_auto_precision_is_decided_by_all_ranks_and_kept(on_ranks, prepared, corpus, tmp_path):
     """float32 where one rank's device has no bfloat16 units; what is decided stands in config.toml and in the
-    checkpoint, and a resume keeps it whatever its devices have, while an evaluation uses it too."""
+    checkpoint, and a resume and an evaluation keep it whatever their devices have."""
     sections = {"data": {"source": str(corpus), "path": str(prepared)}, "parallel": {"param_dtype": "auto"},
                 "train": {"global_batch_size": 4, "micro_batch_size": None},
                 "optim": {"warmup_steps": 0}, "checkpoint": {}}
     wrote = {}
     for name, units in {"one without": [True, False], "all": [True, True]}.items():
         folder = tmp_path / name
-        for steps in (1, 2):  # the second resumes on devices that would decide otherwise
+        for steps in (1, 2):  # the second resumes, and what follows evaluates, where devices would decide otherwise
             asked = on_ranks(2, cases.train_with_units, steps, sections, str(folder), units)
-            units = [not all(units)] * 2
+            opposite, units = units, [not all(units)] * 2
             saved = json.loads((folder / f"r/checkpoints/step-0000000{steps}/state.json").read_text())["config"]
             text = (folder / "r/config.toml").read_text()
             wrote[name, steps] = saved["parallel"]["param_dtype"], *asked
             assert f'param_dtype = "{saved["parallel"]["param_dtype"]}"' in text
+        assert on_ranks(2, cases.train_with_units, 0, sections, str(folder), opposite) == [*wrote[name, 2][1:]]
     assert wrote == {("one without", 1): ("float32",) * 3, ("one without", 2): ("float32",) * 3,
                      ("all", 1): ("bfloat16",) * 3, ("all", 2): ("bfloat16",) * 3}
 
