@@ -108,8 +108,7 @@ class Checkpointer:
             if self.world.device.type == "cuda":  # each thread has a current device of its own, and DCP looks at it
                 torch.cuda.set_device(self.world.device)
             self.saver.write(state.step, tensors, content)
-            if not stopping:
-                self.saver.purge()
+            self.saver.purge()  # but where the run is stopping
 
         self.pending = state.step, self.background.submit(work)
         if stopping or state.step == self.cfg.train.steps:

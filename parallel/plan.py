@@ -87,7 +87,7 @@ def planned(cfg: config.Config, ranks: int, asked: Asked, epoch: float | None = 
         "peak_gib": peak_gib,
         "peak_at": peak.name,
         "parts_gib": {kind: size / GIB for kind, size in peak.peak.most_common() if size},
-        "host_gib": (step.held.total() - step.held["scales"]) / GIB if cfg.parallel.cpu_offload else 0.0,
+        "host_gib": step.held.total() / GIB if cfg.parallel.cpu_offload else 0.0,
         "device_gib": needed,
         "fits": needed <= asked.memory_gib if asked.memory_gib else None,
         "not_counted": ["the time of copies to the host, and of the update there"] * cfg.parallel.cpu_offload + (

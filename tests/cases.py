@@ -271,8 +271,8 @@ def recorded(events: list[tuple[str, str]], names: Callable[[FSDPParamGroup], st
 
 
 def gather_order(cases: list[tuple[dict, bool]]) -> list[list[tuple[str, str]]]:
-    """By case: one step's all-gathers as they are issued, and the ends of each unit's forward and backward, in order;
-    with True, the first units are unsharded early."""
+    """By case: one step's all-gathers as they are issued, and the ends of each unit's forward, of the loss's backward
+    and of each unit's, in order; with True, the first units are unsharded early."""
     found = []
     with process_group() as world:
         for sections, early in cases:
@@ -287,7 +287,11 @@ def gather_order(cases: list[tuple[dict, bool]]) -> list[list[tuple[str, str]]]:
                     unshard_first_units(model, cfg.parallel)
                 model(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
 
+            def note_loss(norm: torch.nn.Module, inputs: tuple, output: torch.Tensor, seen: list = events) -> None:
+                output.register_hook(lambda gradient: seen.append(("backward", "loss")))
+
             step(model, ids, cfg, early)  # FSDP2 learns its order in the first one
+            model.head.norm.register_forward_hook(note_loss)
             for name, module in {"embedding": model.embedding, **blocks, "head": model.head}.items():
                 module.register_forward_hook(lambda *_, n=name, seen=events: seen.append(("forward", n)))
             with recorded(events, lambda group: group._module_fqn.split(".")[-1]):

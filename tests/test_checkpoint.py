@@ -88,6 +88,10 @@ def spoil(folder, how):
     elif how == "path":
         entries = {**manifest.read_manifest(folder), "../x": {"size": 0, "sha256": []}}
         (folder / "manifest.json").write_bytes(manifest.render_manifest(entries))
+    elif how in ("part missing", "part too many"):
+        entries = manifest.read_manifest(folder)
+        entries[".metadata"]["sha256"] = entries[".metadata"]["sha256"] * (2 if how == "part too many" else 0)
+        (folder / "manifest.json").write_bytes(manifest.render_manifest(entries))
     elif how in ("state list", "state type"):
         (folder / "state.json").write_text("[1]" if how == "state list" else '{"step": "30", "config": {}}')
         seal(folder)
@@ -102,6 +106,8 @@ SPOILED = {
     "pipe": ".metadata: expected a regular file", "manifest spaces": "manifest.json: is not as it was written",
     "manifest deep": "manifest.json: is not as it was written",
     "manifest list": "manifest.json: is not as it was written",
+    "part missing": "manifest.json: is not as it was written",
+    "part too many": "manifest.json: is not as it was written",
     "path": "'../x' is no name of a file", "state list": "state.json: expected an object",
     "state type": "state.json: expected an object", "state.json": "state.json: expected a regular file: No such file",
     "manifest.json": "manifest.json: expected a regular file: No such file",

@@ -147,9 +147,10 @@ def test_a_forgotten_buffer_is_named(on_ranks):
     assert "blocks.1.table" in on_ranks(1, cases.forgotten_buffer)[0]
 
 
-def expected_order(depth_forward: int, depth_backward: int, early: bool) -> list[tuple[str, str]]:
+def expected_order(depth_forward: int, depth_backward: int, early: bool, tied: bool) -> list[tuple[str, str]]:
     """The order by the rule in parallel/fsdp.py, written independently: units in a row, `depth` gathered ahead."""
-    units = ["embedding", "0", "1", "2", "head"]
+    holds_head, units = ("embedding, head", ["0", "1", "2"]) if tied else ("head", ["0", "1", "2", "head"])
+    units = [holds_head if tied else "embedding", *units]
     events, have = [], set()
 
     def gather(names: list[str]) -> None:
@@ -162,24 +163,32 @@ def expected_order(depth_forward: int, depth_backward: int, early: bool) -> list
         gather(units[:depth_forward])
     for i, unit in enumerate(units):
         gather(units[i : i + 1 + depth_forward])
-        events.append(("forward", unit))
-        if unit != "head":  # freed after its forward; the head is kept
+        events.append(("forward", unit.partition(",")[0]))
+        if unit != holds_head:  # freed after its forward; the head is kept
             have.discard(unit)
-    back = units[::-1]
-    have.add("embedding")  # whose backward does without
+    events += [("forward", "head")] * tied
+    if not tied:
+        have.add("embedding")  # whose backward does without
+    back = [holds_head, *(unit for unit in units[::-1] if unit != holds_head)]
     for i, unit in enumerate(back):
         # the unit itself, if nobody has gathered it ahead; depth 0 is FSDP2's own: one ahead
         gather(back[i : i + 1 + (depth_backward or 1)])
-        events.append(("backward", unit))
-        have.discard(unit)
-    return events
+        if unit == holds_head:
+            events.append(("backward", "loss"))
+        if unit != holds_head or not tied:  # a tied one has the embedding's gradient to wait for
+            events.append(("backward", unit))
+            have.discard(unit)
+    return events + [("backward", holds_head)] * tied
 
 
 def test_prefetch_order(on_ranks):
-    """Each depth with the first units unsharded early, and forward and backward depths that differ."""
-    depths = [(0, 0, True), (1, 1, True), (2, 2, True), (2, 1, False), (0, 2, False)]
-    sections = [({"model": {"n_layers": 3}, "parallel": {"prefetch_forward": forward, "prefetch_backward": backward}},
-                 early) for forward, backward, early in depths]
+    """Each depth with the first units unsharded early, and forward and backward depths that differ; tied, where
+    backward begins with the unit that forward began with."""
+    depths = [(0, 0, True, False), (1, 1, True, False), (2, 2, True, False), (2, 1, False, False), (0, 2, False, False),
+              (1, 1, True, True), (0, 2, False, True)]
+    sections = [({"model": {"n_layers": 3, "tie_embeddings": tied},
+                  "parallel": {"prefetch_forward": forward, "prefetch_backward": backward}}, early)
+                for forward, backward, early, tied in depths]
     for seen in on_ranks(2, cases.gather_order, sections):
         for depth, events in zip(depths, seen):
             assert events == expected_order(*depth), depth

@@ -603,7 +603,10 @@ def test_a_network_that_fails_loses_nothing_that_was_read(corpus, prepared, tmp_
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda self, name: SimpleNamespace(sha="commit"))
-    monkeypatch.setattr("data.encode.SYNC_SECONDS", 0.0)
+    told = []
+    monkeypatch.setattr("data.encode.progress", lambda name, state, share, before, seconds: told.append(before) or "")
+    for name in "SYNC_SECONDS", "LOG_SECONDS":
+        monkeypatch.setattr(f"data.encode.{name}", 0.0)
     monkeypatch.setattr("data.encode.CHUNK", 5000)
     given = {"tokenizer": str(prepared / "tokenizer.model")}
     cfg = config_for("owner/name", tmp_path, **given)
@@ -614,7 +617,9 @@ def test_a_network_that_fails_loses_nothing_that_was_read(corpus, prepared, tmp_
         assert json.loads((tmp_path / ".out.tmp/progress.json").read_text())["documents"]["train"] > 50
         assert "what was read of owner/name stays" in capsys.readouterr().err
     reached[0] = len(texts)
+    kept = sum(json.loads((tmp_path / ".out.tmp/progress.json").read_text())["tokens"].values())
     folder = prepare_one(cfg)
+    assert {*told} == {0, kept}  # a speed is of what is made now
     assert "resuming after" in capsys.readouterr().err
     assert all((folder / name).read_bytes() == (prepared / name).read_bytes() for name in ("train.bin", "heldout.bin"))
     reached[0] = 0

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import shutil
 import threading
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import config
+import files
 from checkpoint import catalog
 from checkpoint.checkpointer import Checkpointer, State
 from checkpoint.load import restore, tensors_of
@@ -340,3 +342,21 @@ def gather_while_saving(folder) -> tuple[list[int], list[int]]:
 
 def test_a_save_behind_the_training_talks_past_it(on_ranks, tmp_path):
     assert on_ranks(2, gather_while_saving, tmp_path, timeout=30) == [([0, 1], [1])] * 2
+
+
+@pytest.mark.parametrize("number, ours", [
+    (errno.EACCES, False), (errno.EPERM, False), (errno.EROFS, False), (errno.EINVAL, False), (errno.EIO, True)])
+def test_a_folder_above_that_is_not_ours_needs_no_sync(tmp_path, monkeypatch, number, ours):
+    """/home may not be open to us, / may be read-only; but what a disk refuses is no checkpoint."""
+    sync, made = files.sync, tmp_path / ".c.tmp"
+    made.mkdir()
+
+    def refused(path) -> None:
+        if path == tmp_path.parent:
+            raise OSError(number, "no")
+        sync(path)
+
+    monkeypatch.setattr(files, "sync", refused)
+    with pytest.raises(OSError, match="no") if ours else contextlib.nullcontext():
+        files.publish(made, tmp_path / "c")
+    assert [path.name for path in tmp_path.iterdir()] == [".c.tmp" if ours else "c"]
