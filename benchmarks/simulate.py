@@ -18,6 +18,7 @@ from collections import Counter
 
 import config
 from benchmarks import theory
+from config import ConfigError
 from model.llama import meta_model
 from parallel import advice
 from parallel.devices import device
@@ -86,19 +87,24 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--suggestions", type=int, default=0)
     args, overrides = parser.parse_known_args(argv)
     right = True
-    if args.world_size:
-        print("  ranks  plan GiB  step GiB      off  collectives  MiB a rank sends  smallest shard  MiB it saves"
-              "  plan s  step s")
-    for ranks in args.world_size:
-        line, fine = compare(config.load(args.config, overrides), ranks)
-        right &= fine
-        print(line, flush=True)
-    for seed in range(args.suggestions):
-        words, ranks, share = drawn(seed, args.config.rpartition("/")[0])
-        name, memory, needed, faster = suggestion(words, ranks, share)
-        right &= needed <= memory and not faster
-        print(f"{seed:3} {ranks} ranks of {memory:6.2f} GiB: {name} takes {needed:.2f}, "
-              f"{'fits' if needed <= memory else 'DOES NOT FIT'}{f', FASTER: {faster}' if faster else ''}", flush=True)
+    try:
+        if args.world_size:
+            print("  ranks  plan GiB  step GiB      off  collectives  MiB a rank sends  smallest shard  MiB it saves"
+                  "  plan s  step s")
+        for ranks in args.world_size:
+            line, fine = compare(config.load(args.config, overrides), ranks)
+            right &= fine
+            print(line, flush=True)
+        for seed in range(args.suggestions):
+            words, ranks, share = drawn(seed, args.config.rpartition("/")[0])
+            name, memory, needed, faster = suggestion(words, ranks, share)
+            right &= needed <= memory and not faster
+            print(f"{seed:3} {ranks} ranks of {memory:6.2f} GiB: {name} takes {needed:.2f}, "
+                  f"{'fits' if needed <= memory else 'DOES NOT FIT'}{f', FASTER: {faster}' if faster else ''}",
+                  flush=True)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
     return 0 if right else 1
 
 

@@ -563,6 +563,8 @@ def test_the_benchmark_of_whole_steps(capsys, monkeypatch):
     out = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in out[1:3]] == ["1", "64"] and all("equal" in line for line in out[1:3])
     assert "fits" in out[3] and "FASTER" not in out[3]
+    assert benchmark.main([str(CONFIGS / "llama1b.toml"), "--world-size=64", "--train.global_batch_size=8"]) == 2
+    assert capsys.readouterr().err.startswith("[train] global_batch_size = 8: must be a multiple of")
 
 
 def a_run(tmp_path, device: str, steps: int = 100) -> PlanCheck:
