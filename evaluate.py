@@ -89,15 +89,16 @@ def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
 
 @torch.no_grad()
 def log_sample(model: Llama, cfg: config.Config, world: World, dataset: Dataset) -> None:
-    """Logs what the model writes, so that a person sees what it has learnt. Silent without a tokenizer."""
-    tokenizer = None
-    with contextlib.suppress(ImportError, ConfigError):
+    """Logs text that the model generates. Logs nothing without a tokenizer that can encode the prompt."""
+    prompt = "def " if "python-stdlib" in (dataset.names or [cfg.data.source]) else "The "
+    can_encode = False
+    with contextlib.suppress(ImportError, ConfigError, IndexError):  # IndexError: the data has no tokenizer
         from data.tokenizer import Tokenizer
 
-        tokenizer = Tokenizer(dataset.tokenizer_files[0].parent) if dataset.tokenizer_files else None
-    if not all(all_gather_objects(tokenizer is not None)):
+        tokenizer = Tokenizer(dataset.tokenizer_files[0].parent)
+        can_encode = len(tokenizer.encode([prompt])) == 1
+    if not all(all_gather_objects(can_encode)):
         return
-    prompt = "def " if "python-stdlib" in (dataset.names or [cfg.data.source]) else "The "
     model.eval()
     with torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
         text = continue_text(model, tokenizer, prompt, 64, 0.8, cfg.train.seq_len, world.device, cfg.run.seed)

@@ -94,8 +94,8 @@ def train(cfg: Config, world: World, run: Run) -> None:
     loader = Loader(cfg, dataset.train, dataset.weights, world.dp_rank, world.dp_size, start + 1,
                     pin=world.device.type == "cuda", places=own_places(world, cfg.train.seq_len))
     if start and evaluation_is_due(cfg, start) and not recorder.has_evaluation(start):
-        # the previous launch was stopped before this evaluation
-        recorder.log_evaluation(start, evaluate(model, cfg, world, dataset, run))
+        with recorder.timed("paused"):  # the previous launch was stopped before this evaluation
+            recorder.log_evaluation(start, evaluate(model, cfg, world, dataset, run))
 
     for step in run.steps(start + 1, cfg.train.steps):  # to the last one, or until all ranks agree to stop
         unshard_first_units(model, cfg.parallel)  # explicit prefetch: these all-gathers overlap with loading the batch

@@ -261,7 +261,7 @@ def check_same_data(cfg: config.Config, step: int, fingerprint: list[dict]) -> N
 def other_tokenizer(cfg: config.Config, step: int, files: list[pathlib.Path]) -> str | None:
     """What a user should know where data was prepared with a tokenizer, these files, that is not the checkpoint's."""
     folder = path_of(cfg, step)
-    theirs = [path.read_bytes() for path in folder.glob("tokenizer*") if path.is_file()]
+    theirs = [path.read_bytes() for path in folder.glob("tokenizer.*") if path.is_file()]
     if theirs and not any(path.read_bytes() in theirs for path in files):
         return (f"{', '.join(map(str, files))}: is not the tokenizer that {folder} was trained with, to whose weights "
                 f'its tokens mean other words; data.tokenizer = "{folder}" names the one that is')

@@ -36,7 +36,7 @@ class PlanCheck:
     def __init__(self, cfg: config.Config, world: World, folder: pathlib.Path):
         self.cfg, self.world, self.folder = cfg, world, folder
         self.steps, self.since, self.measured, self.process = 0, 0.0, {}, None
-        self.done = False
+        self.first_row, self.done = True, False
 
     def count_step(self) -> None:
         self.steps += 1
@@ -50,8 +50,9 @@ class PlanCheck:
             self.measured = {"peak_gib": resident_gib() - AT_FIRST}
 
     def row(self, step: int, step_seconds: float) -> dict[str, Any] | None:
-        """Called with each row of metrics; returns one more, once. step_seconds: measured, of steps after the first."""
-        if self.done or self.steps < 2:
+        """Called with each row of metrics; returns one more, once. step_seconds: the mean over the row's steps."""
+        includes_compilation, self.first_row = self.first_row, False  # it spans this launch's first step
+        if self.done or includes_compilation:
             return None
         self.measured.setdefault("step_seconds", step_seconds)
         if self.process is None:

@@ -360,8 +360,11 @@ def test_an_evaluation_with_another_tokenizer_is_refused(tmp_path):
     catalog.check_same_tokenizer(cfg, 10, [other])  # an old checkpoint has none
     shutil.copy(same, folder)
     catalog.check_same_tokenizer(cfg, 10, [same])
-    with pytest.raises(ConfigError, match=rf"{other}: is not the tokenizer that .*; data.tokenizer = \"{folder}\""):
-        catalog.check_same_tokenizer(cfg, 10, [other])
+    settings = [path.with_name("tokenizer_config.json") for path in (same, other, folder / "tokenizer.model")]
+    for path in settings:
+        path.write_text("{}")  # equal settings do not make two tokenizers one
+    with pytest.raises(ConfigError, match=rf"{other}.*: is not the tokenizer that .*; data.tokenizer = \"{folder}\""):
+        catalog.check_same_tokenizer(cfg, 10, [other, settings[1]])
     catalog.check_same_tokenizer(configured(tmp_path, allow_changed=["data.tokenizer"]), 10, [other])
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import evaluate
+from config import ConfigError
 from tests.conftest import make_config
 
 WORLD = SimpleNamespace(rank=0, size=1, dp_rank=0, dp_size=1, cp=1, tp=1, device=torch.device("cpu"))
@@ -38,7 +39,7 @@ def test_a_source_without_a_target_has_no_loss_and_leaves_the_mean_alone(monkeyp
     ("texts.jsonl", ["a", "python-stdlib"], "def ")])
 def test_a_sample_begins_as_what_was_read_does(tmp_path, monkeypatch, source, names, prompt):
     found = []
-    monkeypatch.setattr("data.tokenizer.Tokenizer", lambda folder: folder)
+    monkeypatch.setattr("data.tokenizer.Tokenizer", lambda folder: SimpleNamespace(encode=lambda texts: [[1]]))
     monkeypatch.setattr(evaluate, "continue_text", lambda model, tokenizer, begin, *_: found.append(begin) or "")
     monkeypatch.setattr(evaluate, "reshard", lambda model: None)
     cfg, dataset = make_config(data={"source": source}), SimpleNamespace(names=names, tokenizer_files=[tmp_path / "t"])
@@ -46,3 +47,13 @@ def test_a_sample_begins_as_what_was_read_does(tmp_path, monkeypatch, source, na
     assert found == [prompt]
     evaluate.log_sample(Untrained(), cfg, WORLD, SimpleNamespace(names=names, tokenizer_files=[]))
     assert found == [prompt]  # silent without a tokenizer
+
+
+def test_a_tokenizer_that_cannot_encode_the_prompt_fails_no_run(tmp_path, monkeypatch):
+    def encode(texts: list[str]) -> list[list[int]]:
+        raise ConfigError("its tokenizer fails on a text")
+
+    monkeypatch.setattr("data.tokenizer.Tokenizer", lambda folder: SimpleNamespace(encode=encode))
+    monkeypatch.setattr(evaluate, "continue_text", lambda *_: pytest.fail("must not be called"))
+    dataset = SimpleNamespace(names=[], tokenizer_files=[tmp_path / "t"])
+    evaluate.log_sample(Untrained(), make_config(), WORLD, dataset)

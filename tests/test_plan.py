@@ -598,6 +598,15 @@ def test_a_run_checks_its_plan(tmp_path, monkeypatch):
     check.close()
 
 
+def test_the_first_step_of_a_resumed_run_is_not_held_against_its_plan(tmp_path):
+    check = a_run(tmp_path, "cpu")
+    for _ in range(10):
+        check.count_step()
+    assert check.row(310, 9.0) is None and "step_seconds" not in check.measured  # it compiles
+    check.count_step()
+    assert check.row(320, 0.5) is None and check.measured["step_seconds"] == 0.5
+
+
 def test_a_plan_that_fails_is_told_of_and_a_found_one_is_a_row(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(plan_check, "LATER", 0.0)
     for words, found in (["false"], None), (["echo", '{"peak_gib": 2.0, "step_seconds": 3.0}'], 2.0):
