@@ -21,19 +21,19 @@ import options
 from options import ConfigError, option, to_dict
 
 DIGEST_MODULUS = 2**53  # of batch_digest: exact in JSON
-LONGEST_PERIOD = 1 << 16  # samples after which a mixture's order of sources repeats, at most
-IGNORE = -100  # a target token that does not count; data writes it, model/loss.py reads it, as in torch's cross_entropy
+LONGEST_PERIOD = 1 << 16  # samples; the longest period of a mixture's order of sources
+IGNORE = -100  # target id without a loss, as cross_entropy's ignore_index; data writes it, model/loss.py reads it
 
-PARTLY = ("none", "elementwise", "selective")  # settings of recompute that never recompute all of a block
+PARTLY = ("none", "elementwise", "selective")  # values of recompute that never recompute a full block
 HALF = "; float16 would need a loss scaler, which this trainer does without"
-POSITIVE = (lambda v: isinstance(v, str) or v > 0, "must be greater than 0")  # or a word, as "auto"
+POSITIVE = (lambda v: isinstance(v, str) or v > 0, "must be greater than 0")  # or a keyword such as "auto"
 NOT_NEGATIVE = (lambda v: v >= 0, "must be at least 0")
 FRACTION = (lambda v: 0 <= v <= 1, "must lie between 0 and 1")
 BETAS = (lambda v: all(0 <= b < 1 for b in v), "both must lie in [0, 1)")
 SHARDS = (lambda v: isinstance(v, bool) or v >= 2, "an integer must be at least 2")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a block
 TARGETS = (lambda v: v and {*v} <= {*PROJECTIONS}, f"must name projections: {', '.join(PROJECTIONS)}")
-# A run's name is one folder's name, and is quoted nowhere.
+# A run's name is the name of one folder, and is used without quoting.
 NAME = (lambda v: re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{,199}", v),
         "may hold only letters, digits, '.', '_' and '-', at most 200, and must not begin with '.' or '-'")
 
@@ -216,12 +216,12 @@ def tokens_per_step(cfg: Config) -> int:
 
 
 def micro_batch_size(cfg: Config, dp_size: int) -> int:
-    """Sequences per forward pass and data rank, of which there are dp_size."""
+    """Sequences per forward pass on each of dp_size data ranks."""
     return cfg.train.micro_batch_size or cfg.train.global_batch_size // dp_size
 
 
 def accumulation_steps(cfg: Config, dp_size: int) -> int:
-    """Micro-batches per step and data rank, of which there are dp_size."""
+    """Micro-batches per step on each of dp_size data ranks."""
     return cfg.train.global_batch_size // (micro_batch_size(cfg, dp_size) * dp_size)
 
 
@@ -234,7 +234,7 @@ def schedule_steps(cfg: Config) -> int:
 
 
 def longest_timeout(cfg: Config) -> float:
-    """Seconds. For the process groups, as a last resort: each rank watches its own phases."""
+    """The process groups' timeout in seconds, a last resort: each rank's watchdog times its own phases."""
     return 60 + max(cfg.run.start_timeout_seconds, cfg.run.step_timeout_seconds, cfg.run.save_timeout_seconds)
 
 
@@ -249,7 +249,7 @@ def unit_names(model: Model) -> list[str]:
 
 
 def mesh_shape(cfg: Config, ranks: int) -> tuple[int, int, int, int]:
-    """(dp_replicate, dp_shard, cp, tp). Raises ConfigError where that, or the global batch, does not come out even."""
+    """(dp_replicate, dp_shard, cp, tp). Raises ConfigError if the ranks or the global batch do not divide evenly."""
     p, t, cp, tp = cfg.parallel, cfg.train, cfg.parallel.cp, cfg.parallel.tp
     dp_size = max(1, ranks // (cp * tp))
     dp_replicate = max(1, dp_size // p.dp_shard) if p.dp_replicate == "auto" else p.dp_replicate
@@ -281,7 +281,7 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
     schedule = "optim.schedule optim.schedule_steps train.steps optim.warmup_steps optim.decay_steps"
     total_weight = sum(s.weight for s in d.sources)
     wide_blocks = [name for pattern in p.keep_fp32 for name in fnmatch.filter(units, pattern) if "blocks" in name]
-    # what each source of a mixture reads, with what it takes from [data]
+    # what each source of a mixture reads, with its defaults from [data]
     read = {(os.path.realpath(s.source) if os.path.exists(s.source) else s.source, s.subset or d.subset,
              s.split or d.split, s.text_field or d.text_field, s.max_tokens or d.max_tokens) for s in d.sources}
     return [
@@ -361,14 +361,14 @@ def load(path: str, overrides: Iterable[str] = ()) -> Config:
 
 
 def from_dict(raw: dict, path: str, overrides: Iterable[str] = ()) -> Config:
-    """The same from tables that are read already; `path` says in errors where they come from."""
+    """Like load(), from tables that have been read; `path` names their origin in errors."""
     given = SCHEMA.read(raw, path, overrides)
     if "model.init_from" in given.values:
         hf_config.complete(given)
     if "lora.init_from" in given.values:
         hf_config.complete_adapter(given)
     cfg = given.build()
-    if lora := cfg.lora:  # in one spelling, so that another is no change, and with a base that is found from anywhere
+    if lora := cfg.lora:  # normalized, so that spelling is no change; absolute paths work from anywhere
         lora = replace(lora, targets=tuple(name for name in PROJECTIONS if name in lora.targets),
                        alpha=lora.scale * lora.rank if lora.alpha is None else lora.alpha,
                        init_from=lora.init_from and os.path.abspath(lora.init_from))
@@ -383,12 +383,12 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = ()) -> Config:
 
 
 def to_toml(cfg: Config) -> str:
-    """The resolved configuration, which load() reads back as an equal one."""
+    """The resolved configuration as TOML; load() reads it back as an equal one."""
     return SCHEMA.to_toml(to_dict(cfg))
 
 
 def positive(text: str, kind: type = float) -> Any:
-    """A number on the command line, for argparse."""
+    """A positive finite number, as a type for argparse."""
     with contextlib.suppress(ValueError):
         if 0 < (number := kind(text)) < float("inf"):
             return number
@@ -396,13 +396,13 @@ def positive(text: str, kind: type = float) -> Any:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line of train.py and of the tools that take a CONFIG. Exits with 2 where it is wrong."""
+    """Parses the command line of train.py and of the tools that take a CONFIG. Exits with 2 if it is invalid."""
     parser = argparse.ArgumentParser(prog="run_train.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("config", metavar="CONFIG")
     mode = parser.add_mutually_exclusive_group()
     for group, flag in ((mode, "--dry-run"), (mode, "--eval-only"), (parser, "--json"), (parser, "--on-cpu")):
         group.add_argument(flag, action="store_true")
-    for name in ("--gpu", "--plot", "--launch"):  # the last is the launcher's id of this start
+    for name in ("--gpu", "--plot", "--launch"):  # the last is the launcher's id for this launch
         parser.add_argument(name)
     parser.add_argument("--world-size", type=lambda text: [positive(n, int) for n in text.split(",")])
     parser.add_argument("--gpu-memory-gib", type=positive)
@@ -417,10 +417,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def from_command_line(argv: list[str], usage: str, tool: bool = False) -> tuple[argparse.Namespace, Config]:
-    """What a program was called with; a tool has no dry run and no evaluation. Prints every problem and exits with 2
-    where it is wrong; with 0 after --help."""
+    """A program's arguments and configuration; a tool has no dry run and no evaluation. Prints every problem and exits
+    with 2 if the command line is invalid; exits with 0 after --help."""
     if {"--help", "-h"} & set(argv):
-        from files import say  # here: what else it loads takes as long as all of this
+        from files import say  # here: its imports take as long as all of this
         sys.exit(say(f"{usage.strip()}\n\nOptions, in the file or as --section.key=value:\n\n{SCHEMA.help()}"))
     args = parse_arguments(argv)
     try:

@@ -1,4 +1,4 @@
-"""Validation loss, the same for any number of ranks, during training and for a run's newest checkpoint; a sample.
+"""Validation loss, the same for any number of ranks, in training and for a run's newest checkpoint; a text sample.
 
     ./run_train.sh configs/tiny.toml --eval-only        prints the evaluation row as JSON; writes nothing
 """
@@ -36,8 +36,8 @@ def evaluation_is_due(cfg: config.Config, step: int) -> bool:
 
 @torch.no_grad()
 def evaluate(model: Llama, cfg: config.Config, world: World, dataset: Dataset, run: Run) -> dict | None:
-    """Mean loss over the tokens held out, and of a mixture that of each source: {"loss": ..., "loss_by_source": ...}.
-    None where the run was asked to stop meanwhile."""
+    """Mean loss over the validation tokens, and for a mixture also by source: {"loss": ..., "loss_by_source": ...}.
+    None if the run was asked to stop meanwhile."""
     streams = dataset.validation
     sums = torch.zeros(len(streams), dtype=torch.float64, device=world.device)
     counts = torch.zeros(len(streams), dtype=torch.int64, device=world.device)
@@ -100,7 +100,7 @@ def log_sample(model: Llama, cfg: config.Config, world: World, dataset: Dataset)
     if not all(all_gather_objects(can_encode)):
         return
     model.eval()
-    with torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
+    with torch.compiler.set_stance("force_eager"):  # each length would trigger a recompilation
         text = continue_text(model, tokenizer, prompt, 64, 0.8, cfg.train.seq_len, world.device, cfg.run.seed)
     reshard(model)
     if world.rank == 0:

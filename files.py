@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all and survive a power cut, and locks: the one place that renames."""
+"""Atomic, durable writes: files and folders appear complete or not at all, and survive a power cut. Also locks."""
 
 import errno
 import os
@@ -9,11 +9,11 @@ from typing import NoReturn
 
 import filelock
 
-NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL)  # of a folder above ours, which we cannot have made
+NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL)  # of a parent folder that we cannot have created
 
 
 def sync(path: pathlib.Path) -> None:
-    """Flushes a file's content, or a folder's names, to the disk. Raises OSError."""
+    """Syncs a file's content, or a folder's entries, to disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -22,7 +22,7 @@ def sync(path: pathlib.Path) -> None:
 
 
 def write_whole(path: pathlib.Path, content: bytes | str) -> None:
-    """Replaces a file in one step: a reader, and who starts after a crash, sees the old content or the new one. Raises
+    """Replaces a file atomically: a reader, also after a crash, sees either the old content or the new one. Raises
     OSError."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:
@@ -33,9 +33,9 @@ def write_whole(path: pathlib.Path, content: bytes | str) -> None:
 
 
 def publish(temporary: pathlib.Path, final: pathlib.Path) -> None:
-    """Renames a folder, whose files are synced, to its final name. Raises OSError, and then it has its old name."""
+    """Renames a folder whose files are synced to its final name. On OSError, which it raises, the old name remains."""
     sync(temporary)
-    for folder in final.absolute().parents:  # each may be as new as the folder itself
+    for folder in final.absolute().parents:  # each may have been created just now, too
         try:
             sync(folder)
         except OSError as error:
@@ -50,7 +50,7 @@ def publish(temporary: pathlib.Path, final: pathlib.Path) -> None:
 
 
 def say(text: str) -> None:
-    """Prints a line. A reader that has seen enough and closed the pipe, as `head` does, is no error."""
+    """Prints a line. It is not an error if the reader closes the pipe early, as `head` does."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -66,10 +66,10 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
 
 
 def lock(path: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:
-    """Locks a file for this process until release() or the process's end, however that comes; a file that is there
-    stays. timeout: seconds to wait, -1 for ever. Raises filelock.Timeout, and OSError where it cannot be made or
-    opened; on a file system without locks it warns and locks nothing."""
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o666))  # filelock would wait for some that cannot be made
+    """Locks a file until release() or the end of this process, however it ends; an existing file is kept. timeout:
+    seconds to wait, -1 to wait forever. Raises filelock.Timeout, and OSError if the file cannot be created or opened;
+    on a file system without locks, prints a warning and locks nothing."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o666))  # filelock would wait for some files that cannot be created
     held = filelock.FileLock(path, timeout=timeout, thread_local=False)
     try:
         held.acquire()

@@ -27,30 +27,30 @@ from parallel.plan_check import PlanCheck
 
 log = logging.getLogger("train")
 
-# Dense bfloat16 peak in TFLOP/s by a part of the name, from data sheets, of what the plan does not know.
+# Dense bfloat16 peak in TFLOP/s from data sheets, by part of the name, for devices that the plan does not cover.
 OTHER_PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "H800": 989, "GH200": 989, "GB200": 2500,
                "A800": 312, "MI300X": 1307}
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bfloat16 FLOP/s by the data sheet; None, and so no MFU, of a device that is not known."""
+    """Dense bfloat16 FLOP/s from the data sheet; None, and so no MFU, for an unknown device."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    known = known_as(name, 0)  # of one name all sizes of memory have one peak
+    known = known_as(name, 0)  # devices of one name share a peak, whatever their memory
     peak = DEVICES[known].peak if known else next((peak for part, peak in OTHER_PEAKS.items() if part in name), None)
     return peak and peak * 1e12
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Highest use so far: of the GPU's allocator, or of this process's resident memory."""
+    """Peak so far: of memory allocated on the GPU, or of this process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
 
 
 def start_logging(folder: pathlib.Path, rank: int) -> None:
-    """Every rank logs to logs/rank-N.log; rank 0 to the console too, the others redirect theirs to the file."""
+    """Every rank logs to logs/rank-N.log; rank 0 also to the console, the others redirect stdout and stderr to it."""
     (folder / "logs").mkdir(exist_ok=True)
     in_file = logging.FileHandler(folder / "logs" / f"rank-{rank}.log")
     in_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -64,7 +64,7 @@ def start_logging(folder: pathlib.Path, rank: int) -> None:
 
 
 def environment(hosts: list[str], device: torch.device) -> dict:
-    """Where and with what a launch ran. hosts: of each rank."""
+    """The machines and versions of a launch. hosts: the host of each rank."""
     def git(*words: str) -> str | None:
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
             return subprocess.check_output(["git", *words], cwd=pathlib.Path(__file__).parent, text=True,
@@ -79,7 +79,7 @@ def environment(hosts: list[str], device: torch.device) -> dict:
 
 
 class Recorder:
-    """Times the steps and reports them. Every rank has one and calls it alike; rank 0 writes rows and console."""
+    """Times the steps and reports them. All ranks must call it alike; rank 0 writes rows and console."""
 
     def __init__(self, cfg: config.Config, world: World, folder: pathlib.Path, start: int, flops_per_token: int):
         """start: the step that training resumes after."""
@@ -98,17 +98,17 @@ class Recorder:
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Counts the time within as "data" (waiting for the loader) or "paused" (saving, evaluating)."""
+        """Counts the time of its body as "data" (waiting for the loader) or "paused" (saving, evaluating)."""
         began = time.perf_counter()
         yield
         self.seconds[what] += time.perf_counter() - began
 
     def log_step(self, step: int, tokens: int, batch: Any, sums: dict[str, torch.Tensor],
                  scalars: dict[str, Any]) -> None:
-        """Counts a step and, where a row is due, waits for the device, gathers every rank's figures and writes the row.
+        """Counts a step. If a row is due, waits for the device, gathers every rank's figures and writes the row.
 
         tokens: trained on so far; batch: a data.loader.Batch; sums, scalars (or dictionaries of them): as
-        training_step() returns them, and under their names in the row, the sums as means over the step's tokens.
+        training_step() returns them. The row holds them by name, the sums as means over the step's tokens.
         """
         self.steps += 1
         if self.plan:
@@ -146,13 +146,13 @@ class Recorder:
         self.restart_timer()
 
     def log_evaluation(self, step: int, found: dict | None) -> None:
-        """found: the result of evaluate(), None where it was stopped."""
+        """found: the result of evaluate(), None if it was stopped."""
         if self.rows and found is not None:
             self.rows.write({"kind": "eval", "step": step, **found})
             log.info("step %d  validation loss %.4f", step, found["loss"])
 
     def log_start(self, parameters: int, units: str, notes: list[str]) -> None:
-        """Logs what is trained, how it is sharded, and from where; the notes on the data; the table of units."""
+        """Logs the model's size, its parallelism and where it starts from; notes on the data; the table of units."""
         if self.rows is None:
             return
         w, m, p, t, lora = self.world, self.cfg.model, self.cfg.parallel, self.cfg.train, self.cfg.lora
@@ -172,7 +172,7 @@ class Recorder:
             log.info(text)
 
     def sync(self) -> None:
-        """Writes the rows so far through to the disk. Rank 0 only. Raises OSError."""
+        """Syncs the rows written so far to disk. Rank 0 only. Raises OSError."""
         self.rows.sync()
 
     def close(self) -> None:
@@ -182,10 +182,10 @@ class Recorder:
 
 
 class Rows:
-    """metrics.jsonl, each row flushed, and TensorBoard, on rank 0. Rows that cannot be written wait in memory."""
+    """Writes metrics.jsonl, flushing each row, and TensorBoard, on rank 0. Keeps rows it cannot write in memory."""
 
     def __init__(self, folder: pathlib.Path, settings: config.Log, start: int):
-        """Drops the rows of steps after `start`, so that (kind, step) never stands twice."""
+        """Drops the rows of steps after `start`, so that (kind, step) stays unique."""
         path = folder / "metrics.jsonl"
         kept = [row for row in read_rows(path) if row["step"] <= start]
         files.write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
@@ -204,14 +204,14 @@ class Rows:
             for key, value in options.flatten(row).items() if self.board else ():
                 if isinstance(value, int | float) and math.isfinite(value) and key not in ("step", "batch_digest"):
                     self.board.add_scalar(f"{row['kind']}/{key}", value, row["step"])
-        except Exception as error:  # raises whatever its writer thread met
+        except Exception as error:  # it re-raises whatever its writer thread raised
             self.board = None
             log.warning("TensorBoard: %s; it gets no more rows of this launch", error)
 
     def _flush(self, more: bytes = b"") -> None:
         with self.lock:  # an asynchronous save syncs from its own thread
             self.waiting += more
-            while self.waiting:  # a disk that fills up takes a part
+            while self.waiting:  # a disk that fills up may accept only a part
                 self.waiting = self.waiting[self.file.write(self.waiting) :]
 
     def sync(self) -> None:
@@ -228,7 +228,7 @@ class Rows:
 
 
 def read_rows(path: pathlib.Path) -> list[dict]:
-    """Rows of a metrics.jsonl, without lines that are none, as a last one that a kill cut short."""
+    """Rows of a metrics.jsonl. Skips invalid lines, such as a last one that a kill truncated."""
     rows = []
     for line in path.read_bytes().split(b"\n") if path.exists() else ():
         with contextlib.suppress(ValueError):
@@ -244,7 +244,7 @@ def as_numbers(value: Any) -> Any:
 
 
 def as_json(row: dict) -> str:
-    """One line; numbers that are not finite as null."""
+    """One line of JSON; non-finite numbers become null."""
     def known(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: known(inner) for key, inner in value.items()}

@@ -20,7 +20,7 @@ def learning_rate(o: config.Optim, end: int, step: int) -> float:
     """Learning rate of a step (from 1): linear warm-up to `lr`, decay to lr * min_lr_ratio at `end`, then flat."""
     if step < o.warmup_steps:
         return o.lr * step / o.warmup_steps
-    # wsd: stable until its last decay_steps, the others begin to fall at the end of the warm-up
+    # wsd is constant until its last decay_steps; the others begin to decay after the warm-up
     start = end - o.decay_steps if o.schedule == "wsd" else o.warmup_steps
     done = min(max((step - start) / max(end - start, 1), 0.0), 1.0)
     cosine, straight = (1 + math.cos(math.pi * done)) / 2, 1 - done
@@ -29,10 +29,10 @@ def learning_rate(o: config.Optim, end: int, step: int) -> float:
 
 
 def build_optimizer(model: nn.Module, o: config.Optim, seed: int = 0, compile: bool = False) -> torch.optim.Optimizer:
-    """AdamW (https://arxiv.org/abs/1711.05101) over the model's trainable parameters, its state made: torch's fused
-    one, on shards, or with state_dtype = "bfloat16" BFloat16AdamW, which takes seed and compile.
+    """AdamW (https://arxiv.org/abs/1711.05101) over the model's trainable parameters, with its state initialized:
+    torch's fused AdamW on shards, or for state_dtype = "bfloat16" BFloat16AdamW, which takes seed and compile.
 
-    Norms' weights are scales, and do not decay. The state is made here, so that a checkpoint can be read into it.
+    Norm weights are scales, and get no weight decay. The state is created here so that a checkpoint can load into it.
     """
     names = {p: name for name, p in named_parameters(model) if p.requires_grad}
     groups = [{"params": [p for p in names if p.ndim >= 2], "weight_decay": o.weight_decay},
@@ -52,8 +52,8 @@ def build_optimizer(model: nn.Module, o: config.Optim, seed: int = 0, compile: b
 
 
 class ShardedAdamW(torch.optim.AdamW):
-    """torch's AdamW, given each rank's part of the tensors. Given DTensors it finds the same, but those look for a way
-    to shard the whole update in the first step (a second for 291 parameters), and go through each in every step."""
+    """torch's AdamW on each rank's local tensors. On DTensors the result is the same, but they search for a sharding of
+    the entire update in the first step (a second for 291 parameters), and go through each parameter in every step."""
 
     def _init_group(self, group: dict, *lists: list[Tensor]) -> bool:
         has_complex = super()._init_group(group, *lists)
@@ -63,21 +63,21 @@ class ShardedAdamW(torch.optim.AdamW):
 
 
 class BFloat16AdamW(torch.optim.Optimizer):
-    """AdamW with moments in bfloat16 beside float32 parameters: 8 bytes of gradient and state a parameter, where
-    float32 moments make it 12. Compiled, an update is one pass of 20 bytes a parameter, clipping included.
+    """AdamW with bfloat16 moments and float32 parameters: 8 bytes of gradient and state per parameter; with float32
+    moments it is 12. Compiled, an update is one pass of 20 bytes per parameter, clipping included.
 
-    A moment is rounded up or down at random, with the chances that make the result right on average: rounded to the
-    nearest, it would never change by less than 2^-9 of itself, as the second has to at beta2 = 0.999. The random bits
-    are a hash of (seed, parameter's name, step, moment, the element's index in the whole parameter), so that they do
-    not depend on the mesh, and a resumed run draws the same.
+    Moments are rounded stochastically, which is unbiased. Rounded to nearest, a moment could never change by less than
+    2^-9 of itself, as the second one has to at beta2 = 0.999. The random bits are a hash of (seed, parameter name,
+    step, moment, index of the element in the full parameter), so they do not depend on the mesh, and a resumed run
+    draws the same ones.
     """
 
-    _step_supports_amp_scaling = True  # torch's mark of those that look at grad_scale and found_inf
+    _step_supports_amp_scaling = True  # torch's flag for optimizers that read grad_scale and found_inf
 
     def __init__(self, groups: list[dict], names: dict[nn.Parameter, str], seed: int, compile: bool, **options):
         super().__init__(groups, options)
         self.grad_scale: Tensor | None = None  # gradients are divided by it
-        self.found_inf: Tensor | None = None  # 1.0: leave everything as it is
+        self.found_inf: Tensor | None = None  # 1.0: skip the update
         self.update = torch.compile(update_bfloat16, fullgraph=True, dynamic=True) if compile else update_bfloat16
         self.place = {p: place_in_whole(p, f"{seed} {name}") for p, name in names.items()}
 
@@ -93,20 +93,20 @@ class BFloat16AdamW(torch.optim.Optimizer):
                 state = self.state[p]
                 state["step"] += 1 - found
                 rows = [as_rows(t) for t in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
-                if rows[0].numel():  # of a few rows on many ranks some have none
+                if rows[0].numel():  # with fewer rows than ranks, some shards are empty
                     self.update(*rows, state["step"], scale, found, lr, self.place[p], *group["betas"], group["eps"],
                                 group["weight_decay"])
 
 
 def as_rows(t: Tensor) -> Tensor:
-    """This rank's part of a tensor, as (its first dimension, all others)."""
+    """This rank's shard of a tensor in two dimensions: its first, and all others."""
     local = _local(t.detach())
     return local.view(local.shape[0] if local.ndim else 1, -1) if local.numel() else local
 
 
 def place_in_whole(p: nn.Parameter, key: str) -> Tensor:
-    """(4) of int32 on the parameter's device: where this rank's part of it begins (row, column of as_rows), the columns
-    of the whole, and a hash of the key."""
+    """(4) of int32 on the parameter's device: where this rank's shard begins (row and column of as_rows), the number of
+    columns of the full parameter, and a hash of the key."""
     row, column = 0, 0
     if isinstance(p, DTensor) and p.ndim:
         _, (row, *inner) = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
@@ -119,7 +119,7 @@ def place_in_whole(p: nn.Parameter, key: str) -> Tensor:
 def update_bfloat16(p: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, scale: Tensor,
                     found: Tensor, lr: Tensor, place: Tensor, beta1: float, beta2: float, eps: float,
                     weight_decay: float) -> None:
-    """BFloat16AdamW's update of one parameter, in place; (R, C) the first four, scalars the next four."""
+    """BFloat16AdamW's update of one parameter, in place. The first four tensors are (R, C), the next four scalars."""
     g = grad / scale
     first = beta1 * exp_avg.float() + (1 - beta1) * g
     second = beta2 * exp_avg_sq.float() + (1 - beta2) * g * g
@@ -145,19 +145,19 @@ def hash32(x: Tensor) -> Tensor:
 
 
 def round_at_random(x: Tensor, noise: Tensor) -> Tensor:
-    """float32 to bfloat16, away from zero with the probability of what is cut off; noise: int32 in 0 ... 65,535."""
+    """float32 to bfloat16, away from zero with the truncated fraction as probability; noise: int32 in 0 ... 65,535."""
     return (x.view(torch.int32) + noise & -0x10000).view(torch.float32).to(torch.bfloat16)
 
 
-# Those that update an element from its own gradient and state: sharded, they communicate nothing.
+# Optimizers that update each element from its own gradient and state: on shards they need no communication.
 ELEMENTWISE = (BFloat16AdamW, torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad,
                torch.optim.RMSprop)
 
 
 class FiniteGuard:
     """Keeps non-finite gradients out of the weights, without waiting for the device: torch's fused optimizers leave
-    weights and state untouched where `found_inf` is set. The host reads it a step late, and before every save. Other
-    optimizers do not look at it: for them the host waits, and leaves out their step."""
+    weights and state untouched if `found_inf` is set. The host reads the flag one step late, and before every save.
+    Other optimizers ignore it: for them the host waits, and skips their step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device, limit: int, skipped: int = 0,
                  in_a_row: int = 0):
@@ -172,12 +172,12 @@ class FiniteGuard:
             optimizer.found_inf, optimizer.grad_scale = self.found, None
 
     def counts(self) -> dict[str, int]:
-        """What a checkpoint keeps. Call check() first."""
+        """The counts that a checkpoint stores. Call check() first."""
         return {"skipped_steps": self.skipped, "skipped_in_a_row": self.in_a_row}
 
     def may_update(self, step: int, norm: Tensor) -> bool:
-        """Whether to call the optimizer's step(), the same on all ranks. norm: the gradient's over all ranks, which is
-        not finite where any gradient is not."""
+        """Whether to call the optimizer's step(); the same on all ranks. norm: the gradient norm over all ranks, which
+        is non-finite if any gradient is."""
         self.check()
         self.found.copy_(~norm.isfinite())
         self.on_host.copy_(self.found, non_blocking=True)
@@ -192,7 +192,7 @@ class FiniteGuard:
         return bool(self.on_host.item())
 
     def check(self) -> None:
-        """Raises FloatingPointError where the last update was skipped and no more may be."""
+        """Counts the last update if it was skipped. Raises FloatingPointError if that exceeds the limit."""
         if self.pending is None:
             return
         step, self.pending = self.pending, None
@@ -214,14 +214,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def scales_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether step() divides gradients by `grad_scale` and does nothing where `found_inf` is set, as torch marks it."""
+    """Whether step() divides gradients by `grad_scale` and skips the update if `found_inf` is set, by torch's flag."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 @torch.no_grad()
 def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | str) -> Tensor:
-    """Scales the gradients so that their norm over all ranks is at most max_norm ("off": leaves them); returns the norm
-    from before. An optimizer that can does it in its update, which saves reading and writing them once."""
+    """Clips the gradients to a norm of max_norm over all ranks ("off": does not); returns the norm before clipping. An
+    optimizer that supports it scales them in its update, which saves reading and writing them once."""
     norm = gradient_norm(model.parameters())
     if max_norm != "off":
         scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)  # as torch.nn.utils.clip_grad_norm_ does
@@ -234,8 +234,8 @@ def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm:
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The norm of all these parameters' gradients over all ranks, a float32 scalar on their device. One all-reduce of
-    one number per set of dimensions sharded over."""
+    """The norm of all these parameters' gradients over all ranks, a float32 scalar on their device. All-reduces one
+    number for each set of mesh dimensions that gradients are sharded over."""
     groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}  # local parts, by what they are sharded over
     for g in [p.grad for p in parameters if p.grad is not None]:
         groups.setdefault(_sharded_over(g), []).append(_local(g))
@@ -260,10 +260,10 @@ def _sharded_over(g: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
-    """Of all elements: a float64 scalar on their device.
+    """The sum of squares of all elements, a float64 scalar on their device.
 
-    torch's float32 norm on a CPU adds up in one float32: off by 1e-5 at a million elements, 2e-4 at eight million; its
-    float64 norm is twenty times slower. So there: float32 norms of short rows, added up in float64.
+    On CPU, torch's float32 norm accumulates in one float32: off by 1e-5 at a million elements, 2e-4 at eight million;
+    its float64 norm is twenty times slower. So on CPU: float32 norms of short rows, summed in float64.
     """
     if tensors[0].device.type != "cpu":
         return torch.nn.utils.get_total_norm(tensors).double().square()

@@ -1,6 +1,6 @@
-"""From TOML tables and `--section.key=value` to frozen dataclasses: all problems at once, the nearest key, --help.
+"""TOML tables and `--section.key=value` -> frozen dataclasses: reports all problems at once, suggests keys, --help.
 
-Knows no option: a Schema takes them from the dataclasses, whose fields option() makes. Needs no torch.
+Defines no options itself: a Schema takes them from dataclasses whose fields option() creates. Needs no torch.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ import tomli
 
 
 class ConfigError(Exception):
-    """What the user gave is wrong (a file, an option, the data). Carries every problem found, one line each."""
+    """The user's input is invalid (a file, an option, the data). Carries every problem found, one line each."""
 
     def __init__(self, *problems: str):
         super().__init__("\n".join(problems))
@@ -28,7 +28,7 @@ class ConfigError(Exception):
 
 
 def together(*checks: Callable[[], Any]) -> list[Any]:
-    """What the checks return. Raises ConfigError with the problems of all of them."""
+    """Runs all checks and returns their results. Raises one ConfigError with the problems of all of them."""
     problems, found = [], []
     for check in checks:
         try:
@@ -41,13 +41,13 @@ def together(*checks: Callable[[], Any]) -> list[Any]:
 
 
 def option(default: Any, doc: str, rule: tuple = (lambda v: True, ""), note: str = "") -> Any:
-    """A dataclass field. rule: (does a value hold, what is demanded of it); note: added where the type is wrong."""
+    """A dataclass field. rule: (predicate, the requirement in words); note: added to the error for a wrong type."""
     return field(default=default, metadata={"doc": doc, "rule": rule, "note": note})
 
 
 class Schema:
-    """The options of a dataclass, {"run.seed": (annotation, field), ...}, and its tables, {"run": (dataclass, may it be
-    off), ...}: the fields whose type is a dataclass, off by default where None is allowed. Table "" is the whole."""
+    """The options of a dataclass, {"run.seed": (annotation, field), ...}, and its tables: the fields whose type is a
+    dataclass, {"run": (dataclass, optional), ...}. A table that allows None is off by default. Table "" is the root."""
 
     def __init__(self, kind: type):
         self.options, self.tables = {}, {}
@@ -63,7 +63,7 @@ class Schema:
                 self.options[name] = hint, kind.__dataclass_fields__[key]
 
     def fit(self, name: str, value: Any) -> Any:
-        """The value as the dataclass holds it. Raises ValueError saying what it must be."""
+        """The value converted for the dataclass. Raises ValueError saying what it must be."""
         if name in self.tables and value == {}:
             return value
         if name in self.tables:
@@ -85,7 +85,7 @@ class Schema:
         return fitted
 
     def read(self, raw: dict, path: str, overrides: Iterable[str] = ()) -> "Given":
-        """The tables of a file, with the command line's overrides on top. `path` says in errors where they are from."""
+        """Reads the tables of a file, with the command line's overrides on top. `path` names their origin in errors."""
         values, given = flatten(raw, self.options), Given(self, path)
         given.origins = dict.fromkeys(values, path)
         for override in overrides:
@@ -103,15 +103,15 @@ class Schema:
         return given
 
     def _parse(self, name: str, text: str) -> Any:
-        """The value of --name=text: text as it stands where the option is one, else TOML, else a word, as auto."""
+        """The value of --name=text: the text itself if the option is a string, else TOML, else a word such as auto."""
         hint, _ = self.options.get(name, (None, None))
         if hint and all(m is str or typing.get_origin(m) is Literal for m in members(hint)):
             return text
         try:
             found = tomli.loads(f"value = {text}")
-        except (ValueError, RecursionError):  # no TOML, or more digits or brackets than anybody means
+        except (ValueError, RecursionError):  # not TOML, or absurdly many digits or brackets
             return text
-        return found["value"] if len(found) == 1 else text  # more than a value, after a line's end
+        return found["value"] if len(found) == 1 else text  # the text has a line break and more keys
 
     def _nearest(self, name: str) -> str:
         """The right key in the wrong section, else the closest spelling."""
@@ -124,18 +124,18 @@ class Schema:
         return {name.rpartition(".")[2]: row for name, row in self.options.items() if name.rpartition(".")[0] == table}
 
     def complete(self, tables: dict) -> dict[str, Any]:
-        """Every option's value, by name, in tables that to_dict() made. Where they lack one it is the default: they may
-        be older than the option. What is no option any more stays as it is."""
+        """Every option's value, by name, from tables that to_dict() made. A missing option gets its default: the tables
+        may be older than it. A key that is no longer an option is kept as is."""
         found = {name: None if f.default is MISSING else f.default for name, (_, f) in self.options.items()}
         for name, value in flatten(tables, self.options).items():
             try:
                 found[name] = self.fit(name, value)
-            except ValueError:  # by a rule that is newer
+            except ValueError:  # rejected by a newer rule
                 found[name] = value
         return found
 
     def to_toml(self, tables: dict) -> str:
-        """The text of tables, which read() takes for equal ones."""
+        """Tables as TOML text, which read() reads back as equal ones."""
         flat, lines = flatten(tables, self.options), []
         for table in self.tables:
             inside = {key: f"{table}.{key}" for key in self.section(table)}
@@ -159,7 +159,7 @@ class Schema:
 
 @dataclass
 class Given:
-    """What was given: the values that fit, where each is from, and what is wrong with the others, by option."""
+    """The user's input, by option: the valid values, the origin of each, and the problems of the others."""
 
     schema: Schema
     path: str
@@ -168,7 +168,7 @@ class Given:
     problems: dict[str, str] = field(default_factory=dict)
 
     def build(self, table: str = "") -> Any:
-        """The dataclass, with placeholders where values are wrong or missing: `problems` says which."""
+        """The dataclass, with placeholders for invalid or missing values: `problems` names them."""
         kind, optional = self.schema.tables[table]
         if optional and not any(f"{name}.".startswith(f"{table}.") for name in self.values):
             return None
@@ -178,13 +178,13 @@ class Given:
             found[f.name] = self.build(name) if name in self.schema.tables else self.values.get(name, f.default)
             if found[f.name] is MISSING:
                 self.problems.setdefault(name, f"{self.path}: {_place(name)}: is missing, and has no default")
-                found[f.name] = 1  # all of these are numbers; no rule looks at it
+                found[f.name] = 1  # required options are numbers; no rule reads this one
         return kind(**found)
 
 
 def require(built: Any, rules: list[tuple[str, Any, str]], given: Given | None = None) -> None:
-    """Raises ConfigError with given's problems and the rules that do not hold: ("option.to_change others.it_looks_at",
-    holds, what is demanded). Leaves out those that look at an option that is wrong by itself."""
+    """Raises ConfigError with given's problems and the violated rules: ("option.to_change others.it_reads", holds, the
+    requirement in words). Skips rules that read an option which is itself invalid."""
     problems = [*given.problems.values()] if given else []
     for names, holds, demand in rules:
         name = names.split()[0]
@@ -201,7 +201,7 @@ def nearest(text: str, known: Iterable[str]) -> str:
 
 
 def read_toml(path: str) -> dict:
-    """The tables of a file. Raises ConfigError where it cannot be read, is no TOML or is empty."""
+    """The tables of a file. Raises ConfigError if it cannot be read, is not valid TOML, or is empty."""
     try:
         text = pathlib.Path(path).read_bytes().decode("utf-8")
         raw = tomli.loads(text)
@@ -209,7 +209,7 @@ def read_toml(path: str) -> dict:
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'is not UTF-8'}") from None
     except (ValueError, RecursionError) as error:  # tomli's own error is a ValueError
         hint = "; it begins with a byte order mark, save it without" if text.startswith("\ufeff") else ""
-        problem = str(error).partition("; use sys.")[0]  # Python's advice to who writes programs
+        problem = str(error).partition("; use sys.")[0]  # drops Python's advice to programmers
         raise ConfigError(f"{path}: is not valid TOML: {problem}{hint}") from None
     if not raw:
         raise ConfigError(f"{path}: is empty; configs/tiny.toml shows what a run needs")
@@ -217,13 +217,13 @@ def read_toml(path: str) -> dict:
 
 
 def to_dict(built: Any) -> dict:
-    """Plain tables of a dataclass, without what is absent."""
+    """A dataclass as plain tables, without None values."""
     return dataclasses.asdict(built, dict_factory=lambda items: {
         key: [*value] if isinstance(value, tuple) else value for key, value in items if value is not None})
 
 
 def flatten(table: dict, leaves: Container[str] = (), prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}, "c": {}} -> {"a.b": 1, "c": {}}; a table that is one of `leaves` stays one."""
+    """{"a": {"b": 1}, "c": {}} -> {"a.b": 1, "c": {}}; a table named in `leaves` stays nested."""
     flat = {}
     for key, value in table.items():
         name = prefix + key
@@ -250,7 +250,7 @@ def members(hint: Any) -> tuple:
     return tuple(m for m in typing.get_args(hint) if m is not NoneType) if union else (hint,)
 
 
-# type: (in words, does it take a value)
+# type: (description, predicate of a valid value)
 SCALARS = {
     bool: ("true or false", lambda v: isinstance(v, bool)),
     int: ("an integer", lambda v: type(v) is int and abs(v) < 2**63),  # bool is an int in Python
@@ -260,8 +260,8 @@ SCALARS = {
 
 
 def _fit(value: Any, hint: Any) -> Any:
-    """The value as the annotation says. Raises TypeError where it does not take it, and ConfigError where it is a table
-    with something wrong in it, or a list of such."""
+    """The value converted to the annotation. Raises TypeError if it does not fit, and ConfigError if it is an invalid
+    table, or a list with one."""
     for member in members(hint):
         origin, args = typing.get_origin(member), typing.get_args(member)
         if member in SCALARS and SCALARS[member][1](value):

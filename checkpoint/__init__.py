@@ -1,6 +1,6 @@
-"""Checkpoints: checkpoints/step-00000100/ holds the tensors of every rank (*.distcp and .metadata, the format of
-torch.distributed.checkpoint), state.json, the tokenizer, and manifest.json with the size and SHA-256 of all of them.
+"""Checkpoints: checkpoints/step-00000100/ holds the shards of every rank (*.distcp and .metadata, the format of
+torch.distributed.checkpoint), state.json, the tokenizer, and manifest.json with the size and SHA-256 of each file.
 
-It is written under another name and renamed when all of it is on disk: a folder with that name is a whole checkpoint.
-Nothing in it can run code when it is read.
+It is written under a temporary name and renamed once everything is on disk: a folder with the final name is complete.
+Reading it cannot execute code from it.
 """

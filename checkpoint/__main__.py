@@ -1,8 +1,8 @@
 """Compares checkpoints with their manifests.
 
-    python -m checkpoint verify DIR      DIR: one checkpoint, or a run: all of its checkpoints
+    python -m checkpoint verify DIR      DIR: a checkpoint, or a run (verifies all of its checkpoints)
 
-Exits with 0 where all are good, 1 where any is not, naming each bad file, 2 where there is nothing to verify.
+Exits with 0 if all are good, 1 if any is not (it names each bad file), 2 if there is nothing to verify.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     for path in found:
         try:
             problems = problems_of(path)
-        except ConfigError as error:  # it may be good, for who can read it
+        except ConfigError as error:  # unreadable here, but not necessarily corrupt
             problems = error.problems
         if problems:
             bad += 1

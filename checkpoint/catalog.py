@@ -1,4 +1,4 @@
-"""Which checkpoints a run has, which one to resume from, which stay. Reads no tensors."""
+"""Which checkpoints a run has, which one to resume from, and which to keep. Loads no tensors."""
 
 import contextlib
 import functools
@@ -20,13 +20,13 @@ from config import ConfigError
 NAME = re.compile(r"step-(\d{8,})")
 TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp")
 ADAPTERS = r"lora\.(?!init_from$).*"
-# What decides weights and data order. The rest (steps, intervals, ranks, precision, learning rate) may change.
+# These determine weights and data order. The rest (steps, intervals, ranks, precision, learning rate) may change.
 GUARDED = re.compile(rf"model\..*|{ADAPTERS}|data\.(?!path$).*|run\.seed|train\.(seq_len|global_batch_size)")
-# Of these, what decides the shapes of the weights: allowed, it would still fit no checkpoint.
+# Those that determine parameter shapes: even if allowed to change, the checkpoint would not load.
 SHAPES = re.compile(r"model\.(dim|n_layers|ffn_dim|vocab_size|tie_embeddings)|lora\.(rank|targets)")
-# What another preparation of the data follows from: who allows it to change allows that.
+# Options that change the prepared data: allowing one of them to change also allows other data.
 PREPARED = re.compile(r"data\.(sources?|subset|split|text_field|tokenizer|max_tokens)|model\.vocab_size")
-# What decides the outputs of given weights: an evaluation under another would look right and be wrong.
+# Options that determine the outputs for given weights: an evaluation with other values would be silently wrong.
 SAME_OUTPUTS = re.compile(rf"model\.(?!init_from$|freeze$).*|{ADAPTERS}")
 
 NO_OPTIMIZER = ("holds weights without the state of an optimizer, as python -m model.hf import makes it: no run can "
@@ -55,15 +55,15 @@ def _readable() -> Iterator[None]:
 
 @_readable()
 def step_folders(folder: pathlib.Path, links: bool = False) -> list[tuple[int, pathlib.Path]]:
-    """(step, path), ascending, of all folders named as a checkpoint, good or bad; or of links to such. Raises
-    ConfigError where the folder cannot be read."""
+    """(step, path) of every folder named like a checkpoint, good or bad, ascending; links=True: of symlinks with such
+    names instead. Raises ConfigError if the folder cannot be read."""
     named = [(NAME.fullmatch(entry.name), entry) for entry in (folder.iterdir() if folder.is_dir() else ())]
     return sorted((int(name[1]), entry) for name, entry in named
                   if name and entry.is_symlink() == links and (links or entry.is_dir()))
 
 
 def steps(cfg: config.Config) -> list[int]:
-    """Raises ConfigError where there are links to checkpoints and no checkpoint: not a fresh start, unasked."""
+    """Steps of the run's checkpoints. Raises ConfigError if it has only symlinks: no silent fresh start."""
     found = [step for step, _ in step_folders(root(cfg))]
     if not found and (links := [path.name for _, path in step_folders(root(cfg), links=True)]):
         raise ConfigError(f"{root(cfg)}: {', '.join(links)}: links are not followed; move the checkpoints themselves "
@@ -73,8 +73,8 @@ def steps(cfg: config.Config) -> list[int]:
 
 @_readable()
 def checkpoints_of(path: pathlib.Path) -> list[pathlib.Path]:
-    """The folder itself where it was made to be a checkpoint, good or bad, else those of that run, ascending. Raises
-    ConfigError where there is none, or it cannot be read."""
+    """The folder itself if it is a checkpoint, good or bad, else the checkpoints of the run in it, ascending. Raises
+    ConfigError if there is none, or the folder cannot be read."""
     if path.is_dir() and (NAME.fullmatch(path.name) or (path / STATE).exists() or (path / ".metadata").exists()):
         return [path]
     if found := step_folders(path / "checkpoints") or step_folders(path):
@@ -93,8 +93,8 @@ def read_state(folder: pathlib.Path) -> dict:
 
 
 def read_config(folder: pathlib.Path, base: str | None = None) -> config.Config:
-    """The configuration that a checkpoint was made with, to use its weights: without where they once came from
-    (model.init_from), which may be gone or changed, but for the base that adapters need; `base`: where that lies now.
+    """The configuration that a checkpoint was trained with, for using its weights. Drops model.init_from, which may be
+    gone or changed, unless adapters need it as their base. `base`: the current path of that base.
     Raises ConfigError."""
     tables = read_state(folder)["config"]
     if base and not tables.get("lora"):
@@ -113,8 +113,8 @@ def read_config(folder: pathlib.Path, base: str | None = None) -> config.Config:
 
 
 def problems_of(folder: pathlib.Path, share: int = 0, shares: int = 1, hashed: bool = True) -> list[str]:
-    """All that is wrong with a checkpoint, a line each: file, expected, found. Every byte of it is read, by each of
-    `shares` callers its share. Raises ConfigError where it cannot be read."""
+    """Everything wrong with a checkpoint, one line each: file, expected, found. Reads every byte (hashed=False: only
+    compares sizes); each of `shares` callers reads its share. Raises ConfigError if it cannot be read."""
     def check(name: str, part: int) -> str | None:
         size, digests = files[name]["size"], files[name]["sha256"]
         try:
@@ -131,7 +131,7 @@ def problems_of(folder: pathlib.Path, share: int = 0, shares: int = 1, hashed: b
         parts = [(name, part) for name, entry in sorted(files.items())
                  for part in range(max(1, len(entry["sha256"])) if hashed else 1)]
         problems = filter(None, manifest.in_threads(check, parts[share::shares]))
-        if problems := list(dict.fromkeys(problems)):  # the size of a file once, not for each of its parts
+        if problems := list(dict.fromkeys(problems)):  # a wrong size is reported once, not once per part
             return problems
         name, step = NAME.fullmatch(folder.name), read_state(folder)["step"]
     except CorruptCheckpoint as error:
@@ -139,15 +139,15 @@ def problems_of(folder: pathlib.Path, share: int = 0, shares: int = 1, hashed: b
     return [f"{folder}: expected step {int(name[1])}, found step {step}"] if name and int(name[1]) != step else []
 
 
-at_first_sight = functools.partial(problems_of, hashed=False)  # in no time, whatever the checkpoint's size
+at_first_sight = functools.partial(problems_of, hashed=False)  # fast for a checkpoint of any size
 
 
 def choose(cfg: config.Config, found: list[int], problems_with: Callable[[pathlib.Path], list[str]]
            ) -> tuple[int, dict[int, list[str]]]:
-    """(the step to resume from, 0 for none; what is wrong with those that were skipped). found: the run's steps().
+    """(the step to resume from, 0 for none; the problems of skipped checkpoints, by step). found: the run's steps().
 
-    Raises ConfigError where what `resume` says does not fit what is there, and where all are bad: a run never begins
-    anew unasked.
+    Raises ConfigError if `resume` contradicts what is on disk, or if every checkpoint is bad: a run never silently
+    starts over.
     """
     resume = cfg.checkpoint.resume if cfg.checkpoint else None
     if found and resume in (None, "never"):
@@ -162,8 +162,8 @@ def choose(cfg: config.Config, found: list[int], problems_with: Callable[[pathli
 
 def newest_good(cfg: config.Config, found: list[int], problems_with: Callable[[pathlib.Path], list[str]]
                 ) -> tuple[int, dict[int, list[str]]]:
-    """(the highest step without problems, the problems of those above it); (0, {}) where there is none at all. Where
-    `resume` is a step, that one. Raises ConfigError where it is not there, or none is good."""
+    """(the newest good step, the problems of newer ones, by step); (0, {}) if there are no checkpoints. If `resume` is
+    a step, only that one is considered. Raises ConfigError if it does not exist, or none is good."""
     resume = cfg.checkpoint.resume if cfg.checkpoint else None
     if isinstance(resume, int):
         if resume not in found:
@@ -183,8 +183,8 @@ def newest_good(cfg: config.Config, found: list[int], problems_with: Callable[[p
 
 
 def find(path: pathlib.Path) -> pathlib.Path:
-    """The checkpoint, or the newest good one of that run: verified; those skipped are reported on stderr. Raises
-    ConfigError where there is none, or none is good."""
+    """`path` itself if it is a checkpoint, else its run's newest good one; verifies it and prints skipped ones to
+    stderr. Raises ConfigError if there is none, or none is good."""
     for folder in reversed(checkpoints_of(path)):
         if not (problems := problems_of(folder)):
             return folder
@@ -194,11 +194,11 @@ def find(path: pathlib.Path) -> pathlib.Path:
 
 
 def changed_options(cfg: config.Config, step: int, names: re.Pattern) -> dict[str, tuple[str, str]]:
-    """{option: (its value in the checkpoint, its value now)} of those options that differ, as a person reads them."""
+    """{option: (value in the checkpoint, value now)} of options matching `names` that differ, as text."""
     saved = read_state(path_of(cfg, step))["config"]
     before, now = config.SCHEMA.complete(saved), config.SCHEMA.complete(config.to_dict(cfg))
     if len({o["model.head_dim"] or o["model.dim"] // o["model.n_heads"] for o in (before, now)}) == 1:
-        before["model.head_dim"] = now["model.head_dim"]  # the same width, said or not
+        before["model.head_dim"] = now["model.head_dim"]  # the same width, given or derived
 
     def words(value: Any) -> str:
         return value if isinstance(value, str) else "absent" if value is None else options.toml(value)
@@ -209,22 +209,22 @@ def changed_options(cfg: config.Config, step: int, names: re.Pattern) -> dict[st
 
 
 def check_same_run(cfg: config.Config, step: int, guarded: re.Pattern = GUARDED) -> None:
-    """Raises ConfigError naming every option that decides weights or data order (or is one of `guarded`) and differs
-    from the checkpoint's. An option that is newer than the checkpoint had its default there."""
+    """Raises ConfigError naming every option of `guarded` (default: those that determine weights and data order) that
+    differs from the checkpoint's. An option newer than the checkpoint counts as its default there."""
     allowed = cfg.checkpoint.allow_changed if cfg.checkpoint else ()
     changed = changed_options(cfg, step, guarded) if step else {}
     if step and bool(read_state(path_of(cfg, step))["config"].get("lora")) != bool(cfg.lora):
         raise ConfigError(f"[lora] is {'on' if cfg.lora else 'off'}: {path_of(cfg, step)} was trained "
                           f"with{'out' * bool(cfg.lora)} adapters; continue so, or choose another run.name")
     if cfg.lora:
-        changed.pop("model.init_from", None)  # a base may lie elsewhere: check_base() looks at the weights themselves
+        changed.pop("model.init_from", None)  # the base may have moved: check_base() compares the weights themselves
     if problems := [f"{key} = {now}: {path_of(cfg, step)} was trained with {before}; {_instead(key)}"
                     for key, (before, now) in changed.items() if key not in allowed]:
         raise ConfigError(*problems)
 
 
 def _instead(key: str) -> str:
-    """What to do where this option differs from the checkpoint's."""
+    """Advice for an option that differs from the checkpoint's."""
     if key not in config.SCHEMA.options:
         return "this version has no such option"
     if key == "model.freeze":
@@ -236,21 +236,21 @@ def _instead(key: str) -> str:
 
 
 def check_base(folder: pathlib.Path, init_from: str | None, base: str | None) -> None:
-    """Raises ConfigError where a checkpoint's adapters belong to a base with another fingerprint."""
+    """Raises ConfigError if a checkpoint's adapters were trained on a base with another fingerprint."""
     if (before := read_state(folder).get("base")) != base:
         raise ConfigError(f"[model] init_from = {options.toml(init_from or '')}: its weights have the hash {base}, but "
                           f"{folder} was trained on a base with {before}; name the folder with that base")
 
 
 def check_same_data(cfg: config.Config, step: int, fingerprint: list[dict]) -> None:
-    """Raises ConfigError, naming what differs, where the prepared data is not what the checkpoint was trained on."""
+    """Raises ConfigError, naming what differs, if the prepared data is not the data the checkpoint was trained on."""
     before = read_state(path_of(cfg, step)).get("data") if step else None
     if not before or before == fingerprint or any(map(PREPARED.fullmatch, cfg.checkpoint.allow_changed)):
         return
     old, new = (options.flatten({f"source {n}": entry for n, entry in enumerate(entries, 1)})
                 for entries in (before, fingerprint))
     differ = [key for key in sorted(old | new) if old.get(key) != new.get(key)]
-    # another identity explains other content
+    # a different identity explains different content
     changed = [f"{key} was {old.get(key)}, is {new.get(key)}"
                for key in [key for key in differ if ".identity." in key] or differ]
     option = "data.tokenizer" if all(".identity.tokenizer " in text for text in changed) else "data.source"
@@ -259,7 +259,7 @@ def check_same_data(cfg: config.Config, step: int, fingerprint: list[dict]) -> N
 
 
 def other_tokenizer(cfg: config.Config, step: int, files: list[pathlib.Path]) -> str | None:
-    """What a user should know where data was prepared with a tokenizer, these files, that is not the checkpoint's."""
+    """A warning if the data was prepared with another tokenizer (these files) than the checkpoint's, else None."""
     folder = path_of(cfg, step)
     theirs = [path.read_bytes() for path in folder.glob("tokenizer.*") if path.is_file()]
     if theirs and not any(path.read_bytes() in theirs for path in files):
@@ -269,7 +269,7 @@ def other_tokenizer(cfg: config.Config, step: int, files: list[pathlib.Path]) ->
 
 
 def check_same_tokenizer(cfg: config.Config, step: int, files: list[pathlib.Path]) -> None:
-    """Raises ConfigError where an evaluation would be of another tokenizer's tokens."""
+    """Raises ConfigError if an evaluation would use another tokenizer than the checkpoint's."""
     if (told := other_tokenizer(cfg, step, files)) and not (
             cfg.checkpoint and "data.tokenizer" in cfg.checkpoint.allow_changed):
         raise ConfigError(told)
@@ -286,12 +286,12 @@ def set_aside(cfg: config.Config, step: int, bad: Iterable[int]) -> None:
 
 
 def remove(cfg: config.Config, step: int) -> None:
-    """Removes a checkpoint. Renamed first: what is half removed must not look like one."""
+    """Removes a checkpoint. Renames it first, so that a partly removed one does not look complete."""
     shutil.rmtree(path_of(cfg, step).rename(temporary_of(cfg, step)))
 
 
 def remove_unfinished(cfg: config.Config) -> None:
-    """Removes what a killed save or removal has left. Rank 0 only, while nothing is being saved."""
+    """Removes what a killed save or removal left behind. Rank 0 only, while no save is running."""
     for entry in list(root(cfg).iterdir()) if root(cfg).is_dir() else ():
         if TEMPORARY.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)

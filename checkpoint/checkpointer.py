@@ -1,4 +1,4 @@
-"""A run's checkpoints as training sees them: where to resume, restoring, saving when due, how a save ended."""
+"""The training loop's view of checkpoints: choosing where to resume, restoring, saving when due, reporting saves."""
 
 import dataclasses
 import pathlib
@@ -22,20 +22,20 @@ from parallel.mesh import World, all_gather_objects, has_bfloat16_units, on_rank
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What training resumes from, next to weights and optimizer; the data order is a function of the step."""
+    """Training state saved besides weights and optimizer state; the data order is a function of the step."""
 
     step: int = 0
-    tokens: int = 0  # trained on so far; batch and length may have changed since
+    tokens: int = 0  # trained on so far; batch size and sequence length may have changed on the way
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
 
 
 class Checkpointer:
-    """Every method but wait() is called by all ranks together. Without [checkpoint] it saves nothing."""
+    """All ranks must call its methods together, except tidy() and wait(). Without [checkpoint] it saves nothing."""
 
     def __init__(self, cfg: config.Config, world: World, data: list[dict], extra_files: list[pathlib.Path]):
-        """Chooses the checkpoint to resume from; changes nothing. data: the prepared data's fingerprint. Raises
-        ConfigError where this is another run's folder, or no checkpoint in it is good."""
+        """Chooses the checkpoint to resume from; writes nothing. data: the prepared data's fingerprint. Raises
+        ConfigError if the folder belongs to another run, or none of its checkpoints is good."""
         self.world, self.data = world, data
         self.found = on_rank_zero(lambda: catalog.steps(cfg))
         self.start, self.corrupt = catalog.choose(cfg, self.found, lambda path: problems_on_all_ranks(path, world))
@@ -43,35 +43,35 @@ class Checkpointer:
         self.cfg = with_param_dtype(cfg, self.start, world)
         self.problems = [problem for problems in self.corrupt.values() for problem in problems]
         self.saver = Saver(cfg, self.start, extra_files) if cfg.checkpoint else None
-        self.report: Callable[[int, str | None], None] = lambda step, problem: None  # of a save, on rank 0
+        self.report: Callable[[int, str | None], None] = lambda step, problem: None  # called after a save, on rank 0
         self.background = futures.ThreadPoolExecutor(1, "saver")
-        self.pending: tuple[int, futures.Future] | None = None  # (step, the save of it) until it is reported
+        self.pending: tuple[int, futures.Future] | None = None  # (step, its save) until it is reported
         self.staged: dict[str, Tensor] = {}
-        self.base: str | None = None  # the fingerprint of a frozen base, which checkpoints of adapters name
+        self.base: str | None = None  # the frozen base's fingerprint, stored in adapter checkpoints
 
     def _check_choice(self, cfg: config.Config) -> None:
         catalog.check_same_run(cfg, self.start)
         catalog.check_same_data(cfg, self.start, self.data)
-        if self.start and cfg.checkpoint.allow_changed:  # it may allow what makes another model
+        if self.start and cfg.checkpoint.allow_changed:  # a change it allows may alter the model
             folder = catalog.path_of(cfg, self.start)
             check_parameters(folder, Reader(folder), meta_model(cfg.model, cfg.lora))
 
     def on_publish(self, work: Callable[[], None]) -> None:
-        """work: done on rank 0 before a checkpoint is published; may refuse with an OSError."""
+        """work: called on rank 0 before a checkpoint is published; if it raises an OSError, the save fails."""
         if self.saver:
             self.saver.before_publishing = work
 
     def tidy(self) -> None:
-        """Sets aside what is corrupt or later than `start`, and removes unfinished saves. On rank 0, under the run's
-        lock. Raises ConfigError where another run has saved here since the choice."""
+        """Renames checkpoints that are corrupt or later than `start`, and removes unfinished saves. Rank 0 only, under
+        the run's lock. Raises ConfigError if another run has saved here since `start` was chosen."""
         if catalog.steps(self.cfg) != self.found:
             raise ConfigError(f"{catalog.root(self.cfg)}: another run has worked here meanwhile; start again")
         catalog.set_aside(self.cfg, self.start, self.corrupt)
         catalog.remove_unfinished(self.cfg)
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: Weights | None = None) -> State:
-        """Reads the chosen checkpoint into model and optimizer, where there is one. weights: those that were read
-        besides. Raises ConfigError where they are not the base that the checkpoint's adapters belong to."""
+        """Loads the chosen checkpoint, if any, into model and optimizer. weights: the Hugging Face weights loaded
+        before, if any. Raises ConfigError if they are not the base of the checkpoint's adapters."""
         self.base = base_on_all_ranks(weights)
         if not self.start:
             return State()
@@ -92,9 +92,9 @@ class Checkpointer:
                                      or config.is_due(step, self.cfg.checkpoint.save_every_steps))
 
     def save(self, state: State, model: nn.Module, optimizer: torch.optim.Optimizer, stopping: bool) -> None:
-        """With async_save training waits only for a copy of the shards in host memory. Raises SaveFailed where the last
-        checkpoint of a launch cannot be written, and FloatingPointError where weights are not finite."""
-        self.saver.hurried = stopping  # the save before this one may be purging still, and purging may read much
+        """With async_save, training waits only for the copy of the shards to host memory. Raises SaveFailed if the last
+        checkpoint of a launch cannot be written, and FloatingPointError if weights are not finite."""
+        self.saver.hurried = stopping  # the previous save may still be purging, which may read a lot of data
         self.log_last_save(wait=True)
         tensors = tensors_of(model, optimizer)
         if self.cfg.checkpoint.async_save:
@@ -105,10 +105,10 @@ class Checkpointer:
             content["base"] = self.base
 
         def work() -> None:
-            if self.world.device.type == "cuda":  # each thread has a current device of its own, and DCP looks at it
+            if self.world.device.type == "cuda":  # the current device is per thread, and DCP uses it
                 torch.cuda.set_device(self.world.device)
             self.saver.write(state.step, tensors, content)
-            self.saver.purge()  # but where the run is stopping
+            self.saver.purge()  # a no-op if the run is stopping
 
         self.pending = state.step, self.background.submit(work)
         if stopping or state.step == self.cfg.train.steps:
@@ -117,8 +117,8 @@ class Checkpointer:
             self.wait()
 
     def log_last_save(self, wait: bool = False, required: bool = False) -> None:
-        """Reports the previous save once it is done; wait=True blocks until it is. Where it failed, training continues
-        and the next save is another chance, unless it is `required`: then SaveFailed is raised."""
+        """Reports the previous save once it is done; wait=True blocks until it is. After a failure, training continues
+        and the next save tries again; with `required`, raises SaveFailed instead."""
         if not self.pending or not (wait or self.pending[1].done()):
             return
         (step, save), self.pending, problem = self.pending, None, None
@@ -132,23 +132,23 @@ class Checkpointer:
             self.report(step, problem)
 
     def purge(self) -> None:
-        """At the end of training: removes the checkpoints that need not be kept."""
+        """At the end of training: removes the checkpoints that keep_last and keep_every_steps do not keep."""
         if self.saver:
             self.saver.purge()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Waits for a pending save to end, well or not; from any thread."""
+        """Waits until a pending save has succeeded or failed; callable from any thread."""
         if pending := self.pending:
             futures.wait([pending[1]], seconds)
 
     def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of the tensors in host memory, sharded as they are. The memory is kept for the next save: fresh pages
-        would cost as much again as the copy."""
+        """Copies the tensors to host memory, sharded as they are. The next save reuses the buffers: faulting in fresh
+        pages would take as long as the copy itself."""
         local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
         for name, t in local.items():
             if name not in self.staged:
                 held = self.staged[name] = torch.empty_like(t, device="cpu")
-                if t.is_cuda and held.nbytes:  # pinned where it lies: torch's own pinned memory comes in powers of two
+                if t.is_cuda and held.nbytes:  # pinned in place: torch's pinned allocator rounds up to powers of two
                     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(held.data_ptr(), held.nbytes, 0))
             self.staged[name].copy_(t, non_blocking=True)
         if self.world.device.type == "cuda":
@@ -159,13 +159,13 @@ class Checkpointer:
 
 
 def base_on_all_ranks(weights: Weights | None) -> str | None:
-    """The fingerprint of a frozen base, of which each rank has read a part; None where there is none."""
+    """The fingerprint of a frozen base, of which each rank has read a part; None if there is none."""
     return fingerprint(all_gather_objects(weights.sums)) if weights and weights.sums is not None else None
 
 
 def with_param_dtype(cfg: config.Config, step: int, world: World) -> config.Config:
-    """The configuration with param_dtype = "auto" decided: as the checkpoint of this step has it; without one (0)
-    bfloat16 where every rank's device has units for it, which emulated is slower than float32."""
+    """The configuration with param_dtype = "auto" resolved: to the checkpoint's value, or without one (step 0) to
+    bfloat16 if every rank's device supports it natively, since emulated bfloat16 is slower than float32."""
     if cfg.parallel.param_dtype != "auto":
         return cfg
     if step:
@@ -177,6 +177,6 @@ def with_param_dtype(cfg: config.Config, step: int, world: World) -> config.Conf
 
 
 def problems_on_all_ranks(path: pathlib.Path, world: World) -> list[str]:
-    """What is wrong with a checkpoint: rank 0 looks at it first, then each rank hashes its share."""
+    """The problems of a checkpoint: rank 0 compares file sizes first, then each rank hashes its share."""
     return on_rank_zero(lambda: catalog.at_first_sight(path)) or [
         problem for rank in all_gather_objects(catalog.problems_of(path, world.rank, world.size)) for problem in rank]

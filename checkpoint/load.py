@@ -1,8 +1,8 @@
-"""From a checkpoint into a model's and optimizer's shards, without running anything that lies in it.
+"""Loads a checkpoint into a model's and optimizer's shards without executing code from it.
 
 torch.distributed.checkpoint reads .metadata with a bare pickle.load and non-tensor values with
-torch.load(weights_only=False): both run code that a file names. Here .metadata may name the types it consists of and
-nothing else, there are no values but tensors, and every path that it holds must be a file of this folder.
+torch.load(weights_only=False): both can execute code that a file names. Here .metadata may name only the types that it
+consists of, every value must be a tensor, and every path in it must be a file of this folder.
 """
 
 import math
@@ -41,7 +41,7 @@ class OtherOptimizer(ConfigError):
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Unpickles what .metadata consists of. Raises CorruptCheckpoint for any other name, before it is looked up."""
+    """Unpickles only what .metadata consists of. Raises CorruptCheckpoint for other names, before resolving them."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
@@ -66,11 +66,11 @@ class ConfinedFiles(FileSystem):
         self.folder = folder
 
     def create_stream(self, path: Any, mode: str) -> AbstractContextManager[IO[bytes]]:
-        return opened(self.folder, os.path.relpath(path, self.folder))  # refused where it leads out
+        return opened(self.folder, os.path.relpath(path, self.folder))  # refuses a path that leads out of it
 
 
 class Reader(FileSystemReader):
-    """DCP's reader, confined. It reads and checks .metadata once, when it is made. Raises ConfigError."""
+    """DCP's FileSystemReader, confined to a folder. Reads and checks .metadata on construction. Raises ConfigError."""
 
     def __init__(self, folder: pathlib.Path):
         super().__init__(folder)
@@ -82,7 +82,7 @@ class Reader(FileSystemReader):
             _check_metadata(self.metadata, path, read_manifest(folder))
         except ConfigError:
             raise
-        except Exception as error:  # whatever a wrong pickle or a wrong type in it may cause
+        except Exception as error:  # a malformed pickle, or a wrong type in it, can raise anything
             raise CorruptCheckpoint(f"{path}: expected DCP's metadata: {type(error).__name__}: {error}") from None
 
     def read_metadata(self, *arguments: Any, **keywords: Any) -> Metadata:
@@ -90,8 +90,8 @@ class Reader(FileSystemReader):
 
 
 def _check_metadata(metadata: Metadata, path: pathlib.Path, files: dict[str, dict]) -> None:
-    """Raises CorruptCheckpoint unless there are tensors only, each covered by its chunks, each chunk inside a file that
-    the manifest lists."""
+    """Raises CorruptCheckpoint unless every entry is a tensor, its chunks cover it, and each chunk lies inside a file
+    that the manifest lists."""
     assert isinstance(metadata, Metadata)
     for index, info in metadata.storage_data.items():
         size, end = files.get(info.relative_path, {"size": 0})["size"], info.offset + info.length
@@ -110,8 +110,8 @@ def _check_metadata(metadata: Metadata, path: pathlib.Path, files: dict[str, dic
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint under its name: "model.<parameter>" and "optim.<parameter>.<state>". Of a model with
-    adapters (model/lora.py) the adapters alone."""
+    """The tensors of a checkpoint by name: "model.<parameter>" and "optim.<parameter>.<state>". For a model with
+    adapters (model/lora.py), only the adapters."""
     found: dict[str, Tensor] = {}
     parameters = dict(named_parameters(model))
     adapters = [name for name in parameters if is_adapter(name)]
@@ -124,8 +124,8 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dic
 
 
 def restore(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Reads a checkpoint of any number of ranks into this model's shards. Raises ConfigError where it cannot be read,
-    or names, shapes or types differ."""
+    """Loads a checkpoint, saved by any number of ranks, into this model's shards. Raises ConfigError if it cannot be
+    read, or if names, shapes or dtypes differ."""
     wanted, reader = tensors_of(model, optimizer), Reader(folder)
     check_tensors(folder, reader, wanted, weights_only=optimizer is None)
     _read(folder, reader, wanted)
@@ -133,12 +133,12 @@ def restore(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optim
 
 
 def check_parameters(folder: pathlib.Path, reader: Reader, model: nn.Module) -> None:
-    """Raises ConfigError where a checkpoint's parameters are not those of this model, which may be on meta."""
+    """Raises ConfigError if a checkpoint's parameters do not match the model, which may be on the meta device."""
     check_tensors(folder, reader, tensors_of(model, None), weights_only=True)
 
 
 def check_tensors(folder: pathlib.Path, reader: Reader, wanted: dict[str, Tensor], weights_only: bool) -> None:
-    """Raises ConfigError where names, shapes or types differ from these tensors', which may be on meta."""
+    """Raises ConfigError if names, shapes or dtypes differ from these tensors', which may be on the meta device."""
     stored = reader.metadata.state_dict_metadata
     if not weights_only and stored and all(name.startswith("model.") for name in stored):
         raise ConfigError(f"{folder}: {NO_OPTIMIZER}")
@@ -162,7 +162,7 @@ def check_tensors(folder: pathlib.Path, reader: Reader, wanted: dict[str, Tensor
 
 
 def read_tensor(folder: pathlib.Path, reader: Reader, name: str) -> Tensor:
-    """One whole tensor, whatever the ranks and the mesh that saved it. Raises ConfigError where it cannot be read."""
+    """Loads one tensor unsharded, for any ranks and mesh that saved it. Raises ConfigError if it cannot be read."""
     item = reader.metadata.state_dict_metadata[name]
     whole = torch.empty(item.size, dtype=item.properties.dtype)
     _read(folder, reader, {name: whole})
@@ -170,7 +170,7 @@ def read_tensor(folder: pathlib.Path, reader: Reader, name: str) -> Tensor:
 
 
 def _read(folder: pathlib.Path, reader: Reader, tensors: dict[str, Tensor]) -> None:
-    """DCP copies into these tensors in place; without a process group it reads alone."""
+    """Loads into these tensors in place; without a process group, on this process alone."""
     try:
         dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     except dcp.CheckpointException as error:  # a BaseException

@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: size and SHA-256 of every file, and how files are opened that nobody vouches for.
+"""The manifest of a checkpoint: size and SHA-256 of every file; and safe opening of untrusted files.
 
-torch.distributed.checkpoint has none of its own: of 40 bits flipped in its files 38 load silently as wrong numbers.
+torch.distributed.checkpoint has no checksums: of 40 bit flips in its files, 38 load silently as wrong numbers.
 """
 
 import contextlib
@@ -17,20 +17,20 @@ from typing import IO
 from config import ConfigError
 
 MANIFEST, STATE = "manifest.json", "state.json"
-MANIFEST_LIMIT, STATE_LIMIT = 256 * 2**20, 2**20  # bytes; a manifest of a million parts has a third of it
+MANIFEST_LIMIT, STATE_LIMIT = 256 * 2**20, 2**20  # bytes; a manifest of a million parts takes a third of its limit
 PART = 64 * 2**20  # bytes per SHA-256: parts of one file are hashed in parallel, on all cores and all ranks
 CHUNK = 2**20  # bytes per read
 DAMAGE = (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EIO)
 
 
 class CorruptCheckpoint(ConfigError):
-    """A checkpoint is not what it was when it was written: file, expected, found."""
+    """A checkpoint differs from what was written; names file, expected, found."""
 
 
 @contextlib.contextmanager
 def opened(folder: pathlib.Path, name: str) -> Iterator[IO[bytes]]:
-    """A regular file of this folder, to read. Raises CorruptCheckpoint for anything else: no path leads out of a
-    checkpoint, no link is followed, no pipe is waited for."""
+    """Opens a regular file of this folder for reading. Raises CorruptCheckpoint for anything else: paths cannot leave
+    the folder, links are not followed, and pipes do not block."""
     if "/" in name or "\0" in name:
         raise CorruptCheckpoint(f"{folder}: {name!r} is no name of a file in it")
     path = folder / name
@@ -42,7 +42,7 @@ def opened(folder: pathlib.Path, name: str) -> Iterator[IO[bytes]]:
     except OSError as error:
         if error.errno in DAMAGE:
             raise CorruptCheckpoint(f"{path}: expected a regular file: {error.strerror}") from None
-        # it may be good, for who may read it, or later: nothing is set aside for that
+        # not proof of corruption (another user, or a retry, may read it): nothing is set aside
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
 
@@ -77,7 +77,7 @@ def in_threads(work: Callable, items: list[tuple]) -> list:
 
 
 def hash_files(folder: pathlib.Path, names: list[str]) -> dict[str, dict]:
-    """The manifest's entries of some files: {name: {"size": bytes, "sha256": [one per 64 MiB]}}."""
+    """The manifest entries of these files: {name: {"size": bytes, "sha256": [one per 64 MiB]}}."""
     entries = {name: {"size": size_of(folder, name), "sha256": []} for name in names}
     parts = [(folder, name, part) for name in names for part in range(-(-entries[name]["size"] // PART))]
     for (_, name, _), digest in zip(parts, in_threads(hash_part, parts)):
@@ -86,13 +86,13 @@ def hash_files(folder: pathlib.Path, names: list[str]) -> dict[str, dict]:
 
 
 def render_manifest(files: dict[str, dict]) -> bytes:
-    """The one spelling of a manifest. It protects itself: a hash of its entries, and no byte that is free to change."""
+    """The canonical text of a manifest. It has a hash of its entries and a fixed format, so any changed byte shows."""
     body = json.dumps(files, indent=1, sort_keys=True)
     return f'{{"files": {body},\n"sha256": "{hashlib.sha256(body.encode()).hexdigest()}"}}\n'.encode()
 
 
 def read_manifest(folder: pathlib.Path) -> dict[str, dict]:
-    """The entries by file name. Raises CorruptCheckpoint where the manifest is missing, cut or changed."""
+    """The entries by file name. Raises CorruptCheckpoint if the manifest is missing, truncated or changed."""
     text = read_small(folder, MANIFEST, MANIFEST_LIMIT)
     with contextlib.suppress(TypeError, KeyError, AttributeError, ValueError, RecursionError):
         files = json.loads(text)["files"]

@@ -34,12 +34,12 @@ log = logging.getLogger("train")
 
 
 class SaveFailed(Exception):
-    """A checkpoint could not be written, on any rank; the earlier ones are as they were. Raised on all ranks."""
+    """At least one rank could not write a checkpoint; earlier ones are untouched. Raised on all ranks."""
 
 
 class Saver:
-    """Writes and removes a run's checkpoints. Its methods are called by all ranks together, from any one thread at a
-    time (it has a process group of its own), and raise SaveFailed on all of them or on none."""
+    """Writes and removes a run's checkpoints. All ranks must call its methods together, from one thread at a time (any
+    thread: it has its own process group). They raise SaveFailed on all ranks or on none."""
 
     def __init__(self, cfg: config.Config, verified: int, extra_files: list[pathlib.Path]):
         """verified: a step whose checkpoint is known to be good. extra_files (the tokenizer) are copied into each."""
@@ -47,18 +47,18 @@ class Saver:
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.longest_timeout(cfg)))
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.hurried = False  # the run is stopping: purging is left to the next launch
-        self.before_publishing: Callable[[], None] = lambda: None  # on rank 0; may refuse with an OSError
+        self.before_publishing: Callable[[], None] = lambda: None  # on rank 0; an OSError fails the save
 
     def write(self, step: int, tensors: dict[str, Tensor], state: dict) -> None:
-        """Writes the checkpoint of a step; `state` must be JSON. Raises FloatingPointError where an update from finite
-        gradients has made weights or moments that are not: no checkpoint may hold them."""
+        """Writes the checkpoint of a step; `state` must be JSON-serializable. Raises FloatingPointError if an update
+        from finite gradients made weights or moments non-finite: these are never saved."""
         final, temporary = catalog.path_of(self.cfg, step), catalog.temporary_of(self.cfg, step)
         writer = Writer(temporary)
 
         def make_room() -> None:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-            size = sum(t.numel() * t.element_size() for t in tensors.values())  # of a DTensor: the full one, once
+            size = sum(t.numel() * t.element_size() for t in tensors.values())  # numel() of a DTensor is the full size
             # each shard also has a header, and an entry in the metadata
             needed, free = size + 4096 * len(tensors) * self.ranks, shutil.disk_usage(temporary).free
             if needed > free:
@@ -78,19 +78,19 @@ class Saver:
             if not all(self._together(finite.result)):
                 raise FloatingPointError(f"step {step}: the update made weights that are not finite, and they were not "
                                          "saved; a lower optim.lr or a longer warm-up may help")
-            # by the rank that wrote them, while they are still in its page cache
+            # each rank hashes the files that it wrote, while they are still in its page cache
             entries = self._together(lambda: hash_files(temporary, writer.files))
             self._together(publish, only=0)
         except SaveFailed as error:
             raise SaveFailed(f"{final}: {error}") from None
         finally:
-            if self.rank == 0:  # nothing, where it was published
+            if self.rank == 0:  # a no-op once published
                 shutil.rmtree(temporary, ignore_errors=True)
         self.verified.add(step)
 
     def _together(self, work: Callable[[], Any], only: int | None = None) -> list:
-        """What `work` returned, by rank; with `only` it runs on that rank alone. Raises SaveFailed on all ranks where
-        it failed on any."""
+        """Runs `work` on all ranks, or only on rank `only`. Returns its results by rank. Raises SaveFailed on all ranks
+        if it failed on any."""
         value = problem = None
         try:
             if only in (None, self.rank):
@@ -106,14 +106,14 @@ class Saver:
         return [value for value, _ in answers]
 
     def purge(self) -> None:
-        """Removes the checkpoints before the last keep_last good ones, except milestones. What this launch has not
-        seen to be good is verified before it counts."""
+        """Removes the checkpoints before the last keep_last good ones, except milestones. Those that this launch has
+        not verified yet are verified before they count."""
         last, every, good = self.cfg.checkpoint.keep_last, self.cfg.checkpoint.keep_every_steps, 0
         if not last:
             return
         try:
             for step in reversed(self._together(lambda: catalog.steps(self.cfg), only=0)[0]):
-                if self._together(lambda: self.hurried, only=0)[0]:  # as rank 0 sees it: all must do the same
+                if self._together(lambda: self.hurried, only=0)[0]:  # rank 0 decides: all ranks must agree
                     return
                 if good < last:
                     good += self._is_good(step)
@@ -135,32 +135,32 @@ class Saver:
 
 def _all_finite(tensors: dict[str, Tensor]) -> bool:
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
-    # NaN and infinity both show in the extremes, for a tenth of isfinite()'s time; one wait for the device, not many
+    # aminmax() propagates NaN and infinity, in a tenth of isfinite()'s time; stacked, they need a single device sync
     extremes = [part.float() for t in local if t.numel() for part in t.aminmax()]
     return bool(torch.stack(extremes).isfinite().all()) if extremes else True
 
 
 class Writer(FileSystemWriter):
-    """DCP's storage writer, one file a rank. Unlike DCP's own it holds one tensor at a time in host memory, not all of
-    them pinned (pytorch issue 195982), reports a failed write (issue 191391), and leaves out of the metadata the
-    folder's path, which will change."""
+    """A DCP storage writer with one file per rank. Unlike FileSystemWriter, it holds one tensor at a time in host
+    memory instead of pinning all of them (pytorch issue 195982), reports failed writes (issue 191391), and keeps the
+    folder's path, which will change, out of the metadata."""
 
     def __init__(self, folder: pathlib.Path, read: Callable[[str], Tensor] | None = None):
-        """read: gives a tensor by its name, where the tensors to save are on meta."""
+        """read: returns a tensor by name, for tensors to save that are on the meta device."""
         super().__init__(folder, thread_count=1, overwrite=False)
         self.read = read
-        self.files: list[str] = []  # of this rank: one, or none where it has nothing to write
+        self.files: list[str] = []  # this rank's: one, or none if it has nothing to write
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = []
         if plan.items:
             self.files = [name := f"{plan.storage_data.prefix}0.distcp"]
-            # torch's zip files carry a CRC-32 of each tensor, which nothing checks when they are read: SHA-256 does
+            # torch's zip files have a CRC-32 of each tensor that no reader checks; the manifest's SHA-256 replaces it
             with (self.path / name).open("wb") as file, torch_config.patch("save.compute_crc32", False):
                 for item in plan.items:
                     begin = file.tell()
                     tensor = self.read(item.index.fqn) if self.read else planner.resolve_data(item).detach().cpu()
-                    # a view would bring the whole storage that it looks into
+                    # for a view, torch.save would write its entire storage
                     whole = tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
                     try:
                         torch.save(whole, file)
@@ -180,8 +180,8 @@ class Writer(FileSystemWriter):
 
 def write_weights(folder: pathlib.Path, model: nn.Module, read: Callable[[str], Tensor], state: dict,
                   extra_files: list[pathlib.Path]) -> None:
-    """Writes a checkpoint of weights alone into an empty folder, from one process outside of any run: what `read` gives
-    for each parameter of a meta model. Raises OSError, and what `read` raises."""
+    """Writes a weights-only checkpoint into an empty folder, from a single process outside any run. `read` returns each
+    parameter of the meta model by name. Raises OSError, and whatever `read` raises."""
     writer = Writer(folder, lambda name: read(name.removeprefix("model.")))
     try:
         dcp.save(tensors_of(model, None), storage_writer=writer, no_dist=True)
@@ -191,11 +191,11 @@ def write_weights(folder: pathlib.Path, model: nn.Module, read: Callable[[str], 
 
 
 def write_manifest(folder: pathlib.Path, extra_files: list[pathlib.Path], state: dict, hashed: dict[str, dict]) -> None:
-    """Makes tensors that are written and hashed a checkpoint: state, tokenizer, manifest; each file synced."""
+    """Completes a checkpoint whose tensors are written and hashed: adds state, tokenizer, manifest; syncs each file."""
     for path in extra_files:
         shutil.copyfile(path, folder / path.name)
     (folder / STATE).write_text(json.dumps(state, indent=2))
     names = [path.name for path in extra_files] + [STATE, ".metadata"]
     (folder / MANIFEST).write_bytes(render_manifest(hashed | hash_files(folder, names)))
-    for name in [*names[:-1], MANIFEST]:  # DCP has synced its own
+    for name in [*names[:-1], MANIFEST]:  # DCP has already synced .metadata
         files.sync(folder / name)

@@ -17,26 +17,26 @@ from data.sources import STDLIB, Files, Hub, kind_of
 from data.tokenizer import TOKENIZERS, tokenizer_files
 from data.tokens import TokenStream, open_stream, read_manifest
 
-FORMAT = 3  # of the files; part of their identity
+FORMAT = 3  # version of the file format; part of the identity
 
 
 def identity(cfg: config.Config) -> dict:
-    """What makes two preparations of one source the same. Raises ConfigError where the tokenizer cannot be read."""
+    """Everything that determines a source's prepared files. Raises ConfigError if the tokenizer cannot be read."""
     d, content = cfg.data, cfg.data.tokenizer and b"".join(tokenizer_files(cfg.data.tokenizer).values())
     found = {"source": d.source, "subset": d.subset, "split": d.split, "text_field": d.text_field,
              "tokenizer": hashlib.sha256(content).hexdigest() if d.tokenizer else "trained here",
-             # a file defines its vocabulary; the model may have more rows
+             # a tokenizer file defines its vocabulary; the model may have more rows
              "vocab_size": None if d.tokenizer else cfg.model.vocab_size,
              "max_tokens": d.max_tokens, "format": FORMAT}
     if d.source == STDLIB:
         found["python"] = platform.python_version()
-    if (kind := kind_of(d.source)) not in (Files, Hub):  # one that makes its text: its code is what was read
+    if (kind := kind_of(d.source)) not in (Files, Hub):  # one that generates its text: its code is the content
         found["code"] = hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()
     return found
 
 
 def check_identity(folder: pathlib.Path, manifest: dict, cfg: config.Config) -> None:
-    """Raises ConfigError with every option in which a prepared folder differs from the configuration of its source."""
+    """Raises ConfigError naming every option in which a prepared folder differs from its source's configuration."""
     before = manifest["identity"]
     changed = [f"{folder}: was prepared with {key} = {before.get(key)!r}, the configuration says {value!r}; delete the "
                "folder or name another data.path" for key, value in identity(cfg).items() if before.get(key) != value]
@@ -45,7 +45,7 @@ def check_identity(folder: pathlib.Path, manifest: dict, cfg: config.Config) -> 
 
 
 def source_configs(cfg: config.Config, tokenizer: str | None = None) -> list[config.Config]:
-    """The configuration of each source alone; those of a mixture with this tokenizer."""
+    """One configuration per source; those of a mixture get this tokenizer."""
     d = cfg.data
     return [replace(cfg, data=replace(d, sources=(), path=None, tokenizer=tokenizer, source=s.source, **{
         key: getattr(s, key) or getattr(d, key) for key in ("subset", "split", "text_field", "max_tokens")}))
@@ -53,19 +53,19 @@ def source_configs(cfg: config.Config, tokenizer: str | None = None) -> list[con
 
 
 def weights(cfg: config.Config) -> list[float]:
-    """Of the sources, in any unit."""
+    """Sampling weights of the sources, not normalized."""
     return [s.weight for s in cfg.data.sources] or [1.0]
 
 
 def common_tokenizer(cfg: config.Config) -> pathlib.Path:
-    """The file of the tokenizer that is trained on all sources of a mixture, for one that names none."""
+    """The file of the tokenizer that is trained on all sources of a mixture, if the mixture names none."""
     digest = _short_hash([[identity(part) for part in source_configs(cfg)], weights(cfg)])
     return pathlib.Path(cfg.data.path or "prepared") / f"tokenizer-{digest}.model"
 
 
 def prepared_parts(cfg: config.Config) -> list[tuple[pathlib.Path, config.Config]]:
-    """The folder of each source, and the configuration that it is prepared for. Raises ConfigError where a mixture's
-    tokenizer is yet to be trained."""
+    """The folder of each source, and the configuration that it is prepared for. Raises ConfigError if a mixture's
+    tokenizer has not been trained yet."""
     root, tokenizer = pathlib.Path(cfg.data.path or "prepared"), cfg.data.tokenizer
     if cfg.data.path and not cfg.data.sources:
         return [(root, cfg)]
@@ -86,14 +86,14 @@ def _short_hash(value: Any) -> str:
 
 
 def is_prepared(cfg: config.Config) -> bool:
-    """Whether all folders are there, for whatever configuration. Raises ConfigError."""
+    """Whether all folders are prepared, even if for another configuration. Raises ConfigError."""
     if cfg.data.sources and not cfg.data.tokenizer and not common_tokenizer(cfg).exists():
         return False
     return all(read_manifest(folder) for folder in data_folders(cfg))
 
 
 def open_data(cfg: config.Config, split: str) -> list[TokenStream]:
-    """The stream of each source. Raises ConfigError where one is not prepared, or for another configuration."""
+    """The token stream of each source. Raises ConfigError if one is not prepared, or for another configuration."""
     parts = prepared_parts(cfg)
     for folder, part in parts:
         if manifest := read_manifest(folder):
@@ -102,7 +102,7 @@ def open_data(cfg: config.Config, split: str) -> list[TokenStream]:
 
 
 def source_names(cfg: config.Config) -> list[str]:
-    """Of the sources of a mixture: their own, or those of their folders where two share one."""
+    """The names of a mixture's sources; the names of their folders if two sources have the same name."""
     names = [s.source for s in cfg.data.sources]
     return names if len(set(names)) == len(names) else [folder.name for folder in data_folders(cfg)]
 
@@ -111,22 +111,22 @@ def source_names(cfg: config.Config) -> list[str]:
 class Dataset:
     """A configuration's prepared data, opened."""
 
-    train: list[TokenStream]  # of each source; [data] alone is one
+    train: list[TokenStream]  # one per source; without a mixture, [data] is the only one
     validation: list[TokenStream]
     weights: list[float]
     names: list[str]  # of a mixture's sources
     tokenizer_files: list[pathlib.Path]
-    fingerprint: list[dict]  # what tells the prepared data of two runs apart
-    notes: list[str]  # what a user should know of it
+    fingerprint: list[dict]  # distinguishes the prepared data of two runs
+    notes: list[str]  # warnings for the user
 
 
 def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
-    """To train and, with [eval] or for that alone (train=False), to validate on. Raises ConfigError where it is not
-    prepared, prepared for another configuration, or too small for one batch."""
+    """Opens the training data and, with [eval], the validation data; train=False: only the latter. Raises ConfigError
+    if it is not prepared, was prepared for another configuration, or is too small for one batch."""
     training = open_data(cfg, "train") if train else []
     validation = open_data(cfg, "heldout") if cfg.eval or not train else []
     if train:
-        make_order(cfg, training, weights(cfg))  # is there enough of it?
+        make_order(cfg, training, weights(cfg))  # raises if there is too little data
     folders = data_folders(cfg)
     manifests = [read_manifest(folder) for folder in folders]
     tokenizer = sorted(folders[0].glob("tokenizer*"))
@@ -146,7 +146,7 @@ def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
 
 
 def samples_per_epoch(cfg: config.Config) -> float | None:
-    """Samples until every source has been read once; None before the data is prepared, or its tokenizer is there."""
+    """Samples until every source has been read once; None if the data is not prepared, or its tokenizer is missing."""
     if cfg.data.tokenizer and not os.path.exists(cfg.data.tokenizer):
         return None
     return make_order(cfg, open_data(cfg, "train"), weights(cfg)).longest_epoch() if is_prepared(cfg) else None

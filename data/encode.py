@@ -1,5 +1,5 @@
-"""Documents -> token files, on all cores, in their order; in processes, since sentencepiece's threads make the lists of
-ids under Python's lock and gain a sixth on two cores."""
+"""Documents -> token files, in order, on all cores. Uses processes, since sentencepiece's threads build the lists of
+ids under the GIL and gain only a sixth on two cores."""
 
 import array
 import collections
@@ -28,9 +28,9 @@ from data.tokenizer import Tokenizer
 from data.tokens import WIDTH
 
 PROGRESS = "progress.json"  # of an unfinished preparation: what it prepares, and how far it is
-SYNC_SECONDS = 5.0  # between two points from which a killed preparation resumes
-LOG_SECONDS = 10.0  # between two lines of progress where stderr is not a terminal
-CHUNK = 1 << 18  # characters that a process takes at once, in whole documents
+SYNC_SECONDS = 5.0  # between syncs; a killed preparation resumes from the last one
+LOG_SECONDS = 10.0  # between progress lines if stderr is not a terminal
+CHUNK = 1 << 18  # characters per task of a process, rounded up to full documents
 
 
 def is_validation(text: str) -> bool:
@@ -39,7 +39,7 @@ def is_validation(text: str) -> bool:
 
 
 def chunks(source: Source) -> Iterator[tuple[list[str], tuple]]:
-    """(documents, the source's place() and share() after them). Raises ConfigError, as reading the source does."""
+    """Yields (documents, the source's place() and share() after them). Raises ConfigError, as the source does."""
     texts, size = [], 0
     for text in source:
         texts.append(text)
@@ -55,24 +55,24 @@ _tokenizer = functools.lru_cache(1)(Tokenizer)  # of this process
 
 
 def encode(folder: pathlib.Path, typecode: str, texts: list[str]) -> list[tuple[bool, bytes]]:
-    """With the tokenizer in `folder`: whether each is a validation document, and its ids between BOS and EOS, in the
-    width of array's typecode."""
+    """Tokenizes texts with the tokenizer in `folder`. Returns for each whether it is a validation document, and its ids
+    between BOS and EOS as bytes, in the width of array's typecode."""
     tokenizer = _tokenizer(folder)
     return [(is_validation(text), array.array(typecode, [*tokenizer.bos, *ids, *tokenizer.eos]).tobytes())
             for text, ids in zip(texts, tokenizer.encode(texts))]
 
 
 def _start() -> None:
-    """In a process of the pool: leaves Ctrl-C to the parent, and ends when that has ended, even by kill -9."""
+    """Initializes a pool process: it leaves Ctrl-C to the parent, and exits when the parent ends, even by kill -9."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def encode_all(folder: pathlib.Path, typecode: str, source: Source) -> Iterator[tuple[list[tuple[bool, bytes]], tuple]]:
-    """(encode(), place and share) of each chunk, reading three per process ahead. Raises ConfigError and OSError."""
+    """Yields (encode(), place and share) per chunk; reads ahead three per process. Raises ConfigError and OSError."""
     workers = len(os.sched_getaffinity(0))
-    # spawn: a fork would stop the caller's threads anywhere, perhaps holding a lock
+    # spawn: a forked process may inherit a lock that another thread holds
     pool = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start)
     try:
         submitted = ((pool.submit(encode, folder, typecode, texts), place) for texts, place in chunks(source))
@@ -93,7 +93,7 @@ def write_tokens(folder: pathlib.Path, d: config.Data, dtype: str, state: dict) 
     """Appends to train.bin and heldout.bin each document between BOS and EOS, and to *.ends.bin the position after its
     last token, 8 bytes little-endian. Returns the source's revision. Raises ConfigError and OSError.
 
-    Begins where `state` says, and keeps it up to date; every few seconds files are synced, and it into progress.json.
+    Resumes from `state` and keeps it up to date; every few seconds, syncs the files and writes it to progress.json.
     """
     width, limit, tokens, documents = WIDTH[dtype], d.max_tokens or math.inf, state["tokens"], state["documents"]
     if before := sum(documents.values()):
@@ -103,7 +103,7 @@ def write_tokens(folder: pathlib.Path, d: config.Data, dtype: str, state: dict) 
         for split in tokens:
             for name, size in ((f"{split}.bin", width * tokens[split]), (f"{split}.ends.bin", 8 * documents[split])):
                 opened[name] = stack.enter_context((folder / name).open("ab"))
-                opened[name].truncate(size)  # what was written after the last sync may be torn
+                opened[name].truncate(size)  # data written after the last sync may be incomplete
 
         def sync() -> None:
             for file in opened.values():
@@ -118,7 +118,7 @@ def write_tokens(folder: pathlib.Path, d: config.Data, dtype: str, state: dict) 
         while tokens["train"] < limit and (chunk := next(encoded, None)):
             found, (state["place"], share) = chunk
             for validation, content in found:
-                if content and tokens["train"] < limit:  # of some text its tokenizer makes nothing
+                if content and tokens["train"] < limit:  # a tokenizer may produce no tokens for some texts
                     split = "heldout" if validation else "train"
                     opened[f"{split}.bin"].write(content)
                     tokens[split] += len(content) // width
@@ -137,7 +137,7 @@ def write_tokens(folder: pathlib.Path, d: config.Data, dtype: str, state: dict) 
 
 
 def progress(name: str, state: dict, share: float, before: int, seconds: float) -> str:
-    """tqdm's bar. share: of all, from 0 to 1; before: tokens that an earlier preparation made."""
+    """A tqdm progress bar. share: fraction done, from 0 to 1; before: tokens from an earlier preparation."""
     from tqdm import tqdm  # comes with `datasets`, which a machine that only trains need not have
 
     tokens, documents = sum(state["tokens"].values()), sum(state["documents"].values())
@@ -147,7 +147,7 @@ def progress(name: str, state: dict, share: float, before: int, seconds: float) 
 
 
 def report(text: str, stays: bool = True) -> None:
-    """Prints to stderr; on a terminal over what did not stay. That it is closed or full must not end a preparation."""
+    """Prints to stderr; on a terminal, overwrites a line with stays=False. Ignores a closed or full stderr."""
     with contextlib.suppress(OSError, ValueError):
         print("\x1b[K" * on_terminal() + text, end="\n" if stays or not on_terminal() else "\r", file=sys.stderr,
               flush=True)

@@ -22,13 +22,13 @@ READ_AHEAD = 2  # steps
 class Batch:
     """One data rank's part of one step."""
 
-    micro_batches: list[tuple[Tensor, ...]]  # as split() gives them: what the model takes
+    micro_batches: list[tuple[Tensor, ...]]  # as split() returns them: the model's arguments
     valid_tokens: int  # valid targets of the whole step, over all data ranks
     digest: int  # of this rank's samples; the sum over data ranks modulo DIGEST_MODULUS is the step's
 
 
 class Loader:
-    """Iterates over a data rank's batches from a step on; a thread reads ahead, and pins for the GPU."""
+    """Iterates over a data rank's batches from first_step on; a thread reads ahead, and pins memory for the GPU."""
 
     def __init__(self, cfg: config.Config, streams: Sequence[TokenStream], weights: Sequence[float], dp_rank: int,
                  dp_size: int, first_step: int, pin: bool, places: Tensor | None = None):
@@ -42,7 +42,7 @@ class Loader:
         self.next_step = first_step + READ_AHEAD
 
     def __next__(self) -> Batch:
-        """Raises what the thread met, as ConfigError for a token file that was cut."""
+        """Raises what the thread raised, such as ConfigError for a truncated token file."""
         self.ahead.append(self.thread.submit(self.batch, self.next_step))
         self.next_step += 1
         return self.ahead.popleft().result()
@@ -57,21 +57,21 @@ class Loader:
             digest += sum(map(sample_digest, numbers, contents))
             micro_batches.append(pinned(tensors) if self.pin else tensors)
         valid = t.global_batch_size * t.seq_len
-        if mask:  # the first token of a document is no target; to count for all ranks costs less than a collective
+        if mask:  # a document's first token is no target; counting for all ranks costs less than a collective
             for number in range((step - 1) * t.global_batch_size, step * t.global_batch_size):
                 stream, first, stop = self.span(number)
                 valid -= len(stream.documents(first, stop)) - 1
         return Batch(micro_batches, valid, digest % DIGEST_MODULUS)
 
     def span(self, number: int) -> tuple[TokenStream, int, int]:
-        """(stream, first token, one past the last) of a sample: seq_len inputs and, one further, their targets."""
+        """(stream, first token, one past the last) of a sample: seq_len inputs and their targets, shifted by one."""
         place, length = self.order(number), self.cfg.train.seq_len
         return self.streams[place.source], place.window * length, (place.window + 1) * length + 1
 
 
 def read_windows(spans: list[tuple[TokenStream, int, int]], seq_len: int, mask: bool,
                  places: Tensor | None = None) -> tuple[list[bytes], tuple[Tensor, ...]]:
-    """The bytes of windows (stream, first token, one past the last), and split() of them, padded with IGNORE."""
+    """Reads windows (stream, first token, one past the last): their bytes, and split() of them, padded with IGNORE."""
     rows, contents = torch.full((len(spans), seq_len + 1), IGNORE), []  # (B, T+1)
     documents = torch.zeros_like(rows) if mask else None
     for row, (stream, first, stop) in enumerate(spans):
@@ -85,18 +85,18 @@ def read_windows(spans: list[tuple[TokenStream, int, int]], seq_len: int, mask: 
 
 
 def pinned(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Copies that a GPU can read while the host goes on."""
+    """Copies in pinned memory, for asynchronous copies to a GPU."""
     return tuple(tensor.pin_memory() for tensor in tensors)
 
 
 def split(rows: Tensor, documents: Tensor | None = None, places: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Windows (B, T+1), padded with IGNORE, -> inputs (B, T) and targets (B, T), each the token after its input. With
-    their documents (B, T+1) a target in another one than its input is IGNORE, and the inputs' positions (B, T) and
-    documents (B, T) follow. All int64.
+    """Windows (B, T+1), padded with IGNORE -> inputs (B, T) and targets (B, T), each the token after its input. Given
+    document numbers (B, T+1), a target in another document than its input becomes IGNORE, and the inputs' positions
+    (B, T) and documents (B, T) are returned too. All int64.
 
-    places (T / cp): of the tokens that are this rank's, where several share a sequence. Inputs, targets and positions
-    are those alone, documents stay whole: their mask asks which one any key belongs to."""
-    inputs, targets = rows[:, :-1].clamp(min=0), rows[:, 1:].clone()  # of a single row contiguous() would be a view
+    places (T / cp): positions of this rank's tokens under context parallelism. Inputs, targets and positions are
+    restricted to them; documents stay full, since the mask needs the document of every key."""
+    inputs, targets = rows[:, :-1].clamp(min=0), rows[:, 1:].clone()  # contiguous() of one row would be a view
     where = ()
     if documents is not None:
         targets[documents[:, 1:] != documents[:, :-1]] = IGNORE
@@ -104,14 +104,14 @@ def split(rows: Tensor, documents: Tensor | None = None, places: Tensor | None =
         where = positions(documents), documents
     if places is not None:
         inputs, targets = inputs[:, places], targets[:, places]
-        # repeated, not expanded, which could not be pinned
+        # repeat(), not expand(): an expanded tensor could not be pinned
         where = (where[0][:, places], documents) if where else (places.repeat(len(inputs), 1),)
     return inputs, targets, *where
 
 
 def positions(documents: Tensor) -> Tensor:
-    """Each token's place in its document (B, T), from 0, or in the window where the document began before it; from
-    document numbers (B, T) that rise along T."""
+    """Each token's position (B, T) in its document, from 0, or in the window if the document began before it. Takes
+    document numbers (B, T) that increase along T."""
     place = torch.arange(documents.shape[1]).expand_as(documents)  # (B, T)
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]

@@ -1,7 +1,7 @@
-"""Which text is each sample of a run: closed forms of the sample's number, so that the whole state is the step.
+"""Which text each sample of a run is: a closed form of the sample's number, so that the step is the only state.
 
-Sample k of a source is number k mod n of its epoch k div n, with n windows in its stream; each epoch has a keyed
-permutation of its own. Nothing depends on the number of ranks.
+If a source's stream has n windows, its sample k is number k mod n of epoch k div n; each epoch has its own keyed
+permutation. Nothing depends on the number of ranks.
 """
 
 import functools
@@ -18,7 +18,7 @@ from data.tokens import TokenStream, window_count
 
 class Permutation:
     """A bijection of 0 ... n-1, keyed by (seed, epoch, source), without a table: a Feistel network of eight rounds
-    (https://doi.org/10.1137/0217022) over the next even power of two, walked on until it lands below n."""
+    (https://doi.org/10.1137/0217022) over the next even power of two, cycle-walked until the result is below n."""
 
     def __init__(self, n: int, seed: int, epoch: int, source: int = 0):
         self.n = n
@@ -43,15 +43,15 @@ class Permutation:
 class Mixture:
     """Which source a sample of the run comes from, and how many of that source came before it.
 
-    Of the first n samples, the number from a source of share w is w n rounded up or down, for every n and source
-    (https://doi.org/10.1007/BF01940883): its j-th sample may come from number floor((j-1) / w) on and is due by
-    ceil(j / w); of those allowed the first due is next. This repeats; one period is kept as a table.
+    Of the first n samples, a source of share w gets w n, rounded up or down, for every n and source
+    (https://doi.org/10.1007/BF01940883): its j-th sample may come at number floor((j-1) / w) or later and is due by
+    ceil(j / w); the eligible one with the earliest deadline is next. The order is periodic; a table holds one period.
     """
 
     def __init__(self, weights: Sequence[float]):
         self.parts = whole_parts(weights)  # samples of each source in a period
         self.period = sum(self.parts)
-        self.table: list[tuple[int, int]] = []  # (source, earlier ones of it in the period)
+        self.table: list[tuple[int, int]] = []  # (source, its earlier samples in the period)
         given = [0] * len(self.parts)
         for number in range(self.period):
             _, source = min((-(-(given[i] + 1) * self.period // part), i) for i, part in enumerate(self.parts)
@@ -66,7 +66,7 @@ class Mixture:
 
 
 def whole_parts(weights: Sequence[float]) -> list[int]:
-    """The weights as whole numbers in the same ratio, or near it, with a sum of at most LONGEST_PERIOD."""
+    """The weights as integers in the same ratio, or close to it, with a sum of at most LONGEST_PERIOD."""
     exact = [Fraction(repr(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     near = [share.limit_denominator(LONGEST_PERIOD) for share in shares]
@@ -87,7 +87,7 @@ class Place(NamedTuple):
 
 
 class Order:
-    """Where each sample of a run lies. windows: full windows of each source."""
+    """Maps a sample's number to its Place. windows: the number of full windows of each source."""
 
     def __init__(self, windows: Sequence[int], weights: Sequence[float], seed: int):
         self.windows, self.mixture = windows, Mixture(weights)
@@ -106,7 +106,7 @@ class Order:
 
 
 def make_order(cfg: config.Config, streams: Sequence[TokenStream], weights: Sequence[float]) -> Order:
-    """Raises ConfigError where a source does not fill its share of one global batch."""
+    """The order of a run. Raises ConfigError if a source is too small for its share of one global batch."""
     t = cfg.train
     order = Order([window_count(stream.length, t.seq_len) for stream in streams], weights, cfg.run.seed)
     needed = [part / order.mixture.period * t.global_batch_size for part in order.mixture.parts]

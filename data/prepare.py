@@ -25,8 +25,8 @@ from data.tokens import MANIFEST, damaged, read_manifest
 
 
 def prepare(cfg: config.Config) -> list[pathlib.Path]:
-    """Makes the folders of token files that are missing, and checks those that are there. Returns them, by source.
-    Raises ConfigError; a folder is then published in full or not at all."""
+    """Creates missing folders of token files, and checks existing ones. Returns them, by source. Raises ConfigError,
+    after which a folder is published in full or not at all."""
     if cfg.data.sources and not cfg.data.tokenizer:
         _prepare_common_tokenizer(cfg)
     parts = prepared_parts(cfg)
@@ -36,7 +36,7 @@ def prepare(cfg: config.Config) -> list[pathlib.Path]:
 
 
 def _make_once(path: pathlib.Path, made: Callable[[], bool], make: Callable[[], None]) -> None:
-    """make() unless made(), under a hidden lock file next to `path`, which stays. Raises ConfigError for OSError."""
+    """make() unless made(), holding a lock file next to `path`, hidden and never removed. OSError -> ConfigError."""
     if made():
         return
     lock = path.with_name(f".{path.name}.lock")
@@ -57,7 +57,7 @@ def _make_once(path: pathlib.Path, made: Callable[[], bool], make: Callable[[], 
 
 
 def _prepare_common_tokenizer(cfg: config.Config) -> None:
-    """Trains the tokenizer of a mixture. Raises ConfigError where the files that it was trained on have changed."""
+    """Trains a mixture's tokenizer if it is missing. Raises ConfigError if the files it was trained on have changed."""
     path = common_tokenizer(cfg)
     stamps = path.with_suffix(".json")
     now = {part.data.source: file_stamps(part.data.source) for part in source_configs(cfg)}
@@ -76,21 +76,21 @@ def _prepare_common_tokenizer(cfg: config.Config) -> None:
 
 
 def _matches(folder: pathlib.Path, cfg: config.Config) -> bool:
-    """Whether the folder is there. Raises ConfigError where it is for another configuration, or was changed."""
+    """Whether the folder is prepared. Raises ConfigError if it is for another configuration, or was changed."""
     manifest = read_manifest(folder)
     if manifest is None:
         if folder.exists() and any(folder.iterdir()):
             raise ConfigError(f"{folder}: is there but holds no prepared data ({MANIFEST} is missing); move it away")
         return False
     check_identity(folder, manifest, cfg)
-    if file_stamps(cfg.data.source) not in ([], manifest["files"]):  # the text may be gone, but must not be another
+    if file_stamps(cfg.data.source) not in ([], manifest["files"]):  # the text may be gone, but not changed
         raise ConfigError(f"[data] source = {cfg.data.source}: changed since {folder} was prepared; delete the folder")
     written_last = folder / MANIFEST
     for name, digest in manifest["sha256"].items():
         path = folder / name
         if not path.exists():
             raise damaged(path, "is missing")
-        # Only files younger than the manifest are hashed: to hash terabytes before each start would stall a cluster.
+        # Hashes only files newer than the manifest: hashing terabytes before each start would stall a cluster.
         if path.stat().st_mtime_ns > written_last.stat().st_mtime_ns:
             report(f"{path}: was copied or changed since it was prepared; comparing its hash")
             if _sha256(path) != digest:
@@ -100,13 +100,13 @@ def _matches(folder: pathlib.Path, cfg: config.Config) -> bool:
 
 
 def _prepare_folder(folder: pathlib.Path, cfg: config.Config) -> None:
-    """Works in a hidden folder next to it, from which the next one resumes; one whose input is wrong removes it, but
-    for what was read of a Hugging Face dataset: a network that fails looks the same, and comes back."""
+    """Works in a hidden folder next to it, from which the next call resumes. Invalid input removes the hidden folder,
+    but not what was read of a Hugging Face dataset: a network failure looks the same, and is temporary."""
     temporary, d = folder.with_name(f".{folder.name}.tmp"), cfg.data
     wanted = {"identity": identity(cfg), "files": file_stamps(d.source)}
     state = _read_json(temporary / MANIFEST) or _read_json(temporary / PROGRESS)
     try:
-        if any(state.get(key) != value for key, value in wanted.items()):  # nothing, or begun for something else
+        if any(state.get(key) != value for key, value in wanted.items()):  # nothing there, or begun for something else
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             content = Tokenizer(d.tokenizer).files if d.tokenizer else {"tokenizer.model": _train_tokenizer(cfg)}
@@ -131,7 +131,7 @@ def _prepare_folder(folder: pathlib.Path, cfg: config.Config) -> None:
 
 
 def _write_folder(temporary: pathlib.Path, cfg: config.Config, state: dict) -> dict:
-    """Writes the token files from `state` on and, last, the manifest. Returns its content."""
+    """Writes the token files, resuming from `state`, and last the manifest. Returns the manifest."""
     tokenizer, d = Tokenizer(temporary), cfg.data
     if not tokenizer.eos:
         report(f"{d.tokenizer}: has no EOS token that is known, so nothing separates documents")
@@ -150,7 +150,7 @@ def _write_folder(temporary: pathlib.Path, cfg: config.Config, state: dict) -> d
 
 
 def _read_json(path: pathlib.Path) -> dict:
-    """Empty where there is none."""
+    """The content of a JSON file; {} if it is missing or invalid."""
     with contextlib.suppress(OSError, ValueError):
         return json.loads(path.read_text())
     return {}
@@ -165,8 +165,8 @@ def _sha256(path: pathlib.Path) -> str:
 
 
 def _train_tokenizer(cfg: config.Config) -> bytes:
-    """On the first part of each source, in proportion to its weight: 2,000 characters per vocabulary entry, at least 4
-    million; more text hardly changes a byte-pair vocabulary. Returns the model file's content. Raises ConfigError."""
+    """Trains on the start of each source, in proportion to its weight: 2,000 characters per vocabulary entry, at least
+    4 million; more text hardly changes a BPE vocabulary. Returns the model file's content. Raises ConfigError."""
     parts, wanted = source_configs(cfg), max(4_000_000, 2_000 * cfg.model.vocab_size)
     report(f"training a tokenizer of {cfg.model.vocab_size:,} vocabulary entries on up to {wanted / 1e6:,.0f} MB of "
            + ", ".join(part.data.source for part in parts))

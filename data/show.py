@@ -18,7 +18,7 @@ from files import run_tool, say
 
 
 def samples(cfg: config.Config, step: int) -> Iterator[str]:
-    """The report on each sample of a step (from 1). Raises ConfigError."""
+    """Yields the text to print for each sample of a step (from 1). Raises ConfigError."""
     t, streams = cfg.train, open_data(cfg, "train")
     order, tokenizer = make_order(cfg, streams, weights(cfg)), Tokenizer(data_folders(cfg)[0])
     for number in range((step - 1) * t.global_batch_size, step * t.global_batch_size):

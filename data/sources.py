@@ -1,4 +1,4 @@
-"""Where text comes from: the documents of a source in order, from the beginning or from where reading stopped."""
+"""Text sources: iterate over a source's documents in order, from the beginning or from where reading stopped."""
 
 import codecs
 import contextlib
@@ -23,13 +23,13 @@ def kind_of(source: str) -> "type[Source]":
 
 
 def open_source(d: config.Data, place: list | None = None) -> "Source":
-    """[data] source from its beginning, or resumed at what place() gave. Raises ConfigError where there is none."""
+    """Opens [data] source at its beginning, or at a value of place() to resume. Raises ConfigError if there is none."""
     return kind_of(d.source)(d, place)
 
 
 class Source:
-    """Iterates over documents, without empty ones. Each kind has rows(): (where, row) of each; place(): where to resume
-    after the last one, as JSON; share(): how much has been read, from 0 to 1, or None."""
+    """Iterates over the non-empty documents. Subclasses define rows(), which yields (where, row); place(), where to
+    resume after the last row, as JSON; share(), the fraction read so far, from 0 to 1, or None if unknown."""
 
     revision: str | None = None  # commit of a Hugging Face dataset
 
@@ -80,7 +80,7 @@ class Files(Source):
         return (sum(self.sizes[: self.file]) + self.byte) / max(1, sum(self.sizes))
 
     def _json_lines(self, path: pathlib.Path) -> Iterator[tuple[str, object]]:
-        """Line by line and not through `datasets`, which names neither line nor field of a bad one."""
+        """Reads line by line and not through `datasets`, whose errors name neither line nor field."""
         with path.open("rb") as file:
             file.seek(self.byte)
             for line in file:
@@ -93,12 +93,12 @@ class Files(Source):
                     yield f"{path}: line {self.row}", row
 
     def _text(self, path: pathlib.Path) -> Iterator[tuple[str, object]]:
-        """A file is one document; a long one is cut, at a line's end where one is near, so that part is validation."""
+        """A file is one document; a long one is split, at a line end if one is near, so that a part is validation."""
         with path.open("rb") as file:
             file.seek(self.byte)
             while raw := file.read(TEXT_BYTES) + file.readline(TEXT_BYTES):
                 try:
-                    text, used = codecs.utf_8_decode(raw, "strict", not file.peek(1))  # a cut character is left over
+                    text, used = codecs.utf_8_decode(raw, "strict", not file.peek(1))  # leaves a partial character
                 except UnicodeDecodeError as error:
                     line = self.row + raw.count(b"\n", 0, error.start) + 1
                     raise ConfigError(f"{path}: line {line}: is not UTF-8: {error.reason}") from None
@@ -138,7 +138,7 @@ class Hub(Source):
             import huggingface_hub
 
             datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors are reported here, once
-            # the commit: what resumes tomorrow resumes in the dataset in which it began
+            # pinned to a commit, so that a later resume reads the same version of the dataset
             self.row, state, self.revision = place or (0, None, huggingface_hub.HfApi().dataset_info(d.source).sha)
             self.data = datasets.load_dataset(d.source, name=d.subset, split=d.split, streaming=True,
                                               revision=self.revision)
@@ -161,7 +161,7 @@ class Hub(Source):
 
 @contextlib.contextmanager
 def _readable(what: object) -> Iterator[None]:
-    """Raises what the libraries inside raise, whatever that is, as ConfigError. what: a source, in a sentence."""
+    """Turns any exception of the libraries called inside into ConfigError. what: names the source in its message."""
     try:
         yield
     except Exception as error:
@@ -170,8 +170,8 @@ def _readable(what: object) -> Iterator[None]:
 
 
 def local_files(source: str) -> list[pathlib.Path] | None:
-    """Of a file, folder or pattern; None for the id of a Hugging Face dataset: [OWNER/]NAME with no file's suffix.
-    Raises ConfigError."""
+    """The files of a file name, folder or glob pattern; None for the id of a Hugging Face dataset: [OWNER/]NAME without
+    a file suffix. Raises ConfigError."""
     path, suffixes = pathlib.Path(source), (*LOCAL, ".csv", ".tsv", ".gz", ".zst", ".zip", ".xz", ".arrow")
     with _readable(f"{source}:"):
         if path.is_dir():
@@ -184,14 +184,14 @@ def local_files(source: str) -> list[pathlib.Path] | None:
 
 
 def file_stamps(source: str) -> list[list]:
-    """[path, bytes, modified in ns] of each of a local source's files, so that a change is noticed."""
+    """[path, size in bytes, mtime in ns] of each of a local source's files, to detect changes."""
     paths = local_files(source) or ()
     with _readable(f"{source}:"):
         return [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
 
 
 def _stdlib_files() -> list[pathlib.Path]:
-    """Real text that every machine has; without the tests, some deliberately broken, which some systems leave out."""
+    """Real text that every machine has. Excludes tests: some are deliberately broken, and some systems omit them."""
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     left_out = {"site-packages", "dist-packages", "test", "tests"}
     return [path for path in sorted(root.rglob("*.py")) if not left_out.intersection(path.relative_to(root).parts)]

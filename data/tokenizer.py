@@ -13,10 +13,10 @@ from config import ConfigError
 TOKENIZERS = ("tokenizer.model", "tokenizer.json")
 SPACE = "\u2581"  # sentencepiece writes a space as this character, and decodes the character to a space
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>")  # Llama 3; Llama 2; GPT-2 and SmolLM; Gemma
-LINE = 1 << 14  # characters of a line that are trained on at once
+LINE = 1 << 14  # characters; a longer line is split for training
 
 def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
-    """tokenizer.model, or tokenizer.json and, where there is one, tokenizer_config.json: their content by these names.
+    """Content, by file name, of tokenizer.model, or of tokenizer.json and (if present) tokenizer_config.json.
     `path`: the file, or a folder that holds one. Raises ConfigError."""
     path = pathlib.Path(path)
     try:
@@ -24,7 +24,7 @@ def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
             found = [path / name for name in TOKENIZERS if (path / name).exists()]
             if not found:
                 raise ConfigError(f"{path}: holds neither tokenizer.model nor tokenizer.json")
-            # a sentencepiece model begins with a line feed, the tag of its first field; Llama 3's namesake does not
+            # a sentencepiece model begins with a line feed, the tag of its first field; Llama 3's file does not
             path = found[0] if found[0].read_bytes()[:1] == b"\n" else found[-1]
         content = path.read_bytes()
         if not content.lstrip().startswith(b"{"):
@@ -47,15 +47,15 @@ class Tokenizer:
             self._load_sentencepiece(self.files["tokenizer.model"])
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids; BOS, EOS and ids that the tokenizer does not have give nothing."""
+        """Text of ids; BOS, EOS and ids outside the vocabulary decode to nothing."""
         return self.model.decode([i for i in ids if 0 <= i < self.vocab_size])
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each text, without BOS and EOS. Special tokens spelt out in a text are text."""
+        """Ids of each text, without BOS and EOS. Names of special tokens in a text are encoded as plain text."""
         if "tokenizer.json" in self.files:
             try:
                 return [self.model.encode(text, add_special_tokens=False).ids for text in texts]
-            except Exception as error:  # as for an unknown word where the vocabulary has no entry for those
+            except Exception as error:  # e.g. an unknown word, if the vocabulary has no UNK entry
                 raise ConfigError(f"{self.path}: its tokenizer fails on a text: {error}") from None
         ids = self.model.encode(texts)
         for i, text in enumerate(texts):
@@ -77,7 +77,7 @@ class Tokenizer:
             raise ConfigError(f"{self.path}: is no tokenizer (an HTML page, git-lfs pointer or tiktoken vocabulary?): "
                               f"it begins with {content[:24]!r}")
         self.bos, self.eos = ([i] if i >= 0 else [] for i in (self.model.bos_id(), self.model.eos_id()))
-        # SPACE spelt in bytes, which decode() leaves alone; only where the model has bytes, and adds no space in front
+        # SPACE as byte tokens, which decode() keeps; only if the model has byte fallback and adds no dummy prefix
         space = [self.model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
         exact = self.model.unk_id() not in space and self.model.encode("a", out_type=str)[:1] == ["a"]
         self.space = space if exact else None
@@ -103,8 +103,8 @@ class Tokenizer:
             named = json.loads(self.files.get("tokenizer_config.json", b"{}")).get("eos_token")
         except (ValueError, AttributeError, RecursionError):
             raise ConfigError(f"{self.path}: tokenizer_config.json beside it is no JSON object") from None
-        # BOS and EOS are what the post-processor puts around a text, here the first that becomes any tokens; without
-        # such an EOS, the token that tokenizer_config.json names, else the first of EOS_NAMES
+        # BOS and EOS are what the post-processor adds around a text (here the first that yields any tokens). If it adds
+        # no EOS: the token that tokenizer_config.json names, else the first of EOS_NAMES
         probes = ("a", *sorted(self.model.get_vocab(with_added_tokens=False))[:100])
         probe, plain = next(((text, ids) for text in probes for ids in self.encode([text]) if ids), (None, []))
         if probe is None:
@@ -115,12 +115,12 @@ class Tokenizer:
         for name in (named.get("content") if isinstance(named, dict) else named, *EOS_NAMES):
             if not self.eos and isinstance(name, str) and (eos := self.model.token_to_id(name)) is not None:
                 self.eos = [eos]
-        self.model.encode_special_tokens = True  # from here on their names in a text are text
+        self.model.encode_special_tokens = True  # from now on their names in a text are encoded as plain text
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Trains a byte-pair model. Returns the model file's content. Raises ConfigError, with a vocabulary size that works
-    where this one does not."""
+    """Trains a BPE model. Returns the model file's content. Raises ConfigError, naming a vocabulary size that works if
+    this one does not."""
     import sentencepiece
 
     model, failures = io.BytesIO(), []
@@ -128,7 +128,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
     def lines() -> Iterator[str]:
         try:
             for line in (line for text in texts for line in text.splitlines() if "\0" not in line):
-                # cut, since sentencepiece silently leaves out lines beyond max_sentence_length (bytes)
+                # split, since sentencepiece silently drops lines longer than max_sentence_length (bytes)
                 yield from (line[i : i + LINE] for i in range(0, len(line), LINE))
         except (ConfigError, OSError) as error:  # sentencepiece would turn it into a RuntimeError
             failures.append(error)
@@ -138,7 +138,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
             sentence_iterator=lines(), model_writer=model, vocab_size=max(vocab_size, 3), model_type="bpe",
             byte_fallback=True, character_coverage=0.9999, normalization_rule_name="identity",
             remove_extra_whitespaces=False, add_dummy_prefix=False, allow_whitespace_only_pieces=True,
-            user_defined_symbols=["\n"],  # lines are trained one by one, so no entry would hold their end
+            user_defined_symbols=["\n"],  # training sees single lines, so it would learn no entry for the line end
             max_sentence_length=4 * LINE, num_threads=os.cpu_count() or 1, minloglevel=2,
         )
     except RuntimeError as error:

@@ -19,7 +19,7 @@ def damaged(path: pathlib.Path, problem: str) -> ConfigError:
 
 
 def read_manifest(folder: pathlib.Path) -> dict | None:
-    """None where there is none. Raises ConfigError where it cannot be read, or is another program's."""
+    """A folder's manifest, None if it has none. Raises ConfigError if it cannot be read, or is another program's."""
     path = folder / MANIFEST
     try:
         found = json.loads(path.read_bytes())
@@ -35,15 +35,15 @@ def read_manifest(folder: pathlib.Path) -> dict | None:
 
 
 def window_count(tokens: int, seq_len: int) -> int:
-    """Full windows: window k is tokens k*S ... k*S+S, S inputs and, one further, S targets."""
+    """The number of full windows: window k is tokens k*S ... k*S+S, S inputs and S targets, shifted by one."""
     return max(0, (tokens - 1) // seq_len)
 
 
 @dataclass(frozen=True)
 class TokenStream:
-    """A split, read window by window; every method raises ConfigError where a file was cut.
+    """A split's tokens, read window by window; every method raises ConfigError if a file was truncated.
 
-    By pread: mapped, a random window of a cold file takes 13 ms, not 0.05, and a file that is cut means SIGBUS.
+    Uses pread: with mmap, a random window of a cold file takes 13 ms instead of 0.05, and truncation means SIGBUS.
     """
 
     path: pathlib.Path
@@ -54,7 +54,7 @@ class TokenStream:
 
     def read(self, start: int, stop: int) -> "tuple[bytes, torch.Tensor]":  # noqa: F821
         """(the bytes, the ids (stop - start) as int64) of tokens start ... stop-1."""
-        import torch  # here: preparing data needs none
+        import torch  # here: preparing data needs no torch
 
         width = WIDTH[self.dtype]
         raw = _pread(self.file, start * width, stop * width, f"token {stop}")
@@ -65,7 +65,7 @@ class TokenStream:
         return raw, ids
 
     def documents(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """(number, first token, one past its last) of the documents that hold some of tokens start ... stop-1."""
+        """(number, first token, one past its last) of each document that overlaps tokens start ... stop-1."""
         number = bisect.bisect_right(range(self.document_count), start, key=self._end)  # some thirty reads
         found, begin = [], self._end(number - 1) if number else 0
         while start < stop and number < self.document_count:
@@ -83,7 +83,7 @@ class TokenStream:
 
     @functools.cached_property
     def _ends(self) -> io.FileIO:
-        """Opened at its first use: without a document mask nothing needs it."""
+        """Opened on first use: training without a document mask does not need it."""
         path = self.path.with_suffix(".ends.bin")
         file, size = _open(path)
         last = int.from_bytes(os.pread(file.fileno(), 8, max(0, size - 8)), "little")
@@ -93,7 +93,7 @@ class TokenStream:
 
 
 def _open(path: pathlib.Path) -> tuple[io.FileIO, int]:
-    """The file and its bytes."""
+    """The open file and its size in bytes."""
     try:
         file = path.open("rb", buffering=0)
     except OSError as error:
@@ -109,7 +109,7 @@ def _pread(file: io.FileIO, start: int, stop: int, what: str) -> bytes:
 
 
 def open_stream(folder: pathlib.Path, split: str, vocab_size: int) -> TokenStream:
-    """Of "train" or "heldout" (validation). Raises ConfigError where it is missing, cut, or of a larger vocabulary."""
+    """Opens "train" or "heldout" (validation). Raises ConfigError if missing, truncated, or of a larger vocabulary."""
     manifest = read_manifest(folder)
     if manifest is None:
         raise ConfigError(f"{folder}: holds no prepared data; `python -m data.prepare CONFIG` makes it")

@@ -1,3 +1,3 @@
-"""One run among others: its folder, status and lock, requests to stop, timeouts, and the launch around its ranks."""
+"""Everything around a run's training: its folder, status and lock, stop requests, timeouts, launching its ranks."""
 
 INPUT_IS_WRONG, DOES_NOT_FIT, STOPPED = 2, 3, 75  # exit codes; 75 is EX_TEMPFAIL: start again to resume

@@ -1,4 +1,4 @@
-"""What one process can check before the ranks start; and the data is prepared, except in a job."""
+"""Checks that one process can do before the ranks start. Also prepares the data, except inside a SLURM job."""
 
 import os
 import shlex
@@ -16,23 +16,23 @@ from options import together
 
 def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespace, in_job: bool,
                  interruption: Interruption) -> bool:
-    """All of it. Returns whether there is anything left to do. Raises ConfigError."""
+    """Runs all checks and prepares the data. Returns whether there is anything left to do. Raises ConfigError."""
     folder = config.run_folder(cfg)
     status = read_status(folder)
     finished = status.get("state") == "finished"  # there may be nothing left to write
     together(lambda: config.mesh_shape(cfg, ranks), lambda: args.eval_only or finished or check_folder(folder))
 
-    # Upwards, as a tool's main may. Here and below, not above: torch takes seconds to load, and few launches need it.
+    # Imports from higher layers, as in a tool's main(). Local: torch takes seconds to load, and few launches need it.
     from checkpoint import catalog
     from data.dataset import is_prepared, open_dataset
     from data.prepare import prepare
 
     interruption.allow()  # preparing may take hours
-    if in_job and not is_prepared(cfg):  # all its GPUs would wait for one core
+    if in_job and not is_prepared(cfg):  # the job's GPUs would idle meanwhile
         command = shlex.join(["./run_train.sh", "-m", "data.prepare", args.config, *args.overrides])
         raise ConfigError(f"{args.config}: its data is not prepared, and none is inside a job; run {command} on the "
                           "login node")
-    # the ranks read every byte of a checkpoint; here only where there may be nothing left for them
+    # the ranks read every byte of a checkpoint; done here only if there may be nothing left for them to do
     look = catalog.problems_of if finished else catalog.at_first_sight
     *_, chosen = together(
         lambda: check_device(cfg, local_ranks),

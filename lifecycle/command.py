@@ -1,6 +1,6 @@
-"""The command that starts the ranks: plain Python, torchrun, or srun of one torchrun a node; and what fits this host.
+"""The command that starts the ranks: plain Python, torchrun, or srun with one torchrun per node; and their environment.
 
-    python -m lifecycle.command --usable [CONFIG ...]     exits with 0 where this Python can run it (without: anything)
+    python -m lifecycle.command --usable [CONFIG ...]     exits with 0 if this Python can run it (without: any run)
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import config
 from config import ConfigError
 
-TORCH = ((2, 11), (2, 13))  # the versions that the code is written for
+TORCH = ((2, 11), (2, 13))  # oldest and newest supported versions
 TRAIN = str(pathlib.Path(__file__).parent.parent / "train.py")
 
 
@@ -26,7 +26,7 @@ class Ranks:
     nodes: int
     local: int  # on each node
     restarts: int  # by torchrun, after a crash
-    job: str | None  # SLURM's number of this job
+    job: str | None  # SLURM's job id
 
     @property
     def total(self) -> int:
@@ -34,12 +34,12 @@ class Ranks:
 
     @property
     def attempt(self) -> list[str]:
-        """The job, and how often it has been requeued."""
+        """The job id and its requeue count; empty outside SLURM."""
         return [self.job, os.environ.get("SLURM_RESTART_COUNT", "0")] if self.job else []
 
     @classmethod
     def from_environment(cls) -> "Ranks":
-        """NPROC, MAX_RESTARTS, and what SLURM sets. Raises ConfigError."""
+        """From NPROC, MAX_RESTARTS and SLURM's variables. Raises ConfigError."""
         env = os.environ
 
         def number(name: str, text: str, least: int) -> int:
@@ -55,45 +55,45 @@ class Ranks:
                    number("MAX_RESTARTS", env.get("MAX_RESTARTS") or ("3" if job else "0"), 0), job)
 
     def command(self) -> list[str]:
-        """Of all ranks, without the arguments of train.py."""
+        """The command that starts all ranks, without the arguments of train.py."""
         if self.total == 1 and not self.restarts:
             return [sys.executable, TRAIN]
-        # USR1 would end torchrun, and its ranks, at once, if it did not handle it
+        # unhandled, USR1 would end torchrun and its ranks at once
         heard = "SIGINT,SIGHUP,SIGQUIT,SIGUSR1" + ",SIGTERM" * (not self.job)
         torchrun = [sys.executable, "-m", "lifecycle.torchrun", f"--nproc-per-node={self.local}",
                     f"--max-restarts={self.restarts}", f"--signals-to-handle={heard}",
-                    "--log-dir=/dev/null"]  # else each leaves a folder in the temporary directory
+                    "--log-dir=/dev/null"]  # else each launch leaves a folder in the temporary directory
         if self.job:
-            # scancel sends TERM to every process of the job. The ranks save and end by themselves, and torchrun after
-            # them; if it handled TERM too, it would end as a failure, with a traceback on each node.
+            # scancel sends TERM to every process of the job. The ranks save and exit on their own, and torchrun after
+            # them. If torchrun handled TERM too, it would exit as failed, with a traceback on each node.
             torchrun = ["bash", "-c", 'trap "" TERM; exec "$@"', "bash", *torchrun]
         if self.nodes == 1:
             return [*torchrun, "--standalone", TRAIN]
         names = subprocess.run(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], check=True,
                                capture_output=True, text=True).stdout.split()
-        # One task per node with all cores of the job there: torchrun and its ranks share them. No --mpi: they meet by
-        # torchrun's rendezvous, with an id of its own for each attempt, which a late process of the last must not join.
+        # One task per node, with all of the job's cores there: torchrun and its ranks share them. No MPI: ranks connect
+        # through torchrun's rendezvous. Its id is new in each attempt, so that no late process of the last one joins.
         return ["srun", f"--nodes={self.nodes}", f"--ntasks={self.nodes}", "--ntasks-per-node=1", "--export=ALL",
                 "--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=1", *torchrun, f"--nnodes={self.nodes}",
                 "--rdzv-backend=c10d", f"--rdzv-endpoint={names[0]}:{29500 + int(self.job) % 1000}",
                 f"--rdzv-id={'-'.join(self.attempt)}", TRAIN]
 
     def environment(self) -> dict[str, str]:
-        """What the ranks need in theirs; what the user has set stays."""
+        """Environment variables for the ranks; those that the user has set are kept."""
         # the job's cores, not the machine's; without a job those that this process may use
         cores = int(os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0)))
         found = {
             "OMP_NUM_THREADS": str(max(1, cores // self.local)),
-            # torchrun of torch 2.12 and later kills its ranks so many seconds after a signal that reached it alone;
-            # they may be saving, and its own 30 are short for that
+            # from torch 2.12 on, torchrun kills its ranks this many seconds after a signal that only it received;
+            # they may be saving, and the default of 30 is short for that
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300",
-            # pieces of one size are not left over when larger ones are asked for: several streams allocate
+            # several streams allocate: avoids fragmentation into blocks too small for larger requests
             "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "expandable_segments:True",
-            # else the ranks that torchrun restarts find the addresses of those before them in its store, and cannot
-            # connect (github.com/pytorch/pytorch/issues/135712)
+            # else ranks that torchrun restarts find their predecessors' addresses in its store and cannot connect
+            # (github.com/pytorch/pytorch/issues/135712)
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
-        if "SLURM_CPUS_PER_TASK" in os.environ:  # srun of SLURM 22.05 and later takes it over by this name alone
+        if "SLURM_CPUS_PER_TASK" in os.environ:  # from SLURM 22.05 on, srun reads only this name
             found["SRUN_CPUS_PER_TASK"] = os.environ["SLURM_CPUS_PER_TASK"]
         return {name: os.environ.get(name) or value for name, value in found.items()}
 
@@ -108,8 +108,8 @@ def visible_gpus() -> int:
 
 
 def requeue(ahead_of_limit: bool) -> None:
-    """Of a job that has stopped after saving: requeues it where that was asked for, or where SLURM preempts it in a
-    partition with a GraceTime: it requeues the job when the grace is over, but not one that has ended by then."""
+    """Requeues a job that has stopped after saving, if that was asked for (ahead_of_limit), or if SLURM preempts it in
+    a partition with GraceTime: SLURM requeues a job when its grace time is over, but not one that has ended by then."""
     job = os.environ["SLURM_JOB_ID"]
 
     def report(text: str) -> None:
@@ -132,7 +132,7 @@ def requeue(ahead_of_limit: bool) -> None:
 
 
 def usable(argv: list[str]) -> bool:
-    """Can this Python do what is asked: the run of these arguments, or without any everything? Imports nothing."""
+    """Whether this Python can run these arguments, or without any, everything. Imports none of the packages."""
     import importlib.metadata
     import importlib.util
 
@@ -142,7 +142,7 @@ def usable(argv: list[str]) -> bool:
     with contextlib.suppress(ConfigError, SystemExit):  # the run itself will report what is wrong
         if argv and not (args := config.parse_arguments(argv)).dry_run:
             cfg = config.load(args.config, args.overrides)
-            needed.append("numpy")  # torch.distributed sends objects through it
+            needed.append("numpy")  # torch.distributed's object collectives need it
             needed += ["tensorboard"] * (cfg.log.tensorboard and not args.eval_only)
             needed += ["safetensors"] * (cfg.model.init_from is not None)
             needed += ["sentencepiece", "datasets"] * (not is_prepared(cfg))

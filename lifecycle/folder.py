@@ -1,8 +1,8 @@
-"""A run's folder: status.json, the lock, and the files through which launcher and ranks talk. Needs no torch.
+"""A run's folder: status.json, the lock, and the files through which launcher and ranks communicate. Needs no torch.
 
-status.json          how the run is doing, for everybody
-.lock                held by rank 0 while it lives
-.stop-LAUNCH         made empty by the launcher; anything in it asks this launch's ranks to save and stop
+status.json          the run's state, for users and other programs
+.lock                held by rank 0 until its process ends
+.stop-LAUNCH         created empty by the launcher; any content asks this launch's ranks to save and stop
 .failure-LAUNCH-N    why rank N failed, as JSON
 """
 
@@ -21,7 +21,7 @@ from config import ConfigError
 
 
 def read_status(folder: pathlib.Path) -> dict:
-    """status.json of a run's folder; {} where there is none that can be read."""
+    """status.json of a run's folder; {} if it is missing or cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         status = json.loads((folder / "status.json").read_text())
         return status if isinstance(status, dict) else {}
@@ -29,14 +29,14 @@ def read_status(folder: pathlib.Path) -> dict:
 
 
 def write_status(folder: pathlib.Path, state: str, step: int, launch: str | None, **more) -> None:
-    """Replaces status.json in one step. Raises OSError."""
+    """Replaces status.json atomically. Raises OSError."""
     status = {"state": state, "step": step, "launch": launch, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **more}
     files.write_whole(folder / "status.json", json.dumps(status) + "\n")
 
 
 def lock(folder: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:
-    """Locks the folder for this process until release() or its end. Raises ConfigError where another run holds it, and
-    still does after `timeout` seconds."""
+    """Locks the folder until release() or the end of this process. Raises ConfigError if another run still holds the
+    lock after `timeout` seconds."""
     try:
         return files.lock(folder / ".lock", timeout)
     except PermissionError:
@@ -46,8 +46,8 @@ def lock(folder: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:
 
 
 def check_folder(folder: pathlib.Path, timeout: float = 0) -> None:
-    """Raises ConfigError where the run's folder cannot be made, or another run works in it, and still does after
-    `timeout` seconds. Makes nothing."""
+    """Raises ConfigError if the run's folder cannot be created, or if another run still holds its lock after `timeout`
+    seconds. Creates nothing."""
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     inside = [folder / name for name in ("checkpoints", "logs", "tensorboard")]
     for path in (existing, *(path for path in inside if path.exists())):
@@ -63,8 +63,8 @@ def check_folder(folder: pathlib.Path, timeout: float = 0) -> None:
 
 
 def going_on(cfg: config.Config, launch: str | None) -> config.Config:
-    """The configuration, but for checkpoint.resume = N where this launch has gone on from N already, before torchrun
-    restarted its ranks or SLURM requeued its job: then from the newest checkpoint."""
+    """The configuration, but with checkpoint.resume = N replaced by "auto" (the newest checkpoint) if this launch has
+    already resumed from N, before torchrun restarted its ranks or SLURM requeued its job."""
     if not (launch and cfg.checkpoint and isinstance(cfg.checkpoint.resume, int)):
         return cfg
     before = read_status(config.run_folder(cfg)).get("launch") or ""
@@ -79,11 +79,11 @@ def stop_file(folder: pathlib.Path, launch: str) -> pathlib.Path:
 
 
 def report_failure(folder: pathlib.Path, launch: str | None, rank: int, **report) -> bool:
-    """Leaves a rank's failure for the launcher: torchrun turns every exit code into 1 and ends the other ranks. Returns
-    whether it could be written.
+    """Writes a rank's failure to a file for the launcher: torchrun turns every exit code into 1 and ends the other
+    ranks. Returns whether it could be written.
 
-    report: step, phase, progress (how many phases this rank had begun, the same count on all ranks), exit_code, text,
-    final (a restart cannot help).
+    report: step, phase, progress (how many phases this rank has begun, comparable between ranks), exit_code, text,
+    final (a restart would not help).
     """
     with contextlib.suppress(OSError):
         (folder / f".failure-{launch}-{rank}").write_text(json.dumps({"rank": rank, "time": time.time(), **report}))
@@ -92,24 +92,24 @@ def report_failure(folder: pathlib.Path, launch: str | None, rank: int, **report
 
 
 def failures(folder: pathlib.Path, launch: str | None) -> list[dict]:
-    """What the ranks of a launch reported, the first cause first: that of the rank that got least far (one that hangs
-    lets the others begin another phase and wait there), else the earliest."""
+    """The failures that a launch's ranks reported, the root cause first: that of the rank with the least progress (if
+    one hangs, the others begin another phase and wait there), else the earliest."""
     found = []
     for path in folder.glob(f".failure-{launch}-*"):
-        with contextlib.suppress(OSError, ValueError):  # a full disk may have cut it
+        with contextlib.suppress(OSError, ValueError):  # a full disk may have truncated it
             found.append(json.loads(path.read_text()))
     return sorted(found, key=lambda f: (f["progress"], f["time"]))
 
 
 def remove_traces(folder: pathlib.Path, launch: str) -> None:
-    """Removes the files through which launcher and ranks of one launch talked."""
+    """Removes the files through which launcher and ranks of one launch communicated."""
     for path in (stop_file(folder, launch), *folder.glob(f".failure-{launch}-*")):
         path.unlink(missing_ok=True)
 
 
 def sweep(folder: pathlib.Path, launch: str | None) -> None:
-    """Removes what killed launches have left, and the reports of the ranks that torchrun restarts. By the holder of
-    the lock."""
+    """Removes what killed launches left behind, and the failure reports of ranks that torchrun restarts. The caller
+    holds the lock."""
     for path in (*folder.glob(".stop-*"), *folder.glob(".failure-*")):
         if path.name != f".stop-{launch}":
             path.unlink(missing_ok=True)

@@ -1,18 +1,18 @@
-"""The launch: has all checked and prepared that one process can, runs the ranks, turns how they end into a code.
+"""The launcher: checks and prepares what one process can, runs the ranks, and turns their outcome into an exit code.
 
-    python -m lifecycle.launch CONFIG [--section.key=value ...]      what run_train.sh becomes
+    python -m lifecycle.launch CONFIG [--section.key=value ...]      run_train.sh execs this
 
-Exits with 0 finished, 2 the input is wrong, 75 stopped after saving, or another code for a failure. torchrun turns
-every exit code of a rank into 1, so the code comes from the status that carries this launch's id.
+Exit codes: 0 finished, 2 invalid input, 75 stopped after saving, any other a failure. torchrun turns every exit code of
+a rank into 1, so the code comes from the status that carries this launch's id.
 
-TERM, INT, HUP and USR1 are passed on through a file that rank 0 polls: torchrun, given a signal, would kill its ranks
+TERM, INT, HUP and USR1 are forwarded through a file that rank 0 polls: torchrun, on a signal, would kill its ranks
 after a grace period that may be shorter than a save. In a SLURM job this process is the batch script: USR1 comes ahead
 of the time limit and requeues the job; after TERM (scancel) SLURM decides.
 """
 
 import signal
 
-EARLY: list[int] = []  # signals that came before the rest is imported
+EARLY: list[int] = []  # signals received before the imports below
 
 
 def listen(handler: object) -> None:
@@ -43,12 +43,12 @@ from lifecycle.command import Ranks, requeue
 from lifecycle.folder import failures, going_on, lock, read_status, remove_traces, stop_file, write_status
 from lifecycle.signals import SIGNALS, TWICE_SECONDS, Interrupted, Interruption, die_with_parent
 
-IDLE_ATTEMPTS = 3  # of a job, without a step
+IDLE_ATTEMPTS = 3  # attempts of a job in a row without a step
 
 
 def run_ranks(command: list[str], folder: pathlib.Path, launch: str, interruption: Interruption) -> int:
-    """Runs the ranks' command to its end, passing on requests to stop, one that came earlier too; returns its exit
-    code."""
+    """Runs the ranks' command until it exits and forwards stop requests, including one received earlier. Returns its
+    exit code."""
     file, last_interrupt, killed = stop_file(folder, launch), float("-inf"), False
     child: subprocess.Popen | None = None  # once it runs
 
@@ -67,13 +67,13 @@ def run_ranks(command: list[str], folder: pathlib.Path, launch: str, interruptio
         try:
             if not file.stat().st_size:
                 file.write_text(str(int(number)))
-        except OSError:  # a full disk: then by the way that has a time limit
+        except OSError:  # a full disk: fall back to TERM, after which time is limited
             if child:
                 child.terminate()
 
     file.touch()
     listen(ask)
-    if interruption.asked:  # before there is a child: a Ctrl-C that came just now would count as two
+    if interruption.asked:  # before there is a child: else a recent Ctrl-C would count as two
         ask(interruption.asked, None)
 
     def in_child() -> None:
@@ -82,31 +82,31 @@ def run_ranks(command: list[str], folder: pathlib.Path, launch: str, interruptio
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the rank has its handlers
 
     launcher = os.getpid()
-    # A session of its own: Ctrl-C in the terminal reaches this process alone, and not torchrun.
+    # In its own session: Ctrl-C in the terminal reaches only this process, not torchrun.
     child = subprocess.Popen(command, start_new_session=True, preexec_fn=in_child)
     returned = child.wait()
-    listen(signal.SIG_IGN)  # it is over: nothing is left to stop
+    listen(signal.SIG_IGN)  # the ranks have exited: nothing is left to stop
     return 128 + signal.SIGINT if killed else returned
 
 
 def exit_code(folder: pathlib.Path, launch: str, ranks: int, returned: int) -> int:
-    """The launch's exit code from what its ranks left; marks the run as failed where they could not, and prints the
-    first cause last, below what all ranks and torchrun printed."""
+    """The launch's exit code, from its ranks' status and failure files. Marks the run as failed if they could not, and
+    prints the root cause last, below the output of all ranks and torchrun."""
     status, failed = read_status(folder), failures(folder, launch)
     remove_traces(folder, launch)
     ours = status.get("launch") == launch
     if ours and status["state"] in ("finished", "preempted"):
         return 0 if status["state"] == "finished" else STOPPED
-    if not ours and not failed and -returned in SIGNALS:  # before the ranks had handlers, and so before a step
+    if not ours and not failed and -returned in SIGNALS:  # before the ranks had handlers, hence before any step
         mark_stopped(folder)
         return STOPPED
     code = failed[0]["exit_code"] if failed else returned if returned > 0 else 1
     if not ours and code == INPUT_IS_WRONG:
         with contextlib.suppress(OSError):
-            folder.rmdir()  # where it was made for this launch, and nothing is in it
+            folder.rmdir()  # only if it is empty: it was created for this launch
     else:
         try:
-            # ranks that were killed with torchrun may take a moment to die, and hold the lock until then
+            # ranks killed with torchrun may take a moment to exit, and hold the lock until then
             held = lock(folder, timeout=30 if ours else 0)
             write_status(folder, "failed", status.get("step", 0), launch, exit_code=code)
             held.release()
@@ -133,8 +133,8 @@ def exit_code(folder: pathlib.Path, launch: str, ranks: int, returned: int) -> i
 
 
 def count_idle_attempts(folder: pathlib.Path, before: dict) -> int:
-    """The exit code of a job that was stopped: a failure after the third attempt in a row without a step, since it
-    would requeue itself for ever."""
+    """The exit code of a stopped job: a failure after the third attempt in a row without a step, since it would requeue
+    itself forever."""
     status = read_status(folder)
     step = status.get("step", 0)
     if step > before.get("step", 0):
@@ -151,8 +151,8 @@ def count_idle_attempts(folder: pathlib.Path, before: dict) -> int:
 
 
 def mark_stopped(folder: pathlib.Path) -> bool:
-    """The status of a run that was stopped before its ranks were started; returns whether it has it: another launch's
-    run is left alone, and a finished one."""
+    """Sets the status of a run that was stopped before its ranks started. Returns whether it did: a run that another
+    launch holds, or that is finished, keeps its status."""
     with contextlib.suppress(ConfigError, OSError):
         folder.mkdir(parents=True, exist_ok=True)
         held, status = lock(folder), read_status(folder)
@@ -164,7 +164,7 @@ def mark_stopped(folder: pathlib.Path) -> bool:
 
 
 def launch(argv: list[str], interruption: Interruption) -> int:
-    """Runs what the command line says; returns the exit code."""
+    """Launches the run that the command line describes; returns the exit code."""
     args = cfg = None
     try:
         ranks = Ranks.from_environment()
@@ -174,7 +174,7 @@ def launch(argv: list[str], interruption: Interruption) -> int:
         try:
             if not check_launch(cfg, ranks.total, ranks.local, args, ranks.job is not None, interruption):
                 return 0
-        except OSError as error:  # a folder that cannot be looked into
+        except OSError as error:  # an unreadable folder
             raise ConfigError(f"{error.filename or config.run_folder(cfg)}: {error.strerror or error}") from None
         interruption.raises = args.eval_only
         folder = config.run_folder(cfg)
@@ -184,11 +184,11 @@ def launch(argv: list[str], interruption: Interruption) -> int:
             return subprocess.run(command, preexec_fn=partial(die_with_parent, os.getpid())).returncode
         before = read_status(folder)
         if cfg.checkpoint and isinstance(cfg.checkpoint.resume, int):
-            before["step"] = cfg.checkpoint.resume  # it goes back to that
+            before["step"] = cfg.checkpoint.resume  # the run restarts from there
         code = exit_code(folder, launch_id, ranks.total, run_ranks(command, folder, launch_id, interruption))
         return count_idle_attempts(folder, before) if ranks.job and code == STOPPED else code
     except (Interrupted, Exception) as error:
-        if not (interruption.asked and interruption.raises):  # else whatever it broke off may have raised
+        if not (interruption.asked and interruption.raises):  # else the interrupted code may have raised anything
             if not isinstance(error, ConfigError):
                 raise
             print(error, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Traces steps and splits their time by what it went to: profile/rank-N.json, .txt, on a GPU memory-rank-N.pickle."""
+"""Traces steps and breaks down their time: profile/rank-N.json and .txt, on a GPU also memory-rank-N.pickle."""
 
 import functools
 import json
@@ -16,11 +16,11 @@ import files
 from metrics import log
 from parallel.mesh import World
 
-STEPS = "traced steps"  # a range of ours in the trace: the time that is split
+STEPS = "traced steps"  # our record_function range in the trace: the time to break down
 HOST, DEVICE = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"), ("kernel", "gpu_memcpy", "gpu_memset")
 
-# The rows of the table, each with how the names of its operators, ranges and kernels begin. Inductor names a fused
-# elementwise kernel after every operator around it, products and attention too: only its templates (tem) are those.
+# The rows of the table, each with a pattern for the start of its operators', ranges' and kernels' names. Inductor names
+# fused elementwise kernels after all operators around them, even matmul and attention: only templates (tem) are those.
 ELEMENTWISE, COMMUNICATION, IDLE = "elementwise, copies", "communication, exposed", "idle"
 ROWS = {
     "matrix products": r"\w+::(\w*mm_?|linear|matmul|_linear_pointwise)$|triton_tem|.*(gemm|nvjet|cutlass)",
@@ -32,7 +32,7 @@ ROWS = {
     IDLE: r"",
 }
 HIDDEN = "communication, hidden"
-OUTER = (COMMUNICATION, "loss", "optimizer", "attention", "matrix products")  # have what is called within them
+OUTER = (COMMUNICATION, "loss", "optimizer", "attention", "matrix products")  # also cover what is called within them
 
 
 class Profiler:
@@ -45,7 +45,7 @@ class Profiler:
             return
         if self.on_gpu:
             torch.cuda.memory._record_memory_history(stacks="python")
-            torch.cuda.synchronize()  # here and at the end: the device does all of these steps, and nothing else
+            torch.cuda.synchronize()  # here and at the end: the device work in the range is that of these steps
         self.trace, self.range = torch.profiler.profile(), torch.profiler.record_function(STEPS)
         self.trace.start()
         self.range.__enter__()
@@ -59,7 +59,7 @@ class Profiler:
         self.trace.stop()
         try:
             self._write(f"steps {self.settings.at_step} to {step}, rank {self.rank}")
-        except (OSError, ValueError, StopIteration) as error:  # torch's trace is no JSON, or has lost our range
+        except (OSError, ValueError, StopIteration) as error:  # torch's trace is not valid JSON, or lacks our range
             log.warning("the profile is incomplete: %r", error)
         if self.on_gpu:
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -80,18 +80,18 @@ class Profiler:
 
 
 class Event(NamedTuple):
-    """Of a trace; times in microseconds."""
+    """A trace event; times in microseconds."""
 
     name: str
     category: str
     thread: float
     begin: float
     end: float
-    launch: int | None  # the same number for a kernel and for the call that launched it
+    launch: int | None  # correlation id, shared by a kernel and the call that launched it
 
 
 def read(path: pathlib.Path) -> list[Event]:
-    """The events of a Chrome trace that split() needs. The rest is dropped as it is read: a trace may have millions."""
+    """The events of a Chrome trace that split() needs. Drops the rest while parsing: a trace may have millions."""
     def slim(item: dict) -> Any:
         if "ph" not in item:
             return item
@@ -105,11 +105,11 @@ def read(path: pathlib.Path) -> list[Event]:
 
 
 def split(events: list[Event]) -> dict[str, float]:
-    """The milliseconds of the range STEPS by row, which add up to its length; and HIDDEN, those in which something else
-    ran beside communication, which the other rows hold already.
+    """Milliseconds of the range STEPS by row; the rows add up to its length. HIDDEN is communication that overlapped
+    with other work, time that the other rows already include.
 
-    With kernels in the trace time is the device's, else that of the operators on the host's threads. What runs at the
-    same time counts once, for the first of its rows.
+    If the trace has kernels, time is device time, else that of the operators on the host's threads. Overlapping events
+    count once, for the first of their rows.
     """
     window = next(event for event in events if event.name == STEPS)
     stretches, launches = follow_threads(event for event in events if event.category in HOST)
@@ -132,11 +132,11 @@ def split(events: list[Event]) -> dict[str, float]:
 
 
 def follow_threads(events: Iterable[Event]) -> tuple[list[tuple[float, float, str]], dict[int, str]]:
-    """(begin, end, row) of each stretch of time in which one operator or range was a thread's innermost; and the row of
+    """(begin, end, row) of each interval in which one operator or range was innermost on its thread; and the row of
     each launch."""
-    stretches, launches, stack, now = [], {}, [], 0.0  # stack: what has begun and not ended, with its row
+    stretches, launches, stack, now = [], {}, [], 0.0  # stack: open events with their rows
     last = Event("", "", math.inf, math.inf, math.inf, None)
-    for event in sorted([*events, last], key=lambda e: (e.thread, e.begin, -e.end)):  # callers before what they call
+    for event in sorted([*events, last], key=lambda e: (e.thread, e.begin, -e.end)):  # callers before callees
         while stack and (stack[-1][0].end <= event.begin or stack[-1][0].thread != event.thread):
             inner, row = stack.pop()
             stretches.append((now, inner.end, row))
@@ -152,7 +152,7 @@ def follow_threads(events: Iterable[Event]) -> tuple[list[tuple[float, float, st
 
 @functools.cache
 def row_of(name: str, category: str, outer: str) -> str:
-    """The row of an event within, or launched by, one of the row `outer`."""
+    """The row of an event nested in, or launched by, an event of row `outer`."""
     if outer in OUTER and not re.match(ROWS[COMMUNICATION], name):
         return outer
     row = next(row for row in (*OUTER, ELEMENTWISE, IDLE) if re.match(ROWS[row], name))
@@ -160,7 +160,7 @@ def row_of(name: str, category: str, outer: str) -> str:
 
 
 def table(spent: dict[str, float], steps: int) -> str:
-    """What split() found, per step."""
+    """The result of split() as text, per step."""
     total = sum(spent[row] for row in ROWS)
     rows = {**{row: spent[row] for row in ROWS}, "step": total, HIDDEN: spent[HIDDEN]}
     lines = [f"{row:<24}{ms / steps:>12.3f} ms{ms / total:>8.1%}" for row, ms in rows.items()]

@@ -1,4 +1,4 @@
-"""One training run: its folder locked, its ranks watched, its end written down; entered before training, left after."""
+"""A context manager around one training run: locks its folder, watches its ranks, and records how it ended."""
 
 import contextlib
 import gc
@@ -30,7 +30,7 @@ from metrics import log
 from parallel.advice import out_of_memory
 from parallel.mesh import World, all_gather_objects, on_rank_zero
 
-COLLECT_EVERY_STEPS = 100  # Python's garbage; left to itself, each rank would stop for it at another moment
+COLLECT_EVERY_STEPS = 100  # Python's garbage collection; automatic, it would stall each rank at a different time
 
 
 class Run:
@@ -38,25 +38,25 @@ class Run:
 
         with Run(cfg, world, launch, stop_request) as run:
             run.attach(checkpointer)
-            ...  # whatever finds wrong input
+            ...  # anything that may find invalid input
             run.begin(tokenizer_files)
             for step in run.steps(1, 300):
                 with run.phase("data"):
                     ...
 
-    Leaving it writes status.json. An exception within is logged, reported to the launcher and turned into SystemExit
-    with the exit code; what cannot be helped by a restart has no traceback.
+    On exit it writes status.json. An exception is logged, reported to the launcher and turned into SystemExit with the
+    exit code; an error that a restart would not fix is logged without a traceback.
     """
 
     def __init__(self, cfg: config.Config, world: World, launch: str | None, stop: StopRequest):
-        """launch: the launcher's id of this start, None without one."""
+        """launch: the launcher's id for this launch, None without a launcher."""
         self.cfg, self.world, self.launch, self.stop = cfg, world, launch, stop
         self.folder = config.run_folder(cfg)
-        self.step = 0  # the last that was trained, by this launch or those before
+        self.step = 0  # the last step trained, by this launch or an earlier one
         self.checkpointer: Checkpointer | None = None
         self.lock = None
         start, step, save = cfg.run.start_timeout_seconds, cfg.run.step_timeout_seconds, cfg.run.save_timeout_seconds
-        # after waiting for the save before it, a save may have to verify every checkpoint that it keeps
+        # a save waits for the previous one, and may then have to verify every checkpoint that it keeps
         kept = cfg.checkpoint.keep_last or 0 if cfg.checkpoint else 0
         self.timeouts = {"start": start, "first step": start, "first evaluation batch": start, "end": start,
                          "step": step, "data": step, "evaluation batch": step,
@@ -68,13 +68,13 @@ class Run:
         return self
 
     def attach(self, checkpointer: Checkpointer) -> None:
-        """Where the run goes on from, and how it saves."""
+        """Sets where the run resumes, and how it saves."""
         self.checkpointer, self.step, self.cfg = checkpointer, checkpointer.start, checkpointer.cfg
         self.stop.alone = self.launch is None and self.world.size == 1
 
     def begin(self, tokenizer_files: list[pathlib.Path]) -> None:
-        """Takes the run's folder: the lock, the status, a log per rank. Nothing is made or changed before: wrong input
-        loses nothing."""
+        """Takes over the run's folder: the lock, the status, a log per rank. Nothing is created or changed before this,
+        so invalid input loses nothing."""
         self.checkpointer.report = self._log_save
         hosts = all_gather_objects(platform.node())
         on_rank_zero(lambda: self._take_folder(tokenizer_files, hosts))
@@ -88,7 +88,7 @@ class Run:
         self.stop.connect(group, folder.stop_file(self.folder, self.launch) if launched else None)
 
     def _take_folder(self, tokenizer_files: list[pathlib.Path], hosts: list[str]) -> None:
-        # when torchrun restarts the ranks, those before may take a moment to die, on another node perhaps
+        # after a torchrun restart, the previous ranks may take a moment to exit, perhaps on another node
         seconds = 30 if self.launch and folder.read_status(self.folder).get("launch") == self.launch else 0
         folder.check_folder(self.folder, seconds)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -128,12 +128,12 @@ class Run:
         self._phase("end")
 
     def stopping(self) -> bool:
-        """Whether any rank was asked to stop before this step began: the same on all ranks, which call it together."""
+        """Whether any rank was asked to stop before this step began. Collective: the same answer on all ranks."""
         return self.stop.finish_sync()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Gives what happens within a time limit of its own, and its name in the report of a failure."""
+        """Gives its body its own timeout, and its name in a failure report."""
         before = self.watchdog.name
         self._phase(name)
         yield
@@ -143,7 +143,7 @@ class Run:
         self.watchdog.phase(name, self.timeouts[name], step)
 
     def _log_save(self, step: int, problem: str | None) -> None:
-        """How the save of a step ended, on rank 0; problem: why it is not saved."""
+        """Logs how the save of a step ended, on rank 0; problem: why it failed, None if it succeeded."""
         if problem:
             log.error("not saved, training continues: %s", problem)
         else:
@@ -155,14 +155,14 @@ class Run:
 
     @property
     def exit_code(self) -> int:
-        """Of this process. A launcher takes STOPPED from the status, and torchrun would call it a failure."""
+        """This process's exit code. A launcher reads STOPPED from the status; torchrun would take it for a failure."""
         return STOPPED if self.stop.decided and self.stop.alone else 0
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if error is None:
             self._end()
             return
-        if self.checkpointer is None and self.launch is None:  # nothing was begun, and nobody waits for a report
+        if self.checkpointer is None and self.launch is None:  # nothing has begun, and no launcher waits for a report
             self.watchdog.stop()
             return
         final, code, text = True, 1, str(error)  # final: a restart cannot help
@@ -171,9 +171,9 @@ class Run:
         elif isinstance(error, KeyboardInterrupt):
             code = 128 + (self.stop.decided or signal.SIGINT)
         elif isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
-            # after the first step it may: memory in fragments, an evaluation, another process on the device
+            # after the first step a restart may help: fragmentation, an evaluation, another process on the device
             final = self.checkpointer is None or self.step == self.checkpointer.start
-            with contextlib.suppress(Exception):  # so little memory may be left
+            with contextlib.suppress(Exception):  # there may be too little memory left for this
                 words = [word for word in sys.argv[1:] if not word.startswith("--launch=")]
                 text = out_of_memory(self.cfg, self.world.size, text, words)
         elif isinstance(error, SaveFailed):
@@ -181,7 +181,7 @@ class Run:
         elif not isinstance(error, FloatingPointError):
             final, text = False, "".join(traceback.format_exception(error)).rstrip()
         self._fail(code, text, final)
-        if self.checkpointer:  # a save in the background is good, whatever happened here
+        if self.checkpointer:  # a save in the background is valid, whatever failed here
             self._phase("save")
             self.checkpointer.wait()
         self.watchdog.stop()
@@ -189,13 +189,13 @@ class Run:
 
     def _end(self) -> None:
         self.watchdog.stop()
-        if self.lock is None:  # another rank's, or nothing was begun
+        if self.lock is None:  # not rank 0, or nothing has begun
             return
         if self.stop.decided:
             log.info("stopped after step %d by %s", self.step, signal.Signals(self.stop.decided).name)
         try:
             folder.write_status(self.folder, "preempted" if self.stop.decided else "finished", self.step, self.launch)
-        except OSError as error:  # without it nobody would know: no success
+        except OSError as error:  # without a status nobody would know: not a success
             log.error("%s/status.json cannot be written: %s", self.folder, error)
             raise SystemExit(1) from None
         self.lock.release()
@@ -206,7 +206,7 @@ class Run:
         reported = self.launch and folder.report_failure(
             self.folder, self.launch, rank, step=at.step, phase=at.name, progress=at.progress, exit_code=code,
             text=text, final=final)
-        if reported:  # the launcher prints the first cause at its end: here it goes into the rank's file alone
+        if reported:  # the launcher prints the root cause at the end: here it goes only into the rank's file
             log.handlers = [handler for handler in log.handlers if isinstance(handler, logging.FileHandler)]
         if log.handlers or not reported:
             log.error("rank %d, step %d, phase %s: %s", rank, at.step, at.name, text)
@@ -223,13 +223,13 @@ class Run:
 
 
 def failed_for_good(cfg: config.Config, launch: str | None) -> int | None:
-    """The exit code with which this launch failed already, where torchrun restarts it though that cannot help."""
+    """The exit code of this launch's final failure, if torchrun restarted it although that cannot help; else None."""
     failures = folder.failures(config.run_folder(cfg), launch) if launch else []
     return next((failure["exit_code"] for failure in failures if failure["final"]), None)
 
 
 def leave(code: int) -> None:
-    """Ends a failed process now: tear-down would wait for ranks that are gone."""
+    """Exits a failed process immediately: teardown would wait for ranks that are gone."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -1,6 +1,6 @@
-"""Requests to stop, and the watchdog that ends a process which makes no progress.
+"""Stop requests, and the watchdog that ends a process without progress.
 
-Imports torch in one method only: signal handlers are installed before the seconds that torch takes to load.
+Imports torch in only one method: signal handlers are installed before the slow import of torch.
 """
 
 import os
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-TWICE_SECONDS = 5.0  # a second Ctrl-C so soon after the first quits at once
+TWICE_SECONDS = 5.0  # a second Ctrl-C within this time of the first quits at once
 
 
 class Interrupted(BaseException):
@@ -22,8 +22,8 @@ class Interrupted(BaseException):
 
 
 class Interruption:
-    """The launcher's signal handler until the ranks are started: notes the latest, and raises Interrupted where that
-    does no harm. An import that is interrupted leaves half a module."""
+    """The launcher's signal handler until the ranks are started: records the latest signal, and raises Interrupted
+    where that is safe. An interrupted import would leave a partly initialized module."""
 
     def __init__(self) -> None:
         self.asked, self.raises = 0, False
@@ -34,24 +34,24 @@ class Interruption:
             raise Interrupted
 
     def allow(self) -> None:
-        """From now on it may raise, and does for a signal that came earlier."""
+        """Allows it to raise from now on, and raises at once if a signal came earlier."""
         self.raises = True
         if self.asked:
             raise Interrupted
 
 
 class StopRequest:
-    """Asks all ranks to stop at the same step, on a signal to any of them or a word of the launcher in a file.
+    """Stops all ranks at the same step, after a signal to any of them or a request in the launcher's file.
 
-    A rank that stopped on its own would leave the others in a collective for ever. So the flag is all-reduced, on the
-    host and while the step is under way: nothing waits for it, and never for the device.
+    A rank that stopped on its own would leave the others hanging in a collective. So the flag is all-reduced on the
+    host, overlapped with the step: nothing waits for it, and it never waits for the device.
     """
 
     def __init__(self) -> None:
         self.received = 0  # a signal's number
-        self.decided = 0  # the same, once all ranks know
+        self.decided = 0  # the same, once all ranks have agreed
         self.file: pathlib.Path | None = None
-        self.alone = False  # no launcher and no torchrun: a second Ctrl-C is this process's to handle
+        self.alone = False  # no launcher and no torchrun: this process handles a second Ctrl-C itself
         self.group, self.flag, self.work = None, None, None
 
     def listen(self) -> None:
@@ -71,17 +71,17 @@ class StopRequest:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher blocks them until now
 
     def connect(self, group: Any, file: pathlib.Path | None) -> None:
-        """The gloo group of all ranks and, on rank 0, the launcher's file. Until then nothing is decided."""
+        """Sets the gloo group of all ranks and, on rank 0, the launcher's file. Before this, no stop is decided."""
         self.group, self.file = group, file
 
     def start_sync(self) -> None:
-        """Starts to ask all ranks."""
+        """Starts the all-reduce of the stop flag."""
         import torch
         import torch.distributed as dist
 
         if self.group is None:
             return
-        # Opened and not stat'ed: NFS fetches a file's new content when it is opened, and caches its absence.
+        # open() instead of stat(): NFS fetches a file's new content on open, and caches its absence.
         if self.file and not self.received:
             self.received = read_stop(self.file)
         self.flag = torch.tensor([self.received])
@@ -89,7 +89,7 @@ class StopRequest:
             self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def finish_sync(self) -> bool:
-        """Whether any rank had been asked to stop by the last start_sync(); waits for the answer."""
+        """Waits for the all-reduce. Returns whether any rank had been asked to stop by the last start_sync()."""
         if self.work:
             self.work.wait()
         if self.flag is not None:
@@ -98,7 +98,7 @@ class StopRequest:
 
 
 def read_stop(file: pathlib.Path) -> int:
-    """The signal's number that a stop file holds, 0 for none. Read in every step, hence by the shortest way."""
+    """The signal number in a stop file, 0 for none. Runs every step, hence the plain system calls."""
     try:
         descriptor = os.open(file, os.O_RDONLY)
     except OSError:
@@ -113,17 +113,17 @@ def read_stop(file: pathlib.Path) -> int:
 
 
 class Watchdog:
-    """Knows what this rank is doing, and reports when that takes too long."""
+    """Tracks the current phase of this rank, and calls give_up when it exceeds its timeout."""
 
     def __init__(self, give_up: Callable[[str], None]):
-        """give_up: called in another thread with what happened and where the main thread stands; must not return."""
+        """give_up: called in another thread with the main thread's stack and what happened; must not return."""
         self.step, self.name, self.progress, self.deadline = 0, "start", 0, float("inf")
         self.began, self.give_up, self.main = time.monotonic(), give_up, threading.get_ident()
         self.ended = False
         threading.Thread(target=self._run, daemon=True, name="watchdog").start()
 
     def phase(self, name: str, seconds: float, step: int | None = None) -> None:
-        """The main thread begins something, and should begin the next within so many seconds."""
+        """The main thread begins a phase, and must begin the next within `seconds`."""
         self.step, self.name, self.progress = self.step if step is None else step, name, self.progress + 1
         self.began = time.monotonic()
         self.deadline = self.began + seconds
@@ -141,8 +141,8 @@ class Watchdog:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Linux ends this process when its parent dies: no rank outlives a killed launcher, holding the folder's lock.
-    `parent`: its id, where the caller knew it before the fork; it may have died since."""
+    """Makes Linux kill this process when its parent dies, so no rank outlives a killed launcher and keeps the folder's
+    lock. `parent`: its pid, if known before the fork; it may have died since."""
     if sys.platform == "linux":
         import ctypes
 

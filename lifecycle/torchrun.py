@@ -1,4 +1,4 @@
-"""torchrun, without its report of ranks that failed: the launcher prints the first cause, and no traceback hides it.
+"""torchrun without its failure report: the launcher prints the root cause, and no traceback should bury it.
 
     python -m lifecycle.torchrun --nproc-per-node=8 --standalone train.py CONFIG      takes torchrun's arguments
 """
