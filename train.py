@@ -13,17 +13,17 @@ import sys
 from lifecycle.signals import StopRequest, die_with_parent
 
 if __name__ == "__main__":
-    gc.disable()  # while importing: imports leave no garbage, and looking for it takes a fifth of their time
+    gc.disable()  # garbage collection during imports costs a fifth of their time and frees nothing
     stop_request = StopRequest()
-    if {"--dry-run", "--eval-only"} & set(sys.argv):  # they have nothing to save
+    if {"--dry-run", "--eval-only"} & set(sys.argv):  # nothing to save: Ctrl-C ends the process at once
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     else:
-        stop_request.listen()  # before the slow imports
+        stop_request.listen()  # install signal handlers before the slow imports
 
 import config
 
 if __name__ == "__main__":
-    # Before torch is imported: a wrong configuration fails in milliseconds.
+    # Parse before importing torch: an invalid configuration fails within milliseconds.
     arguments, configuration = config.from_command_line(sys.argv[1:], __doc__)
     if arguments.launch:
         die_with_parent()
@@ -61,26 +61,26 @@ from parallel.verify import unit_table, verify_sharding
 def train(cfg: Config, world: World, run: Run) -> None:
     torch.manual_seed(cfg.run.seed)
     if cfg.run.deterministic:
-        torch.use_deterministic_algorithms(True)  # not to be called for nothing: it loads the compiler
+        torch.use_deterministic_algorithms(True)  # called only on request: it imports the compiler
 
-    # What is trained on, and which checkpoint to resume from. Nothing is written before both are validated.
+    # Open the data and choose the checkpoint to resume from. Nothing is written before both are validated.
     dataset = open_dataset(cfg)
     checkpointer = Checkpointer(cfg, world, dataset.fingerprint, dataset.tokenizer_files)
-    start, cfg = checkpointer.start, checkpointer.cfg  # where param_dtype = "auto" is decided
+    start, cfg = checkpointer.start, checkpointer.cfg  # this cfg has param_dtype = "auto" resolved
     pretrained = on_rank_zero(lambda: weights_to_read(cfg, start))
     run.attach(checkpointer)
 
-    # 1. What is computed: a plain model on the meta device, so that no rank ever holds the whole of it.
+    # 1. Build the plain model on the meta device, so that no rank ever holds the full model.
     model = meta_model(cfg.model, cfg.lora)
-    # 2. How it is parallelized: activation checkpointing, compilation, FSDP2.
+    # 2. Parallelize: float8, tensor and context parallelism, activation checkpointing, compilation, FSDP2.
     parallelize(model, cfg, world)
-    # 3. Each rank fills its own shards: with initial values, or with its part of a Hugging Face folder.
+    # 3. Each rank initializes its own shards, or reads them from a Hugging Face folder.
     device = storage_device(cfg, world)
     materialize(model, cfg.run.seed, device, pretrained and pretrained.read_into)
-    # 4. After sharding, which replaces every parameter. An optimizer made before would hold the old ones, which get no
-    #    gradients: the model would never learn.
+    # 4. Build the optimizer after sharding, which replaces every parameter. An optimizer built earlier would hold the
+    #    old parameters, which get no gradients: the model would never learn.
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, cfg.parallel.compile)
-    # 5. Resuming, the checkpoint overwrites weights and optimizer state. What went wrong until here shows now.
+    # 5. When resuming, load weights and optimizer state. Then verify everything so far, before the first step.
     with run.phase("restore"):
         state = checkpointer.restore(model, optimizer, pretrained)
     unit_rows = verify_sharding(model, cfg.parallel, world)
@@ -97,14 +97,14 @@ def train(cfg: Config, world: World, run: Run) -> None:
         with recorder.timed("paused"):  # the previous launch was stopped before this evaluation
             recorder.log_evaluation(start, evaluate(model, cfg, world, dataset, run))
 
-    for step in run.steps(start + 1, cfg.train.steps):  # to the last one, or until all ranks agree to stop
+    for step in run.steps(start + 1, cfg.train.steps):  # to the last step, or until all ranks agree to stop
         unshard_first_units(model, cfg.parallel)  # explicit prefetch: these all-gathers overlap with loading the batch
         with run.phase("data"), recorder.timed("data"):
             batch = next(loader)
         sums, scalars = training_step(model, optimizer, guard, batch, step, cfg, world)
         stopping = run.stopping()
 
-        # Due in some steps only: a row of metrics, an evaluation, a checkpoint. Only those wait for the device.
+        # Metrics rows, evaluations and checkpoints are due in some steps only. Only those wait for the current step.
         tokens = state.tokens + (step - start) * config.tokens_per_step(cfg)
         recorder.log_step(step, tokens, batch, sums, scalars)
         if evaluation_is_due(cfg, step) and not stopping:
@@ -128,32 +128,32 @@ def train(cfg: Config, world: World, run: Run) -> None:
 
 def training_step(model: Llama, optimizer: torch.optim.Optimizer, guard: FiniteGuard, batch: Batch, step: int,
                   cfg: Config, world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """One update. Returns what a row of metrics reports by name: sums over this rank's tokens, as the loss, and scalars
-    that are the same on all ranks. They stay on the device: nothing here waits for it."""
+    """One optimizer step. Returns what a metrics row reports, by name: sums over this rank's tokens, such as the loss,
+    and scalars that are equal on all ranks. Tensors stay on the device: the host does not wait for this step."""
     lr = learning_rate(cfg.optim, config.schedule_steps(cfg), step)
     set_learning_rate(optimizer, lr)
     sums: dict[str, Tensor] = {}
     for i, micro_batch in enumerate(batch.micro_batches, 1):
         set_gradient_sync(model, cfg.parallel, world, last_micro_batch=i == len(batch.micro_batches))
         tensors = (tensor.to(world.device, non_blocking=True) for tensor in micro_batch)
-        found, _ = model(*tensors)  # sums over this micro-batch's tokens
-        # FSDP2 averages gradients over ranks. Multiplying by their number makes that the sum; dividing by the step's
-        # valid tokens, of all ranks and micro-batches, makes it the mean over tokens, however they are split.
+        found, _ = model(*tensors)  # summed over this micro-batch's tokens
+        # FSDP2 averages gradients over ranks. Multiplying by the number of ranks gives the sum; dividing by the step's
+        # valid tokens, over all ranks and micro-batches, gives the mean over tokens, however they are split.
         scale = world.fsdp_size / max(1, batch.valid_tokens)
-        # A loss that is not finite may have finite gradients: as NaN they tell all ranks, through their norm.
+        # A non-finite loss can have finite gradients. Made NaN, they make the global norm NaN: all ranks skip the step.
         (found["loss"] * torch.where(found["loss"].isfinite(), scale, math.nan)).backward()
         for name, value in found.items():
             sums[name] = sums.get(name, 0) + value.detach()
     grad_norm = clip_gradients(model, optimizer, cfg.train.max_grad_norm)
     if guard.may_update(step, grad_norm):
         optimizer.step()
-        update_scales(model)  # of weights that are all-gathered in 8 bits
+        update_scales(model)  # for weights that are all-gathered in float8
     optimizer.zero_grad()
     return sums, {"grad_norm": grad_norm, "lr": lr}
 
 
 def main(args: Namespace, cfg: Config, stop: StopRequest) -> int:
-    launch = None if args.eval_only else args.launch  # an evaluation leaves the run as it is
+    launch = None if args.eval_only else args.launch  # an evaluation does not touch the run's state
     try:
         if args.dry_run:
             return 0 if dry_run(cfg, args, samples_per_epoch(cfg)) else DOES_NOT_FIT
@@ -164,7 +164,7 @@ def main(args: Namespace, cfg: Config, stop: StopRequest) -> int:
             (evaluate_newest if args.eval_only else train)(cfg, world, run)
         return run.exit_code
     except ConfigError as error:
-        # before there is a run: a device that this node lacks, other options than rank 0 has
+        # Raised before the run exists: this node lacks the device, or its options differ from rank 0's.
         if not (launch and report_failure(config.run_folder(cfg), launch, rank_and_size()[0], step=0, phase="start",
                                           progress=0, exit_code=INPUT_IS_WRONG, text=str(error), final=True)):
             print(error, file=sys.stderr)
@@ -172,7 +172,7 @@ def main(args: Namespace, cfg: Config, stop: StopRequest) -> int:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # what imports have made stays: collections need not look through it
+    gc.freeze()  # objects created by imports stay alive: exclude them from collections
     gc.enable()
     try:
         exit_code = main(arguments, configuration, stop_request)

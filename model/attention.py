@@ -1,6 +1,6 @@
-"""Attention kernels, the mask that keeps attention inside a document, and generation's key/value cache.
+"""Attention kernels, the causal document mask, and the KV cache for generation.
 
-Shapes: B batch, T tokens, S columns of the cache, H heads, K key/value heads, E width of a head.
+Shapes: B batch, T tokens, S cached positions (columns), H query heads, K key/value heads, E head dimension.
 """
 
 import functools
@@ -13,8 +13,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 
 def mask_mod(documents: Tensor | None, places: Tensor | None = None) -> Callable[[Tensor, ...], Tensor]:
-    """FlexAttention's rule: query q attends to key k up to itself and, with document numbers (B, T), of its document.
-    places (Q): of the queries in the sequence, where they are a part of it."""
+    """A FlexAttention mask_mod: causal, and within the query's document if document numbers (B, T) are given.
+    places (Q): the positions of the queries in the sequence, if these are a part of it (context parallelism)."""
 
     def rule(b: Tensor, h: Tensor | None, q: Tensor, k: Tensor) -> Tensor:
         q = q if places is None else places[q]
@@ -30,8 +30,8 @@ def document_mask(documents: Tensor, places: Tensor | None = None) -> Tensor | B
 
 
 def make_mask(rule: Callable, batch: int, queries: int, keys: int, device: torch.device) -> Tensor | BlockMask:
-    """mask_mod() as attention() takes it: on a GPU a BlockMask (https://arxiv.org/abs/2412.05496), so that no (Q, T)
-    tensor exists; elsewhere booleans (B, 1, Q, T), True where a query attends. batch 1: the same for any."""
+    """Builds the mask for attention(): on a GPU a BlockMask (https://arxiv.org/abs/2412.05496), which needs no (Q, T)
+    tensor; elsewhere booleans (B, 1, Q, T), True where a query attends. batch = 1 broadcasts over the batch."""
     if device.type == "cuda":
         return _compiled(create_block_mask)(rule, batch, None, queries, keys, device)
     row, query, key = (torch.arange(n, device=device) for n in (batch, queries, keys))
@@ -39,16 +39,16 @@ def make_mask(rule: Callable, batch: int, queries: int, keys: int, device: torch
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
-    """Grouped-query attention of q (B, H, T, E) over k and v (B, K, T, E), under a mask or, without one, causal."""
+    """Grouped-query attention of q (B, H, T, E) over k and v (B, K, T, E) with this mask; causal if it is None."""
     grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
         # Eager flex_attention materializes the score matrix; inside a compiled block it is compiled with the block.
-        # A CPU cannot compile its backward; only tests come here on one.
+        # Its backward cannot be compiled on a CPU; only tests run this branch on one.
         flex = _compiled(flex_attention) if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
         return flex(q, k, v, block_mask=mask, enable_gqa=grouped)
     if grouped and q.is_cuda and q.dtype == torch.float32:
-        # No fused kernel of torch 2.11 to 2.13 takes groups in float32, and without one all scores are kept; repeated
-        # keys and values cost little beside those.
+        # No fused kernel of torch 2.11 to 2.13 supports GQA in float32, and the unfused one saves the score matrix.
+        # Repeated keys and values cost little in comparison.
         groups = q.shape[1] // k.shape[1]
         k, v, grouped = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), False
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
@@ -60,7 +60,7 @@ def _compiled(function: Callable) -> Callable:
 
 
 class KVCache:
-    """One block's part of a Cache: keys and values (B, K, S, E), allocated in the dtype of the first pass."""
+    """The keys and values (B, K, S, E) of one block, allocated at the first pass in its dtype."""
 
     def __init__(self, columns: int):
         self.columns, self.filled = columns, 0
@@ -78,22 +78,22 @@ class KVCache:
 
 
 class Cache:
-    """Keys and values of all tokens so far, so that a pass computes the new tokens only. For generation: no gradients.
+    """KV cache of all blocks: a pass computes only the new tokens. For generation: no gradients.
 
-    The first pass takes `lengths` tokens of each row, padded at the end, where causal attention does not see it. Each
-    further pass takes one token of each row as one more column; a mask hides the padding, and positions continue from
-    the row's own length. So a row's result does not depend on the other rows.
+    The first pass (prefill) takes `lengths` tokens per row, padded at the end, where causal attention ignores padding.
+    Each later pass adds one token per row as one more column. A mask hides the padding, and positions continue from
+    each row's own length. So a row's result does not depend on the other rows.
     """
 
     def __init__(self, lengths: list[int], columns: int, n_layers: int, device: torch.device):
-        """columns: the most tokens of a row, padding included."""
-        self.lengths = torch.tensor(lengths, device=device)[:, None]  # (B, 1), of the first pass
+        """columns: the maximum number of tokens per row, including padding."""
+        self.lengths = torch.tensor(lengths, device=device)[:, None]  # (B, 1), prompt lengths
         self.filled, self.first = 0, 0  # first: columns of the first pass
         self.blocks = [KVCache(columns) for _ in range(n_layers)]
 
     def advance(self, new: int) -> tuple[Tensor | None, Tensor, Tensor]:
-        """A pass over `new` columns: its mask, None or (B, 1, 1, S); positions (B, T); the columns among them of each
-        row's newest token (B, 1)."""
+        """Starts a pass over `new` columns. Returns its mask, None or (B, 1, 1, S); positions (B, T); and, within
+        these columns, the index of each row's newest token (B, 1)."""
         begin, self.filled = self.filled, self.filled + new
         column = torch.arange(self.filled, device=self.lengths.device)
         if begin == 0:

@@ -1,18 +1,18 @@
-"""Matrix products of 8-bit floating-point numbers (https://arxiv.org/abs/2209.05433), each operand scaled anew.
+"""Float8 matrix products (https://arxiv.org/abs/2209.05433) with dynamic scaling of each operand.
 
-    x (M, K) @ weight (N, K).T        each operand rounded to 8 bits after its largest value was made float8's largest,
-                                      sums in float32, the result multiplied by what the operands were divided by
+    x (M, K) @ weight (N, K).T        each operand is scaled so that its amax becomes float8's maximum, and rounded to
+                                      8 bits; sums are in float32; the result is multiplied by the inverse scales
 
-Two recipes, those of torchao by these names (https://github.com/pytorch/ao/tree/main/torchao/float8):
+Two recipes, named as in torchao (https://github.com/pytorch/ao/tree/main/torchao/float8):
 
-    tensorwise    one scale a tensor. e4m3 (3 bits of fraction, 2^-9 ... 448) for inputs and weights; e5m2 (2 bits,
-                  2^-16 ... 57,344) for gradients, the small ones of which would be zero in e4m3
-    rowwise       one scale for each row of an operand along what is summed over, so each of the two products of the
-                  backward pass scales its operands otherwise. e4m3 throughout: a row spreads less than a tensor. A
-                  scale is a power of two, so that a value is rounded alike along rows and columns
+    tensorwise    one scale per tensor. e4m3 (3 mantissa bits, 2^-9 ... 448) for inputs and weights; e5m2 (2 bits,
+                  2^-16 ... 57,344) for gradients, whose small values would underflow in e4m3
+    rowwise       one scale per row along the contracted dimension, so forward and the two products of backward
+                  each scale their operands anew. e4m3 throughout: a row has less dynamic range than a tensor.
+                  Scales are powers of two, so that a value rounds the same along rows and columns
 
-A GPU multiplies by torch._scaled_mm; elsewhere float32 multiplies the same 8-bit values, whose products it holds
-exactly. Shapes: M tokens, K inputs, N outputs.
+On a GPU torch._scaled_mm multiplies. Elsewhere the same 8-bit values are multiplied in float32, which holds their
+products exactly. Shapes: M tokens, K input features, N output features.
 """
 
 import torch
@@ -22,13 +22,13 @@ from config import ConfigError
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 aten = torch.ops.aten
-Scaled = tuple[Tensor, Tensor]  # (M, N) in 8 bits; what to multiply it by: (1, 1), (M, 1) or (1, N), in float32
+Scaled = tuple[Tensor, Tensor]  # float8 values (M, N); inverse scale (1, 1), (M, 1) or (1, N) in float32
 
 
 def float8_matrices(blocks: nn.ModuleList, recipe: str, device_type: str) -> list[nn.Linear]:
-    """The linear layers that multiply in 8 bits: 16 divides both sides, as the kernels need, and on a GPU they are
-    large enough to win, by torchao 0.18's rule from figures of an H100 (float8_linear_utils: _auto_filter_for_recipe).
-    Left out are, tensorwise, K <= 4,096 with N <= 1,024; rowwise, N <= 2,048, K <= 1,024, N <= 4,096 with K <= 2,048.
+    """The linear layers that multiply in float8. 16 must divide both dimensions, as the kernels require. On a GPU they
+    must be large enough to win: torchao 0.18's rule from H100 timings (float8_linear_utils: _auto_filter_for_recipe)
+    skips K <= 4,096 with N <= 1,024 (tensorwise); N <= 2,048, K <= 1,024, N <= 4,096 with K <= 2,048 (rowwise).
     """
     def wins(n: int, k: int) -> bool:
         if device_type != "cuda":
@@ -41,7 +41,7 @@ def float8_matrices(blocks: nn.ModuleList, recipe: str, device_type: str) -> lis
 
 
 def use_float8(blocks: nn.ModuleList, recipe: str, device_type: str) -> None:
-    """Raises ConfigError where that would change nothing."""
+    """Enables a recipe for float8_matrices(). Raises ConfigError if it would apply to none."""
     chosen = float8_matrices(blocks, recipe, device_type)
     if recipe != "none" and not chosen:
         raise ConfigError(f'[parallel] float8 = "{recipe}": no matrix of the blocks is one for 8 bits: 16 must divide '
@@ -51,8 +51,8 @@ def use_float8(blocks: nn.ModuleList, recipe: str, device_type: str) -> None:
 
 
 class Float8Weight(Tensor):
-    """A weight that came in 8 bits. It passes for one of `dtype`, which its gradient has. Its scale is the module's:
-    torch.compile takes parameters of two tensors for others, and then keeps a transposed copy of some for backward."""
+    """A weight all-gathered in float8. It reports `dtype`, which its gradient has. The module holds the scale:
+    torch.compile mistracks weights with two inner tensors, and saves a transposed copy of some for backward."""
 
     @staticmethod
     def __new__(cls, values: Tensor, dtype: torch.dtype):
@@ -74,26 +74,26 @@ class Float8Weight(Tensor):
     @classmethod
     def __torch_dispatch__(cls, operator, types, args, kwargs=None):
         weight, *rest = args
-        if operator in (aten.detach.default, aten.alias.default, aten.as_strided.default):  # what FSDP2 does with it
+        if operator in (aten.detach.default, aten.alias.default, aten.as_strided.default):  # all that FSDP2 calls
             return cls(operator(weight.values, *rest), weight.dtype)
         raise TypeError(f"{operator} of a weight in 8 bits")
 
 
 def factor_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """What to multiply by, in float32, so that `largest` becomes the dtype's largest. In float64, as compiled float32
-    division is off by a bit."""
+    """The float32 scale that maps the amax `largest` to the dtype's maximum. Computed in float64, because compiled
+    float32 division is off by one bit."""
     return (torch.finfo(dtype).max / largest.double().clamp(min=1e-12)).float()
 
 
 def round_to(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    limit = torch.finfo(dtype).max  # clamped: until torch 2.12 larger values became NaN
+    limit = torch.finfo(dtype).max  # clamp: until torch 2.12 larger values became NaN
     return (x.float() * factor).clamp(-limit, limit).to(dtype)
 
 
 def scaled(x: Tensor, dtype: torch.dtype, rowwise: bool, dim: int) -> Scaled:
-    """dim: what is summed over, which a scale of rowwise is along."""
+    """Quantizes x. dim: the contracted dimension, along which rowwise takes the amax."""
     factor = factor_of(x.abs().amax(dim if rowwise else (0, 1), keepdim=True), dtype)
-    if rowwise:  # down to a power of two: without its fraction
+    if rowwise:  # round down to a power of two: clear the mantissa
         factor = (factor.view(torch.int32) & -0x800000).view(torch.float32)
     return round_to(x, factor, dtype), factor.reciprocal()
 
@@ -103,12 +103,12 @@ def transposed(x: Scaled) -> Scaled:
 
 
 def product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """(M, K) @ (K, N) -> (M, N). fast: with sums of fewer bits, as torchao has it in the forward pass alone."""
+    """(M, K) @ (K, N) -> (M, N). fast: use_fast_accum (sums with fewer bits), as torchao does in forward only."""
     (a, a_scale), (b, b_scale) = a, b
     if not a.is_cuda:
         return (a.float() @ b.float() * (a_scale * b_scale)).to(dtype)
     a, b, after = a.contiguous(), b.t().contiguous().t(), None  # the only layouts that the kernels take
-    if b_scale.numel() > 1 and not fast:  # the rowwise kernel is slow so; a power of two may as well come afterwards
+    if b_scale.numel() > 1 and not fast:  # the rowwise kernel is slow here; apply power-of-two scales afterwards
         after, one = a_scale * b_scale, torch.ones((1, 1), device=a.device)
         a_scale, b_scale = one, one
     out = torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
@@ -138,5 +138,5 @@ class Product(torch.autograd.Function):
 
 
 def float8_linear(x: Tensor, weight: Tensor, scale: Tensor | None, recipe: str) -> Tensor:
-    """x (..., K) @ weight (N, K).T -> (..., N) in x's dtype. scale: of a Float8Weight."""
+    """x (..., K) @ weight (N, K).T -> (..., N) in x's dtype. scale: the inverse scale of a Float8Weight."""
     return Product.apply(x.flatten(0, -2), weight, scale, recipe == "rowwise").unflatten(0, x.shape[:-1])

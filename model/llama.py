@@ -1,10 +1,10 @@
-"""The Llama 2 / 3 / 3.1 / 3.2 architecture as plain modules: what is computed, and nothing about how it is spread.
+"""Llama 2 / 3 / 3.1 / 3.2 as plain modules. Hooks for parallel/: Attention.attend, mask_of, Head.shard, compile_loss.
 
-Shapes: B batch, T tokens, D width (dim), H query heads, K key/value heads, E width of a head, F feed-forward width,
-V vocabulary.
+Shapes: B batch, T tokens, D model dimension (dim), H query heads, K key/value heads, E head dimension (head_dim),
+F feed-forward dimension, V vocabulary.
 
-A module with a weight of its own has `init_std`, the standard deviation of the weight's initial normal distribution, or
-None for ones. The values are torchtitan's (https://github.com/pytorch/torchtitan), its cutoffs only where they cut.
+A module that owns a weight has `init_std`, the standard deviation of the weight's initial normal distribution, or None
+for ones. Values are torchtitan's (https://github.com/pytorch/torchtitan); a cutoff is kept only where it matters.
 """
 
 import fnmatch
@@ -26,8 +26,8 @@ from model.nf4 import elements
 class RMSNorm(nn.Module):
     """x / rms(x) * weight (https://arxiv.org/abs/1910.07467), statistics in float32.
 
-    The result has the weight's dtype, not the input's: a float32 residual stream enters bfloat16 matrices, and a
-    bfloat16 stream a unit that is kept in float32.
+    The result has the weight's dtype, not the input's. This allows a float32 residual stream with bfloat16 matrices,
+    and a bfloat16 residual stream into a unit in `keep_fp32`.
     """
 
     init_std = None
@@ -44,16 +44,16 @@ class RMSNorm(nn.Module):
 
 
 def rope_tables(m: config.Model, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (..., T, E) in float32 for positions (..., T), half-split layout (both halves alike).
+    """Cosine and sine (..., T, E) in float32 for positions (..., T), in half-split layout (both halves are equal).
 
-    Computed in each forward pass, not stored: a buffer would be garbage after meta construction, and mixed precision
-    could round it. rope_scaling is Llama 3.1's (https://arxiv.org/abs/2407.21783): it divides the low frequencies by
-    `factor`, keeps the high ones and blends between.
+    Computed in each forward pass, not stored: a buffer would be uninitialized after meta construction, and mixed
+    precision could round it. rope_scaling is Llama 3.1's (https://arxiv.org/abs/2407.21783): it divides the low
+    frequencies by `factor`, keeps the high ones and interpolates in between.
     """
     half = torch.arange(0, m.width_per_head, 2, dtype=torch.float32, device=positions.device)  # (E/2)
     frequency = 1.0 / (m.rope_theta ** (half / m.width_per_head))
     if s := m.rope_scaling:
-        turns = s.original_max_position_embeddings * frequency / (2 * math.pi)  # in the original context
+        turns = s.original_max_position_embeddings * frequency / (2 * math.pi)  # per original context
         keep = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0, 1)
         frequency = keep * frequency + (1 - keep) * frequency / s.factor
     angle = positions.float()[..., None] * frequency  # (..., T, E/2)
@@ -62,23 +62,23 @@ def rope_tables(m: config.Model, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding (https://arxiv.org/abs/2104.09864) of x (B, heads, T, E), computed in float32."""
+    """Rotary position embedding (https://arxiv.org/abs/2104.09864) of x (B, heads, T, E), computed in float32."""
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
     return (x * cos + turned * sin).to(x.dtype)
 
 
 class Linear(nn.Linear):
-    """x @ weight.T in the weight's dtype: x comes in float32 from a norm that is kept in it. No bias."""
+    """x @ weight.T without bias, in the weight's dtype: x is cast to it."""
 
     def __init__(self, inputs: int, outputs: int, init_std: float = 0.02):
         super().__init__(inputs, outputs, bias=False)
         self.init_std = init_std
-        self.float8 = "none"  # or a recipe of model/float8.py: in 8 bits
-        self.scale: Tensor | None = None  # of a weight that comes in 8 bits
+        self.float8 = "none"  # or a recipe of model/float8.py
+        self.scale: Tensor | None = None  # of a weight that is all-gathered in float8
 
     def reset_parameters(self) -> None:
-        """Nothing: materialize() gives values. Drawing them on meta would load torch's compiler, for a second."""
+        """Does nothing: materialize() sets the values. Random init on meta would import torch's compiler (a second)."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight  # once: unsharded parameters are cast at each access
@@ -90,7 +90,7 @@ class Linear(nn.Linear):
 
 class Embedding(nn.Embedding):
     init_std = 1.0
-    reset_parameters = Linear.reset_parameters  # nothing
+    reset_parameters = Linear.reset_parameters  # does nothing
 
 
 class Attention(nn.Module):
@@ -103,11 +103,11 @@ class Attention(nn.Module):
         self.k_proj = Linear(m.dim, m.n_kv_heads * self.head_dim)
         self.v_proj = Linear(m.dim, m.n_kv_heads * self.head_dim)
         self.o_proj = Linear(m.n_heads * self.head_dim, m.dim, out_std)
-        self.attend = attention  # parallel/context.py: of a part of the sequence over the whole
+        self.attend = attention  # parallel/context.py: local queries, all-gathered keys and values
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None,
                 cache: KVCache | None = None) -> Tensor:
-        heads = (*x.shape[:2], -1, self.head_dim)  # -1: tensor parallelism may leave a rank fewer heads
+        heads = (*x.shape[:2], -1, self.head_dim)  # -1: tensor parallelism leaves only the local heads
         q = self.q_proj(x).view(heads).transpose(1, 2)  # (B, T, D) -> (B, H, T, E)
         k = self.k_proj(x).view(heads).transpose(1, 2)  # (B, T, D) -> (B, K, T, E)
         v = self.v_proj(x).view(heads).transpose(1, 2)  # (B, T, D) -> (B, K, T, E)
@@ -147,7 +147,7 @@ class Block(nn.Module):
 class Head(nn.Module):
     """Final norm, output matrix and loss as one module, called once per forward pass: one FSDP unit.
 
-    The loss is computed here in chunks: the logits of a whole batch never exist, and the matrix is all-gathered once.
+    It computes the loss in chunks: full-batch logits never exist, and the output matrix is all-gathered only once.
     """
 
     def __init__(self, m: config.Model):
@@ -156,7 +156,7 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.empty(m.vocab_size, m.dim))
         self.init_std, self.init_cutoff = m.dim**-0.5, 3.0  # cutoff in standard deviations
         self.compile_loss = False
-        self.shard: VocabularyShard | None = None  # which rows of the weight are here, where parallel/tensor.py cuts it
+        self.shard: VocabularyShard | None = None  # the local vocabulary rows; set by parallel/tensor.py
 
     def forward(self, x: Tensor, targets: Tensor | None = None, **loss_options) -> Tensor | tuple[LossSums, Tensor]:
         x = self.norm(x).to(self.weight.dtype)  # (B, T, D)
@@ -168,12 +168,12 @@ class Head(nn.Module):
 
 class Llama(nn.Module):
     """Token ids (B, T) -> logits (B, T, V); with targets (B, T) -> ({"loss": sum over the tokens}, number of valid
-    targets), as model/loss.py makes them, which takes loss_options.
+    targets) from chunked_cross_entropy() in model/loss.py, which takes loss_options.
 
-    positions (B, T): for RoPE, default 0 ... T-1. documents (B, T): number of each token's document, rising along T; a
-    token attends to its own document only. Of a sequence that several ranks share (parallel/context.py), tokens,
-    targets and positions are a part, documents the whole. With a cache, tokens are those that it does not hold yet, and
-    the logits (B, 1, V) are those of each row's newest token.
+    positions (B, T): for RoPE, default 0 ... T-1. documents (B, T): each token's document number, increasing along T; a
+    token attends only to its own document. With context parallelism (parallel/context.py), tokens, targets and
+    positions are local, documents are full-sequence. With a cache, pass only tokens that it does not hold yet; the
+    logits (B, 1, V) are those of each row's newest token.
     """
 
     def __init__(self, m: config.Model):
@@ -183,7 +183,7 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(Block(m, layer) for layer in range(m.n_layers))
         self.mask_of = lambda documents: None if documents is None else document_mask(documents)
         self.head = Head(m)
-        if m.tie_embeddings:  # one matrix, which starts as an output matrix
+        if m.tie_embeddings:  # one matrix, initialized as the output matrix
             self.embedding.weight = self.head.weight
             self.embedding.init_std, self.embedding.init_cutoff = self.head.init_std, self.head.init_cutoff
 
@@ -204,8 +204,8 @@ class Llama(nn.Module):
         return self.head(x, targets, **loss_options)
 
     def init_distribution(self, name: str) -> tuple[float, float] | None:
-        """(standard deviation, cutoff in standard deviations) of a parameter's initial normal distribution, None for
-        ones. Raises ConfigError naming a parameter without one."""
+        """(standard deviation, cutoff in standard deviations) of a parameter's initial normal distribution; None for
+        ones. Raises ConfigError for a parameter that has no distribution."""
         path, _, own = name.rpartition(".")
         module = self.get_submodule(path)
         if own != "weight" or not hasattr(module, "init_std"):
@@ -215,11 +215,11 @@ class Llama(nn.Module):
 
 
 def build_model(m: config.Model, lora: config.Lora | None = None) -> Llama:
-    """The model on torch's current device, without values. Raises ConfigError where a pattern in `freeze` matches no
-    parameter, or where all are frozen."""
+    """The model on torch's default device, uninitialized. Raises ConfigError if a pattern in `freeze` matches no
+    parameter, or if every parameter is frozen."""
     model = Llama(m)
     if lora:
-        from model.lora import add_adapters  # which is made of what stands here
+        from model.lora import add_adapters  # imported here: model.lora imports this module
 
         add_adapters(model, lora)
     names = dict(model.named_parameters())
@@ -234,14 +234,14 @@ def build_model(m: config.Model, lora: config.Lora | None = None) -> Llama:
 
 
 def meta_model(m: config.Model, lora: config.Lora | None = None) -> Llama:
-    """build_model() on the meta device: no storage, so that no rank ever holds all of it."""
+    """build_model() on the meta device: without storage, so that no rank ever holds the full model."""
     with torch.device("meta"):
         return build_model(m, lora)
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """named_parameters() of a model, parallelized or not, under the plain model's names: activation checkpointing and
-    casts put modules in between."""
+    """named_parameters() of a model, parallelized or not, under the plain model's names: strips what activation
+    checkpointing's wrappers and parametrizations add."""
     for name, parameter in model.named_parameters():
         name = name.replace("_checkpoint_wrapped_module.", "")
         yield name.replace("parametrizations.", "").removesuffix(".original"), parameter
@@ -252,12 +252,12 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def flops_per_token(model: Llama, seq_len: int) -> int:
-    """Floating-point operations of forward and backward per token, without recomputation:
+    """Floating-point operations of forward and backward per token, excluding recomputation:
 
         6 * (parameters in matrix products) + 6 * layers * heads * head_dim * seq_len
 
-    First term: a multiply and an add, once forward and twice backward (once where the matrix is frozen); the embedding
-    is a look-up and does not count. Second: scores and weighted sum, 12 * ... for all pairs, half under a causal mask.
+    First term: a multiply and an add, once in forward and twice in backward (once for a frozen matrix); the embedding
+    is a lookup and does not count. Second: attention scores and weighted sum, 12 * ... unmasked, half of it if causal.
     """
     m = model.config
     matrices = sum((6 if p.requires_grad else 4) * elements(name, p) for name, p in named_parameters(model)

@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685) beside frozen weights.
+"""LoRA: low-rank adapters (https://arxiv.org/abs/2106.09685) next to frozen weights.
 
-Of a projection W the model computes W x + alpha / rank B A x. The base W keeps its name, `q_proj.weight`, and has no
-gradient and no optimizer state; A and B are `q_proj.lora_a.weight` and `q_proj.lora_b.weight`, float32 as all that is
-trained. Checkpoints hold the adapters alone, and name the base by a hash of its weights (model/hf_weights.py).
+A projection W computes W x + alpha / rank B A x. The base W keeps its name, `q_proj.weight`, and has no gradient and
+no optimizer state. A and B are `q_proj.lora_a.weight` and `q_proj.lora_b.weight`, in float32 like all trainable
+parameters. Checkpoints hold only the adapters, and identify the base by a hash of its weights (model/hf_weights.py).
 """
 
 import math
@@ -22,7 +22,7 @@ class Projection(Linear):
     def __init__(self, inputs: int, outputs: int, lora: config.Lora, init_std: float, adapted: bool):
         super().__init__(inputs, outputs, init_std)
         self.scales: nn.Parameter | None = None
-        self.first_block = 0  # of 64 columns, where parallel/tensor.py leaves a rank some of them
+        self.first_block = 0  # NF4 block of the first local column, set by parallel/tensor.py
         self.compiled = False
         if lora.base_dtype == "nf4":
             self.weight = nn.Parameter(torch.empty(outputs, inputs // 2, dtype=torch.uint8), requires_grad=False)
@@ -30,7 +30,7 @@ class Projection(Linear):
         else:
             self.weight = nn.Parameter(self.weight.to(getattr(torch, lora.base_dtype)), requires_grad=False)
         self.lora_a = self.lora_b = None
-        if adapted:  # A is random, with the deviation of the authors' code; B is 0, so that training starts at the base
+        if adapted:  # A is random, with the std of the authors' code; B is 0, so that training starts from the base
             self.lora_a = Linear(inputs, lora.rank, init_std=1 / math.sqrt(3 * inputs))
             self.lora_b = Linear(lora.rank, outputs, init_std=0.0)
             self.lora_scale = lora.scale
@@ -44,8 +44,8 @@ class Projection(Linear):
 
     @torch.no_grad()
     def merged(self, base: Tensor, read: Callable[[str], Tensor]) -> Tensor:
-        """W + alpha / rank B A in float32: W as it is kept of the base's float32 weights, A and B as read("lora_a") and
-        read("lora_b") give them."""
+        """W + alpha / rank B A in float32: W is the base's float32 weight, rounded or quantized as in training; A and B
+        are read("lora_a") and read("lora_b")."""
         if self.scales is None:
             kept = base.to(self.weight.dtype).float()
         else:
@@ -54,8 +54,8 @@ class Projection(Linear):
 
 
 def add_adapters(model: Llama, lora: config.Lora) -> None:
-    """Freezes a model, in place, in the base's dtype (what NF4 leaves in bfloat16: all but the blocks' projections),
-    and adds an adapter to each projection that `targets` names."""
+    """Freezes a model in place, converts it to the base's dtype (with NF4: bfloat16 for all but the blocks'
+    projections), and adds an adapter to each projection in `targets`."""
     dtype = torch.bfloat16 if lora.base_dtype == "nf4" else getattr(torch, lora.base_dtype)
     model.to(dtype).requires_grad_(False)
     for block in model.blocks:

@@ -1,10 +1,10 @@
-"""Cross entropy as (sum, count), chunked over tokens: the logits of one chunk exist at a time.
+"""Cross entropy as (sum, count), chunked over tokens: only one chunk's logits exist at a time.
 
-Shapes: N tokens, D width, V vocabulary or the rows of it that this rank has, C tokens of a chunk.
+Shapes: N tokens, D model dimension, V vocabulary or this rank's rows of it, C tokens of a chunk.
 
-Beside inputs and gradients it holds C * V logits in the weight's dtype (not compiled: and such in float32), over which
-their gradient is written; of several chunks also V * D of the weight's gradient in float32. Compiled on a GPU, what
-lies between the products reads the logits two or three times and writes them once.
+Besides inputs and gradients, memory holds C * V logits in the weight's dtype, which their gradient overwrites. Eager
+mode adds C * V in float32; several chunks add V * D for the weight's gradient in float32. Compiled on a GPU, the
+elementwise part between the matrix products reads the logits two or three times and writes them once.
 """
 
 import functools
@@ -16,38 +16,38 @@ from torch import Tensor
 
 from config import IGNORE
 
-LossSums = dict[str, Tensor]  # over the tokens: "loss" is minimized, and has the others as its parts, to be logged
-# Tokens. On a GPU many, as each chunk costs a pass over the (V, D) gradient: compiled at V = 128,256, 2 GiB of bfloat16
-# logits. On a CPU few, so that the logits of a small vocabulary stay in its cache.
+LossSums = dict[str, Tensor]  # summed over tokens. "loss" is minimized; any others are parts of it, only logged
+# In tokens. Large on a GPU, as each chunk costs a pass over the (V, D) gradient: compiled at V = 128,256, bfloat16
+# logits take 2 GiB. Small on a CPU, so that the logits of a small vocabulary fit its cache.
 CHUNK = {"cpu": 256, "cuda": 2048, "cuda compiled": 8192}
 
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """Where `weight` holds some rows of the vocabulary, and other ranks the others: all get the same loss, and a
-    gradient of x that is to be added up over them."""
+    """Describes a `weight` that is sharded over the vocabulary: all ranks get the same loss. Each rank's gradient of x
+    is partial: it must be summed over the ranks."""
 
-    first: int  # row of the vocabulary that this rank's begin with
-    gather: Callable[[Tensor], Tensor]  # (...) -> (ranks, ...): every rank's
+    first: int  # this rank's first row of the vocabulary
+    gather: Callable[[Tensor], Tensor]  # all-gather: (...) -> (ranks, ...)
 
 
 def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None, compile: bool = False,
                           shard: VocabularyShard | None = None) -> tuple[LossSums, Tensor]:
-    """({"loss": sum over the tokens, in float32}, number of valid targets), scalars all, of logits x @ weight.T.
+    """({"loss": sum over the tokens, in float32}, number of valid targets), as scalars, for logits x @ weight.T.
 
-    x (N, D) and weight (V, D) of one dtype, targets (N) with IGNORE where there is none. Sums, not means: means of
-    unequal parts cannot be averaged.
+    x (N, D) and weight (V, D) have one dtype; targets (N) are IGNORE where there is none. Returns sums, not means:
+    averaging means over unequal token counts would be wrong.
     """
-    compile = compile and (x.is_cuda or x.dtype != torch.float32)  # a CPU's own float32 kernels are faster
+    compile = compile and (x.is_cuda or x.dtype != torch.float32)  # eager float32 is faster on a CPU
     chunk = chunk or CHUNK["cuda compiled" if x.is_cuda and compile else x.device.type]
     total = _ChunkedCrossEntropy.apply(x, weight, targets, chunk, compile, shard, torch.is_grad_enabled())
     return {"loss": total}, (targets != IGNORE).sum()
 
 
 def softmax_parts(logits: Tensor, index: Tensor) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
-    """(exponentials of the logits less their maximum, this maximum, their sum, the target's logit), in float32, of
-    logits (C, V) and targets (C, 1); (C, 1) the last three. Float32 logits are written over. Compiled, there are no
-    exponentials: they cost less to compute again than to keep."""
+    """(exp(logits - max), max, sum of the exponentials, target logit) in float32, for logits (C, V) and target indices
+    (C, 1); the last three are (C, 1). Overwrites float32 logits. Compiled, the exponentials are None: recomputing them
+    costs less than saving them."""
     wide = logits.float()
     top, chosen = wide.amax(-1, keepdim=True), wide.gather(-1, index)
     if torch.compiler.is_compiling():
@@ -58,10 +58,10 @@ def softmax_parts(logits: Tensor, index: Tensor) -> tuple[Tensor | None, Tensor,
 
 def to_slope(logits: Tensor, index: Tensor, exponentials: Tensor | None, top: Tensor, sums: Tensor, chosen: Tensor,
              own: Tensor, scale: Tensor) -> Tensor:
-    """The gradient of the loss by the logits, (softmax - one-hot) * scale, written over the logits. (C, 1): chosen, the
-    logit at index; own, 1.0 where that is the target's; scale."""
+    """The loss's gradient with respect to the logits, (softmax - one-hot) * scale; overwrites the logits. (C, 1) each:
+    chosen, the logit at index; own, 1.0 where that is the target's logit; scale."""
     factor = scale / sums
-    at_target = (chosen - top).exp() * factor - scale * own  # in float32: of a sure prediction little is left
+    at_target = (chosen - top).exp() * factor - scale * own  # float32: confident predictions cancel
     if exponentials is None:
         exponentials = (logits.float() - top).exp()
     logits.copy_(exponentials.mul_(factor))
@@ -74,9 +74,9 @@ def compiled(function: Callable) -> Callable:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Of several chunks the gradients are computed in the forward pass, while a chunk's logits exist: recomputing them
-    in backward would cost a third more in the head. Backward follows at once, so the gradients do not live longer. A
-    single chunk's logits wait for it, and for its scale."""
+    """With several chunks, forward computes the gradients while a chunk's logits exist: recomputing the logits in
+    backward would cost a third more in the head. The head's backward follows immediately, so gradients live no longer.
+    With a single chunk, the logits are saved for backward, which applies its scale."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, compile: bool,
@@ -86,7 +86,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         needs_x, needs_weight = (grad and needed for needed in ctx.needs_input_grad[:2])
         total = torch.zeros((), dtype=torch.float32, device=x.device)
         x_grad = torch.empty_like(x) if needs_x and not ctx.single else None
-        # Summed over the chunks in float32 and rounded once, in backward: bfloat16 would lose each chunk's low bits.
+        # Accumulated over chunks in float32, rounded once, in backward: bfloat16 would lose each chunk's low bits.
         w_grad = torch.zeros_like(weight, dtype=torch.float32) if needs_weight and not ctx.single else None
         for start in range(0, len(x), chunk):
             part, target = x[start : start + chunk], targets[start : start + chunk, None]
@@ -101,7 +101,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 highest = tops.amax(0)
                 whole = (sums_ * (tops - highest).exp()).sum(0)
                 log_sum, of_target = whole.log() + highest, logits_.sum(0)
-                sums = whole * (highest - top).exp()  # infinite where this rank's logits are far below: its share is 0
+                sums = whole * (highest - top).exp()  # inf if this rank's logits are far lower: softmax is 0
             total += ((log_sum - of_target) * valid).sum()
             if ctx.single and (needs_x or needs_weight):
                 ctx.save_for_backward(x, weight, valid, logits, index, exponentials, top, sums, chosen, own)
@@ -112,7 +112,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if x_grad is not None:
                 torch.mm(slope, weight, out=x_grad[start : start + chunk])
             if w_grad is not None and x.is_cuda and x.dtype != torch.float32:
-                torch.addmm(w_grad, slope.T, part, out_dtype=torch.float32, out=w_grad)  # a CPU has to widen first
+                torch.addmm(w_grad, slope.T, part, out_dtype=torch.float32, out=w_grad)  # a CPU must upcast first
             elif w_grad is not None:
                 w_grad.addmm_(slope.T.float(), part.float())
         ctx.save_for_backward(x_grad, w_grad)

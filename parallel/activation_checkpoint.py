@@ -19,10 +19,10 @@ ATTENTION = {
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._efficient_attention_forward.default,
-    torch.ops.higher_order.flex_attention,  # of the document mask
+    torch.ops.higher_order.flex_attention,  # with a document mask
 }
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
-KEEP_EVERY = {"elementwise": 1, "selective": 2}  # setting -> every n-th matrix product is kept
+KEEP_EVERY = {"elementwise": 1, "selective": 2}  # setting -> n: every n-th matrix product is saved
 
 
 def is_checkpointed(setting: str | int, block: int) -> bool:
@@ -30,11 +30,11 @@ def is_checkpointed(setting: str | int, block: int) -> bool:
 
 
 def apply_activation_checkpointing(model: Llama, setting: str | int, tp: int = 1) -> None:
-    """Wraps blocks in place. tp: ranks that the matrices are cut over.
+    """Wraps blocks in place. tp: the tensor parallel degree.
 
-    "none": nothing. "full": every block keeps its input only. n: every n-th block does, the others keep everything.
-    "elementwise": every block keeps attention and the matrix products, and recomputes norms, RoPE and activation.
-    "selective": every block keeps attention and every second matrix product, and recomputes the rest.
+    "none": no block. "full": every block saves only its input. n: every n-th block does; the others save everything.
+    "elementwise": every block saves attention and matrix products; it recomputes norms, RoPE and activation function.
+    "selective": every block saves attention and every second matrix product; it recomputes the rest.
     """
     for i in [i for i in range(len(model.blocks)) if is_checkpointed(setting, i)]:
         model.blocks[i] = checkpointed(model.blocks[i], setting, tp)
@@ -47,21 +47,20 @@ def checkpointed(block: nn.Module, setting: str | int, tp: int) -> nn.Module:
         projections = [name for name in linears if ".lora_" not in name]
         kept = {*projections[: -1 : KEEP_EVERY[setting]]}
         if tp > 1:
-            kept -= {"attention.o_proj"}  # of the whole sequence; what is made of it is kept
-        # of an adapter A x, which is small; B A x, as large as what it is added to, takes few operations
+            kept -= {"attention.o_proj"}  # its output is unreduced, full-sequence: save the reduce-scattered result
+        # Save an adapter's A x, which is small. B A x is as large as the base's output but cheap to recompute.
         kept |= {name for name in linears if name.endswith(".lora_a")}
         contexts["context_fn"] = partial(_save_expensive_ops, {linears.index(name) for name in kept})
-    return checkpoint_wrapper(block, preserve_rng_state=False, **contexts)  # no dropout: no random state to restore
+    return checkpoint_wrapper(block, preserve_rng_state=False, **contexts)  # no dropout: no RNG state
 
 
 def _save_expensive_ops(kept: set[int]):
-    """Contexts for one block's forward and its recomputation, both of which run the products in the same order.
-
-    They keep these matrix products, but never the last: it only enters the residual sum, so backward does not read it.
-    Compiled, the partitioner would drop it anyway; eagerly it would be kept for nothing. Of tensor parallelism's two
-    reduce-scatters likewise: to run the first again would send it again.
+    """Contexts for one block's forward and recomputation. kept: indices of matrix products in call order, which must be
+    the order of named_modules(). The last is never saved: it feeds only the residual add, so backward does not read it
+    (the partitioner drops it when compiled; eager mode would save it for nothing). Of tensor parallelism's two
+    reduce-scatters only the first is saved, because recomputing it would communicate again.
     """
-    numbers = defaultdict(itertools.count)  # of the operators of each kind so far, and again in the recomputation
+    numbers = defaultdict(itertools.count)  # calls so far per kind, counted apart in recomputation
 
     def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
         if operator in ATTENTION:

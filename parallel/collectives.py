@@ -1,4 +1,4 @@
-"""Collectives that gradients flow through, for tensors that ranks share a dimension of; compiled, too."""
+"""Differentiable collectives for tensors that are sharded along one dimension. They work under torch.compile, too."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-ops = torch.ops._c10d_functional  # what torch.compile traces, and what DTensor sends
+ops = torch.ops._c10d_functional  # functional collectives: torch.compile traces them, DTensor uses them
 
 
 class Group(NamedTuple):
-    """One dimension of the mesh, as the operators below name it."""
+    """One mesh dimension, in the form that the operators below take."""
 
     rank: int
     size: int
@@ -20,29 +20,29 @@ class Group(NamedTuple):
 
 
 def group_of(mesh: DeviceMesh) -> Group:
-    """Of a mesh with one dimension."""
+    """The Group of a 1-D mesh."""
     return Group(mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name)
 
 
 def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Every rank's x, one after the other along dim."""
+    """Every rank's x, concatenated along dim in rank order."""
     found = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), group.size, group.name))
     return found if dim == 0 else torch.cat(found.chunk(group.size), dim)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's part along dim of the sum of every rank's x."""
+    """This rank's shard, along dim, of the sum of all ranks' x."""
     x = x if dim == 0 else torch.cat(x.chunk(group.size, dim))
     return ops.wait_tensor(ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name))
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
-    """The sum of every rank's x. Without a gradient."""
+    """The sum of all ranks' x. Not differentiable."""
     return ops.wait_tensor(ops.all_reduce(x, "sum", group.name))
 
 
 class Gather(torch.autograd.Function):
-    """all_gather(). What each rank computes with the whole adds up to the gradient of a part: a reduce-scatter."""
+    """All-gather in forward, reduce-scatter in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
@@ -55,7 +55,7 @@ class Gather(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """reduce_scatter(), whose gradient every rank needs the whole of: an all-gather."""
+    """Reduce-scatter in forward, all-gather in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
@@ -69,10 +69,10 @@ class Scatter(torch.autograd.Function):
 
 @contextlib.contextmanager
 def gathered(gather: Callable[[Tensor], Tensor], part: Tensor, keep_part: bool) -> Iterator[Tensor]:
-    """gather(part). With keep_part, what is computed within keeps the part alone for backward, which gathers it again
-    (https://arxiv.org/abs/2205.05198, section 4.2.2): what activations take falls with the number of ranks.
+    """Yields gather(part). With keep_part, operations within it save only the local part; backward all-gathers it again
+    (https://arxiv.org/abs/2205.05198, section 4.2.2): activation memory falls with the number of ranks.
 
-    A block that is recomputed in backward does that by itself. In a compiled one the compiler decides what is kept.
+    A checkpointed block does that anyway: it recomputes the all-gather. In a compiled one the compiler decides.
     """
     whole = gather(part)
     if not keep_part or torch.compiler.is_compiling():
@@ -84,7 +84,7 @@ def gathered(gather: Callable[[Tensor], Tensor], part: Tensor, keep_part: bool) 
     def pack(tensor: Tensor) -> Tensor | tuple:
         nonlocal kept
         if tensor.untyped_storage()._cdata != storage:
-            return tensor.detach()  # itself it would hold the graph that holds it, where backward never comes
+            return tensor.detach()  # saving the tensor itself would leak a reference cycle if backward never runs
         kept += 1
         return tensor.shape, tensor.stride(), tensor.storage_offset()
 
@@ -94,7 +94,7 @@ def gathered(gather: Callable[[Tensor], Tensor], part: Tensor, keep_part: bool) 
             return packed
         again = gather(part) if again is None else again
         view, used = again.as_strided(*packed), used + 1
-        if used % kept == 0:  # the last that needs it
+        if used % kept == 0:  # no saved tensor needs it any more
             again = None
         return view
 

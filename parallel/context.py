@@ -1,8 +1,8 @@
-"""Context parallelism: each rank has a part of every sequence, and attends from it to the keys and values of the whole.
+"""Context parallelism: each rank has a part of every sequence. Its queries attend to the full sequence's keys, values.
 
-They are all-gathered over cp, as Llama 3 does (https://arxiv.org/abs/2407.21783, section 3.3.2): grouped heads make
-them small, and any mask goes with it. The sequence is cut into 2 cp chunks, of which rank i has i and 2 cp - 1 - i: so
-all ranks have the same work under a causal mask, which FlexAttention does not do where it masks.
+These are all-gathered over cp, as in Llama 3 (https://arxiv.org/abs/2407.21783, section 3.3.2): GQA makes them small,
+and any mask works. Zig-zag chunking balances causal work: of 2 cp chunks, rank i has chunks i and 2 cp - 1 - i. This
+helps because FlexAttention skips fully masked blocks.
 """
 
 import functools
@@ -18,7 +18,7 @@ from parallel.mesh import World
 
 
 def own_places(world: World, seq_len: int) -> Tensor | None:
-    """(T / cp) places in the sequence of this rank's tokens; None: it has them all."""
+    """Positions (T / cp) in the sequence of this rank's tokens; None if it has all of them."""
     if world.cp == 1:
         return None
     chunks, rank = torch.arange(seq_len).chunk(2 * world.cp), world.mesh.get_local_rank("cp")
@@ -26,7 +26,7 @@ def own_places(world: World, seq_len: int) -> Tensor | None:
 
 
 def apply_context_parallelism(model: Llama, recompute: str | int, seq_len: int, world: World) -> None:
-    """Makes attention, in place, that of this rank's part of the sequence over the whole."""
+    """Replaces each block's attention, in place: local queries attend to all-gathered keys and values."""
     if world.cp == 1:
         return
     places = own_places(world, seq_len).to(world.device)
@@ -38,12 +38,12 @@ def apply_context_parallelism(model: Llama, recompute: str | int, seq_len: int, 
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask, group: Group, keep_part: bool) -> Tensor:
-    """attention() of q (B, H, T, E) over the whole sequence, of which q, k and v (B, K, T, E) hold own_places()."""
+    """attention() of local q (B, H, T, E) over the full sequence. q, k and v (B, K, T, E) are those at own_places()."""
     with gathered(functools.partial(in_order, group=group), torch.cat([k, v], dim=1), keep_part) as whole:
         return attention(q, *whole.chunk(2, dim=1), mask)  # over (B, K, cp T, E)
 
 
 def in_order(part: Tensor, group: Group) -> Tensor:
-    """(B, K, cp T, E) in the order of the sequence, of every rank's (B, K, T, E)."""
+    """All-gathers every rank's (B, K, T, E) into (B, K, cp T, E), reordered from zig-zag to sequence order."""
     ranks = [rank.chunk(2, dim=2) for rank in Gather.apply(part, 0, group).chunk(group.size)]
     return torch.cat([*(first for first, _ in ranks), *(second for _, second in reversed(ranks))], dim=2)

@@ -1,16 +1,16 @@
-"""FSDP2: which modules make a unit, in which precision, what stays unsharded, and what is all-gathered ahead.
+"""FSDP2: which modules form a unit, its mixed precision, which parameters stay unsharded, and prefetch.
 
-A unit is what is all-gathered, computed and resharded together: embedding, each block, head. Each rank keeps its shard,
-a run of rows of every parameter. Per micro-batch a unit goes through
+The modules of a unit are all-gathered and resharded together: embedding, each block, head. Each rank keeps a contiguous
+dim-0 shard of every parameter. In each micro-batch a unit goes through
 
-    all-gather -> forward -> reshard -> all-gather -> backward -> reduce-scatter of the gradients -> reshard
+    all-gather -> forward -> reshard -> all-gather -> backward -> reshard -> reduce-scatter of the gradients
 
-and the root unit, which holds no parameter, only carries the hooks of the whole model.
+(HSDP adds an all-reduce over the replicas). The root unit holds no parameter; it only carries the root's hooks.
 
-By itself FSDP2 issues a unit's all-gather when its forward begins; on a GPU that overlaps with the unit before, while
-the host runs ahead of the device. Explicit prefetch (depth 1 and more) issues those of the next units first. It wins
-where the host is slow against the kernels, or a unit's computation shorter than its all-gather (several nodes: depth
-2), and costs the memory of that many unsharded units.
+By default (implicit prefetch) FSDP2 issues a unit's all-gather when the host reaches its forward. On a GPU the host
+runs ahead of the device, so the all-gather overlaps with the unit before. Explicit prefetch (depth 1 and more) also
+issues the next units' all-gathers at that point. It helps where the host is slow relative to the kernels, or a unit
+computes for less time than its all-gather takes (several nodes: depth 2). It costs memory for that many full units.
 """
 
 import fnmatch
@@ -34,7 +34,7 @@ from parallel.mesh import World, fsdp_mesh
 
 
 def units(model: Llama) -> list[tuple[str, list[nn.Module]]]:
-    """(name, modules) of each unit in forward order. Tied embedding and head share a matrix, so they are one unit."""
+    """(name, modules) of each unit in forward order. Tied embedding and head share a weight, so they form one unit."""
     blocks = [[block] for block in model.blocks]
     if model.config.tie_embeddings:
         modules = [[model.embedding, model.head], *blocks]
@@ -44,15 +44,15 @@ def units(model: Llama) -> list[tuple[str, list[nn.Module]]]:
 
 
 def unit_parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
-    """The parameters of a unit's modules, a tied one once."""
+    """The parameters of a unit's modules; a tied one is listed once."""
     return list(dict.fromkeys(q for module in modules for q in module.parameters()))
 
 
 def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
-    """Shards every unit in place: parameters become DTensors on fsdp_mesh(world), but for those of `unsharded`."""
+    """Shards every unit in place: parameters become DTensors on fsdp_mesh(world), except those of `unsharded`."""
     unsharded = unsharded_parameters(model, p)
     send_in_8_bits(model, unsharded)
-    mesh, pin = fsdp_mesh(world), world.device.type == "cuda"  # pinned pages a GPU can copy without the host
+    mesh, pin = fsdp_mesh(world), world.device.type == "cuda"  # pinned: the GPU's copies do not block the host
     offload = CPUOffloadPolicy(pin_memory=pin) if p.cpu_offload else OffloadPolicy()
     with one_mesh_to_reshard_to(), integers_as_parameters():
         for name, modules in units(model):
@@ -67,19 +67,19 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
                 offload_policy=offload,
                 ignored_params=unsharded,
             )
-    if model.config.tie_embeddings:  # one policy for both; the head's leaves outputs alone, so the embedding casts here
+    if model.config.tie_embeddings:  # one policy for both, with output_dtype None for the loss: cast the embedding here
         stream = getattr(torch, p.output_dtype or p.param_dtype)
         model.embedding.register_forward_hook(lambda module, inputs, output: output.to(stream))
     else:
-        model.embedding.set_unshard_in_backward(False)  # a look-up's gradient needs no weight
+        model.embedding.set_unshard_in_backward(False)  # a lookup's backward needs no weight
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), ignored_params=unsharded)
     set_prefetch(model, p)
 
 
 def one_mesh_to_reshard_to() -> AbstractContextManager:
-    """Within, units that reshard to n ranks after forward share a mesh. fully_shard() would make one for each unit,
-    with process groups of its own: six for each of 34 units on eight ranks, and on a GPU as many communicators, which
-    run out (https://github.com/pytorch/pytorch/issues/153302). It has no argument for that, hence the patch."""
+    """Within it, units with reshard_after_forward = n share one post-forward mesh. fully_shard() creates one for each
+    unit, with its own process groups: six for each of 34 units on eight ranks. On a GPU each is a communicator, and
+    these run out (https://github.com/pytorch/pytorch/issues/153302). No argument prevents this, hence the patch."""
     made, original = {}, fully_shard_module._get_post_forward_mesh_info
 
     def shared(reshard_after_forward: bool | int, mesh_info: Any) -> Any:
@@ -91,8 +91,8 @@ def one_mesh_to_reshard_to() -> AbstractContextManager:
 
 
 def integers_as_parameters() -> AbstractContextManager:
-    """Within, fully_shard() takes frozen integers, as NF4's bytes: torch 2.11 makes every shard a parameter that needs
-    a gradient, which integers cannot, and only then looks whether it does."""
+    """Within it, fully_shard() accepts frozen integer parameters, such as NF4 codes. torch 2.11 first creates every
+    sharded parameter with requires_grad=True, which fails for integers, and only then copies the original's flag."""
     def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
         return nn.Parameter(data, requires_grad and data.is_floating_point())
 
@@ -100,8 +100,8 @@ def integers_as_parameters() -> AbstractContextManager:
 
 
 def unsharded_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:
-    """The frozen parameters that `unsharded` keeps whole on every rank; FSDP2 ignores them. Raises ConfigError for a
-    pattern that matches nothing, or a trained parameter, whose gradient would not be reduced."""
+    """The frozen parameters that `unsharded` replicates on every rank; FSDP2 ignores them. Raises ConfigError for a
+    pattern that matches nothing, or that matches a trainable parameter: its gradient would not be reduced."""
     names, found = dict(named_parameters(model)), set()
     for pattern in p.unsharded:
         matching = fnmatch.filter(names, pattern)
@@ -115,7 +115,7 @@ def unsharded_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:
 
 
 class Cast(nn.Module):
-    """A stored parameter -> what the forward pass sees of it."""
+    """Parametrization: casts a stored parameter to the dtype that forward computes in."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
@@ -126,8 +126,8 @@ class Cast(nn.Module):
 
 
 def cast_unsharded(modules: list[nn.Module], unsharded: set[nn.Parameter], dtype: torch.dtype) -> None:
-    """Unsharded parameters compute in their unit's dtype, as FSDP2 casts the others, and like these are stored in
-    float32, so that a checkpoint does not depend on what is sharded."""
+    """Casts unsharded parameters to their unit's param_dtype at each access, as FSDP2 casts sharded ones. The stored
+    dtype stays, so that a checkpoint does not depend on what is sharded."""
     for module in [m for unit in modules for m in unit.modules()]:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter in unsharded and parameter.dtype != dtype and parameter.is_floating_point():
@@ -135,21 +135,21 @@ def cast_unsharded(modules: list[nn.Module], unsharded: set[nn.Parameter], dtype
 
 
 def unit_dtypes(p: config.Parallel, unit: str) -> tuple[torch.dtype, torch.dtype]:
-    """(param_dtype, reduce_dtype) of a unit: as the options say, or float32 where `keep_fp32` matches it."""
+    """(param_dtype, reduce_dtype) of a unit: those of the options, or float32 where `keep_fp32` matches the unit."""
     if any(fnmatch.fnmatchcase(unit, pattern) for pattern in p.keep_fp32):
         return torch.float32, torch.float32
     return getattr(torch, p.param_dtype), getattr(torch, p.reduce_dtype)
 
 
 def sent_dtype(q: nn.Parameter, param_dtype: torch.dtype) -> torch.dtype:
-    """What a parameter is all-gathered as in a unit of this param_dtype: FSDP2 casts no integers (but torch 2.11 does,
-    which holds NF4's bytes in any of these dtypes)."""
+    """The dtype that a parameter is all-gathered in, given its unit's param_dtype. FSDP2 does not cast integers; torch
+    2.11 does, which is lossless: each of these dtypes represents every byte of NF4 exactly."""
     return param_dtype if q.is_floating_point() or torch.__version__ < (2, 12) else q.dtype
 
 
 def precision(p: config.Parallel, unit: str, holds_head: bool) -> MixedPrecisionPolicy:
-    """A unit's dtypes. The residual stream leaves in output_dtype, but for the head, whose loss stays float32. Inputs
-    are never cast: RMSNorm takes the residual stream in any dtype, and the rotary tables must stay float32."""
+    """A unit's mixed precision. Outputs (the residual stream) are cast to output_dtype, except the head's float32 loss.
+    Inputs are never cast: RMSNorm accepts the residual stream in any dtype, and the RoPE tables must stay float32."""
     param_dtype, reduce_dtype = unit_dtypes(p, unit)
     return MixedPrecisionPolicy(
         param_dtype=param_dtype,
@@ -160,10 +160,10 @@ def precision(p: config.Parallel, unit: str, holds_head: bool) -> MixedPrecision
 
 
 def set_prefetch(model: Llama, p: config.Parallel) -> None:
-    """Depth 0 leaves FSDP2's own order: none ahead in forward, one ahead in backward."""
+    """Depth 0 keeps FSDP2's implicit prefetch: no unit ahead in forward, one unit ahead in backward."""
     forward = [modules[0] for _, modules in units(model)]
     backward = forward[::-1]
-    if model.config.tie_embeddings:  # that unit holds the head: backward begins with it, and it stays unsharded
+    if model.config.tie_embeddings:  # the tied unit holds the head: it is first in backward and still unsharded
         backward = [backward[-1], *backward[:-1]]
     for i, unit in enumerate(forward):
         unit.set_modules_to_forward_prefetch(forward[i + 1 : i + 1 + p.prefetch_forward])
@@ -172,23 +172,23 @@ def set_prefetch(model: Llama, p: config.Parallel) -> None:
 
 
 def unshard_first_units(model: Llama, p: config.Parallel) -> None:
-    """Issues the all-gathers of the first units, so that they run while the host waits for its batch."""
+    """Issues the all-gathers of the first units, so that they overlap with the host's wait for its batch."""
     for _, modules in units(model)[: p.prefetch_forward]:
         modules[0].unshard(async_op=True)
 
 
 def set_gradient_sync(model: FSDPModule, p: config.Parallel, world: World, last_micro_batch: bool) -> None:
-    """Sets before a micro-batch whether its backward reduces gradients: always, or in the step's last one. Deferred,
-    unsharded gradients of the whole model pile up in reduce_dtype; with replicas only their all-reduce is deferred."""
+    """Call before each micro-batch: sets if its backward reduces gradients (always, or in the step's last only). With
+    sync deferred, unsharded gradients of the full model accumulate in reduce_dtype. HSDP defers only the all-reduce."""
     if p.sync_every_micro_batch:
         return
-    if world.dp_replicate == 1:  # the mesh's, since the option may be "auto"
+    if world.dp_replicate == 1:  # read from the mesh: the option may be "auto"
         model.set_requires_gradient_sync(last_micro_batch)
     else:
         model.set_requires_all_reduce(last_micro_batch)
 
 
 def reshard(model: Llama) -> None:
-    """Reshards what a forward pass without backward left unsharded, so that parameters are DTensors again."""
+    """Reshards the units that a forward pass without backward left unsharded: parameters are DTensors again."""
     for _, modules in units(model):
         modules[0].reshard()

@@ -1,6 +1,6 @@
-"""From meta to device: every rank draws or reads its own shards; the model is the same on any mesh.
+"""From meta to device: each rank initializes or loads only its local shards. Initial values do not depend on the mesh.
 
-FSDP2 alone would give every CPU rank the same random shard, and another model for each number of ranks.
+With FSDP2 alone all CPU ranks would draw the same random shard, and the model would depend on the number of ranks.
 """
 
 import hashlib
@@ -18,21 +18,21 @@ from model.llama import Llama, named_parameters
 from parallel.float8 import update_scales
 from parallel.mesh import all_gather_objects
 
-BLOCK = 65536  # elements drawn by one generator, in whole rows
-QUANTIZED = 2**20  # elements quantized at a time, in whole rows
+BLOCK = 65536  # elements drawn from one generator, rounded to full rows
+QUANTIZED = 2**20  # elements quantized at a time, rounded to full rows
 CHECKED = 2**24  # elements checked for NaN at a time
-Offsets = tuple[int, ...]  # where a rectangle begins in its parameter, one number for each dimension
+Offsets = tuple[int, ...]  # where a rectangle begins in its full parameter, one number per dimension
 
 
 def materialize(model: Llama, seed: int, device: torch.device,
                 read: Callable[[str, Offsets, Tensor], bool | None] | None = None) -> None:
-    """Gives every tensor of a meta model, sharded or not, its storage on `device` and its value: read, or drawn.
+    """Gives every tensor of a meta model, sharded or not, storage on `device` and values, read or randomly initialized.
 
-    read(name, offsets, out) fills `out` with the rectangle of a parameter that begins at `offsets`, or returns False
-    where it has none of that name, as of a new adapter: that is drawn. Each block of about 65,536 elements (whole rows)
-    of each parameter has its own generator, seeded by (seed, name, block). A rank draws the blocks that its shard
-    touches and keeps its part. Values are equal on any mesh, on one type of device. Raises ConfigError on every rank
-    where `read` raises it on any, or where a tensor is left without a value, or without a distribution.
+    read(name, offsets, out) fills `out` with the rectangle of a parameter that begins at `offsets`. It returns False
+    for a name that it does not have, such as a new adapter's; that parameter is initialized. Each block of about 65,536
+    elements (full rows) of each parameter has its own generator, seeded by (seed, name, block). A rank draws the blocks
+    that overlap its shard and keeps the shard. On one type of device, values do not depend on the mesh. Raises
+    ConfigError on all ranks if `read` raises it on any, or if a tensor is left without a value or a distribution.
     """
     def fill(name: str, offsets: Offsets, out: Tensor, shape: torch.Size) -> None:
         if read is None or read(name, offsets, out) is False:
@@ -50,9 +50,9 @@ def materialize(model: Llama, seed: int, device: torch.device,
 
 def _fill(model: nn.Module, fill: Callable[[str, Offsets, Tensor, torch.Size], None], device: torch.device
           ) -> list[str]:
-    """Makes all storage, NaN, then calls fill(name, offsets, this rank's shard, full shape) for each parameter. Returns
-    the tensors that still hold a NaN."""
-    # to_empty() makes a new parameter at every place of a tied one
+    """Allocates all storage, fills it with NaN, then calls fill(name, offsets, local shard, full shape) for each
+    parameter. Returns the names of tensors that still have non-finite values."""
+    # to_empty() unties weights: it makes a new parameter in every module that holds a tied one
     places = [(module, name, parameter) for module in model.modules()
               for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)]
     model.to_empty(device=device)
@@ -71,15 +71,15 @@ def _fill(model: nn.Module, fill: Callable[[str, Offsets, Tensor, torch.Size], N
             else:
                 fill(name, offsets, tensors[name], parameter.shape)
         update_scales(model)
-        # in parts: isfinite() of a whole tensor would take a quarter of its memory
+        # in chunks: isfinite() of an entire tensor would take a quarter of its memory
         return [name for name, local in tensors.items() if local.is_floating_point()
                 and not all(part.isfinite().all() for part in local.view(-1).split(CHECKED))]
 
 
 def _quantize(module: nn.Linear, name: str, fill: Callable[[str, Offsets, Tensor, torch.Size], None], offsets: Offsets,
               out: Tensor) -> None:
-    """Fills `out`, a rectangle of a module's NF4 codes or scales, from what `fill` gives for its weight: a block of
-    whole rows at a time, so that no more of it is ever in memory, and the bits depend on no mesh."""
+    """Fills `out`, a rectangle of a module's NF4 codes or scales, by quantizing the weight that `fill` gives. It takes
+    a few full rows at a time: this bounds memory, and the bits do not depend on the mesh."""
     weight, shape = f"{name.rpartition('.')[0]}.weight", torch.Size((module.out_features, module.in_features))
     begin = 0
     for part in out.split(max(1, QUANTIZED // shape[1])):
@@ -93,14 +93,14 @@ def _quantize(module: nn.Linear, name: str, fill: Callable[[str, Offsets, Tensor
 
 
 def local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, this rank's part) of each parameter and buffer."""
+    """(name, local tensor) of each parameter and buffer."""
     for name, parameter in named_parameters(model):
         yield name, parameter.to_local() if isinstance(parameter, DTensor) else parameter
     yield from model.named_buffers()
 
 
 def local_rectangle(tensor: Tensor) -> tuple[tuple[int, ...], Offsets]:
-    """(shape, offsets) of this rank's part of a tensor, by the placements. The last ranks' may be smaller, or empty."""
+    """(shape, offsets) of a tensor's local shard, from its placements. The last ranks' may be smaller or empty."""
     if isinstance(tensor, DTensor):
         return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(tensor.shape), (0,) * tensor.ndim
@@ -108,7 +108,7 @@ def local_rectangle(tensor: Tensor) -> tuple[tuple[int, ...], Offsets]:
 
 def draw(out: Tensor, offsets: Offsets, shape: torch.Size, distribution: tuple[float, float] | None, seed: int,
          name: str) -> None:
-    """Fills `out`, the rectangle at `offsets` of a parameter. distribution: Llama.init_distribution's."""
+    """Initializes `out`, the rectangle at `offsets` of a parameter. distribution: from Llama.init_distribution()."""
     if distribution is None:
         out.fill_(1.0)
         return

@@ -1,4 +1,4 @@
-"""Process group, device and mesh of this process; the only reader of the launcher's environment variables."""
+"""Process group, device and mesh of this process. Only this module reads the launcher's environment variables."""
 
 import contextlib
 import datetime
@@ -17,19 +17,19 @@ import config
 from config import ConfigError
 from options import toml
 
-ON_THIS_NODE = ("data.path", "model.init_from", "lora.init_from")  # a copy may lie on a disk of each node's own
-MESH_DIMS = ("dp_replicate", "dp_shard", "cp", "tp")  # outermost first: tp ranks are neighbours
+ON_THIS_NODE = ("data.path", "model.init_from", "lora.init_from")  # paths may differ: each node may have a local copy
+MESH_DIMS = ("dp_replicate", "dp_shard", "cp", "tp")  # outermost first: tp ranks are adjacent
 
 
 @dataclass(frozen=True)
 class World:
-    """This process, its device and the mesh. The cp and tp ranks of one data rank share its samples: what is split by
-    samples or averaged over them goes by dp_rank and dp_size, not by rank and size."""
+    """This process, its device and the mesh. The cp and tp ranks of one data-parallel rank process the same samples:
+    to split or average over samples, use dp_rank and dp_size, not rank and size."""
 
     rank: int
     size: int
     device: torch.device
-    mesh: DeviceMesh  # of dimensions MESH_DIMS, always all four
+    mesh: DeviceMesh  # always has all four dimensions of MESH_DIMS
 
     @property
     def dp_replicate(self) -> int:
@@ -62,38 +62,38 @@ class World:
 
 
 def build_mesh(device_type: str, shape: tuple[int, int, int, int]) -> DeviceMesh:
-    # A dimension of one rank would still cost one process group per rank; nothing is ever sent over cp or tp of 1.
+    # A dimension of size 1 would still create one process group per rank; no collective ever runs over cp or tp of 1.
     alone = {name: "fake" for name, degree in zip(MESH_DIMS, shape) if degree == 1 and name in ("cp", "tp")}
     return init_device_mesh(device_type, shape, mesh_dim_names=MESH_DIMS, backend_override=alone)
 
 
 def fsdp_mesh(world: World) -> DeviceMesh:
-    """The mesh that FSDP2 shards over: dp_shard, with cp, whose ranks hold the same parameters; in front of it
-    dp_replicate, unless that is 1 and would cost an all-reduce over one rank."""
+    """The mesh for FSDP2: dp_shard flattened with cp, because cp does not shard parameters. HSDP puts dp_replicate in
+    front of it; a dp_replicate of 1 is left out, because it would cost an all-reduce over one rank."""
     shards = world.mesh["dp_shard", "cp"]._flatten("dp_shard_cp") if world.cp > 1 else world.mesh["dp_shard"]
     return DeviceMesh._concatenate([world.mesh["dp_replicate"], shards]) if world.dp_replicate > 1 else shards
 
 
 def ranks_here() -> int:
-    """Of this machine, as torchrun says; 0: nobody has said."""
+    """The number of ranks on this machine, as torchrun sets it; 0 if unset."""
     return int(os.getenv("LOCAL_WORLD_SIZE", "0"))
 
 
 def spans_machines(world: World) -> list[str]:
-    """A note where tp groups do, whose collectives every block waits for."""
+    """A warning if tp groups span machines: every block waits for their collectives."""
     here = ranks_here()
     return [f"warning: parallel.tp = {world.tp} does not divide the {here} ranks of a machine: its groups span machines"
             ", and every block waits for the network in between"] if here % world.tp else []
 
 
 def rank_and_size() -> tuple[int, int, int]:
-    """(rank, local rank, ranks) as torchrun sets them; a plain `python train.py` is one rank."""
+    """(rank, local rank, world size) as torchrun sets them; a plain `python train.py` runs one rank."""
     return int(os.getenv("RANK", "0")), int(os.getenv("LOCAL_RANK", "0")), int(os.getenv("WORLD_SIZE", "1"))
 
 
 def pick_device(cfg: config.Config, local_rank: int) -> torch.device:
-    """The device of this rank. Raises ConfigError where cuda is asked for and not there, has too few GPUs, or cannot
-    what `float8` asks for."""
+    """The device of this rank. Raises ConfigError if cuda is requested but unavailable, if there are too few GPUs, or
+    if the GPU does not support `float8`."""
     if cfg.run.device == "cpu" or (cfg.run.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -120,13 +120,13 @@ def has_bfloat16_units(device: torch.device) -> bool:
 
 
 def storage_device(cfg: config.Config, world: World) -> torch.device:
-    """Where parameters, gradients and optimizer state stay between steps."""
+    """Where parameters, gradients and optimizer state are stored between steps."""
     return torch.device("cpu") if cfg.parallel.cpu_offload else world.device
 
 
 def on_rank_zero(work: Callable[[], Any]) -> Any:
-    """Runs `work` on rank 0; returns its result, or raises its ConfigError, on every rank. For decisions that must
-    be one: each rank may see another state of a shared disk."""
+    """Runs `work` on rank 0; returns its result, or raises its ConfigError, on every rank. For decisions that ranks
+    must agree on: each may see a different state of a shared disk."""
     answer = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -140,7 +140,7 @@ def on_rank_zero(work: Callable[[], Any]) -> Any:
 
 
 def all_gather_objects(value: Any) -> list:
-    """Every rank's `value`, by rank, over the host's network: the GPU is not waited for. A tool has no other ranks."""
+    """Every rank's `value`, in rank order. Uses gloo and does not wait for the GPU. In a tool: only its own value."""
     if not dist.is_initialized():
         return [value]
     found: list = [None] * dist.get_world_size()
@@ -149,8 +149,8 @@ def all_gather_objects(value: Any) -> list:
 
 
 def check_same_on_all_ranks(cfg: config.Config) -> None:
-    """Raises ConfigError, on every rank, where a node has another configuration file or was given other options: the
-    shards of one model would be trained in two ways, and nothing would tell."""
+    """Raises ConfigError on every rank if any rank's configuration or options differ from rank 0's: the shards of one
+    model would silently be trained in two ways."""
     ours = config.SCHEMA.complete(config.to_dict(cfg))
     first = on_rank_zero(lambda: ours)
     differ = [f"{name} = {toml(ours[name])}, rank 0 {toml(first[name])}" for name in first
@@ -162,8 +162,8 @@ def check_same_on_all_ranks(cfg: config.Config) -> None:
 
 @contextlib.contextmanager
 def distributed(cfg: config.Config) -> Iterator[World]:
-    """Starts the process group, and ends it. Raises ConfigError first for a mesh or device that cannot be had, and
-    where another rank has other options."""
+    """Initializes the process group, and destroys it on exit. Raises ConfigError for a mesh or device that is invalid
+    or unavailable, and if ranks have different options."""
     rank, local_rank, size = rank_and_size()
     shape = config.mesh_shape(cfg, size)
     device = pick_device(cfg, local_rank)
@@ -175,8 +175,8 @@ def distributed(cfg: config.Config) -> Iterator[World]:
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=config.longest_timeout(cfg)), **alone)
     check_same_on_all_ranks(cfg)
     yield World(rank, size, device, build_mesh(device.type, shape))
-    # Not reached after an exception: then the other ranks do not come to the barrier, and the process just ends.
-    # Lets go of FSDP2's buffers first: gloo aborted in one of five runs that destroyed the group with them alive.
+    # Not reached after an exception: the other ranks may never reach the barrier, so the process just exits.
+    # Free FSDP2's buffers first: gloo aborted in one of five runs that destroyed the group while they were alive.
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()

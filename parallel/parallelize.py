@@ -1,4 +1,4 @@
-"""How a plain model is parallelized: the order, on one screen, with the reason for each step."""
+"""Parallelizes a plain model: the order of the steps, on one screen, with the reason for each."""
 
 import torch
 
@@ -14,34 +14,34 @@ from parallel.tensor import apply_tensor_parallelism
 
 
 def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
-    """Parallelizes a model on the meta device, in place. materialize() gives it storage and values afterwards."""
-    # 0. Which matrices multiply in 8 bits: it changes what a block computes, and what FSDP2 gathers.
+    """Parallelizes a model on the meta device, in place. Call materialize() afterwards for storage and values."""
+    # 0. Choose the matrices that multiply in float8: this changes what a block computes and what FSDP2 all-gathers.
     use_float8(model.blocks, cfg.parallel.float8, world.device.type)
 
-    # 1. Tensor and context parallelism first, as they change what a block computes: what follows wraps, compiles and
-    #    shards the result. FSDP2 takes its shards of what tensor parallelism leaves this rank of a weight.
+    # 1. Tensor and context parallelism change what a block computes, so they come before the steps that wrap, compile
+    #    and shard it. FSDP2 shards each weight's local tp shard further.
     apply_tensor_parallelism(model, cfg.parallel.recompute, world)
     apply_context_parallelism(model, cfg.parallel.recompute, cfg.train.seq_len, world)
 
-    # 2. Activation checkpointing next: its wrapper becomes part of what is compiled and sharded. Around a sharded
-    #    block, it would run that unit's hooks, and so its all-gather, a second time.
+    # 2. Activation checkpointing next: its wrapper is compiled and sharded with the block. Wrapped around a sharded
+    #    block instead, recomputation would run the unit's FSDP hooks again.
     apply_activation_checkpointing(model, cfg.parallel.recompute, world.tp)
 
-    # 3. Compilation, block by block and in place: all layers share one compiled block, names stay as they are, and
-    #    the all-gathers stay between the blocks, where computation can hide them. Of the head, what lies between the
-    #    loss's matrix products.
+    # 3. Compile each block in place: all layers share one compiled graph, parameter names do not change, and the
+    #    all-gathers stay between blocks, where computation can hide them. In the head, only the elementwise part of
+    #    the chunked cross entropy is compiled.
     if cfg.parallel.compile:
-        # Blocks that differ in dtype or in what is frozen are variants of one graph, each with and without gradients;
-        # torch's limit is 8.
+        # Blocks that differ in dtype or in frozen parameters are recompilations of one graph, each with and without
+        # gradients. torch's default limit is 8.
         torch._dynamo.config.recompile_limit = 64
-        torch.compiler.allow_in_graph(Product)  # traced through by itself, torch 2.11 loses its gradients
+        torch.compiler.allow_in_graph(Product)  # torch 2.11 loses its gradients when Dynamo traces into it
         for block in model.blocks:
             for projection in block.modules():
                 if isinstance(projection, Projection):
-                    projection.compiled = True  # its weights from 4 bits, by one kernel
+                    projection.compiled = True  # dequantize NF4 weights in a compiled kernel
             block.compile(fullgraph=True)
         model.head.compile_loss = True
 
-    # 4. Sharding last: parameters become new objects (DTensors). What holds parameters, as the optimizer does, is made
-    #    after this.
+    # 4. FSDP2 last: it replaces parameters by new objects (DTensors). Build whatever holds parameters, such as the
+    #    optimizer, after this.
     apply_fsdp(model, cfg.parallel, world)

@@ -1,7 +1,7 @@
-"""An optimizer that was made before sharding: how to carry it over, and how to detect one that was not.
+"""Rebinds an optimizer that was built before sharding, and detects one that was not rebound.
 
-fully_shard() replaces every parameter. An optimizer made before keeps the old ones: the full weights stay in memory and
-step() updates nothing, without an error (docs/optimizer_before_sharding.md). train.py makes its optimizer afterwards.
+fully_shard() replaces every parameter. An optimizer built before keeps the old ones: the full weights stay in memory,
+and step() silently updates nothing (docs/optimizer_before_sharding.md). train.py builds its optimizer after sharding.
 """
 
 import contextlib
@@ -15,27 +15,27 @@ from model.llama import named_parameters
 
 @contextlib.contextmanager
 def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """`with rebind_optimizer(model, optimizer): parallelize(model, cfg, world)` carries an optimizer without state over
-    to the parameters of the same names; order, groups and settings stay. materialize() may follow.
+    """`with rebind_optimizer(model, optimizer): parallelize(model, cfg, world)` rebinds an optimizer without state to
+    the new parameters of the same names. Order, groups and settings stay. materialize() may follow.
 
-    Raises ValueError for an optimizer that cannot be carried over, and for a name that is gone afterwards.
+    Raises ValueError for an optimizer that cannot be rebound, and for a parameter name that is gone afterwards.
     """
     if optimizer.state:
         raise ValueError("the optimizer has state, which would be lost: make it anew after sharding, or rebind it "
                          "before anything steps it, loads into it or makes its state (as optim.build_optimizer does)")
-    # by object and not by storage: on meta all storages have the same address, none
+    # by object, not by storage: on meta all storages have the same (null) address
     known = {id(p): name for name, p in named_parameters(model)}
     names = [known.pop(id(p), None) for _, p in _entries(optimizer)]
     if None in names:
         entry, _ = _entries(optimizer)[names.index(None)]
         raise ValueError(f"{entry} is no parameter of the model, or the optimizer holds it already: rebind_optimizer "
                          "goes around the sharding")
-    placeholder = torch.empty(0)  # within, so that each full weight is freed as soon as its unit is sharded
+    placeholder = torch.empty(0)  # stands in, so that each full weight is freed once its unit is sharded
     for group in optimizer.param_groups:
         group["params"] = [placeholder] * len(group["params"])
     try:
         yield
-    finally:  # after an exception too: what sharding has not come to is the model's own
+    finally:  # after an exception too: parameters not yet sharded are rebound unchanged
         found, wanted = dict(named_parameters(model)), iter(names)
         for group in optimizer.param_groups:
             group["params"] = [found.get(next(wanted), placeholder) for _ in group["params"]]
@@ -45,8 +45,8 @@ def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises RuntimeError where the optimizer does not hold the model's trainable parameters, all and no others. Not
-    between forward and backward: other tensors stand in for the parameters then."""
+    """Raises RuntimeError unless the optimizer holds exactly the model's trainable parameters. Do not call it between
+    forward and backward: the model may then hold unsharded parameters."""
     names = {id(p): name if p.requires_grad else f"{name}, which is frozen" for name, p in named_parameters(model)}
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     held = {id(p): entry for entry, p in _entries(optimizer)}
@@ -62,6 +62,6 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _entries(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
-    """(where it stands, in words; the parameter) of everything that the optimizer holds."""
+    """(description of its position, parameter) of every parameter that the optimizer holds."""
     return [(f"param_groups[{i}]['params'][{j}] {tuple(p.shape)}", p)
             for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])]

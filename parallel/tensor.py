@@ -1,12 +1,12 @@
-"""Tensor parallelism (https://arxiv.org/abs/1909.08053): each rank has a part of every matrix, and computes with it.
+"""Tensor parallelism (https://arxiv.org/abs/1909.08053): each rank holds a shard of every matrix and computes with it.
 
-With it sequence parallelism (https://arxiv.org/abs/2205.05198): between attention and feed-forward, where every token
-is for itself, each rank has a run of the sequence. So a block's forward is, over tp,
+It includes sequence parallelism (https://arxiv.org/abs/2205.05198): outside attention and feed-forward, where tokens do
+not interact, activations are sharded along the sequence. A block's forward over tp is
 
-    norm -> all-gather -> columns, attention of some heads, rows -> reduce-scatter -> + residual -> norm -> ...
+    norm -> all-gather -> colwise linear, local heads, rowwise linear -> reduce-scatter -> + residual -> norm -> ...
 
-The embedding and the head are cut by rows of the vocabulary. Modules compute with plain tensors: what they have of a
-weight, and what the functions below give them of an activation.
+The embedding and the head are sharded over the vocabulary. Modules compute on plain tensors: local shards of weights,
+and the activations that the functions below all-gather.
 """
 
 import fnmatch
@@ -25,9 +25,9 @@ from parallel.activation_checkpoint import is_checkpointed
 from parallel.collectives import Gather, Group, Scatter, all_gather, all_reduce, gathered, group_of
 from parallel.mesh import World
 
-COLUMNS, ROWS = Shard(0), Shard(1)  # of x @ weight.T: a rank makes some of its columns, or takes some of x's
-# The module's weight over tp: each rank's part, or on all the same. What belongs to a projection (an adapter's A and B,
-# NF4's scales) is cut where the projection's columns or rows are, so that it needs no collective of its own.
+COLUMNS, ROWS = Shard(0), Shard(1)  # colwise, rowwise. For x @ weight.T: local output or input features
+# TP plan: each module's weight is sharded or replicated over tp. What belongs to a projection (an adapter's A and B,
+# NF4 scales) is sharded along the same features as the projection, so that it needs no collective of its own.
 WEIGHTS = {
     "embedding": Shard(0),
     "blocks.*.attention_norm": Replicate(),
@@ -45,7 +45,7 @@ BY_ROWS = {"lora_a": Shard(1), "lora_b": Replicate(), "scales": Replicate()}
 
 
 def placement_of(parameter: str) -> Placement | None:
-    """How a parameter of this name is placed over tp; None: it is not in the table."""
+    """The placement over tp of a parameter of this name; None if the TP plan has no entry."""
     module = parameter.removesuffix(".weight")
     projection, _, part = module.rpartition(".")
     if part in BY_ROWS:
@@ -54,8 +54,8 @@ def placement_of(parameter: str) -> Placement | None:
 
 
 def apply_tensor_parallelism(model: Llama, recompute: str | int, world: World) -> None:
-    """Cuts weights, activations and loss over tp, in place. Parameters become DTensors on the mesh's dimension tp.
-    Raises ConfigError for parameters that the table does not know."""
+    """Shards weights, activations and loss over tp, in place. Parameters become DTensors on the mesh dimension tp.
+    Raises ConfigError for parameters that the TP plan does not list."""
     if world.tp == 1:
         return
     if unknown := [name for name, _ in model.named_parameters() if placement_of(name) is None]:
@@ -75,11 +75,11 @@ def apply_tensor_parallelism(model: Llama, recompute: str | int, world: World) -
 
 
 class Local(nn.Module):
-    """A weight that is placed over tp -> this rank's part of it, which the module computes with."""
+    """Parametrization: from a DTensor over tp to its local tensor, which the module computes with."""
 
     def __init__(self, placement: Placement):
         super().__init__()
-        # Of a whole weight each rank's gradient is of its part of the sequence: to be added up.
+        # Replicated weights see local tokens (norms) or local features (adapters): their gradient is Partial.
         self.gradient = (Partial(),) if placement.is_replicate() else (placement,)
 
     def forward(self, weight: DTensor) -> Tensor:
@@ -87,7 +87,7 @@ class Local(nn.Module):
 
 
 def cut_weights(model: Llama, world: World) -> None:
-    places: dict[nn.Parameter, nn.Parameter] = {}  # a tied one stays one
+    places: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
     for path, module in list(model.named_modules()):
         for name, weight in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             placement = placement_of(f"{path}.{name}")
@@ -96,19 +96,19 @@ def cut_weights(model: Llama, world: World) -> None:
                 places[weight] = nn.Parameter(sharded, weight.requires_grad)
             parametrize.register_parametrization(module, name, Local(placement), unsafe=True)
             module.parametrizations[name].original = places[weight]
-            if name == "scales" and placement.is_replicate():  # those of all columns, of which a rank has some
+            if name == "scales" and placement.is_replicate():  # of all columns; this rank's begin at first_block
                 module.first_block = world.mesh.get_local_rank("tp") * (module.in_features // world.tp // BLOCK)
 
 
 @dataclass
 class Sequence:
-    """What happens to activations (B, T, D) around a module; T is this rank's part of the sequence between blocks."""
+    """Collectives on activations (B, T, D) around a module. Between modules, T is this rank's part of the sequence."""
 
     group: Group
     cut: bool = True
 
     def choose(self, model: Llama, args: tuple, options: dict) -> None:
-        """Before each pass: a single token, as generation adds it, cannot be cut."""
+        """Before each forward pass: with a cache, activations are not sharded: a single token cannot be split."""
         self.cut = options.get("cache") is None
 
     def gather(self, x: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class Sequence:
         def wrapped(tokens: Tensor) -> Tensor:
             index = tokens - self.group.rank * rows
             own = (index >= 0) & (index < rows)
-            return self.scatter(forward(index.where(own, 0)) * own[..., None])  # zeros, and the one who has the token
+            return self.scatter(forward(index.where(own, 0)) * own[..., None])  # nonzero only on the owner
 
         return wrapped
 

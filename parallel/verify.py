@@ -1,6 +1,6 @@
-"""Is the model sharded as configured? Checked at start-up, on every rank, before the first step.
+"""Verifies that the model is sharded as configured: at start-up, on every rank, before the first step.
 
-What goes wrong here goes wrong silently: a parameter outside every unit is never reduced, replicas drift apart.
+These errors are silent otherwise: gradients of a parameter outside every unit are never reduced, and replicas diverge.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from parallel.tensor import placement_of
 
 
 def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict]:
-    """Returns the unit map: a row for each unit. Raises RuntimeError naming the first parameter that is wrong."""
+    """Returns the unit map, one row per unit. Raises RuntimeError naming the first parameter that is wrong."""
     names = {parameter: name for name, parameter in named_parameters(model)}
     owned, unsharded, rows = set(), unsharded_parameters(model, p), []
     in_8_bits = {linear.weight for linear in tensorwise(model)}
@@ -38,7 +38,7 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
         trained = [q for q in parameters if q.requires_grad]
         dtypes = {q.dtype for q in trained}
         _require(len(dtypes) < 2, f"unit {unit}", f"has trainable parameters of {dtypes}")
-        # a fork's parameter needs no place in tp's table where there is no tp
+        # with tp = 1, a fork's parameters may be missing from the TP plan
         cut = {q for q in parameters if world.tp > 1 and placement_of(names[q]).is_shard()}
         dtype = unit_dtypes(p, unit)[0]
         gathered = sum(q.numel() // (world.tp if q in cut else 1)
@@ -73,7 +73,7 @@ def _check_placements(q: nn.Parameter, name: str, mesh: DeviceMesh, world: World
     expected = (Replicate(), Shard(0)) if world.dp_replicate > 1 else (Shard(0),)
     if world.tp > 1:
         over_tp = placement_of(name)
-        # FSDP2 shards what tp leaves of the rows: the whole's rows of one FSDP2 rank do not lie together
+        # FSDP2 shards tp's local rows: in the full tensor, one FSDP2 rank's rows are strided, not contiguous
         over_shards = _StridedShard(0, split_factor=world.tp) if over_tp == Shard(0) else Shard(0)
         expected = (*expected[:-1], over_shards, over_tp)
     _require(isinstance(q, DTensor), name, f"is a {type(q.data).__name__}, not a DTensor: it is not sharded")
@@ -82,21 +82,21 @@ def _check_placements(q: nn.Parameter, name: str, mesh: DeviceMesh, world: World
 
 
 def check_shard(q: DTensor, name: str) -> None:
-    """Raises RuntimeError unless this rank stores just the rectangle that the placements, whichever, give it."""
+    """Raises RuntimeError unless the local shard is exactly the rectangle that the tensor's placements imply."""
     local, (shape, offsets) = q.to_local(), local_rectangle(q)
     _require(not local.is_meta, name, "is on meta: it has no storage")
     _require(local.shape == shape, name, f"has shard {tuple(local.shape)}, not {tuple(shape)} from {offsets}")
 
 
 def _check_replicas(parameters: dict[str, nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Compares two checksums of the bits of every tensor over a group."""
+    """Compares two bitwise checksums of every local tensor across the ranks of a group."""
     if not parameters or dist.get_world_size(group) == 1:
         return
     sums = []
     for q in parameters.values():
         local = q.detach().to_local() if isinstance(q, DTensor) else q.detach()
         bits = local.contiguous().view(getattr(torch, f"int{8 * local.itemsize}")).flatten().long()
-        weights = torch.arange(len(bits), device=bits.device) % 65521 + 1  # so that two values swapped are seen
+        weights = torch.arange(len(bits), device=bits.device) % 65521 + 1  # detects swapped values
         sums.append(torch.stack([bits.sum(), (bits * weights).sum()]))
     low = torch.stack(sums).cpu()
     high = low.clone()
@@ -107,7 +107,7 @@ def _check_replicas(parameters: dict[str, nn.Parameter], group: dist.ProcessGrou
 
 
 def unit_table(rows: list[dict]) -> str:
-    """The unit map for a person; runs of equal blocks share a line."""
+    """The unit map as a readable table; consecutive equal blocks share a line."""
     lines = [f"{'unit':<24}{'parameters':>15}{'here, MiB':>12}{'gathered, MiB':>15}  policy"]
     for _, run in itertools.groupby(rows, key=lambda row: {**row, "unit": ""}):
         first, *rest = run
