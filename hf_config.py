@@ -1,4 +1,4 @@
-"""Hugging Face's config.json of the Llama family <-> [model]. Needs no torch."""
+"""Converts config.json (Llama family) and PEFT's adapter_config.json to and from our options. Needs no torch."""
 
 import json
 import os
@@ -11,8 +11,8 @@ from options import ConfigError, Given, Schema, to_dict, toml
 KEYS = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
         "n_kv_heads": "num_key_value_heads", "ffn_dim": "intermediate_size", "vocab_size": "vocab_size",
         "head_dim": "head_dim", "norm_eps": "rms_norm_eps", "tie_embeddings": "tie_word_embeddings"}
-ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # both sides'
-# What the model computes; a file that says something else is refused. Absent is as good, but for the first.
+ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # the same in both
+# The only values that the model supports; any other is refused. All keys but model_type may be absent.
 ONLY = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
         "partial_rotary_factor": 1.0, "quantization_config": None}
 
@@ -29,10 +29,10 @@ def read_json(path: pathlib.Path) -> dict:
 
 
 def read(path: pathlib.Path, schema: Schema) -> dict[str, Any]:
-    """The options of [model] that a config.json stands for, {"model.dim": 64, ...}, with transformers' defaults. Raises
-    ConfigError with all that is wrong, or that this model does not compute.
+    """The options of [model] in a config.json, {"model.dim": 64, ...}, with transformers' defaults. Raises ConfigError
+    naming every value that is invalid or that this model does not support.
 
-    Rotary settings are read in both spellings: rope_theta and rope_scaling or, since transformers 5, rope_parameters.
+    RoPE settings are read in both spellings: rope_theta and rope_scaling or, since transformers 5, rope_parameters.
     """
     theirs, options, problems = read_json(path), {}, []
     named = theirs.get("architectures") or ["LlamaForCausalLM"]
@@ -67,10 +67,10 @@ def read(path: pathlib.Path, schema: Schema) -> dict[str, Any]:
 
 
 def complete(given: Given) -> None:
-    """Takes the options of [model] from the folder that init_from names; those that are given must agree with it."""
+    """Fills in the options of [model] from the folder that init_from names; options already given must agree."""
     values, origins, folder = given.values, given.origins, given.values["model.init_from"]
     path, rope = pathlib.Path(folder) / "config.json", "model.rope_scaling"
-    if not os.path.exists(path):  # unlike pathlib's, no error where it cannot be looked at
+    if not os.path.exists(path):  # unlike Path.exists(), False where access is denied
         # a complete table, as in a run's own config.toml, needs no folder: its run may resume from a checkpoint
         needed = {f"model.{key}" for key, (_, f) in given.schema.section("model").items() if f.default is MISSING}
         if needed <= values.keys():
@@ -97,11 +97,11 @@ def complete(given: Given) -> None:
 
 
 def render(m: Any, seq_len: int, dtype: str, token_ids: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a config.Model. Rotary settings and dtype are in it twice, as transformers 5 and as older ones
-    read them. token_ids: bos_token_id and eos_token_id, where they are known.
+    """The config.json of a config.Model. RoPE settings and dtype appear twice, in the spellings of transformers 5 and
+    of older versions. token_ids: bos_token_id and eos_token_id, if known.
 
-    max_position_embeddings is the length that was trained with (or imported), or what the rotary table is stretched to
-    where that length is not beyond the one that it was stretched from.
+    max_position_embeddings is seq_len, trained or imported. With rope_scaling, and seq_len within
+    original_max_position_embeddings, it is factor times the latter.
     """
     rope, stretched = {"rope_type": "default"}, 0
     if s := m.rope_scaling:
@@ -132,7 +132,7 @@ def render(m: Any, seq_len: int, dtype: str, token_ids: dict[str, Any]) -> dict[
 
 
 ADAPTER = "adapter_config.json"
-# What an adapter computes here, in PEFT's words; a file that says something else is refused. Absent is as good.
+# The only values of PEFT's options that adapters support here; any other is refused. A key may be absent.
 ONLY_ADAPTER = {"peft_type": ["LORA"], "bias": ["none"], "use_dora": [False], "use_rslora": [False],
                 "fan_in_fan_out": [False], "lora_bias": [False], "modules_to_save": [[]], "rank_pattern": [{}],
                 "alpha_pattern": [{}], "layers_to_transform": [[]], "init_lora_weights": [True, False, "gaussian"],
@@ -142,7 +142,7 @@ ADAPTER_KEYS = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules"}
 
 
 def read_adapter(folder: pathlib.Path) -> dict[str, Any]:
-    """adapter_config.json of a PEFT folder. Raises ConfigError where it says what is not computed here."""
+    """The adapter_config.json of a PEFT folder. Raises ConfigError for values that are not supported here."""
     theirs, path = read_json(folder / ADAPTER), folder / ADAPTER
     if problems := [f"{path}: {key} = {json.dumps(theirs[key])}: only {json.dumps(known[0])} can be read"
                     for key, known in ONLY_ADAPTER.items() if theirs.get(key) not in (*known, None)]:
@@ -151,7 +151,7 @@ def read_adapter(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def complete_adapter(given: Given) -> None:
-    """Takes rank, alpha and targets from the PEFT folder that lora.init_from names; those that are given must agree. A
+    """Fills in rank, alpha and targets from the PEFT folder that lora.init_from names; those given must agree. A
     complete table, as in a run's own config.toml, needs no folder: its run may resume from a checkpoint. Raises
     ConfigError."""
     values, folder, problems = given.values, pathlib.Path(given.values["lora.init_from"]), []
@@ -166,7 +166,7 @@ def complete_adapter(given: Given) -> None:
             problems.append(f"{folder / ADAPTER}: {their_key} = {json.dumps(value)}: {error}")
             continue
         ours = values.setdefault(name, value)
-        if ours != value and not (key == "targets" and {*ours} == {*value}):  # in any order
+        if ours != value and not (key == "targets" and {*ours} == {*value}):  # order does not matter
             given.problems[name] = (f"{given.origins[name]}: [lora] {key} = {toml(ours)}: {folder / ADAPTER} has "
                                     f"{their_key} = {toml(value)}; leave it out")
         given.origins.setdefault(name, str(folder / ADAPTER))

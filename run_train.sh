@@ -23,16 +23,16 @@
 # itself. After scancel it saves too, if SLURM's KillWait (30 seconds unless set) leaves the time, and is not requeued.
 set -euo pipefail
 
-# Until this process becomes the launcher, which has handlers of its own. Under SLURM the batch script is signalled.
+# Valid until exec replaces this process by the launcher, which has its own handlers. SLURM signals the batch script.
 trap 'echo "stopped before the run began" >&2; exit 75' TERM INT USR1 HUP
 fail() { echo "run_train.sh: $1" >&2; exit 2; }
 
 repo=$(CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" && pwd)
-# Under sbatch this file is a copy in a spool folder: the repository is where the job was submitted from.
+# sbatch runs a copy of this file from a spool folder: the repository is where the job was submitted from.
 [[ -f $repo/train.py ]] || repo=${SLURM_SUBMIT_DIR:-$repo}
 [[ -f $repo/train.py ]] || fail "$repo: no train.py here; it must lie in the repository, and be submitted from there"
 
-# We stay in the caller's folder, which relative paths are relative to, and import from the repository alone.
+# Stay in the caller's folder, which relative paths refer to, but import modules from the repository.
 export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
 
 make_venv() {
@@ -52,7 +52,7 @@ make_venv() {
         echo "setting up $venv (once; torch is large)" >&2
         rm -rf "$venv"
         python3 -m venv "$venv"
-        # torch first and by its exact version: asked for by another package, a range might take another build
+        # torch first, at its exact version: a range that another package requires might select another build
         "$venv/bin/python" -m pip install --quiet "$(grep '^torch==' "$repo/requirements.txt")" >&2
         "$venv/bin/python" -m pip install --quiet -r "$repo/requirements.txt" >&2
         echo "$wanted" >"$venv/.made-from"
@@ -60,7 +60,7 @@ make_venv() {
     exec 9>&-
 }
 
-choose_python() {  # with the run's arguments, or none for everything
+choose_python() {  # takes the run's arguments; none: the Python must suit every tool
     if [[ -n ${PYTHON:-} ]]; then
         python=$(command -v "$PYTHON") || fail "PYTHON=$PYTHON: no such program"
     elif python=$(command -v python3) && "$python" -m lifecycle.command --usable "$@" 2>/dev/null; then :
@@ -75,7 +75,7 @@ esac
 for word in "$@"; do
     case $word in
     --help | -h)
-        sed -n '/^# Sets up/,/^set /s/^# \{0,1\}//p' "$repo/run_train.sh" || true  # the reader may have seen enough
+        sed -n '/^# Sets up/,/^set /s/^# \{0,1\}//p' "$repo/run_train.sh" || true  # a closed pipe (| head) is no error
         choose_python
         exec "$python" "$repo/train.py" --help ;;
     --dry-run) plan=yes ;;
@@ -84,10 +84,10 @@ done
 case ${1:-} in "" | --*) set -- "$repo/configs/tiny.toml" "$@" ;; esac
 choose_python "$@"
 if [[ -n $plan ]]; then exec "$python" "$repo/train.py" "$@"; fi
-# Closed, as a daemon may leave them, a rank could not send them to its log.
+# Open stdout and stderr on /dev/null if a daemon closed them: ranks could not redirect them to their logs.
 { : 3>&2; } || exec 2>/dev/null
 { : 3>&1; } 2>/dev/null || exec >/dev/null
-# The launcher unblocks them when it has its handlers. (env of coreutils 8.31 and later can do that.)
+# Block the signals until the launcher has its handlers. (This needs env of coreutils 8.31 or later.)
 blocked=(env --block-signal=TERM,INT,USR1,HUP)
 "${blocked[@]}" true 2>/dev/null || blocked=()
 exec "${blocked[@]}" "$python" -m lifecycle.launch "$@"

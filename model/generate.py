@@ -3,7 +3,7 @@
     python -m model.generate outputs/tiny --prompt "def "
     python -m model.generate outputs/tiny --prompt "def " --prompt "class " --top-p 0.9 --tokens 64
 
-The text of one prompt is streamed; several prompts make one batch, printed at the end, one after the other.
+A single prompt's text is streamed. Several prompts form one batch and are printed at the end, one after the other.
 """
 
 import argparse
@@ -27,12 +27,12 @@ from model.attention import Cache
 @torch.no_grad()
 def generate(model: nn.Module, prompts: list[list[int]], count: int, context: int, device: torch.device,
              temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> Iterator[list[int]]:
-    """Yields the next token of every row, `count` times; the caller may stop earlier, at EOS tokens say.
+    """Yields the next token of every row, `count` times; the caller may stop early, for example at EOS tokens.
 
-    Prompts (not empty) may differ in length: a row gets the tokens that it would get alone, and row i draws from a
-    generator of its own, seeded by (seed, i). A row that outgrows `context` tokens restarts at position 0 with its
-    newest half: one pass over all rows. Every pass all-gathers the parameters: all ranks must give equal arguments and
-    take equally many tokens.
+    Prompts must not be empty, and may differ in length. A row's tokens do not depend on the other rows: row i draws
+    from its own generator, seeded by (seed, i). A row that outgrows `context` tokens restarts at position 0 with its
+    newest half, and one pass refills the cache of all rows. Every pass all-gathers the parameters, so all ranks must
+    pass equal arguments and consume equally many tokens.
     """
     rows, cache = [list(prompt) for prompt in prompts], None  # rows: the tokens that the model attends to
     generators = [random.Random(f"{seed} {i}") for i in range(len(rows))]
@@ -56,26 +56,26 @@ def generate(model: nn.Module, prompts: list[list[int]], count: int, context: in
 
 
 def choose(logits: Tensor, temperature: float, top_p: float, draws: list[float]) -> list[int]:
-    """A token for each row of logits (B, V): the likeliest at temperature 0, else sampled by the row's draw in [0, 1)
-    from the smallest set of likeliest tokens with at least the probability top_p (https://arxiv.org/abs/1904.09751).
+    """One token for each row of logits (B, V): greedy at temperature 0, else nucleus (top-p) sampling by the row's draw
+    from [0, 1) (https://arxiv.org/abs/1904.09751).
 
-    Sampled on the host in float64: equal on every device, and deterministic. Raises ConfigError for non-finite logits.
+    Samples on the host in float64: deterministic and equal on every device. Raises ConfigError for non-finite logits.
     """
     if not logits.amax(-1).isfinite().all():
         raise ConfigError("the model's output is not finite: its weights are corrupt")
     if temperature == 0:
         return logits.argmax(-1).tolist()
     logits = logits.cpu().double()
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0, so that no temperature makes it inf
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0: no temperature makes it +inf
     probability, token = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)  # (B, V)
-    total = probability.cumsum(-1)  # (B, V), of a token and all that are likelier
+    total = probability.cumsum(-1)  # (B, V), of a token and all likelier ones
     last = (total < top_p).sum(-1, keepdim=True).clamp(max=logits.shape[-1] - 1)  # (B, 1)
     drawn = torch.tensor(draws, dtype=torch.float64)[:, None] * total.gather(-1, last)  # (B, 1)
     return token.gather(-1, torch.searchsorted(total, drawn))[:, 0].tolist()
 
 
 def encode(tokenizer, prompt: str) -> list[int]:
-    """Ids of a prompt, the BOS token first where the tokenizer has one. Raises ConfigError where there are none."""
+    """Token ids of a prompt, after BOS if the tokenizer has one. Raises ConfigError if there are none."""
     try:
         prompt.encode()
     except UnicodeEncodeError as error:  # bytes of the command line that the locale cannot decode
@@ -88,7 +88,7 @@ def encode(tokenizer, prompt: str) -> list[int]:
 
 def continue_text(model: nn.Module, tokenizer, prompt: str, count: int, temperature: float, context: int,
                   device: torch.device, seed: int = 0) -> str:
-    """The prompt and its continuation, up to the first EOS token. All ranks make `count` passes."""
+    """The prompt and its continuation up to the first EOS token. Every rank runs all `count` passes."""
     ids = encode(tokenizer, prompt)
     new = [tokens[0] for tokens in generate(model, [ids], count, context, device, temperature, seed=seed)]
     end = next((i for i, token in enumerate(new) if token in tokenizer.eos), None)
@@ -96,8 +96,8 @@ def continue_text(model: nn.Module, tokenizer, prompt: str, count: int, temperat
 
 
 def print_stream(tokenizer, rows: list[list[int]], steps: Iterable[list[int]], write: Callable[[str], None]) -> None:
-    """Appends each step's tokens to the rows, to each up to its EOS token, and writes the text: of one row as it grows,
-    of several when all have ended. Text so far is written also where `steps` raises, as by Ctrl-C."""
+    """Appends each step's tokens to the rows, to each up to its EOS token, and writes the text: a single row as it
+    grows, several rows once all have ended. Also writes the text so far if `steps` raises, as on Ctrl-C."""
     unfinished, written = set(range(len(rows))), 0
     try:
         for tokens in itertools.chain([[]], steps):  # first the prompt alone
@@ -106,7 +106,7 @@ def print_stream(tokenizer, rows: list[list[int]], steps: Iterable[list[int]], w
                     unfinished.discard(i)
                 elif i in unfinished:
                     rows[i].append(token)
-            if len(rows) == 1:  # a character with bytes still missing decodes as this one, and waits
+            if len(rows) == 1:  # hold back an incomplete UTF-8 character, which decodes as this one
                 text = tokenizer.decode(rows[0]).rstrip("\N{REPLACEMENT CHARACTER}")
                 write(text[written:])
                 written = len(text)
@@ -138,7 +138,7 @@ def main(argv: list[str]) -> int:
         if not holds:
             parser.error(f"{flag} {value}: must be {rule}")
 
-    # Upwards, as a tool's main may: the model itself knows nothing of checkpoints.
+    # Imported here, as only a tool's main() may: model/ does not depend on checkpoint/, data/ or parallel/.
     from checkpoint import catalog, load
     from data.show import printable
     from data.tokenizer import Tokenizer
@@ -146,7 +146,7 @@ def main(argv: list[str]) -> int:
     from model.llama import Llama, meta_model
     from parallel.materialize import materialize
 
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process works alone, as meant
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process is intended
     try:
         if sys.stdout is None:
             raise OSError("is closed")
@@ -177,7 +177,7 @@ def main(argv: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     except OSError as error:
-        if sys.stdout:  # Python flushes it once more at exit
+        if sys.stdout:  # Python flushes stdout once more at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):  # the reader has closed the pipe, as `head` does
             return 0

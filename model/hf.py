@@ -3,10 +3,10 @@
     python -m model.hf export CKPT_OR_RUN OUT [--dtype bfloat16] [--shard-gib 2]
     python -m model.hf import HF_DIR OUT
 
-Export takes a checkpoint of any number of ranks, or a run's newest good one, and writes config.json,
-generation_config.json, safetensors and the tokenizer; it holds one output file in memory. Import writes one checkpoint
-folder, to generate from and to export again, and holds one tensor; a run reads HF_DIR itself, by model.init_from. OUT
-appears whole or not at all, and one with anything in it is refused. Exits with 2 on failure, naming each problem.
+Export reads a checkpoint of any world size, or a run's newest good one. It writes config.json, generation_config.json,
+safetensors and the tokenizer, with one output file in memory. Import writes one checkpoint folder, to generate from or
+to export again, with one tensor in memory; a run reads HF_DIR directly (model.init_from). OUT is published atomically.
+It must be new or an empty folder. Exits with 2 on failure, naming each problem.
 """
 
 import argparse
@@ -39,10 +39,10 @@ GENERATION = "generation_config.json"
 
 
 def write_weights(folder: Path, m: config.Model, read: Callable[[str], Tensor], dtype: torch.dtype, limit: int) -> None:
-    """Writes safetensors files of at most `limit` bytes of tensors (or one tensor), with an index of several files.
+    """Writes safetensors files of at most `limit` bytes of tensors (or one tensor), with an index if there are several.
 
-    read(our name) gives a full parameter. Holds one file's tensors in `dtype`, and one as it was read. Raises
-    ConfigError, also where the disk lacks the room.
+    read(our name) returns a full parameter. Memory: one file's tensors in `dtype`, and one tensor as read. Raises
+    ConfigError, also if the disk is too small.
     """
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in hf_weights.shapes(m).items()}
     theirs = {name: hf_weights.hf_name(name) for name in sizes}
@@ -67,7 +67,7 @@ def write_weights(folder: Path, m: config.Model, read: Callable[[str], Tensor], 
 def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
     safetensors = hf_weights.import_safetensors(path)
     path.touch()
-    mode = path.stat().st_mode  # save_file() leaves a file that only its owner can read
+    mode = path.stat().st_mode  # save_file() makes the file readable by its owner only
     try:
         safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
     except safetensors.SafetensorError as error:
@@ -80,7 +80,7 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def write_tokenizer(folder: Path, checkpoint: Path) -> None:
-    """Copies a checkpoint's tokenizer, and adds what transformers needs where it is missing. Raises ConfigError."""
+    """Copies a checkpoint's tokenizer, and adds files that transformers needs and it lacks. Raises ConfigError."""
     for path in copied_files(checkpoint):
         shutil.copyfile(path, folder / path.name)
     if (folder / "tokenizer_config.json").is_file():
@@ -101,7 +101,7 @@ def copied_files(folder: Path) -> list[Path]:
 
 
 def token_ids(checkpoint: Path) -> dict[str, Any]:
-    """bos_token_id and eos_token_id by the checkpoint's tokenizer; empty where it has none, or it cannot be loaded."""
+    """bos_token_id and eos_token_id of the checkpoint's tokenizer; empty if it has none or cannot be loaded."""
     from data.tokenizer import Tokenizer
 
     if not any((checkpoint / name).is_file() for name in hf_weights.TOKENIZER_FILES[:2]):
@@ -121,8 +121,8 @@ def check_room(folder: Path, needed: int) -> None:
 
 @contextlib.contextmanager
 def published(out: Path) -> Iterator[Path]:
-    """An empty folder that becomes `out` after the block, its files synced. A failure leaves nothing; a kill leaves
-    .NAME.tmp, which the next call clears. Raises ConfigError where `out` is there or another process writes it."""
+    """Yields an empty folder, syncs it after the block and renames it to `out`. A failure leaves nothing; a kill leaves
+    .NAME.tmp, which the next call removes. Raises ConfigError if `out` is not new or empty, or is being written."""
     temporary, made = out.with_name(f".{out.name}.tmp"), [parent for parent in out.parents if not parent.exists()]
     folder = temporary / out.name
     temporary.mkdir(parents=True, exist_ok=True)
@@ -138,11 +138,11 @@ def published(out: Path) -> Iterator[Path]:
         yield folder
         for path in folder.iterdir():
             files.sync(path)
-        files.publish(folder, out)  # onto an empty folder at most
+        files.publish(folder, out)  # replaces at most an empty folder
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # before the release: no other process may have begun in it
+        shutil.rmtree(temporary, ignore_errors=True)  # before the release: another process may use it then
         held.release()
-        with contextlib.suppress(OSError):  # what was made for `out` and holds nothing
+        with contextlib.suppress(OSError):  # parents that were made for `out` and are empty
             for parent in made:
                 parent.rmdir()
 
@@ -178,7 +178,7 @@ def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int, adapte
     ids = token_ids(checkpoint)
     if not (folder / GENERATION).is_file():
         write_json(folder / GENERATION, ids)
-    ids |= hf_config.read_json(folder / GENERATION)  # an imported one may have several EOS tokens
+    ids |= hf_config.read_json(folder / GENERATION)  # that of an import may list several EOS tokens
     write_json(folder / "config.json", hf_config.render(cfg.model, cfg.train.seq_len, dtype, ids))
     write_weights(folder, cfg.model, merged if weights else read, getattr(torch, dtype), limit)
     if weights:
@@ -190,7 +190,7 @@ def import_folder(source: Path, folder: Path) -> None:
 
     _, found = together(lambda: hf_config.read(source / "config.json", config.SCHEMA), lambda: hf_weights.scan(source))
     if (source / GENERATION).is_file():
-        hf_config.read_json(source / GENERATION)  # an export will need it
+        hf_config.read_json(source / GENERATION)  # fail now, not in a later export, if it is malformed
     length = hf_config.read_json(source / "config.json").get("max_position_embeddings")
     train = {"seq_len": length} if type(length) is int and length > 0 else {}
     cfg = config.from_dict({"run": {"name": "imported"}, "model": {"init_from": str(source)},
@@ -224,9 +224,9 @@ def main(argv: list[str]) -> int:
             command.add_argument("--shard-gib", type=float, default=2.0, metavar="G", help="a file's size, at most")
     args = parser.parse_args(argv)
 
-    from checkpoint import catalog  # upwards, as a tool may: the model itself knows nothing of checkpoints
+    from checkpoint import catalog  # here, as only a tool's main() may: model/ does not depend on checkpoint/
 
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process works alone, as meant
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process is intended
     out, exporting = Path(os.path.abspath(args.out)), args.command == "export"
     try:
         if exporting and not 0 < args.shard_gib < math.inf:

@@ -1,8 +1,8 @@
-"""A sentencepiece model as the files that transformers loads: tokenizer.json and tokenizer_config.json.
+"""Converts a sentencepiece model to the files that transformers loads: tokenizer.json and tokenizer_config.json.
 
-With them transformers needs neither sentencepiece nor protobuf. Checked on source text with transformers 5.23: equal
-ids, except where text holds sentencepiece's space character (U+2581), which transformers takes for a space, or spells a
-control token ("</s>"), which transformers takes for that token.
+With these files transformers needs neither sentencepiece nor protobuf. Verified on source text with transformers 5.23:
+token ids are equal, with two exceptions. transformers reads sentencepiece's space character (U+2581) in text as a
+space, and a spelled-out control token ("</s>") as that token.
 """
 
 import sys
@@ -15,7 +15,7 @@ SPACE = "\u2581"
 
 
 def read_sentencepiece(path: Path) -> Any:
-    """The sentencepiece_model_pb2.ModelProto of a tokenizer.model. Raises ConfigError where it is none, or where a
+    """The sentencepiece_model_pb2.ModelProto of a tokenizer.model. Raises ConfigError if the file is not one, or a
     package is missing."""
     try:
         from google.protobuf.message import DecodeError
@@ -34,13 +34,13 @@ def read_sentencepiece(path: Path) -> Any:
 
 
 def fast_tokenizer_files(model: Any) -> dict[str, dict]:
-    """{file name: content} of a ModelProto; empty where tokenizer.json cannot express it (unigram, normalized text)."""
+    """{file name: content} of a ModelProto; empty if tokenizer.json cannot express it (unigram, normalized text)."""
     trainer, normalizer, entries, kind = model.trainer_spec, model.normalizer_spec, model.pieces, model.SentencePiece
     if (trainer.model_type != trainer.BPE or normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces
             or not normalizer.escape_whitespaces):
         return {}
     vocab = {entry.piece: i for i, entry in enumerate(entries)}
-    # sentencepiece merges into the vocabulary entry with the best score, tokenizers by a list of pairs, best first
+    # sentencepiece merges into the vocabulary entry with the best score; tokenizers takes a list of merges, best first
     cuts = ((entry.score, entry.piece[:i], entry.piece[i:]) for entry in entries if entry.type == kind.NORMAL
             for i in range(1, len(entry.piece)))
     pairs = sorted((-score, vocab[left], vocab[right], left, right) for score, left, right in cuts
@@ -53,7 +53,7 @@ def fast_tokenizer_files(model: Any) -> dict[str, dict]:
     if normalizer.add_dummy_prefix:
         normalizers.insert(0, {"type": "Prepend", "prepend": SPACE})
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    first = {"SpecialToken": {"id": bos, "type_id": 0}}  # the BOS token before every text, as in training
+    first = {"SpecialToken": {"id": bos, "type_id": 0}}  # BOS before every text, as in training
     text, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
     template = {"type": "TemplateProcessing", "single": [first, text], "pair": [first, text, second],
                 "special_tokens": {bos: {"id": bos, "ids": [trainer.bos_id], "tokens": [bos]}}}

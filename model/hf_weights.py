@@ -1,6 +1,6 @@
-"""Weights of a Hugging Face folder of the Llama family: their names and ours, and reading them into a rank's shards.
+"""Hugging Face weights of the Llama family: mapping names, and reading tensors into a rank's local shards.
 
-Converting is renaming: both sides use half-split RoPE, so no row is permuted.
+Conversion only renames: both sides use the half-split RoPE layout, so no rows are permuted.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from model.llama import Llama, meta_model
 from model.lora import is_adapter
 from options import together, toml
 
-NAMES = {  # of a parameter; N: the block's number
+NAMES = {  # our parameter name -> theirs; N: index of the block
     "embedding.weight": "model.embed_tokens.weight",
     "blocks.N.attention_norm.weight": "model.layers.N.input_layernorm.weight",
     "blocks.N.attention.q_proj.weight": "model.layers.N.self_attn.q_proj.weight",
@@ -43,15 +43,15 @@ NAMES = {  # of a parameter; N: the block's number
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
                    "added_tokens.json", "chat_template.jinja")
-DTYPES = ("F32", "BF16", "F16")  # safetensors' codes of what is read
+DTYPES = ("F32", "BF16", "F16")  # the dtypes that are read, by safetensors' codes
 PEFT_WEIGHTS = "adapter_model.safetensors"
-SUMMED = 2**20  # elements summed at a time for fingerprint(), in whole rows
+SUMMED = 2**20  # elements hashed at a time for fingerprint(), in full rows
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def hf_name(name: str) -> str:
-    """blocks.0.attention.q_proj.weight -> model.layers.0.self_attn.q_proj.weight; an adapter's name as PEFT has it.
-    Raises ConfigError for a parameter that Llama does not have there."""
+    """blocks.0.attention.q_proj.weight -> model.layers.0.self_attn.q_proj.weight; an adapter's name -> PEFT's. Raises
+    ConfigError for a parameter that transformers' Llama does not have."""
     if is_adapter(name):  # ....q_proj.lora_a.weight -> base_model.model....q_proj.lora_A.weight
         projection, part = name.removesuffix(".weight").rsplit(".", 1)
         theirs = hf_name(f"{projection}.weight").removesuffix(".weight")
@@ -65,14 +65,14 @@ def hf_name(name: str) -> str:
 
 
 def shapes(m: config.Model) -> dict[str, list[int]]:
-    """Shape of each parameter by our name, in the model's order; a tied matrix once, as embedding.weight."""
+    """Shape of each parameter by our name, in the model's order; a tied matrix appears once, as embedding.weight."""
     with torch.device("meta"):
         return {name: list(p.shape) for name, p in Llama(m).named_parameters()}
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a safetensors file; dtype: safetensors' code."""
+    """A tensor in a safetensors file; dtype is safetensors' code."""
 
     path: Path
     name: str
@@ -82,21 +82,21 @@ class Stored:
 
 @dataclass(frozen=True)
 class Weights:
-    """Where each parameter lies in a Hugging Face folder; no tensor and no open file, so that ranks can share it."""
+    """Location of each parameter in a Hugging Face folder. Holds no tensor and no open file: rank 0 broadcasts it."""
 
     stored: dict[str, Stored]  # by our name
-    sums: dict[tuple, int] | None = None  # of the rectangles read so far; None: nobody asks for fingerprint()
+    sums: dict[tuple, int] | None = None  # hash terms of the slices read so far; None: no fingerprint() is needed
 
     def read_into(self, name: str, offsets: tuple[int, ...], out: Tensor) -> bool:
-        """Fills `out`, of any dtype and device, with the rectangle of its shape that begins at `offsets`; returns False
-        where there is no such parameter. The file is mapped for the copy only: no further memory is allocated, but for
-        the sums that of a block of rows. Raises ConfigError."""
+        """Fills `out`, of any dtype and device, with the slice of its shape that starts at `offsets`. Returns False if
+        there is no such parameter. The file is mapped only during the copy, so reading allocates no memory; hashing
+        allocates that of a block of rows. Raises ConfigError."""
         if (stored := self.stored.get(name)) is None:
             return False
         rows = len(out) if self.sums is None else SUMMED // math.prod(out.shape[1:])
         for begin in range(0, len(out), max(1, rows)):
             part, where = out[begin : begin + max(1, rows)], (offsets[0] + begin, *offsets[1:])
-            with opened(stored.path) as file:  # for each block: pages of the file that were read count as memory
+            with opened(stored.path) as file:  # reopened per block: pages read through a mapping count as resident
                 values = file.get_slice(stored.name)[
                     tuple(slice(first, first + length) for first, length in zip(where, part.shape))]
                 part.copy_(values)
@@ -105,16 +105,16 @@ class Weights:
         return True
 
     def read(self, name: str) -> Tensor:
-        """A full parameter in float32, as checkpoints hold it. Raises ConfigError."""
+        """A full parameter in float32, the dtype of checkpoints. Raises ConfigError."""
         out = torch.empty(self.stored[name].shape)
         self.read_into(name, (0,) * out.ndim, out)
         return out
 
 
 def weighted_sum(name: str, offsets: tuple[int, ...], shape: list[int], values: Tensor) -> int:
-    """A rectangle's share of its parameter's hash: the sum modulo 2^64 of each value's 32 bits, as float32, times a
-    random number of its row and one of its column (multilinear hashing, https://arxiv.org/abs/1202.4961). Shares add
-    up to the same hash however the parameter is cut."""
+    """A slice's term of its parameter's hash: the sum modulo 2^64 of each value's float32 bits times one random number
+    of its row and one of its column (multilinear hashing, https://arxiv.org/abs/1202.4961). The terms add up to the
+    same hash however the parameter is sharded."""
     total = values.float().view(torch.int32)
     for dim in reversed(range(values.ndim)):
         noise = hashlib.shake_128(f"{name} {dim}".encode()).digest(8 * shape[dim])
@@ -124,7 +124,7 @@ def weighted_sum(name: str, offsets: tuple[int, ...], shape: list[int], values: 
 
 
 def fingerprint(ranks: list[dict[tuple, int]]) -> str:
-    """The hash of a model's weights, of every rank's `sums`; what several have read counts once."""
+    """The hash of a model's weights, from every rank's `sums`; a slice that several ranks read counts once."""
     found: dict[str, int] = {}
     for (name, *_), part in {place: part for sums in ranks for place, part in sums.items()}.items():
         found[name] = (found.get(name, 0) + part) % 2**64
@@ -132,8 +132,8 @@ def fingerprint(ranks: list[dict[tuple, int]]) -> str:
 
 
 def weights_to_read(cfg: config.Config, step: int) -> Weights | None:
-    """What a run that goes on from a checkpoint of this step (0: none) reads besides it: all of `init_from` at the
-    start, with PEFT's adapter where lora.init_from names one; later a frozen base alone. Raises ConfigError."""
+    """The Hugging Face weights that a run reads when it starts (step 0) or resumes from a checkpoint of this step. At
+    the start: `init_from`, and the adapter in lora.init_from. On resume: only a frozen base. Raises ConfigError."""
     if step and not cfg.lora:
         return None
     if cfg.lora and not Path(cfg.model.init_from).is_dir():
@@ -147,13 +147,13 @@ def weights_to_read(cfg: config.Config, step: int) -> Weights | None:
 
 
 def open_weights(m: config.Model) -> Weights | None:
-    """The weights that `init_from` names, None where it is absent. Reads the files' headers only. Raises ConfigError
-    naming all that is missing, unexpected or malformed."""
+    """The weights that `init_from` names; None if it is not set. Reads headers, and compares a tied lm_head.weight.
+    Raises ConfigError naming every missing, unexpected or malformed tensor."""
     return match_weights(Path(m.init_from), scan(Path(m.init_from)), m) if m.init_from is not None else None
 
 
 def import_safetensors(path: Path) -> ModuleType:
-    """The package, which only Hugging Face folders need. Raises ConfigError where it is missing."""
+    """The package, which only Hugging Face folders need. Raises ConfigError if it is not installed."""
     try:
         import safetensors.torch
     except ImportError:
@@ -163,7 +163,7 @@ def import_safetensors(path: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """A safetensors file for reading. Raises ConfigError where it is missing, cut short or corrupt."""
+    """Opens a safetensors file for reading. Raises ConfigError if it is missing, truncated or corrupt."""
     safetensors = import_safetensors(path)
     try:
         if not path.is_file():  # opening a named pipe would block
@@ -177,7 +177,7 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def scan(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a Hugging Face folder by its name there. Raises ConfigError naming every malformed file."""
+    """Every tensor of a Hugging Face folder, by its name there. Raises ConfigError naming every malformed file."""
     index = folder / INDEX
     if (folder / SINGLE).exists():
         names, weight_map = [SINGLE], None
@@ -213,7 +213,7 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 def open_adapter(cfg: config.Config) -> dict[str, Stored]:
-    """PEFT's adapter folder, lora.init_from, under our names. Raises ConfigError where it is not this model's."""
+    """The tensors of PEFT's adapter folder, lora.init_from, by our names. Raises ConfigError for a mismatch."""
     path, theirs = Path(cfg.lora.init_from, PEFT_WEIGHTS), hf_config.read_adapter(Path(cfg.lora.init_from))
     if (alpha := theirs.get("lora_alpha")) != cfg.lora.alpha:
         raise ConfigError(f"[lora] alpha = {cfg.lora.alpha:g}: {path.parent} has lora_alpha = {alpha}; leave it out")
@@ -222,7 +222,7 @@ def open_adapter(cfg: config.Config) -> dict[str, Stored]:
 
 
 def matched(path: Path, found: dict[str, Stored], ours: dict[str, list[int]]) -> dict[str, Stored]:
-    """What was found under our names, of which `ours` has the shapes. Raises ConfigError where it is not just that."""
+    """The found tensors by our names. ours: expected shapes. Raises ConfigError if any is missing, extra or wrong."""
     wanted = {hf_name(name): shape for name, shape in ours.items()}
     problems = [f"{path}: has no {name}" for name in wanted.keys() - found.keys()]
     for name, stored in found.items():
@@ -237,10 +237,10 @@ def matched(path: Path, found: dict[str, Stored], ours: dict[str, list[int]]) ->
 
 
 def match_weights(folder: Path, found: dict[str, Stored], m: config.Model) -> Weights:
-    """The tensors of scan() under our names. Raises ConfigError where they are not this model's.
+    """The tensors of scan() by our names. Raises ConfigError if they do not match this model.
 
-    Ignored: rotary_emb.inv_freq, a constant that old checkpoints hold. With tied embeddings lm_head.weight may be there
-    too, and must equal the embedding: where it does not, config.json is wrong about the model.
+    Ignores rotary_emb.inv_freq, a constant in old checkpoints. With tied embeddings, lm_head.weight may be present and
+    must equal the embedding; if it does not, config.json is wrong about the model.
     """
     found = {name: stored for name, stored in found.items() if not name.endswith(".rotary_emb.inv_freq")}
     tied = found.pop(hf_name("head.weight"), None) if m.tie_embeddings else None

@@ -1,4 +1,4 @@
-"""What to change where a plan does not fit: each change tried by a plan of its own, the fastest that fits named."""
+"""Suggests changes where a plan does not fit: plans each change, and names the fastest that fits."""
 
 import math
 import shlex
@@ -11,13 +11,13 @@ from config import ConfigError
 from parallel.devices import device
 from parallel.plan import Asked, plan
 
-RECOMPUTE = ("none", "elementwise", "selective", "full")  # each keeps less than the one before
-BASES = ("float32", "bfloat16", "nf4")  # of adapters, likewise
-Change = tuple[tuple[str, ...], int]  # overrides; times as many ranks
+RECOMPUTE = ("none", "elementwise", "selective", "full")  # each saves fewer activations than the one before
+BASES = ("float32", "bfloat16", "nf4")  # dtypes of an adapter's base, each smaller than the one before
+Change = tuple[tuple[str, ...], int]  # (overrides, factor of the world size)
 
 
 def changes(row: dict, cfg: config.Config, gpus_per_node: int) -> Iterator[Change]:
-    """One at a time, then more and more of them together."""
+    """Single changes first, then growing combinations."""
     p, sequences = cfg.parallel, row["micro_batch_size"]
     smaller = [f"--train.micro_batch_size={sequences >> n}" for n in range(1, sequences.bit_length())]
     less = [f"--parallel.recompute={mode}" for mode in (RECOMPUTE[RECOMPUTE.index(p.recompute) + 1 :]
@@ -44,8 +44,8 @@ def changes(row: dict, cfg: config.Config, gpus_per_node: int) -> Iterator[Chang
 
 
 def tried(row: dict, args: Namespace, asked: Asked) -> Iterator[tuple[Change, dict]]:
-    """The changes that can be had, with their plans: all that are one change; of several together those to the first
-    that fits without offload, where no single one does. Speeds are an H100's where no GPU is given."""
+    """The valid changes, each with its plan: every single change; if none of them fits without offload, combinations
+    up to the first that does. Speeds assume an H100 if no GPU is given."""
     asked = replace(asked, gpu=asked.gpu or device("H100"), gpu_memory_gib=asked.memory_gib)
     fits = False
     for overrides, times in changes(row, config.load(args.config, args.overrides), asked.gpus_per_node):
@@ -53,7 +53,7 @@ def tried(row: dict, args: Namespace, asked: Asked) -> Iterator[tuple[Change, di
             return
         try:
             found = plan(config.load(args.config, [*args.overrides, *overrides]), row["world_size"] * times, asked)
-        except ConfigError:  # as a degree that does not divide the heads, or the batch
+        except ConfigError:  # for example, a degree that does not divide the heads or the batch
             continue
         fits |= found["fits"] and speed(found) > 0
         yield (overrides, times), found
@@ -64,7 +64,7 @@ def words(change: Change, found: dict) -> str:
 
 
 def speed(found: dict) -> float:
-    """To choose by: with offload none, since the plan does not know the time of copies to the host."""
+    """Tokens/s per GPU to rank plans by; 0 with offload, since the plan lacks the time of host copies."""
     return 0.0 if found["host_gib"] else found["tokens_per_second_per_device"]
 
 
@@ -86,8 +86,8 @@ def advise(row: dict, args: Namespace, asked: Asked) -> str:
 
 
 def out_of_memory(cfg: config.Config, ranks: int, asked: str, words: list[str]) -> str:
-    """The message of a run, of this command line, that is out of memory: what went wrong, the first change of each
-    option, and how to plan."""
+    """The message when a run is out of memory: the error, the first change of each option to try, and the dry run
+    that plans them. words: the run's command line."""
     row = {"world_size": ranks, "micro_batch_size":
            config.micro_batch_size(cfg, math.prod(config.mesh_shape(cfg, ranks)[:2]))}
     single = [names[0] for names, _ in changes(row, cfg, gpus_per_node=min(ranks, 8)) if len(names) == 1]

@@ -1,4 +1,4 @@
-"""Counts what operators on fake tensors hold, compute and send, while the program that calls them runs."""
+"""Counts memory, work and communication of the operators on fake tensors while the real program runs."""
 
 import weakref
 from collections import Counter
@@ -30,41 +30,41 @@ COLLECTIVES = {c10d._allgather_base_.default: "all_gather", functional.all_gathe
                functional.reduce_scatter_tensor.default: "reduce_scatter",
                c10d.allreduce_.default: "all_reduce", functional.all_reduce.default: "all_reduce"}
 MOVES_NOTHING = {aten.empty.memory_format, aten._unsafe_view.default}
-FUSED = 0.45  # what Inductor's kernels read and write, of what the operators in a block do in its dtype
-NF4_UNFUSED = 24  # bytes that nf4.dequantize()'s operators read and write for a weight in 16 bits
+FUSED = 0.45  # bytes that Inductor's kernels move, relative to a block's eager operators in its dtype
+NF4_UNFUSED = 24  # bytes that eager nf4.dequantize() moves for each weight, to 16 bits
 
 
 @dataclass
 class Phase:
     """A part of the step: a unit's forward or backward, or the update."""
 
-    name: str  # as "forward blocks.3"
-    peak: Counter = field(default_factory=Counter)  # bytes when most live, by what they are
-    end: Counter = field(default_factory=Counter)  # and when it ends
+    name: str  # such as "forward block 3"
+    peak: Counter = field(default_factory=Counter)  # bytes by kind, when their sum is highest
+    end: Counter = field(default_factory=Counter)  # bytes by kind, when the phase ends
     work: Counter = field(default_factory=Counter)  # FLOP of "products", "float8", "attention"; bytes "moved"
-    times: int = 1  # that it comes in a step, as of several micro-batches
-    sent: Counter = field(default_factory=Counter)  # (dimension of the mesh, collective, "number" or "bytes")
+    times: int = 1  # occurrences in a step, for several micro-batches
+    sent: Counter = field(default_factory=Counter)  # by (mesh dimension, collective, "number" or "bytes")
 
 
 class Counted(TorchDispatchMode):
-    """Sees every operator on the fake tensors of one mode, and counts by storage what lives."""
+    """Sees every operator on the fake tensors of one mode, and counts live memory by storage."""
 
     def __init__(self, fake: FakeTensorMode, dimensions: dict[str, str], on_host: set[str], granule: int):
-        """dimensions: those of the mesh, by the name of their process group. on_host: kinds that do not lie on the
-        device. granule: bytes that the allocator rounds to."""
+        """dimensions: mesh dimension by process group name. on_host: kinds that are kept in host memory. granule:
+        bytes that the allocator rounds up to."""
         super().__init__()
         self.granule = granule
         self.fake, self.dimensions, self.on_host = fake, dimensions, on_host
         self.phases, self.times = [Phase("start")], 1
         self.live: Counter = Counter()  # bytes by kind
         self.storages: dict[int, tuple[str, int]] = {}  # kind and bytes
-        self.paused = self.fused = False  # in what is not counted; in a compiled block
-        self.kept: dict[str, list[Tensor]] = {}  # what products read in a compiled block that is not recomputed
-        self.recomputing = False  # in the backward of one
-        self.keeping: list[Tensor] | None = None  # in the forward of one
+        self.paused = self.fused = False  # inside unseen(); inside a compiled block
+        self.kept: dict[str, list[Tensor]] = {}  # the products' inputs, in a compiled block without checkpointing
+        self.recomputing = False  # in such a block's backward
+        self.keeping: list[Tensor] | None = None  # in such a block's forward
 
     def begin(self, name: str) -> None:
-        """The next phase. What the last one leaves, and is nothing else, is kept for backward."""
+        """Begins the next phase. Working memory that the last one leaves is activations, saved for backward."""
         for key, (kind, size) in list(self.storages.items()):
             if kind == "working memory":
                 self.set(key, "activations", size)
@@ -85,7 +85,7 @@ class Counted(TorchDispatchMode):
             self.phases[-1].peak = self.on_device()
 
     def mark(self, tensors: Iterable[Any], kind: str) -> None:
-        """That these are of this kind; they count from now on where they did not."""
+        """Sets the kind of these tensors' storages; starts to count those that were not counted yet."""
         for t in tensors:
             t = t._local_tensor if isinstance(t, DTensor) else t
             if isinstance(t, FakeTensor) and t.fake_mode is self.fake:
@@ -95,8 +95,8 @@ class Counted(TorchDispatchMode):
                 self.set(storage._cdata, kind, storage.nbytes())
 
     def held(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Counter, Counter]:
-        """Bytes of a module's parameters, their gradients and state between steps, and of its float8 scales; the same
-        as the allocator rounds them."""
+        """Bytes between steps of a module's parameters, gradients, optimizer state and float8 scales; the same, but
+        for the scales, as the allocator rounds them."""
         own = [*module.parameters()]
         states = [t for q in own for t in tree_iter(optimizer.state.get(q, {})) if isinstance(t, Tensor)]
         trained = [q for q in own if q.requires_grad]
@@ -119,13 +119,13 @@ class Counted(TorchDispatchMode):
         self.live[kind] -= size
 
     def resized(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """After storage.resize_(), which no operator shows: FSDP2 frees by it what it gathered."""
+        """Counts storage.resize_(), which bypasses the dispatcher: FSDP2 frees all-gathered parameters by it."""
         if storage._cdata in self.storages:
             self.set(storage._cdata, "gathered units", storage.nbytes())
         return storage
 
     def unseen(self, function: Callable, *args: Any) -> Any:
-        """function(*args), of which nothing counts."""
+        """function(*args), uncounted."""
         with mock.patch.object(self, "paused", True):
             return function(*args)
 
@@ -134,7 +134,7 @@ class Counted(TorchDispatchMode):
             return args[0].fake_device
         kwargs = kwargs or {}
         if any(issubclass(t, (DTensor, Float8Weight, OnMeta)) for t in types):
-            return NotImplemented  # they first: what they are made of comes back to us
+            return NotImplemented  # they first: operators on their inner tensors come back here
         result = operator(*args, **kwargs)
         made = [t for t in tree_iter(result) if isinstance(t, FakeTensor)]
         if self.paused or any(t.fake_mode is not self.fake for t in made):
@@ -158,14 +158,14 @@ class Counted(TorchDispatchMode):
         work = self.phases[-1].work
         if operator in ATTENTION:
             q, k = args[:2]
-            work["attention"] += 2 * q.numel() * k.shape[2]  # half of all pairs, two products of 2 FLOP
+            work["attention"] += 2 * q.numel() * k.shape[2]  # causal: half of all pairs, two products, 2 FLOP
         elif operator in BACKWARD_OF_ATTENTION:
             q, k = args[1:3]
-            work["attention"] += 5 * q.numel() * k.shape[2]  # five products: scores are computed again
+            work["attention"] += 5 * q.numel() * k.shape[2]  # five products: backward recomputes the scores
         else:
             x = args["addmm" in operator.__name__]
             work["float8" if x.dtype in (E4M3, E5M2) else "products"] += 2 * x.shape[-1] * out.numel()
-            if operator is NF4:  # its weights, while they are multiplied by; not compiled, with what they are made of
+            if operator is NF4:  # its dequantized weights, during the product; eager, with intermediates
                 codes, scales = args[1:3]
                 weights = torch.empty(2 * codes.numel() * (1 if self.fused else 5), dtype=x.dtype, device=x.device)
                 self.mark([weights], "working memory")
@@ -180,8 +180,8 @@ class Counted(TorchDispatchMode):
         kind, by_fsdp = COLLECTIVES[operator], operator.namespace == "c10d"
         group = next((a for a in args if isinstance(a, torch.ScriptObject)), None)
         name = dist.ProcessGroup.unbox(group).group_name if group is not None else args[-1]
-        dimension = self.dimensions.get(name, "dp_shard")  # reshard_after_forward = n has groups of its own
-        if by_fsdp and dimension == "cp":  # which may be all that shards
+        dimension = self.dimensions.get(name, "dp_shard")  # reshard_after_forward = n has other groups
+        if by_fsdp and dimension == "cp":  # with dp_shard = 1, FSDP2 shards over cp alone
             dimension = "dp_shard"
         sent = self.phases[-1].sent
         sent[dimension, kind, "number"] += 1

@@ -1,7 +1,7 @@
-"""How fast a step can be: GPUs' rates, the time that a phase's work takes, and what of communication it hides.
+"""Estimates a step's time from the GPU's rates, each phase's work, and how much communication overlaps with it.
 
-A phase computes for FLOP / rate of products and of attention, and bytes / bandwidth of all else, one after the other.
-FSDP2's collectives run beside that; tensor and context parallelism's stand in its way.
+A phase's compute time is FLOP / rate for matrix products and attention, plus bytes / bandwidth for everything else.
+FSDP2's collectives overlap with it. Those of tensor and context parallelism are exposed (on the critical path).
 """
 
 import math
@@ -12,34 +12,34 @@ import config
 from config import ConfigError
 from parallel.counted import Phase
 
-LATENCY = 10e-6  # seconds of a collective
-HOP = 1e-6  # and more for each node of its ring
-OF_LINK = 0.8  # of a link's bytes a second, as NCCL's rings reach
-OF_BANDWIDTH = 0.9  # copies of an H200: 4.3 of 4.8 TB/s
+LATENCY = 10e-6  # seconds per collective
+HOP = 1e-6  # seconds more per node of its ring
+OF_LINK = 0.8  # share of a link's bandwidth that NCCL's rings reach
+OF_BANDWIDTH = 0.9  # share that copies reach: 4.3 of 4.8 TB/s on an H200
 
 
 @dataclass(frozen=True)
 class Device:
-    """Rates per second. Products are of 16-bit matrices as large as a block's, for minutes: an estimate where nobody
-    has published them, and the first thing to replace (--gpu NAME,products=...)."""
+    """Rates per second. `products` is the rate of 16-bit matrices of a block's size, sustained for minutes. Where no
+    measurement is published it is an estimate, and the first rate to replace (--gpu NAME,products=...)."""
 
-    memory: float  # GiB that a process may have
-    peak: float  # TFLOP of dense bfloat16, by the data sheet
+    memory: float  # GiB available to a process
+    peak: float  # TFLOP, dense bfloat16, by the data sheet
     products: float  # TFLOP
-    bandwidth: float  # TB of the memory
+    bandwidth: float  # TB, of device memory
     link: float  # GB sent to the other GPUs of the node
-    network: float  # GB sent to other nodes, of each GPU's share
+    network: float  # GB sent to other nodes, each GPU's share
     watts: float
-    float8: float = 2  # products in 8 bits, to those in 16
+    float8: float = 2  # rate of 8-bit products, relative to 16-bit ones
 
 
-# Memory, peak, bandwidth, link and watts: NVIDIA's data sheets. Products: 720 for H100 and H200, whose best shape alone
-# reaches 788; at 500 W what the clock leaves, whose cube the power goes with; of the others about 0.8 of the peak.
+# Memory, peak, bandwidth, link and watts: NVIDIA's data sheets. Products: 720 for H100 and H200, whose best shape
+# reaches 788; less at 500 W, as power grows with the clock's cube; for most others about 0.8 of the peak.
 DEVICES = {
     "A100-40": Device(39.4, 312, 250, 1.56, 300, 25, 400, 1),
     "A100-80": Device(79.2, 312, 250, 2.04, 300, 25, 400, 1),
     "H100": Device(79.1, 989, 720, 3.35, 450, 50, 700),
-    "H100-96": Device(94.5, 989, 640, 2.4, 450, 50, 500),  # HBM2e, 500 W: that of torchtitan's tables
+    "H100-96": Device(94.5, 989, 640, 2.4, 450, 50, 500),  # HBM2e, 500 W: the one in torchtitan's tables
     "H200": Device(139.8, 989, 720, 4.8, 450, 50, 700),
     "B200": Device(178.4, 2250, 1750, 8.0, 900, 50, 1000),
     "L40S": Device(44.4, 362, 230, 0.86, 32, 12, 350),
@@ -47,8 +47,8 @@ DEVICES = {
     "RTX4090": Device(23.5, 165, 140, 1.01, 32, 3, 450),
     "RTX5090": Device(31.4, 209, 175, 1.79, 64, 3, 575),
 }
-# Forward and backward attention, to the products' rate (less power slows both), by whether a head is 128 wide or less:
-# cuDNN's TFLOP on an H200
+# Rate of attention, forward and backward, relative to that of products (less power slows both): cuDNN's TFLOP/s on an
+# H200. True: heads are at least 128 wide.
 ATTENTION = {True: 554 / 720, False: 376 / 720}
 
 
@@ -72,9 +72,9 @@ def device(name: str) -> Device:
 
 
 def known_as(name: str, memory_gib: float) -> str | None:
-    """The name in DEVICES of what CUDA calls so, as "NVIDIA A100-SXM4-80GB"; None: it is not there."""
+    """The key in DEVICES for a device name of CUDA, such as "NVIDIA A100-SXM4-80GB"; None if there is none."""
     words = {*re.split("[ -]", name.replace("RTX ", "RTX"))}
-    if {"Laptop", "MIG", "NVL"} & words or {"H100", "PCIe"} <= words:  # other chips, or a part, by the same name
+    if {"Laptop", "MIG", "NVL"} & words or {"H100", "PCIe"} <= words:  # other chips, or a slice, of the same name
         return None
     same = [key for key in DEVICES if key.split("-")[0] in words]
     return min(same, key=lambda key: abs(DEVICES[key].memory - memory_gib), default=None)
@@ -87,7 +87,7 @@ class Cluster:
     shape: tuple[int, int, int, int]  # of the mesh
 
     def within(self, dimension: str) -> tuple[int, int]:
-        """(ranks of a group of this dimension, how many of them share a node; where nodes cut groups, the fewest)."""
+        """(ranks in a group of this dimension, how many of them share a node; the fewest, if groups straddle nodes)."""
         dp_replicate, dp_shard, cp, tp = self.shape
         ranks, stride = {"tp": (tp, 1), "cp": (cp, tp), "dp_shard": (dp_shard * cp, tp),
                          "dp_replicate": (dp_replicate, tp * cp * dp_shard)}[dimension]
@@ -96,7 +96,7 @@ class Cluster:
         return ranks, max(1, math.gcd(self.gpus_per_node, ranks * stride) // stride)
 
     def sending(self, phase: Phase, dimensions: tuple[str, ...]) -> float:
-        """Seconds of a phase's collectives over these dimensions. A ring of several nodes goes out by the networks of
+        """Seconds of a phase's collectives over these dimensions. A ring over several nodes uses the network links of
         all its ranks in a node."""
         seconds = 0.0
         for (dimension, kind, what), sent in phase.sent.items():
@@ -111,7 +111,7 @@ class Cluster:
         return seconds
 
     def computing(self, phase: Phase, wide_heads: bool, best: bool = False) -> float:
-        """Seconds of a phase's work. best: at rates that short tests of the best shapes reach."""
+        """Seconds of a phase's work. best: at rates that short benchmarks of the best shapes reach."""
         d, work = self.device, phase.work
         products = max(d.products, 0.8 * d.peak) if best else d.products
         return (work["products"] / products + work["float8"] / (products * d.float8)
@@ -121,19 +121,19 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Moment:
-    """A phase in time, seconds from the step's beginning, and FSDP2's collectives that it issues."""
+    """When a phase and the FSDP2 collectives that it issues run, in seconds from the step's start."""
 
     phase: Phase
     begin: float
     end: float
-    sends: dict[str, tuple[float, float]]  # "gathers", "reduces": from when to when
+    sends: dict[str, tuple[float, float]]  # "gathers" or "reduces": (begin, end)
 
 
 def timeline(phases: list[Phase], cfg: config.Config, cluster: Cluster, waiting: bool = True,
              best: bool = False) -> list[Moment]:
-    """The phases one after the other, each of several micro-batches once. What a phase gathers is for the phase after,
-    or as far behind as explicit prefetch reaches, which waits for it; what it reduces goes out when it ends. One
-    collective is under way at a time. Not waiting: nothing waits for FSDP2's. best: as computing()'s."""
+    """The phases in order; micro-batches that are alike appear once. A phase's all-gather serves the next phase, or
+    the one that explicit prefetch reaches, which waits for it. Its gradient reductions start when it ends. FSDP2 runs
+    one collective at a time. waiting = False: no phase waits for FSDP2. best: see computing()."""
     p, wide = cfg.parallel, cfg.model.width_per_head >= 128
     now = free = 0.0
     ready: dict[int, float] = {}
@@ -151,12 +151,12 @@ def timeline(phases: list[Phase], cfg: config.Config, cluster: Cluster, waiting:
         if seconds := cluster.sending(reduces, ("dp_shard", "dp_replicate")):
             sends["reduces"] = max(free, now), max(free, now) + seconds
             free = sends["reduces"][1]
-            now = free if update and waiting else now  # the norm, and with float8 the scales: waited for
+            now = free if update and waiting else now  # waits for the norm's all-reduce, and that of float8 scales
         found.append(Moment(phase, begin, now, sends))
     return found
 
 
 def step_seconds(moments: list[Moment]) -> float:
-    """Of a whole step, in which phases come several times."""
+    """Seconds of a full step, with each phase as often as it occurs."""
     return sum((b.begin if b else a.end) * a.phase.times - a.begin * a.phase.times
                for a, b in zip(moments, [*moments[1:], None]))

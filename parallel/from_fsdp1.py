@@ -2,8 +2,8 @@
 
     python -m parallel.from_fsdp1 accelerate.yaml
 
-Takes what `accelerate config` writes, and FullyShardedDataParallel's keyword arguments as YAML. Exits with 1 where a
-key or value is unknown, contradicts another or has no equivalent (stderr repeats those), 2 if the file cannot be read.
+Reads the output of `accelerate config`, or FullyShardedDataParallel's keyword arguments as YAML. Exits with 1 if a key
+or value is unknown, contradicts another or has no equivalent (stderr repeats those), with 2 if it cannot read the file.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from config import ConfigError
 from files import run_tool
 from options import nearest
 
-# Keys | their values | our options and a remark, or why there are none. Values stand as word() gives them, the digits
-# being torch's own numbers; `number` is one above 0. First the FSDP part, where a key may have fsdp_ before it.
+# Keys | their values | our options and a remark, or why there are none. Values are as word() normalizes them. A digit
+# next to a name is torch's enum value; `number` is any integer above 0. FSDP keys come first, also with prefix fsdp_.
 FSDP_TABLE = """
 version | 1 2 | implied: FSDP2, always
 sharding_strategy | FULL_SHARD 1 | dp_replicate = 1, dp_shard = "auto", reshard_after_forward = true
@@ -89,12 +89,12 @@ tpu_use_cluster tpu_use_sudo | any | not ours: no part of sharding
 SYNONYMS = {"YES": "TRUE", "ON": "TRUE", "NO": "FALSE", "OFF": "FALSE", "": "NULL", "~": "NULL", "NONE": "NULL",
             "BF16": "BFLOAT16", "FP32": "FLOAT32", "FLOAT": "FLOAT32", "FP16": "FLOAT16", "HALF": "FLOAT16"}
 NESTED = {"fsdp_config", "mixed_precision", "mixed_precision_policy", "mp_policy", "cpu_offload", "dynamo_config",
-          "parallelism_config"}  # where a table of keys as above may stand
+          "parallelism_config"}  # keys whose value may be a table of the keys above
 NUMBER = re.compile("[1-9][0-9]{0,8}")
 
 
 def rules(table: str) -> dict[str, dict[str, str]]:
-    """{key: {value: what becomes of it}}"""
+    """{key: {value: its effect}}"""
     found = {}
     for row in table.strip().split("\n"):
         keys, values, effect = row.split(" | ")
@@ -104,13 +104,13 @@ def rules(table: str) -> dict[str, dict[str, str]]:
 
 
 FSDP = rules(FSDP_TABLE)
-# Accelerate takes a strategy's name here as well; a digit is a size.
+# Accelerate also accepts a strategy's name here; an integer is the number of ranks to reshard to.
 FSDP["reshard_after_forward"] |= {name: effect for name, effect in FSDP["sharding_strategy"].items() if len(name) > 1}
 RULES = FSDP | rules(ACCELERATE_TABLE)
 
 
 def word(value: Any) -> str:
-    """A value without regard to its spelling: `ShardingStrategy._hybrid_shard` is HYBRID_SHARD, `no` is FALSE."""
+    """A value in normalized spelling: `ShardingStrategy._hybrid_shard` becomes HYBRID_SHARD, `no` FALSE."""
     if not isinstance(value, str):
         return "[...]" if value else "NULL"
     bare = re.sub(r"^[A-Za-z_][\w.]*\.", "", value.strip()).strip("_").replace("-", "_").upper()
@@ -118,13 +118,13 @@ def word(value: Any) -> str:
 
 
 def show(value: Any) -> str:
-    """A key or value in a comment: printable ASCII, not too long."""
+    """A key or value for a comment: printable ASCII, at most 80 characters."""
     text = ascii(value)[1:-1] if isinstance(value, str) else ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def resolve(name: str, value: Any, machines: str) -> tuple[str, dict[str, Any], str]:
-    """(what became of a key, the options that it sets, a remark)."""
+    """(outcome for a key, the options that it sets, a remark)."""
     if name not in RULES:
         return "unknown", {}, f"no such key is known{nearest(name, [*RULES, *(f'fsdp_{key}' for key in FSDP)])}"
     row, text = RULES[name], word(value)
@@ -144,7 +144,7 @@ def resolve(name: str, value: Any, machines: str) -> tuple[str, dict[str, Any], 
 
 
 def entries(table: dict, where: str = "") -> Iterator[tuple[str, str, Any]]:
-    """(where it stands, the key as its rule has it, value) of everything in the file."""
+    """(dotted path, key as in RULES, value) of every entry in the file."""
     for key, value in table.items():
         bare = key.lower().removeprefix("fsdp_")
         name = bare if bare in FSDP else key.lower()
@@ -155,7 +155,7 @@ def entries(table: dict, where: str = "") -> Iterator[tuple[str, str, Any]]:
 
 
 def convert(raw: dict) -> tuple[dict[str, Any], list[str], list[str]]:
-    """(our options, a comment on every key, those among the comments that are problems)."""
+    """(our options, a comment on every key, the comments that report problems)."""
     given = {name: value for _, name, value in entries(raw) if word(value) != "NULL"}
     options, sources, comments, problems = {}, {}, [], []
     for where, name, value in entries(raw):
@@ -178,8 +178,8 @@ def convert(raw: dict) -> tuple[dict[str, Any], list[str], list[str]]:
 
 
 def read(path: str) -> dict:
-    """The file's tables, each scalar as text. Nothing in it is run; a few aliases would unfold into gigabytes. Raises
-    ConfigError where there is nothing to convert."""
+    """The file's tables, each scalar as a string. Nothing in it is executed. Aliases are refused: a few of them could
+    expand to gigabytes. Raises ConfigError if there is nothing to convert."""
     try:
         import yaml
     except ModuleNotFoundError:

@@ -1,8 +1,8 @@
-"""What a run will need, before it starts: memory, communication, time. No GPU, no process group, seconds on a laptop.
+"""Plans a run before it starts: memory, communication, step time. Needs no GPU; takes seconds on a laptop.
 
     ./run_train.sh configs/llama70b.toml --dry-run --world-size 64,256 --gpu H200 [--gpus-per-node 8] [--plot step.svg]
 
-From a simulated step (simulate.py) and a GPU's rates (devices.py). What to change where it does not fit: advice.py.
+simulate.py simulates a step, devices.py has the GPUs' rates, advice.py suggests changes where a plan does not fit.
 """
 
 import json
@@ -21,18 +21,18 @@ from parallel.fsdp import units
 from parallel.simulate import Step, simulate
 
 GIB = 2**30
-CONTEXT_GIB = 1.5  # CUDA's context, and what cuBLAS, cuDNN and NCCL keep: an estimate
-RESERVED = 1.03  # what the allocator takes from the device, to what lives in it, with expandable segments: an estimate
+CONTEXT_GIB = 1.5  # CUDA's context and the buffers of cuBLAS, cuDNN and NCCL: an estimate
+RESERVED = 1.03  # the allocator's reserved / allocated memory, with expandable segments: an estimate
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a plan is made for."""
+    """The hardware that a plan is for."""
 
     gpu: Device | None = None
-    gpu_memory_gib: float | None = None  # in place of the GPU's
+    gpu_memory_gib: float | None = None  # overrides the GPU's
     gpus_per_node: int = 8
-    on_gpu: bool | None = None  # None: as run.device says; False for the plan that a run on a CPU asks for
+    on_gpu: bool | None = None  # None: follows run.device; False: plans for a CPU, as a run on one does
 
     @property
     def memory_gib(self) -> float | None:
@@ -40,14 +40,14 @@ class Asked:
 
 
 def plan(cfg: config.Config, ranks: int, asked: Asked = Asked(), epoch: float | None = None) -> dict:
-    """The plan for one number of ranks, as --json prints it; of the largest rank, which is rank 0. epoch: samples in
-    the data, where it is prepared."""
+    """The plan for one world size, as --json prints it. It describes rank 0, which has the largest shards. epoch:
+    samples in an epoch of the prepared data; None if it is not prepared."""
     return planned(cfg, ranks, asked, epoch)[0]
 
 
 def planned(cfg: config.Config, ranks: int, asked: Asked, epoch: float | None = None) -> tuple[dict, list[Moment]]:
-    """The same, and the step in time, of an H100 where no GPU is given."""
-    if cfg.parallel.param_dtype == "auto":  # a plan is made for GPUs
+    """The row of plan(), and the step's timeline. Times assume an H100 if no GPU is given."""
+    if cfg.parallel.param_dtype == "auto":  # a plan assumes GPUs with bfloat16 units
         cfg = replace(cfg, parallel=replace(cfg.parallel, param_dtype="bfloat16"))
     shape = dp_replicate, dp_shard, cp, tp = config.mesh_shape(cfg, ranks)
     on_gpu = cfg.run.device != "cpu" if asked.on_gpu is None else asked.on_gpu
@@ -103,13 +103,13 @@ def planned(cfg: config.Config, ranks: int, asked: Asked, epoch: float | None = 
 
 
 def device_gib(step: Step) -> float:
-    """What a step takes of a GPU's memory."""
+    """GPU memory that a step needs, with the allocator's overhead and CUDA's context."""
     return step.peak().peak.total() / GIB * RESERVED + CONTEXT_GIB
 
 
 def dry_run(cfg: config.Config, args: Namespace, epoch: float | None) -> bool:
-    """Prints the plans; returns whether each fits into the memory given. Raises ConfigError for numbers of ranks that
-    cannot be had."""
+    """Prints the plans; returns False if one does not fit into the memory given. Raises ConfigError for an invalid
+    world size, GPU or plot path."""
     from parallel.advice import advise
     from parallel.show_plan import compared, draw, table, verdict
 

@@ -1,4 +1,4 @@
-"""A run's check of its own plan: what its second step took, beside what `--dry-run` says of it."""
+"""Compares a run with its `--dry-run` plan: the peak memory of its first two steps, and its step time."""
 
 import json
 import logging
@@ -16,22 +16,22 @@ from parallel.devices import known_as
 from parallel.mesh import World, ranks_here
 from parallel.plan import GIB
 
-LATER = 30.0  # seconds after the second step: to plan takes a core for some, which a short run is not worth
-MEMORY_OFF, TIME_OFF = 0.05, 0.25  # of the plan: more is warned of
+LATER = 30.0  # seconds after the second step; planning keeps a core busy, too much for a short run
+MEMORY_OFF, TIME_OFF = 0.05, 0.25  # relative to the plan; a warning is logged beyond
 
 log = logging.getLogger("train")
 
 
 def resident_gib() -> float:
-    """What this process has of the memory now."""
+    """Resident memory of this process."""
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / GIB
 
 
-AT_FIRST = resident_gib()  # before there is a model
+AT_FIRST = resident_gib()  # before the model is built
 
 
 class PlanCheck:
-    """On rank 0. The plan is made by a process of its own, while the run goes on: it needs a fake process group."""
+    """Runs on rank 0. A subprocess makes the plan while training continues: it needs a fake process group."""
 
     def __init__(self, cfg: config.Config, world: World, folder: pathlib.Path):
         self.cfg, self.world, self.folder = cfg, world, folder
@@ -50,8 +50,8 @@ class PlanCheck:
             self.measured = {"peak_gib": resident_gib() - AT_FIRST}
 
     def row(self, step: int, step_seconds: float) -> dict[str, Any] | None:
-        """Called with each row of metrics; returns one more, once. step_seconds: the mean over the row's steps."""
-        includes_compilation, self.first_row = self.first_row, False  # it spans this launch's first step
+        """Takes each training row; returns the plan's row, once. step_seconds: the mean over the row's steps."""
+        includes_compilation, self.first_row = self.first_row, False  # it covers this launch's first step
         if self.done or includes_compilation:
             return None
         self.measured.setdefault("step_seconds", step_seconds)
@@ -96,5 +96,5 @@ class PlanCheck:
 
     def close(self) -> None:
         if self.process:
-            self.process.kill()  # nothing, where it has ended
+            self.process.kill()  # a no-op if it has ended
             self.process.communicate()

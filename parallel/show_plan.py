@@ -1,4 +1,4 @@
-"""A plan for people: tables with a bar per part, and a drawing of the step."""
+"""Renders a plan: text tables with a bar per kind of memory, and an SVG of the step's timeline."""
 
 import pathlib
 from xml.sax.saxutils import escape
@@ -73,8 +73,8 @@ def verdict(row: dict, asked: Asked) -> str:
 
 
 def draw(row: dict, moments: list[Moment], path: str) -> None:
-    """An SVG of one micro-batch and the update: memory, each phase as high as its peak; below, what is computed and
-    what FSDP2 sends. Seconds are an H100's where no GPU was given. Raises OSError."""
+    """Writes an SVG of the step, micro-batches that are alike once: above, each phase's peak memory; below, compute
+    and FSDP2's collectives. Times assume an H100 if no GPU is given. Raises OSError."""
     width, height, left, top = 1100, 360, 70, 40
     floor, whole = top + height, moments[-1].end
     most = max(moment.phase.peak.total() for moment in moments)

@@ -1,12 +1,12 @@
-"""One training step of rank 0, of any number of ranks, on tensors that have no storage: what it holds, computes, sends.
+"""Simulates one training step of rank 0 at any world size, on tensors without storage: memory, work, communication.
 
-The real program runs: the model on meta, parallelize(), the optimizer; under torch's fake tensors and process group.
-Every operator is seen with what it reads and makes, so that nothing here describes the model again. Of blocks that are
-alike a few are run, and the others counted as one in the middle.
+The real program runs on torch's fake tensors and fake process group: the model on meta, parallelize(), the optimizer.
+Counted sees every operator with its inputs and outputs, so this file does not describe the model a second time. Only a
+few of the identical blocks run; the others are counted as copies of those in the middle.
 
-A step for a GPU runs as on one (as_on_a_gpu), since on a CPU attention, masks and loss go other ways. A compiled block
-runs eagerly, but by what Inductor makes of one: products, attention and collectives write what they make, and float32
-in between stays in registers; without recomputation it keeps, of what products read, too.
+A step for a GPU takes the GPU's code paths (as_on_a_gpu); attention, masks and loss differ on a CPU. A compiled block
+runs eagerly but is counted as Inductor would run it: matrix products, attention and collectives write their outputs,
+and float32 intermediates stay in registers. Without activation checkpointing it also saves the products' inputs.
 """
 
 import contextlib
@@ -41,13 +41,13 @@ from parallel.parallelize import parallelize
 
 
 class FakeShard(SentIn8Bits, FakeTensor):
-    """parallel/float8.py's Shard, without storage."""
+    """parallel/float8.py's Shard as a fake tensor."""
 
 
 @dataclass(frozen=True)
 class Step:
     phases: list[Phase]
-    held: Counter  # bytes of this rank's parameters, gradients and optimizer state
+    held: Counter  # bytes of this rank's parameters, gradients and optimizer state between steps
     optimizer: str
 
     def peak(self) -> Phase:
@@ -55,15 +55,15 @@ class Step:
 
 
 def simulate(cfg: config.Config, ranks: int, on_gpu: bool = True, whole: bool = False) -> Step:
-    """There must be no process group. whole: every block is run. Raises ConfigError for a mesh that cannot be had."""
+    """No process group may exist yet. whole: run every block. Raises ConfigError for an invalid mesh."""
     p, blocks = cfg.parallel, cfg.model.n_layers
     period = p.recompute if isinstance(p.recompute, int) else 1
-    edge = max(p.prefetch_forward, p.prefetch_backward, 1)  # blocks that gather, or are gathered by, what is no block
+    edge = max(p.prefetch_forward, p.prefetch_backward, 1)  # blocks whose prefetch involves the embedding or the head
     few = 2 * edge + 1 + period
     few += (blocks - few) % period
     numbered = any({*"0123456789?["} & {*pattern} for pattern in (*cfg.model.freeze, *p.keep_fp32, *p.unsharded))
     whole = whole or numbered or few >= blocks
-    # what it knows of meshes of another simulation, whose groups are gone
+    # drop what DTensor caches for an earlier simulation's meshes, whose process groups are destroyed
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
@@ -82,21 +82,21 @@ def simulate(cfg: config.Config, ranks: int, on_gpu: bool = True, whole: bool = 
 
 
 def stretched(step: Step, more: Counter, taken: Counter, middle: range, times: int) -> Step:
-    """The step of a model that has the middle blocks, which hold so much between steps, so many times more. more:
-    bytes; taken: as the allocator rounds them."""
+    """The step of a model with `times` more copies of the middle blocks. more: bytes that these blocks hold between
+    steps; taken: the same, rounded as the allocator does."""
     def copied(phase: Phase, later: int) -> Phase:
         kind, _, block = phase.name.partition(" block ")
         name = f"{kind} block {int(block) + later * len(middle)}" if block else phase.name
         return replace(phase, name=name, peak=plus(phase.peak, offset), end=plus(phase.end, offset))
 
     phases, held = step.phases, plus(step.held, more, times)
-    # gradients of other micro-batches perhaps, and what is offloaded not
+    # includes gradients if an earlier micro-batch left some; excludes offloaded tensors
     from_start = {kind: size for kind, size in taken.items() if phases[0].peak[kind]}
     offset, found = plus(Counter(), from_start, times), []
     first = {f"forward block {middle[0]}", f"backward block {middle[-1]}"}
     for i, phase in enumerate(phases):
         block = int(phase.name.rpartition(" ")[2]) if " block " in phase.name else -1
-        backward = phase.name.startswith("backward")  # which begins at the last block
+        backward = phase.name.startswith("backward")  # backward starts at the last block
         if phase.name in first:
             group = phases[i : i + len(middle)]
             grown = plus(group[-1].end, phases[i - 1].end, -1)
@@ -104,7 +104,7 @@ def stretched(step: Step, more: Counter, taken: Counter, middle: range, times: i
                 found += [copied(p, later) for p in group]
                 offset = plus(offset, grown)
         found.append(copied(phase, times if block >= middle[-1 if backward else 0] + backward else 0))
-    update = found[-1]  # its work is that of all parameters
+    update = found[-1]  # its work grows with the parameters
     share = held["parameters"] / step.held["parameters"]
     scales = {key: more["scales"] for key in update.sent if key == ("dp_shard", "all_reduce", "bytes")}
     found[-1] = replace(update, end=Counter({**update.end, "gradients": 0}), sent=plus(update.sent, scales, times),
@@ -113,12 +113,12 @@ def stretched(step: Step, more: Counter, taken: Counter, middle: range, times: i
 
 
 def plus(a: Counter, b: Mapping, times: int = 1) -> Counter:
-    """a + times b; less than nothing, too."""
+    """a + times * b; unlike Counter's own +, keeps negative counts."""
     return Counter({key: a.get(key, 0) + times * b.get(key, 0) for key in {*a, *b}})
 
 
 def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tuple[Counter, Counter]]]:
-    """A step; what each block holds between steps, exact and rounded."""
+    """The step, and the bytes that each block holds between steps: (exact, rounded)."""
     p, sequences = cfg.parallel, config.micro_batch_size(cfg, world.dp_size)
     dimensions = {world.mesh[name].get_group().group_name: name for name in ("dp_replicate", "cp", "tp")
                   if world.mesh[name].size() > 1}
@@ -139,7 +139,7 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tupl
             optimizer.update = partial(one_kernel, counted, optimizer.update)
         update_scales(model)
         watch(model, counted, p.compile and on_gpu)
-        # Of several micro-batches those that are alike once: where gradients of one before are there.
+        # Micro-batches that are alike run once; with sync_every_micro_batch, with gradients of an earlier one.
         accumulation = config.accumulation_steps(cfg, world.dp_size)
         passes = {True: accumulation} if p.sync_every_micro_batch else {False: accumulation - 1, True: 1}
         if accumulation > 1 and p.sync_every_micro_batch:
@@ -165,8 +165,8 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tupl
 
 
 def without_storage(counted: Counted) -> list:
-    """Patches of what needs a tensor's value, or another class of tensors, or passes by the operators."""
-    whole = ShardingPropagator._propagate_tensor_meta_non_cached  # DTensor's look at shapes: not this rank's
+    """Patches for code that needs tensor values or another tensor class, or that bypasses the dispatcher."""
+    whole = ShardingPropagator._propagate_tensor_meta_non_cached  # DTensor's shape propagation: global shapes
     resize = torch.UntypedStorage.resize_
     return [
         mock.patch("optim.place_in_whole", lambda *unused: torch.zeros(4, dtype=torch.int32)),
@@ -177,7 +177,7 @@ def without_storage(counted: Counted) -> list:
 
 
 def watch(model: Llama, counted: Counted, compiled: bool) -> None:
-    """Lets phases begin with the forward and backward of each module of the model."""
+    """Adds hooks that begin a phase at the forward and at the backward of embedding, head and each block."""
     groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
     sharded = [q for group in groups if group for q in group.fsdp_params]
 
@@ -206,13 +206,13 @@ def watch(model: Llama, counted: Counted, compiled: bool) -> None:
 
 
 def as_on_a_gpu(cfg: config.Config, counted: Counted) -> list:
-    """Patches by which what asks for its device goes a GPU's way, and what cfg compiles is counted as if it were."""
+    """Patches that select the GPU's code paths, and count what cfg compiles as if it were compiled."""
     patches = [
         mock.patch.object(FakeTensor, "is_cuda", True),
         mock.patch("torch.addmm", partial(wide_addmm, counted)),
         mock.patch.dict(CHUNK, cpu=CHUNK["cuda"]),
         mock.patch("parallel.parallelize.use_float8", lambda blocks, recipe, _: use_float8(blocks, recipe, "cuda")),
-        # FlexAttention's blocks are small: SDPA's causal mask stands for them
+        # FlexAttention's BlockMask is small: SDPA's causal mask stands in for it
         mock.patch("model.llama.document_mask", lambda documents: None),
         mock.patch("parallel.context.document_mask", lambda documents, places: None),
         mock.patch("parallel.context.make_mask", lambda *unused: None),
@@ -220,7 +220,7 @@ def as_on_a_gpu(cfg: config.Config, counted: Counted) -> list:
     if cfg.parallel.compile:
         patches += [
             mock.patch("parallel.parallelize.apply_activation_checkpointing", partial(keep_products, counted)),
-            # what is not recomputed is not gathered again either
+            # a block that is not checkpointed does not repeat its all-gathers in backward either
             mock.patch("parallel.tensor.is_checkpointed", lambda *unused: True),
             mock.patch("parallel.context.is_checkpointed", lambda *unused: True),
             mock.patch("model.loss.compiled", partial(partial, one_kernel, counted)),
@@ -229,7 +229,7 @@ def as_on_a_gpu(cfg: config.Config, counted: Counted) -> list:
 
 
 def one_kernel(counted: Counted, function: Callable, *args: Any) -> Any:
-    """function(*args), compiled: what is between its inputs and outputs does not exist."""
+    """function(*args) as one compiled kernel, which does not materialize intermediates."""
     with mock.patch("torch.compiler.is_compiling", lambda: True):
         result = counted.unseen(function, *args)
     counted.phases[-1].work["moved"] += sum(t.nbytes for t in tree_iter((args, result)) if isinstance(t, Tensor))
@@ -238,14 +238,14 @@ def one_kernel(counted: Counted, function: Callable, *args: Any) -> Any:
 
 
 def wide_addmm(counted: Counted, total: Tensor, a: Tensor, b: Tensor, **unused: Any) -> Tensor:
-    """The loss's torch.addmm(), with out_dtype and out=total, which torch 2.11 knows no shapes of."""
+    """The loss's torch.addmm() with out_dtype and out=total, for which torch 2.11 cannot infer shapes."""
     counted.compute(torch.ops.aten.mm.default, (a, b), total)
     return total
 
 
 def keep_products(counted: Counted, model: Llama, setting: str | int, tp: int) -> None:
-    """apply_activation_checkpointing() of compiled blocks. Those it leaves alone keep for backward what "elementwise"
-    does, and what products read (watch); the rest is computed again, but nothing sent again."""
+    """apply_activation_checkpointing() for compiled blocks. A block that it leaves alone saves what "elementwise"
+    saves, and the products' inputs (watch). Its backward recomputes the rest, but repeats no collective."""
     def recomputing(flag: bool) -> Callable:
         return lambda *unused: setattr(counted, "recomputing", flag and counted.phases[-1].name.startswith("backward"))
 
