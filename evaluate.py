@@ -16,14 +16,14 @@ from checkpoint.checkpointer import base_on_all_ranks, problems_on_all_ranks, wi
 from checkpoint.load import restore
 from config import ConfigError
 from data.dataset import Dataset, open_dataset
-from data.loader import heldout_batches
+from data.loader import validation_batches
 from data.show import printable
 from files import say
 from lifecycle.run import Run
 from model.generate import continue_text
 from model.hf_weights import weights_to_read
 from model.llama import Llama, meta_model
-from parallel.context import own_places
+from parallel.context import own_cp_positions
 from parallel.fsdp import reshard
 from parallel.materialize import materialize
 from parallel.mesh import World, all_gather_objects, on_rank_zero, storage_device
@@ -43,9 +43,9 @@ def evaluate(model: Llama, cfg: config.Config, world: World, dataset: Dataset, r
     counts = torch.zeros(len(streams), dtype=torch.int64, device=world.device)
     model.eval()
     phase, pin = "first evaluation batch", world.device.type == "cuda"  # the first may compile
-    places = own_places(world, cfg.train.seq_len)
+    cp_positions = own_cp_positions(world, cfg.train.seq_len)
     for i, tensors in ((i, batch) for i, stream in enumerate(streams)
-                       for batch in heldout_batches(stream, cfg, world.dp_rank, world.dp_size, pin, places)):
+                       for batch in validation_batches(stream, cfg, world.dp_rank, world.dp_size, pin, cp_positions)):
         with run.phase(phase):
             run.stop.start_sync()
             found, valid = model(*(tensor.to(world.device, non_blocking=True) for tensor in tensors))

@@ -21,7 +21,7 @@ def sync(path: pathlib.Path) -> None:
         os.close(handle)
 
 
-def write_whole(path: pathlib.Path, content: bytes | str) -> None:
+def write_atomic(path: pathlib.Path, content: bytes | str) -> None:
     """Replaces a file atomically: a reader, also after a crash, sees either the old content or the new one. Raises
     OSError."""
     temporary = path.with_name(f".{path.name}.tmp")

@@ -188,7 +188,7 @@ class Rows:
         """Drops the rows of steps after `start`, so that (kind, step) stays unique."""
         path = folder / "metrics.jsonl"
         kept = [row for row in read_rows(path) if row["step"] <= start]
-        files.write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+        files.write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.file, self.waiting, self.lock, self.board = path.open("ab", buffering=0), b"", threading.Lock(), None
         if settings.tensorboard:
             from torch.utils.tensorboard import SummaryWriter

@@ -79,7 +79,7 @@ class BFloat16AdamW(torch.optim.Optimizer):
         self.grad_scale: Tensor | None = None  # gradients are divided by it
         self.found_inf: Tensor | None = None  # 1.0: skip the update
         self.update = torch.compile(update_bfloat16, fullgraph=True, dynamic=True) if compile else update_bfloat16
-        self.place = {p: place_in_whole(p, f"{seed} {name}") for p, name in names.items()}
+        self.place = {p: shard_offset(p, f"{seed} {name}") for p, name in names.items()}
 
     @torch.no_grad()
     def step(self) -> None:
@@ -92,20 +92,20 @@ class BFloat16AdamW(torch.optim.Optimizer):
                     continue
                 state = self.state[p]
                 state["step"] += 1 - found
-                rows = [as_rows(t) for t in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
+                rows = [as_2d(t) for t in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
                 if rows[0].numel():  # with fewer rows than ranks, some shards are empty
                     self.update(*rows, state["step"], scale, found, lr, self.place[p], *group["betas"], group["eps"],
                                 group["weight_decay"])
 
 
-def as_rows(t: Tensor) -> Tensor:
+def as_2d(t: Tensor) -> Tensor:
     """This rank's shard of a tensor in two dimensions: its first, and all others."""
     local = _local(t.detach())
     return local.view(local.shape[0] if local.ndim else 1, -1) if local.numel() else local
 
 
-def place_in_whole(p: nn.Parameter, key: str) -> Tensor:
-    """(4) of int32 on the parameter's device: where this rank's shard begins (row and column of as_rows), the number of
+def shard_offset(p: nn.Parameter, key: str) -> Tensor:
+    """(4) of int32 on the parameter's device: where this rank's shard begins (row and column of as_2d), the number of
     columns of the full parameter, and a hash of the key."""
     row, column = 0, 0
     if isinstance(p, DTensor) and p.ndim:
@@ -133,8 +133,8 @@ def update_bfloat16(p: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor
     bits = hash32(row * columns + column ^ hash32(key ^ hash32(step.to(torch.int32))))
     skip = found > 0
     p.copy_(torch.where(skip, p, new))
-    exp_avg.copy_(torch.where(skip, exp_avg, round_at_random(first, bits & 0xFFFF)))
-    exp_avg_sq.copy_(torch.where(skip, exp_avg_sq, round_at_random(second, bits >> 16 & 0xFFFF)))
+    exp_avg.copy_(torch.where(skip, exp_avg, stochastic_round(first, bits & 0xFFFF)))
+    exp_avg_sq.copy_(torch.where(skip, exp_avg_sq, stochastic_round(second, bits >> 16 & 0xFFFF)))
 
 
 def hash32(x: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def hash32(x: Tensor) -> Tensor:
     return x ^ (x >> 16 & 0xFFFF)
 
 
-def round_at_random(x: Tensor, noise: Tensor) -> Tensor:
+def stochastic_round(x: Tensor, noise: Tensor) -> Tensor:
     """float32 to bfloat16, away from zero with the truncated fraction as probability; noise: int32 in 0 ... 65,535."""
     return (x.view(torch.int32) + noise & -0x10000).view(torch.float32).to(torch.bfloat16)
 

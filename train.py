@@ -41,17 +41,17 @@ from data.dataset import open_dataset, samples_per_epoch
 from data.loader import Batch, Loader
 from evaluate import evaluate, evaluate_newest, evaluation_is_due, log_sample
 from lifecycle import DOES_NOT_FIT, INPUT_IS_WRONG
-from lifecycle.folder import going_on, report_failure
-from lifecycle.run import Run, failed_for_good, leave
+from lifecycle.folder import report_failure, resume_once
+from lifecycle.run import Run, exit_immediately, final_exit_code
 from metrics import Recorder
 from model.hf_weights import weights_to_read
 from model.llama import Llama, flops_per_token, meta_model, parameter_count
 from optim import FiniteGuard, build_optimizer, clip_gradients, learning_rate, set_learning_rate
-from parallel.context import own_places
+from parallel.context import own_cp_positions
 from parallel.float8 import update_scales
 from parallel.fsdp import set_gradient_sync, unshard_first_units
 from parallel.materialize import materialize
-from parallel.mesh import World, distributed, on_rank_zero, rank_and_size, spans_machines, storage_device
+from parallel.mesh import World, distributed, on_rank_zero, rank_and_size, storage_device, tp_warnings
 from parallel.parallelize import parallelize
 from parallel.plan import dry_run
 from parallel.rebind import check_optimizer
@@ -89,10 +89,10 @@ def train(cfg: Config, world: World, run: Run) -> None:
 
     guard = FiniteGuard(optimizer, device, cfg.train.skip_nonfinite, state.skipped_steps, state.skipped_in_a_row)
     recorder = Recorder(cfg, world, run.folder, start, flops_per_token(model, cfg.train.seq_len))
-    recorder.log_start(parameter_count(model), unit_table(unit_rows), [*spans_machines(world), *dataset.notes])
+    recorder.log_start(parameter_count(model), unit_table(unit_rows), [*tp_warnings(world), *dataset.notes])
     checkpointer.on_publish(recorder.sync)  # metrics are flushed to disk before a checkpoint is published
     loader = Loader(cfg, dataset.train, dataset.weights, world.dp_rank, world.dp_size, start + 1,
-                    pin=world.device.type == "cuda", places=own_places(world, cfg.train.seq_len))
+                    pin=world.device.type == "cuda", cp_positions=own_cp_positions(world, cfg.train.seq_len))
     if start and evaluation_is_due(cfg, start) and not recorder.has_evaluation(start):
         with recorder.timed("paused"):  # the previous launch was stopped before this evaluation
             recorder.log_evaluation(start, evaluate(model, cfg, world, dataset, run))
@@ -157,10 +157,10 @@ def main(args: Namespace, cfg: Config, stop: StopRequest) -> int:
     try:
         if args.dry_run:
             return 0 if dry_run(cfg, args, samples_per_epoch(cfg)) else DOES_NOT_FIT
-        if code := failed_for_good(cfg, launch):
+        if code := final_exit_code(cfg, launch):
             return code
         with distributed(cfg) as world, Run(cfg, world, launch, stop) as run:
-            cfg = on_rank_zero(lambda: going_on(cfg, launch))
+            cfg = on_rank_zero(lambda: resume_once(cfg, launch))
             (evaluate_newest if args.eval_only else train)(cfg, world, run)
         return run.exit_code
     except ConfigError as error:
@@ -177,5 +177,5 @@ if __name__ == "__main__":
     try:
         exit_code = main(arguments, configuration, stop_request)
     except SystemExit as failure:
-        leave(failure.code)
+        exit_immediately(failure.code)
     sys.exit(exit_code)

@@ -223,7 +223,7 @@ def main(argv: list[str]) -> int:
         report["rows"].append(row)
         compare(row, report["rows"])
         if args.json:
-            files.write_whole(args.json, json.dumps(report, indent=1))
+            files.write_atomic(args.json, json.dumps(report, indent=1))
         print(f"{row['group']}: {row['arm']}: {row['status']}", file=sys.stderr)
 
     for group in args.only:

@@ -26,11 +26,11 @@ from benchmarks.overhead import BareLoop
 from checkpoint.checkpointer import with_param_dtype
 from config import ConfigError
 from data.dataset import open_dataset
-from data.loader import Batch, Loader, split
+from data.loader import Batch, Loader, inputs_and_targets
 from metrics import peak_flops, peak_memory_gib
 from model.llama import Llama, flops_per_token, meta_model, parameter_count
 from optim import FiniteGuard, build_optimizer
-from parallel.context import own_places
+from parallel.context import own_cp_positions
 from parallel.fsdp import unshard_first_units
 from parallel.materialize import materialize
 from parallel.mesh import World, distributed, storage_device
@@ -53,7 +53,8 @@ def random_batch(cfg: config.Config, world: World, accumulation: int) -> Batch:
     size, length = config.micro_batch_size(cfg, world.dp_size), cfg.train.seq_len
     generator = torch.Generator().manual_seed(world.dp_rank)
     ids = torch.randint(cfg.model.vocab_size, (size, length + 1), generator=generator)
-    micro_batch = tuple(part.to(world.device) for part in split(ids, None, own_places(world, length)))
+    tensors = inputs_and_targets(ids, None, own_cp_positions(world, length))
+    micro_batch = tuple(tensor.to(world.device) for tensor in tensors)
     return Batch([micro_batch] * accumulation, accumulation * size * length * world.dp_size, 0)
 
 
@@ -73,7 +74,7 @@ def measure(cfg: config.Config, world: World, steps: int, warm_up: int, real: bo
     if real:
         dataset = open_dataset(cfg)
         batches = loader = Loader(cfg, dataset.train, dataset.weights, world.dp_rank, world.dp_size, 1,
-                                  pin=world.device.type == "cuda", places=own_places(world, t.seq_len))
+                                  pin=world.device.type == "cuda", cp_positions=own_cp_positions(world, t.seq_len))
     else:
         batches = itertools.repeat(random_batch(cfg, world, accumulation))
 

@@ -11,7 +11,7 @@ from model.llama import Llama, named_parameters
 from model.loss import CHUNK
 from optim import build_optimizer
 from parallel.activation_checkpoint import KEEP_EVERY, is_checkpointed
-from parallel.fsdp import sent_dtype, unit_dtypes, unit_parameters, units, unsharded_parameters
+from parallel.fsdp import all_gather_dtype, unit_dtypes, unit_parameters, units, unsharded_parameters
 from parallel.tensor import placement_of
 
 
@@ -81,7 +81,7 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
     for name, modules in units(model):
         parameters = [q for q in unit_parameters(modules) if q not in unsharded]
         param_dtype, reduce_dtype = unit_dtypes(p, name)
-        size = sum(numel[q] * (1 if q in in_8_bits else sent_dtype(q, param_dtype).itemsize) for q in parameters)
+        size = sum(numel[q] * (1 if q in in_8_bits else all_gather_dtype(q, param_dtype).itemsize) for q in parameters)
         trained = sum(numel[q] for q in parameters if q.requires_grad)
         if shards > 1:
             again = p.reshard_after_forward is not False and not {model.head, model.embedding} & {*modules}

@@ -29,7 +29,7 @@ import config
 import hf_config
 from benchmarks import count
 from config import ConfigError
-from data.loader import Batch, split
+from data.loader import Batch, inputs_and_targets
 from model.hf_weights import hf_name
 from model.llama import meta_model
 from optim import FiniteGuard, build_optimizer
@@ -96,7 +96,8 @@ def measure(cfg: config.Config, world: World, steps: int) -> tuple[list[tuple[fl
     seconds = []
     for number in range(1, WARM_UP + steps + 1):
         ids = torch.randint(cfg.model.vocab_size, (t.micro_batch_size, t.seq_len + 1), generator=generator)
-        batch, losses, taken = Batch([split(ids)], config.tokens_per_step(cfg), 0), [0.0, 0.0], [(0.0, 0.0)] * 2
+        batch = Batch([inputs_and_targets(ids)], config.tokens_per_step(cfg), 0)
+        losses, taken = [0.0, 0.0], [(0.0, 0.0)] * 2
         for arm in (0, 1) if number % 2 else (1, 0):
             dist.barrier()
             began, worked = time.perf_counter(), time.process_time()

@@ -139,7 +139,7 @@ def problems_of(folder: pathlib.Path, share: int = 0, shares: int = 1, hashed: b
     return [f"{folder}: expected step {int(name[1])}, found step {step}"] if name and int(name[1]) != step else []
 
 
-at_first_sight = functools.partial(problems_of, hashed=False)  # fast for a checkpoint of any size
+problems_without_hashing = functools.partial(problems_of, hashed=False)  # fast for a checkpoint of any size
 
 
 def choose(cfg: config.Config, found: list[int], problems_with: Callable[[pathlib.Path], list[str]]
@@ -270,9 +270,9 @@ def other_tokenizer(cfg: config.Config, step: int, files: list[pathlib.Path]) ->
 
 def check_same_tokenizer(cfg: config.Config, step: int, files: list[pathlib.Path]) -> None:
     """Raises ConfigError if an evaluation would use another tokenizer than the checkpoint's."""
-    if (told := other_tokenizer(cfg, step, files)) and not (
+    if (warning := other_tokenizer(cfg, step, files)) and not (
             cfg.checkpoint and "data.tokenizer" in cfg.checkpoint.allow_changed):
-        raise ConfigError(told)
+        raise ConfigError(warning)
 
 
 def set_aside(cfg: config.Config, step: int, bad: Iterable[int]) -> None:

@@ -17,7 +17,7 @@ from checkpoint.save import SaveFailed, Saver
 from config import ConfigError
 from model.hf_weights import Weights, fingerprint
 from model.llama import meta_model
-from parallel.mesh import World, all_gather_objects, has_bfloat16_units, on_rank_zero
+from parallel.mesh import World, all_gather_objects, has_native_bfloat16, on_rank_zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Checkpointer:
     def save(self, state: State, model: nn.Module, optimizer: torch.optim.Optimizer, stopping: bool) -> None:
         """With async_save, training waits only for the copy of the shards to host memory. Raises SaveFailed if the last
         checkpoint of a launch cannot be written, and FloatingPointError if weights are not finite."""
-        self.saver.hurried = stopping  # the previous save may still be purging, which may read a lot of data
+        self.saver.stopping = stopping  # the previous save may still be purging, which may read a lot of data
         self.log_last_save(wait=True)
         tensors = tensors_of(model, optimizer)
         if self.cfg.checkpoint.async_save:
@@ -172,11 +172,11 @@ def with_param_dtype(cfg: config.Config, step: int, world: World) -> config.Conf
         saved = on_rank_zero(lambda: catalog.read_state(catalog.path_of(cfg, step))["config"])
         dtype = config.SCHEMA.complete(saved)["parallel.param_dtype"]
     else:
-        dtype = "bfloat16" if all(all_gather_objects(has_bfloat16_units(world.device))) else "float32"
+        dtype = "bfloat16" if all(all_gather_objects(has_native_bfloat16(world.device))) else "float32"
     return dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, param_dtype=dtype))
 
 
 def problems_on_all_ranks(path: pathlib.Path, world: World) -> list[str]:
     """The problems of a checkpoint: rank 0 compares file sizes first, then each rank hashes its share."""
-    return on_rank_zero(lambda: catalog.at_first_sight(path)) or [
+    return on_rank_zero(lambda: catalog.problems_without_hashing(path)) or [
         problem for rank in all_gather_objects(catalog.problems_of(path, world.rank, world.size)) for problem in rank]

@@ -46,7 +46,7 @@ class Saver:
         self.cfg, self.verified, self.extra_files = cfg, {verified}, extra_files
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.longest_timeout(cfg)))
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.hurried = False  # the run is stopping: purging is left to the next launch
+        self.stopping = False  # the run is stopping: purging is left to the next launch
         self.before_publishing: Callable[[], None] = lambda: None  # on rank 0; an OSError fails the save
 
     def write(self, step: int, tensors: dict[str, Tensor], state: dict) -> None:
@@ -71,16 +71,16 @@ class Saver:
             files.publish(temporary, final)
 
         try:
-            self._together(make_room, only=0)
+            self._on_all_ranks(make_room, only=0)
             with ThreadPoolExecutor(1) as pool:  # overlaps the NaN/Inf check with the write
                 finite = pool.submit(_all_finite, tensors)
-                self._together(lambda: dcp.save(tensors, storage_writer=writer, process_group=self.group))
-            if not all(self._together(finite.result)):
+                self._on_all_ranks(lambda: dcp.save(tensors, storage_writer=writer, process_group=self.group))
+            if not all(self._on_all_ranks(finite.result)):
                 raise FloatingPointError(f"step {step}: the update made weights that are not finite, and they were not "
                                          "saved; a lower optim.lr or a longer warm-up may help")
             # each rank hashes the files that it wrote, while they are still in its page cache
-            entries = self._together(lambda: hash_files(temporary, writer.files))
-            self._together(publish, only=0)
+            entries = self._on_all_ranks(lambda: hash_files(temporary, writer.files))
+            self._on_all_ranks(publish, only=0)
         except SaveFailed as error:
             raise SaveFailed(f"{final}: {error}") from None
         finally:
@@ -88,7 +88,7 @@ class Saver:
                 shutil.rmtree(temporary, ignore_errors=True)
         self.verified.add(step)
 
-    def _together(self, work: Callable[[], Any], only: int | None = None) -> list:
+    def _on_all_ranks(self, work: Callable[[], Any], only: int | None = None) -> list:
         """Runs `work` on all ranks, or only on rank `only`. Returns its results by rank. Raises SaveFailed on all ranks
         if it failed on any."""
         value = problem = None
@@ -112,20 +112,20 @@ class Saver:
         if not last:
             return
         try:
-            for step in reversed(self._together(lambda: catalog.steps(self.cfg), only=0)[0]):
-                if self._together(lambda: self.hurried, only=0)[0]:  # rank 0 decides: all ranks must agree
+            for step in reversed(self._on_all_ranks(lambda: catalog.steps(self.cfg), only=0)[0]):
+                if self._on_all_ranks(lambda: self.stopping, only=0)[0]:  # rank 0 decides: all ranks must agree
                     return
                 if good < last:
                     good += self._is_good(step)
                 elif not config.is_due(step, every):
-                    self._together(lambda step=step: catalog.remove(self.cfg, step), only=0)
+                    self._on_all_ranks(lambda step=step: catalog.remove(self.cfg, step), only=0)
         except SaveFailed as error:  # the new checkpoint is safe; the next purge tries again
             log.warning("old checkpoints could not be removed: %s", error)
 
     def _is_good(self, step: int) -> bool:
         if step not in self.verified:
             path = catalog.path_of(self.cfg, step)
-            found = self._together(lambda: catalog.problems_of(path, self.rank, self.ranks))
+            found = self._on_all_ranks(lambda: catalog.problems_of(path, self.rank, self.ranks))
             if problems := [problem for rank in found for problem in rank]:
                 log.warning("kept, but not counted as a checkpoint: %s", "; ".join(problems))
                 return False

@@ -109,7 +109,7 @@ def write_tokens(folder: pathlib.Path, d: config.Data, dtype: str, state: dict) 
             for file in opened.values():
                 file.flush()
                 os.fsync(file.fileno())
-            files.write_whole(folder / PROGRESS, json.dumps(state))
+            files.write_atomic(folder / PROGRESS, json.dumps(state))
 
         source = open_source(d, state["place"])
         encoded = stack.enter_context(contextlib.closing(encode_all(folder, "H" if dtype == "uint16" else "i", source)))

@@ -22,7 +22,7 @@ READ_AHEAD = 2  # steps
 class Batch:
     """One data rank's part of one step."""
 
-    micro_batches: list[tuple[Tensor, ...]]  # as split() returns them: the model's arguments
+    micro_batches: list[tuple[Tensor, ...]]  # as inputs_and_targets() returns them: the model's arguments
     valid_tokens: int  # valid targets of the whole step, over all data ranks
     digest: int  # of this rank's samples; the sum over data ranks modulo DIGEST_MODULUS is the step's
 
@@ -31,10 +31,10 @@ class Loader:
     """Iterates over a data rank's batches from first_step on; a thread reads ahead, and pins memory for the GPU."""
 
     def __init__(self, cfg: config.Config, streams: Sequence[TokenStream], weights: Sequence[float], dp_rank: int,
-                 dp_size: int, first_step: int, pin: bool, places: Tensor | None = None):
-        """places: as split()'s."""
+                 dp_size: int, first_step: int, pin: bool, cp_positions: Tensor | None = None):
+        """cp_positions: as inputs_and_targets()'s."""
         self.cfg, self.streams, self.dp_rank, self.dp_size, self.pin = cfg, streams, dp_rank, dp_size, pin
-        self.places = places
+        self.cp_positions = cp_positions
         self.micro_batch_size = config.micro_batch_size(cfg, dp_size)
         self.order = make_order(cfg, streams, weights)
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "loader")
@@ -53,7 +53,7 @@ class Loader:
     def batch(self, step: int) -> Batch:
         t, mask, digest, micro_batches = self.cfg.train, self.cfg.data.document_mask, 0, []
         for numbers in rank_samples(step, t.global_batch_size, self.micro_batch_size, self.dp_rank, self.dp_size):
-            contents, tensors = read_windows([self.span(n) for n in numbers], t.seq_len, mask, self.places)
+            contents, tensors = read_windows([self.span(n) for n in numbers], t.seq_len, mask, self.cp_positions)
             digest += sum(map(sample_digest, numbers, contents))
             micro_batches.append(pinned(tensors) if self.pin else tensors)
         valid = t.global_batch_size * t.seq_len
@@ -70,8 +70,8 @@ class Loader:
 
 
 def read_windows(spans: list[tuple[TokenStream, int, int]], seq_len: int, mask: bool,
-                 places: Tensor | None = None) -> tuple[list[bytes], tuple[Tensor, ...]]:
-    """Reads windows (stream, first token, one past the last): their bytes, and split() of them, padded with IGNORE."""
+                 cp_positions: Tensor | None = None) -> tuple[list[bytes], tuple[Tensor, ...]]:
+    """Reads windows (stream, first token, one past the last): their bytes; inputs_and_targets() of them."""
     rows, contents = torch.full((len(spans), seq_len + 1), IGNORE), []  # (B, T+1)
     documents = torch.zeros_like(rows) if mask else None
     for row, (stream, first, stop) in enumerate(spans):
@@ -81,7 +81,7 @@ def read_windows(spans: list[tuple[TokenStream, int, int]], seq_len: int, mask: 
             if mask:
                 for number, begin, _ in stream.documents(first, stop):
                     documents[row, max(begin - first, 0) :] = number
-    return contents, split(rows, documents, places)
+    return contents, inputs_and_targets(rows, documents, cp_positions)
 
 
 def pinned(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -89,12 +89,13 @@ def pinned(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(tensor.pin_memory() for tensor in tensors)
 
 
-def split(rows: Tensor, documents: Tensor | None = None, places: Tensor | None = None) -> tuple[Tensor, ...]:
+def inputs_and_targets(rows: Tensor, documents: Tensor | None = None,
+                       cp_positions: Tensor | None = None) -> tuple[Tensor, ...]:
     """Windows (B, T+1), padded with IGNORE -> inputs (B, T) and targets (B, T), each the token after its input. Given
     document numbers (B, T+1), a target in another document than its input becomes IGNORE, and the inputs' positions
     (B, T) and documents (B, T) are returned too. All int64.
 
-    places (T / cp): positions of this rank's tokens under context parallelism. Inputs, targets and positions are
+    cp_positions (T / cp): positions of this rank's tokens under context parallelism. Inputs, targets and positions are
     restricted to them; documents stay full, since the mask needs the document of every key."""
     inputs, targets = rows[:, :-1].clamp(min=0), rows[:, 1:].clone()  # contiguous() of one row would be a view
     where = ()
@@ -102,10 +103,10 @@ def split(rows: Tensor, documents: Tensor | None = None, places: Tensor | None =
         targets[documents[:, 1:] != documents[:, :-1]] = IGNORE
         documents = documents[:, :-1].contiguous()
         where = positions(documents), documents
-    if places is not None:
-        inputs, targets = inputs[:, places], targets[:, places]
+    if cp_positions is not None:
+        inputs, targets = inputs[:, cp_positions], targets[:, cp_positions]
         # repeat(), not expand(): an expanded tensor could not be pinned
-        where = (where[0][:, places], documents) if where else (places.repeat(len(inputs), 1),)
+        where = (where[0][:, cp_positions], documents) if where else (cp_positions.repeat(len(inputs), 1),)
     return inputs, targets, *where
 
 
@@ -123,10 +124,10 @@ def sample_digest(number: int, raw: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(raw, digest_size=5, salt=number.to_bytes(8, "little")).digest(), "big")
 
 
-def heldout_batches(stream: TokenStream, cfg: config.Config, dp_rank: int,
-                    dp_size: int, pin: bool = False, places: Tensor | None = None) -> Iterator[tuple[Tensor, ...]]:
-    """A data rank's micro-batches of a validation stream, as split() gives them; each target once over all data ranks.
-    The last batch is padded with IGNORE, so that every rank runs the same number of forward passes."""
+def validation_batches(stream: TokenStream, cfg: config.Config, dp_rank: int, dp_size: int, pin: bool = False,
+                       cp_positions: Tensor | None = None) -> Iterator[tuple[Tensor, ...]]:
+    """A data rank's micro-batches of a validation stream, each target once over all data ranks. The last batch
+    is padded with IGNORE, so that every rank runs the same number of forward passes."""
     t, micro_batch_size = cfg.train, config.micro_batch_size(cfg, dp_size)
     steps = math.ceil((stream.length - 1) / (t.seq_len * t.global_batch_size))
     if cfg.eval and cfg.eval.batches is not None:
@@ -134,5 +135,5 @@ def heldout_batches(stream: TokenStream, cfg: config.Config, dp_rank: int,
     for step in range(1, steps + 1):
         for numbers in rank_samples(step, t.global_batch_size, micro_batch_size, dp_rank, dp_size):
             spans = [(stream, n * t.seq_len, min((n + 1) * t.seq_len + 1, stream.length)) for n in numbers]
-            tensors = read_windows(spans, t.seq_len, cfg.data.document_mask, places)[1]
+            tensors = read_windows(spans, t.seq_len, cfg.data.document_mask, cp_positions)[1]
             yield pinned(tensors) if pin else tensors

@@ -31,11 +31,11 @@ def prepare(cfg: config.Config) -> list[pathlib.Path]:
         _prepare_common_tokenizer(cfg)
     parts = prepared_parts(cfg)
     for part in parts:
-        _make_once(part[0], functools.partial(_matches, *part), functools.partial(_prepare_folder, *part))
+        _make_under_lock(part[0], functools.partial(_matches, *part), functools.partial(_prepare_folder, *part))
     return [folder for folder, _ in parts]
 
 
-def _make_once(path: pathlib.Path, made: Callable[[], bool], make: Callable[[], None]) -> None:
+def _make_under_lock(path: pathlib.Path, made: Callable[[], bool], make: Callable[[], None]) -> None:
     """make() unless made(), holding a lock file next to `path`, hidden and never removed. OSError -> ConfigError."""
     if made():
         return
@@ -64,10 +64,10 @@ def _prepare_common_tokenizer(cfg: config.Config) -> None:
 
     def train() -> None:
         content = _train_tokenizer(cfg)
-        files.write_whole(stamps, json.dumps(now))
-        files.write_whole(path, content)
+        files.write_atomic(stamps, json.dumps(now))
+        files.write_atomic(path, content)
 
-    _make_once(path, path.exists, train)
+    _make_under_lock(path, path.exists, train)
     before = _read_json(stamps)
     changed = [source for source, found in now.items() if found and found != before.get(source)]
     if changed:
@@ -111,9 +111,9 @@ def _prepare_folder(folder: pathlib.Path, cfg: config.Config) -> None:
             temporary.mkdir()
             content = Tokenizer(d.tokenizer).files if d.tokenizer else {"tokenizer.model": _train_tokenizer(cfg)}
             for name, part in content.items():
-                files.write_whole(temporary / name, part)
+                files.write_atomic(temporary / name, part)
             state = {**wanted, "place": None, **{key: {"train": 0, "heldout": 0} for key in ("tokens", "documents")}}
-            files.write_whole(temporary / PROGRESS, json.dumps(state))
+            files.write_atomic(temporary / PROGRESS, json.dumps(state))
         if "sha256" not in state:
             state = _write_folder(temporary, cfg, state)
         if file_stamps(d.source) != wanted["files"]:
@@ -145,7 +145,7 @@ def _write_folder(temporary: pathlib.Path, cfg: config.Config, state: dict) -> d
     manifest = {"identity": state["identity"], "files": state["files"], "vocab_size": size, "dtype": dtype,
                 "tokens": state["tokens"], "documents": state["documents"], "revision": revision,
                 "sha256": {path.name: _sha256(path) for path in content}}
-    files.write_whole(temporary / MANIFEST, json.dumps(manifest, indent=2))
+    files.write_atomic(temporary / MANIFEST, json.dumps(manifest, indent=2))
     return manifest
 
 

@@ -33,7 +33,7 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
         raise ConfigError(f"{args.config}: its data is not prepared, and none is inside a job; run {command} on the "
                           "login node")
     # the ranks read every byte of a checkpoint; done here only if there may be nothing left for them to do
-    look = catalog.problems_of if finished else catalog.at_first_sight
+    look = catalog.problems_of if finished else catalog.problems_without_hashing
     *_, chosen = together(
         lambda: check_device(cfg, local_ranks),
         lambda: check_patterns(cfg),
@@ -42,7 +42,7 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
     if args.eval_only:
         if not (steps := catalog.steps(cfg)):
             raise ConfigError(f"{catalog.root(cfg)}: holds no checkpoint to evaluate")
-        start, _ = catalog.newest_good(cfg, steps, catalog.at_first_sight)
+        start, _ = catalog.newest_good(cfg, steps, catalog.problems_without_hashing)
         catalog.check_same_run(cfg, start, catalog.SAME_OUTPUTS)
     else:
         start, _ = chosen

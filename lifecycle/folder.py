@@ -31,7 +31,7 @@ def read_status(folder: pathlib.Path) -> dict:
 def write_status(folder: pathlib.Path, state: str, step: int, launch: str | None, **more) -> None:
     """Replaces status.json atomically. Raises OSError."""
     status = {"state": state, "step": step, "launch": launch, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **more}
-    files.write_whole(folder / "status.json", json.dumps(status) + "\n")
+    files.write_atomic(folder / "status.json", json.dumps(status) + "\n")
 
 
 def lock(folder: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:
@@ -62,7 +62,7 @@ def check_folder(folder: pathlib.Path, timeout: float = 0) -> None:
         lock(folder, timeout).release()
 
 
-def going_on(cfg: config.Config, launch: str | None) -> config.Config:
+def resume_once(cfg: config.Config, launch: str | None) -> config.Config:
     """The configuration, but with checkpoint.resume = N replaced by "auto" (the newest checkpoint) if this launch has
     already resumed from N, before torchrun restarted its ranks or SLURM requeued its job."""
     if not (launch and cfg.checkpoint and isinstance(cfg.checkpoint.resume, int)):

@@ -40,7 +40,7 @@ from config import ConfigError
 from lifecycle import INPUT_IS_WRONG, STOPPED
 from lifecycle.checks import check_launch
 from lifecycle.command import Ranks, requeue
-from lifecycle.folder import failures, going_on, lock, read_status, remove_traces, stop_file, write_status
+from lifecycle.folder import failures, lock, read_status, remove_traces, resume_once, stop_file, write_status
 from lifecycle.signals import SIGNALS, TWICE_SECONDS, Interrupted, Interruption, die_with_parent
 
 IDLE_ATTEMPTS = 3  # attempts of a job in a row without a step
@@ -132,7 +132,7 @@ def exit_code(folder: pathlib.Path, launch: str, ranks: int, returned: int) -> i
     return code
 
 
-def count_idle_attempts(folder: pathlib.Path, before: dict) -> int:
+def exit_code_of_stopped_job(folder: pathlib.Path, before: dict) -> int:
     """The exit code of a stopped job: a failure after the third attempt in a row without a step, since it would requeue
     itself forever."""
     status = read_status(folder)
@@ -170,7 +170,7 @@ def launch(argv: list[str], interruption: Interruption) -> int:
         ranks = Ranks.from_environment()
         args = config.parse_arguments(argv)
         launch_id = ".".join([*ranks.attempt, uuid.uuid4().hex])
-        cfg = going_on(config.load(args.config, args.overrides), launch_id)
+        cfg = resume_once(config.load(args.config, args.overrides), launch_id)
         try:
             if not check_launch(cfg, ranks.total, ranks.local, args, ranks.job is not None, interruption):
                 return 0
@@ -186,7 +186,7 @@ def launch(argv: list[str], interruption: Interruption) -> int:
         if cfg.checkpoint and isinstance(cfg.checkpoint.resume, int):
             before["step"] = cfg.checkpoint.resume  # the run restarts from there
         code = exit_code(folder, launch_id, ranks.total, run_ranks(command, folder, launch_id, interruption))
-        return count_idle_attempts(folder, before) if ranks.job and code == STOPPED else code
+        return exit_code_of_stopped_job(folder, before) if ranks.job and code == STOPPED else code
     except (Interrupted, Exception) as error:
         if not (interruption.asked and interruption.raises):  # else the interrupted code may have raised anything
             if not isinstance(error, ConfigError):
@@ -200,7 +200,7 @@ def launch(argv: list[str], interruption: Interruption) -> int:
         if cfg:
             before = read_status(folder := config.run_folder(cfg))
             if mark_stopped(folder) and ranks.job:
-                return count_idle_attempts(folder, before)
+                return exit_code_of_stopped_job(folder, before)
         return STOPPED
 
 

@@ -74,8 +74,8 @@ class Profiler:
         path = self.folder / f"rank-{self.rank}.json"
         self.trace.export_chrome_trace(str(path))
         log.info("trace of %s: %s, to be opened at https://ui.perfetto.dev", title, path)
-        text = f"{title}, a step:\n{table(split(read(path)), self.settings.steps)}"
-        files.write_whole(path.with_suffix(".txt"), f"{text}\n")
+        text = f"{title}, a step:\n{table(time_by_row(read(path)), self.settings.steps)}"
+        files.write_atomic(path.with_suffix(".txt"), f"{text}\n")
         log.info(text)
 
 
@@ -91,7 +91,7 @@ class Event(NamedTuple):
 
 
 def read(path: pathlib.Path) -> list[Event]:
-    """The events of a Chrome trace that split() needs. Drops the rest while parsing: a trace may have millions."""
+    """The events of a Chrome trace that time_by_row() needs. Drops the rest while parsing: there may be millions."""
     def slim(item: dict) -> Any:
         if "ph" not in item:
             return item
@@ -104,7 +104,7 @@ def read(path: pathlib.Path) -> list[Event]:
         return [event for event in json.load(file, object_hook=slim)["traceEvents"] if event]
 
 
-def split(events: list[Event]) -> dict[str, float]:
+def time_by_row(events: list[Event]) -> dict[str, float]:
     """Milliseconds of the range STEPS by row; the rows add up to its length. HIDDEN is communication that overlapped
     with other work, time that the other rows already include.
 
@@ -160,7 +160,7 @@ def row_of(name: str, category: str, outer: str) -> str:
 
 
 def table(spent: dict[str, float], steps: int) -> str:
-    """The result of split() as text, per step."""
+    """The result of time_by_row() as text, per step."""
     total = sum(spent[row] for row in ROWS)
     rows = {**{row: spent[row] for row in ROWS}, "step": total, HIDDEN: spent[HIDDEN]}
     lines = [f"{row:<24}{ms / steps:>12.3f} ms{ms / total:>8.1%}" for row, ms in rows.items()]

@@ -70,7 +70,7 @@ class Run:
     def attach(self, checkpointer: Checkpointer) -> None:
         """Sets where the run resumes, and how it saves."""
         self.checkpointer, self.step, self.cfg = checkpointer, checkpointer.start, checkpointer.cfg
-        self.stop.alone = self.launch is None and self.world.size == 1
+        self.stop.standalone = self.launch is None and self.world.size == 1
 
     def begin(self, tokenizer_files: list[pathlib.Path]) -> None:
         """Takes over the run's folder: the lock, the status, a log per rank. Nothing is created or changed before this,
@@ -81,8 +81,8 @@ class Run:
         metrics.start_logging(self.folder, self.world.rank)
         for problem in self.checkpointer.problems:
             log.warning("corrupt, set aside: %s", problem)
-        if told := other_tokenizer(self.cfg, self.step, tokenizer_files):  # which allow_changed may allow
-            log.warning(told)
+        if warning := other_tokenizer(self.cfg, self.step, tokenizer_files):  # which allow_changed may allow
+            log.warning(warning)
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.longest_timeout(self.cfg)))
         launched = self.launch and self.world.rank == 0
         self.stop.connect(group, folder.stop_file(self.folder, self.launch) if launched else None)
@@ -96,11 +96,11 @@ class Run:
         self.checkpointer.tidy()
         folder.sweep(self.folder, self.launch)
         folder.write_status(self.folder, "running", self.step, self.launch)
-        files.write_whole(self.folder / "config.toml", config.to_toml(self.cfg))
-        files.write_whole(self.folder / "environment.json", json.dumps(
+        files.write_atomic(self.folder / "config.toml", config.to_toml(self.cfg))
+        files.write_atomic(self.folder / "environment.json", json.dumps(
             metrics.environment(hosts, self.world.device), indent=2))
         for path in tokenizer_files:
-            files.write_whole(self.folder / path.name, path.read_bytes())
+            files.write_atomic(self.folder / path.name, path.read_bytes())
 
     def steps(self, first: int, last: int) -> Iterator[int]:
         """Yields each step to train, up to `last` or until all ranks agree to stop."""
@@ -156,7 +156,7 @@ class Run:
     @property
     def exit_code(self) -> int:
         """This process's exit code. A launcher reads STOPPED from the status; torchrun would take it for a failure."""
-        return STOPPED if self.stop.decided and self.stop.alone else 0
+        return STOPPED if self.stop.decided and self.stop.standalone else 0
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if error is None:
@@ -219,16 +219,16 @@ class Run:
         self._fail(1, text, final=False)
         if self.checkpointer:
             self.checkpointer.wait(self.cfg.run.save_timeout_seconds)
-        leave(1)
+        exit_immediately(1)
 
 
-def failed_for_good(cfg: config.Config, launch: str | None) -> int | None:
+def final_exit_code(cfg: config.Config, launch: str | None) -> int | None:
     """The exit code of this launch's final failure, if torchrun restarted it although that cannot help; else None."""
     failures = folder.failures(config.run_folder(cfg), launch) if launch else []
     return next((failure["exit_code"] for failure in failures if failure["final"]), None)
 
 
-def leave(code: int) -> None:
+def exit_immediately(code: int) -> None:
     """Exits a failed process immediately: teardown would wait for ranks that are gone."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

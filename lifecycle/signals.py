@@ -51,7 +51,7 @@ class StopRequest:
         self.received = 0  # a signal's number
         self.decided = 0  # the same, once all ranks have agreed
         self.file: pathlib.Path | None = None
-        self.alone = False  # no launcher and no torchrun: this process handles a second Ctrl-C itself
+        self.standalone = False  # no launcher and no torchrun: this process handles a second Ctrl-C itself
         self.group, self.flag, self.work = None, None, None
 
     def listen(self) -> None:
@@ -61,7 +61,7 @@ class StopRequest:
         def note(number: int, frame: Any) -> None:
             nonlocal last_interrupt
             self.received = self.received or number
-            if number == signal.SIGINT and self.alone:
+            if number == signal.SIGINT and self.standalone:
                 if time.monotonic() - last_interrupt < TWICE_SECONDS:
                     os._exit(128 + number)
                 last_interrupt = time.monotonic()

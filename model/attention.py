@@ -12,21 +12,21 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 
-def mask_mod(documents: Tensor | None, places: Tensor | None = None) -> Callable[[Tensor, ...], Tensor]:
+def mask_mod(documents: Tensor | None, cp_positions: Tensor | None = None) -> Callable[[Tensor, ...], Tensor]:
     """A FlexAttention mask_mod: causal, and within the query's document if document numbers (B, T) are given.
-    places (Q): the positions of the queries in the sequence, if these are a part of it (context parallelism)."""
+    cp_positions (Q): the positions of the queries in the sequence, if these are a part of it (context parallelism)."""
 
     def rule(b: Tensor, h: Tensor | None, q: Tensor, k: Tensor) -> Tensor:
-        q = q if places is None else places[q]
+        q = q if cp_positions is None else cp_positions[q]
         return q >= k if documents is None else (q >= k) & (documents[b, q] == documents[b, k])
 
     return rule
 
 
-def document_mask(documents: Tensor, places: Tensor | None = None) -> Tensor | BlockMask:
+def document_mask(documents: Tensor, cp_positions: Tensor | None = None) -> Tensor | BlockMask:
     batch, length = documents.shape
-    return make_mask(mask_mod(documents, places), batch, length if places is None else len(places), length,
-                     documents.device)
+    queries = length if cp_positions is None else len(cp_positions)
+    return make_mask(mask_mod(documents, cp_positions), batch, queries, length, documents.device)
 
 
 def make_mask(rule: Callable, batch: int, queries: int, keys: int, device: torch.device) -> Tensor | BlockMask:

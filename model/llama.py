@@ -1,4 +1,4 @@
-"""Llama 2 / 3 / 3.1 / 3.2 as plain modules. Hooks for parallel/: Attention.attend, mask_of, Head.shard, compile_loss.
+"""Llama 2 / 3 / 3.1 / 3.2 as plain modules. parallel/ sets Attention.attend, build_mask, Head.shard, compile_loss.
 
 Shapes: B batch, T tokens, D model dimension (dim), H query heads, K key/value heads, E head dimension (head_dim),
 F feed-forward dimension, V vocabulary.
@@ -181,7 +181,7 @@ class Llama(nn.Module):
         self.config = m
         self.embedding = Embedding(m.vocab_size, m.dim)
         self.blocks = nn.ModuleList(Block(m, layer) for layer in range(m.n_layers))
-        self.mask_of = lambda documents: None if documents is None else document_mask(documents)
+        self.build_mask = lambda documents: None if documents is None else document_mask(documents)
         self.head = Head(m)
         if m.tie_embeddings:  # one matrix, initialized as the output matrix
             self.embedding.weight = self.head.weight
@@ -190,7 +190,7 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None,
                 documents: Tensor | None = None, cache: Cache | None = None,
                 **loss_options) -> Tensor | tuple[LossSums, Tensor]:
-        mask = self.mask_of(documents)
+        mask = self.build_mask(documents)
         if cache is not None:
             mask, positions, newest = cache.advance(tokens.shape[1])
         if positions is None:

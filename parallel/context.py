@@ -17,7 +17,7 @@ from parallel.collectives import Gather, Group, gathered, group_of
 from parallel.mesh import World
 
 
-def own_places(world: World, seq_len: int) -> Tensor | None:
+def own_cp_positions(world: World, seq_len: int) -> Tensor | None:
     """Positions (T / cp) in the sequence of this rank's tokens; None if it has all of them."""
     if world.cp == 1:
         return None
@@ -29,21 +29,22 @@ def apply_context_parallelism(model: Llama, recompute: str | int, seq_len: int, 
     """Replaces each block's attention, in place: local queries attend to all-gathered keys and values."""
     if world.cp == 1:
         return
-    places = own_places(world, seq_len).to(world.device)
-    causal = make_mask(mask_mod(None, places), 1, len(places), seq_len, world.device)
-    model.mask_of = lambda documents: causal if documents is None else document_mask(documents, places)
+    cp_positions = own_cp_positions(world, seq_len).to(world.device)
+    causal = make_mask(mask_mod(None, cp_positions), 1, len(cp_positions), seq_len, world.device)
+    model.build_mask = lambda documents: causal if documents is None else document_mask(documents, cp_positions)
     for i, block in enumerate(model.blocks):
-        block.attention.attend = functools.partial(attend, group=group_of(world.mesh["cp"]),
+        block.attention.attend = functools.partial(context_parallel_attention, group=group_of(world.mesh["cp"]),
                                                    keep_part=not is_checkpointed(recompute, i))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask, group: Group, keep_part: bool) -> Tensor:
-    """attention() of local q (B, H, T, E) over the full sequence. q, k and v (B, K, T, E) are those at own_places()."""
-    with gathered(functools.partial(in_order, group=group), torch.cat([k, v], dim=1), keep_part) as whole:
+def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask, group: Group,
+                               keep_part: bool) -> Tensor:
+    """attention() of local q (B, H, T, E) over the full sequence; k and v (B, K, T, E) are local, too."""
+    with gathered(functools.partial(all_gather_sequence, group=group), torch.cat([k, v], dim=1), keep_part) as whole:
         return attention(q, *whole.chunk(2, dim=1), mask)  # over (B, K, cp T, E)
 
 
-def in_order(part: Tensor, group: Group) -> Tensor:
+def all_gather_sequence(part: Tensor, group: Group) -> Tensor:
     """All-gathers every rank's (B, K, T, E) into (B, K, cp T, E), reordered from zig-zag to sequence order."""
     ranks = [rank.chunk(2, dim=2) for rank in Gather.apply(part, 0, group).chunk(group.size)]
     return torch.cat([*(first for first, _ in ranks), *(second for _, second in reversed(ranks))], dim=2)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 
 from model.float8 import E4M3, E5M2, Float8Weight
 from parallel.activation_checkpoint import ATTENTION, MATRIX_PRODUCTS
-from parallel.float8 import OnMeta, SentIn8Bits
+from parallel.float8 import Float8AllGather, MetaFloat8Weight
 
 aten, c10d, functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
 NF4 = torch.ops.frozen.nf4_product.default
@@ -49,11 +49,11 @@ class Phase:
 class Counted(TorchDispatchMode):
     """Sees every operator on the fake tensors of one mode, and counts live memory by storage."""
 
-    def __init__(self, fake: FakeTensorMode, dimensions: dict[str, str], on_host: set[str], granule: int):
-        """dimensions: mesh dimension by process group name. on_host: kinds that are kept in host memory. granule:
+    def __init__(self, fake: FakeTensorMode, dimensions: dict[str, str], on_host: set[str], granularity: int):
+        """dimensions: mesh dimension by process group name. on_host: kinds that are kept in host memory. granularity:
         bytes that the allocator rounds up to."""
         super().__init__()
-        self.granule = granule
+        self.granularity = granularity
         self.fake, self.dimensions, self.on_host = fake, dimensions, on_host
         self.phases, self.times = [Phase("start")], 1
         self.live: Counter = Counter()  # bytes by kind
@@ -98,9 +98,10 @@ class Counted(TorchDispatchMode):
         """Bytes between steps of a module's parameters, gradients, optimizer state and float8 scales; the same, but
         for the scales, as the allocator rounds them."""
         own = [*module.parameters()]
-        states = [t for q in own for t in tree_iter(optimizer.state.get(q, {})) if isinstance(t, Tensor)]
-        trained = [q for q in own if q.requires_grad]
-        for kind, tensors in ("parameters", own), ("optimizer state", states), ("gradients", [q.grad for q in own]):
+        states = [t for param in own for t in tree_iter(optimizer.state.get(param, {})) if isinstance(t, Tensor)]
+        trained = [param for param in own if param.requires_grad]
+        gradients = [param.grad for param in own]
+        for kind, tensors in ("parameters", own), ("optimizer state", states), ("gradients", gradients):
             self.mark(tensors, kind)
         exact, taken = Counter(), Counter()
         for kind, tensors in ("parameters", own), ("optimizer state", states), ("gradients", trained):
@@ -108,11 +109,11 @@ class Counted(TorchDispatchMode):
                 local = t._local_tensor if isinstance(t, DTensor) else t
                 exact[kind] += local.nbytes
                 taken[kind] += self.rounded(local.nbytes)
-        exact["scales"] = 4 * sum(isinstance(getattr(q, "_local_tensor", q), SentIn8Bits) for q in own)
+        exact["scales"] = 4 * sum(isinstance(getattr(param, "_local_tensor", param), Float8AllGather) for param in own)
         return exact, taken
 
     def rounded(self, size: int) -> int:
-        return -(-size // self.granule) * self.granule
+        return -(-size // self.granularity) * self.granularity
 
     def drop(self, key: int) -> None:
         kind, size = self.storages.pop(key)
@@ -133,7 +134,7 @@ class Counted(TorchDispatchMode):
         if operator is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # half of all calls
             return args[0].fake_device
         kwargs = kwargs or {}
-        if any(issubclass(t, (DTensor, Float8Weight, OnMeta)) for t in types):
+        if any(issubclass(t, (DTensor, Float8Weight, MetaFloat8Weight)) for t in types):
             return NotImplemented  # they first: operators on their inner tensors come back here
         result = operator(*args, **kwargs)
         made = [t for t in tree_iter(result) if isinstance(t, FakeTensor)]

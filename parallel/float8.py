@@ -16,7 +16,7 @@ from model.float8 import E4M3, Float8Weight, factor_of, round_to
 from model.llama import Linear, Llama
 
 
-class SentIn8Bits:
+class Float8AllGather:
     factor: Tensor  # (1, 1), set by update_scales()
 
     def fsdp_pre_all_gather(self, mesh, size, stride, module, policy):
@@ -30,21 +30,22 @@ class SentIn8Bits:
             return Float8Weight(gathered[0].view(E4M3), dtype), ()
 
 
-class Shard(SentIn8Bits, Tensor):
+class Float8Shard(Float8AllGather, Tensor):
     """The local shard of a matrix. Operations on it return plain tensors."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
-class OnMeta(SentIn8Bits, Tensor):
+class MetaFloat8Weight(Float8AllGather, Tensor):
     """A full matrix on meta. Operations on it keep the type, so fully_shard() finds the extensions on its shard."""
 
 
-def send_in_8_bits(model: Llama, unsharded: set[nn.Parameter]) -> None:
+def all_gather_in_float8(model: Llama, unsharded: set[nn.Parameter]) -> None:
     """Call before fully_shard(). Once there is storage, update_scales() turns the local tensors into Shards."""
     for linear in tensorwise(model):
         if linear.weight not in unsharded:
-            linear.weight = nn.Parameter(linear.weight.detach().as_subclass(OnMeta), linear.weight.requires_grad)
+            weight = linear.weight.detach().as_subclass(MetaFloat8Weight)
+            linear.weight = nn.Parameter(weight, linear.weight.requires_grad)
 
 
 def tensorwise(model: Llama) -> list[Linear]:
@@ -60,7 +61,7 @@ def update_scales(model: Llama) -> None:
     if not linears:
         return
     for linear in linears:
-        linear.weight._local_tensor = linear.weight._local_tensor.as_subclass(Shard)
+        linear.weight._local_tensor = linear.weight._local_tensor.as_subclass(Float8Shard)
     shards, mesh = [linear.weight._local_tensor for linear in linears], linears[0].weight.device_mesh
     # amax of each shard; with few rows on many ranks some shards are empty
     largest = torch.stack(torch._foreach_norm([s if s.numel() else s.new_zeros(1) for s in shards], math.inf))

@@ -29,7 +29,7 @@ from torch.nn.utils import parametrize
 import config
 from config import ConfigError
 from model.llama import Llama, named_parameters
-from parallel.float8 import send_in_8_bits
+from parallel.float8 import all_gather_in_float8
 from parallel.mesh import World, fsdp_mesh
 
 
@@ -45,16 +45,16 @@ def units(model: Llama) -> list[tuple[str, list[nn.Module]]]:
 
 def unit_parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
     """The parameters of a unit's modules; a tied one is listed once."""
-    return list(dict.fromkeys(q for module in modules for q in module.parameters()))
+    return list(dict.fromkeys(param for module in modules for param in module.parameters()))
 
 
 def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
     """Shards every unit in place: parameters become DTensors on fsdp_mesh(world), except those of `unsharded`."""
     unsharded = unsharded_parameters(model, p)
-    send_in_8_bits(model, unsharded)
+    all_gather_in_float8(model, unsharded)
     mesh, pin = fsdp_mesh(world), world.device.type == "cuda"  # pinned: the GPU's copies do not block the host
     offload = CPUOffloadPolicy(pin_memory=pin) if p.cpu_offload else OffloadPolicy()
-    with one_mesh_to_reshard_to(), integers_as_parameters():
+    with share_post_forward_mesh(), allow_integer_parameters():
         for name, modules in units(model):
             holds_head = model.head in modules
             cast_unsharded(modules, unsharded, unit_dtypes(p, name)[0])
@@ -63,7 +63,7 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
                 mesh=mesh,
                 # Don't reshard the last unit after forward: backward needs it immediately.
                 reshard_after_forward=False if holds_head else p.reshard_after_forward,
-                mp_policy=precision(p, name, holds_head),
+                mp_policy=mixed_precision(p, name, holds_head),
                 offload_policy=offload,
                 ignored_params=unsharded,
             )
@@ -76,7 +76,7 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
     set_prefetch(model, p)
 
 
-def one_mesh_to_reshard_to() -> AbstractContextManager:
+def share_post_forward_mesh() -> AbstractContextManager:
     """Within it, units with reshard_after_forward = n share one post-forward mesh. fully_shard() creates one for each
     unit, with its own process groups: six for each of 34 units on eight ranks. On a GPU each is a communicator, and
     these run out (https://github.com/pytorch/pytorch/issues/153302). No argument prevents this, hence the patch."""
@@ -90,7 +90,7 @@ def one_mesh_to_reshard_to() -> AbstractContextManager:
     return mock.patch.object(fully_shard_module, "_get_post_forward_mesh_info", shared)
 
 
-def integers_as_parameters() -> AbstractContextManager:
+def allow_integer_parameters() -> AbstractContextManager:
     """Within it, fully_shard() accepts frozen integer parameters, such as NF4 codes. torch 2.11 first creates every
     sharded parameter with requires_grad=True, which fails for integers, and only then copies the original's flag."""
     def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
@@ -141,13 +141,13 @@ def unit_dtypes(p: config.Parallel, unit: str) -> tuple[torch.dtype, torch.dtype
     return getattr(torch, p.param_dtype), getattr(torch, p.reduce_dtype)
 
 
-def sent_dtype(q: nn.Parameter, param_dtype: torch.dtype) -> torch.dtype:
+def all_gather_dtype(param: nn.Parameter, param_dtype: torch.dtype) -> torch.dtype:
     """The dtype that a parameter is all-gathered in, given its unit's param_dtype. FSDP2 does not cast integers; torch
     2.11 does, which is lossless: each of these dtypes represents every byte of NF4 exactly."""
-    return param_dtype if q.is_floating_point() or torch.__version__ < (2, 12) else q.dtype
+    return param_dtype if param.is_floating_point() or torch.__version__ < (2, 12) else param.dtype
 
 
-def precision(p: config.Parallel, unit: str, holds_head: bool) -> MixedPrecisionPolicy:
+def mixed_precision(p: config.Parallel, unit: str, holds_head: bool) -> MixedPrecisionPolicy:
     """A unit's mixed precision. Outputs (the residual stream) are cast to output_dtype, except the head's float32 loss.
     Inputs are never cast: RMSNorm accepts the residual stream in any dtype, and the RoPE tables must stay float32."""
     param_dtype, reduce_dtype = unit_dtypes(p, unit)

@@ -18,9 +18,9 @@ from model.llama import Llama, named_parameters
 from parallel.float8 import update_scales
 from parallel.mesh import all_gather_objects
 
-BLOCK = 65536  # elements drawn from one generator, rounded to full rows
-QUANTIZED = 2**20  # elements quantized at a time, rounded to full rows
-CHECKED = 2**24  # elements checked for NaN at a time
+RNG_BLOCK = 65536  # elements drawn from one generator, rounded to full rows
+QUANTIZE_CHUNK = 2**20  # elements quantized at a time, rounded to full rows
+CHECK_CHUNK = 2**24  # elements checked for NaN at a time
 Offsets = tuple[int, ...]  # where a rectangle begins in its full parameter, one number per dimension
 
 
@@ -73,7 +73,7 @@ def _fill(model: nn.Module, fill: Callable[[str, Offsets, Tensor, torch.Size], N
         update_scales(model)
         # in chunks: isfinite() of an entire tensor would take a quarter of its memory
         return [name for name, local in tensors.items() if local.is_floating_point()
-                and not all(part.isfinite().all() for part in local.view(-1).split(CHECKED))]
+                and not all(part.isfinite().all() for part in local.view(-1).split(CHECK_CHUNK))]
 
 
 def _quantize(module: nn.Linear, name: str, fill: Callable[[str, Offsets, Tensor, torch.Size], None], offsets: Offsets,
@@ -82,7 +82,7 @@ def _quantize(module: nn.Linear, name: str, fill: Callable[[str, Offsets, Tensor
     a few full rows at a time: this bounds memory, and the bits do not depend on the mesh."""
     weight, shape = f"{name.rpartition('.')[0]}.weight", torch.Size((module.out_features, module.in_features))
     begin = 0
-    for part in out.split(max(1, QUANTIZED // shape[1])):
+    for part in out.split(max(1, QUANTIZE_CHUNK // shape[1])):
         rows = torch.empty(len(part), shape[1], device=out.device)
         fill(weight, (offsets[0] + begin, 0), rows, shape)
         if not rows.sum().isfinite():
@@ -113,7 +113,7 @@ def draw(out: Tensor, offsets: Offsets, shape: torch.Size, distribution: tuple[f
         out.fill_(1.0)
         return
     std, cutoff = distribution
-    rows_per_block = max(1, BLOCK // math.prod(shape[1:]))
+    rows_per_block = max(1, RNG_BLOCK // math.prod(shape[1:]))
     columns = tuple(slice(begin, begin + size) for begin, size in zip(offsets[1:], out.shape[1:]))
     generator = torch.Generator(out.device)
     row, end = offsets[0], offsets[0] + len(out)

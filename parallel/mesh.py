@@ -74,14 +74,14 @@ def fsdp_mesh(world: World) -> DeviceMesh:
     return DeviceMesh._concatenate([world.mesh["dp_replicate"], shards]) if world.dp_replicate > 1 else shards
 
 
-def ranks_here() -> int:
+def local_world_size() -> int:
     """The number of ranks on this machine, as torchrun sets it; 0 if unset."""
     return int(os.getenv("LOCAL_WORLD_SIZE", "0"))
 
 
-def spans_machines(world: World) -> list[str]:
+def tp_warnings(world: World) -> list[str]:
     """A warning if tp groups span machines: every block waits for their collectives."""
-    here = ranks_here()
+    here = local_world_size()
     return [f"warning: parallel.tp = {world.tp} does not divide the {here} ranks of a machine: its groups span machines"
             ", and every block waits for the network in between"] if here % world.tp else []
 
@@ -112,7 +112,7 @@ def pick_device(cfg: config.Config, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def has_bfloat16_units(device: torch.device) -> bool:
+def has_native_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     found = torch.cpu.get_capabilities()

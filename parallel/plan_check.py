@@ -13,7 +13,7 @@ import torch
 
 import config
 from parallel.devices import known_as
-from parallel.mesh import World, ranks_here
+from parallel.mesh import World, local_world_size
 from parallel.plan import GIB
 
 LATER = 30.0  # seconds after the second step; planning keeps a core busy, too much for a short run
@@ -80,7 +80,7 @@ class PlanCheck:
         return [sys.executable, str(pathlib.Path(__file__).parents[1] / "train.py"), str(self.folder / "config.toml"),
                 *["--on-cpu"] * (device.type == "cpu"), f"--parallel.param_dtype={p.param_dtype}",
                 "--dry-run", "--json",
-                f"--world-size={self.world.size}", f"--gpus-per-node={ranks_here() or 8}",
+                f"--world-size={self.world.size}", f"--gpus-per-node={local_world_size() or 8}",
                 *([f"--gpu={gpu}"] if gpu else [])]
 
     def tell(self, found: dict) -> None:

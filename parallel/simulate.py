@@ -4,7 +4,7 @@ The real program runs on torch's fake tensors and fake process group: the model 
 Counted sees every operator with its inputs and outputs, so this file does not describe the model a second time. Only a
 few of the identical blocks run; the others are counted as copies of those in the middle.
 
-A step for a GPU takes the GPU's code paths (as_on_a_gpu); attention, masks and loss differ on a CPU. A compiled block
+A GPU's step takes the GPU's code paths (gpu_code_paths): attention, masks and loss differ on a CPU. A compiled block
 runs eagerly but is counted as Inductor would run it: matrix products, attention and collectives write their outputs,
 and float32 intermediates stay in registers. Without activation checkpointing it also saves the products' inputs.
 """
@@ -34,14 +34,14 @@ from model.loss import CHUNK
 from optim import BFloat16AdamW, build_optimizer, clip_gradients
 from parallel.activation_checkpoint import apply_activation_checkpointing, checkpointed, is_checkpointed
 from parallel.counted import Counted, Phase
-from parallel.float8 import SentIn8Bits, update_scales
+from parallel.float8 import Float8AllGather, update_scales
 from parallel.fsdp import set_gradient_sync, unshard_first_units
 from parallel.mesh import World, build_mesh
 from parallel.parallelize import parallelize
 
 
-class FakeShard(SentIn8Bits, FakeTensor):
-    """parallel/float8.py's Shard as a fake tensor."""
+class FakeFloat8Shard(Float8AllGather, FakeTensor):
+    """parallel/float8.py's Float8Shard as a fake tensor."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,10 @@ def simulate(cfg: config.Config, ranks: int, on_gpu: bool = True, whole: bool = 
         dist.destroy_process_group()
     middle, times = range(edge + 1, edge + 1 + period), (blocks - few) // period
     more = [sum(counts, Counter()) for counts in zip(*(of_blocks[i] for i in middle))]
-    return stretched(found, *more, middle, times)
+    return extrapolated(found, *more, middle, times)
 
 
-def stretched(step: Step, more: Counter, taken: Counter, middle: range, times: int) -> Step:
+def extrapolated(step: Step, more: Counter, taken: Counter, middle: range, times: int) -> Step:
     """The step of a model with `times` more copies of the middle blocks. more: bytes that these blocks hold between
     steps; taken: the same, rounded as the allocator does."""
     def copied(phase: Phase, later: int) -> Phase:
@@ -124,9 +124,9 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tupl
                   if world.mesh[name].size() > 1}
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     on_host = {"parameters", "optimizer state", "gradients"} if p.cpu_offload else set()
-    counted = Counted(fake, dimensions, on_host, granule=512 if on_gpu else 1)
+    counted = Counted(fake, dimensions, on_host, granularity=512 if on_gpu else 1)
     with contextlib.ExitStack() as stack:
-        for patch in [*without_storage(counted), *(as_on_a_gpu(cfg, counted) if on_gpu else ())]:
+        for patch in [*without_storage(counted), *(gpu_code_paths(cfg, counted) if on_gpu else ())]:
             stack.enter_context(patch)
         model = meta_model(cfg.model, cfg.lora)
         parallelize(model, replace(cfg, parallel=replace(p, compile=False)), world)
@@ -143,8 +143,8 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tupl
         accumulation = config.accumulation_steps(cfg, world.dp_size)
         passes = {True: accumulation} if p.sync_every_micro_batch else {False: accumulation - 1, True: 1}
         if accumulation > 1 and p.sync_every_micro_batch:
-            for q in model.parameters():
-                q.grad = torch.zeros_like(q) if q.requires_grad else None
+            for param in model.parameters():
+                param.grad = torch.zeros_like(param) if param.requires_grad else None
         (held, _), *of_blocks = [counted.held(module, optimizer) for module in (model, *model.blocks)]
         for last, counted.times in [(last, times) for last, times in passes.items() if times]:
             counted.begin("batch")
@@ -153,7 +153,7 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tupl
             ids = torch.zeros(sequences, cfg.train.seq_len // world.cp, dtype=torch.int64)
             model(ids, ids)[0]["loss"].backward()
             counted.fused = False
-            counted.mark((q.grad for q in model.parameters()), "gradients")
+            counted.mark((param.grad for param in model.parameters()), "gradients")
         counted.times = 1
         counted.begin("update")
         clip_gradients(model, optimizer, cfg.train.max_grad_norm)
@@ -169,8 +169,8 @@ def without_storage(counted: Counted) -> list:
     whole = ShardingPropagator._propagate_tensor_meta_non_cached  # DTensor's shape propagation: global shapes
     resize = torch.UntypedStorage.resize_
     return [
-        mock.patch("optim.place_in_whole", lambda *unused: torch.zeros(4, dtype=torch.int32)),
-        mock.patch.object(FakeTensor, "as_subclass", lambda t, kind: setattr(t, "__class__", FakeShard) or t),
+        mock.patch("optim.shard_offset", lambda *unused: torch.zeros(4, dtype=torch.int32)),
+        mock.patch.object(FakeTensor, "as_subclass", lambda t, kind: setattr(t, "__class__", FakeFloat8Shard) or t),
         mock.patch.object(ShardingPropagator, whole.__name__, lambda *args: counted.unseen(whole, *args)),
         mock.patch.object(torch.UntypedStorage, "resize_", lambda *of: counted.resized(resize(*of))),
     ]
@@ -179,12 +179,12 @@ def without_storage(counted: Counted) -> list:
 def watch(model: Llama, counted: Counted, compiled: bool) -> None:
     """Adds hooks that begin a phase at the forward and at the backward of embedding, head and each block."""
     groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
-    sharded = [q for group in groups if group for q in group.fsdp_params]
+    sharded = [param for group in groups if group for param in group.fsdp_params]
 
     def begin(name: str) -> None:
-        counted.mark((q.grad for q in model.parameters()), "gradients")
-        counted.mark((q.unsharded_accumulated_grad for q in sharded), "gradients")
-        counted.mark((t for q in sharded for t in getattr(q, "all_gather_outputs", ())), "gathered units")
+        counted.mark((param.grad for param in model.parameters()), "gradients")
+        counted.mark((param.unsharded_accumulated_grad for param in sharded), "gradients")
+        counted.mark((t for param in sharded for t in getattr(param, "all_gather_outputs", ())), "gathered units")
         counted.begin(name)
         counted.fused = compiled and "block" in name
 
@@ -205,7 +205,7 @@ def watch(model: Llama, counted: Counted, compiled: bool) -> None:
         module.register_forward_hook(partial(after, name))
 
 
-def as_on_a_gpu(cfg: config.Config, counted: Counted) -> list:
+def gpu_code_paths(cfg: config.Config, counted: Counted) -> list:
     """Patches that select the GPU's code paths, and count what cfg compiles as if it were compiled."""
     patches = [
         mock.patch.object(FakeTensor, "is_cuda", True),
@@ -214,7 +214,7 @@ def as_on_a_gpu(cfg: config.Config, counted: Counted) -> list:
         mock.patch("parallel.parallelize.use_float8", lambda blocks, recipe, _: use_float8(blocks, recipe, "cuda")),
         # FlexAttention's BlockMask is small: SDPA's causal mask stands in for it
         mock.patch("model.llama.document_mask", lambda documents: None),
-        mock.patch("parallel.context.document_mask", lambda documents, places: None),
+        mock.patch("parallel.context.document_mask", lambda documents, cp_positions: None),
         mock.patch("parallel.context.make_mask", lambda *unused: None),
     ]
     if cfg.parallel.compile:

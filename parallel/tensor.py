@@ -25,32 +25,32 @@ from parallel.activation_checkpoint import is_checkpointed
 from parallel.collectives import Gather, Group, Scatter, all_gather, all_reduce, gathered, group_of
 from parallel.mesh import World
 
-COLUMNS, ROWS = Shard(0), Shard(1)  # colwise, rowwise. For x @ weight.T: local output or input features
+COLWISE, ROWWISE = Shard(0), Shard(1)  # colwise, rowwise. For x @ weight.T: local output or input features
 # TP plan: each module's weight is sharded or replicated over tp. What belongs to a projection (an adapter's A and B,
 # NF4 scales) is sharded along the same features as the projection, so that it needs no collective of its own.
-WEIGHTS = {
+TP_PLAN = {
     "embedding": Shard(0),
     "blocks.*.attention_norm": Replicate(),
-    "blocks.*.attention.[qkv]_proj": COLUMNS,
-    "blocks.*.attention.o_proj": ROWS,
+    "blocks.*.attention.[qkv]_proj": COLWISE,
+    "blocks.*.attention.o_proj": ROWWISE,
     "blocks.*.feed_forward_norm": Replicate(),
-    "blocks.*.feed_forward.gate_proj": COLUMNS,
-    "blocks.*.feed_forward.up_proj": COLUMNS,
-    "blocks.*.feed_forward.down_proj": ROWS,
+    "blocks.*.feed_forward.gate_proj": COLWISE,
+    "blocks.*.feed_forward.up_proj": COLWISE,
+    "blocks.*.feed_forward.down_proj": ROWWISE,
     "head.norm": Replicate(),
     "head": Shard(0),
 }
-BY_COLUMNS = {"lora_a": Replicate(), "lora_b": Shard(0), "scales": Shard(0)}
-BY_ROWS = {"lora_a": Shard(1), "lora_b": Replicate(), "scales": Replicate()}
+PARTS_OF_COLWISE = {"lora_a": Replicate(), "lora_b": Shard(0), "scales": Shard(0)}
+PARTS_OF_ROWWISE = {"lora_a": Shard(1), "lora_b": Replicate(), "scales": Replicate()}
 
 
 def placement_of(parameter: str) -> Placement | None:
     """The placement over tp of a parameter of this name; None if the TP plan has no entry."""
     module = parameter.removesuffix(".weight")
     projection, _, part = module.rpartition(".")
-    if part in BY_ROWS:
-        return (BY_COLUMNS if placement_of(projection) == COLUMNS else BY_ROWS)[part]
-    return next((placement for pattern, placement in WEIGHTS.items() if fnmatch.fnmatchcase(module, pattern)), None)
+    if part in PARTS_OF_ROWWISE:
+        return (PARTS_OF_COLWISE if placement_of(projection) == COLWISE else PARTS_OF_ROWWISE)[part]
+    return next((placement for pattern, placement in TP_PLAN.items() if fnmatch.fnmatchcase(module, pattern)), None)
 
 
 def apply_tensor_parallelism(model: Llama, recompute: str | int, world: World) -> None:
@@ -59,22 +59,22 @@ def apply_tensor_parallelism(model: Llama, recompute: str | int, world: World) -
     if world.tp == 1:
         return
     if unknown := [name for name, _ in model.named_parameters() if placement_of(name) is None]:
-        raise ConfigError(f"[parallel] tp = {world.tp}: {', '.join(unknown[:3])}: WEIGHTS in parallel/tensor.py does "
+        raise ConfigError(f"[parallel] tp = {world.tp}: {', '.join(unknown[:3])}: TP_PLAN in parallel/tensor.py does "
                           "not say how tp places it")
-    cut_weights(model, world)
-    tp = Sequence(group_of(world.mesh["tp"]))
-    model.register_forward_pre_hook(tp.choose, with_kwargs=True)
-    model.embedding.forward = tp.rows_of(model.embedding)
+    shard_weights(model, world)
+    tp = SequenceParallel(group_of(world.mesh["tp"]))
+    model.register_forward_pre_hook(tp.set_mode, with_kwargs=True)
+    model.embedding.forward = tp.vocab_parallel_embedding(model.embedding)
     for i, block in enumerate(model.blocks):
         attention, feed_forward = block.attention, block.feed_forward
         for module, last in (attention, attention.o_proj), (feed_forward, feed_forward.down_proj):
-            module.forward = tp.of_whole(module.forward, keep_part=not is_checkpointed(recompute, i))
+            module.forward = tp.all_gather_input(module.forward, keep_part=not is_checkpointed(recompute, i))
             last.register_forward_hook(lambda module, args, out: tp.scatter(out))
     model.head.norm.register_forward_hook(lambda module, args, out: tp.gather(out))
-    model.head.forward = tp.with_vocabulary_shard(model.head)
+    model.head.forward = tp.vocab_parallel_head(model.head)
 
 
-class Local(nn.Module):
+class ToLocal(nn.Module):
     """Parametrization: from a DTensor over tp to its local tensor, which the module computes with."""
 
     def __init__(self, placement: Placement):
@@ -86,45 +86,45 @@ class Local(nn.Module):
         return weight.to_local(grad_placements=self.gradient)
 
 
-def cut_weights(model: Llama, world: World) -> None:
-    places: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
+def shard_weights(model: Llama, world: World) -> None:
+    sharded_weights: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
     for path, module in list(model.named_modules()):
         for name, weight in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             placement = placement_of(f"{path}.{name}")
-            if weight not in places:
+            if weight not in sharded_weights:
                 sharded = distribute_tensor(weight, world.mesh["tp"], [placement], src_data_rank=None)
-                places[weight] = nn.Parameter(sharded, weight.requires_grad)
-            parametrize.register_parametrization(module, name, Local(placement), unsafe=True)
-            module.parametrizations[name].original = places[weight]
+                sharded_weights[weight] = nn.Parameter(sharded, weight.requires_grad)
+            parametrize.register_parametrization(module, name, ToLocal(placement), unsafe=True)
+            module.parametrizations[name].original = sharded_weights[weight]
             if name == "scales" and placement.is_replicate():  # of all columns; this rank's begin at first_block
                 module.first_block = world.mesh.get_local_rank("tp") * (module.in_features // world.tp // BLOCK)
 
 
 @dataclass
-class Sequence:
+class SequenceParallel:
     """Collectives on activations (B, T, D) around a module. Between modules, T is this rank's part of the sequence."""
 
     group: Group
-    cut: bool = True
+    sharded: bool = True
 
-    def choose(self, model: Llama, args: tuple, options: dict) -> None:
+    def set_mode(self, model: Llama, args: tuple, options: dict) -> None:
         """Before each forward pass: with a cache, activations are not sharded: a single token cannot be split."""
-        self.cut = options.get("cache") is None
+        self.sharded = options.get("cache") is None
 
     def gather(self, x: Tensor) -> Tensor:
-        return Gather.apply(x, 1, self.group) if self.cut else x
+        return Gather.apply(x, 1, self.group) if self.sharded else x
 
     def scatter(self, x: Tensor) -> Tensor:
-        return Scatter.apply(x, 1, self.group) if self.cut else all_reduce(x, self.group)
+        return Scatter.apply(x, 1, self.group) if self.sharded else all_reduce(x, self.group)
 
-    def of_whole(self, forward: Callable, keep_part: bool) -> Callable:
+    def all_gather_input(self, forward: Callable, keep_part: bool) -> Callable:
         def wrapped(x: Tensor, *rest) -> Tensor:
             with gathered(self.gather, x, keep_part) as whole:
                 return forward(whole, *rest)
 
         return wrapped
 
-    def rows_of(self, embedding: nn.Embedding) -> Callable:
+    def vocab_parallel_embedding(self, embedding: nn.Embedding) -> Callable:
         rows, forward = embedding.num_embeddings // self.group.size, embedding.forward
 
         def wrapped(tokens: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class Sequence:
 
         return wrapped
 
-    def with_vocabulary_shard(self, head: Head) -> Callable:
+    def vocab_parallel_head(self, head: Head) -> Callable:
         rows, forward = len(head.weight), head.forward
         head.shard = VocabularyShard(self.group.rank * rows, lambda x: all_gather(x[None], 0, self.group))
 

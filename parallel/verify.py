@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import config
 from model.llama import Llama, named_parameters
 from parallel.float8 import tensorwise
-from parallel.fsdp import sent_dtype, unit_dtypes, unit_parameters, units, unsharded_parameters
+from parallel.fsdp import all_gather_dtype, unit_dtypes, unit_parameters, units, unsharded_parameters
 from parallel.materialize import local_rectangle
 from parallel.mesh import World, fsdp_mesh
 from parallel.tensor import placement_of
@@ -31,36 +31,37 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
         mesh = DeviceMesh._concatenate([mesh, world.mesh["tp"]])
     for unit, modules in units(model):
         owned.update(unit_parameters(modules))
-        parameters = [q for q in unit_parameters(modules) if q not in unsharded]
-        for q in parameters:
-            _check_placements(q, names[q], mesh, world)
-            check_shard(q, names[q])
-        trained = [q for q in parameters if q.requires_grad]
-        dtypes = {q.dtype for q in trained}
+        parameters = [param for param in unit_parameters(modules) if param not in unsharded]
+        for param in parameters:
+            _check_placements(param, names[param], mesh, world)
+            check_shard(param, names[param])
+        trained = [param for param in parameters if param.requires_grad]
+        dtypes = {param.dtype for param in trained}
         _require(len(dtypes) < 2, f"unit {unit}", f"has trainable parameters of {dtypes}")
         # with tp = 1, a fork's parameters may be missing from the TP plan
-        cut = {q for q in parameters if world.tp > 1 and placement_of(names[q]).is_shard()}
+        cut = {param for param in parameters if world.tp > 1 and placement_of(names[param]).is_shard()}
         dtype = unit_dtypes(p, unit)[0]
-        gathered = sum(q.numel() // (world.tp if q in cut else 1)
-                       * (1 if q in in_8_bits else sent_dtype(q, dtype).itemsize)
-                       for q in parameters)
+        gathered = sum(param.numel() // (world.tp if param in cut else 1)
+                       * (1 if param in in_8_bits else all_gather_dtype(param, dtype).itemsize)
+                       for param in parameters)
         rows.append({
             "unit": unit,
-            "parameters": sum(q.numel() for q in parameters),
-            "trainable": sum(q.numel() for q in trained),
-            "local_bytes": sum(q.to_local().nbytes for q in parameters),
+            "parameters": sum(param.numel() for param in parameters),
+            "trainable": sum(param.numel() for param in trained),
+            "local_bytes": sum(param.to_local().nbytes for param in parameters),
             "gathered_bytes": gathered,
             "policy": "kept until backward" if model.head in modules or p.reshard_after_forward is False else
                       "freed after forward" if p.reshard_after_forward is True else
                       f"shards of {p.reshard_after_forward} after forward",
         })
-    for q, name in names.items():
-        _require(q in owned, name, "belongs to no unit: it would be neither all-gathered nor reduced")
-    _check_replicas({name: q for q, name in names.items() if q not in unsharded}, world.mesh.get_group("dp_replicate"))
+    for param, name in names.items():
+        _require(param in owned, name, "belongs to no unit: it would be neither all-gathered nor reduced")
+    sharded = {name: param for param, name in names.items() if param not in unsharded}
+    _check_replicas(sharded, world.mesh.get_group("dp_replicate"))
     if world.tp > 1:
-        whole = {name: q for q, name in names.items() if placement_of(name).is_replicate()}
+        whole = {name: param for param, name in names.items() if placement_of(name).is_replicate()}
         _check_replicas(whole, world.mesh.get_group("tp"))
-    _check_replicas({name: q for q, name in names.items() if q in unsharded}, dist.group.WORLD)
+    _check_replicas({name: param for param, name in names.items() if param in unsharded}, dist.group.WORLD)
     return rows
 
 
@@ -69,21 +70,21 @@ def _require(holds: bool, name: str, fault: str) -> None:
         raise RuntimeError(f"sharding is not as configured: {name}: {fault}")
 
 
-def _check_placements(q: nn.Parameter, name: str, mesh: DeviceMesh, world: World) -> None:
+def _check_placements(param: nn.Parameter, name: str, mesh: DeviceMesh, world: World) -> None:
     expected = (Replicate(), Shard(0)) if world.dp_replicate > 1 else (Shard(0),)
     if world.tp > 1:
         over_tp = placement_of(name)
         # FSDP2 shards tp's local rows: in the full tensor, one FSDP2 rank's rows are strided, not contiguous
         over_shards = _StridedShard(0, split_factor=world.tp) if over_tp == Shard(0) else Shard(0)
         expected = (*expected[:-1], over_shards, over_tp)
-    _require(isinstance(q, DTensor), name, f"is a {type(q.data).__name__}, not a DTensor: it is not sharded")
-    _require(q.device_mesh == mesh, name, f"is on mesh {q.device_mesh}, not on {mesh}")
-    _require(tuple(q.placements) == expected, name, f"has placements {q.placements}, not {expected}")
+    _require(isinstance(param, DTensor), name, f"is a {type(param.data).__name__}, not a DTensor: it is not sharded")
+    _require(param.device_mesh == mesh, name, f"is on mesh {param.device_mesh}, not on {mesh}")
+    _require(tuple(param.placements) == expected, name, f"has placements {param.placements}, not {expected}")
 
 
-def check_shard(q: DTensor, name: str) -> None:
+def check_shard(param: DTensor, name: str) -> None:
     """Raises RuntimeError unless the local shard is exactly the rectangle that the tensor's placements imply."""
-    local, (shape, offsets) = q.to_local(), local_rectangle(q)
+    local, (shape, offsets) = param.to_local(), local_rectangle(param)
     _require(not local.is_meta, name, "is on meta: it has no storage")
     _require(local.shape == shape, name, f"has shard {tuple(local.shape)}, not {tuple(shape)} from {offsets}")
 
@@ -93,8 +94,8 @@ def _check_replicas(parameters: dict[str, nn.Parameter], group: dist.ProcessGrou
     if not parameters or dist.get_world_size(group) == 1:
         return
     sums = []
-    for q in parameters.values():
-        local = q.detach().to_local() if isinstance(q, DTensor) else q.detach()
+    for param in parameters.values():
+        local = param.detach().to_local() if isinstance(param, DTensor) else param.detach()
         bits = local.contiguous().view(getattr(torch, f"int{8 * local.itemsize}")).flatten().long()
         weights = torch.arange(len(bits), device=bits.device) % 65521 + 1  # detects swapped values
         sums.append(torch.stack([bits.sum(), (bits * weights).sum()]))

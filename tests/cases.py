@@ -25,11 +25,11 @@ from checkpoint.catalog import path_of
 from checkpoint.load import Reader, restore, tensors_of
 from checkpoint.save import Saver
 from config import ConfigError
-from data.loader import split
+from data.loader import inputs_and_targets
 from model.hf_weights import Weights
 from model.llama import Llama, meta_model, named_parameters, rope_tables
 from parallel import materialize as materialize_module
-from parallel.context import own_places
+from parallel.context import own_cp_positions
 from parallel.float8 import update_scales
 from parallel.fsdp import reshard, set_gradient_sync, unshard_first_units
 from parallel.materialize import materialize
@@ -240,7 +240,7 @@ def on_meshes(sections: dict, shapes: list[tuple[int, int, int, int]]) -> list[t
             model = build(cfg, ours)
             verify_sharding(model, cfg.parallel, ours)
             ids = torch.randint(0, cfg.model.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0))
-            (model(*split(ids, None, own_places(ours, 16)))[0]["loss"] * ours.cp).backward()
+            (model(*inputs_and_targets(ids, None, own_cp_positions(ours, 16)))[0]["loss"] * ours.cp).backward()
             degrees = (ours.dp_replicate, ours.dp_shard, ours.cp, ours.tp, ours.dp_rank, ours.dp_size)
             mesh = fsdp_mesh(ours)
             norms = {name: p.grad.full_tensor().norm().item() for name, p in named_parameters(model)}
@@ -317,7 +317,7 @@ class Largest(TorchDispatchMode):
 
 def largest_in_materialize(block: int) -> tuple[int, int]:
     """(largest storage that materialize made, largest shard), in elements, with row blocks of `block` elements."""
-    materialize_module.BLOCK = block
+    materialize_module.RNG_BLOCK = block
     with process_group() as world:
         cfg = make_config(model={"vocab_size": 4001})
         with torch.device("meta"):
@@ -356,7 +356,7 @@ def not_finite_at_the_end() -> list[str]:
             out.view(-1)[-1:] = last
 
     told = []
-    with process_group() as world, mock.patch.object(materialize_module, "CHECKED", 64):
+    with process_group() as world, mock.patch.object(materialize_module, "CHECK_CHUNK", 64):
         for last in (math.nan, -math.inf):
             model = meta_model(make_config().model)
             parallelize(model, make_config(), world)
@@ -600,7 +600,8 @@ def live_bytes(cases: list[dict]) -> list[dict[str, int]]:
             model = build(cfg, world_for(cfg, world))
             optimizer = build_optimizer(model, cfg.optim)
             ids = torch.randint(0, cfg.model.vocab_size, (2, cfg.train.seq_len + 1))
-            model(*split(ids, None, own_places(world_for(cfg, world), cfg.train.seq_len)))[0]["loss"].backward()
+            positions = own_cp_positions(world_for(cfg, world), cfg.train.seq_len)
+            model(*inputs_and_targets(ids, None, positions))[0]["loss"].backward()
             optimizer.step()
             found.append({"parameter": size(model.parameters()),
                           "gradient": size(p.grad for p in model.parameters() if p.grad is not None),
@@ -646,7 +647,7 @@ def live_peak(cases: list[dict]) -> list[int]:
         for sections in cases:
             cfg = make_config(**sections)
             ours = world_for(cfg, world)
-            places = own_places(ours, cfg.train.seq_len)
+            cp_positions = own_cp_positions(ours, cfg.train.seq_len)
             sequences, times = config.micro_batch_size(cfg, ours.dp_size), config.accumulation_steps(cfg, ours.dp_size)
             ids = torch.randint(0, cfg.model.vocab_size, (sequences, cfg.train.seq_len + 1))
             model = meta_model(cfg.model)
@@ -661,7 +662,7 @@ def live_peak(cases: list[dict]) -> list[int]:
                     for i in range(times):
                         set_gradient_sync(model, cfg.parallel, ours, i == times - 1)
                         unshard_first_units(model, cfg.parallel)
-                        model(*split(ids, None, places))[0]["loss"].backward()
+                        model(*inputs_and_targets(ids, None, cp_positions))[0]["loss"].backward()
                     clip_gradients(model, optimizer, 1.0)
                     optimizer.step()
                     optimizer.zero_grad()
@@ -729,7 +730,7 @@ def one_step(model: Llama, cfg: config.Config, world: World, ids: torch.Tensor) 
     unshard_first_units(model, cfg.parallel)
     for i in range(accumulation):
         set_gradient_sync(model, cfg.parallel, world, i == accumulation - 1)
-        model(*split(ids, None, own_places(world, cfg.train.seq_len)))[0]["loss"].backward()
+        model(*inputs_and_targets(ids, None, own_cp_positions(world, cfg.train.seq_len)))[0]["loss"].backward()
     clip_gradients(model, torch.optim.SGD(model.parameters()), 1.0)
     update_scales(model)
 
@@ -796,7 +797,7 @@ def train_steps(cases: list[dict]) -> list[tuple[list[float], list[float], dict]
         for sections in cases:
             cfg = make_config(**sections)
             spread = world_for(cfg, world)
-            model, places = build(cfg, spread), own_places(spread, 16)
+            model, cp_positions = build(cfg, spread), own_cp_positions(spread, 16)
             optimizer = build_optimizer(model, cfg.optim)
             losses, norms = [], []
             for step, ids in enumerate(batches(cfg.model.vocab_size, cfg.train.steps), 1):
@@ -804,7 +805,7 @@ def train_steps(cases: list[dict]) -> list[tuple[list[float], list[float], dict]
                 ours = ids[spread.dp_rank :: spread.dp_size]
                 for i, row in enumerate(ours):
                     set_gradient_sync(model, cfg.parallel, spread, i == len(ours) - 1)
-                    loss = model(*split(row[None], None, places))[0]["loss"]
+                    loss = model(*inputs_and_targets(row[None], None, cp_positions))[0]["loss"]
                     assert loss.dtype == torch.float32  # whatever the head computes in
                     (loss * (spread.fsdp_size / (8 * 16))).backward()
                     total += loss.detach() / spread.tp
@@ -892,7 +893,7 @@ def train_with_units(steps: int, sections: dict, output: str, units: list[bool])
                 "run": {"name": "r", "output_dir": output}}
     cfg = make_config(**sections)
     with process_group() as world, mock.patch("torch.nn.functional.linear", noting), \
-         mock.patch("checkpoint.checkpointer.has_bfloat16_units", lambda device: units[world.rank]):
+         mock.patch("checkpoint.checkpointer.has_native_bfloat16", lambda device: units[world.rank]):
         if steps:
             run_training(cfg, world)
         else:
@@ -929,7 +930,7 @@ def attention_over_cp(draws: int) -> float:
 
     from model.attention import document_mask, make_mask, mask_mod
     from parallel.collectives import group_of
-    from parallel.context import attend
+    from parallel.context import context_parallel_attention
 
     worst = 0.0
     with process_group() as world:
@@ -942,22 +943,22 @@ def attention_over_cp(draws: int) -> float:
             q, k, v, grad = (torch.randn(batch, heads, length, 2 * width, generator=generator)
                              for heads in (keys * groups, keys, keys, keys * groups))
             documents = torch.randint(0, 5, (batch, length), generator=generator).sort(dim=1).values
-            places = own_places(ours, length)
+            cp_positions = own_cp_positions(ours, length)
             if draw % 2:
-                mask = document_mask(documents, places)
+                mask = document_mask(documents, cp_positions)
                 whole = torch.ones(length, length, dtype=torch.bool).tril() & (
                     documents[:, :, None] == documents[:, None])[:, None]
             else:
-                mask = make_mask(mask_mod(None, places), 1, len(places), length, world.device)
+                mask = make_mask(mask_mod(None, cp_positions), 1, len(cp_positions), length, world.device)
                 whole = torch.ones(length, length, dtype=torch.bool).tril()
             inputs = [x.clone().requires_grad_() for x in (q, k, v)]
             expected = scaled_dot_product_attention(*inputs, attn_mask=whole, enable_gqa=True)
             expected.backward(grad)
-            parts = [x[:, :, places].clone().requires_grad_() for x in (q, k, v)]
-            found = attend(*parts, mask, group_of(ours.mesh["cp"]), keep_part=draw % 4 < 2)
-            found.backward(grad[:, :, places])
+            parts = [x[:, :, cp_positions].clone().requires_grad_() for x in (q, k, v)]
+            found = context_parallel_attention(*parts, mask, group_of(ours.mesh["cp"]), keep_part=draw % 4 < 2)
+            found.backward(grad[:, :, cp_positions])
             for a, b in [(found, expected), *((part.grad, x.grad) for part, x in zip(parts, inputs))]:
-                b = b[:, :, places]
+                b = b[:, :, cp_positions]
                 worst = max(worst, ((a - b).norm() / b.norm()).item())
     return worst
 
@@ -971,10 +972,11 @@ def kept_bytes(cases: list[dict]) -> list[int]:
             model, spread = build(cfg, world_for(cfg, world)), world_for(cfg, world)
             length, batch = cfg.train.seq_len, cfg.train.micro_batch_size
             ids = torch.randint(0, cfg.model.vocab_size, (batch, length + 1))
-            model(*split(ids, None, own_places(spread, length)))[0]["loss"].backward()  # sets FSDP2 up
+            # sets FSDP2 up
+            model(*inputs_and_targets(ids, None, own_cp_positions(spread, length)))[0]["loss"].backward()
             x = torch.randn(batch, length // (spread.cp * spread.tp), cfg.model.dim, requires_grad=True)
             cos, sin = rope_tables(cfg.model, torch.arange(length // spread.cp))
-            mask = model.mask_of(None)
+            mask = model.build_mask(None)
             before, kept = storages(), {}
 
             def pack(tensor: torch.Tensor, kept=kept) -> torch.Tensor:
@@ -1010,13 +1012,13 @@ def same_batch(cases: list[dict]) -> list[tuple[float, list[float]]]:
         for sections in cases:
             cfg = make_config(**sections)
             ours = world_for(cfg, world)
-            model, places = build(cfg, ours), own_places(ours, 32)
+            model, cp_positions = build(cfg, ours), own_cp_positions(ours, 32)
             ids = torch.randint(0, cfg.model.vocab_size, (1, 33), generator=torch.Generator().manual_seed(0))
             unshard_first_units(model, cfg.parallel)
             for _ in range(2):
                 for p in model.parameters():
                     p.grad = None
-                loss = model(*split(ids, None, places))[0]["loss"]
+                loss = model(*inputs_and_targets(ids, None, cp_positions))[0]["loss"]
                 (loss * ours.cp).backward()
                 with torch.no_grad():  # makes every matrix larger than its first scale was for
                     for p in model.parameters():

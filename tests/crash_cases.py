@@ -293,12 +293,12 @@ def record_a_save(output: str, earlier: list[int]) -> tuple[Tree, list[Call], Tr
 
 
 def record_a_replacement(folder: pathlib.Path) -> tuple[Tree, list[Call]]:
-    """(the folder before it, the calls) of files.write_whole() over a file."""
+    """(the folder before it, the calls) of files.write_atomic() over a file."""
     calls: list[Call] = []
     (folder / "rows").write_bytes(b"the old rows")
     before = read_tree(folder)
     with recorded(folder, calls):
-        files.write_whole(folder / "rows", b"the new ones")
+        files.write_atomic(folder / "rows", b"the new ones")
     return before, calls
 
 

@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from model.attention import attention, make_mask, mask_mod
 from parallel.collectives import gathered
-from parallel.mesh import World, build_mesh, spans_machines
+from parallel.mesh import World, build_mesh, tp_warnings
 from parallel.simulate import simulate
 from tests import cases
 from tests.conftest import make_config
@@ -28,8 +28,8 @@ def test_work_is_balanced(ranks):
     chunks = torch.arange(length).chunk(2 * ranks)
     blocks = []
     for rank in range(ranks):
-        places = torch.cat([chunks[rank], chunks[-1 - rank]])
-        mask = create_block_mask(mask_mod(None, places), 1, None, len(places), length, "cpu")
+        cp_positions = torch.cat([chunks[rank], chunks[-1 - rank]])
+        mask = create_block_mask(mask_mod(None, cp_positions), 1, None, len(cp_positions), length, "cpu")
         blocks.append((mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()).item())
     assert max(blocks) < 1.01 * min(blocks)
     side = length // 128
@@ -43,13 +43,13 @@ def test_block_mask_of_a_part_is_the_plain_mask(masked):
     """The form that a GPU takes, computed here without being compiled: one mask for any batch, or one of documents."""
     length, generator = 512, torch.Generator().manual_seed(0)
     chunks = torch.arange(length).chunk(4)
-    places = torch.cat([chunks[1], chunks[2]])
+    cp_positions = torch.cat([chunks[1], chunks[2]])
     documents = torch.randint(0, 6, (2, length), generator=generator).sort(dim=1).values if masked else None
-    q = torch.randn(2, 4, len(places), 16, generator=generator)
+    q = torch.randn(2, 4, len(cp_positions), 16, generator=generator)
     k, v = torch.randn(2, 2, 2, length, 16, generator=generator)
-    rule, batch = mask_mod(documents, places), 2 if masked else 1
-    block = create_block_mask(rule, batch, None, len(places), length, "cpu")
-    plain = make_mask(rule, batch, len(places), length, torch.device("cpu"))
+    rule, batch = mask_mod(documents, cp_positions), 2 if masked else 1
+    block = create_block_mask(rule, batch, None, len(cp_positions), length, "cpu")
+    plain = make_mask(rule, batch, len(cp_positions), length, torch.device("cpu"))
     assert torch.allclose(attention(q, k, v, block), attention(q, k, v, plain), atol=1e-5)
 
 
@@ -95,7 +95,7 @@ def test_tp_groups_that_span_machines_are_told(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
     with cases.fake_process_group(24):
         for tp, told in (2, 0), (4, 1):
-            found = spans_machines(World(0, 24, torch.device("cpu"), build_mesh("cpu", (1, 24 // tp, 1, tp))))
+            found = tp_warnings(World(0, 24, torch.device("cpu"), build_mesh("cpu", (1, 24 // tp, 1, tp))))
             assert len(found) == told and all("tp = 4 does not divide the 6 ranks" in note for note in found)
 
 

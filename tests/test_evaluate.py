@@ -23,7 +23,7 @@ class Untrained(torch.nn.Module):
 
 def test_a_source_without_a_target_has_no_loss_and_leaves_the_mean_alone(monkeypatch):
     batches = {"a": [(6.0, 2), (3.0, 1)], "b": [(0.0, 0)]}
-    monkeypatch.setattr(evaluate, "heldout_batches", lambda stream, *_: (
+    monkeypatch.setattr(evaluate, "validation_batches", lambda stream, *_: (
         (torch.tensor(sums), torch.tensor(valid)) for sums, valid in batches[stream]))
     monkeypatch.setattr(evaluate, "reshard", lambda model: None)
     run = SimpleNamespace(phase=lambda name: contextlib.nullcontext(), stopping=lambda: False,

@@ -25,7 +25,7 @@ from checkpoint import catalog
 from config import ConfigError
 from lifecycle.checks import check_compiler
 from lifecycle.command import Ranks, requeue, usable, visible_gpus
-from lifecycle.folder import check_folder, failures, going_on, lock, report_failure, stop_file, sweep, write_status
+from lifecycle.folder import check_folder, failures, lock, report_failure, resume_once, stop_file, sweep, write_status
 from lifecycle.launch import exit_code, listen, mark_stopped, run_ranks
 from lifecycle.launch import launch as launch_here
 from lifecycle.run import Run
@@ -802,7 +802,7 @@ def test_ranks_that_end_by_a_signal_before_they_have_handlers_were_stopped(tmp_p
 
 def test_a_status_that_cannot_be_written_is_told(tmp_path, monkeypatch, capsys):
     """By the launcher, whose exit code stays, and by a run that would be finished: nobody would know."""
-    monkeypatch.setattr("files.write_whole", mock.Mock(side_effect=OSError(28, "No space left on device")))
+    monkeypatch.setattr("files.write_atomic", mock.Mock(side_effect=OSError(28, "No space left on device")))
     assert exit_code(tmp_path, "this", ranks=1, returned=7) == 7
     assert f"{tmp_path}/status.json: [Errno 28] No space left on device" in capsys.readouterr().err
     run = Run(make_config(run={"name": "r", "output_dir": str(tmp_path)}), SimpleNamespace(rank=0), "x", StopRequest())
@@ -874,7 +874,7 @@ def test_only_the_first_signal_counts(own_handlers):
 @pytest.mark.parametrize("first, second, ends", [
     (signal.SIGINT, signal.SIGINT, 130), (signal.SIGTERM, signal.SIGTERM, 0), (signal.SIGINT, signal.SIGTERM, 0)])
 def test_without_a_launcher_a_second_ctrl_c_quits_and_nothing_else_does(first, second, ends):
-    program = ("import os; from lifecycle.signals import StopRequest; stop = StopRequest(); stop.alone = True; "
+    program = ("import os; from lifecycle.signals import StopRequest; stop = StopRequest(); stop.standalone = True; "
                f"stop.listen(); [os.kill(os.getpid(), number) for number in ({first:d}, {second:d})]")
     assert subprocess.run([sys.executable, "-c", program], cwd=REPO).returncode == ends
 
@@ -897,7 +897,7 @@ def test_a_second_ctrl_c_after_five_seconds_is_as_any_other_signal(tmp_path, mon
                "    time.sleep(0.3)")
     assert run_ranks([sys.executable, "-c", program], tmp_path, "x", Interruption()) == code
     program = ("import os, types; from lifecycle import signals; signals.time = types.SimpleNamespace(monotonic=iter("
-               f"[0.0, 0.0, {seconds}, {seconds}]).__next__); stop = signals.StopRequest(); stop.alone = True; "
+               f"[0.0, 0.0, {seconds}, {seconds}]).__next__); stop = signals.StopRequest(); stop.standalone = True; "
                "stop.listen(); [os.kill(os.getpid(), 2) for _ in range(2)]")
     assert subprocess.run([sys.executable, "-c", program], cwd=REPO).returncode == code
 
@@ -909,7 +909,7 @@ def test_who_asks_again_goes_back_again(tmp_path, before, launch_id, resume):
     cfg = make_config(run={"name": "r", "output_dir": str(tmp_path)}, checkpoint={"resume": 2})
     config.run_folder(cfg).mkdir()
     write_status(config.run_folder(cfg), "preempted", 5, before)
-    assert going_on(cfg, launch_id).checkpoint.resume == resume
+    assert resume_once(cfg, launch_id).checkpoint.resume == resume
 
 
 def test_the_status_of_another_run_is_left_alone(tmp_path, capsys):

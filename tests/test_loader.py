@@ -14,7 +14,7 @@ import torch
 import config
 import data.show
 from config import IGNORE, ConfigError
-from data.loader import Loader, heldout_batches, make_order, sample_digest
+from data.loader import Loader, make_order, sample_digest, validation_batches
 from data.order import Place
 from data.tokenizer import Tokenizer
 from data.tokens import TokenStream, open_stream, read_manifest, window_count
@@ -110,7 +110,7 @@ def test_tokens_of_a_larger_tokenizer_than_the_model_are_refused(prepared):
 def test_evaluation_reads_every_held_out_target_once(prepared, ranks, batches):
     cfg = make_config(eval={"batches": batches} if batches else {})
     stream = open_stream(prepared, "heldout", 320)
-    found = [list(heldout_batches(stream, cfg, rank, ranks)) for rank in range(ranks)]
+    found = [list(validation_batches(stream, cfg, rank, ranks)) for rank in range(ranks)]
     in_all = math.ceil((stream.length - 1) / (8 * 32))  # a step's worth each
     assert {len(part) for part in found} == {min(in_all, batches or in_all) * config.accumulation_steps(cfg, ranks)}
     valid = [t for part in found for _, targets in part for t in targets[targets != IGNORE].tolist()]
@@ -121,7 +121,7 @@ def test_evaluation_reads_every_held_out_target_once(prepared, ranks, batches):
 
 def test_evaluation_keeps_to_documents_as_training_does(prepared):
     stream = open_stream(prepared, "heldout", 320)
-    found = list(heldout_batches(stream, make_config(data={"document_mask": True}, eval={}), 0, 1))
+    found = list(validation_batches(stream, make_config(data={"document_mask": True}, eval={}), 0, 1))
     begins = {begin for _, begin, _ in stream.documents(0, stream.length)}
     valid = [t for _, targets, _, _ in found for t in targets[targets != IGNORE].tolist()]
     expected = [t for i, t in enumerate(stream.read(0, stream.length)[1].tolist()) if i and i not in begins]
@@ -304,7 +304,7 @@ def test_under_a_document_mask_positions_and_documents_come_along(prepared):
 def test_evaluation_pads_with_a_document_that_holds_no_target(prepared, mask):
     cfg = make_config(data={"document_mask": mask}, eval={})
     stream = open_stream(prepared, "heldout", 320)
-    for tensors in heldout_batches(stream, cfg, 0, 1):
+    for tensors in validation_batches(stream, cfg, 0, 1):
         assert len(tensors) == (4 if mask else 2)
         for documents in tensors[3:]:
             assert (documents.diff(dim=1) >= 0).all()
@@ -316,12 +316,12 @@ def test_evaluation_pads_with_a_document_that_holds_no_target(prepared, mask):
 def test_a_part_of_the_sequence_is_that_part(prepared, mask):
     """Inputs, targets and positions; documents stay whole. Each with storage of its own, or it could not be pinned."""
     cfg = make_config(data={"document_mask": mask}, train={"global_batch_size": 4, "micro_batch_size": 4})
-    stream, places = open_stream(prepared, "train", 320), torch.tensor([0, 1, 2, 3, 28, 29, 30, 31])
-    whole, part = (Loader(cfg, [stream], [1.0], 0, 1, 1, False, places=of) for of in (None, places))
+    stream, cp_positions = open_stream(prepared, "train", 320), torch.tensor([0, 1, 2, 3, 28, 29, 30, 31])
+    whole, part = (Loader(cfg, [stream], [1.0], 0, 1, 1, False, cp_positions=of) for of in (None, cp_positions))
     (full,), (ours,) = next(whole).micro_batches, next(part).micro_batches
     whole.close()
     part.close()
-    assert torch.equal(ours[0], full[0][:, places]) and torch.equal(ours[1], full[1][:, places])
-    assert torch.equal(ours[2], full[2][:, places] if mask else places.expand(4, -1))
+    assert torch.equal(ours[0], full[0][:, cp_positions]) and torch.equal(ours[1], full[1][:, cp_positions])
+    assert torch.equal(ours[2], full[2][:, cp_positions] if mask else cp_positions.expand(4, -1))
     assert len(ours) == 3 + mask and (not mask or torch.equal(ours[3], full[3]))
     assert all(tensor.is_contiguous() for tensor in ours)

@@ -92,7 +92,7 @@ MODEL = {"dim": 192, "n_heads": 2, "n_kv_heads": 2, "head_dim": 64, "ffn_dim": 3
 
 @pytest.mark.parametrize("name, quantized", [("weight", nf4.codes_of), ("scales", nf4.scales_of)])
 def test_large_matrices_are_quantized_some_rows_at_a_time(monkeypatch, name, quantized):
-    monkeypatch.setattr(materialize, "QUANTIZED", 7 * 128)
+    monkeypatch.setattr(materialize, "QUANTIZE_CHUNK", 7 * 128)
     weights, filled = torch.randn(100, 128, generator=torch.Generator().manual_seed(0)), []
 
     def fill(name: str, offsets: tuple[int, int], out: torch.Tensor, shape: torch.Size) -> None:

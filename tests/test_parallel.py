@@ -10,7 +10,7 @@ import config
 from config import ConfigError
 from model.llama import RMSNorm, meta_model
 from parallel import mesh
-from parallel.fsdp import precision, unit_dtypes, unsharded_parameters
+from parallel.fsdp import mixed_precision, unit_dtypes, unsharded_parameters
 from parallel.materialize import draw, materialize
 from parallel.mesh import World, build_mesh
 from parallel.parallelize import parallelize
@@ -229,9 +229,9 @@ def test_units_kept_in_float32_are_reduced_in_it():
     p = make_config(parallel={**halves, "keep_fp32": ["blocks.0"]}).parallel
     assert unit_dtypes(p, "blocks.0") == (torch.float32, torch.float32)
     assert unit_dtypes(p, "blocks.1") == (torch.bfloat16, torch.bfloat16)
-    assert precision(p, "blocks.0", False).reduce_dtype == torch.float32
-    assert precision(p, "head", True).output_dtype is None  # its loss stays float32
-    assert precision(p, "blocks.1", False).output_dtype == torch.bfloat16
+    assert mixed_precision(p, "blocks.0", False).reduce_dtype == torch.float32
+    assert mixed_precision(p, "head", True).output_dtype is None  # its loss stays float32
+    assert mixed_precision(p, "blocks.1", False).output_dtype == torch.bfloat16
 
 
 def test_tp_refuses_a_parameter_that_it_knows_no_place_for():
@@ -245,7 +245,7 @@ def test_tp_refuses_a_parameter_that_it_knows_no_place_for():
     model = forked(cfg.model)
     with cases.fake_process_group(2):
         world = World(0, 2, torch.device("cpu"), build_mesh("cpu", (1, 1, 1, 2)))
-        with pytest.raises(ConfigError, match=r"tp = 2: blocks.1.attention.q_norm.weight: WEIGHTS .* does not say"):
+        with pytest.raises(ConfigError, match=r"tp = 2: blocks.1.attention.q_norm.weight: TP_PLAN .* does not say"):
             parallelize(model, cfg, world)
         alone = World(0, 2, torch.device("cpu"), build_mesh("cpu", (1, 2, 1, 1)))
         parallelize(model, make_config(), alone)

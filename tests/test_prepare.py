@@ -299,14 +299,14 @@ def test_killed_before_any_of_its_file_system_events_it_resumes_and_ends_the_sam
 @pytest.mark.parametrize("seconds, times", [(0.0, 4), (5.0, 2)])
 def test_what_a_preparation_says_it_has_is_on_disk(with_tokenizer, monkeypatch, seconds, times):
     """So that a power cut leaves no more in progress.json than in the files, and no folder that is not whole."""
-    synced, said, fsync, write, publish = {}, set(), os.fsync, files.write_whole, files.publish
+    synced, said, fsync, write, publish = {}, set(), os.fsync, files.write_atomic, files.publish
 
     def noting(handle):
         fsync(handle)
         name = pathlib.Path(os.readlink(f"/proc/self/fd/{handle}")).name
         synced[name.removeprefix(".").removesuffix(".tmp")] = os.fstat(handle).st_size
 
-    def write_whole(path, text):
+    def write_atomic(path, text):
         if path.name == data.encode.PROGRESS:
             state = json.loads(text)
             for split, tokens in state["tokens"].items():
@@ -320,7 +320,7 @@ def test_what_a_preparation_says_it_has_is_on_disk(with_tokenizer, monkeypatch, 
         publish(temporary, final)
 
     for name, value in {"data.encode.SYNC_SECONDS": seconds, "data.encode.CHUNK": 20_000, "os.fsync": noting,
-                        "files.write_whole": write_whole, "files.publish": published}.items():
+                        "files.write_atomic": write_atomic, "files.publish": published}.items():
         monkeypatch.setattr(name, value)
     prepare_one(with_tokenizer)
     assert len(said) >= times
@@ -328,14 +328,14 @@ def test_what_a_preparation_says_it_has_is_on_disk(with_tokenizer, monkeypatch, 
 
 KILLED = """
 import os, signal, sys, files, data.encode, data.prepare
-data.encode.SYNC_SECONDS, data.encode.CHUNK, write, seen = 0, 20_000, files.write_whole, []
-def write_whole(path, content):
+data.encode.SYNC_SECONDS, data.encode.CHUNK, write, seen = 0, 20_000, files.write_atomic, []
+def write_atomic(path, content):
     write(path, content)
     if path.name == data.encode.PROGRESS:
         seen.append(path)
         if len(seen) == 4:
             os.kill(os.getpid(), signal.SIGKILL)
-files.write_whole = write_whole
+files.write_atomic = write_atomic
 data.prepare.main(sys.argv[1:])
 """
 
@@ -557,16 +557,16 @@ def test_killed_at_the_end_it_resumes_at_the_end(where, corpus, prepared, tmp_pa
 
 def test_a_mixture_goes_on_that_was_killed_as_its_tokenizer_was_written(corpus, tmp_path, monkeypatch):
     """Between any two of its files: a tokenizer is not there before what says on which text it was trained."""
-    cfg, write, written = mixture(tmp_path, corpus), files.write_whole, []
+    cfg, write, written = mixture(tmp_path, corpus), files.write_atomic, []
 
-    def write_whole(path, content):
+    def write_atomic(path, content):
         write(path, content)
         written.append(path.name)
         raise Killed
 
     for times in (1, 2):
         with monkeypatch.context() as patched:
-            patched.setattr("files.write_whole", write_whole)
+            patched.setattr("files.write_atomic", write_atomic)
             with pytest.raises(Killed):
                 prepare(cfg)
         assert len(written) == times

@@ -8,7 +8,7 @@ import torch
 
 import config
 from lifecycle import profiler
-from lifecycle.profiler import Profiler, read, row_of, split, table
+from lifecycle.profiler import Profiler, read, row_of, table, time_by_row
 
 BACKWARD = "autograd::engine::evaluate_function: "
 CPU = [  # category, name, thread, begin and end in ms
@@ -88,7 +88,7 @@ def write_trace(path, events):
 
 @pytest.mark.parametrize("events, answer", [(CPU, ON_CPU), (CUDA, ON_CUDA)], ids=["cpu", "cuda"])
 def test_a_trace_is_split_as_it_was_made(events, answer, tmp_path):
-    spent = split(read(write_trace(tmp_path / "trace.json", events)))
+    spent = time_by_row(read(write_trace(tmp_path / "trace.json", events)))
     assert spent == pytest.approx(answer, abs=1e-6)
     assert sum(ms for row, ms in spent.items() if row != "communication, hidden") == pytest.approx(100)
 

@@ -192,7 +192,7 @@ def test_a_step_reads_nothing_from_the_device(on_ranks, prepared, corpus, tmp_pa
     ({"avx512_bf16": True}, True), ({"amx_bf16": True}, True), ({"avx512_bf16": False}, False), ({}, False)])
 def test_a_cpu_has_units_for_bfloat16_by_either_name(monkeypatch, found, units):
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: found)
-    assert mesh.has_bfloat16_units(torch.device("cpu")) is units
+    assert mesh.has_native_bfloat16(torch.device("cpu")) is units
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
