@@ -420,8 +420,8 @@ def from_command_line(argv: list[str], usage: str, tool: bool = False) -> tuple[
     """A program's arguments and configuration; a tool has no dry run and no evaluation. Prints every problem and exits
     with 2 if the command line is invalid; exits with 0 after --help."""
     if {"--help", "-h"} & set(argv):
-        from files import say  # here: its imports take as long as all of this
-        sys.exit(say(f"{usage.strip()}\n\nOptions, in the file or as --section.key=value:\n\n{SCHEMA.help()}"))
+        from files import print_line  # here: its imports take as long as all of this
+        sys.exit(print_line(f"{usage.strip()}\n\nOptions, in the file or as --section.key=value:\n\n{SCHEMA.help()}"))
     args = parse_arguments(argv)
     try:
         if tool and (args.dry_run or args.eval_only):

@@ -18,7 +18,7 @@ from config import ConfigError
 from data.dataset import Dataset, open_dataset
 from data.loader import validation_batches
 from data.show import printable
-from files import say
+from files import print_line
 from lifecycle.run import Run
 from model.generate import continue_text
 from model.hf_weights import weights_to_read
@@ -26,7 +26,7 @@ from model.llama import Llama, meta_model
 from parallel.context import own_cp_positions
 from parallel.fsdp import reshard
 from parallel.materialize import materialize
-from parallel.mesh import World, all_gather_objects, on_rank_zero, storage_device
+from parallel.mesh import World, all_gather_objects, check_same_on_all_ranks, on_each_rank, on_rank_zero, storage_device
 from parallel.parallelize import parallelize
 
 
@@ -73,8 +73,9 @@ def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
     on_rank_zero(lambda: catalog.check_same_run(cfg, step, catalog.SAME_OUTPUTS))
     cfg = with_param_dtype(cfg, step, world)
     dataset = open_dataset(cfg, train=False)
+    check_same_on_all_ranks("prepared data", catalog.by_source(dataset.fingerprint))
     on_rank_zero(lambda: catalog.check_same_tokenizer(cfg, step, dataset.tokenizer_files))
-    model, base = meta_model(cfg.model, cfg.lora), on_rank_zero(lambda: weights_to_read(cfg, step))
+    model, base = meta_model(cfg.model, cfg.lora), on_each_rank(lambda: weights_to_read(cfg, step))
     parallelize(model, cfg, world)
     materialize(model, cfg.run.seed, storage_device(cfg, world), base and base.read_into)
     fingerprint = base_on_all_ranks(base)
@@ -84,7 +85,7 @@ def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
     if world.rank == 0:
         for problem in (problem for problems in corrupt.values() for problem in problems):
             print(f"corrupt, skipped: {problem}", file=sys.stderr)
-        say(metrics.as_json({"kind": "eval", "step": step, **found}))
+        print_line(metrics.as_json({"kind": "eval", "step": step, **found}))
 
 
 @torch.no_grad()

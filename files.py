@@ -1,6 +1,7 @@
 """Atomic, durable writes: files and folders appear complete or not at all, and survive a power cut. Also locks."""
 
 import errno
+import fcntl
 import os
 import pathlib
 import sys
@@ -49,12 +50,20 @@ def publish(temporary: pathlib.Path, final: pathlib.Path) -> None:
         raise
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Prints a line. It is not an error if the reader closes the pipe early, as `head` does."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def print_error(text: str) -> None:
+    """Prints a line to stderr. It is not an error if its terminal is closed, or its reader has ended."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # else Python would try to flush the line again at exit
 
 
 def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
@@ -69,12 +78,16 @@ def lock(path: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:
     """Locks a file until release() or the end of this process, however it ends; an existing file is kept. timeout:
     seconds to wait, -1 to wait forever. Raises filelock.Timeout, and OSError if the file cannot be created or opened;
     on a file system without locks, prints a warning and locks nothing."""
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o666))  # filelock would wait for some files that cannot be created
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # filelock would wait for some files that cannot be created
     held = filelock.FileLock(path, timeout=timeout, thread_local=False)
     try:
+        try:  # without flock (ENOSYS), filelock would take the file itself for a lock that is held
+            fcntl.flock(handle, fcntl.LOCK_UN)
+        finally:
+            os.close(handle)
         held.acquire()
     except filelock.Timeout:
         raise
     except (OSError, NotImplementedError) as error:
-        print(f"{path.parent}: no locks on this file system, nothing keeps a second run out: {error}", file=sys.stderr)
+        print_error(f"{path.parent}: no locks on this file system, nothing keeps a second run out: {error}")
     return held

@@ -30,6 +30,7 @@ if __name__ == "__main__":
 
 import math
 from argparse import Namespace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from data.dataset import open_dataset, samples_per_epoch
 from data.loader import Batch, Loader
 from evaluate import evaluate, evaluate_newest, evaluation_is_due, log_sample
 from lifecycle import DOES_NOT_FIT, INPUT_IS_WRONG
+from lifecycle.command import restarted_by_torchrun
 from lifecycle.folder import report_failure, resume_once
 from lifecycle.run import Run, exit_immediately, final_exit_code
 from metrics import Recorder
@@ -51,7 +53,7 @@ from parallel.context import own_cp_positions
 from parallel.float8 import update_scales
 from parallel.fsdp import set_gradient_sync, unshard_first_units
 from parallel.materialize import materialize
-from parallel.mesh import World, distributed, on_rank_zero, rank_and_size, storage_device, tp_warnings
+from parallel.mesh import World, distributed, on_each_rank, on_rank_zero, rank_and_size, storage_device, tp_warnings
 from parallel.parallelize import parallelize
 from parallel.plan import dry_run
 from parallel.rebind import check_optimizer
@@ -67,7 +69,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
     dataset = open_dataset(cfg)
     checkpointer = Checkpointer(cfg, world, dataset.fingerprint, dataset.tokenizer_files)
     start, cfg = checkpointer.start, checkpointer.cfg  # this cfg has param_dtype = "auto" resolved
-    pretrained = on_rank_zero(lambda: weights_to_read(cfg, start))
+    pretrained = on_each_rank(lambda: weights_to_read(cfg, start))
     run.attach(checkpointer)
 
     # 1. Build the plain model on the meta device, so that no rank ever holds the full model.
@@ -160,7 +162,8 @@ def main(args: Namespace, cfg: Config, stop: StopRequest) -> int:
         if code := final_exit_code(cfg, launch):
             return code
         with distributed(cfg) as world, Run(cfg, world, launch, stop) as run:
-            cfg = on_rank_zero(lambda: resume_once(cfg, launch))
+            # rank 0 decides; paths stay each rank's own, since a node may have its own copy of data and weights
+            cfg = replace(cfg, checkpoint=on_rank_zero(lambda: resume_once(cfg, launch, restarted_by_torchrun())))
             (evaluate_newest if args.eval_only else train)(cfg, world, run)
         return run.exit_code
     except ConfigError as error:

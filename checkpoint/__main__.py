@@ -12,7 +12,7 @@ import sys
 from checkpoint.catalog import checkpoints_of, problems_of
 from checkpoint.manifest import read_manifest
 from config import ConfigError
-from files import run_tool, say
+from files import print_line, run_tool
 
 
 def main(argv: list[str]) -> int:
@@ -32,11 +32,11 @@ def main(argv: list[str]) -> int:
             problems = error.problems
         if problems:
             bad += 1
-            say("\n  ".join([f"{path}: BAD", *problems]))
+            print_line("\n  ".join([f"{path}: BAD", *problems]))
         else:
             files = read_manifest(path)
-            say(f"{path}: good, {len(files)} files, {sum(f['size'] for f in files.values()):,} bytes")
-    say(f"{len(found) - bad} good, {bad} bad")
+            print_line(f"{path}: good, {len(files)} files, {sum(f['size'] for f in files.values()):,} bytes")
+    print_line(f"{len(found) - bad} good, {bad} bad")
     return 1 if bad else 0
 
 

@@ -63,9 +63,10 @@ def step_folders(folder: pathlib.Path, links: bool = False) -> list[tuple[int, p
 
 
 def steps(cfg: config.Config) -> list[int]:
-    """Steps of the run's checkpoints. Raises ConfigError if it has only symlinks: no silent fresh start."""
+    """Steps of the run's checkpoints, ascending. Raises ConfigError if symlinks come after them: neither a fresh start
+    nor going back must be silent."""
     found = [step for step, _ in step_folders(root(cfg))]
-    if not found and (links := [path.name for _, path in step_folders(root(cfg), links=True)]):
+    if links := [path.name for step, path in step_folders(root(cfg), links=True) if step > max(found, default=-1)]:
         raise ConfigError(f"{root(cfg)}: {', '.join(links)}: links are not followed; move the checkpoints themselves "
                           "here, or the links away")
     return found
@@ -212,8 +213,9 @@ def check_same_run(cfg: config.Config, step: int, guarded: re.Pattern = GUARDED)
     """Raises ConfigError naming every option of `guarded` (default: those that determine weights and data order) that
     differs from the checkpoint's. An option newer than the checkpoint counts as its default there."""
     allowed = cfg.checkpoint.allow_changed if cfg.checkpoint else ()
-    changed = changed_options(cfg, step, guarded) if step else {}
-    if step and bool(read_state(path_of(cfg, step))["config"].get("lora")) != bool(cfg.lora):
+    exists = path_of(cfg, step).is_dir()  # a step of 0 is an imported checkpoint, or none
+    changed = changed_options(cfg, step, guarded) if exists else {}
+    if exists and bool(read_state(path_of(cfg, step))["config"].get("lora")) != bool(cfg.lora):
         raise ConfigError(f"[lora] is {'on' if cfg.lora else 'off'}: {path_of(cfg, step)} was trained "
                           f"with{'out' * bool(cfg.lora)} adapters; continue so, or choose another run.name")
     if cfg.lora:
@@ -242,13 +244,17 @@ def check_base(folder: pathlib.Path, init_from: str | None, base: str | None) ->
                           f"{folder} was trained on a base with {before}; name the folder with that base")
 
 
+def by_source(fingerprint: list[dict]) -> dict[str, Any]:
+    """The fingerprint of prepared data, {"source 1.sha256.train.bin": ..., ...}."""
+    return options.flatten({f"source {n}": entry for n, entry in enumerate(fingerprint, 1)})
+
+
 def check_same_data(cfg: config.Config, step: int, fingerprint: list[dict]) -> None:
     """Raises ConfigError, naming what differs, if the prepared data is not the data the checkpoint was trained on."""
     before = read_state(path_of(cfg, step)).get("data") if step else None
     if not before or before == fingerprint or any(map(PREPARED.fullmatch, cfg.checkpoint.allow_changed)):
         return
-    old, new = (options.flatten({f"source {n}": entry for n, entry in enumerate(entries, 1)})
-                for entries in (before, fingerprint))
+    old, new = by_source(before), by_source(fingerprint)
     differ = [key for key in sorted(old | new) if old.get(key) != new.get(key)]
     # a different identity explains different content
     changed = [f"{key} was {old.get(key)}, is {new.get(key)}"

@@ -17,7 +17,7 @@ from checkpoint.save import SaveFailed, Saver
 from config import ConfigError
 from model.hf_weights import Weights, fingerprint
 from model.llama import meta_model
-from parallel.mesh import World, all_gather_objects, has_native_bfloat16, on_rank_zero
+from parallel.mesh import World, all_gather_objects, check_same_on_all_ranks, has_native_bfloat16, on_rank_zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +35,9 @@ class Checkpointer:
 
     def __init__(self, cfg: config.Config, world: World, data: list[dict], extra_files: list[pathlib.Path]):
         """Chooses the checkpoint to resume from; writes nothing. data: the prepared data's fingerprint. Raises
-        ConfigError if the folder belongs to another run, or none of its checkpoints is good."""
+        ConfigError if the folder is another run's, none of its checkpoints is good, or ranks have different data."""
         self.world, self.data = world, data
+        check_same_on_all_ranks("prepared data", catalog.by_source(data))
         self.found = on_rank_zero(lambda: catalog.steps(cfg))
         self.start, self.corrupt = catalog.choose(cfg, self.found, lambda path: problems_on_all_ranks(path, world))
         on_rank_zero(lambda: self._check_choice(cfg))

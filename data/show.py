@@ -14,7 +14,7 @@ from config import ConfigError
 from data.dataset import data_folders, open_data, weights
 from data.order import make_order
 from data.tokenizer import Tokenizer
-from files import run_tool, say
+from files import print_line, run_tool
 
 
 def samples(cfg: config.Config, step: int) -> Iterator[str]:
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         if args.step < 1:
             raise ConfigError(f"--step {args.step}: steps count from 1")
         for text in samples(cfg, args.step):
-            say(text)
+            print_line(text)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

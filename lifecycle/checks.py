@@ -7,7 +7,7 @@ from argparse import Namespace
 
 import config
 from config import ConfigError
-from files import say
+from files import print_line
 from lifecycle.command import visible_gpus
 from lifecycle.folder import check_folder, read_status
 from lifecycle.signals import Interruption
@@ -48,8 +48,8 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
         start, _ = chosen
         catalog.check_same_run(cfg, start)
         if start >= cfg.train.steps and finished:
-            say(f"{folder}: finished at step {status.get('step', start)}; train.steps = {cfg.train.steps} asks for "
-                "no more")
+            print_line(f"{folder}: finished at step {status.get('step', start)}; train.steps = {cfg.train.steps} "
+                       "asks for no more")
             return False
         if cfg.model.init_from and (cfg.lora or not start):
             from model.hf_weights import weights_to_read

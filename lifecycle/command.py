@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import config
 from config import ConfigError
+from files import print_error
 
 TORCH = ((2, 11), (2, 13))  # oldest and newest supported versions
 TRAIN = str(pathlib.Path(__file__).parent.parent / "train.py")
@@ -107,13 +108,18 @@ def visible_gpus() -> int:
     return sum(line.startswith("GPU") for line in listed.splitlines())
 
 
+def restarted_by_torchrun() -> bool:
+    """Whether torchrun has restarted this rank after a failure."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
 def requeue(ahead_of_limit: bool) -> None:
     """Requeues a job that has stopped after saving, if that was asked for (ahead_of_limit), or if SLURM preempts it in
     a partition with GraceTime: SLURM requeues a job when its grace time is over, but not one that has ended by then."""
     job = os.environ["SLURM_JOB_ID"]
 
     def report(text: str) -> None:
-        print(f"run_train.sh: job {job}: {text}", file=sys.stderr)
+        print_error(f"run_train.sh: job {job}: {text}")
 
     def scontrol(*words: str) -> str | None:
         with contextlib.suppress(OSError, subprocess.CalledProcessError):

@@ -32,15 +32,17 @@ import subprocess
 import sys
 import time
 import uuid
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import config
 from config import ConfigError
+from files import print_error
 from lifecycle import INPUT_IS_WRONG, STOPPED
 from lifecycle.checks import check_launch
 from lifecycle.command import Ranks, requeue
-from lifecycle.folder import failures, lock, read_status, remove_traces, resume_once, stop_file, write_status
+from lifecycle.folder import failures, holder, lock, read_status, remove_traces, resume_once, stop_file, write_status
 from lifecycle.signals import SIGNALS, TWICE_SECONDS, Interrupted, Interruption, die_with_parent
 
 IDLE_ATTEMPTS = 3  # attempts of a job in a row without a step
@@ -61,15 +63,14 @@ def run_ranks(command: list[str], folder: pathlib.Path, launch: str, interruptio
                 child.kill()  # and the ranks of torchrun die with it
                 return
             last_interrupt = time.monotonic()
-            print(f"stopping after this step; Ctrl-C again within {TWICE_SECONDS:.0f} s quits at once", file=sys.stderr)
-        else:
-            print(f"asked to stop by {signal.Signals(number).name}", file=sys.stderr)
         try:
             if not file.stat().st_size:
                 file.write_text(str(int(number)))
         except OSError:  # a full disk: fall back to TERM, after which time is limited
             if child:
                 child.terminate()
+        print_error(f"stopping after this step; Ctrl-C again within {TWICE_SECONDS:.0f} s quits at once"
+                    if number == signal.SIGINT else f"asked to stop by {signal.Signals(number).name}")
 
     file.touch()
     listen(ask)
@@ -108,27 +109,29 @@ def exit_code(folder: pathlib.Path, launch: str, ranks: int, returned: int) -> i
         try:
             # ranks killed with torchrun may take a moment to exit, and hold the lock until then
             held = lock(folder, timeout=30 if ours else 0)
-            write_status(folder, "failed", status.get("step", 0), launch, exit_code=code)
+            # ranks that never took the folder have not resumed from checkpoint.resume = N
+            more = {} if ours else {"holder": holder(status)}
+            write_status(folder, "failed", status.get("step", 0), launch, exit_code=code, **more)
             held.release()
         except ConfigError as error:
             if not ours:  # the folder is another run's
-                print(error, file=sys.stderr)
+                print_error(str(error))
                 return INPUT_IS_WRONG
         except OSError as error:  # a full disk, perhaps
-            print(f"{folder}/status.json: {error}", file=sys.stderr)
+            print_error(f"{folder}/status.json: {error}")
     if (folder / "logs").exists():
-        print(f"the log of every rank is in {folder}/logs", file=sys.stderr)
+        print_error(f"the log of every rank is in {folder}/logs")
     silent = sorted(set(range(ranks)) - {f["rank"] for f in failed})
     if failed:
         first = failed[0]
         if silent and not first["final"]:
-            print(f"no report from rank {', '.join(map(str, silent[:8]))}{', ...' * (len(silent) > 8)}: killed (is the "
-                  "host out of memory?), or unable to answer", file=sys.stderr)
-        print(f"failed first on rank {first['rank']}, step {first['step']}, phase {first['phase']}:\n{first['text']}",
-              file=sys.stderr)
+            print_error(f"no report from rank {', '.join(map(str, silent[:8]))}{', ...' * (len(silent) > 8)}: killed "
+                        "(is the host out of memory?), or unable to answer")
+        print_error(f"failed first on rank {first['rank']}, step {first['step']}, phase {first['phase']}:\n"
+                    f"{first['text']}")
     elif returned < 0:
         hint = ": the host may be out of memory" if -returned == signal.SIGKILL else ""
-        print(f"ended by signal {signal.Signals(-returned).name}{hint}", file=sys.stderr)
+        print_error(f"ended by signal {signal.Signals(-returned).name}{hint}")
     return code
 
 
@@ -142,11 +145,11 @@ def exit_code_of_stopped_job(folder: pathlib.Path, before: dict) -> int:
     attempts = before.get("attempts_without_step", 0) + 1
     state = "preempted" if attempts < IDLE_ATTEMPTS else "failed"
     with contextlib.suppress(OSError):
-        write_status(folder, state, step, status.get("launch"), attempts_without_step=attempts)
+        write_status(folder, state, step, holder(status), attempts_without_step=attempts)
     if attempts < IDLE_ATTEMPTS:
         return STOPPED
-    print(f"{folder}: {attempts} times in a row the job was stopped before it made a step; give it more time (--time) "
-          "than its start and the notice ahead of the limit take", file=sys.stderr)
+    print_error(f"{folder}: {attempts} times in a row the job was stopped before it made a step; give it more time "
+                "(--time) than its start and the notice ahead of the limit take")
     return 1
 
 
@@ -157,7 +160,7 @@ def mark_stopped(folder: pathlib.Path) -> bool:
         folder.mkdir(parents=True, exist_ok=True)
         held, status = lock(folder), read_status(folder)
         if stopped := status.get("state") != "finished":
-            write_status(folder, "preempted", status.get("step", 0), status.get("launch"))
+            write_status(folder, "preempted", status.get("step", 0), holder(status))
         held.release()
         return stopped
     return False
@@ -170,7 +173,8 @@ def launch(argv: list[str], interruption: Interruption) -> int:
         ranks = Ranks.from_environment()
         args = config.parse_arguments(argv)
         launch_id = ".".join([*ranks.attempt, uuid.uuid4().hex])
-        cfg = resume_once(config.load(args.config, args.overrides), launch_id)
+        cfg = config.load(args.config, args.overrides)
+        cfg = replace(cfg, checkpoint=resume_once(cfg, launch_id))
         try:
             if not check_launch(cfg, ranks.total, ranks.local, args, ranks.job is not None, interruption):
                 return 0
@@ -191,12 +195,12 @@ def launch(argv: list[str], interruption: Interruption) -> int:
         if not (interruption.asked and interruption.raises):  # else the interrupted code may have raised anything
             if not isinstance(error, ConfigError):
                 raise
-            print(error, file=sys.stderr)
+            print_error(str(error))
             return INPUT_IS_WRONG
         listen(signal.SIG_IGN)
         if args and args.eval_only:
             return 128 + signal.SIGINT
-        print("stopped before the run began", file=sys.stderr)
+        print_error("stopped before the run began")
         if cfg:
             before = read_status(folder := config.run_folder(cfg))
             if mark_stopped(folder) and ranks.job:

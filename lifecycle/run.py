@@ -28,7 +28,7 @@ from lifecycle.profiler import Profiler
 from lifecycle.signals import StopRequest, Watchdog
 from metrics import log
 from parallel.advice import out_of_memory
-from parallel.mesh import World, all_gather_objects, on_rank_zero
+from parallel.mesh import World, all_gather_objects, on_rank_zero, under_torchrun
 
 COLLECT_EVERY_STEPS = 100  # Python's garbage collection; automatic, it would stall each rank at a different time
 
@@ -70,7 +70,7 @@ class Run:
     def attach(self, checkpointer: Checkpointer) -> None:
         """Sets where the run resumes, and how it saves."""
         self.checkpointer, self.step, self.cfg = checkpointer, checkpointer.start, checkpointer.cfg
-        self.stop.standalone = self.launch is None and self.world.size == 1
+        self.stop.standalone = self.launch is None and not under_torchrun()
 
     def begin(self, tokenizer_files: list[pathlib.Path]) -> None:
         """Takes over the run's folder: the lock, the status, a log per rank. Nothing is created or changed before this,

@@ -244,9 +244,10 @@ def main(argv: list[str]) -> int:
         refused = isinstance(error, ConfigError)
         print(error if refused else f"{error.filename or out}: {error.strerror or error}", file=sys.stderr)
         return 2
-    files.say(f"wrote {out}")
+    files.print_line(f"wrote {out}")
     if not exporting:
-        files.say(f"to train from these weights, leave it and set model.init_from = {json.dumps(str(args.source))}")
+        source = json.dumps(str(args.source))
+        files.print_line(f"to train from these weights, leave it and set model.init_from = {source}")
     return 0
 
 

@@ -16,7 +16,7 @@ from config import ConfigError
 from model import nf4
 from model.llama import Llama, named_parameters
 from parallel.float8 import update_scales
-from parallel.mesh import all_gather_objects
+from parallel.mesh import on_each_rank
 
 RNG_BLOCK = 65536  # elements drawn from one generator, rounded to full rows
 QUANTIZE_CHUNK = 2**20  # elements quantized at a time, rounded to full rows
@@ -40,12 +40,12 @@ def materialize(model: Llama, seed: int, device: torch.device,
 
     lacks = ("no initial value: give it a distribution (model/llama.py: init_std), or compute it in forward if it is a "
              "constant") if read is None else "holds values that are not finite (NaN, infinity), or was not read"
-    try:
-        problems = tuple(f"{name}: {lacks}" for name in _fill(model, fill, device))
-    except ConfigError as error:
-        problems = error.problems
-    if problems := [problem for rank in all_gather_objects(problems) for problem in rank]:
-        raise ConfigError(*dict.fromkeys(problems))
+
+    def fill_all() -> None:
+        if unfilled := _fill(model, fill, device):
+            raise ConfigError(*(f"{name}: {lacks}" for name in unfilled))
+
+    on_each_rank(fill_all)
 
 
 def _fill(model: nn.Module, fill: Callable[[str, Offsets, Tensor, torch.Size], None], device: torch.device

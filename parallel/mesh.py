@@ -91,6 +91,10 @@ def rank_and_size() -> tuple[int, int, int]:
     return int(os.getenv("RANK", "0")), int(os.getenv("LOCAL_RANK", "0")), int(os.getenv("WORLD_SIZE", "1"))
 
 
+def under_torchrun() -> bool:
+    return "RANK" in os.environ
+
+
 def pick_device(cfg: config.Config, local_rank: int) -> torch.device:
     """The device of this rank. Raises ConfigError if cuda is requested but unavailable, if there are too few GPUs, or
     if the GPU does not support `float8`."""
@@ -148,16 +152,27 @@ def all_gather_objects(value: Any) -> list:
     return found
 
 
-def check_same_on_all_ranks(cfg: config.Config) -> None:
-    """Raises ConfigError on every rank if any rank's configuration or options differ from rank 0's: the shards of one
-    model would silently be trained in two ways."""
-    ours = config.SCHEMA.complete(config.to_dict(cfg))
+def on_each_rank(work: Callable[[], Any]) -> Any:
+    """Runs `work` on this rank; returns its result, or raises the ConfigErrors of all ranks on every rank."""
+    result, problems = None, ()
+    try:
+        result = work()
+    except ConfigError as error:
+        problems = error.problems
+    if problems := [problem for rank in all_gather_objects(problems) for problem in rank]:
+        raise ConfigError(*dict.fromkeys(problems))
+    return result
+
+
+def check_same_on_all_ranks(what: str, ours: dict[str, Any]) -> None:
+    """Raises ConfigError on every rank if any rank's values, by name, differ from rank 0's: the shards of one model
+    would silently be trained in two ways."""
     first = on_rank_zero(lambda: ours)
-    differ = [f"{name} = {toml(ours[name])}, rank 0 {toml(first[name])}" for name in first
-              if ours[name] != first[name] and name not in ON_THIS_NODE]
+    differ = [f"{name} = {toml(ours.get(name, 'absent'))}, rank 0 {toml(first.get(name, 'absent'))}"
+              for name in {**first, **ours} if ours.get(name) != first.get(name)]
     for rank, found in enumerate(all_gather_objects(differ)):
         if found:
-            raise ConfigError(f"rank {rank} has {'; '.join(found)}: all nodes need the same configuration and options")
+            raise ConfigError(f"rank {rank} has {'; '.join(found)}: all nodes need the same {what}")
 
 
 @contextlib.contextmanager
@@ -171,9 +186,10 @@ def distributed(cfg: config.Config) -> Iterator[World]:
         torch.cuda.set_device(device)
     # gloo next to NCCL: flags, metadata and offloaded tensors are reduced on the host, without waiting for the GPU
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    alone = {} if under_torchrun() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=config.longest_timeout(cfg)), **alone)
-    check_same_on_all_ranks(cfg)
+    options = config.SCHEMA.complete(config.to_dict(cfg))
+    check_same_on_all_ranks("configuration and options", {k: v for k, v in options.items() if k not in ON_THIS_NODE})
     yield World(rank, size, device, build_mesh(device.type, shape))
     # Not reached after an exception: the other ranks may never reach the barrier, so the process just exits.
     # Free FSDP2's buffers first: gloo aborted in one of five runs that destroyed the group while they were alive.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import config
 from config import ConfigError
-from files import say
+from files import print_line
 from model.llama import flops_per_token, meta_model, parameter_count
 from parallel.devices import Cluster, Device, Moment, device, step_seconds, timeline
 from parallel.fsdp import units
@@ -130,11 +130,11 @@ def dry_run(cfg: config.Config, args: Namespace, epoch: float | None) -> bool:
         except OSError as error:
             raise ConfigError(f"--plot {args.plot}: {error.strerror}") from None
     if args.json:
-        say(json.dumps(rows if len(rows) > 1 else rows[0]))
+        print_line(json.dumps(rows if len(rows) > 1 else rows[0]))
     else:
-        say("\n".join([config.to_toml(cfg), *(table(row, cfg, asked) for row in rows)]))
+        print_line("\n".join([config.to_toml(cfg), *(table(row, cfg, asked) for row in rows)]))
         if len(rows) > 1:
-            say(compared(rows))
+            print_line(compared(rows))
     for row in rows if asked.memory_gib else ():  # on stderr, so that --json stays JSON
         print(verdict(row, asked), file=sys.stderr)
         if not row["fits"]:

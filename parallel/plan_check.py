@@ -57,8 +57,12 @@ class PlanCheck:
         self.measured.setdefault("step_seconds", step_seconds)
         if self.process is None:
             if time.perf_counter() - self.since > LATER:
-                self.process = subprocess.Popen(self.command(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                                                text=True)
+                try:
+                    self.process = subprocess.Popen(self.command(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                                                    text=True)
+                except OSError as error:  # a limit of processes or memory: no reason to stop training
+                    self.done = True
+                    log.warning("the plan of this run could not be made: %s", error)
             return None
         if self.process.poll() is None:
             return None

@@ -98,6 +98,7 @@ FAULTS = {
     "out of memory once": lambda: os.path.exists(os.environ["ONCE"]) or before(Llama, "forward", lambda: (
         pathlib.Path(os.environ["ONCE"]).touch(), throw(torch.OutOfMemoryError("Tried to allocate 9 GiB.")))),
     "another rate": lambda: give("--optim.lr=1.0"),
+    "another copy": lambda: give(f"--data.path={os.environ['COPY']}"),
     "another mesh": lambda: give("--parallel.tp=2"),
     "term after check": lambda: after(StopRequest, "start_sync", terminate),
     "term before step 1": lambda: before(StopRequest, "start_sync", terminate),

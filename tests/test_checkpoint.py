@@ -181,6 +181,11 @@ def test_links_alone_are_no_fresh_start(tmp_path):
     catalog.path_of(cfg, 10).symlink_to(tmp_path / "moved")
     with pytest.raises(ConfigError, match="step-00000010: links are not followed"):
         catalog.steps(cfg)
+    fake(cfg, 8)  # to resume from it would go back without a word
+    with pytest.raises(ConfigError, match="step-00000010: links are not followed"):
+        catalog.steps(cfg)
+    fake(cfg, 12)
+    assert catalog.steps(cfg) == [8, 12]
 
 
 def test_verify_has_nothing_to_do(tmp_path, capsys):
@@ -348,6 +353,16 @@ def test_an_option_that_is_newer_than_the_checkpoint_had_its_default(tmp_path):
     (folder / "state.json").write_text(json.dumps(state))
     with pytest.raises(ConfigError, match=r"model\.qk_norm = absent: .*trained with true; this version has no such"):
         catalog.check_same_run(cfg(), 10)
+
+
+def test_an_imported_checkpoint_is_evaluated_as_its_own_model_only(tmp_path):
+    cfg = configured(tmp_path)
+    catalog.check_same_run(cfg, 0, catalog.SAME_OUTPUTS)  # there is none
+    fake(cfg, 0)
+    catalog.check_same_run(cfg, 0, catalog.SAME_OUTPUTS)
+    other = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, rope_theta=3.0))
+    with pytest.raises(ConfigError, match=r"model\.rope_theta = 3\.0: .*step-00000000 was trained with"):
+        catalog.check_same_run(other, 0, catalog.SAME_OUTPUTS)
 
 
 def test_an_evaluation_with_another_tokenizer_is_refused(tmp_path):

@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,8 @@ import config
 import files
 from checkpoint import catalog
 from config import ConfigError
+from data.loader import Loader
+from data.tokens import open_stream
 from lifecycle.checks import check_compiler
 from lifecycle.command import Ranks, requeue, usable, visible_gpus
 from lifecycle.folder import check_folder, failures, lock, report_failure, resume_once, stop_file, sweep, write_status
@@ -404,6 +407,35 @@ def test_a_node_with_other_options_is_refused(write_config, tmp_path, fault, tol
     assert not (tmp_path / "outputs/other").exists()
 
 
+def test_a_node_may_have_its_own_copy_of_the_data_but_not_other_data(write_config, prepared, tmp_path):
+    path, copy = write_config("copies"), tmp_path / "copy"
+    shutil.copytree(prepared, copy)
+    (copy / "train.bin").write_bytes(bytes((prepared / "train.bin").stat().st_size))  # so that its use shows
+    done = launch_faulty("another copy:1", path, nproc=2, COPY=str(copy))
+    assert done.returncode == 0, done.stdout + done.stderr
+    cfg = config.load(str(path))
+    loader = Loader(cfg, [open_stream(prepared, "train", 320)], [1.0], 0, 1, 1, False)
+    assert rows(tmp_path / "outputs/copies")[0]["batch_digest"] != loader.batch(1).digest
+    loader.close()
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["sha256"]["train.bin"] = "0"
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    done = launch_faulty("another copy:1", path, "--run.name=refused", nproc=2, COPY=str(copy))
+    assert done.returncode == 2 and "rank 1 has source 1.sha256.train.bin = \"0\", rank 0 " in done.stderr, done.stderr
+    assert not (tmp_path / "outputs/refused").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_reader_that_is_gone_stops_nothing(write_config, number):
+    """As `2>&1 | tee log` after the same Ctrl-C, or a closed terminal."""
+    run = Launched(write_config("unread", **FOREVER))
+    run.wait_for(run.trained_a_step)
+    run.process.stdout.close()
+    run.process.send_signal(number)
+    assert run.process.wait(timeout=60) == 75
+    assert status(run.folder)["state"] == "preempted" and saved(run.folder) == [status(run.folder)["step"]]
+
+
 def test_ranks_need_no_output(write_config, tmp_path):
     command = ["bash", "-c", 'exec "$@" >&- 2>&-', "bash", REPO / "run_train.sh", write_config("silent")]
     done = subprocess.run(command, env={**os.environ, "PYTHON": sys.executable, "NPROC": "2"}, timeout=300)
@@ -436,8 +468,8 @@ def test_a_reader_may_leave(monkeypatch):
     os.close(end)
     with os.fdopen(begin, "w") as stdout:  # closed without an error: what could not be printed is gone
         monkeypatch.setattr(sys, "stdout", stdout)
-        files.say("a line")
-        files.say("and another")
+        files.print_line("a line")
+        files.print_line("and another")
 
 
 # Disks
@@ -500,13 +532,15 @@ def test_files_beyond_a_size_fail_the_save_alone(write_config, tmp_path):
 # Pieces
 
 
-def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, capsys, number):
     def without(*_: object) -> None:
-        raise OSError(95, "Operation not supported")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.flock", without)
-    lock(tmp_path).release()
-    assert "no locks on this file system" in capsys.readouterr().err
+    for _ in range(2):  # the file is there at the second time
+        lock(tmp_path).release()
+        assert "no locks on this file system" in capsys.readouterr().err
 
 
 def test_a_disk_that_takes_no_lock_is_no_file_system_without_them(tmp_path, monkeypatch):
@@ -904,12 +938,35 @@ def test_a_second_ctrl_c_after_five_seconds_is_as_any_other_signal(tmp_path, mon
 
 @pytest.mark.parametrize("before, launch_id, resume", [
     (None, "a", 2), ("a", "a", "auto"), ("a", "b", 2), ("7.0.a", "7.1.b", "auto"),
-    ("7.0.a", "7.0.b", 2), ("7.0.a", "8.1.b", 2)])  # by hand in one allocation; in another job
+    ("7.0.a", "7.0.b", 2), ("7.0.a", "8.1.b", 2), (None, None, 2)])  # by hand in one allocation; in another job
 def test_who_asks_again_goes_back_again(tmp_path, before, launch_id, resume):
     cfg = make_config(run={"name": "r", "output_dir": str(tmp_path)}, checkpoint={"resume": 2})
+    folder = config.run_folder(cfg)
+    folder.mkdir()
+    assert resume_once(cfg, launch_id, restarted=launch_id is None).resume == 2  # there is no run yet
+    write_status(folder, "preempted", 5, before)
+    assert resume_once(cfg, launch_id).resume == resume
+
+
+def test_ranks_that_torchrun_restarts_go_back_once_without_the_launcher_too(tmp_path):
+    cfg = make_config(run={"name": "r", "output_dir": str(tmp_path)}, checkpoint={"resume": 2})
     config.run_folder(cfg).mkdir()
-    write_status(config.run_folder(cfg), "preempted", 5, before)
-    assert resume_once(cfg, launch_id).checkpoint.resume == resume
+    for before, resume in (("of a launcher", 2), (None, "auto")):
+        write_status(config.run_folder(cfg), "running", 5, before)
+        assert resume_once(cfg, None, restarted=True).resume == resume
+
+
+@pytest.mark.parametrize("before, resume", [("6.0.a", 2), ("7.0.a", "auto"), (None, 2)])
+def test_an_attempt_that_never_took_the_folder_has_not_gone_back(tmp_path, capsys, before, resume):
+    """Whatever else it was stopped or failed by before the next."""
+    cfg = make_config(run={"name": "r", "output_dir": str(tmp_path)}, checkpoint={"resume": 2})
+    folder = config.run_folder(cfg)
+    folder.mkdir()
+    if before:
+        write_status(folder, "preempted", 5, before)
+    assert exit_code(folder, "7.1.b", ranks=1, returned=1) == 1 and status(folder)["launch"] == "7.1.b"
+    assert resume_once(cfg, "7.2.c").resume == resume
+    assert mark_stopped(folder) and resume_once(cfg, "7.2.c").resume == resume
 
 
 def test_the_status_of_another_run_is_left_alone(tmp_path, capsys):

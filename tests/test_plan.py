@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ET
 from collections import Counter
 from dataclasses import astuple, replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -624,6 +625,17 @@ def test_a_plan_that_fails_is_told_of_and_a_found_one_is_a_row(tmp_path, monkeyp
                    if row["kind"] == "plan"]
         assert planned == ([found] if found else [])
         assert caplog.text.count("the plan of this run could not be made: try false") == 1
+
+
+def test_a_machine_that_takes_no_more_processes_trains_on(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(plan_check, "LATER", 0.0)
+    monkeypatch.setattr(plan_check.subprocess, "Popen", mock.Mock(side_effect=BlockingIOError(11, "unavailable")))
+    check = a_run(tmp_path, "cpu")
+    for step in range(1, 4):
+        check.count_step()
+        assert check.row(step, 0.5) is None
+    assert caplog.text.count("the plan of this run could not be made") == 1
+    check.close()
 
 
 def test_a_gpu_is_named_to_the_plan(tmp_path, monkeypatch):
