@@ -277,7 +277,8 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
              "k_proj": (m.dim, kv := m.n_kv_heads * m.width_per_head), "v_proj": (m.dim, kv)}
     largest_rank = min(min(sides.get(name, (m.dim, m.ffn_dim))) for name in (lora.targets if lora else PROJECTIONS))
     rows = {"dim": m.dim, "n_heads x head_dim over tp": attention_dim / p.tp, "ffn_dim over tp": m.ffn_dim / p.tp}
-    nf4, rope, end, units = lora and lora.base_dtype == "nf4", m.rope_scaling, schedule_steps(cfg), unit_names(m)
+    nf4, rope, end = lora and lora.base_dtype == "nf4", m.rope_scaling, schedule_steps(cfg)
+    units = unit_names(m) if p.keep_fp32 else [""]  # of a mistyped n_layers they may be too many
     schedule = "optim.schedule optim.schedule_steps train.steps optim.warmup_steps optim.decay_steps"
     total_weight = sum(s.weight for s in d.sources)
     wide_blocks = [name for pattern in p.keep_fp32 for name in fnmatch.filter(units, pattern) if "blocks" in name]

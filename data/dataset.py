@@ -71,7 +71,7 @@ def prepared_parts(cfg: config.Config) -> list[tuple[pathlib.Path, config.Config
         return [(root, cfg)]
     if cfg.data.sources and not tokenizer:
         tokenizer = str(common_tokenizer(cfg))
-        if not common_tokenizer(cfg).exists():
+        if not os.path.exists(common_tokenizer(cfg)):  # unlike pathlib's, no error for an unreadable folder
             raise ConfigError(f"{tokenizer}: no prepared data; `python -m data.prepare CONFIG` makes it")
     return [(root / f"{re.sub('[^A-Za-z0-9._-]+', '-', part.data.source).strip('-.')[-100:]}-"
              f"{_short_hash(identity(part))}", part) for part in source_configs(cfg, tokenizer)]
@@ -87,7 +87,7 @@ def _short_hash(value: Any) -> str:
 
 def is_prepared(cfg: config.Config) -> bool:
     """Whether all folders are prepared, even if for another configuration. Raises ConfigError."""
-    if cfg.data.sources and not cfg.data.tokenizer and not common_tokenizer(cfg).exists():
+    if cfg.data.sources and not cfg.data.tokenizer and not os.path.exists(common_tokenizer(cfg)):
         return False
     return all(read_manifest(folder) for folder in data_folders(cfg))
 

@@ -37,10 +37,10 @@ def prepare(cfg: config.Config) -> list[pathlib.Path]:
 
 def _make_under_lock(path: pathlib.Path, made: Callable[[], bool], make: Callable[[], None]) -> None:
     """make() unless made(), holding a lock file next to `path`, hidden and never removed. OSError -> ConfigError."""
-    if made():
-        return
     lock = path.with_name(f".{path.name}.lock")
     try:
+        if made():
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             held = files.lock(lock)

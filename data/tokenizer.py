@@ -1,5 +1,6 @@
 """Text <-> token ids: a sentencepiece model or a tokenizer.json from a file, or a model trained here."""
 
+import contextlib
 import io
 import json
 import os
@@ -24,8 +25,9 @@ def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
             found = [path / name for name in TOKENIZERS if (path / name).exists()]
             if not found:
                 raise ConfigError(f"{path}: holds neither tokenizer.model nor tokenizer.json")
-            # a sentencepiece model begins with a line feed, the tag of its first field; Llama 3's file does not
-            path = found[0] if found[0].read_bytes()[:1] == b"\n" else found[-1]
+            # A sentencepiece model begins with a line feed, the tag of its first field; Llama 3's file does not. A
+            # tokenizer.json next to one is used if a fine-tune has added tokens to it.
+            path = found[0] if found[0].read_bytes()[:1] == b"\n" and not has_added_tokens(found[-1]) else found[-1]
         content = path.read_bytes()
         if not content.lstrip().startswith(b"{"):
             return {"tokenizer.model": content}
@@ -33,6 +35,14 @@ def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
         return {"tokenizer.json": content, **({settings.name: settings.read_bytes()} if settings.exists() else {})}
     except OSError as error:
         raise ConfigError(f"{path}: tokenizer cannot be read: {error.strerror}") from None
+
+
+def has_added_tokens(path: pathlib.Path) -> bool:
+    """Whether a tokenizer.json has tokens beyond its model's vocabulary. Raises OSError."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+        content = json.loads(path.read_bytes())
+        return any(token["id"] >= len(content["model"]["vocab"]) for token in content["added_tokens"])
+    return False
 
 
 class Tokenizer:

@@ -72,8 +72,12 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
     return True
 
 
+def trains_on_gpus(cfg: config.Config) -> bool:
+    return cfg.run.device == "cuda" or (cfg.run.device == "auto" and visible_gpus() > 0)
+
+
 def check_device(cfg: config.Config, local_ranks: int) -> None:
-    if cfg.run.device == "cuda" or (cfg.run.device == "auto" and visible_gpus()):
+    if trains_on_gpus(cfg):
         from parallel.mesh import pick_device
 
         pick_device(cfg, local_ranks - 1)
@@ -81,9 +85,13 @@ def check_device(cfg: config.Config, local_ranks: int) -> None:
 
 def check_compiler(cfg: config.Config) -> None:
     named = [os.environ.get("CC"), os.environ.get("CXX"), "gcc", "g++", "clang", "cc"]
-    if cfg.parallel.compile and not any(map(shutil.which, filter(None, named))):
-        raise ConfigError("[parallel] compile = true: needs a compiler for C and C++, and this machine has none "
-                          "(gcc, clang, or what CC and CXX name)")
+    flex = trains_on_gpus(cfg)  # where FlexAttention is compiled even if blocks are not
+    wanted = ["[parallel] compile = true"] * cfg.parallel.compile
+    wanted += ["[data] document_mask = true"] * (flex and cfg.data.document_mask)
+    wanted += [f"[parallel] cp = {cfg.parallel.cp}"] * (flex and cfg.parallel.cp > 1)
+    if wanted and not any(map(shutil.which, filter(None, named))):
+        raise ConfigError(f"{wanted[0]}: needs a compiler for C and C++, and this machine has none (gcc, clang, or "
+                          "what CC and CXX name)")
 
 
 def check_patterns(cfg: config.Config) -> None:

@@ -95,6 +95,15 @@ def write_tokenizer(folder: Path, checkpoint: Path) -> None:
         write_json(folder / name, content)
 
 
+def copy_from_base(folder: Path, base: Path) -> None:
+    """Of merged adapters: the base's chat template and generation settings, if both have the same tokenizer."""
+    ours, theirs = ([(d / name).read_bytes() for name in hf_weights.TOKENIZER_FILES[:2] if (d / name).is_file()]
+                    for d in (folder, base))
+    for path in copied_files(base) if any(content in theirs for content in ours) else ():
+        if not (folder / path.name).exists():
+            shutil.copyfile(path, folder / path.name)
+
+
 def copied_files(folder: Path) -> list[Path]:
     """The files of a checkpoint or a Hugging Face folder that are copied unchanged."""
     return [path for name in (*hf_weights.TOKENIZER_FILES, GENERATION) if (path := folder / name).is_file()]
@@ -112,6 +121,12 @@ def token_ids(checkpoint: Path) -> dict[str, Any]:
         print(f"BOS and EOS tokens are left out of config.json: {error}", file=sys.stderr)
         return {}
     return {f"{key}_token_id": ids[0] for key, ids in (("bos", tokenizer.bos), ("eos", tokenizer.eos)) if ids}
+
+
+def context_length(folder: Path) -> int | None:
+    """max_position_embeddings of a Hugging Face folder, if its config.json has it. Raises ConfigError."""
+    length = hf_config.read_json(folder / "config.json").get("max_position_embeddings")
+    return length if type(length) is int and length > 0 else None
 
 
 def check_room(folder: Path, needed: int) -> None:
@@ -173,13 +188,16 @@ def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int, adapte
         write_safetensors(folder / hf_weights.PEFT_WEIGHTS, tensors)
         write_json(folder / hf_config.ADAPTER, hf_config.render_adapter(cfg.lora, cfg.model.init_from))
         return
-    weights = hf_weights.weights_to_read(cfg, step=1)
+    weights, seq_len = hf_weights.weights_to_read(cfg, step=1), cfg.train.seq_len
     write_tokenizer(folder, checkpoint)
+    if weights:
+        seq_len = max(seq_len, context_length(Path(cfg.model.init_from)) or 0)
+        copy_from_base(folder, Path(cfg.model.init_from))
     ids = token_ids(checkpoint)
     if not (folder / GENERATION).is_file():
         write_json(folder / GENERATION, ids)
     ids |= hf_config.read_json(folder / GENERATION)  # that of an import may list several EOS tokens
-    write_json(folder / "config.json", hf_config.render(cfg.model, cfg.train.seq_len, dtype, ids))
+    write_json(folder / "config.json", hf_config.render(cfg.model, seq_len, dtype, ids))
     write_weights(folder, cfg.model, merged if weights else read, getattr(torch, dtype), limit)
     if weights:
         catalog.check_base(checkpoint, cfg.model.init_from, hf_weights.fingerprint([weights.sums]))
@@ -191,8 +209,7 @@ def import_folder(source: Path, folder: Path) -> None:
     _, found = together(lambda: hf_config.read(source / "config.json", config.SCHEMA), lambda: hf_weights.scan(source))
     if (source / GENERATION).is_file():
         hf_config.read_json(source / GENERATION)  # fail now, not in a later export, if it is malformed
-    length = hf_config.read_json(source / "config.json").get("max_position_embeddings")
-    train = {"seq_len": length} if type(length) is int and length > 0 else {}
+    train = {"seq_len": length} if (length := context_length(source)) else {}
     cfg = config.from_dict({"run": {"name": "imported"}, "model": {"init_from": str(source)},
                             "train": {"steps": 1, **train}}, str(source))
     weights, model = hf_weights.match_weights(source, found, cfg.model), meta_model(cfg.model)

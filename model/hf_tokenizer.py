@@ -36,8 +36,11 @@ def read_sentencepiece(path: Path) -> Any:
 def fast_tokenizer_files(model: Any) -> dict[str, dict]:
     """{file name: content} of a ModelProto; empty if tokenizer.json cannot express it (unigram, normalized text)."""
     trainer, normalizer, entries, kind = model.trainer_spec, model.normalizer_spec, model.pieces, model.SentencePiece
+    # tokenizers would put the dummy prefix before each piece between user-defined symbols, and always in front
+    prefix_differs = normalizer.add_dummy_prefix and (trainer.treat_whitespace_as_suffix or any(
+        entry.type == kind.USER_DEFINED for entry in entries))
     if (trainer.model_type != trainer.BPE or normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces
-            or not normalizer.escape_whitespaces):
+            or not normalizer.escape_whitespaces or prefix_differs):
         return {}
     vocab = {entry.piece: i for i, entry in enumerate(entries)}
     # sentencepiece merges into the vocabulary entry with the best score; tokenizers takes a list of merges, best first

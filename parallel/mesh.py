@@ -97,7 +97,7 @@ def under_torchrun() -> bool:
 
 def pick_device(cfg: config.Config, local_rank: int) -> torch.device:
     """The device of this rank. Raises ConfigError if cuda is requested but unavailable, if there are too few GPUs, or
-    if the GPU does not support `float8`."""
+    if GPUs do not support what is configured."""
     if cfg.run.device == "cpu" or (cfg.run.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -105,6 +105,9 @@ def pick_device(cfg: config.Config, local_rank: int) -> torch.device:
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(f"local rank {local_rank} has no GPU of its own: this machine has "
                           f"{torch.cuda.device_count()}; start fewer processes (NPROC)")
+    if (cfg.parallel.cp > 1 or cfg.data.document_mask) and cfg.model.width_per_head < 16:
+        raise ConfigError(f"[model] head_dim: heads are {cfg.model.width_per_head} wide; on a GPU, context parallelism "
+                          "and document masks need 16 or more (FlexAttention)")
     if cfg.parallel.float8 != "none":
         asked, found = f'[parallel] float8 = "{cfg.parallel.float8}"', torch.cuda.get_device_capability(local_rank)
         if found < (8, 9):

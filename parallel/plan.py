@@ -90,9 +90,12 @@ def planned(cfg: config.Config, ranks: int, asked: Asked, epoch: float | None = 
         "host_gib": step.held.total() / GIB if cfg.parallel.cpu_offload else 0.0,
         "device_gib": needed,
         "fits": needed <= asked.memory_gib if asked.memory_gib else None,
-        "not_counted": ["the time of copies to the host, and of the update there"] * cfg.parallel.cpu_offload + (
-                       [] if step.held["optimizer state"] else
-                       [f"the state of {step.optimizer}, which optim.build_optimizer does not make"]),
+        "not_counted": [
+            "the time of copies to the host, and of the update there",
+            "of host memory, what torch rounds pinned parameters and gradients up to: powers of two, each"
+        ] * cfg.parallel.cpu_offload + [
+            f"the state of {step.optimizer}, which optim.build_optimizer does not make"
+        ] * (not step.held["optimizer state"]),
     }
     hours = seconds * cfg.train.steps * ranks / 3600
     timed = {"step_seconds": seconds, "tokens_per_second_per_device": tokens / seconds,

@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
@@ -205,6 +206,15 @@ def watch(model: Llama, counted: Counted, compiled: bool) -> None:
         module.register_forward_hook(partial(after, name))
 
 
+class CausalMask:
+    """Stands in for FlexAttention's BlockMask, which is small."""
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: CausalMask, enable_gqa: bool) -> Tensor:
+    """Stands in for flex_attention(): half of all pairs, which is what a document mask needs at most."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=enable_gqa)
+
+
 def gpu_code_paths(cfg: config.Config, counted: Counted) -> list:
     """Patches that select the GPU's code paths, and count what cfg compiles as if it were compiled."""
     patches = [
@@ -212,10 +222,12 @@ def gpu_code_paths(cfg: config.Config, counted: Counted) -> list:
         mock.patch("torch.addmm", partial(wide_addmm, counted)),
         mock.patch.dict(CHUNK, cpu=CHUNK["cuda"]),
         mock.patch("parallel.parallelize.use_float8", lambda blocks, recipe, _: use_float8(blocks, recipe, "cuda")),
-        # FlexAttention's BlockMask is small: SDPA's causal mask stands in for it
-        mock.patch("model.llama.document_mask", lambda documents: None),
-        mock.patch("parallel.context.document_mask", lambda documents, cp_positions: None),
-        mock.patch("parallel.context.make_mask", lambda *unused: None),
+        mock.patch("model.attention.BlockMask", CausalMask),
+        mock.patch("model.attention._compiled", lambda function: function),
+        mock.patch("model.attention.flex_attention", causal_attention),
+        mock.patch("model.llama.document_mask", lambda documents: CausalMask()),
+        mock.patch("parallel.context.document_mask", lambda documents, cp_positions: CausalMask()),
+        mock.patch("parallel.context.make_mask", lambda *unused: CausalMask()),
     ]
     if cfg.parallel.compile:
         patches += [

@@ -423,3 +423,9 @@ def test_checks_together_tell_all_that_is_wrong():
     with pytest.raises(ConfigError, match="^a\nb\nc$"):
         options.together(lambda: fail("a", "b"), lambda: 1, lambda: fail("c"), lambda: 2)
     assert options.together(lambda: 1, lambda: 2) == [1, 2]
+
+
+def test_a_mistyped_number_of_layers_costs_nothing():
+    """Neither seconds nor gigabytes: there are no units to name."""
+    cfg = make_config(model={"n_layers": 10**12})
+    assert cfg.model.n_layers == 10**12

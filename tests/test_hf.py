@@ -371,6 +371,26 @@ def test_a_tokenizer_json_that_stands_alone(folders, prepared, tmp_path, capsys)
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 2
 
 
+def test_a_tokenizer_json_with_added_tokens_is_used_instead_of_the_model_next_to_it(prepared, tmp_path):
+    """As fine-tunes have them, which end their texts with a token of their own."""
+    shutil.copy(prepared / "tokenizer.model", tmp_path)
+    made = fast_tokenizer_files(read_sentencepiece(prepared / "tokenizer.model"))
+    for name, content in made.items():
+        hf.write_json(tmp_path / name, content)
+    assert [*Tokenizer(tmp_path).files] == ["tokenizer.model"]
+    size = len(made["tokenizer.json"]["model"]["vocab"])
+    for i, special in enumerate((True, False)):
+        made["tokenizer.json"]["added_tokens"].append({**made["tokenizer.json"]["added_tokens"][0], "id": size + i,
+                                                       "content": f"<|{i}|>", "special": special})
+    hf.write_json(tmp_path / "tokenizer.json", made["tokenizer.json"])
+    hf.write_json(tmp_path / "tokenizer_config.json", {**made["tokenizer_config.json"], "eos_token": "<|0|>"})
+    ours, theirs = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert ours.vocab_size == size + 2 and ours.eos == [theirs.eos_token_id] == [size]
+    assert ours.bos + ours.encode(["the cat<|1|> sat"])[0] == theirs("the cat<|1|> sat")["input_ids"]
+    (tmp_path / "tokenizer.json").write_text("[]")
+    assert [*Tokenizer(tmp_path).files] == ["tokenizer.model"]
+
+
 def test_a_tokenizer_that_cannot_be_expressed_is_copied_and_reported(tmp_path, capsys):
     import sentencepiece
 
@@ -384,6 +404,14 @@ def test_a_tokenizer_that_cannot_be_expressed_is_copied_and_reported(tmp_path, c
     (tmp_path / "tokenizer.model").write_bytes(b"{}")
     with pytest.raises(ConfigError, match="is no sentencepiece model"):
         hf.write_tokenizer(tmp_path / "out", tmp_path)
+
+
+@pytest.mark.parametrize("settings", [{"user_defined_symbols": ["[X]"]}, {"treat_whitespace_as_suffix": True}], ids=str)
+def test_a_dummy_prefix_that_tokenizers_would_put_elsewhere_is_not_expressed(tmp_path, settings):
+    path = tmp_path / "tokenizer.model"
+    for prefix in (False, True):
+        sentencepiece_model(path, add_dummy_prefix=prefix, **settings)
+        assert bool(fast_tokenizer_files(read_sentencepiece(path))) != prefix
 
 
 def test_a_unigram_model_of_unnormalized_text_is_none_that_can_be_expressed(tmp_path):

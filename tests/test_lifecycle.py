@@ -713,6 +713,11 @@ def test_a_compiler_is_looked_for_before_the_launch(monkeypatch):
     check_compiler(make_config())
     with pytest.raises(ConfigError, match="needs a compiler"):
         check_compiler(make_config(parallel={"compile": True}))
+    flex = [{"data": {"document_mask": True}}, {"parallel": {"cp": 2}}]
+    for sections in flex:  # on a CPU masks are booleans
+        check_compiler(make_config(**sections))
+        with pytest.raises(ConfigError, match=r"(document_mask = true|cp = 2): needs a compiler"):
+            check_compiler(make_config(**sections, run={"device": "cuda"}))
     monkeypatch.setenv("CC", "mycc")
     check_compiler(make_config(parallel={"compile": True}))
 

@@ -325,6 +325,28 @@ def test_an_exported_adapter_is_a_start(trained, base, adapter, corpus, prepared
         assert ".lora_" not in name or p.detach().equal(written[f"model.{name}"]), name
 
 
+def test_adapters_over_tied_embeddings_are_those_of_peft(corpus, prepared, tmp_path):
+    """As Llama 3.2's small models have them: loss and the gradient of every adapter."""
+    torch.manual_seed(0)
+    settings = LlamaConfig(**WIDTHS, initializer_range=0.1, max_position_embeddings=64, tie_word_embeddings=True)
+    LlamaForCausalLM(settings).save_pretrained(tmp_path / "base")
+    theirs = peft_of(tmp_path / "base")
+    theirs.save_pretrained(tmp_path / "peft")
+    cfg = make_config(**run_of(tmp_path / "base", corpus, prepared, tmp_path / "peft"))
+    assert cfg.model.tie_embeddings
+    model = meta_model(cfg.model, cfg.lora)
+    materialize(model, 0, torch.device("cpu"), weights_to_read(cfg, 0).read_into)
+    ids = torch.randint(320, (2, 17))
+    ours = model(ids[:, :-1], ids[:, 1:])[0]["loss"]
+    wanted = F.cross_entropy(theirs(input_ids=ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+    ours.backward()
+    wanted.backward()
+    gradients = {name.replace(".default", ""): p.grad for name, p in theirs.named_parameters() if p.requires_grad}
+    found = {hf_name(name): p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert near(ours, wanted) and found.keys() == gradients.keys()
+    assert all(near(found[name], gradients[name]) for name in found)
+
+
 def test_new_adapters_change_nothing_at_first(base):
     """B is zero and A is not, as the paper says; both are float32, and the base is kept as asked, not upcast."""
     cfg = make_config(**case(base, "", "bfloat16"))
@@ -365,6 +387,22 @@ def test_the_tools_use_a_run_with_adapters(trained, base, tmp_path, capsys):
     for words, message in (["--base", str(base)], "has no [lora]"), (["--adapter"], "has no [lora]; export it whole"):
         assert hf.main(["export", str(whole), str(tmp_path / "out"), *words]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_merged_export_takes_from_its_base_what_users_need_besides_weights(trained, base, prepared, tmp_path):
+    run, origin = trained[1] / "1/alone", shutil.copytree(base, tmp_path / "origin")
+    theirs = json.loads((origin / "config.json").read_text())
+    (origin / "config.json").write_text(json.dumps({**theirs, "max_position_embeddings": 4096}))
+    (origin / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    (origin / "chat_template.jinja").write_text("{{ messages }}")
+    ours = (prepared / "tokenizer.model").read_bytes()
+    for out, tokenizer, kept in ("other", b"another", False), ("same", ours, True):
+        (origin / "tokenizer.model").write_bytes(tokenizer)
+        export(run, tmp_path / out, "--base", str(origin))
+        written = json.loads((tmp_path / out / "config.json").read_text())
+        assert written["max_position_embeddings"] == 4096 and written["eos_token_id"] == ([2, 7] if kept else 2)
+        assert (tmp_path / out / "chat_template.jinja").exists() == kept
+        assert (tmp_path / out / "tokenizer.model").read_bytes() == ours
 
 
 def test_evaluating_reads_the_base_and_another_is_refused(trained, expected, base, tmp_path):

@@ -74,12 +74,12 @@ def test_the_peak_is_that_of_a_real_step(on_ranks, ranks, ways):
         assert 0.999 * max(real) <= peak <= 1.001 * max(real), (sections, real, peak)
 
 
-GPU = {"run": {"device": "cuda"}, "model": {**WIDE, "n_layers": 7, "vocab_size": 328, "n_kv_heads": 4}}
+GPU = {"run": {"device": "cuda"}, "model": {**WIDE, "n_layers": 7, "vocab_size": 328, "n_kv_heads": 2}}
 MESHES = [{}, {"dp_replicate": 2}, {"dp_replicate": "auto", "dp_shard": 1}, {"tp": 2}, {"cp": 2}, {"cp": 2, "tp": 2},
           {"dp_replicate": 2, "tp": 2}, {"dp_replicate": 2, "cp": 2}]  # each way on the first and the fifth
 WAYS = [{}, {"recompute": "full", "sync_every_micro_batch": False}, {"recompute": 2, "reshard_after_forward": False},
         {"recompute": "selective", "prefetch_forward": 2, "prefetch_backward": 2}, {"compile": True},
-        {"compile": True, "recompute": "elementwise", "keep_fp32": ["blocks.3"]}]
+        {"compile": True, "recompute": "elementwise", "keep_fp32": ["blocks.3"]}, {"param_dtype": "float32"}]
 
 
 def of_a_gpu(mesh: dict, way: dict, **sections: dict) -> config.Config:
