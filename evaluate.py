@@ -11,7 +11,7 @@ import torch
 
 import config
 import metrics
-from checkpoint import catalog
+from checkpoint import catalog, compare
 from checkpoint.checkpointer import base_on_all_ranks, problems_on_all_ranks, with_param_dtype
 from checkpoint.load import restore
 from config import ConfigError
@@ -70,16 +70,16 @@ def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
     """--eval-only: prints the evaluation row of the run's newest good checkpoint."""
     steps = on_rank_zero(lambda: catalog.steps(cfg))
     step, corrupt = catalog.newest_good(cfg, steps, lambda path: problems_on_all_ranks(path, world))
-    on_rank_zero(lambda: catalog.check_same_run(cfg, step, catalog.SAME_OUTPUTS))
+    on_rank_zero(lambda: compare.check_same_run(cfg, step, compare.SAME_OUTPUTS))
     cfg = with_param_dtype(cfg, step, world)
     dataset = open_dataset(cfg, train=False)
-    check_same_on_all_ranks("prepared data", catalog.by_source(dataset.fingerprint))
-    on_rank_zero(lambda: catalog.check_same_tokenizer(cfg, step, dataset.tokenizer_files))
+    check_same_on_all_ranks("prepared data", compare.by_source(dataset.fingerprint))
+    on_rank_zero(lambda: compare.check_same_tokenizer(cfg, step, dataset.tokenizer_files))
     model, base = meta_model(cfg.model, cfg.lora), on_each_rank(lambda: weights_to_read(cfg, step))
     parallelize(model, cfg, world)
     materialize(model, cfg.run.seed, storage_device(cfg, world), base and base.read_into)
     fingerprint = base_on_all_ranks(base)
-    on_rank_zero(lambda: catalog.check_base(catalog.path_of(cfg, step), cfg.model.init_from, fingerprint))
+    on_rank_zero(lambda: compare.check_base(catalog.path_of(cfg, step), cfg.model.init_from, fingerprint))
     restore(catalog.path_of(cfg, step), model, None)
     found = evaluate(model, cfg, world, dataset, run)
     if world.rank == 0:

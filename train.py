@@ -68,7 +68,8 @@ def train(cfg: Config, world: World, run: Run) -> None:
     # Open the data and choose the checkpoint to resume from. Nothing is written before both are validated.
     dataset = open_dataset(cfg)
     checkpointer = Checkpointer(cfg, world, dataset.fingerprint, dataset.tokenizer_files)
-    start, cfg = checkpointer.start, checkpointer.cfg  # this cfg has param_dtype = "auto" resolved
+    # start: the step to resume after, 0 for a new run. A checkpoint also decides what param_dtype = "auto" means.
+    start, cfg = checkpointer.start, checkpointer.cfg
     pretrained = on_each_rank(lambda: weights_to_read(cfg, start))
     run.attach(checkpointer)
 
@@ -110,7 +111,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
         tokens = state.tokens + (step - start) * config.tokens_per_step(cfg)
         recorder.log_step(step, tokens, batch, sums, scalars)
         if evaluation_is_due(cfg, step) and not stopping:
-            guard.check()  # waits for the device, so that queued training does not count as time for the evaluation
+            guard.check()  # waits for the device: queued training must not count as time for the evaluation
             with recorder.timed("paused"):
                 recorder.log_evaluation(step, evaluate(model, cfg, world, dataset, run))
             stopping = run.stopping()
@@ -123,7 +124,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
     guard.check()
     loader.close()
     if not run.stopping():
-        checkpointer.purge()
+        checkpointer.purge()  # removes what keep_last and keep_every_steps do not keep
         log_sample(model, cfg, world, dataset)
     recorder.close()
 
@@ -138,16 +139,17 @@ def training_step(model: Llama, optimizer: torch.optim.Optimizer, guard: FiniteG
     for i, micro_batch in enumerate(batch.micro_batches, 1):
         set_gradient_sync(model, cfg.parallel, world, last_micro_batch=i == len(batch.micro_batches))
         tensors = (tensor.to(world.device, non_blocking=True) for tensor in micro_batch)
-        found, _ = model(*tensors)  # summed over this micro-batch's tokens
+        losses, _ = model(*tensors)  # of tokens, targets, positions, documents; summed over the tokens
         # FSDP2 averages gradients over ranks. Multiplying by the number of ranks gives the sum; dividing by the step's
         # valid tokens, over all ranks and micro-batches, gives the mean over tokens, however they are split.
         scale = world.fsdp_size / max(1, batch.valid_tokens)
-        # A non-finite loss can have finite gradients. Made NaN, they make the global norm NaN: all ranks skip the step.
-        (found["loss"] * torch.where(found["loss"].isfinite(), scale, math.nan)).backward()
-        for name, value in found.items():
+        # A non-finite loss can have finite gradients. A NaN scale makes them, and so the global norm, NaN: every rank
+        # skips the step.
+        (losses["loss"] * torch.where(losses["loss"].isfinite(), scale, math.nan)).backward()
+        for name, value in losses.items():
             sums[name] = sums.get(name, 0) + value.detach()
     grad_norm = clip_gradients(model, optimizer, cfg.train.max_grad_norm)
-    if guard.may_update(step, grad_norm):
+    if guard.may_update(step, grad_norm):  # of fused optimizers always: they skip by themselves, nothing is waited for
         optimizer.step()
         update_scales(model)  # for weights that are all-gathered in float8
     optimizer.zero_grad()

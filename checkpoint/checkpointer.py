@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import config
-from checkpoint import catalog
+from checkpoint import catalog, compare
 from checkpoint.load import OtherOptimizer, Reader, check_parameters, restore, tensors_of
 from checkpoint.save import SaveFailed, Saver
 from config import ConfigError
@@ -37,7 +37,7 @@ class Checkpointer:
         """Chooses the checkpoint to resume from; writes nothing. data: the prepared data's fingerprint. Raises
         ConfigError if the folder is another run's, none of its checkpoints is good, or ranks have different data."""
         self.world, self.data = world, data
-        check_same_on_all_ranks("prepared data", catalog.by_source(data))
+        check_same_on_all_ranks("prepared data", compare.by_source(data))
         self.found = on_rank_zero(lambda: catalog.steps(cfg))
         self.start, self.corrupt = catalog.choose(cfg, self.found, lambda path: problems_on_all_ranks(path, world))
         on_rank_zero(lambda: self._check_choice(cfg))
@@ -51,8 +51,8 @@ class Checkpointer:
         self.base: str | None = None  # the frozen base's fingerprint, stored in adapter checkpoints
 
     def _check_choice(self, cfg: config.Config) -> None:
-        catalog.check_same_run(cfg, self.start)
-        catalog.check_same_data(cfg, self.start, self.data)
+        compare.check_same_run(cfg, self.start)
+        compare.check_same_data(cfg, self.start, self.data)
         if self.start and cfg.checkpoint.allow_changed:  # a change it allows may alter the model
             folder = catalog.path_of(cfg, self.start)
             check_parameters(folder, Reader(folder), meta_model(cfg.model, cfg.lora))
@@ -77,11 +77,11 @@ class Checkpointer:
         if not self.start:
             return State()
         folder = catalog.path_of(self.cfg, self.start)
-        on_rank_zero(lambda: catalog.check_base(folder, self.cfg.model.init_from, self.base))
+        on_rank_zero(lambda: compare.check_base(folder, self.cfg.model.init_from, self.base))
         try:
             restore(folder, model, optimizer)
         except OtherOptimizer as error:
-            changed = on_rank_zero(lambda: catalog.changed_options(self.cfg, self.start, re.compile(r"optim\..*")))
+            changed = on_rank_zero(lambda: compare.changed_options(self.cfg, self.start, re.compile(r"optim\..*")))
             raise ConfigError(f"{error}: continue with the one that it was trained with" + "".join(
                 f"; {key} was {before}, is {now}" for key, (before, now) in changed.items())) from None
         known = on_rank_zero(lambda: catalog.read_state(folder))

@@ -23,7 +23,7 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
     together(lambda: config.mesh_shape(cfg, ranks), lambda: args.eval_only or finished or check_folder(folder))
 
     # Imports from higher layers, as in a tool's main(). Local: torch takes seconds to load, and few launches need it.
-    from checkpoint import catalog
+    from checkpoint import catalog, compare
     from data.dataset import is_prepared, open_dataset
     from data.prepare import prepare
 
@@ -43,10 +43,10 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
         if not (steps := catalog.steps(cfg)):
             raise ConfigError(f"{catalog.root(cfg)}: holds no checkpoint to evaluate")
         start, _ = catalog.newest_good(cfg, steps, catalog.problems_without_hashing)
-        catalog.check_same_run(cfg, start, catalog.SAME_OUTPUTS)
+        compare.check_same_run(cfg, start, compare.SAME_OUTPUTS)
     else:
         start, _ = chosen
-        catalog.check_same_run(cfg, start)
+        compare.check_same_run(cfg, start)
         if start >= cfg.train.steps and finished:
             print_line(f"{folder}: finished at step {status.get('step', start)}; train.steps = {cfg.train.steps} "
                        "asks for no more")
@@ -58,9 +58,9 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
         prepare(cfg)
     dataset = open_dataset(cfg, train=not args.eval_only)
     if args.eval_only:
-        catalog.check_same_tokenizer(cfg, start, dataset.tokenizer_files)
+        compare.check_same_tokenizer(cfg, start, dataset.tokenizer_files)
     else:
-        catalog.check_same_data(cfg, start, dataset.fingerprint)
+        compare.check_same_data(cfg, start, dataset.fingerprint)
     if dataset.validation and all(stream.length < 2 for stream in dataset.validation):
         where = ", ".join(str(stream.path.parent) for stream in dataset.validation)
         raise ConfigError(f"{where}: none of its documents (one in a hundred) is held out; bring more, or --eval=off")

@@ -19,8 +19,9 @@ import torch.distributed as dist
 import config
 import files
 import metrics
-from checkpoint.catalog import other_tokenizer, path_of
+from checkpoint.catalog import path_of
 from checkpoint.checkpointer import Checkpointer
+from checkpoint.compare import other_tokenizer
 from checkpoint.save import SaveFailed
 from config import ConfigError
 from lifecycle import INPUT_IS_WRONG, STOPPED, folder

@@ -139,7 +139,7 @@ def main(argv: list[str]) -> int:
             parser.error(f"{flag} {value}: must be {rule}")
 
     # Imported here, as only a tool's main() may: model/ does not depend on checkpoint/, data/ or parallel/.
-    from checkpoint import catalog, load
+    from checkpoint import catalog, compare, load
     from data.show import printable
     from data.tokenizer import Tokenizer
     from model.hf_weights import fingerprint, weights_to_read
@@ -161,7 +161,7 @@ def main(argv: list[str]) -> int:
         if base := weights_to_read(cfg, step=1):
             model = meta_model(cfg.model, cfg.lora)
             materialize(model, 0, device, base.read_into)
-            catalog.check_base(folder, cfg.model.init_from, fingerprint([base.sums]))
+            compare.check_base(folder, cfg.model.init_from, fingerprint([base.sums]))
         else:
             with device:
                 model = Llama(cfg.model)

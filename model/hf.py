@@ -163,7 +163,7 @@ def published(out: Path) -> Iterator[Path]:
 
 
 def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int, adapter: bool, base: str | None) -> None:
-    from checkpoint import catalog, load
+    from checkpoint import catalog, compare, load
 
     checkpoint = catalog.find(source)
     cfg, reader = catalog.read_config(checkpoint, base), load.Reader(checkpoint)
@@ -200,7 +200,7 @@ def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int, adapte
     write_json(folder / "config.json", hf_config.render(cfg.model, seq_len, dtype, ids))
     write_weights(folder, cfg.model, merged if weights else read, getattr(torch, dtype), limit)
     if weights:
-        catalog.check_base(checkpoint, cfg.model.init_from, hf_weights.fingerprint([weights.sums]))
+        compare.check_base(checkpoint, cfg.model.init_from, hf_weights.fingerprint([weights.sums]))
 
 
 def import_folder(source: Path, folder: Path) -> None:

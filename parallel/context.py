@@ -1,7 +1,7 @@
 """Context parallelism: each rank has a part of every sequence. Its queries attend to the full sequence's keys, values.
 
 These are all-gathered over cp, as in Llama 3 (https://arxiv.org/abs/2407.21783, section 3.3.2): GQA makes them small,
-and any mask works. Zig-zag chunking balances causal work: of 2 cp chunks, rank i has chunks i and 2 cp - 1 - i. This
+and any mask works. Zig-zag chunking balances causal work: of 2 x cp chunks, rank i has chunks i and 2 cp - 1 - i. This
 helps because FlexAttention skips fully masked blocks.
 """
 

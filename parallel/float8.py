@@ -17,7 +17,7 @@ from model.llama import Linear, Llama
 
 
 class Float8AllGather:
-    factor: Tensor  # (1, 1), set by update_scales()
+    factor: Tensor  # (1, 1), what to multiply by before rounding; set by update_scales()
 
     def fsdp_pre_all_gather(self, mesh, size, stride, module, policy):
         """As uint8, which every backend can send in any number; padded to the largest shard, as FSDP2 requires."""
@@ -41,7 +41,7 @@ class MetaFloat8Weight(Float8AllGather, Tensor):
 
 
 def all_gather_in_float8(model: Llama, unsharded: set[nn.Parameter]) -> None:
-    """Call before fully_shard(). Once there is storage, update_scales() turns the local tensors into Shards."""
+    """Call before fully_shard(). Once there is storage, update_scales() turns the local tensors into Float8Shards."""
     for linear in tensorwise(model):
         if linear.weight not in unsharded:
             weight = linear.weight.detach().as_subclass(MetaFloat8Weight)

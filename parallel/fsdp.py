@@ -5,12 +5,14 @@ dim-0 shard of every parameter. In each micro-batch a unit goes through
 
     all-gather -> forward -> reshard -> all-gather -> backward -> reshard -> reduce-scatter of the gradients
 
-(HSDP adds an all-reduce over the replicas). The root unit holds no parameter; it only carries the root's hooks.
+(HSDP adds an all-reduce over the replicas). Two exceptions: the head stays unsharded after forward, since backward
+begins with it, and an untied embedding is not all-gathered in backward. The root unit only carries the root's hooks.
 
-By default (implicit prefetch) FSDP2 issues a unit's all-gather when the host reaches its forward. On a GPU the host
-runs ahead of the device, so the all-gather overlaps with the unit before. Explicit prefetch (depth 1 and more) also
-issues the next units' all-gathers at that point. It helps where the host is slow relative to the kernels, or a unit
-computes for less time than its all-gather takes (several nodes: depth 2). It costs memory for that many full units.
+By default (depth 0) FSDP2 issues a unit's all-gather when the host reaches its forward; in backward also that of the
+next unit. On a GPU the host runs ahead of the device, so an all-gather overlaps with the unit before. Explicit prefetch
+(depth 1 and more) issues those of the next units at that point, too. It helps where the host is slow relative to the
+kernels, or a unit computes for less time than its all-gather takes (several nodes: depth 2). It costs memory for that
+many full units.
 """
 
 import fnmatch
@@ -61,7 +63,7 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
             fully_shard(
                 modules if len(modules) > 1 else modules[0],
                 mesh=mesh,
-                # Don't reshard the last unit after forward: backward needs it immediately.
+                # Don't reshard the unit with the head (the last, or the tied one): backward begins with it.
                 reshard_after_forward=False if holds_head else p.reshard_after_forward,
                 mp_policy=mixed_precision(p, name, holds_head),
                 offload_policy=offload,
@@ -142,8 +144,8 @@ def unit_dtypes(p: config.Parallel, unit: str) -> tuple[torch.dtype, torch.dtype
 
 
 def all_gather_dtype(param: nn.Parameter, param_dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a parameter is all-gathered in, given its unit's param_dtype. FSDP2 does not cast integers; torch
-    2.11 does, which is lossless: each of these dtypes represents every byte of NF4 exactly."""
+    """The dtype that a parameter is all-gathered in, given its unit's param_dtype. FSDP2 casts no integers, except in
+    torch 2.11: NF4's bytes go as param_dtype there, which represents 0 to 255 exactly."""
     return param_dtype if param.is_floating_point() or torch.__version__ < (2, 12) else param.dtype
 
 
@@ -160,7 +162,7 @@ def mixed_precision(p: config.Parallel, unit: str, holds_head: bool) -> MixedPre
 
 
 def set_prefetch(model: Llama, p: config.Parallel) -> None:
-    """Depth 0 keeps FSDP2's implicit prefetch: no unit ahead in forward, one unit ahead in backward."""
+    """Explicit prefetch of so many units; depth 0 keeps FSDP2's own: none in forward, one in backward."""
     forward = [modules[0] for _, modules in units(model)]
     backward = forward[::-1]
     if model.config.tie_embeddings:  # the tied unit holds the head: it is first in backward and still unsharded
@@ -178,8 +180,9 @@ def unshard_first_units(model: Llama, p: config.Parallel) -> None:
 
 
 def set_gradient_sync(model: FSDPModule, p: config.Parallel, world: World, last_micro_batch: bool) -> None:
-    """Call before each micro-batch: sets if its backward reduces gradients (always, or in the step's last only). With
-    sync deferred, unsharded gradients of the full model accumulate in reduce_dtype. HSDP defers only the all-reduce."""
+    """Call before each micro-batch: sets whether its backward reduces gradients (always, or in the step's last only).
+    With sync deferred, unsharded gradients of the full model accumulate in reduce_dtype. HSDP defers only the
+    all-reduce."""
     if p.sync_every_micro_batch:
         return
     if world.dp_replicate == 1:  # read from the mesh: the option may be "auto"

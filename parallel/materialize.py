@@ -46,6 +46,7 @@ def materialize(model: Llama, seed: int, device: torch.device,
             raise ConfigError(*(f"{name}: {lacks}" for name in unfilled))
 
     on_each_rank(fill_all)
+    update_scales(model)  # a collective: not before all ranks have their values
 
 
 def _fill(model: nn.Module, fill: Callable[[str, Offsets, Tensor, torch.Size], None], device: torch.device
@@ -70,7 +71,6 @@ def _fill(model: nn.Module, fill: Callable[[str, Offsets, Tensor, torch.Size], N
                 _quantize(model.get_submodule(name.rpartition(".")[0]), name, fill, offsets, tensors[name])
             else:
                 fill(name, offsets, tensors[name], parameter.shape)
-        update_scales(model)
         # in chunks: isfinite() of an entire tensor would take a quarter of its memory
         return [name for name, local in tensors.items() if local.is_floating_point()
                 and not all(part.isfinite().all() for part in local.view(-1).split(CHECK_CHUNK))]

@@ -147,7 +147,7 @@ def on_rank_zero(work: Callable[[], Any]) -> Any:
 
 
 def all_gather_objects(value: Any) -> list:
-    """Every rank's `value`, in rank order. Uses gloo and does not wait for the GPU. In a tool: only its own value."""
+    """Every rank's `value`, in rank order, over gloo: does not wait for the GPU. Without a process group: [value]."""
     if not dist.is_initialized():
         return [value]
     found: list = [None] * dist.get_world_size()

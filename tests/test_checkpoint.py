@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import config
-from checkpoint import catalog, manifest
+from checkpoint import catalog, compare, manifest
 from checkpoint.__main__ import main
 from checkpoint.load import restore, tensors_of
 from config import ConfigError
@@ -235,16 +235,16 @@ def test_other_data_is_refused(tmp_path):
         return {"identity": {"source": "x", "subset": None}, "sha256": {"train.bin": content, "heldout.bin": 2}}
 
     fake(cfg, 10, data=[data(1)])
-    catalog.check_same_data(cfg, 10, [data(1)])
-    catalog.check_same_data(cfg, 0, [data(3)])
+    compare.check_same_data(cfg, 10, [data(1)])
+    compare.check_same_data(cfg, 0, [data(3)])
     with pytest.raises(ConfigError, match=r"was trained on other data: source 1.sha256.train.bin was 1, is 3; choose"):
-        catalog.check_same_data(cfg, 10, [data(3)])
+        compare.check_same_data(cfg, 10, [data(3)])
     with pytest.raises(ConfigError, match="source 2.identity.source was None, is x; choose"):  # and that alone
-        catalog.check_same_data(cfg, 10, [data(1), data(1)])
+        compare.check_same_data(cfg, 10, [data(1), data(1)])
     for option in ("data.source", "data.max_tokens"):
-        catalog.check_same_data(configured(tmp_path, allow_changed=[option]), 10, [data(3)])
+        compare.check_same_data(configured(tmp_path, allow_changed=[option]), 10, [data(3)])
     with pytest.raises(ConfigError, match="was trained on other data"):  # the mask says nothing of the corpus
-        catalog.check_same_data(configured(tmp_path, allow_changed=["data.document_mask"]), 10, [data(3)])
+        compare.check_same_data(configured(tmp_path, allow_changed=["data.document_mask"]), 10, [data(3)])
 
 
 def test_later_checkpoints_are_set_aside(tmp_path):
@@ -281,8 +281,8 @@ def test_another_run_is_refused_by_name(tmp_path, section, key, value):
 
     advice = "its weights have those shapes" if key == "dim" else f'allow it: .*allow_changed = ."{section}.{key}".$'
     with pytest.raises(ConfigError, match=f"{section}.{key} = {value}.*was trained with .*{advice}"):
-        catalog.check_same_run(changed(), 10)
-    catalog.check_same_run(changed(allow_changed=[f"{section}.{key}"]), 10)
+        compare.check_same_run(changed(), 10)
+    compare.check_same_run(changed(allow_changed=[f"{section}.{key}"]), 10)
 
 
 def test_a_head_s_width_may_be_said_or_not(tmp_path):
@@ -293,10 +293,10 @@ def test_a_head_s_width_may_be_said_or_not(tmp_path):
     width = configured(tmp_path).model.width_per_head
     for step, (before, now) in enumerate([(None, width), (width, None), (None, None)], 1):
         fake(with_width(before), step)
-        catalog.check_same_run(with_width(now), step)
+        compare.check_same_run(with_width(now), step)
         told = rf"^model\.head_dim = {2 * width}: .*was trained with {before or 'absent'}"
         with pytest.raises(ConfigError, match=told):
-            catalog.check_same_run(with_width(2 * width), step)
+            compare.check_same_run(with_width(2 * width), step)
 
 
 def test_another_start_is_refused(tmp_path):
@@ -306,9 +306,9 @@ def test_another_start_is_refused(tmp_path):
         return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, init_from=folder))
 
     fake(started("/a"), 10)
-    catalog.check_same_run(started("/a"), 10)
+    compare.check_same_run(started("/a"), 10)
     with pytest.raises(ConfigError, match=r"model\.init_from = /b: .*was trained with /a"):
-        catalog.check_same_run(started("/b"), 10)
+        compare.check_same_run(started("/b"), 10)
 
 
 def test_an_option_that_the_run_no_longer_gives_is_refused(tmp_path):
@@ -317,7 +317,7 @@ def test_an_option_that_the_run_no_longer_gives_is_refused(tmp_path):
     run = {"name": "r", "output_dir": str(tmp_path)}
     fake(make_config(run=run, checkpoint={}, model={"rope_scaling": scaling}), 10)
     with pytest.raises(ConfigError, match=r"model\.rope_scaling\.factor = absent: .*was trained with 8\.0"):
-        catalog.check_same_run(configured(tmp_path), 10)
+        compare.check_same_run(configured(tmp_path), 10)
 
 
 def test_every_option_of_the_model_is_compared():
@@ -329,8 +329,8 @@ def test_every_option_of_the_model_is_compared():
         return {name for name in names if name.startswith(sections)}
 
     outputs = of("model.", "lora.") - {"model.init_from", "model.freeze", "lora.init_from"}
-    assert {name for name in names if catalog.SAME_OUTPUTS.fullmatch(name)} == outputs
-    assert {name for name in names if catalog.GUARDED.fullmatch(name)} == outputs | of("data.") - {"data.path"} | {
+    assert {name for name in names if compare.SAME_OUTPUTS.fullmatch(name)} == outputs
+    assert {name for name in names if compare.GUARDED.fullmatch(name)} == outputs | of("data.") - {"data.path"} | {
         "model.init_from", "model.freeze", "run.seed", "train.seq_len", "train.global_batch_size"}
 
 
@@ -345,24 +345,24 @@ def test_an_option_that_is_newer_than_the_checkpoint_had_its_default(tmp_path):
     del state["config"]["model"]["tie_embeddings"], state["config"]["data"]["document_mask"]
     del state["config"]["data"]["sources"][0]["weight"]
     (folder / "state.json").write_text(json.dumps(state))
-    catalog.check_same_run(cfg(), 10)
-    catalog.check_same_run(cfg(), 10, catalog.SAME_OUTPUTS)
+    compare.check_same_run(cfg(), 10)
+    compare.check_same_run(cfg(), 10, compare.SAME_OUTPUTS)
     with pytest.raises(ConfigError, match=r"model\.tie_embeddings = true: .*trained with false, the default; "):
-        catalog.check_same_run(cfg(model={"tie_embeddings": True}), 10)
+        compare.check_same_run(cfg(model={"tie_embeddings": True}), 10)
     state["config"]["model"]["qk_norm"] = True
     (folder / "state.json").write_text(json.dumps(state))
     with pytest.raises(ConfigError, match=r"model\.qk_norm = absent: .*trained with true; this version has no such"):
-        catalog.check_same_run(cfg(), 10)
+        compare.check_same_run(cfg(), 10)
 
 
 def test_an_imported_checkpoint_is_evaluated_as_its_own_model_only(tmp_path):
     cfg = configured(tmp_path)
-    catalog.check_same_run(cfg, 0, catalog.SAME_OUTPUTS)  # there is none
+    compare.check_same_run(cfg, 0, compare.SAME_OUTPUTS)  # there is none
     fake(cfg, 0)
-    catalog.check_same_run(cfg, 0, catalog.SAME_OUTPUTS)
+    compare.check_same_run(cfg, 0, compare.SAME_OUTPUTS)
     other = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, rope_theta=3.0))
     with pytest.raises(ConfigError, match=r"model\.rope_theta = 3\.0: .*step-00000000 was trained with"):
-        catalog.check_same_run(other, 0, catalog.SAME_OUTPUTS)
+        compare.check_same_run(other, 0, compare.SAME_OUTPUTS)
 
 
 def test_an_evaluation_with_another_tokenizer_is_refused(tmp_path):
@@ -372,15 +372,15 @@ def test_an_evaluation_with_another_tokenizer_is_refused(tmp_path):
         path.parent.mkdir()
         path.write_text(path.parent.name)
     cfg, folder = configured(tmp_path), fake(configured(tmp_path), 10)
-    catalog.check_same_tokenizer(cfg, 10, [other])  # an old checkpoint has none
+    compare.check_same_tokenizer(cfg, 10, [other])  # an old checkpoint has none
     shutil.copy(same, folder)
-    catalog.check_same_tokenizer(cfg, 10, [same])
+    compare.check_same_tokenizer(cfg, 10, [same])
     settings = [path.with_name("tokenizer_config.json") for path in (same, other, folder / "tokenizer.model")]
     for path in settings:
         path.write_text("{}")  # equal settings do not make two tokenizers one
     with pytest.raises(ConfigError, match=rf"{other}.*: is not the tokenizer that .*; data.tokenizer = \"{folder}\""):
-        catalog.check_same_tokenizer(cfg, 10, [other, settings[1]])
-    catalog.check_same_tokenizer(configured(tmp_path, allow_changed=["data.tokenizer"]), 10, [other])
+        compare.check_same_tokenizer(cfg, 10, [other, settings[1]])
+    compare.check_same_tokenizer(configured(tmp_path, allow_changed=["data.tokenizer"]), 10, [other])
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
@@ -414,7 +414,7 @@ def test_steps_and_intervals_may_change(tmp_path):
     raw = config.to_dict(configured(tmp_path, save_every_steps=5))
     raw["train"]["steps"], raw["log"]["every_steps"], raw["train"]["micro_batch_size"] = 99, 7, 1
     raw["optim"]["lr"], raw["parallel"]["recompute"], raw["data"]["path"] = 1.0, "full", "elsewhere"
-    catalog.check_same_run(config.from_dict(raw, "changed.toml"), 10)
+    compare.check_same_run(config.from_dict(raw, "changed.toml"), 10)
 
 
 def test_any_number_of_ranks_reads_any(on_ranks, tmp_path):

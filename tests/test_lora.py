@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import config
 from benchmarks import counted_step
 from benchmarks.theory import collectives
-from checkpoint import catalog, load
+from checkpoint import compare, load
 from config import ConfigError
 from data.dataset import open_dataset
 from data.loader import Loader
@@ -497,14 +497,14 @@ def test_another_adapter_is_refused(base, adapter, corpus, prepared, tmp_path, c
 def test_changed_adapters_are_another_run(trained, base, adapter, corpus, prepared, tmp_path):
     cfg = make_config(**run_of(base, corpus, prepared, lora={"rank": 4, "alpha": 6, "targets": ["q_proj"]},
                                run={"name": "alone", "output_dir": str(trained[1] / "1")}))
-    for guarded in catalog.GUARDED, catalog.SAME_OUTPUTS:
+    for guarded in compare.GUARDED, compare.SAME_OUTPUTS:
         with pytest.raises(ConfigError, match="lora.targets = .*was trained with"):
-            catalog.check_same_run(cfg, 10, guarded)
+            compare.check_same_run(cfg, 10, guarded)
         with pytest.raises(ConfigError, match=r"\[lora\] is off: .* was trained with adapters; continue so"):
-            catalog.check_same_run(dataclasses.replace(cfg, lora=None), 10, guarded)
+            compare.check_same_run(dataclasses.replace(cfg, lora=None), 10, guarded)
     moved = dataclasses.replace(cfg, lora=dataclasses.replace(cfg.lora, targets=config.PROJECTIONS),
                                 model=dataclasses.replace(cfg.model, init_from="elsewhere"))
-    catalog.check_same_run(moved, 10)
+    compare.check_same_run(moved, 10)
 
 
 def test_what_a_compiled_block_keeps_does_not_hang_on_how_its_base_is_kept(base):

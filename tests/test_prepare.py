@@ -19,7 +19,7 @@ import pytest
 import config
 import data.show
 import files
-from checkpoint import catalog
+from checkpoint import compare
 from config import ConfigError
 from data.dataset import (
     common_tokenizer,
@@ -458,7 +458,7 @@ def test_training_on_a_mixture_and_looking_at_it(corpus, tmp_path, write_config,
     assert shown.count(f"of {corpus}") == 6 and shown.count("other.jsonl") == 2  # three of four, of eight samples
     other = config.load(str(path), ['--data.sources=[{source = "python-stdlib"}]'])
     with pytest.raises(ConfigError, match=r"data\.sources"):
-        catalog.check_same_run(other, 1)
+        compare.check_same_run(other, 1)
 
 
 def test_other_data_is_refused_by_name(corpus, tmp_path, write_config):
