@@ -178,6 +178,12 @@ def check_same_on_all_ranks(what: str, ours: dict[str, Any]) -> None:
             raise ConfigError(f"rank {rank} has {'; '.join(found)}: all nodes need the same {what}")
 
 
+def shared_options(cfg: config.Config) -> dict[str, Any]:
+    """Every option by name, except paths that may differ between nodes."""
+    options = config.SCHEMA.complete(config.to_dict(cfg))
+    return {name: value for name, value in options.items() if name not in ON_THIS_NODE}
+
+
 @contextlib.contextmanager
 def distributed(cfg: config.Config) -> Iterator[World]:
     """Initializes the process group, and destroys it on exit. Raises ConfigError for a mesh or device that is invalid
@@ -191,8 +197,7 @@ def distributed(cfg: config.Config) -> Iterator[World]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     alone = {} if under_torchrun() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=config.longest_timeout(cfg)), **alone)
-    options = config.SCHEMA.complete(config.to_dict(cfg))
-    check_same_on_all_ranks("configuration and options", {k: v for k, v in options.items() if k not in ON_THIS_NODE})
+    check_same_on_all_ranks("configuration and options", shared_options(cfg))
     yield World(rank, size, device, build_mesh(device.type, shape))
     # Not reached after an exception: the other ranks may never reach the barrier, so the process just exits.
     # Free FSDP2's buffers first: gloo aborted in one of five runs that destroyed the group while they were alive.

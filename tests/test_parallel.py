@@ -89,10 +89,10 @@ def test_weights_do_not_depend_on_the_mesh(on_ranks):
     ("log", {"every_steps": 7}, True)])
 def test_a_node_may_keep_copies_elsewhere_and_nothing_else(monkeypatch, section, options, refused):
     first, ours = make_config(), make_config(**{section: options})
-    monkeypatch.setattr(mesh, "on_rank_zero", lambda work: config.SCHEMA.complete(config.to_dict(first)))
+    monkeypatch.setattr(mesh, "on_rank_zero", lambda work: mesh.shared_options(first))
     monkeypatch.setattr(mesh, "all_gather_objects", lambda value: [[], value])
     with pytest.raises(ConfigError, match="^rank 1 has .*: all nodes need") if refused else contextlib.nullcontext():
-        mesh.check_same_on_all_ranks(ours)
+        mesh.check_same_on_all_ranks("configuration", mesh.shared_options(ours))
 
 
 FROZEN = {"freeze": ["embedding*", "blocks.0.*", "*q_proj*"]}
