@@ -6,7 +6,6 @@ from unittest import mock
 import pytest
 import torch
 
-import config
 from config import ConfigError
 from model.llama import RMSNorm, meta_model
 from parallel import mesh
