@@ -21,9 +21,9 @@ import torch
 import config
 import files
 import options
-from parallel.devices import DEVICES, known_as
 from parallel.mesh import World, all_gather_objects, on_rank_zero
-from parallel.plan_check import PlanCheck
+from parallel.planner.check import PlanCheck
+from parallel.planner.devices import DEVICES, known_as
 
 log = logging.getLogger("train")
 

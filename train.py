@@ -55,7 +55,7 @@ from parallel.fsdp import set_gradient_sync, unshard_first_units
 from parallel.materialize import materialize
 from parallel.mesh import World, distributed, on_each_rank, on_rank_zero, rank_and_size, storage_device, tp_warnings
 from parallel.parallelize import parallelize
-from parallel.plan import dry_run
+from parallel.planner.plan import dry_run
 from parallel.rebind import check_optimizer
 from parallel.verify import unit_table, verify_sharding
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.published
 
-Plans of our program with the peers' sizes, at the rates of parallel/devices.py; nothing is set to meet a figure, and
-docs/plan.md says where those are from. Prints a table in Markdown.
+Plans of our program with the peers' sizes, at the rates of parallel/planner/devices.py; nothing is set to meet a
+figure, and docs/plan.md says where those are from. Prints a table in Markdown.
 """
 
 import pathlib
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import config
 from model.loss import CHUNK
-from parallel.devices import ATTENTION, OF_BANDWIDTH, Moment, device
-from parallel.plan import GIB, RESERVED, Asked, planned
+from parallel.planner.devices import ATTENTION, OF_BANDWIDTH, Moment, device
+from parallel.planner.plan import GIB, RESERVED, Asked, planned
 
 FLASH_2 = 330 / 720  # FlashAttention 2, forward and backward, to products on an H100 of 700 W; both fall with its power
 # Bytes of eager F.cross_entropy of float32 copies, a logit: that are there in backward, and that all its kernels move

@@ -20,10 +20,10 @@ import config
 from benchmarks import theory
 from config import ConfigError
 from model.llama import meta_model
-from parallel import advice
-from parallel.devices import device
-from parallel.plan import GIB, Asked, device_gib, plan
-from parallel.simulate import Step, simulate
+from parallel.planner import advice
+from parallel.planner.devices import device
+from parallel.planner.plan import GIB, Asked, device_gib, plan
+from parallel.planner.simulate import Step, simulate
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 

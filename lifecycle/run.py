@@ -28,8 +28,8 @@ from lifecycle import INPUT_IS_WRONG, STOPPED, folder
 from lifecycle.profiler import Profiler
 from lifecycle.signals import StopRequest, Watchdog
 from metrics import log
-from parallel.advice import out_of_memory
 from parallel.mesh import World, all_gather_objects, on_rank_zero, under_torchrun
+from parallel.planner.advice import out_of_memory
 
 COLLECT_EVERY_STEPS = 100  # Python's garbage collection; automatic, it would stall each rank at a different time
 

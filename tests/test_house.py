@@ -32,7 +32,7 @@ ALLOWED = {
 }
 ALLOWED["evaluate"] = BASE | {*FOLDERS, "optim", "metrics"}
 ALLOWED["train"] = ALLOWED["evaluate"] | {"evaluate"}
-SOURCES = sorted(p for pattern in (*(f"{f}.py" for f in FILES), *(f"{f}/*.py" for f in FOLDERS))
+SOURCES = sorted(p for pattern in (*(f"{f}.py" for f in FILES), *(f"{f}/**/*.py" for f in FOLDERS))
                  for p in REPO.glob(pattern))
 
 
@@ -68,6 +68,11 @@ def test_imports_point_one_way(path):
     assert upwards <= inside, f"{here} may not import {upwards - inside}"
     top = {name for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom) for name in imports(node)}
     assert top <= ALLOWED[here] | {here}
+
+
+def test_strategies_know_nothing_of_the_planner():
+    for path in (REPO / "parallel").glob("*.py"):
+        assert "planner" not in path.read_text(), path
 
 
 def test_the_model_knows_nothing_of_ranks():

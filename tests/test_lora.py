@@ -26,7 +26,7 @@ from model.hf_weights import fingerprint, hf_name, weighted_sum, weights_to_read
 from model.llama import build_model, flops_per_token, meta_model, named_parameters, parameter_count
 from optim import learning_rate
 from parallel.materialize import materialize
-from parallel.plan import plan
+from parallel.planner.plan import plan
 from tests import cases
 from tests.conftest import content, launch, make_config, tables
 from tests.test_nf4 import quantize

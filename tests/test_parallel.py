@@ -13,7 +13,7 @@ from parallel.fsdp import mixed_precision, unit_dtypes, unsharded_parameters
 from parallel.materialize import draw, materialize
 from parallel.mesh import World, build_mesh
 from parallel.parallelize import parallelize
-from parallel.plan import plan
+from parallel.planner.plan import plan
 from parallel.verify import verify_sharding
 from tests import cases
 from tests.conftest import make_config
@@ -250,6 +250,7 @@ def test_tp_refuses_a_parameter_that_it_knows_no_place_for():
         parallelize(model, make_config(), alone)
         materialize(model, 0, torch.device("cpu"))
         assert verify_sharding(model, make_config().parallel, alone)[2]["unit"] == "blocks.1"
-    with mock.patch("parallel.simulate.meta_model", forked), mock.patch("parallel.plan.meta_model", forked):
+    with (mock.patch("parallel.planner.simulate.meta_model", forked),
+          mock.patch("parallel.planner.plan.meta_model", forked)):
         row, count = plan(make_config(), 2), sum(q.numel() for q in forked(cfg.model).parameters())
     assert row["parameters"] == count and row["parameter_bytes_per_rank"] == 4 * count / 2

@@ -19,14 +19,15 @@ from benchmarks import published, theory
 from benchmarks import simulate as benchmark
 from model import nf4
 from model.llama import meta_model
-from parallel import advice, plan_check, show_plan
-from parallel import plan as plan_module
-from parallel import simulate as simulate_module
-from parallel.counted import Counted, Phase
-from parallel.devices import DEVICES, Cluster, device, known_as, timeline
-from parallel.plan import Asked, plan
-from parallel.plan_check import PlanCheck
-from parallel.simulate import simulate
+from parallel.planner import advice, show
+from parallel.planner import check as plan_check
+from parallel.planner import plan as plan_module
+from parallel.planner import simulate as simulate_module
+from parallel.planner.check import PlanCheck
+from parallel.planner.counted import Counted, Phase
+from parallel.planner.devices import DEVICES, Cluster, device, known_as, timeline
+from parallel.planner.plan import Asked, plan
+from parallel.planner.simulate import simulate
 from tests import cases
 from tests.conftest import REPO, TINY, launch, make_config
 from tests.test_training import UNEVEN
@@ -286,7 +287,7 @@ def test_an_offloaded_plan_says_what_lies_in_host_memory_and_what_it_does_not_kn
     row, _ = plan_module.planned(cfg, 2, Asked())
     kept = sum(row[f"{what}_bytes_per_rank"] for what in ("parameter", "gradient", "optimizer"))
     assert row["host_gib"] == pytest.approx(kept / 2**30) and kept > 16 * row["parameters"] / 2
-    told = show_plan.table(row, cfg, Asked())
+    told = show.table(row, cfg, Asked())
     assert "not counted" in told and "the time of copies to the host, and of the update there" in told
     assert "per rank, the largest, in host memory" in told and plan(make_config(), 2)["host_gib"] == 0
 
@@ -298,7 +299,7 @@ def test_tables_say_what_the_plan_does():
     row, moments = plan_module.planned(cfg, 8, asked)
     assert any(moment.phase.peak["reductions"] for moment in moments)
     lines = dict(line.split("  ", 1) if line[0] != " " else line[2:].split("  ", 1)
-                 for line in show_plan.table(row, cfg, asked).splitlines())
+                 for line in show.table(row, cfg, asked).splitlines())
     assert lines["ranks"].split()[:7] == ["8", "=", "2", "replicas", "x", "4", "shards"]
     for kind, dim, where in (("all_gather", "dp_shard", "within a node"),
                              ("all_reduce", "dp_replicate", "between nodes")):
@@ -309,10 +310,10 @@ def test_tables_say_what_the_plan_does():
         assert lines[part].count("#") == round(40 * gib / row["peak_gib"])
     assert f"{row['step_seconds'] * 10**9 / 86400:,.2f} days" in lines["the whole run"]
     sent = sum(size for _, size in row["collectives_per_step"].values())
-    assert show_plan.compared([row]).splitlines()[1].split()[4] == f"{sent / 2**30:.1f}"
+    assert show.compared([row]).splitlines()[1].split()[4] == f"{sent / 2**30:.1f}"
     large = {f"{what}_bytes_per_rank": n * 2**30 for what, n in (("parameter", 4), ("gradient", 2), ("optimizer", 8))}
-    assert show_plan.compared([row | large]).splitlines()[1].split()[2] == "14.00"  # between steps
-    assert f"fits, {9 - row['device_gib']:.3g} GiB left" in show_plan.verdict(row, asked)
+    assert show.compared([row | large]).splitlines()[1].split()[2] == "14.00"  # between steps
+    assert f"fits, {9 - row['device_gib']:.3g} GiB left" in show.verdict(row, asked)
 
 
 @pytest.mark.parametrize("reshard, named", [(False, True), (2, True), (True, False)])

@@ -4,8 +4,8 @@ import pathlib
 from xml.sax.saxutils import escape
 
 import config
-from parallel.devices import Moment
-from parallel.plan import GIB, Asked
+from parallel.planner.devices import Moment
+from parallel.planner.plan import GIB, Asked
 
 BAR = 40  # characters of the longest bar
 COLORS = {"parameters": "#4c78a8", "optimizer state": "#72b7b2", "gradients": "#54a24b", "gathered units": "#eeca3b",

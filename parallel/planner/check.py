@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 import config
-from parallel.devices import known_as
 from parallel.mesh import World, local_world_size
-from parallel.plan import GIB
+from parallel.planner.devices import known_as
+from parallel.planner.plan import GIB
 
 LATER = 30.0  # seconds after the second step; planning keeps a core busy, too much for a short run
 MEMORY_OFF, TIME_OFF = 0.05, 0.25  # relative to the plan; a warning is logged beyond
@@ -81,7 +81,7 @@ class PlanCheck:
         device, p = self.world.device, self.cfg.parallel
         gpu = known_as(torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory / GIB
                        ) if device.type == "cuda" else None
-        return [sys.executable, str(pathlib.Path(__file__).parents[1] / "train.py"), str(self.folder / "config.toml"),
+        return [sys.executable, str(pathlib.Path(__file__).parents[2] / "train.py"), str(self.folder / "config.toml"),
                 *["--on-cpu"] * (device.type == "cpu"), f"--parallel.param_dtype={p.param_dtype}",
                 "--dry-run", "--json",
                 f"--world-size={self.world.size}", f"--gpus-per-node={local_world_size() or 8}",

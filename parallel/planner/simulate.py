@@ -34,11 +34,11 @@ from model.llama import Llama, meta_model
 from model.loss import CHUNK
 from optim import BFloat16AdamW, build_optimizer, clip_gradients
 from parallel.activation_checkpoint import apply_activation_checkpointing, checkpointed, is_checkpointed
-from parallel.counted import Counted, Phase
 from parallel.float8 import Float8AllGather, update_scales
 from parallel.fsdp import set_gradient_sync, unshard_first_units
 from parallel.mesh import World, build_mesh
 from parallel.parallelize import parallelize
+from parallel.planner.counted import Counted, Phase
 
 
 class FakeFloat8Shard(Float8AllGather, FakeTensor):

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import config
 from config import ConfigError
-from parallel.devices import device
-from parallel.plan import Asked, plan
+from parallel.planner.devices import device
+from parallel.planner.plan import Asked, plan
 
 RECOMPUTE = ("none", "elementwise", "selective", "full")  # each saves fewer activations than the one before
 BASES = ("float32", "bfloat16", "nf4")  # dtypes of an adapter's base, each smaller than the one before

@@ -16,9 +16,9 @@ import config
 from config import ConfigError
 from files import print_line
 from model.llama import flops_per_token, meta_model, parameter_count
-from parallel.devices import Cluster, Device, Moment, device, step_seconds, timeline
 from parallel.fsdp import units
-from parallel.simulate import Step, simulate
+from parallel.planner.devices import Cluster, Device, Moment, device, step_seconds, timeline
+from parallel.planner.simulate import Step, simulate
 
 GIB = 2**30
 CONTEXT_GIB = 1.5  # CUDA's context and the buffers of cuBLAS, cuDNN and NCCL: an estimate
@@ -113,8 +113,8 @@ def device_gib(step: Step) -> float:
 def dry_run(cfg: config.Config, args: Namespace, epoch: float | None) -> bool:
     """Prints the plans; returns False if one does not fit into the memory given. Raises ConfigError for an invalid
     world size, GPU or plot path."""
-    from parallel.advice import advise
-    from parallel.show_plan import compared, draw, table, verdict
+    from parallel.planner.advice import advise
+    from parallel.planner.show import compared, draw, table, verdict
 
     asked = Asked(device(args.gpu) if args.gpu else None, args.gpu_memory_gib, args.gpus_per_node or 8, not args.on_cpu)
     p, found, problems = cfg.parallel, [], []
