@@ -40,23 +40,23 @@ NAME = (lambda v: re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{,199}", v),
 
 @dataclass(frozen=True)
 class Run:
-    name: str | None = option(None, "the run's folder below output_dir; absent: the configuration file's stem", NAME)
-    output_dir: str = option("outputs", "where runs are kept")
-    seed: int = option(0, "of weights and data order", NOT_NEGATIVE)
+    name: str | None = option(None, "the run's folder in output_dir; absent: the configuration file's stem", NAME)
+    output_dir: str = option("outputs", "folder that holds all runs")
+    seed: int = option(0, "seed of initial weights and data order", NOT_NEGATIVE)
     device: Literal["auto", "cuda", "cpu"] = option("auto", "auto: cuda where there is a GPU, else cpu")
-    deterministic: bool = option(False, "torch's deterministic algorithms only")
-    start_timeout_seconds: float = option(1800.0, "set-up and the first step may take so long", POSITIVE)
-    step_timeout_seconds: float = option(600.0, "a step, or a batch of an evaluation", POSITIVE)
-    save_timeout_seconds: float = option(1800.0, "a checkpoint, written or read", POSITIVE)
+    deterministic: bool = option(False, "use only torch's deterministic algorithms")
+    start_timeout_seconds: float = option(1800.0, "timeout of set-up and the first step", POSITIVE)
+    step_timeout_seconds: float = option(600.0, "timeout of a step, or of a batch of an evaluation", POSITIVE)
+    save_timeout_seconds: float = option(1800.0, "timeout of writing or reading a checkpoint", POSITIVE)
 
 
 @dataclass(frozen=True)
 class RopeScaling:
     """Llama 3.1's frequency table: https://arxiv.org/abs/2407.21783, section 3.4.1 and its reference code."""
 
-    factor: float = option(MISSING, "how many times longer than the original context", (lambda v: v >= 1, ">= 1"))
-    low_freq_factor: float = option(1.0, "wavelengths above original / this are divided by factor", POSITIVE)
-    high_freq_factor: float = option(4.0, "wavelengths below original / this are kept", POSITIVE)
+    factor: float = option(MISSING, "new context length / original context length", (lambda v: v >= 1, ">= 1"))
+    low_freq_factor: float = option(1.0, "frequencies of longer waves than original / this are divided", POSITIVE)
+    high_freq_factor: float = option(4.0, "frequencies of shorter waves than original / this are kept", POSITIVE)
     original_max_position_embeddings: int = option(8192, "context length before scaling", POSITIVE)
 
 
@@ -66,15 +66,15 @@ class Model:
     n_layers: int = option(MISSING, "transformer blocks", POSITIVE)
     n_heads: int = option(MISSING, "query heads", POSITIVE)
     n_kv_heads: int = option(MISSING, "key/value heads (grouped-query attention)", POSITIVE)
-    ffn_dim: int = option(MISSING, "width inside the feed-forward", POSITIVE)
+    ffn_dim: int = option(MISSING, "hidden width of the feed-forward", POSITIVE)
     vocab_size: int = option(MISSING, "rows of the embedding", POSITIVE)
     head_dim: int | None = option(None, "width of a head; absent: dim / n_heads", POSITIVE)
-    norm_eps: float = option(1e-5, "of RMSNorm", POSITIVE)
-    rope_theta: float = option(500000.0, "base of the rotary frequencies", POSITIVE)
-    rope_scaling: RopeScaling | None = option(None, "Llama 3.1's long-context table: [model.rope_scaling]")
-    tie_embeddings: bool = option(False, "one matrix for embedding and head")
-    init_from: str | None = option(None, "a Hugging Face folder: its weights and the sizes above come from there")
-    freeze: tuple[str, ...] = option((), "patterns of parameter names that are not trained, as 'embedding*'")
+    norm_eps: float = option(1e-5, "epsilon of RMSNorm", POSITIVE)
+    rope_theta: float = option(500000.0, "base of RoPE's frequencies", POSITIVE)
+    rope_scaling: RopeScaling | None = option(None, "Llama 3.1's long-context RoPE: [model.rope_scaling]")
+    tie_embeddings: bool = option(False, "share one matrix between embedding and head")
+    init_from: str | None = option(None, "a Hugging Face folder to take weights and the sizes above from")
+    freeze: tuple[str, ...] = option((), "patterns of parameter names to freeze, such as 'embedding*'")
 
     @property
     def width_per_head(self) -> int:
@@ -84,8 +84,8 @@ class Model:
 @dataclass(frozen=True)
 class Source:
     source: str = option(MISSING, "as data.source")
-    weight: float = option(1.0, "its share of the samples, against the other weights", POSITIVE)
-    subset: str | None = option(None, "absent: that of [data], as with what follows")
+    weight: float = option(1.0, "share of the samples, relative to the other weights", POSITIVE)
+    subset: str | None = option(None, "absent: the value of [data], also for the options below")
     split: str | None = option(None, "as data.split")
     text_field: str | None = option(None, "as data.text_field")
     max_tokens: int | None = option(None, "as data.max_tokens", POSITIVE)
@@ -96,11 +96,11 @@ class Data:
     source: str = option("python-stdlib", '"python-stdlib", a Hugging Face id, or local .jsonl, .parquet or .txt files')
     subset: str | None = option(None, "configuration of a Hugging Face dataset")
     split: str = option("train", "split of a Hugging Face dataset")
-    text_field: str = option("text", "column that holds the text")
+    text_field: str = option("text", "column with the text")
     path: str | None = option(None, "folder of token files; absent: prepared/{source}-{hash}")
-    tokenizer: str | None = option(None, "a sentencepiece .model, tokenizer.json or folder of it; absent: trained here")
-    max_tokens: int | None = option(None, "stop preparing after so many tokens; absent: everything", POSITIVE)
-    document_mask: bool = option(False, "keep attention inside a document; positions restart in each")
+    tokenizer: str | None = option(None, "a sentencepiece .model, tokenizer.json or their folder; absent: train one")
+    max_tokens: int | None = option(None, "tokens to prepare; absent: all", POSITIVE)
+    document_mask: bool = option(False, "attend only within a document; positions restart in each")
     sources: tuple[Source, ...] = option((), "a mixture, weighted", note="; write [[data.sources]]")
 
 
@@ -109,56 +109,56 @@ class Train:
     steps: int = option(MISSING, "optimizer steps", POSITIVE)
     seq_len: int = option(2048, "tokens per sequence", POSITIVE)
     global_batch_size: int = option(8, "sequences per step, over all ranks", POSITIVE)
-    micro_batch_size: int | None = option(None, "sequences per forward pass and rank; absent: all at once", POSITIVE)
+    micro_batch_size: int | None = option(None, "sequences per forward and rank; absent: no accumulation", POSITIVE)
     max_grad_norm: float | Literal["off"] = option(1.0, "clip the global gradient norm to this", POSITIVE)
-    skip_nonfinite: int = option(0, "steps in a row that a non-finite gradient may skip; 0: stop at once", NOT_NEGATIVE)
+    skip_nonfinite: int = option(0, "consecutive steps with non-finite gradients to skip; 0: none", NOT_NEGATIVE)
 
 
 @dataclass(frozen=True)
 class Optim:
     lr: float = option(3e-4, "peak learning rate", POSITIVE)
-    betas: tuple[float, float] = option((0.9, 0.95), "of AdamW", BETAS)
-    eps: float = option(1e-8, "of AdamW", POSITIVE)
+    betas: tuple[float, float] = option((0.9, 0.95), "beta1 and beta2 of AdamW", BETAS)
+    eps: float = option(1e-8, "epsilon of AdamW", POSITIVE)
     weight_decay: float = option(0.1, "on every parameter with two or more dimensions", NOT_NEGATIVE)
-    warmup_steps: int = option(0, "linear rise to lr", NOT_NEGATIVE)
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = option("cosine", "shape; wsd falls over decay_steps")
-    decay_steps: int | None = option(None, "length of wsd's fall", POSITIVE)
-    schedule_steps: int | None = option(None, "where the schedule ends; absent: train.steps", POSITIVE)
-    min_lr_ratio: float = option(0.1, "the end's share of lr", FRACTION)
-    state_dtype: Literal["float32", "bfloat16"] = option("float32", "of AdamW's moments; bfloat16: half the bytes")
+    warmup_steps: int = option(0, "steps of linear warm-up", NOT_NEGATIVE)
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = option("cosine", "decay; wsd: over decay_steps")
+    decay_steps: int | None = option(None, "length of wsd's decay", POSITIVE)
+    schedule_steps: int | None = option(None, "step at which the schedule ends; absent: train.steps", POSITIVE)
+    min_lr_ratio: float = option(0.1, "final learning rate / lr", FRACTION)
+    state_dtype: Literal["float32", "bfloat16"] = option("float32", "dtype of AdamW's moments")
 
 
 @dataclass(frozen=True)
 class Parallel:
-    dp_replicate: int | Literal["auto"] = option(1, "replicas of the sharded model", POSITIVE)
-    dp_shard: int | Literal["auto"] = option("auto", "ranks that share one copy; auto: what is left", POSITIVE)
-    cp: int = option(1, "ranks that share a sequence (context parallelism)", POSITIVE)
-    tp: int = option(1, "ranks that share each matrix (tensor parallelism)", POSITIVE)
-    reshard_after_forward: bool | int = option(True, "false: keep until backward; n: keep shards of n", SHARDS)
-    prefetch_forward: int = option(1, "units all-gathered ahead in forward; 0: FSDP2's implicit order", NOT_NEGATIVE)
-    prefetch_backward: int = option(1, "units all-gathered ahead in backward; 0: FSDP2's implicit order", NOT_NEGATIVE)
+    dp_replicate: int | Literal["auto"] = option(1, "replicas of the sharded model (HSDP)", POSITIVE)
+    dp_shard: int | Literal["auto"] = option("auto", "ranks that each copy is sharded over; auto: all left", POSITIVE)
+    cp: int = option(1, "ranks that a sequence is sharded over (context parallelism)", POSITIVE)
+    tp: int = option(1, "ranks that each matrix is sharded over (tensor parallelism)", POSITIVE)
+    reshard_after_forward: bool | int = option(True, "false: keep until backward; n: reshard to n ranks", SHARDS)
+    prefetch_forward: int = option(1, "units all-gathered ahead in forward; 0: implicit prefetch", NOT_NEGATIVE)
+    prefetch_backward: int = option(1, "units all-gathered ahead in backward; 0: implicit prefetch", NOT_NEGATIVE)
     param_dtype: Literal["auto", "float32", "bfloat16"] = option(
-        "bfloat16", "of all-gather and computation; auto: bfloat16 where all devices have units for it", note=HALF)
-    reduce_dtype: Literal["float32", "bfloat16"] = option("float32", "of the gradients' reduction", note=HALF)
+        "bfloat16", "of all-gather and compute; auto: bfloat16 where native on all", note=HALF)
+    reduce_dtype: Literal["float32", "bfloat16"] = option("float32", "dtype of gradient reduction", note=HALF)
     output_dtype: Literal["float32", "bfloat16"] | None = option(None, "between units; absent: param_dtype", note=HALF)
-    keep_fp32: tuple[str, ...] = option((), "patterns of units computed in float32, as 'blocks.[01]'")
-    unsharded: tuple[str, ...] = option((), "patterns of frozen parameters (model.freeze) kept unsharded on each rank")
+    keep_fp32: tuple[str, ...] = option((), "patterns of units to compute in float32, such as 'blocks.[01]'")
+    unsharded: tuple[str, ...] = option((), "patterns of frozen parameters to keep whole on every rank")
     cpu_offload: bool = option(False, "keep parameters, gradients and optimizer state in host memory")
-    sync_every_micro_batch: bool = option(True, "reduce each micro-batch's gradients; false: the sum, once a step")
+    sync_every_micro_batch: bool = option(True, "reduce gradients in every micro-batch; false: once per step")
     recompute: int | Literal["none", "elementwise", "selective", "full"] = option(
-        "none", "in backward: what is elementwise, and half the products, or all; n: all of every n-th block", POSITIVE)
-    compile: bool = option(False, "torch.compile each block, the loss and the update of bfloat16 states")
+        "none", "recompute elementwise operations, half the products too, or all; n: every n-th block", POSITIVE)
+    compile: bool = option(False, "torch.compile each block, the loss and the update with bfloat16 states")
     float8: Literal["none", "tensorwise", "rowwise"] = option(
-        "none", "the blocks' matrix products in 8 bits, a scale for each tensor (all-gathered in 8 bits) or each row")
+        "none", "matrix products of blocks in float8, scaled per tensor (all-gathered in float8) or row")
 
 
 @dataclass(frozen=True)
 class Lora:
-    rank: int = option(16, "of the adapters", POSITIVE)
+    rank: int = option(16, "rank of the adapters", POSITIVE)
     alpha: float | None = option(None, "adapters are scaled by alpha / rank; absent: 2 x rank", POSITIVE)
     targets: tuple[str, ...] = option(PROJECTIONS, "projections that get an adapter", TARGETS)
-    base_dtype: Literal["bfloat16", "float32", "nf4"] = option("bfloat16", "how the frozen weights are kept")
-    init_from: str | None = option(None, "a PEFT adapter folder to start from; it says rank, alpha and targets")
+    base_dtype: Literal["bfloat16", "float32", "nf4"] = option("bfloat16", "dtype of the frozen weights")
+    init_from: str | None = option(None, "a PEFT adapter folder to start from; sets rank, alpha and targets")
 
     @property
     def scale(self) -> float:
@@ -167,30 +167,30 @@ class Lora:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    save_every_steps: int | None = option(None, "absent: the last step only", POSITIVE)
-    keep_last: int | None = option(None, "absent: keep all", POSITIVE)
-    keep_every_steps: int | None = option(None, "milestones that keep_last does not remove", POSITIVE)
-    async_save: bool = option(False, "write while training continues; takes host memory for a copy of the shards")
-    resume: Literal["auto", "never"] | int = option("auto", "auto: from the newest; or from this step", POSITIVE)
+    save_every_steps: int | None = option(None, "steps between checkpoints; absent: only at the last step", POSITIVE)
+    keep_last: int | None = option(None, "newest checkpoints to keep; absent: all", POSITIVE)
+    keep_every_steps: int | None = option(None, "steps between milestones, which keep_last does not remove", POSITIVE)
+    async_save: bool = option(False, "write in the background; needs host memory for a copy of the shards")
+    resume: Literal["auto", "never"] | int = option("auto", "auto: from the newest; N: from step N", POSITIVE)
     allow_changed: tuple[str, ...] = option((), "options that may differ from the checkpoint's, as 'train.seq_len'")
 
 
 @dataclass(frozen=True)
 class Eval:
-    every_steps: int | None = option(None, "also at the last step; absent: there only", POSITIVE)
-    batches: int | None = option(None, "global batches of validation text; absent: all of it", POSITIVE)
+    every_steps: int | None = option(None, "steps between evaluations; absent: only at the last step", POSITIVE)
+    batches: int | None = option(None, "global batches per evaluation; absent: all validation data", POSITIVE)
 
 
 @dataclass(frozen=True)
 class Log:
-    every_steps: int = option(10, "steps between two training rows", POSITIVE)
-    tensorboard: bool = option(True, "write tensorboard/ too")
+    every_steps: int = option(10, "steps between training rows", POSITIVE)
+    tensorboard: bool = option(True, "also write tensorboard/")
 
 
 @dataclass(frozen=True)
 class Profile:
-    at_step: int = option(MISSING, "first step of the trace", POSITIVE)
-    steps: int = option(3, "steps traced", POSITIVE)
+    at_step: int = option(MISSING, "first step to trace", POSITIVE)
+    steps: int = option(3, "number of steps to trace", POSITIVE)
 
 
 @dataclass(frozen=True)
