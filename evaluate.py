@@ -12,7 +12,12 @@ import torch
 import config
 import metrics
 from checkpoint import catalog, compare
-from checkpoint.checkpointer import base_on_all_ranks, problems_on_all_ranks, with_param_dtype
+from checkpoint.checkpointer import (
+    base_on_all_ranks,
+    problems_on_all_ranks,
+    weights_on_all_ranks,
+    with_param_dtype,
+)
 from checkpoint.load import restore
 from config import ConfigError
 from data.dataset import Dataset, open_dataset
@@ -21,12 +26,11 @@ from data.show import printable
 from files import print_line
 from lifecycle.run import Run
 from model.generate import continue_text
-from model.hf_weights import weights_to_read
 from model.llama import Llama, meta_model
 from parallel.context import own_cp_positions
 from parallel.fsdp import reshard
 from parallel.materialize import materialize
-from parallel.mesh import World, all_gather_objects, check_same_on_all_ranks, on_each_rank, on_rank_zero, storage_device
+from parallel.mesh import World, all_gather_objects, check_same_on_all_ranks, on_rank_zero, storage_device
 from parallel.parallelize import parallelize
 
 
@@ -75,7 +79,7 @@ def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
     dataset = open_dataset(cfg, train=False)
     check_same_on_all_ranks("prepared data", compare.by_source(dataset.fingerprint))
     on_rank_zero(lambda: compare.check_same_tokenizer(cfg, step, dataset.tokenizer_files))
-    model, base = meta_model(cfg.model, cfg.lora), on_each_rank(lambda: weights_to_read(cfg, step))
+    model, base = meta_model(cfg.model, cfg.lora), weights_on_all_ranks(cfg, step)
     parallelize(model, cfg, world)
     materialize(model, cfg.run.seed, storage_device(cfg, world), base and base.read_into)
     fingerprint = base_on_all_ranks(base)

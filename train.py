@@ -36,24 +36,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint.checkpointer import Checkpointer, State
+from checkpoint.checkpointer import Checkpointer, State, weights_on_all_ranks
 from config import Config, ConfigError
 from data.dataset import open_dataset, samples_per_epoch
 from data.loader import Batch, Loader
 from evaluate import evaluate, evaluate_newest, evaluation_is_due, log_sample
 from lifecycle import DOES_NOT_FIT, INPUT_IS_WRONG
-from lifecycle.command import restarted_by_torchrun
 from lifecycle.folder import report_failure, resume_once
 from lifecycle.run import Run, exit_immediately, final_exit_code
 from metrics import Recorder
-from model.hf_weights import weights_to_read
 from model.llama import Llama, flops_per_token, meta_model, parameter_count
 from optim import FiniteGuard, build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from parallel.context import own_cp_positions
 from parallel.float8 import update_scales
 from parallel.fsdp import set_gradient_sync, unshard_first_units
 from parallel.materialize import materialize
-from parallel.mesh import World, distributed, on_each_rank, on_rank_zero, rank_and_size, storage_device, tp_warnings
+from parallel.mesh import World, distributed, on_rank_zero, rank_and_size, storage_device, tp_warnings
 from parallel.parallelize import parallelize
 from parallel.planner.plan import dry_run
 from parallel.rebind import check_optimizer
@@ -70,7 +68,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
     checkpointer = Checkpointer(cfg, world, dataset.fingerprint, dataset.tokenizer_files)
     # start: the step to resume after, 0 for a new run. A checkpoint also decides what param_dtype = "auto" means.
     start, cfg = checkpointer.start, checkpointer.cfg
-    pretrained = on_each_rank(lambda: weights_to_read(cfg, start))
+    pretrained = weights_on_all_ranks(cfg, start)
     run.attach(checkpointer)
 
     # 1. Build the plain model on the meta device, so that no rank ever holds the full model.
@@ -164,8 +162,8 @@ def main(args: Namespace, cfg: Config, stop: StopRequest) -> int:
         if code := final_exit_code(cfg, launch):
             return code
         with distributed(cfg) as world, Run(cfg, world, launch, stop) as run:
-            # rank 0 decides; paths stay each rank's own, since a node may have its own copy of data and weights
-            cfg = replace(cfg, checkpoint=on_rank_zero(lambda: resume_once(cfg, launch, restarted_by_torchrun())))
+            if not args.eval_only:  # rank 0 decides this alone: a node may have its own copies of data and weights
+                cfg = replace(cfg, checkpoint=on_rank_zero(lambda: resume_once(cfg, run.holder)))
             (evaluate_newest if args.eval_only else train)(cfg, world, run)
         return run.exit_code
     except ConfigError as error:

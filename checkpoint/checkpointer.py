@@ -15,9 +15,16 @@ from checkpoint import catalog, compare
 from checkpoint.load import OtherOptimizer, Reader, check_parameters, restore, tensors_of
 from checkpoint.save import SaveFailed, Saver
 from config import ConfigError
-from model.hf_weights import Weights, fingerprint
+from model.hf_weights import Weights, fingerprint, weights_to_read
 from model.llama import meta_model
-from parallel.mesh import World, all_gather_objects, check_same_on_all_ranks, has_native_bfloat16, on_rank_zero
+from parallel.mesh import (
+    World,
+    all_gather_objects,
+    check_same_on_all_ranks,
+    has_native_bfloat16,
+    on_each_rank,
+    on_rank_zero,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +164,14 @@ class Checkpointer:
         # Not DTensor.from_local: that would move the copy back to the mesh's device.
         return {name: DTensor(self.staged[name], t._spec, requires_grad=False) if isinstance(t, DTensor)
                 else self.staged[name] for name, t in tensors.items()}
+
+
+def weights_on_all_ranks(cfg: config.Config, step: int) -> Weights | None:
+    """weights_to_read(), each rank's from its own copy of the folder. Raises ConfigError on every rank if any rank's
+    raises it, or if copies differ."""
+    weights = on_each_rank(lambda: weights_to_read(cfg, step))
+    check_same_on_all_ranks("weights", weights.file_digests() if weights else {})
+    return weights
 
 
 def base_on_all_ranks(weights: Weights | None) -> str | None:

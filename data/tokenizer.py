@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import os
 import pathlib
 import re
@@ -26,7 +27,7 @@ def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
             if not found:
                 raise ConfigError(f"{path}: holds neither tokenizer.model nor tokenizer.json")
             # A sentencepiece model begins with a line feed, the tag of its first field; Llama 3's file does not. A
-            # tokenizer.json next to one is used if a fine-tune has added tokens to it.
+            # tokenizer.json next to one is used if a fine-tune has added tokens that its model has rows for.
             path = found[0] if found[0].read_bytes()[:1] == b"\n" and not has_added_tokens(found[-1]) else found[-1]
         content = path.read_bytes()
         if not content.lstrip().startswith(b"{"):
@@ -38,10 +39,13 @@ def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
 
 
 def has_added_tokens(path: pathlib.Path) -> bool:
-    """Whether a tokenizer.json has tokens beyond its model's vocabulary. Raises OSError."""
+    """Whether a tokenizer.json has tokens beyond its model's vocabulary, and the folder's config.json, if any, rows for
+    them: a padding token may have none. Raises OSError."""
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-        content = json.loads(path.read_bytes())
-        return any(token["id"] >= len(content["model"]["vocab"]) for token in content["added_tokens"])
+        content, settings = json.loads(path.read_bytes()), path.with_name("config.json")
+        rows = json.loads(settings.read_bytes())["vocab_size"] if settings.exists() else math.inf
+        last = max(token["id"] for token in content["added_tokens"])
+        return len(content["model"]["vocab"]) <= last < rows
     return False
 
 

@@ -4,8 +4,10 @@
 """
 
 import contextlib
+import itertools
 import os
 import pathlib
+import platform
 import re
 import shutil
 import subprocess
@@ -101,16 +103,21 @@ class Ranks:
 
 def visible_gpus() -> int:
     if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return len([name for name in chosen.split(",") if name])
+        return len([*itertools.takewhile(lambda name: name and name[0] != "-", chosen.split(","))])  # as CUDA does
     if not shutil.which("nvidia-smi"):
         return 0
     listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True).stdout
     return sum(line.startswith("GPU") for line in listed.splitlines())
 
 
-def restarted_by_torchrun() -> bool:
-    """Whether torchrun has restarted this rank after a failure."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+def torchrun_id() -> str | None:
+    """Names this node's torchrun process, which stays when it restarts its ranks; None without torchrun."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    parent, started = os.getppid(), ""
+    with contextlib.suppress(OSError):  # in a container every torchrun may have the same number
+        started = pathlib.Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"torchrun-{platform.node()}-{parent}-{started}".replace(".", "-")
 
 
 def requeue(ahead_of_limit: bool) -> None:

@@ -63,22 +63,20 @@ def check_folder(folder: pathlib.Path, timeout: float = 0) -> None:
 
 
 def holder(status: dict) -> str | None:
-    """The launch whose ranks last took the run's folder; None for ranks without a launcher."""
+    """The launch, or torchrun process without a launcher, whose ranks last took the run's folder; None if neither."""
     return status.get("holder", status.get("launch"))
 
 
-def resume_once(cfg: config.Config, launch: str | None, restarted: bool = False) -> config.Checkpoint | None:
-    """[checkpoint], but with resume = N replaced by "auto" (the newest checkpoint) if this launch has already resumed
-    from N, before torchrun restarted its ranks or SLURM requeued its job. restarted: torchrun has restarted them."""
-    if not (cfg.checkpoint and isinstance(cfg.checkpoint.resume, int)):
+def resume_once(cfg: config.Config, launch: str | None) -> config.Checkpoint | None:
+    """[checkpoint], but with resume = N replaced by "auto" (the newest checkpoint) if this launch (or torchrun process)
+    has already resumed from N, before torchrun restarted its ranks or SLURM requeued its job."""
+    if not (launch and cfg.checkpoint and isinstance(cfg.checkpoint.resume, int)):
         return cfg.checkpoint
-    before = holder(status := read_status(config.run_folder(cfg)))
-    if launch is None:
-        resumed = restarted and bool(status) and before is None
-    else:
-        (job, *attempt), (its_job, *its_attempt) = launch.split(".")[:2], (before or "").split(".")[:2]
-        resumed = launch == before or bool(attempt and job == its_job and attempt != its_attempt)
-    return dataclasses.replace(cfg.checkpoint, resume="auto") if resumed else cfg.checkpoint
+    before = holder(read_status(config.run_folder(cfg))) or ""
+    (job, *attempt), (its_job, *its_attempt) = launch.split(".")[:2], before.split(".")[:2]
+    if launch == before or (attempt and job == its_job and attempt != its_attempt):
+        return dataclasses.replace(cfg.checkpoint, resume="auto")
+    return cfg.checkpoint
 
 
 def stop_file(folder: pathlib.Path, launch: str) -> pathlib.Path:

@@ -174,7 +174,8 @@ def launch(argv: list[str], interruption: Interruption) -> int:
         args = config.parse_arguments(argv)
         launch_id = ".".join([*ranks.attempt, uuid.uuid4().hex])
         cfg = config.load(args.config, args.overrides)
-        cfg = replace(cfg, checkpoint=resume_once(cfg, launch_id))
+        if not args.eval_only:  # an evaluation takes no folder
+            cfg = replace(cfg, checkpoint=resume_once(cfg, launch_id))
         try:
             if not check_launch(cfg, ranks.total, ranks.local, args, ranks.job is not None, interruption):
                 return 0

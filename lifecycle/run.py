@@ -25,10 +25,11 @@ from checkpoint.compare import other_tokenizer
 from checkpoint.save import SaveFailed
 from config import ConfigError
 from lifecycle import INPUT_IS_WRONG, STOPPED, folder
+from lifecycle.command import torchrun_id
 from lifecycle.profiler import Profiler
 from lifecycle.signals import StopRequest, Watchdog
 from metrics import log
-from parallel.mesh import World, all_gather_objects, on_rank_zero, under_torchrun
+from parallel.mesh import World, all_gather_objects, on_rank_zero
 from parallel.planner.advice import out_of_memory
 
 COLLECT_EVERY_STEPS = 100  # Python's garbage collection; automatic, it would stall each rank at a different time
@@ -51,6 +52,7 @@ class Run:
 
     def __init__(self, cfg: config.Config, world: World, launch: str | None, stop: StopRequest):
         """launch: the launcher's id for this launch, None without a launcher."""
+        self.holder = launch or torchrun_id()  # who has the folder while this run has it
         self.cfg, self.world, self.launch, self.stop = cfg, world, launch, stop
         self.folder = config.run_folder(cfg)
         self.step = 0  # the last step trained, by this launch or an earlier one
@@ -71,7 +73,7 @@ class Run:
     def attach(self, checkpointer: Checkpointer) -> None:
         """Sets where the run resumes, and how it saves."""
         self.checkpointer, self.step, self.cfg = checkpointer, checkpointer.start, checkpointer.cfg
-        self.stop.standalone = self.launch is None and not under_torchrun()
+        self.stop.standalone = self.launch is None and self.world.size == 1 and torchrun_id() is None
 
     def begin(self, tokenizer_files: list[pathlib.Path]) -> None:
         """Takes over the run's folder: the lock, the status, a log per rank. Nothing is created or changed before this,
@@ -96,7 +98,7 @@ class Run:
         self.lock = folder.lock(self.folder, seconds)
         self.checkpointer.tidy()
         folder.sweep(self.folder, self.launch)
-        folder.write_status(self.folder, "running", self.step, self.launch)
+        self._write_status("running", self.step)
         files.write_atomic(self.folder / "config.toml", config.to_toml(self.cfg))
         files.write_atomic(self.folder / "environment.json", json.dumps(
             metrics.environment(hosts, self.world.device), indent=2))
@@ -143,6 +145,10 @@ class Run:
     def _phase(self, name: str, step: int | None = None) -> None:
         self.watchdog.phase(name, self.timeouts[name], step)
 
+    def _write_status(self, state: str, step: int, **more) -> None:
+        more = more if self.launch else {**more, "holder": self.holder}
+        folder.write_status(self.folder, state, step, self.launch, **more)
+
     def _log_save(self, step: int, problem: str | None) -> None:
         """Logs how the save of a step ended, on rank 0; problem: why it failed, None if it succeeded."""
         if problem:
@@ -152,7 +158,7 @@ class Run:
         with contextlib.suppress(OSError):
             saved = folder.read_status(self.folder).get("step", 0) if problem else step
             more = {"not_saved": problem} if problem else {}
-            folder.write_status(self.folder, "running", saved, self.launch, **more)
+            self._write_status("running", saved, **more)
 
     @property
     def exit_code(self) -> int:
@@ -195,7 +201,7 @@ class Run:
         if self.stop.decided:
             log.info("stopped after step %d by %s", self.step, signal.Signals(self.stop.decided).name)
         try:
-            folder.write_status(self.folder, "preempted" if self.stop.decided else "finished", self.step, self.launch)
+            self._write_status("preempted" if self.stop.decided else "finished", self.step)
         except OSError as error:  # without a status nobody would know: not a success
             log.error("%s/status.json cannot be written: %s", self.folder, error)
             raise SystemExit(1) from None
@@ -214,7 +220,7 @@ class Run:
         if self.lock is not None:
             with contextlib.suppress(OSError):
                 step = folder.read_status(self.folder).get("step", 0)
-                folder.write_status(self.folder, "failed", step, self.launch, exit_code=code)
+                self._write_status("failed", step, exit_code=code)
 
     def _give_up(self, text: str) -> None:
         self._fail(1, text, final=False)

@@ -35,7 +35,7 @@ from model.lora import Projection, is_adapter
 from options import together
 
 GIB = 2**30
-GENERATION = "generation_config.json"
+GENERATION, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
 
 
 def write_weights(folder: Path, m: config.Model, read: Callable[[str], Tensor], dtype: torch.dtype, limit: int) -> None:
@@ -83,11 +83,11 @@ def write_tokenizer(folder: Path, checkpoint: Path) -> None:
     """Copies a checkpoint's tokenizer, and adds files that transformers needs and it lacks. Raises ConfigError."""
     for path in copied_files(checkpoint):
         shutil.copyfile(path, folder / path.name)
-    if (folder / "tokenizer_config.json").is_file():
+    if (folder / TOKENIZER_CONFIG).is_file():
         return
     made, path = {}, folder / "tokenizer.model"
     if (folder / "tokenizer.json").is_file():
-        made = {"tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"}}
+        made = {TOKENIZER_CONFIG: {"tokenizer_class": "PreTrainedTokenizerFast"}}
     elif path.is_file() and not (made := fast_tokenizer_files(read_sentencepiece(path))):
         print(f"{path.name}: is no byte-pair model of unnormalized text; make transformers' files for it yourself",
               file=sys.stderr)
@@ -99,9 +99,14 @@ def copy_from_base(folder: Path, base: Path) -> None:
     """Of merged adapters: the base's chat template and generation settings, if both have the same tokenizer."""
     ours, theirs = ([(d / name).read_bytes() for name in hf_weights.TOKENIZER_FILES[:2] if (d / name).is_file()]
                     for d in (folder, base))
-    for path in copied_files(base) if any(content in theirs for content in ours) else ():
+    if not any(content in theirs for content in ours):
+        return
+    for path in copied_files(base):
         if not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
+        elif path.name == TOKENIZER_CONFIG and (template := hf_config.read_json(path).get("chat_template")):
+            settings = hf_config.read_json(folder / path.name)  # made for transformers: of its class, no template
+            write_json(folder / path.name, {"chat_template": template, **settings})
 
 
 def copied_files(folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Process group, device and mesh of this process. Only this module reads the launcher's environment variables."""
+"""Process group, device and mesh of this process, by the environment variables that torchrun sets for its ranks."""
 
 import contextlib
 import datetime
@@ -91,10 +91,6 @@ def rank_and_size() -> tuple[int, int, int]:
     return int(os.getenv("RANK", "0")), int(os.getenv("LOCAL_RANK", "0")), int(os.getenv("WORLD_SIZE", "1"))
 
 
-def under_torchrun() -> bool:
-    return "RANK" in os.environ
-
-
 def pick_device(cfg: config.Config, local_rank: int) -> torch.device:
     """The device of this rank. Raises ConfigError if cuda is requested but unavailable, if there are too few GPUs, or
     if GPUs do not support what is configured."""
@@ -105,9 +101,7 @@ def pick_device(cfg: config.Config, local_rank: int) -> torch.device:
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(f"local rank {local_rank} has no GPU of its own: this machine has "
                           f"{torch.cuda.device_count()}; start fewer processes (NPROC)")
-    if (cfg.parallel.cp > 1 or cfg.data.document_mask) and cfg.model.width_per_head < 16:
-        raise ConfigError(f"[model] head_dim: heads are {cfg.model.width_per_head} wide; on a GPU, context parallelism "
-                          "and document masks need 16 or more (FlexAttention)")
+    check_heads(cfg)
     if cfg.parallel.float8 != "none":
         asked, found = f'[parallel] float8 = "{cfg.parallel.float8}"', torch.cuda.get_device_capability(local_rank)
         if found < (8, 9):
@@ -117,6 +111,13 @@ def pick_device(cfg: config.Config, local_rank: int) -> torch.device:
             raise ConfigError(f"{asked}: goes with compile = true only on a GPU: rounding to 8 bits, uncompiled, takes "
                               "longer than the products save")
     return torch.device("cuda", local_rank)
+
+
+def check_heads(cfg: config.Config) -> None:
+    """Raises ConfigError for heads that no kernel of a GPU takes."""
+    if (cfg.parallel.cp > 1 or cfg.data.document_mask) and cfg.model.width_per_head < 16:
+        raise ConfigError(f"[model] head_dim: heads are {cfg.model.width_per_head} wide; on a GPU, context parallelism "
+                          "and document masks need 16 or more (FlexAttention)")
 
 
 def has_native_bfloat16(device: torch.device) -> bool:
@@ -195,7 +196,7 @@ def distributed(cfg: config.Config) -> Iterator[World]:
         torch.cuda.set_device(device)
     # gloo next to NCCL: flags, metadata and offloaded tensors are reduced on the host, without waiting for the GPU
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    alone = {} if under_torchrun() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=config.longest_timeout(cfg)), **alone)
     check_same_on_all_ranks("configuration and options", shared_options(cfg))
     yield World(rank, size, device, build_mesh(device.type, shape))

@@ -4,12 +4,14 @@ import contextlib
 import dataclasses
 import io
 import os
+import pathlib
 import resource
 import signal
 
 import torch
 
 import config
+from checkpoint.checkpointer import weights_on_all_ranks
 from config import ConfigError
 from model import hf
 from model.hf_weights import open_weights, weights_to_read
@@ -79,6 +81,16 @@ def refused_on_one_rank(folder: str) -> list[str]:
             except ConfigError as error:
                 found.append(str(error))
     return found
+
+
+def with_another_copy(copies: list[str]) -> str:
+    """The error of two ranks that read weights, each from its own folder."""
+    with process_group() as world:
+        try:
+            found = weights_on_all_ranks(config_from(copies[world.rank]), 0)
+            return str({stored.path.parent for stored in found.stored.values()} == {pathlib.Path(copies[world.rank])})
+        except ConfigError as error:
+            return str(error)
 
 
 def read_peak(folder: str, **sections: dict) -> tuple[float, float]:

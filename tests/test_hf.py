@@ -233,6 +233,14 @@ def test_what_one_rank_finds_wrong_is_raised_on_all(on_ranks, folders, tmp_path)
         assert "lost: is not there" in lost and "blocks.0.attention_norm.weight: holds values that are not" in nan
 
 
+def test_a_node_may_have_its_own_copy_of_the_weights_but_not_others(on_ranks, folders, tmp_path):
+    copies = [shutil.copytree(folders["single"], tmp_path / name) for name in "ab"]
+    assert on_ranks(2, hf_cases.with_another_copy, [*map(str, copies)]) == ["True", "True"]
+    weights(lambda t: t[NORM].mul_(3))(copies[1])
+    for told in on_ranks(2, hf_cases.with_another_copy, [*map(str, copies)]):
+        assert told.startswith("rank 1 has model.safetensors = ") and told.endswith("all nodes need the same weights")
+
+
 # The configuration
 
 
@@ -387,6 +395,10 @@ def test_a_tokenizer_json_with_added_tokens_is_used_instead_of_the_model_next_to
     ours, theirs = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     assert ours.vocab_size == size + 2 and ours.eos == [theirs.eos_token_id] == [size]
     assert ours.bos + ours.encode(["the cat<|1|> sat"])[0] == theirs("the cat<|1|> sat")["input_ids"]
+    for rows, name in (size + 2, "tokenizer.json"), (size, "tokenizer.model"):  # a padding token may have no row
+        (tmp_path / "config.json").write_text(json.dumps({"vocab_size": rows}))
+        assert name in Tokenizer(tmp_path).files
+    (tmp_path / "config.json").unlink()
     (tmp_path / "tokenizer.json").write_text("[]")
     assert [*Tokenizer(tmp_path).files] == ["tokenizer.model"]
 

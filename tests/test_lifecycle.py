@@ -777,7 +777,7 @@ def test_ranks_that_are_no_number_are_refused(monkeypatch, variable, text):
         Ranks.from_environment()
 
 
-@pytest.mark.parametrize("chosen, count", [(None, 3), ("", 0), ("1", 1), ("0,2", 2)])
+@pytest.mark.parametrize("chosen, count", [(None, 3), ("", 0), ("1", 1), ("0,2", 2), ("-1", 0), ("0,-1,2", 1)])
 def test_gpus_are_those_that_a_run_would_see(tmp_path, monkeypatch, chosen, count):
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\nprintf 'GPU %s: NVIDIA H100 80GB HBM3 (UUID: GPU-1)\\n  MIG 1g.10gb\\n' 0 1 2\n")
@@ -948,17 +948,27 @@ def test_who_asks_again_goes_back_again(tmp_path, before, launch_id, resume):
     cfg = make_config(run={"name": "r", "output_dir": str(tmp_path)}, checkpoint={"resume": 2})
     folder = config.run_folder(cfg)
     folder.mkdir()
-    assert resume_once(cfg, launch_id, restarted=launch_id is None).resume == 2  # there is no run yet
+    assert resume_once(cfg, launch_id).resume == 2  # there is no run yet
     write_status(folder, "preempted", 5, before)
     assert resume_once(cfg, launch_id).resume == resume
 
 
-def test_ranks_that_torchrun_restarts_go_back_once_without_the_launcher_too(tmp_path):
+def test_without_a_launcher_torchrun_is_who_has_the_folder(tmp_path, monkeypatch):
+    """So that the ranks that it restarts do not go back again; and it has the exit code."""
     cfg = make_config(run={"name": "r", "output_dir": str(tmp_path)}, checkpoint={"resume": 2})
     config.run_folder(cfg).mkdir()
-    for before, resume in (("of a launcher", 2), (None, "auto")):
-        write_status(config.run_folder(cfg), "running", 5, before)
-        assert resume_once(cfg, None, restarted=True).resume == resume
+    for name, alone in ("RANK", True), ("TORCHELASTIC_RUN_ID", False):  # RANK alone: another launcher of one rank
+        monkeypatch.setenv(name, "0")
+        run = Run(cfg, SimpleNamespace(rank=0, size=1), None, StopRequest())
+        run.attach(SimpleNamespace(start=2, cfg=cfg))
+        assert run.stop.standalone is alone and (run.holder is None) is alone
+        write_status(run.folder, "failed", 5, None)  # of an earlier torchrun
+        assert resume_once(cfg, run.holder).resume == 2
+        run._log_save(6, None)
+        assert resume_once(cfg, run.holder).resume == (2 if alone else "auto")
+        assert status(run.folder)["launch"] is None
+        again = Run(cfg, SimpleNamespace(rank=0, size=1), None, StopRequest()).holder
+        assert again == run.holder and (alone or "." not in again)
 
 
 @pytest.mark.parametrize("before, resume", [("6.0.a", 2), ("7.0.a", "auto"), (None, 2)])

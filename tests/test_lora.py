@@ -395,6 +395,7 @@ def test_a_merged_export_takes_from_its_base_what_users_need_besides_weights(tra
     (origin / "config.json").write_text(json.dumps({**theirs, "max_position_embeddings": 4096}))
     (origin / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
     (origin / "chat_template.jinja").write_text("{{ messages }}")
+    (origin / "tokenizer_config.json").write_text('{"chat_template": "{{ older }}", "tokenizer_class": "Its"}')
     ours = (prepared / "tokenizer.model").read_bytes()
     for out, tokenizer, kept in ("other", b"another", False), ("same", ours, True):
         (origin / "tokenizer.model").write_bytes(tokenizer)
@@ -402,6 +403,9 @@ def test_a_merged_export_takes_from_its_base_what_users_need_besides_weights(tra
         written = json.loads((tmp_path / out / "config.json").read_text())
         assert written["max_position_embeddings"] == 4096 and written["eos_token_id"] == ([2, 7] if kept else 2)
         assert (tmp_path / out / "chat_template.jinja").exists() == kept
+        settings = json.loads((tmp_path / out / "tokenizer_config.json").read_text())
+        assert settings.get("chat_template") == ("{{ older }}" if kept else None)
+        assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
         assert (tmp_path / out / "tokenizer.model").read_bytes() == ours
 
 

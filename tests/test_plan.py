@@ -628,6 +628,13 @@ def test_a_plan_that_fails_is_told_of_and_a_found_one_is_a_row(tmp_path, monkeyp
         assert caplog.text.count("the plan of this run could not be made: try false") == 1
 
 
+def test_heads_that_no_kernel_takes_are_refused_by_a_gpus_plan():
+    sections = {"run": {"device": "cuda"}, "model": {"head_dim": 8}, "train": {"global_batch_size": 8}}
+    with pytest.raises(config.ConfigError, match="heads are 8 wide"):
+        plan(make_config(**sections, parallel={"cp": 2}), 2)
+    assert plan(make_config(**sections), 2)["peak_gib"] > 0
+
+
 def test_a_machine_that_takes_no_more_processes_trains_on(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(plan_check, "LATER", 0.0)
     monkeypatch.setattr(plan_check.subprocess, "Popen", mock.Mock(side_effect=BlockingIOError(11, "unavailable")))

@@ -17,6 +17,7 @@ from config import ConfigError
 from files import print_line
 from model.llama import flops_per_token, meta_model, parameter_count
 from parallel.fsdp import units
+from parallel.mesh import check_heads
 from parallel.planner.devices import Cluster, Device, Moment, device, step_seconds, timeline
 from parallel.planner.simulate import Step, simulate
 
@@ -51,6 +52,8 @@ def planned(cfg: config.Config, ranks: int, asked: Asked, epoch: float | None = 
         cfg = replace(cfg, parallel=replace(cfg.parallel, param_dtype="bfloat16"))
     shape = dp_replicate, dp_shard, cp, tp = config.mesh_shape(cfg, ranks)
     on_gpu = cfg.run.device != "cpu" if asked.on_gpu is None else asked.on_gpu
+    if on_gpu:
+        check_heads(cfg)
     step, model = simulate(cfg, ranks, on_gpu), meta_model(cfg.model, cfg.lora)
     peak, sent, needed = step.peak(), Counter(), device_gib(step)
     for phase in step.phases:
