@@ -45,8 +45,8 @@ def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises RuntimeError unless the optimizer holds exactly the model's trainable parameters. Do not call it between
-    forward and backward: the model may then hold unsharded parameters."""
+    """Raises RuntimeError unless the optimizer holds exactly the model's trainable parameters, with state for all or
+    none. Do not call it between forward and backward: the model may then hold unsharded parameters."""
     names = {id(p): name if p.requires_grad else f"{name}, which is frozen" for name, p in named_parameters(model)}
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     held = {id(p): entry for entry, p in _entries(optimizer)}
@@ -59,6 +59,10 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"It holds {len(foreign)} others: {', '.join(foreign[:8])}. "
             "Made before sharding it would keep the full weights and never train the model: make it after sharding, or "
             "shard within parallel.rebind.rebind_optimizer(model, optimizer)")
+    stateless = [name for name, p in named_parameters(model) if p.requires_grad and not optimizer.state.get(p)]
+    if 0 < len(stateless) < len(trained):
+        raise RuntimeError(f"the optimizer has state, but none for {', '.join(stateless[:8])}: checkpoints would lose "
+                           "what it makes later; make it in optim.build_optimizer")
 
 
 def _entries(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:

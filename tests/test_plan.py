@@ -19,6 +19,7 @@ from benchmarks import published, theory
 from benchmarks import simulate as benchmark
 from model import nf4
 from model.llama import meta_model
+from optim import build_optimizer
 from parallel.planner import advice, show
 from parallel.planner import check as plan_check
 from parallel.planner import plan as plan_module
@@ -449,7 +450,15 @@ def test_an_optimizer_is_planned_as_it_is(monkeypatch, capsys):
     monkeypatch.setattr(simulate_module, "build_optimizer", adagrad)
     assert planned()["optimizer_bytes_per_rank"] == 4 * 5_048_576 + 4 * 39
     monkeypatch.setattr(simulate_module, "build_optimizer", muon)
-    assert planned()["not_counted"] == ["the state of Muon, which optim.build_optimizer does not make"]
+    assert planned()["not_counted"] == ["state of Muon that optim.build_optimizer does not make"]
+    def partly(model, o):
+        optimizer = build_optimizer(model, o)
+        del optimizer.state[model.head.weight]
+        return optimizer
+
+    monkeypatch.setattr(simulate_module, "build_optimizer", partly)
+    assert planned()["not_counted"] == ["state of ShardedAdamW that optim.build_optimizer does not make"]
+    monkeypatch.setattr(simulate_module, "build_optimizer", muon)
     assert planned(2)["collectives_per_step"]["all_gather"][0] > usual["collectives_per_step"]["all_gather"][0]
     assert "not counted" in dry_run(capsys, CONFIGS / "tiny.toml")[1]
 

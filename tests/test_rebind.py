@@ -94,6 +94,17 @@ def test_frozen_parameters_belong_in_no_optimizer():
     check_optimizer(model, build_optimizer(model, make_config().optim))
 
 
+def test_state_for_some_parameters_only_is_refused():
+    """A resumed run would begin without the others', and nothing would tell."""
+    model, optimizer = model_and_optimizer()
+    optimizer = build_optimizer(model, make_config().optim)
+    del optimizer.state[model.head.weight]
+    with pytest.raises(RuntimeError, match=r"has state, but none for head\.weight: .*build_optimizer"):
+        check_optimizer(model, optimizer)
+    optimizer.state.clear()
+    check_optimizer(model, optimizer)  # as plain SGD
+
+
 def test_the_benchmark_measures_the_formula(tmp_path):
     """4P(1 - 2/N) at N = 2 and 4, to the bytes of AdamW's step counts: one float32 for each parameter tensor."""
     small = {**SETTINGS, "model": {**SETTINGS["model"], "dim": 64, "ffn_dim": 128, "vocab_size": 256}}

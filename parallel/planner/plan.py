@@ -97,8 +97,7 @@ def planned(cfg: config.Config, ranks: int, asked: Asked, epoch: float | None = 
             "the time of copies to the host, and of the update there",
             "of host memory, what torch rounds pinned parameters and gradients up to: powers of two, each"
         ] * cfg.parallel.cpu_offload + [
-            f"the state of {step.optimizer}, which optim.build_optimizer does not make"
-        ] * (not step.held["optimizer state"]),
+            f"state of {step.optimizer} that optim.build_optimizer does not make"] * (not step.state_is_made),
     }
     hours = seconds * cfg.train.steps * ranks / 3600
     timed = {"step_seconds": seconds, "tokens_per_second_per_device": tokens / seconds,

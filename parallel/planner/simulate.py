@@ -50,6 +50,7 @@ class Step:
     phases: list[Phase]
     held: Counter  # bytes of this rank's parameters, gradients and optimizer state between steps
     optimizer: str
+    state_is_made: bool  # for every trainable parameter
 
     def peak(self) -> Phase:
         return max(self.phases, key=lambda phase: phase.peak.total())
@@ -110,7 +111,7 @@ def extrapolated(step: Step, more: Counter, taken: Counter, middle: range, times
     scales = {key: more["scales"] for key in update.sent if key == ("dp_shard", "all_reduce", "bytes")}
     found[-1] = replace(update, end=Counter({**update.end, "gradients": 0}), sent=plus(update.sent, scales, times),
                         work=Counter({kind: share * work for kind, work in update.work.items()}))
-    return Step(found, held, step.optimizer)
+    return replace(step, phases=found, held=held)
 
 
 def plus(a: Counter, b: Mapping, times: int = 1) -> Counter:
@@ -138,6 +139,7 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tupl
         optimizer = build_optimizer(model, cfg.optim)
         if p.compile and isinstance(optimizer, BFloat16AdamW):
             optimizer.update = partial(one_kernel, counted, optimizer.update)
+        stateless = [param for param in model.parameters() if param.requires_grad and not optimizer.state.get(param)]
         update_scales(model)
         watch(model, counted, p.compile and on_gpu)
         # Micro-batches that are alike run once; with sync_every_micro_batch, with gradients of an earlier one.
@@ -162,7 +164,7 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tupl
         update_scales(model)
         optimizer.zero_grad()
         counted.begin("end")
-    return Step(counted.phases[1:-1], held, type(optimizer).__name__), of_blocks
+    return Step(counted.phases[1:-1], held, type(optimizer).__name__, not stateless), of_blocks
 
 
 def without_storage(counted: Counted) -> list:
