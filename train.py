@@ -18,7 +18,9 @@ if __name__ == "__main__":
     if {"--dry-run", "--eval-only"} & set(sys.argv):  # nothing to save: Ctrl-C ends the process at once
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     else:
-        stop_request.listen()  # install signal handlers before the slow imports
+        # Before the slow imports: from now on SIGTERM, SIGINT and SIGUSR1 set a flag. All ranks agree on it between two
+        # steps (run.stopping()), save and stop; during start-up they stop before step 1.
+        stop_request.listen()
 
 import config
 
@@ -113,11 +115,11 @@ def train(cfg: Config, world: World, run: Run) -> None:
             with recorder.timed("paused"):
                 recorder.log_evaluation(step, evaluate(model, cfg, world, dataset, run))
             stopping = run.stopping()
-        if checkpointer.is_due(step, stopping):
+        if checkpointer.is_due(step, stopping):  # every save_every_steps, at the last step, and when stopping
             guard.check()
             with run.phase("save"), recorder.timed("paused"):
                 checkpointer.save(State(step, tokens, **guard.counts()), model, optimizer, stopping)
-        checkpointer.log_last_save()
+        checkpointer.log_last_save()  # async_save writes in the background: reported once it is done
 
     guard.check()
     loader.close()
@@ -139,7 +141,7 @@ def training_step(model: Llama, optimizer: torch.optim.Optimizer, guard: FiniteG
         tensors = (tensor.to(world.device, non_blocking=True) for tensor in micro_batch)
         losses, _ = model(*tensors)  # of tokens, targets, positions, documents; summed over the tokens
         # FSDP2 averages gradients over ranks. Multiplying by the number of ranks gives the sum; dividing by the step's
-        # valid tokens, over all ranks and micro-batches, gives the mean over tokens, however they are split.
+        # valid tokens, which the loader counts over all ranks and micro-batches, gives the mean over tokens.
         scale = world.fsdp_size / max(1, batch.valid_tokens)
         # A non-finite loss can have finite gradients. A NaN scale makes them, and so the global norm, NaN: every rank
         # skips the step.
