@@ -14,8 +14,8 @@ import metrics
 from checkpoint import catalog, compare
 from checkpoint.checkpointer import (
     base_on_all_ranks,
+    open_pretrained,
     problems_on_all_ranks,
-    weights_on_all_ranks,
     with_param_dtype,
 )
 from checkpoint.load import restore
@@ -79,7 +79,7 @@ def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
     dataset = open_dataset(cfg, train=False)
     check_same_on_all_ranks("prepared data", compare.by_source(dataset.fingerprint))
     on_rank_zero(lambda: compare.check_same_tokenizer(cfg, step, dataset.tokenizer_files))
-    model, base = meta_model(cfg.model, cfg.lora), weights_on_all_ranks(cfg, step)
+    model, base = meta_model(cfg.model, cfg.lora), open_pretrained(cfg, step)
     parallelize(model, cfg, world)
     materialize(model, cfg.run.seed, storage_device(cfg, world), base and base.read_into)
     fingerprint = base_on_all_ranks(base)

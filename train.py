@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint.checkpointer import Checkpointer, State, weights_on_all_ranks
+from checkpoint.checkpointer import Checkpointer, State, open_pretrained
 from config import Config, ConfigError
 from data.dataset import open_dataset, samples_per_epoch
 from data.loader import Batch, Loader
@@ -70,7 +70,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
     checkpointer = Checkpointer(cfg, world, dataset.fingerprint, dataset.tokenizer_files)
     # start: the step to resume after, 0 for a new run. A checkpoint also decides what param_dtype = "auto" means.
     start, cfg = checkpointer.start, checkpointer.cfg
-    pretrained = weights_on_all_ranks(cfg, start)
+    pretrained = open_pretrained(cfg, start)  # reads tensors of a Hugging Face folder; None: there is none to read
     run.attach(checkpointer)
 
     # 1. Build the plain model on the meta device, so that no rank ever holds the full model.
@@ -83,7 +83,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
     # 4. Build the optimizer after sharding, which replaces every parameter. An optimizer built earlier would hold the
     #    old parameters, which get no gradients: the model would never learn.
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, cfg.parallel.compile)
-    # 5. When resuming, load weights and optimizer state. Then verify everything so far, before the first step.
+    # 5. When resuming, load weights and optimizer state, which overwrite those from above. Then verify everything.
     with run.phase("restore"):
         state = checkpointer.restore(model, optimizer, pretrained)
     unit_rows = verify_sharding(model, cfg.parallel, world)
@@ -107,7 +107,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
         sums, scalars = training_step(model, optimizer, guard, batch, step, cfg, world)
         stopping = run.stopping()
 
-        # Metrics rows, evaluations and checkpoints are due in some steps only. Only those wait for the current step.
+        # The host waits for the device only in steps in which a metrics row, an evaluation or a checkpoint is due.
         tokens = state.tokens + (step - start) * config.tokens_per_step(cfg)
         recorder.log_step(step, tokens, batch, sums, scalars)
         if evaluation_is_due(cfg, step) and not stopping:
@@ -149,7 +149,8 @@ def training_step(model: Llama, optimizer: torch.optim.Optimizer, guard: FiniteG
         for name, value in losses.items():
             sums[name] = sums.get(name, 0) + value.detach()
     grad_norm = clip_gradients(model, optimizer, cfg.train.max_grad_norm)
-    if guard.may_update(step, grad_norm):  # of fused optimizers always: they skip by themselves, nothing is waited for
+    # Always true for a fused optimizer, which skips a non-finite step by itself; for others this waits for the norm.
+    if guard.may_update(step, grad_norm):
         optimizer.step()
         update_scales(model)  # for weights that are all-gathered in float8
     optimizer.zero_grad()
@@ -164,7 +165,7 @@ def main(args: Namespace, cfg: Config, stop: StopRequest) -> int:
         if code := final_exit_code(cfg, launch):
             return code
         with distributed(cfg) as world, Run(cfg, world, launch, stop) as run:
-            if not args.eval_only:  # rank 0 decides this alone: a node may have its own copies of data and weights
+            if not args.eval_only:  # rank 0 decides for all: each may see a different state of a shared disk
                 cfg = replace(cfg, checkpoint=on_rank_zero(lambda: resume_once(cfg, run.holder)))
             (evaluate_newest if args.eval_only else train)(cfg, world, run)
         return run.exit_code

@@ -166,7 +166,7 @@ class Checkpointer:
                 else self.staged[name] for name, t in tensors.items()}
 
 
-def weights_on_all_ranks(cfg: config.Config, step: int) -> Weights | None:
+def open_pretrained(cfg: config.Config, step: int) -> Weights | None:
     """weights_to_read(), each rank's from its own copy of the folder. Raises ConfigError on every rank if any rank's
     raises it, or if copies differ."""
     weights = on_each_rank(lambda: weights_to_read(cfg, step))

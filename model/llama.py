@@ -4,7 +4,7 @@ Shapes: B batch, T tokens, D model dimension (dim), H query heads, K key/value h
 F feed-forward dimension, V vocabulary.
 
 A module that owns a weight has `init_std`, the standard deviation of the weight's initial normal distribution, or None
-for ones. Values are torchtitan's (https://github.com/pytorch/torchtitan); a cutoff is kept only where it matters.
+for ones. Values are torchtitan's (https://github.com/pytorch/torchtitan); only the head's is cut off, at 3.
 """
 
 import fnmatch

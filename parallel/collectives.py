@@ -68,14 +68,14 @@ class Scatter(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def gathered(gather: Callable[[Tensor], Tensor], part: Tensor, keep_part: bool) -> Iterator[Tensor]:
-    """Yields gather(part). With keep_part, operations within it save only the local part; backward all-gathers it again
+def gathered(gather: Callable[[Tensor], Tensor], part: Tensor, regather: bool) -> Iterator[Tensor]:
+    """Yields gather(part). With regather, operations within it save only the local part; backward all-gathers it again
     (https://arxiv.org/abs/2205.05198, section 4.2.2): activation memory falls with the number of ranks.
 
     A checkpointed block does that anyway: it recomputes the all-gather. In a compiled one the compiler decides.
     """
     whole = gather(part)
-    if not keep_part or torch.compiler.is_compiling():
+    if not regather or torch.compiler.is_compiling():
         yield whole
         return
     storage, kept, used, again = whole.untyped_storage()._cdata, 0, 0, None

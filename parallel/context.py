@@ -34,13 +34,13 @@ def apply_context_parallelism(model: Llama, recompute: str | int, seq_len: int, 
     model.build_mask = lambda documents: causal if documents is None else document_mask(documents, cp_positions)
     for i, block in enumerate(model.blocks):
         block.attention.attend = functools.partial(context_parallel_attention, group=group_of(world.mesh["cp"]),
-                                                   keep_part=not is_checkpointed(recompute, i))
+                                                   regather=not is_checkpointed(recompute, i))
 
 
 def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask, group: Group,
-                               keep_part: bool) -> Tensor:
+                               regather: bool) -> Tensor:
     """attention() of local q (B, H, T, E) over the full sequence; k and v (B, K, T, E) are local, too."""
-    with gathered(functools.partial(all_gather_sequence, group=group), torch.cat([k, v], dim=1), keep_part) as whole:
+    with gathered(functools.partial(all_gather_sequence, group=group), torch.cat([k, v], dim=1), regather) as whole:
         return attention(q, *whole.chunk(2, dim=1), mask)  # over (B, K, cp T, E)
 
 

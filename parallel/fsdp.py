@@ -5,14 +5,15 @@ dim-0 shard of every parameter. In each micro-batch a unit goes through
 
     all-gather -> forward -> reshard -> all-gather -> backward -> reshard -> reduce-scatter of the gradients
 
-(HSDP adds an all-reduce over the replicas). Two exceptions: the head stays unsharded after forward, since backward
-begins with it, and an untied embedding is not all-gathered in backward. The root unit only carries the root's hooks.
+(HSDP adds an all-reduce over the replicas). Two exceptions: the head, or the tied unit, is freed after its backward
+only, since backward begins with it; an untied embedding is not all-gathered in backward. The root holds no parameter,
+but FSDP2's hooks around a whole forward and backward.
 
-By default (depth 0) FSDP2 issues a unit's all-gather when the host reaches its forward; in backward also that of the
-next unit. On a GPU the host runs ahead of the device, so an all-gather overlaps with the unit before. Explicit prefetch
-(depth 1 and more) issues those of the next units at that point, too. It helps where the host is slow relative to the
-kernels, or a unit computes for less time than its all-gather takes (several nodes: depth 2). It costs memory for that
-many full units.
+At depth 0 FSDP2 issues a unit's all-gather when the host reaches it; in backward also that of the unit after it in that
+pass. On a GPU the host runs ahead of the device, so an all-gather overlaps with the unit before. Explicit prefetch of
+depth n (prefetch_forward, prefetch_backward) also issues those of the n units that follow in that pass. It helps where
+the host is slow relative to the kernels, or a unit computes for less time than its all-gather takes (several nodes:
+depth 2). It costs memory for that many full units.
 """
 
 import fnmatch
@@ -180,8 +181,8 @@ def unshard_first_units(model: Llama, p: config.Parallel) -> None:
 
 
 def set_gradient_sync(model: FSDPModule, p: config.Parallel, world: World, last_micro_batch: bool) -> None:
-    """Call before each micro-batch: sets whether its backward reduces gradients (always, or in the step's last only).
-    With sync deferred, unsharded gradients of the full model accumulate in reduce_dtype. HSDP defers only the
+    """Call before each micro-batch: with sync_every_micro_batch every backward reduces gradients, else only that of the
+    step's last. Deferred, unsharded gradients of the full model accumulate in reduce_dtype; HSDP defers only the
     all-reduce."""
     if p.sync_every_micro_batch:
         return

@@ -68,7 +68,7 @@ def apply_tensor_parallelism(model: Llama, recompute: str | int, world: World) -
     for i, block in enumerate(model.blocks):
         attention, feed_forward = block.attention, block.feed_forward
         for module, last in (attention, attention.o_proj), (feed_forward, feed_forward.down_proj):
-            module.forward = tp.all_gather_input(module.forward, keep_part=not is_checkpointed(recompute, i))
+            module.forward = tp.all_gather_input(module.forward, regather=not is_checkpointed(recompute, i))
             last.register_forward_hook(lambda module, args, out: tp.scatter(out))
     model.head.norm.register_forward_hook(lambda module, args, out: tp.gather(out))
     model.head.forward = tp.vocab_parallel_head(model.head)
@@ -117,9 +117,9 @@ class SequenceParallel:
     def scatter(self, x: Tensor) -> Tensor:
         return Scatter.apply(x, 1, self.group) if self.sharded else all_reduce(x, self.group)
 
-    def all_gather_input(self, forward: Callable, keep_part: bool) -> Callable:
+    def all_gather_input(self, forward: Callable, regather: bool) -> Callable:
         def wrapped(x: Tensor, *rest) -> Tensor:
-            with gathered(self.gather, x, keep_part) as whole:
+            with gathered(self.gather, x, regather) as whole:
                 return forward(whole, *rest)
 
         return wrapped

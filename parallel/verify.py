@@ -50,7 +50,7 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
             "trainable": sum(param.numel() for param in trained),
             "local_bytes": sum(param.to_local().nbytes for param in parameters),
             "gathered_bytes": gathered,
-            "policy": "kept until backward" if model.head in modules or p.reshard_after_forward is False else
+            "policy": "kept through backward" if model.head in modules or p.reshard_after_forward is False else
                       "freed after forward" if p.reshard_after_forward is True else
                       f"shards of {p.reshard_after_forward} after forward",
         })

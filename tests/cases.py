@@ -955,7 +955,7 @@ def attention_over_cp(draws: int) -> float:
             expected = scaled_dot_product_attention(*inputs, attn_mask=whole, enable_gqa=True)
             expected.backward(grad)
             parts = [x[:, :, cp_positions].clone().requires_grad_() for x in (q, k, v)]
-            found = context_parallel_attention(*parts, mask, group_of(ours.mesh["cp"]), keep_part=draw % 4 < 2)
+            found = context_parallel_attention(*parts, mask, group_of(ours.mesh["cp"]), regather=draw % 4 < 2)
             found.backward(grad[:, :, cp_positions])
             for a, b in [(found, expected), *((part.grad, x.grad) for part, x in zip(parts, inputs))]:
                 b = b[:, :, cp_positions]

@@ -11,7 +11,7 @@ import signal
 import torch
 
 import config
-from checkpoint.checkpointer import weights_on_all_ranks
+from checkpoint.checkpointer import open_pretrained
 from config import ConfigError
 from model import hf
 from model.hf_weights import open_weights, weights_to_read
@@ -87,7 +87,7 @@ def with_another_copy(copies: list[str]) -> str:
     """The error of two ranks that read weights, each from its own folder."""
     with process_group() as world:
         try:
-            found = weights_on_all_ranks(config_from(copies[world.rank]), 0)
+            found = open_pretrained(config_from(copies[world.rank]), 0)
             return str({stored.path.parent for stored in found.stored.values()} == {pathlib.Path(copies[world.rank])})
         except ConfigError as error:
             return str(error)
