@@ -60,6 +60,13 @@ def steps(cfg: config.Config) -> list[int]:
     return found
 
 
+def steps_to_evaluate(cfg: config.Config) -> list[int]:
+    """steps(). Raises ConfigError if there is none."""
+    if not (found := steps(cfg)):
+        raise ConfigError(f"{root(cfg)}: holds no checkpoint to evaluate")
+    return found
+
+
 @_readable()
 def checkpoints_of(path: pathlib.Path) -> list[pathlib.Path]:
     """The folder itself if it is a checkpoint, good or bad, else the checkpoints of the run in it, ascending. Raises

@@ -40,9 +40,7 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
         lambda: check_compiler(cfg),
         lambda: args.eval_only or catalog.choose(cfg, catalog.steps(cfg), look))
     if args.eval_only:
-        if not (steps := catalog.steps(cfg)):
-            raise ConfigError(f"{catalog.root(cfg)}: holds no checkpoint to evaluate")
-        start, _ = catalog.newest_good(cfg, steps, catalog.problems_without_hashing)
+        start, _ = catalog.newest_good(cfg, catalog.steps_to_evaluate(cfg), catalog.problems_without_hashing)
         compare.check_same_run(cfg, start, compare.SAME_OUTPUTS)
     else:
         start, _ = chosen

@@ -436,6 +436,13 @@ def test_a_reader_that_is_gone_stops_nothing(write_config, number):
     assert status(run.folder)["state"] == "preempted" and saved(run.folder) == [status(run.folder)["step"]]
 
 
+def test_an_evaluation_without_the_launcher_needs_a_checkpoint_too(write_config, tmp_path):
+    done = subprocess.run([warm_python(), str(REPO / "train.py"), str(write_config("none")), "--eval-only"], cwd=REPO,
+                          capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(REPO)}, timeout=100)
+    assert done.returncode == 2
+    assert done.stderr == f"{tmp_path}/outputs/none/checkpoints: holds no checkpoint to evaluate\n"
+
+
 def test_ranks_need_no_output(write_config, tmp_path):
     command = ["bash", "-c", 'exec "$@" >&- 2>&-', "bash", REPO / "run_train.sh", write_config("silent")]
     done = subprocess.run(command, env={**os.environ, "PYTHON": sys.executable, "NPROC": "2"}, timeout=300)
