@@ -978,6 +978,15 @@ def test_without_a_launcher_torchrun_is_who_has_the_folder(tmp_path, monkeypatch
         assert again == run.holder and (alone or "." not in again)
 
 
+def test_torchruns_name_is_the_same_for_all_ranks_that_it_starts_and_for_no_other(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    rank = [sys.executable, "-c", "from lifecycle.command import torchrun_id; print(torchrun_id())"]
+    shell = ["bash", "-c", '"$@"; exit $?', "bash", *rank]  # another parent
+    ours, restarted, other = (subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout
+                              for command in (rank, rank, shell))
+    assert ours == restarted != other and ours.startswith("torchrun-") and f"-{os.getpid()}-" in ours
+
+
 @pytest.mark.parametrize("before, resume", [("6.0.a", 2), ("7.0.a", "auto"), (None, 2)])
 def test_an_attempt_that_never_took_the_folder_has_not_gone_back(tmp_path, capsys, before, resume):
     """Whatever else it was stopped or failed by before the next."""
