@@ -143,6 +143,8 @@ def test_matrices_too_small_to_win_are_left_out_on_a_gpu():
     assert chosen("rowwise", "cuda", **of_1b) == {"gate_proj", "up_proj"}
     assert chosen("rowwise", "cpu", **of_1b) == every and chosen("none", "cpu", **of_1b) == set()
     assert chosen("tensorwise", "cpu") == every - {"k_proj", "v_proj"}  # 24 rows
+    # 40 columns, or 40 rows
+    assert chosen("tensorwise", "cpu", dim=40, n_heads=2, n_kv_heads=2, head_dim=16, ffn_dim=64) == set()
 
 
 # Over ranks
