@@ -17,6 +17,7 @@ SPACE = "\u2581"  # sentencepiece writes a space as this character, and decodes 
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>")  # Llama 3; Llama 2; GPT-2 and SmolLM; Gemma
 LINE = 1 << 14  # characters; a longer line is split for training
 
+
 def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
     """Content, by file name, of tokenizer.model, or of tokenizer.json and (if present) tokenizer_config.json.
     `path`: the file, or a folder that holds one. Raises ConfigError."""

@@ -2,8 +2,8 @@
 
     python -m lifecycle.launch CONFIG [--section.key=value ...]      run_train.sh execs this
 
-Exit codes: 0 finished, 2 invalid input, 75 stopped after saving, any other a failure. torchrun turns every exit code of
-a rank into 1, so the code comes from the status that carries this launch's id.
+Exit codes: 0 finished, 2 invalid input, 75 stopped after saving, any other a failure. Ranks that stop exit with 0, as
+torchrun takes any other code for a failure, so the code comes from the status that carries this launch's id.
 
 TERM, INT, HUP and USR1 are forwarded through a file that rank 0 polls: torchrun, on a signal, would kill its ranks
 after a grace period that may be shorter than a save. In a SLURM job this process is the batch script: USR1 comes ahead

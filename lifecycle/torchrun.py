@@ -1,4 +1,5 @@
-"""torchrun without its failure report: the launcher prints the root cause, and no traceback should bury it.
+"""torchrun without its failure report: the launcher prints the root cause, and no traceback should bury it. Exits with
+the code of the rank that failed first.
 
     python -m lifecycle.torchrun --nproc-per-node=8 --standalone train.py CONFIG      takes torchrun's arguments
 """
@@ -16,5 +17,5 @@ if __name__ == "__main__":
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     try:
         main()
-    except ChildFailedError:
-        sys.exit(1)
+    except ChildFailedError as error:
+        sys.exit(max(1, error.get_first_failure()[1].exitcode))  # negative if a signal ended the rank

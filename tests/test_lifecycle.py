@@ -978,13 +978,14 @@ def test_without_a_launcher_torchrun_is_who_has_the_folder(tmp_path, monkeypatch
         assert again == run.holder and (alone or "." not in again)
 
 
-def test_torchrun_fails_where_a_rank_does_and_says_nothing_itself(tmp_path):
+@pytest.mark.parametrize("end, code", [("sys.exit(2)", 2), ("os.kill(os.getpid(), 9)", 1)])
+def test_torchrun_exits_with_a_failed_ranks_code_and_says_nothing_itself(tmp_path, end, code):
     """An evaluation has no status to take its exit code from."""
-    (tmp_path / "rank.py").write_text("import sys; sys.exit(3)")
+    (tmp_path / "rank.py").write_text(f"import os, sys; {end}")
     done = subprocess.run([warm_python(), "-m", "lifecycle.torchrun", "--nproc-per-node=1", "--standalone",
                            "--log-dir=/dev/null", str(tmp_path / "rank.py")], cwd=REPO, capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(REPO)}, timeout=100)
-    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
 
 
 def test_torchruns_name_is_the_same_for_all_ranks_that_it_starts_and_for_no_other(monkeypatch):
