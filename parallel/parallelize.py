@@ -1,6 +1,8 @@
 """Parallelizes a plain model: the order of the steps, on one screen, with the reason for each."""
 
 import torch
+from torch import nn
+from torch.nn.utils import parametrize
 
 import config
 from model.float8 import Product, use_float8
@@ -45,3 +47,14 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
     # 4. FSDP2 last: it replaces parameters by new objects (DTensors). Build whatever holds parameters, such as the
     #    optimizer, after this.
     apply_fsdp(model, cfg.parallel, world)
+    share_classes(model)
+
+
+def share_classes(model: nn.Module) -> None:
+    """Gives modules of one class, parametrized alike (tp and casts of unsharded parameters do that), one class again:
+    torch creates a class for each, and torch.compile would compile a graph for each class."""
+    shared: dict[tuple, type] = {}
+    for module in model.modules():
+        if parametrize.is_parametrized(module):
+            own = type(module)
+            module.__class__ = shared.setdefault((*own.__bases__, *module.parametrizations), own)

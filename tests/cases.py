@@ -404,6 +404,33 @@ def train_and_evaluate_unlike_blocks() -> list[float]:
     return found
 
 
+def graphs_of(cases: list[dict]) -> list[int]:
+    """How many graphs torch.compile makes of a model's blocks, in training and in an evaluation, on two ranks."""
+    found, compile_module = [], torch.nn.Module.compile
+
+    def counting(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        found[-1] += 1
+        return graph.forward
+
+    def traced(module: torch.nn.Module, **keywords) -> None:
+        compile_module(module, backend=counting, **keywords)
+
+    with (fake_process_group(2) as world, mock.patch.object(torch.nn.Module, "compile", traced),
+          mock.patch("model.loss.compiled", lambda function: function)):
+        for sections in cases:
+            torch._dynamo.reset()
+            found.append(0)
+            cfg = make_config(**sections)
+            model = build(cfg, ours := world_for(cfg, world))
+            ids = torch.zeros((1, cfg.train.seq_len + 1), dtype=torch.int64)
+            one_step(model, cfg, ours, ids)
+            with torch.no_grad():
+                model(*inputs_and_targets(ids, None, own_cp_positions(ours, cfg.train.seq_len)))
+            reshard(model)
+            del model
+    return found
+
+
 def residual_dtypes(cases: list[dict]) -> list[list[torch.dtype]]:
     """Of the residual stream, as each block gets it."""
     found = []

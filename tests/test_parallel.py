@@ -210,6 +210,23 @@ def test_blocks_of_many_kinds_are_compiled(on_ranks):
     assert compiled == pytest.approx(plain, rel=1e-2)  # in bfloat16
 
 
+@pytest.mark.parametrize("strategy", [
+    {"parallel": {"tp": 2}},
+    {"parallel": {"tp": 2, "recompute": "selective"}},
+    {"parallel": {"tp": 2}, "lora": {"rank": 4, "base_dtype": "nf4"}, "model": {"init_from": "absent"}},
+    {"parallel": {"unsharded": ["*q_proj*"], "param_dtype": "bfloat16"}, "model": {"freeze": ["*q_proj*"]}},
+    {"parallel": {"cp": 2}},
+    {"parallel": {"float8": "tensorwise"}},
+])
+def test_all_layers_share_one_compiled_graph(on_ranks, strategy):
+    """However many there are: a graph for each would exceed torch's limit, and take an hour on a GPU."""
+    sections = [{**strategy, "parallel": {**strategy["parallel"], "compile": True},
+                 "model": {"dim": 128, "ffn_dim": 256, "n_layers": layers, **strategy.get("model", {})}}
+                for layers in (2, 5)]
+    few, many = on_ranks(1, cases.graphs_of, sections)[0]
+    assert few == many <= 3  # with gradients, without, and over a frozen embedding
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_residual_stream_has_its_dtype_from_the_embedding_on(on_ranks, tied):
     halves = {"model": {"tie_embeddings": tied}, "parallel": {"param_dtype": "bfloat16"}}
