@@ -12,9 +12,9 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import hf_config
 import options
@@ -415,6 +415,18 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if not args.dry_run and any(getattr(args, name) for name in only):
         parser.error(f"{', '.join('--' + name.replace('_', '-') for name in only)} go with --dry-run only")
     return args
+
+
+def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
+    """Runs a tool's main() with the command line. Invalid input ends it with 2 and a line for each problem, Ctrl-C with
+    130, as in a shell, and neither with a traceback."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def from_command_line(argv: list[str], usage: str, tool: bool = False) -> tuple[argparse.Namespace, Config]:

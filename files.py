@@ -5,8 +5,6 @@ import fcntl
 import os
 import pathlib
 import sys
-from collections.abc import Callable
-from typing import NoReturn
 
 import filelock
 
@@ -64,14 +62,6 @@ def print_error(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     except (OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # else Python would try to flush the line again at exit
-
-
-def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
-    """Runs a tool's main() with the command line. Ctrl-C ends it with 130, as in a shell, and without a traceback."""
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 def lock(path: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:

@@ -245,12 +245,7 @@ def as_numbers(value: Any) -> Any:
 
 def as_json(row: dict) -> str:
     """One line of JSON; non-finite numbers become null."""
-    def known(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: known(inner) for key, inner in value.items()}
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps(known(row), allow_nan=False)
+    return json.dumps(json.loads(json.dumps(row), parse_constant=lambda name: None))
 
 
 def console_line(row: dict, steps: int) -> str:

@@ -149,11 +149,6 @@ def stochastic_round(x: Tensor, noise: Tensor) -> Tensor:
     return (x.view(torch.int32) + noise & -0x10000).view(torch.float32).to(torch.bfloat16)
 
 
-# Optimizers that update each element from its own gradient and state: on shards they need no communication.
-ELEMENTWISE = (BFloat16AdamW, torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad,
-               torch.optim.RMSprop)
-
-
 class FiniteGuard:
     """Keeps non-finite gradients out of the weights, without waiting for the device: torch's fused optimizers leave
     weights and state untouched if `found_inf` is set. The host reads the flag one step late, and before every save.

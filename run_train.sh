@@ -67,23 +67,16 @@ choose_python() {  # takes the run's arguments; none: the Python must suit every
     else make_venv; fi
 }
 
-plan=
 case ${1:-} in
 --setup) choose_python; echo "$python"; exit ;;
 -m) choose_python; exec "$python" "$@" ;;
+"" | --*) set -- "$repo/configs/tiny.toml" "$@" ;;
 esac
-for word in "$@"; do
-    case $word in
-    --help | -h)
-        sed -n '/^# Sets up/,/^set /s/^# \{0,1\}//p' "$repo/run_train.sh" || true  # a closed pipe (| head) is no error
-        choose_python
-        exec "$python" "$repo/train.py" --help ;;
-    --dry-run) plan=yes ;;
-    esac
-done
-case ${1:-} in "" | --*) set -- "$repo/configs/tiny.toml" "$@" ;; esac
+case " $* " in *" --help "* | *" -h "*)  # a closed pipe (| head) is no error
+    sed -n '/^# Sets up/,/^set /s/^# \{0,1\}//p' "$repo/run_train.sh" || true ;;
+esac
 choose_python "$@"
-if [[ -n $plan ]]; then exec "$python" "$repo/train.py" "$@"; fi
+case " $* " in *" --help "* | *" -h "* | *" --dry-run "*) exec "$python" "$repo/train.py" "$@" ;; esac
 # Open stdout and stderr on /dev/null if a daemon closed them: ranks could not redirect them to their logs.
 { : 3>&2; } || exec 2>/dev/null
 { : 3>&1; } 2>/dev/null || exec >/dev/null

@@ -7,24 +7,18 @@ Exits with 0 if all are good, 1 if any is not (it names each bad file), 2 if the
 
 import argparse
 import pathlib
-import sys
 
 from checkpoint.catalog import checkpoints_of, problems_of
 from checkpoint.manifest import read_manifest
-from config import ConfigError
-from files import print_line, run_tool
+from config import ConfigError, run_tool
+from files import print_line
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m checkpoint", description=__doc__.splitlines()[0])
     parser.add_argument("command", choices=["verify"])
     parser.add_argument("folder", type=pathlib.Path, metavar="DIR", help="a checkpoint, or a run's folder")
-    try:
-        found = checkpoints_of(parser.parse_args(argv).folder)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    bad = 0
+    found, bad = checkpoints_of(parser.parse_args(argv).folder), 0
     for path in found:
         try:
             problems = problems_of(path)

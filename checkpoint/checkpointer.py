@@ -12,11 +12,10 @@ from torch.distributed.tensor import DTensor
 
 import config
 from checkpoint import catalog, compare
-from checkpoint.load import OtherOptimizer, Reader, check_parameters, restore, tensors_of
+from checkpoint.load import OtherOptimizer, restore, tensors_of
 from checkpoint.save import SaveFailed, Saver
 from config import ConfigError
 from model.hf_weights import Weights, fingerprint, weights_to_read
-from model.llama import meta_model
 from parallel.mesh import (
     World,
     all_gather_objects,
@@ -47,7 +46,8 @@ class Checkpointer:
         check_same_on_all_ranks("prepared data", compare.by_source(data))
         self.found = on_rank_zero(lambda: catalog.steps(cfg))
         self.start, self.corrupt = catalog.choose(cfg, self.found, lambda path: problems_on_all_ranks(path, world))
-        on_rank_zero(lambda: self._check_choice(cfg))
+        on_rank_zero(lambda: compare.check_same_run(cfg, self.start))
+        on_rank_zero(lambda: compare.check_same_data(cfg, self.start, data))
         self.cfg = with_param_dtype(cfg, self.start, world)
         self.problems = [problem for problems in self.corrupt.values() for problem in problems]
         self.saver = Saver(cfg, self.start, extra_files) if cfg.checkpoint else None
@@ -56,13 +56,6 @@ class Checkpointer:
         self.pending: tuple[int, futures.Future] | None = None  # (step, its save) until it is reported
         self.staged: dict[str, Tensor] = {}
         self.base: str | None = None  # the frozen base's fingerprint, stored in adapter checkpoints
-
-    def _check_choice(self, cfg: config.Config) -> None:
-        compare.check_same_run(cfg, self.start)
-        compare.check_same_data(cfg, self.start, self.data)
-        if self.start and cfg.checkpoint.allow_changed:  # a change it allows may alter the model
-            folder = catalog.path_of(cfg, self.start)
-            check_parameters(folder, Reader(folder), meta_model(cfg.model, cfg.lora))
 
     def on_publish(self, work: Callable[[], None]) -> None:
         """work: called on rank 0 before a checkpoint is published; if it raises an OSError, the save fails."""

@@ -6,15 +6,14 @@ The samples of all ranks together, in their order.
 """
 
 import argparse
-import sys
 from collections.abc import Iterator
 
 import config
-from config import ConfigError
+from config import ConfigError, run_tool
 from data.dataset import data_folders, open_data, weights
 from data.order import make_order
 from data.tokenizer import Tokenizer
-from files import print_line, run_tool
+from files import print_line
 
 
 def samples(cfg: config.Config, step: int) -> Iterator[str]:
@@ -46,14 +45,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--step", type=int, default=1)
     args, rest = parser.parse_known_args(argv)
     _, cfg = config.from_command_line(rest, __doc__, tool=True)
-    try:
-        if args.step < 1:
-            raise ConfigError(f"--step {args.step}: steps count from 1")
-        for text in samples(cfg, args.step):
-            print_line(text)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    if args.step < 1:
+        raise ConfigError(f"--step {args.step}: steps count from 1")
+    for text in samples(cfg, args.step):
+        print_line(text)
     return 0
 
 

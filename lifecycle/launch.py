@@ -12,7 +12,7 @@ of the time limit and requeues the job; after TERM (scancel) SLURM decides.
 
 import signal
 
-EARLY: list[int] = []  # signals received before the imports below
+from lifecycle.signals import SIGNALS, TWICE_SECONDS, Interrupted, Interruption, die_with_parent
 
 
 def listen(handler: object) -> None:
@@ -22,7 +22,8 @@ def listen(handler: object) -> None:
 
 
 if __name__ == "__main__":
-    listen(lambda number, frame: EARLY.append(number))
+    interruption = Interruption()  # notes signals from now on: before the slow imports
+    listen(interruption)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())  # run_train.sh blocks them until now
 
 import contextlib
@@ -43,7 +44,6 @@ from lifecycle import INPUT_IS_WRONG, STOPPED
 from lifecycle.checks import check_launch
 from lifecycle.command import Ranks, requeue
 from lifecycle.folder import failures, holder, lock, read_status, remove_traces, resume_once, stop_file, write_status
-from lifecycle.signals import SIGNALS, TWICE_SECONDS, Interrupted, Interruption, die_with_parent
 
 IDLE_ATTEMPTS = 3  # attempts of a job in a row without a step
 
@@ -209,11 +209,7 @@ def launch(argv: list[str], interruption: Interruption) -> int:
         return STOPPED
 
 
-def main(argv: list[str]) -> int:
-    interruption = Interruption()
-    listen(interruption)
-    for number in EARLY:
-        interruption(number)
+def main(argv: list[str], interruption: Interruption) -> int:
     code = launch(argv, interruption)
     if code == STOPPED and "SLURM_JOB_ID" in os.environ:
         requeue(ahead_of_limit=interruption.asked == signal.SIGUSR1)
@@ -221,4 +217,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], interruption))

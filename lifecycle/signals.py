@@ -98,17 +98,11 @@ class StopRequest:
 
 
 def read_stop(file: pathlib.Path) -> int:
-    """The signal number in a stop file, 0 for none. Runs every step, hence the plain system calls."""
+    """The signal number in a stop file, 0 for none."""
     try:
-        descriptor = os.open(file, os.O_RDONLY)
+        text = file.read_bytes().strip()
     except OSError:
         return 0
-    try:
-        text = os.read(descriptor, 100).strip()
-    except OSError:
-        return 0
-    finally:
-        os.close(descriptor)
     return int(text) if text.isdigit() else signal.SIGTERM if text else 0
 
 

@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from config import ConfigError
-from files import run_tool
+from config import ConfigError, run_tool
 from model.attention import Cache
 
 
@@ -173,9 +172,6 @@ def main(argv: list[str]) -> int:
         steps = generate(model, rows, args.tokens, context, device, args.temperature, args.top_p, args.seed)
         sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal's encoding lacks
         print_stream(tokenizer, rows, steps, lambda text: print(printable(text), end="", flush=True))
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
     except OSError as error:
         if sys.stdout:  # Python flushes stdout once more at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

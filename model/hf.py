@@ -262,10 +262,8 @@ def main(argv: list[str]) -> int:
                 export_checkpoint(args.source, folder, args.dtype, int(args.shard_gib * GIB), args.adapter, args.base)
             else:
                 import_folder(args.source, folder)
-    except (ConfigError, OSError) as error:
-        refused = isinstance(error, ConfigError)
-        print(error if refused else f"{error.filename or out}: {error.strerror or error}", file=sys.stderr)
-        return 2
+    except OSError as error:
+        raise ConfigError(f"{error.filename or out}: {error.strerror or error}") from None
     files.print_line(f"wrote {out}")
     if not exporting:
         source = json.dumps(str(args.source))
@@ -274,4 +272,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    files.run_tool(main)
+    config.run_tool(main)

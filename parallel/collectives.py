@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,32 +39,6 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
 def all_reduce(x: Tensor, group: Group) -> Tensor:
     """The sum of all ranks' x. Not differentiable."""
     return ops.wait_tensor(ops.all_reduce(x, "sum", group.name))
-
-
-class Gather(torch.autograd.Function):
-    """All-gather in forward, reduce-scatter in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.where = dim, group
-        return all_gather(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        return reduce_scatter(grad, *ctx.where), None, None
-
-
-class Scatter(torch.autograd.Function):
-    """Reduce-scatter in forward, all-gather in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
-        ctx.where = dim, group
-        return reduce_scatter(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        return all_gather(grad, *ctx.where), None, None
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from torch import Tensor
 from model.attention import BlockMask, attention, document_mask, make_mask, mask_mod
 from model.llama import Llama
 from parallel.activation_checkpoint import is_checkpointed
-from parallel.collectives import Gather, Group, gathered, group_of
+from parallel.collectives import Group, all_gather, gathered, group_of
 from parallel.mesh import World
 
 
@@ -46,5 +46,5 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | B
 
 def all_gather_sequence(part: Tensor, group: Group) -> Tensor:
     """All-gathers every rank's (B, K, T, E) into (B, K, cp T, E), reordered from zig-zag to sequence order."""
-    ranks = [rank.chunk(2, dim=2) for rank in Gather.apply(part, 0, group).chunk(group.size)]
+    ranks = [rank.chunk(2, dim=2) for rank in all_gather(part, 0, group).chunk(group.size)]
     return torch.cat([*(first for first, _ in ranks), *(second for _, second in reversed(ranks))], dim=2)

@@ -17,8 +17,7 @@ from typing import Any
 import tomli
 
 import config
-from config import ConfigError
-from files import run_tool
+from config import ConfigError, run_tool
 from options import nearest
 
 # Keys | their values | our options and a remark, or why there are none. Values are as word() normalizes them. A digit

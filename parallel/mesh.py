@@ -135,15 +135,8 @@ def storage_device(cfg: config.Config, world: World) -> torch.device:
 def on_rank_zero(work: Callable[[], Any]) -> Any:
     """Runs `work` on rank 0; returns its result, or raises its ConfigError, on every rank. For decisions that ranks
     must agree on: each may see a different state of a shared disk."""
-    answer = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            answer[0] = work()
-        except ConfigError as error:
-            answer[1] = error.problems
+    answer = [on_each_rank(lambda: work() if dist.get_rank() == 0 else None)]
     dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
-    if answer[1]:
-        raise ConfigError(*answer[1])
     return answer[0]
 
 

@@ -22,7 +22,7 @@ from model.llama import Head, Llama
 from model.loss import VocabularyShard
 from model.nf4 import BLOCK
 from parallel.activation_checkpoint import is_checkpointed
-from parallel.collectives import Gather, Group, Scatter, all_gather, all_reduce, gathered, group_of
+from parallel.collectives import Group, all_gather, all_reduce, gathered, group_of, reduce_scatter
 from parallel.mesh import World
 
 COLWISE, ROWWISE = Shard(0), Shard(1)  # colwise, rowwise. For x @ weight.T: local output or input features
@@ -112,10 +112,10 @@ class SequenceParallel:
         self.sharded = options.get("cache") is None
 
     def gather(self, x: Tensor) -> Tensor:
-        return Gather.apply(x, 1, self.group) if self.sharded else x
+        return all_gather(x, 1, self.group) if self.sharded else x
 
     def scatter(self, x: Tensor) -> Tensor:
-        return Scatter.apply(x, 1, self.group) if self.sharded else all_reduce(x, self.group)
+        return reduce_scatter(x, 1, self.group) if self.sharded else all_reduce(x, self.group)
 
     def all_gather_input(self, forward: Callable, regather: bool) -> Callable:
         def wrapped(x: Tensor, *rest) -> Tensor:

@@ -6,6 +6,9 @@ import os
 import pathlib
 import random
 import subprocess
+import sys
+from collections.abc import Callable
+from unittest import mock
 
 import pytest
 
@@ -82,6 +85,13 @@ def tables(**sections: dict | None) -> dict:
 
 def make_config(**sections: dict | None) -> config.Config:
     return config.from_dict(tables(**sections), "test.toml")
+
+
+def run_tool(main: Callable, *words: object) -> int:
+    """The exit code of a tool, as from the shell."""
+    with mock.patch.object(sys, "argv", ["tool", *map(str, words)]), pytest.raises(SystemExit) as ended:
+        config.run_tool(main)
+    return ended.value.code
 
 
 def prepare_one(cfg: config.Config) -> pathlib.Path:

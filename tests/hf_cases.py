@@ -19,7 +19,7 @@ from model.llama import named_parameters
 from optim import build_optimizer
 from parallel.materialize import local_tensors
 from tests.cases import build, digests, process_group, run_training, save, world_for
-from tests.conftest import rows, tables
+from tests.conftest import rows, run_tool, tables
 
 
 def config_from(folder: str, **sections: dict) -> config.Config:
@@ -125,7 +125,7 @@ def with_small_files(commands: list[list[str]], limit: int) -> list[tuple[int, s
     found = []
     for command in commands:
         with contextlib.redirect_stderr(io.StringIO()) as error:
-            found.append((hf.main(command), error.getvalue()))
+            found.append((run_tool(hf.main, *command), error.getvalue()))
     return found
 
 

@@ -190,9 +190,10 @@ def test_links_alone_are_no_fresh_start(tmp_path):
 
 def test_verify_has_nothing_to_do(tmp_path, capsys):
     cfg = configured(tmp_path)
-    assert main(["verify", str(tmp_path)]) == 2 and main(["verify", str(tmp_path / "none")]) == 2
+    for nothing in (tmp_path, tmp_path / "none"):
+        with pytest.raises(ConfigError, match="is neither a checkpoint nor a run with one"):  # which run_tool() prints
+            main(["verify", str(nothing)])
     fake(cfg, 10)
-    capsys.readouterr()
     assert main(["verify", str(catalog.path_of(cfg, 10))]) == 0
     assert re.search(r"step-00000010: good, 2 files, [\d,]+ bytes\n1 good, 0 bad", capsys.readouterr().out)
 
@@ -208,15 +209,16 @@ def test_verify_names_each_bad_file(tmp_path, capsys):
     assert state.startswith(f"  {folder}/state.json: expected")
 
 
-def test_what_is_no_checkpoint_is_not_called_a_bad_one(tmp_path, prepared, monkeypatch, capsys):
-    assert main(["verify", str(prepared)]) == 2  # which has a manifest.json, too
+def test_what_is_no_checkpoint_is_not_called_a_bad_one(tmp_path, prepared, monkeypatch):
+    with pytest.raises(ConfigError, match="is neither"):
+        main(["verify", str(prepared)])  # which has a manifest.json, too
 
     def refuse(self: pathlib.Path) -> None:
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr(pathlib.Path, "iterdir", refuse)
-    assert main(["verify", str(tmp_path)]) == 2
-    assert f"{tmp_path}: cannot be read: Permission denied" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=f"{tmp_path}: cannot be read: Permission denied"):
+        main(["verify", str(tmp_path)])
 
 
 def test_resume_settings(tmp_path):

@@ -24,7 +24,7 @@ from model.attention import Cache
 from model.generate import choose, continue_text, encode, generate, print_stream
 from model.llama import Llama
 from tests import cases
-from tests.conftest import REPO, make_config, seal
+from tests.conftest import REPO, make_config, run_tool, seal
 from tests.test_llama import SCALING, reference, with_weights_of
 
 CPU = torch.device("cpu")
@@ -252,11 +252,7 @@ def checkpoint(saved_by_two, prepared, tmp_path_factory) -> pathlib.Path:
 
 
 def run(capsys, *arguments: object) -> tuple[int, str, str]:
-    try:
-        code = tool.main([str(argument) for argument in arguments])
-    except SystemExit as done:
-        code = done.code
-    return code, *capsys.readouterr()
+    return run_tool(tool.main, *arguments), *capsys.readouterr()
 
 
 def test_tool_writes_from_a_checkpoint_and_from_its_run(checkpoint, capsys):

@@ -33,7 +33,7 @@ from model.hf_weights import hf_name, open_weights
 from model.llama import Llama, named_parameters
 from optim import build_optimizer, learning_rate
 from tests import cases, hf_cases
-from tests.conftest import REPO, TINY, make_config, seal, tables, words
+from tests.conftest import REPO, TINY, make_config, run_tool, seal, tables, words
 from tests.hf_cases import config_from
 from tests.test_tokenizer import sentencepiece_model
 
@@ -113,8 +113,7 @@ def in_transformers(folder: pathlib.Path) -> LlamaForCausalLM:
 def run(capsys, *arguments: object) -> tuple[int, str]:
     """(exit code, stderr) of the tool."""
     capsys.readouterr()
-    code = hf.main([*map(str, arguments)])
-    return code, capsys.readouterr().err
+    return run_tool(hf.main, *arguments), capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", MODELS)

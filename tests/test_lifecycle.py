@@ -44,7 +44,8 @@ def launch_faulty(fault: str, path: pathlib.Path, *arguments: str, nproc: int = 
                   in_job: bool = False, **env: str) -> subprocess.CompletedProcess:
     """The launcher, as run_train.sh calls it, with tests/faulty.py for train.py."""
     program = "import sys; from lifecycle import command, launch; " \
-              "command.TRAIN = sys.argv.pop(1); sys.exit(launch.main(sys.argv[1:]))"
+              "command.TRAIN = sys.argv.pop(1); asked = launch.Interruption(); launch.listen(asked); " \
+              "sys.exit(launch.main(sys.argv[1:], asked))"
     job = {"SLURM_JOB_ID": "1"} if in_job else {}
     return subprocess.run(
         [warm_python(), "-c", program, str(REPO / "tests/faulty.py"), str(path), *arguments], cwd=REPO,
@@ -463,11 +464,12 @@ def test_ctrl_c_ends_what_has_nothing_to_save_in_silence(option):
     assert process.returncode == -signal.SIGINT and "Traceback" not in told
 
 
-def test_ctrl_c_ends_a_tool_without_a_traceback():
-    for raised, code in ((KeyboardInterrupt, 130), (None, 7)):
+def test_neither_ctrl_c_nor_invalid_input_ends_a_tool_with_a_traceback(capsys):
+    for raised, code in ((KeyboardInterrupt, 130), (ConfigError("one", "two"), 2), (None, 7)):
         with pytest.raises(SystemExit) as ended:
-            files.run_tool(mock.Mock(side_effect=raised, return_value=7))
+            config.run_tool(mock.Mock(side_effect=raised, return_value=7))
         assert ended.value.code == code
+    assert capsys.readouterr().err == "one\ntwo\n"
 
 
 def test_a_reader_may_leave(monkeypatch):

@@ -18,7 +18,7 @@ from data.loader import Loader, make_order, sample_digest, validation_batches
 from data.order import Place
 from data.tokenizer import Tokenizer
 from data.tokens import TokenStream, open_stream, read_manifest, window_count
-from tests.conftest import make_config
+from tests.conftest import make_config, run_tool
 
 
 def test_every_sample_once_an_epoch_for_any_split(prepared):
@@ -183,7 +183,7 @@ def test_a_step_can_be_read(corpus, write_config, capsys):
     for sample in samples:  # every piece of a document is a piece of one of the source's
         for piece in sample.split("--- document ")[1:]:
             assert any(piece.partition("\n")[2].rstrip("\n") in text for text in texts), piece
-    assert data.show.main([path, "--step", "0"]) == 2 and "steps count from 1" in capsys.readouterr().err
+    assert run_tool(data.show.main, path, "--step", 0) == 2 and "steps count from 1" in capsys.readouterr().err
 
 
 def test_documents_are_shown_with_what_is_cut_off(prepared, write_config):

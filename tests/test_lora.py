@@ -28,7 +28,7 @@ from optim import learning_rate
 from parallel.materialize import materialize
 from parallel.planner.plan import plan
 from tests import cases
-from tests.conftest import content, launch, make_config, tables
+from tests.conftest import content, launch, make_config, run_tool, tables
 from tests.test_nf4 import quantize
 from tests.test_training import with_data
 
@@ -373,11 +373,11 @@ def test_the_tools_use_a_run_with_adapters(trained, base, tmp_path, capsys):
     tensors["model.layers.1.mlp.down_proj.weight"][5, 7] += 1e-4
     save_file(tensors, moved / "model.safetensors", metadata={"format": "pt"})
     for main, words in (generate.main, [run, "--prompt", "the cat"]), (hf.main, ["export", run, tmp_path / "out"]):
-        assert main([*map(str, words), "--base", str(moved)]) == 2
+        assert run_tool(main, *words, "--base", moved) == 2
         assert "was trained on a base with" in capsys.readouterr().err
     theirs = json.loads((moved / "config.json").read_text())
     (moved / "config.json").write_text(json.dumps({**theirs, "rms_norm_eps": 0.01}))
-    assert hf.main(["export", str(run), str(tmp_path / "out"), "--base", str(moved)]) == 2
+    assert run_tool(hf.main, "export", run, tmp_path / "out", "--base", moved) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"--base {moved}: is another model than {base}") and told.count("\n") == 1
     assert not (tmp_path / "out").exists()
@@ -385,7 +385,7 @@ def test_the_tools_use_a_run_with_adapters(trained, base, tmp_path, capsys):
     assert hf.main(["import", str(base), str(whole)]) == 0
     capsys.readouterr()
     for words, message in (["--base", str(base)], "has no [lora]"), (["--adapter"], "has no [lora]; export it whole"):
-        assert hf.main(["export", str(whole), str(tmp_path / "out"), *words]) == 2
+        assert run_tool(hf.main, "export", whole, tmp_path / "out", *words) == 2
         assert message in capsys.readouterr().err
 
 

@@ -37,7 +37,7 @@ from data.tokenizer import Tokenizer, train_tokenizer
 from data.tokens import open_stream, read_manifest
 from lifecycle.checks import check_launch
 from lifecycle.signals import Interruption
-from tests.conftest import REPO, config_for, launch, make_config, prepare_one, words
+from tests.conftest import REPO, config_for, launch, make_config, prepare_one, run_tool, words
 from tests.warm import warm_python
 
 
@@ -141,7 +141,7 @@ def test_what_ends_the_command_is_a_line_and_a_code(corpus, tmp_path, monkeypatc
     path = written(config_for(corpus, tmp_path), tmp_path)
     for raised, code, told in ((ConfigError("wrong"), 2, "wrong"), (KeyboardInterrupt, 130, "resumes here")):
         monkeypatch.setattr("data.prepare.prepare", unittest.mock.Mock(side_effect=raised))
-        assert main([str(path)]) == code
+        assert run_tool(main, path) == code
         printed = capsys.readouterr().err
         assert printed.endswith(f"{told}\n") and printed.count("\n") == 1
 
@@ -508,8 +508,8 @@ def test_a_full_disk_ends_in_a_line(corpus, prepared, write_config, tmp_path):
     path = write_config("full", data={"source": str(corpus), "path": str(tmp_path / "out"),
                                       "tokenizer": str(prepared / "tokenizer.model")})
     limit = "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); " \
-            "resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); import data.prepare as p; " \
-            "sys.exit(p.main(sys.argv[1:]))"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); import config, data.prepare as p; " \
+            "config.run_tool(p.main)"
     done = subprocess.run([sys.executable, "-c", limit, path], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 2 and not (tmp_path / "out").exists()
     assert done.stderr.splitlines()[-1].endswith("data could not be prepared: File too large"), done.stderr
