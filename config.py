@@ -27,6 +27,7 @@ IGNORE = -100  # target id without a loss, as cross_entropy's ignore_index; data
 PARTLY = ("none", "elementwise", "selective")  # values of recompute that never recompute a full block
 HALF = "; float16 would need a loss scaler, which this trainer does without"
 POSITIVE = (lambda v: isinstance(v, str) or v > 0, "must be greater than 0")  # or a keyword such as "auto"
+TIMEOUT = (lambda v: 0 < v <= 1e8, "must be greater than 0, and at most 1e8")  # torch adds it to a clock's nanoseconds
 NOT_NEGATIVE = (lambda v: v >= 0, "must be at least 0")
 FRACTION = (lambda v: 0 <= v <= 1, "must lie between 0 and 1")
 BETAS = (lambda v: all(0 <= b < 1 for b in v), "both must lie in [0, 1)")
@@ -45,9 +46,9 @@ class Run:
     seed: int = option(0, "seed of initial weights and data order", NOT_NEGATIVE)
     device: Literal["auto", "cuda", "cpu"] = option("auto", "auto: cuda where there is a GPU, else cpu")
     deterministic: bool = option(False, "use only torch's deterministic algorithms")
-    start_timeout_seconds: float = option(1800.0, "timeout of set-up and the first step", POSITIVE)
-    step_timeout_seconds: float = option(600.0, "timeout of a step, or of a batch of an evaluation", POSITIVE)
-    save_timeout_seconds: float = option(1800.0, "timeout of writing or reading a checkpoint", POSITIVE)
+    start_timeout_seconds: float = option(1800.0, "timeout of set-up and the first step", TIMEOUT)
+    step_timeout_seconds: float = option(600.0, "timeout of a step, or of a batch of an evaluation", TIMEOUT)
+    save_timeout_seconds: float = option(1800.0, "timeout of writing or reading a checkpoint", TIMEOUT)
 
 
 @dataclass(frozen=True)
@@ -410,7 +411,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--gpus-per-node", type=lambda text: positive(text, int))
     args, args.overrides = parser.parse_known_args(argv)
     if unknown := [word for word in args.overrides if not re.match("--[^=]+=", word)]:
-        parser.error(f"{unknown[0]}: unknown; CONFIG comes first, then options as --section.key=value, in one word")
+        parser.error(f"{', '.join(unknown)}: unknown; CONFIG comes first, then options as --section.key=value, in one "
+                     "word")
     only = ("json", "world_size", "gpu", "gpu_memory_gib", "gpus_per_node", "plot")
     if not args.dry_run and any(getattr(args, name) for name in only):
         parser.error(f"{', '.join('--' + name.replace('_', '-') for name in only)} go with --dry-run only")

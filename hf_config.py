@@ -153,7 +153,10 @@ def complete_adapter(given: Given) -> None:
     values, folder, problems = given.values, pathlib.Path(given.values["lora.init_from"]), []
     if {f"lora.{key}" for key in ADAPTER_KEYS} <= values.keys():
         return
-    theirs = read_adapter(folder)
+    try:
+        theirs = read_adapter(folder)
+    except ConfigError as error:
+        raise ConfigError(*given.problems.values(), *error.problems) from None
     for key, their_key in ADAPTER_KEYS.items():
         name, value = f"lora.{key}", theirs.get(their_key)
         try:

@@ -250,7 +250,7 @@ def as_json(row: dict) -> str:
 
 def console_line(row: dict, steps: int) -> str:
     mfu = f"{row['mfu']:6.1%}" if row["mfu"] is not None else "     -"
-    left = timedelta(seconds=round((steps - row["step"]) * row["step_seconds"]))  # prints as h:mm:ss
+    left = timedelta(seconds=min(round((steps - row["step"]) * row["step_seconds"]), 10**13))  # prints as h:mm:ss
     return (f"step {row['step']:>{len(str(steps))}}/{steps}  loss {row['loss']:7.4f}  grad {row['grad_norm']:6.2f}  "
             f"lr {row['lr']:.2e}  {row['tokens_per_second_per_device']:>9,.0f} tokens/s/device  mfu {mfu}  "
             f"mem {row['peak_memory_gib']:5.1f} GiB  left {left}")

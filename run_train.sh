@@ -39,11 +39,8 @@ make_venv() {
     local venv=$repo/.venv wanted
     wanted=$(cksum <"$repo/requirements.txt")
     python=$venv/bin/python
-    if [[ -n ${SLURM_JOB_ID:-} ]]; then
-        [[ $(cat "$venv/.made-from" 2>/dev/null) == "$wanted" ]] ||
-            fail "nothing is installed inside a job; run ./run_train.sh --setup on the login node"
-        return
-    fi
+    if [[ $(cat "$venv/.made-from" 2>/dev/null) == "$wanted" ]]; then return; fi
+    [[ -z ${SLURM_JOB_ID:-} ]] || fail "nothing is installed inside a job; run ./run_train.sh --setup on the login node"
     exec 9>"$repo/.venv.lock"
     if command -v flock >/dev/null; then flock 9; fi
     if [[ $(cat "$venv/.made-from" 2>/dev/null) != "$wanted" ]]; then

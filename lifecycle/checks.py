@@ -1,11 +1,13 @@
 """Checks that one process can do before the ranks start. Also prepares the data, except inside a SLURM job."""
 
 import os
+import pathlib
 import shlex
 import shutil
 from argparse import Namespace
 
 import config
+from checkpoint import catalog, compare
 from config import ConfigError
 from files import print_line
 from lifecycle.command import visible_gpus
@@ -18,12 +20,13 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
                  interruption: Interruption) -> bool:
     """Runs all checks and prepares the data. Returns whether there is anything left to do. Raises ConfigError."""
     folder = config.run_folder(cfg)
-    status = read_status(folder)
-    finished = status.get("state") == "finished"  # there may be nothing left to write
-    together(lambda: config.mesh_shape(cfg, ranks), lambda: args.eval_only or finished or check_folder(folder))
+    if not args.eval_only and read_status(folder).get("state") == "finished":
+        interruption.allow()  # verifying its last checkpoint reads every byte
+        if nothing_left(cfg, folder):
+            return False
+    together(lambda: config.mesh_shape(cfg, ranks), lambda: args.eval_only or check_folder(folder))
 
     # Imports from higher layers, as in a tool's main(). Local: torch takes seconds to load, and few launches need it.
-    from checkpoint import catalog, compare
     from data.dataset import is_prepared, open_dataset
     from data.prepare import prepare
 
@@ -32,23 +35,17 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
         command = shlex.join(["./run_train.sh", "-m", "data.prepare", args.config, *args.overrides])
         raise ConfigError(f"{args.config}: its data is not prepared, and none is inside a job; run {command} on the "
                           "login node")
-    # the ranks read every byte of a checkpoint; done here only if there may be nothing left for them to do
-    look = catalog.problems_of if finished else catalog.problems_without_hashing
     *_, chosen = together(
         lambda: check_device(cfg, local_ranks),
         lambda: check_patterns(cfg),
         lambda: check_compiler(cfg),
-        lambda: args.eval_only or catalog.choose(cfg, catalog.steps(cfg), look))
+        lambda: args.eval_only or catalog.choose(cfg, catalog.steps(cfg), catalog.problems_without_hashing))
     if args.eval_only:
         start, _ = catalog.newest_good(cfg, catalog.steps_to_evaluate(cfg), catalog.problems_without_hashing)
         compare.check_same_run(cfg, start, compare.SAME_OUTPUTS)
     else:
         start, _ = chosen
         compare.check_same_run(cfg, start)
-        if start >= cfg.train.steps and finished:
-            print_line(f"{folder}: finished at step {status.get('step', start)}; train.steps = {cfg.train.steps} "
-                       "asks for no more")
-            return False
         if cfg.model.init_from and (cfg.lora or not start):
             from model.hf_weights import weights_to_read
 
@@ -67,6 +64,17 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"[run] output_dir: {folder} cannot be made: {error.strerror}") from None
+    return True
+
+
+def nothing_left(cfg: config.Config, folder: pathlib.Path) -> bool:
+    """Whether a finished run has a good checkpoint of the last step or beyond. Prints so. Raises ConfigError."""
+    start, _ = catalog.choose(cfg, catalog.steps(cfg), catalog.problems_of)
+    compare.check_same_run(cfg, start)
+    if start < cfg.train.steps:
+        return False
+    step = read_status(folder).get("step", start)
+    print_line(f"{folder}: finished at step {step}; train.steps = {cfg.train.steps} asks for no more")
     return True
 
 

@@ -44,6 +44,7 @@ from lifecycle import INPUT_IS_WRONG, STOPPED
 from lifecycle.checks import check_launch
 from lifecycle.command import Ranks, requeue
 from lifecycle.folder import failures, holder, lock, read_status, remove_traces, resume_once, stop_file, write_status
+from options import together
 
 IDLE_ATTEMPTS = 3  # attempts of a job in a row without a step
 
@@ -170,10 +171,9 @@ def launch(argv: list[str], interruption: Interruption) -> int:
     """Launches the run that the command line describes; returns the exit code."""
     args = cfg = None
     try:
-        ranks = Ranks.from_environment()
         args = config.parse_arguments(argv)
+        ranks, cfg = together(Ranks.from_environment, lambda: config.load(args.config, args.overrides))
         launch_id = ".".join([*ranks.attempt, uuid.uuid4().hex])
-        cfg = config.load(args.config, args.overrides)
         if not args.eval_only:  # an evaluation takes no folder
             cfg = replace(cfg, checkpoint=resume_once(cfg, launch_id))
         try:

@@ -75,6 +75,7 @@ MALFORMED = {
     "huge integer": (replaced("train.steps = 100000000000000000000000"),
                      ["[train] steps", "must be an integer, neither empty nor infinite nor out of range"]),
     "integer of 5,000 digits": (replaced("train.steps = " + "9" * 5000), ["TOML: Exceeds the limit (4300"]),
+    "endless timeout": (replaced("run.step_timeout_seconds = 1e15"), ["[run] step_timeout_seconds = 1", "at most 1e8"]),
     "negative steps": (replaced("train.steps = -1"), ["[train] steps = -1", "greater than 0"]),
     "zero batch": (replaced("train.global_batch_size = 0"), ["[train] global_batch_size = 0"]),
     "zero sequence": (replaced("train.seq_len = 0"), ["[train] seq_len = 0"]),
@@ -265,6 +266,7 @@ def test_malformed_override_is_refused(argument, named):
     (["--eval.every_steps=5"], "eval.every_steps", 5),
     (["--eval.every_steps=5", "--eval=off"], "eval", None),
     (["--model.rope_scaling.factor=8"], "model.rope_scaling.factor", 8.0),
+    (["--model.rope_scaling={factor = 8}", "--model.rope_scaling.factor=4"], "model.rope_scaling.factor", 4.0),
     (['--parallel.keep_fp32=["blocks.*"]'], "parallel.keep_fp32", ("blocks.*",)),
 ])
 def test_overrides(arguments, key, value):
@@ -301,11 +303,22 @@ def test_all_problems_at_once(tmp_path):
         "n_heads", "stepz", "schedule", "dp_replicate"]
 
 
+def test_what_is_wrong_beside_a_folder_that_cannot_be_read_is_told_too():
+    for table in "model", "lora":
+        raw = tables(train={"steps": -1}, model={"dim": None, "init_from": "none"}, lora={"init_from": "none"})
+        if table == "lora":
+            raw["model"] = tables(model={"init_from": "none"})["model"]
+        with pytest.raises(ConfigError) as caught:
+            config.from_dict(raw, "t.toml")
+        steps, folder = caught.value.problems
+        assert "steps = -1" in steps and "none" in folder
+
+
 @pytest.mark.parametrize("program, arguments, told", [
     ("train.py", [], "CONFIG"), ("data/prepare.py", [], "CONFIG"), ("data/show.py", ["--step", "1"], "CONFIG"),
     ("train.py", ["tiny.toml", "--json"], "--dry-run"), ("train.py", ["tiny.toml", "--world-size=2"], "--dry-run"),
     ("train.py", ["tiny.toml", "--dry-run", "--eval-only"], "not allowed with argument --dry-run"),
-    ("train.py", ["tiny.toml", "--=5"], "--=5: unknown"),
+    ("train.py", ["tiny.toml", "--=5", "--two"], "--=5, --two: unknown"),
     ("train.py", ["tiny.toml", "other.toml"], "other.toml: unknown; CONFIG comes first"),
     ("data/prepare.py", ["tiny.toml", "--dry-run"], "--dry-run and --eval-only go with ./run_train.sh CONFIG"),
     ("data/show.py", ["tiny.toml", "--eval-only"], "--dry-run and --eval-only go with ./run_train.sh CONFIG"),

@@ -601,8 +601,13 @@ def test_a_finished_run_needs_no_writable_folder(write_config, monkeypatch, caps
     path = write_config("kept", train={"steps": 2}, checkpoint={})
     assert launch(path).returncode == 0
     monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK | os.X_OK)
-    assert launch_here([str(path)], Interruption()) == 0
-    assert "kept: finished at step 2; train.steps = 2 asks for no more" in capsys.readouterr().out
+    monkeypatch.setenv("NPROC", "3")  # its batch divides over none of what is there now, which is no matter either
+    for words in [], ["--run.device=cuda"]:
+        assert launch_here([str(path), *words], Interruption()) == 0
+        assert "kept: finished at step 2; train.steps = 2 asks for no more" in capsys.readouterr().out
+    monkeypatch.setenv("NPROC", "1")
+    assert launch_here([str(path), "--train.steps=3"], Interruption()) == 2
+    assert capsys.readouterr().err.endswith("outputs/kept cannot be written to\n")
 
 
 def test_an_evaluation_without_a_checkpoint_is_refused_and_ends_by_ctrl_c(write_config, monkeypatch, capsys,
@@ -784,6 +789,13 @@ def test_ranks_that_are_no_number_are_refused(monkeypatch, variable, text):
     monkeypatch.setenv(variable, text)
     with pytest.raises(ConfigError, match=f"run_train.sh: {variable}={text}: must be a number"):
         Ranks.from_environment()
+
+
+def test_what_is_wrong_with_the_ranks_and_with_the_options_is_told_at_once(write_config, monkeypatch, capsys):
+    monkeypatch.setenv("NPROC", "0")
+    assert launch_here([str(write_config("r")), "--train.steps=-1"], Interruption()) == 2
+    ranks, options = capsys.readouterr().err.splitlines()
+    assert "NPROC=0: must be a number" in ranks and "steps = -1: must be greater than 0" in options
 
 
 @pytest.mark.parametrize("chosen, count", [(None, 3), ("", 0), ("1", 1), ("0,2", 2), ("-1", 0), ("0,-1,2", 1)])

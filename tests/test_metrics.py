@@ -89,6 +89,7 @@ def test_console_line(changes):
     line = console_line(row, 3600)
     assert "step    7/3600" in line and "12,346 tokens/s/device" in line and "left 1:59:46" in line
     assert ("43.2%" in line) == ("mfu" in changes) and ("nan" in line) == ("loss" in changes)
+    assert "left 115740740 days, 17:46:40" in console_line(row, 2**63 - 1)  # a run without an end
 
 
 def test_the_environment_names_each_host_of_the_launch_once():

@@ -154,6 +154,9 @@ esac
     with (tmp_path / "requirements.txt").open("a") as file:
         file.write("# another\n")
     assert set_up() == (*made, ["venv", "pip", "pip"])
+    (tmp_path / ".venv.lock").unlink()
+    (tmp_path / ".venv.lock").mkdir()  # cannot be opened, as in a repository that is another user's
+    assert set_up() == (*made, [])
 
 
 @pytest.mark.parametrize("name", ["requirements.txt", "tests/requirements.txt"])
