@@ -37,6 +37,8 @@ def prepare(cfg: config.Config) -> list[pathlib.Path]:
 
 def _make_under_lock(path: pathlib.Path, made: Callable[[], bool], make: Callable[[], None]) -> None:
     """make() unless made(), holding a lock file next to `path`, hidden and never removed. OSError -> ConfigError."""
+    if not path.name:
+        raise ConfigError(f"[data] path = {path}: is the current folder or /; name one in it")
     lock = path.with_name(f".{path.name}.lock")
     try:
         if made():

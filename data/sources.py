@@ -4,6 +4,7 @@ import codecs
 import contextlib
 import glob
 import json
+import os
 import pathlib
 import re
 import sysconfig
@@ -180,7 +181,13 @@ def local_files(source: str) -> list[pathlib.Path] | None:
             return [path]
         if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source) and not source.endswith(suffixes):
             return None
-        return sorted(map(pathlib.Path, glob.glob(source, recursive=True)))
+        for part in (path, *path.parents):  # glob() passes over folders that it may not list
+            if glob.has_magic(part.name) or part.parent.name == "**":
+                for folder in glob.glob(f"{part.parent}/", recursive=True):
+                    os.listdir(folder)
+        found = sorted(map(pathlib.Path, glob.glob(source, recursive=True)))
+        # a file once, also where a link to a folder above it leads ** around
+        return sorted({path.resolve(): path for path in reversed(found)}.values())
 
 
 def file_stamps(source: str) -> list[list]:

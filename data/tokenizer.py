@@ -92,9 +92,10 @@ class Tokenizer:
             raise ConfigError(f"{self.path}: is no tokenizer (an HTML page, git-lfs pointer or tiktoken vocabulary?): "
                               f"it begins with {content[:24]!r}")
         self.bos, self.eos = ([i] if i >= 0 else [] for i in (self.model.bos_id(), self.model.eos_id()))
-        # SPACE as byte tokens, which decode() keeps; only if the model has byte fallback and adds no dummy prefix
+        # SPACE as byte tokens, which decode() keeps; only if the model has byte fallback and adds no dummy prefix (a
+        # vocabulary of another script has no "a", only its byte)
         space = [self.model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
-        exact = self.model.unk_id() not in space and self.model.encode("a", out_type=str)[:1] == ["a"]
+        exact = self.model.unk_id() not in space and self.model.encode("a", out_type=str)[0] in ("a", "<0x61>")
         self.space = space if exact else None
 
     def _load_json(self) -> None:
@@ -145,8 +146,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
             for line in (line for text in texts for line in text.splitlines() if "\0" not in line):
                 # split, since sentencepiece silently drops lines longer than max_sentence_length (bytes)
                 yield from (line[i : i + LINE] for i in range(0, len(line), LINE))
-        except (ConfigError, OSError) as error:  # sentencepiece would turn it into a RuntimeError
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # Ctrl-C, too: sentencepiece would turn it into a RuntimeError
             failures.append(error)
+            raise
 
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -154,6 +158,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
             byte_fallback=True, character_coverage=0.9999, normalization_rule_name="identity",
             remove_extra_whitespaces=False, add_dummy_prefix=False, allow_whitespace_only_pieces=True,
             user_defined_symbols=["\n"],  # training sees single lines, so it would learn no entry for the line end
+            required_chars=SPACE,  # also for text without spaces: as bytes, a space would decode as this character
             max_sentence_length=4 * LINE, num_threads=os.cpu_count() or 1, minloglevel=2,
         )
     except RuntimeError as error:

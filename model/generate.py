@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+import hf_config
 from config import ConfigError, run_tool
 from model.attention import Cache
 
@@ -152,6 +153,9 @@ def main(argv: list[str]) -> int:
         folder = catalog.find(args.checkpoint)
         cfg = catalog.read_config(folder, args.base)
         tokenizer, context = Tokenizer(folder), cfg.train.seq_len
+        if (settings := folder / "generation_config.json").is_file():  # of an import: several tokens may end a text
+            more = hf_config.read_json(settings).get("eos_token_id")
+            tokenizer.eos = [*tokenizer.eos, *(more if isinstance(more, list) else [more])]
         rows = [encode(tokenizer, prompt) for prompt in args.prompt]
         if (largest := max(map(max, rows))) >= cfg.model.vocab_size:
             raise ConfigError(f"--prompt: has id {largest}, but the model's vocab_size is {cfg.model.vocab_size}: the "

@@ -43,6 +43,7 @@ NAMES = {  # our parameter name -> theirs; N: index of the block
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
                    "added_tokens.json", "chat_template.jinja")
+CONSTANT = ".rotary_emb.inv_freq"  # the end of a name that old checkpoints have: ignored
 DTYPES = ("F32", "BF16", "F16")  # the dtypes that are read, by safetensors' codes
 PEFT_WEIGHTS = "adapter_model.safetensors"
 SUMMED = 2**20  # elements hashed at a time for fingerprint(), in full rows
@@ -208,7 +209,8 @@ def scan(folder: Path) -> dict[str, Stored]:
 
     def read_listed(name: str) -> dict[str, Stored]:
         path, found = folder / name, read_header(folder / name)
-        listed = {key for key, place in weight_map.items() if place == name} if weight_map else {*found}
+        listed = {key for key, place in weight_map.items() if place == name and not key.endswith(CONSTANT)
+                  } if weight_map else {*found}
         problems = [f"{path}: has no {key}, which {INDEX} lists" for key in sorted(listed - {*found})]
         problems += [f"{path}: has {key}, which {INDEX} does not list" for key in sorted({*found} - listed)]
         if problems:
@@ -221,7 +223,7 @@ def scan(folder: Path) -> dict[str, Stored]:
 
 def read_header(path: Path) -> dict[str, Stored]:
     with opened(path) as file:  # safetensors checks that the tensors fill the file
-        entries = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  it is no dict
+        entries = {key: file.get_slice(key) for key in file.keys() if not key.endswith(CONSTANT)}  # noqa: SIM118  no dict
         return {key: Stored(path, key, entry.get_dtype(), entry.get_shape()) for key, entry in entries.items()}
 
 
@@ -252,10 +254,9 @@ def matched(path: Path, found: dict[str, Stored], ours: dict[str, list[int]]) ->
 def match_weights(folder: Path, found: dict[str, Stored], m: config.Model) -> Weights:
     """The tensors of scan() by our names. Raises ConfigError if they do not match this model.
 
-    Ignores rotary_emb.inv_freq, a constant in old checkpoints. With tied embeddings, lm_head.weight may be present and
-    must equal the embedding; if it does not, config.json is wrong about the model.
+    With tied embeddings, lm_head.weight may be present and must equal the embedding; if it does not, config.json is
+    wrong about the model.
     """
-    found = {name: stored for name, stored in found.items() if not name.endswith(".rotary_emb.inv_freq")}
     tied = found.pop(hf_name("head.weight"), None) if m.tie_embeddings else None
     weights = Weights(matched(folder, found, shapes(m)))
     if tied:

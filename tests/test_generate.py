@@ -1,6 +1,7 @@
 """Generation against transformers, against recomputing every token, against definitions; and what the tool prints."""
 
 import dataclasses
+import json
 import math
 import os
 import pathlib
@@ -266,6 +267,16 @@ def test_tool_writes_from_a_checkpoint_and_from_its_run(checkpoint, capsys):
     options = ("--tokens", 12, "--top-p", 0.5)
     assert run(capsys, checkpoint, "--prompt", "a", *options, "--seed", 1) != run(
         capsys, checkpoint, "--prompt", "a", *options, "--seed", 2)
+
+
+def test_tool_ends_a_text_at_any_eos_token_of_an_imported_folder(checkpoint, tmp_path, monkeypatch, capsys):
+    folder, tokenizer = shutil.copytree(checkpoint, tmp_path / "imported"), Tokenizer(checkpoint)
+    more = tokenizer.encode(["on the mat"])[0]
+    monkeypatch.setattr(tool, "generate", lambda *unused: iter([[token] for token in more]))
+    for ids, length in ((None, len(more)), (more[2], 2), ([9999, more[1]], 1)):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+        text = tokenizer.decode([*encode(tokenizer, "the cat"), *more[:length]])
+        assert run(capsys, folder, "--prompt", "the cat", "--tokens", 8) == (0, f"{text}\n", "")
 
 
 def test_tool_reports_when_text_outgrows_the_window(checkpoint, capsys):

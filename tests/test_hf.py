@@ -110,6 +110,14 @@ def in_transformers(folder: pathlib.Path) -> LlamaForCausalLM:
     return LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype="auto")
 
 
+def test_an_index_need_not_list_the_constants_of_old_folders(folders, tmp_path):
+    folder = shutil.copytree(folders["sharded"], tmp_path / "old")
+    shard = next(folder.glob("model-00001*"))
+    save_file({**load_file(shard), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}, shard)
+    assert open_weights(config_from(str(folder)).model).stored.keys() == open_weights(
+        config_from(str(folders["sharded"])).model).stored.keys()
+
+
 def run(capsys, *arguments: object) -> tuple[int, str]:
     """(exit code, stderr) of the tool."""
     capsys.readouterr()

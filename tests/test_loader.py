@@ -3,10 +3,13 @@
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import random
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from data.loader import Loader, make_order, sample_digest, validation_batches
 from data.order import Place
 from data.tokenizer import Tokenizer
 from data.tokens import TokenStream, open_stream, read_manifest, window_count
-from tests.conftest import make_config, run_tool
+from tests.conftest import REPO, config_for, make_config, prepare_one, run_tool
 
 
 def test_every_sample_once_an_epoch_for_any_split(prepared):
@@ -172,6 +175,16 @@ def test_documents_of_any_span(prepared):
         stop = min(stream.length, start + draw.randrange(1, 400))
         assert stream.documents(start, stop) == [d for d in whole if d[1] < stop and d[2] > start]
     assert stream.documents(5, 5) == []
+
+
+def test_a_step_can_be_read_on_a_terminal_without_its_characters(tmp_path):
+    (tmp_path / "source.jsonl").write_text("".join(json.dumps({"text": f"\u732b {i} " * 20}) + "\n" for i in range(50)))
+    cfg = config_for(tmp_path / "source.jsonl", tmp_path)
+    prepare_one(cfg)
+    (tmp_path / "test.toml").write_text(config.to_toml(cfg))
+    done = subprocess.run([sys.executable, "-m", "data.show", str(tmp_path / "test.toml")], cwd=REPO, text=True,
+                          capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and "\\u732b 20 \\u732b 20 " in done.stdout, done.stderr
 
 
 def test_a_step_can_be_read(corpus, write_config, capsys):

@@ -139,6 +139,10 @@ def trained(on_ranks, base, adapter, corpus, prepared, tmp_path_factory):
     return found, output
 
 
+def test_the_base_has_one_hash_on_every_mesh(trained):
+    assert len({json.loads(path.read_text())["base"] for path in trained[1].glob("*/*/checkpoints/*/state.json")}) == 1
+
+
 def stored(run, step: int) -> dict[str, torch.Tensor]:
     folder = run / f"checkpoints/step-{step:08d}"
     reader = load.Reader(folder)

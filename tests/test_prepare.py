@@ -137,6 +137,14 @@ def test_a_folder_of_something_else_is_refused(corpus, tmp_path):
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.parametrize("path", [".", "/"])
+def test_a_folder_without_a_name_is_refused(corpus, tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    cfg = config_for(corpus, tmp_path)
+    with pytest.raises(ConfigError, match="path = .*is the current folder or /; name one in it"):
+        prepare_one(dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, path=path)))
+
+
 def test_what_ends_the_command_is_a_line_and_a_code(corpus, tmp_path, monkeypatch, capsys):
     path = written(config_for(corpus, tmp_path), tmp_path)
     for raised, code, told in ((ConfigError("wrong"), 2, "wrong"), (KeyboardInterrupt, 130, "resumes here")):

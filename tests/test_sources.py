@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import os
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import pytest
 from config import ConfigError
 from data import dataset, sources
 from data.encode import CHUNK, chunks
-from data.sources import _stdlib_files, file_stamps, open_source
+from data.sources import _stdlib_files, file_stamps, local_files, open_source
 from tests.conftest import REPO, config_for, make_config, words
 
 
@@ -92,6 +94,27 @@ def test_files_that_cannot_be_looked_at_are_refused(name, tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match=r"\[data\] source = .*: (cannot be read: \w+Error: .*\.jsonl|no such file)"):
         file_stamps(name)
         open_source(config_for(name, tmp_path).data)
+
+
+def test_a_pattern_finds_each_file_once_and_passes_over_no_folder(tmp_path, monkeypatch):
+    for name in "a", "b/c":
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "x.jsonl").write_text('{"text": "as it happens"}\n')
+    (tmp_path / "b/loop").symlink_to(tmp_path)
+    found = [tmp_path / "a/x.jsonl", tmp_path / "b/c/x.jsonl"]
+    assert local_files(f"{tmp_path}/**/*.jsonl") == found and local_files(f"{tmp_path}/a/*.jsonl") == found[:1]
+    listdir = os.listdir
+
+    def refuse(folder: str) -> list[str]:
+        if pathlib.Path(folder).name == "b":
+            raise PermissionError(13, "Permission denied", folder)
+        return listdir(folder)
+
+    monkeypatch.setattr("os.listdir", refuse)
+    for pattern in "**/*.jsonl", "*/*/*.jsonl", "b/*/x.jsonl":
+        with pytest.raises(ConfigError, match="cannot be read: PermissionError"):
+            local_files(f"{tmp_path}/{pattern}")
+    assert local_files(f"{tmp_path}/a/*.jsonl") == found[:1]
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path):

@@ -16,7 +16,7 @@ from config import ConfigError
 from data.dataset import open_dataset, samples_per_epoch
 from data.encode import is_validation
 from data.sources import open_source
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, train_tokenizer
 from data.tokens import open_stream
 from tests.conftest import REPO, config_for, make_config, prepare_one, words
 
@@ -38,11 +38,27 @@ def test_tokenizer_is_lossless(tokenizer, text):
     assert tokenizer.decode(ids) == text and all(0 <= i < tokenizer.vocab_size for i in ids)
 
 
+def test_a_tokenizer_of_another_script_is_lossless_too(tmp_path):
+    text = "".join(map(chr, range(0x430, 0x450))) + "\n"  # Cyrillic
+    (tmp_path / "tokenizer.model").write_bytes(train_tokenizer([text * 20] * 20, 300))
+    made = Tokenizer(tmp_path)
+    for text in HOSTILE:
+        assert made.decode(made.encode([text])[0]) == text
+
+
+def test_ctrl_c_ends_the_training_of_a_tokenizer():
+    def texts():
+        yield "the cat sat on the mat"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_tokenizer(texts(), 320)
+
+
 def test_default_source_round_trips():
     cfg = make_config(model={"vocab_size": 1024})
     texts = list(open_source(cfg.data))
     assert 10e6 < sum(map(len, texts)) < 40e6
-    from data.tokenizer import train_tokenizer
     path = REPO / ".pytest_cache/stdlib.model"
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(train_tokenizer(texts[::20], 1024))
@@ -96,8 +112,6 @@ def test_very_long_lines_train_a_tokenizer_too(tmp_path):
 def test_indentation_is_one_token():
     """Of code, most of which would be spaces else."""
     import sentencepiece
-
-    from data.tokenizer import train_tokenizer
 
     made = sentencepiece.SentencePieceProcessor()
     made.LoadFromSerializedProto(train_tokenizer((f"def f{i}():\n        return {i}\n" for i in range(200)), 300))
