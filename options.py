@@ -90,15 +90,12 @@ class Schema:
         given.origins = dict.fromkeys(values, path)
         for override in overrides:
             name, _, text = override[2:].partition("=")
+            found = flatten({name: self._parse(name, text)}, self.options)
             if text == "off" and name in self.tables and self.tables[name][1]:
                 values = {key: value for key, value in values.items() if not f"{key}.".startswith(f"{name}.")}
-                given.origins[name] = "command line"
             else:
-                value = self._parse(name, text)
-                table = name in self.tables and isinstance(value, dict) and value
-                found = flatten(value, self.options, f"{name}.") if table else {name: value}
                 values |= found
-                given.origins |= dict.fromkeys(found, "command line")
+            given.origins |= dict.fromkeys(found, "command line")
         for name, value in values.items():
             try:
                 given.values[name] = self.fit(name, value)
