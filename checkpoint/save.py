@@ -7,7 +7,6 @@ import pathlib
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ class Saver:
     def __init__(self, cfg: config.Config, verified: int, extra_files: list[pathlib.Path]):
         """verified: a step whose checkpoint is known to be good. extra_files (the tokenizer) are copied into each."""
         self.cfg, self.verified, self.extra_files = cfg, {verified}, extra_files
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.longest_timeout(cfg)))
+        self.group = dist.new_group(backend="gloo")
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.stopping = False  # the run is stopping: purging is left to the next launch
         self.before_publishing: Callable[[], None] = lambda: None  # on rank 0; an OSError fails the save

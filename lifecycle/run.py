@@ -11,7 +11,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -86,7 +85,7 @@ class Run:
             log.warning("corrupt, set aside: %s", problem)
         if warning := other_tokenizer(self.cfg, self.step, tokenizer_files):  # which allow_changed may allow
             log.warning(warning)
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.longest_timeout(self.cfg)))
+        group = dist.new_group(backend="gloo")
         launched = self.launch and self.world.rank == 0
         self.stop.connect(group, folder.stop_file(self.folder, self.launch) if launched else None)
 

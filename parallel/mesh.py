@@ -190,7 +190,9 @@ def distributed(cfg: config.Config) -> Iterator[World]:
     # gloo next to NCCL: flags, metadata and offloaded tensors are reduced on the host, without waiting for the GPU
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=config.longest_timeout(cfg)), **alone)
+    # DeviceMesh's groups take torch's default timeout, 30 minutes, not that of init_process_group(): set the default
+    dist.distributed_c10d.default_pg_timeout = datetime.timedelta(seconds=config.longest_timeout(cfg))
+    dist.init_process_group(backend, **alone)
     check_same_on_all_ranks("configuration and options", shared_options(cfg))
     yield World(rank, size, device, build_mesh(device.type, shape))
     # Not reached after an exception: the other ranks may never reach the barrier, so the process just exits.

@@ -369,6 +369,16 @@ def not_finite_at_the_end() -> list[str]:
     return told
 
 
+def timeouts() -> set[float]:
+    """Seconds, of all process groups that a run makes."""
+    cfg = make_config(run={"start_timeout_seconds": 7200.0}, parallel={"dp_replicate": 2, "cp": 2})
+    with distributed(cfg) as world:
+        parallelize(meta_model(cfg.model), cfg, world)
+        groups = [group for group in dist.distributed_c10d._world.pg_map if group.size() > 1]
+        assert len(groups) >= 4
+        return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+
+
 def groups_of_an_integer_reshard(layers: list[int]) -> list[int]:
     """Process groups that sharding makes, on eight ranks, for models of so many blocks."""
     found = []

@@ -199,6 +199,11 @@ def test_short_lives_end_in_order(on_ranks):
         on_ranks(2, cases.start_and_end)
 
 
+def test_all_process_groups_have_the_runs_timeout(on_ranks):
+    """Also those of the mesh, which would have torch's 30 minutes."""
+    assert on_ranks(4, cases.timeouts) == [{7260.0}] * 4
+
+
 def test_units_share_the_groups_that_they_reshard_within(on_ranks):
     """However many there are: a GPU runs out of communicators."""
     few, many = on_ranks(1, cases.groups_of_an_integer_reshard, [2, 9])[0]
