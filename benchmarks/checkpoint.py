@@ -61,6 +61,8 @@ def main() -> int:
         seconds.setdefault(name, []).append(time.perf_counter() - began)
         return result
 
+    if args.folder:
+        os.makedirs(args.folder, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         cfg = configuration(args.mib, folder)
         behind = dataclasses.replace(cfg, checkpoint=dataclasses.replace(cfg.checkpoint, async_save=True))

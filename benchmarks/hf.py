@@ -133,6 +133,8 @@ def main() -> int:
     parser.add_argument("--folder", help="on the disk to use; absent: the default for temporary files")
     parser.add_argument("--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4])
     args = parser.parse_args()
+    if args.folder:
+        os.makedirs(args.folder, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         for row in measure(pathlib.Path(folder), args.mib, args.ranks):
             print(json.dumps({name: round(v, 2) if isinstance(v, float) else v for name, v in row.items()}), flush=True)
