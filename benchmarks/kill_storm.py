@@ -202,10 +202,10 @@ def tensors(cfg: config.Config) -> dict[str, bytes]:
 
 
 def rows(cfg: config.Config) -> list[tuple]:
-    """metrics.jsonl without what tells of time and memory."""
+    """metrics.jsonl without what tells of time and memory, as all of the plan's row does (of a launch of 30 s)."""
     lines = (config.run_folder(cfg) / "metrics.jsonl").read_text().splitlines()
     return [tuple(row.get(key) for key in ("kind", "step", "loss", "grad_norm", "lr", "tokens", "batch_digest"))
-            for row in map(json.loads, lines)]
+            for row in map(json.loads, lines) if row["kind"] != "plan"]
 
 
 def differences(ours: config.Config, theirs: config.Config) -> list[str]:
