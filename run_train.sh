@@ -69,11 +69,13 @@ case ${1:-} in
 -m) choose_python; exec "$python" "$@" ;;
 "" | --*) set -- "$repo/configs/tiny.toml" "$@" ;;
 esac
-case " $* " in *" --help "* | *" -h "*)  # a closed pipe (| head) is no error
-    sed -n '/^# Sets up/,/^set /s/^# \{0,1\}//p' "$repo/run_train.sh" || true ;;
-esac
+help='' plan=''
+for word in "$@"; do case $word in --help | -h) help=yes ;; --dry-run) plan=yes ;; esac; done
+if [[ -n $help ]]; then
+    sed -n '/^# Sets up/,/^set /s/^# \{0,1\}//p' "$repo/run_train.sh" || true  # a closed pipe (| head) is no error
+fi
 choose_python "$@"
-case " $* " in *" --help "* | *" -h "* | *" --dry-run "*) exec "$python" "$repo/train.py" "$@" ;; esac
+if [[ -n $help$plan ]]; then exec "$python" "$repo/train.py" "$@"; fi
 # Open stdout and stderr on /dev/null if a daemon closed them: ranks could not redirect them to their logs.
 { : 3>&2; } || exec 2>/dev/null
 { : 3>&1; } 2>/dev/null || exec >/dev/null

@@ -48,7 +48,8 @@ def main(argv: list[str]) -> int:
     _, cfg = config.from_command_line(rest, __doc__, tool=True)
     if args.step < 1:
         raise ConfigError(f"--step {args.step}: steps count from 1")
-    sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal's encoding lacks
+    if sys.stdout:  # None: closed
+        sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal's encoding lacks
     for text in samples(cfg, args.step):
         print_line(text)
     return 0

@@ -181,13 +181,16 @@ def local_files(source: str) -> list[pathlib.Path] | None:
             return [path]
         if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source) and not source.endswith(suffixes):
             return None
-        for part in (path, *path.parents):  # glob() passes over folders that it may not list
-            if glob.has_magic(part.name) or part.parent.name == "**":
+        for part in (path, *path.parents):  # glob() passes over folders that it may not search or list
+            if glob.has_magic(str(part)):
                 for folder in glob.glob(f"{part.parent}/", recursive=True):
-                    os.listdir(folder)
+                    os.stat(f"{folder}.")
+                    if glob.has_magic(part.name) or part.parent.name == "**":
+                        os.listdir(folder)
         found = sorted(map(pathlib.Path, glob.glob(source, recursive=True)))
-        # a file once, also where a link to a folder above it leads ** around
-        return sorted({path.resolve(): path for path in reversed(found)}.values())
+        # each file of a folder once, also where a link to a folder above it leads ** around
+        folders = {folder: folder.resolve() for folder in {path.parent for path in found}}
+        return sorted({folders[path.parent] / path.name: path for path in reversed(found)}.values())
 
 
 def file_stamps(source: str) -> list[list]:

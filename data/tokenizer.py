@@ -158,7 +158,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
             byte_fallback=True, character_coverage=0.9999, normalization_rule_name="identity",
             remove_extra_whitespaces=False, add_dummy_prefix=False, allow_whitespace_only_pieces=True,
             user_defined_symbols=["\n"],  # training sees single lines, so it would learn no entry for the line end
-            required_chars=SPACE,  # also for text without spaces: as bytes, a space would decode as this character
             max_sentence_length=4 * LINE, num_threads=os.cpu_count() or 1, minloglevel=2,
         )
     except RuntimeError as error:

@@ -69,7 +69,10 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
 
 def nothing_left(cfg: config.Config, folder: pathlib.Path) -> bool:
     """Whether a finished run has a good checkpoint of the last step or beyond. Prints so. Raises ConfigError."""
-    start, _ = catalog.choose(cfg, catalog.steps(cfg), catalog.problems_of)
+    found = catalog.steps(cfg)
+    if max(found, default=0) < cfg.train.steps:  # known without reading any of them
+        return False
+    start, _ = catalog.choose(cfg, found, catalog.problems_of)
     compare.check_same_run(cfg, start)
     if start < cfg.train.steps:
         return False

@@ -84,8 +84,8 @@ def stop_file(folder: pathlib.Path, launch: str) -> pathlib.Path:
 
 
 def report_failure(folder: pathlib.Path, launch: str | None, rank: int, **report) -> bool:
-    """Writes a rank's failure to a file for the launcher: torchrun turns every exit code into 1 and ends the other
-    ranks. Returns whether it could be written.
+    """Writes a rank's failure to a file for the launcher: torchrun ends the other ranks, and has one exit code. Returns
+    whether it could be written.
 
     report: step, phase, progress (how many phases this rank has begun, comparable between ranks), exit_code, text,
     final (a restart would not help).

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+import torch.distributed._functional_collectives  # registers the gradients of the operators below
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -37,7 +38,7 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
-    """The sum of all ranks' x. Not differentiable."""
+    """The sum of all ranks' x. For use without gradients: they would be summed, too."""
     return ops.wait_tensor(ops.all_reduce(x, "sum", group.name))
 
 

@@ -112,7 +112,8 @@ def unsharded_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:
             raise ConfigError(f"[parallel] unsharded: {pattern!r} matches none of {', '.join([*names][:3])}, ...")
         # NF4 codes and scales are one weight: each rank reads the same of its rows for both
         modules = {name.rpartition(".")[0] for name in matching}
-        matching += [name for name, p in names.items() if p.dtype == torch.uint8 and name.rpartition(".")[0] in modules]
+        matching += [name for name, param in names.items()
+                     if param.dtype == torch.uint8 and name.rpartition(".")[0] in modules]
         if trained := [name for name in matching if names[name].requires_grad]:
             raise ConfigError(f"[parallel] unsharded: {pattern!r} matches {', '.join(trained[:3])}, which is trained: "
                               "freeze it (model.freeze) or shard it")

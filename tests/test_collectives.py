@@ -1,6 +1,8 @@
 """What a step sends, counted while it runs, against the closed formula in benchmarks/theory.py: equal to the byte."""
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 
@@ -8,7 +10,7 @@ import config
 from benchmarks.theory import collectives
 from model.llama import meta_model
 from tests import cases
-from tests.conftest import make_config
+from tests.conftest import REPO, make_config
 
 STRATEGIES = {
     "FULL_SHARD": {},
@@ -140,3 +142,19 @@ def test_the_known_numbers():
     assert numbers() == {"all_gather": 20, "reduce_scatter": 12, "all_reduce": 1}
     assert numbers(reshard_after_forward=False) == {"all_gather": 12, "reduce_scatter": 12, "all_reduce": 1}
     assert numbers(sync_every_micro_batch=False)["reduce_scatter"] == 6
+
+
+ALONE = """
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from parallel.collectives import Group, all_gather, reduce_scatter
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+x, group = torch.ones(2, 4, requires_grad=True), Group(0, 2, dist.group.WORLD.group_name)
+(all_gather(x, 1, group).sum() + reduce_scatter(x, 1, group).sum()).backward()
+assert x.grad.shape == x.shape
+"""
+
+
+def test_they_have_gradients_whatever_else_is_imported():
+    """torch registers those when a module of its own is imported."""
+    subprocess.run([sys.executable, "-c", ALONE], cwd=REPO, check=True)

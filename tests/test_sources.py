@@ -101,6 +101,10 @@ def test_a_pattern_finds_each_file_once_and_passes_over_no_folder(tmp_path, monk
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "x.jsonl").write_text('{"text": "as it happens"}\n')
     (tmp_path / "b/loop").symlink_to(tmp_path)
+    (tmp_path / "a/again.jsonl").symlink_to("x.jsonl")  # on purpose
+    assert local_files(f"{tmp_path}/a/*.jsonl") == local_files(f"{tmp_path}/a") == [
+        tmp_path / "a/again.jsonl", tmp_path / "a/x.jsonl"]
+    (tmp_path / "a/again.jsonl").unlink()
     found = [tmp_path / "a/x.jsonl", tmp_path / "b/c/x.jsonl"]
     assert local_files(f"{tmp_path}/**/*.jsonl") == found and local_files(f"{tmp_path}/a/*.jsonl") == found[:1]
     listdir = os.listdir
