@@ -27,6 +27,7 @@ IGNORE = -100  # target id without a loss, as cross_entropy's ignore_index; data
 PARTLY = ("none", "elementwise", "selective")  # values of recompute that never recompute a full block
 HALF = "; float16 would need a loss scaler, which this trainer does without"
 POSITIVE = (lambda v: isinstance(v, str) or v > 0, "must be greater than 0")  # or a keyword such as "auto"
+EPSILON = (lambda v: v >= 1e-38, "must be at least 1e-38: float32 would make less of it 0")
 TIMEOUT = (lambda v: 0 < v <= 1e8, "must be greater than 0, and at most 1e8")  # torch adds it to a clock's nanoseconds
 NOT_NEGATIVE = (lambda v: v >= 0, "must be at least 0")
 FRACTION = (lambda v: 0 <= v <= 1, "must lie between 0 and 1")
@@ -70,7 +71,7 @@ class Model:
     ffn_dim: int = option(MISSING, "hidden width of the feed-forward", POSITIVE)
     vocab_size: int = option(MISSING, "rows of the embedding", POSITIVE)
     head_dim: int | None = option(None, "width of a head; absent: dim / n_heads", POSITIVE)
-    norm_eps: float = option(1e-5, "epsilon of RMSNorm", POSITIVE)
+    norm_eps: float = option(1e-5, "epsilon of RMSNorm", EPSILON)
     rope_theta: float = option(500000.0, "base of RoPE's frequencies", POSITIVE)
     rope_scaling: RopeScaling | None = option(None, "Llama 3.1's long-context RoPE: [model.rope_scaling]")
     tie_embeddings: bool = option(False, "share one matrix between embedding and head")
@@ -119,7 +120,7 @@ class Train:
 class Optim:
     lr: float = option(3e-4, "peak learning rate", POSITIVE)
     betas: tuple[float, float] = option((0.9, 0.95), "beta1 and beta2 of AdamW", BETAS)
-    eps: float = option(1e-8, "epsilon of AdamW", POSITIVE)
+    eps: float = option(1e-8, "epsilon of AdamW", EPSILON)
     weight_decay: float = option(0.1, "on every parameter with two or more dimensions", NOT_NEGATIVE)
     warmup_steps: int = option(0, "steps of linear warm-up", NOT_NEGATIVE)
     schedule: Literal["cosine", "linear", "constant", "wsd"] = option("cosine", "decay; wsd: over decay_steps")

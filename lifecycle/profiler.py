@@ -36,7 +36,10 @@ OUTER = (COMMUNICATION, "loss", "optimizer", "attention", "matrix products")  # 
 
 
 class Profiler:
-    def __init__(self, settings: config.Profile | None, folder: pathlib.Path, world: World):
+    def __init__(self, settings: config.Profile | None, folder: pathlib.Path, world: World, first: int):
+        """first: the first step of this launch."""
+        if settings and settings.at_step < first:
+            log.info("[profile] at_step = %d was before this launch, which makes no trace", settings.at_step)
         self.settings, self.folder, self.rank, self.trace = settings, folder / "profile", world.rank, None
         self.on_gpu = world.device.type == "cuda"
 

@@ -106,7 +106,7 @@ class Run:
 
     def steps(self, first: int, last: int) -> Iterator[int]:
         """Yields each step to train, up to `last` or until all ranks agree to stop."""
-        profiler = Profiler(self.cfg.profile, self.folder, self.world)
+        profiler = Profiler(self.cfg.profile, self.folder, self.world, first)
         gc.collect()
         gc.freeze()
         gc.disable()

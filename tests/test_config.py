@@ -76,6 +76,7 @@ MALFORMED = {
                      ["[train] steps", "must be an integer, neither empty nor infinite nor out of range"]),
     "integer of 5,000 digits": (replaced("train.steps = " + "9" * 5000), ["TOML: Exceeds the limit (4300"]),
     "endless timeout": (replaced("run.step_timeout_seconds = 1e15"), ["[run] step_timeout_seconds = 1", "at most 1e8"]),
+    "epsilon that float32 has not": (replaced("optim.eps = 1e-46"), ["[optim] eps = 1e-46", "at least 1e-38"]),
     "negative steps": (replaced("train.steps = -1"), ["[train] steps = -1", "greater than 0"]),
     "zero batch": (replaced("train.global_batch_size = 0"), ["[train] global_batch_size = 0"]),
     "zero sequence": (replaced("train.seq_len = 0"), ["[train] seq_len = 0"]),
