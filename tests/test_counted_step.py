@@ -83,6 +83,19 @@ def test_so_it_does_of_larger_models(model):
     assert of_plan(model, "none") == pytest.approx(kept, rel=0.001)
 
 
+def test_the_plan_keeps_the_keys_and_values_that_cp_has_gathered():
+    """Compiled, without activation checkpointing, backward does not gather them again."""
+    def kept(cp: int) -> int:
+        cfg = config.load(REPO / "configs/llama1b.toml", [
+            "--parallel.recompute=none", f"--train.seq_len={1024 * cp}", f"--parallel.cp={cp}",
+            "--train.global_batch_size=1", "--train.micro_batch_size=1"])
+        ends = {phase.name: phase.end["activations"] for phase in simulate(cfg, cp).phases}
+        return ends["forward block 2"] - ends["forward block 1"]
+
+    for cp in 2, 4:
+        assert kept(cp) - kept(1) == 2 * 1024 * cp * 8 * 64 * 2  # K and V, tokens, heads, width, bytes
+
+
 def of_plan(model: str, setting: str) -> float:
     """Bytes that a block keeps of a token."""
     cfg = config.load(REPO / f"configs/{model}.toml", [f"--parallel.recompute={setting}"])

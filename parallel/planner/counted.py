@@ -158,7 +158,9 @@ class Counted(TorchDispatchMode):
     def compute(self, operator: Any, args: tuple, out: Tensor) -> None:
         work = self.phases[-1].work
         if operator in ATTENTION:
-            q, k = args[:2]
+            q, k, v = args[:3]
+            if self.keeping is not None and k.shape[2] > q.shape[2]:  # all-gathered over cp, and not once more
+                self.keeping += [k, v]
             work["attention"] += 2 * q.numel() * k.shape[2]  # causal: half of all pairs, two products, 2 FLOP
         elif operator in BACKWARD_OF_ATTENTION:
             q, k = args[1:3]
