@@ -110,7 +110,7 @@ def unsharded_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:
         matching = fnmatch.filter(names, pattern)
         if not matching:
             raise ConfigError(f"[parallel] unsharded: {pattern!r} matches none of {', '.join([*names][:3])}, ...")
-        # NF4 codes and scales are one weight: each rank reads the same of its rows for both
+        # NF4 codes and scales are one weight: a rank reads the same rows for both, and the base's hash counts them once
         modules = {name.rpartition(".")[0] for name in matching}
         matching += [name for name, param in names.items()
                      if param.dtype == torch.uint8 and name.rpartition(".")[0] in modules]

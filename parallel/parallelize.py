@@ -47,6 +47,8 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
     # 4. FSDP2 last: it replaces parameters by new objects (DTensors). Build whatever holds parameters, such as the
     #    optimizer, after this.
     apply_fsdp(model, cfg.parallel, world)
+
+    # 5. Undo what keeps layers from sharing a compiled graph: steps 1 and 4 may have parametrized their modules.
     share_classes(model)
 
 
