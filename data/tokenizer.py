@@ -51,7 +51,8 @@ def has_added_tokens(path: pathlib.Path) -> bool:
 
 
 class Tokenizer:
-    """Text <-> ids, by sentencepiece or `tokenizers`; lossless for models trained here and byte-level ones (Llama 3's).
+    """Text <-> ids, by sentencepiece or `tokenizers`; lossless for models trained here (unless on text without a space,
+    which they then decode as SPACE) and byte-level ones (Llama 3's).
     bos, eos: the ids before and after a document, one or none each. Raises ConfigError."""
 
     def __init__(self, path: str | pathlib.Path):
