@@ -51,13 +51,14 @@ class Loader:
         self.thread.shutdown(cancel_futures=True)
 
     def batch(self, step: int) -> Batch:
-        t, mask, digest, micro_batches = self.cfg.train, self.cfg.data.document_mask, 0, []
+        t, digest, micro_batches = self.cfg.train, 0, []
         for numbers in rank_samples(step, t.global_batch_size, self.micro_batch_size, self.dp_rank, self.dp_size):
-            contents, tensors = read_windows([self.span(n) for n in numbers], t.seq_len, mask, self.cp_positions)
+            contents, tensors = read_windows([self.span(n) for n in numbers], self.cfg, self.pin, self.cp_positions)
             digest += sum(map(sample_digest, numbers, contents))
-            micro_batches.append(pinned(tensors) if self.pin else tensors)
+            micro_batches.append(tensors)
         valid = t.global_batch_size * t.seq_len
-        if mask:  # a document's first token is no target; counting for all ranks costs less than a collective
+        if self.cfg.data.document_mask:
+            # a document's first token is no target; counting for all ranks costs less than a collective
             for number in range((step - 1) * t.global_batch_size, step * t.global_batch_size):
                 stream, first, stop = self.span(number)
                 valid -= len(stream.documents(first, stop)) - 1
@@ -69,24 +70,21 @@ class Loader:
         return self.streams[place.source], place.window * length, (place.window + 1) * length + 1
 
 
-def read_windows(spans: list[tuple[TokenStream, int, int]], seq_len: int, mask: bool,
+def read_windows(spans: list[tuple[TokenStream, int, int]], cfg: config.Config, pin: bool,
                  cp_positions: Tensor | None = None) -> tuple[list[bytes], tuple[Tensor, ...]]:
-    """Reads windows (stream, first token, one past the last): their bytes; inputs_and_targets() of them."""
-    rows, contents = torch.full((len(spans), seq_len + 1), IGNORE), []  # (B, T+1)
-    documents = torch.zeros_like(rows) if mask else None
+    """Reads windows (stream, first token, one past the last): their bytes; inputs_and_targets() of them. pin: copies
+    the tensors to pinned memory, for asynchronous copies to a GPU."""
+    rows, contents = torch.full((len(spans), cfg.train.seq_len + 1), IGNORE), []  # (B, T+1)
+    documents = torch.zeros_like(rows) if cfg.data.document_mask else None
     for row, (stream, first, stop) in enumerate(spans):
         if stop - first > 1:  # an input and a target
             raw, rows[row, : stop - first] = stream.read(first, stop)
             contents.append(raw)
-            if mask:
+            if documents is not None:
                 for number, begin, _ in stream.documents(first, stop):
                     documents[row, max(begin - first, 0) :] = number
-    return contents, inputs_and_targets(rows, documents, cp_positions)
-
-
-def pinned(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Copies in pinned memory, for asynchronous copies to a GPU."""
-    return tuple(tensor.pin_memory() for tensor in tensors)
+    tensors = inputs_and_targets(rows, documents, cp_positions)
+    return contents, tuple(tensor.pin_memory() for tensor in tensors) if pin else tensors
 
 
 def inputs_and_targets(rows: Tensor, documents: Tensor | None = None,
@@ -135,5 +133,4 @@ def validation_batches(stream: TokenStream, cfg: config.Config, dp_rank: int, dp
     for step in range(1, steps + 1):
         for numbers in rank_samples(step, t.global_batch_size, micro_batch_size, dp_rank, dp_size):
             spans = [(stream, n * t.seq_len, min((n + 1) * t.seq_len + 1, stream.length)) for n in numbers]
-            tensors = read_windows(spans, t.seq_len, cfg.data.document_mask, cp_positions)[1]
-            yield pinned(tensors) if pin else tensors
+            yield read_windows(spans, cfg, pin, cp_positions)[1]
