@@ -1,5 +1,6 @@
 """Text <-> token ids: a sentencepiece model or a tokenizer.json from a file, or a model trained here."""
 
+import collections
 import contextlib
 import io
 import json
@@ -8,7 +9,7 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from config import ConfigError
 
@@ -140,22 +141,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
     this one does not."""
     import sentencepiece
 
-    model, failures = io.BytesIO(), []
-
-    def lines() -> Iterator[str]:
-        try:
-            for line in (line for text in texts for line in text.splitlines() if "\0" not in line):
+    # Read before training: sentencepiece would turn an error of the source, or Ctrl-C, into a RuntimeError.
+    model, lines = io.BytesIO(), collections.deque()
+    for text in texts:
+        for line in text.splitlines():
+            if "\0" not in line:
                 # split, since sentencepiece silently drops lines longer than max_sentence_length (bytes)
-                yield from (line[i : i + LINE] for i in range(0, len(line), LINE))
-        except GeneratorExit:
-            raise
-        except BaseException as error:  # Ctrl-C, too: sentencepiece would turn it into a RuntimeError
-            failures.append(error)
-            raise
-
+                lines.extend(line[i : i + LINE] for i in range(0, len(line), LINE))
+    lines.append(None)  # the end
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines(), model_writer=model, vocab_size=max(vocab_size, 3), model_type="bpe",
+            sentence_iterator=iter(lines.popleft, None),  # frees each line when sentencepiece has copied it
+            model_writer=model, vocab_size=max(vocab_size, 3), model_type="bpe",
             byte_fallback=True, character_coverage=0.9999, normalization_rule_name="identity",
             remove_extra_whitespaces=False, add_dummy_prefix=False, allow_whitespace_only_pieces=True,
             user_defined_symbols=["\n"],  # training sees single lines, so it would learn no entry for the line end
@@ -168,7 +165,5 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
             text = f"too small for a tokenizer of this text; the smallest that works is {least[1]}"
         else:
             text = f"no tokenizer could be trained: {error}"
-        failures.append(ConfigError(f"[model] vocab_size = {vocab_size}: {text}"))
-    if failures:
-        raise failures[0] from None
+        raise ConfigError(f"[model] vocab_size = {vocab_size}: {text}") from None
     return model.getvalue()
