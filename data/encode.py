@@ -25,9 +25,8 @@ import config
 import files
 from data.sources import Source, open_source
 from data.tokenizer import Tokenizer
-from data.tokens import WIDTH
+from data.tokens import MANIFEST, WIDTH
 
-PROGRESS = "progress.json"  # of an unfinished preparation: what it prepares, and how far it is
 SYNC_SECONDS = 5.0  # between syncs; a killed preparation resumes from the last one
 LOG_SECONDS = 10.0  # between progress lines if stderr is not a terminal
 CHUNK = 1 << 18  # characters per task of a process, rounded up to full documents
@@ -89,13 +88,14 @@ def encode_all(folder: pathlib.Path, typecode: str, source: Source) -> Iterator[
         pool.shutdown(cancel_futures=True)
 
 
-def write_tokens(folder: pathlib.Path, d: config.Data, dtype: str, state: dict) -> str | None:
+def write_tokens(folder: pathlib.Path, d: config.Data, dtype: str, manifest: dict) -> None:
     """Appends to train.bin and heldout.bin each document between BOS and EOS, and to *.ends.bin the position after its
-    last token, 8 bytes little-endian. Returns the source's revision. Raises ConfigError and OSError.
+    last token, 8 bytes little-endian. Raises ConfigError and OSError.
 
-    Resumes from `state` and keeps it up to date; every few seconds, syncs the files and writes it to progress.json.
+    Resumes from the place and counts in `manifest` and keeps them up to date; every few seconds, syncs the files and
+    writes it to the folder. Adds the source's revision.
     """
-    width, limit, tokens, documents = WIDTH[dtype], d.max_tokens or math.inf, state["tokens"], state["documents"]
+    width, limit, tokens, documents = WIDTH[dtype], d.max_tokens or math.inf, manifest["tokens"], manifest["documents"]
     if before := sum(documents.values()):
         report(f"resuming after {before:,} documents of {d.source}, which were prepared before")
     with contextlib.ExitStack() as stack:
@@ -109,14 +109,14 @@ def write_tokens(folder: pathlib.Path, d: config.Data, dtype: str, state: dict) 
             for file in opened.values():
                 file.flush()
                 os.fsync(file.fileno())
-            files.write_atomic(folder / PROGRESS, json.dumps(state))
+            files.write_atomic(folder / MANIFEST, json.dumps(manifest))
 
-        source = open_source(d, state["place"])
+        source = open_source(d, manifest["place"])
         encoded = stack.enter_context(contextlib.closing(encode_all(folder, "H" if dtype == "uint16" else "i", source)))
         began = synced = shown = time.monotonic()
         made = sum(tokens.values())  # by an earlier preparation
         while tokens["train"] < limit and (chunk := next(encoded, None)):
-            found, (state["place"], share) = chunk
+            found, (manifest["place"], share) = chunk
             for validation, content in found:
                 if content and tokens["train"] < limit:  # a tokenizer may produce no tokens for some texts
                     split = "heldout" if validation else "train"
@@ -127,20 +127,20 @@ def write_tokens(folder: pathlib.Path, d: config.Data, dtype: str, state: dict) 
             now = time.monotonic()
             if now - shown > (0.5 if on_terminal() else LOG_SECONDS):
                 share = max(share or 0.0, min(1.0, tokens["train"] / limit))
-                report(progress(d.source[-24:], state, share, made, now - began), stays=False)
+                report(progress(d.source[-24:], manifest, share, made, now - began), stays=False)
                 shown = now
             if now - synced > SYNC_SECONDS:
                 sync()
                 synced = now
         sync()
-    return source.revision
+    manifest["revision"] = source.revision
 
 
-def progress(name: str, state: dict, share: float, before: int, seconds: float) -> str:
+def progress(name: str, manifest: dict, share: float, before: int, seconds: float) -> str:
     """A tqdm progress bar. share: fraction done, from 0 to 1; before: tokens from an earlier preparation."""
     from tqdm import tqdm  # comes with `datasets`, which a machine that only trains need not have
 
-    tokens, documents = sum(state["tokens"].values()), sum(state["documents"].values())
+    tokens, documents = sum(manifest["tokens"].values()), sum(manifest["documents"].values())
     return tqdm.format_meter(tokens, tokens / share if share else None, seconds, initial=before, prefix=name,
                              unit=" tokens", unit_scale=True, postfix=f"{documents:,} documents",
                              ncols=shutil.get_terminal_size().columns - 1 if on_terminal() else None)

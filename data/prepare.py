@@ -18,7 +18,7 @@ import config
 import files
 from config import ConfigError
 from data.dataset import check_identity, common_tokenizer, identity, prepared_parts, source_configs, weights
-from data.encode import PROGRESS, report, write_tokens
+from data.encode import report, write_tokens
 from data.sources import Hub, file_stamps, kind_of, open_source
 from data.tokenizer import Tokenizer, train_tokenizer
 from data.tokens import MANIFEST, damaged, read_manifest
@@ -102,38 +102,38 @@ def _matches(folder: pathlib.Path, cfg: config.Config) -> bool:
 
 
 def _prepare_folder(folder: pathlib.Path, cfg: config.Config) -> None:
-    """Works in a hidden folder next to it, from which the next call resumes. Invalid input removes the hidden folder,
-    but not what was read of a Hugging Face dataset: a network failure looks the same, and is temporary."""
+    """Works in a hidden folder next to it, from which the next call resumes. Its manifest says from the beginning what
+    is prepared, and how far it is; it has hashes when all is written. Invalid input removes the hidden folder, but not
+    what was read of a Hugging Face dataset: a network failure looks the same, and is temporary."""
     temporary, d = folder.with_name(f".{folder.name}.tmp"), cfg.data
     wanted = {"identity": identity(cfg), "files": file_stamps(d.source)}
-    state = _read_json(temporary / MANIFEST) or _read_json(temporary / PROGRESS)
+    manifest = _read_json(temporary / MANIFEST)
     try:
-        if any(state.get(key) != value for key, value in wanted.items()):  # nothing there, or begun for something else
+        if any(manifest.get(key) != value for key, value in wanted.items()):  # none, or of something else
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             content = Tokenizer(d.tokenizer).files if d.tokenizer else {"tokenizer.model": _train_tokenizer(cfg)}
             for name, part in content.items():
                 files.write_atomic(temporary / name, part)
-            state = {**wanted, "place": None, **{key: {"train": 0, "heldout": 0} for key in ("tokens", "documents")}}
-            files.write_atomic(temporary / PROGRESS, json.dumps(state))
-        if "sha256" not in state:
-            state = _write_folder(temporary, cfg, state)
+            manifest = {**wanted, "place": None, **{key: {"train": 0, "heldout": 0} for key in ("tokens", "documents")}}
+            files.write_atomic(temporary / MANIFEST, json.dumps(manifest))
+        if "sha256" not in manifest:
+            _write_folder(temporary, cfg, manifest)
         if file_stamps(d.source) != wanted["files"]:
             raise ConfigError(f"[data] source = {d.source}: changed while it was prepared; start again")
-        (temporary / PROGRESS).unlink(missing_ok=True)
         files.publish(temporary, folder)
     except ConfigError:
-        if kind_of(d.source) is Hub and any(state.get("documents", {}).values()):
+        if kind_of(d.source) is Hub and any(manifest.get("documents", {}).values()):
             report(f"what was read of {d.source} stays; the same command resumes here")
         else:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
-    tokens = state["tokens"]
+    tokens = manifest["tokens"]
     report(f"prepared {folder}: {tokens['train']:,} tokens to train on, {tokens['heldout']:,} for validation")
 
 
-def _write_folder(temporary: pathlib.Path, cfg: config.Config, state: dict) -> dict:
-    """Writes the token files, resuming from `state`, and last the manifest. Returns the manifest."""
+def _write_folder(temporary: pathlib.Path, cfg: config.Config, manifest: dict) -> None:
+    """Writes the token files, resuming from where the manifest says, and completes it."""
     tokenizer, d = Tokenizer(temporary), cfg.data
     if not tokenizer.eos:
         report(f"{d.tokenizer}: has no EOS token that is known, so nothing separates documents")
@@ -142,13 +142,11 @@ def _write_folder(temporary: pathlib.Path, cfg: config.Config, state: dict) -> d
         rows = cfg.model.vocab_size
         raise ConfigError(f"[model] vocab_size = {rows}: smaller than the tokenizer {d.tokenizer}, of {size} entries")
     dtype = "uint16" if size <= 1 << 16 else "int32"
-    revision = write_tokens(temporary, d, dtype, state)
-    content = sorted(path for path in temporary.iterdir() if path.suffix != ".tmp" and path.name != PROGRESS)
-    manifest = {"identity": state["identity"], "files": state["files"], "vocab_size": size, "dtype": dtype,
-                "tokens": state["tokens"], "documents": state["documents"], "revision": revision,
-                "sha256": {path.name: _sha256(path) for path in content}}
+    write_tokens(temporary, d, dtype, manifest)
+    content = sorted(path for path in temporary.iterdir() if path.suffix != ".tmp" and path.name != MANIFEST)
+    manifest |= {"vocab_size": size, "dtype": dtype, "sha256": {path.name: _sha256(path) for path in content}}
+    del manifest["place"]
     files.write_atomic(temporary / MANIFEST, json.dumps(manifest, indent=2))
-    return manifest
 
 
 def _read_json(path: pathlib.Path) -> dict:

@@ -306,7 +306,7 @@ def test_killed_before_any_of_its_file_system_events_it_resumes_and_ends_the_sam
 
 @pytest.mark.parametrize("seconds, times", [(0.0, 4), (5.0, 2)])
 def test_what_a_preparation_says_it_has_is_on_disk(with_tokenizer, monkeypatch, seconds, times):
-    """So that a power cut leaves no more in progress.json than in the files, and no folder that is not whole."""
+    """So that a power cut leaves no more in the manifest than in the files, and no folder that is not whole."""
     synced, said, fsync, write, publish = {}, set(), os.fsync, files.write_atomic, files.publish
 
     def noting(handle):
@@ -315,7 +315,7 @@ def test_what_a_preparation_says_it_has_is_on_disk(with_tokenizer, monkeypatch, 
         synced[name.removeprefix(".").removesuffix(".tmp")] = os.fstat(handle).st_size
 
     def write_atomic(path, text):
-        if path.name == data.encode.PROGRESS:
+        if path.name == data.tokens.MANIFEST:
             state = json.loads(text)
             for split, tokens in state["tokens"].items():
                 assert synced.get(f"{split}.bin", 0) == 2 * tokens
@@ -339,7 +339,7 @@ import os, signal, sys, files, data.encode, data.prepare
 data.encode.SYNC_SECONDS, data.encode.CHUNK, write, seen = 0, 20_000, files.write_atomic, []
 def write_atomic(path, content):
     write(path, content)
-    if path.name == data.encode.PROGRESS:
+    if path.name == data.tokens.MANIFEST:
         seen.append(path)
         if len(seen) == 4:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -622,10 +622,10 @@ def test_a_network_that_fails_loses_nothing_that_was_read(corpus, prepared, tmp_
         reached[0] = rows_before_it_fails
         with pytest.raises(ConfigError, match=f"source = owner/name: .*cannot be read: ConnectionError: {error}"):
             prepare_one(cfg)
-        assert json.loads((tmp_path / ".out.tmp/progress.json").read_text())["documents"]["train"] > 50
+        assert json.loads((tmp_path / ".out.tmp/manifest.json").read_text())["documents"]["train"] > 50
         assert "what was read of owner/name stays" in capsys.readouterr().err
     reached[0] = len(texts)
-    kept = sum(json.loads((tmp_path / ".out.tmp/progress.json").read_text())["tokens"].values())
+    kept = sum(json.loads((tmp_path / ".out.tmp/manifest.json").read_text())["tokens"].values())
     folder = prepare_one(cfg)
     assert {*told} == {0, kept}  # a speed is of what is made now
     assert "resuming after" in capsys.readouterr().err
@@ -713,5 +713,5 @@ def test_a_killed_process_of_the_pool_is_reported_and_loses_nothing(with_tokeniz
         patched.setattr("concurrent.futures.Future.result", broken)
         with pytest.raises(ConfigError, match=r"a process that tokenizes was killed \(is the host out of memory\?\)"):
             prepare_one(with_tokenizer)
-    assert (tmp_path / ".out.tmp/progress.json").exists()
+    assert (tmp_path / ".out.tmp/manifest.json").exists()
     prepare_one(with_tokenizer)
