@@ -99,6 +99,8 @@ def write_tokens(folder: pathlib.Path, d: config.Data, dtype: str, manifest: dic
     if before := sum(documents.values()):
         report(f"resuming after {before:,} documents of {d.source}, which were prepared before")
     with contextlib.ExitStack() as stack:
+        if on_terminal():
+            stack.callback(report, "", stays=False)  # clears the line of progress, whatever comes next
         opened = {}
         for split in tokens:
             for name, size in ((f"{split}.bin", width * tokens[split]), (f"{split}.ends.bin", 8 * documents[split])):

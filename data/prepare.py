@@ -187,9 +187,6 @@ def main(argv: list[str]) -> int:
     _, cfg = config.from_command_line(argv, __doc__, tool=True)
     try:
         prepare(cfg)
-    except ConfigError as error:
-        report(str(error))  # after the line of progress
-        return 2
     except KeyboardInterrupt:
         report("stopped; the same command resumes here")
         return 130

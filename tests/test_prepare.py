@@ -3,6 +3,7 @@
 import concurrent.futures.process
 import dataclasses
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -501,6 +502,17 @@ def test_progress_overwrites_itself_on_a_terminal_and_is_lines_in_a_log(terminal
     *_, before, last = [part for part in re.split(r"[\r\n]|\x1b\[K", found) if "words" in part]
     for part, share, tokens, documents in ((before, "40%", "400/1.00k", 40), (last, "50%", "500/1.00k", 50)):
         assert part.startswith(f"words:  {share}|") and tokens in part and f" tokens/s, {documents} documents]" in part
+
+
+def test_an_error_is_printed_on_a_line_that_progress_left_clear(prepared, tmp_path, monkeypatch):
+    """By the launcher as by data.prepare."""
+    (tmp_path / "in.jsonl").write_text(GOOD * 99 + "[1]\n")
+    for name, value in {"data.encode.CHUNK": 100, "os.sched_getaffinity": lambda *unused: {0}, "data.encode.time":
+                        SimpleNamespace(monotonic=itertools.count().__next__), "sys.stderr": Terminal()}.items():
+        monkeypatch.setattr(name, value)
+    with pytest.raises(ConfigError, match="line 100: has no field"):
+        prepare_one(config_for(tmp_path / "in.jsonl", tmp_path, tokenizer=str(prepared / "tokenizer.model")))
+    assert " tokens/s" in (shown := sys.stderr.getvalue()) and shown.endswith("\r\x1b[K\r"), shown
 
 
 def test_a_full_disk_and_a_closed_stderr_end_no_preparation(with_tokenizer, tmp_path):
