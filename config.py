@@ -306,7 +306,7 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
          f"must not exceed the schedule's length, {end} (optim.schedule_steps, else train.steps)"),
         (schedule, o.schedule != "wsd" or o.decay_steps, "needs optim.decay_steps"),
         (f"optim.decay_steps {schedule}", not o.decay_steps or o.schedule == "wsd", 'goes with schedule = "wsd" only'),
-        (f"optim.decay_steps {schedule}", o.schedule != "wsd" or o.warmup_steps + (o.decay_steps or 0) <= end,
+        (f"optim.decay_steps {schedule}", not o.decay_steps or o.warmup_steps + o.decay_steps <= end,
          f"with warmup_steps = {o.warmup_steps} must fit into the schedule's length, {end}"),
         ("parallel.dp_replicate parallel.dp_shard", not p.dp_replicate == p.dp_shard == "auto",
          'only one of dp_replicate and dp_shard may be "auto", and dp_shard is unless it is given'),
