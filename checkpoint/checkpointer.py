@@ -55,7 +55,7 @@ class Checkpointer:
         self.background = futures.ThreadPoolExecutor(1, "saver")
         self.pending: tuple[int, futures.Future] | None = None  # (step, its save) until it is reported
         self.staged: dict[str, Tensor] = {}
-        self.base: str | None = None  # the frozen base's fingerprint, stored in adapter checkpoints
+        self.base: str | None = None  # the fingerprint of the adapters' frozen base, None without adapters
 
     def on_publish(self, work: Callable[[], None]) -> None:
         """work: called on rank 0 before a checkpoint is published; if it raises an OSError, the save fails."""
@@ -101,9 +101,7 @@ class Checkpointer:
         if self.cfg.checkpoint.async_save:
             tensors = self._stage(tensors)
         content = {**dataclasses.asdict(state), "config": config.to_dict(self.cfg), "data": self.data,
-                   "ranks": self.world.size, "torch": torch.__version__}
-        if self.base:
-            content["base"] = self.base
+                   "base": self.base, "ranks": self.world.size, "torch": torch.__version__}
 
         def work() -> None:
             if self.world.device.type == "cuda":  # the current device is per thread, and DCP uses it
