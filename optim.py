@@ -160,7 +160,7 @@ class FiniteGuard:
         self.limit, self.skipped, self.in_a_row = limit, skipped, in_a_row
         self.found = torch.zeros((), device=device)
         self.on_host = torch.zeros((), pin_memory=device.type == "cuda")
-        self.copied = torch.cuda.Event() if device.type == "cuda" else None
+        self.copied = torch.get_device_module(device).Event()  # torch.cpu's does nothing: the host's copies are done
         self.pending: int | None = None  # the step whose flag is being copied
         self.skips_by_itself = scales_by_itself(optimizer)
         if self.skips_by_itself:
@@ -176,14 +176,12 @@ class FiniteGuard:
         self.check()
         self.found.copy_(~norm.isfinite())
         self.on_host.copy_(self.found, non_blocking=True)
-        if self.copied:
-            self.copied.record()
+        self.copied.record()
         self.pending = step
         return self.skips_by_itself or not self._found_on_host()
 
     def _found_on_host(self) -> bool:
-        if self.copied:
-            self.copied.synchronize()
+        self.copied.synchronize()
         return bool(self.on_host.item())
 
     def check(self) -> None:
