@@ -156,7 +156,8 @@ class FiniteGuard:
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device, limit: int, skipped: int = 0,
                  in_a_row: int = 0):
-        """limit: steps in a row that may be skipped; one more stops the run. skipped, in_a_row: of the run so far."""
+        """limit: steps in a row that may be skipped; one more stops the run. skipped, in_a_row: of the run so far. The
+        attributes of these names hold the counts as of the last check()."""
         self.limit, self.skipped, self.in_a_row = limit, skipped, in_a_row
         self.found = torch.zeros((), device=device)
         self.on_host = torch.zeros((), pin_memory=device.type == "cuda")
@@ -165,10 +166,6 @@ class FiniteGuard:
         self.skips_by_itself = scales_by_itself(optimizer)
         if self.skips_by_itself:
             optimizer.found_inf, optimizer.grad_scale = self.found, None
-
-    def counts(self) -> dict[str, int]:
-        """The counts that a checkpoint stores. Call check() first."""
-        return {"skipped_steps": self.skipped, "skipped_in_a_row": self.in_a_row}
 
     def may_update(self, step: int, norm: Tensor) -> bool:
         """Whether to call the optimizer's step(); the same on all ranks. norm: the gradient norm over all ranks, which

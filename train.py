@@ -118,7 +118,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
         if checkpointer.is_due(step, stopping):  # every save_every_steps, at the last step, and when stopping
             guard.check()
             with run.phase("save"), recorder.timed("paused"):
-                checkpointer.save(State(step, tokens, **guard.counts()), model, optimizer, stopping)
+                checkpointer.save(State(step, tokens, guard.skipped, guard.in_a_row), model, optimizer, stopping)
         checkpointer.log_last_save()  # async_save writes in the background: reported once it is done
 
     guard.check()
