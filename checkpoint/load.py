@@ -126,32 +126,27 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dic
 def restore(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Loads a checkpoint, saved by any number of ranks, into this model's shards. Raises ConfigError if it cannot be
     read, or if names, shapes or dtypes differ."""
-    wanted, reader = tensors_of(model, optimizer), Reader(folder)
-    check_tensors(folder, reader, wanted, weights_only=optimizer is None)
-    _read(folder, reader, wanted)
+    reader = Reader(folder)
+    _read(reader, check_tensors(reader, model, optimizer))
     update_scales(model)
 
 
-def check_parameters(folder: pathlib.Path, reader: Reader, model: nn.Module) -> None:
-    """Raises ConfigError if a checkpoint's parameters do not match the model, which may be on the meta device."""
-    check_tensors(folder, reader, tensors_of(model, None), weights_only=True)
-
-
-def check_tensors(folder: pathlib.Path, reader: Reader, wanted: dict[str, Tensor], weights_only: bool) -> None:
-    """Raises ConfigError if names, shapes or dtypes differ from these tensors', which may be on the meta device."""
-    stored = reader.metadata.state_dict_metadata
-    if not weights_only and stored and all(name.startswith("model.") for name in stored):
+def check_tensors(reader: Reader, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    """Returns tensors_of() the model, which may be on the meta device, and the optimizer. Raises ConfigError if the
+    checkpoint's have other names, shapes or dtypes; without an optimizer, only its weights are compared."""
+    folder, wanted, stored = reader.path, tensors_of(model, optimizer), reader.metadata.state_dict_metadata
+    if optimizer is not None and stored and all(name.startswith("model.") for name in stored):
         raise ConfigError(f"{folder}: {NO_OPTIMIZER}")
     theirs, ours = ({f"{name.rpartition('.')[2]} ({dtype})" for name, dtype in dtypes.items()
                      if name.startswith("optim.")}
                     for dtypes in ({name: item.properties.dtype for name, item in stored.items()},
                                    {name: tensor.dtype for name, tensor in wanted.items()}))
-    if not weights_only and theirs != ours:
+    if optimizer is not None and theirs != ours:
         raise OtherOptimizer(f"{folder}: holds {', '.join(sorted(theirs))} of another optimizer, this run's has "
                              f"{', '.join(sorted(ours)) or 'no state'}")
     problems = [f"{folder}: has no {name}" for name in wanted.keys() - stored.keys()]
     problems += [f"{folder}: has {name}, which this model does not" for name in stored.keys() - wanted.keys()
-                 if not weights_only or name.startswith("model.")]
+                 if optimizer is not None or name.startswith("model.")]
     for name in wanted.keys() & stored.keys():
         tensor, item = wanted[name], stored[name]
         if (tensor.shape, tensor.dtype) != (item.size, item.properties.dtype):
@@ -159,22 +154,23 @@ def check_tensors(folder: pathlib.Path, reader: Reader, wanted: dict[str, Tensor
                             f"{tensor.dtype} {[*tensor.shape]}")
     if problems:
         raise ConfigError(*sorted(problems))
+    return wanted
 
 
-def read_tensor(folder: pathlib.Path, reader: Reader, name: str) -> Tensor:
+def read_tensor(reader: Reader, name: str) -> Tensor:
     """Loads one tensor unsharded, for any ranks and mesh that saved it. Raises ConfigError if it cannot be read."""
     item = reader.metadata.state_dict_metadata[name]
     whole = torch.empty(item.size, dtype=item.properties.dtype)
-    _read(folder, reader, {name: whole})
+    _read(reader, {name: whole})
     return whole
 
 
-def _read(folder: pathlib.Path, reader: Reader, tensors: dict[str, Tensor]) -> None:
+def _read(reader: Reader, tensors: dict[str, Tensor]) -> None:
     """Loads into these tensors in place; without a process group, on this process alone."""
     try:
         dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     except dcp.CheckpointException as error:  # a BaseException
-        raise ConfigError(f"{folder}: cannot be read: {first_cause(error)}") from None
+        raise ConfigError(f"{reader.path}: cannot be read: {first_cause(error)}") from None
 
 
 def first_cause(error: dcp.CheckpointException) -> str:

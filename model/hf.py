@@ -173,10 +173,10 @@ def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int, adapte
     checkpoint = catalog.find(source)
     cfg, reader = catalog.read_config(checkpoint, base), load.Reader(checkpoint)
     model = meta_model(cfg.model, cfg.lora)
-    load.check_parameters(checkpoint, reader, model)
+    load.check_tensors(reader, model, None)
 
     def read(name: str) -> Tensor:
-        return load.read_tensor(checkpoint, reader, f"model.{name}")
+        return load.read_tensor(reader, f"model.{name}")
 
     def merged(name: str) -> Tensor:
         path, whole = name.rpartition(".")[0], weights.read(name)

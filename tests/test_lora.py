@@ -144,9 +144,8 @@ def test_the_base_has_one_hash_on_every_mesh(trained):
 
 
 def stored(run, step: int) -> dict[str, torch.Tensor]:
-    folder = run / f"checkpoints/step-{step:08d}"
-    reader = load.Reader(folder)
-    return {name: load.read_tensor(folder, reader, name) for name in reader.metadata.state_dict_metadata}
+    reader = load.Reader(run / f"checkpoints/step-{step:08d}")
+    return {name: load.read_tensor(reader, name) for name in reader.metadata.state_dict_metadata}
 
 
 def near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
