@@ -10,7 +10,6 @@ import platform
 import resource
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -27,6 +26,7 @@ from parallel.planner.devices import DEVICES, known_as
 
 log = logging.getLogger("train")
 
+ROWS_KEPT = 2**24  # bytes of rows that wait in memory while they cannot be written: tens of thousands
 # Dense bfloat16 peak in TFLOP/s from data sheets, by part of the name, for devices that the plan does not cover.
 OTHER_PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "H800": 989, "GH200": 989, "GB200": 2500,
                "A800": 312, "MI300X": 1307}
@@ -182,14 +182,15 @@ class Recorder:
 
 
 class Rows:
-    """Writes metrics.jsonl, flushing each row, and TensorBoard, on rank 0. Keeps rows it cannot write in memory."""
+    """Writes metrics.jsonl, flushing each row, and TensorBoard, on rank 0. Rows that it cannot write stay in the file's
+    buffer, and the next flush writes them."""
 
     def __init__(self, folder: pathlib.Path, settings: config.Log, start: int):
         """Drops the rows of steps after `start`, so that (kind, step) stays unique."""
         path = folder / "metrics.jsonl"
         kept = [row for row in read_rows(path) if row["step"] <= start]
         files.write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self.file, self.waiting, self.lock, self.board = path.open("ab", buffering=0), b"", threading.Lock(), None
+        self.file, self.board = path.open("ab", buffering=ROWS_KEPT), None  # has a lock: saves sync in their own thread
         if settings.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -197,7 +198,8 @@ class Rows:
 
     def write(self, row: dict) -> None:
         try:
-            self._flush(as_json(row).encode() + b"\n")
+            self.file.write(as_json(row).encode() + b"\n")
+            self.file.flush()
         except OSError as error:
             log.warning("metrics.jsonl: %s; its rows wait in memory", error)
         try:
@@ -208,19 +210,12 @@ class Rows:
             self.board = None
             log.warning("TensorBoard: %s; it gets no more rows of this launch", error)
 
-    def _flush(self, more: bytes = b"") -> None:
-        with self.lock:  # an asynchronous save syncs from its own thread
-            self.waiting += more
-            while self.waiting:  # a disk that fills up may accept only a part
-                self.waiting = self.waiting[self.file.write(self.waiting) :]
-
     def sync(self) -> None:
-        self._flush()
+        self.file.flush()
         os.fsync(self.file.fileno())
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._flush()
             self.file.close()
         if self.board:
             with contextlib.suppress(Exception):

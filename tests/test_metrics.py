@@ -1,8 +1,10 @@
 """Rows, logs and figures."""
 
+import io
 import json
 import math
 import re
+import resource
 import subprocess
 import threading
 import time
@@ -159,35 +161,30 @@ def test_rows_at_the_steps_named_logs_of_every_rank_and_a_profile(write_config, 
 
 
 def test_rows_that_cannot_be_written_wait(tmp_path, caplog, monkeypatch):
-    """A disk that is full, takes half a row, and has room again."""
+    """A disk that is full, takes half a row, and has room again: by the limit of a file's size, which writes half."""
     monkeypatch.setattr(metrics.log, "propagate", True)
     recorder = Rows(tmp_path, config.Log(tensorboard=False), 0)
-    real = recorder.file
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    class Full:
-        room = 0
+    def leave_room(size: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
 
-        def write(self, data: bytes) -> int:
-            if not self.room:
-                raise OSError(28, "No space left on device")
-            written = real.write(data[: self.room])
-            self.room -= written
-            return written
-
-        fileno, close = real.fileno, real.close
-
-    recorder.file = disk = Full()
-    recorder.write({"kind": "train", "step": 1})
-    disk.room = 10
-    recorder.write({"kind": "train", "step": 2})
-    assert "No space left" in caplog.text
-    with pytest.raises(OSError):
-        recorder.sync()  # and with it the checkpoint of these steps
-    disk.room = 10**6
-    recorder.write({"kind": "train", "step": 3})
+    try:
+        leave_room(0)
+        recorder.write({"kind": "train", "step": 1})
+        leave_room(10)
+        recorder.write({"kind": "train", "step": 2})
+        assert "File too large" in caplog.text and (tmp_path / "metrics.jsonl").read_bytes() == b'{"kind": "'
+        with pytest.raises(OSError):
+            recorder.sync()  # and with it the checkpoint of these steps
+        for step in range(3, 1000):  # several times what Python buffers unless told otherwise
+            recorder.write({"kind": "train", "step": step})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    recorder.write({"kind": "train", "step": 1000})
     recorder.sync()
     recorder.close()
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+    assert [row["step"] for row in rows(tmp_path)] == [*range(1, 1001)]
 
 
 def test_tensorboard_keeps_the_step_that_is_resumed_from(tmp_path, monkeypatch):
@@ -231,16 +228,14 @@ def test_what_a_step_returns_is_in_the_row_and_in_tensorboard(tmp_path, monkeypa
 
 def test_a_sync_from_another_thread_neither_doubles_nor_drops_rows(tmp_path):
     recorder = Rows(tmp_path, config.Log(tensorboard=False), 0)
-    real = recorder.file
 
-    class Slow:
-        fileno, close = real.fileno, real.close
-
-        def write(self, data: bytes) -> int:
+    class Slow(io.FileIO):
+        def write(self, data: memoryview) -> int:
             time.sleep(0.01)
-            return real.write(data)
+            return super().write(data)
 
-    recorder.file, over = Slow(), threading.Event()
+    recorder.file.close()
+    recorder.file, over = io.BufferedWriter(Slow(tmp_path / "metrics.jsonl", "ab")), threading.Event()
 
     def sync() -> None:
         while not over.is_set():
