@@ -72,8 +72,8 @@ def evaluate(model: Llama, cfg: config.Config, world: World, dataset: Dataset, r
 
 def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
     """--eval-only: prints the evaluation row of the run's newest good checkpoint."""
-    steps = on_rank_zero(lambda: catalog.steps_to_evaluate(cfg))
-    step, corrupt = catalog.newest_good(cfg, steps, lambda path: problems_on_all_ranks(path, world))
+    steps = on_rank_zero(lambda: catalog.steps(cfg))
+    step, corrupt = catalog.choose(cfg, steps, lambda path: problems_on_all_ranks(path, world), evaluating=True)
     on_rank_zero(lambda: compare.check_same_run(cfg, step, compare.SAME_OUTPUTS))
     cfg = with_param_dtype(cfg, step, world)
     dataset = open_dataset(cfg, train=False)

@@ -60,13 +60,6 @@ def steps(cfg: config.Config) -> list[int]:
     return found
 
 
-def steps_to_evaluate(cfg: config.Config) -> list[int]:
-    """steps(). Raises ConfigError if there is none."""
-    if not (found := steps(cfg)):
-        raise ConfigError(f"{root(cfg)}: holds no checkpoint to evaluate")
-    return found
-
-
 @_readable()
 def checkpoints_of(path: pathlib.Path) -> list[pathlib.Path]:
     """The folder itself if it is a checkpoint, good or bad, else the checkpoints of the run in it, ascending. Raises
@@ -138,29 +131,21 @@ def problems_of(folder: pathlib.Path, share: int = 0, shares: int = 1, hashed: b
 problems_without_hashing = functools.partial(problems_of, hashed=False)  # fast for a checkpoint of any size
 
 
-def choose(cfg: config.Config, found: list[int], problems_with: Callable[[pathlib.Path], list[str]]
-           ) -> tuple[int, dict[int, list[str]]]:
-    """(the step to resume from, 0 for none; the problems of skipped checkpoints, by step). found: the run's steps().
+def choose(cfg: config.Config, found: list[int], problems_with: Callable[[pathlib.Path], list[str]],
+           evaluating: bool = False) -> tuple[int, dict[int, list[str]]]:
+    """(the newest good step, 0 without any checkpoint; the problems of newer ones, by step): of the run's steps(), or
+    of the step alone that `resume` names.
 
-    Raises ConfigError if `resume` contradicts what is on disk, or if every checkpoint is bad: a run never silently
-    starts over.
+    To resume: raises ConfigError if `resume` contradicts what is on disk, or if every checkpoint is bad: a run never
+    silently starts over. To evaluate (evaluating=True): if there is no good one.
     """
     resume = cfg.checkpoint.resume if cfg.checkpoint else None
-    if found and resume in (None, "never"):
+    if evaluating and not found:
+        raise ConfigError(f"{root(cfg)}: holds no checkpoint to evaluate")
+    if found and not evaluating and resume in (None, "never"):
         setting = 'resume = "never"' if resume else "is off"
         raise ConfigError(f"{root(cfg)}: holds checkpoints, but [checkpoint] {setting}; resume from them with "
                           'checkpoint.resume = "auto", choose another run.name, or move them away')
-    step, bad = newest_good(cfg, found, problems_with)
-    if step == 0 and 0 in found:
-        raise ConfigError(f"{path_of(cfg, 0)}: {NO_OPTIMIZER}")
-    return step, bad
-
-
-def newest_good(cfg: config.Config, found: list[int], problems_with: Callable[[pathlib.Path], list[str]]
-                ) -> tuple[int, dict[int, list[str]]]:
-    """(the newest good step, the problems of newer ones, by step); (0, {}) if there are no checkpoints. If `resume` is
-    a step, only that one is considered. Raises ConfigError if it does not exist, or none is good."""
-    resume = cfg.checkpoint.resume if cfg.checkpoint else None
     if isinstance(resume, int):
         if resume not in found:
             raise ConfigError(f"[checkpoint] resume = {resume}: {root(cfg)} has no such checkpoint; it has "
@@ -168,9 +153,12 @@ def newest_good(cfg: config.Config, found: list[int], problems_with: Callable[[p
         found = [resume]
     bad: dict[int, list[str]] = {}
     for step in reversed(found):
-        if not (problems := problems_with(path_of(cfg, step))):
+        if problems := problems_with(path_of(cfg, step)):
+            bad[step] = problems
+        elif step or evaluating:
             return step, bad
-        bad[step] = problems
+        else:  # step 0 is an import
+            raise ConfigError(f"{path_of(cfg, step)}: {NO_OPTIMIZER}")
     if bad:
         raise ConfigError(*(problem for problems in bad.values() for problem in problems), (
             f"{root(cfg)}: no good checkpoint of {', '.join(map(str, bad))}; choose another with checkpoint.resume, or "

@@ -35,17 +35,13 @@ def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespa
         command = shlex.join(["./run_train.sh", "-m", "data.prepare", args.config, *args.overrides])
         raise ConfigError(f"{args.config}: its data is not prepared, and none is inside a job; run {command} on the "
                           "login node")
-    *_, chosen = together(
+    *_, (start, _) = together(
         lambda: check_device(cfg, local_ranks),
         lambda: check_patterns(cfg),
         lambda: check_compiler(cfg),
-        lambda: args.eval_only or catalog.choose(cfg, catalog.steps(cfg), catalog.problems_without_hashing))
-    if args.eval_only:
-        start, _ = catalog.newest_good(cfg, catalog.steps_to_evaluate(cfg), catalog.problems_without_hashing)
-        compare.check_same_run(cfg, start, compare.SAME_OUTPUTS)
-    else:
-        start, _ = chosen
-        compare.check_same_run(cfg, start)
+        lambda: catalog.choose(cfg, catalog.steps(cfg), catalog.problems_without_hashing, args.eval_only))
+    compare.check_same_run(cfg, start, compare.SAME_OUTPUTS if args.eval_only else compare.GUARDED)
+    if not args.eval_only:
         if cfg.model.init_from and (cfg.lora or not start):
             from model.hf_weights import weights_to_read
 
