@@ -11,14 +11,7 @@ import torch
 
 import config
 import metrics
-from checkpoint import catalog, compare
-from checkpoint.checkpointer import (
-    base_on_all_ranks,
-    open_pretrained,
-    problems_on_all_ranks,
-    with_param_dtype,
-)
-from checkpoint.load import restore
+from checkpoint.checkpointer import Checkpointer, open_pretrained
 from config import ConfigError
 from data.dataset import Dataset, open_dataset
 from data.loader import validation_batches
@@ -30,7 +23,7 @@ from model.llama import Llama, meta_model
 from parallel.context import own_cp_positions
 from parallel.fsdp import reshard
 from parallel.materialize import materialize
-from parallel.mesh import World, all_gather_objects, check_same_on_all_ranks, on_rank_zero, storage_device
+from parallel.mesh import World, all_gather_objects, storage_device
 from parallel.parallelize import parallelize
 
 
@@ -72,22 +65,17 @@ def evaluate(model: Llama, cfg: config.Config, world: World, dataset: Dataset, r
 
 def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
     """--eval-only: prints the evaluation row of the run's newest good checkpoint."""
-    steps = on_rank_zero(lambda: catalog.steps(cfg))
-    step, corrupt = catalog.choose(cfg, steps, lambda path: problems_on_all_ranks(path, world), evaluating=True)
-    on_rank_zero(lambda: compare.check_same_run(cfg, step, compare.SAME_OUTPUTS))
-    cfg = with_param_dtype(cfg, step, world)
     dataset = open_dataset(cfg, train=False)
-    check_same_on_all_ranks("prepared data", compare.by_source(dataset.fingerprint))
-    on_rank_zero(lambda: compare.check_same_tokenizer(cfg, step, dataset.tokenizer_files))
-    model, base = meta_model(cfg.model, cfg.lora), open_pretrained(cfg, step)
+    checkpointer = Checkpointer(cfg, world, dataset.fingerprint, dataset.tokenizer_files, evaluating=True)
+    step, cfg = checkpointer.start, checkpointer.cfg
+    pretrained = open_pretrained(cfg, step)
+    model = meta_model(cfg.model, cfg.lora)
     parallelize(model, cfg, world)
-    materialize(model, cfg.run.seed, storage_device(cfg, world), base and base.read_into)
-    fingerprint = base_on_all_ranks(base)
-    on_rank_zero(lambda: compare.check_base(catalog.path_of(cfg, step), cfg.model.init_from, fingerprint))
-    restore(catalog.path_of(cfg, step), model, None)
+    materialize(model, cfg.run.seed, storage_device(cfg, world), pretrained and pretrained.read_into)
+    checkpointer.restore(model, None, pretrained)
     found = evaluate(model, cfg, world, dataset, run)
     if world.rank == 0:
-        for problem in (problem for problems in corrupt.values() for problem in problems):
+        for problem in checkpointer.problems:
             print(f"corrupt, skipped: {problem}", file=sys.stderr)
         print_line(metrics.as_json({"kind": "eval", "step": step, **found}))
 

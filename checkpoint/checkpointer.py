@@ -1,4 +1,4 @@
-"""The training loop's view of checkpoints: choosing where to resume, restoring, saving when due, reporting saves."""
+"""A run's view of checkpoints: choosing where to resume or what to evaluate, restoring, saving when due, reporting."""
 
 import dataclasses
 import pathlib
@@ -37,20 +37,28 @@ class State:
 
 
 class Checkpointer:
-    """All ranks must call its methods together, except tidy() and wait(). Without [checkpoint] it saves nothing."""
+    """All ranks must call its methods together, except tidy() and wait(). Without [checkpoint], and where a run is only
+    evaluated, it saves nothing."""
 
-    def __init__(self, cfg: config.Config, world: World, data: list[dict], extra_files: list[pathlib.Path]):
-        """Chooses the checkpoint to resume from; writes nothing. data: the prepared data's fingerprint. Raises
-        ConfigError if the folder is another run's, none of its checkpoints is good, or ranks have different data."""
+    def __init__(self, cfg: config.Config, world: World, data: list[dict], tokenizer_files: list[pathlib.Path],
+                 evaluating: bool = False):
+        """Chooses the checkpoint to resume from, or to evaluate; writes nothing. data: the prepared data's fingerprint.
+        Raises ConfigError if the folder is another run's, none of its checkpoints is good, or ranks have different
+        data."""
         self.world, self.data = world, data
         check_same_on_all_ranks("prepared data", compare.by_source(data))
         self.found = on_rank_zero(lambda: catalog.steps(cfg))
-        self.start, self.corrupt = catalog.choose(cfg, self.found, lambda path: problems_on_all_ranks(path, world))
-        on_rank_zero(lambda: compare.check_same_run(cfg, self.start))
-        on_rank_zero(lambda: compare.check_same_data(cfg, self.start, data))
+        self.start, self.corrupt = catalog.choose(
+            cfg, self.found, lambda path: problems_on_all_ranks(path, world), evaluating)
+        if evaluating:
+            on_rank_zero(lambda: compare.check_same_run(cfg, self.start, compare.SAME_OUTPUTS))
+            on_rank_zero(lambda: compare.check_same_tokenizer(cfg, self.start, tokenizer_files))
+        else:
+            on_rank_zero(lambda: compare.check_same_run(cfg, self.start))
+            on_rank_zero(lambda: compare.check_same_data(cfg, self.start, data))
         self.cfg = with_param_dtype(cfg, self.start, world)
         self.problems = [problem for problems in self.corrupt.values() for problem in problems]
-        self.saver = Saver(cfg, self.start, extra_files) if cfg.checkpoint else None
+        self.saver = Saver(cfg, self.start, tokenizer_files) if cfg.checkpoint and not evaluating else None
         self.report: Callable[[int, str | None], None] = lambda step, problem: None  # called after a save, on rank 0
         self.background = futures.ThreadPoolExecutor(1, "saver")
         self.pending: tuple[int, futures.Future] | None = None  # (step, its save) until it is reported
@@ -70,11 +78,12 @@ class Checkpointer:
         catalog.set_aside(self.cfg, self.start, self.corrupt)
         catalog.remove_unfinished(self.cfg)
 
-    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: Weights | None = None) -> State:
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, weights: Weights | None = None
+                ) -> State:
         """Loads the chosen checkpoint, if any, into model and optimizer. weights: the Hugging Face weights loaded
         before, if any. Raises ConfigError if they are not the base of the checkpoint's adapters."""
         self.base = base_on_all_ranks(weights)
-        if not self.start:
+        if self.start not in self.found:
             return State()
         folder = catalog.path_of(self.cfg, self.start)
         on_rank_zero(lambda: compare.check_base(folder, self.cfg.model.init_from, self.base))
