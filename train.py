@@ -93,7 +93,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
     guard = FiniteGuard(optimizer, device, cfg.train.skip_nonfinite, state.skipped_steps, state.skipped_in_a_row)
     recorder = Recorder(cfg, world, run.folder, start, flops_per_token(model, cfg.train.seq_len))
     recorder.log_start(parameter_count(model), unit_table(unit_rows), [*tp_warnings(world), *dataset.notes])
-    checkpointer.on_publish(recorder.sync)  # metrics are flushed to disk before a checkpoint is published
+    checkpointer.before_publishing = recorder.sync  # metrics are flushed to disk before a checkpoint is published
     loader = Loader(cfg, dataset.train, dataset.weights, world.dp_rank, world.dp_size, start + 1,
                     pin=world.device.type == "cuda", cp_positions=own_cp_positions(world, cfg.train.seq_len))
     if start and evaluation_is_due(cfg, start) and not recorder.has_evaluation(start):

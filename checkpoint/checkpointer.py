@@ -59,16 +59,14 @@ class Checkpointer:
         self.cfg = with_param_dtype(cfg, self.start, world)
         self.problems = [problem for problems in self.corrupt.values() for problem in problems]
         self.saver = Saver(cfg, self.start, tokenizer_files) if cfg.checkpoint and not evaluating else None
-        self.report: Callable[[int, str | None], None] = lambda step, problem: None  # called after a save, on rank 0
+        # Set by others, called on rank 0: before a checkpoint is published, where an OSError fails the save; and after
+        # a save, with its problem or None.
+        self.before_publishing: Callable[[], None] = lambda: None
+        self.report: Callable[[int, str | None], None] = lambda step, problem: None
         self.background = futures.ThreadPoolExecutor(1, "saver")
         self.pending: tuple[int, futures.Future] | None = None  # (step, its save) until it is reported
         self.staged: dict[str, Tensor] = {}
         self.base: str | None = None  # the fingerprint of the adapters' frozen base, None without adapters
-
-    def on_publish(self, work: Callable[[], None]) -> None:
-        """work: called on rank 0 before a checkpoint is published; if it raises an OSError, the save fails."""
-        if self.saver:
-            self.saver.before_publishing = work
 
     def tidy(self) -> None:
         """Renames checkpoints that are corrupt or later than `start`, and removes unfinished saves. Rank 0 only, under
@@ -115,7 +113,7 @@ class Checkpointer:
         def work() -> None:
             if self.world.device.type == "cuda":  # the current device is per thread, and DCP uses it
                 torch.cuda.set_device(self.world.device)
-            self.saver.write(state.step, tensors, content)
+            self.saver.write(state.step, tensors, content, self.before_publishing)
             self.saver.purge()  # a no-op if the run is stopping
 
         self.pending = state.step, self.background.submit(work)

@@ -46,11 +46,12 @@ class Saver:
         self.group = dist.new_group(backend="gloo")
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.stopping = False  # the run is stopping: purging is left to the next launch
-        self.before_publishing: Callable[[], None] = lambda: None  # on rank 0; an OSError fails the save
 
-    def write(self, step: int, tensors: dict[str, Tensor], state: dict) -> None:
-        """Writes the checkpoint of a step; `state` must be JSON-serializable. Raises FloatingPointError if an update
-        from finite gradients made weights or moments non-finite: these are never saved."""
+    def write(self, step: int, tensors: dict[str, Tensor], state: dict,
+              before_publishing: Callable[[], None] = lambda: None) -> None:
+        """Writes the checkpoint of a step; `state` must be JSON-serializable. before_publishing: called on rank 0; an
+        OSError fails the save. Raises FloatingPointError if an update from finite gradients made weights or moments
+        non-finite: these are never saved."""
         final, temporary = catalog.path_of(self.cfg, step), catalog.temporary_of(self.cfg, step)
         writer = Writer(temporary)
 
@@ -66,7 +67,7 @@ class Saver:
         def publish() -> None:
             hashed = {name: entry for of_rank in entries for name, entry in of_rank.items()}
             write_manifest(temporary, self.extra_files, state, hashed)
-            self.before_publishing()
+            before_publishing()
             files.publish(temporary, final)
 
         try:

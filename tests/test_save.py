@@ -124,7 +124,7 @@ def save_what_may_not_be_published(folder) -> tuple[list[str], list[int]]:
 
     problems = []
     with ready(folder) as (cfg, model, optimizer, checkpointer):
-        checkpointer.on_publish(refuse)
+        checkpointer.before_publishing = refuse
         checkpointer.report = lambda step, problem: problems.append(problem)
         checkpointer.save(State(1), model, optimizer, stopping=False)
         checkpointer.log_last_save(wait=True)
