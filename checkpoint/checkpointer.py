@@ -48,8 +48,7 @@ class Checkpointer:
         self.world, self.data = world, data
         check_same_on_all_ranks("prepared data", compare.by_source(data))
         self.found = on_rank_zero(lambda: catalog.steps(cfg))
-        self.start, self.corrupt = catalog.choose(
-            cfg, self.found, lambda path: problems_on_all_ranks(path, world), evaluating)
+        self.start, self.corrupt = catalog.choose(cfg, self.found, self._problems_on_all_ranks, evaluating)
         if evaluating:
             on_rank_zero(lambda: compare.check_same_run(cfg, self.start, compare.SAME_OUTPUTS))
             on_rank_zero(lambda: compare.check_same_tokenizer(cfg, self.start, tokenizer_files))
@@ -68,6 +67,12 @@ class Checkpointer:
         self.staged: dict[str, Tensor] = {}
         self.base: str | None = None  # the fingerprint of the adapters' frozen base, None without adapters
 
+    def _problems_on_all_ranks(self, path: pathlib.Path) -> list[str]:
+        """The problems of a checkpoint: rank 0 compares file sizes first, then each rank hashes its share."""
+        share = self.world.rank, self.world.size
+        return on_rank_zero(lambda: catalog.problems_without_hashing(path)) or [
+            problem for problems in all_gather_objects(catalog.problems_of(path, *share)) for problem in problems]
+
     def tidy(self) -> None:
         """Renames checkpoints that are corrupt or later than `start`, and removes unfinished saves. Rank 0 only, under
         the run's lock. Raises ConfigError if another run has saved here since `start` was chosen."""
@@ -80,7 +85,8 @@ class Checkpointer:
                 ) -> State:
         """Loads the chosen checkpoint, if any, into model and optimizer. weights: the Hugging Face weights loaded
         before, if any. Raises ConfigError if they are not the base of the checkpoint's adapters."""
-        self.base = base_on_all_ranks(weights)
+        if weights and weights.sums is not None:  # each rank has read a part of the base
+            self.base = fingerprint(all_gather_objects(weights.sums))
         if self.start not in self.found:
             return State()
         folder = catalog.path_of(self.cfg, self.start)
@@ -172,11 +178,6 @@ def open_pretrained(cfg: config.Config, step: int) -> Weights | None:
     return weights
 
 
-def base_on_all_ranks(weights: Weights | None) -> str | None:
-    """The fingerprint of a frozen base, of which each rank has read a part; None if there is none."""
-    return fingerprint(all_gather_objects(weights.sums)) if weights and weights.sums is not None else None
-
-
 def with_param_dtype(cfg: config.Config, step: int, world: World) -> config.Config:
     """The configuration with param_dtype = "auto" resolved: to the checkpoint's value, or without one (step 0) to
     bfloat16 if every rank's device supports it natively, since emulated bfloat16 is slower than float32."""
@@ -188,9 +189,3 @@ def with_param_dtype(cfg: config.Config, step: int, world: World) -> config.Conf
     else:
         dtype = "bfloat16" if all(all_gather_objects(has_native_bfloat16(world.device))) else "float32"
     return dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, param_dtype=dtype))
-
-
-def problems_on_all_ranks(path: pathlib.Path, world: World) -> list[str]:
-    """The problems of a checkpoint: rank 0 compares file sizes first, then each rank hashes its share."""
-    return on_rank_zero(lambda: catalog.problems_without_hashing(path)) or [
-        problem for rank in all_gather_objects(catalog.problems_of(path, world.rank, world.size)) for problem in rank]
