@@ -117,8 +117,8 @@ class Checkpointer:
                    "base": self.base, "ranks": self.world.size, "torch": torch.__version__}
 
         def work() -> None:
-            if self.world.device.type == "cuda":  # the current device is per thread, and DCP uses it
-                torch.cuda.set_device(self.world.device)
+            # the current device is per thread, and DCP uses it; torch.cpu has the function too, and it does nothing
+            torch.get_device_module(self.world.device).set_device(self.world.device)
             self.saver.write(state.step, tensors, content, self.before_publishing)
             self.saver.purge()  # a no-op if the run is stopping
 
@@ -163,8 +163,7 @@ class Checkpointer:
                 if t.is_cuda and held.nbytes:  # pinned in place: torch's pinned allocator rounds up to powers of two
                     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(held.data_ptr(), held.nbytes, 0))
             self.staged[name].copy_(t, non_blocking=True)
-        if self.world.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        torch.get_device_module(self.world.device).synchronize()  # of torch.cpu: does nothing
         # Not DTensor.from_local: that would move the copy back to the mesh's device.
         return {name: DTensor(self.staged[name], t._spec, requires_grad=False) if isinstance(t, DTensor)
                 else self.staged[name] for name, t in tensors.items()}
