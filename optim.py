@@ -76,26 +76,25 @@ class BFloat16AdamW(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict], names: dict[nn.Parameter, str], seed: int, compile: bool, **options):
         super().__init__(groups, options)
-        self.grad_scale: Tensor | None = None  # gradients are divided by it
-        self.found_inf: Tensor | None = None  # 1.0: skip the update
+        device = groups[0]["params"][0].device
+        self.grad_scale = torch.ones((), device=device)  # gradients are divided by it
+        self.found_inf = torch.zeros((), device=device)  # 1.0: skip the update
         self.update = torch.compile(update_bfloat16, fullgraph=True, dynamic=True) if compile else update_bfloat16
         self.place = {p: shard_offset(p, f"{seed} {name}") for p, name in names.items()}
 
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            lr, one = torch.tensor(group["lr"]), torch.ones((), device=group["params"][0].device)
-            scale = one if self.grad_scale is None else self.grad_scale
-            found = torch.zeros_like(one) if self.found_inf is None else self.found_inf
+            lr = torch.tensor(group["lr"])
             for p in group["params"]:
                 if p.grad is None:
                     continue
                 state = self.state[p]
-                state["step"] += 1 - found
+                state["step"] += 1 - self.found_inf
                 rows = [as_2d(t) for t in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
                 if rows[0].numel():  # with fewer rows than ranks, some shards are empty
-                    self.update(*rows, state["step"], scale, found, lr, self.place[p], *group["betas"], group["eps"],
-                                group["weight_decay"])
+                    self.update(*rows, state["step"], self.grad_scale, self.found_inf, lr, self.place[p],
+                                *group["betas"], group["eps"], group["weight_decay"])
 
 
 def as_2d(t: Tensor) -> Tensor:
@@ -165,7 +164,7 @@ class FiniteGuard:
         self.pending: int | None = None  # the step whose flag is being copied
         self.skips_by_itself = scales_by_itself(optimizer)
         if self.skips_by_itself:
-            optimizer.found_inf, optimizer.grad_scale = self.found, None
+            optimizer.found_inf = self.found
 
     def may_update(self, step: int, norm: Tensor) -> bool:
         """Whether to call the optimizer's step(); the same on all ranks. norm: the gradient norm over all ranks, which
