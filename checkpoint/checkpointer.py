@@ -123,10 +123,9 @@ class Checkpointer:
             self.saver.purge()  # a no-op if the run is stopping
 
         self.pending = state.step, self.background.submit(work)
-        if stopping or state.step == self.cfg.train.steps:
-            self.log_last_save(wait=True, required=True)
-        elif not self.cfg.checkpoint.async_save:
-            self.wait()
+        last = stopping or state.step == self.cfg.train.steps
+        if last or not self.cfg.checkpoint.async_save:
+            self.log_last_save(wait=True, required=last)
 
     def log_last_save(self, wait: bool = False, required: bool = False) -> None:
         """Reports the previous save once it is done; wait=True blocks until it is. After a failure, training continues
