@@ -5,7 +5,6 @@
 
 import contextlib
 import math
-import sys
 
 import torch
 
@@ -16,7 +15,7 @@ from config import ConfigError
 from data.dataset import Dataset, open_dataset
 from data.loader import validation_batches
 from data.show import printable
-from files import print_line
+from files import print_error, print_line
 from lifecycle.run import Run
 from model.generate import continue_text
 from model.llama import Llama, meta_model
@@ -76,7 +75,7 @@ def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
     found = evaluate(model, cfg, world, dataset, run)
     if world.rank == 0:
         for problem in checkpointer.problems:
-            print(f"corrupt, skipped: {problem}", file=sys.stderr)
+            print_error(f"corrupt, skipped: {problem}")
         print_line(metrics.as_json({"kind": "eval", "step": step, **found}))
 
 

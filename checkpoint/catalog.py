@@ -7,13 +7,13 @@ import os
 import pathlib
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator
 
 import config
 from checkpoint import manifest
 from checkpoint.manifest import PART, STATE, CorruptCheckpoint
 from config import ConfigError
+from files import print_error
 
 NAME = re.compile(r"step-(\d{8,})")
 TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp")
@@ -173,7 +173,7 @@ def find(path: pathlib.Path) -> pathlib.Path:
         if not (problems := problems_of(folder)):
             return folder
         for problem in problems:
-            print(f"corrupt, skipped: {problem}", file=sys.stderr)
+            print_error(f"corrupt, skipped: {problem}")
     raise ConfigError(f"{path}: no good checkpoint")
 
 
