@@ -81,8 +81,7 @@ class Checkpointer:
         catalog.set_aside(self.cfg, self.start, self.corrupt)
         catalog.remove_unfinished(self.cfg)
 
-    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, weights: Weights | None = None
-                ) -> State:
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, weights: Weights | None) -> State:
         """Loads the chosen checkpoint, if any, into model and optimizer. weights: the Hugging Face weights loaded
         before, if any. Raises ConfigError if they are not the base of the checkpoint's adapters."""
         if weights and weights.sums is not None:  # each rank has read a part of the base

@@ -105,7 +105,7 @@ def resume_with_another_optimizer(folder) -> str:
         for state in optimizer.state.values():
             del state["exp_avg_sq"]
         try:
-            Checkpointer(changed, checkpointer.world, [], []).restore(model, optimizer)
+            Checkpointer(changed, checkpointer.world, [], []).restore(model, optimizer, None)
         except ConfigError as error:
             return str(error)
     return "none"
