@@ -23,7 +23,6 @@ class Projection(Linear):
         super().__init__(inputs, outputs, init_std)
         self.scales: nn.Parameter | None = None
         self.first_block = 0  # NF4 block of the first local column, set by parallel/tensor.py
-        self.compiled = False
         if lora.base_dtype == "nf4":
             self.weight = nn.Parameter(torch.empty(outputs, inputs // 2, dtype=torch.uint8), requires_grad=False)
             self.scales = nn.Parameter(torch.empty(outputs, nf4.scale_bytes(inputs), dtype=torch.uint8), False)
@@ -39,7 +38,7 @@ class Projection(Linear):
         if self.scales is None:
             base = super().forward(x)
         else:
-            base = nf4.product(x, self.weight, self.scales, self.first_block, self.compiled)
+            base = nf4.product(x, self.weight, self.scales, self.first_block, torch.compiler.is_compiling())
         return base if self.lora_a is None else base + self.lora_b(self.lora_scale * self.lora_a(x))
 
     @torch.no_grad()

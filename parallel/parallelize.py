@@ -7,7 +7,6 @@ from torch.nn.utils import parametrize
 import config
 from model.float8 import Product, use_float8
 from model.llama import Llama
-from model.lora import Projection
 from parallel.activation_checkpoint import apply_activation_checkpointing
 from parallel.context import apply_context_parallelism
 from parallel.fsdp import apply_fsdp
@@ -38,9 +37,6 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
         torch._dynamo.config.recompile_limit = 64
         torch.compiler.allow_in_graph(Product)  # torch 2.11 loses its gradients when Dynamo traces into it
         for block in model.blocks:
-            for projection in block.modules():
-                if isinstance(projection, Projection):
-                    projection.compiled = True  # dequantize NF4 weights in a compiled kernel
             block.compile(fullgraph=True)
         model.head.compile_loss = True
 
