@@ -88,7 +88,7 @@ class Cache:
     def __init__(self, lengths: list[int], columns: int, n_layers: int, device: torch.device):
         """columns: the maximum number of tokens per row, including padding."""
         self.lengths = torch.tensor(lengths, device=device)[:, None]  # (B, 1), prompt lengths
-        self.filled, self.first = 0, 0  # first: columns of the first pass
+        self.filled, self.first = 0, max(lengths)  # first: columns of the first pass
         self.blocks = [KVCache(columns) for _ in range(n_layers)]
 
     def advance(self, new: int) -> tuple[Tensor | None, Tensor, Tensor]:
@@ -97,7 +97,6 @@ class Cache:
         begin, self.filled = self.filled, self.filled + new
         column = torch.arange(self.filled, device=self.lengths.device)
         if begin == 0:
-            self.first = new
             return None, column.expand(len(self.lengths), -1), self.lengths - 1
         seen = (column < self.lengths) | (column >= self.first)  # (B, S)
         return seen[:, None, None], self.lengths + begin - self.first, torch.zeros_like(self.lengths)
