@@ -192,33 +192,28 @@ def opened(path: Path) -> Iterator[Any]:
 
 def scan(folder: Path) -> dict[str, Stored]:
     """Every tensor of a Hugging Face folder, by its name there. Raises ConfigError naming every malformed file."""
-    index = folder / INDEX
+    index, listed = folder / INDEX, None
     if (folder / SINGLE).exists():
-        names, weight_map = [SINGLE], None
+        names = [SINGLE]
     elif index.exists():
         weight_map = hf_config.read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map or not all(
                 isinstance(name, str) and "/" not in name for name in weight_map.values()):
             raise ConfigError(f"{index}: needs weight_map: tensors' names, and files of this folder")
         names = sorted({*weight_map.values()})
+        listed = {(folder / name, key) for key, name in weight_map.items() if not key.endswith(CONSTANT)}
     else:
         pickled = sorted(path.name for pattern in PICKLED for path in folder.glob(pattern))
         raise ConfigError(f"{folder}: has neither {SINGLE} nor {INDEX}" + (
             f"; {', '.join(pickled)}: pickled files can run code and are not read; load them with transformers and "
             "save_pretrained() what you trust" if pickled else ""))
-
-    def read_listed(name: str) -> dict[str, Stored]:
-        path, found = folder / name, read_header(folder / name)
-        listed = {key for key, place in weight_map.items() if place == name and not key.endswith(CONSTANT)
-                  } if weight_map else {*found}
-        problems = [f"{path}: has no {key}, which {INDEX} lists" for key in sorted(listed - {*found})]
-        problems += [f"{path}: has {key}, which {INDEX} does not list" for key in sorted({*found} - listed)]
-        if problems:
-            raise ConfigError(*problems)
-        return found
-
-    return {key: stored for found in together(*(partial(read_listed, name) for name in names))
-            for key, stored in found.items()}
+    headers = together(*(partial(read_header, folder / name) for name in names))
+    found = {(stored.path, stored.name): stored for header in headers for stored in header.values()}
+    if listed is not None and listed != found.keys():
+        raise ConfigError(
+            *(f"{path}: has no {key}, which {INDEX} lists" for path, key in sorted(listed - found.keys())),
+            *(f"{path}: has {key}, which {INDEX} does not list" for path, key in sorted(found.keys() - listed)))
+    return {key: stored for (_, key), stored in found.items()}
 
 
 def read_header(path: Path) -> dict[str, Stored]:
