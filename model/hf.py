@@ -211,13 +211,14 @@ def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int, adapte
 def import_folder(source: Path, folder: Path) -> None:
     from checkpoint import save
 
-    _, found = together(lambda: hf_config.read(source / "config.json", config.SCHEMA), lambda: hf_weights.scan(source))
+    # the problems of both, before the first ends this
+    together(lambda: hf_config.read(source / "config.json", config.SCHEMA), lambda: hf_weights.scan(source))
     if (source / GENERATION).is_file():
         hf_config.read_json(source / GENERATION)  # fail now, not in a later export, if it is malformed
     train = {"seq_len": length} if (length := context_length(source)) else {}
     cfg = config.from_dict({"run": {"name": "imported"}, "model": {"init_from": str(source)},
                             "train": {"steps": 1, **train}}, str(source))
-    weights, model = hf_weights.match_weights(source, found, cfg.model), meta_model(cfg.model)
+    weights, model = hf_weights.weights_to_read(cfg, step=0), meta_model(cfg.model)
 
     def read(name: str) -> Tensor:
         full = weights.read(name)

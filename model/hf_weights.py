@@ -148,22 +148,16 @@ def fingerprint(ranks: list[dict[tuple, int]]) -> str:
 def weights_to_read(cfg: config.Config, step: int) -> Weights | None:
     """The Hugging Face weights that a run reads when it starts (step 0) or resumes from a checkpoint of this step. At
     the start: `init_from`, and the adapter in lora.init_from. On resume: only a frozen base. Raises ConfigError."""
-    if step and not cfg.lora:
+    if cfg.model.init_from is None or (step and not cfg.lora):
         return None
-    if cfg.lora and not Path(cfg.model.init_from).is_dir():
+    folder = Path(cfg.model.init_from)
+    if cfg.lora and not folder.is_dir():
         raise ConfigError(f"[model] init_from = {toml(cfg.model.init_from)}: is not there, and the adapters need their "
                           "base: name the folder where it lies now (of a tool, --base)")
-    weights = open_weights(cfg.model)
-    if not cfg.lora:
-        return weights
-    adapter = {} if step or cfg.lora.init_from is None else open_adapter(cfg)
-    return Weights(weights.stored | adapter, {})
-
-
-def open_weights(m: config.Model) -> Weights | None:
-    """The weights that `init_from` names; None if it is not set. Reads headers, and compares a tied lm_head.weight.
-    Raises ConfigError naming every missing, unexpected or malformed tensor."""
-    return match_weights(Path(m.init_from), scan(Path(m.init_from)), m) if m.init_from is not None else None
+    stored = open_model(folder, cfg.model)
+    if cfg.lora and cfg.lora.init_from and not step:
+        stored |= open_adapter(cfg)
+    return Weights(stored, {} if cfg.lora else None)
 
 
 def import_safetensors(path: Path) -> ModuleType:
@@ -222,6 +216,26 @@ def read_header(path: Path) -> dict[str, Stored]:
         return {key: Stored(path, key, entry.get_dtype(), entry.get_shape()) for key, entry in entries.items()}
 
 
+def open_model(folder: Path, m: config.Model) -> dict[str, Stored]:
+    """The tensors of a Hugging Face folder by our names. Reads headers, and compares a tied lm_head.weight. Raises
+    ConfigError naming every missing, unexpected or malformed tensor.
+
+    With tied embeddings, lm_head.weight may be present and must equal the embedding; if it does not, config.json is
+    wrong about the model.
+    """
+    found = scan(folder)
+    tied = found.pop(hf_name("head.weight"), None) if m.tie_embeddings else None
+    stored = matched(folder, found, shapes(m))
+    if tied:
+        embedding = stored["embedding.weight"]
+        with opened(tied.path) as file, opened(embedding.path) as other:  # mapped: compared without a copy
+            pair = file.get_tensor(tied.name), other.get_tensor(embedding.name)
+        if pair[0].dtype != pair[1].dtype or not torch.equal(*pair):
+            raise ConfigError(f"{tied.path}: {tied.name} differs from {embedding.name}, but config.json has "
+                              "tie_word_embeddings")
+    return stored
+
+
 def open_adapter(cfg: config.Config) -> dict[str, Stored]:
     """The tensors of PEFT's adapter folder, lora.init_from, by our names. Raises ConfigError for a mismatch."""
     path, theirs = Path(cfg.lora.init_from, PEFT_WEIGHTS), hf_config.read_adapter(Path(cfg.lora.init_from))
@@ -244,21 +258,3 @@ def matched(path: Path, found: dict[str, Stored], ours: dict[str, list[int]]) ->
     if problems:
         raise ConfigError(*sorted(problems))
     return {name: found[hf_name(name)] for name in ours}
-
-
-def match_weights(folder: Path, found: dict[str, Stored], m: config.Model) -> Weights:
-    """The tensors of scan() by our names. Raises ConfigError if they do not match this model.
-
-    With tied embeddings, lm_head.weight may be present and must equal the embedding; if it does not, config.json is
-    wrong about the model.
-    """
-    tied = found.pop(hf_name("head.weight"), None) if m.tie_embeddings else None
-    weights = Weights(matched(folder, found, shapes(m)))
-    if tied:
-        embedding = weights.stored["embedding.weight"]
-        with opened(tied.path) as file, opened(embedding.path) as other:  # mapped: compared without a copy
-            pair = file.get_tensor(tied.name), other.get_tensor(embedding.name)
-        if pair[0].dtype != pair[1].dtype or not torch.equal(*pair):
-            raise ConfigError(f"{tied.path}: {tied.name} differs from {embedding.name}, but config.json has "
-                              "tie_word_embeddings")
-    return weights

@@ -14,7 +14,7 @@ import config
 from checkpoint.checkpointer import open_pretrained
 from config import ConfigError
 from model import hf
-from model.hf_weights import open_weights, weights_to_read
+from model.hf_weights import weights_to_read
 from model.llama import named_parameters
 from optim import build_optimizer
 from parallel.materialize import local_tensors
@@ -40,7 +40,7 @@ def read_and_save(folders: dict[str, str], output: str, mesh: dict) -> dict[str,
     with process_group() as world:
         for name, folder in folders.items():
             cfg = config_from(folder, run={"name": name, "output_dir": output}, checkpoint={}, parallel=mesh)
-            model = build(cfg, world_for(cfg, world), open_weights(cfg.model))
+            model = build(cfg, world_for(cfg, world), weights_to_read(cfg, 0))
             optimizer = build_optimizer(model, cfg.optim)
             save(cfg, model, optimizer, 1)
             with torch.no_grad():
@@ -71,7 +71,7 @@ def refused_on_one_rank(folder: str) -> list[str]:
     with process_group() as world:
         cfg = config_from(folder)
         for lost in ("lost", None):
-            weights = open_weights(cfg.model)
+            weights = weights_to_read(cfg, 0)
             if world.rank == 1 and lost:
                 stored = weights.stored["head.weight"]
                 weights.stored["head.weight"] = dataclasses.replace(stored, path=stored.path.with_name(lost))

@@ -29,7 +29,7 @@ from lifecycle.checks import check_launch
 from lifecycle.signals import Interruption
 from model import generate, hf
 from model.hf_tokenizer import fast_tokenizer_files, read_sentencepiece
-from model.hf_weights import hf_name, open_weights
+from model.hf_weights import hf_name, weights_to_read
 from model.llama import Llama, named_parameters
 from optim import build_optimizer, learning_rate
 from tests import cases, hf_cases
@@ -114,8 +114,8 @@ def test_an_index_need_not_list_the_constants_of_old_folders(folders, tmp_path):
     folder = shutil.copytree(folders["sharded"], tmp_path / "old")
     shard = next(folder.glob("model-00001*"))
     save_file({**load_file(shard), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}, shard)
-    assert open_weights(config_from(str(folder)).model).stored.keys() == open_weights(
-        config_from(str(folders["sharded"])).model).stored.keys()
+    assert weights_to_read(config_from(str(folder)), 0).stored.keys() == weights_to_read(
+        config_from(str(folders["sharded"])), 0).stored.keys()
 
 
 def run(capsys, *arguments: object) -> tuple[int, str]:
@@ -170,7 +170,7 @@ def test_the_export_loads_in_transformers_bit_for_bit(read, folders, tmp_path, c
     assert len([*(tmp_path / "two").glob("*.safetensors")]) == 2 and (tmp_path / "two" / INDEX).exists()
     assert not list(tmp_path.glob(".*"))
     assert len({path.stat().st_mode for path in tmp_path.glob("*/*")}) == 1  # who may read config.json may read weights
-    again = open_weights(config_from(str(tmp_path / "many")).model)  # and we read what we write
+    again = weights_to_read(config_from(str(tmp_path / "many")), 0)  # and we read what we write
     assert torch.equal(again.read("embedding.weight"), theirs.state_dict()["model.embed_tokens.weight"])
 
 
@@ -301,7 +301,7 @@ def test_a_folder_that_is_not_there(folders, tmp_path):
             config_from(name)
     cfg = make_config(model={"init_from": str(tmp_path / "gone")})  # complete: it may go on from a checkpoint
     with pytest.raises(ConfigError, match="gone: has neither model.safetensors"):
-        open_weights(cfg.model)
+        weights_to_read(cfg, 0)
 
 
 def test_a_launch_refuses_it_before_it_makes_anything(folders, write_config, tmp_path):
@@ -602,12 +602,12 @@ def test_a_tied_head_that_is_equal_is_taken(folders, tmp_path, capsys):
 def test_short_dtypes_are_read_exactly(folders, tmp_path, dtype):
     folder = shutil.copytree(folders["single"], tmp_path / "hf")
     weights(lambda t: t.update({name: value.to(dtype) for name, value in t.items()}))(folder)
-    found, expected = open_weights(config_from(str(folder)).model), load_file(folder / "model.safetensors")
+    found, expected = weights_to_read(config_from(str(folder)), 0), load_file(folder / "model.safetensors")
     assert all(torch.equal(found.read(name), expected[hf_name(name)].float()) for name in found.stored)
 
 
 def test_any_rectangle_is_read(folders):
-    found = open_weights(config_from(str(folders["uneven"])).model)
+    found = weights_to_read(config_from(str(folders["uneven"])), 0)
     for name, offsets, shape in (("head.weight", (0, 0), (323, 50)), ("head.weight", (162, 25), (161, 25)),
                                  ("embedding.weight", (100, 7), (1, 43)), ("head.norm.weight", (49,), (1,)),
                                  ("head.weight", (323, 0), (0, 50)), ("head.norm.weight", (50,), (0,))):
