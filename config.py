@@ -366,10 +366,7 @@ def load(path: str, overrides: Iterable[str] = ()) -> Config:
 def from_dict(raw: dict, path: str, overrides: Iterable[str] = ()) -> Config:
     """Like load(), from tables that have been read; `path` names their origin in errors."""
     given = SCHEMA.read(raw, path, overrides)
-    if "model.init_from" in given.values:
-        hf_config.complete(given)
-    if "lora.init_from" in given.values:
-        hf_config.complete_adapter(given)
+    hf_config.complete(given)
     cfg = given.build()
     if lora := cfg.lora:  # normalized, so that spelling is no change; absolute paths work from anywhere
         lora = replace(lora, targets=tuple(name for name in PROJECTIONS if name in lora.targets),

@@ -34,7 +34,10 @@ def read(path: pathlib.Path, schema: Schema) -> dict[str, Any]:
 
     RoPE settings are read in both spellings: rope_theta and rope_scaling or, since transformers 5, rope_parameters.
     """
-    theirs, options, problems = read_json(path), {}, []
+    content, problems = read_json(path), []
+    theirs = {"num_key_value_heads": content.get("num_attention_heads"), "rms_norm_eps": 1e-6,
+              "tie_word_embeddings": False, "rope_theta": 10000.0,
+              **{key: value for key, value in content.items() if value is not None}}
     named = theirs.get("architectures") or ["LlamaForCausalLM"]
     spelling = "rope_scaling" if theirs.get("rope_scaling") else "rope_parameters"
     rope = theirs.get(spelling) or {}
@@ -48,52 +51,71 @@ def read(path: pathlib.Path, schema: Schema) -> dict[str, Any]:
                (f"{spelling}.rope_type", kind, ["default", "llama3"])]
     problems += [f"{path}: {key} = {toml(value)}: only {' and '.join(map(toml, known))} can be read"
                  for key, value, known in demands if value not in known]
-    defaults = {"num_key_value_heads": theirs.get("num_attention_heads"), "rms_norm_eps": 1e-6,
-                "tie_word_embeddings": False, "rope_theta": 10000.0}
-    found = [(key, their_key, theirs.get(their_key)) for key, their_key in KEYS.items()]
-    found.append(("rope_theta", "rope_theta", rope.get("rope_theta", theirs.get("rope_theta"))))
+    found = {f"model.{key}": (their_key, theirs.get(their_key)) for key, their_key in KEYS.items()
+             if their_key in theirs or key != "head_dim"}
+    found["model.rope_theta"] = "rope_theta", rope.get("rope_theta", theirs["rope_theta"])
     if kind == "llama3":
-        found += [(f"rope_scaling.{key}", f"{spelling}.{key}", rope.get(key)) for key in ROPE_KEYS]
-    for key, their_key, value in found:
-        value = defaults.get(their_key) if value is None else value
+        found |= {f"model.rope_scaling.{key}": (f"{spelling}.{key}", rope.get(key)) for key in ROPE_KEYS}
+    return _fitted(path, schema, found, problems)
+
+
+def _fitted(path: pathlib.Path, schema: Schema, found: dict[str, tuple[str, Any]], problems: list[str]
+            ) -> dict[str, Any]:
+    """{option: value} of {option: (key in the file, value)}. Raises ConfigError with `problems` and every value that is
+    missing or invalid."""
+    options = {}
+    for name, (key, value) in found.items():
         try:
-            if value is not None or key != "head_dim":
-                options[f"model.{key}"] = schema.fit(f"model.{key}", value)
+            options[name] = schema.fit(name, value)
         except ValueError as error:
-            problems.append(f"{path}: {their_key} {'is missing' if value is None else f'= {toml(value)}: {error}'}")
+            problems.append(f"{path}: {key} {'is missing' if value is None else f'= {toml(value)}: {error}'}")
     if problems:
         raise ConfigError(*problems)
     return options
 
 
 def complete(given: Given) -> None:
-    """Fills in the options of [model] from the folder that init_from names; options already given must agree."""
-    values, origins, folder = given.values, given.origins, given.values["model.init_from"]
-    path, rope = pathlib.Path(folder) / "config.json", "model.rope_scaling"
+    """Fills in options of [model] and [lora] from the folders that their init_from name; options already given must
+    agree. Raises ConfigError if a folder cannot be read."""
+    try:
+        if "model.init_from" in given.values:
+            _complete_model(given)
+        if "lora.init_from" in given.values:
+            _complete_adapter(given)
+    except ConfigError as error:
+        raise ConfigError(*given.problems.values(), *error.problems) from None
+
+
+def _complete_model(given: Given) -> None:
+    values, folder, rope = given.values, given.values["model.init_from"], "model.rope_scaling"
+    path = pathlib.Path(folder) / "config.json"
     if not os.path.exists(path):  # unlike Path.exists(), False where access is denied
         # a complete table, as in a run's own config.toml, needs no folder: its run may resume from a checkpoint
         needed = {f"model.{key}" for key, (_, f) in given.schema.section("model").items() if f.default is MISSING}
         if needed <= values.keys():
             return
-        raise ConfigError(
-            *given.problems.values(), f"{origins['model.init_from']}: [model] init_from = {toml(folder)}: has no "
-            "config.json; it must be a Hugging Face folder on this machine (hf download ID --local-dir FOLDER)")
-    try:
-        theirs = read(path, given.schema)
-    except ConfigError as error:
-        raise ConfigError(*given.problems.values(), *error.problems) from None
+        raise ConfigError(f"{given.origins['model.init_from']}: [model] init_from = {toml(folder)}: has no "
+                          "config.json; it must be a Hugging Face folder on this machine (hf download ID --local-dir "
+                          "FOLDER)")
+    theirs = read(path, given.schema)
     ours = {name for name in values if name.startswith(f"{rope}.")}
-    if rope in origins and not ours and f"{rope}.factor" in theirs:
-        given.problems[rope] = (f"{origins[rope]}: [model] rope_scaling is off: {path} and its weights have it; "
+    if rope in given.origins and not ours and f"{rope}.factor" in theirs:
+        given.problems[rope] = (f"{given.origins[rope]}: [model] rope_scaling is off: {path} and its weights have it; "
                                 "leave it out")
-    for name in [*theirs, *(ours - theirs.keys())]:
-        key, value = name.partition(".")[2], theirs.get(name, "absent")
-        if values.setdefault(name, value) != value:
-            more = "; its weights have no more rows" if key == "vocab_size" else ""
-            given.problems[name] = (
-                f"{origins[name]}: [model] {key} = {toml(values[name])}: {path} has {KEYS.get(key, key)} = "
-                f"{toml(value)}{more}; leave it out, or, to resume from the run's checkpoint, move that file away")
-        origins.setdefault(name, str(path))
+    _take_over(given, path, dict.fromkeys(ours, "absent") | theirs, KEYS,
+               "; leave it out, or, to resume from the run's checkpoint, move that file away")
+
+
+def _take_over(given: Given, path: pathlib.Path, theirs: dict[str, Any], keys: dict[str, str], advice: str) -> None:
+    """Adds a file's options to the given ones; one that is given must be equal. keys: our keys -> the file's."""
+    for name, value in theirs.items():
+        section, _, key = name.partition(".")
+        ours = given.values.setdefault(name, value)
+        given.origins.setdefault(name, str(path))
+        if ours != value and not (name == "lora.targets" and {*ours} == {*value}):  # order does not matter
+            more = "; its weights have no more rows" if name == "model.vocab_size" else ""
+            given.problems[name] = (f"{given.origins[name]}: [{section}] {key} = {toml(ours)}: {path} has "
+                                    f"{keys.get(key, key)} = {toml(value)}{more}{advice}")
 
 
 def render(m: Any, seq_len: int, dtype: str, token_ids: dict[str, Any]) -> dict[str, Any]:
@@ -146,31 +168,14 @@ def read_adapter(folder: pathlib.Path) -> dict[str, Any]:
     return theirs
 
 
-def complete_adapter(given: Given) -> None:
-    """Fills in rank, alpha and targets from the PEFT folder that lora.init_from names; those given must agree. A
-    complete table, as in a run's own config.toml, needs no folder: its run may resume from a checkpoint. Raises
-    ConfigError."""
-    values, folder, problems = given.values, pathlib.Path(given.values["lora.init_from"]), []
-    if {f"lora.{key}" for key in ADAPTER_KEYS} <= values.keys():
+def _complete_adapter(given: Given) -> None:
+    """A complete table, as in a run's own config.toml, needs no folder: its run may resume from a checkpoint."""
+    path = pathlib.Path(given.values["lora.init_from"], ADAPTER)
+    if {f"lora.{key}" for key in ADAPTER_KEYS} <= given.values.keys():
         return
-    try:
-        theirs = read_adapter(folder)
-    except ConfigError as error:
-        raise ConfigError(*given.problems.values(), *error.problems) from None
-    for key, their_key in ADAPTER_KEYS.items():
-        name, value = f"lora.{key}", theirs.get(their_key)
-        try:
-            value = given.schema.fit(name, value)
-        except ValueError as error:
-            problems.append(f"{folder / ADAPTER}: {their_key} = {json.dumps(value)}: {error}")
-            continue
-        ours = values.setdefault(name, value)
-        if ours != value and not (key == "targets" and {*ours} == {*value}):  # order does not matter
-            given.problems[name] = (f"{given.origins[name]}: [lora] {key} = {toml(ours)}: {folder / ADAPTER} has "
-                                    f"{their_key} = {toml(value)}; leave it out")
-        given.origins.setdefault(name, str(folder / ADAPTER))
-    if problems:
-        raise ConfigError(*given.problems.values(), *problems)
+    theirs = read_adapter(path.parent)
+    found = {f"lora.{key}": (their_key, theirs.get(their_key)) for key, their_key in ADAPTER_KEYS.items()}
+    _take_over(given, path, _fitted(path, given.schema, found, []), ADAPTER_KEYS, "; leave it out")
 
 
 def render_adapter(lora: Any, base: str) -> dict[str, Any]:
