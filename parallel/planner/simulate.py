@@ -208,13 +208,9 @@ def watch(model: Llama, counted: Counted, compiled: bool) -> None:
         module.register_forward_hook(partial(after, name))
 
 
-class CausalMask:
-    """Stands in for FlexAttention's BlockMask, which is small."""
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: CausalMask, enable_gqa: bool) -> Tensor:
-    """Stands in for flex_attention(): half of all pairs, which is what a document mask needs at most."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=enable_gqa)
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    """Stands in for FlexAttention: half of all pairs, which is what a document mask needs at most."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def gpu_code_paths(cfg: config.Config, counted: Counted) -> list:
@@ -224,12 +220,8 @@ def gpu_code_paths(cfg: config.Config, counted: Counted) -> list:
         mock.patch("torch.addmm", partial(wide_addmm, counted)),
         mock.patch.dict(CHUNK, cpu=CHUNK["cuda"]),
         mock.patch("parallel.parallelize.use_float8", lambda blocks, recipe, _: use_float8(blocks, recipe, "cuda")),
-        mock.patch("model.attention.BlockMask", CausalMask),
-        mock.patch("model.attention._compiled", lambda function: function),
-        mock.patch("model.attention.flex_attention", causal_attention),
-        mock.patch("model.llama.document_mask", lambda documents: CausalMask()),
-        mock.patch("parallel.context.document_mask", lambda documents, cp_positions: CausalMask()),
-        mock.patch("parallel.context.make_mask", lambda *unused: CausalMask()),
+        mock.patch("parallel.context.make_mask", lambda *unused: None),
+        mock.patch("parallel.context.attention", causal_attention),
     ]
     if cfg.parallel.compile:
         patches += [
