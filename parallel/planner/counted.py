@@ -50,13 +50,13 @@ class Counted(TorchDispatchMode):
     """Sees every operator on the fake tensors of one mode, and counts live memory by storage."""
 
     def __init__(self, fake: FakeTensorMode, dimensions: dict[str, str], on_host: set[str], granularity: int):
-        """dimensions: mesh dimension by process group name. on_host: kinds that are kept in host memory. granularity:
-        bytes that the allocator rounds up to."""
+        """dimensions: mesh dimension by process group name. on_host: kinds in host memory, which are not counted.
+        granularity: bytes that the allocator rounds up to."""
         super().__init__()
         self.granularity = granularity
         self.fake, self.dimensions, self.on_host = fake, dimensions, on_host
         self.phases, self.times = [Phase("start")], 1
-        self.live: Counter = Counter()  # bytes by kind
+        self.live: Counter = Counter()  # bytes on the device by kind
         self.storages: dict[int, tuple[str, int]] = {}  # kind and bytes
         self.paused = self.fused = False  # inside unseen(); inside a compiled block
         self.kept: dict[str, list[Tensor]] = {}  # the products' inputs, in a compiled block without checkpointing
@@ -69,20 +69,17 @@ class Counted(TorchDispatchMode):
             if kind == "working memory":
                 self.set(key, "activations", size)
         self.kept.pop(self.phases[-1].name, None)
-        self.phases[-1].end = self.on_device()
-        self.phases.append(Phase(name, self.on_device(), times=self.times))
-
-    def on_device(self) -> Counter:
-        return Counter({kind: size for kind, size in self.live.items() if kind not in self.on_host})
+        self.phases[-1].end = Counter(self.live)
+        self.phases.append(Phase(name, Counter(self.live), times=self.times))
 
     def set(self, key: int, kind: str, size: int) -> None:
-        size = self.rounded(size)
+        size = 0 if kind in self.on_host else self.rounded(size)
         before, was = self.storages.get(key, (kind, 0))
         self.storages[key] = kind, size
         self.live[before] -= was
         self.live[kind] += size
-        if size > was and kind not in self.on_host and self.on_device().total() > self.phases[-1].peak.total():
-            self.phases[-1].peak = self.on_device()
+        if size > was and self.live.total() > self.phases[-1].peak.total():
+            self.phases[-1].peak = Counter(self.live)
 
     def mark(self, tensors: Iterable[Any], kind: str) -> None:
         """Sets the kind of these tensors' storages; starts to count those that were not counted yet."""
