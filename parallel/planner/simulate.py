@@ -141,7 +141,7 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tupl
             optimizer.update = partial(one_kernel, counted, optimizer.update)
         stateless = [param for param in model.parameters() if param.requires_grad and not optimizer.state.get(param)]
         update_scales(model)
-        watch(model, counted, p.compile and on_gpu)
+        begin = watch(model, counted, p.compile and on_gpu)
         # Micro-batches that are alike run once; with sync_every_micro_batch, with gradients of an earlier one.
         accumulation = config.accumulation_steps(cfg, world.dp_size)
         passes = {True: accumulation} if p.sync_every_micro_batch else {False: accumulation - 1, True: 1}
@@ -150,20 +150,18 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tupl
                 param.grad = torch.zeros_like(param) if param.requires_grad else None
         (held, _), *of_blocks = [counted.held(module, optimizer) for module in (model, *model.blocks)]
         for last, counted.times in [(last, times) for last, times in passes.items() if times]:
-            counted.begin("batch")
+            begin("batch")
             unshard_first_units(model, p)
             set_gradient_sync(model, p, world, last)
             ids = torch.zeros(sequences, cfg.train.seq_len // world.cp, dtype=torch.int64)
             model(ids, ids)[0]["loss"].backward()
-            counted.fused = False
-            counted.mark((param.grad for param in model.parameters()), "gradients")
         counted.times = 1
-        counted.begin("update")
+        begin("update")
         clip_gradients(model, optimizer, cfg.train.max_grad_norm)
         optimizer.step()
         update_scales(model)
         optimizer.zero_grad()
-        counted.begin("end")
+        begin("end")
     return Step(counted.phases[1:-1], held, type(optimizer).__name__, not stateless), of_blocks
 
 
@@ -179,8 +177,9 @@ def without_storage(counted: Counted) -> list:
     ]
 
 
-def watch(model: Llama, counted: Counted, compiled: bool) -> None:
-    """Adds hooks that begin a phase at the forward and at the backward of embedding, head and each block."""
+def watch(model: Llama, counted: Counted, compiled: bool) -> Callable[[str], None]:
+    """Adds hooks that begin a phase at the forward and at the backward of embedding, head and each block. Returns what
+    begins a phase of any name."""
     groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
     sharded = [param for group in groups if group for param in group.fsdp_params]
 
@@ -206,6 +205,7 @@ def watch(model: Llama, counted: Counted, compiled: bool) -> None:
     for name, module in [*modules.items(), *((f"block {i}", block) for i, block in enumerate(model.blocks))]:
         module.register_forward_pre_hook(partial(before, name), prepend=True)
         module.register_forward_hook(partial(after, name))
+    return begin
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
