@@ -92,22 +92,18 @@ class Counted(TorchDispatchMode):
                 self.set(storage._cdata, kind, storage.nbytes())
 
     def held(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Counter, Counter]:
-        """Bytes between steps of a module's parameters, gradients, optimizer state and float8 scales; the same, but
-        for the scales, as the allocator rounds them."""
-        own = [*module.parameters()]
+        """Bytes between steps of a module's parameters, gradients, optimizer state and float8 scales; and what those
+        that exist by now take of the device, as the allocator rounds them. Call it for parts before the whole."""
+        own, before, exact = [*module.parameters()], Counter(self.live), Counter()
         states = [t for param in own for t in tree_iter(optimizer.state.get(param, {})) if isinstance(t, Tensor)]
         trained = [param for param in own if param.requires_grad]
         gradients = [param.grad for param in own]
         for kind, tensors in ("parameters", own), ("optimizer state", states), ("gradients", gradients):
             self.mark(tensors, kind)
-        exact, taken = Counter(), Counter()
         for kind, tensors in ("parameters", own), ("optimizer state", states), ("gradients", trained):
-            for t in tensors:
-                local = t._local_tensor if isinstance(t, DTensor) else t
-                exact[kind] += local.nbytes
-                taken[kind] += self.rounded(local.nbytes)
+            exact[kind] = sum(t._local_tensor.nbytes if isinstance(t, DTensor) else t.nbytes for t in tensors)
         exact["scales"] = 4 * sum(isinstance(getattr(param, "_local_tensor", param), Float8AllGather) for param in own)
-        return exact, taken
+        return exact, self.live - before  # without the working memory that they counted as before
 
     def rounded(self, size: int) -> int:
         return -(-size // self.granularity) * self.granularity

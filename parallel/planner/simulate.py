@@ -84,17 +84,14 @@ def simulate(cfg: config.Config, ranks: int, on_gpu: bool = True, whole: bool = 
 
 
 def extrapolated(step: Step, more: Counter, taken: Counter, middle: range, times: int) -> Step:
-    """The step of a model with `times` more copies of the middle blocks. more: bytes that these blocks hold between
-    steps; taken: the same, rounded as the allocator does."""
+    """The step of a model with `times` more copies of the middle blocks. more, taken: what these hold, see held()."""
     def copied(phase: Phase, later: int) -> Phase:
         kind, _, block = phase.name.partition(" block ")
         name = f"{kind} block {int(block) + later * len(middle)}" if block else phase.name
         return replace(phase, name=name, peak=plus(phase.peak, offset), end=plus(phase.end, offset))
 
     phases, held = step.phases, plus(step.held, more, times)
-    # includes gradients if an earlier micro-batch left some; excludes offloaded tensors
-    from_start = {kind: size for kind, size in taken.items() if phases[0].peak[kind]}
-    offset, found = plus(Counter(), from_start, times), []
+    offset, found = plus(Counter(), taken, times), []
     first = {f"forward block {middle[0]}", f"backward block {middle[-1]}"}
     for i, phase in enumerate(phases):
         block = int(phase.name.rpartition(" ")[2]) if " block " in phase.name else -1
@@ -120,7 +117,7 @@ def plus(a: Counter, b: Mapping, times: int = 1) -> Counter:
 
 
 def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tuple[Counter, Counter]]]:
-    """The step, and the bytes that each block holds between steps: (exact, rounded)."""
+    """The step, and what each block holds, see Counted.held()."""
     p, sequences = cfg.parallel, config.micro_batch_size(cfg, world.dp_size)
     dimensions = {world.mesh[name].get_group().group_name: name for name in ("dp_replicate", "cp", "tp")
                   if world.mesh[name].size() > 1}
@@ -148,7 +145,7 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tupl
         if accumulation > 1 and p.sync_every_micro_batch:
             for param in model.parameters():
                 param.grad = torch.zeros_like(param) if param.requires_grad else None
-        (held, _), *of_blocks = [counted.held(module, optimizer) for module in (model, *model.blocks)]
+        *of_blocks, (held, _) = [counted.held(module, optimizer) for module in (*model.blocks, model)]
         for last, counted.times in [(last, times) for last, times in passes.items() if times]:
             begin("batch")
             unshard_first_units(model, p)
