@@ -10,6 +10,7 @@ and float32 intermediates stay in registers. Without activation checkpointing it
 """
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -80,29 +81,26 @@ def simulate(cfg: config.Config, ranks: int, on_gpu: bool = True, whole: bool = 
         dist.destroy_process_group()
     middle, times = range(edge + 1, edge + 1 + period), (blocks - few) // period
     more = [sum(counts, Counter()) for counts in zip(*(of_blocks[i] for i in middle))]
-    return extrapolated(found, *more, middle, times)
+    return extrapolated(found, *more, middle, times, blocks)
 
 
-def extrapolated(step: Step, more: Counter, taken: Counter, middle: range, times: int) -> Step:
-    """The step of a model with `times` more copies of the middle blocks. more, taken: what these hold, see held()."""
-    def copied(phase: Phase, later: int) -> Phase:
+def extrapolated(step: Step, more: Counter, taken: Counter, middle: range, times: int, blocks: int) -> Step:
+    """The step of a model of so many blocks, by `times` more copies of the middle ones. more, taken: what these hold,
+    see held()."""
+    order = []  # of the phases in the longer step, each with the one that it follows in this one
+    for before, phase in zip([Phase("start"), *step.phases], step.phases):
+        order.append((before, phase))
+        if phase.name in (f"forward block {middle[-1]}", f"backward block {middle[0]}"):
+            order += order[-len(middle) :] * times
+    numbers = {"forward": itertools.cycle(range(blocks)), "backward": itertools.cycle(reversed(range(blocks)))}
+    found, end = [], plus(Counter(), taken, times)
+    for before, phase in order:  # each changes the memory that the last one leaves
+        offset = plus(end, before.end, -1)
+        end = plus(phase.end, offset)
         kind, _, block = phase.name.partition(" block ")
-        name = f"{kind} block {int(block) + later * len(middle)}" if block else phase.name
-        return replace(phase, name=name, peak=plus(phase.peak, offset), end=plus(phase.end, offset))
-
-    phases, held = step.phases, plus(step.held, more, times)
-    offset, found = plus(Counter(), taken, times), []
-    first = {f"forward block {middle[0]}", f"backward block {middle[-1]}"}
-    for i, phase in enumerate(phases):
-        block = int(phase.name.rpartition(" ")[2]) if " block " in phase.name else -1
-        backward = phase.name.startswith("backward")  # backward starts at the last block
-        if phase.name in first:
-            group = phases[i : i + len(middle)]
-            grown = plus(group[-1].end, phases[i - 1].end, -1)
-            for later in range(times, 0, -1) if backward else range(times):
-                found += [copied(p, later) for p in group]
-                offset = plus(offset, grown)
-        found.append(copied(phase, times if block >= middle[-1 if backward else 0] + backward else 0))
+        name = f"{kind} block {next(numbers[kind])}" if block else phase.name
+        found.append(replace(phase, name=name, peak=plus(phase.peak, offset), end=end))
+    held = plus(step.held, more, times)
     update = found[-1]  # its work grows with the parameters
     share = held["parameters"] / step.held["parameters"]
     scales = {key: more["scales"] for key in update.sent if key == ("dp_shard", "all_reduce", "bytes")}
