@@ -120,6 +120,15 @@ def test_blocks_that_are_not_run_count_as_if_they_were(mesh, way, sections):
     assert short.peak().name == whole.peak().name
 
 
+def test_gradients_that_wait_for_their_reduction_are_on_the_device_also_where_all_else_is_offloaded():
+    """FSDP2 offloads a gradient when it has reduced it."""
+    usual, offloaded = (simulate(of_a_gpu({}, {"sync_every_micro_batch": False, "cpu_offload": offload}), 8).peak()
+                        for offload in (False, True))
+    on_host = usual.peak["parameters"] + usual.peak["optimizer state"]
+    assert usual.name == offloaded.name and usual.peak["gradients"] > 0
+    assert offloaded.peak.total() == usual.peak.total() - on_host > 0
+
+
 @pytest.mark.parametrize("cp", [1, 2])
 def test_work_is_that_of_the_closed_form(cp):
     """All of 6 FLOP a parameter and token, and attention's: twice forward, five times backward, half under the mask."""

@@ -177,10 +177,11 @@ def watch(model: Llama, counted: Counted, compiled: bool) -> Callable[[str], Non
     begins a phase of any name."""
     groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
     sharded = [param for group in groups if group for param in group.fsdp_params]
+    deferred = "reductions" if counted.on_host else "gradients"  # on the device, also where sharded ones are offloaded
 
     def begin(name: str) -> None:
         counted.mark((param.grad for param in model.parameters()), "gradients")
-        counted.mark((param.unsharded_accumulated_grad for param in sharded), "gradients")
+        counted.mark((param.unsharded_accumulated_grad for param in sharded), deferred)
         counted.mark((t for param in sharded for t in getattr(param, "all_gather_outputs", ())), "gathered units")
         counted.begin(name)
         counted.fused = compiled and "block" in name
