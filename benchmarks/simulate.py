@@ -70,8 +70,7 @@ def suggestion(words: list[str], ranks: int, share: float) -> tuple[str, float, 
     args = config.parse_arguments(words)
     memory = share * plan(config.load(args.config, args.overrides), ranks)["device_gib"]
     asked = Asked(device("H100"), memory)
-    row = plan(config.load(args.config, args.overrides), ranks, asked)
-    tried = [*advice.tried(row, args, asked)]
+    tried = [*advice.tried(ranks, args, asked)]
     if (found := advice.fastest(tried)) is None:
         return f"nothing of {len(tried)} changes", memory, math.inf, []
     (overrides, times), best = found

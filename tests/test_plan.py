@@ -346,7 +346,7 @@ def test_suggestions_go_on_past_offload(monkeypatch):
 
     monkeypatch.setattr(advice, "plan", planned)
     args = config.parse_arguments([str(CONFIGS / "tiny.toml"), "--dry-run", "--train.micro_batch_size=8"])
-    tried = advice.tried({"micro_batch_size": 8, "world_size": 1}, args, Asked(gpus_per_node=4))
+    tried = advice.tried(1, args, Asked(gpus_per_node=4))
     (overrides, _), _ = advice.fastest(tried)
     assert overrides == ("--train.micro_batch_size=1", "--parallel.recompute=full")
 
@@ -354,10 +354,10 @@ def test_suggestions_go_on_past_offload(monkeypatch):
 def test_where_one_change_is_enough_all_that_are_one_are_told_and_no_more(monkeypatch):
     monkeypatch.setattr(advice, "plan", lambda cfg, ranks, asked: {
         "fits": cfg.train.micro_batch_size == 1, "host_gib": 0.0, "tokens_per_second_per_device": 1.0})
-    args, row = config.parse_arguments([str(CONFIGS / "tiny.toml")]), {"micro_batch_size": 8, "world_size": 1}
+    args = config.parse_arguments([str(CONFIGS / "tiny.toml")])
     cfg = config.load(args.config)
-    one = [(names, times) for names, times in advice.changes(row, cfg, 8) if len(names) + (times > 1) == 1]
-    found = [change for change, _ in advice.tried(row, args, Asked())]
+    one = [(names, times) for names, times in advice.changes(cfg, 1, 8) if len(names) + (times > 1) == 1]
+    found = [change for change, _ in advice.tried(1, args, Asked())]
     assert len(found) > 5 and found == [change for change in one if change in found]
     assert {("--train.micro_batch_size=1",), ("--parallel.cpu_offload=true",), ()} <= {names for names, _ in found}
 
@@ -378,8 +378,8 @@ def told_by(fitting: str, monkeypatch) -> tuple[str, list[tuple[str, ...]]]:
 
     monkeypatch.setattr(advice, "plan", planned)
     monkeypatch.setattr(config, "load", load)
-    row, args = {"micro_batch_size": 2, "world_size": 4}, SimpleNamespace(config="x.toml", overrides=[])
-    return advice.advise(row, args, Asked(gpu_memory_gib=10)), asked_for
+    args = SimpleNamespace(config="x.toml", overrides=[])
+    return advice.advise(4, args, Asked(gpu_memory_gib=10)), asked_for
 
 
 @pytest.mark.parametrize("change", ["--parallel.recompute=full", "--world-size 8"])
@@ -396,7 +396,7 @@ def test_what_is_offloaded_has_no_known_speed(monkeypatch):
         "fits": True, "host_gib": float(cfg.parallel.cpu_offload), "device_gib": 9.0, "world_size": ranks,
         "tokens_per_second_per_device": 1234.5})
     args = config.parse_arguments([str(CONFIGS / "tiny.toml")])
-    told = advice.advise({"micro_batch_size": 8, "world_size": 1}, args, Asked(gpu_memory_gib=10)).splitlines()[1:-1]
+    told = advice.advise(1, args, Asked(gpu_memory_gib=10)).splitlines()[1:-1]
     assert sum(" 1,234 tok/s" in line for line in told) == len(told) - 1
     assert [line for line in told if " unknown tok/s" in line] == [line for line in told if "cpu_offload" in line]
 
@@ -409,18 +409,19 @@ def test_advice_says_where_nothing_fits(monkeypatch):
 
 def test_changes_are_of_every_kind_and_tp_stays_within_a_node():
     cfg = config.load(str(CONFIGS / "tiny.toml"), ["--parallel.recompute=2", "--parallel.prefetch_backward=2",
-                                                   "--parallel.sync_every_micro_batch=false"])
-    found = [names for names, _ in advice.changes({"micro_batch_size": 8, "world_size": 16}, cfg, gpus_per_node=4)]
+                                                   "--parallel.sync_every_micro_batch=false",
+                                                   "--train.global_batch_size=128"])
+    found = [names for names, _ in advice.changes(cfg, 16, gpus_per_node=4)]
     for change in ("train.micro_batch_size=1", "parallel.recompute=full", "parallel.tp=4", "parallel.cp=8",
                    "parallel.prefetch_backward=1", "parallel.sync_every_micro_batch=true", "optim.state_dtype=bfloat16",
                    "parallel.cpu_offload=true"):
         assert (f"--{change}",) in found
     assert not any("--parallel.tp=8" in names for names in found)
-    ranks = [times for names, times in advice.changes({"micro_batch_size": 8, "world_size": 16}, cfg, 4) if not names]
+    ranks = [times for names, times in advice.changes(cfg, 16, 4) if not names]
     assert ranks == [2, 4, 8]
     for name, kept in ("lora", ["nf4"]), ("qlora", []):  # a base has a dtype of its own
         cfg = config.load(str(CONFIGS / f"llama8b-{name}.toml"))
-        found = [names for names, _ in advice.changes({"micro_batch_size": 1, "world_size": 1}, cfg, gpus_per_node=1)]
+        found = [names for names, _ in advice.changes(cfg, 1, gpus_per_node=1)]
         bases = [names[0] for names in found if len(names) == 1 and "base_dtype" in names[0]]
         assert bases == [f"--lora.base_dtype={dtype}" for dtype in kept]
 

@@ -16,9 +16,9 @@ BASES = ("float32", "bfloat16", "nf4")  # dtypes of an adapter's base, each smal
 Change = tuple[tuple[str, ...], int]  # (overrides, factor of the world size)
 
 
-def changes(row: dict, cfg: config.Config, gpus_per_node: int) -> Iterator[Change]:
+def changes(cfg: config.Config, ranks: int, gpus_per_node: int) -> Iterator[Change]:
     """Single changes first, then growing combinations."""
-    p, sequences = cfg.parallel, row["micro_batch_size"]
+    p, sequences = cfg.parallel, config.micro_batch_size(cfg, math.prod(config.mesh_shape(cfg, ranks)[:2]))
     smaller = [f"--train.micro_batch_size={sequences >> n}" for n in range(1, sequences.bit_length())]
     less = [f"--parallel.recompute={mode}" for mode in (RECOMPUTE[RECOMPUTE.index(p.recompute) + 1 :]
                                                         if p.recompute in RECOMPUTE else RECOMPUTE[1:])]
@@ -29,8 +29,7 @@ def changes(row: dict, cfg: config.Config, gpus_per_node: int) -> Iterator[Chang
     bases = [f"--lora.base_dtype={name}" for name in BASES[BASES.index(cfg.lora.base_dtype) + 1 :]] if cfg.lora else []
     together = [name for names in (smaller, less, reshard, sync, moments, bases) for name in names[-1:]]
     shared = [f"--parallel.{name}={degree}" for name in ("tp", "cp") for degree in (2, 4, 8)
-              if getattr(p, name) < degree and (gpus_per_node % degree == 0 if name == "tp" else
-                                                degree <= row["world_size"])]
+              if getattr(p, name) < degree and (gpus_per_node % degree == 0 if name == "tp" else degree <= ranks)]
     offload = ["--parallel.cpu_offload=true"] * (not p.cpu_offload)
     for name in (*smaller, *reshard, *ahead, *sync, *less, *moments, *bases, *shared, *offload):
         yield (name,), 1
@@ -43,16 +42,16 @@ def changes(row: dict, cfg: config.Config, gpus_per_node: int) -> Iterator[Chang
         yield from (((*together, *names), times) for times in (2, 4, 8, 16, 32, 64))
 
 
-def tried(row: dict, args: Namespace, asked: Asked) -> Iterator[tuple[Change, dict]]:
+def tried(ranks: int, args: Namespace, asked: Asked) -> Iterator[tuple[Change, dict]]:
     """The valid changes, each with its plan: every single change; if none of them fits without offload, combinations
     up to the first that does. Speeds assume an H100 if no GPU is given."""
     asked = replace(asked, gpu=asked.gpu or device("H100"), gpu_memory_gib=asked.memory_gib)
     fits = False
-    for overrides, times in changes(row, config.load(args.config, args.overrides), asked.gpus_per_node):
+    for overrides, times in changes(config.load(args.config, args.overrides), ranks, asked.gpus_per_node):
         if fits and len(overrides) + (times > 1) > 1:
             return
         try:
-            found = plan(config.load(args.config, [*args.overrides, *overrides]), row["world_size"] * times, asked)
+            found = plan(config.load(args.config, [*args.overrides, *overrides]), ranks * times, asked)
         except ConfigError:  # for example, a degree that does not divide the heads or the batch
             continue
         fits |= found["fits"] and speed(found) > 0
@@ -72,9 +71,9 @@ def fastest(tried: Iterable[tuple[Change, dict]]) -> tuple[Change, dict] | None:
     return max((each for each in tried if each[1]["fits"]), key=lambda each: speed(each[1]), default=None)
 
 
-def advise(row: dict, args: Namespace, asked: Asked) -> str:
-    found = [*tried(row, args, asked)]
-    lines = [f"{row['world_size']} ranks: what would change it, by the plan"
+def advise(ranks: int, args: Namespace, asked: Asked) -> str:
+    found = [*tried(ranks, args, asked)]
+    lines = [f"{ranks} ranks: what would change it, by the plan"
              + ("" if asked.gpu else " (speeds: an H100's)")]
     for change, plan_ in found:
         rate = f"{speed(plan_):,.0f}" if speed(plan_) else "unknown"
@@ -88,9 +87,7 @@ def advise(row: dict, args: Namespace, asked: Asked) -> str:
 def out_of_memory(cfg: config.Config, ranks: int, asked: str, words: list[str]) -> str:
     """The message when a run is out of memory: the error, the first change of each option to try, and the dry run
     that plans them. words: the run's command line."""
-    row = {"world_size": ranks, "micro_batch_size":
-           config.micro_batch_size(cfg, math.prod(config.mesh_shape(cfg, ranks)[:2]))}
-    single = [names[0] for names, _ in changes(row, cfg, gpus_per_node=min(ranks, 8)) if len(names) == 1]
+    single = [names[0] for names, _ in changes(cfg, ranks, gpus_per_node=min(ranks, 8)) if len(names) == 1]
     first = {name.partition("=")[0]: name for name in reversed(single)}
     command = shlex.join(["./run_train.sh", *words, "--dry-run", f"--world-size={ranks}", "--gpu-memory-gib"])
     return (f"out of memory: {asked}\nto need less, try one of: {' '.join(reversed(first.values()))}, or more ranks\n"

@@ -143,5 +143,5 @@ def dry_run(cfg: config.Config, args: Namespace, epoch: float | None) -> bool:
     for row in rows if asked.memory_gib else ():  # on stderr, so that --json stays JSON
         print(verdict(row, asked), file=sys.stderr)
         if not row["fits"]:
-            print(advise(row, args, asked), file=sys.stderr)
+            print(advise(row["world_size"], args, asked), file=sys.stderr)
     return all(row["fits"] is not False for row in rows)
