@@ -38,10 +38,8 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
         trained = [param for param in parameters if param.requires_grad]
         dtypes = {param.dtype for param in trained}
         _require(len(dtypes) < 2, f"unit {unit}", f"has trainable parameters of {dtypes}")
-        # a modified model may have parameters that TP_PLAN does not list, if tp = 1
-        tp_sharded = {param for param in parameters if world.tp > 1 and placement_of(names[param]).is_shard()}
         dtype = unit_dtypes(p, unit)[0]
-        gathered = sum(param.numel() // (world.tp if param in tp_sharded else 1)
+        gathered = sum(param.numel() // (world.tp if param.placements[-1].is_shard() else 1)  # tp's, if there is tp
                        * (1 if param in in_8_bits else all_gather_dtype(param, dtype).itemsize)
                        for param in parameters)
         rows.append({
