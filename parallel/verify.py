@@ -33,8 +33,7 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
         owned.update(unit_parameters(modules))
         parameters = [param for param in unit_parameters(modules) if param not in unsharded]
         for param in parameters:
-            _check_placements(param, names[param], mesh, world)
-            check_shard(param, names[param])
+            _check_shard(param, names[param], mesh, world)
         trained = [param for param in parameters if param.requires_grad]
         dtypes = {param.dtype for param in trained}
         _require(len(dtypes) < 2, f"unit {unit}", f"has trainable parameters of {dtypes}")
@@ -68,7 +67,8 @@ def _require(holds: bool, name: str, fault: str) -> None:
         raise RuntimeError(f"sharding is not as configured: {name}: {fault}")
 
 
-def _check_placements(param: nn.Parameter, name: str, mesh: DeviceMesh, world: World) -> None:
+def _check_shard(param: nn.Parameter, name: str, mesh: DeviceMesh, world: World) -> None:
+    """Requires the configured mesh and placements, and a local shard that is exactly the rectangle that they imply."""
     expected = (Replicate(), Shard(0)) if world.dp_replicate > 1 else (Shard(0),)
     if world.tp > 1:
         over_tp = placement_of(name)
@@ -78,10 +78,6 @@ def _check_placements(param: nn.Parameter, name: str, mesh: DeviceMesh, world: W
     _require(isinstance(param, DTensor), name, f"is a {type(param.data).__name__}, not a DTensor: it is not sharded")
     _require(param.device_mesh == mesh, name, f"is on mesh {param.device_mesh}, not on {mesh}")
     _require(tuple(param.placements) == expected, name, f"has placements {param.placements}, not {expected}")
-
-
-def check_shard(param: DTensor, name: str) -> None:
-    """Raises RuntimeError unless the local shard is exactly the rectangle that the tensor's placements imply."""
     local, (shape, offsets) = param.to_local(), local_rectangle(param)
     _require(not local.is_meta, name, "is on meta: it has no storage")
     _require(local.shape == shape, name, f"has shard {tuple(local.shape)}, not {tuple(shape)} from {offsets}")
