@@ -34,9 +34,6 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
         parameters = [param for param in unit_parameters(modules) if param not in unsharded]
         for param in parameters:
             _check_shard(param, names[param], mesh, world)
-        trained = [param for param in parameters if param.requires_grad]
-        dtypes = {param.dtype for param in trained}
-        _require(len(dtypes) < 2, f"unit {unit}", f"has trainable parameters of {dtypes}")
         dtype = unit_dtypes(p, unit)[0]
         gathered = sum(param.numel() // (world.tp if param.placements[-1].is_shard() else 1)  # tp's, if there is tp
                        * (1 if param in in_8_bits else all_gather_dtype(param, dtype).itemsize)
@@ -44,7 +41,6 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
         rows.append({
             "unit": unit,
             "parameters": sum(param.numel() for param in parameters),
-            "trainable": sum(param.numel() for param in trained),
             "local_bytes": sum(param.to_local().nbytes for param in parameters),
             "gathered_bytes": gathered,
             "policy": "kept through backward" if model.head in modules or p.reshard_after_forward is False else

@@ -57,7 +57,7 @@ def test_unit_map_counts_what_is_gathered(on_ranks):
 
 
 def test_unit_table_folds_equal_blocks():
-    row = {"parameters": 10, "trainable": 10, "local_bytes": 2**20, "gathered_bytes": 2**21, "policy": "x"}
+    row = {"parameters": 10, "local_bytes": 2**20, "gathered_bytes": 2**21, "policy": "x"}
     blocks = [{"unit": f"blocks.{i}", **row} for i in range(9)]
     ends = [{**row, "unit": "embedding", "parameters": 5}, {**row, "unit": "head", "parameters": 7}]
     table = unit_table([ends[0], *blocks, ends[1]])
