@@ -99,8 +99,7 @@ def exit_code(folder: pathlib.Path, launch: str, ranks: int, returned: int) -> i
     ours = status.get("launch") == launch
     if ours and status["state"] in ("finished", "preempted"):
         return 0 if status["state"] == "finished" else STOPPED
-    if not ours and not failed and -returned in SIGNALS:  # before the ranks had handlers, hence before any step
-        mark_stopped(folder)
+    if not ours and not failed and -returned in SIGNALS:  # before the ranks had handlers
         return STOPPED
     code = failed[0]["exit_code"] if failed else returned if returned > 0 else 1
     if not ours and code == INPUT_IS_WRONG:
@@ -136,17 +135,23 @@ def exit_code(folder: pathlib.Path, launch: str, ranks: int, returned: int) -> i
     return code
 
 
-def exit_code_of_stopped_job(folder: pathlib.Path, before: dict) -> int:
-    """The exit code of a stopped job: a failure after the third attempt in a row without a step, since it would requeue
-    itself forever."""
-    status = read_status(folder)
-    step = status.get("step", 0)
-    if step > before.get("step", 0):
-        return STOPPED
-    attempts = before.get("attempts_without_step", 0) + 1
-    state = "preempted" if attempts < IDLE_ATTEMPTS else "failed"
-    with contextlib.suppress(OSError):
-        write_status(folder, state, step, holder(status), attempts_without_step=attempts)
+def mark_stopped(folder: pathlib.Path, launch: str, before: dict, in_job: bool) -> int:
+    """Records that a launch was stopped, unless the run is finished or another launch holds it. Returns the exit code:
+    a failure after the third attempt of a job in a row without a step, since it would requeue itself forever.
+
+    before: the status before the launch, with the step that it resumed after.
+    """
+    attempts = 0
+    with contextlib.suppress(ConfigError, OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        held, status = lock(folder), read_status(folder)
+        if status.get("state") != "finished":
+            step = status.get("step", 0)
+            trained = status.get("launch") == launch and step > before.get("step", 0)
+            attempts = before.get("attempts_without_step", 0) + 1 if in_job and not trained else 0
+            state = "preempted" if attempts < IDLE_ATTEMPTS else "failed"
+            write_status(folder, state, step, holder(status), attempts_without_step=attempts)
+        held.release()
     if attempts < IDLE_ATTEMPTS:
         return STOPPED
     print_error(f"{folder}: {attempts} times in a row the job was stopped before it made a step; give it more time "
@@ -154,59 +159,41 @@ def exit_code_of_stopped_job(folder: pathlib.Path, before: dict) -> int:
     return 1
 
 
-def mark_stopped(folder: pathlib.Path) -> bool:
-    """Sets the status of a run that was stopped before its ranks started. Returns whether it did: a run that another
-    launch holds, or that is finished, keeps its status."""
-    with contextlib.suppress(ConfigError, OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        held, status = lock(folder), read_status(folder)
-        if stopped := status.get("state") != "finished":
-            write_status(folder, "preempted", status.get("step", 0), holder(status))
-        held.release()
-        return stopped
-    return False
-
-
 def launch(argv: list[str], interruption: Interruption) -> int:
     """Launches the run that the command line describes; returns the exit code."""
-    args = cfg = None
     try:
         args = config.parse_arguments(argv)
         ranks, cfg = together(Ranks.from_environment, lambda: config.load(args.config, args.overrides))
-        launch_id = ".".join([*ranks.attempt, uuid.uuid4().hex])
+        folder, launch_id = config.run_folder(cfg), ".".join([*ranks.attempt, uuid.uuid4().hex])
         if not args.eval_only:  # an evaluation takes no folder
             cfg = replace(cfg, checkpoint=resume_once(cfg, launch_id))
+        before = read_status(folder)
+        if cfg.checkpoint and isinstance(cfg.checkpoint.resume, int):
+            before["step"] = cfg.checkpoint.resume  # the run restarts from there
         try:
             if not check_launch(cfg, ranks.total, ranks.local, args, ranks.job is not None, interruption):
                 return 0
         except OSError as error:  # an unreadable folder
-            raise ConfigError(f"{error.filename or config.run_folder(cfg)}: {error.strerror or error}") from None
+            raise ConfigError(f"{error.filename or folder}: {error.strerror or error}") from None
         interruption.raises = args.eval_only
-        folder = config.run_folder(cfg)
         command = [*ranks.command(), *argv, f"--launch={launch_id}"]
         os.environ.update(ranks.environment())
         if args.eval_only:
             return subprocess.run(command, preexec_fn=partial(die_with_parent, os.getpid())).returncode
-        before = read_status(folder)
-        if cfg.checkpoint and isinstance(cfg.checkpoint.resume, int):
-            before["step"] = cfg.checkpoint.resume  # the run restarts from there
         code = exit_code(folder, launch_id, ranks.total, run_ranks(command, folder, launch_id, interruption))
-        return exit_code_of_stopped_job(folder, before) if ranks.job and code == STOPPED else code
     except (Interrupted, Exception) as error:
-        if not (interruption.asked and interruption.raises):  # else the interrupted code may have raised anything
+        # else check_launch() or the evaluation was interrupted, and may have raised anything
+        if not (interruption.asked and interruption.raises):
             if not isinstance(error, ConfigError):
                 raise
             print_error(str(error))
             return INPUT_IS_WRONG
         listen(signal.SIG_IGN)
-        if args and args.eval_only:
+        if args.eval_only:
             return 128 + signal.SIGINT
         print_error("stopped before the run began")
-        if cfg:
-            before = read_status(folder := config.run_folder(cfg))
-            if mark_stopped(folder) and ranks.job:
-                return exit_code_of_stopped_job(folder, before)
-        return STOPPED
+        code = STOPPED
+    return mark_stopped(folder, launch_id, before, ranks.job is not None) if code == STOPPED else code
 
 
 def main(argv: list[str], interruption: Interruption) -> int:

@@ -255,7 +255,7 @@ def test_a_job_that_makes_no_step_does_not_requeue_for_ever(write_config, tmp_pa
 
     assert life("term before step 1:0:1").returncode == 75 and status(folder)["attempts_without_step"] == 1
     write_status(folder, "preempted", status(folder)["step"], None, attempts_without_step=2)
-    assert life("term in data:0:1").returncode == 75 and "attempts_without_step" not in status(folder)
+    assert life("term in data:0:1").returncode == 75 and status(folder)["attempts_without_step"] == 0
     write_status(folder, "preempted", status(folder)["step"], None, attempts_without_step=2)
     done = life("term before step 1:0:1")
     assert done.returncode == 1 and "3 times in a row the job was stopped before it made a step" in done.stderr
@@ -857,6 +857,7 @@ def test_how_another_launch_ended_says_nothing_of_this_one(tmp_path, before, cap
 def test_ranks_that_end_by_a_signal_before_they_have_handlers_were_stopped(tmp_path):
     write_status(tmp_path, "failed", 4, "earlier")
     assert exit_code(tmp_path, "this", ranks=1, returned=-signal.SIGTERM) == 75
+    assert mark_stopped(tmp_path, "this", {}, in_job=False) == 75
     assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("preempted", 4)
 
 
@@ -1021,14 +1022,17 @@ def test_an_attempt_that_never_took_the_folder_has_not_gone_back(tmp_path, capsy
         write_status(folder, "preempted", 5, before)
     assert exit_code(folder, "7.1.b", ranks=1, returned=1) == 1 and status(folder)["launch"] == "7.1.b"
     assert resume_once(cfg, "7.2.c").resume == resume
-    assert mark_stopped(folder) and resume_once(cfg, "7.2.c").resume == resume
+    assert mark_stopped(folder, "7.2.c", {"step": 2}, in_job=True) == 75  # nor has it trained from there to step 5
+    assert (status(folder)["state"], status(folder)["attempts_without_step"]) == ("preempted", 1)
+    assert resume_once(cfg, "7.2.c").resume == resume
 
 
 def test_the_status_of_another_run_is_left_alone(tmp_path, capsys):
     """A launch that finds out only when its ranks begin, and one that is stopped before."""
     write_status(tmp_path, "running", 4, "earlier")
     held, before = lock(tmp_path), status(tmp_path)
-    assert exit_code(tmp_path, "this", ranks=1, returned=1) == 2 and not mark_stopped(tmp_path)
+    assert exit_code(tmp_path, "this", ranks=1, returned=1) == 2
+    assert mark_stopped(tmp_path, "this", {"attempts_without_step": 2}, in_job=True) == 75
     assert "another run works here" in capsys.readouterr().err and status(tmp_path) == before
     held.release()
 
