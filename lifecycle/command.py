@@ -120,10 +120,9 @@ def torchrun_id() -> str | None:
     return f"torchrun-{platform.node()}-{parent}-{started}".replace(".", "-")
 
 
-def requeue(ahead_of_limit: bool) -> None:
+def requeue(job: str, ahead_of_limit: bool) -> None:
     """Requeues a job that has stopped after saving, if that was asked for (ahead_of_limit), or if SLURM preempts it in
     a partition with GraceTime: SLURM requeues a job when its grace time is over, but not one that has ended by then."""
-    job = os.environ["SLURM_JOB_ID"]
 
     def report(text: str) -> None:
         print_error(f"run_train.sh: job {job}: {text}")

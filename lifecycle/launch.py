@@ -160,7 +160,7 @@ def mark_stopped(folder: pathlib.Path, launch: str, before: dict, in_job: bool) 
 
 
 def launch(argv: list[str], interruption: Interruption) -> int:
-    """Launches the run that the command line describes; returns the exit code."""
+    """Launches the run that the command line describes; returns the exit code. Requeues a stopped job if it has to."""
     try:
         args = config.parse_arguments(argv)
         ranks, cfg = together(Ranks.from_environment, lambda: config.load(args.config, args.overrides))
@@ -193,15 +193,12 @@ def launch(argv: list[str], interruption: Interruption) -> int:
             return 128 + signal.SIGINT
         print_error("stopped before the run began")
         code = STOPPED
-    return mark_stopped(folder, launch_id, before, ranks.job is not None) if code == STOPPED else code
-
-
-def main(argv: list[str], interruption: Interruption) -> int:
-    code = launch(argv, interruption)
-    if code == STOPPED and "SLURM_JOB_ID" in os.environ:
-        requeue(ahead_of_limit=interruption.asked == signal.SIGUSR1)
+    if code == STOPPED:
+        code = mark_stopped(folder, launch_id, before, ranks.job is not None)
+    if code == STOPPED and ranks.job:
+        requeue(ranks.job, ahead_of_limit=interruption.asked == signal.SIGUSR1)
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], interruption))
+    sys.exit(launch(sys.argv[1:], interruption))

@@ -45,7 +45,7 @@ def launch_faulty(fault: str, path: pathlib.Path, *arguments: str, nproc: int = 
     """The launcher, as run_train.sh calls it, with tests/faulty.py for train.py."""
     program = "import sys; from lifecycle import command, launch; " \
               "command.TRAIN = sys.argv.pop(1); asked = launch.Interruption(); launch.listen(asked); " \
-              "sys.exit(launch.main(sys.argv[1:], asked))"
+              "sys.exit(launch.launch(sys.argv[1:], asked))"
     job = {"SLURM_JOB_ID": "1"} if in_job else {}
     return subprocess.run(
         [warm_python(), "-c", program, str(REPO / "tests/faulty.py"), str(path), *arguments], cwd=REPO,
@@ -763,8 +763,7 @@ esac
 """)
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    requeue(ahead)
+    requeue("7", ahead)
     assert told in capsys.readouterr().err
     assert ("requeue 7" in asked.read_text()) is not told.startswith("it does not")
 
