@@ -10,47 +10,44 @@ import config
 from checkpoint import catalog, compare
 from config import ConfigError
 from files import print_line
-from lifecycle.command import visible_gpus
+from lifecycle.command import Ranks, visible_gpus
 from lifecycle.folder import check_folder, read_status
 from lifecycle.signals import Interruption
 from options import together
 
 
-def check_launch(cfg: config.Config, ranks: int, local_ranks: int, args: Namespace, in_job: bool,
-                 interruption: Interruption) -> bool:
+def check_launch(cfg: config.Config, ranks: Ranks, args: Namespace, interruption: Interruption) -> bool:
     """Runs all checks and prepares the data. Returns whether there is anything left to do. Raises ConfigError."""
-    folder = config.run_folder(cfg)
-    if not args.eval_only and read_status(folder).get("state") == "finished":
-        interruption.allow()  # verifying its last checkpoint reads every byte
-        if nothing_left(cfg, folder):
-            return False
-    together(lambda: config.mesh_shape(cfg, ranks), lambda: args.eval_only or check_folder(folder))
-
     # Imports from higher layers, as in a tool's main(). Local: torch takes seconds to load, and few launches need it.
     from data.dataset import is_prepared, open_dataset
     from data.prepare import prepare
 
-    interruption.allow()  # preparing may take hours
-    if in_job and not is_prepared(cfg):  # the job's GPUs would idle meanwhile
+    interruption.allow()  # to verify a checkpoint reads every byte, and preparing may take hours
+    folder = config.run_folder(cfg)
+    if not args.eval_only and read_status(folder).get("state") == "finished" and nothing_left(cfg, folder):
+        return False
+    together(lambda: config.mesh_shape(cfg, ranks.total), lambda: args.eval_only or check_folder(folder))
+    if ranks.job and not is_prepared(cfg):  # the job's GPUs would idle meanwhile
         command = shlex.join(["./run_train.sh", "-m", "data.prepare", args.config, *args.overrides])
         raise ConfigError(f"{args.config}: its data is not prepared, and none is inside a job; run {command} on the "
                           "login node")
     *_, (start, _) = together(
-        lambda: check_device(cfg, local_ranks),
+        lambda: check_device(cfg, ranks.local),
         lambda: check_patterns(cfg),
         lambda: check_compiler(cfg),
         lambda: catalog.choose(cfg, catalog.steps(cfg), catalog.problems_without_hashing, args.eval_only))
-    compare.check_same_run(cfg, start, compare.SAME_OUTPUTS if args.eval_only else compare.GUARDED)
-    if not args.eval_only:
+    if args.eval_only:
+        compare.check_same_run(cfg, start, compare.SAME_OUTPUTS)
+        dataset = open_dataset(cfg, train=False)
+        compare.check_same_tokenizer(cfg, start, dataset.tokenizer_files)
+    else:
+        compare.check_same_run(cfg, start)
         if cfg.model.init_from and (cfg.lora or not start):
             from model.hf_weights import weights_to_read
 
             weights_to_read(cfg, start)
         prepare(cfg)
-    dataset = open_dataset(cfg, train=not args.eval_only)
-    if args.eval_only:
-        compare.check_same_tokenizer(cfg, start, dataset.tokenizer_files)
-    else:
+        dataset = open_dataset(cfg)
         compare.check_same_data(cfg, start, dataset.fingerprint)
     if dataset.validation and all(stream.length < 2 for stream in dataset.validation):
         where = ", ".join(str(stream.path.parent) for stream in dataset.validation)

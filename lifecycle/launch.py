@@ -171,7 +171,7 @@ def launch(argv: list[str], interruption: Interruption) -> int:
         if cfg.checkpoint and isinstance(cfg.checkpoint.resume, int):
             before["step"] = cfg.checkpoint.resume  # the run restarts from there
         try:
-            if not check_launch(cfg, ranks.total, ranks.local, args, ranks.job is not None, interruption):
+            if not check_launch(cfg, ranks, args, interruption):
                 return 0
         except OSError as error:  # an unreadable folder
             raise ConfigError(f"{error.filename or folder}: {error.strerror or error}") from None

@@ -26,6 +26,7 @@ from data.loader import Loader
 from data.tokenizer import Tokenizer
 from data.tokens import open_stream
 from lifecycle.checks import check_launch
+from lifecycle.command import Ranks
 from lifecycle.signals import Interruption
 from model import generate, hf
 from model.hf_tokenizer import fast_tokenizer_files, read_sentencepiece
@@ -310,7 +311,7 @@ def test_a_launch_refuses_it_before_it_makes_anything(folders, write_config, tmp
     next(folder.glob("model-00002*")).unlink()
     args = config.parse_arguments([str(path)])
     with pytest.raises(ConfigError, match="model-00002-of-.*is not there"):
-        check_launch(config.load(str(path)), 1, 1, args, False, Interruption())
+        check_launch(config.load(str(path)), Ranks(1, 1, 0, None), args, Interruption())
     assert not (tmp_path / "outputs").exists()
 
 

@@ -37,6 +37,7 @@ from data.prepare import main, prepare
 from data.tokenizer import Tokenizer, train_tokenizer
 from data.tokens import open_stream, read_manifest
 from lifecycle.checks import check_launch
+from lifecycle.command import Ranks
 from lifecycle.signals import Interruption
 from tests.conftest import REPO, config_for, launch, make_config, prepare_one, run_tool, words
 from tests.warm import warm_python
@@ -437,7 +438,7 @@ def test_what_has_nothing_held_out_is_refused_with_an_evaluation(corpus, tmp_pat
         cfg = make_config(run={"output_dir": str(tmp_path / "outputs"), "name": "r"}, **sections, data={
             "sources": [{"source": str(source)} for source in sources], "path": str(tmp_path / "mixed"),
             "tokenizer": str(prepared / "tokenizer.model")})
-        assert check_launch(cfg, 1, 1, config.parse_arguments(["x.toml"]), False, Interruption())
+        assert check_launch(cfg, Ranks(1, 1, 0, None), config.parse_arguments(["x.toml"]), Interruption())
         return open_dataset(cfg).notes
 
     assert check(few) == []
