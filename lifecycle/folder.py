@@ -29,7 +29,7 @@ def read_status(folder: pathlib.Path) -> dict:
 
 
 def write_status(folder: pathlib.Path, state: str, step: int, launch: str | None, **more) -> None:
-    """Replaces status.json atomically. Raises OSError."""
+    """Replaces status.json atomically. launch: the launcher's id, without one torchrun's. Raises OSError."""
     status = {"state": state, "step": step, "launch": launch, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **more}
     files.write_atomic(folder / "status.json", json.dumps(status) + "\n")
 

@@ -72,7 +72,7 @@ class Run:
     def attach(self, checkpointer: Checkpointer) -> None:
         """Sets where the run resumes, and how it saves."""
         self.checkpointer, self.step, self.cfg = checkpointer, checkpointer.start, checkpointer.cfg
-        self.stop.standalone = self.launch is None and self.world.size == 1 and torchrun_id() is None
+        self.stop.standalone = self.holder is None and self.world.size == 1
 
     def begin(self, tokenizer_files: list[pathlib.Path]) -> None:
         """Takes over the run's folder: the lock, the status, a log per rank. Nothing is created or changed before this,
@@ -91,13 +91,13 @@ class Run:
 
     def _take_folder(self, tokenizer_files: list[pathlib.Path], hosts: list[str]) -> None:
         # after a torchrun restart, the previous ranks may take a moment to exit, perhaps on another node
-        seconds = 30 if self.launch and folder.read_status(self.folder).get("launch") == self.launch else 0
+        seconds = 30 if self.holder and folder.read_status(self.folder).get("launch") == self.holder else 0
         folder.check_folder(self.folder, seconds)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = folder.lock(self.folder, seconds)
         self.checkpointer.tidy()
         folder.sweep(self.folder, self.launch)
-        self._write_status("running", self.step)
+        folder.write_status(self.folder, "running", self.step, self.holder)
         files.write_atomic(self.folder / "config.toml", config.to_toml(self.cfg))
         files.write_atomic(self.folder / "environment.json", json.dumps(
             metrics.environment(hosts, self.world.device), indent=2))
@@ -144,10 +144,6 @@ class Run:
     def _phase(self, name: str, step: int | None = None) -> None:
         self.watchdog.phase(name, self.timeouts[name], step)
 
-    def _write_status(self, state: str, step: int, **more) -> None:
-        more = more if self.launch else {**more, "holder": self.holder}
-        folder.write_status(self.folder, state, step, self.launch, **more)
-
     def _log_save(self, step: int, problem: str | None) -> None:
         """Logs how the save of a step ended, on rank 0; problem: why it failed, None if it succeeded."""
         if problem:
@@ -157,7 +153,7 @@ class Run:
         with contextlib.suppress(OSError):
             saved = folder.read_status(self.folder).get("step", 0) if problem else step
             more = {"not_saved": problem} if problem else {}
-            self._write_status("running", saved, **more)
+            folder.write_status(self.folder, "running", saved, self.holder, **more)
 
     @property
     def exit_code(self) -> int:
@@ -200,7 +196,8 @@ class Run:
         if self.stop.decided:
             log.info("stopped after step %d by %s", self.step, signal.Signals(self.stop.decided).name)
         try:
-            self._write_status("preempted" if self.stop.decided else "finished", self.step)
+            state = "preempted" if self.stop.decided else "finished"
+            folder.write_status(self.folder, state, self.step, self.holder)
         except OSError as error:  # without a status nobody would know: not a success
             log.error("%s/status.json cannot be written: %s", self.folder, error)
             raise SystemExit(1) from None
@@ -219,7 +216,7 @@ class Run:
         if self.lock is not None:
             with contextlib.suppress(OSError):
                 step = folder.read_status(self.folder).get("step", 0)
-                self._write_status("failed", step, exit_code=code)
+                folder.write_status(self.folder, "failed", step, self.holder, exit_code=code)
 
     def _give_up(self, text: str) -> None:
         self._fail(1, text, final=False)

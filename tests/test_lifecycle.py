@@ -987,7 +987,7 @@ def test_without_a_launcher_torchrun_is_who_has_the_folder(tmp_path, monkeypatch
         assert resume_once(cfg, run.holder).resume == 2
         run._log_save(6, None)
         assert resume_once(cfg, run.holder).resume == (2 if alone else "auto")
-        assert status(run.folder)["launch"] is None
+        assert status(run.folder)["launch"] == run.holder
         again = Run(cfg, SimpleNamespace(rank=0, size=1), None, StopRequest()).holder
         assert again == run.holder and (alone or "." not in again)
 
