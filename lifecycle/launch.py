@@ -110,8 +110,7 @@ def exit_code(folder: pathlib.Path, launch: str, ranks: int, returned: int) -> i
             # ranks killed with torchrun may take a moment to exit, and hold the lock until then
             held = lock(folder, timeout=30 if ours else 0)
             # ranks that never took the folder have not resumed from checkpoint.resume = N
-            more = {} if ours else {"holder": holder(status)}
-            write_status(folder, "failed", status.get("step", 0), launch, exit_code=code, **more)
+            write_status(folder, "failed", status.get("step", 0), launch, exit_code=code, holder=holder(status))
             held.release()
         except ConfigError as error:
             if not ours:  # the folder is another run's
