@@ -67,7 +67,7 @@ def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
     dataset = open_dataset(cfg, train=False)
     checkpointer = Checkpointer(cfg, world, dataset.fingerprint, dataset.tokenizer_files, evaluating=True)
     step, cfg = checkpointer.start, checkpointer.cfg
-    pretrained = open_pretrained(cfg, step)
+    pretrained = open_pretrained(cfg, step or 1)  # of an import, step 0, the checkpoint has all weights, too
     model = meta_model(cfg.model, cfg.lora)
     parallelize(model, cfg, world)
     materialize(model, cfg.run.seed, storage_device(cfg, world), pretrained and pretrained.read_into)

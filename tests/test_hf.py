@@ -34,7 +34,7 @@ from model.hf_weights import hf_name, weights_to_read
 from model.llama import Llama, named_parameters
 from optim import build_optimizer, learning_rate
 from tests import cases, hf_cases
-from tests.conftest import REPO, TINY, make_config, run_tool, seal, tables, words
+from tests.conftest import REPO, TINY, launch, make_config, run_tool, seal, tables, words
 from tests.hf_cases import config_from
 from tests.test_tokenizer import sentencepiece_model
 
@@ -313,6 +313,17 @@ def test_a_launch_refuses_it_before_it_makes_anything(folders, write_config, tmp
     with pytest.raises(ConfigError, match="model-00002-of-.*is not there"):
         check_launch(config.load(str(path)), Ranks(1, 1, 0, None), args, Interruption())
     assert not (tmp_path / "outputs").exists()
+
+
+def test_an_import_is_evaluated_without_the_folder_that_it_is_of(folders, write_config, tmp_path, capsys):
+    folder = shutil.copytree(folders["single"], tmp_path / "hf")
+    path = write_config(model={"init_from": str(folder), "norm_eps": 1e-6})
+    assert run(capsys, "import", folder, tmp_path / "outputs/test/checkpoints/step-00000000") == (0, "")
+    with_folder = launch(path, "--eval-only")
+    shutil.rmtree(folder)
+    without = launch(path, "--eval-only")
+    assert without.returncode == 0 and without.stdout == with_folder.stdout, without.stderr
+    assert json.loads(without.stdout)["step"] == 0
 
 
 def test_torch_is_not_needed_for_it(folders):
