@@ -18,7 +18,8 @@ TWICE_SECONDS = 5.0  # a second Ctrl-C within this time of the first quits at on
 
 
 class Interrupted(BaseException):
-    """A signal came before the ranks were started."""
+    """A signal came before the ranks were started. Not a KeyboardInterrupt: once that has left an exec() of text, as
+    dataclasses are made by, `python -m` ends by SIGINT, even if it was caught."""
 
 
 class Interruption:
