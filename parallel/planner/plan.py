@@ -19,7 +19,7 @@ from model.llama import flops_per_token, meta_model, parameter_count
 from parallel.fsdp import units
 from parallel.mesh import check_heads
 from parallel.planner.devices import Cluster, Device, Moment, device, step_seconds, timeline
-from parallel.planner.simulate import Step, simulate
+from parallel.planner.simulate import Step, plus, simulate
 
 GIB = 2**30
 CONTEXT_GIB = 1.5  # CUDA's context and the buffers of cuBLAS, cuDNN and NCCL: an estimate
@@ -57,8 +57,7 @@ def planned(cfg: config.Config, ranks: int, asked: Asked, epoch: float | None = 
     step, model = simulate(cfg, ranks, on_gpu), meta_model(cfg.model, cfg.lora)
     peak, sent, needed = step.peak(), Counter(), device_gib(step)
     for phase in step.phases:
-        for key, n in phase.sent.items():
-            sent[key] += n * phase.times
+        sent = plus(sent, phase.sent, phase.times)
     peak_gib, flops = peak.peak.total() / GIB, flops_per_token(model, cfg.train.seq_len)
     cluster = Cluster(asked.gpu or device("H100"), asked.gpus_per_node, shape)
     moments = timeline(step.phases, cfg, cluster)
