@@ -110,8 +110,8 @@ def extrapolated(step: Step, more: Counter, taken: Counter, middle: range, times
 
 
 def plus(a: Counter, b: Mapping, times: int = 1) -> Counter:
-    """a + times * b; unlike Counter's own +, keeps negative counts."""
-    return Counter({key: a.get(key, 0) + times * b.get(key, 0) for key in {*a, *b}})
+    """a + times * b; unlike Counter's own +, keeps negative counts. Keys keep their order."""
+    return Counter({key: a.get(key, 0) + times * b.get(key, 0) for key in {**a, **b}})
 
 
 def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tuple[Counter, Counter]]]:
