@@ -73,7 +73,7 @@ class Counted(TorchDispatchMode):
         self.phases.append(Phase(name, Counter(self.live), times=self.times))
 
     def set(self, key: int, kind: str, size: int) -> None:
-        size = 0 if kind in self.on_host else self.rounded(size)
+        size = 0 if kind in self.on_host else -(-size // self.granularity) * self.granularity  # rounded up
         before, was = self.storages.get(key, (kind, 0))
         self.storages[key] = kind, size
         self.live[before] -= was
@@ -104,9 +104,6 @@ class Counted(TorchDispatchMode):
             exact[kind] = sum(t._local_tensor.nbytes if isinstance(t, DTensor) else t.nbytes for t in tensors)
         exact["scales"] = 4 * sum(isinstance(getattr(param, "_local_tensor", param), Float8AllGather) for param in own)
         return exact, self.live - before  # without the working memory that they counted as before
-
-    def rounded(self, size: int) -> int:
-        return -(-size // self.granularity) * self.granularity
 
     def drop(self, key: int) -> None:
         kind, size = self.storages.pop(key)
