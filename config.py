@@ -144,7 +144,7 @@ class Parallel:
     reduce_dtype: Literal["float32", "bfloat16"] = option("float32", "dtype of gradient reduction", note=HALF)
     output_dtype: Literal["float32", "bfloat16"] | None = option(None, "between units; absent: param_dtype", note=HALF)
     keep_fp32: tuple[str, ...] = option((), "patterns of units to compute in float32, such as 'blocks.[01]'")
-    unsharded: tuple[str, ...] = option((), "patterns of frozen parameters to keep whole on every rank")
+    unsharded: tuple[str, ...] = option((), "patterns of frozen parameters to keep unsharded on every rank")
     cpu_offload: bool = option(False, "keep parameters, gradients and optimizer state in host memory")
     sync_every_micro_batch: bool = option(True, "reduce gradients in every micro-batch; false: once per step")
     recompute: int | Literal["none", "elementwise", "selective", "full"] = option(

@@ -3,7 +3,7 @@
     python -m benchmarks.adapt [--base-steps 300] [--steps 200] [--rank 64] [--lr 3e-4] [--lora-lr 3e-3] [--suffix py]
                                [--folder F] [--section.key=value ...]
 
-Trains configs/tiny.toml (with the options given) on Python's standard library, exports it, and goes on from there on
+Trains configs/tiny.toml (with the options given) on Python's standard library, exports it, and continues from there on
 other text: torch's own Python, or with --suffix h its C++. Prints a JSON object a line: of each way the mean training
 loss of the last fifty steps, and its ratio to that of the way before it. Adapters want about ten times the learning
 rate of full fine-tuning (https://arxiv.org/abs/2405.09673).

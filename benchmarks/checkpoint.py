@@ -1,11 +1,10 @@
-"""How long a save holds up training, how long a start takes to verify and read, against the disk's and the cores' own
-speed.
+"""Times a save's stall, and verifying and reading at start-up, against the speed of the disk and the cores alone.
 
     python benchmarks/checkpoint.py --mib 1024 [--folder F] [--repeat 5]
 
-In one process, on the state of a Llama of about that size (weights and AdamW's moments). Beside each other in each
+In one process, on the state of a Llama of about that size (weights and AdamW's moments). Next to each other in each
 repetition, so that a slow moment of the disk hits both: a raw fsynced write of the same bytes; SHA-256 of them on all
-cores; a plain copy of the state in memory; a save; the stall and the whole of an asynchronous save; verifying; reading.
+cores; a plain copy of the state in memory; a save; an asynchronous save's stall and total; verifying; reading.
 Prints medians, and the ratios that matter.
 """
 

@@ -3,7 +3,7 @@
     python -m benchmarks.kill_storm --kills 100 [--seed S] [--folder F]
 
 After each kill nothing of the run may be alive, every checkpoint that is there must be good, and the next launch must
-go on from the newest. In the end weights, optimizer and metrics must be, bit for bit, those of a run that nobody
+resume from the newest. In the end weights, optimizer and metrics must be, bit for bit, those of a run that nobody
 disturbed, and nothing temporary may be left. Exits with 0 only then. Linux; one process on the CPU.
 """
 
@@ -74,7 +74,7 @@ def start(cfg: config.Config, number: int, asynchronous: bool) -> subprocess.Pop
 
 
 def went_on_from(cfg: config.Config, number: int) -> int | None:
-    """The step, as the launch said itself; None: it was killed before."""
+    """The step, as the launch logged it; None: it was killed before."""
     said = re.search(r"resuming after step (\d+)|from fresh weights", log_of(cfg, number).read_text())
     return said and int(said[1] or 0)
 
@@ -202,7 +202,7 @@ def tensors(cfg: config.Config) -> dict[str, bytes]:
 
 
 def rows(cfg: config.Config) -> list[tuple]:
-    """metrics.jsonl without what tells of time and memory, as all of the plan's row does (of a launch of 30 s)."""
+    """metrics.jsonl without what depends on time and memory, as all of the plan's row does (of a launch of 30 s)."""
     lines = (config.run_folder(cfg) / "metrics.jsonl").read_text().splitlines()
     return [tuple(row.get(key) for key in ("kind", "step", "loss", "grad_norm", "lr", "tokens", "batch_digest"))
             for row in map(json.loads, lines) if row["kind"] != "plan"]

@@ -1,5 +1,4 @@
-"""Does a long run's memory grow? Trains many tiny steps with many saves, on one process or more, and samples the
-resident memory of every rank.
+"""Does a long run's memory grow? Trains many tiny steps with many saves and samples the ranks' resident memory.
 
     python benchmarks/long_run.py --steps 2000 --saves 50 [--ranks 1] [--async-save]
 

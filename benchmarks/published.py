@@ -3,7 +3,7 @@
     python -m benchmarks.published
 
 Plans of our program with the peers' sizes, at the rates of parallel/planner/devices.py; nothing is set to meet a
-figure, and docs/plan.md says where those are from. Prints a table in Markdown.
+figure, and docs/plan.md names their sources. Prints a table in Markdown.
 """
 
 import pathlib

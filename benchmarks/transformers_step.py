@@ -1,4 +1,4 @@
-"""Times the training step beside transformers' LlamaForCausalLM in a plain loop: same sizes, weights and batches.
+"""Times the training step against transformers' LlamaForCausalLM in a plain loop: same sizes, weights and batches.
 
     ./run_train.sh -m benchmarks.transformers_step
     torchrun --nproc-per-node 2 -m benchmarks.transformers_step --parallel.dp_replicate=2 --parallel.dp_shard=1

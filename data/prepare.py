@@ -3,7 +3,7 @@
     python -m data.prepare configs/tiny.toml
 
 Writes train.bin, heldout.bin (validation), where their documents end, the tokenizer and manifest.json into
-prepared/{source}-{hash}/, one for each source, whole or not at all.
+prepared/{source}-{hash}/, one for each source, in full or not at all.
 """
 
 import contextlib

@@ -181,7 +181,7 @@ def local_files(source: str) -> list[pathlib.Path] | None:
             return [path]
         if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source) and not source.endswith(suffixes):
             return None
-        for part in (path, *path.parents):  # glob() passes over folders that it may not search or list
+        for part in (path, *path.parents):  # glob() skips folders that it may not search or list
             if glob.has_magic(str(part)):
                 for folder in glob.glob(f"{part.parent}/", recursive=True):
                     os.stat(f"{folder}.")

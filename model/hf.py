@@ -1,6 +1,6 @@
 """Hugging Face folders of the Llama family, from checkpoints and into them.
 
-    python -m model.hf export CKPT_OR_RUN OUT [--dtype bfloat16] [--shard-gib 2]
+    python -m model.hf export CKPT_OR_RUN OUT [--dtype bfloat16] [--shard-gib 2] [--adapter] [--base HF_DIR]
     python -m model.hf import HF_DIR OUT
 
 Export reads a checkpoint of any world size, or a run's newest good one. It writes config.json, generation_config.json,
