@@ -151,7 +151,7 @@ class Schema:
             lines += [f"\n[{table}]{'   (off unless given)' * optional}"] if table else []
             for key, (hint, f) in self.section(table).items():
                 default = "required" if f.default is MISSING else "absent" if f.default is None else toml(f.default)
-                lines.append(f"  {key} = {default}".ljust(43) + f"# {_describe(hint)}: {f.metadata['doc']}")
+                lines.append(f"  {key} = {default}".ljust(42) + f" # {_describe(hint)}: {f.metadata['doc']}")
             lines += [f"\n[[{table}.{key}]]   (one table each)\n{Schema(inner).help()}"
                       for key, (hint, _) in self.section(table).items()
                       for inner in typing.get_args(hint) if is_dataclass(inner)]
