@@ -76,6 +76,14 @@ def test_the_plan_keeps_what_is_counted(counted, setting):
     assert of_plan("llama1b", setting) == pytest.approx(counted[setting, False]["kept_bytes_per_token"], rel=0.001)
 
 
+@pytest.mark.parametrize("setting", ["none", "elementwise", "selective", "full"])
+def test_so_it_does_in_float32(counted, setting):
+    """All but attention's logsumexp is then twice as wide; of a residual stream in float32 alone, the input."""
+    kept, logsumexp = counted[setting, False]["kept_bytes_per_token"], 4 * HEADS * (setting != "full")
+    assert of_plan("llama1b", setting, "--parallel.param_dtype=float32") == pytest.approx(2 * kept - logsumexp, rel=0.001)
+    assert of_plan("llama1b", setting, "--parallel.output_dtype=float32") == pytest.approx(kept + 2 * DIM, rel=0.001)
+
+
 @pytest.mark.parametrize("model", ["llama3b", "llama8b"])
 def test_so_it_does_of_larger_models(model):
     m = config.load(REPO / f"configs/{model}.toml", ["--run.device=auto"]).model
@@ -96,8 +104,8 @@ def test_the_plan_keeps_the_keys_and_values_that_cp_has_gathered():
         assert kept(cp) - kept(1) == 2 * 1024 * cp * 8 * 64 * 2  # K and V, tokens, heads, width, bytes
 
 
-def of_plan(model: str, setting: str) -> float:
+def of_plan(model: str, setting: str, *overrides: str) -> float:
     """Bytes that a block keeps of a token."""
-    cfg = config.load(REPO / f"configs/{model}.toml", [f"--parallel.recompute={setting}"])
+    cfg = config.load(REPO / f"configs/{model}.toml", [f"--parallel.recompute={setting}", *overrides])
     ends = {phase.name: phase.end["activations"] for phase in simulate(cfg, 8).phases}
     return (ends["forward block 2"] - ends["forward block 1"]) / cfg.train.seq_len / config.micro_batch_size(cfg, 8)

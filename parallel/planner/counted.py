@@ -165,6 +165,7 @@ class Counted(TorchDispatchMode):
                 work["moved"] += (codes.nbytes + scales.nbytes + weights.nbytes if self.fused else
                                   NF4_UNFUSED * 2 * codes.numel())
             elif self.keeping is not None:
+                self.mark([x], "working memory")  # also in float32: it is kept
                 self.keeping.append(x)
 
     def send(self, operator: Any, args: tuple, tensors: list[Tensor]) -> None:

@@ -195,6 +195,7 @@ def watch(model: Llama, counted: Counted, compiled: bool) -> Callable[[str], Non
         counted.keeping = None
         for tensor in tree_iter(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
+                counted.mark([tensor], "working memory")  # also in float32: it leaves a compiled block's registers
                 tensor.register_hook(lambda gradient: begin(f"backward {name}"))
 
     modules = {"embedding": model.embedding, "head": model.head}
