@@ -423,7 +423,8 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
     try:
         sys.exit(main(sys.argv[1:]))
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        from files import print_error  # a full or closed stderr changes no exit code
+        print_error(str(error))
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -441,5 +442,6 @@ def from_command_line(argv: list[str], usage: str, tool: bool = False) -> tuple[
             raise ConfigError("--dry-run and --eval-only go with ./run_train.sh CONFIG, and with no tool (-m)")
         return args, load(args.config, args.overrides)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        from files import print_error
+        print_error(str(error))
         sys.exit(2)

@@ -44,6 +44,7 @@ def read(path: pathlib.Path, schema: Schema) -> dict[str, Any]:
     if not isinstance(rope, dict):
         problems.append(f"{path}: {spelling} = {toml(rope)}: must be an object")
         rope = {}
+    rope = {key: value for key, value in rope.items() if value is not None}
     kind = rope.get("rope_type", rope.get("type", "default"))
     demands = [("architectures", named, [["LlamaForCausalLM"]]),
                *((key, theirs.get(key), [only] if key == "model_type" else [only, None]) for key, only in ONLY.items()),
@@ -56,21 +57,22 @@ def read(path: pathlib.Path, schema: Schema) -> dict[str, Any]:
     found["model.rope_theta"] = "rope_theta", rope.get("rope_theta", theirs["rope_theta"])
     if kind == "llama3":
         found |= {f"model.rope_scaling.{key}": (f"{spelling}.{key}", rope.get(key)) for key in ROPE_KEYS}
-    return _fitted(path, schema, found, problems)
+    options = _fitted(path, schema, found, problems)
+    if problems:
+        raise ConfigError(*problems)
+    return options
 
 
 def _fitted(path: pathlib.Path, schema: Schema, found: dict[str, tuple[str, Any]], problems: list[str]
             ) -> dict[str, Any]:
-    """{option: value} of {option: (key in the file, value)}. Raises ConfigError with `problems` and every value that is
-    missing or invalid."""
+    """{option: value} of {option: (key in the file, value)}. Adds every value that is missing or invalid to `problems`
+    and leaves it out."""
     options = {}
     for name, (key, value) in found.items():
         try:
             options[name] = schema.fit(name, value)
         except ValueError as error:
             problems.append(f"{path}: {key} {'is missing' if value is None else f'= {toml(value)}: {error}'}")
-    if problems:
-        raise ConfigError(*problems)
     return options
 
 
@@ -173,9 +175,11 @@ def _complete_adapter(given: Given) -> None:
     path = pathlib.Path(given.values["lora.init_from"], ADAPTER)
     if {f"lora.{key}" for key in ADAPTER_KEYS} <= given.values.keys():
         return
-    theirs = read_adapter(path.parent)
+    theirs, problems = read_adapter(path.parent), []
     found = {f"lora.{key}": (their_key, theirs.get(their_key)) for key, their_key in ADAPTER_KEYS.items()}
-    _take_over(given, path, _fitted(path, given.schema, found, []), ADAPTER_KEYS, "; leave it out")
+    _take_over(given, path, _fitted(path, given.schema, found, problems), ADAPTER_KEYS, "; leave it out")
+    if problems:
+        raise ConfigError(*problems)
 
 
 def render_adapter(lora: Any, base: str) -> dict[str, Any]:

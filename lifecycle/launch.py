@@ -141,6 +141,8 @@ def mark_stopped(folder: pathlib.Path, launch: str, before: dict, in_job: bool) 
     before: the status before the launch, with the step that it resumed after.
     """
     attempts = 0
+    if not in_job and read_status(folder).get("launch") == launch:
+        return STOPPED  # its ranks recorded it, and the next launch may have begun: the lock is its own
     with contextlib.suppress(ConfigError, OSError):
         folder.mkdir(parents=True, exist_ok=True)
         held, status = lock(folder), read_status(folder)

@@ -1026,6 +1026,14 @@ def test_an_attempt_that_never_took_the_folder_has_not_gone_back(tmp_path, capsy
     assert resume_once(cfg, "7.2.c").resume == resume
 
 
+def test_a_stop_that_the_ranks_recorded_is_not_recorded_again(tmp_path):
+    """The next launch may begin as soon as they have: nothing locks the folder, nor writes into it."""
+    write_status(tmp_path, "preempted", 4, "this")
+    before = status(tmp_path)
+    assert mark_stopped(tmp_path, "this", {"step": 1}, in_job=False) == 75
+    assert status(tmp_path) == before and not (tmp_path / ".lock").exists()
+
+
 def test_the_status_of_another_run_is_left_alone(tmp_path, capsys):
     """A launch that finds out only when its ranks begin, and one that is stopped before."""
     write_status(tmp_path, "running", 4, "earlier")

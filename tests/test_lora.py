@@ -491,6 +491,9 @@ def test_another_adapter_is_refused(base, adapter, corpus, prepared, tmp_path, c
         weights_to_read(make_config(**run_of(base, corpus, prepared, folder)), 0)
     with pytest.raises(ConfigError, match="rank = 8: .*adapter_config.json has r = 4; leave it out"):
         make_config(**run_of(base, corpus, prepared, adapter, lora={"rank": 8}))
+    (folder / "adapter_config.json").write_text(json.dumps({**settings, "r": "four"}))
+    with pytest.raises(ConfigError, match='(?s)alpha = 5.0: .*has lora_alpha = 6.0; leave it out.*r = "four": must be'):
+        make_config(**run_of(base, corpus, prepared, folder, lora={"alpha": 5}))
     complete = {"rank": 4, "alpha": 5, "targets": PROJECTIONS}  # as a run's own config.toml, which may go on without it
     with pytest.raises(ConfigError, match="alpha = 5: .*has lora_alpha = 6; leave it out"):
         weights_to_read(make_config(**run_of(base, corpus, prepared, adapter, lora=complete)), 0)

@@ -516,6 +516,13 @@ def test_an_error_is_printed_on_a_line_that_progress_left_clear(prepared, tmp_pa
     assert " tokens/s" in (shown := sys.stderr.getvalue()) and shown.endswith("\r\x1b[K\r"), shown
 
 
+@pytest.mark.parametrize("redirect", ["2>/dev/full", "2>&-"])
+def test_invalid_input_ends_a_tool_with_2_also_without_a_place_for_its_error(redirect):
+    tool = "import config; config.run_tool(lambda argv: config.load('none.toml'))"
+    command = f'{sys.executable} -c "{tool}" {redirect}'
+    assert subprocess.run(command, shell=True, cwd=REPO, stdout=subprocess.DEVNULL).returncode == 2
+
+
 def test_a_full_disk_and_a_closed_stderr_end_no_preparation(with_tokenizer, tmp_path):
     for redirect in ("2>/dev/full", "2>&-", ">&- 2>&-"):
         path = written(with_tokenizer, tmp_path)
