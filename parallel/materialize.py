@@ -53,13 +53,7 @@ def _fill(model: nn.Module, fill: Callable[[str, Offsets, Tensor, torch.Size], N
           ) -> list[str]:
     """Allocates all storage, fills it with NaN, then calls fill(name, offsets, local shard, full shape) for each
     parameter. Returns the names of tensors that still have non-finite values."""
-    # to_empty() unties weights: it makes a new parameter in every module that holds a tied one
-    places = [(module, name, parameter) for module in model.modules()
-              for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)]
-    model.to_empty(device=device)
-    made: dict[Tensor, nn.Parameter] = {}
-    for module, name, before in places:
-        setattr(module, name, made.setdefault(before, getattr(module, name)))
+    allocate(model, device)
     tensors = dict(local_tensors(model))
     with torch.no_grad():
         for local in tensors.values():
@@ -74,6 +68,16 @@ def _fill(model: nn.Module, fill: Callable[[str, Offsets, Tensor, torch.Size], N
         # in chunks: isfinite() of an entire tensor would take a quarter of its memory
         return [name for name, local in tensors.items() if local.is_floating_point()
                 and not all(part.isfinite().all() for part in local.view(-1).split(CHECK_CHUNK))]
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """model.to_empty(), which alone unties weights: it makes a new parameter in every module that holds a tied one."""
+    places = [(module, name, parameter) for module in model.modules()
+              for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)]
+    model.to_empty(device=device)
+    made: dict[Tensor, nn.Parameter] = {}
+    for module, name, before in places:
+        setattr(module, name, made.setdefault(before, getattr(module, name)))
 
 
 def _quantize(module: nn.Linear, name: str, fill: Callable[[str, Offsets, Tensor, torch.Size], None], offsets: Offsets,

@@ -44,6 +44,8 @@ def test_bytes_equal_those_of_real_tensors(on_ranks, ranks, options):
     every = [{"model": model, "parallel": parallel, "train": {"global_batch_size": 12, "micro_batch_size": 1}}
              for model, parallel in (*((UNEVEN, parallel) for parallel in options), (frozen, options[0]))]
     every.append({**every[-1], "parallel": {"unsharded": ["blocks.0.*"], "param_dtype": "bfloat16"}})
+    every.append({**every[-1], "model": {"tie_embeddings": True, "freeze": ["embedding.weight"]},
+                  "parallel": {"unsharded": ["embedding.weight"]}})  # one matrix, not two
     every.append({"optim": {"state_dtype": "bfloat16"}, "train": {"global_batch_size": 12, "micro_batch_size": 1}})
     even = {"dim": 46, "head_dim": 6, "ffn_dim": 76, "tie_embeddings": True}  # what tp leaves of its rows is uneven
     meshes = {2: [{"tp": 2}], 4: [{"tp": 2}, {"cp": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 1, "tp": 2}]}

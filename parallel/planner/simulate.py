@@ -37,6 +37,7 @@ from optim import BFloat16AdamW, build_optimizer, clip_gradients
 from parallel.activation_checkpoint import apply_activation_checkpointing, checkpointed, is_checkpointed
 from parallel.float8 import Float8AllGather, update_scales
 from parallel.fsdp import set_gradient_sync, unshard_first_units
+from parallel.materialize import allocate
 from parallel.mesh import World, build_mesh
 from parallel.parallelize import parallelize
 from parallel.planner.counted import Counted, Phase
@@ -130,7 +131,7 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tupl
         model.head.compile_loss = p.compile and on_gpu
         stack.enter_context(fake)
         stack.enter_context(counted)
-        model.to_empty(device="cpu")
+        allocate(model, torch.device("cpu"))
         optimizer = build_optimizer(model, cfg.optim)
         if p.compile and isinstance(optimizer, BFloat16AdamW):
             optimizer.update = partial(one_kernel, counted, optimizer.update)
