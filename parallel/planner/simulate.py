@@ -98,6 +98,8 @@ def extrapolated(step: Step, more: Counter, taken: Counter, middle: range, times
     for before, phase in order:  # each changes the memory that the last one leaves
         offset = plus(end, before.end, -1)
         end = plus(phase.end, offset)
+        if not phase.end["reductions"]:  # FSDP2 drops those of all replicated units at once, after backward
+            end["reductions"] = 0
         kind, _, block = phase.name.partition(" block ")
         name = f"{kind} block {next(numbers[kind])}" if block else phase.name
         found.append(replace(phase, name=name, peak=plus(phase.peak, offset), end=end))
