@@ -122,13 +122,28 @@ def test_blocks_that_are_not_run_count_as_if_they_were(mesh, way, sections):
     assert short.peak().name == whole.peak().name
 
 
-def test_gradients_that_wait_for_their_reduction_are_on_the_device_also_where_all_else_is_offloaded():
-    """FSDP2 offloads a gradient when it has reduced it."""
-    usual, offloaded = (simulate(of_a_gpu({}, {"sync_every_micro_batch": False, "cpu_offload": offload}), 8).peak()
-                        for offload in (False, True))
+@pytest.mark.parametrize("way", [{}, {"param_dtype": "float32"}, {"reduce_dtype": "bfloat16"},
+                                 {"param_dtype": "float32", "reshard_after_forward": False}], ids=str)
+def test_gradients_that_wait_for_their_reduction_are_on_the_device_also_where_all_else_is_offloaded(way):
+    """FSDP2 offloads a gradient when it has reduced it. Until then it is the unsharded parameter's own, if it has the
+    dtype of the reduction."""
+    usual, offloaded = (simulate(of_a_gpu({}, {"sync_every_micro_batch": False, "cpu_offload": o, **way}), 8).peak()
+                        for o in (False, True))
     on_host = usual.peak["parameters"] + usual.peak["optimizer state"]
     assert usual.name == offloaded.name and usual.peak["gradients"] > 0
     assert offloaded.peak.total() == usual.peak.total() - on_host > 0
+    assert offloaded.peak["reductions"] == usual.peak["gradients"]
+
+
+def test_what_is_offloaded_is_updated_in_host_memory():
+    step = simulate(of_a_gpu({}, {"cpu_offload": True}, optim={"state_dtype": "bfloat16"}), 8)
+    assert step.phases[-1].name == "update" and step.phases[-1].peak["working memory"] == 0
+
+
+def test_smaller_shards_that_stay_after_forward_are_no_activations():
+    kept = [next(phase.end["activations"] for phase in simulate(of_a_gpu({}, {"reshard_after_forward": n}), 8).phases
+                 if phase.name == "forward head") for n in (True, 2)]
+    assert kept[0] == kept[1] > 0
 
 
 @pytest.mark.parametrize("cp", [1, 2])

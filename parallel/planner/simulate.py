@@ -155,6 +155,8 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tupl
             model(ids, ids)[0]["loss"].backward()
         counted.times = 1
         begin("update")
+        if p.cpu_offload:
+            counted.on_host.add("working memory")  # the norm and the update are computed there
         clip_gradients(model, optimizer, cfg.train.max_grad_norm)
         optimizer.step()
         update_scales(model)
@@ -184,7 +186,10 @@ def watch(model: Llama, counted: Counted, compiled: bool) -> Callable[[str], Non
 
     def begin(name: str) -> None:
         counted.mark((param.grad for param in model.parameters()), "gradients")
+        # FSDP2 accumulates in the unsharded parameters' own gradients where these have the dtype of the reduction
         counted.mark((param.unsharded_accumulated_grad for param in sharded), deferred)
+        counted.mark((param.unsharded_param.grad for param in sharded if hasattr(param, "_unsharded_param")), deferred)
+        counted.mark((getattr(param, "_sharded_post_forward_param_data", None) for param in sharded), "gathered units")
         counted.mark((t for param in sharded for t in getattr(param, "all_gather_outputs", ())), "gathered units")
         counted.begin(name)
         counted.fused = compiled and "block" in name
