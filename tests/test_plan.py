@@ -508,6 +508,8 @@ def test_wrong_number_of_ranks_is_exit_2(capsys):
     (["--gpu", "H1000"], "--gpu H1000: unknown; known are A100-40"),
     (["--gpu", "H100,products=fast"], "--gpu H100,products=fast: write rate=value"),
     (["--gpu", "H100,speed=3"], "rates are memory, peak, products"),
+    (["--gpu", "H100,products=1e-310"], "--gpu H100,products=1e-310: write rate=value, a number of 1e-6 to 1e9"),
+    (["--gpu="], "--gpu : unknown; known are A100-40"), (["--plot="], "--plot : "),
     (["--plot", "/nowhere/step.svg"], "--plot /nowhere/step.svg: No such file")])
 def test_wrong_gpus_and_plots_are_errors(words, error, capsys):
     with pytest.raises(config.ConfigError) as raised:

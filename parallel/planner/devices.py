@@ -62,10 +62,10 @@ def device(name: str) -> Device:
     for change in changes:
         rate, _, value = change.partition("=")
         try:
-            if rate not in rates or not 0 < float(value) < float("inf"):
+            if rate not in rates or not 1e-6 <= float(value) <= 1e9:  # times are finite, and none is 0
                 raise ValueError
         except ValueError:
-            raise ConfigError(f"--gpu {name},{change}: write rate=value, a number above 0; rates are "
+            raise ConfigError(f"--gpu {name},{change}: write rate=value, a number of 1e-6 to 1e9; rates are "
                               f"{', '.join(rates)}") from None
         found = replace(found, **{rate: float(value)})
     return found

@@ -117,7 +117,8 @@ def dry_run(cfg: config.Config, args: Namespace, epoch: float | None) -> bool:
     from parallel.planner.advice import advise
     from parallel.planner.show import compared, draw, table, verdict
 
-    asked = Asked(device(args.gpu) if args.gpu else None, args.gpu_memory_gib, args.gpus_per_node or 8, not args.on_cpu)
+    gpu = None if args.gpu is None else device(args.gpu)
+    asked = Asked(gpu, args.gpu_memory_gib, args.gpus_per_node or 8, not args.on_cpu)
     p, found, problems = cfg.parallel, [], []
     fewest = math.prod(degree for degree in (p.dp_replicate, p.dp_shard, p.cp, p.tp) if degree != "auto")
     for ranks in args.world_size or [fewest]:
@@ -128,7 +129,7 @@ def dry_run(cfg: config.Config, args: Namespace, epoch: float | None) -> bool:
     if problems:
         raise ConfigError(*problems)
     rows = [row for row, _ in found]
-    if args.plot:
+    if args.plot is not None:
         try:
             draw(*found[0], args.plot)
         except OSError as error:
