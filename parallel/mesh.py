@@ -101,20 +101,19 @@ def pick_device(cfg: config.Config, local_rank: int) -> torch.device:
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(f"local rank {local_rank} has no GPU of its own: this machine has "
                           f"{torch.cuda.device_count()}; start fewer processes (NPROC)")
-    check_heads(cfg)
-    if cfg.parallel.float8 != "none":
-        asked, found = f'[parallel] float8 = "{cfg.parallel.float8}"', torch.cuda.get_device_capability(local_rank)
-        if found < (8, 9):
-            raise ConfigError(f"{asked}: needs a GPU of compute capability 8.9 (Ada, Hopper) or more; this one, "
-                              f"{torch.cuda.get_device_name(local_rank)}, has {found[0]}.{found[1]}")
-        if not cfg.parallel.compile:
-            raise ConfigError(f"{asked}: goes with compile = true only on a GPU: rounding to 8 bits, uncompiled, takes "
-                              "longer than the products save")
+    check_for_gpus(cfg)
+    if cfg.parallel.float8 != "none" and (found := torch.cuda.get_device_capability(local_rank)) < (8, 9):
+        raise ConfigError(f'[parallel] float8 = "{cfg.parallel.float8}": needs a GPU of compute capability 8.9 (Ada, '
+                          f"Hopper) or more; this one, {torch.cuda.get_device_name(local_rank)}, has "
+                          f"{found[0]}.{found[1]}")
     return torch.device("cuda", local_rank)
 
 
-def check_heads(cfg: config.Config) -> None:
-    """Raises ConfigError for heads that no kernel of a GPU takes."""
+def check_for_gpus(cfg: config.Config) -> None:
+    """Raises ConfigError for what a CPU takes and no GPU does: narrow heads, float8 uncompiled."""
+    if cfg.parallel.float8 != "none" and not cfg.parallel.compile:
+        raise ConfigError(f'[parallel] float8 = "{cfg.parallel.float8}": goes with compile = true only on a GPU: '
+                          "rounding to 8 bits, uncompiled, takes longer than the products save")
     if (cfg.parallel.cp > 1 or cfg.data.document_mask) and cfg.model.width_per_head < 16:
         raise ConfigError(f"[model] head_dim: heads are {cfg.model.width_per_head} wide; on a GPU, context parallelism "
                           "and document masks need 16 or more (FlexAttention)")

@@ -679,6 +679,16 @@ def test_heads_that_no_kernel_takes_are_refused_by_a_gpus_plan():
     assert plan(make_config(**sections), 2)["peak_gib"] > 0
 
 
+def test_float8_that_no_gpu_or_not_this_one_takes_is_refused_by_its_plan():
+    words = ["--run.device=cuda", "--parallel.float8=rowwise"]
+    cfg = config.load(str(CONFIGS / "llama8b-float8.toml"), words)
+    with pytest.raises(config.ConfigError, match='float8 = "rowwise": the GPU given has no float8 products'):
+        plan(cfg, 8, Asked(device("A100-80")))
+    assert plan(cfg, 8, Asked(device("H100")))["fits"] is not None
+    with pytest.raises(config.ConfigError, match='float8 = "rowwise": goes with compile = true only on a GPU'):
+        plan(config.load(str(CONFIGS / "llama8b-float8.toml"), [*words, "--parallel.compile=false"]), 8)
+
+
 def test_a_machine_that_takes_no_more_processes_trains_on(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(plan_check, "LATER", 0.0)
     monkeypatch.setattr(plan_check.subprocess, "Popen", mock.Mock(side_effect=BlockingIOError(11, "unavailable")))

@@ -30,20 +30,20 @@ class Device:
     link: float  # GB sent to the other GPUs of the node
     network: float  # GB sent to other nodes, each GPU's share
     watts: float
-    float8: float = 2  # rate of 8-bit products, relative to 16-bit ones
+    float8: float = 2  # rate of 8-bit products, relative to 16-bit ones; 0: it has none
 
 
 # Memory, peak, bandwidth, link and watts: NVIDIA's data sheets. Products: 720 for H100 and H200, whose best shape
 # reaches 788; less at 500 W, as power grows with the clock's cube; for most others about 0.8 of the peak.
 DEVICES = {
-    "A100-40": Device(39.4, 312, 250, 1.56, 300, 25, 400, 1),
-    "A100-80": Device(79.2, 312, 250, 2.04, 300, 25, 400, 1),
+    "A100-40": Device(39.4, 312, 250, 1.56, 300, 25, 400, 0),
+    "A100-80": Device(79.2, 312, 250, 2.04, 300, 25, 400, 0),
     "H100": Device(79.1, 989, 720, 3.35, 450, 50, 700),
     "H100-96": Device(94.5, 989, 640, 2.4, 450, 50, 500),  # HBM2e, 500 W: the one in torchtitan's tables
     "H200": Device(139.8, 989, 720, 4.8, 450, 50, 700),
     "B200": Device(178.4, 2250, 1750, 8.0, 900, 50, 1000),
     "L40S": Device(44.4, 362, 230, 0.86, 32, 12, 350),
-    "RTX3090": Device(23.6, 71, 60, 0.94, 16, 3, 350, 1),
+    "RTX3090": Device(23.6, 71, 60, 0.94, 16, 3, 350, 0),
     "RTX4090": Device(23.5, 165, 140, 1.01, 32, 3, 450),
     "RTX5090": Device(31.4, 209, 175, 1.79, 64, 3, 575),
 }
@@ -114,7 +114,7 @@ class Cluster:
         """Seconds of a phase's work. best: at rates that short benchmarks of the best shapes reach."""
         d, work = self.device, phase.work
         products = max(d.products, 0.8 * d.peak) if best else d.products
-        return (work["products"] / products + work["float8"] / (products * d.float8)
+        return (work["products"] / products + work["float8"] / (products * (d.float8 or 1))
                 + work["attention"] / (d.products * ATTENTION[wide_heads])) / 1e12 \
             + work["moved"] / (d.bandwidth * (1 if best else OF_BANDWIDTH) * 1e12)
 

@@ -17,7 +17,7 @@ from config import ConfigError
 from files import print_line
 from model.llama import flops_per_token, meta_model, parameter_count
 from parallel.fsdp import units
-from parallel.mesh import check_heads
+from parallel.mesh import check_for_gpus
 from parallel.planner.devices import Cluster, Device, Moment, device, step_seconds, timeline
 from parallel.planner.simulate import Step, plus, simulate
 
@@ -53,7 +53,9 @@ def planned(cfg: config.Config, ranks: int, asked: Asked, epoch: float | None = 
     shape = dp_replicate, dp_shard, cp, tp = config.mesh_shape(cfg, ranks)
     on_gpu = cfg.run.device != "cpu" if asked.on_gpu is None else asked.on_gpu
     if on_gpu:
-        check_heads(cfg)
+        check_for_gpus(cfg)
+        if asked.gpu and not asked.gpu.float8 and cfg.parallel.float8 != "none":
+            raise ConfigError(f'[parallel] float8 = "{cfg.parallel.float8}": the GPU given has no float8 products')
     step, model = simulate(cfg, ranks, on_gpu), meta_model(cfg.model, cfg.lora)
     peak, sent, needed = step.peak(), Counter(), device_gib(step)
     for phase in step.phases:
