@@ -142,7 +142,7 @@ def mark_stopped(folder: pathlib.Path, launch: str, before: dict, in_job: bool) 
     """
     attempts = 0
     if not in_job and read_status(folder).get("launch") == launch:
-        return STOPPED  # its ranks recorded it, and the next launch may have begun: the lock is its own
+        return STOPPED  # its ranks recorded it; the next launch may have begun, and may hold the lock
     with contextlib.suppress(ConfigError, OSError):
         folder.mkdir(parents=True, exist_ok=True)
         held, status = lock(folder), read_status(folder)
