@@ -130,6 +130,14 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
+    """Attention and feed-forward, each with its norm and its residual add.
+
+    A block may have terms of the loss of its own, such as the balance of a mixture of experts. It then returns
+    (x, terms) instead of x: terms[name] is a float32 scalar, the term's sum over the tokens of x (B, T, D), with its
+    weight. Terms of one name are added over blocks, and over ranks, which hold different tokens. training_step()
+    minimizes the sum of loss and terms, divided by the step's valid targets, and logs each term by its name.
+    """
+
     def __init__(self, m: config.Model, layer: int):
         super().__init__()
         out_std = 0.02 / math.sqrt(2 * (layer + 1))  # so that the residual stream does not grow with depth
@@ -158,12 +166,16 @@ class Head(nn.Module):
         self.compile_loss = False
         self.shard: VocabularyShard | None = None  # the local vocabulary rows; set by parallel/tensor.py
 
-    def forward(self, x: Tensor, targets: Tensor | None = None, **loss_options) -> Tensor | tuple[LossSums, Tensor]:
+    def forward(self, x: Tensor, targets: Tensor | None = None, terms: LossSums | None = None,
+                **loss_options) -> Tensor | tuple[LossSums, Tensor]:
+        """terms: the blocks' own, which the loss includes."""
+        terms = terms or {}
         x = self.norm(x).to(self.weight.dtype)  # (B, T, D)
         if targets is None:
             return F.linear(x, self.weight)  # (B, T, V)
-        return chunked_cross_entropy(x.flatten(0, 1), self.weight, targets.flatten(), compile=self.compile_loss,
-                                     shard=self.shard, **loss_options)
+        sums, valid = chunked_cross_entropy(x.flatten(0, 1), self.weight, targets.flatten(), compile=self.compile_loss,
+                                            shard=self.shard, **loss_options)
+        return {**sums, **terms, "loss": sum(terms.values(), sums["loss"])}, valid
 
 
 class Llama(nn.Module):
@@ -173,7 +185,8 @@ class Llama(nn.Module):
     positions (B, T): for RoPE, default 0 ... T-1. documents (B, T): each token's document number, increasing along T; a
     token attends only to its own document. With context parallelism (parallel/context.py), tokens, targets and
     positions are local, documents are full-sequence. With a cache, pass only tokens that it does not hold yet; the
-    logits (B, 1, V) are those of each row's newest token.
+    logits (B, 1, V) are those of each row's newest token. In training mode, the loss includes the blocks' own terms,
+    which are also returned by name.
     """
 
     def __init__(self, m: config.Model):
@@ -196,12 +209,14 @@ class Llama(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]  # (1, T)
         cos, sin = (table[:, None] for table in rope_tables(self.config, positions))  # (B or 1, 1, T, E)
-        x = self.embedding(tokens)  # (B, T, D)
+        x, terms = self.embedding(tokens), {}  # (B, T, D)
         for i, block in enumerate(self.blocks):
             x = block(x, cos, sin, mask, cache and cache.blocks[i])
+            if isinstance(x, tuple):
+                x, terms = x[0], added(terms, x[1], f"blocks.{i}")
         if cache is not None:
             x = x.take_along_dim(newest[:, :, None], dim=1)  # (B, T, D) -> (B, 1, D)
-        return self.head(x, targets, **loss_options)
+        return self.head(x, targets, terms if self.training else None, **loss_options)
 
     def init_distribution(self, name: str) -> tuple[float, float] | None:
         """(standard deviation, cutoff in standard deviations) of a parameter's initial normal distribution; None for
@@ -212,6 +227,16 @@ class Llama(nn.Module):
             raise ConfigError(f"{name}: has no initial distribution; a module's weight gets one by init_std, as in "
                               "model/llama.py")
         return None if module.init_std is None else (module.init_std, getattr(module, "init_cutoff", math.inf))
+
+
+def added(terms: LossSums, more: LossSums, block: str) -> LossSums:
+    """The terms of the loss so far, plus one block's. Raises TypeError for what cannot be one: a vector, or a sum over
+    tokens in bfloat16, which would lose most of them unseen."""
+    for name, value in more.items():
+        if value.dtype != torch.float32 or value.ndim or name == "loss":
+            raise TypeError(f"{block} returns {name} of {value.dtype} with shape {tuple(value.shape)}: a block's term "
+                            'of the loss is a float32 scalar, not named "loss"')
+    return {**terms, **{name: value + terms.get(name, 0) for name, value in more.items()}}
 
 
 def build_model(m: config.Model, lora: config.Lora | None = None) -> Llama:

@@ -18,6 +18,7 @@ depth 2). It costs memory for that many full units.
 
 import fnmatch
 from contextlib import AbstractContextManager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -59,21 +60,20 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
     offload = CPUOffloadPolicy(pin_memory=pin) if p.cpu_offload else OffloadPolicy()
     with share_post_forward_mesh(), allow_integer_parameters():
         for name, modules in units(model):
-            holds_head = model.head in modules
             cast_unsharded(modules, unsharded, unit_dtypes(p, name)[0])
             fully_shard(
                 modules if len(modules) > 1 else modules[0],
                 mesh=mesh,
                 # Don't reshard the unit with the head (the last, or the tied one): backward begins with it.
-                reshard_after_forward=False if holds_head else p.reshard_after_forward,
-                mp_policy=mixed_precision(p, name, holds_head),
+                reshard_after_forward=False if model.head in modules else p.reshard_after_forward,
+                mp_policy=mixed_precision(p, name),
                 offload_policy=offload,
                 ignored_params=unsharded,
             )
-    if model.config.tie_embeddings:  # one policy for both, with output_dtype None for the loss: cast the embedding here
-        stream = getattr(torch, p.output_dtype or p.param_dtype)
-        model.embedding.register_forward_hook(lambda module, inputs, output: output.to(stream))
-    else:
+    stream = getattr(torch, p.output_dtype or p.param_dtype)
+    for module in (model.embedding, *model.blocks):
+        module.register_forward_hook(partial(cast_stream, stream))
+    if not model.config.tie_embeddings:
         model.embedding.set_unshard_in_backward(False)  # a lookup's backward needs no weight
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), ignored_params=unsharded)
     set_prefetch(model, p)
@@ -154,16 +154,17 @@ def all_gather_dtype(param: nn.Parameter, param_dtype: torch.dtype) -> torch.dty
     return param_dtype if param.is_floating_point() or torch.__version__ < (2, 12) else param.dtype
 
 
-def mixed_precision(p: config.Parallel, unit: str, holds_head: bool) -> MixedPrecisionPolicy:
-    """A unit's mixed precision. Outputs (the residual stream) are cast to output_dtype, except the head's float32 loss.
-    Inputs are never cast: RMSNorm accepts the residual stream in any dtype, and the RoPE tables must stay float32."""
+def mixed_precision(p: config.Parallel, unit: str) -> MixedPrecisionPolicy:
+    """A unit's mixed precision. Inputs are never cast: RMSNorm accepts the residual stream in any dtype, and the RoPE
+    tables must stay float32. Outputs are cast by cast_stream()."""
     param_dtype, reduce_dtype = unit_dtypes(p, unit)
-    return MixedPrecisionPolicy(
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
-        output_dtype=None if holds_head else getattr(torch, p.output_dtype or p.param_dtype),
-        cast_forward_inputs=False,
-    )
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+
+
+def cast_stream(dtype: torch.dtype, module: nn.Module, inputs: tuple, output: Tensor | tuple) -> Tensor | tuple:
+    """Forward hook: casts the residual stream to output_dtype. FSDP2's own cast would round a block's terms of the
+    loss, too, which stay in float32."""
+    return (output[0].to(dtype), *output[1:]) if isinstance(output, tuple) else output.to(dtype)
 
 
 def set_prefetch(model: Llama, p: config.Parallel) -> None:

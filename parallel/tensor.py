@@ -13,13 +13,14 @@ import fnmatch
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.utils import parametrize
 
 from config import ConfigError
 from model.llama import Head, Llama
-from model.loss import VocabularyShard
+from model.loss import LossSums, VocabularyShard
 from model.nf4 import BLOCK
 from parallel.activation_checkpoint import is_checkpointed
 from parallel.collectives import Group, all_gather, all_reduce, gathered, group_of, reduce_scatter
@@ -118,11 +119,19 @@ class SequenceParallel:
         return reduce_scatter(x, 1, self.group) if self.sharded else all_reduce(x, self.group)
 
     def all_gather_input(self, forward: Callable, regather: bool) -> Callable:
-        def wrapped(x: Tensor, *rest) -> Tensor:
+        def wrapped(x: Tensor, *rest) -> Tensor | tuple:
             with gathered(self.gather, x, regather) as whole:
-                return forward(whole, *rest)
+                out = forward(whole, *rest)
+            if isinstance(out, tuple):  # all ranks have all tokens in here: each counts its share of a term
+                return out[0], {name: value / self.group.size for name, value in out[1].items()}
+            return out
 
         return wrapped
+
+    def total(self, terms: LossSums) -> LossSums:
+        """The blocks' terms of the loss over all tp ranks. Each rank backpropagates through its own tokens' share."""
+        ours = torch.stack([*terms.values()])
+        return dict(zip(terms, ours + (all_reduce(ours.detach(), self.group) - ours.detach())))
 
     def vocab_parallel_embedding(self, embedding: nn.Embedding) -> Callable:
         rows, forward = embedding.num_embeddings // self.group.size, embedding.forward
@@ -138,8 +147,8 @@ class SequenceParallel:
         rows, forward = len(head.weight), head.forward
         head.shard = VocabularyShard(self.group.rank * rows, lambda x: all_gather(x[None], 0, self.group))
 
-        def wrapped(x: Tensor, targets: Tensor | None = None, **options):
-            found = forward(x, targets, **options)
+        def wrapped(x: Tensor, targets: Tensor | None = None, terms: LossSums | None = None, **options):
+            found = forward(x, targets, terms and self.total(terms), **options)
             return found if targets is not None else all_gather(found, -1, self.group)
 
         return wrapped

@@ -35,6 +35,7 @@ from parallel.fsdp import reshard, set_gradient_sync, unshard_first_units
 from parallel.materialize import materialize
 from parallel.mesh import World, build_mesh, distributed, fsdp_mesh
 from parallel.parallelize import parallelize
+from tests import forks
 from tests.conftest import make_config, rows
 
 
@@ -64,6 +65,12 @@ def train_all(cases: dict[str, dict], output: str) -> dict[str, list[dict]]:
             run_training(cfg, world_for(cfg, world))
             found[name] = rows(config.run_folder(cfg)) if world.rank == 0 else None
     return found
+
+
+def train_forked(change: str, *arguments) -> dict[str, list[dict]]:
+    """train_all() of a fork: `change` names it in tests/forks.py."""
+    with getattr(forks, change)():
+        return train_all(*arguments)
 
 
 def run_training(cfg: config.Config, world: World) -> None:

@@ -84,7 +84,8 @@ def with_data(sections: dict, corpus, folders) -> dict:
 
 def plain_loop(cfg: config.Config, weights: dict | None = None) -> list[dict]:
     """The run as a textbook has it: one process, the whole batch at once, mean cross entropy, torch's AdamW; under a
-    document mask each piece of a document by itself. The last step's weights go into `weights`."""
+    document mask each piece of a document by itself. The last step's weights go into `weights`. With the blocks' own
+    terms of the loss (tests/forks.py), each by its name."""
     m, t, o = cfg.model, cfg.train, cfg.optim
     model = Llama(m)
     materialize(model, cfg.run.seed, torch.device("cpu"))
@@ -96,6 +97,9 @@ def plain_loop(cfg: config.Config, weights: dict | None = None) -> list[dict]:
         betas=o.betas, eps=o.eps, foreach=False)
     if o.state_dtype == "bfloat16":  # against theory it is tested in test_optim; here it must not depend on the ranks
         optimizer = build_optimizer(model, o, cfg.run.seed)
+    of_blocks: list[dict] = []  # terms, of each block's forward
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, out: of_blocks.extend(out[1:] if type(out) is tuple else ()))
     loader = Loader(cfg, open_data(cfg, "train"), [1.0], 0, 1, 1, False)
     found = []
     for step in range(1, t.steps + 1):
@@ -110,7 +114,9 @@ def plain_loop(cfg: config.Config, weights: dict | None = None) -> list[dict]:
             assert (targets != IGNORE).sum() == batch.valid_tokens
         else:
             logits = model(inputs).flatten(0, 1)
-        loss = F.cross_entropy(logits, targets.flatten())
+        terms = {name: sum(t[name] for t in of_blocks) / batch.valid_tokens for name in (of_blocks or [{}])[0]}
+        of_blocks.clear()
+        loss = F.cross_entropy(logits, targets.flatten()) + sum(terms.values())
         loss.backward()
         limit = float("inf") if t.max_grad_norm == "off" else t.max_grad_norm
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
@@ -118,7 +124,8 @@ def plain_loop(cfg: config.Config, weights: dict | None = None) -> list[dict]:
             group["lr"] = learning_rate(o, t.steps, step)
         optimizer.step()
         optimizer.zero_grad()
-        found.append({"loss": loss.item(), "grad_norm": norm.item(), "batch_digest": batch.digest})
+        found.append({"loss": loss.item(), "grad_norm": norm.item(), "batch_digest": batch.digest,
+                      **{name: term.item() for name, term in terms.items()}})
     loader.close()
     if weights is not None:
         weights |= {f"model.{name}": p.detach() for name, p in model.named_parameters()}
