@@ -10,10 +10,11 @@ import config
 from checkpoint import catalog, compare
 from config import ConfigError
 from files import print_line
-from lifecycle.command import Ranks, visible_gpus
+from lifecycle.command import Ranks
 from lifecycle.folder import check_folder, read_status
 from lifecycle.signals import Interruption
 from options import together
+from parallel.gpus import visible_gpus
 
 
 def check_launch(cfg: config.Config, ranks: Ranks, args: Namespace, interruption: Interruption) -> bool:

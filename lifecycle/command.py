@@ -4,12 +4,10 @@
 """
 
 import contextlib
-import itertools
 import os
 import pathlib
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from dataclasses import dataclass
 import config
 from config import ConfigError
 from files import print_error
+from parallel.gpus import visible_gpus
 
 TORCH = ((2, 11), (2, 13))  # oldest and newest supported versions
 TRAIN = str(pathlib.Path(__file__).parent.parent / "train.py")
@@ -99,15 +98,6 @@ class Ranks:
         if "SLURM_CPUS_PER_TASK" in os.environ:  # from SLURM 22.05 on, srun reads only this name
             found["SRUN_CPUS_PER_TASK"] = os.environ["SLURM_CPUS_PER_TASK"]
         return {name: os.environ.get(name) or value for name, value in found.items()}
-
-
-def visible_gpus() -> int:
-    if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return len([*itertools.takewhile(lambda name: name and name[0] != "-", chosen.split(","))])  # as CUDA does
-    if not shutil.which("nvidia-smi"):
-        return 0
-    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True).stdout
-    return sum(line.startswith("GPU") for line in listed.splitlines())
 
 
 def torchrun_id() -> str | None:

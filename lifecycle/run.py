@@ -85,9 +85,8 @@ class Run:
             log.warning("corrupt, set aside: %s", problem)
         if warning := other_tokenizer(self.cfg, self.step, tokenizer_files):  # which allow_changed may allow
             log.warning(warning)
-        group = dist.new_group(backend="gloo")
         launched = self.launch and self.world.rank == 0
-        self.stop.connect(group, folder.stop_file(self.folder, self.launch) if launched else None)
+        self.stop.connect(dist.group.WORLD, folder.stop_file(self.folder, self.launch) if launched else None)
 
     def _take_folder(self, tokenizer_files: list[pathlib.Path], hosts: list[str]) -> None:
         # after a torchrun restart, the previous ranks may take a moment to exit, perhaps on another node

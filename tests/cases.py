@@ -7,6 +7,7 @@ import hashlib
 import math
 import os
 import pathlib
+import resource
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ from parallel.context import own_cp_positions
 from parallel.float8 import update_scales
 from parallel.fsdp import reshard, set_gradient_sync, unshard_first_units
 from parallel.materialize import materialize
-from parallel.mesh import World, build_mesh, distributed, fsdp_mesh
+from parallel.mesh import World, build_mesh, descriptors, distributed, fsdp_mesh
 from parallel.parallelize import parallelize
 from tests import forks
 from tests.conftest import make_config, rows
@@ -42,6 +43,36 @@ from tests.conftest import make_config, rows
 def process_group():
     """This process's World, for 1, 2, 3, 4 or 8 ranks."""
     return distributed(make_config(train={"global_batch_size": 24, "micro_batch_size": 1}))
+
+
+def open_descriptors(sections: dict, limits: tuple[int, int]) -> tuple[int, int, int]:
+    """(open files before the process group, with every group of a run, and as announced before), under these soft and
+    hard limits."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    cfg = make_config(train={"global_batch_size": 24, "micro_batch_size": 1}, checkpoint={}, parallel=sections)
+    before = len(os.listdir("/proc/self/fd"))
+    with distributed(cfg) as world:
+        fsdp_mesh(world)
+        Saver(cfg, 0, [])
+        return before, len(os.listdir("/proc/self/fd")), before + descriptors(cfg, world.mesh.shape, world.rank)
+
+
+def device_error(types: list[str]) -> str:
+    """The error of a run whose ranks find these types of device, "" for none."""
+    rank = int(os.environ["RANK"])
+
+    def pick(*_: object) -> torch.device:
+        if types[rank] == "none":
+            raise ConfigError(f"rank {rank} has no GPU")
+        return torch.device(types[rank])
+
+    with mock.patch("parallel.mesh.pick_device", pick), mock.patch("torch.cuda.set_device"), mock.patch(
+            "parallel.mesh.platform.node", lambda: f"node{rank}"):
+        try:
+            with process_group():
+                return ""
+        except ConfigError as error:
+            return str(error)
 
 
 def world_for(cfg: config.Config, world: World) -> World:

@@ -1,0 +1,73 @@
+"""What a rank checks before it joins the others: its device, theirs, and how many files it may open."""
+
+import pytest
+import torch
+
+import config
+from config import ConfigError
+from parallel.mesh import pick_device
+from tests import cases
+from tests.conftest import make_config
+
+HARD = 4096
+
+
+@pytest.mark.parametrize("ranks, sections", [(4, {}), (4, {"cp": 2, "dp_replicate": 2})], ids=["one group", "several"])
+def test_a_rank_opens_as_many_files_as_it_counts_before(on_ranks, ranks, sections):
+    """Under a soft limit that is too low for them. For more: OMP_NUM_THREADS=1 python -c "from tests import cases,
+    ranks; print(ranks.run_on_ranks(12, cases.open_descriptors, {}, (24, 4096)))" """
+    found = on_ranks(ranks, cases.open_descriptors, sections, (24, HARD))
+    assert all(then == announced > 24 for _, then, announced in found), found
+
+
+def test_where_a_rank_may_not_open_enough_files_one_line_says_what_to_raise(on_ranks):
+    """The number announced is enough, and one less is not."""
+    enough = on_ranks(1, cases.open_descriptors, {}, (24, HARD))[0][1]
+    on_ranks(1, cases.open_descriptors, {}, (24, enough))
+    with pytest.raises(AssertionError, match=rf"ConfigError: rank 0 of 1 needs {enough} file descriptors or more, and "
+                                             rf"its hard limit is {enough - 1}: raise it to {2 * enough} with `ulimit"):
+        on_ranks(1, cases.open_descriptors, {}, (24, enough - 1))
+
+
+@pytest.mark.parametrize("types, told", [
+    (["cpu", "cpu"], ""),
+    (["cuda", "cpu"], "rank 1 on node1 would train on cpu, rank 0 on node0 on cuda: all need the same type of device"),
+    (["cpu", "cuda"], "rank 1 on node1 would train on cuda, rank 0 on node0 on cpu: all need the same type of device"),
+    (["cuda", "none"], "rank 1 has no GPU")], ids=str)
+def test_ranks_with_other_devices_are_refused_on_all(on_ranks, types, told):
+    """Over NCCL here and gloo there they would wait for each other."""
+    assert [error[: len(told) or None] for error in on_ranks(2, cases.device_error, types, timeout=60)] == [told] * 2
+
+
+@pytest.mark.parametrize("device, tool, chosen, built, told", [
+    ("auto", "", None, "13.0", None),  # no nvidia-smi: as on a laptop
+    ("auto", "no devices were found", None, "13.0", None),
+    ("auto", "GPU 0", "", "13.0", None),  # hidden deliberately
+    ("auto", "GPU 0", "-1", "13.0", None),
+    ("auto", "", "0", "13.0", None),
+    ("cpu", "GPU 0", None, "13.0", None),
+    ("auto", "GPU 0", None, "13.0", r'"auto": nvidia-smi lists 1 GPUs \(driver 535\.1\), but torch .*, built for CUDA '
+                                    r"13\.0, can use none; install a torch build for a CUDA version that this driver "
+                                    r"supports, or a newer driver; --run\.device=cpu trains without one$"),
+    ("auto", "GPU 0", "7", None, r"lists 1 GPUs .* built for CPUs, can use none, with CUDA_VISIBLE_DEVICES=7; install"),
+    ("cuda", "GPU 0", None, None, r'"cuda": nvidia-smi lists 1 GPUs \(driver 535\.1\), but torch .*, built for CPUs,'),
+    ("cuda", "GPU 0", "-1", "13.0", "no usable GPU: torch .*, built for CUDA 13.0, finds none, with CUDA_VISIBLE_DEVIC"),
+    ("cuda", "", None, None, r'"cuda": this machine has no usable GPU: torch .*, built for CPUs, finds none, and nvid'),
+])
+def test_gpus_that_torch_cannot_use_are_named(monkeypatch, tmp_path, device, tool, chosen, built, told):
+    """Instead of training on the CPU. A driver too old, a torch built for CPUs: torch says "not available" to both."""
+    path = tmp_path / "nvidia-smi"
+    path.write_text(f'#!/bin/sh\ncase $1 in --list-gpus) echo "{tool}";; --query-gpu=driver_version) echo 535.1;; esac')
+    path.chmod(0o755 if tool else 0o644)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    cfg: config.Config = make_config(run={"device": device})
+    if told is None:
+        assert pick_device(cfg, 0) == torch.device("cpu")
+    else:
+        with pytest.raises(ConfigError, match=told):
+            pick_device(cfg, 0)
