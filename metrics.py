@@ -49,10 +49,11 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
 
 
-def start_logging(folder: pathlib.Path, rank: int) -> None:
-    """Every rank logs to logs/rank-N.log; rank 0 also to the console, the others redirect stdout and stderr to it."""
+def start_logging(folder: pathlib.Path, rank: int) -> pathlib.Path:
+    """Every rank logs to logs/rank-N.log; rank 0 also to the console, the others redirect stdout and stderr to it.
+    Returns the log's path."""
     (folder / "logs").mkdir(exist_ok=True)
-    in_file = logging.FileHandler(folder / "logs" / f"rank-{rank}.log")
+    in_file = logging.FileHandler(path := folder / "logs" / f"rank-{rank}.log")
     in_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     log.setLevel(logging.INFO)
     log.propagate = False
@@ -61,6 +62,7 @@ def start_logging(folder: pathlib.Path, rank: int) -> None:
     for stream in () if rank == 0 else (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(in_file.stream.fileno(), stream.fileno())
+    return path
 
 
 def environment(hosts: list[str], device: torch.device) -> dict:

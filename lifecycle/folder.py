@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import time
 
 import filelock
@@ -18,6 +19,7 @@ import filelock
 import config
 import files
 from config import ConfigError
+from lifecycle.signals import NOW
 
 
 def read_status(folder: pathlib.Path) -> dict:
@@ -96,13 +98,24 @@ def report_failure(folder: pathlib.Path, launch: str | None, rank: int, **report
     return False
 
 
-def failures(folder: pathlib.Path, launch: str | None) -> list[dict]:
+def failures(folder: pathlib.Path, launch: str | None, ranks: int = 0) -> list[dict]:
     """The failures that a launch's ranks reported, the root cause first: that of the rank with the least progress (if
-    one hangs, the others begin another phase and wait there), else the earliest."""
+    one hangs, the others begin another phase and wait there), else the earliest. Of those of the first `ranks` without
+    a report, also the logs are read: the watchdog of one that could not run Python left its stacks there."""
     found = []
     for path in folder.glob(f".failure-{launch}-*"):
         with contextlib.suppress(OSError, ValueError):  # a full disk may have truncated it
             found.append(json.loads(path.read_text()))
+    for rank in {*range(ranks)} - {failure["rank"] for failure in found}:
+        with contextlib.suppress(OSError):
+            log = (path := folder / "logs" / f"rank-{rank}.log").read_text(errors="replace")
+            *_, last = [None, *re.finditer(re.escape(NOW).replace(r"\{\}", "(.*)"), log)]
+            if last and "\nTimeout (" in log[last.end() :]:
+                found.append({
+                    "rank": rank, "step": int(last[2]), "phase": last[3], "progress": int(last[4]), "exit_code": 1,
+                    "time": path.stat().st_mtime, "final": False, "text": log[last.end() :].partition("\nTimeout (")[2]
+                    .partition("\n")[2] + "no progress, and no thread could run to report it: the main thread holds "
+                    "Python's lock (the GIL), as in a kernel launch that waits for a hanging GPU"})
     return sorted(found, key=lambda f: (f["progress"], f["time"]))
 
 

@@ -94,9 +94,10 @@ def run_ranks(command: list[str], folder: pathlib.Path, launch: str, interruptio
 def exit_code(folder: pathlib.Path, launch: str, ranks: int, returned: int) -> int:
     """The launch's exit code, from its ranks' status and failure files. Marks the run as failed if they could not, and
     prints the root cause last, below the output of all ranks and torchrun."""
-    status, failed = read_status(folder), failures(folder, launch)
-    remove_traces(folder, launch)
+    status = read_status(folder)
     ours = status.get("launch") == launch
+    failed = failures(folder, launch, ranks * ours)  # the logs may be those of another launch
+    remove_traces(folder, launch)
     if ours and status["state"] in ("finished", "preempted"):
         return 0 if status["state"] == "finished" else STOPPED
     if not ours and not failed and -returned in SIGNALS:  # before the ranks had handlers

@@ -26,7 +26,7 @@ from config import ConfigError
 from lifecycle import INPUT_IS_WRONG, STOPPED, folder
 from lifecycle.command import torchrun_id
 from lifecycle.profiler import Profiler
-from lifecycle.signals import StopRequest, Watchdog
+from lifecycle.signals import FROZEN_SECONDS, StopRequest, Watchdog
 from metrics import log
 from parallel.mesh import World, all_gather_objects, on_rank_zero
 from parallel.planner.advice import out_of_memory
@@ -80,7 +80,7 @@ class Run:
         self.checkpointer.report = self._log_save
         hosts = all_gather_objects(platform.node())
         on_rank_zero(lambda: self._take_folder(tokenizer_files, hosts))
-        metrics.start_logging(self.folder, self.world.rank)
+        self.watchdog.use_log(metrics.start_logging(self.folder, self.world.rank), self.world.rank)
         for problem in self.checkpointer.problems:
             log.warning("corrupt, set aside: %s", problem)
         if warning := other_tokenizer(self.cfg, self.step, tokenizer_files):  # which allow_changed may allow
@@ -218,6 +218,7 @@ class Run:
                 folder.write_status(self.folder, "failed", step, self.holder, exit_code=code)
 
     def _give_up(self, text: str) -> None:
+        self.watchdog.end_if_frozen(self.cfg.run.save_timeout_seconds + FROZEN_SECONDS)
         self._fail(1, text, final=False)
         if self.checkpointer:
             self.checkpointer.wait(self.cfg.run.save_timeout_seconds)

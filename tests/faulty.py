@@ -1,5 +1,6 @@
 """train.py with a fault, as a rank's script: FAULT is "what" or "what:rank:step"; see the table at the end."""
 
+import ctypes
 import functools
 import gc
 import os
@@ -16,6 +17,7 @@ import torch  # noqa: E402
 import checkpoint.save  # noqa: E402
 import config  # noqa: E402
 from data.loader import Loader  # noqa: E402
+from lifecycle import signals  # noqa: E402
 from lifecycle.signals import StopRequest  # noqa: E402
 from model.llama import Block, Llama  # noqa: E402
 
@@ -81,9 +83,17 @@ def terminate_slowly() -> None:
     time.sleep(1)
 
 
+def freeze() -> None:
+    """Never returns, nor lets another thread run: a mutex locked twice, in a call that keeps Python's lock."""
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+
+
 FAULTS = {
     "none": lambda: None,
     "hang in data": lambda: before(Loader, "__next__", lambda: time.sleep(1000)),
+    "frozen in data": lambda: (setattr(signals, "FROZEN_SECONDS", 3.0), before(Loader, "__next__", freeze)),
     "slow save and hang": lambda: (
         setattr(checkpoint.save.Writer, "finish", slowly(checkpoint.save.Writer.finish)),
         before(Loader, "__next__", lambda: time.sleep(1000))),

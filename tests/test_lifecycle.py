@@ -283,6 +283,8 @@ def test_nor_does_one_that_is_stopped_before_its_ranks(write_config, monkeypatch
 
 @pytest.mark.parametrize("fault, told", [
     ("hang in data:1:3", r"failed first on rank 1, step 3, phase data:(?s:.*)time\.sleep(?s:.*)no progress for \d+ s"),
+    ("frozen in data:1:3", r"failed first on rank 1, step 3, phase data:\n(?s:.*)Thread 0x(?s:.*) in freeze\n"
+                           r"(?s:.*)holds Python's lock"),
     ("error in data:1:2", r"failed first on rank 1, step 2, phase data:(?s:.*)RuntimeError: the disk is gone\n\Z"),
     ("infinite loss:1:3", r"failed first on rank \d, step 3, phase step:\nstep 2: the gradient is not finite"),
 ])
@@ -292,7 +294,8 @@ def test_a_failure_on_one_rank_ends_all_with_the_first_cause_last(write_config, 
     assert done.returncode == 1 and re.search(told, done.stderr), done.stderr
     folder = tmp_path / "outputs/fails"
     assert status(folder)["state"] == "failed" and not leftovers(folder) and not saved(folder)
-    assert re.search(r"rank 1, step \d, phase", (folder / "logs/rank-1.log").read_text())
+    logged = r"now: rank 1, step 3, phase data(?s:.*) in freeze\n" if "frozen" in fault else r"\d rank 1, step \d, phase"
+    assert re.search(logged, (folder / "logs/rank-1.log").read_text())
 
 
 def test_a_save_under_way_outlives_a_failure(write_config, tmp_path):
@@ -719,6 +722,27 @@ def test_watch_tells_where_the_main_thread_stands():
     time.sleep(1.0)
     watch.stop()
     assert watch.progress == 2 and watch.step == 3 and "time.sleep(1.0)" in told[0] and "no progress" in told[0]
+
+
+def test_the_timer_for_a_frozen_process_is_rarely_set_and_never_fires_first(tmp_path):
+    """Later than the watchdog's own timeout, by less than 30 s; not again in each phase of each step."""
+    (log := tmp_path / "log").write_text("an earlier launch\n")
+    now, timers = [1000.0], []
+    with (mock.patch("lifecycle.signals.time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)),
+          mock.patch("faulthandler.dump_traceback_later", lambda *timer, **more: timers.append((*timer, *more.items()))),
+          mock.patch("faulthandler.cancel_dump_traceback_later", lambda: timers.clear())):
+        watch = Watchdog(None)
+        watch.use_log(log, 7)
+        for step in range(1, 201):
+            for name in ("step", "data", "step") + ("save",) * (step % 50 == 0):
+                watch.phase(name, 50.0 if name == "save" else 20.0, step)
+                now[0] += 0.1
+                assert 5 < watch.fires - watch.deadline < 30
+        assert 8 <= len(timers) < 25 and timers[0] == (40.0, ("exit", True), ("file", watch.stacks))
+        watch.stop()
+        assert not timers
+    first, line = log.read_text().splitlines()
+    assert first == "an earlier launch" and line.rstrip() == "now: rank 7, step 200, phase save (604 phases begun)"
 
 
 def test_a_compiler_is_looked_for_before_the_launch(monkeypatch):
