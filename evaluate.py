@@ -18,12 +18,14 @@ from data.show import printable
 from files import print_error, print_line
 from lifecycle.run import Run
 from model.generate import continue_text
-from model.llama import Llama, meta_model
+from model.llama import Llama, meta_model, parameter_count
 from parallel.context import own_cp_positions
 from parallel.fsdp import reshard
 from parallel.materialize import materialize
 from parallel.mesh import World, all_gather_objects, storage_device
 from parallel.parallelize import parallelize
+
+SAMPLED_PARAMETERS = 20e9  # largest model of which a run logs a sample
 
 
 def evaluation_is_due(cfg: config.Config, step: int) -> bool:
@@ -81,7 +83,11 @@ def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
 
 @torch.no_grad()
 def log_sample(model: Llama, cfg: config.Config, world: World, dataset: Dataset) -> None:
-    """Logs text that the model generates. Logs nothing without a tokenizer that can encode the prompt."""
+    """Logs text that the model generates. Logs none without a tokenizer that can encode the prompt, nor of a large
+    model, which every token all-gathers: over nodes, 64 tokens of 70B would occupy all GPUs for minutes."""
+    if parameter_count(model) > SAMPLED_PARAMETERS:
+        metrics.log.info("no sample: each of its tokens would all-gather %d parameters", parameter_count(model))
+        return
     prompt = "def " if "python-stdlib" in (dataset.names or [cfg.data.source]) else "The "
     can_encode = False
     with contextlib.suppress(ImportError, ConfigError, IndexError):  # IndexError: the data has no tokenizer

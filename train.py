@@ -64,6 +64,8 @@ def train(cfg: Config, world: World, run: Run) -> None:
     torch.manual_seed(cfg.run.seed)
     if cfg.run.deterministic:
         torch.use_deterministic_algorithms(True)  # called only on request: it imports the compiler
+        # else each all-gather's buffer would first be filled with NaN, to show reads of what nothing wrote
+        torch.utils.deterministic.fill_uninitialized_memory = False
 
     # Open the data and choose the checkpoint to resume from. Nothing is written before both are validated.
     dataset = open_dataset(cfg)

@@ -218,9 +218,10 @@ def raise_descriptor_limit(needed: int, rank: int, size: int) -> None:
     needed += len(os.listdir("/proc/self/fd"))  # with that of the listing: gloo, too, opens one more for a moment
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ConfigError(
-            f"rank {rank} of {size} needs {needed:,} file descriptors or more, and its hard limit is {hard:,}: raise it "
-            f"to {2 * needed:,} with `ulimit -n` (or nofile in /etc/security/limits.conf, or LimitNOFILE of the service "
-            "that starts it; SLURM takes the submitting shell's limit, unless PropagateResourceLimits excludes it)")
+            f"rank {rank} of {size} needs {needed:,} file descriptors or more, and its hard limit is {hard:,}: raise "
+            f"it to {2 * needed:,} with `ulimit -n` (or nofile in /etc/security/limits.conf, or LimitNOFILE of the "
+            "service that starts it; SLURM takes the submitting shell's limit, unless PropagateResourceLimits excludes "
+            "it)")
 
 
 def agree_on_device(store: dist.Store, rank: int, size: int, pick: Callable[[], torch.device]) -> torch.device:

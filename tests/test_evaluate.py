@@ -46,7 +46,9 @@ def test_a_sample_begins_as_what_was_read_does(tmp_path, monkeypatch, source, na
     evaluate.log_sample(Untrained(), cfg, WORLD, dataset)
     assert found == [prompt]
     evaluate.log_sample(Untrained(), cfg, WORLD, SimpleNamespace(names=names, tokenizer_files=[]))
-    assert found == [prompt]  # silent without a tokenizer
+    monkeypatch.setattr(evaluate, "parameter_count", lambda model: 70_553_706_496)
+    evaluate.log_sample(Untrained(), cfg, WORLD, dataset)
+    assert found == [prompt]  # silent without a tokenizer, and of a model whose every all-gather takes seconds
 
 
 def test_a_tokenizer_that_cannot_encode_the_prompt_fails_no_run(tmp_path, monkeypatch):

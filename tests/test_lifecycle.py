@@ -294,7 +294,7 @@ def test_a_failure_on_one_rank_ends_all_with_the_first_cause_last(write_config, 
     assert done.returncode == 1 and re.search(told, done.stderr), done.stderr
     folder = tmp_path / "outputs/fails"
     assert status(folder)["state"] == "failed" and not leftovers(folder) and not saved(folder)
-    logged = r"now: rank 1, step 3, phase data(?s:.*) in freeze\n" if "frozen" in fault else r"\d rank 1, step \d, phase"
+    logged = r"now: rank 1, step 3, phase data(?s:.*) in freeze\n" if "frozen" in fault else r"\d rank 1, step \d, ph"
     assert re.search(logged, (folder / "logs/rank-1.log").read_text())
 
 
@@ -729,7 +729,7 @@ def test_the_timer_for_a_frozen_process_is_rarely_set_and_never_fires_first(tmp_
     (log := tmp_path / "log").write_text("an earlier launch\n")
     now, timers = [1000.0], []
     with (mock.patch("lifecycle.signals.time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)),
-          mock.patch("faulthandler.dump_traceback_later", lambda *timer, **more: timers.append((*timer, *more.items()))),
+          mock.patch("faulthandler.dump_traceback_later", lambda *timer, **more: timers.append((*timer, more))),
           mock.patch("faulthandler.cancel_dump_traceback_later", lambda: timers.clear())):
         watch = Watchdog(None)
         watch.use_log(log, 7)
@@ -738,7 +738,7 @@ def test_the_timer_for_a_frozen_process_is_rarely_set_and_never_fires_first(tmp_
                 watch.phase(name, 50.0 if name == "save" else 20.0, step)
                 now[0] += 0.1
                 assert 5 < watch.fires - watch.deadline < 30
-        assert 8 <= len(timers) < 25 and timers[0] == (40.0, ("exit", True), ("file", watch.stacks))
+        assert 8 <= len(timers) < 25 and timers[0] == (40.0, {"exit": True, "file": watch.stacks})
         watch.stop()
         assert not timers
     first, line = log.read_text().splitlines()

@@ -49,7 +49,7 @@ def test_ranks_with_other_devices_are_refused_on_all(on_ranks, types, told):
     ("auto", "GPU 0", None, "13.0", r'"auto": nvidia-smi lists 1 GPUs \(driver 535\.1\), but torch .*, built for CUDA '
                                     r"13\.0, can use none; install a torch build for a CUDA version that this driver "
                                     r"supports, or a newer driver; --run\.device=cpu trains without one$"),
-    ("auto", "GPU 0", "7", None, r"lists 1 GPUs .* built for CPUs, can use none, with CUDA_VISIBLE_DEVICES=7; install"),
+    ("auto", "GPU 0", "7", None, r"lists 1 GPUs .* built for CPUs, can use none, with CUDA_VISIBLE_DEVICES=7; in"),
     ("cuda", "GPU 0", None, None, r'"cuda": nvidia-smi lists 1 GPUs \(driver 535\.1\), but torch .*, built for CPUs,'),
     ("cuda", "GPU 0", "-1", "13.0", "no usable GPU: torch .*, built for CUDA 13.0, finds none, with CUDA_VISIBLE_DEVIC"),
     ("cuda", "", None, None, r'"cuda": this machine has no usable GPU: torch .*, built for CPUs, finds none, and nvid'),

@@ -206,10 +206,12 @@ def test_a_cpu_has_units_for_bfloat16_by_either_name(monkeypatch, found, units):
 def test_deterministic_algorithms_are_asked_for(monkeypatch, deterministic):
     asked = []
     monkeypatch.setattr("torch.use_deterministic_algorithms", asked.append)
+    monkeypatch.setattr("torch.utils.deterministic.fill_uninitialized_memory", True)
     monkeypatch.setattr("train.open_dataset", mock.Mock(side_effect=ConfigError("no data here")))
     with pytest.raises(ConfigError, match="no data here"):
         train.train(make_config(run={"deterministic": deterministic}), None, None)
     assert asked == [True] * deterministic
+    assert torch.utils.deterministic.fill_uninitialized_memory is not deterministic  # no NaN into each new buffer
 
 
 @pytest.mark.gpu
