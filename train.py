@@ -166,7 +166,7 @@ def main(args: Namespace, cfg: Config, stop: StopRequest) -> int:
             return 0 if dry_run(cfg, args, samples_per_epoch(cfg)) else DOES_NOT_FIT
         if code := final_exit_code(cfg, launch):
             return code
-        with distributed(cfg) as world, Run(cfg, world, launch, stop) as run:
+        with distributed(cfg, trains=not args.eval_only) as world, Run(cfg, world, launch, stop) as run:
             if not args.eval_only:  # rank 0 decides for all: each may see a different state of a shared disk
                 cfg = replace(cfg, checkpoint=on_rank_zero(lambda: resume_once(cfg, run.holder)))
             (evaluate_newest if args.eval_only else train)(cfg, world, run)

@@ -197,11 +197,11 @@ def shared_options(cfg: config.Config) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in ON_THIS_NODE}
 
 
-def descriptors(cfg: config.Config, shape: tuple[int, int, int, int], rank: int) -> int:
+def descriptors(cfg: config.Config, shape: tuple[int, int, int, int], rank: int, trains: bool = True) -> int:
     """How many file descriptors this rank will open to reach the others. Counted in /proc/self/fd: a gloo group of g
     ranks, g + 3; the store's client, 1, its server with a connection from every rank, ranks + 9."""
     size = math.prod(shape)
-    groups = [size] * (2 if cfg.checkpoint else 1)  # the default group, and that of saves
+    groups = [size] * (2 if trains and cfg.checkpoint else 1)  # the default group, and that of saves
     # build_mesh() and fsdp_mesh(): the default group serves a dimension of all ranks, and cp or tp of 1 have none
     groups += [degree for degree in shape[:2] if degree != size] + [degree for degree in shape[2:] if 1 < degree < size]
     groups += [shape[1] * shape[2]] if shape[2] > 1 and shape[1] * shape[2] != size else []
@@ -212,7 +212,7 @@ def descriptors(cfg: config.Config, shape: tuple[int, int, int, int], rank: int)
 
 def raise_descriptor_limit(needed: int, rank: int, size: int) -> None:
     """Raises this process's soft limit of open files, usually 1,024, to the hard one. Raises ConfigError if that is too
-    low. A run opens more: its files, and NCCL's sockets, which are not known here."""
+    low. A run may open more: TensorBoard's files, and NCCL's sockets, whose number is not known here."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     needed += len(os.listdir("/proc/self/fd"))  # with that of the listing: gloo, too, opens one more for a moment
@@ -238,23 +238,28 @@ def agree_on_device(store: dist.Store, rank: int, size: int, pick: Callable[[], 
         found = store.multi_get([f"device of rank {number}" for number in range(size)])
         store.set("devices", json.dumps([json.loads(one) for one in found]))
     ranks = json.loads(store.get("devices"))
-    if problems := [problem for one in ranks for problem in one["problems"]]:
+    problems = [problem for one in ranks for problem in one["problems"]] or [
+        f"rank {number} on {one['host']} would train on {one['type']}, rank 0 on {ranks[0]['host']} on "
+        f"{ranks[0]['type']}: all need the same type of device; set run.device, or mend the node"
+        for number, one in enumerate(ranks) if one["type"] != ranks[0]["type"]][:1]
+    if problems:
+        if store.add("devices read", 1) == size:
+            store.set("devices read by all", "")
+        if rank == 0:  # its process serves the store
+            store.wait(["devices read by all"])
         raise ConfigError(*dict.fromkeys(problems))
-    for number, one in enumerate(ranks):
-        if one["type"] != ranks[0]["type"]:
-            raise ConfigError(f"rank {number} on {one['host']} would train on {one['type']}, rank 0 on "
-                              f"{ranks[0]['host']} on {ranks[0]['type']}: all need the same type of device; set "
-                              "run.device, or mend the node")
     return device
 
 
 @contextlib.contextmanager
-def distributed(cfg: config.Config) -> Iterator[World]:
-    """Initializes the process group, and destroys it on exit. Raises ConfigError for a mesh or device that is invalid
-    or unavailable, if the process may open too few files, and if ranks have different devices or options."""
+def distributed(cfg: config.Config, trains: bool = True) -> Iterator[World]:
+    """Initializes the process group, and destroys it on exit. trains: and does not only evaluate. Raises ConfigError
+    for a mesh or device that is invalid or unavailable, if the process may open too few files, and if ranks have
+    different devices or options."""
     rank, local_rank, size = rank_and_size()
     shape = config.mesh_shape(cfg, size)
-    raise_descriptor_limit(descriptors(cfg, shape, rank), rank, size)
+    files = trains * (6 if rank == 0 else 4)  # three of the log, one being saved; rank 0's lock and metrics.jsonl
+    raise_descriptor_limit(descriptors(cfg, shape, rank, trains) + files, rank, size)
     timeout = datetime.timedelta(seconds=config.longest_timeout(cfg))
     store = next(dist.rendezvous("env://", timeout=timeout))[0] if "RANK" in os.environ else dist.HashStore()
     device = agree_on_device(store, rank, size, lambda: pick_device(cfg, local_rank))
