@@ -330,6 +330,7 @@ def test_going_back_to_a_checkpoint_is_done_once(write_config, tmp_path):
     assert done.returncode == 0 and "resuming after step 4" in done.stdout, done.stdout + done.stderr
     assert saved(folder) == [2, 4, 6, 8] and [row["step"] for row in rows(folder)] == list(range(1, 9))
     assert launch_faulty("term in data:0:2", path, back, in_job=True).returncode == 75 and saved(folder)[-1] == 5
+    assert status(folder)["attempts_without_step"] == 0  # it made steps, though the run had been at step 8 before
     done = launch_faulty("none", path, back, in_job=True, SLURM_RESTART_COUNT="1")
     assert done.returncode == 0 and "resuming after step 5" in done.stdout, done.stdout + done.stderr
 

@@ -106,6 +106,11 @@ def test_a_run_does_not_depend_on_the_mesh(trained, expected, heldout_loss, rank
     for variant in [variant for variant, meshes in RUNS.items() if mesh in meshes]:
         rows, (wanted, _) = trained[0][f"{variant}, {mesh}"], expected[variant]
         near = 2**-8 if variant == "bfloat16" else 1e-5
+        for step, row in enumerate(rows, 1):  # 8 sequences of 32
+            slowest = row["slowest_rank"]
+            together = row["tokens_per_second_per_device"] * ranks * slowest["step_seconds"]
+            assert together == pytest.approx(8 * 32) and row["tokens"] == step * 8 * 32 and row["mfu"] is None
+            assert all(slowest[key] >= row[key] > 0 for key in slowest)
         assert [row["batch_digest"] for row in rows] == [row["batch_digest"] for row in wanted]
         for key in ("loss", "grad_norm") if variant != "bfloat16" else ("loss",):
             assert [row[key] for row in rows] == pytest.approx([row[key] for row in wanted], rel=near), (variant, key)

@@ -84,6 +84,42 @@ def test_times_leave_out_what_is_not_training(tmp_path, monkeypatch):
         assert row["slowest_rank"]["step_seconds"] == 6
 
 
+# Of NVIDIA's and AMD's data sheets: dense bfloat16, TFLOP/s
+SHEETS = {"NVIDIA A100-SXM4-80GB": 312, "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H200": 989,
+          "NVIDIA B200": 2250, "NVIDIA L40S": 362, "NVIDIA GeForce RTX 4090": 165, "AMD Instinct MI300X": 1307}
+
+
+@pytest.mark.parametrize("cp, tp, sums, digests", [
+    (1, 2, [30, 30, 50, 50], [3, 3, 4, 4]),  # the ranks of a tp group have the same tokens and the same sums
+    (2, 1, [10, 20, 15, 35], [3, 3, 4, 4]),  # those of a cp group the same samples, each a part of the sequence
+    (2, 2, [30, 30, 50, 50], [7, 7, 7, 7])], ids=["tp", "cp", "tp and cp"])
+@pytest.mark.parametrize("name", SHEETS)
+def test_figures_of_gpus(tmp_path, monkeypatch, name, cp, tp, sums, digests):
+    """Four ranks, each slower and fuller than the one before; 512 tokens, of which 40 have a target."""
+    memory, now = 17 * 2**30, [0.0]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: memory)
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(metrics, "all_gather_objects", lambda ours: [{
+        "sums": {"loss": float(of_rank)}, "digest": digest, **{
+            key: ours[key] * (rank + 1) for key in ("step_seconds", "data_seconds", "peak_memory_gib")}}
+        for rank, (of_rank, digest) in enumerate(zip(sums, digests))])
+    cfg = make_config(train={"global_batch_size": 16, "seq_len": 32, "micro_batch_size": None})
+    device = torch.device("cuda", 0)
+    recorder = Recorder(cfg, SimpleNamespace(rank=0, size=4, cp=cp, tp=tp, device=device), tmp_path, 0, 6_000_000_000)
+    now[0] += 0.5
+    recorder.log_step(1, 512, SimpleNamespace(digest=digests[0], valid_tokens=40), {"loss": torch.tensor(sums[0])},
+                      {"grad_norm": torch.tensor(0.5), "lr": 0.1})
+    recorder.close()
+    (row,) = rows(tmp_path)
+    assert row["loss"] == 2 and row["batch_digest"] == 7 and row["peak_memory_gib"] == 17
+    assert row["slowest_rank"] == {"step_seconds": 2, "data_seconds": 0, "peak_memory_gib": 68}
+    # the slowest rank's 2 s for 512 tokens are 256 a second on four GPUs, at 6 GFLOP each
+    assert row["tokens_per_second_per_device"] == 64
+    assert row["mfu"] == pytest.approx(64 * 6e9 / (SHEETS[name] * 1e12), rel=1e-3)
+    assert metrics.environment(["a"], device)["gpu"] == name
+
+
 @pytest.mark.parametrize("changes", [{}, {"mfu": 0.4321}, {"loss": math.nan, "grad_norm": math.inf}])
 def test_console_line(changes):
     row = {"step": 7, "loss": 4.56789, "grad_norm": 1.2, "lr": 3e-4, "tokens_per_second_per_device": 12345.6,
