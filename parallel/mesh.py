@@ -258,7 +258,7 @@ def distributed(cfg: config.Config, trains: bool = True) -> Iterator[World]:
     different devices or options."""
     rank, local_rank, size = rank_and_size()
     shape = config.mesh_shape(cfg, size)
-    files = trains * (6 if rank == 0 else 4)  # three of the log, one being saved; rank 0's lock and metrics.jsonl
+    files = trains * (7 if rank == 0 else 4)  # three of its log, one saved; rank 0's lock and rows, and it copies files
     raise_descriptor_limit(descriptors(cfg, shape, rank, trains) + files, rank, size)
     timeout = datetime.timedelta(seconds=config.longest_timeout(cfg))
     store = next(dist.rendezvous("env://", timeout=timeout))[0] if "RANK" in os.environ else dist.HashStore()
