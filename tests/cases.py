@@ -66,8 +66,13 @@ def device_error(types: list[str]) -> str:
             raise ConfigError(f"rank {rank} has no GPU")
         return torch.device(types[rank])
 
-    with mock.patch("parallel.mesh.pick_device", pick), mock.patch("torch.cuda.set_device"), mock.patch(
-            "parallel.mesh.platform.node", lambda: f"node{rank}"):
+    def late(store: dist.Store, key: str) -> bytes:  # by when rank 0, which serves the store, could be gone
+        time.sleep(rank)
+        return dist.Store.get(store, key)
+
+    with (mock.patch("parallel.mesh.pick_device", pick), mock.patch("torch.cuda.set_device"),
+          mock.patch.object(dist.TCPStore, "get", late),
+          mock.patch("parallel.mesh.platform.node", lambda: f"node{rank}")):
         try:
             with process_group():
                 return ""
