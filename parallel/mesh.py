@@ -238,7 +238,7 @@ def agree_on_device(store: dist.Store, rank: int, size: int, pick: Callable[[], 
         found = store.multi_get([f"device of rank {number}" for number in range(size)])
         store.set("devices", json.dumps([json.loads(one) for one in found]))
     ranks = json.loads(store.get("devices"))
-    problems = [problem for one in ranks for problem in one["problems"]] or [
+    problems = [f"{one['host']}: " * (size > 1) + problem for one in ranks for problem in one["problems"]] or [
         f"rank {number} on {one['host']} would train on {one['type']}, rank 0 on {ranks[0]['host']} on "
         f"{ranks[0]['type']}: all need the same type of device; set run.device, or mend the node"
         for number, one in enumerate(ranks) if one["type"] != ranks[0]["type"]][:1]

@@ -33,7 +33,7 @@ def test_where_a_rank_may_not_open_enough_files_one_line_says_what_to_raise(on_r
     (["cpu", "cpu"], ""),
     (["cuda", "cpu"], "rank 1 on node1 would train on cpu, rank 0 on node0 on cuda: all need the same type of device"),
     (["cpu", "cuda"], "rank 1 on node1 would train on cuda, rank 0 on node0 on cpu: all need the same type of device"),
-    (["cuda", "none"], "rank 1 has no GPU")], ids=str)
+    (["cuda", "none"], "node1: rank 1 has no GPU")], ids=str)
 def test_ranks_with_other_devices_are_refused_on_all(on_ranks, types, told):
     """Over NCCL here and gloo there they would wait for each other."""
     assert [error[: len(told) or None] for error in on_ranks(2, cases.device_error, types, timeout=60)] == [told] * 2
