@@ -17,7 +17,7 @@ from config import ConfigError
 from files import print_error
 from parallel.gpus import visible_gpus
 
-TORCH = ((2, 11), (2, 13))  # oldest and newest supported versions
+TORCH = ((2, 11), (2, 15))  # oldest and newest supported versions
 TRAIN = str(pathlib.Path(__file__).parent.parent / "train.py")
 
 

@@ -842,7 +842,7 @@ def test_a_python_that_lacks_a_package_is_not_taken(monkeypatch, missing):
 
 
 @pytest.mark.parametrize("version, known", [
-    ("2.10.1", False), ("2.11.0", True), ("2.13.0+cu130", True), ("2.14.0", False), ("git", False)])
+    ("2.10.1", False), ("2.11.0", True), ("2.13.0+cu130", True), ("2.15.0", True), ("2.16.0", False), ("git", False)])
 def test_a_python_with_another_torch_is_not_taken(monkeypatch, version, known):
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     assert usable([]) is known
