@@ -139,7 +139,8 @@ class SequenceParallel:
         def wrapped(tokens: Tensor) -> Tensor:
             index = tokens - self.group.rank * rows
             own = (index >= 0) & (index < rows)
-            return self.scatter(forward(index.where(own, 0)) * own[..., None])  # nonzero only on the owner
+            found = self.scatter(forward(index.where(own, 0)) * own[..., None])  # nonzero only on the owner
+            return found.clone()  # no view: an in-place operation on a unit's view would drop FSDP2's backward hooks
 
         return wrapped
 
