@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 import config
@@ -151,6 +152,7 @@ def over_tp_and_cp(cfg: config.Config, model: Llama, sequences: int, accumulatio
         yield "all_gather", accumulation * (tokens % chunk > 0), tp * 3 * 4 * (tokens % chunk)
         whole = {q for name, q in trained.items() if placement_of(name).is_replicate()}
         for unit, modules in units(model):
-            dtype = unit_dtypes(p, unit)[scatters != accumulation]
+            # deferred, FSDP2 accumulates gradients in the dtype of the reduction; torch 2.15 does so from the first on
+            dtype = unit_dtypes(p, unit)[scatters != accumulation or torch.__version__ >= (2, 15)]
             for q in {*unit_parameters(modules)} & whole:
                 yield "all_reduce", scatters, dtype.itemsize * q.numel()
