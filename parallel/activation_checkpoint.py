@@ -1,6 +1,7 @@
 """Activation checkpointing: which blocks discard their activations after forward and recompute them in backward."""
 
 import itertools
+import logging
 from collections import defaultdict
 from functools import partial
 
@@ -51,7 +52,13 @@ def checkpointed(block: nn.Module, setting: str | int, tp: int) -> nn.Module:
         # Save an adapter's A x, which is small. B A x is as large as the base's output but cheap to recompute.
         kept |= {name for name in linears if name.endswith(".lora_a")}
         contexts["context_fn"] = partial(_save_expensive_ops, {linears.index(name) for name in kept})
+        logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_advice_on_policies)
     return checkpoint_wrapper(block, preserve_rng_state=False, **contexts)  # no dropout: no RNG state
+
+
+def _is_no_advice_on_policies(record: logging.LogRecord) -> bool:
+    """Drops what torch logs for every policy that it compiles: not to change a tensor in place. No block does."""
+    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
 def _save_expensive_ops(kept: set[int]):

@@ -1,11 +1,13 @@
 """Runs a function on several real processes over gloo."""
 
 import gc
+import logging
 import multiprocessing
 import os
 import queue
 import socket
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,8 @@ from typing import Any
 def run_on_ranks(ranks: int, function: Callable, *arguments: Any, timeout: float = 240) -> list:
     """Results of function(*arguments) by rank, each in a process of its own that sees what torchrun would set.
 
-    The function must be importable. A failure on any rank ends all and is raised here with its traceback.
+    The function must be importable. A failure on any rank ends all and is raised here with its traceback; a warning, of
+    torch's log too, is one.
     """
     # Each is forked from a server that has imported torch and done nothing with it: four seconds saved a process.
     context = multiprocessing.get_context("forkserver")
@@ -56,7 +59,12 @@ def _child(rank: int, ranks: int, port: int, results: Any, function: Callable, a
         import torch
 
         torch.set_num_threads(1)
+        heard: list[str] = []
+        warnings.showwarning = lambda message, category, *place: heard.append(f"{category.__name__}: {message} {place}")
+        logging.getLogger("torch").handlers[0].emit = lambda record: heard.append(record.getMessage())
         value = function(*arguments)
+        heard = [text for text in heard if "No CUDA runtime is found" not in text]  # a CUDA build on a CPU
+        assert not heard, f"warnings, which a run would print: {heard}"
         results.put((rank, None, value))
     except BaseException:
         results.put((rank, traceback.format_exc(), None))

@@ -1,13 +1,20 @@
 """Recomputation changes no gradient, not by a bit, and keeps fewer bytes, as its rule says. Names stay as they are."""
 
+import logging
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.llama import Llama, named_parameters
+from model.float8 import use_float8
+from model.llama import Llama, meta_model, named_parameters, rope_tables
 from parallel.activation_checkpoint import apply_activation_checkpointing
 from parallel.materialize import materialize
 from tests.cases import storages
 from tests.conftest import make_config
+
+# counted below once each, whether or not torch shows these hooks what a policy keeps
+pytestmark = pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")
 
 SETTINGS = ["none", 2, "elementwise", "selective", "full"]
 BATCH, LENGTH, LAYERS = 2, 64, 4
@@ -101,3 +108,46 @@ def test_names_stay():
     for setting in SETTINGS:
         for compiled in (False, True):
             assert [name for name, _ in named_parameters(built(setting, compiled))] == plain
+
+
+class InPlace(TorchDispatchMode):
+    """The operators that change one of their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.calls = [], 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.calls += 1
+        if operator._schema.is_mutable:
+            self.found.append(operator)
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("base, float8", [(None, "none"), (None, "rowwise"), ("nf4", "none")])
+def test_no_block_changes_a_tensor_in_place(base, float8):
+    """Recomputed, it would be changed twice, compiled or not."""
+    lora = {"lora": {"base_dtype": base}} if base else {}
+    cfg = make_config(model={"dim": 64, "ffn_dim": 128, "init_from": base and "a folder"}, **lora)
+    model = meta_model(cfg.model, cfg.lora)
+    use_float8(model.blocks, float8, "cpu")
+    model.to_empty(device="cpu")
+    x = torch.randn(BATCH, LENGTH, 64, requires_grad=True)
+    with InPlace() as seen:
+        model.blocks[0].float()(x, *rope_tables(cfg.model, torch.arange(LENGTH)), None)
+    assert not seen.found and seen.calls > 20
+    with seen:
+        x.detach().mul_(2)
+    assert len(seen.found) == 1
+
+
+def test_of_what_torch_logs_of_policies_the_advice_on_those_alone_is_dropped():
+    built("selective")
+    log, heard = logging.getLogger("torch._higher_order_ops.wrap"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    log.addHandler(handler)
+    log.warning("\nDetected that context_fn is passed to torch.utils.checkpoint under torch.compile.\nPlease ...")
+    log.warning("a policy that was %s", "dropped")
+    log.removeHandler(handler)
+    assert heard == ["a policy that was dropped"]

@@ -84,6 +84,12 @@ def run_in(folder: pathlib.Path, command: str) -> subprocess.CompletedProcess:
                           env={**os.environ, "PYTHON": warm_python()})
 
 
+def warnings_in(done: subprocess.CompletedProcess) -> list[str]:
+    """Python's and those of torch's log, but not of a CUDA build that it finds no GPU."""
+    return [line for line in [*done.stdout.splitlines(), *done.stderr.splitlines()] if "No CUDA runtime" not in line
+            and re.search(r"^\S+:\d+: \w*Warning: |^(\[rank\d+\]:)?[WE]\d{4} \d\d:", line)]
+
+
 def test_run_blocks_run(clone):
     """In the order of the documents, since later ones use what earlier ones made."""
     ran = 0
@@ -94,6 +100,7 @@ def test_run_blocks_run(clone):
                     continue
                 done = run_in(clone, short(command))
                 assert done.returncode == 0, f"{name}: {command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+                assert not warnings_in(done), f"{name}: {command}"
                 ran += 1
     assert ran >= 5
 
@@ -104,6 +111,7 @@ def test_dry_run_blocks_give_a_plan(clone):
         command = command.replace("--world-size 8,16,32", "--world-size 32")  # each of them looks for what to change
         done = run_in(clone, command if "--dry-run" in command else f"{command} --dry-run --world-size 8")
         assert done.returncode in (0, 3) and "parameters" in done.stdout, f"{command}\n{done.stderr}"
+        assert not warnings_in(done), command
     assert found
 
 
