@@ -169,7 +169,8 @@ class Head(nn.Module):
     def forward(self, x: Tensor, targets: Tensor | None = None, terms: LossSums | None = None,
                 **loss_options) -> Tensor | tuple[LossSums, Tensor]:
         """terms: the blocks' own, which the loss includes."""
-        terms = terms or {}
+        # FSDP2 hands a unit views of its inputs, and warns if it returns one
+        terms = {name: value.clone() for name, value in (terms or {}).items()}
         x = self.norm(x).to(self.weight.dtype)  # (B, T, D)
         if targets is None:
             return F.linear(x, self.weight)  # (B, T, V)
