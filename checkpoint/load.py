@@ -103,10 +103,15 @@ def _check_metadata(metadata: Metadata, path: pathlib.Path, files: dict[str, dic
     for name, item in metadata.state_dict_metadata.items():
         if not isinstance(item, TensorStorageMetadata):
             raise CorruptCheckpoint(f"{path}: {name} is no tensor: reading it would run its pickle")
-        inside = all(start >= 0 and length >= 0 and start + length <= size for chunk in item.chunks
-                     for start, length, size in zip(chunk.offsets, chunk.sizes, item.size))
-        if not inside or sum(math.prod(chunk.sizes) for chunk in item.chunks) != math.prod(item.size):
+        if not is_covered(item):
             raise CorruptCheckpoint(f"{path}: the chunks of {name} do not make up its shape {tuple(item.size)}")
+
+
+def is_covered(item: TensorStorageMetadata) -> bool:
+    """Whether the chunks of a tensor lie inside it and have as many elements as it has."""
+    inside = all(start >= 0 and length >= 0 and start + length <= size for chunk in item.chunks
+                 for start, length, size in zip(chunk.offsets, chunk.sizes, item.size))
+    return inside and sum(math.prod(chunk.sizes) for chunk in item.chunks) == math.prod(item.size)
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:

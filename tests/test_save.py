@@ -3,7 +3,10 @@
 import contextlib
 import dataclasses
 import errno
+import io
 import logging
+import pickle
+import re
 import shutil
 import threading
 import time
@@ -11,12 +14,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import config
 import files
-from checkpoint import catalog
+from checkpoint import catalog, save
 from checkpoint.checkpointer import Checkpointer, State
-from checkpoint.load import restore, tensors_of
+from checkpoint.load import Reader, restore, tensors_of
 from checkpoint.save import SaveFailed, Saver, Writer, _all_finite
 from config import ConfigError
 from model.llama import Llama
@@ -39,6 +44,109 @@ def ready(folder, **keys):
         optimizer = build_optimizer(model, cfg.optim)
         yield cfg, model, optimizer, Checkpointer(cfg, world, [], [])
         del model, optimizer
+
+
+def uneven(folder) -> config.Config:
+    """On 4 ranks the last has none of 5 rows, and 79 of 322, where others have 81."""
+    return dataclasses.replace(configured(folder), model=make_config(model={"ffn_dim": 5, "vocab_size": 322}).model)
+
+
+# By step: how it is saved, and what rank 0 then does: plans anew, or sends the plan of the save before. All that a rank
+# may do differently is done by the last one.
+SAVES = [("all", 1), ("all", 0), ("all", 0), ("fails", 0), ("all", 1), ("all", 0), ("weights", 1), ("weights", 0),
+         ("all", 1), ("one lacks", 0), ("one lacks", 1), ("all", 1), ("one tensor", 1)]
+
+
+def save_often(folder) -> list[tuple]:
+    """(error, plans made, bytes sent for the plan, digests of what was to be saved) of each of SAVES."""
+    found, write, gather = [], Writer.write_data, dist.gather_object
+    cfg = uneven(folder)
+    with cases.process_group() as world:
+        last, sent = world.rank == world.size - 1, []
+        model = cases.build(cfg, world)
+        optimizer = build_optimizer(model, cfg.optim)
+        saver = Saver(cfg, 0, [])
+
+        def failing(*arguments):
+            if how == "fails" and last:
+                raise OSError(28, "no space, it is said")
+            return write(*arguments)
+
+        def gathered(obj, *arguments, **keywords):
+            sent.append(len(pickle.dumps(obj)))
+            return gather(obj, *arguments, **keywords)
+
+        with (mock.patch.object(save, "create_default_global_save_plan", wraps=save.create_default_global_save_plan)
+              as planned, mock.patch.object(Writer, "write_data", failing), mock.patch.object(dist, "gather_object",
+                                                                                            gathered)):
+            for step, (how, _) in enumerate(SAVES, 1):
+                tensors = tensors_of(model, None if how == "weights" else optimizer)
+                with torch.no_grad():
+                    for value in tensors.values():
+                        value.add_(step)
+                if how == "one tensor":
+                    tensors = {"model.all": torch.arange(3.0)}
+                whole = cases.digests(tensors)
+                if how == "one lacks" and last:
+                    del tensors["model.embedding.weight"]
+                before, problem, sent[:] = planned.call_count, None, []
+                try:
+                    saver.write(step, tensors, {"step": step, "config": config.to_dict(cfg)})
+                except SaveFailed as error:
+                    problem = str(error)
+                found.append((problem, planned.call_count - before, sent[0], whole))
+        del model, optimizer, saver, tensors
+    return found
+
+
+def written(shape: tuple[int, ...]) -> int:
+    """Bytes of a float32 tensor in a file, as torch.save() itself writes it."""
+    torch.save(torch.zeros(shape), file := io.BytesIO())
+    return len(file.getvalue())
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_one_plan_is_made_until_the_tensors_change(on_ranks, tmp_path, ranks):
+    """And every file holds its rank's rows alone, on ranks with fewer rows and with none, in later saves too."""
+    found, cfg = on_ranks(ranks, save_often, tmp_path), uneven(tmp_path)
+    for step, (how, plans) in enumerate(SAVES, 1):
+        problems, planned, sent, (whole, *others) = zip(*(of_rank[step - 1] for of_rank in found))
+        assert planned == (plans, *[0] * (ranks - 1)) and all(other == whole for other in others)
+        changed = [plans == 1 or (how == "one lacks" and rank == ranks - 1) for rank in range(ranks)]
+        assert [size > 200 for size in sent] == changed
+        folder = catalog.path_of(cfg, step)
+        told = {"fails": f"rank {ranks - 1}: OSError: .* no space, it is said",
+                "one lacks": r"embedding.weight do not make up .*\(322, 48\)" if plans else "changed on some ranks only"
+                }.get(how)
+        assert all(re.search(told, problem) for problem in problems) if told else problems == (None,) * ranks
+        assert folder.is_dir() == (not told)
+        if told:
+            continue
+        assert not catalog.problems_of(folder)
+        metadata = Reader(folder).metadata
+        names = {f"__{rank}_0.distcp" for rank in range(1 if how == "one tensor" else ranks)}
+        assert {path.name for path in folder.iterdir()} == names | {".metadata", "manifest.json", "state.json"}
+        sizes = dict.fromkeys(names, 0)
+        for name, item in metadata.state_dict_metadata.items():
+            is_sharded = not name.endswith(".step") and how != "one tensor"
+            parts = torch.empty(item.size).chunk(ranks) if is_sharded else [torch.empty(item.size)]
+            expected = {(sum(map(len, parts[:n])), *[0] * (part.dim() - 1)) if part.dim() else (): tuple(part.shape)
+                        for n, part in enumerate(parts)}
+            chunks = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in item.chunks if 0 not in chunk.sizes}
+            assert chunks == expected, name
+            for index, info in metadata.storage_data.items():
+                if index.fqn == name:
+                    shape = expected.get(tuple(index.offset), (0, *item.size[1:]))
+                    assert info.length == written(shape), (index, info)
+                    sizes[info.relative_path] += info.length
+        assert sizes == {name: (folder / name).stat().st_size for name in names}
+        dcp_to_torch_save(folder, tmp_path / "out.pt")
+        assert cases.digests(torch.load(tmp_path / "out.pt")) == whole
+        if how != "one tensor":
+            model = Llama(cfg.model)  # on another mesh: one process
+            optimizer = build_optimizer(model, cfg.optim) if how == "all" else None
+            restore(folder, model, optimizer)
+            assert cases.digests(tensors_of(model, optimizer)) == whole
 
 
 def overwrite_while_saving(folder) -> tuple[bool, bool]:
