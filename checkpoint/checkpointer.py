@@ -71,7 +71,8 @@ class Checkpointer:
         """The problems of a checkpoint: rank 0 compares file sizes first, then each rank hashes its share."""
         share = self.world.rank, self.world.size
         return on_rank_zero(lambda: catalog.problems_without_hashing(path)) or [
-            problem for problems in all_gather_objects(catalog.problems_of(path, *share)) for problem in problems]
+            problem for problems in all_gather_objects(on_each_rank(lambda: catalog.problems_of(path, *share)))
+            for problem in problems]
 
     def tidy(self) -> None:
         """Renames checkpoints that are corrupt or later than `start`, and removes unfinished saves. Rank 0 only, under

@@ -26,6 +26,7 @@ from config import ConfigError
 from model.llama import named_parameters
 from model.lora import is_adapter
 from parallel.float8 import update_scales
+from parallel.mesh import on_each_rank
 
 DCP = "torch.distributed.checkpoint"
 ALLOWED = {
@@ -131,7 +132,7 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dic
 def restore(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Loads a checkpoint, saved by any number of ranks, into this model's shards. Raises ConfigError if it cannot be
     read, or if names, shapes or dtypes differ."""
-    reader = Reader(folder)
+    reader = on_each_rank(lambda: Reader(folder))
     _read(reader, check_tensors(reader, model, optimizer))
     update_scales(model)
 

@@ -145,6 +145,19 @@ def test_a_large_file_has_a_hash_for_every_64_mib(tmp_path):
     assert catalog.problems_of(folder) == [f"{folder / 'large'}: expected {len(content)} bytes, found 5"]  # told once
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 5, 16])
+def test_ranks_share_the_hashing(saved_by_two, tmp_path, ranks):
+    """Whatever file is damaged, one rank finds it, and one alone; ranks without a share find nothing."""
+    folder = shutil.copytree(saved_by_two[0], tmp_path / "step-00000003")
+    for name in manifest.read_manifest(folder):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        found = [catalog.problems_of(folder, rank, ranks) for rank in range(ranks)]
+        told = [problems for problems in found if problems and f"{name}: bytes 0 to {len(content) - 1}" in problems[0]]
+        assert len(told) == 1, (name, found)
+        (folder / name).write_bytes(content)
+
+
 def test_never_a_silent_fresh_start(tmp_path):
     cfg = configured(tmp_path)
     for step in (10, 20):

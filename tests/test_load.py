@@ -203,6 +203,18 @@ def test_a_file_elsewhere_is_refused_though_the_manifest_lists_it(folder, tmp_pa
         restore(folder, Llama(make_config().model), None)
 
 
+@pytest.mark.parametrize("name", [".metadata", "state.json", "__0_0.distcp", "__1_0.distcp"])
+def test_a_file_that_the_manifest_does_not_list_is_not_read(folder, name):
+    """Nothing would notice that it is not what was written."""
+    restore(folder, Llama(make_config().model), None)
+    listed = {path.name for path in folder.iterdir()} - {"manifest.json", name}
+    (folder / "manifest.json").write_bytes(render_manifest(hash_files(folder, sorted(listed))))
+    told = f"'{name}', which has 0 in the manifest" if "distcp" in name else "its own hash or form is wrong"
+    with pytest.raises(ConfigError, match=told):
+        restore(folder, Llama(make_config().model), None)
+    assert "distcp" in name or told in catalog.problems_of(folder)[0]
+
+
 def test_torchs_own_tool_reads_a_checkpoint(saved_by_two, tmp_path):
     subprocess.run([warm_python(), "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", saved_by_two[0],
                     tmp_path / "out.pt"], check=True, capture_output=True)

@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import io
 import logging
+import os
 import pickle
 import re
 import shutil
@@ -147,6 +148,35 @@ def test_one_plan_is_made_until_the_tensors_change(on_ranks, tmp_path, ranks):
             optimizer = build_optimizer(model, cfg.optim) if how == "all" else None
             restore(folder, model, optimizer)
             assert cases.digests(tensors_of(model, optimizer)) == whole
+
+
+def start_with_an_unreadable_file(folder, names) -> list[str]:
+    """The error of choosing and reading a checkpoint, where the last rank alone cannot open the file of each name."""
+    found, real = [], os.open
+    with ready(folder) as (cfg, model, optimizer, checkpointer):
+        cases.save(cfg, model, optimizer, 1)
+        for name in names:
+            def stale(path, *arguments, name=name, **keywords):
+                if str(path).endswith(name):
+                    raise OSError(errno.ESTALE, "Stale file handle")
+                return real(path, *arguments, **keywords)
+
+            last = checkpointer.world.rank == checkpointer.world.size - 1
+            try:
+                with mock.patch.object(os, "open", stale) if last else contextlib.nullcontext():
+                    Checkpointer(cfg, checkpointer.world, [], []).restore(model, optimizer, None)
+                found.append("read")
+            except ConfigError as error:
+                found.append(str(error))
+    return found
+
+
+def test_a_file_that_one_rank_cannot_read_stops_all_ranks(on_ranks, tmp_path):
+    """The last of three hashes __1_0.distcp; each rank opens the manifest to choose, and .metadata to read."""
+    names = ("manifest.json", ".metadata", "__1_0.distcp", "nothing")
+    for told in on_ranks(3, start_with_an_unreadable_file, tmp_path, names, timeout=30):
+        assert [name in text and "Stale file handle" in text for name, text in zip(names, told)] == [True] * 3 + [False]
+        assert told[-1] == "read"
 
 
 def overwrite_while_saving(folder) -> tuple[bool, bool]:
