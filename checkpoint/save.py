@@ -145,8 +145,8 @@ def _all_finite(tensors: dict[str, Tensor]) -> bool:
 
 
 class Planner(DefaultSavePlanner):
-    """Plans a run's first save and reuses the plan: making it takes rank 0 half a minute for Llama 3 8B on 512 ranks,
-    while all wait. If its tensors have changed, a rank sends its plan again.
+    """Plans a run's first save and reuses the plan: gathering, making and sending one takes rank 0 ten seconds for
+    Llama 3 8B on 512 ranks, while all wait. If its tensors have changed, a rank sends its plan again.
 
     DCP's own enable_plan_caching caches on the class, for all savers of a process, and in torch 2.11 also failed plans.
     """
