@@ -37,9 +37,15 @@ def identity(cfg: config.Config) -> dict:
 
 def check_identity(folder: pathlib.Path, manifest: dict, cfg: config.Config) -> None:
     """Raises ConfigError naming every option in which a prepared folder differs from its source's configuration."""
-    before = manifest["identity"]
-    changed = [f"{folder}: was prepared with {key} = {before.get(key)!r}, the configuration says {value!r}; delete the "
-               "folder or name another data.path" for key, value in identity(cfg).items() if before.get(key) != value]
+    before, now = manifest["identity"], identity(cfg)
+
+    def value(of: dict, key: str) -> str:
+        return repr(of[key]) if key in of else "absent"
+
+    # of both: data prepared with an option on is not that of a configuration without it. Absent counts as None.
+    changed = [f"{folder}: was prepared with {key} = {value(before, key)}, the configuration says {value(now, key)}; "
+               "delete the folder or name another data.path"
+               for key in before | now if before.get(key) != now.get(key)]
     if changed:
         raise ConfigError(*changed)
 

@@ -116,6 +116,17 @@ def test_another_python_has_another_library(monkeypatch):
     assert after[0] != before[0] and after[1] == before[1]
 
 
+def test_a_mixture_s_tokenizer_is_named_by_all_that_decides_the_text_it_is_trained_on():
+    def name(first: dict, second: dict, rows: int = 320, **data) -> str:
+        sources = [{"source": "a.jsonl", **first}, {"source": "b.jsonl", **second}]
+        return common_tokenizer(make_config(model={"vocab_size": rows}, data={"sources": sources, **data})).name
+
+    plain = {"weight": 0.7}, {"weight": 0.3}
+    names = [name(*plain), name({"weight": 0.3}, {"weight": 0.7}), name({"weight": 0.7}, {"weight": 0.2}),
+             name({"weight": 0.7, "max_tokens": 5}, plain[1]), name(*plain, text_field="body"), name(*plain, rows=640)]
+    assert len({*names}) == len(names) and name(*plain, document_mask=True) == names[0]
+
+
 def test_what_a_source_leaves_out_is_that_of_the_table():
     given = {"subset": "en", "split": "test", "text_field": "body", "max_tokens": 9}
     own = {"subset": "de", "split": "dev", "text_field": "content", "max_tokens": 7}
@@ -128,6 +139,24 @@ def test_another_identity_in_the_same_folder_is_refused(corpus, tmp_path):
     prepare_one(config_for(corpus, tmp_path))
     with pytest.raises(ConfigError, match="max_tokens = None, the configuration says 7"):
         prepare_one(config_for(corpus, tmp_path, max_tokens=7))
+
+
+def test_an_identity_with_another_key_is_refused_in_both_directions(corpus, tmp_path):
+    """A fork's option, which is in the identity only while it is on; one that is None counts as absent."""
+    cfg = config_for(corpus, tmp_path)
+    with_option = unittest.mock.patch("data.dataset.identity", lambda cfg: {**identity(cfg), "chat": "on", "turns": None})
+    folder = prepare_one(cfg)
+    with with_option, pytest.raises(ConfigError) as refused:
+        prepare_one(cfg)
+    assert refused.value.problems == (f"{folder}: was prepared with chat = absent, the configuration says 'on'; delete "
+                                      "the folder or name another data.path",)
+    shutil.rmtree(folder)
+    with with_option, unittest.mock.patch("data.prepare.identity", lambda cfg: {**identity(cfg), "chat": "on"}):
+        prepare_one(cfg)
+        assert prepare_one(cfg) == folder
+    for check in prepare_one, lambda cfg: open_data(cfg, "train"):
+        with pytest.raises(ConfigError, match="chat = 'on', the configuration says absent; delete"):
+            check(cfg)
 
 
 def test_a_folder_of_something_else_is_refused(corpus, tmp_path):
