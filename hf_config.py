@@ -3,10 +3,11 @@
 import json
 import os
 import pathlib
-from dataclasses import MISSING
+from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from options import ConfigError, Given, Schema, to_dict, toml
+from options import ConfigError, Given, Schema, toml
 
 KEYS = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
         "n_kv_heads": "num_key_value_heads", "ffn_dim": "intermediate_size", "vocab_size": "vocab_size",
@@ -129,7 +130,7 @@ def render(m: Any, seq_len: int, dtype: str, token_ids: dict[str, Any]) -> dict[
     """
     rope, stretched = {"rope_type": "default"}, 0
     if s := m.rope_scaling:
-        rope = {"rope_type": "llama3", **to_dict(s)}
+        rope = {"rope_type": "llama3", **{key: getattr(s, key) for key in ROPE_KEYS}}
         if seq_len <= s.original_max_position_embeddings:
             stretched = int(s.factor * s.original_max_position_embeddings)
     return {
@@ -187,3 +188,46 @@ def render_adapter(lora: Any, base: str) -> dict[str, Any]:
     return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,
             "lora_alpha": lora.alpha, "target_modules": [*lora.targets], "lora_dropout": 0.0,
             "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "inference_mode": True}
+
+
+class Recorded:
+    """Options that record, in `names`, which of them are read: {"dim", "rope_scaling.factor", ...}."""
+
+    def __init__(self, options: Any, names: set[str], table: str = ""):
+        self.options, self.names, self.table = options, names, table
+
+    def __getattr__(self, key: str) -> Any:
+        value, name = getattr(self.options, key), self.table + key
+        self.names.add(name)
+        return Recorded(value, self.names, f"{name}.") if is_dataclass(value) else value
+
+
+def check_rendered(m: Any, lora: Any = None) -> None:
+    """Raises ConfigError naming every option of a config.Model, and of a config.Lora if given, that has another value
+    than its default and that render(), or render_adapter(), does not write: what is computed elsewhere would differ."""
+    problems = _not_rendered("model", m, lambda m: render(m, 1, "float32", {}), "config.json", "render()",
+                             ("init_from", "freeze"))
+    if lora:
+        problems += _not_rendered("lora", lora, lambda lora: render_adapter(lora, ""), ADAPTER, "render_adapter()",
+                                  ("init_from", "base_dtype"))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _not_rendered(section: str, options: Any, render: Callable, file: str, function: str, exempt: tuple[str, ...]
+                  ) -> list[str]:
+    """exempt: options that say where weights come from, how they are kept, and which are trained."""
+    problems, names = [], set()
+    render(Recorded(options, names))
+
+    def look(options: Any, table: str) -> None:
+        for f in fields(options):
+            value, name = getattr(options, f.name), table + f.name
+            if name in names and is_dataclass(value):
+                look(value, f"{name}.")
+            elif name not in {*names, *exempt} and value != f.default:
+                problems.append(f"[{section}] {name} = {toml(value)}: is not written into {file}, without which others "
+                                f"would compute something else; write it in hf_config.py: {function}")
+
+    look(options, "")
+    return problems

@@ -172,6 +172,7 @@ def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int, adapte
 
     checkpoint = catalog.find(source)
     cfg, reader = catalog.read_config(checkpoint, base), load.Reader(checkpoint)
+    hf_config.check_rendered(cfg.model, cfg.lora if adapter else None)
     model = meta_model(cfg.model, cfg.lora)
     load.check_tensors(reader, model, None)
 

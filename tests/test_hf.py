@@ -1,5 +1,6 @@
 """Hugging Face folders: against transformers, on 1, 2 and 4 ranks; training from them; memory; and what is refused."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -17,6 +18,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import config
 import files
+import hf_config
 from benchmarks.hf import configuration, make_folder
 from checkpoint import catalog
 from checkpoint.__main__ import main as checkpoint_tool
@@ -330,6 +332,75 @@ def test_torch_is_not_needed_for_it(folders):
     code = ("import sys, config; tables = {'model': {'init_from': sys.argv[1]}, 'train': {'steps': 1}}; "
             "cfg = config.from_dict(tables, 'test.toml'); assert cfg.model.dim == 48 and 'torch' not in sys.modules")
     subprocess.run([sys.executable, "-c", code, folders["tied"]], cwd=REPO, check=True)
+
+
+# A fork's options
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRope(config.RopeScaling):
+    attention_factor: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Windowed(config.Model):
+    sliding_window: int | None = None
+    rope_kind: LongRope | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Stable(config.Lora):
+    rank_stable: bool = False
+
+
+def as_fork(monkeypatch, lora: config.Lora | None = None, stretch: float = 1.0, **changes) -> None:
+    """Checkpoints are read as a fork's, whose [model] has two more options and whose [model.rope_scaling] has one."""
+    def read_config(*args):
+        cfg = as_read(*args)
+        rope = cfg.model.rope_scaling and LongRope(**vars(cfg.model.rope_scaling), attention_factor=stretch)
+        model = Windowed(**{**vars(cfg.model), "rope_scaling": rope, **changes})
+        return dataclasses.replace(cfg, lora=lora, model=model)
+
+    as_read = catalog.read_config
+    monkeypatch.setattr(catalog, "read_config", read_config)
+
+
+def test_options_that_config_json_does_not_have_are_exported_at_their_default_alone(read, tmp_path, capsys,
+                                                                                   monkeypatch):
+    source, out = read[1][0] / "sharded", tmp_path / "out"
+    assert run(capsys, "export", source, tmp_path / "plain") == (0, "")
+    with monkeypatch.context() as patched:
+        as_fork(patched, freeze=("embedding*",), init_from="elsewhere")  # what is trained is not what is computed
+        patched.setattr("model.hf.hf_weights.weights_to_read", lambda *args, **kwargs: None)
+        assert run(capsys, "export", source, tmp_path / "default") == (0, "")
+        assert files_of(tmp_path / "default") == files_of(tmp_path / "plain")
+    for changes, named in (
+            ({"sliding_window": 8, "stretch": 2.0},
+             ["[model] rope_scaling.attention_factor = 2.0:", "[model] sliding_window = 8:"]),
+            ({"rope_kind": LongRope(2.0)}, ["[model] rope_kind = {factor = 2.0, "])):
+        for flags in (), ("--adapter",):
+            with monkeypatch.context() as patched:
+                as_fork(patched, config.Lora() if flags else None, **changes)
+                code, error = run(capsys, "export", source, out, *flags)
+            assert code == 2 and not out.exists() and error.count("\n") == len(named)
+            assert all(line.startswith(name) and "is not written into config.json" in line
+                       for line, name in zip(error.splitlines(), named))
+    render = hf_config.render  # which a fork extends
+    monkeypatch.setattr(hf_config, "render", lambda m, *rest: {**render(m, *rest), "sliding_window": m.sliding_window})
+    as_fork(monkeypatch, sliding_window=8)
+    assert run(capsys, "export", source, out)[0] == 0
+    assert json.loads((out / "config.json").read_text())["sliding_window"] == 8
+
+
+def test_options_that_peft_s_file_does_not_have_are_refused(read, tmp_path, capsys, monkeypatch):
+    as_fork(monkeypatch, Stable(rank_stable=True, base_dtype="nf4", init_from="elsewhere"))
+    code, error = run(capsys, "export", read[1][0] / "single", tmp_path / "out", "--adapter")
+    assert code == 2 and error.startswith("[lora] rank_stable = true: is not written into adapter_config.json")
+    assert error.count("\n") == 1 and not [*tmp_path.iterdir()]
+
+
+def files_of(folder: pathlib.Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 # The tokenizer

@@ -144,7 +144,8 @@ def test_another_identity_in_the_same_folder_is_refused(corpus, tmp_path):
 def test_an_identity_with_another_key_is_refused_in_both_directions(corpus, tmp_path):
     """A fork's option, which is in the identity only while it is on; one that is None counts as absent."""
     cfg = config_for(corpus, tmp_path)
-    with_option = unittest.mock.patch("data.dataset.identity", lambda cfg: {**identity(cfg), "chat": "on", "turns": None})
+    with_option = unittest.mock.patch("data.dataset.identity",
+                                      lambda cfg: {**identity(cfg), "chat": "on", "turns": None})
     folder = prepare_one(cfg)
     with with_option, pytest.raises(ConfigError) as refused:
         prepare_one(cfg)
