@@ -1,15 +1,22 @@
 """Activation checkpointing: which blocks discard their activations after forward and recompute them in backward."""
 
+import contextlib
 import itertools
 import logging
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from config import ConfigError
 from model.llama import Llama
 
 aten = torch.ops.aten
@@ -28,6 +35,70 @@ KEEP_EVERY = {"elementwise": 1, "selective": 2}  # setting -> n: every n-th matr
 
 def is_checkpointed(setting: str | int, block: int) -> bool:
     return setting != "none" and (isinstance(setting, str) or block % setting == setting - 1)
+
+
+def check_matmul_order(model: Llama, setting: str | int, seq_len: int) -> None:
+    """Raises ConfigError if a setting selects matmuls by number and a block's forward does not call each nn.Linear
+    once, in the order of named_modules(), with no other matmul in between. Runs one block of each kind, in the model's
+    forward on the meta device: call it while the model is plain."""
+    if setting not in KEEP_EVERY:
+        return
+    where = f'[parallel] recompute = "{setting}": numbers the matmuls of a block'
+    advice = 'or use recompute = "none", "full" or every n-th block'
+    outputs: dict[tuple, tuple] = {}
+    with contextlib.ExitStack() as stack:
+        for block in model.blocks:
+            stack.enter_context(mock.patch.object(block, "forward", partial(_once, outputs, block, block.forward)))
+        order = stack.enter_context(MatmulOrder())
+        for hook in (register_module_forward_pre_hook(order.enter), register_module_forward_hook(order.leave)):
+            stack.callback(hook.remove)
+        try:
+            model(torch.zeros(1, seq_len, dtype=torch.int64, device="meta"))
+        except RuntimeError as error:  # also NotImplementedError: shapes or branches that depend on values
+            raise ConfigError(f"{where}, whose order is unknown: forward fails without values, on the meta device: "
+                              f"{str(error).splitlines()[0]}; mend that, {advice}") from error
+    names = {module: name for name, module in model.named_modules()}
+    for block, _ in outputs.values():
+        inside = {*block.modules()}
+        due = [names[module] for module in block.modules() if isinstance(module, nn.Linear)]
+        found = [names[module] for module in order.matmuls if module in inside]
+        for n, (name, called) in enumerate(itertools.zip_longest(due, found, fillvalue="nothing"), 1):
+            if name != called:
+                raise ConfigError(f"{where} in the order of named_modules(), but number {n} of {names[block]} is of "
+                                  f"{called} in forward, of {name} in that order; assign the linear layers in __init__ "
+                                  f"in the order in which forward calls them, each once and with no matmul in between, "
+                                  f"{advice}")
+
+
+def _once(outputs: dict[tuple, tuple], block: nn.Module, forward: Callable, *args, **kwargs) -> Any:
+    """forward() of the first block of its kind; for the others its output, since meta tensors have no values. Blocks
+    of a kind have equal modules and attributes, but for tensors and floats, such as an init_std."""
+    kind = tuple((name, type(module), *((key, value) for key, value in vars(module).items()
+                                        if value is None or isinstance(value, int | str)))
+                 for name, module in block.named_modules())
+    if kind not in outputs:
+        outputs[kind] = block, forward(*args, **kwargs)
+    return outputs[kind][1]
+
+
+class MatmulOrder(TorchDispatchMode):
+    """Records, for each matmul, the innermost module that runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.running: list[nn.Module] = []
+        self.matmuls: list[nn.Module] = []
+
+    def enter(self, module: nn.Module, args: tuple) -> None:
+        self.running.append(module)
+
+    def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        self.running.pop()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator in MATRIX_PRODUCTS:
+            self.matmuls.append(self.running[-1])
+        return operator(*args, **(kwargs or {}))
 
 
 def apply_activation_checkpointing(model: Llama, setting: str | int, tp: int = 1) -> None:
@@ -62,10 +133,10 @@ def _is_no_advice_on_policies(record: logging.LogRecord) -> bool:
 
 
 def _save_expensive_ops(kept: set[int]):
-    """Contexts for one block's forward and recomputation. kept: indices of matrix products in call order, which must be
-    the order of named_modules(). The last is never saved: it feeds only the residual add, so backward does not read it
-    (the partitioner drops it when compiled; eager mode would save it for nothing). Of tensor parallelism's two
-    reduce-scatters only the first is saved, because recomputing it would communicate again.
+    """Contexts for one block's forward and recomputation. kept: indices of matrix products in call order, which is the
+    order of named_modules(): see check_matmul_order. The last is never saved: it feeds only the residual add, so
+    backward does not read it (the partitioner drops it when compiled; eager mode would save it for nothing). Of tensor
+    parallelism's two reduce-scatters only the first is saved, because recomputing it would communicate again.
     """
     numbers = defaultdict(itertools.count)  # calls so far per kind, counted apart in recomputation
 

@@ -7,7 +7,7 @@ from torch.nn.utils import parametrize
 import config
 from model.float8 import Product, use_float8
 from model.llama import Llama
-from parallel.activation_checkpoint import apply_activation_checkpointing
+from parallel.activation_checkpoint import apply_activation_checkpointing, check_matmul_order
 from parallel.context import apply_context_parallelism
 from parallel.fsdp import apply_fsdp
 from parallel.mesh import World
@@ -16,6 +16,9 @@ from parallel.tensor import apply_tensor_parallelism
 
 def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
     """Parallelizes a model on the meta device, in place. Call materialize() afterwards for storage and values."""
+    # While the model is plain: does a block call its matmuls in the order that activation checkpointing counts on?
+    check_matmul_order(model, cfg.parallel.recompute, cfg.train.seq_len)
+
     # 0. Choose the matrices that multiply in float8: this changes what a block computes and what FSDP2 all-gathers.
     use_float8(model.blocks, cfg.parallel.float8, world.device.type)
 

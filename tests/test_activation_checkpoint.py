@@ -1,15 +1,22 @@
 """Recomputation changes no gradient, not by a bit, and keeps fewer bytes, as its rule says. Names stay as they are."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import config
+from config import ConfigError
 from model.float8 import use_float8
-from model.llama import Llama, meta_model, named_parameters, rope_tables
-from parallel.activation_checkpoint import apply_activation_checkpointing
+from model.llama import Block, FeedForward, Linear, Llama, meta_model, named_parameters, rope_tables
+from parallel import parallelize
+from parallel.activation_checkpoint import apply_activation_checkpointing, check_matmul_order
 from parallel.materialize import materialize
+from parallel.planner.simulate import simulate
 from tests.cases import storages
 from tests.conftest import make_config
 
@@ -151,3 +158,92 @@ def test_of_what_torch_logs_of_policies_the_advice_on_those_alone_is_dropped():
     log.warning("a policy that was %s", "dropped")
     log.removeHandler(handler)
     assert heard == ["a policy that was dropped"]
+
+
+# A fork's blocks, in which the matmuls to save cannot be told by their number
+
+
+class Router(FeedForward):
+    """Its expert sees as many tokens as the router gives it."""
+
+    def __init__(self, m: config.Model, out_std: float):
+        super().__init__(m, out_std)
+        self.router = Linear(m.dim, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.where(self.router(x).argmax(-1) == 0)
+        return x.index_put(rows, super().forward(x[rows]))
+
+
+FORWARDS = {  # of FeedForward -> (number of the matmul, what forward computes, what is due)
+    "another order": (lambda f, x: f.down_proj(f.up_proj(x) * F.silu(f.gate_proj(x))), 5, "up_proj", "gate_proj"),
+    "one twice": (lambda f, x: f.down_proj(F.silu(f.gate_proj(x) + f.gate_proj(2 * x)) * f.up_proj(x)),
+                  6, "gate_proj", "up_proj"),
+    "one never": (lambda f, x: f.down_proj(F.silu(f.gate_proj(x))), 6, "down_proj", "up_proj"),
+    "one without its module": (lambda f, x: f.down_proj(F.silu(f.gate_proj(x)) * (x @ f.up_proj.weight.t())),
+                               6, "feed_forward", "up_proj"),
+    "one more": (lambda f, x: f.down_proj(F.silu(f.gate_proj(x)) * f.up_proj(x)) @ f.gate_proj.weight[:WIDTH].t(),
+                 8, "feed_forward", "nothing"),
+}
+
+
+def parallelized(setting: str) -> None:
+    """parallelize(), which needs no process group up to the check."""
+    cfg = make_config(parallel={"recompute": setting})
+    parallelize.parallelize(meta_model(cfg.model), cfg, SimpleNamespace(device=torch.device("cpu")))
+
+
+@pytest.mark.parametrize("setting", ["elementwise", "selective"])
+@pytest.mark.parametrize("case", FORWARDS)
+def test_matmuls_in_another_order_than_their_modules_are_refused(monkeypatch, case, setting):
+    forward, number, called, due = FORWARDS[case]
+    monkeypatch.setattr(FeedForward, "forward", forward)
+    with pytest.raises(ConfigError) as refused:
+        parallelized(setting)
+    text = str(refused.value)
+    assert text.startswith(f'[parallel] recompute = "{setting}": numbers the matmuls') and "__init__" in text
+    place = "blocks.0" + ".feed_forward" * (called != "feed_forward")
+    assert f"number {number} of blocks.0 is of {place}.{called} in forward, of " in text
+    assert (f"blocks.0.feed_forward.{due} in that order" if due != "nothing" else "of nothing in that order") in text
+
+
+@pytest.mark.parametrize("setting", ["none", "full", 2])
+def test_the_order_is_looked_at_where_it_matters_alone(monkeypatch, setting):
+    monkeypatch.setattr(FeedForward, "forward", FORWARDS["another order"][0])
+    monkeypatch.setattr(Llama, "forward", lambda *unused: pytest.fail("must not run"))
+    check_matmul_order(meta_model(make_config().model), setting, 32)
+
+
+def test_an_order_that_depends_on_values_is_refused(monkeypatch):
+    monkeypatch.setattr("model.llama.FeedForward", Router)
+    with pytest.raises(ConfigError, match='"selective".*order is unknown: forward fails without values.*"full"'):
+        parallelized("selective")
+
+
+def test_one_block_of_each_kind_is_run(monkeypatch):
+    """Kinds differ in a module or in an attribute, wherever in the model they are."""
+    runs, forward = [], Block.forward
+
+    class Last(FeedForward):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down_proj(self.up_proj(x) * F.silu(self.gate_proj(x)))
+
+    monkeypatch.setattr(Block, "forward", lambda block, *args: runs.append(block) or forward(block, *args))
+    model = meta_model(make_config(model={"n_layers": 6}).model)
+    check_matmul_order(model, "selective", 32)
+    assert runs == [model.blocks[0]]
+    model.blocks[2].feed_forward.window = 7
+    check_matmul_order(model, "selective", 32)
+    assert runs[1:] == [model.blocks[0], model.blocks[2]]
+    model.blocks[4].feed_forward.__class__ = Last
+    with pytest.raises(ConfigError, match="number 5 of blocks.4 is of blocks.4.feed_forward.up_proj"):
+        check_matmul_order(model, "selective", 32)
+    assert not any("forward" in vars(block) for block in model.blocks)  # nothing stays
+    assert not nn.modules.module._global_forward_hooks and not nn.modules.module._global_forward_pre_hooks
+
+
+def test_the_plan_refuses_it_too(monkeypatch):
+    monkeypatch.setattr(FeedForward, "forward", FORWARDS["another order"][0])
+    cfg = make_config(parallel={"recompute": "selective"})
+    with pytest.raises(ConfigError, match="number 5 of blocks.0"):
+        simulate(cfg, 2)
