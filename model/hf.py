@@ -29,7 +29,7 @@ import files
 import hf_config
 from config import ConfigError
 from model import hf_weights
-from model.hf_tokenizer import fast_tokenizer_files, read_sentencepiece
+from model.hf_tokenizer import fast_tokenizer_files, inexpressible, read_sentencepiece
 from model.llama import meta_model, parameter_count
 from model.lora import Projection, is_adapter
 from options import together
@@ -88,9 +88,9 @@ def write_tokenizer(folder: Path, checkpoint: Path) -> None:
     made, path = {}, folder / "tokenizer.model"
     if (folder / "tokenizer.json").is_file():
         made = {TOKENIZER_CONFIG: {"tokenizer_class": "PreTrainedTokenizerFast"}}
-    elif path.is_file() and not (made := fast_tokenizer_files(read_sentencepiece(path))):
-        print(f"{path.name}: is no byte-pair model of unnormalized text; make transformers' files for it yourself",
-              file=sys.stderr)
+    elif path.is_file() and not (made := fast_tokenizer_files(model := read_sentencepiece(path))):
+        print(f"{path.name}: is copied alone; tokenizer.json cannot express {', '.join(inexpressible(model))}: make "
+              "transformers' files for it yourself", file=sys.stderr)
     for name, content in made.items():
         write_json(folder / name, content)
 

@@ -2,7 +2,8 @@
 
 With these files transformers needs neither sentencepiece nor protobuf. Verified on source text with transformers 5.23:
 token ids are equal, with two exceptions. transformers reads sentencepiece's space character (U+2581) in text as a
-space, and a spelled-out control token ("</s>") as that token.
+space, and a spelled-out control token ("</s>") as that token. It decodes UNK to its name, not to sentencepiece's " ⁇ ".
+A model that tokenizer.json cannot express is not converted: inexpressible() names why.
 """
 
 import sys
@@ -33,15 +34,35 @@ def read_sentencepiece(path: Path) -> Any:
     return model
 
 
-def fast_tokenizer_files(model: Any) -> dict[str, dict]:
-    """{file name: content} of a ModelProto; empty if tokenizer.json cannot express it (unigram, normalized text)."""
+def inexpressible(model: Any) -> list[str]:
+    """The properties of a ModelProto for which tokenizer.json would give other ids or other text. (The trainer's other
+    settings, such as split_digits, shaped the vocabulary, and change nothing afterwards.)"""
     trainer, normalizer, entries, kind = model.trainer_spec, model.normalizer_spec, model.pieces, model.SentencePiece
-    # tokenizers would put the dummy prefix before each piece between user-defined symbols, and always in front
-    prefix_differs = normalizer.add_dummy_prefix and (trainer.treat_whitespace_as_suffix or any(
-        entry.type == kind.USER_DEFINED for entry in entries))
-    if (trainer.model_type != trainer.BPE or normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces
-            or not normalizer.escape_whitespaces or prefix_differs):
+    own = [entry.piece for entry in entries if entry.type == kind.USER_DEFINED]
+    merged = [entry for entry in entries if entry.type == kind.NORMAL and len(entry.piece) > 1]
+    known = {entry.piece for entry in entries}
+    return [name for name, present in {
+        f"model_type {trainer.ModelType.Name(trainer.model_type)}": trainer.model_type != trainer.BPE,
+        "normalized text (precompiled_charsmap)": normalizer.precompiled_charsmap,
+        "decoded text that is changed (denormalizer_spec)": model.denormalizer_spec.precompiled_charsmap,
+        "remove_extra_whitespaces": normalizer.remove_extra_whitespaces,
+        "escape_whitespaces = false": not normalizer.escape_whitespaces,
+        "add_dummy_prefix with treat_whitespace_as_suffix": normalizer.add_dummy_prefix
+        and trainer.treat_whitespace_as_suffix,  # tokenizers puts it in front
+        "add_dummy_prefix with user-defined symbols": normalizer.add_dummy_prefix and own,  # puts it after each
+        "user-defined symbols with spaces": any({" ", SPACE} & {*piece} for piece in own),
+        "entries of type UNUSED": any(entry.type == kind.UNUSED for entry in entries),
+        # of equal scores the leftmost merge comes first; each merge of tokenizer.json has a rank of its own
+        "entries with equal scores": len({entry.score for entry in merged}) < len(merged),
+        "entries with characters that are no entries": not {*"".join(entry.piece for entry in merged)} <= known,
+    }.items() if present]
+
+
+def fast_tokenizer_files(model: Any) -> dict[str, dict]:
+    """{file name: content} of a ModelProto; empty if it is inexpressible()."""
+    if inexpressible(model):
         return {}
+    trainer, normalizer, entries, kind = model.trainer_spec, model.normalizer_spec, model.pieces, model.SentencePiece
     vocab = {entry.piece: i for i, entry in enumerate(entries)}
     # sentencepiece merges into the vocabulary entry with the best score; tokenizers takes a list of merges, best first
     cuts = ((entry.score, entry.piece[:i], entry.piece[i:]) for entry in entries if entry.type == kind.NORMAL
@@ -49,7 +70,9 @@ def fast_tokenizer_files(model: Any) -> dict[str, dict]:
     pairs = sorted((-score, vocab[left], vocab[right], left, right) for score, left, right in cuts
                    if left in vocab and right in vocab)
     unknown = next((entry.piece for entry in entries if entry.type == kind.UNKNOWN), None)
-    bos, eos = (entries[i].piece if 0 <= i < len(entries) else None for i in (trainer.bos_id, trainer.eos_id))
+    control = {entry.piece for entry in entries if entry.type == kind.CONTROL}
+    # as sentencepiece's bos_id(): by name, which an edited model may have changed without trainer_spec.bos_id
+    bos, eos = (piece if piece in control else None for piece in (trainer.bos_piece, trainer.eos_piece))
     normalizers = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
     decoders = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"},
                 {"type": "Fuse"}]
@@ -59,7 +82,7 @@ def fast_tokenizer_files(model: Any) -> dict[str, dict]:
     first = {"SpecialToken": {"id": bos, "type_id": 0}}  # BOS before every text, as in training
     text, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
     template = {"type": "TemplateProcessing", "single": [first, text], "pair": [first, text, second],
-                "special_tokens": {bos: {"id": bos, "ids": [trainer.bos_id], "tokens": [bos]}}}
+                "special_tokens": {bos: {"id": bos, "ids": [vocab.get(bos)], "tokens": [bos]}}}
     return {
         "tokenizer.json": {
             "version": "1.0", "truncation": None, "padding": None,

@@ -1,9 +1,11 @@
 """Hugging Face folders: against transformers, on 1, 2 and 4 ranks; training from them; memory; and what is refused."""
 
 import dataclasses
+import io
 import json
 import os
 import pathlib
+import random
 import shutil
 import subprocess
 import sys
@@ -30,7 +32,7 @@ from data.tokens import open_stream
 from lifecycle.checks import check_launch
 from lifecycle.command import Ranks
 from lifecycle.signals import Interruption
-from model import generate, hf
+from model import generate, hf, hf_tokenizer
 from model.hf_tokenizer import fast_tokenizer_files, read_sentencepiece
 from model.hf_weights import hf_name, weights_to_read
 from model.llama import Llama, named_parameters
@@ -514,6 +516,101 @@ def test_a_dummy_prefix_that_tokenizers_would_put_elsewhere_is_not_expressed(tmp
     for prefix in (False, True):
         sentencepiece_model(path, add_dummy_prefix=prefix, **settings)
         assert bool(fast_tokenizer_files(read_sentencepiece(path))) != prefix
+
+
+def unused(model) -> None:
+    for entry in model.pieces:
+        if entry.piece in ("ca", "at"):
+            entry.type = model.SentencePiece.UNUSED
+
+
+def equal_scores(model) -> None:
+    for entry in model.pieces:
+        entry.score = -1
+
+
+def without_a_character(model) -> None:
+    next(entry for entry in model.pieces if entry.piece == "c").piece = "\u4e00"
+
+
+def changed_when_decoded(model) -> None:
+    import sentencepiece
+
+    made = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(["the cat"] * 9), model_writer=made, vocab_size=20,
+                                             normalization_rule_name="nfkc_cf", hard_vocab_limit=False, minloglevel=2)
+    other = type(model)()
+    other.ParseFromString(made.getvalue())
+    model.denormalizer_spec.precompiled_charsmap = other.normalizer_spec.precompiled_charsmap
+
+
+INEXPRESSIBLE = {  # what is named -> settings of its training, and what is changed afterwards
+    "normalized text": ({"normalization_rule_name": "nmt_nfkc_cf"}, None),
+    "remove_extra_whitespaces": ({"remove_extra_whitespaces": True}, None),
+    "model_type UNIGRAM": ({"model_type": "unigram", "vocab_size": 280}, None),
+    "user-defined symbols with spaces": ({"user_defined_symbols": ["  "]}, None),
+    "add_dummy_prefix with user-defined symbols": ({"user_defined_symbols": ["[X]"], "add_dummy_prefix": True}, None),
+    "add_dummy_prefix with treat_whitespace_as_suffix": (
+        {"treat_whitespace_as_suffix": True, "add_dummy_prefix": True}, None),
+    "escape_whitespaces = false": ({}, lambda model: setattr(model.normalizer_spec, "escape_whitespaces", False)),
+    "entries of type UNUSED": ({}, unused),
+    "entries with equal scores": ({}, equal_scores),
+    "entries with characters that are no entries": ({}, without_a_character),
+    "decoded text that is changed": ({}, changed_when_decoded),
+}
+
+
+def difference(path: pathlib.Path) -> bool:
+    """Whether sentencepiece and tokenizers give other ids, or other text, of any of these texts."""
+    import sentencepiece
+    import tokenizers
+
+    theirs = sentencepiece.SentencePieceProcessor(str(path))
+    made = tokenizers.Tokenizer.from_str(json.dumps(fast_tokenizer_files(read_sentencepiece(path))["tokenizer.json"]))
+    texts = [words(1, 99), "The  CAT", "cat[X]sat", " mat ", "\u24b6", "cacatatat", "a  b",
+             *("".join(random.Random(i).choices("catherond ", k=20)) for i in range(200))]
+    ids = [theirs.encode(text) for text in texts]
+    return (ids != [made.encode(text, add_special_tokens=False).ids for text in texts]
+            or list(map(theirs.decode, ids)) != list(map(made.decode, ids)))
+
+
+def edited(path: pathlib.Path, settings: dict, change) -> None:
+    sentencepiece_model(path, **{"add_dummy_prefix": False, **settings})
+    if change:
+        change(model := read_sentencepiece(path))
+        path.write_bytes(model.SerializeToString())
+
+
+@pytest.mark.parametrize("name", INEXPRESSIBLE)
+def test_what_tokenizer_json_cannot_express_is_named_and_would_differ(tmp_path, capsys, monkeypatch, name):
+    edited(tmp_path / "tokenizer.model", *INEXPRESSIBLE[name])
+    (tmp_path / "out").mkdir()
+    hf.write_tokenizer(tmp_path / "out", tmp_path)
+    assert f"tokenizer.json cannot express {name}" in capsys.readouterr().err
+    assert os.listdir(tmp_path / "out") == ["tokenizer.model"]
+    monkeypatch.setattr(hf_tokenizer, "inexpressible", lambda model: [])
+    assert difference(tmp_path / "tokenizer.model")
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"split_digits": True, "split_by_whitespace": False, "split_by_unicode_script": False},
+    {"user_defined_symbols": ["ca", "cat", "[X]", "\n"]}, {"treat_whitespace_as_suffix": True},
+    {"control_symbols": ["<c>"], "pad_id": 3}, {"bos_id": 5, "eos_id": 6}], ids=str)
+def test_what_shapes_the_vocabulary_alone_is_expressed(tmp_path, settings):
+    edited(tmp_path / "tokenizer.model", settings, None)
+    assert not difference(tmp_path / "tokenizer.model")
+
+
+def test_bos_and_eos_are_those_that_sentencepiece_reports(tmp_path):
+    """By their names: another program may have changed these, or the ids, alone."""
+    def change(model) -> None:
+        model.trainer_spec.bos_id, model.trainer_spec.eos_piece = 7, "cat"
+
+    edited(path := tmp_path / "tokenizer.model", {}, change)
+    ours, made = Tokenizer(path), fast_tokenizer_files(read_sentencepiece(path))
+    assert (ours.bos, ours.eos) == ([1], [])
+    assert (made["tokenizer_config.json"]["bos_token"], made["tokenizer_config.json"]["eos_token"]) == ("<s>", None)
+    assert made["tokenizer.json"]["post_processor"]["special_tokens"]["<s>"]["ids"] == [1]
 
 
 def test_a_unigram_model_of_unnormalized_text_is_none_that_can_be_expressed(tmp_path):

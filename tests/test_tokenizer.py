@@ -124,9 +124,9 @@ def sentencepiece_model(path: pathlib.Path, **options) -> Tokenizer:
 
     made = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(words(i, 50) for i in range(50)), model_writer=made, normalization_rule_name="identity",
-        remove_extra_whitespaces=False, hard_vocab_limit=False, minloglevel=2,
-        **{"vocab_size": 300, "model_type": "bpe", "byte_fallback": True, **options})
+        sentence_iterator=(words(i, 50) for i in range(50)), model_writer=made, hard_vocab_limit=False, minloglevel=2,
+        **{"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "vocab_size": 300,
+           "model_type": "bpe", "byte_fallback": True, **options})
     path.write_bytes(made.getvalue())
     return Tokenizer(path)
 
