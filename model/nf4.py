@@ -60,27 +60,43 @@ def scales_of(rows: Tensor) -> Tensor:
     return torch.cat([*steps, torch.cat(ranges, dim=1).view(torch.uint8)], dim=1)
 
 
-def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype, first: int = 0) -> Tensor:
+def byte_values(device: torch.device) -> Tensor:
+    """(256, 2): the two code book values that each byte of codes stands for."""
+    book = torch.tensor(CODE_BOOK, device=device)
+    return torch.stack([book.repeat_interleave(16), book.repeat(16)], dim=1)
+
+
+kept_byte_values = functools.cache(byte_values)  # copying a table from the host synchronizes: once per device
+
+
+def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype, first: int = 0, values: Tensor | None = None,
+               compiled: bool = False) -> Tensor:
     """The weights (R, C), computed in float32 and rounded once. For a column shard of codes, `first` is the index of
-    its first block."""
-    codes, scales = codes.to(torch.uint8), scales.to(torch.uint8)
+    its first block. values: byte_values() of this device. compiled: in one kernel."""
+    scales = scales.to(torch.uint8)
     ranges = math.ceil(scales.shape[1] / (RANGE + 8))
     steps, low_and_step = scales.split([scales.shape[1] - 8 * ranges, 8 * ranges], dim=1)
-    # cloned, because these bytes may not be aligned for float32
-    low_and_step = low_and_step.clone(memory_format=torch.contiguous_format).view(torch.float32)
+    if any(place % 4 for place in (low_and_step.storage_offset(), *scales.stride()[:1])):
+        low_and_step = low_and_step.clone(memory_format=torch.contiguous_format)  # not aligned for float32
+    values = byte_values(codes.device) if values is None else values
+    function = compiled_dequantize() if compiled else _dequantize
+    return function(codes, steps, low_and_step.view(torch.float32), values, dtype, first)
+
+
+def _dequantize(codes: Tensor, steps: Tensor, low_and_step: Tensor, values: Tensor, dtype: torch.dtype, first: int
+                ) -> Tensor:
+    """codes (R, C / 2), steps (R, blocks of the full row), low_and_step (R, 2 x ranges) of float32. The table and the
+    floats are inputs: made in here, Inductor would give each part of them a kernel of its own."""
     low, step = low_and_step.unflatten(1, (-1, 2)).unbind(-1)  # (R, ranges)
     low, step = (t.repeat_interleave(RANGE, dim=1)[:, : steps.shape[1]] for t in (low, step))
     magnitude = torch.addcmul(low, step, steps.float())[:, first : first + codes.shape[1] * 2 // BLOCK]
-    # filled on the device: copying a table from the host would synchronize
-    book = torch.stack([torch.full((), value, device=codes.device) for value in CODE_BOOK])
-    pairs = torch.stack([book.repeat_interleave(16), book.repeat(16)], dim=1)  # (256, 2), indexed by byte
-    weights = F.embedding(codes.int(), pairs).view(len(codes), -1, BLOCK)
+    weights = F.embedding(codes.to(torch.uint8).int(), values).view(len(codes), -1, BLOCK)
     return (weights * magnitude[..., None]).to(dtype).flatten(1)
 
 
 @functools.cache
 def compiled_dequantize() -> Callable[..., Tensor]:
-    return torch.compile(dequantize, fullgraph=True, dynamic=False)
+    return torch.compile(_dequantize, fullgraph=True, dynamic=False)
 
 
 @torch.library.custom_op("frozen::nf4_product", mutates_args=())
@@ -90,7 +106,7 @@ def product(x: Tensor, codes: Tensor, scales: Tensor, first: int, compiled: bool
     This is one opaque operator: otherwise torch.compile would save the dequantized weights for backward, in 16 bits or
     more. It saves the codes instead. compiled: dequantizes in one kernel.
     """
-    weights = (compiled_dequantize() if compiled else dequantize)(codes, scales, x.dtype, first)
+    weights = dequantize(codes, scales, x.dtype, first, kept_byte_values(codes.device), compiled)
     return x @ weights if transposed else F.linear(x, weights)
 
 

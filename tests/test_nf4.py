@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._inductor import metrics
 
 from model import nf4
 from parallel import materialize
@@ -85,6 +86,20 @@ def test_the_product_and_its_gradient_are_those_of_the_weights():
     torch.nn.functional.linear(again, weights).square().sum().backward()
     torch.testing.assert_close(out, torch.nn.functional.linear(x, weights))
     torch.testing.assert_close(x.grad, again.grad)
+
+
+@pytest.mark.parametrize("columns", [192, 1024, 64 * 300])  # of the first no row's scales are aligned for float32
+def test_compiled_it_is_one_kernel(columns):
+    """Of every matrix, of a column shard, and of bytes that torch 2.11 has sent as bfloat16."""
+    codes, scales = quantize(torch.randn(24, columns, generator=torch.Generator().manual_seed(0)))
+    torch._dynamo.reset()  # its limit of recompilations is eight
+    first = columns // 3 // 64
+    for c, s, at in ((codes, scales, 0), (codes.bfloat16(), scales.bfloat16(), 0),
+                     (codes[:, 32 * first :], scales, first)):
+        metrics.reset()
+        found = nf4.dequantize(c, s, torch.float32, at, nf4.kept_byte_values(c.device), compiled=True)
+        torch.testing.assert_close(found, nf4.dequantize(c, s, torch.float32, at))
+        assert metrics.generated_kernel_count == 1
 
 
 MODEL = {"dim": 192, "n_heads": 2, "n_kv_heads": 2, "head_dim": 64, "ffn_dim": 384, "vocab_size": 320}
