@@ -20,7 +20,7 @@ from parallel.mesh import on_each_rank
 
 RNG_BLOCK = 65536  # elements drawn from one generator, rounded to full rows
 QUANTIZE_CHUNK = 2**20  # elements quantized at a time, rounded to full rows
-CHECK_CHUNK = 2**24  # elements checked for NaN at a time
+CHECK_CHUNK = 2**24  # elements checked at a time, for NaN and between replicas
 Offsets = tuple[int, ...]  # where a rectangle begins in its full parameter, one number per dimension
 
 

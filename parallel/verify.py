@@ -7,7 +7,7 @@ import itertools
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -16,7 +16,7 @@ import config
 from model.llama import Llama, named_parameters
 from parallel.float8 import tensorwise
 from parallel.fsdp import all_gather_dtype, unit_dtypes, unit_parameters, units, unsharded_parameters
-from parallel.materialize import local_rectangle
+from parallel.materialize import CHECK_CHUNK, local_rectangle
 from parallel.mesh import World, fsdp_mesh
 from parallel.tensor import placement_of
 
@@ -83,18 +83,25 @@ def _check_replicas(parameters: dict[str, nn.Parameter], group: dist.ProcessGrou
     """Compares two bitwise checksums of every local tensor across the ranks of a group."""
     if not parameters or dist.get_world_size(group) == 1:
         return
-    sums = []
-    for param in parameters.values():
-        local = param.detach().to_local() if isinstance(param, DTensor) else param.detach()
-        bits = local.contiguous().view(getattr(torch, f"int{8 * local.itemsize}")).flatten().long()
-        weights = torch.arange(len(bits), device=bits.device) % 65521 + 1  # detects swapped values
-        sums.append(torch.stack([bits.sum(), (bits * weights).sum()]))
-    low = torch.stack(sums).cpu()
+    low = torch.stack([checksums(param.detach().to_local() if isinstance(param, DTensor) else param.detach())
+                       for param in parameters.values()]).cpu()
     high = low.clone()
     dist.all_reduce(low, dist.ReduceOp.MIN, group)
     dist.all_reduce(high, dist.ReduceOp.MAX, group)
     for name, same in zip(parameters, (low == high).all(dim=1).tolist()):
         _require(same, name, "differs between replicas")
+
+
+def checksums(local: Tensor) -> Tensor:
+    """(2) of int64: the sum of a tensor's bits, each element's as an integer, and the sum of these times their
+    positions, which detects swapped values. Some elements at a time: all at once would take 8 bytes for each."""
+    bits = local.contiguous().view(getattr(torch, f"int{8 * local.itemsize}")).flatten()
+    found = torch.zeros(2, dtype=torch.int64, device=bits.device)
+    for start in range(0, len(bits), CHECK_CHUNK):
+        part = bits[start : start + CHECK_CHUNK]
+        found[0] += part.sum()
+        found[1] += torch.arange(start + 1, start + 1 + len(part), device=bits.device).mul_(part).sum()
+    return found
 
 
 def unit_table(rows: list[dict]) -> str:

@@ -821,7 +821,7 @@ def verify_damaged(cases: list[tuple[dict, str]]) -> list[str]:
     from parallel.verify import unit_table, verify_sharding
 
     found = []
-    with process_group() as world:
+    with process_group() as world, mock.patch("parallel.verify.CHECK_CHUNK", 1000):
         for sections, damage in cases:
             cfg = make_config(**sections)
             ours = world_for(cfg, world)

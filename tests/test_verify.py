@@ -1,8 +1,10 @@
 """verify_sharding passes what is right, names what is not, and its unit map has the real sizes."""
 
 import pytest
+import torch
 
-from parallel.verify import unit_table
+from parallel import verify
+from parallel.verify import checksums, unit_table
 from tests import cases
 
 REPLICAS = {"parallel": {"dp_replicate": 2}, "train": {"micro_batch_size": 1}}
@@ -40,6 +42,29 @@ def test_right_models_pass_and_damage_is_named(on_ranks, ranks):
             assert said == [""] * ranks
         else:
             assert any(message in text for text in said), (damage, said)  # a rank that raises ends the others
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+def test_checksums_see_each_bit_and_each_place_in_little_memory(monkeypatch, dtype):
+    """Of 5 chunks and a half: values that differ, and values swapped, within a chunk and between chunks."""
+    monkeypatch.setattr(verify, "CHECK_CHUNK", chunk := 1000)
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(0, 256, (5500 * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    bits.view(dtype)[[0, 999]] = torch.tensor([1, 3]).to(dtype)
+    with cases.Live() as live:
+        right = checksums(bits.view(dtype).view(11, 500))
+    assert len(bits) < live.most < len(bits) + 8 * chunk + 200  # itself, and a chunk's positions
+    for byte in (0, 999 * dtype.itemsize, 1000 * dtype.itemsize, len(bits) // 2, len(bits) - 1):
+        for bit in range(8):
+            damaged = bits.clone()
+            damaged[byte] ^= 1 << bit
+            assert not checksums(damaged.view(dtype)).equal(right)
+    for a, b in (0, 999), (999, 1000), (0, 1000), (499, 4499), (4999, 5000), (5000, 5499), (0, 5499):
+        damaged = bits.view(dtype).clone()
+        assert not (values := damaged[[a, b]].view(torch.uint8).view(2, -1))[0].equal(values[1])
+        damaged[[a, b]] = damaged[[b, a]]
+        assert not checksums(damaged).equal(right), (a, b)
+    assert checksums(bits.clone().view(dtype)).equal(right) and not checksums(bits[:0].view(dtype)).any()
 
 
 def test_unit_map_counts_what_is_gathered(on_ranks):
