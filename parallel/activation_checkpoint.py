@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -21,6 +21,7 @@ from model.llama import Llama
 
 aten = torch.ops.aten
 MATRIX_PRODUCTS = {aten.mm.default, aten.addmm.default, aten._scaled_mm.default, torch.ops.frozen.nf4_product.default}
+GROUPED = aten._grouped_mm.default  # of a mixture of experts: F.grouped_mm()
 ATTENTION = {
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
@@ -107,12 +108,14 @@ def apply_activation_checkpointing(model: Llama, setting: str | int, tp: int = 1
     "none": no block. "full": every block saves only its input. n: every n-th block does; the others save everything.
     "elementwise": every block saves attention and matrix products; it recomputes norms, RoPE and activation function.
     "selective": every block saves attention and every second matrix product; it recomputes the rest.
+    Matrix products are those of linear layers and, numbered apart, grouped ones; batched ones (bmm) are recomputed.
     """
     for i in [i for i in range(len(model.blocks)) if is_checkpointed(setting, i)]:
         model.blocks[i] = checkpointed(model.blocks[i], setting, tp)
 
 
-def checkpointed(block: nn.Module, setting: str | int, tp: int) -> nn.Module:
+def checkpointed(block: nn.Module, setting: str | int, tp: int, also: Collection = ()) -> nn.Module:
+    """also: operators that "elementwise" and "selective" save in any case."""
     contexts = {}
     if setting in KEEP_EVERY:
         linears = [name for name, module in block.named_modules() if isinstance(module, nn.Linear)]
@@ -122,7 +125,8 @@ def checkpointed(block: nn.Module, setting: str | int, tp: int) -> nn.Module:
             kept -= {"attention.o_proj"}  # its output is unreduced, full-sequence: save the reduce-scattered result
         # Save an adapter's A x, which is small. B A x is as large as the base's output but cheap to recompute.
         kept |= {name for name in linears if name.endswith(".lora_a")}
-        contexts["context_fn"] = partial(_save_expensive_ops, {linears.index(name) for name in kept})
+        contexts["context_fn"] = partial(_save_expensive_ops, {linears.index(name) for name in kept},
+                                         KEEP_EVERY[setting], also)
         logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_advice_on_policies)
     return checkpoint_wrapper(block, preserve_rng_state=False, **contexts)  # no dropout: no RNG state
 
@@ -132,18 +136,22 @@ def _is_no_advice_on_policies(record: logging.LogRecord) -> bool:
     return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
-def _save_expensive_ops(kept: set[int]):
+def _save_expensive_ops(kept: set[int], every: int, also: Collection):
     """Contexts for one block's forward and recomputation. kept: indices of matrix products in call order, which is the
     order of named_modules(): see check_matmul_order. The last is never saved: it feeds only the residual add, so
-    backward does not read it (the partitioner drops it when compiled; eager mode would save it for nothing). Of tensor
+    backward does not read it (the partitioner drops it when compiled; eager mode would save it for nothing). Of grouped
+    products each n-th is saved from the first on (every = n), also the last: a router's gradient reads it. Of tensor
     parallelism's two reduce-scatters only the first is saved, because recomputing it would communicate again.
+    also: operators that are saved in any case.
     """
     numbers = defaultdict(itertools.count)  # calls so far per kind, counted apart in recomputation
 
     def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
-        if operator in ATTENTION:
+        if operator in ATTENTION or operator in also:
             return CheckpointPolicy.MUST_SAVE
         if operator in MATRIX_PRODUCTS and next(numbers["product", context.is_recompute]) in kept:
+            return CheckpointPolicy.MUST_SAVE
+        if operator == GROUPED and next(numbers["grouped", context.is_recompute]) % every == 0:
             return CheckpointPolicy.MUST_SAVE
         if operator == REDUCE_SCATTER and next(numbers["reduce-scatter", context.is_recompute]) == 0:
             return CheckpointPolicy.MUST_SAVE

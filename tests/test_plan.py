@@ -153,6 +153,8 @@ def test_work_is_that_of_the_closed_form(cp):
         "--parallel.recompute=none", "--train.global_batch_size=8", f"--parallel.cp={cp}"])
     work = sum((phase.work for phase in simulate(cfg, 8 * cp).phases), simulate_module.Counter())
     attention = 7 * 28 * 24 * 128 * 8192 * 8192 // cp
+    if cp > 1:  # FlexAttention computes the diagonal's blocks in full
+        attention = attention // 64 * 65
     assert work["attention"] == attention  # one FLOP more in seven than the model's own: scores are computed again
     m = cfg.model
     block = 2 * m.dim * (m.n_heads + m.n_kv_heads) * m.width_per_head + 3 * m.dim * m.ffn_dim

@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -37,6 +38,7 @@ class PlanCheck:
         self.cfg, self.world, self.folder = cfg, world, folder
         self.steps, self.since, self.measured, self.process = 0, 0.0, {}, None
         self.first_row, self.done = True, False
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a pipe could fill up before it is read
 
     def count_step(self) -> None:
         self.steps += 1
@@ -58,7 +60,7 @@ class PlanCheck:
         if self.process is None:
             if time.perf_counter() - self.since > LATER:
                 try:
-                    self.process = subprocess.Popen(self.command(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                    self.process = subprocess.Popen(self.command(), stdout=subprocess.PIPE, stderr=self.errors,
                                                     text=True)
                 except OSError as error:  # a limit of processes or memory: no reason to stop training
                     self.done = True
@@ -67,6 +69,10 @@ class PlanCheck:
         if self.process.poll() is None:
             return None
         self.done = True
+        if self.process.returncode == 2:  # this model cannot be planned, which is no fault of the run
+            self.errors.seek(0)
+            log.info("no plan of this run: %s", self.errors.read().strip())
+            return None
         try:
             plan = json.loads(self.process.stdout.read())
         except ValueError:
@@ -99,6 +105,7 @@ class PlanCheck:
                 log.warning("warning: the step's time is more than %.0f %% off the plan", 100 * TIME_OFF)
 
     def close(self) -> None:
+        self.errors.close()
         if self.process:
             self.process.kill()  # a no-op if it has ended
             self.process.communicate()

@@ -64,6 +64,8 @@ def planned(cfg: config.Config, ranks: int, asked: Asked, epoch: float | None = 
     cluster = Cluster(asked.gpu or device("H100"), asked.gpus_per_node, shape)
     moments = timeline(step.phases, cfg, cluster)
     seconds, tokens = step_seconds(moments), config.tokens_per_step(cfg) / ranks
+    uncounted = sum((Counter({name: n * phase.times for name, n in phase.uncounted.items()}) for phase in step.phases),
+                    Counter())
     computed = step_seconds(timeline(step.phases, cfg, cluster, waiting=False))
     best = step_seconds(timeline(step.phases, cfg, cluster, waiting=False, best=True))
     kinds, over = ("all_gather", "reduce_scatter", "all_reduce"), ("dp_shard", "dp_replicate", "cp", "tp")
@@ -82,6 +84,7 @@ def planned(cfg: config.Config, ranks: int, asked: Asked, epoch: float | None = 
         "tokens_per_step": config.tokens_per_step(cfg),
         "steps_per_epoch": epoch / cfg.train.global_batch_size if epoch else None,
         "flops_per_token": flops,
+        "counted_flops_per_token": sum(phase.work["model"] * phase.times for phase in step.phases[:-1]) / tokens,
         "collectives_per_step": {kind: tuple(sum(sent[dim, kind, what] for dim in over) for what in ("number", "bytes"))
                                  for kind in kinds},
         "traffic_per_step": {dim: {"ranks": cluster.within(dim)[0], "ranks_in_a_node": cluster.within(dim)[1],
@@ -98,7 +101,13 @@ def planned(cfg: config.Config, ranks: int, asked: Asked, epoch: float | None = 
             "the time of copies to the host, and of the update there",
             "of host memory, what torch rounds pinned parameters and gradients up to: powers of two, each"
         ] * cfg.parallel.cpu_offload + [
-            f"state of {step.optimizer} that optim.build_optimizer does not make"] * (not step.state_is_made),
+            f"state of {step.optimizer} that optim.build_optimizer does not make"] * (not step.state_is_made) + [
+            "what masks by data, such as document numbers, save of attention: each sequence is planned as one document"
+        ] * step.masks_by_data + [
+            f"the FLOP of {name}: {calls:,} calls a step, the first in {step.first[name]}; the time is too short, and "
+            "speed and MFU too high" for name, calls in uncounted.items()],
+        "operators_not_counted": [{"operator": name, "calls": calls, "first_in": step.first[name]}
+                                  for name, calls in uncounted.items()],
     }
     hours = seconds * cfg.train.steps * ranks / 3600
     timed = {"step_seconds": seconds, "tokens_per_second_per_device": tokens / seconds,

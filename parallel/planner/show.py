@@ -8,6 +8,7 @@ from parallel.planner.devices import Moment
 from parallel.planner.plan import GIB, Asked
 
 BAR = 40  # characters of the longest bar
+OTHER_FLOP = 0.05  # of MFU's FLOP, where those that the time has are shown too
 COLORS = {"parameters": "#4c78a8", "optimizer state": "#72b7b2", "gradients": "#54a24b", "gathered units": "#eeca3b",
           "reductions": "#f58518", "activations": "#e45756", "working memory": "#b279a2"}
 
@@ -21,7 +22,9 @@ def table(row: dict, cfg: config.Config, asked: Asked) -> str:
         ("tokens per step", f"{row['tokens_per_step']:,} = {t.global_batch_size} sequences of {t.seq_len}"),
         ("micro-batches", f"{row['accumulation_steps']} of {row['micro_batch_size']} sequences per rank and step"),
         ("steps per epoch", f"{epoch:,.1f}" if epoch else "known when the data is prepared"),
-        ("FLOP per token", f"{row['flops_per_token']:,}"),
+        ("FLOP per token", f"{row['flops_per_token']:,}" + (
+            f" in MFU, by flops_per_token; the plan's time has {row['counted_flops_per_token']:,.0f}"
+            if abs(row["counted_flops_per_token"] / row["flops_per_token"] - 1) > OTHER_FLOP else "")),
         ("between steps", "per rank, the largest" + ", in host memory" * (row["host_gib"] > 0)),
         *((f"  {what}", f"{row[f'{what}_bytes_per_rank'] / GIB:10.3f} GiB")
           for what in ("parameter", "gradient", "optimizer")),

@@ -12,7 +12,7 @@ and float32 intermediates stay in registers. Without activation checkpointing it
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,9 +20,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -30,6 +35,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_iter
 
 import config
+from config import ConfigError
 from model.float8 import use_float8
 from model.llama import Llama, meta_model
 from model.loss import CHUNK
@@ -40,7 +46,9 @@ from parallel.fsdp import set_gradient_sync, unshard_first_units
 from parallel.materialize import allocate
 from parallel.mesh import World, build_mesh
 from parallel.parallelize import parallelize
-from parallel.planner.counted import Counted, Phase
+from parallel.planner.blocks import kinds_of_blocks, shortened
+from parallel.planner.counted import FORMULAS, Counted, Phase
+from parallel.planner.masks import flex_attention_patches
 
 
 class FakeFloat8Shard(Float8AllGather, FakeTensor):
@@ -53,36 +61,48 @@ class Step:
     held: Counter  # bytes of this rank's parameters, gradients and optimizer state between steps
     optimizer: str
     state_is_made: bool  # for every trainable parameter
+    first: dict[str, str]  # where each uncounted operator is called first
+    masks_by_data: bool  # whether what a mask of FlexAttention keeps depends on data
 
     def peak(self) -> Phase:
         return max(self.phases, key=lambda phase: phase.peak.total())
 
 
 def simulate(cfg: config.Config, ranks: int, on_gpu: bool = True, whole: bool = False) -> Step:
-    """No process group may exist yet. whole: run every block. Raises ConfigError for an invalid mesh."""
+    """No process group may exist yet. whole: run every block. Raises ConfigError for an invalid mesh, and for a model
+    whose shapes depend on values."""
     p, blocks = cfg.parallel, cfg.model.n_layers
-    period = p.recompute if isinstance(p.recompute, int) else 1
     edge = max(p.prefetch_forward, p.prefetch_backward, 1)  # blocks whose prefetch involves the embedding or the head
-    few = 2 * edge + 1 + period
-    few += (blocks - few) % period
-    numbered = any({*"0123456789?["} & {*pattern} for pattern in (*cfg.model.freeze, *p.keep_fp32, *p.unsharded))
-    whole = whole or numbered or few >= blocks
     # drop what DTensor caches for an earlier simulation's meshes, whose process groups are destroyed
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         world = World(0, ranks, torch.device("cpu"), build_mesh("cpu", config.mesh_shape(cfg, ranks)))
-        if not whole:
-            found, of_blocks = run(replace(cfg, model=replace(cfg.model, n_layers=few)), world, on_gpu)
-            whole = any(kind != "all_reduce" for _, kind, _ in found.phases[-1].sent)  # its optimizer sends matrices
-        if whole:
+        few = None if whole else shortened(partial(kinds_of_blocks, cfg, world, on_gpu), blocks, edge)
+        if few:
+            found, of_blocks = run(replace(cfg, model=replace(cfg.model, n_layers=few.blocks)), world, on_gpu)
+            sends_matrices = any(kind != "all_reduce" for _, kind, _ in found.phases[-1].sent)  # its optimizer does
+            if sends_matrices or not repeats(found.phases, few.middle):
+                few = None
+        if not few:
             return run(cfg, world, on_gpu)[0]
     finally:
         dist.destroy_process_group()
-    middle, times = range(edge + 1, edge + 1 + period), (blocks - few) // period
-    more = [sum(counts, Counter()) for counts in zip(*(of_blocks[i] for i in middle))]
-    return extrapolated(found, *more, middle, times, blocks)
+    more = [sum(counts, Counter()) for counts in zip(*(of_blocks[i] for i in few.middle))]
+    return extrapolated(found, *more, few.middle, (blocks - few.blocks) // len(few.middle), blocks)
+
+
+def repeats(phases: list[Phase], middle: range) -> bool:
+    """Whether the middle blocks work and send as do as many that follow them: what tells blocks apart, but not in
+    their forward's operators, shows here."""
+    def of_blocks(first: int) -> list[tuple]:
+        names = {f"{way} block {first + i}": (way, i) for way in ("forward", "backward") for i in range(len(middle))}
+        found = [(names[phase.name], phase) for phase in phases if phase.name in names]
+        return sorted((name, phase.times, *(sorted((+counts).items()) for counts in (
+            phase.work, phase.sent, phase.uncounted))) for name, phase in found)
+
+    return of_blocks(middle.start) == of_blocks(middle.stop)
 
 
 def extrapolated(step: Step, more: Counter, taken: Counter, middle: range, times: int, blocks: int) -> Step:
@@ -104,11 +124,12 @@ def extrapolated(step: Step, more: Counter, taken: Counter, middle: range, times
         name = f"{kind} block {next(numbers[kind])}" if block else phase.name
         found.append(replace(phase, name=name, peak=plus(phase.peak, offset), end=end))
     held = plus(step.held, more, times)
-    update = found[-1]  # its work grows with the parameters
-    share = held["parameters"] / step.held["parameters"]
+    update = found[-1]  # its work grows with the trained parameters
+    share = held["gradients"] / step.held["gradients"]
     scales = {key: more["scales"] for key in update.sent if key == ("dp_shard", "all_reduce", "bytes")}
     found[-1] = replace(update, end=Counter({**update.end, "gradients": 0}), sent=plus(update.sent, scales, times),
-                        work=Counter({kind: share * work for kind, work in update.work.items()}))
+                        work=Counter({kind: share * work for kind, work in update.work.items()}),
+                        uncounted=Counter({name: round(share * calls) for name, calls in update.uncounted.items()}))
     return replace(step, phases=found, held=held)
 
 
@@ -126,10 +147,13 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tupl
     on_host = {"parameters", "optimizer state", "gradients"} if p.cpu_offload else set()
     counted = Counted(fake, dimensions, on_host, granularity=512 if on_gpu else 1)
     with contextlib.ExitStack() as stack:
-        for patch in [*without_storage(counted), *(gpu_code_paths(cfg, counted) if on_gpu else ())]:
+        for patch in [values_refused(counted), *without_storage(counted),
+                      *(gpu_code_paths(cfg, counted) if on_gpu else ())]:
             stack.enter_context(patch)
         model = meta_model(cfg.model, cfg.lora)
         parallelize(model, replace(cfg, parallel=replace(p, compile=False)), world)
+        counted.names = {module: name.replace("_checkpoint_wrapped_module.", "")
+                         for name, module in model.named_modules()}
         model.head.compile_loss = p.compile and on_gpu
         stack.enter_context(fake)
         stack.enter_context(counted)
@@ -152,7 +176,9 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tupl
             unshard_first_units(model, p)
             set_gradient_sync(model, p, world, last)
             ids = torch.zeros(sequences, cfg.train.seq_len // world.cp, dtype=torch.int64)
-            model(ids, ids)[0]["loss"].backward()
+            documents = torch.zeros(sequences, cfg.train.seq_len, dtype=torch.int64) if cfg.data.document_mask else None
+            positions = torch.zeros_like(ids) if world.cp > 1 or cfg.data.document_mask else None
+            model(ids, ids, positions, documents)[0]["loss"].backward()
         counted.times = 1
         begin("update")
         if p.cpu_offload:
@@ -162,7 +188,23 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tupl
         update_scales(model)
         optimizer.zero_grad()
         begin("end")
-    return Step(counted.phases[1:-1], held, type(optimizer).__name__, not stateless), of_blocks
+    return Step(counted.phases[1:-1], held, type(optimizer).__name__, not stateless, counted.first,
+                counted.by_data), of_blocks
+
+
+@contextlib.contextmanager
+def values_refused(counted: Counted) -> Iterator[None]:
+    """Turns torch's errors about operators that need values, which fake tensors lack, into a ConfigError."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+        frames, trace = [], error.__traceback__
+        while trace:
+            frames, trace = [*frames, trace.tb_frame], trace.tb_next
+        module = next(filter(None, map(counted.module_of, reversed(frames))), "the step")
+        raise ConfigError(f"--dry-run: {error.func} in {module}, {counted.phases[-1].name}: a plan has shapes and no "
+                          "values, which this operator needs (or it has no fake implementation); the model trains, but "
+                          "cannot be planned; torch's grouped_mm() or products with masks have fixed shapes") from None
 
 
 def without_storage(counted: Counted) -> list:
@@ -199,23 +241,22 @@ def watch(model: Llama, counted: Counted, compiled: bool) -> Callable[[str], Non
         if getattr(module, "keeps_inputs", False):
             counted.keeping = counted.kept[f"backward {name}"] = []
 
+    def backward(name: str, gradient: Tensor) -> None:
+        if counted.phases[-1].name != f"backward {name}":  # once, if the block returns terms of the loss, too
+            begin(f"backward {name}")
+
     def after(name: str, module: nn.Module, args: tuple, output: Any) -> None:
         counted.keeping = None
         for tensor in tree_iter(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 counted.mark([tensor], "working memory")  # also in float32: it leaves a compiled block's registers
-                tensor.register_hook(lambda gradient: begin(f"backward {name}"))
+                tensor.register_hook(partial(backward, name))
 
     modules = {"embedding": model.embedding, "head": model.head}
     for name, module in [*modules.items(), *((f"block {i}", block) for i, block in enumerate(model.blocks))]:
         module.register_forward_pre_hook(partial(before, name), prepend=True)
         module.register_forward_hook(partial(after, name))
     return begin
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-    """Stands in for FlexAttention: half of all pairs, which is what a document mask needs at most."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def gpu_code_paths(cfg: config.Config, counted: Counted) -> list:
@@ -225,8 +266,7 @@ def gpu_code_paths(cfg: config.Config, counted: Counted) -> list:
         mock.patch("torch.addmm", partial(wide_addmm, counted)),
         mock.patch.dict(CHUNK, cpu=CHUNK["cuda"]),
         mock.patch("parallel.parallelize.use_float8", lambda blocks, recipe, _: use_float8(blocks, recipe, "cuda")),
-        mock.patch("parallel.context.make_mask", lambda *unused: None),
-        mock.patch("parallel.context.attention", causal_attention),
+        *flex_attention_patches(counted),
     ]
     if cfg.parallel.compile:
         patches += [
@@ -250,7 +290,7 @@ def one_kernel(counted: Counted, function: Callable, *args: Any) -> Any:
 
 def wide_addmm(counted: Counted, total: Tensor, a: Tensor, b: Tensor, **unused: Any) -> Tensor:
     """The loss's torch.addmm() with out_dtype and out=total, for which torch 2.11 cannot infer shapes."""
-    counted.compute(torch.ops.aten.mm.default, (a, b), total)
+    counted.multiply(torch.ops.aten.mm.default, (a, b), total)
     return total
 
 
@@ -264,5 +304,5 @@ def keep_products(counted: Counted, model: Llama, setting: str | int, tp: int) -
     for i in [i for i in range(len(model.blocks)) if not is_checkpointed(setting, i)]:
         model.blocks[i].register_forward_pre_hook(recomputing(True))
         model.blocks[i].register_forward_hook(recomputing(False), always_call=True)
-        model.blocks[i] = checkpointed(model.blocks[i], "elementwise", tp)
+        model.blocks[i] = checkpointed(model.blocks[i], "elementwise", tp, FORMULAS)
         model.blocks[i].keeps_inputs = True
