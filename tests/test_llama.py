@@ -11,7 +11,8 @@ import config
 import hf_config
 from config import ConfigError
 from model.hf_weights import hf_name
-from model.llama import Llama, flops_per_token, meta_model, parameter_count, rope_tables
+from model.llama import Llama, RMSNorm, flops_per_token, meta_model, parameter_count, rope_tables
+from parallel.materialize import materialize
 from tests.conftest import REPO, make_config
 
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
@@ -146,6 +147,47 @@ def test_initial_distributions():
         assert model.init_distribution(name) == wanted, name
     tied = Llama(make_config(model={"tie_embeddings": True}).model)
     assert tied.init_distribution("embedding.weight") == (48**-0.5, 3.0)
+
+
+def normalized(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    x, weight = x.double(), weight.double()
+    return x / (x.square().sum(-1, keepdim=True) / x.shape[-1] + eps).sqrt() * weight
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found.double() - expected).abs() / expected.abs()).max().item()
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 2**-8 * 1.001)])
+def test_rms_norm_of_bfloat16_has_statistics_in_float32(dtype, bound):
+    """bound: of its one rounding, to the weight's dtype, by at most half of the last place; the weights are powers of
+    two, which round nothing. Statistics in bfloat16 would round the factor, too."""
+    norm = RMSNorm(512, 1e-5).to(dtype)
+    scales = 10.0 ** torch.linspace(-4, 3, 64)[:, None]  # of small ones epsilon is all there is
+    x = (torch.randn(64, 512, generator=torch.Generator().manual_seed(0)) * scales).bfloat16()
+    with torch.no_grad():
+        norm.weight.copy_(2.0 ** (torch.arange(512) % 5 - 2))
+        assert norm(x).dtype == dtype and relative(norm(x), normalized(x, norm.weight, 1e-5)) <= bound
+
+
+def test_every_norm_of_a_model_in_bfloat16_has_its_statistics_in_float32():
+    m = make_config(model={"norm_eps": 1e-3}).model
+    model, seen = Llama(m), {}
+    materialize(model, 0, torch.device("cpu"))
+    model.bfloat16()
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda module, args, out, name=name: seen.update({name: (args, out)}))
+    with torch.no_grad():
+        model(torch.arange(128)[None])
+    norms = {name: module for name, module in model.named_modules() if isinstance(module, RMSNorm)}
+    assert len(norms) == 2 * m.n_layers + 1
+    for name, norm in norms.items():
+        (x,), out = seen[name]
+        assert x.dtype == out.dtype == torch.bfloat16
+        assert relative(out, normalized(x, norm.weight, 1e-3)) <= 2**-8 * 1.001, name
+    for block in ("blocks.0", "blocks.1"):
+        for part in ("attention", "feed_forward"):
+            assert seen[f"{block}.{part}"][0][0] is seen[f"{block}.{part}_norm"][1]
 
 
 def test_a_parameter_without_an_initial_distribution_is_named():
