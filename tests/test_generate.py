@@ -17,8 +17,9 @@ import pytest
 import torch
 
 import config
-from checkpoint import catalog
+from checkpoint import catalog, load
 from config import ConfigError
+from data.show import printable
 from data.tokenizer import Tokenizer
 from model import generate as tool
 from model.attention import Cache
@@ -267,6 +268,22 @@ def test_tool_writes_from_a_checkpoint_and_from_its_run(checkpoint, capsys):
     options = ("--tokens", 12, "--top-p", 0.5)
     assert run(capsys, checkpoint, "--prompt", "a", *options, "--seed", 1) != run(
         capsys, checkpoint, "--prompt", "a", *options, "--seed", 2)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tokens": 9}, {"temperature": 1.7}, {"top-p": 0.5}, {"seed": 3}], ids=str)
+def test_tool_samples_as_each_option_says(checkpoint, capsys, changes):
+    """Alone among the defaults, each gives the text that recomputing every token gives."""
+    tokenizer, model = Tokenizer(checkpoint), Llama(catalog.read_config(checkpoint).model)
+    load.restore(checkpoint, model, None)
+    options, expected = {"tokens": 128, "temperature": 0.8, "top-p": 1.0, "seed": 0, **changes}, ""
+    for row, prompt in enumerate(("the cat", "a dog sat")):
+        ids = encode(tokenizer, prompt)
+        new = recomputed(model, ids, row, options["tokens"], 32, options["temperature"], options["top-p"],
+                         options["seed"])
+        end = next((i for i, token in enumerate(new) if token in tokenizer.eos), None)
+        expected += f"=== prompt {row + 1} of 2\n{printable(tokenizer.decode(ids + new[:end]))}\n"
+    words = [word for name, value in changes.items() for word in (f"--{name}", value)]
+    assert run(capsys, checkpoint, "--prompt", "the cat", "--prompt", "a dog sat", *words)[:2] == (0, expected)
 
 
 def test_tool_ends_a_text_at_any_eos_token_of_an_imported_folder(checkpoint, tmp_path, monkeypatch, capsys):
