@@ -34,7 +34,7 @@ from lifecycle.command import Ranks
 from lifecycle.signals import Interruption
 from model import generate, hf, hf_tokenizer
 from model.hf_tokenizer import fast_tokenizer_files, read_sentencepiece
-from model.hf_weights import hf_name, weights_to_read
+from model.hf_weights import Stored, Weights, hf_name, weights_to_read
 from model.llama import Llama, named_parameters
 from optim import build_optimizer, learning_rate
 from tests import cases, hf_cases
@@ -251,6 +251,19 @@ def test_a_node_may_have_its_own_copy_of_the_weights_but_not_others(on_ranks, fo
     weights(lambda t: t[NORM].mul_(3))(copies[1])
     for told in on_ranks(2, hf_cases.with_another_copy, [*map(str, copies)]):
         assert told.startswith("rank 1 has model.safetensors = ") and told.endswith("all nodes need the same weights")
+
+
+def test_copies_that_differ_in_any_sixteenth_are_told_apart(tmp_path):
+    """Also where a file is larger than what is read of it: as of two fine-tunings with the same embedding in front."""
+    path, size = tmp_path / "model.safetensors", 2**22
+
+    def digest(content: bytes) -> str:
+        path.write_bytes(content)
+        return Weights({"head.weight": Stored(path, HEAD, "F32", [])}).file_digests()[path.name]
+
+    first, part = bytes(size), size // 16
+    found = {digest(first[: i * part] + b"\1" * part + first[(i + 1) * part :]) for i in range(16)}
+    assert len(found | {digest(first), digest(first + b"\0")}) == 18 and digest(first) == digest(first)
 
 
 # The configuration
