@@ -1032,9 +1032,13 @@ def test_torchruns_name_is_the_same_for_all_ranks_that_it_starts_and_for_no_othe
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     rank = [sys.executable, "-c", "from lifecycle.command import torchrun_id; print(torchrun_id())"]
     shell = ["bash", "-c", '"$@"; exit $?', "bash", *rank]  # another parent
+    before = time.clock_gettime(time.CLOCK_BOOTTIME)
     ours, restarted, other = (subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout
                               for command in (rank, rank, shell))
     assert ours == restarted != other and ours.startswith("torchrun-") and f"-{os.getpid()}-" in ours
+    # in a container, where every torchrun may have the same number, the time since boot at which it began differs
+    began = [int(name.rpartition("-")[2]) / os.sysconf("SC_CLK_TCK") for name in (ours, other)]
+    assert 0 < began[0] < before < began[1] + 0.02 and began[1] < time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @pytest.mark.parametrize("before, resume", [("6.0.a", 2), ("7.0.a", "auto"), (None, 2)])
