@@ -413,6 +413,26 @@ def not_finite_at_the_end() -> list[str]:
     return told
 
 
+def samples_by_who_has_the_tokenizer(who: list[list[int]]) -> list[bool]:
+    """Whether this rank generates the sample, which all ranks must or none, where these ranks can load the tokenizer;
+    of the others the first cannot, and the second's does not encode."""
+    import evaluate
+
+    found = []
+    with (process_group() as world, mock.patch("data.tokenizer.Tokenizer") as tokenizer,
+          mock.patch("evaluate.continue_text", return_value="") as generated, mock.patch("evaluate.reshard")):
+        dataset = mock.Mock(names=[], tokenizer_files=[pathlib.Path("tokenizer.model")])
+        for ranks in who:
+            able = world.rank in ranks
+            tokenizer.side_effect = None if able or world.rank else ConfigError("no package for it")
+            tokenizer.return_value.encode.side_effect = None if able else ConfigError("not this text")
+            tokenizer.return_value.encode.return_value = [[1]]
+            generated.reset_mock()
+            evaluate.log_sample(torch.nn.Identity(), make_config(), world, dataset)
+            found.append(generated.called)
+    return found
+
+
 def timeouts() -> set[float]:
     """Seconds, of all process groups that a run makes."""
     cfg = make_config(run={"start_timeout_seconds": 7200.0}, parallel={"dp_replicate": 2, "cp": 2})

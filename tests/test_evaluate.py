@@ -9,6 +9,7 @@ import torch
 
 import evaluate
 from config import ConfigError
+from tests import cases
 from tests.conftest import make_config
 
 WORLD = SimpleNamespace(rank=0, size=1, dp_rank=0, dp_size=1, cp=1, tp=1, device=torch.device("cpu"))
@@ -59,3 +60,8 @@ def test_a_tokenizer_that_cannot_encode_the_prompt_fails_no_run(tmp_path, monkey
     monkeypatch.setattr(evaluate, "continue_text", lambda *_: pytest.fail("must not be called"))
     dataset = SimpleNamespace(names=[], tokenizer_files=[tmp_path / "t"])
     evaluate.log_sample(Untrained(), make_config(), WORLD, dataset)
+
+
+def test_all_ranks_generate_the_sample_or_none_does(on_ranks):
+    """Generating communicates: a rank alone would wait for the others."""
+    assert on_ranks(2, cases.samples_by_who_has_the_tokenizer, [[0], [1], [], [0, 1]]) == [[False] * 3 + [True]] * 2

@@ -165,6 +165,22 @@ def test_every_split_equals_the_plain_loop(trained, ranks, name, corpus, folders
         assert ours["batch_digest"] == theirs["batch_digest"]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_without_a_target_has_no_loss_and_changes_no_weight(on_ranks, prepared, corpus, tmp_path, ranks):
+    """Each token is a document of its own, which no other predicts, but for the first two: in a later step's window."""
+    data = shutil.copytree(prepared, tmp_path / "data")
+    tokens = open_stream(data, "train", 320).length
+    torch.arange(2, tokens + 1).numpy().tofile(data / "train.ends.bin")
+    sections = {"data": {"source": str(corpus), "path": str(data), "document_mask": True}, "checkpoint": {},
+                "train": {"steps": 2, "micro_batch_size": 2}, "optim": {"weight_decay": 0.0}}
+    found = on_ranks(ranks, cases.train_all, {"none": sections}, str(tmp_path))[0]["none"]
+    assert [(row["loss"], row["grad_norm"], row["lr"] > 0) for row in found] == [(None, 0.0, True)] * 2
+    fresh, trained = Llama(make_config().model), weights(tmp_path / f"{ranks}/none", 2)
+    materialize(fresh, 0, torch.device("cpu"))
+    assert all(torch.equal(trained[f"model.{name}"], p) for name, p in fresh.named_parameters())
+    assert all(tensor.isfinite().all() for tensor in trained.values())
+
+
 def test_auto_precision_is_decided_by_all_ranks_and_kept(on_ranks, prepared, corpus, tmp_path):
     """float32 where one rank's device has no bfloat16 units; what is decided stands in config.toml and in the
     checkpoint, and a resume and an evaluation keep it whatever their devices have."""
