@@ -210,6 +210,38 @@ def test_weights_changed_after_the_call_do_not_reach_the_file(on_ranks, tmp_path
     assert on_ranks(2, overwrite_while_saving, tmp_path) == [(True, True)] * 2
 
 
+def order_of_a_save_behind_the_training(folder) -> list[str]:
+    """What two saves do to the device, and when they copy and write. The second reuses the memory of the first."""
+    events, copy = [], torch.Tensor.copy_
+    with ready(folder, async_save=True) as (_, model, optimizer, checkpointer):
+        def copied(held, *arguments, **keywords):
+            events.append("copy")
+            return copy(held, *arguments, **keywords)
+
+        def written(saver, *arguments) -> None:
+            events.append("write")
+
+        def chosen(device) -> None:
+            assert device == checkpointer.world.device and threading.current_thread() is not threading.main_thread()
+            events.append("set_device")
+
+        with (mock.patch.object(torch.Tensor, "copy_", copied), mock.patch.object(Saver, "write", written),
+              mock.patch.object(torch.cpu, "synchronize", lambda: events.append("synchronize")),
+              mock.patch.object(torch.cpu, "set_device", chosen)):
+            for step in (1, 2):
+                checkpointer.save(State(step), model, optimizer, stopping=False)
+                checkpointer.log_last_save(wait=True)
+    return events
+
+
+def test_a_save_behind_the_training_waits_for_the_copies(on_ranks, tmp_path):
+    """Of which the device may still be making some. The saver's thread has a current device of its own, which would
+    be the first."""
+    (events,) = on_ranks(1, order_of_a_save_behind_the_training, tmp_path)
+    copies = events.index("synchronize")
+    assert copies > 20 and events == 2 * [*["copy"] * copies, "synchronize", "set_device", "write"]
+
+
 def save_while_saving(folder) -> list[bool]:
     """Does each of two checkpoints hold what the weights were at its save(), of which the second comes too early."""
     released, original = threading.Event(), Writer.write_data
