@@ -18,7 +18,7 @@ import config
 import data.show
 from config import IGNORE, ConfigError
 from data.loader import Loader, make_order, sample_digest, validation_batches
-from data.order import Place
+from data.order import Permutation, Place
 from data.tokenizer import Tokenizer
 from data.tokens import TokenStream, open_stream, read_manifest, window_count
 from tests.conftest import REPO, config_for, make_config, prepare_one, run_tool
@@ -32,6 +32,7 @@ def test_every_sample_once_an_epoch_for_any_split(prepared):
     loaders = [Loader(cfg, [stream], [1.0], rank, 4, 1, False) for rank in range(4)]
     alone = Loader(cfg, [stream], [1.0], 0, 1, 1, False)
     seen = [alone.order(k).window for k in range(3 * windows)]
+    assert seen == [Permutation(windows, 5, k // windows)(k % windows) for k in range(3 * windows)]  # of the run's seed
     epochs = [seen[i * windows : (i + 1) * windows] for i in range(3)]
     assert all(sorted(epoch) == list(range(windows)) for epoch in epochs)
     assert len(set(map(tuple, epochs))) == 3
@@ -120,6 +121,14 @@ def test_evaluation_reads_every_held_out_target_once(prepared, ranks, batches):
     _, ids = stream.read(0, stream.length)
     expected = ids[1 : 8 * 32 + 1].tolist() if batches == 1 else ids[1:].tolist()
     assert sorted(valid) == sorted(expected)
+
+
+@pytest.mark.parametrize("tokens, steps", [(1, 0), (2, 1), (256, 1), (257, 1), (258, 2)])
+def test_evaluation_makes_no_step_without_a_target(tmp_path, tokens, steps):
+    """Of 8 samples of 32 targets each: 257 tokens have 256 targets."""
+    found = [*validation_batches(stream_of([1] * tokens, tmp_path), make_config(eval={}), 0, 1)]
+    assert len(found) == steps * config.accumulation_steps(make_config(), 1)
+    assert sum(int((targets != IGNORE).sum()) for _, targets in found) == tokens - 1
 
 
 def test_evaluation_keeps_to_documents_as_training_does(prepared):

@@ -328,6 +328,7 @@ def fail_and_continue(folder) -> list:
     """For both ways of saving, how each of three saves ended, the second of which fails on rank 1 alone."""
     found, original = [], Writer.write_data
     with ready(folder) as (_, model, optimizer, first):
+        told = f"no space for rank {first.world.rank}"
         for asynchronous in (False, True):
             cfg = configured(folder / str(asynchronous), async_save=asynchronous)
             checkpointer = Checkpointer(cfg, first.world, [], [])
@@ -342,8 +343,8 @@ def fail_and_continue(folder) -> list:
                 checkpointer.save(State(step), model, optimizer, stopping=False)
                 checkpointer.log_last_save(wait=True)
                 found.append(sorted(p.name for p in catalog.root(cfg).iterdir()))
-            Writer.write_data = lambda *arguments: (_ for _ in ()).throw(OSError(28, "no space, it is said"))
-            with pytest.raises(SaveFailed, match="the last checkpoint was not saved.*no space"):
+            Writer.write_data = lambda *arguments: (_ for _ in ()).throw(OSError(28, told))
+            with pytest.raises(SaveFailed, match="the last checkpoint was not saved.*rank 0: .*no space for rank 0"):
                 checkpointer.save(State(4), model, optimizer, stopping=True)
             Writer.write_data = original
     return found
@@ -355,6 +356,9 @@ def test_a_failed_save_fails_on_all_ranks_and_leaves_the_others(on_ranks, tmp_pa
         assert part[0] == (1, None) and part[4] == (3, None) and part[2][0] == 2
         assert "step-00000002: rank 1: OSError: [Errno 28] no space, it is said" in part[2][1]
         assert part[1::2] == [["step-00000001"], ["step-00000001"], ["step-00000001", "step-00000003"]]
+    for asynchronous in ("False", "True"):
+        state = catalog.read_state(tmp_path / asynchronous / "r/checkpoints/step-00000003")
+        assert (state["step"], state["ranks"], state["torch"]) == (3, 2, torch.__version__)
 
 
 @pytest.mark.parametrize("value, finite", [(1.0, True), (float("nan"), False), (float("inf"), False),
@@ -410,7 +414,9 @@ def keep(folder, cases_of) -> list[tuple[list[int], list[str]]]:
                 (catalog.root(cfg) / "step-00000005").symlink_to(outside)
             torch.distributed.barrier()
             saver.write(40, tensors_of(model, optimizer), {"step": 40, "config": {}})
-            saver.purge()
+            with mock.patch.object(catalog, "problems_of", side_effect=catalog.problems_of) as looked:
+                saver.purge()
+            assert catalog.path_of(cfg, 40) not in [call.args[0] for call in looked.call_args_list]  # just written
             told = list(warnings)
             with mock.patch.object(catalog, "problems_of", side_effect=catalog.problems_of) as looked:
                 saver.purge()  # what was found bad does not count the next time; what was found good is not read again
@@ -489,18 +495,21 @@ def test_a_run_that_stops_waits_for_no_purge(on_ranks, tmp_path):
     assert on_ranks(1, stop_while_purging, tmp_path) == [[1, 2, 3]]
 
 
-def gather_while_saving(folder) -> tuple[list[int], list[int]]:
-    """(what training gathers from the ranks, the checkpoints) where rank 1's save begins before it, rank 0's after."""
-    began, gathered, write = threading.Event(), threading.Event(), Saver.write
+def gather_while_saving(folder, where) -> tuple[list[int], list[int]]:
+    """(what training gathers from the ranks, the checkpoints) where rank 1's save, or DCP's part of it, begins before
+    training gathers, rank 0's after."""
+    began, gathered = threading.Event(), threading.Event()
+    owner, name = {"save": (Saver, "write"), "DCP": (save.dcp, "save")}[where]
+    write = getattr(owner, name)
     with ready(folder, async_save=True) as (cfg, model, optimizer, checkpointer):
         rank = checkpointer.world.rank
 
-        def noted(*arguments):
+        def noted(*arguments, **keywords):
             began.set()
             assert rank == 1 or gathered.wait(60)
-            write(*arguments)
+            write(*arguments, **keywords)
 
-        with mock.patch.object(Saver, "write", noted):
+        with mock.patch.object(owner, name, noted):
             checkpointer.save(State(1), model, optimizer, stopping=False)
             began.wait(60)
             time.sleep(0.5 * rank)
@@ -510,8 +519,25 @@ def gather_while_saving(folder) -> tuple[list[int], list[int]]:
         return found, catalog.steps(cfg)
 
 
-def test_a_save_behind_the_training_talks_past_it(on_ranks, tmp_path):
-    assert on_ranks(2, gather_while_saving, tmp_path, timeout=30) == [([0, 1], [1])] * 2
+@pytest.mark.parametrize("where", ["save", "DCP"])
+def test_a_save_behind_the_training_talks_past_it(on_ranks, tmp_path, where):
+    assert on_ranks(2, gather_while_saving, tmp_path, where, timeout=30) == [([0, 1], [1])] * 2
+
+
+def test_a_folder_whose_new_name_is_not_on_disk_keeps_the_old_one(tmp_path, monkeypatch):
+    """Else a checkpoint that has failed, and may be lost in a power cut, would count as one."""
+    sync, made = files.sync, tmp_path / ".c.tmp"
+    made.mkdir()
+
+    def refused(path) -> None:
+        if (tmp_path / "c").exists():
+            raise OSError(errno.EIO, "no")
+        sync(path)
+
+    monkeypatch.setattr(files, "sync", refused)
+    with pytest.raises(OSError, match="no"):
+        files.publish(made, tmp_path / "c")
+    assert [path.name for path in tmp_path.iterdir()] == [".c.tmp"]
 
 
 @pytest.mark.parametrize("number, ours", [
