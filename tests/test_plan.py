@@ -252,7 +252,8 @@ def test_json_has_what_the_contract_names(capsys):
     assert row["accumulation_steps"] == 16 and row["tokens_per_step"] == 128 * 8192 and row["steps_per_epoch"] is None
     assert row["peak_gib"] == pytest.approx(sum(row["parts_gib"].values())) and row["peak_at"] == "backward head"
     nothing = ("step_seconds", "tokens_per_second_per_device", "mfu", "fits")
-    assert [row[name] for name in nothing] == [None] * 4
+    assert [row[name] for name in nothing] == [None] * 4 and row["operators_not_counted"] == []
+    assert row["counted_flops_per_token"] == row["flops_per_token"]
     several = json.loads(dry_run(capsys, CONFIGS / "llama8b.toml", "--world-size=8,32", "--json", "--gpu", "H100")[1])
     assert [row["world_size"] for row in several] == [8, 32]
     for row in several:
@@ -260,6 +261,41 @@ def test_json_has_what_the_contract_names(capsys):
             pytest.approx(row["tokens_per_step"])) and 0.3 < row["mfu"] < 0.8
         assert row["mfu"] == pytest.approx(row["tokens_per_second_per_device"] * row["flops_per_token"] / 989e12)
         assert row["best_tokens_per_second_per_device"] > row["tokens_per_second_per_device"]
+
+
+def test_printed_figures_are_those_of_the_json_in_their_units(capsys):
+    """Against sums by hand, for rates at which only matmuls and attention take time."""
+    words = (CONFIGS / "llama1b.toml", "--model.n_layers=4", "--parallel.recompute=none", "--train.steps=100000000",
+             "--train.micro_batch_size=1", "--train.global_batch_size=8",
+             "--gpu=H100,bandwidth=1e9,link=1e9,network=1e9")
+    row, printed = json.loads(dry_run(capsys, *words, "--json")[1]), dry_run(capsys, *words)[1]
+    lines = dict(re.split(" {2,}", line.strip(), maxsplit=1) for line in printed.splitlines() if "  " in line)
+    m = config.load(str(CONFIGS / "llama1b.toml"), words[1:2]).model
+    length, heads = config.load(str(CONFIGS / "llama1b.toml")).train.seq_len, m.n_heads * m.width_per_head
+    block = 2 * m.dim * (m.n_heads + m.n_kv_heads) * m.width_per_head + 3 * m.dim * m.ffn_dim
+    matrices, attention = 4 * block + m.vocab_size * m.dim, 4 * heads * length  # a token's, half under the mask
+    parameters, tokens = matrices + 9 * m.dim, 8 * length  # the output matrix is the embedding's, too
+    seconds = tokens * (6 * matrices / 720e12 + 7 * attention / (720e12 * 376 / 720))  # scores are computed again
+    assert row["step_seconds"] == pytest.approx(seconds, rel=1e-3) and lines["a step"].startswith(f"{seconds:.3g} s, ")
+    assert float(re.search(r"([\d.e-]+) of them waiting", lines["a step"])[1]) == pytest.approx(0, abs=1e-3)
+    rate, mfu, best = re.match(r"([\d,]+), MFU ([\d.]+)%; at best ([\d,]+)", lines["tokens/s per GPU"]).groups()
+    rate, best = (float(number.replace(",", "")) for number in (rate, best))
+    assert rate == round(row["tokens_per_second_per_device"]) == pytest.approx(tokens / seconds, rel=2e-3)
+    assert best == round(row["best_tokens_per_second_per_device"]) > rate
+    assert float(mfu) == pytest.approx(100 * rate * 6 * (matrices + attention) / 989e12, abs=0.1)
+    assert row["mfu"] == pytest.approx(float(mfu) / 100, abs=6e-4)
+    days, hours, energy = re.match(r"([\d.,]+) days, ([\d,]+) GPU-hours, ([\d,]+) kWh", lines["the whole run"]).groups()
+    assert float(days.replace(",", "")) == pytest.approx(1e8 * seconds / 86400, rel=2e-3)
+    for shown, value, expected in ((hours, row["gpu_hours"], 1e8 * seconds / 3600),
+                                   (energy, row["kilowatt_hours"], 1e8 * seconds / 3600 * 0.7)):
+        assert float(shown.replace(",", "")) == round(value) == pytest.approx(expected, rel=2e-3)
+    for what, size in ("parameter", 4), ("gradient", 4), ("optimizer", 8):
+        assert lines[what] == f"{row[f'{what}_bytes_per_rank'] / 2**30:.3f} GiB"
+        assert row[f"{what}_bytes_per_rank"] == pytest.approx(size * parameters, rel=1e-6)
+    assert lines["optimizer state"].split("  ")[0] == f"{row['parts_gib']['optimizer state']:.3f} GiB"
+    assert row["parts_gib"]["optimizer state"] * 2**30 == pytest.approx(8 * parameters, rel=1e-4)
+    assert lines["peak"].startswith(f"{row['peak_gib']:.3f} GiB in the {row['peak_at']}")
+    assert lines["FLOP per token"] == f"{6 * (matrices + attention):,}" and row["parameters"] == parameters
 
 
 def test_table_shows_the_resolved_configuration(prepared, write_config):
@@ -672,6 +708,21 @@ def test_a_plan_that_fails_is_told_of_and_a_found_one_is_a_row(tmp_path, monkeyp
                    if row["kind"] == "plan"]
         assert planned == ([found] if found else [])
         assert caplog.text.count("the plan of this run could not be made: try false") == 1
+
+
+def test_a_model_that_cannot_be_planned_is_a_line_in_a_runs_log(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(plan_check, "LATER", 0.0)
+    check = a_run(tmp_path, "cpu")
+    why = "--world-size 2: --dry-run: aten.nonzero.default in blocks.0.feed_forward"
+    monkeypatch.setattr(check, "command", lambda: ["bash", "-c", f"echo '{why}' >&2; exit 2"])
+    with caplog.at_level("INFO", "train"):
+        for step in range(1, 5):
+            check.count_step()
+            assert check.row(step, 0.5) is None
+            if check.process:
+                check.process.wait(timeout=100)
+        check.close()
+    assert caplog.messages == [f"no plan of this run: {why}"] and caplog.records[0].levelname == "INFO"
 
 
 def test_heads_that_no_kernel_takes_are_refused_by_a_gpus_plan():

@@ -157,16 +157,16 @@ def gate():
 
 
 def test_operators_without_a_formula_are_named(gate, monkeypatch):
-    plain = plan(of_a_gpu(), 8, Asked(device("H100")))
+    plain = plan(of_a_gpu(), 1, Asked(device("H100")))
     usual = llama.FeedForward.forward
     monkeypatch.setattr(llama.FeedForward, "forward", lambda self, x: gate(usual(self, x)))
     cfg = of_a_gpu()
-    row = plan(cfg, 8, Asked(device("H100")))
+    row = plan(cfg, 1, Asked(device("H100")))
     first = "blocks.0.feed_forward (forward block 0)"
-    assert row["operators_not_counted"] == [{"operator": "fork.gate", "calls": 14 * 2, "first_in": first}]
+    assert row["operators_not_counted"] == [{"operator": "fork.gate", "calls": 14 * 16, "first_in": first}]
     told = show.table(row, cfg, Asked(device("H100")))
     [line] = [line for line in told.splitlines() if line.startswith("not counted")]
-    assert line.split(None, 2)[2] == (f"the FLOP of fork.gate: 28 calls a step, the first in {first}; the time is too "
+    assert line.split(None, 2)[2] == (f"the FLOP of fork.gate: 224 calls a step, the first in {first}; the time is too "
                                       "short, and speed and MFU too high")
     assert plain["operators_not_counted"] == [] and "not counted" not in show.table(plain, cfg, Asked(device("H100")))
     assert row["step_seconds"] > plain["step_seconds"]  # what it reads and writes is counted
