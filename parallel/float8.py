@@ -14,16 +14,30 @@ from torch.distributed.tensor import DTensor
 
 from model.float8 import E4M3, Float8Weight, factor_of, round_to
 from model.llama import Linear, Llama
+from model.loss import compiled
+
+
+def cast(shard: Tensor, factor: Tensor) -> Tensor:
+    """To float8, as uint8, which every backend can send in any number."""
+    return round_to(shard, factor, E4M3).view(torch.uint8)
 
 
 class Float8AllGather:
     factor: Tensor  # (1, 1), what to multiply by before rounding; set by update_scales()
 
+    @torch.no_grad()
     def fsdp_pre_all_gather(self, mesh, size, stride, module, policy):
-        """As uint8, which every backend can send in any number; padded to the largest shard, as FSDP2 requires."""
-        values = round_to(self, self.factor, E4M3).view(torch.uint8)
-        rows = -(-size[0] // mesh.size())
-        return (F.pad(values, (0, 0, 0, rows - len(values))),), None
+        """Padded to the largest shard, as FSDP2 requires. On a GPU, where float8 requires compile, one kernel reads the
+        float32 shard and writes a byte a weight."""
+        shard = self.detach()
+        if self.is_cuda and len(shard):
+            # Rows of 16, which divides a matrix's columns: one graph for all shapes, whose kernel knows that it may
+            # load and store several values at once. .data: a graph would also depend on the shape that was viewed.
+            values = compiled(cast)(shard.view(-1, 16).data, self.factor).view(shard.shape)
+        else:
+            values = cast(shard, self.factor)
+        missing = -(-size[0] // mesh.size()) - len(values)
+        return (F.pad(values, (0, 0, 0, missing)) if missing else values,), None
 
     def fsdp_post_all_gather(self, gathered, metadata, dtype, *, out=None):
         if out is None:  # first all-gather; later ones reuse the same memory
@@ -67,5 +81,7 @@ def update_scales(model: Llama) -> None:
     largest = torch.stack(torch._foreach_norm([s if s.numel() else s.new_zeros(1) for s in shards], math.inf))
     if mesh.size(mesh.ndim - 1) > 1:  # over shards only: replicas are equal
         dist.all_reduce(largest, dist.ReduceOp.MAX, mesh.get_group(mesh.ndim - 1))
-    for linear, shard, factor in zip(linears, shards, factor_of(largest, E4M3)[:, None, None]):
-        shard.factor, linear.scale = factor, factor.reciprocal()
+    # each in memory of its own: graphs depend on whether an offset is 0, 1 or larger
+    factors = torch._foreach_mul([*factor_of(largest, E4M3)[:, None, None]], 1.0)
+    for linear, shard, factor, scale in zip(linears, shards, factors, torch._foreach_reciprocal(factors)):
+        shard.factor, linear.scale = factor, scale

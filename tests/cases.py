@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._inductor import metrics
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -32,7 +33,7 @@ from model.hf_weights import Weights
 from model.llama import Llama, meta_model, named_parameters, rope_tables
 from parallel import materialize as materialize_module
 from parallel.context import own_cp_positions
-from parallel.float8 import update_scales
+from parallel.float8 import Float8AllGather, update_scales
 from parallel.fsdp import reshard, set_gradient_sync, unshard_first_units
 from parallel.materialize import materialize
 from parallel.mesh import World, build_mesh, descriptors, distributed, fsdp_mesh
@@ -1108,21 +1109,24 @@ def storages() -> dict[int, torch.UntypedStorage]:
     return {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
 
 
-def same_batch(cases: list[dict]) -> list[tuple[float, list[float]]]:
-    """(loss, each gradient's norm) of one micro-batch of each case, the same on all data ranks, after an update."""
+def same_batch(cases: list[dict], as_on_a_gpu: int | None = None) -> list[tuple[float, list[float]]]:
+    """(loss, each gradient's norm) of one micro-batch of each case, the same on all data ranks, after an update. In the
+    case of this number shards are cast to float8 by the kernel that a GPU's runs compile."""
     found = []
     with process_group() as world:
-        for sections in cases:
+        for i, sections in enumerate(cases):
             cfg = make_config(**sections)
             ours = world_for(cfg, world)
             model, cp_positions = build(cfg, ours), own_cp_positions(ours, 32)
             ids = torch.randint(0, cfg.model.vocab_size, (1, 33), generator=torch.Generator().manual_seed(0))
             unshard_first_units(model, cfg.parallel)
+            metrics.reset()
             for _ in range(2):
                 for p in model.parameters():
                     p.grad = None
-                loss = model(*inputs_and_targets(ids, None, cp_positions))[0]["loss"]
-                (loss * ours.cp).backward()
+                with mock.patch.object(Float8AllGather, "is_cuda", i == as_on_a_gpu, create=True):
+                    loss = model(*inputs_and_targets(ids, None, cp_positions))[0]["loss"]
+                    (loss * ours.cp).backward()
                 with torch.no_grad():  # makes every matrix larger than its first scale was for
                     for p in model.parameters():
                         p.mul_(1.5)
@@ -1132,6 +1136,7 @@ def same_batch(cases: list[dict]) -> list[tuple[float, list[float]]]:
                 dist.all_reduce(total, group=ours.mesh.get_group("cp"))
             norms = [whole(p.grad).norm().item() for p in model.parameters() if p.grad is not None]
             found.append((total.item(), norms))
+            assert i != as_on_a_gpu or metrics.generated_kernel_count == 2  # of the first shape, of all
             del model
     return found
 

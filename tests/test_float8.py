@@ -7,6 +7,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import compile_fx, metrics
+from torch._inductor import config as inductor_config
 
 import config
 from benchmarks.theory import collectives
@@ -15,6 +17,7 @@ from model import float8
 from model.float8 import Product, float8_linear, float8_matrices, use_float8
 from model.llama import Linear, Llama, meta_model
 from parallel import mesh
+from parallel.float8 import Float8AllGather, Float8Shard
 from tests import cases, test_activation_checkpoint
 from tests.conftest import launch, make_config
 
@@ -174,14 +177,39 @@ def uneven(on_ranks):
     sections = [case(recipe, {}, param_dtype=dtype) for recipe in RECIPES for dtype in ("float32", "bfloat16")]
     sections += [case("tensorwise", **options) for options in (
         {"reshard_after_forward": False}, {"prefetch_forward": 2, "prefetch_backward": 2}, {"recompute": "full"})]
-    sections += [case("tensorwise", {"freeze": ["*q_proj*"]}, unsharded=["*q_proj*"])]
-    return {ranks: on_ranks(ranks, cases.same_batch, sections)[0] for ranks in (1, 3)}
+    sections += [case("tensorwise", {"freeze": ["*q_proj*"]}, unsharded=["*q_proj*"]), sections[1]]
+    return {ranks: on_ranks(ranks, cases.same_batch, sections, len(sections) - 1)[0] for ranks in (1, 3)}
 
 
 def test_shards_that_are_not_even(uneven):
     """Padded where they are sent: three ranks, whose share no row count is a multiple of."""
     for (loss, norms), (expected, expected_norms) in zip(uneven[3], uneven[1]):
         assert loss == pytest.approx(expected, rel=1e-5) and norms == pytest.approx(expected_norms, rel=1e-4)
+
+
+def test_the_kernel_that_casts_a_gpu_s_shards_changes_no_bit(uneven):
+    """Where FSDP2 calls it, within hooks that torch.compile skips."""
+    for found in uneven.values():
+        assert found[-1] == found[1]
+
+
+def test_a_gpu_s_cast_moves_five_bytes_a_weight(monkeypatch):
+    monkeypatch.setattr(Float8AllGather, "is_cuda", True, raising=False)
+    monkeypatch.setattr(compile_fx.inductor_metrics_log, "isEnabledFor", lambda _: True)  # it counts bytes only then
+    metrics.reset()
+    monkeypatch.setattr(inductor_config, "force_disable_caches", True)
+    torch._dynamo.reset()
+    for rows, columns, of in (38, 112, 114), (36, 112, 110), (4, 64, 16), (1, 32, 16), (0, 32, 32):
+        shard = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).as_subclass(Float8Shard)
+        if rows > 1:
+            shard[0, :3], shard[1] = torch.tensor([math.nan, math.inf, -math.inf]), 0.0
+        shard.factor = torch.tensor([[200.0]])  # larger values are clamped
+        (sent,), _ = shard.fsdp_pre_all_gather(SimpleNamespace(size=lambda: 3), (of, columns), None, None, None)
+        expected, found = (shard.detach() * 200).clamp(-448, 448).to(float8.E4M3), sent[:rows].view(float8.E4M3)
+        assert sent.shape == (-(-of // 3), columns) and sent.dtype == torch.uint8
+        torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+    # for the first shape, then for all; each reads the factor, too
+    assert metrics.generated_kernel_count == 2 and metrics.num_bytes_accessed == (5 * 38 * 112 + 4) + (5 * 36 * 112 + 4)
 
 
 def test_meshes(on_ranks):

@@ -266,6 +266,7 @@ def gpu_code_paths(cfg: config.Config, counted: Counted) -> list:
         mock.patch("torch.addmm", partial(wide_addmm, counted)),
         mock.patch.dict(CHUNK, cpu=CHUNK["cuda"]),
         mock.patch("parallel.parallelize.use_float8", lambda blocks, recipe, _: use_float8(blocks, recipe, "cuda")),
+        mock.patch("parallel.float8.compiled", partial(partial, one_kernel, counted)),  # a GPU's float8 always is
         *flex_attention_patches(counted),
     ]
     if cfg.parallel.compile:
