@@ -161,6 +161,7 @@ def mixed_precision(p: config.Parallel, unit: str) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
 
+@torch.compiler.disable  # around a compiled block it would be a graph of its own
 def cast_stream(dtype: torch.dtype, module: nn.Module, inputs: tuple, output: Tensor | tuple) -> Tensor | tuple:
     """Forward hook: casts the residual stream to output_dtype. FSDP2's own cast would round a block's terms of the
     loss, too, which stay in float32."""
