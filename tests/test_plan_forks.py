@@ -338,3 +338,30 @@ def test_blocks_with_terms_of_the_loss_are_planned(options, monkeypatch):
     backward = [phase.name for phase in step.phases if phase.name.startswith("backward block")]
     assert backward == [f"backward block {i}" for i in reversed(range(14))] * (len(backward) // 14)
     equal(step, simulate(of_a_gpu(parallel=options), 8, whole=True))
+
+
+def test_blocks_that_differ_in_backward_alone_all_run(monkeypatch):
+    """Their forward's operators are equal: what tells them apart is the work of those after the middle ones."""
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x, odd):
+            context.odd = odd
+            return x * 2
+
+        @staticmethod
+        def backward(context, gradient):
+            flat = gradient.flatten(0, 1)
+            return ((flat @ flat.T) @ flat).view_as(gradient) if context.odd else gradient, None
+
+    build, usual = llama.Block.__init__, llama.FeedForward.forward
+
+    def init(self, m, layer):
+        build(self, m, layer)
+        self.feed_forward.odd = layer % 2
+
+    monkeypatch.setattr(llama.Block, "__init__", init)
+    monkeypatch.setattr(llama.FeedForward, "forward", lambda self, x: Product.apply(usual(self, x), self.odd))
+    found, step = blocks_run(monkeypatch), simulate(of_a_gpu(), 8)
+    assert found == [5, 14]
+    work = [phase.work["products"] for phase in step.phases if phase.name.startswith("backward block")]
+    assert [work[i] > work[i + 1] for i in range(13)] == [True, False] * 6 + [True]
