@@ -507,13 +507,13 @@ def graphs_of(cases: list[dict]) -> list[int]:
 
 
 def residual_dtypes(cases: list[dict]) -> list[list[torch.dtype]]:
-    """Of the residual stream, as each block gets it."""
+    """Of the residual stream, as each block and the head get it: of what embedding and blocks return."""
     found = []
     with process_group() as world:
         for sections in cases:
             model, seen = build(make_config(**sections), world), []
-            for block in model.blocks:
-                block.register_forward_pre_hook(lambda module, inputs, seen=seen: seen.append(inputs[0].dtype))
+            for module in (*model.blocks, model.head):
+                module.register_forward_pre_hook(lambda module, inputs, seen=seen: seen.append(inputs[0].dtype))
             model(torch.zeros((1, 8), dtype=torch.int64))
             reshard(model)
             found.append(seen)
@@ -816,11 +816,11 @@ def count_collectives(cases: list[dict], of_ranks: int | None = None) -> list[di
 
 
 @contextlib.contextmanager
-def fake_process_group(ranks: int):
+def fake_process_group(ranks: int, rank: int = 0):
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    yield World(0, ranks, torch.device("cpu"), build_mesh("cpu", (1, ranks, 1, 1)))
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    yield World(rank, ranks, torch.device("cpu"), build_mesh("cpu", (1, ranks, 1, 1)))
     dist.destroy_process_group()
 
 

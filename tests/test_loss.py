@@ -67,12 +67,13 @@ def test_a_loss_that_is_called_nan_has_nan_gradients(chunk):
 
 
 @pytest.mark.parametrize("chunk", [16, 64])
-@pytest.mark.parametrize("scale", [1.0, 60.0])  # 60: logits of a part hundreds below the others', in float32
+@pytest.mark.parametrize("scale, scaled", [  # by 60: one part's logits hundreds above and below the others', in float32
+    (1.0, 0), (60.0, 0), (60.0, 24), (60.0, 72)])
 @pytest.mark.parametrize("shards", [2, 4])
-def test_parts_of_a_vocabulary_give_the_whole_s_loss_and_gradients(shards, scale, chunk):
+def test_parts_of_a_vocabulary_give_the_whole_s_loss_and_gradients(shards, scale, scaled, chunk):
     """Each shard in a thread of its own, which meets the others where ranks would."""
     x, weight, targets = problem(torch.float32, vocab=96)
-    weight.data[:24] *= scale
+    weight.data[scaled : scaled + 24] *= scale
     targets[:5] = torch.tensor([0, 24, 48, 72, 95])  # where parts begin
     exact = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     expected = F.cross_entropy(F.linear(*exact), targets, ignore_index=IGNORE, reduction="sum")

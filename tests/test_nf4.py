@@ -6,6 +6,8 @@ from torch._inductor import metrics
 
 from model import nf4
 from parallel import materialize
+from parallel.mesh import World, build_mesh
+from parallel.tensor import shard_weights
 from tests import cases
 from tests.conftest import make_config
 
@@ -100,6 +102,27 @@ def test_compiled_it_is_one_kernel(columns):
         found = nf4.dequantize(c, s, torch.float32, at, nf4.kept_byte_values(c.device), compiled=True)
         torch.testing.assert_close(found, nf4.dequantize(c, s, torch.float32, at))
         assert metrics.generated_kernel_count == 1
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_each_tp_rank_dequantizes_its_own_columns(tp):
+    """Of o_proj two blocks for each rank, of down_proj three, by the scales of the full rows."""
+    sizes = {"dim": 64 * tp, "n_heads": 2 * tp, "n_kv_heads": tp, "head_dim": 64, "ffn_dim": 192 * tp}
+    cfg = make_config(model={**sizes, "init_from": "a folder"}, lora={"base_dtype": "nf4", "rank": 2})
+    for rank in range(tp):
+        model = cases.meta_model(cfg.model, cfg.lora)
+        with cases.fake_process_group(tp, rank):
+            shard_weights(model, World(rank, tp, torch.device("cpu"), build_mesh("cpu", (1, 1, 1, tp))))
+        block = model.blocks[1]
+        for module in (block.attention.o_proj, block.feed_forward.down_proj):
+            full = torch.randn(module.out_features, module.in_features, generator=torch.Generator().manual_seed(0))
+            full *= torch.linspace(1, 9, module.in_features)  # each block has another scale
+            (codes, scales), columns = quantize(full), module.in_features // tp
+            part = codes[:, rank * columns // 2 :][:, : columns // 2]
+            assert module.weight.shape == part.shape and module.scales.shape == scales.shape
+            found = nf4.dequantize(part, scales, torch.float32, module.first_block)
+            assert found.equal(nf4.dequantize(codes, scales, torch.float32)[:, rank * columns :][:, :columns])
+        assert {module.first_block for module in (block.attention.q_proj, block.feed_forward.up_proj)} == {0}
 
 
 MODEL = {"dim": 192, "n_heads": 2, "n_kv_heads": 2, "head_dim": 64, "ffn_dim": 384, "vocab_size": 320}

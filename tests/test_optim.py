@@ -1,7 +1,9 @@
 """The schedule in closed form, the parameter groups, and updates that a non-finite gradient must not make."""
 
 import math
+import zlib
 
+import numpy as np
 import pytest
 import torch
 
@@ -107,6 +109,32 @@ def test_bfloat16_states_follow_torchs_adamw(compile):
             assert error.abs().mean() > 1e-4 and abs(error.mean()) < 1e-4  # rounded, without a bias
             if count == 1:
                 assert ((state[key].float() / expected[key] - 1).abs() < 2**-7).all()
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_the_moments_are_rounded_by_random_bits_of_their_own(compile):
+    """The first by the lower, the second by the upper half of hash(element ^ hash(hash(seed and name) ^ hash(step))).
+    So each is right on average, and the two errors have nothing to do with each other."""
+    def lowbias32(x: np.ndarray) -> np.ndarray:
+        x = (x ^ x >> 16) * 0x7FEB352D % 2**32
+        x = (x ^ x >> 15) * 0x846CA68B % 2**32
+        return x ^ x >> 16
+
+    gradient = torch.randn(300, 400, generator=torch.Generator().manual_seed(0))
+    state, g = updated(bfloat16_states(), [gradient], compile)[1], gradient.numpy()
+    key = zlib.crc32(b"0 0") ^ lowbias32(np.array(1, np.uint64))
+    bits = lowbias32(np.arange(g.size, dtype=np.uint64) ^ lowbias32(np.uint64(key))).reshape(g.shape)
+    errors = []
+    for name, exact, noise in (("exp_avg", np.float32(1 - 0.9) * g, bits & 0xFFFF),
+                               ("exp_avg_sq", np.float32(1 - 0.999) * g * g, bits >> 16)):
+        stored, whole = state[name].float().numpy().view(np.uint32), exact.view(np.uint32)
+        expected = (whole + noise.astype(np.uint32)) & np.uint32(0xFFFF0000)
+        assert (stored == expected).mean() > 0.9999  # compiled, a moment's last bit may differ
+        errors.append((stored.astype(np.int64) - whole) / 65536)
+    for error in errors:
+        assert abs(error.mean()) < 5 * np.sqrt(1 / 6 / g.size)
+        assert error.std() == pytest.approx(np.sqrt(1 / 6), rel=0.02)
+    assert abs(np.corrcoef(errors[0].flat, errors[1].flat)[0, 1]) < 5 / np.sqrt(g.size)
 
 
 def test_a_parameter_without_a_gradient_stays_as_it_is():

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
+import config
 from config import ConfigError
 from model.llama import RMSNorm, meta_model
 from parallel import mesh
@@ -234,9 +235,13 @@ def test_all_layers_share_one_compiled_graph(on_ranks, strategy):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_residual_stream_has_its_dtype_from_the_embedding_on(on_ranks, tied):
-    halves = {"model": {"tie_embeddings": tied}, "parallel": {"param_dtype": "bfloat16"}}
-    wide = {**halves, "parallel": {**halves["parallel"], "output_dtype": "float32"}}
-    assert on_ranks(1, cases.residual_dtypes, [halves, wide])[0] == [[torch.bfloat16] * 2, [torch.float32] * 2]
+    """Also where one of the units computes in float32."""
+    model = {"tie_embeddings": tied, "n_layers": 3}
+    units = config.unit_names(make_config(model=model).model)
+    every = [{"model": model, "parallel": {"param_dtype": "bfloat16", "keep_fp32": keep, **output}}
+             for output in ({}, {"output_dtype": "float32"}) for keep in ([], *([unit] for unit in units))]
+    half, wide = [torch.bfloat16] * 4, [torch.float32] * 4
+    assert on_ranks(1, cases.residual_dtypes, every)[0] == [half] * (len(units) + 1) + [wide] * (len(units) + 1)
 
 
 def test_what_is_not_finite_in_the_last_part_of_a_tensor_is_named(on_ranks):
