@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import REPO
 
-LINES, CODE_LINES = 9560, 6822  # of the core, as reached
+LINES, CODE_LINES = 10320, 7360  # of the core, as reached
 FOLDERS = ("model", "parallel", "data", "checkpoint", "lifecycle")
 FILES = ("files", "options", "hf_config", "config", "optim", "metrics", "evaluate", "train")
 BASE = {"files", "options", "hf_config", "config"}
