@@ -1,5 +1,7 @@
 """What a rank checks before it joins the others: its device, theirs, and how many files it may open."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -71,3 +73,33 @@ def test_gpus_that_torch_cannot_use_are_named(monkeypatch, tmp_path, device, too
     else:
         with pytest.raises(ConfigError, match=told):
             pick_device(cfg, 0)
+
+
+def flex_attention_supports(width: int) -> bool:
+    """Asks torch's lowering for a GPU. Its check comes first; without one, a block mask of no tensors stops it."""
+    from torch._inductor.kernel.flex.flex_attention import flex_attention
+    from torch._inductor.virtualized import V
+
+    x = mock.MagicMock(**{"get_device.return_value": torch.device("cuda"), "get_size.return_value": [1, 4, 32, width]})
+    with (V.set_graph_handler(mock.MagicMock(**{"sizevars.evaluate_expr": bool})),
+          pytest.raises((NotImplementedError, ValueError)) as stopped):
+        flex_attention(x, x, x, None, (), 1.0, {}, (), ())
+    return "embedding dimension" not in str(stopped.value)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["head_dim", "dim / n_heads"])
+@pytest.mark.parametrize("sections", [{"parallel": {"cp": 2}}, {"data": {"document_mask": True}}, {}], ids=str)
+@pytest.mark.parametrize("width", [8, 14, 16, 32])
+def test_heads_that_flex_attention_does_not_support_are_refused_on_a_gpu(width, sections, given):
+    """Where FlexAttention runs: causal attention without cp needs none. A given head_dim counts, not dim / n_heads."""
+    other = 8 if width > 15 else 32
+    model = {"dim": 4 * other, "head_dim": width} if given else {"dim": 4 * width}
+    found = {"is_available": True, "device_count": 1}
+    for device in ("cpu", "cuda", "auto"):
+        cfg: config.Config = make_config(model=model, run={"device": device}, **sections)
+        with mock.patch.multiple(torch.cuda, **{name: lambda a=a: a for name, a in found.items()}):
+            if device == "cpu" or not sections or flex_attention_supports(width):
+                assert pick_device(cfg, 0).type == device.replace("auto", "cuda")
+            else:
+                with pytest.raises(ConfigError, match=f"head_dim: heads are {width} wide; .* need 16 or more"):
+                    pick_device(cfg, 0)
