@@ -10,8 +10,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -54,7 +55,8 @@ def check_matmul_order(model: Llama, setting: str | int, seq_len: int) -> None:
         for hook in (register_module_forward_pre_hook(order.enter), register_module_forward_hook(order.leave)):
             stack.callback(hook.remove)
         try:
-            model(torch.zeros(1, seq_len, dtype=torch.int64, device="meta"))
+            tokens = torch.zeros(1, seq_len, dtype=torch.int64, device="meta")
+            functional_call(model, cast(model, torch.bfloat16), tokens)
         except RuntimeError as error:  # also NotImplementedError: shapes or branches that depend on values
             raise ConfigError(f"{where}, whose order is unknown: forward fails without values, on the meta device: "
                               f"{str(error).splitlines()[0]}; mend that, {advice}") from error
@@ -69,6 +71,11 @@ def check_matmul_order(model: Llama, setting: str | int, seq_len: int) -> None:
                                   f"{called} in forward, of {name} in that order; assign the linear layers in __init__ "
                                   f"in the order in which forward calls them, each once and with no matmul in between, "
                                   f"{advice}")
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The parameters, in the dtype that they compute in: grouped_mm() takes no others."""
+    return {name: p.detach().to(dtype) for name, p in model.named_parameters() if p.is_floating_point()}
 
 
 def _once(outputs: dict[tuple, tuple], block: nn.Module, forward: Callable, *args, **kwargs) -> Any:

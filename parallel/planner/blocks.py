@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import config
 from model.llama import meta_model, named_parameters
-from parallel.activation_checkpoint import is_checkpointed
+from parallel.activation_checkpoint import cast, is_checkpointed
 from parallel.context import apply_context_parallelism
 from parallel.fsdp import unit_dtypes, unsharded_parameters
 from parallel.mesh import World
@@ -59,8 +60,9 @@ def kinds_of_blocks(cfg: config.Config, world: World, on_gpu: bool, blocks: int)
             for block in model.blocks:
                 block.register_forward_pre_hook(lambda *unused: operators.found.clear())
                 block.register_forward_hook(lambda *unused: kinds.append((*operators.found,)))
+            tokens = torch.zeros(1, cfg.train.seq_len // world.cp, dtype=torch.int64, device="meta")
             with torch.no_grad(), operators:
-                model(torch.zeros(1, cfg.train.seq_len // world.cp, dtype=torch.int64, device="meta"))
+                functional_call(model, cast(model, getattr(torch, p.param_dtype)), tokens)
         except Exception:  # a fork's block may need more than meta tensors; then every block runs, and shows why
             return None
     return [(kind, unit_dtypes(p, f"blocks.{i}"), is_checkpointed(p.recompute, i), *(
