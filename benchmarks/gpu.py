@@ -7,7 +7,8 @@ First ceilings: what matrix products, attention, loss and update reach alone (be
 train.py's step as configured, with options changed, and benchmarks/overhead.py's bare loop. What time does not allow is
 skipped, so the most telling come first; --only takes some groups of arms, of ceilings 1B 3B 8B adapters options more.
 Each group is a process of its own, and so is what is left of it after a crash, or where memory was not freed. The JSON
-file is replaced after every arm. Clocks and power are read, nothing is set.
+file is replaced after every arm. Clocks and power are read, nothing is set. --reduce-scatter-buffers=2 and
+--separate-reduce-scatter-group try what FSDP2 has for slow networks; on several GPUs benchmarks.step does.
 
 An arm trains on one random micro-batch: 3 steps to warm up (the first compiles), 8 timed; then 1 and 8 of three times
 that micro-batch. The slope between the two medians is a micro-batch's time; the intercept is the optimizer's, with what
@@ -35,7 +36,7 @@ import torch
 import config
 import files
 from benchmarks.kernels import CEILINGS, TIMINGS
-from benchmarks.step import measure_by_size
+from benchmarks.step import add_experiments, experiments, measure_by_size
 from config import ConfigError
 from lifecycle.signals import die_with_parent
 from parallel.mesh import World, distributed
@@ -99,8 +100,8 @@ def polled(device: torch.device) -> Iterator[dict]:
     found |= dict(zip(names.values(), map(statistics.median, zip(*samples))))
 
 
-def attempt(group: str, arm: str, common: list[str], world: World, each: float) -> dict:
-    """What an arm found, or why it found nothing. each: seconds for a timing of a ceiling."""
+def attempt(group: str, arm: str, common: list[str], world: World, each: float, settings: dict) -> dict:
+    """What an arm found, or why it found nothing. each: seconds for a timing of a ceiling. settings: of FSDP2."""
     name, changes = GROUPS[group][arm]
     began, found, overrides = time.time(), {}, [*common, *changes]
     if world.device.type == "cuda":
@@ -110,7 +111,8 @@ def attempt(group: str, arm: str, common: list[str], world: World, each: float) 
         if small and group in ("8B", "more") and "8b" in name:
             found["note"] = "8 of 32 layers"
             overrides.append("--model.n_layers=8")
-    work = partial(CEILINGS[arm][0], each=each) if arm in CEILINGS else partial(measure_by_size, bare=arm == BARE)
+    work = partial(CEILINGS[arm][0], each=each) if arm in CEILINGS else partial(
+        measure_by_size, bare=arm == BARE, settings=settings)
     with polled(world.device) as gpu:
         try:
             found |= {"status": "ok", **work(config.load(str(CONFIGS / f"{name}.toml"), overrides), world)}
@@ -124,7 +126,7 @@ def attempt(group: str, arm: str, common: list[str], world: World, each: float) 
     return found | {"changes": changes, "polled": gpu, "took_seconds": time.time() - began}
 
 
-def run_arms(group: str, first: int, deadline: float, tiny: bool) -> None:
+def run_arms(group: str, first: int, deadline: float, tiny: bool, settings: dict) -> None:
     """A process: prints a row for each arm of a group, from the first that is left, and ends."""
     die_with_parent()
     # What else is printed goes to stderr; and compile workers, which may outlive us, don't keep the pipe open.
@@ -138,7 +140,7 @@ def run_arms(group: str, first: int, deadline: float, tiny: bool) -> None:
             began, row = time.time(), {"status": "skipped: time"}
             reserved = longest if AGAIN in names and arm != AGAIN else 0
             if began + longest + reserved < deadline:
-                row = attempt(group, arm, common, world, each)
+                row = attempt(group, arm, common, world, each, settings)
                 longest = max(longest, time.time() - began)
             print(json.dumps(row), file=rows, flush=True)
             gc.collect()
@@ -149,14 +151,14 @@ def run_arms(group: str, first: int, deadline: float, tiny: bool) -> None:
         os._exit(REPORTED)  # at once: the device may not answer any more
 
 
-def run_group(group: str, deadline: float, tiny: bool, add: Callable[[dict], None]) -> None:
-    """Starts processes until add() got a row for each arm of a group."""
+def run_group(group: str, deadline: float, tiny: bool, add: Callable[[dict], None], options: list[str]) -> None:
+    """Starts processes, with these options too, until add() got a row for each arm of a group."""
     left = [{"group": group, "model": name, "arm": arm} for arm, (name, _) in GROUPS[group].items()]
     allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "expandable_segments:True"  # as the launcher sets it
     while left and time.time() < deadline:
         first = len(GROUPS[group]) - len(left)
         command = [sys.executable, "-m", "benchmarks.gpu", f"--group={group}", f"--first={first}",
-                   f"--deadline={deadline}", *["--tiny"] * tiny]
+                   f"--deadline={deadline}", *["--tiny"] * tiny, *options]
         with subprocess.Popen(command, env={"PYTORCH_ALLOC_CONF": allocator, **os.environ}, stdout=subprocess.PIPE,
                               text=True) as process:
             timer = threading.Timer(deadline - time.time(), process.kill)
@@ -210,14 +212,22 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tiny", action="store_true")
     for name, kind in (("--group", str), ("--first", int), ("--deadline", float)):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)  # of one of our own processes
+    add_experiments(parser)
     args = parser.parse_args(argv)
+    try:
+        settings = experiments(args)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    options = [f"--reduce-scatter-buffers={args.reduce_scatter_buffers}"] * bool(args.reduce_scatter_buffers)
+    options += ["--separate-reduce-scatter-group"] * args.separate_reduce_scatter_group
     tiny = args.tiny or not torch.cuda.is_available()
     if args.group:
-        run_arms(args.group, args.first, args.deadline, tiny)
+        run_arms(args.group, args.first, args.deadline, tiny, settings)
         return 0
     device = "GPU" if torch.cuda.is_available() else "CPU"
     what = f"tiny sizes on a {device}: no figure of a GPU" if tiny else "full sizes on a GPU"
-    report, deadline = {"what": what, "seconds": args.seconds, "rows": []}, time.time() + args.seconds
+    report, deadline = {"what": what, "seconds": args.seconds, "fsdp": settings, "rows": []}, time.time() + args.seconds
 
     def add(row: dict) -> None:
         report["rows"].append(row)
@@ -227,7 +237,7 @@ def main(argv: list[str]) -> int:
         print(f"{row['group']}: {row['arm']}: {row['status']}", file=sys.stderr)
 
     for group in args.only:
-        run_group(group, deadline, tiny, add)
+        run_group(group, deadline, tiny, add, options)
     print(f"{what}\n\n{table(report['rows'])}")
     return int(any(row["status"].startswith("failed") for row in report["rows"]))
 

@@ -1,6 +1,6 @@
 """Times the training step of any configuration on whatever device is there.
 
-    python -m benchmarks.step configs/tiny.toml
+    python -m benchmarks.step configs/tiny.toml [--reduce-scatter-buffers 2] [--separate-reduce-scatter-group]
     python -m benchmarks.step configs/llama1b.toml --steps 20 --json --parallel.compile=true
     torchrun --nproc-per-node 8 -m benchmarks.step configs/llama8b.toml
 
@@ -19,6 +19,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 import config
 from benchmarks import count
@@ -37,12 +38,33 @@ from parallel.mesh import World, distributed, storage_device
 from parallel.parallelize import parallelize
 from train import training_step
 
+EXPERIMENTS = {"reduce_scatter_buffers": "set_reduce_scatter_max_input_buffers",
+               "separate_reduce_scatter_group": "set_separate_reduce_scatter_group"}
 
-def build(cfg: config.Config, world: World) -> tuple[Llama, torch.optim.Optimizer, FiniteGuard]:
-    """What train.py trains, with fresh weights."""
+
+def add_experiments(parser: argparse.ArgumentParser) -> None:
+    """Options for FSDP2's experimental settings, which may help where reductions are waited for; see experiments()."""
+    parser.add_argument("--reduce-scatter-buffers", type=count, help="in flight at a time; FSDP2 has one")
+    parser.add_argument("--separate-reduce-scatter-group", action="store_true", help="a process group of their own")
+
+
+def experiments(args: argparse.Namespace) -> dict[str, int | bool]:
+    """{method of FSDPModule: its argument} of the options given. Raises ConfigError for what this torch lacks."""
+    given = {option: getattr(args, option) for option in EXPERIMENTS if getattr(args, option)}
+    if lacking := [option for option in given if not hasattr(FSDPModule, EXPERIMENTS[option])]:
+        raise ConfigError(*(f"--{option.replace('_', '-')}: torch {torch.__version__} has no "
+                            f"FSDPModule.{EXPERIMENTS[option]}(), which came with 2.13" for option in lacking))
+    return {EXPERIMENTS[option]: value for option, value in given.items()}
+
+
+def build(cfg: config.Config, world: World, settings: dict[str, int | bool] | None = None
+          ) -> tuple[Llama, torch.optim.Optimizer, FiniteGuard]:
+    """What train.py trains, with fresh weights. settings: from experiments()."""
     device = storage_device(cfg, world)
     model = meta_model(cfg.model, cfg.lora)
     parallelize(model, cfg, world)
+    for method, value in (settings or {}).items():
+        getattr(model, method)(value)
     materialize(model, cfg.run.seed, device)
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, cfg.parallel.compile)
     return model, optimizer, FiniteGuard(optimizer, device, 0)
@@ -65,10 +87,10 @@ def synchronize(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def measure(cfg: config.Config, world: World, steps: int, warm_up: int, real: bool) -> dict:
-    """Seconds of each step and what follows from them, as one dictionary."""
+def measure(cfg: config.Config, world: World, steps: int, warm_up: int, real: bool, settings: dict) -> dict:
+    """Seconds of each step and what follows from them, as one dictionary. settings: from experiments()."""
     t = cfg.train
-    model, optimizer, guard = build(cfg, world)
+    model, optimizer, guard = build(cfg, world, settings)
     accumulation = config.accumulation_steps(cfg, world.dp_size)
     micro_batch_size = config.micro_batch_size(cfg, world.dp_size)
     if real:
@@ -108,7 +130,8 @@ def measure(cfg: config.Config, world: World, steps: int, warm_up: int, real: bo
     }
 
 
-def measure_by_size(cfg: config.Config, world: World, bare: bool, timed: int = 8, sequences: int = 16) -> dict:
+def measure_by_size(cfg: config.Config, world: World, bare: bool, settings: dict, timed: int = 8, sequences: int = 16
+                    ) -> dict:
     """One process's speed and memory: steps of one micro-batch and of three give the time of a micro-batch, their
     slope, and of the optimizer, their intercept; those give a step of so many sequences. The loss is that of step 8.
     bare: benchmarks/overhead.py's loop on the same model instead of train.py's step."""
@@ -119,7 +142,7 @@ def measure_by_size(cfg: config.Config, world: World, bare: bool, timed: int = 8
         loop = BareLoop(cfg, world, batches)
         model, train = loop.model, loop.step
     else:
-        model, optimizer, guard = build(cfg, world)
+        model, optimizer, guard = build(cfg, world, settings)
 
         def train(step: int) -> None:
             unshard_first_units(model, cfg.parallel)
@@ -164,11 +187,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--warm-up", type=int, default=5, help="steps after the first")
     parser.add_argument("--real", action="store_true", help="read the configuration's prepared data")
     parser.add_argument("--json", action="store_true")
+    add_experiments(parser)
     args, overrides = parser.parse_known_args(argv)
     try:
+        settings = experiments(args)
         cfg = config.load(args.config, ["--run.device=auto", *overrides])
         with distributed(cfg) as world:
-            row = measure(with_param_dtype(cfg, 0, world), world, args.steps, args.warm_up, args.real)
+            row = measure(with_param_dtype(cfg, 0, world), world, args.steps, args.warm_up, args.real, settings)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

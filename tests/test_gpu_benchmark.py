@@ -7,12 +7,14 @@ import time
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 import config
-from benchmarks import gpu
+from benchmarks import gpu, step
 from benchmarks.kernels import CEILINGS, TIMINGS, milliseconds
-from benchmarks.step import step_of
-from tests.conftest import REPO
+from benchmarks.step import build, step_of
+from tests import cases
+from tests.conftest import REPO, make_config
 from tests.warm import warm_python
 
 
@@ -100,10 +102,42 @@ def test_processes(monkeypatch, tmp_path, script, expected):
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     rows, began = [], time.time()
-    gpu.run_group("1B", began + (1 if "sleep" in script else 60), True, rows.append)
+    gpu.run_group("1B", began + (1 if "sleep" in script else 60), True, rows.append, [])
     assert [row["status"] for row in rows] == expected
     assert [row["arm"] for row in rows] == [*gpu.GROUPS["1B"]] and rows[0]["model"] == "llama1b"
     assert time.time() - began < 20
+
+
+def test_experiments_of_fsdp2_reach_the_model(monkeypatch, tmp_path):
+    """From the command line to each process, from there to each arm, and from there to FSDP2."""
+    python, given, called = tmp_path / "python", [], []
+    rows = 'echo "{\\"status\\": \\"ok\\"}"\n' * len(gpu.GROUPS["1B"])
+    python.write_text(f'#!/bin/bash\necho "$@" > {tmp_path}/words\n{rows}')
+    python.chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(python))
+        assert not gpu.main(["--tiny", "--only=1B", "--reduce-scatter-buffers=2", "--separate-reduce-scatter-group"])
+    words = (tmp_path / "words").read_text().split()[2:]
+    monkeypatch.setattr(gpu, "run_arms", lambda *of: given.append(of[-1]))
+    assert gpu.main(words) == 0
+    assert given == [{"set_reduce_scatter_max_input_buffers": 2, "set_separate_reduce_scatter_group": True}]
+    for name in given[0]:
+        monkeypatch.setattr(FSDPModule, name, lambda self, value, name=name: called.append((name, value)), False)
+    monkeypatch.setattr(gpu, "measure_by_size", lambda cfg, world, bare, settings: {
+        "loss": build(make_config(), world, settings) and 0.0})
+    with cases.fake_process_group(1) as world:
+        assert gpu.attempt("1B", gpu.SHIPPED, gpu.COMMON, world, 0.01, given[0])["status"] == "ok"
+    assert called == [*given[0].items()]
+
+
+@pytest.mark.parametrize("main, first", [(gpu.main, "--tiny"), (step.main, str(gpu.CONFIGS / "tiny.toml"))])
+def test_experiments_that_this_torch_lacks_are_refused_by_name(main, first, monkeypatch, capsys):
+    for method in step.EXPERIMENTS.values():
+        monkeypatch.delattr(FSDPModule, method, raising=False)
+    assert main([first, "--reduce-scatter-buffers=2", "--separate-reduce-scatter-group"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert "--reduce-scatter-buffers: torch 2." in lines[0] and "set_reduce_scatter_max_input_buffers()" in lines[0]
+    assert "--separate-reduce-scatter-group: torch" in lines[1] and "set_separate_reduce_scatter_group()" in lines[1]
 
 
 def test_a_step_from_two_sizes():
