@@ -733,17 +733,6 @@ def test_heads_that_no_kernel_takes_are_refused_by_a_gpus_plan():
     assert plan(make_config(**sections), 2)["peak_gib"] > 0
 
 
-@pytest.mark.parametrize("needs", [{"parallel": {"cp": 2}}, {"data": {"document_mask": True}}], ids=str)
-def test_flex_attention_takes_heads_from_16_on(needs):
-    for width in (2, 8, 14, 16, 18, 32):
-        cfg = make_config(model={"head_dim": width}, **needs)
-        if width >= 16:
-            check_for_gpus(cfg)
-        else:
-            with pytest.raises(config.ConfigError, match=f"heads are {width} wide; on a GPU, .* need 16 or more"):
-                check_for_gpus(cfg)
-
-
 def test_float8_that_no_gpu_or_not_this_one_takes_is_refused_by_its_plan():
     words = ["--run.device=cuda", "--parallel.float8=rowwise"]
     cfg = config.load(str(CONFIGS / "llama8b-float8.toml"), words)
