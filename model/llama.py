@@ -231,12 +231,12 @@ class Llama(nn.Module):
 
 
 def added(terms: LossSums, more: LossSums, block: str) -> LossSums:
-    """The terms of the loss so far, plus one block's. Raises TypeError for what cannot be one: a vector, or a sum over
-    tokens in bfloat16, which would lose most of them unseen."""
+    """The terms of the loss so far, plus one block's. Raises ConfigError for what cannot be one: a vector, or a sum
+    over tokens in bfloat16, which would lose most of them unseen."""
     for name, value in more.items():
         if value.dtype != torch.float32 or value.ndim or name == "loss":
-            raise TypeError(f"{block} returns {name} of {value.dtype} with shape {tuple(value.shape)}: a block's term "
-                            'of the loss is a float32 scalar, not named "loss"')
+            raise ConfigError(f"{block} returns {name} of {value.dtype} with shape {tuple(value.shape)}: a block's "
+                              'term of the loss is a float32 scalar, not named "loss"')
     return {**terms, **{name: value + terms.get(name, 0) for name, value in more.items()}}
 
 

@@ -48,6 +48,7 @@ def check_matmul_order(model: Llama, setting: str | int, seq_len: int) -> None:
     where = f'[parallel] recompute = "{setting}": numbers the matmuls of a block'
     advice = 'or use recompute = "none", "full" or every n-th block'
     outputs: dict[tuple, tuple] = {}
+    names = {module: name for name, module in model.named_modules()}
     with contextlib.ExitStack() as stack:
         for block in model.blocks:
             stack.enter_context(mock.patch.object(block, "forward", partial(_once, outputs, block, block.forward)))
@@ -58,9 +59,9 @@ def check_matmul_order(model: Llama, setting: str | int, seq_len: int) -> None:
             tokens = torch.zeros(1, seq_len, dtype=torch.int64, device="meta")
             functional_call(model, cast(model, torch.bfloat16), tokens)
         except RuntimeError as error:  # also NotImplementedError: shapes or branches that depend on values
-            raise ConfigError(f"{where}, whose order is unknown: forward fails without values, on the meta device: "
-                              f"{str(error).splitlines()[0]}; mend that, {advice}") from error
-    names = {module: name for name, module in model.named_modules()}
+            raise ConfigError(f"{where}, whose order is unknown: {order.operator} in {names[order.running[-1]]} fails on "
+                              "the meta device, without values; take an operator whose shapes do not depend on them, "
+                              + advice) from error
     for block, _ in outputs.values():
         inside = {*block.modules()}
         due = [names[module] for module in block.modules() if isinstance(module, nn.Linear)]
@@ -90,12 +91,13 @@ def _once(outputs: dict[tuple, tuple], block: nn.Module, forward: Callable, *arg
 
 
 class MatmulOrder(TorchDispatchMode):
-    """Records, for each matmul, the innermost module that runs."""
+    """Records, for each matmul, the innermost module that runs, and the last operator."""
 
     def __init__(self):
         super().__init__()
         self.running: list[nn.Module] = []
         self.matmuls: list[nn.Module] = []
+        self.operator: Any = None
 
     def enter(self, module: nn.Module, args: tuple) -> None:
         self.running.append(module)
@@ -104,6 +106,7 @@ class MatmulOrder(TorchDispatchMode):
         self.running.pop()
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.operator = operator
         if operator in MATRIX_PRODUCTS:
             self.matmuls.append(self.running[-1])
         return operator(*args, **(kwargs or {}))

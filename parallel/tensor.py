@@ -62,6 +62,10 @@ def apply_tensor_parallelism(model: Llama, recompute: str | int, world: World) -
     if unknown := [name for name, _ in model.named_parameters() if placement_of(name) is None]:
         raise ConfigError(f"[parallel] tp = {world.tp}: {', '.join(unknown[:3])}: TP_PLAN in parallel/tensor.py does "
                           "not say how tp places it")
+    for name, projection in ("attention", "o_proj"), ("feed_forward", "down_proj"):
+        if not all(hasattr(getattr(block, name), projection) for block in model.blocks):
+            raise ConfigError(f"[parallel] tp = {world.tp}: a block's {name} has no {projection}, whose outputs tp sums"
+                              ": name the module that takes its place in apply_tensor_parallelism, parallel/tensor.py")
     shard_weights(model, world)
     tp = SequenceParallel(group_of(world.mesh["tp"]))
     model.register_forward_pre_hook(tp.set_mode, with_kwargs=True)

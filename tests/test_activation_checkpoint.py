@@ -216,7 +216,7 @@ def test_the_order_is_looked_at_where_it_matters_alone(monkeypatch, setting):
 
 def test_an_order_that_depends_on_values_is_refused(monkeypatch):
     monkeypatch.setattr("model.llama.FeedForward", Router)
-    with pytest.raises(ConfigError, match='"selective".*order is unknown: forward fails without values.*"full"'):
+    with pytest.raises(ConfigError, match='order is unknown: aten.nonzero.* in blocks.0.feed_forward fails.*"full"'):
         parallelized("selective")
 
 

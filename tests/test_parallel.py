@@ -5,10 +5,11 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 import config
 from config import ConfigError
-from model.llama import RMSNorm, meta_model
+from model.llama import Linear, RMSNorm, meta_model
 from parallel import mesh
 from parallel.fsdp import mixed_precision, unit_dtypes, unsharded_parameters
 from parallel.materialize import draw, materialize
@@ -256,6 +257,21 @@ def test_units_kept_in_float32_are_reduced_in_it():
     assert unit_dtypes(p, "blocks.0") == (torch.float32, torch.float32)
     assert unit_dtypes(p, "blocks.1") == (torch.bfloat16, torch.bfloat16)
     assert mixed_precision(p, "blocks.0").reduce_dtype == torch.float32
+
+
+def test_tp_refuses_a_block_without_the_projection_whose_outputs_it_sums(monkeypatch):
+    """A fork's: experts in place of one down_proj."""
+    class Experts(nn.Module):
+        def __init__(self, m, out_std):
+            super().__init__()
+            self.up_proj = Linear(m.dim, m.dim)
+
+    monkeypatch.setattr("model.llama.FeedForward", Experts)
+    cfg = make_config(parallel={"tp": 2})
+    with cases.fake_process_group(2):
+        world = World(0, 2, torch.device("cpu"), build_mesh("cpu", (1, 1, 1, 2)))
+        with pytest.raises(ConfigError, match=r"tp = 2: a block's feed_forward has no down_proj.*parallel/tensor.py"):
+            parallelize(meta_model(cfg.model), cfg, world)
 
 
 def test_tp_refuses_a_parameter_that_it_knows_no_place_for():

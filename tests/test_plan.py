@@ -20,7 +20,6 @@ from benchmarks import simulate as benchmark
 from model import nf4
 from model.llama import meta_model
 from optim import build_optimizer
-from parallel.mesh import check_for_gpus
 from parallel.planner import advice, show
 from parallel.planner import check as plan_check
 from parallel.planner import plan as plan_module

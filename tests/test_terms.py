@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from config import ConfigError
 from data.tokens import open_stream
 from model.attention import Cache
 from model.llama import Llama, added, build_model
@@ -95,5 +96,5 @@ def test_a_fork_with_terms_generates(corpus):
 @pytest.mark.parametrize("value, name", [
     (torch.zeros((), dtype=torch.bfloat16), "balance"), (torch.zeros(2), "balance"), (torch.zeros(()), "loss")])
 def test_a_term_that_would_lose_precision_is_refused(value, name):
-    with pytest.raises(TypeError, match=rf"blocks.3 returns {name} of torch.*float32 scalar"):
+    with pytest.raises(ConfigError, match=rf"blocks.3 returns {name} of torch.*float32 scalar"):
         added({}, {name: value}, "blocks.3")

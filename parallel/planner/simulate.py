@@ -204,7 +204,8 @@ def values_refused(counted: Counted) -> Iterator[None]:
         module = next(filter(None, map(counted.module_of, reversed(frames))), "the step")
         raise ConfigError(f"--dry-run: {error.func} in {module}, {counted.phases[-1].name}: a plan has shapes and no "
                           "values, which this operator needs (or it has no fake implementation); the model trains, but "
-                          "cannot be planned; torch's grouped_mm() or products with masks have fixed shapes") from None
+                          "cannot be planned; torch's grouped_mm(), or a multiplication by a mask, has fixed shapes"
+                          ) from None
 
 
 def without_storage(counted: Counted) -> list:
