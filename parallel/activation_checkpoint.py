@@ -59,9 +59,9 @@ def check_matmul_order(model: Llama, setting: str | int, seq_len: int) -> None:
             tokens = torch.zeros(1, seq_len, dtype=torch.int64, device="meta")
             functional_call(model, cast(model, torch.bfloat16), tokens)
         except RuntimeError as error:  # also NotImplementedError: shapes or branches that depend on values
-            raise ConfigError(f"{where}, whose order is unknown: {order.operator} in {names[order.running[-1]]} fails on "
-                              "the meta device, without values; take an operator whose shapes do not depend on them, "
-                              + advice) from error
+            raise ConfigError(f"{where}, whose order is unknown: {order.operator} in {names[order.running[-1]]} fails "
+                              "on the meta device, without values; take an operator whose shapes do not depend on "
+                              f"them, {advice}") from error
     for block, _ in outputs.values():
         inside = {*block.modules()}
         due = [names[module] for module in block.modules() if isinstance(module, nn.Linear)]

@@ -11,6 +11,7 @@ and float32 intermediates stay in registers. Without activation checkpointing it
 
 import contextlib
 import itertools
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -202,6 +203,7 @@ def values_refused(counted: Counted) -> Iterator[None]:
         while trace:
             frames, trace = [*frames, trace.tb_frame], trace.tb_next
         module = next(filter(None, map(counted.module_of, reversed(frames))), "the step")
+        traceback.clear_frames(error.__traceback__)  # torch 2.11's checkpoint() leaves its hooks set while they exist
         raise ConfigError(f"--dry-run: {error.func} in {module}, {counted.phases[-1].name}: a plan has shapes and no "
                           "values, which this operator needs (or it has no fake implementation); the model trains, but "
                           "cannot be planned; torch's grouped_mm(), or a multiplication by a mask, has fixed shapes"
