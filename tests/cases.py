@@ -820,8 +820,10 @@ def fake_process_group(ranks: int, rank: int = 0):
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-    yield World(rank, ranks, torch.device("cpu"), build_mesh("cpu", (1, ranks, 1, 1)))
-    dist.destroy_process_group()
+    try:
+        yield World(rank, ranks, torch.device("cpu"), build_mesh("cpu", (1, ranks, 1, 1)))
+    finally:
+        dist.destroy_process_group()
 
 
 def one_step(model: Llama, cfg: config.Config, world: World, ids: torch.Tensor) -> None:

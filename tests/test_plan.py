@@ -1,5 +1,6 @@
 """The plan against theory, real tensors and whole simulated steps, and what --dry-run prints."""
 
+import contextlib
 import json
 import pathlib
 import re
@@ -11,7 +12,8 @@ from unittest import mock
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
 
 import config
 import metrics
@@ -20,6 +22,9 @@ from benchmarks import simulate as benchmark
 from model import nf4
 from model.llama import meta_model
 from optim import build_optimizer
+from parallel import materialize
+from parallel.mesh import World, build_mesh
+from parallel.parallelize import parallelize
 from parallel.planner import advice, show
 from parallel.planner import check as plan_check
 from parallel.planner import plan as plan_module
@@ -29,6 +34,7 @@ from parallel.planner.counted import Counted, Phase
 from parallel.planner.devices import DEVICES, Cluster, device, known_as, timeline
 from parallel.planner.plan import Asked, plan
 from parallel.planner.simulate import simulate
+from parallel.verify import verify_sharding
 from tests import cases
 from tests.conftest import REPO, TINY, launch, make_config
 from tests.test_training import UNEVEN
@@ -632,11 +638,73 @@ MACHINES = {  # that the comments of the configurations name
 }
 
 
+class StartUp(Counted):
+    """Answers where the host reads a value: yes, all are finite; 0, where rank 0's shard begins."""
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return args[0].dtype == torch.bool
+        return super().__torch_dispatch__(operator, types, args, kwargs)
+
+
+def beyond_what_is_held(cfg: config.Config, ranks: int) -> float:
+    """GiB that start-up needs at most beyond what it leaves: of two blocks, since the largest tensors decide. Of each
+    parameter the first rows alone are drawn or quantized, and nothing is read: values from a file, a folder's or a
+    checkpoint's, are copied to their places by way of host memory."""
+    def first_rows(function, rows: int, part: int):
+        return lambda *of: function(*of[:part], of[part][: min(rows, len(of[part]))], *of[part + 1 :])
+
+    def real(meshes, concatenate=DeviceMesh._concatenate):
+        with unset_fake_temporarily():
+            return concatenate(meshes)
+
+    cfg = replace(cfg, model=replace(cfg.model, n_layers=2))
+    with cases.fake_process_group(ranks), contextlib.ExitStack() as stack:
+        world = World(0, ranks, torch.device("cpu"), build_mesh("cpu", config.mesh_shape(cfg, ranks)))
+        counted = StartUp(FakeTensorMode(allow_non_fake_inputs=True), {}, set(), 512)
+        for patch in [
+                *simulate_module.without_storage(counted),
+                mock.patch("parallel.materialize.on_each_rank", lambda work: work()),
+                mock.patch("torch.nn.init.trunc_normal_", lambda values, *bounds, **of: values.normal_()),
+                mock.patch("parallel.materialize.draw", first_rows(materialize.draw, 64, 0)),
+                mock.patch("parallel.materialize._quantize", first_rows(materialize._quantize, 300, 4)),
+                mock.patch.object(DeviceMesh, "_concatenate", real),
+                mock.patch.object(FakeTensor, "tolist", lambda t: [True] * len(t), create=True)]:
+            stack.enter_context(patch)
+        model = meta_model(cfg.model, cfg.lora)
+        parallelize(model, replace(cfg, parallel=replace(cfg.parallel, compile=False)), world)
+        with counted.fake, counted:
+            materialize.materialize(model, cfg.run.seed, world.device)
+            optimizer = build_optimizer(model, cfg.optim)
+            verify_sharding(model, cfg.parallel, world)
+            left = counted.live.total()
+        assert optimizer.state and left >= sum(t.nbytes for _, t in materialize.local_tensors(model))
+    return (counted.phases[-1].peak.total() - left) / 2**30
+
+
+def start_up_gib(cfg: config.Config, row: dict) -> float:
+    held = (row["parameter_bytes_per_rank"] + row["optimizer_bytes_per_rank"]) / 2**30
+    return held + beyond_what_is_held(cfg, row["world_size"])
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda p: p.stem)
 def test_every_shipped_configuration_fits_its_machine(path, capsys):
+    """Start-up needs less than a step: allocation, initialization or quantization, AdamW's state, scales, the checks of
+    values and replicas."""
     ranks, gpu = MACHINES[path.stem]
     fits, out, err = dry_run(capsys, path, "--json", "--world-size", ranks, "--gpu", gpu)
-    assert fits and json.loads(out)["accumulation_steps"] >= 1, err
+    assert fits and (row := json.loads(out))["accumulation_steps"] >= 1, err
+    assert start_up_gib(config.load(str(path), ["--parallel.param_dtype=bfloat16"]), row) < row["peak_gib"]
+
+
+def test_start_up_needs_less_than_a_step_also_where_the_base_is_whole_on_each_rank():
+    """Of two GPUs of 24 GB. The checksums of the embedding, computed at once, would take 11.7 GiB."""
+    whole = '["embedding*", "*_proj.weight", "*norm*", "head*"]'
+    cfg = config.load(str(CONFIGS / "llama8b-lora.toml"),
+                      ["--parallel.param_dtype=bfloat16", f"--parallel.unsharded={whole}"])
+    row = plan(cfg, 2)
+    assert row["parameter_bytes_per_rank"] > 14.9 * 2**30 and row["device_gib"] < 23.5
+    assert start_up_gib(cfg, row) < row["peak_gib"]
 
 
 def test_the_benchmark_of_whole_steps(capsys, monkeypatch):
