@@ -239,7 +239,8 @@ def test_each_block_attends_as_its_mask_lets_it(fork, kinds, options, monkeypatc
     """FLOP of each block forward and backward; blocks of one pattern stand for others of theirs only."""
     usual = plan(of_a_gpu(**LONG), 1, Asked(device("H100")))  # alone, it waits for nothing
     fork(monkeypatch)
-    cfg = of_a_gpu(parallel=options, model={"n_layers": 24}, **LONG)
+    layers = 24 if options.get("recompute") == 3 else 16  # more than a short model has
+    cfg = of_a_gpu(parallel=options, model={"n_layers": layers}, **LONG)
     found = blocks_run(monkeypatch)
     step = simulate(cfg, 8)
     shares = [0.5 if n is None else share(window(n), 1024) for n in kinds]
@@ -251,7 +252,7 @@ def test_each_block_attends_as_its_mask_lets_it(fork, kinds, options, monkeypatc
             matmuls = {"forward": 2, "backward": 7 if again else 5}[way]
             assert phase.work["attention"] == 2 * matmuls * shares[int(i) % len(shares)] * 1024 * 1024 * 64, phase.name
     equal(step, simulate(cfg, 8, whole=True))
-    assert len(found) == 2 and found[0] < 24  # the second was asked for
+    assert len(found) == 2 and found[0] < layers  # the second was asked for
     row = plan(of_a_gpu(**LONG), 1, Asked(device("H100")))
     assert row["step_seconds"] < usual["step_seconds"] and row["flops_per_token"] == usual["flops_per_token"]
     saved = 6 * 1024 * 64 * sum(1 - 2 * share for share in (shares * 14)[:14])
