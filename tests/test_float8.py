@@ -193,11 +193,11 @@ def test_the_kernel_that_casts_a_gpu_s_shards_changes_no_bit(uneven):
         assert found[-1] == found[1]
 
 
+@inductor_config.patch(force_disable_caches=True)  # monkeypatch would leave torch without this option
 def test_a_gpu_s_cast_moves_five_bytes_a_weight(monkeypatch):
     monkeypatch.setattr(Float8AllGather, "is_cuda", True, raising=False)
     monkeypatch.setattr(compile_fx.inductor_metrics_log, "isEnabledFor", lambda _: True)  # it counts bytes only then
     metrics.reset()
-    monkeypatch.setattr(inductor_config, "force_disable_caches", True)
     torch._dynamo.reset()
     for rows, columns, of in (38, 112, 114), (36, 112, 110), (4, 64, 16), (1, 32, 16), (0, 32, 32):
         shard = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).as_subclass(Float8Shard)
