@@ -31,7 +31,7 @@ from parallel.planner import plan as plan_module
 from parallel.planner import simulate as simulate_module
 from parallel.planner.check import PlanCheck
 from parallel.planner.counted import Counted, Phase
-from parallel.planner.devices import DEVICES, Cluster, device, known_as, timeline
+from parallel.planner.devices import DEVICES, OF_LINK, Cluster, device, known_as, timeline
 from parallel.planner.plan import Asked, plan
 from parallel.planner.simulate import simulate
 from parallel.verify import verify_sharding
@@ -594,6 +594,19 @@ def test_the_drawing_is_the_plan(tmp_path, capsys):
     assert any(t.startswith("backward head: activations") and t.endswith("of 53.63 GiB") for t in titles)
     assert sum(t.startswith("forward block") and " gathers: " in t for t in titles) == 32  # the unit after each
     assert sum(t.startswith("backward block") and " reduces: " in t for t in titles) == 32
+
+
+def test_the_reductions_of_replicas_take_their_time():
+    """Two nodes, a replica on each: a block's gradients are reduce-scattered within a node (7/8 of the bytes leave each
+    GPU), then all-reduced with the other node (its bytes leave twice, half of them each time)."""
+    h100 = device("H100")
+    cfg = config.load(str(CONFIGS / "llama8b.toml"), ["--parallel.dp_replicate=2", "--model.n_layers=4"])
+    _, moments = plan_module.planned(cfg, 16, Asked(h100, None, 8), None)
+    (moment,) = [m for m in moments if m.phase.name == "backward block 2"]
+    gradients = 4 * sum(p.numel() for p in meta_model(cfg.model).blocks[1].parameters())
+    within, between = gradients * 7 / 8 / h100.link, gradients / 8 * 2 / 2 / h100.network
+    begin, end = moment.sends["reduces"]
+    assert end - begin == pytest.approx((within + between) / OF_LINK / 1e9, rel=0.02)
 
 
 def test_slow_networks_are_waited_for():
