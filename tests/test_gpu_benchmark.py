@@ -114,6 +114,8 @@ def test_experiments_of_fsdp2_reach_the_model(monkeypatch, tmp_path):
     rows = 'echo "{\\"status\\": \\"ok\\"}"\n' * len(gpu.GROUPS["1B"])
     python.write_text(f'#!/bin/bash\necho "$@" > {tmp_path}/words\n{rows}')
     python.chmod(0o755)
+    for name in ("set_reduce_scatter_max_input_buffers", "set_separate_reduce_scatter_group"):  # from torch 2.13 on
+        monkeypatch.setattr(FSDPModule, name, lambda self, value, name=name: called.append((name, value)), False)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", str(python))
         assert not gpu.main(["--tiny", "--only=1B", "--reduce-scatter-buffers=2", "--separate-reduce-scatter-group"])
@@ -121,8 +123,6 @@ def test_experiments_of_fsdp2_reach_the_model(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "run_arms", lambda *of: given.append(of[-1]))
     assert gpu.main(words) == 0
     assert given == [{"set_reduce_scatter_max_input_buffers": 2, "set_separate_reduce_scatter_group": True}]
-    for name in given[0]:
-        monkeypatch.setattr(FSDPModule, name, lambda self, value, name=name: called.append((name, value)), False)
     monkeypatch.setattr(gpu, "measure_by_size", lambda cfg, world, bare, settings: {
         "loss": build(make_config(), world, settings) and 0.0})
     with cases.fake_process_group(1) as world:

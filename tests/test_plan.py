@@ -256,6 +256,8 @@ def test_json_has_what_the_contract_names(capsys):
     assert row["parameter_bytes_per_rank"] == row["gradient_bytes_per_rank"] == 4 * 8_030_261_248 // 8
     assert row["optimizer_bytes_per_rank"] == 8 * 8_030_261_248 // 8 + 4 * 291
     assert row["accumulation_steps"] == 16 and row["tokens_per_step"] == 128 * 8192 and row["steps_per_epoch"] is None
+    prepared = plan_module.planned(config.load(str(CONFIGS / "llama8b.toml")), 8, Asked(), 32_000)[0]  # samples
+    assert prepared["steps_per_epoch"] == 32_000 / 128
     assert row["peak_gib"] == pytest.approx(sum(row["parts_gib"].values())) and row["peak_at"] == "backward head"
     nothing = ("step_seconds", "tokens_per_second_per_device", "mfu", "fits")
     assert [row[name] for name in nothing] == [None] * 4 and row["operators_not_counted"] == []
