@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, replace
 from typing import Any, Literal, NoReturn
 
-import hf_config
 import options
 from options import ConfigError, option, to_dict
 
@@ -32,7 +31,6 @@ TIMEOUT = (lambda v: 0 < v <= 1e8, "must be greater than 0, and at most 1e8")  #
 NOT_NEGATIVE = (lambda v: v >= 0, "must be at least 0")
 FRACTION = (lambda v: 0 <= v <= 1, "must lie between 0 and 1")
 BETAS = (lambda v: all(0 <= b < 1 for b in v), "both must lie in [0, 1)")
-SHARDS = (lambda v: isinstance(v, bool) or v >= 2, "an integer must be at least 2")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a block
 TARGETS = (lambda v: v and {*v} <= {*PROJECTIONS}, f"must name projections: {', '.join(PROJECTIONS)}")
 # A run's name is the name of one folder, and is used without quoting.
@@ -136,7 +134,7 @@ class Parallel:
     dp_shard: int | Literal["auto"] = option("auto", "ranks that each copy is sharded over; auto: all left", POSITIVE)
     cp: int = option(1, "ranks that a sequence is sharded over (context parallelism)", POSITIVE)
     tp: int = option(1, "ranks that each matrix is sharded over (tensor parallelism)", POSITIVE)
-    reshard_after_forward: bool | int = option(True, "false: keep until backward; n: reshard to n ranks", SHARDS)
+    reshard_after_forward: bool = option(True, "free a unit after its forward; false: keep it until its backward")
     prefetch_forward: int = option(1, "units all-gathered ahead in forward; 0: implicit prefetch", NOT_NEGATIVE)
     prefetch_backward: int = option(1, "units all-gathered ahead in backward; 0: implicit prefetch", NOT_NEGATIVE)
     param_dtype: Literal["auto", "float32", "bfloat16"] = option(
@@ -144,7 +142,7 @@ class Parallel:
     reduce_dtype: Literal["float32", "bfloat16"] = option("float32", "dtype of gradient reduction", note=HALF)
     output_dtype: Literal["float32", "bfloat16"] | None = option(None, "between units; absent: param_dtype", note=HALF)
     keep_fp32: tuple[str, ...] = option((), "patterns of units to compute in float32, such as 'blocks.[01]'")
-    unsharded: tuple[str, ...] = option((), "patterns of frozen parameters to keep unsharded on every rank")
+    replicated: tuple[str, ...] = option((), "patterns of frozen parameters to keep whole on every rank")
     cpu_offload: bool = option(False, "keep parameters, gradients and optimizer state in host memory")
     sync_every_micro_batch: bool = option(True, "reduce gradients in every micro-batch; false: once per step")
     recompute: int | Literal["none", "elementwise", "selective", "full"] = option(
@@ -256,7 +254,7 @@ def mesh_shape(cfg: Config, ranks: int) -> tuple[int, int, int, int]:
     dp_size = max(1, ranks // (cp * tp))
     dp_replicate = max(1, dp_size // p.dp_shard) if p.dp_replicate == "auto" else p.dp_replicate
     dp_shard = max(1, dp_size // dp_replicate) if p.dp_shard == "auto" else p.dp_shard
-    n, shards, per_pass = p.reshard_after_forward, dp_shard * cp, (t.micro_batch_size or 1) * dp_size
+    per_pass = (t.micro_batch_size or 1) * dp_size
     if ranks % (cp * tp):
         raise ConfigError(f"[parallel] cp = {cp}, tp = {tp}: their product must divide the number of ranks, {ranks}")
     options.require(cfg, [
@@ -265,10 +263,18 @@ def mesh_shape(cfg: Config, ranks: int) -> tuple[int, int, int, int]:
          + f" must equal the number of ranks, {ranks}; set one of the first two to auto"),
         ("train.global_batch_size", t.global_batch_size % per_pass == 0,
          f"must be a multiple of micro_batch_size x data ranks = {t.micro_batch_size or 1} x {dp_size} = {per_pass}"),
-        ("parallel.reshard_after_forward", type(n) is bool or shards % n == 0,
-         f"must divide the number of shards, {shards}"),
     ])
     return dp_replicate, dp_shard, cp, tp
+
+
+def check_for_gpus(cfg: Config) -> None:
+    """Raises ConfigError for what a CPU takes and no GPU does: narrow heads, float8 uncompiled."""
+    if cfg.parallel.float8 != "none" and not cfg.parallel.compile:
+        raise ConfigError(f'[parallel] float8 = "{cfg.parallel.float8}": goes with compile = true only on a GPU: '
+                          "rounding to 8 bits, uncompiled, takes longer than the products save")
+    if (cfg.parallel.cp > 1 or cfg.data.document_mask) and cfg.model.width_per_head < 16:
+        raise ConfigError(f"[model] head_dim: heads are {cfg.model.width_per_head} wide; on a GPU, context parallelism "
+                          "and document masks need 16 or more (FlexAttention)")
 
 
 def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
@@ -312,8 +318,8 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
          'only one of dp_replicate and dp_shard may be "auto", and dp_shard is unless it is given'),
         ("parallel.keep_fp32 model.n_layers", all(fnmatch.filter(units, pattern) for pattern in p.keep_fp32),
          f"a pattern matches no unit; they are {', '.join([*units[:3], '...', units[-1]])}"),
-        ("parallel.unsharded parallel.cpu_offload", not (p.unsharded and p.cpu_offload),
-         "goes without cpu_offload, which would leave what is unsharded on the host for good"),
+        ("parallel.replicated parallel.cpu_offload", not (p.replicated and p.cpu_offload),
+         "goes without cpu_offload, which would leave replicated parameters on the host for good"),
         ("parallel.recompute model.n_layers", isinstance(p.recompute, str) or p.recompute <= m.n_layers,
          f"every n-th of {m.n_layers} blocks: n must not exceed them"),
         ("parallel.recompute parallel.tp parallel.compile", p.tp == 1 or not p.compile or p.recompute in PARTLY,
@@ -324,9 +330,7 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
          f"must be a multiple of 2 x parallel.cp = {2 * p.cp}: each rank has two chunks"),
         ("train.seq_len parallel.cp parallel.tp", t.seq_len % (p.cp * p.tp) == 0,
          f"must be a multiple of parallel.cp x parallel.tp = {p.cp * p.tp}"),
-        ("parallel.reshard_after_forward parallel.tp", p.tp == 1 or type(p.reshard_after_forward) is bool,
-         "goes with tp = 1 only: FSDP2 keeps no smaller shards of what tensor parallelism has cut"),
-        ("parallel.unsharded parallel.tp", p.tp == 1 or not p.unsharded, "goes with tp = 1 only, which cuts no matrix"),
+        ("parallel.replicated parallel.tp", p.tp == 1 or not p.replicated, "requires tp = 1: tp shards every matrix"),
         ("lora.rank model.init_from", not lora or m.init_from,
          "adapters need a base: name its Hugging Face folder, model.init_from"),
         ("lora.rank lora.targets model.dim model.n_heads model.n_kv_heads model.ffn_dim model.head_dim",
@@ -338,10 +342,6 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
          f"goes with tp = 1 only, not {p.tp}: each rank would scale its part of a matrix by itself"),
         ("parallel.float8 parallel.keep_fp32 model.n_layers", p.float8 == "none" or not wide_blocks,
          f"goes without a block in keep_fp32, which has {', '.join(wide_blocks[:3])}: its products would be in 8 bits"),
-        ("parallel.float8 parallel.reshard_after_forward",
-         p.float8 != "tensorwise" or type(p.reshard_after_forward) is bool,
-         f"goes with reshard_after_forward = true or false, not {p.reshard_after_forward}: FSDP2 cannot gather 8 bits "
-         'from fewer ranks; "rowwise" gathers as without'),
         ("parallel.float8 parallel.cpu_offload", p.float8 != "tensorwise" or not p.cpu_offload,
          'goes without cpu_offload: a shard copied to the GPU loses its scale; "rowwise" needs none'),
         ("train.seq_len parallel.cp parallel.float8", p.float8 == "none" or t.seq_len % (16 * p.cp) == 0,
@@ -363,10 +363,23 @@ def load(path: str, overrides: Iterable[str] = ()) -> Config:
     return from_dict(options.read_toml(path), path, overrides)
 
 
-def from_dict(raw: dict, path: str, overrides: Iterable[str] = ()) -> Config:
-    """Like load(), from tables that have been read; `path` names their origin in errors."""
-    given = SCHEMA.read(raw, path, overrides)
-    hf_config.complete(given)
+def current(name: str, value: Any) -> tuple[str, Any]:
+    """The name and value that an option of an earlier version has in this one."""
+    if name == "parallel.unsharded":
+        return "parallel.replicated", value
+    if name == "parallel.reshard_after_forward" and type(value) is int and value > 1:
+        return name, True  # until 2026-11 an integer resharded to that many ranks
+    return name, value
+
+
+def from_dict(raw: dict, path: str, overrides: Iterable[str] = (), saved: bool = False) -> Config:
+    """Like load(), from tables that have been read; `path` names their origin in errors. Options of an earlier version
+    are read where they were saved, or belong to a run that has checkpoints."""
+    given = SCHEMA.read(raw, path, overrides, current)
+    if {"model.init_from", "lora.init_from"} & given.values.keys():
+        from huggingface.config import complete  # optional, and so only where an option names its folders
+
+        complete(given)
     cfg = given.build()
     if lora := cfg.lora:  # normalized, so that spelling is no change; absolute paths work from anywhere
         lora = replace(lora, targets=tuple(name for name in PROJECTIONS if name in lora.targets),
@@ -378,6 +391,11 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = ()) -> Config:
         cfg = replace(cfg, run=replace(cfg.run, name=pathlib.Path(path).stem))
         if not NAME[0](cfg.run.name):
             given.problems.setdefault("run.name", f"{path}: the file's name is the run's name: {NAME[1]}; set run.name")
+    if not saved and not (run_folder(cfg) / "checkpoints").is_dir():
+        for name, was in given.former.items():
+            given.problems.setdefault(name, f"{given.origins[name]}: {was}: is an earlier version's, which only a run "
+                                            f"that was begun with it resumes with; write {name.partition('.')[2]} = "
+                                            f"{options.toml(given.values.get(name))}")
     options.require(cfg, _rules(cfg), given)
     return cfg
 

@@ -10,20 +10,22 @@ import torch
 
 import config
 import metrics
-from checkpoint.checkpointer import Checkpointer, open_pretrained
+from checkpoint.checkpointer import Checkpointer
 from config import ConfigError
 from data.dataset import Dataset, open_dataset
 from data.loader import validation_batches
 from data.show import printable
 from files import print_error, print_line
-from lifecycle.run import Run
-from model.generate import continue_text
-from model.llama import Llama, meta_model, parameter_count
+from generate import continue_text
+from lifecycle.run import Run, open_pretrained
+from model.build import meta_model
+from model.llama import Llama, parameter_count
 from parallel.context import own_cp_positions
 from parallel.fsdp import reshard
 from parallel.materialize import materialize
-from parallel.mesh import World, all_gather_objects, storage_device
+from parallel.mesh import World, storage_device
 from parallel.parallelize import parallelize
+from ranks import all_gather_objects
 
 SAMPLED_PARAMETERS = 20e9  # largest model of which a run logs a sample
 
@@ -73,7 +75,7 @@ def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
     model = meta_model(cfg.model, cfg.lora)
     parallelize(model, cfg, world)
     materialize(model, cfg.run.seed, storage_device(cfg, world), pretrained and pretrained.read_into)
-    checkpointer.restore(model, None, pretrained)
+    checkpointer.restore(model, None, pretrained and pretrained.base())
     found = evaluate(model, cfg, world, dataset, run)
     if world.rank == 0:
         for problem in checkpointer.problems:

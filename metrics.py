@@ -20,9 +20,10 @@ import torch
 import config
 import files
 import options
-from parallel.mesh import World, all_gather_objects, on_rank_zero
-from parallel.planner.check import PlanCheck
-from parallel.planner.devices import DEVICES, known_as
+from parallel.mesh import World
+from planner.check import PlanCheck
+from planner.devices import DEVICES, known_as
+from ranks import all_gather_objects, on_rank_zero
 
 log = logging.getLogger("train")
 

@@ -84,8 +84,9 @@ class Schema:
             raise ValueError(rule)
         return fitted
 
-    def read(self, raw: dict, path: str, overrides: Iterable[str] = ()) -> "Given":
-        """Reads the tables of a file, with the command line's overrides on top. `path` names their origin in errors."""
+    def read(self, raw: dict, path: str, overrides: Iterable[str] = (), current: Callable | None = None) -> "Given":
+        """Reads the tables of a file, with the command line's overrides on top. `path` names their origin in errors.
+        current(name, value): the name and value in this version of what an earlier one had."""
         values, given = flatten(raw, self.options), Given(self, path)
         given.origins = dict.fromkeys(values, path)
         for override in overrides:
@@ -96,7 +97,11 @@ class Schema:
             else:
                 values |= found
             given.origins |= dict.fromkeys(found, "command line")
-        for name, value in values.items():
+        for name, value in [*values.items()]:
+            if current and current(name, value) != (name, value):
+                given.former[current(name, value)[0]] = f"{_place(name)} = {toml(value)}"
+                origin, (name, value) = given.origins.pop(name), current(name, value)
+                given.origins[name] = origin
             try:
                 given.values[name] = self.fit(name, value)
             except ValueError as error:
@@ -167,6 +172,7 @@ class Given:
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
+    former: dict[str, str] = field(default_factory=dict)  # what an earlier version's option said
 
     def build(self, table: str = "") -> Any:
         """The dataclass, with placeholders for invalid or missing values: `problems` names them."""

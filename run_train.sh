@@ -12,7 +12,7 @@
 #                                   [--plot FILE.svg] [--json]
 #   ./run_train.sh CONFIG --eval-only
 #   ./run_train.sh --setup                                the environment only; its Python is the last line
-#   ./run_train.sh -m MODULE ...                          a tool, as model.generate, in that environment
+#   ./run_train.sh -m MODULE ...                          a tool, as generate, in that environment
 #   sbatch --nodes=N --gpus-per-node=8 run_train.sh CONFIG ...
 #
 # PYTHON=... chooses the Python. Else the active one serves if its torch is supported and what the run needs is there;

@@ -38,26 +38,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint.checkpointer import Checkpointer, State, open_pretrained
+from checkpoint.checkpointer import Checkpointer, State
 from config import Config, ConfigError
 from data.dataset import open_dataset, samples_per_epoch
 from data.loader import Batch, Loader
 from evaluate import evaluate, evaluate_newest, evaluation_is_due, log_sample
 from lifecycle import DOES_NOT_FIT, INPUT_IS_WRONG
 from lifecycle.folder import report_failure, resume_once
-from lifecycle.run import Run, exit_immediately, final_exit_code
+from lifecycle.process_group import distributed
+from lifecycle.run import Run, exit_immediately, final_exit_code, open_pretrained
 from metrics import Recorder
-from model.llama import Llama, flops_per_token, meta_model, parameter_count
+from model.build import meta_model
+from model.llama import Llama, flops_per_token, parameter_count
 from optim import FiniteGuard, build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from parallel.context import own_cp_positions
 from parallel.float8 import update_scales
 from parallel.fsdp import set_gradient_sync, unshard_first_units
 from parallel.materialize import materialize
-from parallel.mesh import World, distributed, on_rank_zero, rank_and_size, storage_device, tp_warnings
+from parallel.mesh import World, storage_device
 from parallel.parallelize import parallelize
-from parallel.planner.plan import dry_run
-from parallel.rebind import check_optimizer
-from parallel.verify import unit_table, verify_sharding
+from parallel.tensor import tp_warnings
+from parallel.verify import check_optimizer, unit_table, verify_sharding
+from planner.plan import dry_run
+from ranks import on_rank_zero, rank_and_size
 
 
 def train(cfg: Config, world: World, run: Run) -> None:
@@ -87,7 +90,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, cfg.parallel.compile)
     # 5. When resuming, load weights and optimizer state, which overwrite those from above. Then verify everything.
     with run.phase("restore"):
-        state = checkpointer.restore(model, optimizer, pretrained)
+        state = checkpointer.restore(model, optimizer, pretrained and pretrained.base())
     unit_rows = verify_sharding(model, cfg.parallel, world)
     check_optimizer(model, optimizer)
     run.begin(dataset.tokenizer_files)

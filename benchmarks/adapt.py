@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
         folder = pathlib.Path(args.folder or temporary).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         train(folder, "base", f"--train.steps={args.base_steps}", *options)
-        subprocess.run([sys.executable, "-m", "model.hf", "export", folder / "base", folder / "hf"], check=True,
+        subprocess.run([sys.executable, "-m", "huggingface", "export", folder / "base", folder / "hf"], check=True,
                        cwd=REPO, stdout=sys.stderr)
         write_sources(folder / "other.jsonl", args.suffix, 8 * 2**20)
         other = [f"--train.steps={args.steps}", f"--data.source={folder / 'other.jsonl'}",

@@ -15,7 +15,7 @@ import torch
 import config
 from benchmarks import count
 from config import ConfigError
-from model.generate import generate
+from generate import generate
 from model.llama import Llama
 from parallel.materialize import materialize
 

@@ -38,8 +38,9 @@ import files
 from benchmarks.kernels import CEILINGS, TIMINGS
 from benchmarks.step import add_experiments, experiments, measure_by_size
 from config import ConfigError
+from lifecycle.process_group import distributed
 from lifecycle.signals import die_with_parent
-from parallel.mesh import World, distributed
+from parallel.mesh import World
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 COMMON = ["--run.device=auto", "--train.global_batch_size=16", "--checkpoint=off", "--eval=off",

@@ -25,10 +25,11 @@ sys.path.insert(0, str(REPO))
 import torch  # noqa: E402
 
 import config  # noqa: E402
-import hf_config  # noqa: E402
 from benchmarks import count  # noqa: E402
-from model import hf, hf_weights  # noqa: E402
-from model.llama import meta_model  # noqa: E402
+from huggingface import config as hf_config  # noqa: E402
+from huggingface import convert as hf  # noqa: E402
+from huggingface import weights as hf_weights  # noqa: E402
+from model.build import meta_model  # noqa: E402
 
 MIB = 2**20
 
@@ -68,9 +69,10 @@ def read(folder: str, base_dtype: str | None = None) -> dict:
     """One rank's part of reading into shards."""
     import torch.distributed as dist
 
+    from lifecycle.process_group import distributed
     from parallel.materialize import local_tensors, materialize
-    from parallel.mesh import all_gather_objects, distributed
     from parallel.parallelize import parallelize
+    from ranks import all_gather_objects
 
     cfg = config.from_dict({
         "run": {"name": "r", "device": "cpu"}, "model": {"init_from": folder}, "train": {"steps": 1},

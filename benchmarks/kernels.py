@@ -19,7 +19,8 @@ from torch.utils.benchmark import Timer
 
 from config import Config
 from metrics import environment
-from model.llama import meta_model, parameter_count
+from model.build import meta_model
+from model.llama import parameter_count
 from model.loss import chunked_cross_entropy
 from optim import build_optimizer, clip_gradients, gradient_norm
 from parallel.materialize import materialize

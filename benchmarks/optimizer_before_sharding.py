@@ -8,7 +8,7 @@ Four ways to the same three steps of float32 AdamW, on CPU processes over gloo t
 
     after     FSDP2, the optimizer made after sharding, as train.py does
     before    FSDP2, the optimizer made before sharding
-    rebind    FSDP2, the optimizer made before, sharding within parallel.rebind.rebind_optimizer
+    rebind    FSDP2, the optimizer made before, sharding within migrate.rebind.rebind_optimizer
     fsdp1     FullyShardedDataParallel(use_orig_params=True), the optimizer made before
 
 Counted are the storages, each once, of explicit sets of tensors: the model's parameters, what else the optimizer's
@@ -30,11 +30,12 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 import config
+from lifecycle.process_group import distributed
+from migrate.rebind import rebind_optimizer
 from model.llama import Block, Llama, parameter_count
 from parallel.materialize import materialize
-from parallel.mesh import World, distributed
+from parallel.mesh import World
 from parallel.parallelize import parallelize
-from parallel.rebind import rebind_optimizer
 from tests.ranks import run_on_ranks
 
 ARMS = ("after", "before", "rebind", "fsdp1")

@@ -28,12 +28,13 @@ from data.dataset import open_dataset
 from data.loader import Batch, Loader
 from data.prepare import prepare
 from lifecycle import folder
+from lifecycle.process_group import distributed
 from lifecycle.run import Run
 from lifecycle.signals import StopRequest
 from metrics import read_rows
-from model.llama import meta_model
+from model.build import meta_model
 from parallel.materialize import materialize
-from parallel.mesh import World, distributed, storage_device
+from parallel.mesh import World, storage_device
 from parallel.parallelize import parallelize
 from train import train
 

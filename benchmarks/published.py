@@ -2,7 +2,7 @@
 
     python -m benchmarks.published
 
-Plans of our program with the peers' sizes, at the rates of parallel/planner/devices.py; nothing is set to meet a
+Plans of our program with the peers' sizes, at the rates of planner/devices.py; nothing is set to meet a
 figure, and docs/plan.md names their sources. Prints a table in Markdown.
 """
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import config
 from model.loss import CHUNK
-from parallel.planner.devices import ATTENTION, OF_BANDWIDTH, Moment, device
-from parallel.planner.plan import GIB, RESERVED, Asked, planned
+from planner.devices import ATTENTION, OF_BANDWIDTH, Moment, device
+from planner.plan import GIB, RESERVED, Asked, planned
 
 FLASH_2 = 330 / 720  # FlashAttention 2, forward and backward, to products on an H100 of 700 W; both fall with its power
 # Bytes of eager F.cross_entropy of float32 copies, a logit: that are there in backward, and that all its kernels move

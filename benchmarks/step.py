@@ -28,13 +28,15 @@ from checkpoint.checkpointer import with_param_dtype
 from config import ConfigError
 from data.dataset import open_dataset
 from data.loader import Batch, Loader, inputs_and_targets
+from lifecycle.process_group import distributed
 from metrics import peak_flops, peak_memory_gib
-from model.llama import Llama, flops_per_token, meta_model, parameter_count
+from model.build import meta_model
+from model.llama import Llama, flops_per_token, parameter_count
 from optim import FiniteGuard, build_optimizer
 from parallel.context import own_cp_positions
 from parallel.fsdp import unshard_first_units
 from parallel.materialize import materialize
-from parallel.mesh import World, distributed, storage_device
+from parallel.mesh import World, storage_device
 from parallel.parallelize import parallelize
 from train import training_step
 

@@ -12,7 +12,7 @@ from model.llama import Llama, named_parameters
 from model.loss import CHUNK
 from optim import build_optimizer
 from parallel.activation_checkpoint import KEEP_EVERY, is_checkpointed
-from parallel.fsdp import all_gather_dtype, unit_dtypes, unit_parameters, units, unsharded_parameters
+from parallel.fsdp import all_gather_dtype, replicated_parameters, unit_dtypes, unit_parameters, units
 from parallel.tensor import placement_of
 
 
@@ -31,8 +31,8 @@ def held(cfg: config.Config, model: Llama, ranks: int) -> dict[str, int]:
     """Bytes of the largest rank between steps: gradients are sharded as their parameter and have its dtype, and so is
     what the optimizer keeps in its shape."""
     _, dp_shard, cp, tp = config.mesh_shape(cfg, ranks)
-    unsharded = unsharded_parameters(model, cfg.parallel)
-    parameters = {q: q.itemsize * (q.numel() if q in unsharded else numel)
+    replicated = replicated_parameters(model, cfg.parallel)
+    parameters = {q: q.itemsize * (q.numel() if q in replicated else numel)
                   for q, numel in largest_shards(model, dp_shard * cp, tp).items()}
     trained = {q: size for q, size in parameters.items() if q.requires_grad}
     optimizer = build_optimizer(model, cfg.optim)
@@ -47,7 +47,7 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
     With U units, A micro-batches, S = dp_shard x cp shards, R replicas, and A' = A, or 1 where reduction is deferred:
 
         all-gather       A (U + B)     B = U - 2 resharded after forward are all-gathered again in backward (all but
-                                       head and embedding, tied U - 1), with an integer n within n ranks; B = 0 where
+                                       head and embedding, tied U - 1); B = 0 where
                                        they are kept
         reduce-scatter   A' U          A U where R > 1: then only the all-reduce is deferred; 0 where S = 1
         all-reduce       A' U          where R > 1; and, where S > 1, one of the gradients' sum of squares (float64) and
@@ -63,10 +63,10 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
     sequences, accumulation = config.micro_batch_size(cfg, dp_size), config.accumulation_steps(cfg, dp_size)
     reductions = accumulation if p.sync_every_micro_batch else 1
     scatters = accumulation if dp_replicate > 1 else reductions
-    unsharded, numel = unsharded_parameters(model, p), largest_shards(model, shards, tp)
+    replicated, numel = replicated_parameters(model, p), largest_shards(model, shards, tp)
     tensorwise = "tensorwise" if p.float8 == "tensorwise" else "none"  # rowwise all-gathers as without
     device = "cpu" if cfg.run.device == "cpu" else "cuda"  # a plan is made for GPUs
-    in_8_bits = {m.weight for m in float8_matrices(model.blocks, tensorwise, device)} - unsharded
+    in_8_bits = {m.weight for m in float8_matrices(model.blocks, tensorwise, device)} - replicated
     found = {"all_gather": [0, 0], "reduce_scatter": [0, 0], "all_reduce": [0, 0]}
 
     def add(kind: str, times: int, size: int) -> None:
@@ -80,12 +80,12 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
     for kind, times, size in over_tp_and_cp(cfg, model, sequences, accumulation, scatters, cp, tp):
         add(kind, times, size)
     for name, modules in units(model):
-        parameters = [q for q in unit_parameters(modules) if q not in unsharded]
+        parameters = [q for q in unit_parameters(modules) if q not in replicated]
         param_dtype, reduce_dtype = unit_dtypes(p, name)
         size = sum(numel[q] * (1 if q in in_8_bits else all_gather_dtype(q, param_dtype).itemsize) for q in parameters)
         trained = sum(numel[q] for q in parameters if q.requires_grad)
         if shards > 1:
-            again = p.reshard_after_forward is not False and not {model.head, model.embedding} & {*modules}
+            again = p.reshard_after_forward and not {model.head, model.embedding} & {*modules}
             add("all_gather", accumulation * (1 + again), size * shards)
             add("reduce_scatter", scatters, reduce_dtype.itemsize * trained * shards)
         if dp_replicate > 1:

@@ -26,17 +26,19 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import config
-import hf_config
 from benchmarks import count
 from config import ConfigError
 from data.loader import Batch, inputs_and_targets
-from model.hf_weights import hf_name
-from model.llama import meta_model
+from huggingface import config as hf_config
+from huggingface.weights import hf_name
+from lifecycle.process_group import distributed
+from model.build import meta_model
 from optim import FiniteGuard, build_optimizer
 from parallel.fsdp import unshard_first_units
 from parallel.materialize import materialize
-from parallel.mesh import World, all_gather_objects, distributed, rank_and_size, storage_device
+from parallel.mesh import World, storage_device
 from parallel.parallelize import parallelize
+from ranks import all_gather_objects, rank_and_size
 from train import training_step
 
 TINY = pathlib.Path(__file__).parent.parent / "configs/tiny.toml"

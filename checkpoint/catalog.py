@@ -17,7 +17,7 @@ from files import print_error
 
 NAME = re.compile(r"step-(\d{8,})")
 TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp")
-NO_OPTIMIZER = ("holds weights without the state of an optimizer, as python -m model.hf import makes it: no run can "
+NO_OPTIMIZER = ("holds weights without the state of an optimizer, as python -m huggingface import makes it: no run can "
                 "resume from it; start one from the Hugging Face folder itself, with model.init_from")
 
 
@@ -93,7 +93,7 @@ def read_config(folder: pathlib.Path, base: str | None = None) -> config.Config:
         if base:
             model["init_from"] = os.path.abspath(base)
     try:
-        return config.from_dict(tables, str(folder / STATE))
+        return config.from_dict(tables, str(folder / STATE), saved=True)
     except ConfigError as error:
         if base and all(problem.startswith(f"{folder / STATE}: [model]") for problem in error.problems):
             raise ConfigError(f"--base {base}: is another model than {trained_on}, for which {folder} has adapters; "

@@ -15,15 +15,8 @@ from checkpoint import catalog, compare
 from checkpoint.load import OtherOptimizer, restore, tensors_of
 from checkpoint.save import SaveFailed, Saver
 from config import ConfigError
-from model.hf_weights import Weights, fingerprint, weights_to_read
-from parallel.mesh import (
-    World,
-    all_gather_objects,
-    check_same_on_all_ranks,
-    has_native_bfloat16,
-    on_each_rank,
-    on_rank_zero,
-)
+from parallel.mesh import World, has_native_bfloat16
+from ranks import all_gather_objects, check_same_on_all_ranks, on_each_rank, on_rank_zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +75,10 @@ class Checkpointer:
         catalog.set_aside(self.cfg, self.start, self.corrupt)
         catalog.remove_unfinished(self.cfg)
 
-    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, weights: Weights | None) -> State:
-        """Loads the chosen checkpoint, if any, into model and optimizer. weights: the Hugging Face weights loaded
-        before, if any. Raises ConfigError if they are not the base of the checkpoint's adapters."""
-        if weights and weights.sums is not None:  # each rank has read a part of the base
-            self.base = fingerprint(all_gather_objects(weights.sums))
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, base: str | None = None) -> State:
+        """Loads the chosen checkpoint, if any, into model and optimizer. base: the fingerprint of the frozen weights
+        that adapters are trained on. Raises ConfigError if it is not that of the checkpoint's adapters."""
+        self.base = base
         if self.start not in self.found:
             return State()
         folder = catalog.path_of(self.cfg, self.start)
@@ -166,14 +158,6 @@ class Checkpointer:
         # Not DTensor.from_local: that would move the copy back to the mesh's device.
         return {name: DTensor(self.staged[name], t._spec, requires_grad=False) if isinstance(t, DTensor)
                 else self.staged[name] for name, t in tensors.items()}
-
-
-def open_pretrained(cfg: config.Config, step: int) -> Weights | None:
-    """weights_to_read(), each rank's from its own copy of the folder. Raises ConfigError on every rank if any rank's
-    raises it, or if copies differ."""
-    weights = on_each_rank(lambda: weights_to_read(cfg, step))
-    check_same_on_all_ranks("weights", weights.file_digests() if weights else {})
-    return weights
 
 
 def with_param_dtype(cfg: config.Config, step: int, world: World) -> config.Config:

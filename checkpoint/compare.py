@@ -56,8 +56,8 @@ def _instead(key: str) -> str:
     if key not in config.SCHEMA.options:
         return "this version has no such option"
     if key == "model.freeze":
-        return ("continue with that, or start another run from these weights (model.hf export, model.init_from): the "
-                "optimizer's state is of what was trained")
+        return ("continue with that, or start another run from these weights (python -m huggingface "
+                "export, model.init_from): the optimizer's state is of what was trained")
     if SHAPES.fullmatch(key):
         return "its weights have those shapes; continue so, or choose another run.name"
     return f'continue with that, choose another run.name, or allow it: checkpoint.allow_changed = ["{key}"]'

@@ -26,7 +26,7 @@ from config import ConfigError
 from model.llama import named_parameters
 from model.lora import is_adapter
 from parallel.float8 import update_scales
-from parallel.mesh import on_each_rank
+from ranks import on_each_rank
 
 DCP = "torch.distributed.checkpoint"
 ALLOWED = {

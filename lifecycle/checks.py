@@ -12,9 +12,9 @@ from config import ConfigError
 from files import print_line
 from lifecycle.command import Ranks
 from lifecycle.folder import check_folder, read_status
+from lifecycle.gpus import visible_gpus
 from lifecycle.signals import Interruption
 from options import together
-from parallel.gpus import visible_gpus
 
 
 def check_launch(cfg: config.Config, ranks: Ranks, args: Namespace, interruption: Interruption) -> bool:
@@ -44,7 +44,7 @@ def check_launch(cfg: config.Config, ranks: Ranks, args: Namespace, interruption
     else:
         compare.check_same_run(cfg, start)
         if cfg.model.init_from and (cfg.lora or not start):
-            from model.hf_weights import weights_to_read
+            from huggingface.weights import weights_to_read
 
             weights_to_read(cfg, start)
         prepare(cfg)
@@ -81,7 +81,7 @@ def trains_on_gpus(cfg: config.Config) -> bool:
 
 def check_device(cfg: config.Config, local_ranks: int) -> None:
     if trains_on_gpus(cfg):
-        from parallel.mesh import pick_device
+        from lifecycle.process_group import pick_device
 
         pick_device(cfg, local_ranks - 1)
 
@@ -98,8 +98,8 @@ def check_compiler(cfg: config.Config) -> None:
 
 
 def check_patterns(cfg: config.Config) -> None:
-    if cfg.model.freeze or cfg.parallel.unsharded:
-        from model.llama import meta_model
-        from parallel.fsdp import unsharded_parameters
+    if cfg.model.freeze or cfg.parallel.replicated:
+        from model.build import meta_model
+        from parallel.fsdp import replicated_parameters
 
-        unsharded_parameters(meta_model(cfg.model, cfg.lora), cfg.parallel)
+        replicated_parameters(meta_model(cfg.model, cfg.lora), cfg.parallel)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import config
 from config import ConfigError
 from files import print_error
-from parallel.gpus import visible_gpus
+from lifecycle.gpus import visible_gpus
 
 TORCH = ((2, 11), (2, 15))  # oldest and newest supported versions
 TRAIN = str(pathlib.Path(__file__).parent.parent / "train.py")

@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,9 @@ from lifecycle.command import torchrun_id
 from lifecycle.profiler import Profiler
 from lifecycle.signals import FROZEN_SECONDS, StopRequest, Watchdog
 from metrics import log
-from parallel.mesh import World, all_gather_objects, on_rank_zero
-from parallel.planner.advice import out_of_memory
+from parallel.mesh import World
+from planner.advice import out_of_memory
+from ranks import all_gather_objects, on_rank_zero
 
 COLLECT_EVERY_STEPS = 100  # Python's garbage collection; automatic, it would stall each rank at a different time
 
@@ -223,6 +225,16 @@ class Run:
         if self.checkpointer:
             self.checkpointer.wait(self.cfg.run.save_timeout_seconds)
         exit_immediately(1)
+
+
+def open_pretrained(cfg: config.Config, step: int) -> Any:
+    """The weights of the Hugging Face folder model.init_from, as far as a run that resumes after `step` reads them
+    (huggingface/weights.py: Weights); None without that option."""
+    if not cfg.model.init_from:
+        return None
+    from huggingface.weights import open_weights
+
+    return open_weights(cfg, step)
 
 
 def final_exit_code(cfg: config.Config, launch: str | None) -> int | None:

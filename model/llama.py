@@ -7,7 +7,6 @@ A module that owns a weight has `init_std`, the standard deviation of the weight
 for ones. Values are torchtitan's (https://github.com/pytorch/torchtitan); only the head's is cut off, at 3.
 """
 
-import fnmatch
 import math
 from collections.abc import Iterator
 
@@ -81,7 +80,7 @@ class Linear(nn.Linear):
         """Does nothing: materialize() sets the values. Random init on meta would import torch's compiler (a second)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight  # once: unsharded parameters are cast at each access
+        weight = self.weight  # once: replicated parameters are cast at each access
         x = x.to(weight.dtype)
         if self.float8 != "none":
             return float8_linear(x, weight, self.scale, self.float8)
@@ -238,31 +237,6 @@ def added(terms: LossSums, more: LossSums, block: str) -> LossSums:
             raise ConfigError(f"{block} returns {name} of {value.dtype} with shape {tuple(value.shape)}: a block's "
                               'term of the loss is a float32 scalar, not named "loss"')
     return {**terms, **{name: value + terms.get(name, 0) for name, value in more.items()}}
-
-
-def build_model(m: config.Model, lora: config.Lora | None = None) -> Llama:
-    """The model on torch's default device, uninitialized. Raises ConfigError if a pattern in `freeze` matches no
-    parameter, or if every parameter is frozen."""
-    model = Llama(m)
-    if lora:
-        from model.lora import add_adapters  # imported here: model.lora imports this module
-
-        add_adapters(model, lora)
-    names = dict(model.named_parameters())
-    for pattern in m.freeze:
-        if not (found := fnmatch.filter(names, pattern)):
-            raise ConfigError(f"[model] freeze: {pattern!r} matches none of {', '.join([*names][:3])}, ...")
-        for name in found:
-            names[name].requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in names.values()):
-        raise ConfigError("[model] freeze: nothing is left to train")
-    return model
-
-
-def meta_model(m: config.Model, lora: config.Lora | None = None) -> Llama:
-    """build_model() on the meta device: without storage, so that no rank ever holds the full model."""
-    with torch.device("meta"):
-        return build_model(m, lora)
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

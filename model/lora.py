@@ -2,7 +2,7 @@
 
 A projection W computes W x + alpha / rank B A x. The base W keeps its name, `q_proj.weight`, and has no gradient and
 no optimizer state. A and B are `q_proj.lora_a.weight` and `q_proj.lora_b.weight`, in float32 like all trainable
-parameters. Checkpoints hold only the adapters, and identify the base by a hash of its weights (model/hf_weights.py).
+parameters. Checkpoints hold only the adapters, and identify the base by a hash of its weights (huggingface/weights.py).
 """
 
 import math

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from functools import partial
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from config import ConfigError
 from model.llama import Llama
+from parallel.torch_patches import drop_advice_on_policies
 
 aten = torch.ops.aten
 MATRIX_PRODUCTS = {aten.mm.default, aten.addmm.default, aten._scaled_mm.default, torch.ops.frozen.nf4_product.default}
@@ -137,13 +137,8 @@ def checkpointed(block: nn.Module, setting: str | int, tp: int, also: Collection
         kept |= {name for name in linears if name.endswith(".lora_a")}
         contexts["context_fn"] = partial(_save_expensive_ops, {linears.index(name) for name in kept},
                                          KEEP_EVERY[setting], also)
-        logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_advice_on_policies)
+        drop_advice_on_policies()
     return checkpoint_wrapper(block, preserve_rng_state=False, **contexts)  # no dropout: no RNG state
-
-
-def _is_no_advice_on_policies(record: logging.LogRecord) -> bool:
-    """Drops what torch logs for every policy that it compiles: not to change a tensor in place. No block does."""
-    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
 def _save_expensive_ops(kept: set[int], every: int, also: Collection):

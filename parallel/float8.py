@@ -54,10 +54,10 @@ class MetaFloat8Weight(Float8AllGather, Tensor):
     """A full matrix on meta. Operations on it keep the type, so fully_shard() finds the extensions on its shard."""
 
 
-def all_gather_in_float8(model: Llama, unsharded: set[nn.Parameter]) -> None:
+def all_gather_in_float8(model: Llama, replicated: set[nn.Parameter]) -> None:
     """Call before fully_shard(). Once there is storage, update_scales() turns the local tensors into Float8Shards."""
     for linear in tensorwise(model):
-        if linear.weight not in unsharded:
+        if linear.weight not in replicated:
             weight = linear.weight.detach().as_subclass(MetaFloat8Weight)
             linear.weight = nn.Parameter(weight, linear.weight.requires_grad)
 

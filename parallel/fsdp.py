@@ -1,4 +1,4 @@
-"""FSDP2: which modules form a unit, its mixed precision, which parameters stay unsharded, and prefetch.
+"""FSDP2: which modules form a unit, its mixed precision, which parameters are replicated, and prefetch.
 
 The modules of a unit are all-gathered and resharded together: embedding, each block, head. Each rank keeps a contiguous
 dim-0 shard of every parameter. In each micro-batch a unit goes through
@@ -17,17 +17,11 @@ depth 2). It costs memory for that many full units.
 """
 
 import fnmatch
-from contextlib import AbstractContextManager
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp_param_module
-from torch.distributed.fsdp._fully_shard import _fully_shard as fully_shard_module
 from torch.nn.utils import parametrize
 
 import config
@@ -35,6 +29,7 @@ from config import ConfigError
 from model.llama import Llama, named_parameters
 from parallel.float8 import all_gather_in_float8
 from parallel.mesh import World, fsdp_mesh
+from parallel.torch_patches import allow_integer_parameters
 
 
 def units(model: Llama) -> list[tuple[str, list[nn.Module]]]:
@@ -53,14 +48,14 @@ def unit_parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
 
 
 def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
-    """Shards every unit in place: parameters become DTensors on fsdp_mesh(world), except those of `unsharded`."""
-    unsharded = unsharded_parameters(model, p)
-    all_gather_in_float8(model, unsharded)
+    """Shards every unit in place: parameters become DTensors on fsdp_mesh(world), except those of `replicated`."""
+    replicated = replicated_parameters(model, p)
+    all_gather_in_float8(model, replicated)
     mesh, pin = fsdp_mesh(world), world.device.type == "cuda"  # pinned: the GPU's copies do not block the host
     offload = CPUOffloadPolicy(pin_memory=pin) if p.cpu_offload else OffloadPolicy()
-    with share_post_forward_mesh(), allow_integer_parameters():
+    with allow_integer_parameters():
         for name, modules in units(model):
-            cast_unsharded(modules, unsharded, unit_dtypes(p, name)[0])
+            cast_replicated(modules, replicated, unit_dtypes(p, name)[0])
             fully_shard(
                 modules if len(modules) > 1 else modules[0],
                 mesh=mesh,
@@ -68,54 +63,31 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
                 reshard_after_forward=False if model.head in modules else p.reshard_after_forward,
                 mp_policy=mixed_precision(p, name),
                 offload_policy=offload,
-                ignored_params=unsharded,
+                ignored_params=replicated,
             )
     stream = getattr(torch, p.output_dtype or p.param_dtype)
     for module in (model.embedding, *model.blocks):
         module.register_forward_hook(partial(cast_stream, stream))
     if not model.config.tie_embeddings:
         model.embedding.set_unshard_in_backward(False)  # a lookup's backward needs no weight
-    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), ignored_params=unsharded)
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), ignored_params=replicated)
     set_prefetch(model, p)
 
 
-def share_post_forward_mesh() -> AbstractContextManager:
-    """Within it, units with reshard_after_forward = n share one post-forward mesh. fully_shard() creates one for each
-    unit, with its own process groups: six for each of 34 units on eight ranks. On a GPU each is a communicator, and
-    these run out (https://github.com/pytorch/pytorch/issues/153302). No argument prevents this, hence the patch."""
-    made, original = {}, fully_shard_module._get_post_forward_mesh_info
-
-    def shared(reshard_after_forward: bool | int, mesh_info: Any) -> Any:
-        if reshard_after_forward not in made:
-            made[reshard_after_forward] = original(reshard_after_forward, mesh_info)
-        return made[reshard_after_forward]
-
-    return mock.patch.object(fully_shard_module, "_get_post_forward_mesh_info", shared)
-
-
-def allow_integer_parameters() -> AbstractContextManager:
-    """Within it, fully_shard() accepts frozen integer parameters, such as NF4 codes. torch 2.11 first creates every
-    sharded parameter with requires_grad=True, which fails for integers, and only then copies the original's flag."""
-    def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
-        return nn.Parameter(data, requires_grad and data.is_floating_point())
-
-    return mock.patch.object(fsdp_param_module, "nn", SimpleNamespace(Parameter=parameter, Module=nn.Module))
-
-
-def unsharded_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:
-    """The frozen parameters that `unsharded` replicates on every rank; FSDP2 ignores them. Raises ConfigError for a
+def replicated_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:
+    """The frozen parameters that `replicated` replicates on every rank; FSDP2 ignores them. Raises ConfigError for a
     pattern that matches nothing, or that matches a trainable parameter: its gradient would not be reduced."""
     names, found = dict(named_parameters(model)), set()
-    for pattern in p.unsharded:
+    for pattern in p.replicated:
         matching = fnmatch.filter(names, pattern)
         if not matching:
-            raise ConfigError(f"[parallel] unsharded: {pattern!r} matches none of {', '.join([*names][:3])}, ...")
+            raise ConfigError(f"[parallel] replicated: {pattern!r} matches none of {', '.join([*names][:3])}, ...")
         # NF4 codes and scales are one weight: a rank reads the same rows for both, and the base's hash counts them once
         modules = {name.rpartition(".")[0] for name in matching}
         matching += [name for name, param in names.items()
                      if param.dtype == torch.uint8 and name.rpartition(".")[0] in modules]
         if trained := [name for name in matching if names[name].requires_grad]:
-            raise ConfigError(f"[parallel] unsharded: {pattern!r} matches {', '.join(trained[:3])}, which is trained: "
+            raise ConfigError(f"[parallel] replicated: {pattern!r} matches {', '.join(trained[:3])}, which is trained: "
                               "freeze it (model.freeze) or shard it")
         found |= {names[name] for name in matching}
     return found
@@ -132,12 +104,12 @@ class Cast(nn.Module):
         return weight.to(self.dtype)
 
 
-def cast_unsharded(modules: list[nn.Module], unsharded: set[nn.Parameter], dtype: torch.dtype) -> None:
-    """Casts unsharded parameters to their unit's param_dtype at each access, as FSDP2 casts sharded ones. The stored
+def cast_replicated(modules: list[nn.Module], replicated: set[nn.Parameter], dtype: torch.dtype) -> None:
+    """Casts replicated parameters to their unit's param_dtype at each access, as FSDP2 casts sharded ones. The stored
     dtype stays, so that a checkpoint does not depend on what is sharded."""
     for module in [m for unit in modules for m in unit.modules()]:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter in unsharded and parameter.dtype != dtype and parameter.is_floating_point():
+            if parameter in replicated and parameter.dtype != dtype and parameter.is_floating_point():
                 parametrize.register_parametrization(module, name, Cast(dtype), unsafe=True)  # unsafe: changes dtype
 
 
@@ -169,10 +141,11 @@ def cast_stream(dtype: torch.dtype, module: nn.Module, inputs: tuple, output: Te
 
 
 def set_prefetch(model: Llama, p: config.Parallel) -> None:
-    """Explicit prefetch of so many units; depth 0 keeps FSDP2's own: none in forward, one in backward."""
+    """Sets explicit prefetch of prefetch_forward and prefetch_backward units. Depth 0 keeps FSDP2's implicit prefetch:
+    no unit ahead in forward, one in backward."""
     forward = [modules[0] for _, modules in units(model)]
     backward = forward[::-1]
-    if model.config.tie_embeddings:  # the tied unit holds the head: it is first in backward and still unsharded
+    if model.config.tie_embeddings:  # the tied unit holds the head: it is first in backward and still replicated
         backward = [backward[-1], *backward[:-1]]
     for i, unit in enumerate(forward):
         unit.set_modules_to_forward_prefetch(forward[i + 1 : i + 1 + p.prefetch_forward])

@@ -16,7 +16,7 @@ from config import ConfigError
 from model import nf4
 from model.llama import Llama, named_parameters
 from parallel.float8 import update_scales
-from parallel.mesh import on_each_rank
+from ranks import on_each_rank
 
 RNG_BLOCK = 65536  # elements drawn from one generator, rounded to full rows
 QUANTIZE_CHUNK = 2**20  # elements quantized at a time, rounded to full rows

@@ -1,8 +1,6 @@
 """Parallelizes a plain model: the order of the steps, on one screen, with the reason for each."""
 
 import torch
-from torch import nn
-from torch.nn.utils import parametrize
 
 import config
 from model.float8 import Product, use_float8
@@ -12,6 +10,7 @@ from parallel.context import apply_context_parallelism
 from parallel.fsdp import apply_fsdp
 from parallel.mesh import World
 from parallel.tensor import apply_tensor_parallelism
+from parallel.torch_patches import share_classes
 
 
 def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
@@ -49,13 +48,3 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
 
     # 5. Undo what keeps layers from sharing a compiled graph: steps 1 and 4 may have parametrized their modules.
     share_classes(model)
-
-
-def share_classes(model: nn.Module) -> None:
-    """Gives modules of one class, parametrized alike (tp and casts of unsharded parameters do that), one class again:
-    torch creates a class for each, and torch.compile would compile a graph for each class."""
-    shared: dict[tuple, type] = {}
-    for module in model.modules():
-        if parametrize.is_parametrized(module):
-            own = type(module)
-            module.__class__ = shared.setdefault((*own.__bases__, *module.parametrizations), own)

@@ -25,6 +25,7 @@ from model.nf4 import BLOCK
 from parallel.activation_checkpoint import is_checkpointed
 from parallel.collectives import Group, all_gather, all_reduce, gathered, group_of, reduce_scatter
 from parallel.mesh import World
+from ranks import local_world_size
 
 COLWISE, ROWWISE = Shard(0), Shard(1)  # colwise, rowwise. For x @ weight.T: local output or input features
 # TP plan: each module's weight is sharded or replicated over tp. What belongs to a projection (an adapter's A and B,
@@ -157,3 +158,10 @@ class SequenceParallel:
             return found if targets is not None else all_gather(found, -1, self.group)
 
         return wrapped
+
+
+def tp_warnings(world: World) -> list[str]:
+    """A warning if tp groups span machines: every block waits for their collectives."""
+    here = local_world_size()
+    return [f"warning: parallel.tp = {world.tp} does not divide the {here} ranks of a machine: its groups span machines"
+            ", and every block waits for the network in between"] if here % world.tp else []

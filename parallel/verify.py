@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import config
 from model.llama import Llama, named_parameters
 from parallel.float8 import tensorwise
-from parallel.fsdp import all_gather_dtype, unit_dtypes, unit_parameters, units, unsharded_parameters
+from parallel.fsdp import all_gather_dtype, replicated_parameters, unit_dtypes, unit_parameters, units
 from parallel.materialize import CHECK_CHUNK, local_rectangle
 from parallel.mesh import World, fsdp_mesh
 from parallel.tensor import placement_of
@@ -24,14 +24,14 @@ from parallel.tensor import placement_of
 def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict]:
     """Returns the unit map, one row per unit. Raises RuntimeError naming the first parameter that is wrong."""
     names = {parameter: name for name, parameter in named_parameters(model)}
-    owned, unsharded, rows = set(), unsharded_parameters(model, p), []
+    owned, replicated, rows = set(), replicated_parameters(model, p), []
     in_8_bits = {linear.weight for linear in tensorwise(model)}
     mesh = fsdp_mesh(world)
     if world.tp > 1:
         mesh = DeviceMesh._concatenate([mesh, world.mesh["tp"]])
     for unit, modules in units(model):
         owned.update(unit_parameters(modules))
-        parameters = [param for param in unit_parameters(modules) if param not in unsharded]
+        parameters = [param for param in unit_parameters(modules) if param not in replicated]
         for param in parameters:
             _check_shard(param, names[param], mesh, world)
         dtype = unit_dtypes(p, unit)[0]
@@ -43,18 +43,17 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
             "parameters": sum(param.numel() for param in parameters),
             "local_bytes": sum(param.to_local().nbytes for param in parameters),
             "gathered_bytes": gathered,
-            "policy": "kept through backward" if model.head in modules or p.reshard_after_forward is False else
-                      "freed after forward" if p.reshard_after_forward is True else
-                      f"shards of {p.reshard_after_forward} after forward",
+            "policy": "kept through backward" if model.head in modules or not p.reshard_after_forward else
+                      "freed after forward",
         })
     for param, name in names.items():
         _require(param in owned, name, "belongs to no unit: it would be neither all-gathered nor reduced")
-    sharded = {name: param for param, name in names.items() if param not in unsharded}
+    sharded = {name: param for param, name in names.items() if param not in replicated}
     _check_replicas(sharded, world.mesh.get_group("dp_replicate"))
     if world.tp > 1:
         whole = {name: param for param, name in names.items() if placement_of(name).is_replicate()}
         _check_replicas(whole, world.mesh.get_group("tp"))
-    _check_replicas({name: param for param, name in names.items() if param in unsharded}, dist.group.WORLD)
+    _check_replicas({name: param for param, name in names.items() if param in replicated}, dist.group.WORLD)
     return rows
 
 
@@ -102,6 +101,33 @@ def checksums(local: Tensor) -> Tensor:
         found[0] += part.sum()
         found[1] += torch.arange(start + 1, start + 1 + len(part), device=bits.device).mul_(part).sum()
     return found
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises RuntimeError unless the optimizer holds exactly the model's trainable parameters, with state for all or
+    none. Do not call it between forward and backward: the model may then hold unsharded parameters."""
+    names = {id(p): name if p.requires_grad else f"{name}, which is frozen" for name, p in named_parameters(model)}
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    held = {id(p): entry for entry, p in optimizer_entries(optimizer)}
+    missing = [name for key, name in names.items() if key in trained and key not in held]
+    foreign = [f"{entry} ({names.get(key, 'unknown')})" for key, entry in held.items() if key not in trained]
+    if missing or foreign:
+        raise RuntimeError(
+            "the optimizer does not hold the model's trainable parameters. "
+            f"It lacks {len(missing)}: {', '.join(missing[:8])}. "
+            f"It holds {len(foreign)} others: {', '.join(foreign[:8])}. "
+            "Made before sharding it would keep the full weights and never train the model: make it after sharding, or "
+            "shard within migrate.rebind.rebind_optimizer(model, optimizer)")
+    stateless = [name for name, p in named_parameters(model) if p.requires_grad and not optimizer.state.get(p)]
+    if 0 < len(stateless) < len(trained):
+        raise RuntimeError(f"the optimizer has state, but none for {', '.join(stateless[:8])}: checkpoints would lose "
+                           "what it makes later; make it in optim.build_optimizer")
+
+
+def optimizer_entries(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
+    """(description of its position, parameter) of every parameter that the optimizer holds."""
+    return [(f"param_groups[{i}]['params'][{j}] {tuple(p.shape)}", p)
+            for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])]
 
 
 def unit_table(rows: list[dict]) -> str:

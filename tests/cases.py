@@ -29,14 +29,16 @@ from checkpoint.load import Reader, restore, tensors_of
 from checkpoint.save import Saver
 from config import ConfigError
 from data.loader import inputs_and_targets
-from model.hf_weights import Weights
-from model.llama import Llama, meta_model, named_parameters, rope_tables
+from huggingface.weights import Weights
+from lifecycle.process_group import descriptors, distributed
+from model.build import meta_model
+from model.llama import Llama, named_parameters, rope_tables
 from parallel import materialize as materialize_module
 from parallel.context import own_cp_positions
 from parallel.float8 import Float8AllGather, update_scales
 from parallel.fsdp import reshard, set_gradient_sync, unshard_first_units
 from parallel.materialize import materialize
-from parallel.mesh import World, build_mesh, descriptors, distributed, fsdp_mesh
+from parallel.mesh import World, build_mesh, fsdp_mesh
 from parallel.parallelize import parallelize
 from tests import forks
 from tests.conftest import make_config, rows
@@ -72,9 +74,9 @@ def device_error(types: list[str]) -> str:
         time.sleep(rank)
         return dist.Store.get(store, key)
 
-    with (mock.patch("parallel.mesh.pick_device", pick), mock.patch("torch.cuda.set_device"),
+    with (mock.patch("lifecycle.process_group.pick_device", pick), mock.patch("torch.cuda.set_device"),
           mock.patch.object(dist.TCPStore, "get", late),
-          mock.patch("parallel.mesh.platform.node", lambda: f"node{rank}")):
+          mock.patch("lifecycle.process_group.platform.node", lambda: f"node{rank}")):
         try:
             with process_group():
                 return ""
@@ -442,19 +444,6 @@ def timeouts() -> set[float]:
         groups = [group for group in dist.distributed_c10d._world.pg_map if group.size() > 1]
         assert len(groups) >= 4
         return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
-
-
-def groups_of_an_integer_reshard(layers: list[int]) -> list[int]:
-    """Process groups that sharding makes, on eight ranks, for models of so many blocks."""
-    found = []
-    for n_layers in layers:
-        with fake_process_group(8) as world:
-            before = len(dist.distributed_c10d._world.pg_map)
-            cfg = make_config(model={"n_layers": n_layers}, parallel={"reshard_after_forward": 2},
-                              train={"micro_batch_size": 1})
-            parallelize(meta_model(cfg.model), cfg, world)
-            found.append(len(dist.distributed_c10d._world.pg_map) - before)
-    return found
 
 
 def train_and_evaluate_unlike_blocks() -> list[float]:
@@ -856,7 +845,7 @@ def verify_damaged(cases: list[tuple[dict, str]]) -> list[str]:
                 elif damage == "two values swapped" and world.rank == 0:
                     local = block.feed_forward.up_proj.weight.to_local()
                     local[0], local[1] = local[1].clone(), local[0].clone()
-                elif damage == "an unsharded one differs" and world.rank == 0:
+                elif damage == "a replicated one differs" and world.rank == 0:
                     dict(named_parameters(model))["blocks.1.attention.o_proj.weight"][0, 0] += 1e-6
             if damage == "a plain parameter":
                 block.extra = torch.nn.Parameter(torch.zeros(3))
@@ -1009,7 +998,7 @@ def train_with_units(steps: int, sections: dict, output: str, units: list[bool])
 def generated(cases: list[dict], prompts: list[list[int]], count: int) -> list[tuple[list, list, list, list]]:
     """Of each case, what this rank generates, greedy and sampled, with the spread model and with a plain one of the
     same weights."""
-    from model.generate import generate
+    from generate import generate
 
     found = []
     with process_group() as world, torch.compiler.set_stance("force_eager"):

@@ -11,10 +11,10 @@ import signal
 import torch
 
 import config
-from checkpoint.checkpointer import open_pretrained
 from config import ConfigError
-from model import hf
-from model.hf_weights import weights_to_read
+from huggingface import convert as hf
+from huggingface.weights import weights_to_read
+from lifecycle.run import open_pretrained
 from model.llama import named_parameters
 from optim import build_optimizer
 from parallel.materialize import local_tensors
@@ -96,7 +96,7 @@ def with_another_copy(copies: list[str]) -> str:
 def read_peak(folder: str, **sections: dict) -> tuple[float, float]:
     """(peak memory over what it was before, shard) in MiB, of reading into shards."""
     from benchmarks.hf import measured
-    from model.llama import meta_model
+    from model.build import meta_model
     from parallel.materialize import materialize
     from parallel.parallelize import parallelize
 

@@ -5,11 +5,12 @@ import weakref
 import torch
 
 from benchmarks.optimizer_before_sharding import full_model
+from migrate.rebind import rebind_optimizer
 from model.llama import Llama, named_parameters
 from optim import build_optimizer
 from parallel.materialize import materialize
 from parallel.parallelize import parallelize
-from parallel.rebind import check_optimizer, rebind_optimizer
+from parallel.verify import check_optimizer
 from tests import cases
 from tests.conftest import make_config
 

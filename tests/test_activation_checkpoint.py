@@ -11,12 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
 from config import ConfigError
+from model.build import meta_model
 from model.float8 import use_float8
-from model.llama import Block, FeedForward, Linear, Llama, meta_model, named_parameters, rope_tables
+from model.llama import Block, FeedForward, Linear, Llama, named_parameters, rope_tables
 from parallel import parallelize
 from parallel.activation_checkpoint import apply_activation_checkpointing, check_matmul_order
 from parallel.materialize import materialize
-from parallel.planner.simulate import simulate
+from planner.simulate import simulate
 from tests.cases import storages
 from tests.conftest import make_config
 

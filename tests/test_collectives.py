@@ -8,14 +8,13 @@ import pytest
 
 import config
 from benchmarks.theory import collectives
-from model.llama import meta_model
+from model.build import meta_model
 from tests import cases
 from tests.conftest import REPO, make_config
 
 STRATEGIES = {
     "FULL_SHARD": {},
     "SHARD_GRAD_OP": {"reshard_after_forward": False},
-    "integer": {"reshard_after_forward": 2},
     "HYBRID_SHARD": {"dp_replicate": 2},
     "HYBRID_SHARD_ZERO2": {"dp_replicate": 2, "reshard_after_forward": False},
     "NO_SHARD": {"dp_replicate": "auto", "dp_shard": 1},
@@ -32,8 +31,8 @@ VARIANTS = {
     "tied": {"model": {"tie_embeddings": True}},
     "uneven": {"model": UNEVEN},
     "frozen": {"model": {"freeze": ["embedding.weight", "blocks.1.*", "*k_proj*"]}},
-    "unsharded": {"model": {"freeze": ["embedding.weight", "blocks.1.*", "*k_proj*"]},
-                  "parallel": {"unsharded": ["embedding.weight", "blocks.1.*", "blocks.0.*.k_proj.weight"],
+    "replicated": {"model": {"freeze": ["embedding.weight", "blocks.1.*", "*k_proj*"]},
+                  "parallel": {"replicated": ["embedding.weight", "blocks.1.*", "blocks.0.*.k_proj.weight"],
                                "param_dtype": "bfloat16"}},
 }
 
@@ -57,7 +56,7 @@ def case(strategy: str, variant: str, ranks: int = 4) -> dict:
 NAMES = list(itertools.product(STRATEGIES, VARIANTS))
 ON_FEWER = [*itertools.product(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), ("", "deferred", "uneven"))]
 RUNS = {  # by (ranks, real processes, else torch's fake group): every variant, and each strategy on real ranks
-    (1, True): ON_FEWER, (2, True): ON_FEWER, (4, True): [n for n in NAMES if n[1] in ("", "unsharded")],
+    (1, True): ON_FEWER, (2, True): ON_FEWER, (4, True): [n for n in NAMES if n[1] in ("", "replicated")],
     (4, False): NAMES,
 }
 

@@ -106,7 +106,7 @@ MALFORMED = {
     "unknown word": (replaced('optim.schedule = "cosin"'), ['[optim] schedule = "cosin"', '"cosine"']),
     "float16": (replaced('parallel.param_dtype = "float16"'), ["float16", "loss scaler"]),
     "both auto": (replaced('parallel.dp_replicate = "auto"'), ["[parallel] dp_replicate", "only one"]),
-    "reshard to one": (replaced("parallel.reshard_after_forward = 1"), ["reshard_after_forward = 1", "at least 2"]),
+    "reshard to one": (replaced("parallel.reshard_after_forward = 1"), ["reshard_after_forward = 1", "true or false"]),
     "pattern without a unit": (replaced('parallel.keep_fp32 = ["blocks.7"]'),
                                ["keep_fp32", "blocks.7", "matches no unit"]),
     "wsd without its length": (replaced('optim.schedule = "wsd"'), ["decay_steps"]),
@@ -118,9 +118,9 @@ MALFORMED = {
     "off is no value": (replaced('log.tensorboard = "off"'), ["[log] tensorboard", "true or false"]),
     "profile beyond the steps": (toml("\n[profile]\nat_step = 3\nsteps = 3\n", train={"steps": 4}),
                                  ["[profile] at_step = 3", "must end by train.steps = 4"]),
-    "unsharded offloaded": (
-        replaced("parallel.cpu_offload = true").replace("unsharded = []", 'unsharded = ["embedding*"]'),
-        ["[parallel] unsharded", "cpu_offload"]),
+    "replicated offloaded": (
+        replaced("parallel.cpu_offload = true").replace("replicated = []", 'replicated = ["embedding*"]'),
+        ["[parallel] replicated", "cpu_offload"]),
     "wsd that does not fit beside its warm-up": (
         toml(train={"steps": 10}, optim={"schedule": "wsd", "warmup_steps": 6, "decay_steps": 4}).replace(
             "decay_steps = 4", "decay_steps = 5"), ["[optim] decay_steps = 5", "with warmup_steps = 6 must fit"]),
@@ -173,7 +173,7 @@ train steps=? seq_len=2048 global_batch_size=8 micro_batch_size=- max_grad_norm=
 optim lr=0.0003 betas=[0.9,0.95] eps=1e-08 weight_decay=0.1 warmup_steps=0 schedule="cosine" decay_steps=-
 optim schedule_steps=- min_lr_ratio=0.1 state_dtype="float32"
 parallel dp_replicate=1 dp_shard="auto" cp=1 tp=1 reshard_after_forward=true prefetch_forward=1 prefetch_backward=1
-parallel param_dtype="bfloat16" reduce_dtype="float32" output_dtype=- keep_fp32=[] unsharded=[] cpu_offload=false
+parallel param_dtype="bfloat16" reduce_dtype="float32" output_dtype=- keep_fp32=[] replicated=[] cpu_offload=false
 parallel sync_every_micro_batch=true recompute="none" compile=false float8="none"
 lora rank=16 alpha=- targets=["q_proj","k_proj","v_proj","o_proj","gate_proj","up_proj","down_proj"]
 lora base_dtype="bfloat16" init_from=-
@@ -217,15 +217,14 @@ def test_a_warm_up_fits_into_its_schedule_and_not_into_this_piece_of_it():
 def test_every_degree_that_cannot_be_had_is_named():
     """At once, and before a process starts: heads, widths and lengths that tp and cp do not divide."""
     model = {"dim": 56, "n_heads": 7, "n_kv_heads": 7, "ffn_dim": 81, "vocab_size": 321}
-    parallel = {"tp": 2, "cp": 2, "reshard_after_forward": 2, "unsharded": ["embedding*"]}
+    parallel = {"tp": 2, "cp": 2, "replicated": ["embedding*"]}
     with pytest.raises(ConfigError) as caught:
         make_config(model=model, train={"seq_len": 34}, parallel=parallel)
     for part in ("[model] n_heads = 7", "[model] n_kv_heads = 7", "[model] ffn_dim = 81", "[model] vocab_size = 321",
                  "multiple of parallel.tp = 2", "[train] seq_len = 34: must be a multiple of 2 x parallel.cp = 4",
-                 "multiple of parallel.cp x parallel.tp = 4", "reshard_after_forward = 2: goes with tp = 1 only",
-                 "[parallel] unsharded", "goes with tp = 1 only, which cuts no matrix"):
+                 "multiple of parallel.cp x parallel.tp = 4", "[parallel] replicated", "requires tp = 1"):
         assert part in str(caught.value), part
-    assert len(caught.value.problems) == 8
+    assert len(caught.value.problems) == 7
     make_config(model={"n_kv_heads": 4}, train={"seq_len": 32}, parallel={"tp": 4, "cp": 4})
 
 
@@ -253,7 +252,6 @@ def test_malformed_override_is_refused(argument, named):
     (["--train.steps=9"], "train.steps", 9),
     (["--train.steps=9", "--train.steps=8"], "train.steps", 8),
     (["--parallel.reshard_after_forward=false"], "parallel.reshard_after_forward", False),
-    (["--parallel.reshard_after_forward=2"], "parallel.reshard_after_forward", 2),
     (["--parallel.recompute=full"], "parallel.recompute", "full"),
     (["--parallel.recompute=2"], "parallel.recompute", 2),
     (["--parallel.dp_shard=4"], "parallel.dp_shard", 4),
@@ -357,9 +355,6 @@ def test_mesh_shape():
         config.mesh_shape(make_config(parallel={"dp_replicate": 2}, train={"global_batch_size": 6}), 3)
     with pytest.raises(ConfigError, match="multiple of micro_batch_size x data ranks = 2 x 3"):
         config.mesh_shape(make_config(), 3)
-    with pytest.raises(ConfigError, match="must divide the number of shards"):
-        config.mesh_shape(make_config(parallel={"reshard_after_forward": 3}), 4)
-    assert config.mesh_shape(make_config(parallel={"reshard_after_forward": 4, "cp": 2}), 4) == (1, 2, 2, 1)
 
 
 @pytest.mark.parametrize("sizes, tp", [

@@ -9,8 +9,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from model.attention import attention, make_mask, mask_mod
 from parallel.collectives import gathered
-from parallel.mesh import World, build_mesh, tp_warnings
-from parallel.planner.simulate import simulate
+from parallel.mesh import World, build_mesh
+from parallel.tensor import tp_warnings
+from planner.simulate import simulate
 from tests import cases
 from tests.conftest import make_config
 

@@ -10,7 +10,7 @@ import torch
 
 import config
 from benchmarks import counted_step
-from parallel.planner.simulate import simulate
+from planner.simulate import simulate
 from tests.conftest import REPO
 from tests.test_repo import documented
 

@@ -14,8 +14,9 @@ import config
 from benchmarks.theory import collectives
 from config import ConfigError
 from model import float8
+from model.build import meta_model
 from model.float8 import Product, float8_linear, float8_matrices, use_float8
-from model.llama import Linear, Llama, meta_model
+from model.llama import Linear, Llama
 from parallel import mesh
 from parallel.float8 import Float8AllGather, Float8Shard
 from tests import cases, test_activation_checkpoint
@@ -177,7 +178,7 @@ def uneven(on_ranks):
     sections = [case(recipe, {}, param_dtype=dtype) for recipe in RECIPES for dtype in ("float32", "bfloat16")]
     sections += [case("tensorwise", **options) for options in (
         {"reshard_after_forward": False}, {"prefetch_forward": 2, "prefetch_backward": 2}, {"recompute": "full"})]
-    sections += [case("tensorwise", {"freeze": ["*q_proj*"]}, unsharded=["*q_proj*"]), sections[1]]
+    sections += [case("tensorwise", {"freeze": ["*q_proj*"]}, replicated=["*q_proj*"]), sections[1]]
     return {ranks: on_ranks(ranks, cases.same_batch, sections, len(sections) - 1)[0] for ranks in (1, 3)}
 
 
@@ -214,9 +215,8 @@ def test_a_gpu_s_cast_moves_five_bytes_a_weight(monkeypatch):
 
 def test_meshes(on_ranks):
     """Replicas, and a shared sequence, of which tensorwise scales each part by itself."""
-    options = [{"dp_replicate": 2}, {"dp_replicate": "auto", "dp_shard": 1}, {"reshard_after_forward": 2}, {"cp": 2}]
-    chosen = [case(recipe, **o) for o in options for recipe in RECIPES
-              if recipe == "rowwise" or "reshard_after_forward" not in o]
+    options = [{"dp_replicate": 2}, {"dp_replicate": "auto", "dp_shard": 1}, {"cp": 2}, {"reshard_after_forward": False}]
+    chosen = [case(recipe, **o) for o in options for recipe in RECIPES]
     expected = dict(zip(RECIPES, on_ranks(1, cases.same_batch, [case(recipe) for recipe in RECIPES])[0]))
     for sections, (loss, norms) in zip(chosen, on_ranks(4, cases.same_batch, chosen)[0]):
         wanted, wanted_norms = expected[sections["parallel"]["float8"]]
@@ -232,7 +232,7 @@ STRATEGIES = [{}, {"param_dtype": "bfloat16"}, {"reshard_after_forward": False},
 @pytest.mark.parametrize("ranks, real", [(2, True), (4, False)])
 def test_what_is_sent_equals_the_formula(on_ranks, ranks, real):
     sections = [case(recipe, **options) for recipe in RECIPES for options in STRATEGIES]
-    sections += [case("tensorwise", {"freeze": ["*k_proj*"]}, unsharded=["*k_proj*"])]
+    sections += [case("tensorwise", {"freeze": ["*k_proj*"]}, replicated=["*k_proj*"])]
     for s in sections:
         s["train"] |= {"global_batch_size": 4 if real else 8}
     counted = on_ranks(ranks if real else 1, cases.count_collectives, sections, None if real else ranks)[0]
@@ -366,10 +366,9 @@ def test_a_short_training_ends_near_bfloat16_s(on_ranks, corpus, prepared, tmp_p
 @pytest.mark.parametrize("sections, named", [
     ({"parallel": {"tp": 2}}, r"\[parallel\] float8 = \"tensorwise\": goes with tp = 1 only"),
     ({"parallel": {"keep_fp32": ["embedding", "blocks.1"]}}, r"float8 = .* without a block in keep_fp32, .* blocks.1:"),
-    ({"parallel": {"reshard_after_forward": 2}}, r"float8 = .* reshard_after_forward = true or false, not 2"),
     ({"parallel": {"cpu_offload": True}}, r"float8 = .* without cpu_offload"),
     ({"train": {"seq_len": 40}}, r"seq_len = 40: must be a multiple of 16 x parallel.cp = 16 with float8"),
-], ids=["tp", "keep_fp32", "reshard", "offload", "seq_len"])
+], ids=["tp", "keep_fp32", "offload", "seq_len"])
 def test_what_contradicts_is_refused(sections, named):
     sections = {**sections, "parallel": {"float8": "tensorwise", **sections.get("parallel", {})}}
     with pytest.raises(ConfigError, match=named) as caught:
@@ -377,7 +376,7 @@ def test_what_contradicts_is_refused(sections, named):
     assert len(caught.value.problems) == 1
     sections["parallel"]["float8"] = "none"
     assert make_config(**sections)
-    if {"reshard_after_forward", "cpu_offload"} & {*sections["parallel"]}:
+    if "cpu_offload" in sections["parallel"]:
         assert make_config(**{**sections, "parallel": {**sections["parallel"], "float8": "rowwise"}})
     if "keep_fp32" in sections["parallel"]:
         sections["parallel"] = {"float8": "rowwise", "keep_fp32": ["embedding", "head"]}

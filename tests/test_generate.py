@@ -17,13 +17,13 @@ import pytest
 import torch
 
 import config
+import generate as tool
 from checkpoint import catalog, load
 from config import ConfigError
 from data.show import printable
 from data.tokenizer import Tokenizer
-from model import generate as tool
+from generate import choose, continue_text, encode, generate, print_stream
 from model.attention import Cache
-from model.generate import choose, continue_text, encode, generate, print_stream
 from model.llama import Llama
 from tests import cases
 from tests.conftest import REPO, make_config, run_tool, seal
@@ -339,7 +339,7 @@ def test_a_missing_prompt_checkpoint_or_tokenizer_is_one_line(checkpoint, saved_
 
 def test_interrupted_it_ends_its_line(checkpoint):
     """By Ctrl-C, on a terminal that has ASCII only, when the prompt has been printed."""
-    command = [sys.executable, "-m", "model.generate", checkpoint, "--prompt", "\N{SNOWMAN}", f"--tokens={10**6}",
+    command = [sys.executable, "-m", "generate", checkpoint, "--prompt", "\N{SNOWMAN}", f"--tokens={10**6}",
                "--temperature=0"]  # sampled, an EOS token comes soon
     process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                env={**os.environ, "PYTHONIOENCODING": "ascii"},  # a shell's background job ignores it

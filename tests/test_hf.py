@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import config
 import files
-import hf_config
+import generate
 from benchmarks.hf import configuration, make_folder
 from checkpoint import catalog
 from checkpoint.__main__ import main as checkpoint_tool
@@ -29,12 +29,14 @@ from config import ConfigError
 from data.loader import Loader
 from data.tokenizer import Tokenizer
 from data.tokens import open_stream
+from huggingface import config as hf_config
+from huggingface import convert as hf
+from huggingface import tokenizer as hf_tokenizer
+from huggingface.tokenizer import fast_tokenizer_files, read_sentencepiece
+from huggingface.weights import Stored, Weights, hf_name, weights_to_read
 from lifecycle.checks import check_launch
 from lifecycle.command import Ranks
 from lifecycle.signals import Interruption
-from model import generate, hf, hf_tokenizer
-from model.hf_tokenizer import fast_tokenizer_files, read_sentencepiece
-from model.hf_weights import Stored, Weights, hf_name, weights_to_read
 from model.llama import Llama, named_parameters
 from optim import build_optimizer, learning_rate
 from tests import cases, hf_cases
@@ -386,7 +388,7 @@ def test_options_that_config_json_does_not_have_are_exported_at_their_default_al
     assert run(capsys, "export", source, tmp_path / "plain") == (0, "")
     with monkeypatch.context() as patched:
         as_fork(patched, freeze=("embedding*",), init_from="elsewhere")  # what is trained is not what is computed
-        patched.setattr("model.hf.hf_weights.weights_to_read", lambda *args, **kwargs: None)
+        patched.setattr("huggingface.convert.weights.weights_to_read", lambda *args, **kwargs: None)
         assert run(capsys, "export", source, tmp_path / "default") == (0, "")
         assert files_of(tmp_path / "default") == files_of(tmp_path / "plain")
     for changes, named in (
@@ -669,7 +671,7 @@ def test_room_is_looked_for_before_anything_is_written(read, folders, tmp_path, 
     needed["import"] = needed["export"]
     for command, source in (("export", read[1][0] / "single"), ("import", folders["single"])):
         for free, code in ((needed[command] - 1, 2), (needed[command], 0)):
-            monkeypatch.setattr("model.hf.shutil.disk_usage", lambda _, free=free: mock.Mock(free=free))
+            monkeypatch.setattr("huggingface.convert.shutil.disk_usage", lambda _, free=free: mock.Mock(free=free))
             found, error = run(capsys, command, source, tmp_path / f"{command}-{code}")
             assert found == code and ("GiB are needed, 0.00 GiB are free" in error) is bool(code)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export-0", "import-0"]

@@ -14,65 +14,77 @@ import pytest
 from tests.conftest import REPO
 
 LINES, CODE_LINES = 10320, 7360  # of the core, as reached
-FOLDERS = ("model", "parallel", "data", "checkpoint", "lifecycle")
-FILES = ("files", "options", "hf_config", "config", "optim", "metrics", "evaluate", "train")
-BASE = {"files", "options", "hf_config", "config"}
-ALLOWED = {
-    "files": set(),
-    "options": {"files"},
-    "hf_config": {"options"},
-    "config": {"files", "options", "hf_config"},
-    "model": BASE,
-    "data": BASE,
-    "optim": BASE | {"model"},  # of it the parameters' names
-    "parallel": BASE | {"model", "optim"},  # of optim the optimizer of a simulated step
-    "metrics": BASE | {"parallel"},  # of it the mesh, and a run's check of its plan
-    "checkpoint": BASE | {"parallel", "model"},
-    "lifecycle": BASE | {"parallel", "model", "metrics", "checkpoint"},
-}
-ALLOWED["evaluate"] = BASE | {*FOLDERS, "optim", "metrics"}
-ALLOWED["train"] = ALLOWED["evaluate"] | {"evaluate"}
-SOURCES = sorted(p for pattern in (*(f"{f}.py" for f in FILES), *(f"{f}/**/*.py" for f in FOLDERS))
-                 for p in REPO.glob(pattern))
+# Each room imports only from the floors before its own.
+FLOORS = [("files",), ("options",), ("config",), ("ranks",), ("model", "data"), ("optim", "parallel"), ("checkpoint",),
+          ("planner", "huggingface", "migrate", "metrics"), ("lifecycle",), ("evaluate", "generate"), ("train",)]
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+# Rooms and files that `rm` removes: the others import them inside a function, where their option is on.
+OPTIONAL = ("planner", "huggingface", "migrate", "generate", "model.lora", "model.nf4", "model.float8",
+            "parallel.tensor", "parallel.context", "parallel.collectives", "parallel.float8", "lifecycle.profiler")
+# Functions of tools, which may import upwards as their main() may.
+TOOLS = {"lifecycle": {"check_launch"}, "huggingface": {"main"}, "generate": {"main"}, "data": {"main"}}
+SOURCES = sorted(path for room in FLOOR for path in (REPO.glob(f"{room}.py"), REPO.glob(f"{room}/**/*.py"))
+                 for path in path)
 
 
-def place(path: pathlib.Path) -> str:
-    return path.relative_to(REPO).parts[0].removesuffix(".py")
+def name_of(path: pathlib.Path) -> str:
+    return ".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {name_of(path) for path in SOURCES}
+
+
+def is_optional(module: str) -> bool:
+    return any(f"{module}.".startswith(f"{room}.") for room in OPTIONAL)
 
 
 def imports(tree: ast.AST) -> set[str]:
+    """The modules of this repository that a tree imports, wherever in it."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module.split(".")[0])
-    return found & ALLOWED.keys()
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (inner & MODULES) or {node.module}
+    return found & MODULES
+
+
+def of_tools(tree: ast.AST, room: str) -> set[str]:
+    return {module for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in TOOLS.get(room, ())
+            for module in imports(node)}
 
 
 def test_the_rule_covers_every_source_file():
     tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=REPO, capture_output=True, text=True).stdout.split()
-    core = {path for path in tracked if not path.startswith(("tests/", "benchmarks/"))}
+    core = {path for path in tracked if not path.startswith(("tests/", "benchmarks/"))} - {"minimal.py"}
     assert core == {str(p.relative_to(REPO)) for p in SOURCES}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(REPO)))
 def test_imports_point_one_way(path):
-    """Only a tool's main(), and what it alone calls, may import upwards: inside a function, in these files."""
-    tree, here = ast.parse(path.read_text()), place(path)
-    upwards = imports(tree) - ALLOWED[here] - {here}
-    tools = {"lifecycle": {"check_launch", "check_device", "check_patterns", "usable"},
-             "model": {"main", "export_checkpoint", "import_folder", "token_ids"}}
-    inside = {name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in tools.get(here, ())
-              for name in imports(node)}
-    assert upwards <= inside, f"{here} may not import {upwards - inside}"
-    top = {name for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom) for name in imports(node)}
-    assert top <= ALLOWED[here] | {here}
+    """Optional rooms are imported inside functions from anywhere, and by each other as by all."""
+    tree, name = ast.parse(path.read_text()), name_of(path)
+    room = name.partition(".")[0]
+    top = {module for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom) for module in imports(node)}
+    upwards = {module for module in imports(tree) - of_tools(tree, room)
+               if module.partition(".")[0] != room and FLOOR[module.partition(".")[0]] >= FLOOR[room]}
+    assert all(is_optional(module) for module in upwards), f"{name} may not import {upwards}"
+    assert not upwards & top
+    if not is_optional(name):
+        assert not {module for module in top if is_optional(module)}
 
 
-def test_strategies_know_nothing_of_the_planner():
-    for path in (REPO / "parallel").glob("*.py"):
-        assert "planner" not in path.read_text(), path
+def test_imports_make_no_circle():
+    """Between files, wherever the imports stand, but for those of tools."""
+    graph = {}
+    for path in SOURCES:
+        tree, name = ast.parse(path.read_text()), name_of(path)
+        graph[name] = imports(tree) - of_tools(tree, name.partition(".")[0]) - {name}
+    while graph:
+        ends = {name for name, found in graph.items() if not found & graph.keys()}
+        assert ends, f"a circle among {sorted(graph)}"
+        graph = {name: found for name, found in graph.items() if name not in ends}
 
 
 def test_the_model_knows_nothing_of_ranks():
@@ -82,17 +94,17 @@ def test_the_model_knows_nothing_of_ranks():
 
 def test_the_environment_is_read_by_the_mesh_and_the_launch_alone():
     for path in SOURCES:
-        if path.name not in ("mesh.py", "gpus.py", "launch.py", "checks.py", "command.py"):
+        if path.name not in ("ranks.py", "process_group.py", "gpus.py", "launch.py", "checks.py", "command.py"):
             assert "os.environ" not in path.read_text() and "getenv" not in path.read_text(), path
 
 
 def test_the_top_holds_what_the_architecture_names():
     tracked = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True).stdout.split()
-    top = {path.split("/")[0] for path in tracked}
+    top = {path.split("/")[0] for path in tracked} | {"minimal.py"}
     assert top == {"train.py", "run_train.sh", "files.py", "config.py", "optim.py", "metrics.py", "checkpoint",
                    "lifecycle", "model", "parallel", "data", "configs", "tests", "benchmarks", "docs", "README.md",
-                   "LICENSE", "options.py", "hf_config.py", "evaluate.py", "pyproject.toml", "requirements.txt", ".ci",
-                   ".gitignore"}
+                   "LICENSE", "options.py", "evaluate.py", "generate.py", "ranks.py", "minimal.py", "planner",
+                   "huggingface", "migrate", "pyproject.toml", "requirements.txt", ".ci", ".gitignore"}
     assert not {name.removesuffix(".py") for name in top} & set(sys.stdlib_module_names)
 
 
@@ -115,7 +127,7 @@ def test_core_stays_small():
     core = [*SOURCES, REPO / "run_train.sh"]
     lines = {path: len(path.read_text().splitlines()) for path in core}
     assert sum(lines.values()) <= LINES * 1.05 and sum(map(code_lines, core)) <= CODE_LINES * 1.05
-    assert max(lines.values()) <= 450 and lines[REPO / "train.py"] <= 200, max(lines, key=lines.get)
+    assert max(lines.values()) <= 480 and lines[REPO / "train.py"] <= 200, max(lines, key=lines.get)
 
 
 def test_nothing_is_left_unfinished():

@@ -29,11 +29,11 @@ from data.tokens import open_stream
 from lifecycle.checks import check_compiler
 from lifecycle.command import Ranks, requeue, usable
 from lifecycle.folder import check_folder, failures, lock, report_failure, resume_once, stop_file, sweep, write_status
+from lifecycle.gpus import visible_gpus
 from lifecycle.launch import exit_code, listen, mark_stopped, run_ranks
 from lifecycle.launch import launch as launch_here
 from lifecycle.run import Run
 from lifecycle.signals import SIGNALS, Interruption, StopRequest, Watchdog, read_stop
-from parallel.gpus import visible_gpus
 from tests.conftest import REPO, launch, make_config, rows
 from tests.warm import warm_python
 

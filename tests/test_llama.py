@@ -8,10 +8,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import config
-import hf_config
 from config import ConfigError
-from model.hf_weights import hf_name
-from model.llama import Llama, RMSNorm, flops_per_token, meta_model, parameter_count, rope_tables
+from huggingface import config as hf_config
+from huggingface.weights import hf_name
+from model.build import meta_model
+from model.llama import Llama, RMSNorm, flops_per_token, parameter_count, rope_tables
 from parallel.materialize import materialize
 from tests.conftest import REPO, make_config
 

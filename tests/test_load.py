@@ -236,7 +236,7 @@ def test_commands_refuse_it_without_a_traceback(folder, tmp_path, spoil):
         data = bytearray((folder / "__0_0.distcp").read_bytes())
         data[len(data) // 2] ^= 1
         (folder / "__0_0.distcp").write_bytes(data)
-    done = subprocess.run([warm_python(), "-m", "model.generate", folder, "--prompt", "x"], cwd=REPO,
+    done = subprocess.run([warm_python(), "-m", "generate", folder, "--prompt", "x"], cwd=REPO,
                           capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr and "Traceback" not in done.stderr, done.stderr
     assert len(done.stderr.splitlines()) < 30 and not canary.exists()

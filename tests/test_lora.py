@@ -15,18 +15,21 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import config
+import generate
 from benchmarks import counted_step
 from benchmarks.theory import collectives
 from checkpoint import compare, load
 from config import ConfigError
 from data.dataset import open_dataset
 from data.loader import Loader
-from model import generate, hf, nf4
-from model.hf_weights import fingerprint, hf_name, weighted_sum, weights_to_read
-from model.llama import build_model, flops_per_token, meta_model, named_parameters, parameter_count
+from huggingface import convert as hf
+from huggingface.weights import fingerprint, hf_name, weighted_sum, weights_to_read
+from model import nf4
+from model.build import build_model, meta_model
+from model.llama import flops_per_token, named_parameters, parameter_count
 from optim import learning_rate
 from parallel.materialize import materialize
-from parallel.planner.plan import plan
+from planner.plan import plan
 from tests import cases
 from tests.conftest import content, launch, make_config, run_tool, tables
 from tests.test_nf4 import quantize
@@ -42,7 +45,7 @@ RUNS = {  # by the number of ranks: how the base is kept, [parallel], [train]
         "cp 2": ("float32", {"cp": 2, "recompute": "full"}, {}),
         "two, bfloat16": ("bfloat16", {"recompute": "selective", "reshard_after_forward": False}, {}),
         "two, nf4": ("nf4", {"cpu_offload": True}, {"micro_batch_size": 2}),
-        "two, nf4, unsharded": ("nf4", {"unsharded": ["embedding.weight", "blocks.0.*_proj.weight"]}, {})},
+        "two, nf4, replicated": ("nf4", {"replicated": ["embedding.weight", "blocks.0.*_proj.weight"]}, {})},
     4: {"four": ("float32", {"dp_replicate": 2}, {}),
         "four, nf4": ("nf4", {"recompute": "full"}, {}),
         "dp 2 x tp 2": ("float32", {"tp": 2}, {}),

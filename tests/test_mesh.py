@@ -7,7 +7,7 @@ import torch
 
 import config
 from config import ConfigError
-from parallel.mesh import pick_device
+from lifecycle.process_group import pick_device
 from tests import cases
 from tests.conftest import make_config
 

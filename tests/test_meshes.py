@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 import config
 from data.tokens import open_stream
-from model import hf
-from model.hf_weights import hf_name
+from huggingface import convert as hf
+from huggingface.weights import hf_name
 from model.llama import Llama
 from tests import cases
 from tests.conftest import REPO, make_config

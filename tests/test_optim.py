@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from model.llama import Llama, meta_model
+from model.build import meta_model
+from model.llama import Llama
 from optim import FiniteGuard, build_optimizer, hash32, learning_rate
 from parallel.parallelize import parallelize
 from tests import cases

@@ -9,14 +9,15 @@ from torch import nn
 
 import config
 from config import ConfigError
-from model.llama import Linear, RMSNorm, meta_model
+from model.build import meta_model
+from model.llama import Linear, RMSNorm
 from parallel import mesh
-from parallel.fsdp import mixed_precision, unit_dtypes, unsharded_parameters
+from parallel.fsdp import mixed_precision, replicated_parameters, unit_dtypes
 from parallel.materialize import draw, materialize
 from parallel.mesh import World, build_mesh
 from parallel.parallelize import parallelize
-from parallel.planner.plan import plan
 from parallel.verify import verify_sharding
+from planner.plan import plan
 from tests import cases
 from tests.conftest import make_config
 
@@ -99,7 +100,7 @@ def test_a_node_may_keep_copies_elsewhere_and_nothing_else(monkeypatch, section,
 FROZEN = {"freeze": ["embedding*", "blocks.0.*", "*q_proj*"]}
 
 
-def test_unsharded_frozen_parameters_compute_what_sharded_ones_do(on_ranks):
+def test_replicated_frozen_parameters_compute_what_sharded_ones_do(on_ranks):
     """To the bit, in bfloat16 too: a whole unit, single matrices and norms, a tied matrix."""
     pairs = []
     for tied in (False, True):
@@ -107,7 +108,7 @@ def test_unsharded_frozen_parameters_compute_what_sharded_ones_do(on_ranks):
                         {"param_dtype": "bfloat16", "keep_fp32": ["blocks.0"], "recompute": "selective"}):
             model = {"model": {**FROZEN, "tie_embeddings": tied}}
             patterns = ["embedding*", "blocks.0.*", "blocks.1.*q_proj*"]
-            pairs += [{**model, "parallel": changes}, {**model, "parallel": {**changes, "unsharded": patterns}}]
+            pairs += [{**model, "parallel": changes}, {**model, "parallel": {**changes, "replicated": patterns}}]
     for found in on_ranks(2, cases.losses_and_gradients, pairs):
         for sections, sharded, whole in zip(pairs[::2], found[::2], found[1::2]):
             assert sharded == whole, sections
@@ -117,10 +118,10 @@ def test_unsharded_frozen_parameters_compute_what_sharded_ones_do(on_ranks):
 @pytest.mark.parametrize("pattern, message", [
     ("*norm.weight", r"blocks.1.attention_norm.weight, .* which is trained: freeze it \(model.freeze\) or shard it"),
     ("nothing*", "'nothing\\*' matches none of embedding.weight, blocks.0")])
-def test_only_frozen_parameters_may_be_unsharded(pattern, message):
-    cfg = make_config(model=FROZEN, parallel={"unsharded": [pattern]})
+def test_only_frozen_parameters_may_be_replicated(pattern, message):
+    cfg = make_config(model=FROZEN, parallel={"replicated": [pattern]})
     with pytest.raises(ConfigError, match=message):
-        unsharded_parameters(meta_model(cfg.model), cfg.parallel)
+        replicated_parameters(meta_model(cfg.model), cfg.parallel)
 
 
 def test_degrees_and_the_mesh_of_fsdp(on_ranks):
@@ -206,12 +207,6 @@ def test_all_process_groups_have_the_runs_timeout(on_ranks):
     assert on_ranks(4, cases.timeouts) == [{7260.0}] * 4
 
 
-def test_units_share_the_groups_that_they_reshard_within(on_ranks):
-    """However many there are: a GPU runs out of communicators."""
-    few, many = on_ranks(1, cases.groups_of_an_integer_reshard, [2, 9])[0]
-    assert few == many > 0
-
-
 def test_blocks_of_many_kinds_are_compiled(on_ranks):
     compiled, plain = on_ranks(1, cases.train_and_evaluate_unlike_blocks)[0]
     assert compiled == pytest.approx(plain, rel=1e-2)  # in bfloat16
@@ -221,7 +216,7 @@ def test_blocks_of_many_kinds_are_compiled(on_ranks):
     {"parallel": {"tp": 2}},
     {"parallel": {"tp": 2, "recompute": "selective"}},
     {"parallel": {"tp": 2}, "lora": {"rank": 4, "base_dtype": "nf4"}, "model": {"init_from": "absent"}},
-    {"parallel": {"unsharded": ["*q_proj*"], "param_dtype": "bfloat16"}, "model": {"freeze": ["*q_proj*"]}},
+    {"parallel": {"replicated": ["*q_proj*"], "param_dtype": "bfloat16"}, "model": {"freeze": ["*q_proj*"]}},
     {"parallel": {"cp": 2}},
     {"parallel": {"float8": "tensorwise"}},
 ])
@@ -291,7 +286,7 @@ def test_tp_refuses_a_parameter_that_it_knows_no_place_for():
         parallelize(model, make_config(), alone)
         materialize(model, 0, torch.device("cpu"))
         assert verify_sharding(model, make_config().parallel, alone)[2]["unit"] == "blocks.1"
-    with (mock.patch("parallel.planner.simulate.meta_model", forked),
-          mock.patch("parallel.planner.plan.meta_model", forked)):
+    with (mock.patch("planner.simulate.meta_model", forked),
+          mock.patch("planner.plan.meta_model", forked)):
         row, count = plan(make_config(), 2), sum(q.numel() for q in forked(cfg.model).parameters())
     assert row["parameters"] == count and row["parameter_bytes_per_rank"] == 4 * count / 2

@@ -20,21 +20,21 @@ import metrics
 from benchmarks import published, theory
 from benchmarks import simulate as benchmark
 from model import nf4
-from model.llama import meta_model
+from model.build import meta_model
 from optim import build_optimizer
 from parallel import materialize
 from parallel.mesh import World, build_mesh
 from parallel.parallelize import parallelize
-from parallel.planner import advice, show
-from parallel.planner import check as plan_check
-from parallel.planner import plan as plan_module
-from parallel.planner import simulate as simulate_module
-from parallel.planner.check import PlanCheck
-from parallel.planner.counted import Counted, Phase
-from parallel.planner.devices import DEVICES, OF_LINK, Cluster, device, known_as, timeline
-from parallel.planner.plan import Asked, plan
-from parallel.planner.simulate import simulate
 from parallel.verify import verify_sharding
+from planner import advice, show
+from planner import check as plan_check
+from planner import plan as plan_module
+from planner import simulate as simulate_module
+from planner.check import PlanCheck
+from planner.counted import Counted, Phase
+from planner.devices import DEVICES, OF_LINK, Cluster, device, known_as, timeline
+from planner.plan import Asked, plan
+from planner.simulate import simulate
 from tests import cases
 from tests.conftest import REPO, TINY, launch, make_config
 from tests.test_training import UNEVEN
@@ -49,9 +49,9 @@ def test_bytes_equal_those_of_real_tensors(on_ranks, ranks, options):
     frozen = {"tie_embeddings": True, "freeze": ["blocks.0.*"]}
     every = [{"model": model, "parallel": parallel, "train": {"global_batch_size": 12, "micro_batch_size": 1}}
              for model, parallel in (*((UNEVEN, parallel) for parallel in options), (frozen, options[0]))]
-    every.append({**every[-1], "parallel": {"unsharded": ["blocks.0.*"], "param_dtype": "bfloat16"}})
+    every.append({**every[-1], "parallel": {"replicated": ["blocks.0.*"], "param_dtype": "bfloat16"}})
     every.append({**every[-1], "model": {"tie_embeddings": True, "freeze": ["embedding.weight"]},
-                  "parallel": {"unsharded": ["embedding.weight"]}})  # one matrix, not two
+                  "parallel": {"replicated": ["embedding.weight"]}})  # one matrix, not two
     every.append({"optim": {"state_dtype": "bfloat16"}, "train": {"global_batch_size": 12, "micro_batch_size": 1}})
     even = {"dim": 46, "head_dim": 6, "ffn_dim": 76, "tie_embeddings": True}  # what tp leaves of its rows is uneven
     meshes = {2: [{"tp": 2}], 4: [{"tp": 2}, {"cp": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 1, "tp": 2}]}
@@ -144,12 +144,6 @@ def test_gradients_that_wait_for_their_reduction_are_on_the_device_also_where_al
 def test_what_is_offloaded_is_updated_in_host_memory():
     step = simulate(of_a_gpu({}, {"cpu_offload": True}, optim={"state_dtype": "bfloat16"}), 8)
     assert step.phases[-1].name == "update" and step.phases[-1].peak["working memory"] == 0
-
-
-def test_smaller_shards_that_stay_after_forward_are_no_activations():
-    kept = [next(phase.end["activations"] for phase in simulate(of_a_gpu({}, {"reshard_after_forward": n}), 8).phases
-                 if phase.name == "forward head") for n in (True, 2)]
-    assert kept[0] == kept[1] > 0
 
 
 @pytest.mark.parametrize("cp", [1, 2])
@@ -716,7 +710,7 @@ def test_start_up_needs_less_than_a_step_also_where_the_base_is_whole_on_each_ra
     """Of two GPUs of 24 GB. The checksums of the embedding, computed at once, would take 11.7 GiB."""
     whole = '["embedding*", "*_proj.weight", "*norm*", "head*"]'
     cfg = config.load(str(CONFIGS / "llama8b-lora.toml"),
-                      ["--parallel.param_dtype=bfloat16", f"--parallel.unsharded={whole}"])
+                      ["--parallel.param_dtype=bfloat16", f"--parallel.replicated={whole}"])
     row = plan(cfg, 2)
     assert row["parameter_bytes_per_rank"] > 14.9 * 2**30 and row["device_gib"] < 23.5
     assert start_up_gib(cfg, row) < row["peak_gib"]

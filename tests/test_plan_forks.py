@@ -13,11 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 import config
 from model import attention as llama_attention
 from model import llama
-from parallel.planner import masks, show
-from parallel.planner.counted import Counted
-from parallel.planner.devices import device
-from parallel.planner.plan import Asked, plan
-from parallel.planner.simulate import simulate
+from planner import masks, show
+from planner.counted import Counted
+from planner.devices import device
+from planner.plan import Asked, plan
+from planner.simulate import simulate
 from tests.conftest import make_config
 
 GPU = {"run": {"device": "cuda"}, "train": {"seq_len": 256, "global_batch_size": 16, "micro_batch_size": 1}}
@@ -42,7 +42,7 @@ def equal(short, whole) -> None:
 
 def blocks_run(monkeypatch) -> list[int]:
     """Numbers of blocks of the models that are simulated from now on."""
-    from parallel.planner import simulate as module
+    from planner import simulate as module
 
     found, run = [], module.run
     monkeypatch.setattr(module, "run", lambda cfg, *rest: found.append(cfg.model.n_layers) or run(cfg, *rest))
@@ -50,10 +50,10 @@ def blocks_run(monkeypatch) -> list[int]:
 
 
 OPTIONS = {
-    "unsharded even": {"model": {"freeze": ["blocks.*[02468].*"]}, "parallel": {"unsharded": ["blocks.*[02468].*"]}},
-    "unsharded even by number": {"model": {"freeze": [f"blocks.{i}.*" for i in range(0, 14, 2)]},
-                                 "parallel": {"unsharded": [f"blocks.{i}.*" for i in range(0, 14, 2)]}},
-    "unsharded one": {"model": {"freeze": ["blocks.3.*"]}, "parallel": {"unsharded": ["blocks.3.*"]}},
+    "replicated even": {"model": {"freeze": ["blocks.*[02468].*"]}, "parallel": {"replicated": ["blocks.*[02468].*"]}},
+    "replicated even by number": {"model": {"freeze": [f"blocks.{i}.*" for i in range(0, 14, 2)]},
+                                 "parallel": {"replicated": [f"blocks.{i}.*" for i in range(0, 14, 2)]}},
+    "replicated one": {"model": {"freeze": ["blocks.3.*"]}, "parallel": {"replicated": ["blocks.3.*"]}},
     "keep_fp32 last": {"parallel": {"keep_fp32": ["blocks.13"]}},
     "keep_fp32 odd": {"parallel": {"keep_fp32": ["blocks.*[13579]"]}},
     "freeze first": {"model": {"freeze": ["embedding.*", "blocks.[0-4].*"]}},
@@ -67,10 +67,10 @@ OPTIONS = {
     "replicas, tied, fp32": {"model": {"tie_embeddings": True},
                              "parallel": {"dp_replicate": 2, "keep_fp32": ["blocks.2"]}},
     "offload, forward 2": {"parallel": {"cpu_offload": True, "prefetch_forward": 2}},
-    "lora, full, odd unsharded": {"lora": True, "model": {"freeze": ["blocks.*.?_proj.weight"]}, "parallel": {
-        "recompute": "full", "unsharded": ["blocks.*[13579].attention.?_proj.weight"]}},
+    "lora, full, odd replicated": {"lora": True, "model": {"freeze": ["blocks.*.?_proj.weight"]}, "parallel": {
+        "recompute": "full", "replicated": ["blocks.*[13579].attention.?_proj.weight"]}},
 }
-IN_FULL = {"unsharded even by number", "unsharded one", "keep_fp32 last", "freeze first", "replicas, tied, fp32"}
+IN_FULL = {"replicated even by number", "replicated one", "keep_fp32 last", "freeze first", "replicas, tied, fp32"}
 
 
 @pytest.mark.parametrize("name", OPTIONS)

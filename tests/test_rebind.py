@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 from benchmarks.optimizer_before_sharding import SETTINGS, expected_difference, plot, table, to_text
+from migrate.rebind import rebind_optimizer
 from model.llama import Llama
 from optim import build_optimizer
-from parallel.rebind import check_optimizer, rebind_optimizer
+from parallel.verify import check_optimizer
 from tests import rebind_cases
 from tests.conftest import make_config
 

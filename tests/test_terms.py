@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from config import ConfigError
 from data.tokens import open_stream
 from model.attention import Cache
-from model.llama import Llama, added, build_model
+from model.build import build_model
+from model.llama import Llama, added
 from tests import cases, forks
 from tests.conftest import make_config, rows
 from tests.test_training import plain_loop, weights, with_data

@@ -22,11 +22,11 @@ from data.dataset import open_data
 from data.loader import Loader
 from data.order import Permutation, rank_samples
 from data.tokens import open_stream, window_count
+from lifecycle.process_group import distributed
 from model.llama import Llama
 from optim import build_optimizer, learning_rate
 from parallel import mesh
 from parallel.materialize import materialize
-from parallel.mesh import distributed
 from tests import cases
 from tests.conftest import REPO, launch, make_config, prepare_one, rows, seal
 
@@ -51,8 +51,8 @@ CASES = {
     "clipped": {"train": {"max_grad_norm": 0.2}, "optim": {"eps": 1e-2}},
     "bfloat16 states": {"optim": {"state_dtype": "bfloat16", "betas": [0.9, 0.999]}},
     "frozen": {"model": {"freeze": ["embedding*", "*q_proj.weight", "blocks.0.*"]}},
-    "frozen unsharded": {"model": {"freeze": ["embedding*", "*q_proj.weight", "blocks.0.*"]},
-                         "parallel": {"unsharded": ["embedding*", "blocks.0.*norm*", "blocks.1.*q_proj.weight"]}},
+    "frozen replicated": {"model": {"freeze": ["embedding*", "*q_proj.weight", "blocks.0.*"]},
+                         "parallel": {"replicated": ["embedding*", "blocks.0.*norm*", "blocks.1.*q_proj.weight"]}},
     "document mask": {"data": {"document_mask": True}, "parallel": {"recompute": 2}},
     "compiled": {"parallel": {"compile": True, "recompute": "selective"}},
 }
@@ -61,12 +61,12 @@ ON_FOUR = {  # ranks
     "hybrid deferred": {"parallel": {"dp_replicate": 2, "sync_every_micro_batch": False},
                         "train": {"micro_batch_size": 1}},
     "hybrid kept": {"parallel": {"dp_replicate": 2, "reshard_after_forward": False}},
-    "resharded to two": {"parallel": {"reshard_after_forward": 2, "prefetch_forward": 2, "prefetch_backward": 2}},
+    "two ahead": {"parallel": {"prefetch_forward": 2, "prefetch_backward": 2}},
 }
 # the others compute what the plain case does
 OF_ITS_OWN = ("tied", "uneven", "no clipping", "clipped", "bfloat16 states", "frozen", "document mask")
 SAME_AS = {name: name if name in OF_ITS_OWN else "plain" for name in (*CASES, *ON_FOUR)}
-SAME_AS["frozen unsharded"] = "frozen"
+SAME_AS["frozen replicated"] = "frozen"
 
 
 @pytest.fixture(scope="module")
@@ -416,7 +416,7 @@ def test_eval_only_prints_a_row_and_writes_nothing(straight):
 
 def test_generate_from_a_run(straight):
     folder, _ = straight
-    texts = [launch("-m", "model.generate", folder, "--prompt", "the cat", "--tokens", "8", "--temperature", "0")
+    texts = [launch("-m", "generate", folder, "--prompt", "the cat", "--tokens", "8", "--temperature", "0")
              for _ in range(2)]
     assert texts[0].returncode == 0 and texts[0].stdout.startswith("the cat"), texts[0].stderr
     assert texts[0].stdout == texts[1].stdout and texts[0].stderr == ""

@@ -11,7 +11,7 @@ REPLICAS = {"parallel": {"dp_replicate": 2}, "train": {"micro_batch_size": 1}}
 TWO_REPLICAS = {"parallel": {"dp_replicate": 2}}
 OFFLOADED = {"model": {"tie_embeddings": True}, "parallel": {"recompute": "full", "cpu_offload": True}}
 UNSHARDED = {"model": {"freeze": ["embedding*", "blocks.1.*"]},
-             "parallel": {"unsharded": ["embedding*", "*1*proj*"], "param_dtype": "bfloat16"}}
+             "parallel": {"replicated": ["embedding*", "*1*proj*"], "param_dtype": "bfloat16"}}
 TP = {"parallel": {"tp": 2}}
 TWELVE = {"train": {"global_batch_size": 12, "micro_batch_size": 1}}
 # ranks: (configuration, damage, what its error must say; none, of a right model)
@@ -19,7 +19,7 @@ CASES = {
     1: [({}, "", None)],
     2: [(OFFLOADED, "", None), (UNSHARDED, "", None),
         (TWO_REPLICAS, "two values swapped", "up_proj.weight: differs between replicas"),
-        (UNSHARDED, "an unsharded one differs", "blocks.1.attention.o_proj.weight: differs between replicas"),
+        (UNSHARDED, "a replicated one differs", "blocks.1.attention.o_proj.weight: differs between replicas"),
         ({}, "a plain parameter", "blocks.1.extra: is a Tensor, not a DTensor"),
         ({}, "outside every unit", "extra: belongs to no unit"),
         ({}, "on meta", "embedding.weight: is on meta"),

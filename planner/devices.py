@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 
 import config
 from config import ConfigError
-from parallel.planner.counted import Phase
+from planner.counted import Phase
 
 LATENCY = 10e-6  # seconds per collective
 HOP = 1e-6  # seconds more per node of its ring

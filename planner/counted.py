@@ -246,7 +246,7 @@ class Counted(TorchDispatchMode):
         kind, by_fsdp = COLLECTIVES[operator], operator.namespace == "c10d"
         group = next((a for a in args if isinstance(a, torch.ScriptObject)), None)
         name = dist.ProcessGroup.unbox(group).group_name if group is not None else args[-1]
-        dimension = self.dimensions.get(name, "dp_shard")  # reshard_after_forward = n has other groups
+        dimension = self.dimensions.get(name, "dp_shard")
         if by_fsdp and dimension == "cp":  # with dp_shard = 1, FSDP2 shards over cp alone
             dimension = "dp_shard"
         sent = self.phases[-1].sent

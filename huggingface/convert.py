@@ -1,7 +1,7 @@
 """Hugging Face folders of the Llama family, from checkpoints and into them.
 
-    python -m model.hf export CKPT_OR_RUN OUT [--dtype bfloat16] [--shard-gib 2] [--adapter] [--base HF_DIR]
-    python -m model.hf import HF_DIR OUT
+    python -m huggingface export CKPT_OR_RUN OUT [--dtype bfloat16] [--shard-gib 2] [--adapter] [--base HF_DIR]
+    python -m huggingface import HF_DIR OUT
 
 Export reads a checkpoint of any world size, or a run's newest good one. It writes config.json, generation_config.json,
 safetensors and the tokenizer, with one output file in memory. Import writes one checkpoint folder, to generate from or
@@ -26,11 +26,12 @@ from torch import Tensor
 
 import config
 import files
-import hf_config
 from config import ConfigError
-from model import hf_weights
-from model.hf_tokenizer import fast_tokenizer_files, inexpressible, read_sentencepiece
-from model.llama import meta_model, parameter_count
+from huggingface import config as hf_config
+from huggingface import weights as hf_weights
+from huggingface.tokenizer import fast_tokenizer_files, inexpressible, read_sentencepiece
+from model.build import meta_model
+from model.llama import parameter_count
 from model.lora import Projection, is_adapter
 from options import together
 
@@ -234,7 +235,7 @@ def import_folder(source: Path, folder: Path) -> None:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m model.hf", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m huggingface", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True, dest="command", metavar="{export,import}")
     for name, source, text in (("export", "CKPT_OR_RUN", "a checkpoint, or a run's newest, to a Hugging Face folder"),
                                ("import", "HF_DIR", "a Hugging Face folder to one checkpoint folder")):

@@ -1,7 +1,7 @@
 """Sample text from a checkpoint, or from a run's newest one, with the tokenizer in its folder.
 
-    python -m model.generate outputs/tiny --prompt "def "
-    python -m model.generate outputs/tiny --prompt "def " --prompt "class " --top-p 0.9 --tokens 64
+    python -m generate outputs/tiny --prompt "def "
+    python -m generate outputs/tiny --prompt "def " --prompt "class " --top-p 0.9 --tokens 64
 
 A single prompt's text is streamed. Several prompts form one batch and are printed at the end, one after the other.
 """
@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-import hf_config
 from config import ConfigError, run_tool
+from huggingface import config as hf_config
 from model.attention import Cache
 
 
@@ -119,7 +119,7 @@ def print_stream(tokenizer, rows: list[list[int]], steps: Iterable[list[int]], w
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m model.generate", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m generate", description=__doc__.splitlines()[0])
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")  # one line, as every error here
     parser.add_argument("checkpoint", type=pathlib.Path, metavar="CKPT_OR_RUN")
     parser.add_argument("--prompt", required=True, action="append", metavar="TEXT", help="several make a batch")
@@ -142,8 +142,9 @@ def main(argv: list[str]) -> int:
     from checkpoint import catalog, compare, load
     from data.show import printable
     from data.tokenizer import Tokenizer
-    from model.hf_weights import fingerprint, weights_to_read
-    from model.llama import Llama, meta_model
+    from huggingface.weights import fingerprint, weights_to_read
+    from model.build import meta_model
+    from model.llama import Llama
     from parallel.materialize import materialize
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process is intended

@@ -37,8 +37,9 @@ from torch.utils._pytree import tree_iter
 
 import config
 from config import ConfigError
+from model.build import meta_model
 from model.float8 import use_float8
-from model.llama import Llama, meta_model
+from model.llama import Llama
 from model.loss import CHUNK
 from optim import BFloat16AdamW, build_optimizer, clip_gradients
 from parallel.activation_checkpoint import apply_activation_checkpointing, checkpointed, is_checkpointed
@@ -47,9 +48,9 @@ from parallel.fsdp import set_gradient_sync, unshard_first_units
 from parallel.materialize import allocate
 from parallel.mesh import World, build_mesh
 from parallel.parallelize import parallelize
-from parallel.planner.blocks import kinds_of_blocks, shortened
-from parallel.planner.counted import FORMULAS, Counted, Phase
-from parallel.planner.masks import flex_attention_patches
+from planner.blocks import kinds_of_blocks, shortened
+from planner.counted import FORMULAS, Counted, Phase
+from planner.masks import flex_attention_patches
 
 
 class FakeFloat8Shard(Float8AllGather, FakeTensor):

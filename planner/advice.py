@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import config
 from config import ConfigError
-from parallel.planner.devices import device
-from parallel.planner.plan import Asked, plan
+from planner.devices import device
+from planner.plan import Asked, plan
 
 RECOMPUTE = ("none", "elementwise", "selective", "full")  # each saves fewer activations than the one before
 BASES = ("float32", "bfloat16", "nf4")  # dtypes of an adapter's base, each smaller than the one before
@@ -22,7 +22,7 @@ def changes(cfg: config.Config, ranks: int, gpus_per_node: int) -> Iterator[Chan
     smaller = [f"--train.micro_batch_size={sequences >> n}" for n in range(1, sequences.bit_length())]
     less = [f"--parallel.recompute={mode}" for mode in (RECOMPUTE[RECOMPUTE.index(p.recompute) + 1 :]
                                                         if p.recompute in RECOMPUTE else RECOMPUTE[1:])]
-    reshard = ["--parallel.reshard_after_forward=true"] * (p.reshard_after_forward is not True)
+    reshard = ["--parallel.reshard_after_forward=true"] * (not p.reshard_after_forward)
     ahead = [f"--parallel.{name}=1" for name in ("prefetch_forward", "prefetch_backward") if getattr(p, name) > 1]
     sync = ["--parallel.sync_every_micro_batch=true"] * (not p.sync_every_micro_batch)
     moments = ['--optim.state_dtype=bfloat16'] * (cfg.optim.state_dtype != "bfloat16")

@@ -227,7 +227,7 @@ def _not_rendered(section: str, options: Any, render: Callable, file: str, funct
                 look(value, f"{name}.")
             elif name not in {*names, *exempt} and value != f.default:
                 problems.append(f"[{section}] {name} = {toml(value)}: is not written into {file}, without which others "
-                                f"would compute something else; write it in hf_config.py: {function}")
+                                f"would compute something else; write it in huggingface/config.py: {function}")
 
     look(options, "")
     return problems

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 import config
-from parallel.mesh import World, local_world_size
-from parallel.planner.devices import known_as
-from parallel.planner.plan import GIB
+from parallel.mesh import World
+from planner.devices import known_as
+from planner.plan import GIB
+from ranks import local_world_size
 
 LATER = 30.0  # seconds after the second step; planning keeps a core busy, too much for a short run
 MEMORY_OFF, TIME_OFF = 0.05, 0.25  # relative to the plan; a warning is logged beyond

@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 import config
-import hf_config
 from config import ConfigError
-from model.llama import Llama, meta_model
+from huggingface import config as hf_config
+from model.build import meta_model
+from model.llama import Llama
 from model.lora import is_adapter
 from options import together, toml
+from ranks import all_gather_objects, check_same_on_all_ranks, on_each_rank
 
 NAMES = {  # our parameter name -> theirs; N: index of the block
     "embedding.weight": "model.embed_tokens.weight",
@@ -60,8 +62,8 @@ def hf_name(name: str) -> str:
     number = "".join(re.findall(r"^blocks\.(\d+)\.", name))
     ours = re.sub(r"^blocks\.\d+\.", "blocks.N.", name)
     if ours not in NAMES:
-        raise ConfigError(f"{name}: has no name in a Hugging Face folder of a Llama model; model/hf_weights.py lists "
-                          "them in NAMES, for folders of another architecture")
+        raise ConfigError(f"{name}: has no name in a Hugging Face folder of a Llama model; huggingface/weights.py "
+                          "lists them in NAMES, for folders of another architecture")
     return NAMES[ours].replace("N", number)
 
 
@@ -118,6 +120,10 @@ class Weights:
             found[path.name] = digest.hexdigest()
         return found
 
+    def base(self) -> str | None:
+        """The fingerprint of the model that all ranks have read, if adapters are trained on it. Collective."""
+        return None if self.sums is None else fingerprint(all_gather_objects(self.sums))
+
     def read(self, name: str) -> Tensor:
         """A full parameter in float32, the dtype of checkpoints. Raises ConfigError."""
         out = torch.empty(self.stored[name].shape)
@@ -158,6 +164,14 @@ def weights_to_read(cfg: config.Config, step: int) -> Weights | None:
     if cfg.lora and cfg.lora.init_from and not step:
         stored |= open_adapter(cfg)
     return Weights(stored, {} if cfg.lora else None)
+
+
+def open_weights(cfg: config.Config, step: int) -> Weights | None:
+    """weights_to_read(), each rank's from its own copy of the folder. Raises ConfigError on every rank if any rank's
+    raises it, or if copies differ."""
+    weights = on_each_rank(lambda: weights_to_read(cfg, step))
+    check_same_on_all_ranks("weights", weights.file_digests() if weights else {})
+    return weights
 
 
 def import_safetensors(path: Path) -> ModuleType:

@@ -12,12 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import config
-from model.llama import meta_model, named_parameters
+from model.build import meta_model
+from model.llama import named_parameters
 from parallel.activation_checkpoint import cast, is_checkpointed
 from parallel.context import apply_context_parallelism
-from parallel.fsdp import unit_dtypes, unsharded_parameters
+from parallel.fsdp import replicated_parameters, unit_dtypes
 from parallel.mesh import World
-from parallel.planner.masks import flex_attention_patches
+from planner.masks import flex_attention_patches
 
 Kind = tuple  # equal for blocks that are alike
 
@@ -54,7 +55,7 @@ def kinds_of_blocks(cfg: config.Config, world: World, on_gpu: bool, blocks: int)
             stack.enter_context(patch)
         try:
             model = meta_model(sizes, cfg.lora)
-            unsharded = unsharded_parameters(model, p)
+            replicated = replicated_parameters(model, p)
             apply_context_parallelism(model, p.recompute, cfg.train.seq_len, world)
             model.head.forward = lambda x, *unused, **options: x
             for block in model.blocks:
@@ -66,7 +67,7 @@ def kinds_of_blocks(cfg: config.Config, world: World, on_gpu: bool, blocks: int)
         except Exception:  # a fork's block may need more than meta tensors; then every block runs, and shows why
             return None
     return [(kind, unit_dtypes(p, f"blocks.{i}"), is_checkpointed(p.recompute, i), *(
-        (name, param.dtype, param.shape, param.requires_grad, param in unsharded)
+        (name, param.dtype, param.shape, param.requires_grad, param in replicated)
         for name, param in named_parameters(block))) for i, (kind, block) in enumerate(zip(kinds, model.blocks))]
 
 

@@ -4,8 +4,8 @@ import pathlib
 from xml.sax.saxutils import escape
 
 import config
-from parallel.planner.devices import Moment
-from parallel.planner.plan import GIB, Asked
+from planner.devices import Moment
+from planner.plan import GIB, Asked
 
 BAR = 40  # characters of the longest bar
 OTHER_FLOP = 0.05  # of MFU's FLOP, where those that the time has are shown too

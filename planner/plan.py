@@ -13,13 +13,13 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 import config
-from config import ConfigError
+from config import ConfigError, check_for_gpus
 from files import print_line
-from model.llama import flops_per_token, meta_model, parameter_count
+from model.build import meta_model
+from model.llama import flops_per_token, parameter_count
 from parallel.fsdp import units
-from parallel.mesh import check_for_gpus
-from parallel.planner.devices import Cluster, Device, Moment, device, step_seconds, timeline
-from parallel.planner.simulate import Step, plus, simulate
+from planner.devices import Cluster, Device, Moment, device, step_seconds, timeline
+from planner.simulate import Step, plus, simulate
 
 GIB = 2**30
 CONTEXT_GIB = 1.5  # CUDA's context and the buffers of cuBLAS, cuDNN and NCCL: an estimate
@@ -125,8 +125,8 @@ def device_gib(step: Step) -> float:
 def dry_run(cfg: config.Config, args: Namespace, epoch: float | None) -> bool:
     """Prints the plans; returns False if one does not fit into the memory given. Raises ConfigError for an invalid
     world size, GPU or plot path."""
-    from parallel.planner.advice import advise
-    from parallel.planner.show import compared, draw, table, verdict
+    from planner.advice import advise
+    from planner.show import compared, draw, table, verdict
 
     gpu = None if args.gpu is None else device(args.gpu)
     asked = Asked(gpu, args.gpu_memory_gib, args.gpus_per_node or 8, not args.on_cpu)

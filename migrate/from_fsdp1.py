@@ -1,6 +1,6 @@
 """FSDP1 or Accelerate settings in YAML -> our [parallel] table in TOML, with a comment on what became of every key.
 
-    python -m parallel.from_fsdp1 accelerate.yaml
+    python -m migrate.from_fsdp1 accelerate.yaml
 
 Reads the output of `accelerate config`, or FullyShardedDataParallel's keyword arguments as YAML. Exits with 1 if a key
 or value is unknown, contradicts another or has no equivalent (stderr repeats those), with 2 if it cannot read the file.
@@ -29,8 +29,8 @@ sharding_strategy | SHARD_GRAD_OP 2 | dp_replicate = 1, dp_shard = "auto", resha
 sharding_strategy | NO_SHARD 3 | dp_replicate = "auto", dp_shard = 1; each rank is a replica
 sharding_strategy | HYBRID_SHARD 4 | dp_replicate = {machines}, dp_shard = "auto", reshard_after_forward = true
 sharding_strategy | HYBRID_SHARD_ZERO2 5 | dp_replicate = {machines}, dp_shard = "auto", reshard_after_forward = false
-reshard_after_forward | TRUE FALSE number | reshard_after_forward = {value}
-reshard_after_forward | 0 1 | no equivalent: an integer must be at least 2; FSDP2 takes 1 for false
+reshard_after_forward | TRUE FALSE | reshard_after_forward = {value}
+reshard_after_forward | 0 number | no equivalent: true, false, or HYBRID_SHARD, whose all-gathers stay inside a machine
 forward_prefetch | TRUE | prefetch_forward = 1
 forward_prefetch | FALSE | prefetch_forward = 0
 backward_prefetch backward_prefetch_policy | BACKWARD_PRE 1 | prefetch_backward = 1
@@ -103,7 +103,7 @@ def rules(table: str) -> dict[str, dict[str, str]]:
 
 
 FSDP = rules(FSDP_TABLE)
-# Accelerate also accepts a strategy's name here; an integer is the number of ranks to reshard to.
+# Accelerate also accepts a strategy's name here.
 FSDP["reshard_after_forward"] |= {name: effect for name, effect in FSDP["sharding_strategy"].items() if len(name) > 1}
 RULES = FSDP | rules(ACCELERATE_TABLE)
 
@@ -208,7 +208,7 @@ def read(path: str) -> dict:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m parallel.from_fsdp1", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m migrate.from_fsdp1", description=__doc__.partition("\n")[0])
     parser.add_argument("file", metavar="ACCELERATE.yaml")
     path = parser.parse_args(argv).file
     try:

@@ -1,0 +1,144 @@
+"""The process group of a run: each rank's device, on which all ranks must agree before it exists, and its end."""
+
+import contextlib
+import datetime
+import gc
+import json
+import math
+import os
+import platform
+import resource
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import config
+from config import ConfigError
+from lifecycle.gpus import driver_version, listed_gpus, visible_gpus
+from parallel.mesh import World, build_mesh
+from parallel.torch_patches import set_default_timeout
+from ranks import check_same_on_all_ranks, rank_and_size
+
+ON_THIS_NODE = ("data.path", "model.init_from", "lora.init_from")  # paths may differ: each node may have a local copy
+
+
+def pick_device(cfg: config.Config, local_rank: int) -> torch.device:
+    """The device of this rank. Raises ConfigError if cuda is requested but unavailable, if torch cannot use the GPUs
+    of this machine, if there are too few, or if they do not support what is configured."""
+    if cfg.run.device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        listed = listed_gpus() if visible_gpus() else 0  # CUDA_VISIBLE_DEVICES may hide them: that is deliberate
+        if cfg.run.device == "auto" and not listed:
+            return torch.device("cpu")
+        raise ConfigError(f'[run] device = "{cfg.run.device}": {why_no_gpu(listed)}; --run.device=cpu trains without '
+                          "one")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(f"local rank {local_rank} has no GPU of its own: this machine has "
+                          f"{torch.cuda.device_count()}; start fewer processes (NPROC)")
+    config.check_for_gpus(cfg)
+    if cfg.parallel.float8 != "none" and (found := torch.cuda.get_device_capability(local_rank)) < (8, 9):
+        raise ConfigError(f'[parallel] float8 = "{cfg.parallel.float8}": needs a GPU of compute capability 8.9 (Ada, '
+                          f"Hopper) or more; this one, {torch.cuda.get_device_name(local_rank)}, has "
+                          f"{found[0]}.{found[1]}")
+    return torch.device("cuda", local_rank)
+
+
+def why_no_gpu(listed: int) -> str:
+    """Why torch has no GPU here, of which nvidia-smi lists some or 0, and what to change."""
+    built = f"torch {torch.__version__}, built for " + (f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs")
+    chosen = os.getenv("CUDA_VISIBLE_DEVICES")
+    where = "" if chosen is None else f", with CUDA_VISIBLE_DEVICES={chosen}"
+    if not listed:
+        return f"this machine has no usable GPU: {built}, finds none{where}, and nvidia-smi lists none"
+    return (f"nvidia-smi lists {listed} GPUs (driver {driver_version()}), but {built}, can use none{where}; install a "
+            "torch build for a CUDA version that this driver supports, or a newer driver")
+
+
+def shared_options(cfg: config.Config) -> dict[str, Any]:
+    """Every option by name, except paths that may differ between nodes."""
+    options = config.SCHEMA.complete(config.to_dict(cfg))
+    return {name: value for name, value in options.items() if name not in ON_THIS_NODE}
+
+
+def descriptors(cfg: config.Config, shape: tuple[int, int, int, int], rank: int, trains: bool = True) -> int:
+    """How many file descriptors this rank will open to reach the others. Counted in /proc/self/fd: a gloo group of g
+    ranks, g + 3; the store's client, 1, its server with a connection from every rank, ranks + 9."""
+    size = math.prod(shape)
+    groups = [size] * (2 if trains and cfg.checkpoint else 1)  # the default group, and that of saves
+    # build_mesh() and fsdp_mesh(): the default group serves a dimension of all ranks, and cp or tp of 1 have none
+    groups += [degree for degree in shape[:2] if degree != size] + [degree for degree in shape[2:] if 1 < degree < size]
+    groups += [shape[1] * shape[2]] if shape[2] > 1 and shape[1] * shape[2] != size else []
+    client = "RANK" in os.environ  # else one process, without a server
+    server = client and rank == 0 and os.getenv("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return sum(group + 3 for group in groups) + client + server * (size + 9)
+
+
+def raise_descriptor_limit(needed: int, rank: int, size: int) -> None:
+    """Raises this process's soft limit of open files, usually 1,024, to the hard one. Raises ConfigError if that is too
+    low. A run may open more: TensorBoard's files, and NCCL's sockets, whose number is not known here."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    needed += len(os.listdir("/proc/self/fd"))  # with that of the listing: gloo, too, opens one more for a moment
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"rank {rank} of {size} needs {needed:,} file descriptors or more, and its hard limit is {hard:,}: raise "
+            f"it to {2 * needed:,} with `ulimit -n` (or nofile in /etc/security/limits.conf, or LimitNOFILE of the "
+            "service that starts it; SLURM takes the submitting shell's limit, unless PropagateResourceLimits excludes "
+            "it)")
+
+
+def agree_on_device(store: dist.Store, rank: int, size: int, pick: Callable[[], torch.device]) -> torch.device:
+    """This rank's device. Raises the ConfigErrors of all ranks on every rank, or one if their types differ. Through the
+    store: a process group with NCCL on some ranks only would hang."""
+    device, problems = None, ()
+    try:
+        device = pick()
+    except ConfigError as error:
+        problems = error.problems
+    ours = {"type": device and device.type, "host": platform.node(), "problems": problems}
+    store.set(f"device of rank {rank}", json.dumps(ours))
+    if rank == 0:  # gathers for all: else the store would answer size x size requests
+        found = store.multi_get([f"device of rank {number}" for number in range(size)])
+        store.set("devices", json.dumps([json.loads(one) for one in found]))
+    ranks = json.loads(store.get("devices"))
+    problems = [f"{one['host']}: " * (size > 1) + problem for one in ranks for problem in one["problems"]] or [
+        f"rank {number} on {one['host']} would train on {one['type']}, rank 0 on {ranks[0]['host']} on "
+        f"{ranks[0]['type']}: all need the same type of device; set run.device, or mend the node"
+        for number, one in enumerate(ranks) if one["type"] != ranks[0]["type"]][:1]
+    if problems:
+        if store.add("devices read", 1) == size:
+            store.set("devices read by all", "")
+        if rank == 0:  # its process serves the store
+            store.wait(["devices read by all"])
+        raise ConfigError(*dict.fromkeys(problems))
+    return device
+
+
+@contextlib.contextmanager
+def distributed(cfg: config.Config, trains: bool = True) -> Iterator[World]:
+    """Initializes the process group, and destroys it on exit. trains: and does not only evaluate. Raises ConfigError
+    for a mesh or device that is invalid or unavailable, if the process may open too few files, and if ranks have
+    different devices or options."""
+    rank, local_rank, size = rank_and_size()
+    shape = config.mesh_shape(cfg, size)
+    files = trains * (7 if rank == 0 else 4)  # three of its log, one saved; rank 0's lock and rows, and it copies files
+    raise_descriptor_limit(descriptors(cfg, shape, rank, trains) + files, rank, size)
+    timeout = datetime.timedelta(seconds=config.longest_timeout(cfg))
+    store = next(dist.rendezvous("env://", timeout=timeout))[0] if "RANK" in os.environ else dist.HashStore()
+    device = agree_on_device(store, rank, size, lambda: pick_device(cfg, local_rank))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    # gloo next to NCCL: flags, metadata and offloaded tensors are reduced on the host, without waiting for the GPU
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    set_default_timeout(timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    check_same_on_all_ranks("configuration and options", shared_options(cfg))
+    yield World(rank, size, device, build_mesh(device.type, shape))
+    # Not reached after an exception: the other ranks may never reach the barrier, so the process just exits.
+    # Free FSDP2's buffers first: gloo aborted in one of five runs that destroyed the group while they were alive.
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
