@@ -215,7 +215,8 @@ def test_a_gpu_s_cast_moves_five_bytes_a_weight(monkeypatch):
 
 def test_meshes(on_ranks):
     """Replicas, and a shared sequence, of which tensorwise scales each part by itself."""
-    options = [{"dp_replicate": 2}, {"dp_replicate": "auto", "dp_shard": 1}, {"cp": 2}, {"reshard_after_forward": False}]
+    options = [{"dp_replicate": 2}, {"dp_replicate": "auto", "dp_shard": 1}, {"cp": 2},
+               {"reshard_after_forward": False}]
     chosen = [case(recipe, **o) for o in options for recipe in RECIPES]
     expected = dict(zip(RECIPES, on_ranks(1, cases.same_batch, [case(recipe) for recipe in RECIPES])[0]))
     for sections, (loss, norms) in zip(chosen, on_ranks(4, cases.same_batch, chosen)[0]):
