@@ -363,6 +363,17 @@ def load(path: str, overrides: Iterable[str] = ()) -> Config:
     return from_dict(options.read_toml(path), path, overrides)
 
 
+def has(room: str) -> bool:
+    """Whether an optional room, such as "planner" or "generate.py", is in this copy of the repository."""
+    return (pathlib.Path(__file__).parent / room).exists()
+
+
+def require_room(what: str, room: str) -> None:
+    """Raises ConfigError if the room that something needs was removed."""
+    if not has(room):
+        raise ConfigError(f"{what}: needs {room}, which this copy of the repository does not have")
+
+
 def current(name: str, value: Any) -> tuple[str, Any]:
     """The name and value that an option of an earlier version has in this one."""
     if name == "parallel.unsharded":

@@ -16,7 +16,6 @@ from data.dataset import Dataset, open_dataset
 from data.loader import validation_batches
 from data.show import printable
 from files import print_error, print_line
-from generate import continue_text
 from lifecycle.run import Run, open_pretrained
 from model.build import meta_model
 from model.llama import Llama, parameter_count
@@ -70,12 +69,12 @@ def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
     """--eval-only: prints the evaluation row of the run's newest good checkpoint."""
     dataset = open_dataset(cfg, train=False)
     checkpointer = Checkpointer(cfg, world, dataset.fingerprint, dataset.tokenizer_files, evaluating=True)
-    step, cfg = checkpointer.start, checkpointer.cfg
+    step = checkpointer.start
     pretrained = open_pretrained(cfg, step or 1)  # of an import, step 0, the checkpoint has all weights, too
     model = meta_model(cfg.model, cfg.lora)
     parallelize(model, cfg, world)
-    materialize(model, cfg.run.seed, storage_device(cfg, world), pretrained and pretrained.read_into)
-    checkpointer.restore(model, None, pretrained and pretrained.base())
+    materialize(model, cfg.run.seed, storage_device(cfg, world), pretrained.read_into if pretrained else None)
+    checkpointer.restore(model, None, pretrained.base() if pretrained else None)
     found = evaluate(model, cfg, world, dataset, run)
     if world.rank == 0:
         for problem in checkpointer.problems:
@@ -87,6 +86,10 @@ def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
 def log_sample(model: Llama, cfg: config.Config, world: World, dataset: Dataset) -> None:
     """Logs text that the model generates. Logs none without a tokenizer that can encode the prompt, nor of a large
     model, which every token all-gathers: over nodes, 64 tokens of 70B would occupy all GPUs for minutes."""
+    if not config.has("generate.py"):
+        return
+    from generate import continue_text
+
     if parameter_count(model) > SAMPLED_PARAMETERS:
         metrics.log.info("no sample: each of its tokens would all-gather %d parameters", parameter_count(model))
         return

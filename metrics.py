@@ -11,7 +11,8 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -21,8 +22,6 @@ import config
 import files
 import options
 from parallel.mesh import World
-from planner.check import PlanCheck
-from planner.devices import DEVICES, known_as
 from ranks import all_gather_objects, on_rank_zero
 
 log = logging.getLogger("train")
@@ -38,8 +37,12 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    known = known_as(name, 0)  # devices of one name share a peak, whatever their memory
-    peak = DEVICES[known].peak if known else next((peak for part, peak in OTHER_PEAKS.items() if part in name), None)
+    peak = next((peak for part, peak in OTHER_PEAKS.items() if part in name), None)
+    if peak is None and config.has("planner"):
+        from planner.devices import DEVICES, known_as
+
+        known = known_as(name, 0)  # devices of one name share a peak, whatever their memory
+        peak = DEVICES[known].peak if known else None
     return peak and peak * 1e12
 
 
@@ -84,11 +87,16 @@ def environment(hosts: list[str], device: torch.device) -> dict:
 class Recorder:
     """Times the steps and reports them. All ranks must call it alike; rank 0 writes rows and console."""
 
-    def __init__(self, cfg: config.Config, world: World, folder: pathlib.Path, start: int, flops_per_token: int):
-        """start: the step that training resumes after."""
+    def __init__(self, cfg: config.Config, world: World, folder: pathlib.Path, start: int, flops_per_token: int,
+                 phase: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext):
+        """start: the step that training resumes after; phase: the watchdog's, entered with what is timed."""
         self.cfg, self.world, self.folder, self.start, self.flops_per_token = cfg, world, folder, start, flops_per_token
+        self.phase, self.plan = phase, None
         self.rows = Rows(folder, cfg.log, start) if world.rank == 0 else None
-        self.plan = PlanCheck(cfg, world, folder) if world.rank == 0 else None
+        if self.rows and world.device.type == "cuda" and config.has("planner"):
+            from planner.check import PlanCheck
+
+            self.plan = PlanCheck(cfg, world, folder)
         self.restart_timer()
 
     def has_evaluation(self, step: int) -> bool:
@@ -97,14 +105,18 @@ class Recorder:
                                         for row in read_rows(self.folder / "metrics.jsonl")))
 
     def restart_timer(self) -> None:
-        self.began, self.steps, self.seconds = time.perf_counter(), 0, {"data": 0.0, "paused": 0.0}
+        self.began, self.steps, self.seconds = time.perf_counter(), 0, Counter()
 
     @contextlib.contextmanager
-    def timed(self, what: str) -> Iterator[None]:
-        """Counts the time of its body as "data" (waiting for the loader) or "paused" (saving, evaluating)."""
+    def timed(self, phase: str) -> Iterator[None]:
+        """Times its body as a phase of the watchdog: "data", the wait for the loader, or "evaluation" or "save", which
+        are no part of the steps. Before these the device finishes the training that is queued on it, which is."""
+        if phase != "data":
+            torch.get_device_module(self.world.device).synchronize()
         began = time.perf_counter()
-        yield
-        self.seconds[what] += time.perf_counter() - began
+        with self.phase(phase):
+            yield
+        self.seconds[phase] += time.perf_counter() - began
 
     def log_step(self, step: int, tokens: int, batch: Any, sums: dict[str, torch.Tensor],
                  scalars: dict[str, Any]) -> None:
@@ -120,7 +132,7 @@ class Recorder:
             return
         # item() waits until the device is done
         ours = {"sums": {name: value.item() for name, value in sums.items()}, "digest": batch.digest}
-        total = time.perf_counter() - self.began - self.seconds["paused"]
+        total = time.perf_counter() - self.began - self.seconds["evaluation"] - self.seconds["save"]
         figures = {"step_seconds": total / self.steps, "data_seconds": self.seconds["data"] / self.steps,
                    "peak_memory_gib": peak_memory_gib(self.world.device)}
         ranks = all_gather_objects(ours | figures)
@@ -144,7 +156,7 @@ class Recorder:
         if self.rows:
             self.rows.write(row)
             log.info(console_line(row, self.cfg.train.steps))
-            if found := self.plan.row(step, figures["step_seconds"]):
+            if self.plan and (found := self.plan.row(step, figures["step_seconds"])):
                 self.rows.write(found)
         self.restart_timer()
 
@@ -171,6 +183,10 @@ class Recorder:
                  f"{config.micro_batch_size(self.cfg, w.dp_size)} sequences of {t.seq_len}; "
                  + (f"resuming after step {self.start}" if self.start else f"from the weights of {m.init_from}"
                     if m.init_from else "from fresh weights"))
+        if w.tp > 1:
+            from parallel.tensor import tp_warnings
+
+            notes = [*tp_warnings(w), *notes]
         for text in (*notes, units):
             log.info(text)
 
@@ -181,6 +197,7 @@ class Recorder:
     def close(self) -> None:
         if self.rows:
             self.rows.close()
+        if self.plan:
             self.plan.close()
 
 

@@ -156,7 +156,7 @@ class FiniteGuard:
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device, limit: int, skipped: int = 0,
                  in_a_row: int = 0):
         """limit: steps in a row that may be skipped; one more stops the run. skipped, in_a_row: of the run so far. The
-        attributes of these names hold the counts as of the last check()."""
+        attributes of these names hold the counts without the last update."""
         self.limit, self.skipped, self.in_a_row = limit, skipped, in_a_row
         self.found = torch.zeros((), device=device)
         self.on_host = torch.zeros((), pin_memory=device.type == "cuda")
@@ -169,7 +169,7 @@ class FiniteGuard:
     def may_update(self, step: int, norm: Tensor) -> bool:
         """Whether to call the optimizer's step(); the same on all ranks. norm: the gradient norm over all ranks, which
         is non-finite if any gradient is."""
-        self.check()
+        self._count_last()
         self.found.copy_(~norm.isfinite())
         self.on_host.copy_(self.found, non_blocking=True)
         self.copied.record()
@@ -180,8 +180,13 @@ class FiniteGuard:
         self.copied.synchronize()
         return bool(self.on_host.item())
 
-    def check(self) -> None:
-        """Counts the last update if it was skipped. Raises FloatingPointError if that exceeds the limit."""
+    def counts(self) -> tuple[int, int]:
+        """(updates skipped so far, of these in a row at the end), the last one included: waits for it. Raises
+        FloatingPointError if those in a row exceed the limit."""
+        self._count_last()
+        return self.skipped, self.in_a_row
+
+    def _count_last(self) -> None:
         if self.pending is None:
             return
         step, self.pending = self.pending, None

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 import config
 from benchmarks import count
 from benchmarks.overhead import BareLoop
-from checkpoint.checkpointer import with_param_dtype
+from checkpoint.checkpointer import resolve_param_dtype
 from config import ConfigError
 from data.dataset import open_dataset
 from data.loader import Batch, Loader, inputs_and_targets
@@ -110,7 +110,7 @@ def measure(cfg: config.Config, world: World, steps: int, warm_up: int, real: bo
         batch = next(batches)
         sums, _ = training_step(model, optimizer, guard, batch, step, cfg, world)
         seconds.append(synchronize(world.device) - began)
-    guard.check()
+    guard.counts()
     if real:
         loader.close()
 
@@ -195,7 +195,7 @@ def main(argv: list[str]) -> int:
         settings = experiments(args)
         cfg = config.load(args.config, ["--run.device=auto", *overrides])
         with distributed(cfg) as world:
-            row = measure(with_param_dtype(cfg, 0, world), world, args.steps, args.warm_up, args.real, settings)
+            row = measure(resolve_param_dtype(cfg, world), world, args.steps, args.warm_up, args.real, settings)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

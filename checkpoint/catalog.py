@@ -101,6 +101,17 @@ def read_config(folder: pathlib.Path, base: str | None = None) -> config.Config:
         raise
 
 
+def saved_param_dtype(cfg: config.Config) -> str | None:
+    """The param_dtype of the run's newest checkpoint whose state can be read, or of the one that `resume` names; None
+    without any."""
+    resume = cfg.checkpoint.resume if cfg.checkpoint else None
+    for step in reversed(steps(cfg)):
+        if step and (step == resume or not isinstance(resume, int)):
+            with contextlib.suppress(CorruptCheckpoint):
+                return config.SCHEMA.complete(read_state(path_of(cfg, step))["config"])["parallel.param_dtype"]
+    return None
+
+
 def problems_of(folder: pathlib.Path, share: int = 0, shares: int = 1, hashed: bool = True) -> list[str]:
     """Everything wrong with a checkpoint, one line each: file, expected, found. Reads every byte (hashed=False: only
     compares sizes); each of `shares` callers reads its share. Raises ConfigError if it cannot be read."""

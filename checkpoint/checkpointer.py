@@ -38,7 +38,7 @@ class Checkpointer:
         """Chooses the checkpoint to resume from, or to evaluate; writes nothing. data: the prepared data's fingerprint.
         Raises ConfigError if the folder is another run's, none of its checkpoints is good, or ranks have different
         data."""
-        self.world, self.data = world, data
+        self.cfg, self.world, self.data = cfg, world, data
         check_same_on_all_ranks("prepared data", compare.by_source(data))
         self.found = on_rank_zero(lambda: catalog.steps(cfg))
         self.start, self.corrupt = catalog.choose(cfg, self.found, self._problems_on_all_ranks, evaluating)
@@ -48,7 +48,6 @@ class Checkpointer:
         else:
             on_rank_zero(lambda: compare.check_same_run(cfg, self.start))
             on_rank_zero(lambda: compare.check_same_data(cfg, self.start, data))
-        self.cfg = with_param_dtype(cfg, self.start, world)
         self.problems = [problem for problems in self.corrupt.values() for problem in problems]
         self.saver = Saver(cfg, self.start, tokenizer_files) if cfg.checkpoint and not evaluating else None
         # Set by others, called on rank 0: before a checkpoint is published, where an OSError fails the save; and after
@@ -160,14 +159,12 @@ class Checkpointer:
                 else self.staged[name] for name, t in tensors.items()}
 
 
-def with_param_dtype(cfg: config.Config, step: int, world: World) -> config.Config:
-    """The configuration with param_dtype = "auto" resolved: to the checkpoint's value, or without one (step 0) to
-    bfloat16 if every rank's device supports it natively, since emulated bfloat16 is slower than float32."""
+def resolve_param_dtype(cfg: config.Config, world: World) -> config.Config:
+    """The configuration with param_dtype = "auto" resolved: to what the run's checkpoint was trained with, or without
+    one to bfloat16 if every rank's device supports it natively, since emulated bfloat16 is slower than float32."""
     if cfg.parallel.param_dtype != "auto":
         return cfg
-    if step:
-        saved = on_rank_zero(lambda: catalog.read_state(catalog.path_of(cfg, step))["config"])
-        dtype = config.SCHEMA.complete(saved)["parallel.param_dtype"]
-    else:
+    dtype = on_rank_zero(lambda: catalog.saved_param_dtype(cfg))
+    if dtype is None:
         dtype = "bfloat16" if all(all_gather_objects(has_native_bfloat16(world.device))) else "float32"
     return dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, param_dtype=dtype))

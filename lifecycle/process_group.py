@@ -117,6 +117,14 @@ def agree_on_device(store: dist.Store, rank: int, size: int, pick: Callable[[], 
     return device
 
 
+def set_determinism(run: config.Run) -> None:
+    torch.manual_seed(run.seed)
+    if run.deterministic:
+        torch.use_deterministic_algorithms(True)  # called only on request: it imports the compiler
+        # else each all-gather's buffer would first be filled with NaN, to show reads of what nothing wrote
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+
 @contextlib.contextmanager
 def distributed(cfg: config.Config, trains: bool = True) -> Iterator[World]:
     """Initializes the process group, and destroys it on exit. trains: and does not only evaluate. Raises ConfigError
@@ -131,6 +139,7 @@ def distributed(cfg: config.Config, trains: bool = True) -> Iterator[World]:
     device = agree_on_device(store, rank, size, lambda: pick_device(cfg, local_rank))
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    set_determinism(cfg.run)
     # gloo next to NCCL: flags, metadata and offloaded tensors are reduced on the host, without waiting for the GPU
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     set_default_timeout(timeout)

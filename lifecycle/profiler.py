@@ -1,12 +1,13 @@
 """Traces steps and breaks down their time: profile/rank-N.json and .txt, on a GPU also memory-rank-N.pickle."""
 
+import contextlib
 import functools
 import json
 import math
 import pathlib
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -36,15 +37,22 @@ OUTER = (COMMUNICATION, "loss", "optimizer", "attention", "matrix products")  # 
 
 
 class Profiler:
-    def __init__(self, settings: config.Profile | None, folder: pathlib.Path, world: World, first: int):
+    def __init__(self, settings: config.Profile, folder: pathlib.Path, world: World, first: int):
         """first: the first step of this launch."""
-        if settings and settings.at_step < first:
+        if settings.at_step < first:
             log.info("[profile] at_step = %d was before this launch, which makes no trace", settings.at_step)
         self.settings, self.folder, self.rank, self.trace = settings, folder / "profile", world.rank, None
         self.on_gpu = world.device.type == "cuda"
 
+    @contextlib.contextmanager
+    def traced(self, step: int) -> Iterator[None]:
+        """Around each step: traces those of [profile]."""
+        self.before_step(step)
+        yield
+        self.after_step(step)
+
     def before_step(self, step: int) -> None:
-        if not self.settings or step != self.settings.at_step:
+        if step != self.settings.at_step:
             return
         if self.on_gpu:
             torch.cuda.memory._record_memory_history(stacks="python")

@@ -21,16 +21,14 @@ import files
 import metrics
 from checkpoint.catalog import path_of
 from checkpoint.checkpointer import Checkpointer
-from checkpoint.compare import other_tokenizer
+from checkpoint.compare import former_options, other_tokenizer
 from checkpoint.save import SaveFailed
 from config import ConfigError
 from lifecycle import INPUT_IS_WRONG, STOPPED, folder
 from lifecycle.command import torchrun_id
-from lifecycle.profiler import Profiler
 from lifecycle.signals import FROZEN_SECONDS, StopRequest, Watchdog
 from metrics import log
 from parallel.mesh import World
-from planner.advice import out_of_memory
 from ranks import all_gather_objects, on_rank_zero
 
 COLLECT_EVERY_STEPS = 100  # Python's garbage collection; automatic, it would stall each rank at a different time
@@ -53,7 +51,7 @@ class Run:
 
     def __init__(self, cfg: config.Config, world: World, launch: str | None, stop: StopRequest):
         """launch: the launcher's id for this launch, None without a launcher."""
-        self.holder = launch or torchrun_id()  # who has the folder while this run has it
+        self.holder = holder_of(launch)
         self.cfg, self.world, self.launch, self.stop = cfg, world, launch, stop
         self.folder = config.run_folder(cfg)
         self.step = 0  # the last step trained, by this launch or an earlier one
@@ -63,7 +61,7 @@ class Run:
         # a save waits for the previous one, and may then have to verify every checkpoint that it keeps
         kept = cfg.checkpoint.keep_last or 0 if cfg.checkpoint else 0
         self.timeouts = {"start": start, "first step": start, "first evaluation batch": start, "end": start,
-                         "step": step, "data": step, "evaluation batch": step,
+                         "step": step, "data": step, "evaluation": step, "evaluation batch": step,
                          "restore": save, "save": save * (2 + kept)}
 
     def __enter__(self) -> "Run":
@@ -73,7 +71,7 @@ class Run:
 
     def attach(self, checkpointer: Checkpointer) -> None:
         """Sets where the run resumes, and how it saves."""
-        self.checkpointer, self.step, self.cfg = checkpointer, checkpointer.start, checkpointer.cfg
+        self.checkpointer, self.step = checkpointer, checkpointer.start
         self.stop.standalone = self.holder is None and self.world.size == 1
 
     def begin(self, tokenizer_files: list[pathlib.Path]) -> None:
@@ -85,6 +83,8 @@ class Run:
         self.watchdog.use_log(metrics.start_logging(self.folder, self.world.rank), self.world.rank)
         for problem in self.checkpointer.problems:
             log.warning("corrupt, set aside: %s", problem)
+        if was := former_options(self.cfg, self.step):
+            log.warning(was)
         if warning := other_tokenizer(self.cfg, self.step, tokenizer_files):  # which allow_changed may allow
             log.warning(warning)
         launched = self.launch and self.world.rank == 0
@@ -107,7 +107,11 @@ class Run:
 
     def steps(self, first: int, last: int) -> Iterator[int]:
         """Yields each step to train, up to `last` or until all ranks agree to stop."""
-        profiler = Profiler(self.cfg.profile, self.folder, self.world, first)
+        traced = contextlib.nullcontext
+        if self.cfg.profile:
+            from lifecycle.profiler import Profiler
+
+            traced = Profiler(self.cfg.profile, self.folder, self.world, first).traced
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -117,10 +121,9 @@ class Run:
                 break
             self._phase("first step" if step == first else "step", step)  # the first compiles
             self.stop.start_sync()
-            profiler.before_step(step)
-            yield step
+            with traced(step):
+                yield step
             self.step = step
-            profiler.after_step(step)
             if step % COLLECT_EVERY_STEPS == 0:
                 gc.collect()
         gc.enable()
@@ -176,7 +179,9 @@ class Run:
         elif isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
             # after the first step a restart may help: fragmentation, an evaluation, another process on the device
             final = self.checkpointer is None or self.step == self.checkpointer.start
-            with contextlib.suppress(Exception):  # there may be too little memory left for this
+            with contextlib.suppress(Exception):  # there may be too little memory left for this, or no planner
+                from planner.advice import out_of_memory
+
                 words = [word for word in sys.argv[1:] if not word.startswith("--launch=")]
                 text = out_of_memory(self.cfg, self.world.size, text, words)
         elif isinstance(error, SaveFailed):
@@ -235,6 +240,11 @@ def open_pretrained(cfg: config.Config, step: int) -> Any:
     from huggingface.weights import open_weights
 
     return open_weights(cfg, step)
+
+
+def holder_of(launch: str | None) -> str | None:
+    """Who has a run's folder while this process does: the launcher, or torchrun without one."""
+    return launch or torchrun_id()
 
 
 def final_exit_code(cfg: config.Config, launch: str | None) -> int | None:

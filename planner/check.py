@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import pathlib
 import subprocess
 import sys
@@ -24,16 +23,9 @@ MEMORY_OFF, TIME_OFF = 0.05, 0.25  # relative to the plan; a warning is logged b
 log = logging.getLogger("train")
 
 
-def resident_gib() -> float:
-    """Resident memory of this process."""
-    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / GIB
-
-
-AT_FIRST = resident_gib()  # before the model is built
-
-
 class PlanCheck:
-    """Runs on rank 0. A subprocess makes the plan while training continues: it needs a fake process group."""
+    """Runs on rank 0 of a run on GPUs. A subprocess makes the plan while training continues: it needs a fake process
+    group."""
 
     def __init__(self, cfg: config.Config, world: World, folder: pathlib.Path):
         self.cfg, self.world, self.folder = cfg, world, folder
@@ -46,11 +38,8 @@ class PlanCheck:
         if self.steps != 2:
             return
         self.since, device = time.perf_counter(), self.world.device
-        if device.type == "cuda":
-            self.measured = {"peak_gib": torch.cuda.max_memory_allocated(device) / GIB,
-                             "reserved_gib": torch.cuda.max_memory_reserved(device) / GIB}
-        else:
-            self.measured = {"peak_gib": resident_gib() - AT_FIRST}
+        self.measured = {"peak_gib": torch.cuda.max_memory_allocated(device) / GIB,
+                         "reserved_gib": torch.cuda.max_memory_reserved(device) / GIB}
 
     def row(self, step: int, step_seconds: float) -> dict[str, Any] | None:
         """Takes each training row; returns the plan's row, once. step_seconds: the mean over the row's steps."""
@@ -85,20 +74,18 @@ class PlanCheck:
         return found
 
     def command(self) -> list[str]:
-        device, p = self.world.device, self.cfg.parallel
-        gpu = known_as(torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory / GIB
-                       ) if device.type == "cuda" else None
-        return [sys.executable, str(pathlib.Path(__file__).parents[2] / "train.py"), str(self.folder / "config.toml"),
-                *["--on-cpu"] * (device.type == "cpu"), f"--parallel.param_dtype={p.param_dtype}",
-                "--dry-run", "--json",
-                f"--world-size={self.world.size}", f"--gpus-per-node={local_world_size() or 8}",
+        device = self.world.device
+        gpu = known_as(torch.cuda.get_device_name(device),
+                       torch.cuda.get_device_properties(device).total_memory / GIB)
+        return [sys.executable, str(pathlib.Path(__file__).parents[1] / "train.py"), str(self.folder / "config.toml"),
+                f"--parallel.param_dtype={self.cfg.parallel.param_dtype}",
+                "--dry-run", "--json", f"--world-size={self.world.size}", f"--gpus-per-node={local_world_size() or 8}",
                 *([f"--gpu={gpu}"] if gpu else [])]
 
     def tell(self, found: dict) -> None:
-        on_gpu = self.world.device.type == "cuda"
-        log.info("plan: peak %.2f GiB, measured %.2f%s", found["planned_peak_gib"], found["peak_gib"],
-                 f" ({found['reserved_gib']:.2f} reserved)" if on_gpu else " more resident than at first")
-        if on_gpu and abs(found["peak_gib"] / found["planned_peak_gib"] - 1) > MEMORY_OFF:
+        log.info("plan: peak %.2f GiB, measured %.2f (%.2f reserved)", found["planned_peak_gib"], found["peak_gib"],
+                 found["reserved_gib"])
+        if abs(found["peak_gib"] / found["planned_peak_gib"] - 1) > MEMORY_OFF:
             log.warning("warning: memory is more than %.0f %% off the plan", 100 * MEMORY_OFF)
         if planned := found["planned_step_seconds"]:
             log.info("plan: step %.3f s, measured %.3f", planned, found["step_seconds"])

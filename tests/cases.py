@@ -116,9 +116,11 @@ def train_forked(change: str, *arguments) -> dict[str, list[dict]]:
 def run_training(cfg: config.Config, world: World) -> None:
     """One run in its folder, as train.py's main() does it, but for the sample: to write takes longer than to train."""
     import train
+    from checkpoint.checkpointer import resolve_param_dtype
     from lifecycle.run import Run
     from lifecycle.signals import StopRequest
 
+    cfg = resolve_param_dtype(cfg, world)
     with (Run(cfg, world, None, StopRequest()) as run, mock.patch("train.log_sample"),
           mock.patch.multiple("lifecycle.run.gc", freeze=mock.DEFAULT, unfreeze=mock.DEFAULT)):  # ranks.py has frozen
         train.train(cfg, world, run)
@@ -605,7 +607,7 @@ def nan_on_one_rank() -> tuple[bool, str]:
             optimizer.step()
         changed = any(not torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before))
         try:
-            guard.check()
+            guard.counts()
             message = "none"
         except FloatingPointError as error:
             message = str(error)

@@ -8,7 +8,7 @@ import pytest
 import tomli
 
 import config
-from parallel import from_fsdp1
+from migrate import from_fsdp1
 from tests.conftest import REPO, make_config
 
 FULL = {"dp_replicate": 1, "dp_shard": "auto", "reshard_after_forward": True}

@@ -73,7 +73,7 @@ def test_times_leave_out_what_is_not_training(tmp_path, monkeypatch):
         now[0] += 2
         recorder.log_step(step, 0, SimpleNamespace(digest=0, valid_tokens=1), {"loss": torch.zeros(())},
                           {"grad_norm": torch.zeros(()), "lr": 0.0})
-        with recorder.timed("paused"):
+        with recorder.timed("evaluation" if step % 2 else "save"):
             now[0] += 10
     recorder.close()
     assert [(row["step"], row["step_seconds"], row["data_seconds"]) for row in rows(tmp_path)] == [

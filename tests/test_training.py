@@ -17,12 +17,12 @@ import torch.nn.functional as F
 
 import config
 import train
-from config import IGNORE, ConfigError
+from config import IGNORE
 from data.dataset import open_data
 from data.loader import Loader
 from data.order import Permutation, rank_samples
 from data.tokens import open_stream, window_count
-from lifecycle.process_group import distributed
+from lifecycle.process_group import distributed, set_determinism
 from model.llama import Llama
 from optim import build_optimizer, learning_rate
 from parallel import mesh
@@ -223,10 +223,9 @@ def test_deterministic_algorithms_are_asked_for(monkeypatch, deterministic):
     asked = []
     monkeypatch.setattr("torch.use_deterministic_algorithms", asked.append)
     monkeypatch.setattr("torch.utils.deterministic.fill_uninitialized_memory", True)
-    monkeypatch.setattr("train.open_dataset", mock.Mock(side_effect=ConfigError("no data here")))
-    with pytest.raises(ConfigError, match="no data here"):
-        train.train(make_config(run={"deterministic": deterministic}), None, None)
+    set_determinism(make_config(run={"deterministic": deterministic, "seed": 5}).run)
     assert asked == [True] * deterministic
+    assert torch.initial_seed() == 5
     assert torch.utils.deterministic.fill_uninitialized_memory is not deterministic  # no NaN into each new buffer
 
 

@@ -1,0 +1,84 @@
+"""One rank's process, from its first line to its exit code: signal handlers, arguments, what to run, how it ended."""
+
+import gc
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NoReturn
+
+import config
+from config import ConfigError
+from lifecycle import DOES_NOT_FIT, INPUT_IS_WRONG
+from lifecycle.signals import StopRequest, die_with_parent
+
+
+class Rank:
+    """Made before torch is imported, which takes seconds: an invalid configuration fails within milliseconds, and a
+    signal is never missed."""
+
+    def __init__(self, usage: str):
+        """Installs the signal handlers and parses the command line; exits with 2 if it is invalid. usage: of --help."""
+        gc.disable()  # garbage collection during imports costs a fifth of their time and frees nothing
+        self.stop = StopRequest()
+        if {"--dry-run", "--eval-only"} & set(sys.argv):  # nothing to save: Ctrl-C ends the process at once
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        else:
+            # From now on SIGTERM, SIGINT and SIGUSR1 set a flag. All ranks agree on it between two steps
+            # (run.stopping()), save and stop; during start-up they stop before step 1.
+            self.stop.listen()
+        self.args, self.cfg = config.from_command_line(sys.argv[1:], usage)
+        if self.args.launch:
+            die_with_parent()
+
+    def main(self, train: Callable, evaluate: Callable) -> NoReturn:
+        """Runs train(cfg, world, run), or evaluate(cfg, world, run) for --eval-only, or plans; exits."""
+        gc.freeze()  # objects created by imports stay alive: exclude them from collections
+        gc.enable()
+        from lifecycle.run import exit_immediately
+
+        try:
+            code = self.plan() if self.args.dry_run else self.run(evaluate if self.args.eval_only else train)
+        except SystemExit as failure:
+            exit_immediately(failure.code)
+        sys.exit(code)
+
+    def plan(self) -> int:
+        """--dry-run. Returns the exit code."""
+        from data.dataset import samples_per_epoch
+
+        try:
+            config.require_room("--dry-run", "planner")
+            from planner.plan import dry_run
+
+            return 0 if dry_run(self.cfg, self.args, samples_per_epoch(self.cfg)) else DOES_NOT_FIT
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            return INPUT_IS_WRONG
+
+    def run(self, work: Callable) -> int:
+        """Trains or evaluates on all ranks. Returns the exit code."""
+        from checkpoint.checkpointer import resolve_param_dtype
+        from lifecycle.folder import report_failure, resume_once
+        from lifecycle.process_group import distributed
+        from lifecycle.run import Run, final_exit_code, holder_of
+        from ranks import on_rank_zero, rank_and_size
+
+        cfg, trains = self.cfg, not self.args.eval_only
+        launch = self.args.launch if trains else None  # an evaluation does not touch the run's state
+        try:
+            if code := final_exit_code(cfg, launch):
+                return code
+            with distributed(cfg, trains) as world:
+                if trains:  # rank 0 decides for all: each may see a different state of a shared disk
+                    cfg = replace(cfg, checkpoint=on_rank_zero(lambda: resume_once(self.cfg, holder_of(launch))))
+                cfg = resolve_param_dtype(cfg, world)
+                with Run(cfg, world, launch, self.stop) as run:
+                    work(cfg, world, run)
+            return run.exit_code
+        except ConfigError as error:
+            # Raised before the run exists: this node lacks the device, or its options differ from rank 0's.
+            if not (launch and report_failure(config.run_folder(cfg), launch, rank_and_size()[0], step=0, phase="start",
+                                              progress=0, exit_code=INPUT_IS_WRONG, text=str(error), final=True)):
+                print(error, file=sys.stderr)
+            return INPUT_IS_WRONG
