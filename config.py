@@ -208,6 +208,19 @@ class Config:
     profile: Profile | None
 
 
+# The files that an option requires: `rm` removes what a copy of the repository does not use (tests/test_house.py:
+# OPTIONAL). A table counts if it is there, an option if it is not at its default, or has the value named here.
+ROOMS = {
+    "parallel.tp": ("parallel/tensor.py", "parallel/collectives.py"),
+    "parallel.cp": ("parallel/context.py", "parallel/collectives.py"),
+    "parallel.float8": ("parallel/float8.py", "model/float8.py"),
+    "model.init_from": ("huggingface/",),
+    "lora": ("model/lora.py", "huggingface/"),
+    'lora.base_dtype = "nf4"': ("model/nf4.py",),
+    "profile": ("lifecycle/profiler.py",),
+}
+
+
 # Derived numbers
 
 
@@ -358,6 +371,27 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
 SCHEMA = options.Schema(Config)
 
 
+def missing(file: str) -> bool:
+    """Whether a file or folder was removed from this copy of the repository."""
+    return not (pathlib.Path(__file__).parent / file).exists()
+
+
+def _check_rooms(given: options.Given, saved: bool) -> None:
+    """Adds a problem for each option whose files were removed. Of a checkpoint's options, only [lora] counts: how its
+    run was parallelized, and where its first weights came from, does not matter to a tool that reads it."""
+    for key, files in ROOMS.items():
+        room, _, value = key.partition(" = ")
+        used = [name for name, found in given.values.items() if f"{name}.".startswith(f"{room}.")
+                and (options.toml(found) == value if value else room in SCHEMA.tables
+                     or found != SCHEMA.options[room][1].default)]
+        if used and (gone := [file for file in files if missing(file)]) and (room.startswith("lora") or not saved):
+            section, _, key = used[0].rpartition(".")
+            given.problems[used[0]] = (
+                f"{given.origins[used[0]]}: {f'[{section}] ' * bool(section)}{key} = "
+                f"{options.toml(given.values[used[0]])}: needs {' and '.join(gone)}, which this copy of the repository "
+                "does not have")
+
+
 def load(path: str, overrides: Iterable[str] = ()) -> Config:
     """Reads a configuration file and the overrides on top of it. Raises ConfigError with every problem found."""
     return from_dict(options.read_toml(path), path, overrides)
@@ -376,10 +410,14 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = (), saved: bool =
     """Like load(), from tables that have been read; `path` names their origin in errors. Options of an earlier version
     are read where they were saved, or belong to a run that has checkpoints."""
     given = SCHEMA.read(raw, path, overrides, current)
-    if {"model.init_from", "lora.init_from"} & given.values.keys():
-        from huggingface.config import complete  # optional, and so only where an option names its folders
+    _check_rooms(given, saved)
+    if named := [name for name in ("model.init_from", "lora.init_from") if name in given.values]:
+        if not missing("huggingface/"):
+            from huggingface.config import complete
 
-        complete(given)
+            complete(given)
+        elif given.problems.keys() & {*named}:
+            raise ConfigError(*given.problems.values())  # without the sizes that the folder has
     cfg = given.build()
     if lora := cfg.lora:  # normalized, so that spelling is no change; absolute paths work from anywhere
         lora = replace(lora, targets=tuple(name for name in PROJECTIONS if name in lora.targets),

@@ -29,6 +29,30 @@ def test_shipped_configs_load_and_open_with_their_command(path):
     assert f"configs/{path.name}" in first_lines or (path.stem == "tiny" and "./run_train.sh" in first_lines)
 
 
+def test_options_of_removed_rooms_are_refused_together(monkeypatch):
+    words = ["--parallel.tp=2", "--parallel.cp=1", "--lora.base_dtype=nf4", "--train.seq_len=-1"]
+    removed = {"parallel/tensor.py", "model/nf4.py", "huggingface/"}
+    monkeypatch.setattr(config, "missing", lambda file: file in removed)
+    with pytest.raises(ConfigError) as error:
+        config.from_dict(tables(), "t.toml", words)
+    for line in (
+        "command line: [parallel] tp = 2: needs parallel/tensor.py, which this copy of the repository does not have",
+        'command line: [lora] base_dtype = "nf4": needs model/nf4.py, which this copy of the repository does not have',
+    ):
+        assert error.value.problems.count(line) == 1
+    assert not any("cp" in problem.split(":")[1] for problem in error.value.problems)
+    assert "command line: [train] seq_len = -1: must be greater than 0" in error.value.problems
+    with pytest.raises(ConfigError) as error:
+        config.from_dict({**tables(), "model": {"init_from": "x"}}, "t.toml")
+    assert [*error.value.problems] == [
+        't.toml: [model] init_from = "x": needs huggingface/, which this copy of the repository does not have']
+    config.from_dict(tables(model={"init_from": "x"}, parallel={"tp": 2}), "t.toml", saved=True)  # for a tool
+
+
+def test_rooms_are_files_of_this_repository():
+    assert all((REPO / file).exists() for files in config.ROOMS.values() for file in files)
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_resolved_config_reads_back_equal(path, tmp_path):
     cfg = config.load(str(path))
