@@ -165,7 +165,7 @@ MALFORMED = {
         ["weight = 0: must be greater than 0", "x = 3: unknown option", "source: is missing"]),
     "mixture that is no table": (replaced("data.sources = [1]"), ["[data] sources", "a table of source, weight"]),
     "mixture beside a source": (replaced('data.source = "x.txt"').replace("sources = []", 'sources = [{source = "a"}]'),
-                                ["[data] source", "goes without [[data.sources]]"]),
+                                ["[data] source", "is incompatible with [[data.sources]]"]),
     "rope bounds": (toml("\n[model.rope_scaling]\nfactor = 8.0\nlow_freq_factor = 4.0\nhigh_freq_factor = 1.0\n"),
                     ["low_freq_factor", "below high_freq_factor"]),
     "rope without factor": (toml("\n[model.rope_scaling]\nlow_freq_factor = 1.0\n"), ["factor", "missing"]),
@@ -343,8 +343,8 @@ def test_what_is_wrong_beside_a_folder_that_cannot_be_read_is_told_too():
     ("train.py", ["tiny.toml", "--dry-run", "--eval-only"], "not allowed with argument --dry-run"),
     ("train.py", ["tiny.toml", "--=5", "--two"], "--=5, --two: unknown"),
     ("train.py", ["tiny.toml", "other.toml"], "other.toml: unknown; CONFIG comes first"),
-    ("data/prepare.py", ["tiny.toml", "--dry-run"], "--dry-run and --eval-only go with ./run_train.sh CONFIG"),
-    ("data/show.py", ["tiny.toml", "--eval-only"], "--dry-run and --eval-only go with ./run_train.sh CONFIG"),
+    ("data/prepare.py", ["tiny.toml", "--dry-run"], "--dry-run and --eval-only require ./run_train.sh CONFIG"),
+    ("data/show.py", ["tiny.toml", "--eval-only"], "--dry-run and --eval-only require ./run_train.sh CONFIG"),
     ("train.py", ["tiny.toml", "--dry-run", "--gpu-memory-gib=inf"], "inf must be finite, above 0"),
     ("train.py", ["tiny.toml", "--dry-run", "--world-size=2,x"], "x must be an integer, above 0"),
     ("train.py", ["tiny.toml", f"--train.steps={'9' * 5000}"], "must be an integer"),
@@ -370,7 +370,7 @@ def test_mesh_shape():
         config.mesh_shape(both, 6)
     with pytest.raises(ConfigError, match="dp_replicate = 3, cp = 2 and tp = 2 must equal the number of ranks, 8"):
         config.mesh_shape(make_config(parallel={"dp_replicate": 3, "cp": 2, "tp": 2}), 8)
-    with pytest.raises(ConfigError, match='recompute = "full": goes with tp = 2 and compile as one of none, element'):
+    with pytest.raises(ConfigError, match='recompute = "full": must be one of none, elementwise, selective with tp'):
         make_config(parallel={"tp": 2, "compile": True, "recompute": "full"})
     assert config.mesh_shape(make_config(), 4) == (1, 4, 1, 1)
     assert config.mesh_shape(make_config(parallel={"dp_replicate": 2}), 4) == (2, 2, 1, 1)
