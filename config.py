@@ -146,10 +146,10 @@ class Parallel:
     cpu_offload: bool = option(False, "keep parameters, gradients and optimizer state in host memory")
     sync_every_micro_batch: bool = option(True, "reduce gradients in every micro-batch; false: once per step")
     recompute: int | Literal["none", "elementwise", "selective", "full"] = option(
-        "none", "recompute elementwise operations, half the products too, or all; n: every n-th block", POSITIVE)
+        "none", "recompute elementwise operations, half the matmuls too, or all; n: every n-th block", POSITIVE)
     compile: bool = option(False, "torch.compile each block, the loss and the update with bfloat16 states")
     float8: Literal["none", "tensorwise", "rowwise"] = option(
-        "none", "matrix products of blocks in float8, scaled per tensor (all-gathered in float8) or row")
+        "none", "matmuls of blocks in float8, scaled per tensor (all-gathered in float8) or row")
 
 
 @dataclass(frozen=True)
@@ -206,6 +206,19 @@ class Config:
     eval: Eval | None
     log: Log
     profile: Profile | None
+
+
+# The files that an option requires: `rm` removes what a copy of the repository does not use (tests/test_house.py:
+# OPTIONAL). A table counts if it is there, an option if it is not at its default, or has the value named here.
+ROOMS = {
+    "parallel.tp": ("parallel/tensor.py", "parallel/collectives.py"),
+    "parallel.cp": ("parallel/context.py", "parallel/collectives.py"),
+    "parallel.float8": ("parallel/float8.py", "model/float8.py"),
+    "model.init_from": ("huggingface/",),
+    "lora": ("model/lora.py", "huggingface/"),
+    'lora.base_dtype = "nf4"': ("model/nf4.py",),
+    "profile": ("lifecycle/profiler.py",),
+}
 
 
 # Derived numbers
@@ -268,10 +281,10 @@ def mesh_shape(cfg: Config, ranks: int) -> tuple[int, int, int, int]:
 
 
 def check_for_gpus(cfg: Config) -> None:
-    """Raises ConfigError for what a CPU takes and no GPU does: narrow heads, float8 uncompiled."""
+    """Raises ConfigError for what a CPU supports and a GPU does not: narrow heads, uncompiled float8."""
     if cfg.parallel.float8 != "none" and not cfg.parallel.compile:
-        raise ConfigError(f'[parallel] float8 = "{cfg.parallel.float8}": goes with compile = true only on a GPU: '
-                          "rounding to 8 bits, uncompiled, takes longer than the products save")
+        raise ConfigError(f'[parallel] float8 = "{cfg.parallel.float8}": requires compile = true on a GPU: '
+                          "rounding to 8 bits, uncompiled, takes longer than the matmuls save")
     if (cfg.parallel.cp > 1 or cfg.data.document_mask) and cfg.model.width_per_head < 16:
         raise ConfigError(f"[model] head_dim: heads are {cfg.model.width_per_head} wide; on a GPU, context parallelism "
                           "and document masks need 16 or more (FlexAttention)")
@@ -302,7 +315,7 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
         ("model.rope_scaling.low_freq_factor model.rope_scaling.high_freq_factor",
          not rope or rope.low_freq_factor < rope.high_freq_factor,
          f"must be below high_freq_factor = {rope and rope.high_freq_factor}"),
-        ("data.source data.sources", not d.sources or d.source == Data.source, "goes without [[data.sources]]"),
+        ("data.source data.sources", not d.sources or d.source == Data.source, "is incompatible with [[data.sources]]"),
         ("data.sources", len(read) == len(d.sources), "names one source twice; add their weights"),
         ("data.sources", all(s.weight * LONGEST_PERIOD >= total_weight for s in d.sources),
          f"a weight must be at least 1/{LONGEST_PERIOD} of the sum of all"),
@@ -311,7 +324,7 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
         (f"optim.warmup_steps {schedule}", o.warmup_steps <= end,
          f"must not exceed the schedule's length, {end} (optim.schedule_steps, else train.steps)"),
         (schedule, o.schedule != "wsd" or o.decay_steps, "needs optim.decay_steps"),
-        (f"optim.decay_steps {schedule}", not o.decay_steps or o.schedule == "wsd", 'goes with schedule = "wsd" only'),
+        (f"optim.decay_steps {schedule}", not o.decay_steps or o.schedule == "wsd", 'requires schedule = "wsd"'),
         (f"optim.decay_steps {schedule}", not o.decay_steps or o.warmup_steps + o.decay_steps <= end,
          f"with warmup_steps = {o.warmup_steps} must fit into the schedule's length, {end}"),
         ("parallel.dp_replicate parallel.dp_shard", not p.dp_replicate == p.dp_shard == "auto",
@@ -319,11 +332,11 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
         ("parallel.keep_fp32 model.n_layers", all(fnmatch.filter(units, pattern) for pattern in p.keep_fp32),
          f"a pattern matches no unit; they are {', '.join([*units[:3], '...', units[-1]])}"),
         ("parallel.replicated parallel.cpu_offload", not (p.replicated and p.cpu_offload),
-         "goes without cpu_offload, which would leave replicated parameters on the host for good"),
+         "is incompatible with cpu_offload, which would leave replicated parameters on the host for good"),
         ("parallel.recompute model.n_layers", isinstance(p.recompute, str) or p.recompute <= m.n_layers,
          f"every n-th of {m.n_layers} blocks: n must not exceed them"),
         ("parallel.recompute parallel.tp parallel.compile", p.tp == 1 or not p.compile or p.recompute in PARTLY,
-         f"goes with tp = {p.tp} and compile as one of {', '.join(PARTLY)} only: torch 2.13 fails on the others"),
+         f"must be one of {', '.join(PARTLY)} with tp = {p.tp} and compile: torch 2.13 fails on the others"),
         *((f"model.{name} parallel.tp", getattr(m, name) % p.tp == 0, f"must be a multiple of parallel.tp = {p.tp}")
           for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")),
         ("train.seq_len parallel.cp", p.cp == 1 or t.seq_len % (2 * p.cp) == 0,
@@ -339,15 +352,15 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
          not nf4 or all(width % 64 == 0 for width in rows.values()),
          "its blocks of 64 weights must come out even: " + ", ".join(f"{k} = {v:g}" for k, v in rows.items())),
         ("parallel.float8 parallel.tp", p.float8 == "none" or p.tp == 1,
-         f"goes with tp = 1 only, not {p.tp}: each rank would scale its part of a matrix by itself"),
+         f"requires tp = 1, not {p.tp}: each rank would scale its part of a matrix by itself"),
         ("parallel.float8 parallel.keep_fp32 model.n_layers", p.float8 == "none" or not wide_blocks,
-         f"goes without a block in keep_fp32, which has {', '.join(wide_blocks[:3])}: its products would be in 8 bits"),
+         f"is incompatible with {', '.join(wide_blocks[:3])} in keep_fp32: its matmuls would be in 8 bits"),
         ("parallel.float8 parallel.cpu_offload", p.float8 != "tensorwise" or not p.cpu_offload,
-         'goes without cpu_offload: a shard copied to the GPU loses its scale; "rowwise" needs none'),
+         'is incompatible with cpu_offload: a shard copied to the GPU loses its scale; "rowwise" needs none'),
         ("train.seq_len parallel.cp parallel.float8", p.float8 == "none" or t.seq_len % (16 * p.cp) == 0,
          f"must be a multiple of 16 x parallel.cp = {16 * p.cp} with float8: its kernels sum over tokens by sixteens"),
         ("parallel.float8 lora.rank", p.float8 == "none" or not lora,
-         "goes without [lora]: a frozen base is kept in bfloat16 or in 4 bits (lora.base_dtype)"),
+         "is incompatible with [lora]: a frozen base is kept in bfloat16 or in 4 bits (lora.base_dtype)"),
         ("checkpoint.allow_changed", not c or all(name in SCHEMA.options for name in c.allow_changed),
          "names no option; write section.key"),
         ("profile.at_step profile.steps train.steps", not f or f.at_step + f.steps - 1 <= t.steps,
@@ -358,14 +371,30 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
 SCHEMA = options.Schema(Config)
 
 
+def has(room: str) -> bool:
+    """Whether an optional room, a file or folder, is in this copy of the repository."""
+    return (pathlib.Path(__file__).parent / room).exists()
+
+
+def _check_rooms(given: options.Given, saved: bool) -> None:
+    """Adds a problem for each option whose files were removed. Of a checkpoint's options, only [lora] counts: how its
+    run was parallelized, and where its first weights came from, does not matter to a tool that reads it."""
+    for key, files in ROOMS.items():
+        room, _, value = key.partition(" = ")
+        used = [name for name, found in given.values.items() if f"{name}.".startswith(f"{room}.")
+                and (options.toml(found) == value if value else room in SCHEMA.tables
+                     or found != SCHEMA.options[room][1].default)]
+        if used and (gone := [file for file in files if not has(file)]) and (room.startswith("lora") or not saved):
+            section, _, key = used[0].rpartition(".")
+            given.problems[used[0]] = (
+                f"{given.origins[used[0]]}: {f'[{section}] ' * bool(section)}{key} = "
+                f"{options.toml(given.values[used[0]])}: needs {' and '.join(gone)}, which this copy of the repository "
+                "does not have")
+
+
 def load(path: str, overrides: Iterable[str] = ()) -> Config:
     """Reads a configuration file and the overrides on top of it. Raises ConfigError with every problem found."""
     return from_dict(options.read_toml(path), path, overrides)
-
-
-def has(room: str) -> bool:
-    """Whether an optional room, such as "planner" or "generate.py", is in this copy of the repository."""
-    return (pathlib.Path(__file__).parent / room).exists()
 
 
 def require_room(what: str, room: str) -> None:
@@ -387,10 +416,14 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = (), saved: bool =
     """Like load(), from tables that have been read; `path` names their origin in errors. Options of an earlier version
     are read where they were saved, or belong to a run that has checkpoints."""
     given = SCHEMA.read(raw, path, overrides, current)
-    if {"model.init_from", "lora.init_from"} & given.values.keys():
-        from huggingface.config import complete  # optional, and so only where an option names its folders
+    _check_rooms(given, saved)
+    if named := [name for name in ("model.init_from", "lora.init_from") if name in given.values]:
+        if has("huggingface/"):
+            from huggingface.config import complete
 
-        complete(given)
+            complete(given)
+        elif given.problems.keys() & {*named}:
+            raise ConfigError(*given.problems.values())  # without the sizes that the folder has
     cfg = given.build()
     if lora := cfg.lora:  # normalized, so that spelling is no change; absolute paths work from anywhere
         lora = replace(lora, targets=tuple(name for name in PROJECTIONS if name in lora.targets),
@@ -442,7 +475,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
                      "word")
     only = ("json", "world_size", "gpu", "gpu_memory_gib", "gpus_per_node", "plot")
     if not args.dry_run and any(getattr(args, name) for name in only):
-        parser.error(f"{', '.join('--' + name.replace('_', '-') for name in only)} go with --dry-run only")
+        parser.error(f"{', '.join('--' + name.replace('_', '-') for name in only)} require --dry-run")
     return args
 
 
@@ -468,7 +501,7 @@ def from_command_line(argv: list[str], usage: str, tool: bool = False) -> tuple[
     args = parse_arguments(argv)
     try:
         if tool and (args.dry_run or args.eval_only):
-            raise ConfigError("--dry-run and --eval-only go with ./run_train.sh CONFIG, and with no tool (-m)")
+            raise ConfigError("--dry-run and --eval-only require ./run_train.sh CONFIG: no tool (-m) supports them")
         return args, load(args.config, args.overrides)
     except ConfigError as error:
         from files import print_error

@@ -19,7 +19,6 @@ from files import print_error, print_line
 from lifecycle.run import Run, open_pretrained
 from model.build import meta_model
 from model.llama import Llama, parameter_count
-from parallel.context import own_cp_positions
 from parallel.fsdp import reshard
 from parallel.materialize import materialize
 from parallel.mesh import World, storage_device
@@ -41,10 +40,9 @@ def evaluate(model: Llama, cfg: config.Config, world: World, dataset: Dataset, r
     sums = torch.zeros(len(streams), dtype=torch.float64, device=world.device)
     counts = torch.zeros(len(streams), dtype=torch.int64, device=world.device)
     model.eval()
-    phase, pin = "first evaluation batch", world.device.type == "cuda"  # the first may compile
-    cp_positions = own_cp_positions(world, cfg.train.seq_len)
+    phase = "first evaluation batch"  # the first may compile
     for i, tensors in ((i, batch) for i, stream in enumerate(streams)
-                       for batch in validation_batches(stream, cfg, world.dp_rank, world.dp_size, pin, cp_positions)):
+                       for batch in validation_batches(stream, cfg, world)):
         with run.phase(phase):
             run.stop.start_sync()
             found, valid = model(*(tensor.to(world.device, non_blocking=True) for tensor in tensors))

@@ -28,7 +28,6 @@ from metrics import Recorder
 from model.build import meta_model
 from model.llama import Llama, flops_per_token, parameter_count
 from optim import FiniteGuard, build_optimizer, clip_gradients, learning_rate, set_learning_rate
-from parallel.context import own_cp_positions
 from parallel.fsdp import set_gradient_sync, unshard_first_units
 from parallel.materialize import materialize
 from parallel.mesh import World, storage_device
@@ -65,8 +64,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
     recorder = Recorder(cfg, world, run.folder, start, flops_per_token(model, cfg.train.seq_len), run.phase)
     recorder.log_start(parameter_count(model), unit_table(units), dataset.notes)
     checkpointer.before_publishing = recorder.sync  # metrics are flushed to disk before a checkpoint is published
-    loader = Loader(cfg, dataset.train, dataset.weights, world.dp_rank, world.dp_size, start + 1,
-                    pin=world.device.type == "cuda", cp_positions=own_cp_positions(world, cfg.train.seq_len))
+    loader = Loader(cfg, dataset, world, start + 1)
     if start and evaluation_is_due(cfg, start) and not recorder.has_evaluation(start):
         with recorder.timed("evaluation"):  # the previous launch was stopped before it
             recorder.log_evaluation(start, evaluate(model, cfg, world, dataset, run))

@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from types import SimpleNamespace
 
 from benchmarks import count
 from config import positive
@@ -85,10 +86,11 @@ def main() -> int:
         manifest = {"identity": {}, "vocab_size": 1, "tokens": {"train": args.tokens}, "dtype": "uint16"}
         (folder / "manifest.json").write_text(json.dumps(manifest))
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        world = SimpleNamespace(dp_rank=0, dp_size=8, cp=1, device=torch.device("cpu"))
         for seed in range(args.repeat):
             began = time.perf_counter()
             cfg = config.from_dict({"model": model, "train": train, "run": {"seed": seed}}, "benchmark")
-            loader = Loader(cfg, [open_stream(folder, "train", 32000)], [1.0], 0, 8, 1, False)
+            loader = Loader(cfg, SimpleNamespace(train=[open_stream(folder, "train", 32000)], weights=[1.0]), world, 1)
             next(loader)  # rank 0 of 8: eight samples a step
             starts.append(time.perf_counter() - began)
             began, tokens, cpu = time.perf_counter(), 0, time.process_time()

@@ -99,8 +99,8 @@ class BareLoop:
 def measure(cfg: config.Config, world: World) -> dict[int, list[tuple[float, float]]]:
     """Seconds of (ours, bare) for each timed step, by the clock and in CPU time. Raises ConfigError where the run
     failed, ArithmeticError where the loops did not compute the same."""
-    dataset, last, pin = open_dataset(cfg), cfg.train.steps, world.device.type == "cuda"
-    loader = Loader(cfg, dataset.train, dataset.weights, 0, 1, 1, pin)
+    dataset, last = open_dataset(cfg), cfg.train.steps
+    loader = Loader(cfg, dataset, world, 1)
     bare = BareLoop(cfg, world, {step: loader.batch(step) for step in range(1, last + 1)})
     loader.close()
     run_folder = config.run_folder(cfg)

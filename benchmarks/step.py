@@ -97,8 +97,7 @@ def measure(cfg: config.Config, world: World, steps: int, warm_up: int, real: bo
     micro_batch_size = config.micro_batch_size(cfg, world.dp_size)
     if real:
         dataset = open_dataset(cfg)
-        batches = loader = Loader(cfg, dataset.train, dataset.weights, world.dp_rank, world.dp_size, 1,
-                                  pin=world.device.type == "cuda", cp_positions=own_cp_positions(world, t.seq_len))
+        batches = loader = Loader(cfg, dataset, world, 1)
     else:
         batches = itertools.repeat(random_batch(cfg, world, accumulation))
 

@@ -4,14 +4,16 @@ import collections
 import concurrent.futures
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import config
 from config import DIGEST_MODULUS, IGNORE
+from data.dataset import Dataset
 from data.order import make_order, rank_samples
 from data.tokens import TokenStream
 
@@ -30,13 +32,11 @@ class Batch:
 class Loader:
     """Iterates over a data rank's batches from first_step on; a thread reads ahead, and pins memory for the GPU."""
 
-    def __init__(self, cfg: config.Config, streams: Sequence[TokenStream], weights: Sequence[float], dp_rank: int,
-                 dp_size: int, first_step: int, pin: bool, cp_positions: Tensor | None = None):
-        """cp_positions: as inputs_and_targets()'s."""
-        self.cfg, self.streams, self.dp_rank, self.dp_size, self.pin = cfg, streams, dp_rank, dp_size, pin
-        self.cp_positions = cp_positions
-        self.micro_batch_size = config.micro_batch_size(cfg, dp_size)
-        self.order = make_order(cfg, streams, weights)
+    def __init__(self, cfg: config.Config, dataset: Dataset, world: Any, first_step: int):
+        """world: a parallel.mesh.World."""
+        self.cfg, self.streams, self.world = cfg, dataset.train, world
+        self.micro_batch_size = config.micro_batch_size(cfg, world.dp_size)
+        self.order = make_order(cfg, dataset.train, dataset.weights)
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "loader")
         self.ahead = collections.deque(self.thread.submit(self.batch, first_step + i) for i in range(READ_AHEAD))
         self.next_step = first_step + READ_AHEAD
@@ -51,14 +51,15 @@ class Loader:
         self.thread.shutdown(cancel_futures=True)
 
     def batch(self, step: int) -> Batch:
-        t, digest, micro_batches = self.cfg.train, 0, []
-        for numbers in rank_samples(step, t.global_batch_size, self.micro_batch_size, self.dp_rank, self.dp_size):
-            contents, tensors = read_windows([self.span(n) for n in numbers], self.cfg, self.pin, self.cp_positions)
+        t, w, digest, micro_batches = self.cfg.train, self.world, 0, []
+        for numbers in rank_samples(step, t.global_batch_size, self.micro_batch_size, w.dp_rank, w.dp_size):
+            contents, tensors = read_windows([self.span(n) for n in numbers], self.cfg, w)
             digest += sum(map(sample_digest, numbers, contents))
             micro_batches.append(tensors)
         valid = t.global_batch_size * t.seq_len
         if self.cfg.data.document_mask:
-            # a document's first token is no target; counting for all ranks costs less than a collective
+            # A document's first token is not a target. Which samples the other ranks have follows from their numbers
+            # (self.order), so every rank counts those of the whole step: this costs less than a collective.
             for number in range((step - 1) * t.global_batch_size, step * t.global_batch_size):
                 stream, first, stop = self.span(number)
                 valid -= len(stream.documents(first, stop)) - 1
@@ -70,10 +71,10 @@ class Loader:
         return self.streams[place.source], place.window * length, (place.window + 1) * length + 1
 
 
-def read_windows(spans: list[tuple[TokenStream, int, int]], cfg: config.Config, pin: bool,
-                 cp_positions: Tensor | None = None) -> tuple[list[bytes], tuple[Tensor, ...]]:
-    """Reads windows (stream, first token, one past the last): their bytes; inputs_and_targets() of them. pin: copies
-    the tensors to pinned memory, for asynchronous copies to a GPU."""
+def read_windows(spans: list[tuple[TokenStream, int, int]], cfg: config.Config,
+                 world: Any) -> tuple[list[bytes], tuple[Tensor, ...]]:
+    """Reads windows (stream, first token, one past the last): their bytes; inputs_and_targets() of them, for a GPU in
+    pinned memory, which it can copy asynchronously."""
     rows, contents = torch.full((len(spans), cfg.train.seq_len + 1), IGNORE), []  # (B, T+1)
     documents = torch.zeros_like(rows) if cfg.data.document_mask else None
     for row, (stream, first, stop) in enumerate(spans):
@@ -83,8 +84,13 @@ def read_windows(spans: list[tuple[TokenStream, int, int]], cfg: config.Config, 
             if documents is not None:
                 for number, begin, _ in stream.documents(first, stop):
                     documents[row, max(begin - first, 0) :] = number
+    cp_positions = None
+    if world.cp > 1:
+        from parallel.context import own_cp_positions
+
+        cp_positions = own_cp_positions(world, cfg.train.seq_len)
     tensors = inputs_and_targets(rows, documents, cp_positions)
-    return contents, tuple(tensor.pin_memory() for tensor in tensors) if pin else tensors
+    return contents, tuple(tensor.pin_memory() for tensor in tensors) if world.device.type == "cuda" else tensors
 
 
 def inputs_and_targets(rows: Tensor, documents: Tensor | None = None,
@@ -122,15 +128,14 @@ def sample_digest(number: int, raw: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(raw, digest_size=5, salt=number.to_bytes(8, "little")).digest(), "big")
 
 
-def validation_batches(stream: TokenStream, cfg: config.Config, dp_rank: int, dp_size: int, pin: bool = False,
-                       cp_positions: Tensor | None = None) -> Iterator[tuple[Tensor, ...]]:
+def validation_batches(stream: TokenStream, cfg: config.Config, world: Any) -> Iterator[tuple[Tensor, ...]]:
     """A data rank's micro-batches of a validation stream, each target once over all data ranks. The last batch
     is padded with IGNORE, so that every rank runs the same number of forward passes."""
-    t, micro_batch_size = cfg.train, config.micro_batch_size(cfg, dp_size)
+    t, micro_batch_size = cfg.train, config.micro_batch_size(cfg, world.dp_size)
     steps = math.ceil((stream.length - 1) / (t.seq_len * t.global_batch_size))
     if cfg.eval and cfg.eval.batches is not None:
         steps = min(steps, cfg.eval.batches)
     for step in range(1, steps + 1):
-        for numbers in rank_samples(step, t.global_batch_size, micro_batch_size, dp_rank, dp_size):
+        for numbers in rank_samples(step, t.global_batch_size, micro_batch_size, world.dp_rank, world.dp_size):
             spans = [(stream, n * t.seq_len, min((n + 1) * t.seq_len + 1, stream.length)) for n in numbers]
-            yield read_windows(spans, cfg, pin, cp_positions)[1]
+            yield read_windows(spans, cfg, world)[1]

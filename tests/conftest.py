@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -104,6 +105,22 @@ def prepare_one(cfg: config.Config) -> pathlib.Path:
 def config_for(source: object, tmp_path: pathlib.Path, **data: object) -> config.Config:
     """Of a run on a source that is prepared into tmp_path/out."""
     return make_config(data={"source": str(source), "path": str(tmp_path / "out"), **data})
+
+
+def data_rank(rank: int = 0, ranks: int = 1, cp: int = 1) -> SimpleNamespace:
+    """What of a World the data needs: a data rank, on a CPU; with cp the first of that many."""
+    import torch
+
+    return SimpleNamespace(dp_rank=rank, dp_size=ranks, cp=cp, device=torch.device("cpu"),
+                           mesh=SimpleNamespace(get_local_rank=lambda name: 0))
+
+
+def loader_of(cfg: config.Config, *streams: object, rank: int = 0, ranks: int = 1, first_step: int = 1, cp: int = 1):
+    """The Loader of a data rank, for streams of equal weight."""
+    from data.loader import Loader
+
+    dataset = SimpleNamespace(train=streams, weights=[1.0] * len(streams))
+    return Loader(cfg, dataset, data_rank(rank, ranks, cp), first_step)
 
 
 @pytest.fixture

@@ -29,6 +29,30 @@ def test_shipped_configs_load_and_open_with_their_command(path):
     assert f"configs/{path.name}" in first_lines or (path.stem == "tiny" and "./run_train.sh" in first_lines)
 
 
+def test_options_of_removed_rooms_are_refused_together(monkeypatch):
+    words = ["--parallel.tp=2", "--parallel.cp=1", "--lora.base_dtype=nf4", "--train.seq_len=-1"]
+    removed = {"parallel/tensor.py", "model/nf4.py", "huggingface/"}
+    monkeypatch.setattr(config, "missing", lambda file: file in removed)
+    with pytest.raises(ConfigError) as error:
+        config.from_dict(tables(), "t.toml", words)
+    for line in (
+        "command line: [parallel] tp = 2: needs parallel/tensor.py, which this copy of the repository does not have",
+        'command line: [lora] base_dtype = "nf4": needs model/nf4.py, which this copy of the repository does not have',
+    ):
+        assert error.value.problems.count(line) == 1
+    assert not any("cp" in problem.split(":")[1] for problem in error.value.problems)
+    assert "command line: [train] seq_len = -1: must be greater than 0" in error.value.problems
+    with pytest.raises(ConfigError) as error:
+        config.from_dict({**tables(), "model": {"init_from": "x"}}, "t.toml")
+    assert [*error.value.problems] == [
+        't.toml: [model] init_from = "x": needs huggingface/, which this copy of the repository does not have']
+    config.from_dict(tables(model={"init_from": "x"}, parallel={"tp": 2}), "t.toml", saved=True)  # for a tool
+
+
+def test_rooms_are_files_of_this_repository():
+    assert all((REPO / file).exists() for files in config.ROOMS.values() for file in files)
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_resolved_config_reads_back_equal(path, tmp_path):
     cfg = config.load(str(path))
@@ -141,7 +165,7 @@ MALFORMED = {
         ["weight = 0: must be greater than 0", "x = 3: unknown option", "source: is missing"]),
     "mixture that is no table": (replaced("data.sources = [1]"), ["[data] sources", "a table of source, weight"]),
     "mixture beside a source": (replaced('data.source = "x.txt"').replace("sources = []", 'sources = [{source = "a"}]'),
-                                ["[data] source", "goes without [[data.sources]]"]),
+                                ["[data] source", "is incompatible with [[data.sources]]"]),
     "rope bounds": (toml("\n[model.rope_scaling]\nfactor = 8.0\nlow_freq_factor = 4.0\nhigh_freq_factor = 1.0\n"),
                     ["low_freq_factor", "below high_freq_factor"]),
     "rope without factor": (toml("\n[model.rope_scaling]\nlow_freq_factor = 1.0\n"), ["factor", "missing"]),
@@ -319,8 +343,8 @@ def test_what_is_wrong_beside_a_folder_that_cannot_be_read_is_told_too():
     ("train.py", ["tiny.toml", "--dry-run", "--eval-only"], "not allowed with argument --dry-run"),
     ("train.py", ["tiny.toml", "--=5", "--two"], "--=5, --two: unknown"),
     ("train.py", ["tiny.toml", "other.toml"], "other.toml: unknown; CONFIG comes first"),
-    ("data/prepare.py", ["tiny.toml", "--dry-run"], "--dry-run and --eval-only go with ./run_train.sh CONFIG"),
-    ("data/show.py", ["tiny.toml", "--eval-only"], "--dry-run and --eval-only go with ./run_train.sh CONFIG"),
+    ("data/prepare.py", ["tiny.toml", "--dry-run"], "--dry-run and --eval-only require ./run_train.sh CONFIG"),
+    ("data/show.py", ["tiny.toml", "--eval-only"], "--dry-run and --eval-only require ./run_train.sh CONFIG"),
     ("train.py", ["tiny.toml", "--dry-run", "--gpu-memory-gib=inf"], "inf must be finite, above 0"),
     ("train.py", ["tiny.toml", "--dry-run", "--world-size=2,x"], "x must be an integer, above 0"),
     ("train.py", ["tiny.toml", f"--train.steps={'9' * 5000}"], "must be an integer"),
@@ -346,7 +370,7 @@ def test_mesh_shape():
         config.mesh_shape(both, 6)
     with pytest.raises(ConfigError, match="dp_replicate = 3, cp = 2 and tp = 2 must equal the number of ranks, 8"):
         config.mesh_shape(make_config(parallel={"dp_replicate": 3, "cp": 2, "tp": 2}), 8)
-    with pytest.raises(ConfigError, match='recompute = "full": goes with tp = 2 and compile as one of none, element'):
+    with pytest.raises(ConfigError, match='recompute = "full": must be one of none, elementwise, selective with tp'):
         make_config(parallel={"tp": 2, "compile": True, "recompute": "full"})
     assert config.mesh_shape(make_config(), 4) == (1, 4, 1, 1)
     assert config.mesh_shape(make_config(parallel={"dp_replicate": 2}), 4) == (2, 2, 1, 1)

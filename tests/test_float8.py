@@ -365,9 +365,9 @@ def test_a_short_training_ends_near_bfloat16_s(on_ranks, corpus, prepared, tmp_p
 
 
 @pytest.mark.parametrize("sections, named", [
-    ({"parallel": {"tp": 2}}, r"\[parallel\] float8 = \"tensorwise\": goes with tp = 1 only"),
-    ({"parallel": {"keep_fp32": ["embedding", "blocks.1"]}}, r"float8 = .* without a block in keep_fp32, .* blocks.1:"),
-    ({"parallel": {"cpu_offload": True}}, r"float8 = .* without cpu_offload"),
+    ({"parallel": {"tp": 2}}, r"\[parallel\] float8 = \"tensorwise\": requires tp = 1, not 2"),
+    ({"parallel": {"keep_fp32": ["embedding", "blocks.1"]}}, r"float8 = .* incompatible with blocks.1 in keep_fp32:"),
+    ({"parallel": {"cpu_offload": True}}, r"float8 = .* is incompatible with cpu_offload"),
     ({"train": {"seq_len": 40}}, r"seq_len = 40: must be a multiple of 16 x parallel.cp = 16 with float8"),
 ], ids=["tp", "keep_fp32", "offload", "seq_len"])
 def test_what_contradicts_is_refused(sections, named):
@@ -392,7 +392,7 @@ def test_matrices_that_16_does_not_divide_are_refused():
 
 @pytest.mark.parametrize("capability, compiled, named", [
     ((8, 0), True, r"\[parallel\] float8 = \"rowwise\": needs a GPU of compute capability 8.9 .* A100, has 8.0"),
-    ((9, 0), False, r"\[parallel\] float8 = \"rowwise\": goes with compile = true only on a GPU"),
+    ((9, 0), False, r"\[parallel\] float8 = \"rowwise\": requires compile = true on a GPU"),
     ((8, 9), True, None)], ids=str)
 def test_a_gpu_that_cannot_is_refused(capability, compiled, named):
     cfg: config.Config = make_config(parallel={"float8": "rowwise", "compile": compiled}, run={"device": "cuda"})

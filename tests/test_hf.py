@@ -26,7 +26,6 @@ from checkpoint import catalog
 from checkpoint.__main__ import main as checkpoint_tool
 from checkpoint.load import restore
 from config import ConfigError
-from data.loader import Loader
 from data.tokenizer import Tokenizer
 from data.tokens import open_stream
 from huggingface import config as hf_config
@@ -40,7 +39,7 @@ from lifecycle.signals import Interruption
 from model.llama import Llama, named_parameters
 from optim import build_optimizer, learning_rate
 from tests import cases, hf_cases
-from tests.conftest import REPO, TINY, launch, make_config, run_tool, seal, tables, words
+from tests.conftest import REPO, TINY, launch, loader_of, make_config, run_tool, seal, tables, words
 from tests.hf_cases import config_from
 from tests.test_tokenizer import sentencepiece_model
 
@@ -209,7 +208,7 @@ def plain_loop(theirs: LlamaForCausalLM, cfg: config.Config, folder: pathlib.Pat
         [{"params": [p for p in theirs.parameters() if p.ndim > 1], "weight_decay": cfg.optim.weight_decay},
          {"params": [p for p in theirs.parameters() if p.ndim == 1], "weight_decay": 0.0}],
         betas=cfg.optim.betas, eps=cfg.optim.eps, foreach=False)
-    loader = Loader(cfg, [open_stream(folder, "train", cfg.model.vocab_size)], [1.0], 0, 1, 1, False)
+    loader = loader_of(cfg, open_stream(folder, "train", cfg.model.vocab_size))
     found = []
     for step in range(1, steps + 1):
         inputs, targets = (torch.cat(part) for part in zip(*next(loader).micro_batches))

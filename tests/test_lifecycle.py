@@ -24,7 +24,6 @@ import config
 import files
 from checkpoint import catalog
 from config import ConfigError
-from data.loader import Loader
 from data.tokens import open_stream
 from lifecycle.checks import check_compiler
 from lifecycle.command import Ranks, requeue, usable
@@ -34,7 +33,7 @@ from lifecycle.launch import exit_code, listen, mark_stopped, run_ranks
 from lifecycle.launch import launch as launch_here
 from lifecycle.run import Run
 from lifecycle.signals import SIGNALS, Interruption, StopRequest, Watchdog, read_stop
-from tests.conftest import REPO, launch, make_config, rows
+from tests.conftest import REPO, launch, loader_of, make_config, rows
 from tests.warm import warm_python
 
 FOREVER = {"train": {"steps": 100000}, "optim": {"schedule_steps": 100000}, "checkpoint": {}}
@@ -420,7 +419,7 @@ def test_a_node_may_have_its_own_copy_of_the_data_but_not_other_data(write_confi
     done = launch_faulty("another copy:1", path, nproc=2, COPY=str(copy))
     assert done.returncode == 0, done.stdout + done.stderr
     cfg = config.load(str(path))
-    loader = Loader(cfg, [open_stream(prepared, "train", 320)], [1.0], 0, 1, 1, False)
+    loader = loader_of(cfg, open_stream(prepared, "train", 320))
     assert rows(tmp_path / "outputs/copies")[0]["batch_digest"] != loader.batch(1).digest
     loader.close()
     manifest = json.loads((copy / "manifest.json").read_text())

@@ -17,11 +17,11 @@ import torch
 import config
 import data.show
 from config import IGNORE, ConfigError
-from data.loader import Loader, make_order, sample_digest, validation_batches
+from data.loader import make_order, sample_digest, validation_batches
 from data.order import Permutation, Place
 from data.tokenizer import Tokenizer
 from data.tokens import TokenStream, open_stream, read_manifest, window_count
-from tests.conftest import REPO, config_for, make_config, prepare_one, run_tool
+from tests.conftest import REPO, config_for, data_rank, loader_of, make_config, prepare_one, run_tool
 
 
 def test_every_sample_once_an_epoch_for_any_split(prepared):
@@ -29,8 +29,8 @@ def test_every_sample_once_an_epoch_for_any_split(prepared):
     stream = open_stream(prepared, "train", 320)
     windows = window_count(stream.length, 241)
     assert windows % 8  # the tail of an epoch goes into the next one's first batch
-    loaders = [Loader(cfg, [stream], [1.0], rank, 4, 1, False) for rank in range(4)]
-    alone = Loader(cfg, [stream], [1.0], 0, 1, 1, False)
+    loaders = [loader_of(cfg, stream, rank=rank, ranks=4) for rank in range(4)]
+    alone = loader_of(cfg, stream)
     seen = [alone.order(k).window for k in range(3 * windows)]
     assert seen == [Permutation(windows, 5, k // windows)(k % windows) for k in range(3 * windows)]  # of the run's seed
     epochs = [seen[i * windows : (i + 1) * windows] for i in range(3)]
@@ -49,16 +49,16 @@ def test_every_sample_once_an_epoch_for_any_split(prepared):
 
 def test_loader_resumes_at_any_step(prepared):
     cfg, stream = make_config(), open_stream(prepared, "train", 320)
-    first = Loader(cfg, [stream], [1.0], 0, 1, 1, False)
+    first = loader_of(cfg, stream)
     digests = [next(first).digest for _ in range(10)]
-    later = Loader(cfg, [stream], [1.0], 0, 1, 6, False)
+    later = loader_of(cfg, stream, first_step=6)
     assert [next(later).digest for _ in range(5)] == digests[5:] and len(set(digests)) == 10
     first.close(), later.close()
 
 
 def test_targets_are_the_next_tokens(prepared):
     stream = open_stream(prepared, "train", 320)
-    loader = Loader(make_config(), [stream], [1.0], 0, 1, 1, False)
+    loader = loader_of(make_config(), stream)
     inputs, targets = next(loader).micro_batches[0]
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     _, ids = stream.read(loader.order(0).window * 32, loader.order(0).window * 32 + 33)
@@ -68,7 +68,7 @@ def test_targets_are_the_next_tokens(prepared):
 
 def test_a_failure_in_the_loaders_thread_reaches_the_training_thread(prepared, tmp_path):
     stream = open_stream(prepared, "train", 320)
-    loader = Loader(make_config(), [dataclasses.replace(stream, vocab_size=5)], [1.0], 0, 1, 1, False)
+    loader = loader_of(make_config(), dataclasses.replace(stream, vocab_size=5))
     with pytest.raises(ConfigError, match=r"token \d+ has id \d+, but \[model\] vocab_size = 5"):
         next(loader)
     loader.close()
@@ -114,7 +114,7 @@ def test_tokens_of_a_larger_tokenizer_than_the_model_are_refused(prepared):
 def test_evaluation_reads_every_held_out_target_once(prepared, ranks, batches):
     cfg = make_config(eval={"batches": batches} if batches else {})
     stream = open_stream(prepared, "heldout", 320)
-    found = [list(validation_batches(stream, cfg, rank, ranks)) for rank in range(ranks)]
+    found = [list(validation_batches(stream, cfg, data_rank(rank, ranks))) for rank in range(ranks)]
     in_all = math.ceil((stream.length - 1) / (8 * 32))  # a step's worth each
     assert {len(part) for part in found} == {min(in_all, batches or in_all) * config.accumulation_steps(cfg, ranks)}
     valid = [t for part in found for _, targets in part for t in targets[targets != IGNORE].tolist()]
@@ -126,14 +126,14 @@ def test_evaluation_reads_every_held_out_target_once(prepared, ranks, batches):
 @pytest.mark.parametrize("tokens, steps", [(1, 0), (2, 1), (256, 1), (257, 1), (258, 2)])
 def test_evaluation_makes_no_step_without_a_target(tmp_path, tokens, steps):
     """Of 8 samples of 32 targets each: 257 tokens have 256 targets."""
-    found = [*validation_batches(stream_of([1] * tokens, tmp_path), make_config(eval={}), 0, 1)]
+    found = [*validation_batches(stream_of([1] * tokens, tmp_path), make_config(eval={}), data_rank())]
     assert len(found) == steps * config.accumulation_steps(make_config(), 1)
     assert sum(int((targets != IGNORE).sum()) for _, targets in found) == tokens - 1
 
 
 def test_evaluation_keeps_to_documents_as_training_does(prepared):
     stream = open_stream(prepared, "heldout", 320)
-    found = list(validation_batches(stream, make_config(data={"document_mask": True}, eval={}), 0, 1))
+    found = list(validation_batches(stream, make_config(data={"document_mask": True}, eval={}), data_rank()))
     begins = {begin for _, begin, _ in stream.documents(0, stream.length)}
     valid = [t for _, targets, _, _ in found for t in targets[targets != IGNORE].tolist()]
     expected = [t for i, t in enumerate(stream.read(0, stream.length)[1].tolist()) if i and i not in begins]
@@ -275,7 +275,7 @@ def test_files_beyond_two_to_the_31_tokens(dtype, width, tmp_path):
     stream = open_stream(tmp_path, "train", 5000)
     assert stream.read(length - 100, length)[1].tolist() == tail[-100:]
     assert stream.documents(2**31 + 1000, 2**31 + 2000) == [(0, 0, 2**31 + 1500), (1, 2**31 + 1500, length)]
-    loader = Loader(make_config(model={"vocab_size": 5000}), [stream], [1.0], 0, 1, 1, False)
+    loader = loader_of(make_config(model={"vocab_size": 5000}), stream)
     last = window_count(length, 32) - 1
     loader.order = lambda number: Place(0, 0, last)
     assert loader.span(0) == (stream, 32 * last, 32 * last + 33) and 2**31 < 32 * last + 33 <= length
@@ -293,7 +293,7 @@ def test_under_a_document_mask_positions_and_documents_come_along(prepared):
     cfg = make_config(data={"document_mask": True}, train={"seq_len": 100, "micro_batch_size": 4})
     stream = open_stream(prepared, "train", 320)
     ends = {end for _, _, end in stream.documents(0, stream.length)}
-    loader, number, seen = Loader(cfg, [stream], [1.0], 0, 1, 1, False), 0, set()
+    loader, number, seen = loader_of(cfg, stream), 0, set()
     for step in (1, 2, 3):
         batch, valid = loader.batch(step), 0
         for inputs, targets, positions, documents in batch.micro_batches:
@@ -326,7 +326,7 @@ def test_under_a_document_mask_positions_and_documents_come_along(prepared):
 def test_evaluation_pads_with_a_document_that_holds_no_target(prepared, mask):
     cfg = make_config(data={"document_mask": mask}, eval={})
     stream = open_stream(prepared, "heldout", 320)
-    for tensors in validation_batches(stream, cfg, 0, 1):
+    for tensors in validation_batches(stream, cfg, data_rank()):
         assert len(tensors) == (4 if mask else 2)
         for documents in tensors[3:]:
             assert (documents.diff(dim=1) >= 0).all()
@@ -339,7 +339,7 @@ def test_a_part_of_the_sequence_is_that_part(prepared, mask):
     """Inputs, targets and positions; documents stay whole. Each with storage of its own, or it could not be pinned."""
     cfg = make_config(data={"document_mask": mask}, train={"global_batch_size": 4, "micro_batch_size": 4})
     stream, cp_positions = open_stream(prepared, "train", 320), torch.tensor([0, 1, 2, 3, 28, 29, 30, 31])
-    whole, part = (Loader(cfg, [stream], [1.0], 0, 1, 1, False, cp_positions=of) for of in (None, cp_positions))
+    whole, part = (loader_of(cfg, stream, cp=of) for of in (1, 4))
     (full,), (ours,) = next(whole).micro_batches, next(part).micro_batches
     whole.close()
     part.close()

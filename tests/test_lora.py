@@ -21,7 +21,6 @@ from benchmarks.theory import collectives
 from checkpoint import compare, load
 from config import ConfigError
 from data.dataset import open_dataset
-from data.loader import Loader
 from huggingface import convert as hf
 from huggingface.weights import fingerprint, hf_name, weighted_sum, weights_to_read
 from model import nf4
@@ -31,7 +30,7 @@ from optim import learning_rate
 from parallel.materialize import materialize
 from planner.plan import plan
 from tests import cases
-from tests.conftest import content, launch, make_config, run_tool, tables
+from tests.conftest import content, launch, loader_of, make_config, run_tool, tables
 from tests.test_nf4 import quantize
 from tests.test_training import with_data
 
@@ -106,7 +105,7 @@ def peft_loop(cfg: config.Config, base) -> tuple[list[dict], PeftModel, dict]:
     o, model = cfg.optim, peft_of(base)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
-    loader, found = Loader(cfg, open_dataset(cfg).train, [1.0], 0, 1, 1, False), []
+    loader, found = loader_of(cfg, *open_dataset(cfg).train), []
     for step in range(1, cfg.train.steps + 1):
         batch = next(loader)
         inputs, targets = (torch.cat(part) for part in zip(*batch.micro_batches))

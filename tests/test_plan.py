@@ -833,7 +833,7 @@ def test_float8_that_no_gpu_or_not_this_one_takes_is_refused_by_its_plan():
     with pytest.raises(config.ConfigError, match='float8 = "rowwise": the GPU given has no float8 products'):
         plan(cfg, 8, Asked(device("A100-80")))
     assert plan(cfg, 8, Asked(device("H100")))["fits"]
-    with pytest.raises(config.ConfigError, match='float8 = "rowwise": goes with compile = true only on a GPU'):
+    with pytest.raises(config.ConfigError, match='float8 = "rowwise": requires compile = true on a GPU'):
         plan(config.load(str(CONFIGS / "llama8b-float8.toml"), [*words, "--parallel.compile=false"]), 8)
 
 

@@ -19,7 +19,6 @@ import config
 import train
 from config import IGNORE
 from data.dataset import open_data
-from data.loader import Loader
 from data.order import Permutation, rank_samples
 from data.tokens import open_stream, window_count
 from lifecycle.process_group import distributed, set_determinism
@@ -28,7 +27,7 @@ from optim import build_optimizer, learning_rate
 from parallel import mesh
 from parallel.materialize import materialize
 from tests import cases
-from tests.conftest import REPO, launch, make_config, prepare_one, rows, seal
+from tests.conftest import REPO, launch, loader_of, make_config, prepare_one, rows, seal
 
 # 4 ranks divide neither 50 nor 75 nor 323
 UNEVEN = {"dim": 50, "n_heads": 5, "n_kv_heads": 1, "ffn_dim": 75, "vocab_size": 323}
@@ -100,7 +99,7 @@ def plain_loop(cfg: config.Config, weights: dict | None = None) -> list[dict]:
     of_blocks: list[dict] = []  # terms, of each block's forward
     for block in model.blocks:
         block.register_forward_hook(lambda module, args, out: of_blocks.extend(out[1:] if type(out) is tuple else ()))
-    loader = Loader(cfg, open_data(cfg, "train"), [1.0], 0, 1, 1, False)
+    loader = loader_of(cfg, *open_data(cfg, "train"))
     found = []
     for step in range(1, t.steps + 1):
         batch = next(loader)
