@@ -39,7 +39,7 @@ class Rank:
 
         try:
             code = self.plan() if self.args.dry_run else self.run(evaluate if self.args.eval_only else train)
-        except SystemExit as failure:
+        except SystemExit as failure:  # a failed rank does not wait for the others in torch's teardown
             exit_immediately(failure.code)
         sys.exit(code)
 
@@ -65,12 +65,15 @@ class Rank:
         from ranks import on_rank_zero, rank_and_size
 
         cfg, trains = self.cfg, not self.args.eval_only
-        launch = self.args.launch if trains else None  # an evaluation does not touch the run's state
+        # The launcher's id for this launch: with it, failures are reported to the launcher through files of the run's
+        # folder, since torchrun turns every exit code into 1. An evaluation does not touch the run's state.
+        launch = self.args.launch if trains else None
         try:
-            if code := final_exit_code(cfg, launch):
+            if code := final_exit_code(cfg, launch):  # torchrun restarts ranks even where that cannot help
                 return code
             with distributed(cfg, trains) as world:
-                if trains:  # rank 0 decides for all: each may see a different state of a shared disk
+                if trains:  # an explicit `resume = N` counts once, not again after a restart by torchrun or SLURM
+                    # rank 0 decides for all: each may see a different state of a shared disk
                     cfg = replace(cfg, checkpoint=on_rank_zero(lambda: resume_once(self.cfg, holder_of(launch))))
                 cfg = resolve_param_dtype(cfg, world)
                 with Run(cfg, world, launch, self.stop) as run:
