@@ -36,7 +36,7 @@ from model.llama import Block, Llama, parameter_count
 from parallel.materialize import materialize
 from parallel.mesh import World
 from parallel.parallelize import parallelize
-from tests.ranks import run_on_ranks
+from tests.gloo import run_on_ranks
 
 ARMS = ("after", "before", "rebind", "fsdp1")
 STEPS, BATCH, LENGTH = 3, 12, 32  # sequences of all ranks together: 1, 2, 3 and 4 ranks divide them

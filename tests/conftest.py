@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile every module anew
 
 import config
-from tests.ranks import run_on_ranks
+from tests.gloo import run_on_ranks
 from tests.warm import warm_python
 
 REPO = pathlib.Path(__file__).parent.parent
