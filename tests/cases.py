@@ -425,7 +425,7 @@ def samples_by_who_has_the_tokenizer(who: list[list[int]]) -> list[bool]:
 
     found = []
     with (process_group() as world, mock.patch("data.tokenizer.Tokenizer") as tokenizer,
-          mock.patch("evaluate.continue_text", return_value="") as generated, mock.patch("evaluate.reshard")):
+          mock.patch("generate.continue_text", return_value="") as generated, mock.patch("evaluate.reshard")):
         dataset = mock.Mock(names=[], tokenizer_files=[pathlib.Path("tokenizer.model")])
         for ranks in who:
             able = world.rank in ranks
@@ -974,6 +974,7 @@ def host_reads(sections: dict, output: str) -> tuple[list[list[str]], list[str]]
 def train_with_units(steps: int, sections: dict, output: str, units: list[bool]) -> str:
     """train_to(), or with steps = 0 evaluates, where rank i's device has bfloat16 units or not; the dtype that the
     model computed in."""
+    from checkpoint.checkpointer import resolve_param_dtype
     from evaluate import evaluate_newest
     from lifecycle.run import Run
     from lifecycle.signals import StopRequest
@@ -992,6 +993,7 @@ def train_with_units(steps: int, sections: dict, output: str, units: list[bool])
         if steps:
             run_training(cfg, world)
         else:
+            cfg = resolve_param_dtype(cfg, world)
             with Run(cfg, world, None, StopRequest()) as run:
                 evaluate_newest(cfg, world, run)
     return " and ".join(computed)

@@ -13,11 +13,11 @@ from torch._inductor import config as inductor_config
 import config
 from benchmarks.theory import collectives
 from config import ConfigError
+from lifecycle import process_group
 from model import float8
 from model.build import meta_model
 from model.float8 import Product, float8_linear, float8_matrices, use_float8
 from model.llama import Linear, Llama
-from parallel import mesh
 from parallel.float8 import Float8AllGather, Float8Shard
 from tests import cases, test_activation_checkpoint
 from tests.conftest import launch, make_config
@@ -399,12 +399,12 @@ def test_a_gpu_that_cannot_is_refused(capability, compiled, named):
     answers = {"is_available": True, "device_count": 8, "get_device_capability": capability, "get_device_name": "A100"}
     with mock.patch.multiple(torch.cuda, **{name: lambda *_, a=a: a for name, a in answers.items()}):
         if named is None:
-            assert mesh.pick_device(cfg, 3) == torch.device("cuda", 3)
+            assert process_group.pick_device(cfg, 3) == torch.device("cuda", 3)
             with pytest.raises(ConfigError, match="local rank 8 has no GPU of its own: this machine has 8"):
-                mesh.pick_device(cfg, 8)
+                process_group.pick_device(cfg, 8)
             return
         with pytest.raises(ConfigError, match=named):
-            mesh.pick_device(cfg, 3)
+            process_group.pick_device(cfg, 3)
 
 
 def test_the_launcher_exits_with_2(write_config):

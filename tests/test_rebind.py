@@ -60,7 +60,7 @@ def test_an_optimizer_with_state_is_refused():
 def test_a_foreign_parameter_is_refused():
     model, optimizer = model_and_optimizer()
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(7, 5))]})
-    refused(model, optimizer, r"param_groups\[2\]\['params'\]\[0\] \(7, 5\) is no parameter of the model")
+    refused(model, optimizer, r"param_groups\[2\]\['params'\]\[0\] \(7, 5\) is not a parameter of the model")
     with pytest.raises(RuntimeError, match=r"holds 1 others: param_groups\[2\]\['params'\]\[0\] \(7, 5\) \(unknown\)"):
         check_optimizer(model, optimizer)
 

@@ -272,7 +272,7 @@ def test_what_is_not_training_does_not_count_as_it(on_ranks, corpus, folders, tm
     every_second = {"eval": {"every_steps": 2, "batches": 1}, "checkpoint": {"save_every_steps": 2}}
     sections = with_data(every_second, corpus, folders)
     assert on_ranks(1, cases.timed_as, sections, str(tmp_path))[0] == {
-        ("load", ("data",)), ("evaluate", ("paused",)), ("save", ("paused",))}
+        ("load", ("data",)), ("evaluate", ("evaluation",)), ("save", ("save",))}
 
 
 def test_each_part_of_a_run_has_its_own_time_limit(on_ranks, corpus, folders, tmp_path):
@@ -288,7 +288,7 @@ def test_rows_are_on_disk_before_their_checkpoint_is_published(on_ranks, corpus,
         ("step-00000002", [1, 2]), ("step-00000004", [1, 2, 3, 4])]
 
 
-@pytest.mark.parametrize("ranks, reshard", [(2, False), (4, 2)])
+@pytest.mark.parametrize("ranks, reshard", [(2, False), (4, True)])
 def test_a_checkpoint_after_an_evaluation_is_whole(on_ranks, corpus, folders, tmp_path, ranks, reshard):
     """What a forward pass without backward left unsharded is sharded again, or its optimizer state would be missing."""
     sections = with_data({"eval": {"batches": 1}, "checkpoint": {}, "train": {"steps": 2},
