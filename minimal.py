@@ -2,7 +2,6 @@
 
     python minimal.py configs/tiny.toml                              one process
     torchrun --nproc-per-node 8 minimal.py configs/llama8b.toml      one process per GPU
-
 Reads train.py's TOML and prepared data, prints one JSON object a step, resumes from its own newest checkpoint.
 Shapes: B batch, T tokens, D model width, H query heads, K key/value heads, E head width, F feed-forward, V vocabulary.
 """
@@ -59,17 +58,14 @@ class Block(nn.Module):
                                            "down_proj": linear(m.ffn_dim, m.dim)})
 
     def forward(self, x: Tensor) -> Tensor:
-        attention, feed_forward, heads = self.attention, self.feed_forward, (-1, self.head_dim)
-        normed = self.attention_norm(x)
-        # (B, T, D) -> (B, H, T, E), and for keys and values (B, K, T, E)
-        q, k, v = (project(normed).unflatten(-1, heads).transpose(1, 2)
-                   for project in (attention.q_proj, attention.k_proj, attention.v_proj))
+        normed, a = self.attention_norm(x), self.attention
+        q, k, v = (project(normed).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, T, D) -> (B, H or K, T, E)
+                   for project in (a.q_proj, a.k_proj, a.v_proj))
         q, k = rope(q, self.theta), rope(k, self.theta)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # (B, H, T, E)
-        x = x + attention.o_proj(out.transpose(1, 2).flatten(2))  # (B, H, T, E) -> (B, T, H*E) -> (B, T, D)
-        normed = self.feed_forward_norm(x)
-        hidden = F.silu(feed_forward.gate_proj(normed)) * feed_forward.up_proj(normed)  # (B, T, D) -> (B, T, F)
-        return x + feed_forward.down_proj(hidden)  # (B, T, F) -> (B, T, D)
+        x = x + a.o_proj(out.transpose(1, 2).flatten(2))  # (B, H, T, E) -> (B, T, H*E) -> (B, T, D)
+        normed, f = self.feed_forward_norm(x), self.feed_forward
+        return x + f.down_proj(F.silu(f.gate_proj(normed)) * f.up_proj(normed))  # (B, T, D) -> (B, T, F) -> (B, T, D)
 
 
 class Head(nn.Module):  # final norm, output matrix and loss, summed over the tokens: one FSDP unit
@@ -107,22 +103,19 @@ def shard(model: Llama, tied: bool, p: SimpleNamespace, device: torch.device) ->
     # A unit is all-gathered at once. Tied, embedding and head share a parameter, and so a unit.
     blocks = [[block] for block in model.blocks]
     units = [[model.embedding, model.head], *blocks] if tied else [[model.embedding], *blocks, [model.head]]
-    native = torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else (
-        torch.cpu.get_capabilities().get("avx512_bf16", False))
+    mesh, cpu = init_device_mesh(device.type, (dist.get_world_size(),)), torch.cpu.get_capabilities()
+    native = torch.cuda.is_bf16_supported(False) if device.type == "cuda" else cpu.get("avx512_bf16", False)
     everywhere = torch.tensor(float(native), device=device)
     dist.all_reduce(everywhere, dist.ReduceOp.MIN)
-    auto = torch.bfloat16 if everywhere else torch.float32
-    dtypes = {"auto": auto, "bfloat16": torch.bfloat16, "float32": torch.float32}
-    mesh, param_dtype = init_device_mesh(device.type, (dist.get_world_size(),)), dtypes[p.param_dtype]
-    precision = MixedPrecisionPolicy(param_dtype, dtypes[p.reduce_dtype], cast_forward_inputs=False)
+    dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    dtypes["auto"] = torch.bfloat16 if everywhere else torch.float32
+    policy = MixedPrecisionPolicy(dtypes[p.param_dtype], dtypes[p.reduce_dtype], cast_forward_inputs=False)
     for unit in units:  # the head's stays unsharded after forward: backward begins with it
         reshard_after_forward = p.reshard_after_forward and model.head not in unit
-        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
-    stream_dtype = dtypes[p.output_dtype or p.param_dtype]
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     for module in (model.embedding, *model.blocks):  # the residual stream has a dtype of its own
-        module.register_forward_hook(lambda module, inputs, output: output.to(stream_dtype))
-    # The root last, since it takes the parameters that are in no unit yet: none.
-    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+        module.register_forward_hook(lambda _, inputs, output: output.to(dtypes[p.output_dtype or p.param_dtype]))
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))  # last: nothing is left
     # Explicit prefetch: a unit's all-gather also issues those of the next n units; 0: as FSDP2 does by itself.
     forward = [unit[0] for unit in units]
     backward = [forward[0], *forward[:0:-1]] if tied else forward[::-1]
@@ -163,30 +156,37 @@ def initialize(model: Llama, m: SimpleNamespace, seed: int, device: torch.device
 def train(cfg: SimpleNamespace, device: torch.device) -> None:
     t, rank, ranks = cfg.train, dist.get_rank(), dist.get_world_size()
     micro, tokens_per_step = t.micro_batch_size or t.global_batch_size // ranks, t.global_batch_size * t.seq_len
-    stream = open_data(cfg.data, cfg.model.vocab_size)
+    if t.global_batch_size % (micro * ranks):
+        raise SystemExit(f"global_batch_size = {t.global_batch_size}: must be a multiple of {micro} x {ranks} ranks")
+    read = partial(window, open_data(cfg.data, cfg.model.vocab_size), t.seq_len, cfg.run.seed)
     with torch.device("meta"):  # no rank ever holds the full model
         model = Llama(cfg.model)
     shard(model, cfg.model.tie_embeddings, cfg.parallel, device)
     initialize(model, cfg.model, cfg.run.seed, device)
-    optimizer, tensors = build_optimizer(model, cfg.optim)  # after sharding, which replaces the parameters
+    named = dict(model.named_parameters())  # after sharding, which replaces parameters: AdamW must hold the shards
+    groups = [{"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": cfg.optim.weight_decay},
+              {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=cfg.optim.betas, eps=cfg.optim.eps, fused=True)
+    for p in named.values():  # the state exists from the start: a checkpoint can be read into it
+        count = torch.zeros((), device=device)
+        optimizer.state[p] = {"step": count, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+    # DCP joins names by dots: model.head.weight, optim.head.weight.exp_avg
+    tensors = {"model": named, "optim": {name: optimizer.state[p] for name, p in named.items()}}
     folder = pathlib.Path(cfg.run.output_dir, f"{cfg.run.name}-minimal", "checkpoints")
     newest = max(folder.glob("step-*"), default=None)
     if newest:
         dcp.load(tensors, checkpoint_id=newest)  # of any number of ranks
-
     for step in range(int(newest.name[5:]) + 1 if newest else 1, t.steps + 1):
         total = torch.zeros((), device=device)
         for first in range((step - 1) * t.global_batch_size, step * t.global_batch_size, micro * ranks):
-            windows = [window(stream, first + rank * micro + i, t.seq_len, cfg.run.seed) for i in range(micro)]
-            batch = torch.stack(windows).to(device)  # (B, T+1)
+            batch = torch.stack([read(first + rank * micro + i) for i in range(micro)]).to(device)  # (B, T+1)
             loss = model(batch[:, :-1], batch[:, 1:])  # inputs (B, T), targets (B, T)
             # FSDP2 averages gradients over ranks: times their number that is the sum, divided the mean over tokens.
             (loss * ranks / tokens_per_step).backward()
             total += loss.detach()
         dist.all_reduce(total)
-        limit = math.inf if t.max_grad_norm == "off" else t.max_grad_norm
-        norm = nn.utils.clip_grad_norm_(model.parameters(), limit).full_tensor()
-        row = {"step": step, "loss": total.item() / tokens_per_step, "grad_norm": norm.item()}
+        norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf if t.max_grad_norm == "off" else t.max_grad_norm)
+        row = {"step": step, "loss": total.item() / tokens_per_step, "grad_norm": norm.full_tensor().item()}
         if not math.isfinite(row["loss"] + row["grad_norm"]):
             raise FloatingPointError(f"the gradient is not finite: {row}")
         for group in optimizer.param_groups:
@@ -211,27 +211,13 @@ def learning_rate(o: SimpleNamespace, end: int, step: int) -> float:
     return o.lr * (o.min_lr_ratio + (1 - o.min_lr_ratio) * left)
 
 
-def build_optimizer(model: Llama, o: SimpleNamespace) -> tuple[torch.optim.Optimizer, dict]:
-    """AdamW with its state, which a checkpoint is read into, and all tensors of a checkpoint."""
-    named = dict(model.named_parameters())
-    groups = [{"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": o.weight_decay},
-              {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=True)
-    for p in named.values():
-        step = torch.zeros((), device=p.device)
-        optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-    # DCP joins keys by dots: model.head.weight, optim.head.weight.exp_avg
-    return optimizer, {"model": named, "optim": {name: optimizer.state[p] for name, p in named.items()}}
-
-
-def window(stream: Tensor, sample: int, length: int, seed: int) -> Tensor:
-    """The tokens (T+1) of a sample. Each epoch has an order of its own, a keyed permutation of the windows that needs
-    no table: a Feistel network of eight rounds, repeated until its result is a window."""
+def window(stream: Tensor, length: int, seed: int, sample: int) -> Tensor:
+    """The tokens (T+1) of a sample. Each epoch permutes the windows anew, by a Feistel network of eight rounds."""
     windows = (len(stream) - 1) // length
     epoch, index = divmod(sample, windows)
     key = hashlib.blake2b(f"{seed}/{epoch}/0".encode(), digest_size=64).digest()
     half = max(1, ((windows - 1).bit_length() + 1) // 2)  # bits
-    while True:
+    while True:  # until the result is a window's number
         left, right = index >> half, index & (1 << half) - 1
         for i in range(0, 64, 8):
             x = right ^ int.from_bytes(key[i : i + 8], "big")
@@ -248,12 +234,12 @@ def open_data(d: SimpleNamespace, vocab_size: int) -> Tensor:
     wanted = {key: getattr(d, key) for key in ("source", "subset", "split", "text_field", "max_tokens")}
     wanted["vocab_size"] = None if d.tokenizer else vocab_size  # a tokenizer file has a vocabulary of its own
     paths = [pathlib.Path(d.path, "manifest.json")] if d.path else pathlib.Path("prepared").glob("*/manifest.json")
-    for path in sorted(paths, key=os.path.getmtime, reverse=True):
+    for path in sorted(filter(os.path.exists, paths), key=os.path.getmtime, reverse=True):
         found = json.loads(path.read_text())
         if d.path or wanted.items() <= found["identity"].items():
             size, dtype = found["tokens"]["train"], getattr(torch, found["dtype"])
             return torch.from_file(str(path.with_name("train.bin")), size=size, dtype=dtype)
-    print(f"prepared/ has no data of {wanted}: `python -m data.prepare CONFIG` prepares it", file=sys.stderr)
+    print(f"{d.path or 'prepared/'}: no data of {wanted}; `python -m data.prepare CONFIG` prepares it", file=sys.stderr)
     sys.exit(2)
 
 
@@ -264,7 +250,7 @@ OPTIONS = {  # ...: required; a tuple: the values that are implemented, the defa
     "data": dict(source="python-stdlib", subset=None, split="train", text_field="text", path=None, tokenizer=None,
                  max_tokens=None, document_mask=(False,), order=("global",), sources=([],)),
     "train": dict(steps=..., seq_len=2048, global_batch_size=8, micro_batch_size=None, max_grad_norm=1.0,
-                  skip_nonfinite=(0,)),
+                  skip_nonfinite=(0,)), "checkpoint": dict(save_every_steps=None),
     "optim": dict(lr=3e-4, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.1, warmup_steps=0, decay_steps=None,
                   schedule=("cosine", "linear", "constant", "wsd"), schedule_steps=None, min_lr_ratio=0.1,
                   name=("adamw",), state_dtype=("float32",)),
@@ -272,36 +258,28 @@ OPTIONS = {  # ...: required; a tuple: the values that are implemented, the defa
                      prefetch_forward=1, prefetch_backward=1, param_dtype=("bfloat16", "float32", "auto"),
                      reduce_dtype=("float32", "bfloat16"), output_dtype=(None, "float32", "bfloat16"), keep_fp32=([],),
                      unsharded=([],), replicated=([],), cpu_offload=(False,), sync_every_micro_batch=(True,),
-                     recompute=("none", "full"), float8=("none",)),
-    "checkpoint": dict(save_every_steps=None)}
-IGNORED = ("log.", "eval.", "profile.", "run.deterministic", "run.start_timeout_", "run.step_timeout_", "optim.muon_",
-           "run.save_timeout_", "parallel.compile", "checkpoint.keep_last", "checkpoint.keep_every_steps",
-           "checkpoint.async_save", "checkpoint.resume", "checkpoint.allow_changed")
+                     recompute=("none", "full"), float8=("none",))}
+IGNORED = ("log.", "eval.", "profile.", "checkpoint.", "run.deterministic", "run.start_timeout_", "run.step_timeout_",
+           "run.save_timeout_", "optim.muon_", "parallel.compile")  # these change no loss
 
 
 def read_options(path: str) -> SimpleNamespace:
-    raw = tomllib.loads(pathlib.Path(path).read_text())
-    given = {f"{section}.{key}": value for section, table in raw.items() for key, value in (table or {"": ""}).items()}
-    known = {f"{section}.{key}": value for section, options in OPTIONS.items() for key, value in options.items()}
-    ignored = [name for name in given if name.startswith(IGNORED)]
-    values = {name: value[0] if isinstance(value, tuple) else value for name, value in known.items()} | given
-    problems = [f"{name}: is missing" for name, value in values.items() if value is ...]
-    problems += [f"{name} = {value!r}: not implemented" for name, value in given.items()
-                 if name not in [*ignored, "checkpoint."] and isinstance(known.get(name, ()), tuple)
-                 and value not in known.get(name, ())]
-    ranks = int(os.getenv("WORLD_SIZE", "1"))
-    batch, micro = values["train.global_batch_size"], values["train.micro_batch_size"] or 1
-    if batch % (micro * ranks):
-        problems.append(f"train.global_batch_size = {batch}: must be a multiple of {micro} x {ranks} ranks")
-    for text in [f"ignored: {', '.join(ignored)}"] * bool(ignored) + problems if os.getenv("RANK", "0") == "0" else ():
-        print(f"{path}: {text}", file=sys.stderr)
+    raw, cfg, ignored, problems = tomllib.loads(pathlib.Path(path).read_text()), SimpleNamespace(), [], []
+    for section, given in {**{name: {} for name in OPTIONS}, **raw}.items():
+        known = OPTIONS.get(section, {})
+        values = {key: value[0] if isinstance(value, tuple) else value for key, value in known.items()} | given
+        for key, value in values.items() if known or f"{section}.".startswith(IGNORED) else [("*", given)]:
+            only = known.get(key, ())
+            if key not in known and f"{section}.{key}".startswith(IGNORED):
+                ignored.append(f"{section}.{key}")
+            elif value is ... or (isinstance(only, tuple) and value not in only):
+                problems.append(f"{path}: {section}.{key} = {value}: must be given, or is not implemented here")
+        setattr(cfg, section, SimpleNamespace(**values))
+    cfg.run.name, cfg.saves = cfg.run.name or pathlib.Path(path).stem, "checkpoint" in raw
+    if problems + ignored and os.getenv("RANK", "0") == "0":
+        print(*problems, f"{path}: ignored: {', '.join(ignored)}", sep="\n", file=sys.stderr)
     if problems:
         sys.exit(2)
-    cfg = SimpleNamespace(saves="checkpoint" in raw, **{section: SimpleNamespace() for section in OPTIONS})
-    for name in known:
-        section, key = name.split(".")
-        setattr(getattr(cfg, section), key, values[name])
-    cfg.run.name = cfg.run.name or pathlib.Path(path).stem
     return cfg
 
 
