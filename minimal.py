@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -95,7 +95,7 @@ class Llama(nn.Module):
         return self.head(x, targets)
 
 
-def shard(model: Llama, tied: bool, p: SimpleNamespace, device: torch.device) -> None:
+def shard(model: Llama, tied: bool, p: SimpleNamespace, mesh: DeviceMesh) -> None:
     """Makes each parameter of a meta model a DTensor, of which every rank stores some rows, with FSDP2's hooks."""
     # Activation checkpointing first: around a sharded block, backward would repeat FSDP2's hooks, too.
     for block in model.blocks if p.recompute == "full" else ():
@@ -103,9 +103,9 @@ def shard(model: Llama, tied: bool, p: SimpleNamespace, device: torch.device) ->
     # A unit is all-gathered at once. Tied, embedding and head share a parameter, and so a unit.
     blocks = [[block] for block in model.blocks]
     units = [[model.embedding, model.head], *blocks] if tied else [[model.embedding], *blocks, [model.head]]
-    mesh, cpu = init_device_mesh(device.type, (dist.get_world_size(),)), torch.cpu.get_capabilities()
-    native = torch.cuda.is_bf16_supported(False) if device.type == "cuda" else cpu.get("avx512_bf16", False)
-    everywhere = torch.tensor(float(native), device=device)
+    cpu = torch.cpu.get_capabilities() if mesh.device_type == "cpu" else None
+    native = cpu.get("avx512_bf16") or cpu.get("amx_bf16") if cpu else torch.cuda.is_bf16_supported(False)
+    everywhere = torch.tensor(float(native or False), device=mesh.device_type)
     dist.all_reduce(everywhere, dist.ReduceOp.MIN)
     dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
     dtypes["auto"] = torch.bfloat16 if everywhere else torch.float32
@@ -161,7 +161,7 @@ def train(cfg: SimpleNamespace, device: torch.device) -> None:
     read = partial(window, open_data(cfg.data, cfg.model.vocab_size), t.seq_len, cfg.run.seed)
     with torch.device("meta"):  # no rank ever holds the full model
         model = Llama(cfg.model)
-    shard(model, cfg.model.tie_embeddings, cfg.parallel, device)
+    shard(model, cfg.model.tie_embeddings, cfg.parallel, init_device_mesh(device.type, (ranks,)))
     initialize(model, cfg.model, cfg.run.seed, device)
     named = dict(model.named_parameters())  # after sharding, which replaces parameters: AdamW must hold the shards
     groups = [{"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": cfg.optim.weight_decay},

@@ -73,7 +73,8 @@ def run_both(paths: list[str]) -> list[tuple[list[dict], list[dict], list[str]]]
                 minimal.train(options, world.device)
                 with torch.device("meta"):
                     model = minimal.Llama(options.model)
-                minimal.shard(model, options.model.tie_embeddings, options.parallel, world.device)
+                mesh = minimal.init_device_mesh("cpu", (world.size,))
+                minimal.shard(model, options.model.tie_embeddings, options.parallel, mesh)
                 minimal.initialize(model, options.model, options.run.seed, world.device)
             theirs = dict(named_parameters(cases.build(cfg, spread)))
             ours = dict(model.named_parameters())
