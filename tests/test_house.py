@@ -91,8 +91,8 @@ def test_the_top_holds_what_the_architecture_names():
     top = {path.split("/")[0] for path in tracked}
     assert top == {"train.py", "minimal.py", "run_train.sh", "files.py", "config.py", "optim.py", "metrics.py",
                    "checkpoint", "lifecycle", "model", "parallel", "data", "configs", "tests", "benchmarks", "docs",
-                   "README.md", "LICENSE", "options.py", "hf_config.py", "evaluate.py", "pyproject.toml", "requirements.txt", ".ci",
-                   ".gitignore"}
+                   "README.md", "LICENSE", "options.py", "hf_config.py", "evaluate.py", "pyproject.toml",
+                   "requirements.txt", ".ci", ".gitignore"}
     assert not {name.removesuffix(".py") for name in top} & set(sys.stdlib_module_names)
 
 
