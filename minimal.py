@@ -1,0 +1,303 @@
+"""A Llama trainer with FSDP2 on one page, of torch and the standard library alone. train.py computes the same.
+
+    python minimal.py configs/tiny.toml                              one process
+    torchrun --nproc-per-node 8 minimal.py configs/llama8b.toml      one process per GPU
+Reads train.py's TOML and prepared data, prints one JSON object a step, resumes from its own newest checkpoint.
+Shapes: B batch, T tokens, D model width, H query heads, K key/value heads, E head width, F feed-forward, V vocabulary.
+"""
+
+import hashlib
+import json
+import math
+import os
+import pathlib
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+class RMSNorm(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        normed = F.rms_norm(x.float(), self.normalized_shape, eps=self.eps)
+        return normed.to(self.weight.dtype) * self.weight  # in the weight's dtype, whatever the residual stream's
+
+
+def rope(x: Tensor, theta: float) -> Tensor:  # (B, heads, T, E), computed in float32
+    length, width = x.shape[-2:]
+    frequency = 1.0 / theta ** (torch.arange(0, width, 2, device=x.device).float() / width)  # (E/2)
+    angle = torch.outer(torch.arange(length, device=x.device).float(), frequency)  # (T, E/2)
+    first, second = x.float().chunk(2, dim=-1)
+    turned = [first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()]
+    return torch.cat(turned, dim=-1).to(x.dtype)
+
+
+class Block(nn.Module):
+    def __init__(self, m: SimpleNamespace):
+        super().__init__()
+        self.head_dim, self.theta = m.head_dim or m.dim // m.n_heads, m.rope_theta
+        linear, q_dim, kv_dim = partial(nn.Linear, bias=False), m.n_heads * self.head_dim, m.n_kv_heads * self.head_dim
+        self.attention_norm = RMSNorm(m.dim, m.norm_eps)
+        self.attention = nn.ModuleDict({"q_proj": linear(m.dim, q_dim), "k_proj": linear(m.dim, kv_dim),
+                                        "v_proj": linear(m.dim, kv_dim), "o_proj": linear(q_dim, m.dim)})
+        self.feed_forward_norm = RMSNorm(m.dim, m.norm_eps)
+        self.feed_forward = nn.ModuleDict({"gate_proj": linear(m.dim, m.ffn_dim), "up_proj": linear(m.dim, m.ffn_dim),
+                                           "down_proj": linear(m.ffn_dim, m.dim)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed, a = self.attention_norm(x), self.attention
+        q, k, v = (project(normed).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, T, D) -> (B, H or K, T, E)
+                   for project in (a.q_proj, a.k_proj, a.v_proj))
+        q, k = rope(q, self.theta), rope(k, self.theta)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # (B, H, T, E)
+        x = x + a.o_proj(out.transpose(1, 2).flatten(2))  # (B, H, T, E) -> (B, T, H*E) -> (B, T, D)
+        normed, f = self.feed_forward_norm(x), self.feed_forward
+        return x + f.down_proj(F.silu(f.gate_proj(normed)) * f.up_proj(normed))  # (B, T, D) -> (B, T, F) -> (B, T, D)
+
+
+class Head(nn.Module):  # final norm, output matrix and loss, summed over the tokens: one FSDP unit
+    def __init__(self, m: SimpleNamespace):
+        super().__init__()
+        self.norm = RMSNorm(m.dim, m.norm_eps)
+        self.weight = nn.Parameter(torch.empty(m.vocab_size, m.dim))
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        logits = F.linear(self.norm(x), self.weight)  # (B, T, D) -> (B, T, V)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+
+
+class Llama(nn.Module):
+    def __init__(self, m: SimpleNamespace):
+        super().__init__()
+        self.embedding = nn.Embedding(m.vocab_size, m.dim)
+        self.blocks = nn.ModuleList(Block(m) for _ in range(m.n_layers))
+        self.head = Head(m)
+        if m.tie_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)  # (B, T) -> (B, T, D)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x, targets)
+
+
+def shard(model: Llama, tied: bool, p: SimpleNamespace, mesh: DeviceMesh) -> None:
+    """Makes each parameter of a meta model a DTensor, of which every rank stores some rows, with FSDP2's hooks."""
+    # Activation checkpointing first: around a sharded block, backward would repeat FSDP2's hooks, too.
+    for block in model.blocks if p.recompute == "full" else ():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+    # A unit is all-gathered at once. Tied, embedding and head share a parameter, and so a unit.
+    blocks = [[block] for block in model.blocks]
+    units = [[model.embedding, model.head], *blocks] if tied else [[model.embedding], *blocks, [model.head]]
+    param_dtype, reduce_dtype = getattr(torch, p.param_dtype), getattr(torch, p.reduce_dtype)
+    policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
+    for unit in units:  # the head's stays unsharded after forward: backward begins with it
+        reshard_after_forward = p.reshard_after_forward and model.head not in unit
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    stream_dtype = getattr(torch, p.output_dtype or p.param_dtype)
+    for module in (model.embedding, *model.blocks):  # the residual stream has a dtype of its own
+        module.register_forward_hook(lambda module, inputs, output: output.to(stream_dtype))
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))  # last: nothing is left
+    # Explicit prefetch: a unit's all-gather also issues those of the next n units; 0: as FSDP2 does by itself.
+    forward = [unit[0] for unit in units]
+    backward = [forward[0], *forward[:0:-1]] if tied else forward[::-1]
+    for i in range(len(units)):
+        forward[i].set_modules_to_forward_prefetch(forward[i + 1 : i + 1 + p.prefetch_forward])
+        backward[i].set_modules_to_backward_prefetch(backward[i + 1 : i + 1 + p.prefetch_backward])
+    if not tied:
+        model.embedding.set_unshard_in_backward(False)  # the backward of a lookup reads no weight
+
+
+def initialize(model: Llama, m: SimpleNamespace, seed: int, device: torch.device) -> None:
+    """Gives the shards storage and values. A parameter consists of blocks of about 65,536 elements, each with its own
+    generator. A rank draws those that its rows overlap: values do not depend on the number of ranks."""
+    model.to_empty(device=device)
+    if m.tie_embeddings:
+        model.head.weight = model.embedding.weight  # to_empty() unties them
+    for name, parameter in model.named_parameters():
+        local, rows, row_shape = parameter.detach().to_local(), len(parameter), parameter.shape[1:]
+        first = math.ceil(rows / dist.get_world_size()) * dist.get_rank()  # of this rank
+        size = max(1, 65536 // math.prod(row_shape))  # rows of a block
+        for begin in range(first // size * size, first + len(local), size) if len(local) else ():
+            values = torch.empty(min(size, rows - begin), *row_shape, device=device)
+            key = hashlib.blake2b(f"{seed}/{name}/{begin // size}".encode(), digest_size=8).digest()
+            generator = torch.Generator(device).manual_seed(int.from_bytes(key, "big") >> 1)
+            kind, std = name.split(".")[-2], m.dim**-0.5
+            if "norm" in kind:
+                values.fill_(1.0)
+            elif kind == "head" or (kind == "embedding" and m.tie_embeddings):
+                nn.init.trunc_normal_(values, 0.0, std, -3 * std, 3 * std, generator=generator)
+            elif kind in ("o_proj", "up_proj", "down_proj"):  # smaller with depth: the residual stream should not grow
+                values.normal_(0.0, 0.02 / math.sqrt(2 * (int(name.split(".")[1]) + 1)), generator=generator)
+            else:
+                values.normal_(0.0, 1.0 if kind == "embedding" else 0.02, generator=generator)
+            low, high = max(begin, first), min(begin + size, first + len(local))
+            local[low - first : high - first] = values[low - begin : high - begin]
+
+
+def train(cfg: SimpleNamespace, device: torch.device) -> None:
+    t, rank, ranks = cfg.train, dist.get_rank(), dist.get_world_size()
+    micro, tokens_per_step = t.micro_batch_size or t.global_batch_size // ranks, t.global_batch_size * t.seq_len
+    if t.global_batch_size % max(1, micro * ranks):
+        raise SystemExit(f"train.global_batch_size = {t.global_batch_size}: must be a multiple of {micro} x {ranks} ranks")
+    read = partial(window, open_data(cfg.data, cfg.model.vocab_size), t.seq_len, cfg.run.seed)
+    with torch.device("meta"):  # no rank ever holds the full model
+        model = Llama(cfg.model)
+    shard(model, cfg.model.tie_embeddings, cfg.parallel, init_device_mesh(device.type, (ranks,)))
+    initialize(model, cfg.model, cfg.run.seed, device)
+    named = dict(model.named_parameters())  # after sharding, which replaces parameters: AdamW must hold the shards
+    groups = [{"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": cfg.optim.weight_decay},
+              {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=cfg.optim.betas, eps=cfg.optim.eps, fused=True)
+    for p in named.values():  # the state exists from the start: a checkpoint can be read into it
+        count = torch.zeros((), device=device)
+        optimizer.state[p] = {"step": count, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+    # DCP joins names by dots: model.head.weight, optim.head.weight.exp_avg
+    tensors = {"model": named, "optim": {name: optimizer.state[p] for name, p in named.items()}}
+    folder = pathlib.Path(cfg.run.output_dir, f"{cfg.run.name}-minimal", "checkpoints")
+    newest = max(folder.glob("step-*"), default=None)
+    if newest:
+        dcp.load(tensors, checkpoint_id=newest)  # of any number of ranks
+    for step in range(int(newest.name[5:]) + 1 if newest else 1, t.steps + 1):
+        total = torch.zeros((), device=device)
+        for first in range((step - 1) * t.global_batch_size, step * t.global_batch_size, micro * ranks):
+            batch = torch.stack([read(first + rank * micro + i) for i in range(micro)]).to(device)  # (B, T+1)
+            loss = model(batch[:, :-1], batch[:, 1:])  # inputs (B, T), targets (B, T)
+            # FSDP2 averages gradients over ranks: times their number that is the sum, divided the mean over tokens.
+            (loss * ranks / tokens_per_step).backward()
+            total += loss.detach()
+        dist.all_reduce(total)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf if t.max_grad_norm == "off" else t.max_grad_norm)
+        row = {"step": step, "loss": total.item() / tokens_per_step, "grad_norm": norm.full_tensor().item()}
+        if not math.isfinite(row["loss"] + row["grad_norm"]):
+            raise FloatingPointError(f"the gradient is not finite: {row}")
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(cfg.optim, cfg.optim.schedule_steps or t.steps, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0:
+            print(json.dumps(row), flush=True)
+        if cfg.saves and (step == t.steps or step % (cfg.checkpoint.save_every_steps or t.steps) == 0):
+            temporary = folder / f".step-{step:08d}.tmp"
+            dcp.save(tensors, checkpoint_id=temporary)  # each rank writes its shards
+            if rank == 0:
+                temporary.rename(folder / f"step-{step:08d}")  # has this name only when it is complete
+
+
+def learning_rate(o: SimpleNamespace, end: int, step: int) -> float:
+    if step < o.warmup_steps:
+        return o.lr * step / o.warmup_steps
+    start = end - o.decay_steps if o.schedule == "wsd" else o.warmup_steps
+    done = min(max((step - start) / max(end - start, 1), 0.0), 1.0)
+    left = {"constant": 1.0, "cosine": (1 + math.cos(math.pi * done)) / 2}.get(o.schedule, 1 - done)
+    return o.lr * (o.min_lr_ratio + (1 - o.min_lr_ratio) * left)
+
+
+def window(stream: Tensor, length: int, seed: int, sample: int) -> Tensor:
+    """The tokens (T+1) of a sample. Each epoch permutes the windows anew, by a Feistel network of eight rounds."""
+    windows = (len(stream) - 1) // length
+    epoch, index = divmod(sample, windows)
+    key = hashlib.blake2b(f"{seed}/{epoch}/0".encode(), digest_size=64).digest()
+    half = max(1, ((windows - 1).bit_length() + 1) // 2)  # bits
+    while True:  # until the result is a window's number
+        left, right = index >> half, index & (1 << half) - 1
+        for i in range(0, 64, 8):
+            x = right ^ int.from_bytes(key[i : i + 8], "big")
+            x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+            x = (x ^ x >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+            left, right = right, left ^ (x ^ x >> 31) & (1 << half) - 1
+        index = left << half | right
+        if index < windows:
+            return stream[index * length : (index + 1) * length + 1].to(torch.int64)
+
+
+def open_data(d: SimpleNamespace, vocab_size: int) -> Tensor:
+    """The tokens to train on, mapped from data.path's file, or that of the newest folder prepared from this source."""
+    wanted = {key: getattr(d, key) for key in ("source", "subset", "split", "text_field", "max_tokens")}
+    wanted["vocab_size"] = None if d.tokenizer else vocab_size  # a tokenizer file has a vocabulary of its own
+    paths = [pathlib.Path(d.path, "manifest.json")] if d.path else pathlib.Path("prepared").glob("*/manifest.json")
+    for path in sorted(filter(os.path.exists, paths), key=os.path.getmtime, reverse=True):
+        found = json.loads(path.read_text())
+        if d.path or wanted.items() <= found["identity"].items():
+            size, dtype = found["tokens"]["train"], getattr(torch, found["dtype"])
+            return torch.from_file(str(path.with_name("train.bin")), size=size, dtype=dtype)
+    print(f"{d.path or 'prepared/'}: no data of {wanted}; `python -m data.prepare CONFIG` prepares it", file=sys.stderr)
+    sys.exit(2)
+
+
+OPTIONS = {  # ...: required; a tuple: the values that are implemented, the default first; else the default
+    "run": dict(name=None, output_dir="outputs", seed=0, device=("auto", "cuda", "cpu")),
+    "model": dict(dim=..., n_layers=..., n_heads=..., n_kv_heads=..., ffn_dim=..., vocab_size=..., head_dim=None,
+                  norm_eps=1e-5, rope_theta=5e5, tie_embeddings=(False, True), qk_norm=(False,), freeze=([],)),
+    "data": dict(source="python-stdlib", subset=None, split="train", text_field="text", path=None, tokenizer=None,
+                 max_tokens=None, document_mask=(False,), order=("global",), sources=([],)),
+    "train": dict(steps=..., seq_len=2048, global_batch_size=8, micro_batch_size=None, max_grad_norm=1.0,
+                  skip_nonfinite=(0,)), "checkpoint": dict(save_every_steps=None),
+    "optim": dict(lr=3e-4, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.1, warmup_steps=0, decay_steps=None,
+                  schedule=("cosine", "linear", "constant", "wsd"), schedule_steps=None, min_lr_ratio=0.1,
+                  name=("adamw",), state_dtype=("float32",)),
+    "parallel": dict(dp_replicate=(1,), dp_shard=("auto",), cp=(1,), tp=(1,), reshard_after_forward=(True, False),
+                     prefetch_forward=1, prefetch_backward=1, param_dtype=("bfloat16", "float32", "auto"),
+                     reduce_dtype=("float32", "bfloat16"), output_dtype=(None, "float32", "bfloat16"), keep_fp32=([],),
+                     replicated=([],), cpu_offload=(False,), sync_every_micro_batch=(True,),
+                     recompute=("none", "full"), float8=("none",))}
+IGNORED = ("log.", "eval.", "profile.", "checkpoint.", "run.deterministic", "run.start_timeout_", "run.step_timeout_",
+           "run.save_timeout_", "optim.muon_", "parallel.compile")  # these change no loss
+
+
+def read_options(path: str) -> SimpleNamespace:
+    raw, cfg, ignored, problems = tomllib.loads(pathlib.Path(path).read_text()), SimpleNamespace(), [], []
+    for section, given in {**{name: {} for name in OPTIONS}, **raw}.items():
+        known = OPTIONS.get(section, {})
+        values = {key: value[0] if isinstance(value, tuple) else value for key, value in known.items()} | given
+        for key, value in values.items() if known or f"{section}.".startswith(IGNORED) else [("*", given)]:
+            only = known.get(key, ())
+            if key not in known and f"{section}.{key}".startswith(IGNORED):
+                ignored.append(f"{section}.{key}")
+            elif value is ... or (isinstance(only, tuple) and value not in only):
+                shown = "absent" if value is ... else value
+                problems.append(f"{path}: {section}.{key} = {shown}: is required, or is not implemented here")
+        setattr(cfg, section, SimpleNamespace(**values))
+    cfg.run.name, cfg.saves = cfg.run.name or pathlib.Path(path).stem, "checkpoint" in raw
+    if problems + ignored and os.getenv("RANK", "0") == "0":
+        print(*problems, f"{path}: ignored: {', '.join(ignored)}", sep="\n", file=sys.stderr)
+    if problems:
+        sys.exit(2)
+    return cfg
+
+
+def main() -> None:
+    cfg = read_options(sys.argv[1])
+    cuda = torch.cuda.is_available() if cfg.run.device == "auto" else cfg.run.device == "cuda"
+    device = torch.device("cuda", int(os.getenv("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **alone)
+    if cfg.parallel.param_dtype == "auto":  # bfloat16 where every rank's device has units for it
+        cpu = torch.cpu.get_capabilities()
+        native = torch.cuda.is_bf16_supported(False) if cuda else cpu.get("avx512_bf16") or cpu.get("amx_bf16")
+        everywhere = torch.tensor(float(native or False), device=device)
+        dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+        cfg.parallel.param_dtype = "bfloat16" if everywhere else "float32"
+    train(cfg, device)
+    dist.barrier()  # gloo aborts if a rank leaves while another still communicates
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
