@@ -103,14 +103,13 @@ def shard(model: Llama, tied: bool, p: SimpleNamespace, mesh: DeviceMesh) -> Non
     # A unit is all-gathered at once. Tied, embedding and head share a parameter, and so a unit.
     blocks = [[block] for block in model.blocks]
     units = [[model.embedding, model.head], *blocks] if tied else [[model.embedding], *blocks, [model.head]]
-    param_dtype, reduce_dtype = getattr(torch, p.param_dtype), getattr(torch, p.reduce_dtype)
-    policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
+    param, reduce, out = (getattr(torch, d) for d in (p.param_dtype, p.reduce_dtype, p.output_dtype or p.param_dtype))
+    policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, cast_forward_inputs=False)
     for unit in units:  # the head's stays unsharded after forward: backward begins with it
         reshard_after_forward = p.reshard_after_forward and model.head not in unit
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    stream_dtype = getattr(torch, p.output_dtype or p.param_dtype)
     for module in (model.embedding, *model.blocks):  # the residual stream has a dtype of its own
-        module.register_forward_hook(lambda module, inputs, output: output.to(stream_dtype))
+        module.register_forward_hook(lambda module, inputs, output: output.to(out))
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))  # last: nothing is left
     # Explicit prefetch: a unit's all-gather also issues those of the next n units; 0: as FSDP2 does by itself.
     forward = [unit[0] for unit in units]
@@ -153,7 +152,7 @@ def train(cfg: SimpleNamespace, device: torch.device) -> None:
     t, rank, ranks = cfg.train, dist.get_rank(), dist.get_world_size()
     micro, tokens_per_step = t.micro_batch_size or t.global_batch_size // ranks, t.global_batch_size * t.seq_len
     if t.global_batch_size % max(1, micro * ranks):
-        raise SystemExit(f"train.global_batch_size = {t.global_batch_size}: must be a multiple of {micro} x {ranks} ranks")
+        raise SystemExit(f"global_batch_size = {t.global_batch_size}: must be a multiple of {micro} x {ranks} ranks")
     read = partial(window, open_data(cfg.data, cfg.model.vocab_size), t.seq_len, cfg.run.seed)
     with torch.device("meta"):  # no rank ever holds the full model
         model = Llama(cfg.model)
@@ -252,8 +251,8 @@ OPTIONS = {  # ...: required; a tuple: the values that are implemented, the defa
                   name=("adamw",), state_dtype=("float32",)),
     "parallel": dict(dp_replicate=(1,), dp_shard=("auto",), cp=(1,), tp=(1,), reshard_after_forward=(True, False),
                      prefetch_forward=1, prefetch_backward=1, param_dtype=("bfloat16", "float32", "auto"),
-                     reduce_dtype=("float32", "bfloat16"), output_dtype=(None, "float32", "bfloat16"), keep_fp32=([],),
-                     replicated=([],), cpu_offload=(False,), sync_every_micro_batch=(True,),
+                     reduce_dtype=("float32", "bfloat16"), output_dtype=(None, "float32", "bfloat16"),
+                     keep_fp32=([],), replicated=([],), cpu_offload=(False,), sync_every_micro_batch=(True,),
                      recompute=("none", "full"), float8=("none",))}
 IGNORED = ("log.", "eval.", "profile.", "checkpoint.", "run.deterministic", "run.start_timeout_", "run.step_timeout_",
            "run.save_timeout_", "optim.muon_", "parallel.compile")  # these change no loss
@@ -265,12 +264,10 @@ def read_options(path: str) -> SimpleNamespace:
         known = OPTIONS.get(section, {})
         values = {key: value[0] if isinstance(value, tuple) else value for key, value in known.items()} | given
         for key, value in values.items() if known or f"{section}.".startswith(IGNORED) else [("*", given)]:
-            only = known.get(key, ())
             if key not in known and f"{section}.{key}".startswith(IGNORED):
                 ignored.append(f"{section}.{key}")
-            elif value is ... or (isinstance(only, tuple) and value not in only):
-                shown = "absent" if value is ... else value
-                problems.append(f"{path}: {section}.{key} = {shown}: is required, or is not implemented here")
+            elif value is ... or (isinstance(known.get(key), tuple) and value not in known[key]):
+                problems.append(f"{path}: {section}.{key} = {value}: is required, or is not implemented here")
         setattr(cfg, section, SimpleNamespace(**values))
     cfg.run.name, cfg.saves = cfg.run.name or pathlib.Path(path).stem, "checkpoint" in raw
     if problems + ignored and os.getenv("RANK", "0") == "0":
