@@ -19,10 +19,12 @@ from model.llama import Linear, Llama
 class Projection(Linear):
     """A frozen projection, with an adapter or without."""
 
+    parts = {"lora_a": 1, "lora_b": 0, "scales": 0}  # the dimension of `weight` that each shares, for tensor parallelism
+
     def __init__(self, inputs: int, outputs: int, lora: config.Lora, init_std: float, adapted: bool):
         super().__init__(inputs, outputs, init_std)
         self.scales: nn.Parameter | None = None
-        self.first_block = 0  # NF4 block of the first local column, set by parallel/tensor.py
+        self.first_input = 0  # of the local input features, set by parallel/tensor.py
         if lora.base_dtype == "nf4":
             self.weight = nn.Parameter(torch.empty(outputs, inputs // 2, dtype=torch.uint8), requires_grad=False)
             self.scales = nn.Parameter(torch.empty(outputs, nf4.scale_bytes(inputs), dtype=torch.uint8), False)
@@ -38,7 +40,7 @@ class Projection(Linear):
         if self.scales is None:
             base = super().forward(x)
         else:
-            base = nf4.product(x, self.weight, self.scales, self.first_block, torch.compiler.is_compiling())
+            base = nf4.product(x, self.weight, self.scales, self.first_input // nf4.BLOCK, torch.compiler.is_compiling())
         return base if self.lora_a is None else base + self.lora_b(self.lora_scale * self.lora_a(x))
 
     @torch.no_grad()

@@ -33,7 +33,7 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
         owned.update(unit_parameters(modules))
         parameters = [param for param in unit_parameters(modules) if param not in replicated]
         for param in parameters:
-            _check_shard(param, names[param], mesh, world)
+            _check_shard(model, param, names[param], mesh, world)
         dtype = unit_dtypes(p, unit)[0]
         gathered = sum(param.numel() // (world.tp if param.placements[-1].is_shard() else 1)  # tp's, if there is tp
                        * (1 if param in in_8_bits else all_gather_dtype(param, dtype).itemsize)
@@ -51,7 +51,7 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
     sharded = {name: param for param, name in names.items() if param not in replicated}
     _check_replicas(sharded, world.mesh.get_group("dp_replicate"))
     if world.tp > 1:
-        whole = {name: param for param, name in names.items() if placement_of(name).is_replicate()}
+        whole = {name: param for param, name in names.items() if placement_of(model, name).is_replicate()}
         _check_replicas(whole, world.mesh.get_group("tp"))
     _check_replicas({name: param for param, name in names.items() if param in replicated}, dist.group.WORLD)
     return rows
@@ -62,11 +62,11 @@ def _require(holds: bool, name: str, fault: str) -> None:
         raise RuntimeError(f"sharding is not as configured: {name}: {fault}")
 
 
-def _check_shard(param: nn.Parameter, name: str, mesh: DeviceMesh, world: World) -> None:
+def _check_shard(model: Llama, param: nn.Parameter, name: str, mesh: DeviceMesh, world: World) -> None:
     """Requires the configured mesh and placements, and a local shard that is exactly the rectangle that they imply."""
     expected = (Replicate(), Shard(0)) if world.dp_replicate > 1 else (Shard(0),)
     if world.tp > 1:
-        over_tp = placement_of(name)
+        over_tp = placement_of(model, name)
         # FSDP2 shards tp's local rows: in the full tensor, one FSDP2 rank's rows are strided, not contiguous
         over_shards = _StridedShard(0, split_factor=world.tp) if over_tp == Shard(0) else Shard(0)
         expected = (*expected[:-1], over_shards, over_tp)

@@ -120,9 +120,9 @@ def test_each_tp_rank_dequantizes_its_own_columns(tp):
             (codes, scales), columns = quantize(full), module.in_features // tp
             part = codes[:, rank * columns // 2 :][:, : columns // 2]
             assert module.weight.shape == part.shape and module.scales.shape == scales.shape
-            found = nf4.dequantize(part, scales, torch.float32, module.first_block)
+            found = nf4.dequantize(part, scales, torch.float32, module.first_input // 64)
             assert found.equal(nf4.dequantize(codes, scales, torch.float32)[:, rank * columns :][:, :columns])
-        assert {module.first_block for module in (block.attention.q_proj, block.feed_forward.up_proj)} == {0}
+        assert {module.first_input for module in (block.attention.q_proj, block.feed_forward.up_proj)} == {0}
 
 
 MODEL = {"dim": 192, "n_heads": 2, "n_kv_heads": 2, "head_dim": 64, "ffn_dim": 384, "vocab_size": 320}
