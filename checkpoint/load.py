@@ -23,9 +23,8 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from checkpoint.catalog import NO_OPTIMIZER
 from checkpoint.manifest import CorruptCheckpoint, opened, read_manifest
 from config import ConfigError
-from model.llama import named_parameters
+from model.llama import named_parameters, weights_changed
 from model.lora import is_adapter
-from parallel.float8 import update_scales
 from ranks import on_each_rank
 
 DCP = "torch.distributed.checkpoint"
@@ -134,7 +133,7 @@ def restore(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optim
     read, or if names, shapes or dtypes differ."""
     reader = on_each_rank(lambda: Reader(folder))
     _read(reader, check_tensors(reader, model, optimizer))
-    update_scales(model)
+    weights_changed(model)
 
 
 def check_tensors(reader: Reader, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import config
 from config import ConfigError
 from model.attention import BlockMask, Cache, KVCache, attention, document_mask
-from model.float8 import float8_linear
 from model.loss import LossSums, VocabularyShard, chunked_cross_entropy
 from model.nf4 import elements
 
@@ -73,18 +72,13 @@ class Linear(nn.Linear):
     def __init__(self, inputs: int, outputs: int, init_std: float = 0.02):
         super().__init__(inputs, outputs, bias=False)
         self.init_std = init_std
-        self.float8 = "none"  # or a recipe of model/float8.py
-        self.scale: Tensor | None = None  # of a weight that is all-gathered in float8
 
     def reset_parameters(self) -> None:
         """Does nothing: materialize() sets the values. Random init on meta would import torch's compiler (a second)."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight  # once: replicated parameters are cast at each access
-        x = x.to(weight.dtype)
-        if self.float8 != "none":
-            return float8_linear(x, weight, self.scale, self.float8)
-        return F.linear(x, weight)
+        return F.linear(x.to(weight.dtype), weight)
 
 
 class Embedding(nn.Embedding):
@@ -245,6 +239,13 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parameter in model.named_parameters():
         name = name.replace("_checkpoint_wrapped_module.", "")
         yield name.replace("parametrizations.", "").removesuffix(".original"), parameter
+
+
+def weights_changed(model: nn.Module) -> None:
+    """Call after weights have changed in place: calls what modules name as `weights_changed`, a function of the model
+    that updates what they derive from their weights, each function once."""
+    for update in dict.fromkeys(m.weights_changed for m in model.modules() if hasattr(m, "weights_changed")):
+        update(model)
 
 
 def parameter_count(model: nn.Module) -> int:

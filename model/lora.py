@@ -7,6 +7,7 @@ parameters. Checkpoints hold only the adapters, and identify the base by a hash 
 
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,8 @@ from model.llama import Linear, Llama
 class Projection(Linear):
     """A frozen projection, with an adapter or without."""
 
-    parts = {"lora_a": 1, "lora_b": 0, "scales": 0}  # the dimension of `weight` that each shares, for tensor parallelism
+    # the dimension of `weight` that each shares, for tensor parallelism
+    parts: ClassVar = {"lora_a": 1, "lora_b": 0, "scales": 0}
 
     def __init__(self, inputs: int, outputs: int, lora: config.Lora, init_std: float, adapted: bool):
         super().__init__(inputs, outputs, init_std)
@@ -40,7 +42,8 @@ class Projection(Linear):
         if self.scales is None:
             base = super().forward(x)
         else:
-            base = nf4.product(x, self.weight, self.scales, self.first_input // nf4.BLOCK, torch.compiler.is_compiling())
+            first = self.first_input // nf4.BLOCK
+            base = nf4.product(x, self.weight, self.scales, first, torch.compiler.is_compiling())
         return base if self.lora_a is None else base + self.lora_b(self.lora_scale * self.lora_a(x))
 
     @torch.no_grad()

@@ -27,7 +27,6 @@ from torch.nn.utils import parametrize
 import config
 from config import ConfigError
 from model.llama import Llama, named_parameters
-from parallel.float8 import all_gather_in_float8
 from parallel.mesh import World, fsdp_mesh
 from parallel.torch_patches import allow_integer_parameters
 
@@ -50,7 +49,6 @@ def unit_parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
 def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
     """Shards every unit in place: parameters become DTensors on fsdp_mesh(world), except those of `replicated`."""
     replicated = replicated_parameters(model, p)
-    all_gather_in_float8(model, replicated)
     mesh, pin = fsdp_mesh(world), world.device.type == "cuda"  # pinned: the GPU's copies do not block the host
     offload = CPUOffloadPolicy(pin_memory=pin) if p.cpu_offload else OffloadPolicy()
     with allow_integer_parameters():
@@ -121,8 +119,11 @@ def unit_dtypes(p: config.Parallel, unit: str) -> tuple[torch.dtype, torch.dtype
 
 
 def all_gather_dtype(param: nn.Parameter, param_dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a parameter is all-gathered in, given its unit's param_dtype. FSDP2 casts no integers, except in
-    torch 2.11: NF4's bytes go as param_dtype there, which represents 0 to 255 exactly."""
+    """The dtype that a parameter is all-gathered in, given its unit's param_dtype. A local tensor with FSDP2's
+    all-gather extensions names its own. FSDP2 does not cast integers, except in torch 2.11: bytes are sent in
+    param_dtype there, which represents 0 to 255 exactly."""
+    if own := getattr(getattr(param, "_local_tensor", param), "all_gather_dtype", None):
+        return own
     return param_dtype if param.is_floating_point() or torch.__version__ < (2, 12) else param.dtype
 
 

@@ -14,8 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from config import ConfigError
 from model import nf4
-from model.llama import Llama, named_parameters
-from parallel.float8 import update_scales
+from model.llama import Llama, named_parameters, weights_changed
 from ranks import on_each_rank
 
 RNG_BLOCK = 65536  # elements drawn from one generator, rounded to full rows
@@ -46,7 +45,7 @@ def materialize(model: Llama, seed: int, device: torch.device,
             raise ConfigError(*(f"{name}: {lacks}" for name in unfilled))
 
     on_each_rank(fill_all)
-    update_scales(model)  # a collective: not before all ranks have their values
+    weights_changed(model)  # may be a collective: not before all ranks have their values
 
 
 def _fill(model: nn.Module, fill: Callable[[str, Offsets, Tensor, torch.Size], None], device: torch.device

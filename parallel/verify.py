@@ -14,7 +14,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import config
 from model.llama import Llama, named_parameters
-from parallel.float8 import tensorwise
 from parallel.fsdp import all_gather_dtype, replicated_parameters, unit_dtypes, unit_parameters, units
 from parallel.materialize import CHECK_CHUNK, local_rectangle
 from parallel.mesh import World, fsdp_mesh
@@ -25,7 +24,6 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
     """Returns the unit map, one row per unit. Raises RuntimeError naming the first parameter that is wrong."""
     names = {parameter: name for name, parameter in named_parameters(model)}
     owned, replicated, rows = set(), replicated_parameters(model, p), []
-    in_8_bits = {linear.weight for linear in tensorwise(model)}
     mesh = fsdp_mesh(world)
     if world.tp > 1:
         mesh = DeviceMesh._concatenate([mesh, world.mesh["tp"]])
@@ -36,7 +34,7 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
             _check_shard(model, param, names[param], mesh, world)
         dtype = unit_dtypes(p, unit)[0]
         gathered = sum(param.numel() // (world.tp if param.placements[-1].is_shard() else 1)  # tp's, if there is tp
-                       * (1 if param in in_8_bits else all_gather_dtype(param, dtype).itemsize)
+                       * all_gather_dtype(param, dtype).itemsize
                        for param in parameters)
         rows.append({
             "unit": unit,
