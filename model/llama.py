@@ -18,7 +18,6 @@ import config
 from config import ConfigError
 from model.attention import BlockMask, Cache, KVCache, attention, document_mask
 from model.loss import LossSums, VocabularyShard, chunked_cross_entropy
-from model.nf4 import elements
 
 
 class RMSNorm(nn.Module):
@@ -183,6 +182,8 @@ class Llama(nn.Module):
     which are also returned by name.
     """
 
+    saved = "*"  # the parameters that a checkpoint holds, by name
+
     def __init__(self, m: config.Model):
         super().__init__()
         self.config = m
@@ -249,7 +250,14 @@ def weights_changed(model: nn.Module) -> None:
 
 
 def parameter_count(model: nn.Module) -> int:
-    return sum(elements(name, p) for name, p in named_parameters(model))
+    return sum(weight_count(model, name, p) for name, p in named_parameters(model))
+
+
+def weight_count(model: nn.Module, name: str, p: Tensor) -> int:
+    """The number of weights that a parameter represents: its elements, times what its module's `weights_per_element`
+    says, for packed weights and their scales."""
+    path, _, own = name.rpartition(".")
+    return p.numel() * getattr(model.get_submodule(path), "weights_per_element", {}).get(own, 1)
 
 
 def flops_per_token(model: Llama, seq_len: int) -> int:
@@ -261,6 +269,6 @@ def flops_per_token(model: Llama, seq_len: int) -> int:
     is a lookup and does not count. Second: attention scores and weighted sum, 12 * ... unmasked, half of it if causal.
     """
     m = model.config
-    matrices = sum((6 if p.requires_grad else 4) * elements(name, p) for name, p in named_parameters(model)
+    matrices = sum((6 if p.requires_grad else 4) * weight_count(model, name, p) for name, p in named_parameters(model)
                    if p.ndim == 2 and (m.tie_embeddings or not name.startswith("embedding")))
     return matrices + 6 * m.n_layers * m.n_heads * m.width_per_head * seq_len

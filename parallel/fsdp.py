@@ -80,10 +80,9 @@ def replicated_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]
         matching = fnmatch.filter(names, pattern)
         if not matching:
             raise ConfigError(f"[parallel] replicated: {pattern!r} matches none of {', '.join([*names][:3])}, ...")
-        # NF4 codes and scales are one weight: a rank reads the same rows for both, and the base's hash counts them once
-        modules = {name.rpartition(".")[0] for name in matching}
-        matching += [name for name, param in names.items()
-                     if param.dtype == torch.uint8 and name.rpartition(".")[0] in modules]
+        # a module with fill() computes its parameters from the same rows, which a rank reads once: all or none
+        modules = {path for name in matching if hasattr(model.get_submodule(path := name.rpartition(".")[0]), "fill")}
+        matching += [name for name in names if name.rpartition(".")[0] in modules]
         if trained := [name for name in matching if names[name].requires_grad]:
             raise ConfigError(f"[parallel] replicated: {pattern!r} matches {', '.join(trained[:3])}, which is trained: "
                               "freeze it (model.freeze) or shard it")
