@@ -12,7 +12,8 @@ from model.llama import Llama, named_parameters
 from model.loss import CHUNK
 from optim import build_optimizer
 from parallel.activation_checkpoint import KEEP_EVERY, is_checkpointed
-from parallel.fsdp import all_gather_dtype, replicated_parameters, unit_dtypes, unit_parameters, units
+from parallel.fsdp import all_gather_dtype, unit_dtypes, unit_parameters, units
+from parallel.replicated import replicated_parameters
 from parallel.tensor import placement_of
 
 

@@ -1,4 +1,8 @@
-"""Llama 2 / 3 / 3.1 / 3.2 as plain modules. parallel/ sets Attention.attend, build_mask, Head.shard, compile_loss.
+"""Llama 2 / 3 / 3.1 / 3.2 as plain modules.
+
+What parallel/ replaces in them: whole Linear layers (float8.py), Attention.attend and Llama.build_mask (context.py),
+Head.shard and the forward() of embedding, attention, feed-forward and head (tensor.py), Head.compile_loss
+(parallelize.py). model/lora.py sets Llama.saved, and adds parameters to Linear layers.
 
 Shapes: B batch, T tokens, D model dimension (dim), H query heads, K key/value heads, E head dimension (head_dim),
 F feed-forward dimension, V vocabulary.
@@ -128,11 +132,16 @@ class Block(nn.Module):
     (x, terms) instead of x: terms[name] is a float32 scalar, the term's sum over the tokens of x (B, T, D), with its
     weight. Terms of one name are added over blocks, and over ranks, which hold different tokens. training_step()
     minimizes the sum of loss and terms, divided by the step's valid targets, and logs each term by its name.
+
+    __init__ assigns Linear layers in the order in which forward calls them: selective activation checkpointing saves
+    every n-th output, and numbers the layers in the order of named_modules() (check_matmul_order refuses another).
     """
 
     def __init__(self, m: config.Model, layer: int):
         super().__init__()
-        out_std = 0.02 / math.sqrt(2 * (layer + 1))  # so that the residual stream does not grow with depth
+        # As in torchtitan, the std of what is added to the residual stream falls with depth, so that the stream does
+        # not grow. up_proj has it, too: the feed-forward's output is proportional to it.
+        out_std = 0.02 / math.sqrt(2 * (layer + 1))
         self.attention_norm = RMSNorm(m.dim, m.norm_eps)
         self.attention = Attention(m, out_std)
         self.feed_forward_norm = RMSNorm(m.dim, m.norm_eps)

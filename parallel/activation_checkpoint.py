@@ -32,11 +32,13 @@ ATTENTION = {
     torch.ops.higher_order.flex_attention,  # with a document mask
 }
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
-KEEP_EVERY = {"elementwise": 1, "selective": 2}  # setting -> n: every n-th matrix product is saved
+KEEP_EVERY = {"elementwise": 1, "selective": 2}  # mode -> n: every n-th matrix product is saved
 
 
-def is_checkpointed(setting: str | int, block: int) -> bool:
-    return setting != "none" and (isinstance(setting, str) or block % setting == setting - 1)
+def is_checkpointed(setting: str | int, layer: int) -> bool:
+    """Whether the block of this index (from 0) is checkpointed. setting: the option `recompute`, either a mode, which
+    is for every block, or n for the last of every n blocks."""
+    return setting != "none" and (isinstance(setting, str) or layer % setting == setting - 1)
 
 
 def matmuls_of(module: nn.Module) -> set:
@@ -45,7 +47,7 @@ def matmuls_of(module: nn.Module) -> set:
 
 
 def check_matmul_order(model: Llama, setting: str | int, seq_len: int) -> None:
-    """Raises ConfigError if a setting selects matmuls by number and a block's forward does not call each nn.Linear
+    """Raises ConfigError if a mode selects matmuls by number and a block's forward does not call each nn.Linear
     once, in the order of named_modules(), with no other matmul in between. Runs one block of each kind, in the model's
     forward on the meta device: call it while the model is plain."""
     if setting not in KEEP_EVERY:
@@ -127,8 +129,9 @@ def apply_activation_checkpointing(model: Llama, setting: str | int, tp: int = 1
     Matrix products are those of linear layers and, numbered apart, grouped ones; batched ones (bmm) are recomputed.
     A linear layer with `keep_output` is not numbered: its output is saved if that is True, recomputed if False.
     """
-    for i in [i for i in range(len(model.blocks)) if is_checkpointed(setting, i)]:
-        model.blocks[i] = checkpointed(model.blocks[i], setting, tp)
+    for layer, block in enumerate(model.blocks):
+        if is_checkpointed(setting, layer):
+            model.blocks[layer] = checkpointed(block, setting, tp)
 
 
 def checkpointed(block: nn.Module, setting: str | int, tp: int, also: Collection = ()) -> nn.Module:

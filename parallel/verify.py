@@ -14,9 +14,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import config
 from model.llama import Llama, named_parameters
-from parallel.fsdp import all_gather_dtype, replicated_parameters, unit_dtypes, unit_parameters, units
+from parallel.fsdp import all_gather_dtype, unit_dtypes, unit_parameters, units
 from parallel.materialize import CHECK_CHUNK, local_rectangle
 from parallel.mesh import World, fsdp_mesh
+from parallel.replicated import replicated_parameters
 from parallel.tensor import placement_of
 
 
