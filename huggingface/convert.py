@@ -32,7 +32,6 @@ from huggingface import weights as hf_weights
 from huggingface.tokenizer import fast_tokenizer_files, inexpressible, read_sentencepiece
 from model.build import meta_model
 from model.llama import parameter_count
-from model.lora import is_adapter, merged
 from options import together
 
 GIB = 2**30
@@ -181,6 +180,8 @@ def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int, adapte
         return load.read_tensor(reader, f"model.{name}")
 
     def merge(name: str) -> Tensor:
+        from model.lora import merged
+
         path = name.rpartition(".")[0]
         return merged(model.get_submodule(path), weights.read(name), lambda part: read(f"{path}.{part}.weight"))
 
@@ -188,7 +189,7 @@ def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int, adapte
         if not cfg.lora:
             raise ConfigError(f"--adapter: the run {cfg.run.name} has no [lora]; export it whole, without --adapter")
         tensors = {hf_weights.hf_name(name): read(name).to(getattr(torch, dtype))
-                   for name, _ in model.named_parameters() if is_adapter(name)}
+                   for name, _ in model.named_parameters() if hf_weights.is_adapter(name)}
         write_safetensors(folder / hf_weights.PEFT_WEIGHTS, tensors)
         write_json(folder / hf_config.ADAPTER, hf_config.render_adapter(cfg.lora, cfg.model.init_from))
         return

@@ -59,7 +59,3 @@ def merged(module: nn.Module, base: Tensor, read: Callable[[str], Tensor]) -> Te
     if not hasattr(module, "lora_a"):
         return kept
     return torch.addmm(kept, read("lora_b"), read("lora_a"), alpha=module.lora_scale)
-
-
-def is_adapter(name: str) -> bool:
-    return ".lora_" in name
