@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import config
-from model.llama import named_parameters
+from model.llama import named_parameters, weights_changed
 
 NORM_ROW = 4096  # elements whose squares are added up in float32
 
@@ -48,6 +48,8 @@ def build_optimizer(model: nn.Module, o: config.Optim, seed: int = 0, compile: b
             "exp_avg": torch.zeros_like(p, dtype=getattr(torch, o.state_dtype)),
             "exp_avg_sq": torch.zeros_like(p, dtype=getattr(torch, o.state_dtype)),
         }
+    if any(hasattr(module, "weights_changed") for module in model.modules()):
+        optimizer.register_step_post_hook(lambda *unused: weights_changed(model))
     return optimizer
 
 

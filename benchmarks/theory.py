@@ -12,7 +12,8 @@ from model.llama import Llama, named_parameters
 from model.loss import CHUNK
 from optim import build_optimizer
 from parallel.activation_checkpoint import KEEP_EVERY, is_checkpointed
-from parallel.fsdp import all_gather_dtype, replicated_parameters, unit_dtypes, unit_parameters, units
+from parallel.fsdp import all_gather_dtype, unit_dtypes, unit_parameters, units
+from parallel.replicated import replicated_parameters
 from parallel.tensor import placement_of
 
 
@@ -20,7 +21,7 @@ def largest_shards(model: Llama, shards: int, tp: int) -> dict[nn.Parameter, int
     """Elements of the largest shard of each parameter: ceil(rows / shards) rows of what tp leaves a rank of it."""
     found = {}
     for name, q in named_parameters(model):
-        shape, placement = [*q.shape], placement_of(name)
+        shape, placement = [*q.shape], placement_of(model, name)
         if placement and placement.is_shard():
             shape[placement.dim] //= tp
         found[q] = math.ceil(shape[0] / shards) * math.prod(shape[1:])
@@ -150,7 +151,7 @@ def over_tp_and_cp(cfg: config.Config, model: Llama, sequences: int, accumulatio
         chunk = CHUNK["cuda compiled" if p.compile else "cuda"]
         yield "all_gather", accumulation * (tokens // chunk), tp * 3 * 4 * chunk
         yield "all_gather", accumulation * (tokens % chunk > 0), tp * 3 * 4 * (tokens % chunk)
-        whole = {q for name, q in trained.items() if placement_of(name).is_replicate()}
+        whole = {q for name, q in trained.items() if placement_of(model, name).is_replicate()}
         for unit, modules in units(model):
             # deferred, FSDP2 accumulates gradients in the dtype of the reduction; torch 2.15 does so from the first on
             dtype = unit_dtypes(p, unit)[scatters != accumulation or torch.__version__ >= (2, 15)]

@@ -5,6 +5,7 @@ torch.load(weights_only=False): both can execute code that a file names. Here .m
 consists of, every value must be a tensor, and every path in it must be a file of this folder.
 """
 
+import fnmatch
 import math
 import os
 import pathlib
@@ -23,9 +24,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from checkpoint.catalog import NO_OPTIMIZER
 from checkpoint.manifest import CorruptCheckpoint, opened, read_manifest
 from config import ConfigError
-from model.llama import named_parameters
-from model.lora import is_adapter
-from parallel.float8 import update_scales
+from model.llama import named_parameters, weights_changed
 from ranks import on_each_rank
 
 DCP = "torch.distributed.checkpoint"
@@ -116,13 +115,12 @@ def is_covered(item: TensorStorageMetadata) -> bool:
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """The tensors of a checkpoint by name: "model.<parameter>" and "optim.<parameter>.<state>". For a model with
-    adapters (model/lora.py), only the adapters."""
+    """The tensors of a checkpoint by name: "model.<parameter>" and "optim.<parameter>.<state>", of
+    the parameters that the model's pattern `saved` matches."""
     found: dict[str, Tensor] = {}
-    parameters = dict(named_parameters(model))
-    adapters = [name for name in parameters if is_adapter(name)]
-    for name in adapters or parameters:
-        parameter = parameters[name]
+    for name, parameter in named_parameters(model):
+        if not fnmatch.fnmatchcase(name, getattr(model, "saved", "*")):
+            continue
         found[f"model.{name}"] = parameter.detach()
         if optimizer is not None:
             found |= {f"optim.{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
@@ -134,7 +132,7 @@ def restore(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optim
     read, or if names, shapes or dtypes differ."""
     reader = on_each_rank(lambda: Reader(folder))
     _read(reader, check_tensors(reader, model, optimizer))
-    update_scales(model)
+    weights_changed(model)
 
 
 def check_tensors(reader: Reader, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:

@@ -32,7 +32,6 @@ from huggingface import weights as hf_weights
 from huggingface.tokenizer import fast_tokenizer_files, inexpressible, read_sentencepiece
 from model.build import meta_model
 from model.llama import parameter_count
-from model.lora import Projection, is_adapter
 from options import together
 
 GIB = 2**30
@@ -180,18 +179,17 @@ def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int, adapte
     def read(name: str) -> Tensor:
         return load.read_tensor(reader, f"model.{name}")
 
-    def merged(name: str) -> Tensor:
-        path, whole = name.rpartition(".")[0], weights.read(name)
-        module = model.get_submodule(path)
-        if isinstance(module, Projection):
-            return module.merged(whole, lambda part: read(f"{path}.{part}.weight"))
-        return whole.to(module.weight.dtype)
+    def merge(name: str) -> Tensor:
+        from model.lora import merged
+
+        path = name.rpartition(".")[0]
+        return merged(model.get_submodule(path), weights.read(name), lambda part: read(f"{path}.{part}.weight"))
 
     if adapter:
         if not cfg.lora:
             raise ConfigError(f"--adapter: the run {cfg.run.name} has no [lora]; export it whole, without --adapter")
         tensors = {hf_weights.hf_name(name): read(name).to(getattr(torch, dtype))
-                   for name, _ in model.named_parameters() if is_adapter(name)}
+                   for name, _ in model.named_parameters() if hf_weights.is_adapter(name)}
         write_safetensors(folder / hf_weights.PEFT_WEIGHTS, tensors)
         write_json(folder / hf_config.ADAPTER, hf_config.render_adapter(cfg.lora, cfg.model.init_from))
         return
@@ -205,7 +203,7 @@ def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int, adapte
         write_json(folder / GENERATION, ids)
     ids |= hf_config.read_json(folder / GENERATION)  # that of an import may list several EOS tokens
     write_json(folder / "config.json", hf_config.render(cfg.model, seq_len, dtype, ids))
-    write_weights(folder, cfg.model, merged if weights else read, getattr(torch, dtype), limit)
+    write_weights(folder, cfg.model, merge if weights else read, getattr(torch, dtype), limit)
     if weights:
         compare.check_base(checkpoint, cfg.model.init_from, hf_weights.fingerprint([weights.sums]))
 

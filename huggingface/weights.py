@@ -24,7 +24,6 @@ from config import ConfigError
 from huggingface import config as hf_config
 from model.build import meta_model
 from model.llama import Llama
-from model.lora import is_adapter
 from options import together, toml
 from ranks import all_gather_objects, check_same_on_all_ranks, on_each_rank
 
@@ -50,6 +49,10 @@ DTYPES = ("F32", "BF16", "F16")  # the dtypes that are read, by safetensors' cod
 PEFT_WEIGHTS = "adapter_model.safetensors"
 SUMMED = 2**20  # elements hashed at a time for fingerprint(), in full rows
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def is_adapter(name: str) -> bool:
+    return ".lora_" in name
 
 
 def hf_name(name: str) -> str:

@@ -15,18 +15,21 @@ On a GPU torch._scaled_mm multiplies. Elsewhere the same 8-bit values are multip
 products exactly. Shapes: M tokens, K input features, N output features.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
 from config import ConfigError
+from model.llama import Linear
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 aten = torch.ops.aten
 Scaled = tuple[Tensor, Tensor]  # float8 values (M, N); inverse scale (1, 1), (M, 1) or (1, N) in float32
 
 
-def float8_matrices(blocks: nn.ModuleList, recipe: str, device_type: str) -> list[nn.Linear]:
-    """The linear layers that multiply in float8. 16 must divide both dimensions, as the kernels require. On a GPU they
+def float8_matrices(blocks: nn.Module, recipe: str, device_type: str) -> list[Linear]:
+    """The linear layers to multiply in float8. 16 must divide both dimensions, as the kernels require. On a GPU they
     must be large enough to win: torchao 0.18's rule from H100 timings (float8_linear_utils: _auto_filter_for_recipe)
     skips K <= 4,096 with N <= 1,024 (tensorwise); N <= 2,048, K <= 1,024, N <= 4,096 with K <= 2,048 (rowwise).
     """
@@ -35,19 +38,21 @@ def float8_matrices(blocks: nn.ModuleList, recipe: str, device_type: str) -> lis
             return True
         return k > 4096 or n > 1024 if recipe == "tensorwise" else n > 2048 and k > 1024 and (n > 4096 or k > 2048)
 
-    linears = [module for module in blocks.modules() if isinstance(module, nn.Linear)] if recipe != "none" else []
+    linears = [module for module in blocks.modules() if isinstance(module, Linear)] if recipe != "none" else []
     return [linear for linear in linears
             if (n := linear.out_features) % 16 == (k := linear.in_features) % 16 == 0 and wins(n, k)]
 
 
-def use_float8(blocks: nn.ModuleList, recipe: str, device_type: str) -> None:
-    """Enables a recipe for float8_matrices(). Raises ConfigError if it would apply to none."""
+def use_float8(blocks: nn.Module, recipe: str, device_type: str) -> None:
+    """Replaces float8_matrices() by Float8Linear layers, in place. Raises ConfigError if there are none."""
     chosen = float8_matrices(blocks, recipe, device_type)
     if recipe != "none" and not chosen:
         raise ConfigError(f'[parallel] float8 = "{recipe}": no matrix of the blocks is one for 8 bits: 16 must divide '
                           "both sides, and on a GPU they must be large enough to win (model/float8.py); use \"none\"")
-    for linear in chosen:
-        linear.float8 = recipe
+    for path, linear in [*blocks.named_modules()]:
+        if linear in chosen:
+            parent, _, name = path.rpartition(".")
+            setattr(blocks.get_submodule(parent), name, Float8Linear(linear, recipe))
 
 
 class Float8Weight(Tensor):
@@ -135,6 +140,22 @@ class Product(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             of_weight = product(transposed(scaled(grad, dtype, rowwise, 0)), scaled(x, E4M3, rowwise, 0), x.dtype)
         return of_x, of_weight, None, None
+
+
+class Float8Linear(Linear):
+    """A linear layer that multiplies in float8, with the weight of the plain one that it replaces."""
+
+    matmuls: ClassVar = {aten._scaled_mm.default}  # for activation checkpointing
+
+    def __init__(self, plain: Linear, recipe: str):
+        with torch.device("meta"):
+            super().__init__(plain.in_features, plain.out_features, plain.init_std)
+        self.weight, self.recipe = plain.weight, recipe
+        self.scale: Tensor | None = None  # of a weight that is all-gathered in float8
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight  # once: replicated parameters are cast at each access
+        return float8_linear(x.to(weight.dtype), weight, self.scale, self.recipe)
 
 
 def float8_linear(x: Tensor, weight: Tensor, scale: Tensor | None, recipe: str) -> Tensor:

@@ -1,4 +1,8 @@
-"""Llama 2 / 3 / 3.1 / 3.2 as plain modules. parallel/ sets Attention.attend, build_mask, Head.shard, compile_loss.
+"""Llama 2 / 3 / 3.1 / 3.2 as plain modules.
+
+What parallel/ replaces in them: whole Linear layers (float8.py), Attention.attend and Llama.build_mask (context.py),
+Head.shard and the forward() of embedding, attention, feed-forward and head (tensor.py), Head.compile_loss
+(parallelize.py). model/lora.py sets Llama.saved, and adds parameters to Linear layers.
 
 Shapes: B batch, T tokens, D model dimension (dim), H query heads, K key/value heads, E head dimension (head_dim),
 F feed-forward dimension, V vocabulary.
@@ -17,9 +21,7 @@ from torch import Tensor, nn
 import config
 from config import ConfigError
 from model.attention import BlockMask, Cache, KVCache, attention, document_mask
-from model.float8 import float8_linear
 from model.loss import LossSums, VocabularyShard, chunked_cross_entropy
-from model.nf4 import elements
 
 
 class RMSNorm(nn.Module):
@@ -73,18 +75,13 @@ class Linear(nn.Linear):
     def __init__(self, inputs: int, outputs: int, init_std: float = 0.02):
         super().__init__(inputs, outputs, bias=False)
         self.init_std = init_std
-        self.float8 = "none"  # or a recipe of model/float8.py
-        self.scale: Tensor | None = None  # of a weight that is all-gathered in float8
 
     def reset_parameters(self) -> None:
         """Does nothing: materialize() sets the values. Random init on meta would import torch's compiler (a second)."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight  # once: replicated parameters are cast at each access
-        x = x.to(weight.dtype)
-        if self.float8 != "none":
-            return float8_linear(x, weight, self.scale, self.float8)
-        return F.linear(x, weight)
+        return F.linear(x.to(weight.dtype), weight)
 
 
 class Embedding(nn.Embedding):
@@ -135,11 +132,16 @@ class Block(nn.Module):
     (x, terms) instead of x: terms[name] is a float32 scalar, the term's sum over the tokens of x (B, T, D), with its
     weight. Terms of one name are added over blocks, and over ranks, which hold different tokens. training_step()
     minimizes the sum of loss and terms, divided by the step's valid targets, and logs each term by its name.
+
+    __init__ assigns Linear layers in the order in which forward calls them: selective activation checkpointing saves
+    every n-th output, and numbers the layers in the order of named_modules() (check_matmul_order refuses another).
     """
 
     def __init__(self, m: config.Model, layer: int):
         super().__init__()
-        out_std = 0.02 / math.sqrt(2 * (layer + 1))  # so that the residual stream does not grow with depth
+        # As in torchtitan, the std of what is added to the residual stream falls with depth, so that the stream does
+        # not grow. up_proj has it, too: the feed-forward's output is proportional to it.
+        out_std = 0.02 / math.sqrt(2 * (layer + 1))
         self.attention_norm = RMSNorm(m.dim, m.norm_eps)
         self.attention = Attention(m, out_std)
         self.feed_forward_norm = RMSNorm(m.dim, m.norm_eps)
@@ -188,6 +190,8 @@ class Llama(nn.Module):
     logits (B, 1, V) are those of each row's newest token. In training mode, the loss includes the blocks' own terms,
     which are also returned by name.
     """
+
+    saved = "*"  # the parameters that a checkpoint holds, by name
 
     def __init__(self, m: config.Model):
         super().__init__()
@@ -247,8 +251,22 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield name.replace("parametrizations.", "").removesuffix(".original"), parameter
 
 
+def weights_changed(model: nn.Module) -> None:
+    """Call after weights have changed in place: calls what modules name as `weights_changed`, a function of the model
+    that updates what they derive from their weights, each function once."""
+    for update in dict.fromkeys(m.weights_changed for m in model.modules() if hasattr(m, "weights_changed")):
+        update(model)
+
+
 def parameter_count(model: nn.Module) -> int:
-    return sum(elements(name, p) for name, p in named_parameters(model))
+    return sum(weight_count(model, name, p) for name, p in named_parameters(model))
+
+
+def weight_count(model: nn.Module, name: str, p: Tensor) -> int:
+    """The number of weights that a parameter represents: its elements, times what its module's `weights_per_element`
+    says, for packed weights and their scales."""
+    path, _, own = name.rpartition(".")
+    return p.numel() * getattr(model.get_submodule(path), "weights_per_element", {}).get(own, 1)
 
 
 def flops_per_token(model: Llama, seq_len: int) -> int:
@@ -260,6 +278,6 @@ def flops_per_token(model: Llama, seq_len: int) -> int:
     is a lookup and does not count. Second: attention scores and weighted sum, 12 * ... unmasked, half of it if causal.
     """
     m = model.config
-    matrices = sum((6 if p.requires_grad else 4) * elements(name, p) for name, p in named_parameters(model)
+    matrices = sum((6 if p.requires_grad else 4) * weight_count(model, name, p) for name, p in named_parameters(model)
                    if p.ndim == 2 and (m.tie_embeddings or not name.startswith("embedding")))
     return matrices + 6 * m.n_layers * m.n_heads * m.width_per_head * seq_len

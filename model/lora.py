@@ -12,57 +12,50 @@ import torch
 from torch import Tensor, nn
 
 import config
-from model import nf4
 from model.llama import Linear, Llama
-
-
-class Projection(Linear):
-    """A frozen projection, with an adapter or without."""
-
-    def __init__(self, inputs: int, outputs: int, lora: config.Lora, init_std: float, adapted: bool):
-        super().__init__(inputs, outputs, init_std)
-        self.scales: nn.Parameter | None = None
-        self.first_block = 0  # NF4 block of the first local column, set by parallel/tensor.py
-        if lora.base_dtype == "nf4":
-            self.weight = nn.Parameter(torch.empty(outputs, inputs // 2, dtype=torch.uint8), requires_grad=False)
-            self.scales = nn.Parameter(torch.empty(outputs, nf4.scale_bytes(inputs), dtype=torch.uint8), False)
-        else:
-            self.weight = nn.Parameter(self.weight.to(getattr(torch, lora.base_dtype)), requires_grad=False)
-        self.lora_a = self.lora_b = None
-        if adapted:  # A is random, with the std of the authors' code; B is 0, so that training starts from the base
-            self.lora_a = Linear(inputs, lora.rank, init_std=1 / math.sqrt(3 * inputs))
-            self.lora_b = Linear(lora.rank, outputs, init_std=0.0)
-            self.lora_scale = lora.scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.scales is None:
-            base = super().forward(x)
-        else:
-            base = nf4.product(x, self.weight, self.scales, self.first_block, torch.compiler.is_compiling())
-        return base if self.lora_a is None else base + self.lora_b(self.lora_scale * self.lora_a(x))
-
-    @torch.no_grad()
-    def merged(self, base: Tensor, read: Callable[[str], Tensor]) -> Tensor:
-        """W + alpha / rank B A in float32: W is the base's float32 weight, rounded or quantized as in training; A and B
-        are read("lora_a") and read("lora_b")."""
-        if self.scales is None:
-            kept = base.to(self.weight.dtype).float()
-        else:
-            kept = nf4.dequantize(nf4.codes_of(base), nf4.scales_of(base), torch.float32)
-        return kept if self.lora_a is None else torch.addmm(kept, read("lora_b"), read("lora_a"), alpha=self.lora_scale)
 
 
 def add_adapters(model: Llama, lora: config.Lora) -> None:
     """Freezes a model in place, converts it to the base's dtype (with NF4: bfloat16 for all but the blocks'
     projections), and adds an adapter to each projection in `targets`."""
-    dtype = torch.bfloat16 if lora.base_dtype == "nf4" else getattr(torch, lora.base_dtype)
-    model.to(dtype).requires_grad_(False)
+    in_nf4 = lora.base_dtype == "nf4"
+    model.to(torch.bfloat16 if in_nf4 else getattr(torch, lora.base_dtype)).requires_grad_(False)
     for block in model.blocks:
         for module in (block.attention, block.feed_forward):
-            for name, child in list(module.named_children()):
-                setattr(module, name, Projection(child.in_features, child.out_features, lora, child.init_std,
-                                                 name in lora.targets))
+            for name, projection in [child for child in module.named_children() if isinstance(child[1], Linear)]:
+                if in_nf4:
+                    from model.nf4 import NF4Linear
+
+                    projection = NF4Linear(projection)
+                    setattr(module, name, projection)
+                if name in lora.targets:
+                    add_adapter(projection, lora)
+    model.saved = "*.lora_?.weight"
 
 
-def is_adapter(name: str) -> bool:
-    return ".lora_" in name
+def add_adapter(projection: Linear, lora: config.Lora) -> None:
+    """A is random, with the std of the authors' code; B is 0, so that training starts from the base."""
+    inputs, outputs = projection.in_features, projection.out_features
+    projection.lora_a = Linear(inputs, lora.rank, init_std=1 / math.sqrt(3 * inputs))
+    projection.lora_b = Linear(lora.rank, outputs, init_std=0.0)
+    projection.lora_scale = lora.scale
+    projection.register_forward_hook(add_product)
+    # For tensor parallelism: A shares the projection's input features, B its output features.
+    projection.parts = {**getattr(projection, "parts", {}), "lora_a": 1, "lora_b": 0}
+    # For activation checkpointing: A x is small. B A x is as large as the base's output but cheap to recompute.
+    projection.lora_a.keep_output, projection.lora_b.keep_output = True, False
+
+
+def add_product(projection: Linear, inputs: tuple[Tensor], out: Tensor) -> Tensor:
+    """Forward hook of a projection. One function for all, so that compiled blocks share a graph."""
+    return out + projection.lora_b(projection.lora_scale * projection.lora_a(*inputs))
+
+
+@torch.no_grad()
+def merged(module: nn.Module, base: Tensor, read: Callable[[str], Tensor]) -> Tensor:
+    """W + alpha / rank B A in float32: W is the base's float32 weight, rounded or quantized as in training; A and B
+    are read("lora_a") and read("lora_b")."""
+    kept = module.rounded(base) if hasattr(module, "rounded") else base.to(module.weight.dtype).float()
+    if not hasattr(module, "lora_a"):
+        return kept
+    return torch.addmm(kept, read("lora_b"), read("lora_a"), alpha=module.lora_scale)

@@ -12,14 +12,18 @@ like any parameter and does not cast them (torch 2.11 does, to the unit's dtype,
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from config import ConfigError
+from model.llama import Linear
 
 BLOCK = 64  # weights that share an absmax
 RANGE = 256  # blocks whose absmax values share a range
+CHUNK = 2**20  # elements quantized at a time, rounded to full rows
 # Quantiles of a normal distribution, scaled to [-1, 1], with an exact zero: appendix E of the paper, to four decimals
 # as in torchao (https://github.com/pytorch/ao).
 CODE_BOOK = (-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0,
@@ -30,11 +34,6 @@ def scale_bytes(columns: int) -> int:
     """Bytes of scales for a row of this many weights: one byte per block, two float32 per range."""
     blocks = columns // BLOCK
     return blocks + 8 * math.ceil(blocks / RANGE)
-
-
-def elements(name: str, p: Tensor) -> int:
-    """The number of weights that a parameter represents: codes pack two in a byte, scales count as none."""
-    return p.numel() if p.dtype != torch.uint8 else 0 if name.endswith(".scales") else 2 * p.numel()
 
 
 def codes_of(rows: Tensor) -> Tensor:
@@ -125,3 +124,42 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple:
 
 
 product.register_autograd(_gradient, setup_context=_keep_codes)
+
+
+class NF4Linear(Linear):
+    """A frozen linear layer in NF4, in place of a plain one: `weight` holds the codes."""
+
+    weights_per_element: ClassVar = {"weight": 2, "scales": 0}  # for parameter_count(): how many weights it represents
+    parts: ClassVar = {"scales": 0}  # for tensor parallelism: sharded along dimension 0 if the codes are
+    matmuls: ClassVar = {torch.ops.frozen.nf4_product.default}  # for activation checkpointing
+
+    def __init__(self, plain: Linear):
+        with torch.device("meta"):
+            super().__init__(plain.in_features, plain.out_features, plain.init_std)
+        rows, columns, device = plain.out_features, plain.in_features, plain.weight.device
+        codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=device)
+        scales = torch.empty(rows, scale_bytes(columns), dtype=torch.uint8, device=device)
+        self.weight, self.scales = nn.Parameter(codes, requires_grad=False), nn.Parameter(scales, requires_grad=False)
+        self.first_input = 0  # the first local input feature; set by parallel/tensor.py
+
+    def forward(self, x: Tensor) -> Tensor:
+        return product(x, self.weight, self.scales, self.first_input // BLOCK, torch.compiler.is_compiling())
+
+    def fill(self, name: str, fill: Callable[[str, tuple[int, ...], Tensor, torch.Size], None],
+             offsets: tuple[int, ...], out: Tensor) -> None:
+        """For materialize(): fills `out`, a rectangle of the codes or scales, by quantizing the weight that `fill`
+        gives. It takes a few full rows at a time: this bounds memory, and the bits do not depend on the mesh."""
+        weight, shape = f"{name.rpartition('.')[0]}.weight", torch.Size((self.out_features, self.in_features))
+        begin = 0
+        for part in out.split(max(1, CHUNK // shape[1])):
+            rows = torch.empty(len(part), shape[1], device=out.device)
+            fill(weight, (offsets[0] + begin, 0), rows, shape)
+            if not rows.sum().isfinite():
+                raise ConfigError(f"{weight}: holds values that are not finite")
+            packed = codes_of(rows) if name == weight else scales_of(rows)
+            part.copy_(packed[:, offsets[1] :][:, : part.shape[1]])
+            begin += len(part)
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        """A float32 weight as this layer holds it."""
+        return dequantize(codes_of(weight), scales_of(weight), torch.float32)

@@ -21,7 +21,7 @@ from model.llama import Llama
 from parallel.torch_patches import drop_advice_on_policies
 
 aten = torch.ops.aten
-MATRIX_PRODUCTS = {aten.mm.default, aten.addmm.default, aten._scaled_mm.default, torch.ops.frozen.nf4_product.default}
+MATRIX_PRODUCTS = {aten.mm.default, aten.addmm.default}
 GROUPED = aten._grouped_mm.default  # of a mixture of experts: F.grouped_mm()
 ATTENTION = {
     aten._scaled_dot_product_flash_attention.default,
@@ -32,15 +32,22 @@ ATTENTION = {
     torch.ops.higher_order.flex_attention,  # with a document mask
 }
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
-KEEP_EVERY = {"elementwise": 1, "selective": 2}  # setting -> n: every n-th matrix product is saved
+KEEP_EVERY = {"elementwise": 1, "selective": 2}  # mode -> n: every n-th matrix product is saved
 
 
-def is_checkpointed(setting: str | int, block: int) -> bool:
-    return setting != "none" and (isinstance(setting, str) or block % setting == setting - 1)
+def is_checkpointed(setting: str | int, layer: int) -> bool:
+    """Whether the block of this index (from 0) is checkpointed. setting: the option `recompute`, either a mode, which
+    is for every block, or n for the last of every n blocks."""
+    return setting != "none" and (isinstance(setting, str) or layer % setting == setting - 1)
+
+
+def matmuls_of(module: nn.Module) -> set:
+    """The operators of its linear layers: MATRIX_PRODUCTS, and what layers of other kinds name as `matmuls`."""
+    return MATRIX_PRODUCTS.union(*(getattr(layer, "matmuls", ()) for layer in module.modules()))
 
 
 def check_matmul_order(model: Llama, setting: str | int, seq_len: int) -> None:
-    """Raises ConfigError if a setting selects matmuls by number and a block's forward does not call each nn.Linear
+    """Raises ConfigError if a mode selects matmuls by number and a block's forward does not call each nn.Linear
     once, in the order of named_modules(), with no other matmul in between. Runs one block of each kind, in the model's
     forward on the meta device: call it while the model is plain."""
     if setting not in KEEP_EVERY:
@@ -52,7 +59,7 @@ def check_matmul_order(model: Llama, setting: str | int, seq_len: int) -> None:
     with contextlib.ExitStack() as stack:
         for block in model.blocks:
             stack.enter_context(mock.patch.object(block, "forward", partial(_once, outputs, block, block.forward)))
-        order = stack.enter_context(MatmulOrder())
+        order = stack.enter_context(MatmulOrder(matmuls_of(model)))
         for hook in (register_module_forward_pre_hook(order.enter), register_module_forward_hook(order.leave)):
             stack.callback(hook.remove)
         try:
@@ -93,8 +100,9 @@ def _once(outputs: dict[tuple, tuple], block: nn.Module, forward: Callable, *arg
 class MatmulOrder(TorchDispatchMode):
     """Records, for each matmul, the innermost module that runs, and the last operator."""
 
-    def __init__(self):
+    def __init__(self, operators: set):
         super().__init__()
+        self.operators = operators
         self.running: list[nn.Module] = []
         self.matmuls: list[nn.Module] = []
         self.operator: Any = None
@@ -107,7 +115,7 @@ class MatmulOrder(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         self.operator = operator
-        if operator in MATRIX_PRODUCTS:
+        if operator in self.operators:
             self.matmuls.append(self.running[-1])
         return operator(*args, **(kwargs or {}))
 
@@ -119,29 +127,30 @@ def apply_activation_checkpointing(model: Llama, setting: str | int, tp: int = 1
     "elementwise": every block saves attention and matrix products; it recomputes norms, RoPE and activation function.
     "selective": every block saves attention and every second matrix product; it recomputes the rest.
     Matrix products are those of linear layers and, numbered apart, grouped ones; batched ones (bmm) are recomputed.
+    A linear layer with `keep_output` is not numbered: its output is saved if that is True, recomputed if False.
     """
-    for i in [i for i in range(len(model.blocks)) if is_checkpointed(setting, i)]:
-        model.blocks[i] = checkpointed(model.blocks[i], setting, tp)
+    for layer, block in enumerate(model.blocks):
+        if is_checkpointed(setting, layer):
+            model.blocks[layer] = checkpointed(block, setting, tp)
 
 
 def checkpointed(block: nn.Module, setting: str | int, tp: int, also: Collection = ()) -> nn.Module:
     """also: operators that "elementwise" and "selective" save in any case."""
     contexts = {}
     if setting in KEEP_EVERY:
-        linears = [name for name, module in block.named_modules() if isinstance(module, nn.Linear)]
-        projections = [name for name in linears if ".lora_" not in name]
-        kept = {*projections[: -1 : KEEP_EVERY[setting]]}
+        layers = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+        linears, keeps = [*layers], {name: getattr(layer, "keep_output", None) for name, layer in layers.items()}
+        kept = {*[name for name in linears if keeps[name] is None][: -1 : KEEP_EVERY[setting]]}
         if tp > 1:
             kept -= {"attention.o_proj"}  # its output is unreduced, full-sequence: save the reduce-scattered result
-        # Save an adapter's A x, which is small. B A x is as large as the base's output but cheap to recompute.
-        kept |= {name for name in linears if name.endswith(".lora_a")}
-        contexts["context_fn"] = partial(_save_expensive_ops, {linears.index(name) for name in kept},
+        kept |= {name for name in linears if keeps[name]}
+        contexts["context_fn"] = partial(_save_expensive_ops, matmuls_of(block), {linears.index(name) for name in kept},
                                          KEEP_EVERY[setting], also)
         drop_advice_on_policies()
     return checkpoint_wrapper(block, preserve_rng_state=False, **contexts)  # no dropout: no RNG state
 
 
-def _save_expensive_ops(kept: set[int], every: int, also: Collection):
+def _save_expensive_ops(matmuls: set, kept: set[int], every: int, also: Collection):
     """Contexts for one block's forward and recomputation. kept: indices of matrix products in call order, which is the
     order of named_modules(): see check_matmul_order. The last is never saved: it feeds only the residual add, so
     backward does not read it (the partitioner drops it when compiled; eager mode would save it for nothing). Of grouped
@@ -154,7 +163,7 @@ def _save_expensive_ops(kept: set[int], every: int, also: Collection):
     def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
         if operator in ATTENTION or operator in also:
             return CheckpointPolicy.MUST_SAVE
-        if operator in MATRIX_PRODUCTS and next(numbers["product", context.is_recompute]) in kept:
+        if operator in matmuls and next(numbers["product", context.is_recompute]) in kept:
             return CheckpointPolicy.MUST_SAVE
         if operator == GROUPED and next(numbers["grouped", context.is_recompute]) % every == 0:
             return CheckpointPolicy.MUST_SAVE

@@ -1,4 +1,4 @@
-"""float8 = "tensorwise" with FSDP2: matrices are all-gathered in float8, with a scale from an all-reduced amax.
+"""The option float8, and "tensorwise" with FSDP2: matrices are all-gathered in float8, scaled by an all-reduced amax.
 
 Parameters, gradients and optimizer state keep their dtypes. FSDP2's all-gather extensions do the rest: a shard's
 fsdp_pre_all_gather() returns what to all-gather, fsdp_post_all_gather() builds the unsharded parameter from it.
@@ -12,9 +12,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from model.float8 import E4M3, Float8Weight, factor_of, round_to
-from model.llama import Linear, Llama
+import config
+from model.float8 import E4M3, Float8Linear, Float8Weight, Product, factor_of, round_to, use_float8
+from model.llama import Llama
 from model.loss import compiled
+from parallel.replicated import replicated_parameters
+
+
+def apply_float8(model: Llama, p: config.Parallel, device_type: str) -> None:
+    """Replaces linear layers of the blocks by Float8Linear ones, in place. Call it before fully_shard()."""
+    use_float8(model.blocks, p.float8, device_type)
+    if p.compile:
+        torch.compiler.allow_in_graph(Product)  # torch 2.11 loses its gradients when Dynamo traces into it
+    replicated = replicated_parameters(model, p)
+    for linear in tensorwise(model):
+        if linear.weight not in replicated:  # once there is storage, update_scales() makes Float8Shards of the shards
+            weight = linear.weight.detach().as_subclass(MetaFloat8Weight)
+            linear.weight = nn.Parameter(weight, linear.weight.requires_grad)
+            linear.weights_changed = update_scales
 
 
 def cast(shard: Tensor, factor: Tensor) -> Tensor:
@@ -23,6 +38,7 @@ def cast(shard: Tensor, factor: Tensor) -> Tensor:
 
 
 class Float8AllGather:
+    all_gather_dtype = E4M3  # for all_gather_dtype() in parallel/fsdp.py
     factor: Tensor  # (1, 1), what to multiply by before rounding; set by update_scales()
 
     @torch.no_grad()
@@ -54,22 +70,14 @@ class MetaFloat8Weight(Float8AllGather, Tensor):
     """A full matrix on meta. Operations on it keep the type, so fully_shard() finds the extensions on its shard."""
 
 
-def all_gather_in_float8(model: Llama, replicated: set[nn.Parameter]) -> None:
-    """Call before fully_shard(). Once there is storage, update_scales() turns the local tensors into Float8Shards."""
-    for linear in tensorwise(model):
-        if linear.weight not in replicated:
-            weight = linear.weight.detach().as_subclass(MetaFloat8Weight)
-            linear.weight = nn.Parameter(weight, linear.weight.requires_grad)
-
-
-def tensorwise(model: Llama) -> list[Linear]:
-    return [module for module in model.modules() if isinstance(module, Linear) and module.float8 == "tensorwise"]
+def tensorwise(model: Llama) -> list[Float8Linear]:
+    return [module for module in model.modules() if isinstance(module, Float8Linear) and module.recipe == "tensorwise"]
 
 
 @torch.no_grad()
 def update_scales(model: Llama) -> None:
-    """Updates the scales of all matrices that are all-gathered in float8, with one all-reduce. Call it after every
-    in-place weight update. It does not wait for the device."""
+    """Updates the scales of all matrices that are all-gathered in float8, with one all-reduce. Called after
+    every in-place update of weights, as `weights_changed`. It does not wait for the device."""
     assert not any(isinstance(linear.weight, Float8Weight) for linear in tensorwise(model)), "call reshard() before"
     linears = [linear for linear in tensorwise(model) if isinstance(linear.weight, DTensor)]
     if not linears:

@@ -1,4 +1,4 @@
-"""FSDP2: which modules form a unit, its mixed precision, which parameters are replicated, and prefetch.
+"""FSDP2: which modules form a unit, its mixed precision, and prefetch.
 
 The modules of a unit are all-gathered and resharded together: embedding, each block, head. Each rank keeps a contiguous
 dim-0 shard of every parameter. In each micro-batch a unit goes through
@@ -22,13 +22,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.nn.utils import parametrize
 
 import config
-from config import ConfigError
-from model.llama import Llama, named_parameters
-from parallel.float8 import all_gather_in_float8
+from model.llama import Llama
 from parallel.mesh import World, fsdp_mesh
+from parallel.replicated import cast_replicated, replicated_parameters
 from parallel.torch_patches import allow_integer_parameters
 
 
@@ -50,7 +48,6 @@ def unit_parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
 def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
     """Shards every unit in place: parameters become DTensors on fsdp_mesh(world), except those of `replicated`."""
     replicated = replicated_parameters(model, p)
-    all_gather_in_float8(model, replicated)
     mesh, pin = fsdp_mesh(world), world.device.type == "cuda"  # pinned: the GPU's copies do not block the host
     offload = CPUOffloadPolicy(pin_memory=pin) if p.cpu_offload else OffloadPolicy()
     with allow_integer_parameters():
@@ -74,45 +71,6 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
     set_prefetch(model, p)
 
 
-def replicated_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:
-    """The frozen parameters that `replicated` replicates on every rank; FSDP2 ignores them. Raises ConfigError for a
-    pattern that matches nothing, or that matches a trainable parameter: its gradient would not be reduced."""
-    names, found = dict(named_parameters(model)), set()
-    for pattern in p.replicated:
-        matching = fnmatch.filter(names, pattern)
-        if not matching:
-            raise ConfigError(f"[parallel] replicated: {pattern!r} matches none of {', '.join([*names][:3])}, ...")
-        # NF4 codes and scales are one weight: a rank reads the same rows for both, and the base's hash counts them once
-        modules = {name.rpartition(".")[0] for name in matching}
-        matching += [name for name, param in names.items()
-                     if param.dtype == torch.uint8 and name.rpartition(".")[0] in modules]
-        if trained := [name for name in matching if names[name].requires_grad]:
-            raise ConfigError(f"[parallel] replicated: {pattern!r} matches {', '.join(trained[:3])}, which is trained: "
-                              "freeze it (model.freeze) or shard it")
-        found |= {names[name] for name in matching}
-    return found
-
-
-class Cast(nn.Module):
-    """Parametrization: casts a stored parameter to the dtype that forward computes in."""
-
-    def __init__(self, dtype: torch.dtype):
-        super().__init__()
-        self.dtype = dtype
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight.to(self.dtype)
-
-
-def cast_replicated(modules: list[nn.Module], replicated: set[nn.Parameter], dtype: torch.dtype) -> None:
-    """Casts replicated parameters to their unit's param_dtype at each access, as FSDP2 casts sharded ones. The stored
-    dtype stays, so that a checkpoint does not depend on what is sharded."""
-    for module in [m for unit in modules for m in unit.modules()]:
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter in replicated and parameter.dtype != dtype and parameter.is_floating_point():
-                parametrize.register_parametrization(module, name, Cast(dtype), unsafe=True)  # unsafe: changes dtype
-
-
 def unit_dtypes(p: config.Parallel, unit: str) -> tuple[torch.dtype, torch.dtype]:
     """(param_dtype, reduce_dtype) of a unit: those of the options, or float32 where `keep_fp32` matches the unit."""
     if any(fnmatch.fnmatchcase(unit, pattern) for pattern in p.keep_fp32):
@@ -121,8 +79,11 @@ def unit_dtypes(p: config.Parallel, unit: str) -> tuple[torch.dtype, torch.dtype
 
 
 def all_gather_dtype(param: nn.Parameter, param_dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a parameter is all-gathered in, given its unit's param_dtype. FSDP2 casts no integers, except in
-    torch 2.11: NF4's bytes go as param_dtype there, which represents 0 to 255 exactly."""
+    """The dtype that a parameter is all-gathered in, given its unit's param_dtype. A local tensor with FSDP2's
+    all-gather extensions names its own. FSDP2 does not cast integers, except in torch 2.11: bytes are sent in
+    param_dtype there, which represents 0 to 255 exactly."""
+    if own := getattr(getattr(param, "_local_tensor", param), "all_gather_dtype", None):
+        return own
     return param_dtype if param.is_floating_point() or torch.__version__ < (2, 12) else param.dtype
 
 

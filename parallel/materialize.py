@@ -13,13 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from config import ConfigError
-from model import nf4
-from model.llama import Llama, named_parameters
-from parallel.float8 import update_scales
+from model.llama import Llama, named_parameters, weights_changed
 from ranks import on_each_rank
 
 RNG_BLOCK = 65536  # elements drawn from one generator, rounded to full rows
-QUANTIZE_CHUNK = 2**20  # elements quantized at a time, rounded to full rows
 CHECK_CHUNK = 2**24  # elements checked at a time, for NaN and between replicas
 Offsets = tuple[int, ...]  # where a rectangle begins in its full parameter, one number per dimension
 
@@ -46,13 +43,14 @@ def materialize(model: Llama, seed: int, device: torch.device,
             raise ConfigError(*(f"{name}: {lacks}" for name in unfilled))
 
     on_each_rank(fill_all)
-    update_scales(model)  # a collective: not before all ranks have their values
+    weights_changed(model)  # may be a collective: not before all ranks have their values
 
 
 def _fill(model: nn.Module, fill: Callable[[str, Offsets, Tensor, torch.Size], None], device: torch.device
           ) -> list[str]:
     """Allocates all storage, fills it with NaN, then calls fill(name, offsets, local shard, full shape) for each
-    parameter. Returns the names of tensors that still have non-finite values."""
+    parameter. A module that computes its stored parameters from the values that `fill` gives has a method fill() of its
+    own. Returns the names of tensors that still have non-finite values."""
     allocate(model, device)
     tensors = dict(local_tensors(model))
     with torch.no_grad():
@@ -61,8 +59,9 @@ def _fill(model: nn.Module, fill: Callable[[str, Offsets, Tensor, torch.Size], N
                 local.fill_(math.nan)
         for name, parameter in named_parameters(model):
             _, offsets = local_rectangle(parameter)
-            if parameter.dtype == torch.uint8:
-                _quantize(model.get_submodule(name.rpartition(".")[0]), name, fill, offsets, tensors[name])
+            module = model.get_submodule(name.rpartition(".")[0])
+            if hasattr(module, "fill"):
+                module.fill(name, fill, offsets, tensors[name])
             else:
                 fill(name, offsets, tensors[name], parameter.shape)
         # in chunks: isfinite() of an entire tensor would take a quarter of its memory
@@ -78,22 +77,6 @@ def allocate(model: nn.Module, device: torch.device) -> None:
     made: dict[Tensor, nn.Parameter] = {}
     for module, name, before in places:
         setattr(module, name, made.setdefault(before, getattr(module, name)))
-
-
-def _quantize(module: nn.Linear, name: str, fill: Callable[[str, Offsets, Tensor, torch.Size], None], offsets: Offsets,
-              out: Tensor) -> None:
-    """Fills `out`, a rectangle of a module's NF4 codes or scales, by quantizing the weight that `fill` gives. It takes
-    a few full rows at a time: this bounds memory, and the bits do not depend on the mesh."""
-    weight, shape = f"{name.rpartition('.')[0]}.weight", torch.Size((module.out_features, module.in_features))
-    begin = 0
-    for part in out.split(max(1, QUANTIZE_CHUNK // shape[1])):
-        rows = torch.empty(len(part), shape[1], device=out.device)
-        fill(weight, (offsets[0] + begin, 0), rows, shape)
-        if not rows.sum().isfinite():
-            raise ConfigError(f"{weight}: holds values that are not finite")
-        packed = nf4.codes_of(rows) if name == weight else nf4.scales_of(rows)
-        part.copy_(packed[:, offsets[1] :][:, : part.shape[1]])
-        begin += len(part)
 
 
 def local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

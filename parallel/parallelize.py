@@ -3,7 +3,6 @@
 import torch
 
 import config
-from model.float8 import Product, use_float8
 from model.llama import Llama
 from parallel.activation_checkpoint import apply_activation_checkpointing, check_matmul_order
 from parallel.context import apply_context_parallelism
@@ -19,7 +18,10 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
     check_matmul_order(model, cfg.parallel.recompute, cfg.train.seq_len)
 
     # 0. Choose the matrices that multiply in float8: this changes what a block computes and what FSDP2 all-gathers.
-    use_float8(model.blocks, cfg.parallel.float8, world.device.type)
+    if cfg.parallel.float8 != "none":
+        from parallel.float8 import apply_float8
+
+        apply_float8(model, cfg.parallel, world.device.type)
 
     # 1. Tensor and context parallelism change what a block computes, so they come before the steps that wrap, compile
     #    and shard it. FSDP2 shards each weight's local tp shard further.
@@ -37,7 +39,6 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
         # Blocks that differ in dtype or in frozen parameters are recompilations of one graph, each with and without
         # gradients. torch's default limit is 8.
         torch._dynamo.config.recompile_limit = 64
-        torch.compiler.allow_in_graph(Product)  # torch 2.11 loses its gradients when Dynamo traces into it
         for block in model.blocks:
             block.compile(fullgraph=True)
         model.head.compile_loss = True

@@ -21,15 +21,15 @@ from torch.nn.utils import parametrize
 from config import ConfigError
 from model.llama import Head, Llama
 from model.loss import LossSums, VocabularyShard
-from model.nf4 import BLOCK
 from parallel.activation_checkpoint import is_checkpointed
 from parallel.collectives import Group, all_gather, all_reduce, gathered, group_of, reduce_scatter
 from parallel.mesh import World
 from ranks import local_world_size
 
 COLWISE, ROWWISE = Shard(0), Shard(1)  # colwise, rowwise. For x @ weight.T: local output or input features
-# TP plan: each module's weight is sharded or replicated over tp. What belongs to a projection (an adapter's A and B,
-# NF4 scales) is sharded along the same features as the projection, so that it needs no collective of its own.
+# TP plan: each module's weight is sharded or replicated over tp. A projection's `parts` (its other parameters and
+# submodules, by name) are sharded along the same features as the projection, so that they need no collective of their
+# own: parts[name] is the dimension of its weight, 0 for output or 1 for input features, that the part shares.
 TP_PLAN = {
     "embedding": Shard(0),
     "blocks.*.attention_norm": Replicate(),
@@ -42,16 +42,16 @@ TP_PLAN = {
     "head.norm": Replicate(),
     "head": Shard(0),
 }
-PARTS_OF_COLWISE = {"lora_a": Replicate(), "lora_b": Shard(0), "scales": Shard(0)}
-PARTS_OF_ROWWISE = {"lora_a": Shard(1), "lora_b": Replicate(), "scales": Replicate()}
 
 
-def placement_of(parameter: str) -> Placement | None:
-    """The placement over tp of a parameter of this name; None if the TP plan has no entry."""
+def placement_of(model: Llama, parameter: str) -> Placement | None:
+    """The placement over tp of the parameter of this name; None if the TP plan has no entry."""
     module = parameter.removesuffix(".weight")
     projection, _, part = module.rpartition(".")
-    if part in PARTS_OF_ROWWISE:
-        return (PARTS_OF_COLWISE if placement_of(projection) == COLWISE else PARTS_OF_ROWWISE)[part]
+    parts = getattr(model.get_submodule(projection), "parts", {})
+    if part in parts:
+        placement = placement_of(model, projection)
+        return placement if placement == Shard(parts[part]) else Replicate()
     return next((placement for pattern, placement in TP_PLAN.items() if fnmatch.fnmatchcase(module, pattern)), None)
 
 
@@ -60,7 +60,7 @@ def apply_tensor_parallelism(model: Llama, recompute: str | int, world: World) -
     Raises ConfigError for parameters that the TP plan does not list."""
     if world.tp == 1:
         return
-    if unknown := [name for name, _ in model.named_parameters() if placement_of(name) is None]:
+    if unknown := [name for name, _ in model.named_parameters() if placement_of(model, name) is None]:
         raise ConfigError(f"[parallel] tp = {world.tp}: {', '.join(unknown[:3])}: TP_PLAN in parallel/tensor.py does "
                           "not say how tp places it")
     for name, projection in ("attention", "o_proj"), ("feed_forward", "down_proj"):
@@ -96,14 +96,14 @@ def shard_weights(model: Llama, world: World) -> None:
     sharded_weights: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
     for path, module in list(model.named_modules()):
         for name, weight in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            placement = placement_of(f"{path}.{name}")
+            placement = placement_of(model, f"{path}.{name}")
             if weight not in sharded_weights:
                 sharded = distribute_tensor(weight, world.mesh["tp"], [placement], src_data_rank=None)
                 sharded_weights[weight] = nn.Parameter(sharded, weight.requires_grad)
             parametrize.register_parametrization(module, name, ToLocal(placement), unsafe=True)
             module.parametrizations[name].original = sharded_weights[weight]
-            if name == "scales" and placement.is_replicate():  # of all columns; this rank's begin at first_block
-                module.first_block = world.mesh.get_local_rank("tp") * (module.in_features // world.tp // BLOCK)
+        if hasattr(module, "first_input") and placement_of(model, f"{path}.weight") == ROWWISE:
+            module.first_input = world.mesh.get_local_rank("tp") * (module.in_features // world.tp)
 
 
 @dataclass

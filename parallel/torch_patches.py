@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 def allow_integer_parameters() -> Iterator[None]:
     """Within it, fully_shard() accepts frozen integer parameters, such as NF4 codes. torch 2.11 first creates every
     sharded parameter with requires_grad=True, which fails for integers, and only then copies the original's flag; 2.12
-    does not. Test: test_nf4.py, test_frozen_integers_are_sharded."""
+    does not. Test: test_torch_patches.py, test_frozen_integers_are_sharded."""
     if torch.__version__ >= (2, 12):
         yield
         return
@@ -33,7 +33,8 @@ def allow_integer_parameters() -> Iterator[None]:
 def share_classes(model: nn.Module) -> None:
     """Gives modules of one class, parametrized alike (tp and casts of unsharded parameters do that), one class again:
     torch creates a class for each, and torch.compile would compile a graph for each class, in all versions
-    (parametrize.py: _inject_new_class). Test: test_parallel.py, test_parametrized_blocks_share_one_graph."""
+    (parametrize.py: _inject_new_class). Tests: test_torch_patches.py, test_modules_parametrized_alike_share_a_class;
+    test_parallel.py, test_all_layers_share_one_compiled_graph."""
     shared: dict[tuple, type] = {}
     for module in model.modules():
         if parametrize.is_parametrized(module):
@@ -43,13 +44,13 @@ def share_classes(model: nn.Module) -> None:
 
 def set_default_timeout(timeout: datetime.timedelta) -> None:
     """Sets the timeout of groups that DeviceMesh creates: in all versions these take torch's default, 30 minutes, not
-    that of init_process_group(). Test: test_mesh.py, test_groups_of_the_mesh_have_the_timeout."""
+    that of init_process_group(). Test: test_parallel.py, test_all_process_groups_have_the_runs_timeout."""
     dist.distributed_c10d.default_pg_timeout = timeout
 
 
 def drop_advice_on_policies() -> None:
     """Drops what torch logs, in all versions, for every selective checkpointing policy that it compiles: not to change
-    a tensor in place. No block does. Test: test_repo.py, which fails on any warning of a documented command."""
+    a tensor in place. No block does. Test: test_torch_patches.py, test_the_advice_on_policies_is_dropped."""
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_advice_on_policies)
 
 

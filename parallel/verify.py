@@ -14,10 +14,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import config
 from model.llama import Llama, named_parameters
-from parallel.float8 import tensorwise
-from parallel.fsdp import all_gather_dtype, replicated_parameters, unit_dtypes, unit_parameters, units
+from parallel.fsdp import all_gather_dtype, unit_dtypes, unit_parameters, units
 from parallel.materialize import CHECK_CHUNK, local_rectangle
 from parallel.mesh import World, fsdp_mesh
+from parallel.replicated import replicated_parameters
 from parallel.tensor import placement_of
 
 
@@ -25,7 +25,6 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
     """Returns the unit map, one row per unit. Raises RuntimeError naming the first parameter that is wrong."""
     names = {parameter: name for name, parameter in named_parameters(model)}
     owned, replicated, rows = set(), replicated_parameters(model, p), []
-    in_8_bits = {linear.weight for linear in tensorwise(model)}
     mesh = fsdp_mesh(world)
     if world.tp > 1:
         mesh = DeviceMesh._concatenate([mesh, world.mesh["tp"]])
@@ -33,10 +32,10 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
         owned.update(unit_parameters(modules))
         parameters = [param for param in unit_parameters(modules) if param not in replicated]
         for param in parameters:
-            _check_shard(param, names[param], mesh, world)
+            _check_shard(model, param, names[param], mesh, world)
         dtype = unit_dtypes(p, unit)[0]
         gathered = sum(param.numel() // (world.tp if param.placements[-1].is_shard() else 1)  # tp's, if there is tp
-                       * (1 if param in in_8_bits else all_gather_dtype(param, dtype).itemsize)
+                       * all_gather_dtype(param, dtype).itemsize
                        for param in parameters)
         rows.append({
             "unit": unit,
@@ -51,7 +50,7 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
     sharded = {name: param for param, name in names.items() if param not in replicated}
     _check_replicas(sharded, world.mesh.get_group("dp_replicate"))
     if world.tp > 1:
-        whole = {name: param for param, name in names.items() if placement_of(name).is_replicate()}
+        whole = {name: param for param, name in names.items() if placement_of(model, name).is_replicate()}
         _check_replicas(whole, world.mesh.get_group("tp"))
     _check_replicas({name: param for param, name in names.items() if param in replicated}, dist.group.WORLD)
     return rows
@@ -62,11 +61,11 @@ def _require(holds: bool, name: str, fault: str) -> None:
         raise RuntimeError(f"sharding is not as configured: {name}: {fault}")
 
 
-def _check_shard(param: nn.Parameter, name: str, mesh: DeviceMesh, world: World) -> None:
+def _check_shard(model: Llama, param: nn.Parameter, name: str, mesh: DeviceMesh, world: World) -> None:
     """Requires the configured mesh and placements, and a local shard that is exactly the rectangle that they imply."""
     expected = (Replicate(), Shard(0)) if world.dp_replicate > 1 else (Shard(0),)
     if world.tp > 1:
-        over_tp = placement_of(name)
+        over_tp = placement_of(model, name)
         # FSDP2 shards tp's local rows: in the full tensor, one FSDP2 rank's rows are strided, not contiguous
         over_shards = _StridedShard(0, split_factor=world.tp) if over_tp == Shard(0) else Shard(0)
         expected = (*expected[:-1], over_shards, over_tp)

@@ -16,8 +16,9 @@ from model.build import meta_model
 from model.llama import named_parameters
 from parallel.activation_checkpoint import cast, is_checkpointed
 from parallel.context import apply_context_parallelism
-from parallel.fsdp import replicated_parameters, unit_dtypes
+from parallel.fsdp import unit_dtypes
 from parallel.mesh import World
+from parallel.replicated import replicated_parameters
 from planner.masks import flex_attention_patches
 
 Kind = tuple  # equal for blocks that are alike

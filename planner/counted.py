@@ -25,8 +25,9 @@ from parallel.activation_checkpoint import ATTENTION, GROUPED, MATRIX_PRODUCTS
 from parallel.float8 import Float8AllGather, MetaFloat8Weight
 
 aten, c10d, functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
-NF4 = torch.ops.frozen.nf4_product.default
-PRODUCTS = MATRIX_PRODUCTS | {aten.mm.out, aten.mm.dtype, aten.addmm_.default, aten.addmm.dtype_out}
+NF4 = "frozen.nf4_product.default"  # by name: model/nf4.py, which defines it, may not be loaded
+PRODUCTS = MATRIX_PRODUCTS | {aten._scaled_mm.default, aten.mm.out, aten.mm.dtype, aten.addmm_.default,
+                              aten.addmm.dtype_out}
 # What compiled blocks save too, since it is expensive to compute again.
 FORMULAS = {aten.bmm.default, aten.baddbmm.default, aten.convolution.default}
 BACKWARD_OF_ATTENTION = {aten._scaled_dot_product_flash_attention_backward.default,
@@ -156,7 +157,7 @@ class Counted(TorchDispatchMode):
         new = [t for t in made if t.untyped_storage()._cdata not in self.storages]
         if operator in COLLECTIVES:
             self.send(operator, args, [*read, *made])
-        elif operator in PRODUCTS:
+        elif operator in PRODUCTS or str(operator) == NF4:
             self.multiply(operator, args, made[0])
         elif operator in BACKWARD_OF_ATTENTION or (operator in ATTENTION and isinstance(operator, OpOverload)):
             self.attend(operator, args, kwargs, made)
@@ -192,7 +193,7 @@ class Counted(TorchDispatchMode):
         """Counts a product of two matrices."""
         work, x = self.phases[-1].work, args["addmm" in operator.__name__]
         self.work("float8" if x.dtype in (E4M3, E5M2) else "products", 2 * x.shape[-1] * out.numel())
-        if operator is NF4:  # its dequantized weights, during the product; eager, with intermediates
+        if str(operator) == NF4:  # its dequantized weights, during the product; eager, with intermediates
             codes, scales = args[1:3]
             weights = torch.empty(2 * codes.numel() * (1 if self.fused else 5), dtype=x.dtype, device=x.device)
             self.mark([weights], "working memory")

@@ -39,11 +39,11 @@ import config
 from config import ConfigError
 from model.build import meta_model
 from model.float8 import use_float8
-from model.llama import Llama
+from model.llama import Llama, weights_changed
 from model.loss import CHUNK
 from optim import BFloat16AdamW, build_optimizer, clip_gradients
 from parallel.activation_checkpoint import apply_activation_checkpointing, checkpointed, is_checkpointed
-from parallel.float8 import Float8AllGather, update_scales
+from parallel.float8 import Float8AllGather
 from parallel.fsdp import set_gradient_sync, unshard_first_units
 from parallel.materialize import allocate
 from parallel.mesh import World, build_mesh
@@ -164,7 +164,7 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tupl
         if p.compile and isinstance(optimizer, BFloat16AdamW):
             optimizer.update = partial(one_kernel, counted, optimizer.update)
         stateless = [param for param in model.parameters() if param.requires_grad and not optimizer.state.get(param)]
-        update_scales(model)
+        weights_changed(model)
         begin = watch(model, counted, p.compile and on_gpu)
         # Micro-batches that are alike run once; with sync_every_micro_batch, with gradients of an earlier one.
         accumulation = config.accumulation_steps(cfg, world.dp_size)
@@ -187,7 +187,6 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tupl
             counted.on_host.add("working memory")  # the norm and the update are computed there
         clip_gradients(model, optimizer, cfg.train.max_grad_norm)
         optimizer.step()
-        update_scales(model)
         optimizer.zero_grad()
         begin("end")
     return Step(counted.phases[1:-1], held, type(optimizer).__name__, not stateless, counted.first,
@@ -269,7 +268,7 @@ def gpu_code_paths(cfg: config.Config, counted: Counted) -> list:
         mock.patch.object(FakeTensor, "is_cuda", True),
         mock.patch("torch.addmm", partial(wide_addmm, counted)),
         mock.patch.dict(CHUNK, cpu=CHUNK["cuda"]),
-        mock.patch("parallel.parallelize.use_float8", lambda blocks, recipe, _: use_float8(blocks, recipe, "cuda")),
+        mock.patch("parallel.float8.use_float8", lambda blocks, recipe, _: use_float8(blocks, recipe, "cuda")),
         mock.patch("parallel.float8.compiled", partial(partial, one_kernel, counted)),  # a GPU's float8 always is
         *flex_attention_patches(counted),
     ]

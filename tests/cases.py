@@ -32,10 +32,10 @@ from data.loader import inputs_and_targets
 from huggingface.weights import Weights
 from lifecycle.process_group import descriptors, distributed
 from model.build import meta_model
-from model.llama import Llama, named_parameters, rope_tables
+from model.llama import Llama, named_parameters, rope_tables, weights_changed
 from parallel import materialize as materialize_module
 from parallel.context import own_cp_positions
-from parallel.float8 import Float8AllGather, update_scales
+from parallel.float8 import Float8AllGather
 from parallel.fsdp import reshard, set_gradient_sync, unshard_first_units
 from parallel.materialize import materialize
 from parallel.mesh import World, build_mesh, fsdp_mesh
@@ -827,7 +827,7 @@ def one_step(model: Llama, cfg: config.Config, world: World, ids: torch.Tensor) 
         set_gradient_sync(model, cfg.parallel, world, i == accumulation - 1)
         model(*inputs_and_targets(ids, None, own_cp_positions(world, cfg.train.seq_len)))[0]["loss"].backward()
     clip_gradients(model, torch.optim.SGD(model.parameters()), 1.0)
-    update_scales(model)
+    weights_changed(model)
 
 
 def verify_damaged(cases: list[tuple[dict, str]]) -> list[str]:
@@ -909,7 +909,6 @@ def train_steps(cases: list[dict]) -> list[tuple[list[float], list[float], dict]
                 norms.append(clip_gradients(model, optimizer, cfg.train.max_grad_norm).item())
                 set_learning_rate(optimizer, learning_rate(cfg.optim, cfg.train.steps, step))
                 optimizer.step()
-                update_scales(model)
                 optimizer.zero_grad()
             weights = {name: p.full_tensor().detach().numpy().copy() for name, p in named_parameters(model)}
             found.append((losses, norms, weights))
@@ -1125,7 +1124,7 @@ def same_batch(cases: list[dict], as_on_a_gpu: int | None = None) -> list[tuple[
                 with torch.no_grad():  # makes every matrix larger than its first scale was for
                     for p in model.parameters():
                         p.mul_(1.5)
-                update_scales(model)
+                weights_changed(model)
             total = loss.detach().clone()
             if ours.cp > 1:
                 dist.all_reduce(total, group=ours.mesh.get_group("cp"))
@@ -1162,7 +1161,7 @@ def scales_between(sections: dict) -> tuple[type, str]:
             made = type(model.blocks[0].attention.q_proj.weight.to_local() * 2)
         model.blocks[0].unshard()
         try:
-            update_scales(model)
+            weights_changed(model)
             return made, "none"
         except AssertionError as error:
             return made, str(error)

@@ -16,7 +16,7 @@ from config import ConfigError
 from lifecycle import process_group
 from model import float8
 from model.build import meta_model
-from model.float8 import Product, float8_linear, float8_matrices, use_float8
+from model.float8 import Float8Linear, Product, float8_linear, float8_matrices, use_float8
 from model.llama import Linear, Llama
 from parallel.float8 import Float8AllGather, Float8Shard
 from tests import cases, test_activation_checkpoint
@@ -78,7 +78,7 @@ def test_the_product_is_torchao_s(recipe):
     settings = training.Float8LinearConfig.from_recipe_name(recipe)
     object.__setattr__(settings, "emulate", True)
     training.convert_to_float8_training(theirs, config=settings)
-    ours.float8, results = recipe, []
+    ours, results = Float8Linear(ours, recipe), []
     for module in (ours, theirs):
         x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
         out = module(x)

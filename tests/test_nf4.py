@@ -5,7 +5,7 @@ import torch
 from torch._inductor import metrics
 
 from model import nf4
-from parallel import materialize
+from model.llama import Linear
 from parallel.mesh import World, build_mesh
 from parallel.tensor import shard_weights
 from tests import cases
@@ -120,9 +120,9 @@ def test_each_tp_rank_dequantizes_its_own_columns(tp):
             (codes, scales), columns = quantize(full), module.in_features // tp
             part = codes[:, rank * columns // 2 :][:, : columns // 2]
             assert module.weight.shape == part.shape and module.scales.shape == scales.shape
-            found = nf4.dequantize(part, scales, torch.float32, module.first_block)
+            found = nf4.dequantize(part, scales, torch.float32, module.first_input // 64)
             assert found.equal(nf4.dequantize(codes, scales, torch.float32)[:, rank * columns :][:, :columns])
-        assert {module.first_block for module in (block.attention.q_proj, block.feed_forward.up_proj)} == {0}
+        assert {module.first_input for module in (block.attention.q_proj, block.feed_forward.up_proj)} == {0}
 
 
 MODEL = {"dim": 192, "n_heads": 2, "n_kv_heads": 2, "head_dim": 64, "ffn_dim": 384, "vocab_size": 320}
@@ -130,7 +130,7 @@ MODEL = {"dim": 192, "n_heads": 2, "n_kv_heads": 2, "head_dim": 64, "ffn_dim": 3
 
 @pytest.mark.parametrize("name, quantized", [("weight", nf4.codes_of), ("scales", nf4.scales_of)])
 def test_large_matrices_are_quantized_some_rows_at_a_time(monkeypatch, name, quantized):
-    monkeypatch.setattr(materialize, "QUANTIZE_CHUNK", 7 * 128)
+    monkeypatch.setattr(nf4, "CHUNK", 7 * 128)
     weights, filled = torch.randn(100, 128, generator=torch.Generator().manual_seed(0)), []
 
     def fill(name: str, offsets: tuple[int, int], out: torch.Tensor, shape: torch.Size) -> None:
@@ -140,7 +140,7 @@ def test_large_matrices_are_quantized_some_rows_at_a_time(monkeypatch, name, qua
 
     part = quantized(weights)[30:90]  # a rank's
     out = torch.zeros_like(part)
-    materialize._quantize(torch.nn.Linear(128, 100, device="meta"), f"q_proj.{name}", fill, (30, 0), out)
+    nf4.NF4Linear(Linear(128, 100)).fill(f"q_proj.{name}", fill, (30, 0), out)
     assert out.equal(part) and filled == [*[7] * 8, 4]
 
 

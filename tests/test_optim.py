@@ -1,5 +1,6 @@
 """The schedule in closed form, the parameter groups, and updates that a non-finite gradient must not make."""
 
+import dataclasses
 import math
 import zlib
 
@@ -48,6 +49,30 @@ def test_decay_is_for_matrices_and_embeddings_only():
     names = {id(p): name for name, p in model.named_parameters()}
     assert {names[id(p)] for p in kept} == {name for name in names.values() if "norm" in name}
     assert len(decayed) + len(kept) == len(names) and "embedding.weight" in {names[id(p)] for p in decayed}
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_what_modules_derive_from_weights_follows_each_update(state_dtype):
+    """Also a skipped one, which leaves the weights; without such a module there is no hook."""
+    torch.manual_seed(0)
+    plain, model, seen = torch.nn.Linear(4, 4), torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2))), []
+
+    def update(model: torch.nn.Module) -> None:
+        seen.append(model[1].weight.detach().clone())
+
+    for layer in model:
+        layer.weights_changed = update
+    o = dataclasses.replace(make_config().optim, state_dtype=state_dtype)
+    assert not build_optimizer(plain, o)._optimizer_step_post_hooks
+    optimizer = build_optimizer(model, o)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    before = model[1].weight.detach().clone()
+    optimizer.step()
+    assert len(seen) == 1 and seen[0].equal(model[1].weight) and not seen[0].equal(before)  # once for both layers
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    assert len(seen) == 2 and seen[1].equal(seen[0])
 
 
 def test_made_state_equals_the_state_torch_would_make():

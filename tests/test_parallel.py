@@ -12,10 +12,11 @@ from config import ConfigError
 from model.build import meta_model
 from model.llama import Linear, RMSNorm
 from parallel import mesh
-from parallel.fsdp import mixed_precision, replicated_parameters, unit_dtypes
+from parallel.fsdp import mixed_precision, unit_dtypes
 from parallel.materialize import draw, materialize
 from parallel.mesh import World, build_mesh
 from parallel.parallelize import parallelize
+from parallel.replicated import replicated_parameters
 from parallel.verify import verify_sharding
 from planner.plan import plan
 from tests import cases

@@ -676,7 +676,7 @@ def beyond_what_is_held(cfg: config.Config, ranks: int) -> float:
                 mock.patch("parallel.materialize.on_each_rank", lambda work: work()),
                 mock.patch("torch.nn.init.trunc_normal_", lambda values, *bounds, **of: values.normal_()),
                 mock.patch("parallel.materialize.draw", first_rows(materialize.draw, 64, 0)),
-                mock.patch("parallel.materialize._quantize", first_rows(materialize._quantize, 300, 4)),
+                mock.patch.object(nf4.NF4Linear, "fill", first_rows(nf4.NF4Linear.fill, 300, 4)),
                 mock.patch.object(DeviceMesh, "_concatenate", real),
                 mock.patch.object(FakeTensor, "tolist", lambda t: [True] * len(t), create=True)]:
             stack.enter_context(patch)

@@ -1,0 +1,89 @@
+"""Each patch of parallel/torch_patches.py, in the versions of torch that need it: without it these tests fail.
+
+That of set_default_timeout() needs several ranks: test_parallel.py, test_all_process_groups_have_the_runs_timeout.
+"""
+
+import logging
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from parallel.mesh import fsdp_mesh
+from parallel.torch_patches import allow_integer_parameters, drop_advice_on_policies, share_classes
+from tests import cases
+
+WRAP = "torch._higher_order_ops.wrap"  # what logs the advice
+
+
+def with_integers() -> nn.Module:
+    module = nn.Linear(8, 4, device="meta")
+    module.codes = nn.Parameter(torch.empty(4, 4, dtype=torch.uint8, device="meta"), requires_grad=False)
+    return module
+
+
+def test_frozen_integers_are_sharded():
+    with cases.fake_process_group(2) as world:
+        module = with_integers()
+        with allow_integer_parameters():
+            fully_shard(module, mesh=fsdp_mesh(world))
+        assert isinstance(module.codes, DTensor) and module.codes.to_local().shape == (2, 4)
+        assert not module.codes.requires_grad and module.weight.requires_grad
+        if torch.__version__ >= (2, 12):
+            fully_shard(with_integers(), mesh=fsdp_mesh(world))
+        else:
+            with pytest.raises(RuntimeError, match="floating point"):
+                fully_shard(with_integers(), mesh=fsdp_mesh(world))
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def test_modules_parametrized_alike_share_a_class():
+    """What it is for: test_parallel.py, test_all_layers_share_one_compiled_graph."""
+    first, second, other = model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    for module, name in (first, "weight"), (second, "weight"), (other, "bias"):
+        parametrize.register_parametrization(module, name, Doubled())
+    assert len({*map(type, model)}) == 3  # as torch leaves them
+    share_classes(model)
+    assert type(first) is type(second) is not type(other)
+    assert second.weight.equal(2 * second.parametrizations.weight.original)
+
+
+def heard_while_compiling() -> list[str]:
+    """What torch logs of a selective checkpointing policy that it compiles."""
+    def policy(*unused, **options) -> CheckpointPolicy:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    log, heard = logging.getLogger(WRAP), []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    log.addHandler(handler)
+    torch._logging.warning_once.cache_clear()
+    torch._dynamo.reset()
+    try:
+        with mock.patch.multiple(log, disabled=False, level=logging.WARNING):
+            log._cache.clear()  # of whether a level is enabled
+            torch.compile(lambda x: checkpoint(torch.sin, x, use_reentrant=False, context_fn=contexts),
+                          backend="aot_eager")(torch.ones(3, requires_grad=True))
+    finally:
+        log.removeHandler(handler)
+        log._cache.clear()
+    return heard
+
+
+def test_the_advice_on_policies_is_dropped():
+    log = logging.getLogger(WRAP)
+    with mock.patch.object(log, "filters", []):
+        assert "context_fn is passed" in "".join(heard_while_compiling())
+        drop_advice_on_policies()
+        assert not heard_while_compiling()
