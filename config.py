@@ -252,6 +252,7 @@ def longest_timeout(cfg: Config) -> float:
 
 
 def run_folder(cfg: Config) -> pathlib.Path:
+    assert cfg.run.name  # absent in a file, it is the file's stem
     return pathlib.Path(cfg.run.output_dir) / cfg.run.name
 
 
@@ -265,7 +266,7 @@ def mesh_shape(cfg: Config, ranks: int) -> tuple[int, int, int, int]:
     """(dp_replicate, dp_shard, cp, tp). Raises ConfigError if the ranks or the global batch do not divide evenly."""
     p, t, cp, tp = cfg.parallel, cfg.train, cfg.parallel.cp, cfg.parallel.tp
     dp_size = max(1, ranks // (cp * tp))
-    dp_replicate = max(1, dp_size // p.dp_shard) if p.dp_replicate == "auto" else p.dp_replicate
+    dp_replicate = max(1, dp_size // int(p.dp_shard)) if p.dp_replicate == "auto" else p.dp_replicate
     dp_shard = max(1, dp_size // dp_replicate) if p.dp_shard == "auto" else p.dp_shard
     per_pass = (t.micro_batch_size or 1) * dp_size
     if ranks % (cp * tp):

@@ -3,6 +3,7 @@
 import math
 import zlib
 from collections.abc import Iterable
+from typing import Literal, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,8 @@ def learning_rate(o: config.Optim, end: int, step: int) -> float:
     """Learning rate of a step (from 1): linear warm-up to `lr`, decay to lr * min_lr_ratio at `end`, then flat."""
     if step < o.warmup_steps:
         return o.lr * step / o.warmup_steps
-    # wsd is constant until its last decay_steps; the others begin to decay after the warm-up
-    start = end - o.decay_steps if o.schedule == "wsd" else o.warmup_steps
+    # wsd alone has decay_steps, and is constant until them; the others begin to decay after the warm-up
+    start = o.warmup_steps if o.decay_steps is None else end - o.decay_steps
     done = min(max((step - start) / max(end - start, 1), 0.0), 1.0)
     cosine, straight = (1 + math.cos(math.pi * done)) / 2, 1 - done
     left = {"constant": 1.0, "cosine": cosine, "linear": straight, "wsd": straight}[o.schedule]
@@ -57,7 +58,8 @@ class ShardedAdamW(torch.optim.AdamW):
     """torch's AdamW on each rank's local tensors. On DTensors the result is the same, but they search for a sharding of
     the entire update in the first step (a second for 291 parameters), and go through each parameter in every step."""
 
-    def _init_group(self, group: dict, *lists: list[Tensor]) -> bool:
+    # torch passes all lists by position, and one more in some versions
+    def _init_group(self, group: dict, *lists: list[Tensor]) -> bool:  # pyrefly: ignore[bad-override]
         has_complex = super()._init_group(group, *lists)
         for tensors in lists:
             tensors[:] = map(_local, tensors)
@@ -85,18 +87,18 @@ class BFloat16AdamW(torch.optim.Optimizer):
         self.place = {p: shard_offset(p, f"{seed} {name}") for p, name in names.items()}
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self) -> None:  # pyrefly: ignore[bad-override]  # without a closure: nothing here passes one
         for group in self.param_groups:
-            lr = torch.tensor(group["lr"])
+            lr, (beta1, beta2) = torch.tensor(group["lr"]), group["betas"]
             for p in group["params"]:
                 if p.grad is None:
                     continue
                 state = self.state[p]
                 state["step"] += 1 - self.found_inf
-                rows = [as_2d(t) for t in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
-                if rows[0].numel():  # with fewer rows than ranks, some shards are empty
-                    self.update(*rows, state["step"], self.grad_scale, self.found_inf, lr, self.place[p],
-                                *group["betas"], group["eps"], group["weight_decay"])
+                rows, grad, first, second = map(as_2d, (p, p.grad, state["exp_avg"], state["exp_avg_sq"]))
+                if rows.numel():  # with fewer rows than ranks, some shards are empty
+                    self.update(rows, grad, first, second, state["step"], self.grad_scale, self.found_inf, lr,
+                                self.place[p], beta1, beta2, group["eps"], group["weight_decay"])
 
 
 def as_2d(t: Tensor) -> Tensor:
@@ -164,8 +166,9 @@ class FiniteGuard:
         self.on_host = torch.zeros((), pin_memory=device.type == "cuda")
         self.copied = torch.get_device_module(device).Event()  # torch.cpu's does nothing: the host's copies are done
         self.pending: int | None = None  # the step whose flag is being copied
-        self.skips_by_itself = scales_by_itself(optimizer)
-        if self.skips_by_itself:
+        self.skips_by_itself = False
+        if scales_by_itself(optimizer):
+            self.skips_by_itself = True
             optimizer.found_inf = self.found
 
     def may_update(self, step: int, norm: Tensor) -> bool:
@@ -209,13 +212,21 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def scales_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether step() divides gradients by `grad_scale` and skips the update if `found_inf` is set, by torch's flag."""
+class ScalesByItself(Protocol):
+    """An optimizer whose step() divides gradients by `grad_scale` and skips the update if `found_inf` is set."""
+
+    grad_scale: Tensor
+    found_inf: Tensor
+
+
+def scales_by_itself(optimizer: torch.optim.Optimizer) -> TypeGuard[ScalesByItself]:
+    """By torch's flag."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 @torch.no_grad()
-def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | str) -> Tensor:
+def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer,
+                   max_norm: float | Literal["off"]) -> Tensor:
     """Clips the gradients to a norm of max_norm over all ranks ("off": does not); returns the norm before clipping. An
     optimizer that supports it scales them in its update, which saves reading and writing them once."""
     norm = gradient_norm(model.parameters())

@@ -211,9 +211,10 @@ def read_toml(path: str) -> dict:
     """The tables of a file. Raises ConfigError if it cannot be read, is not valid TOML, or is empty."""
     try:
         text = pathlib.Path(path).read_bytes().decode("utf-8")
-        raw = tomli.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'is not UTF-8'}") from None
+    try:
+        raw = tomli.loads(text)
     except (ValueError, RecursionError) as error:  # tomli's own error is a ValueError
         hint = "; it begins with a byte order mark, save it without" if text.startswith("\ufeff") else ""
         problem = str(error).partition("; use sys.")[0]  # drops Python's advice to programmers

@@ -88,6 +88,7 @@ def read_config(folder: pathlib.Path, base: str | None = None) -> config.Config:
     tables = read_state(folder)["config"]
     if base and not tables.get("lora"):
         raise ConfigError(f"--base: {folder} has no [lora]: its weights are whole")
+    trained_on = None
     if isinstance(model := tables.get("model"), dict):
         trained_on = model.pop("init_from", None) if base or not tables.get("lora") else None
         if base:

@@ -87,7 +87,8 @@ def by_source(fingerprint: list[dict]) -> dict[str, Any]:
 def check_same_data(cfg: config.Config, step: int, fingerprint: list[dict]) -> None:
     """Raises ConfigError, naming what differs, if the prepared data is not the data the checkpoint was trained on."""
     before = read_state(path_of(cfg, step)).get("data") if step else None
-    if not before or before == fingerprint or any(map(PREPARED.fullmatch, cfg.checkpoint.allow_changed)):
+    allowed = cfg.checkpoint.allow_changed if cfg.checkpoint else ()
+    if not before or before == fingerprint or any(map(PREPARED.fullmatch, allowed)):
         return
     old, new = by_source(before), by_source(fingerprint)
     differ = [key for key in sorted(old | new) if old.get(key) != new.get(key)]

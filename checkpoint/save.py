@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
@@ -43,8 +43,11 @@ class Saver:
 
     def __init__(self, cfg: config.Config, verified: int, extra_files: list[pathlib.Path]):
         """verified: a step whose checkpoint is known to be good. extra_files (the tokenizer) are copied into each."""
-        self.cfg, self.verified, self.extra_files = cfg, {verified}, extra_files
-        self.group = dist.new_group(backend="gloo")
+        assert cfg.checkpoint  # without [checkpoint] nothing is saved
+        self.cfg, self.options, self.verified, self.extra_files = cfg, cfg.checkpoint, {verified}, extra_files
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)  # every rank is a member
+        self.group = group
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.planner = Planner()
         self.stopping = False  # the run is stopping: purging is left to the next launch
@@ -112,7 +115,7 @@ class Saver:
     def purge(self) -> None:
         """Removes the checkpoints before the last keep_last good ones, except milestones. Those that this launch has
         not verified yet are verified before they count."""
-        last, every, good = self.cfg.checkpoint.keep_last, self.cfg.checkpoint.keep_every_steps, 0
+        last, every, good = self.options.keep_last, self.options.keep_every_steps, 0
         if not last:
             return
         try:
@@ -169,6 +172,7 @@ class Planner(DefaultSavePlanner):
         # DCP's own check takes time quadratic in the ranks. It also looks for overlaps, which chunks computed from the
         # same placements on all ranks cannot have.
         for name, item in self.metadata.state_dict_metadata.items():
+            assert isinstance(item, TensorStorageMetadata)  # all that is saved are tensors
             if not is_covered(item):
                 raise ValueError(f"the ranks' shards of {name} do not make up its shape {tuple(item.size)}")
         return all_plans, self.metadata
@@ -176,6 +180,7 @@ class Planner(DefaultSavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         if new_plan.usable:
             self.final_plan = new_plan
+        assert self.final_plan is not None  # the first plan is usable
         return super().finish_plan(self.final_plan)
 
 
@@ -195,10 +200,13 @@ class Writer(FileSystemWriter):
         if plan.items:
             self.files = [name := f"{plan.storage_data.prefix}0.distcp"]
             # torch's zip files have a CRC-32 of each tensor that no reader checks; the manifest's SHA-256 replaces it
-            with (self.path / name).open("wb") as file, torch_config.patch("save.compute_crc32", False):
+            # pyrefly: ignore[missing-attribute]  # torch adds patch() to its configuration modules at run time
+            with (pathlib.Path(self.path) / name).open("wb") as file, torch_config.patch("save.compute_crc32", False):
                 for item in plan.items:
                     begin = file.tell()
-                    tensor = self.read(item.index.fqn) if self.read else planner.resolve_data(item).detach().cpu()
+                    tensor = self.read(item.index.fqn) if self.read else planner.resolve_data(item)
+                    assert isinstance(tensor, Tensor)
+                    tensor = tensor.detach().cpu()
                     # for a view, torch.save would write its entire storage
                     whole = tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
                     try:

@@ -15,14 +15,15 @@ from config import ConfigError
 from data.order import make_order
 from data.sources import STDLIB, Files, Hub, kind_of
 from data.tokenizer import TOKENIZERS, tokenizer_files
-from data.tokens import TokenStream, open_stream, read_manifest
+from data.tokens import TokenStream, manifest_of, open_stream, read_manifest
 
 FORMAT = 3  # version of the file format; part of the identity
 
 
 def identity(cfg: config.Config) -> dict:
     """Everything that determines a source's prepared files. Raises ConfigError if the tokenizer cannot be read."""
-    d, content = cfg.data, cfg.data.tokenizer and b"".join(tokenizer_files(cfg.data.tokenizer).values())
+    d = cfg.data
+    content = b"".join(tokenizer_files(d.tokenizer).values()) if d.tokenizer else b""
     found = {"source": d.source, "subset": d.subset, "split": d.split, "text_field": d.text_field,
              "tokenizer": hashlib.sha256(content).hexdigest() if d.tokenizer else "trained here",
              # a tokenizer file defines its vocabulary; the model may have more rows
@@ -134,7 +135,7 @@ def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
     if train:
         make_order(cfg, training, weights(cfg))  # raises if there is too little data
     folders = data_folders(cfg)
-    manifests = [read_manifest(folder) for folder in folders]
+    manifests = [manifest_of(folder) for folder in folders]
     tokenizer = sorted(folders[0].glob("tokenizer*"))
     notes = []
     if (entries := manifests[0]["vocab_size"]) < cfg.model.vocab_size:

@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import config
 import files
@@ -65,10 +65,12 @@ def _start() -> None:
     """Initializes a pool process: it leaves Ctrl-C to the parent, and exits when the parent ends, even by kill -9."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
+    assert parent is not None  # this is not the main process
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
-def encode_all(folder: pathlib.Path, typecode: str, source: Source) -> Iterator[tuple[list[tuple[bool, bytes]], tuple]]:
+def encode_all(folder: pathlib.Path, typecode: str,
+               source: Source) -> Generator[tuple[list[tuple[bool, bytes]], tuple], None, None]:
     """Yields (encode(), place and share) per chunk; reads ahead three per process. Raises ConfigError and OSError."""
     workers = len(os.sched_getaffinity(0))
     # spawn: a forked process may inherit a lock that another thread holds

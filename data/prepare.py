@@ -106,7 +106,7 @@ def _prepare_folder(folder: pathlib.Path, cfg: config.Config) -> None:
     is prepared, and how far it is; it has hashes when all is written. Invalid input removes the hidden folder, but not
     what was read of a Hugging Face dataset: a network failure looks the same, and is temporary."""
     temporary, d = folder.with_name(f".{folder.name}.tmp"), cfg.data
-    wanted = {"identity": identity(cfg), "files": file_stamps(d.source)}
+    wanted: dict = {"identity": identity(cfg), "files": file_stamps(d.source)}
     manifest = _read_json(temporary / MANIFEST)
     try:
         if any(manifest.get(key) != value for key, value in wanted.items()):  # none, or of something else
@@ -115,7 +115,8 @@ def _prepare_folder(folder: pathlib.Path, cfg: config.Config) -> None:
             content = Tokenizer(d.tokenizer).files if d.tokenizer else {"tokenizer.model": _train_tokenizer(cfg)}
             for name, part in content.items():
                 files.write_atomic(temporary / name, part)
-            manifest = {**wanted, "place": None, **{key: {"train": 0, "heldout": 0} for key in ("tokens", "documents")}}
+            counts = {key: {"train": 0, "heldout": 0} for key in ("tokens", "documents")}
+            manifest = wanted | counts | {"place": None}
             files.write_atomic(temporary / MANIFEST, json.dumps(manifest))
         if "sha256" not in manifest:
             _write_folder(temporary, cfg, manifest)

@@ -6,6 +6,7 @@ The samples of all ranks together, in their order.
 """
 
 import argparse
+import io
 import sys
 from collections.abc import Iterator
 
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> int:
     _, cfg = config.from_command_line(rest, __doc__, tool=True)
     if args.step < 1:
         raise ConfigError(f"--step {args.step}: steps count from 1")
-    if sys.stdout:  # None: closed
+    if isinstance(sys.stdout, io.TextIOWrapper):  # None: closed
         sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal's encoding lacks
     for text in samples(cfg, args.step):
         print_line(text)

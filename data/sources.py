@@ -1,5 +1,6 @@
 """Text sources: iterate over a source's documents in order, from the beginning or from where reading stopped."""
 
+import abc
 import codecs
 import contextlib
 import glob
@@ -28,11 +29,25 @@ def open_source(d: config.Data, place: list | None = None) -> "Source":
     return kind_of(d.source)(d, place)
 
 
-class Source:
-    """Iterates over the non-empty documents. Subclasses define rows(), which yields (where, row); place(), where to
-    resume after the last row, as JSON; share(), the fraction read so far, from 0 to 1, or None if unknown."""
+class Source(abc.ABC):
+    """Iterates over the non-empty documents. Subclasses define what is abstract."""
 
     revision: str | None = None  # commit of a Hugging Face dataset
+
+    def __init__(self, d: config.Data, place: list | None):
+        self.d, self.resumed = d, place is not None
+
+    @abc.abstractmethod
+    def rows(self) -> Iterator[tuple[str, object]]:
+        """Yields (where, row)."""
+
+    @abc.abstractmethod
+    def place(self) -> list:
+        """Where to resume after the last row, as JSON."""
+
+    @abc.abstractmethod
+    def share(self) -> float | None:
+        """The fraction read so far, from 0 to 1; None if unknown."""
 
     def __iter__(self) -> Iterator[str]:
         """Raises ConfigError naming file and row."""
@@ -58,8 +73,8 @@ class Files(Source):
     """Local files, one after the other. Their place is (file, rows read, bytes read)."""
 
     def __init__(self, d: config.Data, place: list | None):
-        self.d, self.resumed = d, place is not None
-        self.paths = _stdlib_files() if d.source == STDLIB else local_files(d.source)
+        super().__init__(d, place)
+        self.paths = (_stdlib_files() if d.source == STDLIB else local_files(d.source)) or []
         if not self.paths:
             raise ConfigError(f"[data] source = {d.source}: no such file (or folder, or pattern) of {', '.join(LOCAL)}")
         self.sizes = [path.stat().st_size for path in self.paths]
@@ -133,7 +148,7 @@ class Hub(Source):
     """A Hugging Face dataset, streamed. Its place is (rows read, the state of `datasets`, revision)."""
 
     def __init__(self, d: config.Data, place: list | None):
-        self.d, self.resumed = d, place is not None
+        super().__init__(d, place)
         with _readable(f"{d.source}: is neither {STDLIB} nor a local file, and as a Hugging Face dataset"):
             import datasets
             import huggingface_hub

@@ -7,8 +7,12 @@ import json
 import os
 import pathlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from config import ConfigError
+
+if TYPE_CHECKING:  # imported where it is used: preparing data needs no torch
+    from torch import Tensor
 
 MANIFEST = "manifest.json"
 WIDTH = {"uint16": 2, "int32": 4}  # bytes per token
@@ -34,6 +38,13 @@ def read_manifest(folder: pathlib.Path) -> dict | None:
     return found
 
 
+def manifest_of(folder: pathlib.Path) -> dict:
+    """A prepared folder's manifest. Raises ConfigError if it has none, too."""
+    if (manifest := read_manifest(folder)) is None:
+        raise ConfigError(f"{folder}: holds no prepared data; `python -m data.prepare CONFIG` makes it")
+    return manifest
+
+
 def window_count(tokens: int, seq_len: int) -> int:
     """The number of full windows: window k is tokens k*S ... k*S+S, S inputs and S targets, shifted by one."""
     return max(0, (tokens - 1) // seq_len)
@@ -52,9 +63,9 @@ class TokenStream:
     vocab_size: int  # of the model: ids must be smaller
     file: io.FileIO
 
-    def read(self, start: int, stop: int) -> "tuple[bytes, torch.Tensor]":  # noqa: F821
+    def read(self, start: int, stop: int) -> "tuple[bytes, Tensor]":
         """(the bytes, the ids (stop - start) as int64) of tokens start ... stop-1."""
-        import torch  # here: preparing data needs no torch
+        import torch
 
         width = WIDTH[self.dtype]
         raw = _pread(self.file, start * width, stop * width, f"token {stop}")
@@ -110,9 +121,7 @@ def _pread(file: io.FileIO, start: int, stop: int, what: str) -> bytes:
 
 def open_stream(folder: pathlib.Path, split: str, vocab_size: int) -> TokenStream:
     """Opens "train" or "heldout" (validation). Raises ConfigError if missing, truncated, or of a larger vocabulary."""
-    manifest = read_manifest(folder)
-    if manifest is None:
-        raise ConfigError(f"{folder}: holds no prepared data; `python -m data.prepare CONFIG` makes it")
+    manifest = manifest_of(folder)
     if manifest["vocab_size"] > vocab_size:
         entries = manifest["vocab_size"]
         raise ConfigError(f"[model] vocab_size = {vocab_size}: smaller than {folder}'s tokenizer, of {entries} entries")

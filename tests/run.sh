@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Sets up and runs the tests, on CPU:   ./tests/run.sh [pytest arguments]
+# Only ruff and the type checker:       ./tests/run.sh --lint
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -18,5 +19,7 @@ if [[ -n $packages ]]; then
     if [[ $python == "$PWD/.venv/"* ]]; then echo "$packages" >.venv/.tests-made-from; fi
 fi
 "$python" -m ruff check .
+"$python" -m pyrefly check --summary=none --python-interpreter-path "$("$python" -c 'import sys; print(sys.executable)')"
+if [[ ${1:-} == --lint ]]; then exit; fi
 # two tests at a time: most wait for a process of theirs
 PYTHON=$python exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

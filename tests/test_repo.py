@@ -9,6 +9,7 @@ import subprocess
 
 import pytest
 import tomli
+import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -18,7 +19,7 @@ from tests.warm import warm_python
 # Each code block is labelled, and a test does with it what its label says.
 
 BLOCK = re.compile(r"^```(.*?)\n(.*?)^```", re.M | re.S)
-DOCS = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+DOCS = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
 LABELS = {"full-state", "output", "run", "dry-run", "needs-a-cluster", "needs-lm-eval", "table"}
 
 
@@ -61,7 +62,7 @@ def short(command: str) -> str:
         command = f"{command} --eval.batches=2"
         if ".toml" in command:
             command = f"{command} --train.seq_len=64 --train.global_batch_size=2"
-    if command == "./tests/run.sh":
+    if command.startswith("./tests/run.sh") and "--lint" not in command:
         return f"{command} -n 0 tests/test_metrics.py -k console_line"  # not this test again
     if "run_train.sh" in command and not re.search(r"-m |--setup|--dry-run|--eval-only|--help|--train.steps", command):
         return f"{command} --train.steps=2"
@@ -177,6 +178,27 @@ def test_what_is_pinned_can_be_had_for_the_oldest_python_that_run_train_sh_takes
             if found.version in pin.specifier:  # an environment of somebody's own may have another
                 takes[pin.name] = oldest in SpecifierSet(found.metadata["Requires-Python"] or "")
     assert takes and all(takes.values()), takes
+
+
+def test_the_workflow_runs_what_must_pass_on_the_oldest_python_and_a_new_one():
+    job, = yaml.safe_load((REPO / ".github/workflows/ci.yml").read_text())["jobs"].values()
+    checkout, setup, run = job["steps"]
+    assert run == {"run": ".ci/run"} and os.access(REPO / ".ci/run", os.X_OK) and job["timeout-minutes"] <= 180
+    assert job["strategy"]["matrix"] == {"python": ["3.10", "3.13"]}
+    assert "checkout" in checkout["uses"] and setup["with"]["python-version"] == "${{ matrix.python }}"
+    assert all((REPO / name).exists() for name in setup["with"]["cache-dependency-path"].split())
+
+
+def test_commits_are_checked_by_the_tools_that_the_tests_run_at_their_versions():
+    """The hook has no versions of its own: it runs tests/run.sh, which installs what tests/requirements.txt pins."""
+    (repo,) = yaml.safe_load((REPO / ".pre-commit-config.yaml").read_text())["repos"]
+    (hook,) = repo["hooks"]
+    assert (repo["repo"], hook["language"], hook["entry"]) == ("local", "system", "./tests/run.sh --lint")
+    before, after = (REPO / "tests/run.sh").read_text().split("== --lint ")
+    tools = re.findall(r'"\$python" -m (\w+) check', before)
+    assert tools == ["ruff", "pyrefly"] and "pytest" in after
+    pinned = (REPO / "tests/requirements.txt").read_text().splitlines()
+    assert all(any(line.startswith(f"{tool}==") for line in pinned) for tool in tools)
 
 
 @pytest.mark.parametrize("variables", [{"PYTHON": "no-such-python"}, {"NPROC": "many"}])
