@@ -12,6 +12,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -29,13 +30,10 @@ from checkpoint.load import Reader, restore, tensors_of
 from checkpoint.save import Saver
 from config import ConfigError
 from data.loader import inputs_and_targets
-from huggingface.weights import Weights
 from lifecycle.process_group import descriptors, distributed
 from model.build import meta_model
 from model.llama import Llama, named_parameters, rope_tables
 from parallel import materialize as materialize_module
-from parallel.context import own_cp_positions
-from parallel.float8 import Float8AllGather, update_scales
 from parallel.fsdp import reshard, set_gradient_sync, unshard_first_units
 from parallel.materialize import materialize
 from parallel.mesh import World, build_mesh, fsdp_mesh
@@ -230,7 +228,24 @@ def save(cfg: config.Config, model: torch.nn.Module, optimizer: torch.optim.Opti
     Saver(cfg, 0, []).write(step, tensors_of(model, optimizer), {"step": step, "config": config.to_dict(cfg)})
 
 
-def build(cfg: config.Config, world: World, weights: Weights | None = None) -> Llama:
+def own_cp_positions(world: World, seq_len: int) -> torch.Tensor | None:
+    """Of parallel/context.py, which is optional: without context parallelism it is not needed."""
+    if world.cp == 1:
+        return None
+    from parallel import context
+
+    return context.own_cp_positions(world, seq_len)
+
+
+def update_scales(model: Llama, cfg: config.Config) -> None:
+    """Of parallel/float8.py, which is optional: without scales it is not needed."""
+    if cfg.parallel.float8 == "tensorwise":
+        from parallel import float8
+
+        float8.update_scales(model)
+
+
+def build(cfg: config.Config, world: World, weights: Any = None) -> Llama:
     model = meta_model(cfg.model, cfg.lora)
     parallelize(model, cfg, world)
     materialize(model, cfg.run.seed, world.device, weights and weights.read_into)
@@ -827,7 +842,7 @@ def one_step(model: Llama, cfg: config.Config, world: World, ids: torch.Tensor) 
         set_gradient_sync(model, cfg.parallel, world, i == accumulation - 1)
         model(*inputs_and_targets(ids, None, own_cp_positions(world, cfg.train.seq_len)))[0]["loss"].backward()
     clip_gradients(model, torch.optim.SGD(model.parameters()), 1.0)
-    update_scales(model)
+    update_scales(model, cfg)
 
 
 def verify_damaged(cases: list[tuple[dict, str]]) -> list[str]:
@@ -909,7 +924,7 @@ def train_steps(cases: list[dict]) -> list[tuple[list[float], list[float], dict]
                 norms.append(clip_gradients(model, optimizer, cfg.train.max_grad_norm).item())
                 set_learning_rate(optimizer, learning_rate(cfg.optim, cfg.train.steps, step))
                 optimizer.step()
-                update_scales(model)
+                update_scales(model, cfg)
                 optimizer.zero_grad()
             weights = {name: p.full_tensor().detach().numpy().copy() for name, p in named_parameters(model)}
             found.append((losses, norms, weights))
@@ -1107,7 +1122,11 @@ def storages() -> dict[int, torch.UntypedStorage]:
 def same_batch(cases: list[dict], as_on_a_gpu: int | None = None) -> list[tuple[float, list[float]]]:
     """(loss, each gradient's norm) of one micro-batch of each case, the same on all data ranks, after an update. In the
     case of this number shards are cast to float8 by the kernel that a GPU's runs compile."""
-    found = []
+    found, on_gpu = [], contextlib.nullcontext()
+    if as_on_a_gpu is not None:
+        from parallel.float8 import Float8AllGather
+
+        on_gpu = mock.patch.object(Float8AllGather, "is_cuda", True, create=True)
     with process_group() as world:
         for i, sections in enumerate(cases):
             cfg = make_config(**sections)
@@ -1119,13 +1138,13 @@ def same_batch(cases: list[dict], as_on_a_gpu: int | None = None) -> list[tuple[
             for _ in range(2):
                 for p in model.parameters():
                     p.grad = None
-                with mock.patch.object(Float8AllGather, "is_cuda", i == as_on_a_gpu, create=True):
+                with on_gpu if i == as_on_a_gpu else contextlib.nullcontext():
                     loss = model(*inputs_and_targets(ids, None, cp_positions))[0]["loss"]
                     (loss * ours.cp).backward()
                 with torch.no_grad():  # makes every matrix larger than its first scale was for
                     for p in model.parameters():
                         p.mul_(1.5)
-                update_scales(model)
+                update_scales(model, cfg)
             total = loss.detach().clone()
             if ours.cp > 1:
                 dist.all_reduce(total, group=ours.mesh.get_group("cp"))
@@ -1162,7 +1181,7 @@ def scales_between(sections: dict) -> tuple[type, str]:
             made = type(model.blocks[0].attention.q_proj.weight.to_local() * 2)
         model.blocks[0].unshard()
         try:
-            update_scales(model)
+            update_scales(model, cfg)
             return made, "none"
         except AssertionError as error:
             return made, str(error)

@@ -19,7 +19,6 @@ import config
 import metrics
 from benchmarks import published, theory
 from benchmarks import simulate as benchmark
-from model import nf4
 from model.build import meta_model
 from optim import build_optimizer
 from parallel import materialize
@@ -491,6 +490,8 @@ def test_changes_are_of_every_kind_and_tp_stays_within_a_node():
 
 def test_weights_in_4_bits_cost_what_is_moved_to_make_them():
     """Uncompiled what dequantize()'s operators move, compiled what one kernel must read and write."""
+    from model import nf4  # optional
+
     counted, rows, columns = Counted(FakeTensorMode(), {}, set(), 1), 512, 4096
     with counted.fake, counted:
         x, codes = torch.empty(8, columns, dtype=torch.bfloat16), torch.empty(rows, columns // 2, dtype=torch.uint8)
