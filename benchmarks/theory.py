@@ -7,21 +7,21 @@ import torch
 from torch import nn
 
 import config
-from model.float8 import float8_matrices
 from model.llama import Llama, named_parameters
 from model.loss import CHUNK
 from optim import build_optimizer
 from parallel.activation_checkpoint import KEEP_EVERY, is_checkpointed
 from parallel.fsdp import all_gather_dtype, unit_dtypes, unit_parameters, units
 from parallel.replicated import replicated_parameters
-from parallel.tensor import placement_of
 
 
 def largest_shards(model: Llama, shards: int, tp: int) -> dict[nn.Parameter, int]:
     """Elements of the largest shard of each parameter: ceil(rows / shards) rows of what tp leaves a rank of it."""
+    if tp > 1:
+        from parallel.tensor import placement_of
     found = {}
     for name, q in named_parameters(model):
-        shape, placement = [*q.shape], placement_of(model, name)
+        shape, placement = [*q.shape], placement_of(model, name) if tp > 1 else None
         if placement and placement.is_shard():
             shape[placement.dim] //= tp
         found[q] = math.ceil(shape[0] / shards) * math.prod(shape[1:])
@@ -65,9 +65,12 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
     reductions = accumulation if p.sync_every_micro_batch else 1
     scatters = accumulation if dp_replicate > 1 else reductions
     replicated, numel = replicated_parameters(model, p), largest_shards(model, shards, tp)
-    tensorwise = "tensorwise" if p.float8 == "tensorwise" else "none"  # rowwise all-gathers as without
-    device = "cpu" if cfg.run.device == "cpu" else "cuda"  # a plan is made for GPUs
-    in_8_bits = {m.weight for m in float8_matrices(model.blocks, tensorwise, device)} - replicated
+    in_8_bits = set()
+    if p.float8 == "tensorwise":  # rowwise all-gathers as without
+        from model.float8 import float8_matrices
+
+        device = "cpu" if cfg.run.device == "cpu" else "cuda"  # a plan is made for GPUs
+        in_8_bits = {m.weight for m in float8_matrices(model.blocks, p.float8, device)} - replicated
     found = {"all_gather": [0, 0], "reduce_scatter": [0, 0], "all_reduce": [0, 0]}
 
     def add(kind: str, times: int, size: int) -> None:
@@ -143,6 +146,8 @@ def over_tp_and_cp(cfg: config.Config, model: Llama, sequences: int, accumulatio
             yield "all_gather", accumulation * (1 + (checkpointed or (again and attends))), keys_and_values
             yield "reduce_scatter", accumulation * values, keys_and_values
     if tp > 1:
+        from parallel.tensor import placement_of
+
         embedding, head = names[0], names[0 if m.tie_embeddings else -1]
         yield "all_gather", accumulation * model.embedding.weight.requires_grad, size(embedding)
         yield "reduce_scatter", accumulation, size(embedding)

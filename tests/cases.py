@@ -12,6 +12,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -29,13 +30,10 @@ from checkpoint.load import Reader, restore, tensors_of
 from checkpoint.save import Saver
 from config import ConfigError
 from data.loader import inputs_and_targets
-from huggingface.weights import Weights
 from lifecycle.process_group import descriptors, distributed
 from model.build import meta_model
 from model.llama import Llama, named_parameters, rope_tables, weights_changed
 from parallel import materialize as materialize_module
-from parallel.context import own_cp_positions
-from parallel.float8 import Float8AllGather
 from parallel.fsdp import reshard, set_gradient_sync, unshard_first_units
 from parallel.materialize import materialize
 from parallel.mesh import World, build_mesh, fsdp_mesh
@@ -230,7 +228,16 @@ def save(cfg: config.Config, model: torch.nn.Module, optimizer: torch.optim.Opti
     Saver(cfg, 0, []).write(step, tensors_of(model, optimizer), {"step": step, "config": config.to_dict(cfg)})
 
 
-def build(cfg: config.Config, world: World, weights: Weights | None = None) -> Llama:
+def own_cp_positions(world: World, seq_len: int) -> torch.Tensor | None:
+    """Of parallel/context.py, which is optional: without context parallelism it is not needed."""
+    if world.cp == 1:
+        return None
+    from parallel import context
+
+    return context.own_cp_positions(world, seq_len)
+
+
+def build(cfg: config.Config, world: World, weights: Any = None) -> Llama:
     model = meta_model(cfg.model, cfg.lora)
     parallelize(model, cfg, world)
     materialize(model, cfg.run.seed, world.device, weights and weights.read_into)
@@ -1106,7 +1113,11 @@ def storages() -> dict[int, torch.UntypedStorage]:
 def same_batch(cases: list[dict], as_on_a_gpu: int | None = None) -> list[tuple[float, list[float]]]:
     """(loss, each gradient's norm) of one micro-batch of each case, the same on all data ranks, after an update. In the
     case of this number shards are cast to float8 by the kernel that a GPU's runs compile."""
-    found = []
+    found, on_gpu = [], contextlib.nullcontext()
+    if as_on_a_gpu is not None:
+        from parallel.float8 import Float8AllGather
+
+        on_gpu = mock.patch.object(Float8AllGather, "is_cuda", True, create=True)
     with process_group() as world:
         for i, sections in enumerate(cases):
             cfg = make_config(**sections)
@@ -1118,7 +1129,7 @@ def same_batch(cases: list[dict], as_on_a_gpu: int | None = None) -> list[tuple[
             for _ in range(2):
                 for p in model.parameters():
                     p.grad = None
-                with mock.patch.object(Float8AllGather, "is_cuda", i == as_on_a_gpu, create=True):
+                with on_gpu if i == as_on_a_gpu else contextlib.nullcontext():
                     loss = model(*inputs_and_targets(ids, None, cp_positions))[0]["loss"]
                     (loss * ours.cp).backward()
                 with torch.no_grad():  # makes every matrix larger than its first scale was for

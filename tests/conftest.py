@@ -18,10 +18,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile every module anew
 
 import config
+from tests import rooms
 from tests.gloo import run_on_ranks
 from tests.warm import warm_python
 
-REPO = pathlib.Path(__file__).parent.parent
+REPO = rooms.REPO
 
 TINY = {
     "model": {"dim": 48, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 80, "vocab_size": 320},
@@ -46,6 +47,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.stem in SLOW[:15] or {"write_config", "on_ranks"} & {*item.fixturenames}:
             item.add_marker("slow")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+    report = yield
+    if rooms.missing() and call.excinfo:
+        rooms.skip_for_lack(report, f"{call.excinfo.value}\n{report.capstderr}")
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector):
+    report = yield
+    if rooms.missing() and report.failed:
+        rooms.skip_for_lack(report, str(report.longrepr))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    if rooms.missing():
+        skipped = [report for report in terminalreporter.stats.get("skipped", []) if rooms.LACK in str(report.longrepr)]
+        files = sum(isinstance(report, pytest.CollectReport) for report in skipped)
+        terminalreporter.write_line(
+            f"not in this copy: {', '.join(rooms.missing())}. What needs them was skipped: {files} test files, "
+            f"{len(skipped) - files} tests, and cases of tests that have several")
 
 
 def pytest_collection_finish() -> None:
@@ -87,6 +113,20 @@ def tables(**sections: dict | None) -> dict:
 
 def make_config(**sections: dict | None) -> config.Config:
     return config.from_dict(tables(**sections), "test.toml")
+
+
+def available(cases: dict) -> dict:
+    """Those cases, sections by name, that need no removed room: for a table whose cases all run in one launch."""
+    return {name: sections for name, sections in cases.items() if not lacks(**sections)}
+
+
+def lacks(**sections: dict | None) -> str | None:
+    """The removed room that a configuration needs."""
+    try:
+        make_config(**sections)
+    except config.ConfigError as error:
+        return rooms.needed(str(error))
+    return None
 
 
 def run_tool(main: Callable, *words: object) -> int:
@@ -138,9 +178,10 @@ def write_config(tmp_path, corpus, prepared):
     return write
 
 
-def launch(*arguments: object, nproc: int = 1, cwd: pathlib.Path = REPO, **env: str) -> subprocess.CompletedProcess:
-    """./run_train.sh with a Python that need not load torch; of PYTHON=sys.executable, with one that must."""
-    return subprocess.run([REPO / "run_train.sh", *map(str, arguments)], cwd=cwd, capture_output=True, text=True,
+def launch(*arguments: object, nproc: int = 1, cwd: pathlib.Path = REPO, repo: pathlib.Path = REPO,
+           **env: str) -> subprocess.CompletedProcess:
+    """repo/run_train.sh with a Python that need not load torch; of PYTHON=sys.executable, with one that must."""
+    return subprocess.run([repo / "run_train.sh", *map(str, arguments)], cwd=cwd, capture_output=True, text=True,
                           timeout=300, env={**os.environ, "PYTHON": warm_python(), "NPROC": str(nproc), **env})
 
 

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 from model.llama import Block, FeedForward, Linear
-from parallel.collectives import all_reduce, group_of
-from parallel.context import apply_context_parallelism
-from parallel.tensor import TP_PLAN
+from tests.rooms import missing
 
 EXPERTS = 4
 
@@ -47,6 +45,9 @@ def routed_block(block: Block, x: Tensor, cos: Tensor, sin: Tensor, mask=None, c
 
 
 def routed_context_parallelism(model, recompute, seq_len, world) -> None:
+    from parallel.collectives import all_reduce, group_of
+    from parallel.context import apply_context_parallelism
+
     apply_context_parallelism(model, recompute, seq_len, world)
     for block in model.blocks if world.cp > 1 else ():
         block.feed_forward.over_sequence = partial(all_reduce, group=group_of(world.mesh["cp"]))
@@ -55,8 +56,13 @@ def routed_context_parallelism(model, recompute, seq_len, world) -> None:
 @contextlib.contextmanager
 def routed() -> Iterator[None]:
     """The model with RoutedFeedForward in every block, on every mesh."""
-    with (mock.patch("model.llama.FeedForward", RoutedFeedForward),
-          mock.patch.object(Block, "forward", routed_block),
-          mock.patch.dict(TP_PLAN, {"blocks.*.feed_forward.router": Replicate()}),
-          mock.patch("parallel.parallelize.apply_context_parallelism", routed_context_parallelism)):
+    with contextlib.ExitStack() as changes:
+        changes.enter_context(mock.patch("model.llama.FeedForward", RoutedFeedForward))
+        changes.enter_context(mock.patch.object(Block, "forward", routed_block))
+        if "parallel/tensor.py" not in missing():
+            changes.enter_context(mock.patch.dict("parallel.tensor.TP_PLAN",
+                                                  {"blocks.*.feed_forward.router": Replicate()}))
+        if "parallel/context.py" not in missing():
+            changes.enter_context(mock.patch("parallel.parallelize.apply_context_parallelism",
+                                             routed_context_parallelism))
         yield

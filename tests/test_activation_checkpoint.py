@@ -12,12 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import config
 from config import ConfigError
 from model.build import meta_model
-from model.float8 import use_float8
 from model.llama import Block, FeedForward, Linear, Llama, named_parameters, rope_tables
 from parallel import parallelize
 from parallel.activation_checkpoint import apply_activation_checkpointing, check_matmul_order
 from parallel.materialize import materialize
-from planner.simulate import simulate
 from tests.cases import storages
 from tests.conftest import make_config
 
@@ -138,7 +136,10 @@ def test_no_block_changes_a_tensor_in_place(base, float8):
     lora = {"lora": {"base_dtype": base}} if base else {}
     cfg = make_config(model={"dim": 64, "ffn_dim": 128, "init_from": base and "a folder"}, **lora)
     model = meta_model(cfg.model, cfg.lora)
-    use_float8(model.blocks, float8, "cpu")
+    if float8 != "none":
+        from model.float8 import use_float8  # optional
+
+        use_float8(model.blocks, float8, "cpu")
     model.to_empty(device="cpu")
     x = torch.randn(BATCH, LENGTH, 64, requires_grad=True)
     with InPlace() as seen:
@@ -246,6 +247,8 @@ def test_one_block_of_each_kind_is_run(monkeypatch):
 
 
 def test_the_plan_refuses_it_too(monkeypatch):
+    from planner.simulate import simulate  # optional
+
     monkeypatch.setattr(FeedForward, "forward", FORWARDS["another order"][0])
     cfg = make_config(parallel={"recompute": "selective"})
     with pytest.raises(ConfigError, match="number 5 of blocks.0"):

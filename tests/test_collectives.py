@@ -10,15 +10,9 @@ import config
 from benchmarks.theory import collectives
 from model.build import meta_model
 from tests import cases
-from tests.conftest import REPO, make_config
+from tests.conftest import REPO, lacks, make_config
+from tests.test_equality import STRATEGIES
 
-STRATEGIES = {
-    "FULL_SHARD": {},
-    "SHARD_GRAD_OP": {"reshard_after_forward": False},
-    "HYBRID_SHARD": {"dp_replicate": 2},
-    "HYBRID_SHARD_ZERO2": {"dp_replicate": 2, "reshard_after_forward": False},
-    "NO_SHARD": {"dp_replicate": "auto", "dp_shard": 1},
-}
 UNEVEN = {"dim": 50, "n_heads": 5, "n_kv_heads": 1, "ffn_dim": 75, "vocab_size": 323}
 VARIANTS = {
     "": {},
@@ -91,6 +85,7 @@ MESHES = {
     "replicas x tp": {"dp_replicate": 2, "tp": 2}, "replicas x cp": {"dp_replicate": 2, "cp": 2},
     "replicas x tp, no shards": {"dp_replicate": "auto", "dp_shard": 1, "tp": 2},
 }
+MESHES = {name: mesh for name, mesh in MESHES.items() if not lacks(parallel={**mesh, "tp": 2 if "tp" in mesh else 1})}
 OVER_MESHES = {
     "": {}, "full": {"recompute": "full"}, "every second": {"recompute": 2}, "selective": {"recompute": "selective"},
     "bfloat16": {"param_dtype": "bfloat16", "keep_fp32": ["blocks.0"]}, "tied": {},

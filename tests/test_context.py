@@ -8,12 +8,9 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from model.attention import attention, make_mask, mask_mod
-from parallel.collectives import gathered
 from parallel.mesh import World, build_mesh
-from parallel.tensor import tp_warnings
-from planner.simulate import simulate
 from tests import cases
-from tests.conftest import make_config
+from tests.conftest import lacks, make_config
 
 
 @pytest.mark.parametrize("ranks, draws", [(2, 40), (4, 24)])
@@ -63,6 +60,8 @@ def of_a_block(on_ranks):
     """{(cp, tp): {recompute: bytes that a block keeps of two sequences}}: what a second pair of them adds."""
     found = {}
     for cp, tp in (1, 1), (1, 2), (2, 1), (2, 2):
+        if lacks(parallel={"cp": cp, "tp": tp}):
+            continue
         runs = [{"model": MODEL, "train": {"seq_len": 64, "micro_batch_size": sequences},
                  "parallel": {"dp_shard": 1, "cp": cp, "tp": tp, "recompute": setting}}
                 for setting in SETTINGS for sequences in (4, 2)]
@@ -82,6 +81,8 @@ def test_activations_fall_as_1_over_tp_and_cp(of_a_block, setting):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_plan_knows_what_a_block_keeps(of_a_block, setting):
+    from planner.simulate import simulate
+
     for (cp, tp), kept in of_a_block.items():
         blocks = []
         for sequences in (4, 2):
@@ -93,6 +94,8 @@ def test_the_plan_knows_what_a_block_keeps(of_a_block, setting):
 
 
 def test_tp_groups_that_span_machines_are_told(monkeypatch):
+    from parallel.tensor import tp_warnings
+
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
     with cases.fake_process_group(24):
         for tp, told in (2, 0), (4, 1):
@@ -102,6 +105,8 @@ def test_tp_groups_that_span_machines_are_told(monkeypatch):
 
 def test_a_pass_without_backward_leaves_nothing():
     """What is kept for it goes with its result, a kept result of an operator too."""
+    from parallel.collectives import gathered
+
     def kept() -> weakref.ref:
         def gather(x: torch.Tensor) -> torch.Tensor:
             return x * 1.0
@@ -116,6 +121,8 @@ def test_a_pass_without_backward_leaves_nothing():
 
 
 def test_what_backward_gathers_again_goes_when_it_was_used():
+    from parallel.collectives import gathered
+
     found = []
 
     def gather(x: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,6 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import config
 import files
-import generate
 from benchmarks.hf import configuration, make_folder
 from checkpoint import catalog
 from checkpoint.__main__ import main as checkpoint_tool
@@ -184,6 +183,8 @@ def test_the_export_loads_in_transformers_bit_for_bit(read, folders, tmp_path, c
 def test_an_imported_checkpoint(folders, tmp_path, capsys, name):
     assert run(capsys, "import", folders[name], tmp_path / "checkpoint") == (0, "")
     assert checkpoint_tool(["verify", str(tmp_path / "checkpoint")]) == 0
+    import generate
+
     assert generate.main([str(tmp_path / "checkpoint"), "--prompt", "the cat", "--tokens", "3"]) == 0
     assert run(capsys, "export", tmp_path / "checkpoint", tmp_path / "out") == (0, "")
     theirs, ours = in_transformers(folders[name]), in_transformers(tmp_path / "out")

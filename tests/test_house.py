@@ -2,26 +2,21 @@
 fork with other rules may delete this file: nothing else depends on it."""
 
 import ast
-import io
 import pathlib
 import re
 import subprocess
 import sys
-import tokenize
 
 import pytest
 import tomli
 
-from tests.conftest import REPO
+from tests.rooms import OPTIONAL, REPO, code_lines
 
 LINES, CODE_LINES = 10320, 7360  # of the core, as reached
 # Each room imports only from the floors before its own.
 FLOORS = [("files",), ("options",), ("config",), ("ranks",), ("model", "data"), ("optim", "parallel"), ("checkpoint",),
           ("planner", "huggingface", "migrate", "metrics"), ("lifecycle",), ("evaluate", "generate"), ("train",)]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-# Rooms and files that `rm` removes: the others import them inside a function, where their option is on.
-OPTIONAL = ("planner", "huggingface", "migrate", "generate", "model.lora", "model.nf4", "model.float8",
-            "parallel.tensor", "parallel.context", "parallel.collectives", "parallel.float8", "lifecycle.profiler")
 # Functions of tools, which may import upwards as their main() may.
 TOOLS = {"lifecycle": {"check_launch"}, "huggingface": {"main"}, "generate": {"main"}, "data": {"main"}}
 SOURCES = sorted(path for room in FLOOR for path in (REPO.glob(f"{room}.py"), REPO.glob(f"{room}/**/*.py"))
@@ -36,7 +31,14 @@ MODULES = {name_of(path) for path in SOURCES}
 
 
 def is_optional(module: str) -> bool:
-    return any(f"{module}.".startswith(f"{room}.") for room in OPTIONAL)
+    """Whether `rm` may remove it: the others import it inside a function, where its option is on."""
+    return any(f"{module}.".startswith(f"{room.removesuffix('.py').replace('/', '.')}.") for room in OPTIONAL)
+
+
+def tracked() -> list[str]:
+    """The repository's files, but for those that were removed."""
+    names = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True).stdout.split()
+    return [name for name in names if (REPO / name).exists()]
 
 
 def imports(tree: ast.AST) -> set[str]:
@@ -57,8 +59,8 @@ def of_tools(tree: ast.AST, room: str) -> set[str]:
 
 
 def test_the_rule_covers_every_source_file():
-    tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=REPO, capture_output=True, text=True).stdout.split()
-    core = {path for path in tracked if not path.startswith(("tests/", "benchmarks/"))} - {"minimal.py"}
+    core = {path for path in tracked() if path.endswith(".py") and not path.startswith(("tests/", "benchmarks/"))}
+    core -= {"minimal.py"}
     assert core == {str(p.relative_to(REPO)) for p in SOURCES}
 
 
@@ -105,29 +107,13 @@ def test_the_environment_is_read_by_the_mesh_and_the_launch_alone():
 
 
 def test_the_top_holds_what_the_architecture_names():
-    tracked = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True).stdout.split()
-    top = {path.split("/")[0] for path in tracked}
+    top = {path.split("/")[0] for path in tracked()} | {room for room in OPTIONAL if "/" not in room}
     assert top == {"train.py", "run_train.sh", "files.py", "config.py", "optim.py", "metrics.py", "checkpoint",
                    "lifecycle", "model", "parallel", "data", "configs", "tests", "benchmarks", "docs", "README.md",
                    "LICENSE", "options.py", "evaluate.py", "generate.py", "ranks.py", "minimal.py", "planner",
                    "huggingface", "migrate", "pyproject.toml", "requirements.txt", ".ci", ".gitignore", ".github",
                    ".pre-commit-config.yaml", "CONTRIBUTING.md"}
     assert not {name.removesuffix(".py") for name in top} & set(sys.stdlib_module_names)
-
-
-def code_lines(path: pathlib.Path) -> int:
-    """Lines without blanks, comments and docstrings."""
-    text = path.read_text()
-    if path.suffix == ".sh":
-        return sum(bool(line.strip()) and not line.strip().startswith("#") for line in text.splitlines())
-    lines = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type in (tokenize.NAME, tokenize.NUMBER, tokenize.STRING, tokenize.OP):
-            lines |= {*range(token.start[0], token.end[0] + 1)}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            lines -= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
-    return len(lines)
 
 
 def test_core_stays_small():

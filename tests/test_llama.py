@@ -9,8 +9,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import config
 from config import ConfigError
-from huggingface import config as hf_config
-from huggingface.weights import hf_name
 from model.build import meta_model
 from model.llama import Llama, RMSNorm, flops_per_token, parameter_count, rope_tables
 from parallel.materialize import materialize
@@ -37,6 +35,8 @@ def reference(m: config.Model) -> LlamaForCausalLM:
 
 
 def with_weights_of(theirs: LlamaForCausalLM, m: config.Model) -> Llama:
+    from huggingface.weights import hf_name  # optional
+
     ours, state = Llama(m), theirs.state_dict()
     ours.load_state_dict({name: state[hf_name(name)] for name in ours.state_dict()})
     return ours
@@ -93,6 +93,8 @@ def test_every_shipped_model_is_compared():
 
 def test_an_export_says_how_far_its_rotary_table_reaches():
     """As far as it is stretched, where the training was no longer than what it was stretched from."""
+    from huggingface import config as hf_config
+
     m = make_config(model={"rope_scaling": SCALING}).model
     said = {n: hf_config.render(m, n, "float32", {})["max_position_embeddings"] for n in (8, 32, 33, 999)}
     assert said == {8: 256, 32: 256, 33: 33, 999: 999}
@@ -206,6 +208,8 @@ def test_a_pattern_that_freezes_nothing_or_all_is_refused():
 
 
 def test_a_parameter_without_a_hugging_face_name_is_refused():
+    from huggingface.weights import hf_name
+
     assert hf_name("blocks.12.feed_forward.up_proj.weight") == "model.layers.12.mlp.up_proj.weight"
     for name in ("blocks.0.attention.q_norm.weight", "scale", "head.bias"):
         with pytest.raises(ConfigError, match=f"{name}: has no name in a Hugging Face folder.*NAMES"):

@@ -15,23 +15,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import config
-import generate
-from benchmarks import counted_step
-from benchmarks.theory import collectives
 from checkpoint import compare, load
 from config import ConfigError
 from data.dataset import open_dataset
 from huggingface import convert as hf
 from huggingface.weights import fingerprint, hf_name, weighted_sum, weights_to_read
-from model import nf4
 from model.build import build_model, meta_model
 from model.llama import flops_per_token, named_parameters, parameter_count
 from optim import learning_rate
 from parallel.materialize import materialize
-from planner.plan import plan
 from tests import cases
-from tests.conftest import content, launch, loader_of, make_config, run_tool, tables
-from tests.test_nf4 import quantize
+from tests.conftest import content, lacks, launch, loader_of, make_config, run_tool, tables
+from tests.rooms import missing
 from tests.test_training import with_data
 
 WIDTHS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128,
@@ -50,6 +45,9 @@ RUNS = {  # by the number of ranks: how the base is kept, [parallel], [train]
         "dp 2 x tp 2": ("float32", {"tp": 2}, {}),
         "dp 2 x tp 2, nf4": ("nf4", {"tp": 2, "sync_every_micro_batch": False}, {"micro_batch_size": 2})},
 }
+RUNS = {ranks: {name: run for name, run in runs.items()
+                if not lacks(parallel=run[1]) and (run[0] != "nf4" or "model/nf4.py" not in missing())}
+        for ranks, runs in RUNS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +80,9 @@ def kept_as(dtype: str, base, folder):
     tensors = load_file(base / "model.safetensors")
     for name, weight in tensors.items():
         if dtype == "nf4" and "_proj" in name:
+            from model import nf4
+            from tests.test_nf4 import quantize
+
             tensors[name] = nf4.dequantize(*quantize(weight), torch.float32)
         elif dtype != "float32":
             tensors[name] = weight.bfloat16().float()
@@ -202,7 +203,9 @@ REAL = [("kept", ""), ("cp x tp", ""), ("replicas", "nf4"), ("tp", "nf4")]
 @pytest.mark.parametrize("ranks", [4, None])
 def test_collectives_equal_the_formula(on_ranks, base, ranks):
     """On torch's fake process group, and some on real ranks. What is frozen never travels as a gradient."""
-    chosen = CASES if ranks else REAL
+    from benchmarks.theory import collectives
+
+    chosen = [name for name in (CASES if ranks else REAL) if not lacks(**case(base, *name))]
     every = [case(base, *name) for name in chosen]
     counted = on_ranks(1 if ranks else 4, cases.count_collectives, every, ranks)[0]
     wrong = {}
@@ -216,6 +219,8 @@ def test_collectives_equal_the_formula(on_ranks, base, ranks):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_bytes_equal_those_of_real_tensors(on_ranks, base, ranks):
+    from planner.plan import plan
+
     strategies = {1: [""], 2: ["", "tp"], 3: [""], 4: ["", "replicas", "cp x tp"]}[ranks]
     every = [case(base, strategy, variant) for strategy in strategies for variant in ("", "nf4")]
     every.append(case(base, "", "some targets"))
@@ -368,6 +373,8 @@ def test_new_adapters_change_nothing_at_first(base):
 
 
 def test_the_tools_use_a_run_with_adapters(trained, base, tmp_path, capsys):
+    import generate
+
     run = trained[1] / "4/four-nf4"
     assert generate.main([str(run), "--prompt", "the cat", "--tokens", "3", "--temperature", "0"]) == 0
     text = capsys.readouterr().out
@@ -521,6 +528,8 @@ def test_changed_adapters_are_another_run(trained, base, adapter, corpus, prepar
 
 def test_what_a_compiled_block_keeps_does_not_hang_on_how_its_base_is_kept(base):
     """Of a base in 4 bits the codes, not the weights made of them; with adapters no more than without, but A x."""
+    from benchmarks import counted_step
+
     m, kept = make_config(**case(base, "", "")).model, {}
     m = dataclasses.replace(m, dim=256, ffn_dim=704)
     for dtype, setting in itertools.product((None, "nf4"), ("none", "elementwise")):

@@ -11,11 +11,9 @@ from safetensors.torch import load_file
 
 import config
 from data.tokens import open_stream
-from huggingface import convert as hf
-from huggingface.weights import hf_name
 from model.llama import Llama
 from tests import cases
-from tests.conftest import REPO, make_config
+from tests.conftest import REPO, lacks, make_config
 from tests.conftest import rows as metrics_rows
 from tests.test_training import plain_loop, weights, with_data
 
@@ -27,6 +25,8 @@ MESHES = {  # by the number of ranks
         "replicate 2 x cp 2": {"dp_replicate": 2, "dp_shard": 1, "cp": 2}},
     8: {"dp 2 x cp 2 x tp 2": {"cp": 2, "tp": 2}},
 }
+MESHES = {ranks: {name: mesh for name, mesh in meshes.items() if not lacks(parallel=mesh)}
+          for ranks, meshes in MESHES.items()}
 MODEL = {"dim": 46, "n_heads": 4, "n_kv_heads": 4, "head_dim": 6, "ffn_dim": 76}  # 4 divides neither 46 nor 38
 VARIANTS = {
     "plain": {},
@@ -75,7 +75,7 @@ def of_ranks(ranks: int) -> dict[str, dict]:
 def trained(on_ranks, corpus, prepared, tmp_path_factory):
     """(rows by variant and mesh, the folder of runs below their number of ranks)."""
     output, found = tmp_path_factory.mktemp("meshes"), {}
-    for ranks in MESHES:
+    for ranks in filter(MESHES.get, MESHES):
         runs = {name: with_data(run, corpus, {320: prepared}) for name, run in of_ranks(ranks).items()}
         found |= on_ranks(ranks, cases.train_all, runs, str(output), timeout=500)[0]
     return found, output
@@ -121,7 +121,9 @@ def test_a_run_does_not_depend_on_the_mesh(trained, expected, heldout_loss, rank
     assert [row["loss"] for row in metrics_rows(folder, "eval")] == pytest.approx([heldout_loss], rel=1e-5)
 
 
-def test_bfloat16_is_not_float32(trained, expected):
+def test_bfloat16_is_not_float32(trained):
+    if room := lacks(parallel={"tp": 2}):
+        pytest.skip(f"needs {room}")
     assert trained[0]["bfloat16, tp 2"][0]["loss"] != trained[0]["plain, tp 2"][0]["loss"]
 
 
@@ -153,6 +155,9 @@ def test_a_checkpoint_of_one_mesh_goes_on_on_any_other(on_ranks, corpus, prepare
         for key in ("loss", "grad_norm"):
             assert [row[key] for row in rows] == pytest.approx([row[key] for row in wanted], rel=1e-5), name
     stored = weights(tmp_path / "back/r", 6)
+    from huggingface import convert as hf  # optional
+    from huggingface.weights import hf_name
+
     assert hf.main(["export", str(tmp_path / "back/r"), str(tmp_path / "out")]) == 0, capsys.readouterr().err
     exported = load_file(tmp_path / "out/model.safetensors")
     for name, tensor in last.items():

@@ -19,7 +19,6 @@ import config
 import metrics
 from benchmarks import published, theory
 from benchmarks import simulate as benchmark
-from model import nf4
 from model.build import meta_model
 from optim import build_optimizer
 from parallel import materialize
@@ -491,6 +490,8 @@ def test_changes_are_of_every_kind_and_tp_stays_within_a_node():
 
 def test_weights_in_4_bits_cost_what_is_moved_to_make_them():
     """Uncompiled what dequantize()'s operators move, compiled what one kernel must read and write."""
+    from model import nf4  # optional
+
     counted, rows, columns = Counted(FakeTensorMode(), {}, set(), 1), 512, 4096
     with counted.fake, counted:
         x, codes = torch.empty(8, columns, dtype=torch.bfloat16), torch.empty(rows, columns // 2, dtype=torch.uint8)
@@ -667,7 +668,11 @@ def beyond_what_is_held(cfg: config.Config, ranks: int) -> float:
         with unset_fake_temporarily():
             return concatenate(meshes)
 
-    cfg = replace(cfg, model=replace(cfg.model, n_layers=2))
+    cfg, quantized = replace(cfg, model=replace(cfg.model, n_layers=2)), []
+    if cfg.lora and cfg.lora.base_dtype == "nf4":
+        from model.nf4 import NF4Linear
+
+        quantized = [mock.patch.object(NF4Linear, "fill", first_rows(NF4Linear.fill, 300, 4))]
     with cases.fake_process_group(ranks), contextlib.ExitStack() as stack:
         world = World(0, ranks, torch.device("cpu"), build_mesh("cpu", config.mesh_shape(cfg, ranks)))
         counted = StartUp(FakeTensorMode(allow_non_fake_inputs=True), {}, set(), 512)
@@ -676,7 +681,7 @@ def beyond_what_is_held(cfg: config.Config, ranks: int) -> float:
                 mock.patch("parallel.materialize.on_each_rank", lambda work: work()),
                 mock.patch("torch.nn.init.trunc_normal_", lambda values, *bounds, **of: values.normal_()),
                 mock.patch("parallel.materialize.draw", first_rows(materialize.draw, 64, 0)),
-                mock.patch.object(nf4.NF4Linear, "fill", first_rows(nf4.NF4Linear.fill, 300, 4)),
+                *quantized,
                 mock.patch.object(DeviceMesh, "_concatenate", real),
                 mock.patch.object(FakeTensor, "tolist", lambda t: [True] * len(t), create=True)]:
             stack.enter_context(patch)

@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from tests.conftest import REPO, launch, make_config
+from tests.rooms import copy_tracked
 from tests.warm import warm_python
 
 # Each code block is labelled, and a test does with it what its label says.
@@ -72,12 +73,7 @@ def short(command: str) -> str:
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
     """The repository as a newcomer has it: tracked files alone."""
-    folder = tmp_path_factory.mktemp("clone") / "repo"
-    tracked = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True).stdout.split()
-    for name in tracked:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(REPO / name, folder / name)
-    return folder
+    return copy_tracked(tmp_path_factory.mktemp("clone") / "repo")
 
 
 def run_in(folder: pathlib.Path, command: str) -> subprocess.CompletedProcess:

@@ -1,0 +1,75 @@
+"""Optional rooms: the files and folders that `rm` removes. What is left works as before, and so do its tests: one that
+needs a removed room is skipped, and says so."""
+
+import ast
+import functools
+import io
+import pathlib
+import re
+import shutil
+import subprocess
+import tokenize
+from collections.abc import Iterable
+
+import pytest
+
+REPO = pathlib.Path(__file__).parent.parent
+OPTIONAL = ("planner", "huggingface", "migrate", "generate.py", "benchmarks", "minimal.py", "lifecycle/profiler.py",
+            "model/lora.py", "model/nf4.py", "model/float8.py", "parallel/float8.py",
+            "parallel/tensor.py", "parallel/context.py", "parallel/collectives.py")
+
+LACK = "Skipped: needs"
+
+
+@functools.cache
+def missing() -> tuple[str, ...]:
+    return tuple(room for room in OPTIONAL if not (REPO / room).exists())
+
+
+@functools.cache
+def signs_of(room: str) -> re.Pattern:
+    """What an error says that is due to this room's absence."""
+    module = room.removesuffix(".py").replace("/", ".")
+    parent, _, name = map(re.escape, module.rpartition("."))
+    signs = [rf"needs (\S+ and )*{re.escape(room)}/?( and \S+)*, which this copy of the repository does not have",
+             rf"No module named '?{re.escape(module)}\b",
+             rf"(No such file or directory|can't open file).*/{re.escape(room)}\b"]
+    if parent:
+        signs += [f"cannot import name '{name}' from '{parent}'", f"module '{parent}' has no attribute '{name}'"]
+    return re.compile("|".join(signs))
+
+
+def needed(error: str) -> str | None:
+    """The removed room that an error is due to; of any other error None."""
+    return next((room for room in missing() if signs_of(room).search(error)), None)
+
+
+def skip_for_lack(report: pytest.TestReport | pytest.CollectReport, error: str) -> None:
+    """Turns a failure that is due to a removed room into a skip."""
+    if report.failed and (room := needed(error)):
+        report.outcome, report.longrepr = "skipped", (report.nodeid.partition("::")[0], 0, f"{LACK} {room}")
+
+
+def copy_tracked(folder: pathlib.Path, without: Iterable[str] = ()) -> pathlib.Path:
+    """The repository as a newcomer has it, tracked files alone, and without these rooms."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True).stdout.split()
+    for name in tracked:
+        if (REPO / name).exists() and not any(f"{name}/".startswith(f"{room}/") for room in without):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPO / name, folder / name)
+    return folder
+
+
+def code_lines(path: pathlib.Path) -> int:
+    """Lines without blanks, comments and docstrings."""
+    text = path.read_text()
+    if path.suffix != ".py":
+        return sum(bool(line.strip()) and not line.strip().startswith("#") for line in text.splitlines())
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in (tokenize.NAME, tokenize.NUMBER, tokenize.STRING, tokenize.OP):
+            lines |= {*range(token.start[0], token.end[0] + 1)}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            lines -= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
+    return len(lines)

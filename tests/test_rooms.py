@@ -1,0 +1,89 @@
+"""Without its optional rooms (tests/rooms.py) the repository trains, resumes and evaluates as before, says in one line
+which file an option needs, and its tests pass. benchmarks/rooms.py runs all tests without each room, and without all.
+"""
+
+import json
+import pathlib
+import re
+import subprocess
+
+import pytest
+
+from tests.conftest import launch, rows
+from tests.rooms import OPTIONAL, code_lines, copy_tracked, needed, signs_of
+from tests.warm import warm_python
+
+CODE_LINES = 4400  # of what is left: the core that everybody reads
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory) -> pathlib.Path:
+    """A copy without all optional rooms."""
+    return copy_tracked(tmp_path_factory.mktemp("rooms") / "core", without=OPTIONAL)
+
+
+def test_the_core_trains_resumes_and_evaluates_as_the_whole_does(core, write_config, tmp_path):
+    """Two ranks up to step 2, one from there; against one rank, straight, with all rooms."""
+    sections = {"optim": {"schedule_steps": 4}, "eval": {"batches": 2}, "checkpoint": {}}
+    whole, ours = (write_config(name, **sections) for name in ("whole", "ours"))
+    done = [launch(whole), launch(ours, "--train.steps=2", nproc=2, repo=core), launch(ours, repo=core),
+            launch(ours, "--eval-only", repo=core)]
+    assert [run.returncode for run in done] == [0] * 4, [run.stderr for run in done]
+    assert "resuming after step 2" in done[2].stdout
+    wanted, found = rows(tmp_path / "outputs/whole"), rows(tmp_path / "outputs/ours")
+    assert [row["batch_digest"] for row in found] == [row["batch_digest"] for row in wanted]
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in found] == pytest.approx([row[key] for row in wanted], rel=1e-5)
+    (last,) = rows(tmp_path / "outputs/whole", "eval")
+    assert json.loads(done[3].stdout.splitlines()[-1])["loss"] == pytest.approx(last["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("options, room", [
+    (["--parallel.tp=2"], "parallel/tensor.py"), (["--parallel.cp=2"], "parallel/context.py"),
+    (["--parallel.float8=rowwise"], "model/float8.py"), (["--dry-run"], "planner"),
+    (["--profile.at_step=1", "--profile.steps=1"], "lifecycle/profiler.py"),
+    (["--model.init_from=folder"], "huggingface"), (["--lora.rank=2", "--model.init_from=folder"], "model/lora.py"),
+    (["--lora.base_dtype=nf4", "--model.init_from=folder"], "model/nf4.py"),
+], ids=lambda given: given if isinstance(given, str) else "")
+def test_an_option_whose_room_was_removed_is_refused(core, write_config, options, room):
+    done = launch(write_config(), *options, repo=core)
+    (line,) = [line for line in done.stderr.splitlines() if signs_of(room).search(line)]
+    assert done.returncode == 2 and options[0][2:].split("=")[0].split(".")[-1] in line, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_is_left_is_small(core):
+    sources = [path for path in core.rglob("*.py") if path.relative_to(core).parts[0] != "tests"]
+    assert sum(map(code_lines, [*sources, core / "run_train.sh"])) <= CODE_LINES
+
+
+def test_what_is_left_tests_itself(core):
+    """Every test file can be collected, and some that take little time pass; the rest is benchmarks/rooms.py's."""
+    def pytest_(*arguments: str) -> str:
+        done = subprocess.run([warm_python(), "-m", "pytest", "-p", "no:cacheprovider", *arguments], cwd=core,
+                              capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert f"not in this copy: {', '.join(OPTIONAL)}. " in (said := pytest_("--collect-only"))
+    assert "tests/test_plan.py" not in said and "tests/test_training.py: " in said
+    said = pytest_("-m", "not slow", "tests/test_attention.py", "tests/test_loader.py", "tests/test_optim.py",
+                   "tests/test_activation_checkpoint.py")
+    passed, skipped = (int(re.search(rf"(\d+) {what}", said)[1]) for what in ("passed", "skipped"))
+    assert passed > 100 and 0 < skipped < 10
+
+
+def test_a_failure_for_another_reason_stays_one(monkeypatch):
+    monkeypatch.setattr("tests.rooms.missing", lambda: ("model/nf4.py", "planner", "generate.py", "minimal.py"))
+    assert needed("test.toml: [lora] base_dtype = nf4: needs model/nf4.py, which this copy of the repository does not "
+                  "have") == "model/nf4.py"
+    assert needed("[parallel] tp = 2: needs parallel/tensor.py and model/nf4.py and c.py, which this copy of the "
+                  "repository does not have") == "model/nf4.py"
+    for error in ("No module named 'planner'", "ModuleNotFoundError: No module named 'planner.show'"):
+        assert needed(error) == "planner"
+    assert needed("python: No module named generate") == "generate.py"
+    assert needed("cannot import name 'nf4' from 'model' (/repo/model/__init__.py)") == "model/nf4.py"
+    assert needed("python: can't open file '/repo/minimal.py': [Errno 2] No such file or directory") == "minimal.py"
+    for error in ("No module named 'torchao'", "No module named 'planners'", "planner: 3 != 4", "model/nf4.py is wrong",
+                  "needs model/lora.py, which this copy of the repository does not have", "no such file: /minimal.py"):
+        assert needed(error) is None, error
