@@ -217,6 +217,7 @@ ROOMS = {
     "model.init_from": ("huggingface/",),
     "lora": ("model/lora.py", "huggingface/"),
     'lora.base_dtype = "nf4"': ("model/nf4.py",),
+    "optim.state_dtype": ("adamw_bfloat16.py",),
     "profile": ("lifecycle/profiler.py",),
 }
 

@@ -41,7 +41,7 @@ from model.build import meta_model
 from model.float8 import use_float8
 from model.llama import Llama, weights_changed
 from model.loss import CHUNK
-from optim import BFloat16AdamW, build_optimizer, clip_gradients
+from optim import build_optimizer, clip_gradients
 from parallel.activation_checkpoint import apply_activation_checkpointing, checkpointed, is_checkpointed
 from parallel.float8 import Float8AllGather
 from parallel.fsdp import set_gradient_sync, unshard_first_units
@@ -161,7 +161,7 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tupl
         stack.enter_context(counted)
         allocate(model, torch.device("cpu"))
         optimizer = build_optimizer(model, cfg.optim)
-        if p.compile and isinstance(optimizer, BFloat16AdamW):
+        if p.compile and cfg.optim.state_dtype == "bfloat16":
             optimizer.update = partial(one_kernel, counted, optimizer.update)
         stateless = [param for param in model.parameters() if param.requires_grad and not optimizer.state.get(param)]
         weights_changed(model)
@@ -214,8 +214,9 @@ def without_storage(counted: Counted) -> list:
     """Patches for code that needs tensor values or another tensor class, or that bypasses the dispatcher."""
     whole = ShardingPropagator._propagate_tensor_meta_non_cached  # DTensor's shape propagation: global shapes
     resize = torch.UntypedStorage.resize_
+    rounded = config.has("adamw_bfloat16.py")
     return [
-        mock.patch("optim.shard_offset", lambda *unused: torch.zeros(4, dtype=torch.int32)),
+        *[mock.patch("adamw_bfloat16.shard_offset", lambda *unused: torch.zeros(4, dtype=torch.int32))] * rounded,
         mock.patch.object(FakeTensor, "as_subclass", lambda t, kind: setattr(t, "__class__", FakeFloat8Shard) or t),
         mock.patch.object(ShardingPropagator, whole.__name__, lambda *args: counted.unseen(whole, *args)),
         mock.patch.object(torch.UntypedStorage, "resize_", lambda *of: counted.resized(resize(*of))),

@@ -14,7 +14,8 @@ from tests.rooms import OPTIONAL, REPO, code_lines
 
 LINES, CODE_LINES = 10320, 7360  # of the core, as reached
 # Each room imports only from the floors before its own.
-FLOORS = [("files",), ("options",), ("config",), ("ranks",), ("model", "data"), ("optim", "parallel"), ("checkpoint",),
+FLOORS = [("files",), ("options",), ("config",), ("ranks",), ("model", "data"),
+          ("adamw_bfloat16", "optim", "parallel"), ("checkpoint",),
           ("planner", "huggingface", "migrate", "metrics"), ("lifecycle",), ("evaluate", "generate"), ("train",)]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # Functions of tools, which may import upwards as their main() may.
@@ -92,7 +93,8 @@ def test_imports_make_no_circle():
 
 def test_the_type_checker_passes_without_optional_rooms():
     settings = tomli.loads((REPO / "pyproject.toml").read_text())["tool"]["pyrefly"]
-    assert settings["ignore-missing-imports"] == [f"{room}.*" for room in OPTIONAL]
+    modules = {room.removesuffix(".py").replace("/", ".") for room in {*OPTIONAL} - {"benchmarks", "minimal.py"}}
+    assert {*settings["ignore-missing-imports"]} == {f"{module}.*" for module in modules}
 
 
 def test_the_model_knows_nothing_of_ranks():
@@ -111,6 +113,7 @@ def test_the_top_holds_what_the_architecture_names():
     assert top == {"train.py", "run_train.sh", "files.py", "config.py", "optim.py", "metrics.py", "checkpoint",
                    "lifecycle", "model", "parallel", "data", "configs", "tests", "benchmarks", "docs", "README.md",
                    "LICENSE", "options.py", "evaluate.py", "generate.py", "ranks.py", "minimal.py", "planner",
+                   "adamw_bfloat16.py",
                    "huggingface", "migrate", "pyproject.toml", "requirements.txt", ".ci", ".gitignore", ".github",
                    ".pre-commit-config.yaml", "CONTRIBUTING.md"}
     assert not {name.removesuffix(".py") for name in top} & set(sys.stdlib_module_names)
@@ -120,7 +123,7 @@ def test_core_stays_small():
     core = [*SOURCES, REPO / "run_train.sh"]
     lines = {path: len(path.read_text().splitlines()) for path in core}
     assert sum(lines.values()) <= LINES * 1.05 and sum(map(code_lines, core)) <= CODE_LINES * 1.05
-    assert max(lines.values()) <= 480 and lines[REPO / "train.py"] <= 200, max(lines, key=lines.get)
+    assert max(lines.values()) <= 520 and lines[REPO / "train.py"] <= 150, max(lines, key=lines.get)
 
 
 def test_nothing_is_left_unfinished():

@@ -10,7 +10,7 @@ import torch
 
 from model.build import meta_model
 from model.llama import Llama
-from optim import FiniteGuard, build_optimizer, hash32, learning_rate
+from optim import FiniteGuard, build_optimizer, learning_rate
 from parallel.parallelize import parallelize
 from tests import cases
 from tests.conftest import make_config
@@ -183,6 +183,8 @@ def test_a_second_moment_decays_in_bfloat16():
 
 def test_the_hash_is_the_one_that_is_named():
     """lowbias32 of hash-prospector, in Python's integers: a stored run draws the same bits in every version."""
+    from adamw_bfloat16 import hash32
+
     def lowbias32(x: int) -> int:
         x = (x ^ x >> 16) * 0x7FEB352D % 2**32
         x = (x ^ x >> 15) * 0x846CA68B % 2**32
@@ -195,6 +197,8 @@ def test_the_hash_is_the_one_that_is_named():
 
 def test_the_hash_is_even_and_repeats():
     """Each of 16 bits is set half the time, alone and against its neighbour element and step; compiled it is equal."""
+    from adamw_bfloat16 import hash32
+
     index = torch.arange(1 << 16, dtype=torch.int32)
     bits = hash32(index)
     assert len(bits.unique()) == len(bits) and torch.equal(torch.compile(hash32)(index), bits)
