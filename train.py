@@ -58,7 +58,7 @@ from parallel.mesh import World, storage_device
 from parallel.parallelize import parallelize
 from parallel.tensor import tp_warnings
 from parallel.verify import check_optimizer, unit_table, verify_sharding
-from planner.plan import dry_run
+from planner.dry_run import dry_run
 from ranks import on_rank_zero, rank_and_size
 
 

@@ -48,7 +48,7 @@ def routed_block(block: Block, x: Tensor, cos: Tensor, sin: Tensor, mask=None, c
 
 def routed_context_parallelism(model, recompute, seq_len, world) -> None:
     apply_context_parallelism(model, recompute, seq_len, world)
-    for block in model.blocks if world.cp > 1 else ():
+    for block in model.blocks:
         block.feed_forward.over_sequence = partial(all_reduce, group=group_of(world.mesh["cp"]))
 
 
@@ -58,5 +58,5 @@ def routed() -> Iterator[None]:
     with (mock.patch("model.llama.FeedForward", RoutedFeedForward),
           mock.patch.object(Block, "forward", routed_block),
           mock.patch.dict(TP_PLAN, {"blocks.*.feed_forward.router": Replicate()}),
-          mock.patch("parallel.parallelize.apply_context_parallelism", routed_context_parallelism)):
+          mock.patch("parallel.context.apply_context_parallelism", routed_context_parallelism)):
         yield
