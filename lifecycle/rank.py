@@ -49,7 +49,7 @@ class Rank:
 
         try:
             config.require_room("--dry-run", "planner")
-            from planner.plan import dry_run
+            from planner.dry_run import dry_run
 
             return 0 if dry_run(self.cfg, self.args, samples_per_epoch(self.cfg)) else DOES_NOT_FIT
         except ConfigError as error:

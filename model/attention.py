@@ -12,21 +12,18 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 
-def mask_mod(documents: Tensor | None, cp_positions: Tensor | None = None) -> Callable[[Tensor, ...], Tensor]:
-    """A FlexAttention mask_mod: causal, and within the query's document if document numbers (B, T) are given.
-    cp_positions (Q): the positions of the queries in the sequence, if these are a part of it (context parallelism)."""
+def mask_mod(documents: Tensor | None) -> Callable[[Tensor, ...], Tensor]:
+    """A FlexAttention mask_mod: causal, and within the query's document if document numbers (B, T) are given."""
 
     def rule(b: Tensor, h: Tensor | None, q: Tensor, k: Tensor) -> Tensor:
-        q = q if cp_positions is None else cp_positions[q]
         return q >= k if documents is None else (q >= k) & (documents[b, q] == documents[b, k])
 
     return rule
 
 
-def document_mask(documents: Tensor, cp_positions: Tensor | None = None) -> Tensor | BlockMask:
+def document_mask(documents: Tensor) -> Tensor | BlockMask:
     batch, length = documents.shape
-    queries = length if cp_positions is None else len(cp_positions)
-    return make_mask(mask_mod(documents, cp_positions), batch, queries, length, documents.device)
+    return make_mask(mask_mod(documents), batch, length, length, documents.device)
 
 
 def make_mask(rule: Callable, batch: int, queries: int, keys: int, device: torch.device) -> Tensor | BlockMask:

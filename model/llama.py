@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import config
 from config import ConfigError
 from model.attention import BlockMask, Cache, KVCache, attention, document_mask
-from model.loss import LossSums, VocabularyShard, chunked_cross_entropy
+from model.loss import LossSums, Shard, chunked_cross_entropy
 
 
 class RMSNorm(nn.Module):
@@ -165,7 +165,7 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.empty(m.vocab_size, m.dim))
         self.init_std, self.init_cutoff = m.dim**-0.5, 3.0  # cutoff in standard deviations
         self.compile_loss = False
-        self.shard: VocabularyShard | None = None  # the local vocabulary rows; set by parallel/tensor.py
+        self.shard: Shard | None = None  # the local vocabulary rows; set by parallel/tensor.py
 
     def forward(self, x: Tensor, targets: Tensor | None = None, terms: LossSums | None = None,
                 **loss_options) -> Tensor | tuple[LossSums, Tensor]:

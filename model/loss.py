@@ -9,7 +9,7 @@ elementwise part between the matrix products reads the logits two or three times
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,17 +22,19 @@ LossSums = dict[str, Tensor]  # summed over tokens. "loss" is minimized; any oth
 CHUNK = {"cpu": 256, "cuda": 2048, "cuda compiled": 8192}
 
 
-@dataclass(frozen=True)
-class VocabularyShard:
-    """Describes a `weight` that is sharded over the vocabulary: all ranks get the same loss. Each rank's gradient of x
-    is partial: it must be summed over the ranks."""
+class Shard(Protocol):
+    """Describes a `weight` that is sharded over the vocabulary (parallel/tensor.py): all ranks get the same loss. Each
+    rank's gradient of x is partial: it must be summed over the ranks."""
 
     first: int  # this rank's first row of the vocabulary
-    gather: Callable[[Tensor], Tensor]  # all-gather: (...) -> (ranks, ...)
+
+    def combine(self, top: Tensor, sums: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(C, 1) each, from softmax_parts() of this rank's rows; chosen: 0 where the target is another rank's. Returns
+        logsumexp and target logit over all rows, and the sum of all exponentials relative to this rank's top."""
 
 
 def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None, compile: bool = False,
-                          shard: VocabularyShard | None = None) -> tuple[LossSums, Tensor]:
+                          shard: Shard | None = None) -> tuple[LossSums, Tensor]:
     """({"loss": sum over the tokens, in float32}, number of valid targets), as scalars, for logits x @ weight.T.
 
     x (N, D) and weight (V, D) have one dtype; targets (N) are IGNORE where there is none. Returns sums, not means:
@@ -80,7 +82,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, compile: bool,
-                shard: VocabularyShard | None, grad: bool) -> Tensor:
+                shard: Shard | None, grad: bool) -> Tensor:
         ctx.single, ctx.dtype = len(x) <= chunk, weight.dtype
         parts, ctx.to_slope = map(compiled if compile else lambda f: f, (softmax_parts, to_slope))
         needs_x, needs_weight = (grad and needed for needed in ctx.needs_input_grad[:2])
@@ -97,11 +99,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             exponentials, top, sums, chosen = parts(logits, index)
             log_sum, of_target = sums.log() + top, chosen
             if shard:
-                tops, sums_, logits_ = shard.gather(torch.stack([top, sums, chosen * own])).unbind(1)  # (ranks, C, 1)
-                highest = tops.amax(0)
-                whole = (sums_ * (tops - highest).exp()).sum(0)
-                log_sum, of_target = whole.log() + highest, logits_.sum(0)
-                sums = whole * (highest - top).exp()  # inf if this rank's logits are far lower: softmax is 0
+                log_sum, of_target, sums = shard.combine(top, sums, chosen * own)
             total += ((log_sum - of_target) * valid).sum()
             if ctx.single and (needs_x or needs_weight):
                 ctx.save_for_backward(x, weight, valid, logits, index, exponentials, top, sums, chosen, own)

@@ -31,7 +31,6 @@ ATTENTION = {
     aten._efficient_attention_forward.default,
     torch.ops.higher_order.flex_attention,  # with a document mask
 }
-REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 KEEP_EVERY = {"elementwise": 1, "selective": 2}  # mode -> n: every n-th matrix product is saved
 
 
@@ -120,43 +119,43 @@ class MatmulOrder(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-def apply_activation_checkpointing(model: Llama, setting: str | int, tp: int = 1) -> None:
-    """Wraps blocks in place. tp: the tensor parallel degree.
+def apply_activation_checkpointing(model: Llama, setting: str | int) -> None:
+    """Wraps blocks in place.
 
     "none": no block. "full": every block saves only its input. n: every n-th block does; the others save everything.
     "elementwise": every block saves attention and matrix products; it recomputes norms, RoPE and activation function.
     "selective": every block saves attention and every second matrix product; it recomputes the rest.
     Matrix products are those of linear layers and, numbered apart, grouped ones; batched ones (bmm) are recomputed.
-    A linear layer with `keep_output` is not numbered: its output is saved if that is True, recomputed if False.
+
+    A linear layer's attribute `keep_output` decides for its output in both modes: True, it is saved; False, it is
+    recomputed; absent, the layers without it are numbered. A block's `keep_first` names operators whose first result
+    in the block is saved.
     """
     for layer, block in enumerate(model.blocks):
         if is_checkpointed(setting, layer):
-            model.blocks[layer] = checkpointed(block, setting, tp)
+            model.blocks[layer] = checkpointed(block, setting)
 
 
-def checkpointed(block: nn.Module, setting: str | int, tp: int, also: Collection = ()) -> nn.Module:
+def checkpointed(block: nn.Module, setting: str | int, also: Collection = ()) -> nn.Module:
     """also: operators that "elementwise" and "selective" save in any case."""
     contexts = {}
     if setting in KEEP_EVERY:
         layers = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
         linears, keeps = [*layers], {name: getattr(layer, "keep_output", None) for name, layer in layers.items()}
         kept = {*[name for name in linears if keeps[name] is None][: -1 : KEEP_EVERY[setting]]}
-        if tp > 1:
-            kept -= {"attention.o_proj"}  # its output is unreduced, full-sequence: save the reduce-scattered result
         kept |= {name for name in linears if keeps[name]}
         contexts["context_fn"] = partial(_save_expensive_ops, matmuls_of(block), {linears.index(name) for name in kept},
-                                         KEEP_EVERY[setting], also)
+                                         KEEP_EVERY[setting], getattr(block, "keep_first", ()), also)
         drop_advice_on_policies()
     return checkpoint_wrapper(block, preserve_rng_state=False, **contexts)  # no dropout: no RNG state
 
 
-def _save_expensive_ops(matmuls: set, kept: set[int], every: int, also: Collection):
+def _save_expensive_ops(matmuls: set, kept: set[int], every: int, keep_first: Collection, also: Collection):
     """Contexts for one block's forward and recomputation. kept: indices of matrix products in call order, which is the
     order of named_modules(): see check_matmul_order. The last is never saved: it feeds only the residual add, so
     backward does not read it (the partitioner drops it when compiled; eager mode would save it for nothing). Of grouped
-    products each n-th is saved from the first on (every = n), also the last: a router's gradient reads it. Of tensor
-    parallelism's two reduce-scatters only the first is saved, because recomputing it would communicate again.
-    also: operators that are saved in any case.
+    products each n-th is saved from the first on (every = n), also the last: a router's gradient reads it.
+    keep_first: operators whose first result is saved; also: operators whose every result is saved.
     """
     numbers = defaultdict(itertools.count)  # calls so far per kind, counted apart in recomputation
 
@@ -167,7 +166,7 @@ def _save_expensive_ops(matmuls: set, kept: set[int], every: int, also: Collecti
             return CheckpointPolicy.MUST_SAVE
         if operator == GROUPED and next(numbers["grouped", context.is_recompute]) % every == 0:
             return CheckpointPolicy.MUST_SAVE
-        if operator == REDUCE_SCATTER and next(numbers["reduce-scatter", context.is_recompute]) == 0:
+        if operator in keep_first and next(numbers[operator, context.is_recompute]) == 0:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

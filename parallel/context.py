@@ -6,11 +6,12 @@ helps because FlexAttention skips fully masked blocks.
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from model.attention import BlockMask, attention, document_mask, make_mask, mask_mod
+from model.attention import BlockMask, attention, make_mask, mask_mod
 from model.llama import Llama
 from parallel.activation_checkpoint import is_checkpointed
 from parallel.collectives import Group, all_gather, gathered, group_of
@@ -27,14 +28,23 @@ def own_cp_positions(world: World, seq_len: int) -> Tensor | None:
 
 def apply_context_parallelism(model: Llama, recompute: str | int, seq_len: int, world: World) -> None:
     """Replaces each block's attention, in place: local queries attend to all-gathered keys and values."""
-    if world.cp == 1:
-        return
     cp_positions = own_cp_positions(world, seq_len).to(world.device)
-    causal = make_mask(mask_mod(None, cp_positions), 1, len(cp_positions), seq_len, world.device)
-    model.build_mask = lambda documents: causal if documents is None else document_mask(documents, cp_positions)
+    causal = local_mask(None, cp_positions, seq_len)
+    model.build_mask = lambda documents: causal if documents is None else local_mask(documents, cp_positions, seq_len)
     for i, block in enumerate(model.blocks):
         block.attention.attend = functools.partial(context_parallel_attention, group=group_of(world.mesh["cp"]),
                                                    regather=not is_checkpointed(recompute, i))
+
+
+def local_mask(documents: Tensor | None, cp_positions: Tensor, seq_len: int) -> Tensor | BlockMask:
+    """The mask of local queries (T / cp) over all keys (T). documents (B, T): of the full sequence; None: causal."""
+    batch = 1 if documents is None else len(documents)
+    return make_mask(local_mask_mod(documents, cp_positions), batch, len(cp_positions), seq_len, cp_positions.device)
+
+
+def local_mask_mod(documents: Tensor | None, cp_positions: Tensor) -> Callable[[Tensor, ...], Tensor]:
+    rule = mask_mod(documents)
+    return lambda b, h, q, k: rule(b, h, cp_positions[q], k)
 
 
 def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask, group: Group,

@@ -5,10 +5,8 @@ import torch
 import config
 from model.llama import Llama
 from parallel.activation_checkpoint import apply_activation_checkpointing, check_matmul_order
-from parallel.context import apply_context_parallelism
 from parallel.fsdp import apply_fsdp
 from parallel.mesh import World
-from parallel.tensor import apply_tensor_parallelism
 from parallel.torch_patches import share_classes
 
 
@@ -25,12 +23,18 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
 
     # 1. Tensor and context parallelism change what a block computes, so they come before the steps that wrap, compile
     #    and shard it. FSDP2 shards each weight's local tp shard further.
-    apply_tensor_parallelism(model, cfg.parallel.recompute, world)
-    apply_context_parallelism(model, cfg.parallel.recompute, cfg.train.seq_len, world)
+    if world.tp > 1:
+        from parallel.tensor import apply_tensor_parallelism
+
+        apply_tensor_parallelism(model, cfg.parallel.recompute, world)
+    if world.cp > 1:
+        from parallel.context import apply_context_parallelism
+
+        apply_context_parallelism(model, cfg.parallel.recompute, cfg.train.seq_len, world)
 
     # 2. Activation checkpointing next: its wrapper is compiled and sharded with the block. Wrapped around a sharded
     #    block instead, recomputation would run the unit's FSDP hooks again.
-    apply_activation_checkpointing(model, cfg.parallel.recompute, world.tp)
+    apply_activation_checkpointing(model, cfg.parallel.recompute)
 
     # 3. Compile each block in place: all layers share one compiled graph, parameter names do not change, and the
     #    all-gathers stay between blocks, where computation can hide them. In the head, only the elementwise part of

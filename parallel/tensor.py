@@ -15,14 +15,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.utils import parametrize
 
 from config import ConfigError
 from model.llama import Head, Llama
-from model.loss import LossSums, VocabularyShard
+from model.loss import LossSums
 from parallel.activation_checkpoint import is_checkpointed
-from parallel.collectives import Group, all_gather, all_reduce, gathered, group_of, reduce_scatter
+from parallel.collectives import Group, all_gather, all_reduce, gathered, group_of, ops, reduce_scatter
 from parallel.mesh import World
 from ranks import local_world_size
 
@@ -55,11 +57,23 @@ def placement_of(model: Llama, parameter: str) -> Placement | None:
     return next((placement for pattern, placement in TP_PLAN.items() if fnmatch.fnmatchcase(module, pattern)), None)
 
 
+def placements_with_tp(model: Llama, mesh: DeviceMesh, over_fsdp: dict[str, tuple[Placement, ...]], world: World
+                       ) -> tuple[DeviceMesh, dict[str, tuple[Placement, ...]]]:
+    """For parallel/verify.py: FSDP2's mesh and placements by parameter name, both with tp as the last dimension."""
+    found = {}
+    for name, placements in over_fsdp.items():
+        *outer, shards = placements
+        over_tp = placement_of(model, name)
+        if over_tp == Shard(0):
+            # FSDP2 shards tp's local rows: in the full tensor, one FSDP2 rank's rows are strided, not contiguous
+            shards = _StridedShard(0, split_factor=world.tp)
+        found[name] = (*outer, shards, over_tp)
+    return DeviceMesh._concatenate([mesh, world.mesh["tp"]]), found
+
+
 def apply_tensor_parallelism(model: Llama, recompute: str | int, world: World) -> None:
     """Shards weights, activations and loss over tp, in place. Parameters become DTensors on the mesh dimension tp.
     Raises ConfigError for parameters that the TP plan does not list."""
-    if world.tp == 1:
-        return
     if unknown := [name for name, _ in model.named_parameters() if placement_of(model, name) is None]:
         raise ConfigError(f"[parallel] tp = {world.tp}: {', '.join(unknown[:3])}: TP_PLAN in parallel/tensor.py does "
                           "not say how tp places it")
@@ -76,6 +90,10 @@ def apply_tensor_parallelism(model: Llama, recompute: str | int, world: World) -
         for module, last in (attention, attention.o_proj), (feed_forward, feed_forward.down_proj):
             module.forward = tp.all_gather_input(module.forward, regather=not is_checkpointed(recompute, i))
             last.register_forward_hook(lambda module, args, out: tp.scatter(out))
+        # For activation checkpointing: o_proj's output is unreduced and of the full sequence, so save what the first
+        # reduce-scatter makes of it: recomputing that would communicate again. Backward does not read the second's.
+        attention.o_proj.keep_output = False
+        block.keep_first = {ops.reduce_scatter_tensor.default}
     model.head.norm.register_forward_hook(lambda module, args, out: tp.gather(out))
     model.head.forward = tp.vocab_parallel_head(model.head)
 
@@ -158,6 +176,21 @@ class SequenceParallel:
             return found if targets is not None else all_gather(found, -1, self.group)
 
         return wrapped
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """As model/loss.py takes it: each rank has rows of the vocabulary, and all get the same loss."""
+
+    first: int
+    gather: Callable[[Tensor], Tensor]  # all-gather: (...) -> (ranks, ...)
+
+    def combine(self, top: Tensor, sums: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        tops, sums, chosen = self.gather(torch.stack([top, sums, chosen])).unbind(1)  # (ranks, C, 1)
+        highest = tops.amax(0)
+        whole = (sums * (tops - highest).exp()).sum(0)
+        # the last is inf if this rank's logits are far lower: softmax is 0
+        return whole.log() + highest, chosen.sum(0), whole * (highest - top).exp()
 
 
 def tp_warnings(world: World) -> list[str]:

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import config
 from model.llama import Llama, named_parameters
@@ -18,7 +17,6 @@ from parallel.fsdp import all_gather_dtype, unit_dtypes, unit_parameters, units
 from parallel.materialize import CHECK_CHUNK, local_rectangle
 from parallel.mesh import World, fsdp_mesh
 from parallel.replicated import replicated_parameters
-from parallel.tensor import placement_of
 
 
 def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict]:
@@ -26,13 +24,17 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
     names = {parameter: name for name, parameter in named_parameters(model)}
     owned, replicated, rows = set(), replicated_parameters(model, p), []
     mesh = fsdp_mesh(world)
+    over_fsdp = (Replicate(), Shard(0)) if world.dp_replicate > 1 else (Shard(0),)
+    expected: dict[str, tuple[Placement, ...]] = dict.fromkeys(names.values(), over_fsdp)
     if world.tp > 1:
-        mesh = DeviceMesh._concatenate([mesh, world.mesh["tp"]])
+        from parallel.tensor import placements_with_tp
+
+        mesh, expected = placements_with_tp(model, mesh, expected, world)
     for unit, modules in units(model):
         owned.update(unit_parameters(modules))
         parameters = [param for param in unit_parameters(modules) if param not in replicated]
         for param in parameters:
-            _check_shard(model, param, names[param], mesh, world)
+            _check_shard(param, names[param], mesh, expected[names[param]])
         dtype = unit_dtypes(p, unit)[0]
         gathered = sum(param.numel() // (world.tp if param.placements[-1].is_shard() else 1)  # tp's, if there is tp
                        * all_gather_dtype(param, dtype).itemsize
@@ -47,11 +49,9 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
         })
     for param, name in names.items():
         _require(param in owned, name, "belongs to no unit: it would be neither all-gathered nor reduced")
-    sharded = {name: param for param, name in names.items() if param not in replicated}
-    _check_replicas(sharded, world.mesh.get_group("dp_replicate"))
-    if world.tp > 1:
-        whole = {name: param for param, name in names.items() if placement_of(model, name).is_replicate()}
-        _check_replicas(whole, world.mesh.get_group("tp"))
+    for dim in range(mesh.ndim):
+        _check_replicas({name: param for param, name in names.items()
+                         if param not in replicated and expected[name][dim].is_replicate()}, mesh.get_group(dim))
     _check_replicas({name: param for param, name in names.items() if param in replicated}, dist.group.WORLD)
     return rows
 
@@ -61,14 +61,8 @@ def _require(holds: bool, name: str, fault: str) -> None:
         raise RuntimeError(f"sharding is not as configured: {name}: {fault}")
 
 
-def _check_shard(model: Llama, param: nn.Parameter, name: str, mesh: DeviceMesh, world: World) -> None:
+def _check_shard(param: nn.Parameter, name: str, mesh: DeviceMesh, expected: tuple[Placement, ...]) -> None:
     """Requires the configured mesh and placements, and a local shard that is exactly the rectangle that they imply."""
-    expected = (Replicate(), Shard(0)) if world.dp_replicate > 1 else (Shard(0),)
-    if world.tp > 1:
-        over_tp = placement_of(model, name)
-        # FSDP2 shards tp's local rows: in the full tensor, one FSDP2 rank's rows are strided, not contiguous
-        over_shards = _StridedShard(0, split_factor=world.tp) if over_tp == Shard(0) else Shard(0)
-        expected = (*expected[:-1], over_shards, over_tp)
     _require(isinstance(param, DTensor), name, f"is a {type(param.data).__name__}, not a DTensor: it is not sharded")
     _require(param.device_mesh == mesh, name, f"is on mesh {param.device_mesh}, not on {mesh}")
     _require(tuple(param.placements) == expected, name, f"has placements {param.placements}, not {expected}")

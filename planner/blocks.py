@@ -15,7 +15,6 @@ import config
 from model.build import meta_model
 from model.llama import named_parameters
 from parallel.activation_checkpoint import cast, is_checkpointed
-from parallel.context import apply_context_parallelism
 from parallel.fsdp import unit_dtypes
 from parallel.mesh import World
 from parallel.replicated import replicated_parameters
@@ -51,13 +50,16 @@ def kinds_of_blocks(cfg: config.Config, world: World, on_gpu: bool, blocks: int)
     parameters and their treatment. None if it does not run there."""
     p, operators, kinds = cfg.parallel, Operators(), []
     sizes = replace(cfg.model, n_layers=blocks)
+    if world.cp > 1:
+        from parallel.context import apply_context_parallelism
     with contextlib.ExitStack() as stack:
         for patch in flex_attention_patches(operators) if on_gpu else ():
             stack.enter_context(patch)
         try:
             model = meta_model(sizes, cfg.lora)
             replicated = replicated_parameters(model, p)
-            apply_context_parallelism(model, p.recompute, cfg.train.seq_len, world)
+            if world.cp > 1:
+                apply_context_parallelism(model, p.recompute, cfg.train.seq_len, world)
             model.head.forward = lambda x, *unused, **options: x
             for block in model.blocks:
                 block.register_forward_pre_hook(lambda *unused: operators.found.clear())

@@ -1,5 +1,6 @@
 """Counts memory, work and communication of the operators on fake tensors while the real program runs."""
 
+import functools
 import re
 import sys
 import weakref
@@ -20,12 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from model.float8 import E4M3, E5M2, Float8Weight
 from parallel.activation_checkpoint import ATTENTION, GROUPED, MATRIX_PRODUCTS
-from parallel.float8 import Float8AllGather, MetaFloat8Weight
 
 aten, c10d, functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
 NF4 = "frozen.nf4_product.default"  # by name: model/nf4.py, which defines it, may not be loaded
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 PRODUCTS = MATRIX_PRODUCTS | {aten._scaled_mm.default, aten.mm.out, aten.mm.dtype, aten.addmm_.default,
                               aten.addmm.dtype_out}
 # What compiled blocks save too, since it is expensive to compute again.
@@ -59,6 +59,14 @@ class Phase:
     times: int = 1  # occurrences in a step, for several micro-batches
     sent: Counter = field(default_factory=Counter)  # by (mesh dimension, collective, "number" or "bytes")
     uncounted: Counter = field(default_factory=Counter)  # calls of operators whose FLOP are in no formula, by name
+
+
+@functools.cache
+def wraps_tensors(kind: type) -> bool:
+    """Whether operators on tensors of a class call others on those inside: a DTensor, or what FSDP2 all-gathers by the
+    class's own methods (parallel/float8.py)."""
+    return hasattr(kind, "__tensor_flatten__") or (
+        hasattr(kind, "fsdp_pre_all_gather") and not issubclass(kind, FakeTensor))
 
 
 class Counted(TorchDispatchMode):
@@ -124,7 +132,8 @@ class Counted(TorchDispatchMode):
             self.mark(tensors, kind)
         for kind, tensors in ("parameters", own), ("optimizer state", states), ("gradients", trained):
             exact[kind] = sum(t._local_tensor.nbytes if isinstance(t, DTensor) else t.nbytes for t in tensors)
-        exact["scales"] = 4 * sum(isinstance(getattr(param, "_local_tensor", param), Float8AllGather) for param in own)
+        exact["scales"] = 4 * sum(
+            hasattr(getattr(param, "_local_tensor", param), "fsdp_pre_all_gather") for param in own)
         return exact, self.live - before  # without the working memory that they counted as before
 
     def drop(self, key: int) -> None:
@@ -147,7 +156,7 @@ class Counted(TorchDispatchMode):
         if operator is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # half of all calls
             return args[0].fake_device
         kwargs = kwargs or {}
-        if any(issubclass(t, (DTensor, Float8Weight, MetaFloat8Weight)) for t in types):
+        if any(map(wraps_tensors, types)):
             return NotImplemented  # they first: operators on their inner tensors come back here
         result = operator(*args, **kwargs)
         made = [t for t in tree_iter(result) if isinstance(t, FakeTensor)]
@@ -192,7 +201,7 @@ class Counted(TorchDispatchMode):
     def multiply(self, operator: Any, args: tuple, out: Tensor) -> None:
         """Counts a product of two matrices."""
         work, x = self.phases[-1].work, args["addmm" in operator.__name__]
-        self.work("float8" if x.dtype in (E4M3, E5M2) else "products", 2 * x.shape[-1] * out.numel())
+        self.work("float8" if x.dtype in FLOAT8 else "products", 2 * x.shape[-1] * out.numel())
         if str(operator) == NF4:  # its dequantized weights, during the product; eager, with intermediates
             codes, scales = args[1:3]
             weights = torch.empty(2 * codes.numel() * (1 if self.fused else 5), dtype=x.dtype, device=x.device)

@@ -4,18 +4,16 @@ The real program runs on torch's fake tensors and fake process group: the model 
 Counted sees every operator with its inputs and outputs, so this file does not describe the model a second time. Only a
 few of the identical blocks run; the others are counted as copies of those in the middle.
 
-A GPU's step takes the GPU's code paths (gpu_code_paths): attention, masks and loss differ on a CPU. A compiled block
-runs eagerly but is counted as Inductor would run it: matrix products, attention and collectives write their outputs,
-and float32 intermediates stay in registers. Without activation checkpointing it also saves the products' inputs.
+A GPU's step takes the GPU's code paths, and counts what is compiled as such: gpu_paths.py.
 """
 
 import contextlib
+import functools
 import itertools
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -38,23 +36,15 @@ from torch.utils._pytree import tree_iter
 import config
 from config import ConfigError
 from model.build import meta_model
-from model.float8 import use_float8
 from model.llama import Llama, weights_changed
-from model.loss import CHUNK
 from optim import build_optimizer, clip_gradients
-from parallel.activation_checkpoint import apply_activation_checkpointing, checkpointed, is_checkpointed
-from parallel.float8 import Float8AllGather
 from parallel.fsdp import set_gradient_sync, unshard_first_units
 from parallel.materialize import allocate
 from parallel.mesh import World, build_mesh
 from parallel.parallelize import parallelize
 from planner.blocks import kinds_of_blocks, shortened
-from planner.counted import FORMULAS, Counted, Phase
-from planner.masks import flex_attention_patches
-
-
-class FakeFloat8Shard(Float8AllGather, FakeTensor):
-    """parallel/float8.py's Float8Shard as a fake tensor."""
+from planner.counted import Counted, Phase
+from planner.gpu_paths import gpu_code_paths, one_kernel
 
 
 @dataclass(frozen=True)
@@ -74,6 +64,8 @@ def simulate(cfg: config.Config, ranks: int, on_gpu: bool = True, whole: bool = 
     """No process group may exist yet. whole: run every block. Raises ConfigError for an invalid mesh, and for a model
     whose shapes depend on values."""
     p, blocks = cfg.parallel, cfg.model.n_layers
+    if p.cp > 1:
+        import parallel.context  # noqa: F401 - before the patches of what it imports: it would keep the stand-ins
     edge = max(p.prefetch_forward, p.prefetch_backward, 1)  # blocks whose prefetch involves the embedding or the head
     # drop what DTensor caches for an earlier simulation's meshes, whose process groups are destroyed
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
@@ -81,7 +73,7 @@ def simulate(cfg: config.Config, ranks: int, on_gpu: bool = True, whole: bool = 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         world = World(0, ranks, torch.device("cpu"), build_mesh("cpu", config.mesh_shape(cfg, ranks)))
-        few = None if whole else shortened(partial(kinds_of_blocks, cfg, world, on_gpu), blocks, edge)
+        few = None if whole else shortened(functools.partial(kinds_of_blocks, cfg, world, on_gpu), blocks, edge)
         if few:
             found, of_blocks = run(replace(cfg, model=replace(cfg.model, n_layers=few.blocks)), world, on_gpu)
             sends_matrices = any(kind != "all_reduce" for _, kind, _ in found.phases[-1].sent)  # its optimizer does
@@ -162,7 +154,7 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tupl
         allocate(model, torch.device("cpu"))
         optimizer = build_optimizer(model, cfg.optim)
         if p.compile and cfg.optim.state_dtype == "bfloat16":
-            optimizer.update = partial(one_kernel, counted, optimizer.update)
+            optimizer.update = functools.partial(one_kernel, counted, optimizer.update)
         stateless = [param for param in model.parameters() if param.requires_grad and not optimizer.state.get(param)]
         weights_changed(model)
         begin = watch(model, counted, p.compile and on_gpu)
@@ -217,10 +209,16 @@ def without_storage(counted: Counted) -> list:
     rounded = config.has("adamw_bfloat16.py")
     return [
         *[mock.patch("adamw_bfloat16.shard_offset", lambda *unused: torch.zeros(4, dtype=torch.int32))] * rounded,
-        mock.patch.object(FakeTensor, "as_subclass", lambda t, kind: setattr(t, "__class__", FakeFloat8Shard) or t),
+        mock.patch.object(FakeTensor, "as_subclass", lambda t, kind: setattr(t, "__class__", fake_class(kind)) or t),
         mock.patch.object(ShardingPropagator, whole.__name__, lambda *args: counted.unseen(whole, *args)),
         mock.patch.object(torch.UntypedStorage, "resize_", lambda *of: counted.resized(resize(*of))),
     ]
+
+
+@functools.cache
+def fake_class(kind: type) -> type:
+    """A tensor class, such as parallel/float8.py's Float8Shard, as a class of fake tensors."""
+    return type(f"Fake{kind.__name__}", (*(base for base in kind.__bases__ if base is not Tensor), FakeTensor), {})
 
 
 def watch(model: Llama, counted: Counted, compiled: bool) -> Callable[[str], None]:
@@ -254,60 +252,10 @@ def watch(model: Llama, counted: Counted, compiled: bool) -> Callable[[str], Non
         for tensor in tree_iter(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 counted.mark([tensor], "working memory")  # also in float32: it leaves a compiled block's registers
-                tensor.register_hook(partial(backward, name))
+                tensor.register_hook(functools.partial(backward, name))
 
     modules = {"embedding": model.embedding, "head": model.head}
     for name, module in [*modules.items(), *((f"block {i}", block) for i, block in enumerate(model.blocks))]:
-        module.register_forward_pre_hook(partial(before, name), prepend=True)
-        module.register_forward_hook(partial(after, name))
+        module.register_forward_pre_hook(functools.partial(before, name), prepend=True)
+        module.register_forward_hook(functools.partial(after, name))
     return begin
-
-
-def gpu_code_paths(cfg: config.Config, counted: Counted) -> list:
-    """Patches that select the GPU's code paths, and count what cfg compiles as if it were compiled."""
-    patches = [
-        mock.patch.object(FakeTensor, "is_cuda", True),
-        mock.patch("torch.addmm", partial(wide_addmm, counted)),
-        mock.patch.dict(CHUNK, cpu=CHUNK["cuda"]),
-        mock.patch("parallel.float8.use_float8", lambda blocks, recipe, _: use_float8(blocks, recipe, "cuda")),
-        mock.patch("parallel.float8.compiled", partial(partial, one_kernel, counted)),  # a GPU's float8 always is
-        *flex_attention_patches(counted),
-    ]
-    if cfg.parallel.compile:
-        patches += [
-            mock.patch("parallel.parallelize.apply_activation_checkpointing", partial(keep_products, counted)),
-            # a block that is not checkpointed does not repeat its all-gathers in backward either
-            mock.patch("parallel.tensor.is_checkpointed", lambda *unused: True),
-            mock.patch("parallel.context.is_checkpointed", lambda *unused: True),
-            mock.patch("model.loss.compiled", partial(partial, one_kernel, counted)),
-        ]
-    return patches
-
-
-def one_kernel(counted: Counted, function: Callable, *args: Any) -> Any:
-    """function(*args) as one compiled kernel, which does not materialize intermediates."""
-    with mock.patch("torch.compiler.is_compiling", lambda: True):
-        result = counted.unseen(function, *args)
-    counted.phases[-1].work["moved"] += sum(t.nbytes for t in tree_iter((args, result)) if isinstance(t, Tensor))
-    counted.mark(tree_iter(result), "working memory")
-    return result
-
-
-def wide_addmm(counted: Counted, total: Tensor, a: Tensor, b: Tensor, **unused: Any) -> Tensor:
-    """The loss's torch.addmm() with out_dtype and out=total, for which torch 2.11 cannot infer shapes."""
-    counted.multiply(torch.ops.aten.mm.default, (a, b), total)
-    return total
-
-
-def keep_products(counted: Counted, model: Llama, setting: str | int, tp: int) -> None:
-    """apply_activation_checkpointing() for compiled blocks. A block that it leaves alone saves what "elementwise"
-    saves, and the products' inputs (watch). Its backward recomputes the rest, but repeats no collective."""
-    def recomputing(flag: bool) -> Callable:
-        return lambda *unused: setattr(counted, "recomputing", flag and counted.phases[-1].name.startswith("backward"))
-
-    apply_activation_checkpointing(model, setting, tp)
-    for i in [i for i in range(len(model.blocks)) if not is_checkpointed(setting, i)]:
-        model.blocks[i].register_forward_pre_hook(recomputing(True))
-        model.blocks[i].register_forward_hook(recomputing(False), always_call=True)
-        model.blocks[i] = checkpointed(model.blocks[i], "elementwise", tp, FORMULAS)
-        model.blocks[i].keeps_inputs = True

@@ -1031,9 +1031,8 @@ def attention_over_cp(draws: int) -> float:
     torch's own of the whole sequence, relative to their norms."""
     from torch.nn.functional import scaled_dot_product_attention
 
-    from model.attention import document_mask, make_mask, mask_mod
     from parallel.collectives import group_of
-    from parallel.context import context_parallel_attention
+    from parallel.context import context_parallel_attention, local_mask
 
     worst = 0.0
     with process_group() as world:
@@ -1048,11 +1047,11 @@ def attention_over_cp(draws: int) -> float:
             documents = torch.randint(0, 5, (batch, length), generator=generator).sort(dim=1).values
             cp_positions = own_cp_positions(ours, length)
             if draw % 2:
-                mask = document_mask(documents, cp_positions)
+                mask = local_mask(documents, cp_positions, length)
                 whole = torch.ones(length, length, dtype=torch.bool).tril() & (
                     documents[:, :, None] == documents[:, None])[:, None]
             else:
-                mask = make_mask(mask_mod(None, cp_positions), 1, len(cp_positions), length, world.device)
+                mask = local_mask(None, cp_positions, length)
                 whole = torch.ones(length, length, dtype=torch.bool).tril()
             inputs = [x.clone().requires_grad_() for x in (q, k, v)]
             expected = scaled_dot_product_attention(*inputs, attn_mask=whole, enable_gqa=True)

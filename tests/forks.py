@@ -49,7 +49,7 @@ def routed_context_parallelism(model, recompute, seq_len, world) -> None:
     from parallel.context import apply_context_parallelism
 
     apply_context_parallelism(model, recompute, seq_len, world)
-    for block in model.blocks if world.cp > 1 else ():
+    for block in model.blocks:
         block.feed_forward.over_sequence = partial(all_reduce, group=group_of(world.mesh["cp"]))
 
 
@@ -63,6 +63,5 @@ def routed() -> Iterator[None]:
             changes.enter_context(mock.patch.dict("parallel.tensor.TP_PLAN",
                                                   {"blocks.*.feed_forward.router": Replicate()}))
         if "parallel/context.py" not in missing():
-            changes.enter_context(mock.patch("parallel.parallelize.apply_context_parallelism",
-                                             routed_context_parallelism))
+            changes.enter_context(mock.patch("parallel.context.apply_context_parallelism", routed_context_parallelism))
         yield

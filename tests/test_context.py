@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from model.attention import attention, make_mask, mask_mod
+from model.attention import attention, make_mask
+from parallel.context import local_mask_mod
 from parallel.mesh import World, build_mesh
 from tests import cases
 from tests.conftest import lacks, make_config
@@ -27,7 +28,7 @@ def test_work_is_balanced(ranks):
     blocks = []
     for rank in range(ranks):
         cp_positions = torch.cat([chunks[rank], chunks[-1 - rank]])
-        mask = create_block_mask(mask_mod(None, cp_positions), 1, None, len(cp_positions), length, "cpu")
+        mask = create_block_mask(local_mask_mod(None, cp_positions), 1, None, len(cp_positions), length, "cpu")
         blocks.append((mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()).item())
     assert max(blocks) < 1.01 * min(blocks)
     side = length // 128
@@ -45,7 +46,7 @@ def test_block_mask_of_a_part_is_the_plain_mask(masked):
     documents = torch.randint(0, 6, (2, length), generator=generator).sort(dim=1).values if masked else None
     q = torch.randn(2, 4, len(cp_positions), 16, generator=generator)
     k, v = torch.randn(2, 2, 2, length, 16, generator=generator)
-    rule, batch = mask_mod(documents, cp_positions), 2 if masked else 1
+    rule, batch = local_mask_mod(documents, cp_positions), 2 if masked else 1
     block = create_block_mask(rule, batch, None, len(cp_positions), length, "cpu")
     plain = make_mask(rule, batch, len(cp_positions), length, torch.device("cpu"))
     assert torch.allclose(attention(q, k, v, block), attention(q, k, v, plain), atol=1e-5)

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import IGNORE
 from model.llama import Llama
-from model.loss import VocabularyShard, chunked_cross_entropy
+from model.loss import chunked_cross_entropy
+from parallel.tensor import VocabularyShard
 from tests.conftest import make_config
 
 

@@ -27,6 +27,7 @@ from parallel.parallelize import parallelize
 from parallel.verify import verify_sharding
 from planner import advice, show
 from planner import check as plan_check
+from planner import dry_run as dry_run_module
 from planner import plan as plan_module
 from planner import simulate as simulate_module
 from planner.check import PlanCheck
@@ -239,7 +240,7 @@ def test_what_fsdp_sends_is_its_own_where_cp_is_all_that_shards():
 def dry_run(capsys, *words: object) -> tuple[bool, str, str]:
     """(does it fit, stdout, stderr) of `--dry-run` in this process."""
     args = config.parse_arguments([*map(str, words), "--dry-run"])
-    fits = plan_module.dry_run(config.load(args.config, args.overrides), args, None)
+    fits = dry_run_module.dry_run(config.load(args.config, args.overrides), args, None)
     return fits, *capsys.readouterr()
 
 
@@ -338,8 +339,8 @@ def test_none_of_several_may_be_too_large(monkeypatch, capsys):
     def planned(cfg, ranks, *unused):
         return {"world_size": ranks, "device_gib": 2.0, "peak_at": "update", "fits": ranks > 1}, []
 
-    monkeypatch.setattr(plan_module, "planned", planned)
-    monkeypatch.setattr(advice, "advise", lambda *unused: "")
+    monkeypatch.setattr(dry_run_module, "planned", planned)
+    monkeypatch.setattr(dry_run_module, "advise", lambda *unused: "")
     for ranks, fit in ("1,2", False), ("2,1", False), ("2,3", True):
         assert dry_run(capsys, CONFIGS / "tiny.toml", f"--world-size={ranks}", "--gpu=H100", "--json")[0] is fit
 

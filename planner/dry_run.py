@@ -1,0 +1,52 @@
+"""Plans a run before it starts: memory, communication, step time. Needs no GPU; takes seconds on a laptop.
+
+    ./run_train.sh configs/llama70b.toml --dry-run --world-size 64,256 --gpu H200 [--gpus-per-node 8] [--plot step.svg]
+
+plan.py makes a plan, show.py prints it, advice.py suggests changes where it does not fit.
+"""
+
+import json
+import math
+import sys
+from argparse import Namespace
+
+import config
+from config import ConfigError
+from files import print_line
+from planner.advice import advise
+from planner.devices import device
+from planner.plan import Asked, planned
+from planner.show import compared, draw, table, verdict
+
+
+def dry_run(cfg: config.Config, args: Namespace, epoch: float | None) -> bool:
+    """Prints the plans; returns False if one does not fit into the memory given. Raises ConfigError for an invalid
+    world size, GPU or plot path."""
+    gpu = None if args.gpu is None else device(args.gpu)
+    asked = Asked(gpu, args.gpu_memory_gib, args.gpus_per_node or 8, not args.on_cpu)
+    p, found, problems = cfg.parallel, [], []
+    fewest = math.prod(degree for degree in (p.dp_replicate, p.dp_shard, p.cp, p.tp) if degree != "auto")
+    for ranks in args.world_size or [fewest]:
+        try:
+            found.append(planned(cfg, ranks, asked, epoch))
+        except ConfigError as error:
+            problems += [f"--world-size {ranks}: {problem}" for problem in error.problems]
+    if problems:
+        raise ConfigError(*problems)
+    rows = [row for row, _ in found]
+    if args.plot is not None:
+        try:
+            draw(*found[0], args.plot)
+        except OSError as error:
+            raise ConfigError(f"--plot {args.plot}: {error.strerror}") from None
+    if args.json:
+        print_line(json.dumps(rows if len(rows) > 1 else rows[0]))
+    else:
+        print_line("\n".join([config.to_toml(cfg), *(table(row, cfg, asked) for row in rows)]))
+        if len(rows) > 1:
+            print_line(compared(rows))
+    for row in rows if asked.memory_gib else ():  # on stderr, so that --json stays JSON
+        print(verdict(row, asked), file=sys.stderr)
+        if not row["fits"]:
+            print(advise(row["world_size"], args, asked), file=sys.stderr)
+    return all(row["fits"] is not False for row in rows)
