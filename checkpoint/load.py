@@ -102,7 +102,7 @@ def _check_metadata(metadata: Metadata, path: pathlib.Path, files: dict[str, dic
             raise CorruptCheckpoint(f"{path}: {index.fqn} is stored transformed")
     for name, item in metadata.state_dict_metadata.items():
         if not isinstance(item, TensorStorageMetadata):
-            raise CorruptCheckpoint(f"{path}: {name} is no tensor: reading it would run its pickle")
+            raise CorruptCheckpoint(f"{path}: {name} is not a tensor: reading it would run its pickle")
         if not is_covered(item):
             raise CorruptCheckpoint(f"{path}: the chunks of {name} do not make up its shape {tuple(item.size)}")
 

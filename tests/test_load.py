@@ -126,7 +126,7 @@ WRONG = {
     "text for a number": (set_first(offset="0"), "TypeError"),
     "transformed": (set_first(transform_descriptors=["zstd"]), "is stored transformed"),
     "an object": (bytes_entry, "BytesStorageMetadata"),
-    "a number": (number, "model.embedding.weight is no tensor"),
+    "a number": (number, "model.embedding.weight is not a tensor"),
     "a gap": (gap, "the chunks of model.embedding.weight do not make up its shape"),
     "a chunk outside": (outside, "the chunks of model.embedding.weight do not make up its shape"),
     "no metadata": (lambda metadata: metadata.__dict__.clear(), "expected DCP's metadata"),
