@@ -32,7 +32,6 @@ from huggingface import weights as hf_weights
 from huggingface.tokenizer import fast_tokenizer_files, inexpressible, read_sentencepiece
 from model.build import meta_model
 from model.llama import parameter_count
-from model.lora import Projection, is_adapter
 from options import together
 
 GIB = 2**30
@@ -183,7 +182,7 @@ def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int, adapte
     def merged(name: str) -> Tensor:
         path, whole = name.rpartition(".")[0], weights.read(name)
         module = model.get_submodule(path)
-        if isinstance(module, Projection):
+        if hasattr(module, "merged"):  # with an adapter or a quantized base (model/lora.py)
             return module.merged(whole, lambda part: read(f"{path}.{part}.weight"))
         return whole.to(module.weight.dtype)
 
@@ -191,7 +190,7 @@ def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int, adapte
         if not cfg.lora:
             raise ConfigError(f"--adapter: the run {cfg.run.name} has no [lora]; export it whole, without --adapter")
         tensors = {hf_weights.hf_name(name): read(name).to(getattr(torch, dtype))
-                   for name, _ in model.named_parameters() if is_adapter(name)}
+                   for name, _ in model.named_parameters() if hf_weights.ADAPTER in name}
         write_safetensors(folder / hf_weights.PEFT_WEIGHTS, tensors)
         write_json(folder / hf_config.ADAPTER, hf_config.render_adapter(cfg.lora, cfg.model.init_from))
         return

@@ -24,7 +24,6 @@ from config import ConfigError
 from huggingface import config as hf_config
 from model.build import meta_model
 from model.llama import Llama
-from model.lora import is_adapter
 from options import together, toml
 from ranks import all_gather_objects, check_same_on_all_ranks, on_each_rank
 
@@ -48,6 +47,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 CONSTANT = ".rotary_emb.inv_freq"  # the end of a name that old checkpoints have: ignored
 DTYPES = ("F32", "BF16", "F16")  # the dtypes that are read, by safetensors' codes
 PEFT_WEIGHTS = "adapter_model.safetensors"
+ADAPTER = ".lora_"  # in the name of an adapter's parameter (model/lora.py)
 SUMMED = 2**20  # elements hashed at a time for fingerprint(), in full rows
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -55,7 +55,7 @@ PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 def hf_name(name: str) -> str:
     """blocks.0.attention.q_proj.weight -> model.layers.0.self_attn.q_proj.weight; an adapter's name -> PEFT's. Raises
     ConfigError for a parameter that transformers' Llama does not have."""
-    if is_adapter(name):  # ....q_proj.lora_a.weight -> base_model.model....q_proj.lora_A.weight
+    if ADAPTER in name:  # ....q_proj.lora_a.weight -> base_model.model....q_proj.lora_A.weight
         projection, part = name.removesuffix(".weight").rsplit(".", 1)
         theirs = hf_name(f"{projection}.weight").removesuffix(".weight")
         return f"base_model.model.{theirs}.lora_{part[-1].upper()}.weight"
@@ -103,7 +103,7 @@ class Weights:
                 values = file.get_slice(stored.name)[
                     tuple(slice(first, first + length) for first, length in zip(where, part.shape))]
                 part.copy_(values)
-                if self.sums is not None and not is_adapter(name) and (name, *where) not in self.sums:
+                if self.sums is not None and ADAPTER not in name and (name, *where) not in self.sums:
                     self.sums[(name, *where)] = weighted_sum(name, where, stored.shape, values)
         return True
 
@@ -256,7 +256,7 @@ def open_adapter(cfg: config.Config) -> dict[str, Stored]:
     if (alpha := theirs.get("lora_alpha")) != cfg.lora.alpha:
         raise ConfigError(f"[lora] alpha = {cfg.lora.alpha:g}: {path.parent} has lora_alpha = {alpha}; leave it out")
     parameters = meta_model(cfg.model, cfg.lora).named_parameters()
-    return matched(path, read_header(path), {name: [*p.shape] for name, p in parameters if is_adapter(name)})
+    return matched(path, read_header(path), {name: [*p.shape] for name, p in parameters if ADAPTER in name})
 
 
 def matched(path: Path, found: dict[str, Stored], ours: dict[str, list[int]]) -> dict[str, Stored]:
