@@ -4,10 +4,13 @@
     python -m generate outputs/tiny --prompt "def " --prompt "class " --top-p 0.9 --tokens 64
 
 A single prompt's text is streamed. Several prompts form one batch and are printed at the end, one after the other.
+
+Shapes: B batch, T tokens, S cached positions (columns), K key/value heads, E head dimension, V vocabulary.
 """
 
 import argparse
 import itertools
+import json
 import math
 import os
 import pathlib
@@ -20,8 +23,46 @@ import torch
 from torch import Tensor, nn
 
 from config import ConfigError, run_tool
-from huggingface import config as hf_config
-from model.attention import Cache
+
+
+class KVCache:
+    """As model/attention.py's; (B, K, S, E), allocated at the first pass in its dtype."""
+
+    def __init__(self, columns: int):
+        self.columns, self.filled = columns, 0
+        self.keys = self.values = torch.empty(0)
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.filled:
+            shape = (*k.shape[:2], self.columns, k.shape[3])
+            self.keys, self.values = k.new_empty(shape), v.new_empty(shape)
+        begin, self.filled = self.filled, self.filled + k.shape[2]
+        self.keys[:, :, begin : self.filled] = k
+        self.values[:, :, begin : self.filled] = v
+        return self.keys[:, :, : self.filled], self.values[:, :, : self.filled]
+
+
+class Cache:
+    """As model/attention.py's. No gradients.
+
+    The first pass (prefill) takes `lengths` tokens per row, padded at the end, where causal attention ignores padding.
+    Each later pass adds one token per row as one more column. A mask hides the padding, and positions continue from
+    each row's own length. So a row's result does not depend on the other rows.
+    """
+
+    def __init__(self, lengths: list[int], columns: int, n_layers: int, device: torch.device):
+        """columns: the maximum number of tokens per row, including padding."""
+        self.lengths = torch.tensor(lengths, device=device)[:, None]  # (B, 1), prompt lengths
+        self.filled, self.first = 0, max(lengths)  # first: columns of the first pass
+        self.blocks = [KVCache(columns) for _ in range(n_layers)]
+
+    def advance(self, new: int) -> tuple[Tensor | None, Tensor, Tensor]:
+        begin, self.filled = self.filled, self.filled + new
+        column = torch.arange(self.filled, device=self.lengths.device)
+        if begin == 0:
+            return None, column.expand(len(self.lengths), -1), self.lengths - 1
+        seen = (column < self.lengths) | (column >= self.first)  # (B, S)
+        return seen[:, None, None], self.lengths + begin - self.first, torch.zeros_like(self.lengths)
 
 
 @torch.no_grad()
@@ -86,6 +127,15 @@ def encode(tokenizer, prompt: str) -> list[int]:
     return ids
 
 
+def eos_tokens(settings: pathlib.Path) -> list[int]:
+    """eos_token_id of a generation_config.json: a number, a list of them, or absent. Raises ConfigError."""
+    try:
+        found = json.loads(settings.read_bytes()).get("eos_token_id")
+    except (OSError, ValueError, RecursionError, AttributeError) as error:
+        raise ConfigError(f"{settings}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return found if isinstance(found, list) else [found]
+
+
 def continue_text(model: nn.Module, tokenizer, prompt: str, count: int, temperature: float, context: int,
                   device: torch.device, seed: int = 0) -> str:
     """The prompt and its continuation up to the first EOS token. Every rank runs all `count` passes."""
@@ -142,7 +192,6 @@ def main(argv: list[str]) -> int:
     from checkpoint import catalog, compare, load
     from data.show import printable
     from data.tokenizer import Tokenizer
-    from huggingface.weights import fingerprint, weights_to_read
     from model.build import meta_model
     from model.llama import Llama
     from parallel.materialize import materialize
@@ -155,14 +204,16 @@ def main(argv: list[str]) -> int:
         cfg = catalog.read_config(folder, args.base)
         tokenizer, context = Tokenizer(folder), cfg.train.seq_len
         if (settings := folder / "generation_config.json").is_file():  # of an import: several tokens may end a text
-            more = hf_config.read_json(settings).get("eos_token_id")
-            tokenizer.eos = [*tokenizer.eos, *(more if isinstance(more, list) else [more])]
+            tokenizer.eos = [*tokenizer.eos, *eos_tokens(settings)]
         rows = [encode(tokenizer, prompt) for prompt in args.prompt]
         if (largest := max(map(max, rows))) >= cfg.model.vocab_size:
             raise ConfigError(f"--prompt: has id {largest}, but the model's vocab_size is {cfg.model.vocab_size}: the "
                               "tokenizer in its folder is larger than the model")
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if base := weights_to_read(cfg, step=1):
+        if cfg.lora:  # the checkpoint holds the adapters alone
+            from huggingface.weights import fingerprint, weights_to_read
+
+            base = weights_to_read(cfg, step=1)
             model = meta_model(cfg.model, cfg.lora)
             materialize(model, 0, device, base.read_into)
             compare.check_base(folder, cfg.model.init_from, fingerprint([base.sums]))

@@ -1,10 +1,11 @@
-"""Attention kernels, the causal document mask, and the KV cache for generation.
+"""Attention kernels, the causal document mask, and what the model needs of a KV cache.
 
 Shapes: B batch, T tokens, S cached positions (columns), H query heads, K key/value heads, E head dimension.
 """
 
 import functools
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -56,44 +57,18 @@ def _compiled(function: Callable) -> Callable:
     return torch.compile(function, dynamic=False)  # a run's shapes are static
 
 
-class KVCache:
-    """The keys and values (B, K, S, E) of one block, allocated at the first pass in its dtype."""
-
-    def __init__(self, columns: int):
-        self.columns, self.filled = columns, 0
-        self.keys = self.values = torch.empty(0)
+class KVCache(Protocol):
+    """The keys and values of one block, in generation (generate.py)."""
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends k and v (B, K, T, E) as new columns; returns all columns so far."""
-        if not self.filled:
-            shape = (*k.shape[:2], self.columns, k.shape[3])
-            self.keys, self.values = k.new_empty(shape), v.new_empty(shape)
-        begin, self.filled = self.filled, self.filled + k.shape[2]
-        self.keys[:, :, begin : self.filled] = k
-        self.values[:, :, begin : self.filled] = v
-        return self.keys[:, :, : self.filled], self.values[:, :, : self.filled]
+        """Appends k and v (B, K, T, E) as new columns; returns all columns so far (B, K, S, E)."""
 
 
-class Cache:
-    """KV cache of all blocks: a pass computes only the new tokens. For generation: no gradients.
+class Cache(Protocol):
+    """The KV caches of all blocks: a pass computes only the new tokens."""
 
-    The first pass (prefill) takes `lengths` tokens per row, padded at the end, where causal attention ignores padding.
-    Each later pass adds one token per row as one more column. A mask hides the padding, and positions continue from
-    each row's own length. So a row's result does not depend on the other rows.
-    """
-
-    def __init__(self, lengths: list[int], columns: int, n_layers: int, device: torch.device):
-        """columns: the maximum number of tokens per row, including padding."""
-        self.lengths = torch.tensor(lengths, device=device)[:, None]  # (B, 1), prompt lengths
-        self.filled, self.first = 0, max(lengths)  # first: columns of the first pass
-        self.blocks = [KVCache(columns) for _ in range(n_layers)]
+    blocks: list[KVCache]
 
     def advance(self, new: int) -> tuple[Tensor | None, Tensor, Tensor]:
         """Starts a pass over `new` columns. Returns its mask, None or (B, 1, 1, S); positions (B, T); and, within
         these columns, the index of each row's newest token (B, 1)."""
-        begin, self.filled = self.filled, self.filled + new
-        column = torch.arange(self.filled, device=self.lengths.device)
-        if begin == 0:
-            return None, column.expand(len(self.lengths), -1), self.lengths - 1
-        seen = (column < self.lengths) | (column >= self.first)  # (B, S)
-        return seen[:, None, None], self.lengths + begin - self.first, torch.zeros_like(self.lengths)

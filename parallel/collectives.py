@@ -53,23 +53,25 @@ def gathered(gather: Callable[[Tensor], Tensor], part: Tensor, regather: bool) -
     if not regather or torch.compiler.is_compiling():
         yield whole
         return
-    storage, kept, used, again = whole.untyped_storage()._cdata, 0, 0, None
+    # Autograd saves `whole` itself and views of it, all in one storage. Its address, an integer that keeps none alive,
+    # tells them from other tensors. Once as many are restored as were saved, what backward all-gathered is dropped.
+    storage, saved, restored, again = whole.untyped_storage()._cdata, 0, 0, None
     part = part.detach()
 
     def pack(tensor: Tensor) -> Tensor | tuple:
-        nonlocal kept
+        nonlocal saved
         if tensor.untyped_storage()._cdata != storage:
             return tensor.detach()  # saving the tensor itself would leak a reference cycle if backward never runs
-        kept += 1
+        saved += 1
         return tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(packed: Tensor | tuple) -> Tensor:
-        nonlocal used, again
+        nonlocal restored, again
         if isinstance(packed, Tensor):
             return packed
         again = gather(part) if again is None else again
-        view, used = again.as_strided(*packed), used + 1
-        if used % kept == 0:  # no saved tensor needs it any more
+        view, restored = again.as_strided(*packed), restored + 1
+        if restored % saved == 0:
             again = None
         return view
 

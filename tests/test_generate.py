@@ -22,8 +22,7 @@ from checkpoint import catalog, load
 from config import ConfigError
 from data.show import printable
 from data.tokenizer import Tokenizer
-from generate import choose, continue_text, encode, generate, print_stream
-from model.attention import Cache
+from generate import Cache, choose, continue_text, encode, generate, print_stream
 from model.llama import Llama
 from tests import cases
 from tests.conftest import REPO, make_config, run_tool, seal

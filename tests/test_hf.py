@@ -388,7 +388,7 @@ def test_options_that_config_json_does_not_have_are_exported_at_their_default_al
     assert run(capsys, "export", source, tmp_path / "plain") == (0, "")
     with monkeypatch.context() as patched:
         as_fork(patched, freeze=("embedding*",), init_from="elsewhere")  # what is trained is not what is computed
-        patched.setattr("huggingface.convert.weights.weights_to_read", lambda *args, **kwargs: None)
+        patched.setattr("huggingface.weights.weights_to_read", lambda *args, **kwargs: None)
         assert run(capsys, "export", source, tmp_path / "default") == (0, "")
         assert files_of(tmp_path / "default") == files_of(tmp_path / "plain")
     for changes, named in (

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from config import ConfigError
 from data.tokens import open_stream
-from model.attention import Cache
+from generate import Cache
 from model.build import build_model
 from model.llama import Llama, added
 from tests import cases, forks
