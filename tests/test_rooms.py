@@ -66,7 +66,7 @@ def test_what_is_left_tests_itself(core):
         return done.stdout
 
     assert f"not in this copy: {', '.join(OPTIONAL)}. " in (said := pytest_("--collect-only"))
-    assert "tests/test_plan.py" not in said and "tests/test_training.py: " in said
+    assert "tests/test_plan.py" not in said and "tests/test_training.py::" in said
     said = pytest_("-m", "not slow", "tests/test_attention.py", "tests/test_loader.py", "tests/test_optim.py",
                    "tests/test_activation_checkpoint.py")
     passed, skipped = (int(re.search(rf"(\d+) {what}", said)[1]) for what in ("passed", "skipped"))
