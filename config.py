@@ -414,6 +414,14 @@ def current(name: str, value: Any) -> tuple[str, Any]:
     return name, value
 
 
+def _refuse_former(given: options.Given) -> None:
+    """Adds a problem for each option of an earlier version: of a run that begins now."""
+    for name, was in given.former.items():
+        given.problems.setdefault(name, f"{given.origins[name]}: {was}: is an earlier version's, with which only a run "
+                                        f"that has checkpoints resumes; write {name.partition('.')[2]} = "
+                                        f"{options.toml(given.values.get(name))}")
+
+
 def from_dict(raw: dict, path: str, overrides: Iterable[str] = (), saved: bool = False) -> Config:
     """Like load(), from tables that have been read; `path` names their origin in errors. Options of an earlier version
     are read where they were saved, or belong to a run that has checkpoints."""
@@ -438,10 +446,7 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = (), saved: bool =
         if not NAME[0](cfg.run.name):
             given.problems.setdefault("run.name", f"{path}: the file's name is the run's name: {NAME[1]}; set run.name")
     if not saved and not (run_folder(cfg) / "checkpoints").is_dir():
-        for name, was in given.former.items():
-            given.problems.setdefault(name, f"{given.origins[name]}: {was}: is an earlier version's, which only a run "
-                                            f"that was begun with it resumes with; write {name.partition('.')[2]} = "
-                                            f"{options.toml(given.values.get(name))}")
+        _refuse_former(given)
     options.require(cfg, _rules(cfg), given)
     return cfg
 
