@@ -266,7 +266,7 @@ def read_options(path: str) -> SimpleNamespace:
         for key, value in values.items() if known or f"{section}.".startswith(IGNORED) else [("*", given)]:
             if key not in known and f"{section}.{key}".startswith(IGNORED):
                 ignored.append(f"{section}.{key}")
-            elif value is ... or (isinstance(known.get(key), tuple) and value not in known[key]):
+            elif value is ... or (isinstance(known.get(key, ()), tuple) and value not in known.get(key, ())):
                 problems.append(f"{path}: {section}.{key} = {value}: is required, or is not implemented here")
         setattr(cfg, section, SimpleNamespace(**values))
     cfg.run.name, cfg.saves = cfg.run.name or pathlib.Path(path).stem, "checkpoint" in raw
