@@ -84,7 +84,7 @@ def all_gather_dtype(param: Tensor, param_dtype: torch.dtype) -> torch.dtype:
     param_dtype there, which represents 0 to 255 exactly."""
     if own := getattr(getattr(param, "_local_tensor", param), "all_gather_dtype", None):
         return own
-    casts_integers = torch.__version__ < (2, 12)  # pyrefly: ignore[unsupported-operation]  # TorchVersion compares tuples
+    casts_integers = torch.__version__ < (2, 12)  # pyrefly: ignore[unsupported-operation]  # TorchVersion allows it
     return param_dtype if param.is_floating_point() or casts_integers else param.dtype
 
 
