@@ -128,4 +128,4 @@ def training_step(model: Llama, optimizer: torch.optim.Optimizer, guard: FiniteG
 
 
 if __name__ == "__main__":
-    rank.main(train, evaluate_newest)
+    rank.main(train, evaluate_newest)  # pyrefly: ignore[unbound-name]  # bound above, under the same condition
