@@ -208,7 +208,7 @@ class Config:
     profile: Profile | None
 
 
-# The files that an option requires: `rm` removes what a copy of the repository does not use (tests/test_house.py:
+# The files that an option requires: `rm` removes what a copy of the repository does not use (tests/rooms.py:
 # OPTIONAL). A table counts if it is there, an option if it is not at its default, or has the value named here.
 ROOMS = {
     "parallel.tp": ("parallel/tensor.py", "parallel/collectives.py"),

@@ -48,7 +48,7 @@ class Rank:
         from data.dataset import samples_per_epoch
 
         try:
-            config.require_room("--dry-run", "planner")
+            config.require_room("--dry-run", "planner/")
             from planner.dry_run import dry_run
 
             return 0 if dry_run(self.cfg, self.args, samples_per_epoch(self.cfg)) else DOES_NOT_FIT

@@ -36,8 +36,8 @@ TINY = {
 
 # The files that start ranks or whole launches, the longest first: run two at a time they should not end one by one.
 SLOW = ("test_lifecycle", "test_slurm", "test_meshes", "test_lora", "test_float8", "test_checkpoint", "test_training",
-        "test_repo", "test_crashes", "test_order", "test_minimal", "test_equality", "test_collectives", "test_rebind",
-        "test_parallel", "test_plan", "test_context", "test_prepare", "test_hf", "test_benchmarks",
+        "test_repo", "test_rooms", "test_crashes", "test_order", "test_minimal", "test_equality", "test_collectives",
+        "test_rebind", "test_parallel", "test_plan", "test_context", "test_prepare", "test_hf", "test_benchmarks",
         "test_gpu_benchmark")
 
 
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: number for number, name in enumerate(SLOW)}
     items.sort(key=lambda item: place.get(item.path.stem, len(SLOW)))
     for item in items:
-        if item.path.stem in SLOW[:15] or {"write_config", "on_ranks"} & {*item.fixturenames}:
+        if item.path.stem in SLOW[:16] or {"write_config", "on_ranks"} & {*item.fixturenames}:
             item.add_marker("slow")
 
 

@@ -116,7 +116,8 @@ def test_figures_of_gpus(tmp_path, monkeypatch, name, cp, tp, sums, digests):
     assert row["slowest_rank"] == {"step_seconds": 2, "data_seconds": 0, "peak_memory_gib": 68}
     # the slowest rank's 2 s for 512 tokens are 256 a second on four GPUs, at 6 GFLOP each
     assert row["tokens_per_second_per_device"] == 64
-    assert row["mfu"] == pytest.approx(64 * 6e9 / (SHEETS[name] * 1e12), rel=1e-3)
+    peak = SHEETS[name] if config.has("planner/") else None  # planner/devices.py knows them
+    assert row["mfu"] == (pytest.approx(64 * 6e9 / (peak * 1e12), rel=1e-3) if peak else None)
     assert metrics.environment(["a"], device)["gpu"] == name
 
 
@@ -155,6 +156,7 @@ def test_the_environment_has_what_is_not_committed(tmp_path, monkeypatch):
 
 
 def test_unknown_devices_have_no_peak(monkeypatch):
+    pytest.importorskip("planner.devices", reason="needs planner")
     assert metrics.peak_flops(torch.device("cpu")) is None
     for name, peak in [("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-80GB", 312e12),
                        ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA GeForce RTX 5090", 209e12),
