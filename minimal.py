@@ -20,7 +20,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -30,10 +29,9 @@ else:
     import tomli as tomllib
 
 
-class RMSNorm(nn.RMSNorm):
+class RMSNorm(nn.RMSNorm):  # statistics in float32; the result in the weight's dtype, not the residual stream's
     def forward(self, x: Tensor) -> Tensor:
-        normed = F.rms_norm(x.float(), self.normalized_shape, eps=self.eps)
-        return normed.to(self.weight.dtype) * self.weight  # in the weight's dtype, whatever the residual stream's
+        return F.rms_norm(x.float(), self.normalized_shape, eps=self.eps).to(self.weight.dtype) * self.weight
 
 
 def rope(x: Tensor, theta: float) -> Tensor:  # (B, heads, T, E), computed in float32
@@ -95,7 +93,7 @@ class Llama(nn.Module):
         return self.head(x, targets)
 
 
-def shard(model: Llama, tied: bool, p: SimpleNamespace, mesh: DeviceMesh) -> None:
+def shard(model: Llama, tied: bool, p: SimpleNamespace, mesh: dist.DeviceMesh) -> None:
     """Makes each parameter of a meta model a DTensor, of which every rank stores some rows, with FSDP2's hooks."""
     # Activation checkpointing first: around a sharded block, backward would repeat FSDP2's hooks, too.
     for block in model.blocks if p.recompute == "full" else ():
@@ -105,9 +103,9 @@ def shard(model: Llama, tied: bool, p: SimpleNamespace, mesh: DeviceMesh) -> Non
     units = [[model.embedding, model.head], *blocks] if tied else [[model.embedding], *blocks, [model.head]]
     param, reduce, out = (getattr(torch, d) for d in (p.param_dtype, p.reduce_dtype, p.output_dtype or p.param_dtype))
     policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, cast_forward_inputs=False)
-    for unit in units:  # the head's stays unsharded after forward: backward begins with it
-        reshard_after_forward = p.reshard_after_forward and model.head not in unit
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    for unit in units:
+        reshard = p.reshard_after_forward and model.head not in unit  # backward begins with the head
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     for module in (model.embedding, *model.blocks):  # the residual stream has a dtype of its own
         module.register_forward_hook(lambda module, inputs, output: output.to(out))
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))  # last: nothing is left
@@ -117,13 +115,11 @@ def shard(model: Llama, tied: bool, p: SimpleNamespace, mesh: DeviceMesh) -> Non
     for i in range(len(units)):
         forward[i].set_modules_to_forward_prefetch(forward[i + 1 : i + 1 + p.prefetch_forward])
         backward[i].set_modules_to_backward_prefetch(backward[i + 1 : i + 1 + p.prefetch_backward])
-    if not tied:
-        model.embedding.set_unshard_in_backward(False)  # the backward of a lookup reads no weight
+    model.embedding.set_unshard_in_backward(tied)  # the backward of a lookup alone reads no weight
 
 
 def initialize(model: Llama, m: SimpleNamespace, seed: int, device: torch.device) -> None:
-    """Gives the shards storage and values. A parameter consists of blocks of about 65,536 elements, each with its own
-    generator. A rank draws those that its rows overlap: values do not depend on the number of ranks."""
+    """Gives the shards values. Each block of about 65,536 elements has its own generator, whatever number of ranks."""
     model.to_empty(device=device)
     if m.tie_embeddings:
         model.head.weight = model.embedding.weight  # to_empty() unties them
@@ -148,15 +144,14 @@ def initialize(model: Llama, m: SimpleNamespace, seed: int, device: torch.device
             local[low - first : high - first] = values[low - begin : high - begin]
 
 
-def train(cfg: SimpleNamespace, device: torch.device) -> None:
+def train(cfg: SimpleNamespace, stream: Tensor, device: torch.device) -> None:
     t, rank, ranks = cfg.train, dist.get_rank(), dist.get_world_size()
     micro, tokens_per_step = t.micro_batch_size or t.global_batch_size // ranks, t.global_batch_size * t.seq_len
-    if t.global_batch_size % max(1, micro * ranks):
-        raise SystemExit(f"global_batch_size = {t.global_batch_size}: must be a multiple of {micro} x {ranks} ranks")
-    read = partial(window, open_data(cfg.data, cfg.model.vocab_size), t.seq_len, cfg.run.seed)
+    if not micro or t.global_batch_size % (micro * ranks):
+        raise SystemExit(f"train.global_batch_size = {t.global_batch_size}: no multiple of {micro} x {ranks} ranks")
     with torch.device("meta"):  # no rank ever holds the full model
         model = Llama(cfg.model)
-    shard(model, cfg.model.tie_embeddings, cfg.parallel, init_device_mesh(device.type, (ranks,)))
+    shard(model, cfg.model.tie_embeddings, cfg.parallel, dist.init_device_mesh(device.type, (ranks,)))
     initialize(model, cfg.model, cfg.run.seed, device)
     named = dict(model.named_parameters())  # after sharding, which replaces parameters: AdamW must hold the shards
     groups = [{"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": cfg.optim.weight_decay},
@@ -165,7 +160,6 @@ def train(cfg: SimpleNamespace, device: torch.device) -> None:
     for p in named.values():  # the state exists from the start: a checkpoint can be read into it
         count = torch.zeros((), device=device)
         optimizer.state[p] = {"step": count, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-    # DCP joins names by dots: model.head.weight, optim.head.weight.exp_avg
     tensors = {"model": named, "optim": {name: optimizer.state[p] for name, p in named.items()}}
     folder = pathlib.Path(cfg.run.output_dir, f"{cfg.run.name}-minimal", "checkpoints")
     newest = max(folder.glob("step-*"), default=None)
@@ -173,9 +167,9 @@ def train(cfg: SimpleNamespace, device: torch.device) -> None:
         dcp.load(tensors, checkpoint_id=newest)  # of any number of ranks
     for step in range(int(newest.name[5:]) + 1 if newest else 1, t.steps + 1):
         total = torch.zeros((), device=device)
-        for first in range((step - 1) * t.global_batch_size, step * t.global_batch_size, micro * ranks):
-            batch = torch.stack([read(first + rank * micro + i) for i in range(micro)]).to(device)  # (B, T+1)
-            loss = model(batch[:, :-1], batch[:, 1:])  # inputs (B, T), targets (B, T)
+        for first in range((step - 1) * t.global_batch_size + rank * micro, step * t.global_batch_size, micro * ranks):
+            batch = torch.stack([window(stream, t.seq_len, cfg.run.seed, first + i) for i in range(micro)]).to(device)
+            loss = model(batch[:, :-1], batch[:, 1:])  # (B, T+1): inputs (B, T), and each one's next token as target
             # FSDP2 averages gradients over ranks: times their number that is the sum, divided the mean over tokens.
             (loss * ranks / tokens_per_step).backward()
             total += loss.detach()
@@ -192,7 +186,7 @@ def train(cfg: SimpleNamespace, device: torch.device) -> None:
             print(json.dumps(row), flush=True)
         if cfg.saves and (step == t.steps or step % (cfg.checkpoint.save_every_steps or t.steps) == 0):
             temporary = folder / f".step-{step:08d}.tmp"
-            dcp.save(tensors, checkpoint_id=temporary)  # each rank writes its shards
+            dcp.save(tensors, checkpoint_id=temporary)  # each rank's shards of model.NAME and optim.NAME.exp_avg
             if rank == 0:
                 temporary.rename(folder / f"step-{step:08d}")  # has this name only when it is complete
 
@@ -234,8 +228,7 @@ def open_data(d: SimpleNamespace, vocab_size: int) -> Tensor:
         if d.path or wanted.items() <= found["identity"].items():
             size, dtype = found["tokens"]["train"], getattr(torch, found["dtype"])
             return torch.from_file(str(path.with_name("train.bin")), size=size, dtype=dtype)
-    print(f"{d.path or 'prepared/'}: no data of {wanted}; `python -m data.prepare CONFIG` prepares it", file=sys.stderr)
-    sys.exit(2)
+    raise ValueError(f"{d.path or 'prepared/'}: no data of {wanted}; `python -m data.prepare CONFIG` prepares it")
 
 
 OPTIONS: dict[str, dict] = {  # ...: required; a tuple: the values implemented, the default first; else the default
@@ -259,26 +252,33 @@ IGNORED = ("log.", "eval.", "profile.", "checkpoint.", "run.deterministic", "run
 
 
 def read_options(path: str) -> SimpleNamespace:
+    """cfg.section.key of a TOML file. Raises ValueError if anything that changes losses is not implemented here."""
     raw, cfg, ignored, problems = tomllib.loads(pathlib.Path(path).read_text()), SimpleNamespace(), [], []
-    for section, given in {**{name: {} for name in OPTIONS}, **raw}.items():
+    for section in {**OPTIONS, **raw}:
         known = OPTIONS.get(section, {})
-        values = {key: value[0] if isinstance(value, tuple) else value for key, value in known.items()} | given
-        for key, value in values.items() if known or f"{section}.".startswith(IGNORED) else [("*", given)]:
-            if key not in known and f"{section}.{key}".startswith(IGNORED):
-                ignored.append(f"{section}.{key}")
-            elif value is ... or (isinstance(known.get(key, ()), tuple) and value not in known.get(key, ())):
-                problems.append(f"{path}: {section}.{key} = {value}: is required, or is not implemented here")
+        values = {k: v[0] if isinstance(v, tuple) else v for k, v in known.items()} | raw.get(section, {})
+        for key, value in (values or {"*": {}}).items():  # an empty [lora] is a LoRA, too
+            name, allowed = f"{section}.{key}", known.get(key, ())
+            if key not in known and name.startswith(IGNORED):
+                ignored.append(name)
+            elif value is ... or (isinstance(allowed, tuple) and value not in allowed):
+                problems.append(f"{path}: {name}" + (" is missing" if value is ... else f" = {value}: not implemented"))
         setattr(cfg, section, SimpleNamespace(**values))
-    cfg.run.name, cfg.saves = cfg.run.name or pathlib.Path(path).stem, "checkpoint" in raw
-    if problems + ignored and os.getenv("RANK", "0") == "0":
-        print(*problems, f"{path}: ignored: {', '.join(ignored)}", sep="\n", file=sys.stderr)
+    if ignored and os.getenv("RANK", "0") == "0":
+        print(f"{path}: ignored: {', '.join(ignored)}", file=sys.stderr)
     if problems:
-        sys.exit(2)
+        raise ValueError("\n".join(problems))
+    cfg.run.name, cfg.saves = cfg.run.name or pathlib.Path(path).stem, "checkpoint" in raw
     return cfg
 
 
 def main() -> None:
-    cfg = read_options(sys.argv[1])
+    try:
+        cfg = read_options(" ".join(sys.argv[1:]))
+        stream = open_data(cfg.data, cfg.model.vocab_size)
+    except (OSError, ValueError) as error:  # of the file system, of TOML, and those above
+        print(f"usage: python minimal.py CONFIG\n{error}", file=sys.stderr)
+        sys.exit(2)
     cuda = torch.cuda.is_available() if cfg.run.device == "auto" else cfg.run.device == "cuda"
     device = torch.device("cuda", int(os.getenv("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
@@ -291,7 +291,7 @@ def main() -> None:
         everywhere = torch.tensor(float(native or False), device=device)
         dist.all_reduce(everywhere, dist.ReduceOp.MIN)
         cfg.parallel.param_dtype = "bfloat16" if everywhere else "float32"
-    train(cfg, device)
+    train(cfg, stream, device)
     dist.barrier()  # gloo aborts if a rank leaves while another still communicates
     dist.destroy_process_group()
 
