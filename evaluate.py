@@ -48,12 +48,13 @@ def evaluate(model: Llama, cfg: config.Config, world: World, dataset: Dataset, r
             found, valid = model(*(tensor.to(world.device, non_blocking=True) for tensor in tensors))
             sums[i] += found["loss"]
             counts[i] += valid
-            if run.stopping():
+            run.agree_on_stop()
+            if run.stopping:
                 break
         phase = "evaluation batch"
     reshard(model)
     model.train()
-    if run.stopping():
+    if run.stopping:
         return None
     ranks = all_gather_objects((sums.tolist(), counts.tolist()))[:: world.tp]
     sums, counts = ([sum(of_source) for of_source in zip(*of_ranks)] for of_ranks in zip(*ranks))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import config
-from model.llama import named_parameters, weights_changed
+from model.llama import after_weight_update, named_parameters
 
 NORM_ROW = 4096  # elements whose squares are added up in float32
 
@@ -49,8 +49,8 @@ def build_optimizer(model: nn.Module, o: config.Optim, seed: int = 0, compile: b
             "exp_avg": torch.zeros_like(p, dtype=getattr(torch, o.state_dtype)),
             "exp_avg_sq": torch.zeros_like(p, dtype=getattr(torch, o.state_dtype)),
         }
-    if any(hasattr(module, "weights_changed") for module in model.modules()):
-        optimizer.register_step_post_hook(lambda *unused: weights_changed(model))
+    if any(hasattr(module, "after_weight_update") for module in model.modules()):
+        optimizer.register_step_post_hook(lambda *unused: after_weight_update(model))
     return optimizer
 
 
@@ -88,7 +88,7 @@ class FiniteGuard:
     def may_update(self, step: int, norm: Tensor) -> bool:
         """Whether to call the optimizer's step(); the same on all ranks. norm: the gradient norm over all ranks, which
         is non-finite if any gradient is."""
-        self._count_last()
+        self.check()
         self.found.copy_(~norm.isfinite())
         self.on_host.copy_(self.found, non_blocking=True)
         self.copied.record()
@@ -100,12 +100,13 @@ class FiniteGuard:
         return bool(self.on_host.item())
 
     def counts(self) -> tuple[int, int]:
-        """(updates skipped so far, of these in a row at the end), the last one included: waits for it. Raises
-        FloatingPointError if those in a row exceed the limit."""
-        self._count_last()
+        """(updates skipped so far, of these in a row at the end), after check()."""
+        self.check()
         return self.skipped, self.in_a_row
 
-    def _count_last(self) -> None:
+    def check(self) -> None:
+        """Counts the last update if it was skipped: waits for it. Raises FloatingPointError if the updates skipped in a
+        row exceed the limit."""
         if self.pending is None:
             return
         step, self.pending = self.pending, None

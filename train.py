@@ -6,10 +6,10 @@
     python train.py configs/tiny.toml --eval-only            evaluates the run's newest checkpoint
 """
 
-from lifecycle.rank import Rank
+from lifecycle.rank import RankProcess
 
 if __name__ == "__main__":
-    rank = Rank(__doc__)  # signal handlers and arguments first: the imports below take seconds
+    process = RankProcess(__doc__)  # signal handlers and arguments first: the imports below take seconds
 
 import math
 from typing import Any
@@ -58,7 +58,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
         state = checkpointer.restore(model, optimizer, pretrained.base() if pretrained else None)
     units = verify_sharding(model, cfg.parallel, world)
     check_optimizer(model, optimizer)
-    run.begin(dataset.tokenizer_files)  # takes over the run's folder: from here on, things are written
+    run.claim_folder(dataset.tokenizer_files)  # from here on, things are written
 
     guard = FiniteGuard(optimizer, device, cfg.train.skip_nonfinite, state.skipped_steps, state.skipped_in_a_row)
     recorder = Recorder(cfg, world, run.folder, start, flops_per_token(model, cfg.train.seq_len), run.phase)
@@ -69,27 +69,27 @@ def train(cfg: Config, world: World, run: Run) -> None:
         with recorder.timed("evaluation"):  # the previous launch was stopped before it
             recorder.log_evaluation(start, evaluate(model, cfg, world, dataset, run))
 
-    # run.stopping(): whether all ranks agreed, in this step, to stop after it. run.steps() ends then, too.
-    for step in run.steps(start + 1, cfg.train.steps):
+    for step in run.steps(start + 1, cfg.train.steps):  # to the last step, or until run.stopping
         unshard_first_units(model, cfg.parallel)  # explicit prefetch: these all-gathers overlap with loading the batch
         with recorder.timed("data"):
             batch = next(loader)
         sums, scalars = training_step(model, optimizer, guard, batch, step, cfg, world)
+        run.agree_on_stop()  # SIGTERM to any rank: all save after the same step
 
         # The host waits for the device only in steps in which a metrics row, an evaluation or a checkpoint is due.
         tokens = state.tokens + (step - start) * config.tokens_per_step(cfg)
         recorder.log_step(step, tokens, batch, sums, scalars)
-        if evaluation_is_due(cfg, step) and not run.stopping():
+        if evaluation_is_due(cfg, step) and not run.stopping:
             with recorder.timed("evaluation"):
                 recorder.log_evaluation(step, evaluate(model, cfg, world, dataset, run))
-        if checkpointer.is_due(step, run.stopping()):  # every save_every_steps, at the last step, and when stopping
+        if checkpointer.is_due(step, run.stopping):  # every save_every_steps, at the last step, and when stopping
             with recorder.timed("save"):
-                checkpointer.save(State(step, tokens, *guard.counts()), model, optimizer, run.stopping())
-        checkpointer.log_last_save()  # async_save writes in the background: reported once it is done
+                checkpointer.save(State(step, tokens, *guard.counts()), model, optimizer, run.stopping)
+        checkpointer.finish_pending_save()  # async_save writes in the background: reported once it is done
 
-    guard.counts()  # raises if the last step's gradient was not finite
+    guard.check()  # raises if the last step's gradient was not finite
     loader.close()
-    if not run.stopping():
+    if not run.stopping:
         checkpointer.purge()  # removes what keep_last and keep_every_steps do not keep
         log_sample(model, cfg, world, dataset)
     recorder.close()
@@ -109,11 +109,11 @@ def training_step(model: Llama, optimizer: torch.optim.Optimizer, guard: FiniteG
     for i, micro_batch in enumerate(batch.micro_batches, 1):
         set_gradient_sync(model, cfg.parallel, world, last_micro_batch=i == len(batch.micro_batches))
         tensors = (tensor.to(world.device, non_blocking=True) for tensor in micro_batch)
-        losses, _ = model(*tensors)  # of tokens, targets, positions, documents; summed over the tokens
+        losses, _ = model(*tensors)  # (tokens, targets, positions, documents) -> sums over the tokens
         # A non-finite loss can have finite gradients. A factor of NaN makes them, and so the global norm, NaN: every
         # rank skips the step.
-        finite_scale = torch.where(losses["loss"].isfinite(), scale, math.nan)
-        (losses["loss"] * finite_scale).backward()
+        scale_or_nan = torch.where(losses["loss"].isfinite(), scale, math.nan)
+        (losses["loss"] * scale_or_nan).backward()
         for name, value in losses.items():
             sums[name] = sums.get(name, 0) + value.detach()
     # Returns the norm before clipping. A fused optimizer multiplies by the clipping factor in its update, which saves a
@@ -128,4 +128,4 @@ def training_step(model: Llama, optimizer: torch.optim.Optimizer, guard: FiniteG
 
 
 if __name__ == "__main__":
-    rank.main(train, evaluate_newest)  # pyrefly: ignore[unbound-name]  # bound above, under the same condition
+    process.main(train, evaluate_newest)  # pyrefly: ignore[unbound-name]  # bound above, under the same condition

@@ -88,7 +88,7 @@ def main() -> int:
 
             def finish(checkpointer: Checkpointer) -> None:
                 checkpointer.report = lambda step, problem: print(problem) if problem else None
-                checkpointer.log_last_save(wait=True)
+                checkpointer.finish_pending_save(wait=True)
 
             def copy() -> None:
                 for held, tensor in zip(copies, tensors):

@@ -103,7 +103,7 @@ class Checkpointer:
         saver, settings = self.saver, self.cfg.checkpoint
         assert saver and settings, "save() is for steps in which is_due()"
         saver.stopping = stopping  # the previous save may still be purging, which may read a lot of data
-        self.log_last_save(wait=True)
+        self.finish_pending_save(wait=True)
         tensors = tensors_of(model, optimizer)
         if settings.async_save:
             tensors = self._stage(tensors)
@@ -119,9 +119,9 @@ class Checkpointer:
         self.pending = state.step, self.background.submit(work, saver)
         last = stopping or state.step == self.cfg.train.steps
         if last or not settings.async_save:
-            self.log_last_save(wait=True, required=last)
+            self.finish_pending_save(wait=True, required=last)
 
-    def log_last_save(self, wait: bool = False, required: bool = False) -> None:
+    def finish_pending_save(self, wait: bool = False, required: bool = False) -> None:
         """Reports the previous save once it is done; wait=True blocks until it is. After a failure, training continues
         and the next save tries again; with `required`, raises SaveFailed instead."""
         if not self.pending or not (wait or self.pending[1].done()):

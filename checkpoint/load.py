@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from checkpoint.catalog import NO_OPTIMIZER
 from checkpoint.manifest import CorruptCheckpoint, opened, read_manifest
 from config import ConfigError
-from model.llama import named_parameters, weights_changed
+from model.llama import after_weight_update, named_parameters
 from ranks import on_each_rank
 
 DCP = "torch.distributed.checkpoint"
@@ -133,7 +133,7 @@ def restore(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optim
     read, or if names, shapes or dtypes differ."""
     reader = on_each_rank(lambda: Reader(folder))
     _read(reader, check_tensors(reader, model, optimizer))
-    weights_changed(model)
+    after_weight_update(model)
 
 
 def check_tensors(reader: Reader, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:

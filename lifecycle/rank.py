@@ -13,7 +13,7 @@ from lifecycle import DOES_NOT_FIT, INPUT_IS_WRONG
 from lifecycle.signals import StopRequest, die_with_parent
 
 
-class Rank:
+class RankProcess:
     """Made before torch is imported, which takes seconds: an invalid configuration fails within milliseconds, and a
     signal is never missed."""
 
@@ -24,8 +24,8 @@ class Rank:
         if {"--dry-run", "--eval-only"} & set(sys.argv):  # nothing to save: Ctrl-C ends the process at once
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         else:
-            # From now on SIGTERM, SIGINT and SIGUSR1 set a flag. All ranks agree on it between two steps
-            # (run.stopping()), save and stop; during start-up they stop before step 1.
+            # From now on SIGTERM, SIGINT and SIGUSR1 set a flag. All ranks agree on it in each step (agree_on_stop()),
+            # save and stop; during start-up they stop before step 1.
             self.stop.listen()
         self.args, self.cfg = config.from_command_line(sys.argv[1:], usage)
         if self.args.launch:

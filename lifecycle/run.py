@@ -40,7 +40,7 @@ class Run:
         with Run(cfg, world, launch, stop_request) as run:
             run.attach(checkpointer)
             ...  # anything that may find invalid input
-            run.begin(tokenizer_files)
+            run.claim_folder(tokenizer_files)
             for step in run.steps(1, 300):
                 with run.phase("data"):
                     ...
@@ -74,7 +74,7 @@ class Run:
         self.checkpointer, self.step = checkpointer, checkpointer.start
         self.stop.standalone = self.holder is None and self.world.size == 1
 
-    def begin(self, tokenizer_files: list[pathlib.Path]) -> None:
+    def claim_folder(self, tokenizer_files: list[pathlib.Path]) -> None:
         """Takes over the run's folder: the lock, the status, a log per rank. Nothing is created or changed before this,
         so invalid input loses nothing."""
         checkpointer = self.checkpointer
@@ -119,7 +119,8 @@ class Run:
         gc.disable()
         self.stop.start_sync()
         for step in range(first, last + 1):
-            if self.stopping():
+            self.agree_on_stop()
+            if self.stopping:
                 break
             self._phase("first step" if step == first else "step", step)  # the first compiles
             self.stop.start_sync()
@@ -130,14 +131,20 @@ class Run:
                 gc.collect()
         gc.enable()
         gc.unfreeze()
-        if self.stopping() and self.step >= first and not self.cfg.checkpoint:
+        if self.stopping and self.step >= first and not self.cfg.checkpoint:
             raise KeyboardInterrupt(f"stopped after step {self.step} by signal {self.stop.decided}; without "
                                     "[checkpoint] nothing was saved")
         self._phase("end")
 
+    def agree_on_stop(self) -> None:
+        """Finishes the all-reduce of the stop flags, if one is under way: it began with the step and overlaps it, so a
+        signal during a step may count one step later. Collective."""
+        self.stop.finish_sync()
+
+    @property
     def stopping(self) -> bool:
-        """Whether any rank was asked to stop before this step began. Collective: the same answer on all ranks."""
-        return self.stop.finish_sync()
+        """Whether all ranks have agreed to stop, as of the last agree_on_stop(): the same on all ranks."""
+        return self.stop.decided > 0
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -251,10 +251,10 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield name.replace("parametrizations.", "").removesuffix(".original"), parameter
 
 
-def weights_changed(model: nn.Module) -> None:
-    """Call after weights have changed in place: calls what modules name as `weights_changed`, a function of the model
-    that updates what they derive from their weights, each function once."""
-    for update in dict.fromkeys(m.weights_changed for m in model.modules() if hasattr(m, "weights_changed")):
+def after_weight_update(model: nn.Module) -> None:
+    """Call after weights have changed in place: calls what modules name as `after_weight_update`, a function of the
+    model that updates what they derive from their weights, each function once."""
+    for update in dict.fromkeys(m.after_weight_update for m in model.modules() if hasattr(m, "after_weight_update")):
         update(model)
 
 

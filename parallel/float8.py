@@ -29,7 +29,7 @@ def apply_float8(model: Llama, p: config.Parallel, device_type: str) -> None:
         if linear.weight not in replicated:  # once there is storage, update_scales() makes Float8Shards of the shards
             weight = linear.weight.detach().as_subclass(MetaFloat8Weight)
             linear.weight = nn.Parameter(weight, linear.weight.requires_grad)
-            linear.weights_changed = update_scales
+            linear.after_weight_update = update_scales
 
 
 def cast(shard: Tensor, factor: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def tensorwise(model: Llama) -> list[Float8Linear]:
 @torch.no_grad()
 def update_scales(model: Llama) -> None:
     """Updates the scales of all matrices that are all-gathered in float8, with one all-reduce. Called after
-    every in-place update of weights, as `weights_changed`. It does not wait for the device."""
+    every in-place update of weights, as `after_weight_update`. It does not wait for the device."""
     assert not any(isinstance(linear.weight, Float8Weight) for linear in tensorwise(model)), "call reshard() before"
     sharded = [(linear, w) for linear in tensorwise(model) if isinstance(w := linear.weight, DTensor)]
     if not sharded:

@@ -62,9 +62,9 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
                 offload_policy=offload,
                 ignored_params=replicated,
             )
-    stream = getattr(torch, p.output_dtype or p.param_dtype)
+    residual_dtype = getattr(torch, p.output_dtype or p.param_dtype)
     for module in (model.embedding, *model.blocks):
-        module.register_forward_hook(partial(cast_stream, stream))
+        module.register_forward_hook(partial(cast_residual, residual_dtype))
     if not model.config.tie_embeddings:
         model.embedding.set_unshard_in_backward(False)  # a lookup's backward needs no weight
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), ignored_params=replicated)
@@ -90,13 +90,13 @@ def all_gather_dtype(param: Tensor, param_dtype: torch.dtype) -> torch.dtype:
 
 def mixed_precision(p: config.Parallel, unit: str) -> MixedPrecisionPolicy:
     """A unit's mixed precision. Inputs are never cast: RMSNorm accepts the residual stream in any dtype, and the RoPE
-    tables must stay float32. Outputs are cast by cast_stream()."""
+    tables must stay float32. Outputs are cast by cast_residual()."""
     param_dtype, reduce_dtype = unit_dtypes(p, unit)
     return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
 
 @torch.compiler.disable  # around a compiled block it would be a graph of its own
-def cast_stream(dtype: torch.dtype, module: nn.Module, inputs: tuple, output: Tensor | tuple) -> Tensor | tuple:
+def cast_residual(dtype: torch.dtype, module: nn.Module, inputs: tuple, output: Tensor | tuple) -> Tensor | tuple:
     """Forward hook: casts the residual stream to output_dtype. FSDP2's own cast would round a block's terms of the
     loss, too, which stay in float32."""
     return (output[0].to(dtype), *output[1:]) if isinstance(output, tuple) else output.to(dtype)
@@ -107,7 +107,7 @@ def set_prefetch(model: Llama, p: config.Parallel) -> None:
     no unit ahead in forward, one in backward."""
     forward = [modules[0] for _, modules in units(model)]
     backward = forward[::-1]
-    if model.config.tie_embeddings:  # the tied unit holds the head: it is first in backward and still replicated
+    if model.config.tie_embeddings:  # the tied unit holds the head: it is first in backward and still unsharded
         backward = [backward[-1], *backward[:-1]]
     for i, unit in enumerate(forward):
         unit.set_modules_to_forward_prefetch(forward[i + 1 : i + 1 + p.prefetch_forward])

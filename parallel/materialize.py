@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from config import ConfigError
-from model.llama import Llama, named_parameters, weights_changed
+from model.llama import Llama, after_weight_update, named_parameters
 from ranks import on_each_rank
 
 RNG_BLOCK = 65536  # elements drawn from one generator, rounded to full rows
@@ -43,7 +43,7 @@ def materialize(model: Llama, seed: int, device: torch.device,
             raise ConfigError(*(f"{name}: {lacks}" for name in unfilled))
 
     on_each_rank(fill_all)
-    weights_changed(model)  # may be a collective: not before all ranks have their values
+    after_weight_update(model)  # may be a collective: not before all ranks have their values
 
 
 def _fill(model: nn.Module, fill: Callable[[str, Offsets, Tensor, torch.Size], None], device: torch.device

@@ -4,8 +4,9 @@ import torch
 
 import config
 from model.llama import Llama
-from parallel.activation_checkpoint import apply_activation_checkpointing, check_matmul_order
+from parallel.activation_checkpoint import apply_activation_checkpointing
 from parallel.fsdp import apply_fsdp
+from parallel.matmul_order import check_matmul_order
 from parallel.mesh import World
 from parallel.torch_patches import share_classes
 

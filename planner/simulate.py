@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_iter
 import config
 from config import ConfigError
 from model.build import meta_model
-from model.llama import Llama, weights_changed
+from model.llama import Llama, after_weight_update
 from optim import build_optimizer, clip_gradients
 from parallel.fsdp import set_gradient_sync, unshard_first_units
 from parallel.materialize import allocate
@@ -155,7 +155,7 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tupl
             # pyrefly: ignore[missing-attribute]  # BFloat16AdamW has it
             optimizer.update = functools.partial(one_kernel, counted, optimizer.update)
         stateless = [param for param in model.parameters() if param.requires_grad and not optimizer.state.get(param)]
-        weights_changed(model)
+        after_weight_update(model)
         begin = watch(model, counted, p.compile and on_gpu)
         # Micro-batches that are alike run once; with sync_every_micro_batch, with gradients of an earlier one.
         accumulation = config.accumulation_steps(cfg, world.dp_size)

@@ -32,7 +32,7 @@ from config import ConfigError
 from data.loader import inputs_and_targets
 from lifecycle.process_group import descriptors, distributed
 from model.build import meta_model
-from model.llama import Llama, named_parameters, rope_tables, weights_changed
+from model.llama import Llama, after_weight_update, named_parameters, rope_tables
 from parallel import materialize as materialize_module
 from parallel.fsdp import reshard, set_gradient_sync, unshard_first_units
 from parallel.materialize import materialize
@@ -834,7 +834,7 @@ def one_step(model: Llama, cfg: config.Config, world: World, ids: torch.Tensor) 
         set_gradient_sync(model, cfg.parallel, world, i == accumulation - 1)
         model(*inputs_and_targets(ids, None, own_cp_positions(world, cfg.train.seq_len)))[0]["loss"].backward()
     clip_gradients(model, torch.optim.SGD(model.parameters()), 1.0)
-    weights_changed(model)
+    after_weight_update(model)
 
 
 def verify_damaged(cases: list[tuple[dict, str]]) -> list[str]:
@@ -1134,7 +1134,7 @@ def same_batch(cases: list[dict], as_on_a_gpu: int | None = None) -> list[tuple[
                 with torch.no_grad():  # makes every matrix larger than its first scale was for
                     for p in model.parameters():
                         p.mul_(1.5)
-                weights_changed(model)
+                after_weight_update(model)
             total = loss.detach().clone()
             if ours.cp > 1:
                 dist.all_reduce(total, group=ours.mesh.get_group("cp"))
@@ -1171,7 +1171,7 @@ def scales_between(sections: dict) -> tuple[type, str]:
             made = type(model.blocks[0].attention.q_proj.weight.to_local() * 2)
         model.blocks[0].unshard()
         try:
-            weights_changed(model)
+            after_weight_update(model)
             return made, "none"
         except AssertionError as error:
             return made, str(error)

@@ -14,8 +14,9 @@ from config import ConfigError
 from model.build import meta_model
 from model.llama import Block, FeedForward, Linear, Llama, named_parameters, rope_tables
 from parallel import parallelize
-from parallel.activation_checkpoint import apply_activation_checkpointing, check_matmul_order
+from parallel.activation_checkpoint import apply_activation_checkpointing
 from parallel.materialize import materialize
+from parallel.matmul_order import check_matmul_order
 from tests.cases import storages
 from tests.conftest import make_config
 

@@ -12,7 +12,7 @@ import tomli
 
 from tests.rooms import OPTIONAL, REPO, code_lines
 
-LINES, CODE_LINES = 10320, 7360  # of the core, as reached
+LINES, CODE_LINES = 10870, 7670  # of the core, as reached
 # Each room imports only from the floors before its own.
 FLOORS = [("files",), ("options",), ("config",), ("ranks",), ("model", "data"),
           ("adamw_bfloat16", "optim", "parallel"), ("checkpoint",),

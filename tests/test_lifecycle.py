@@ -966,7 +966,7 @@ def test_without_a_launcher_a_second_ctrl_c_quits_and_nothing_else_does(first, s
 
 def test_the_first_step_of_any_launch_has_the_time_to_compile():
     run = mock.MagicMock(step=4)
-    run.stopping.return_value, run.cfg.profile = False, None
+    run.stopping, run.cfg.profile = False, None
     with mock.patch("lifecycle.run.gc"):
         assert list(Run.steps(run, 5, 7)) == [5, 6, 7]
     assert run._phase.call_args_list == [

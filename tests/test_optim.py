@@ -61,7 +61,7 @@ def test_what_modules_derive_from_weights_follows_each_update(state_dtype):
         seen.append(model[1].weight.detach().clone())
 
     for layer in model:
-        layer.weights_changed = update
+        layer.after_weight_update = update
     o = dataclasses.replace(make_config().optim, state_dtype=state_dtype)
     assert not build_optimizer(plain, o)._optimizer_step_post_hooks
     optimizer = build_optimizer(model, o)

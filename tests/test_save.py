@@ -192,13 +192,13 @@ def overwrite_while_saving(folder) -> tuple[bool, bool]:
             before = cases.digests(tensors_of(model, optimizer))
             released.clear()
             checkpointer.save(State(step), model, optimizer, stopping=False)
-            checkpointer.log_last_save()
+            checkpointer.finish_pending_save()
             under_way = len(reported) < step and not catalog.path_of(cfg, step).exists()
             with torch.no_grad():
                 for value in tensors_of(model, optimizer).values():
                     value.fill_(-7.0)
             released.set()
-            checkpointer.log_last_save(wait=True)
+            checkpointer.finish_pending_save(wait=True)
             restore(catalog.path_of(cfg, step), model, optimizer)
             equal.append(cases.digests(tensors_of(model, optimizer)) == before)
         assert reported == ([(1, None), (2, None)] if checkpointer.world.rank == 0 else [])
@@ -230,7 +230,7 @@ def order_of_a_save_behind_the_training(folder) -> list[str]:
               mock.patch.object(torch.cpu, "set_device", chosen)):
             for step in (1, 2):
                 checkpointer.save(State(step), model, optimizer, stopping=False)
-                checkpointer.log_last_save(wait=True)
+                checkpointer.finish_pending_save(wait=True)
     return events
 
 
@@ -255,7 +255,7 @@ def save_while_saving(folder) -> list[bool]:
                 if step == 2:
                     threading.Timer(0.5, released.set).start()
                 checkpointer.save(State(step), model, optimizer, stopping=False)
-            checkpointer.log_last_save(wait=True)
+            checkpointer.finish_pending_save(wait=True)
         found = []
         for step in (1, 2):
             restore(catalog.path_of(cfg, step), model, optimizer)
@@ -297,7 +297,7 @@ def save_what_may_not_be_published(folder) -> tuple[list[str], list[int]]:
         checkpointer.before_publishing = refuse
         checkpointer.report = lambda step, problem: problems.append(problem)
         checkpointer.save(State(1), model, optimizer, stopping=False)
-        checkpointer.log_last_save(wait=True)
+        checkpointer.finish_pending_save(wait=True)
         return problems, catalog.steps(cfg)
 
 
@@ -341,7 +341,7 @@ def fail_and_continue(folder) -> list:
 
                 Writer.write_data = failing
                 checkpointer.save(State(step), model, optimizer, stopping=False)
-                checkpointer.log_last_save(wait=True)
+                checkpointer.finish_pending_save(wait=True)
                 found.append(sorted(p.name for p in catalog.root(cfg).iterdir()))
             Writer.write_data = lambda *arguments: (_ for _ in ()).throw(OSError(28, told))
             with pytest.raises(SaveFailed, match="the last checkpoint was not saved.*rank 0: .*no space for rank 0"):
@@ -468,7 +468,7 @@ def purge_what_cannot_be_removed(folder) -> tuple[list, list[int], list[int]]:
         with mock.patch.object(catalog, "remove", side_effect=PermissionError(13, "Permission denied")):
             for step in (1, 2):
                 checkpointer.save(State(step), model, optimizer, stopping=False)
-                checkpointer.log_last_save(wait=True)
+                checkpointer.finish_pending_save(wait=True)
             checkpointer.purge()
         found = catalog.steps(cfg)
         checkpointer.purge()
@@ -515,7 +515,7 @@ def gather_while_saving(folder, where) -> tuple[list[int], list[int]]:
             time.sleep(0.5 * rank)
             found = all_gather_objects(rank)
             gathered.set()
-            checkpointer.log_last_save(wait=True)
+            checkpointer.finish_pending_save(wait=True)
         return found, catalog.steps(cfg)
 
 
