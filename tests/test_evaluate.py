@@ -27,7 +27,7 @@ def test_a_source_without_a_target_has_no_loss_and_leaves_the_mean_alone(monkeyp
     monkeypatch.setattr(evaluate, "validation_batches", lambda stream, *_: (
         (torch.tensor(sums), torch.tensor(valid)) for sums, valid in batches[stream]))
     monkeypatch.setattr(evaluate, "reshard", lambda model: None)
-    run = SimpleNamespace(phase=lambda name: contextlib.nullcontext(), stopping=lambda: False,
+    run = SimpleNamespace(phase=lambda name: contextlib.nullcontext(), agree_on_stop=lambda: None, stopping=False,
                           stop=SimpleNamespace(start_sync=lambda: None))
     for streams, loss in ((["a", "b"], 3.0), (["b"], math.nan)):
         found = evaluate.evaluate(Untrained(), make_config(), WORLD, SimpleNamespace(validation=streams, names=streams),
