@@ -108,7 +108,7 @@ def shard(model: Llama, tied: bool, p: SimpleNamespace, mesh: dist.DeviceMesh) -
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     for module in (model.embedding, *model.blocks):  # the residual stream has a dtype of its own
         module.register_forward_hook(lambda module, inputs, output: output.to(out))
-    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))  # last: nothing is left
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))  # last: the root's hooks
     # Explicit prefetch: a unit's all-gather also issues those of the next n units; 0: as FSDP2 does by itself.
     forward = [unit[0] for unit in units]
     backward = [forward[0], *forward[:0:-1]] if tied else forward[::-1]
@@ -119,7 +119,7 @@ def shard(model: Llama, tied: bool, p: SimpleNamespace, mesh: dist.DeviceMesh) -
 
 
 def initialize(model: Llama, m: SimpleNamespace, seed: int, device: torch.device) -> None:
-    """Gives the shards values. Each block of about 65,536 elements has its own generator, whatever number of ranks."""
+    """Gives the shards storage and values. Each block of about 65,536 elements has a generator: equal on any mesh."""
     model.to_empty(device=device)
     if m.tie_embeddings:
         model.head.weight = model.embedding.weight  # to_empty() unties them
@@ -170,7 +170,7 @@ def train(cfg: SimpleNamespace, stream: Tensor, device: torch.device) -> None:
         for first in range((step - 1) * t.global_batch_size + rank * micro, step * t.global_batch_size, micro * ranks):
             batch = torch.stack([window(stream, t.seq_len, cfg.run.seed, first + i) for i in range(micro)]).to(device)
             loss = model(batch[:, :-1], batch[:, 1:])  # (B, T+1): inputs (B, T), and each one's next token as target
-            # FSDP2 averages gradients over ranks: times their number that is the sum, divided the mean over tokens.
+            # FSDP2 averages gradients over ranks: times ranks it is their sum, over tokens_per_step the mean.
             (loss * ranks / tokens_per_step).backward()
             total += loss.detach()
         dist.all_reduce(total)
@@ -185,10 +185,9 @@ def train(cfg: SimpleNamespace, stream: Tensor, device: torch.device) -> None:
         if rank == 0:
             print(json.dumps(row), flush=True)
         if cfg.saves and (step == t.steps or step % (cfg.checkpoint.save_every_steps or t.steps) == 0):
-            temporary = folder / f".step-{step:08d}.tmp"
-            dcp.save(tensors, checkpoint_id=temporary)  # each rank's shards of model.NAME and optim.NAME.exp_avg
+            dcp.save(tensors, checkpoint_id=folder / "saving")  # each rank's shards: model.NAME, optim.NAME.exp_avg
             if rank == 0:
-                temporary.rename(folder / f"step-{step:08d}")  # has this name only when it is complete
+                (folder / "saving").rename(folder / f"step-{step:08d}")  # has this name only when it is complete
 
 
 def learning_rate(o: SimpleNamespace, end: int, step: int) -> float:
@@ -277,7 +276,8 @@ def main() -> None:
         cfg = read_options(" ".join(sys.argv[1:]))
         stream = open_data(cfg.data, cfg.model.vocab_size)
     except (OSError, ValueError) as error:  # of the file system, of TOML, and those above
-        print(f"usage: python minimal.py CONFIG\n{error}", file=sys.stderr)
+        if os.getenv("LOCAL_RANK", "0") == "0":  # once per machine
+            print(f"usage: python minimal.py CONFIG\n{error}", file=sys.stderr)
         sys.exit(2)
     cuda = torch.cuda.is_available() if cfg.run.device == "auto" else cfg.run.device == "cuda"
     device = torch.device("cuda", int(os.getenv("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")

@@ -35,7 +35,9 @@ CASES = {
                "train": {"steps": 2, "seq_len": 4000, "global_batch_size": 4, "micro_batch_size": 1}},
     "recomputed": {"parallel": {"recompute": "full", "prefetch_forward": 2, "prefetch_backward": 2},
                    "optim": {"schedule": "linear"}, "train": {"micro_batch_size": 1}},
-    "kept": {"parallel": {"reshard_after_forward": False, "prefetch_forward": 0, "prefetch_backward": 0},
+    # Of float32 matrices, gradients rounded to bfloat16 are the same up to 1e-4, but not those that are not rounded.
+    "kept": {"parallel": {"reshard_after_forward": False, "prefetch_forward": 0, "prefetch_backward": 0,
+                          "reduce_dtype": "bfloat16"},
              "optim": {"schedule": "constant"}, "train": {"max_grad_norm": "off"}, "run": {"seed": 7}},
     "tied": {"model": {"tie_embeddings": True, "head_dim": 10, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-2,
                        "rope_theta": 100.0},
@@ -136,7 +138,7 @@ def test_train_computes_what_minimal_does(trained, tmp_path, ranks, name):
     assert tensors.keys() == wanted.keys()
     for key, tensor in wanted.items():
         assert (tensors[key].shape, tensors[key].dtype) == (tensor.shape, tensor.dtype)
-        near = {"exp_avg": 2**-4, "exp_avg_sq": 2**-4}.get(key.rpartition(".")[2], 2**-8) if narrow else 1e-4
+        near = {"exp_avg": 2**-6, "exp_avg_sq": 2**-6}.get(key.rpartition(".")[2], 2**-10) if narrow else 1e-4
         assert (tensors[key] - tensor).norm() <= near * tensor.norm(), key
 
 
@@ -198,7 +200,7 @@ def test_what_is_not_implemented_is_refused(tmp_path, name, value):
 
 
 @pytest.mark.parametrize("text, said", [
-    (None, "No such file"), ("[model]\nx\n", "line 2"), ("", "model.dim is missing"), ("[lora]", "lora"),
+    (None, "No such file"), ("[model]\nx\n", "line 2"), ("", "model.dim is missing"), ("[lora]", "lora.* = {}"),
     ((REPO / "configs/tiny.toml").read_text(), "python -m data.prepare")])
 def test_bad_input_is_said_without_a_traceback(tmp_path, monkeypatch, capsys, text, said):
     monkeypatch.chdir(tmp_path)
