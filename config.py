@@ -445,7 +445,7 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = (), saved: bool =
         cfg = replace(cfg, run=replace(cfg.run, name=pathlib.Path(path).stem))
         if not NAME[0](cfg.run.name):
             given.problems.setdefault("run.name", f"{path}: the file's name is the run's name: {NAME[1]}; set run.name")
-    if not saved and not (run_folder(cfg) / "checkpoints").is_dir():
+    if not saved and not os.path.isdir(run_folder(cfg) / "checkpoints"):
         _refuse_former(given)
     options.require(cfg, _rules(cfg), given)
     return cfg

@@ -188,11 +188,12 @@ class Run:
         elif isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
             # after the first step a restart may help: fragmentation, an evaluation, another process on the device
             final = self.checkpointer is None or self.step == self.checkpointer.start
+            text = f"out of memory: {text}"
             with contextlib.suppress(Exception):  # there may be too little memory left for this, or no planner
                 from planner.advice import out_of_memory
 
                 words = [word for word in sys.argv[1:] if not word.startswith("--launch=")]
-                text = out_of_memory(self.cfg, self.world.size, text, words)
+                text += "\n" + out_of_memory(self.cfg, self.world.size, words)
         elif isinstance(error, SaveFailed):
             final = False
         elif not isinstance(error, FloatingPointError):

@@ -84,11 +84,11 @@ def advise(ranks: int, args: Namespace, asked: Asked) -> str:
                       "nothing on this list fits: take GPUs with more memory, or a smaller model"])
 
 
-def out_of_memory(cfg: config.Config, ranks: int, asked: str, words: list[str]) -> str:
-    """The message when a run is out of memory: the error, the first change of each option to try, and the dry run
-    that plans them. words: the run's command line."""
+def out_of_memory(cfg: config.Config, ranks: int, words: list[str]) -> str:
+    """What to do when a run is out of memory: the first change of each option to try, and the dry run that plans them.
+    words: the run's command line."""
     single = [names[0] for names, _ in changes(cfg, ranks, gpus_per_node=min(ranks, 8)) if len(names) == 1]
     first = {name.partition("=")[0]: name for name in reversed(single)}
     command = shlex.join(["./run_train.sh", *words, "--dry-run", f"--world-size={ranks}", "--gpu-memory-gib"])
-    return (f"out of memory: {asked}\nto need less, try one of: {' '.join(reversed(first.values()))}, or more ranks\n"
+    return (f"to need less, try one of: {' '.join(reversed(first.values()))}, or more ranks\n"
             f"what each would need, and how fast it would be: {command} G")
