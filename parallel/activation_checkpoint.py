@@ -138,7 +138,7 @@ def apply_activation_checkpointing(model: Llama, setting: str | int) -> None:
 
 def checkpointed(block: nn.Module, setting: str | int, also: Collection = ()) -> nn.Module:
     """also: operators that "elementwise" and "selective" save in any case."""
-    contexts = {}
+    contexts: dict[str, Any] = {}
     if setting in KEEP_EVERY:
         layers = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
         linears, keeps = [*layers], {name: getattr(layer, "keep_output", None) for name, layer in layers.items()}

@@ -28,7 +28,9 @@ def own_cp_positions(world: World, seq_len: int) -> Tensor | None:
 
 def apply_context_parallelism(model: Llama, recompute: str | int, seq_len: int, world: World) -> None:
     """Replaces each block's attention, in place: local queries attend to all-gathered keys and values."""
-    cp_positions = own_cp_positions(world, seq_len).to(world.device)
+    own = own_cp_positions(world, seq_len)
+    assert own is not None  # since cp > 1
+    cp_positions = own.to(world.device)
     causal = local_mask(None, cp_positions, seq_len)
     model.build_mask = lambda documents: causal if documents is None else local_mask(documents, cp_positions, seq_len)
     for i, block in enumerate(model.blocks):
@@ -42,7 +44,7 @@ def local_mask(documents: Tensor | None, cp_positions: Tensor, seq_len: int) -> 
     return make_mask(local_mask_mod(documents, cp_positions), batch, len(cp_positions), seq_len, cp_positions.device)
 
 
-def local_mask_mod(documents: Tensor | None, cp_positions: Tensor) -> Callable[[Tensor, ...], Tensor]:
+def local_mask_mod(documents: Tensor | None, cp_positions: Tensor) -> Callable[..., Tensor]:
     rule = mask_mod(documents)
     return lambda b, h, q, k: rule(b, h, cp_positions[q], k)
 
@@ -51,7 +53,8 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | B
                                regather: bool) -> Tensor:
     """attention() of local q (B, H, T, E) over the full sequence; k and v (B, K, T, E) are local, too."""
     with gathered(functools.partial(all_gather_sequence, group=group), torch.cat([k, v], dim=1), regather) as whole:
-        return attention(q, *whole.chunk(2, dim=1), mask)  # over (B, K, cp T, E)
+        keys, values = whole.chunk(2, dim=1)  # (B, K, cp T, E) each
+        return attention(q, keys, values, mask)
 
 
 def all_gather_sequence(part: Tensor, group: Group) -> Tensor:

@@ -37,7 +37,7 @@ def cast(shard: Tensor, factor: Tensor) -> Tensor:
     return round_to(shard, factor, E4M3).view(torch.uint8)
 
 
-class Float8AllGather:
+class Float8AllGather(Tensor):
     all_gather_dtype = E4M3  # for all_gather_dtype() in parallel/fsdp.py
     factor: Tensor  # (1, 1), what to multiply by before rounding; set by update_scales()
 
@@ -60,13 +60,13 @@ class Float8AllGather:
             return Float8Weight(gathered[0].view(E4M3), dtype), ()
 
 
-class Float8Shard(Float8AllGather, Tensor):
+class Float8Shard(Float8AllGather):
     """The local shard of a matrix. Operations on it return plain tensors."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyrefly: ignore[bad-override]  # as torch's own do
 
 
-class MetaFloat8Weight(Float8AllGather, Tensor):
+class MetaFloat8Weight(Float8AllGather):
     """A full matrix on meta. Operations on it keep the type, so fully_shard() finds the extensions on its shard."""
 
 
@@ -79,17 +79,15 @@ def update_scales(model: Llama) -> None:
     """Updates the scales of all matrices that are all-gathered in float8, with one all-reduce. Called after
     every in-place update of weights, as `weights_changed`. It does not wait for the device."""
     assert not any(isinstance(linear.weight, Float8Weight) for linear in tensorwise(model)), "call reshard() before"
-    linears = [linear for linear in tensorwise(model) if isinstance(linear.weight, DTensor)]
-    if not linears:
+    sharded = [(linear, w) for linear in tensorwise(model) if isinstance(w := linear.weight, DTensor)]
+    if not sharded:
         return
-    for linear in linears:
-        linear.weight._local_tensor = linear.weight._local_tensor.as_subclass(Float8Shard)
-    shards, mesh = [linear.weight._local_tensor for linear in linears], linears[0].weight.device_mesh
+    shards, mesh = [w._local_tensor.as_subclass(Float8Shard) for _, w in sharded], sharded[0][1].device_mesh
     # amax of each shard; with few rows on many ranks some shards are empty
     largest = torch.stack(torch._foreach_norm([s if s.numel() else s.new_zeros(1) for s in shards], math.inf))
     if mesh.size(mesh.ndim - 1) > 1:  # over shards only: replicas are equal
         dist.all_reduce(largest, dist.ReduceOp.MAX, mesh.get_group(mesh.ndim - 1))
     # each in memory of its own: graphs depend on whether an offset is 0, 1 or larger
     factors = torch._foreach_mul([*factor_of(largest, E4M3)[:, None, None]], 1.0)
-    for linear, shard, factor, scale in zip(linears, shards, factors, torch._foreach_reciprocal(factors)):
-        shard.factor, linear.scale = factor, scale
+    for (linear, w), shard, factor, scale in zip(sharded, shards, factors, torch._foreach_reciprocal(factors)):
+        w._local_tensor, shard.factor, linear.scale = shard, factor, scale

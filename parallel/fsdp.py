@@ -78,13 +78,14 @@ def unit_dtypes(p: config.Parallel, unit: str) -> tuple[torch.dtype, torch.dtype
     return getattr(torch, p.param_dtype), getattr(torch, p.reduce_dtype)
 
 
-def all_gather_dtype(param: nn.Parameter, param_dtype: torch.dtype) -> torch.dtype:
+def all_gather_dtype(param: Tensor, param_dtype: torch.dtype) -> torch.dtype:
     """The dtype that a parameter is all-gathered in, given its unit's param_dtype. A local tensor with FSDP2's
     all-gather extensions names its own. FSDP2 does not cast integers, except in torch 2.11: bytes are sent in
     param_dtype there, which represents 0 to 255 exactly."""
     if own := getattr(getattr(param, "_local_tensor", param), "all_gather_dtype", None):
         return own
-    return param_dtype if param.is_floating_point() or torch.__version__ < (2, 12) else param.dtype
+    casts_integers = torch.__version__ < (2, 12)  # pyrefly: ignore[unsupported-operation]  # TorchVersion allows it
+    return param_dtype if param.is_floating_point() or casts_integers else param.dtype
 
 
 def mixed_precision(p: config.Parallel, unit: str) -> MixedPrecisionPolicy:

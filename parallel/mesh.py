@@ -53,7 +53,7 @@ class World:
 
 def build_mesh(device_type: str, shape: tuple[int, int, int, int]) -> DeviceMesh:
     # A dimension of size 1 would still create one process group per rank; no collective ever runs over cp or tp of 1.
-    alone = {name: "fake" for name, degree in zip(MESH_DIMS, shape) if degree == 1 and name in ("cp", "tp")}
+    alone: dict = {name: "fake" for name, degree in zip(MESH_DIMS, shape) if degree == 1 and name in ("cp", "tp")}
     return init_device_mesh(device_type, shape, mesh_dim_names=MESH_DIMS, backend_override=alone)
 
 

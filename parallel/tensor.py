@@ -12,6 +12,7 @@ and the activations that the functions below all-gather.
 import fnmatch
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,10 +61,11 @@ def placement_of(model: Llama, parameter: str) -> Placement | None:
 def placements_with_tp(model: Llama, mesh: DeviceMesh, over_fsdp: dict[str, tuple[Placement, ...]], world: World
                        ) -> tuple[DeviceMesh, dict[str, tuple[Placement, ...]]]:
     """For parallel/verify.py: FSDP2's mesh and placements by parameter name, both with tp as the last dimension."""
-    found = {}
+    found: dict[str, tuple[Any, ...]] = {}  # _StridedShard is no Placement to a type checker
     for name, placements in over_fsdp.items():
         *outer, shards = placements
         over_tp = placement_of(model, name)
+        assert over_tp, f"{name}: is not in TP_PLAN"  # apply_tensor_parallelism() refuses such a model
         if over_tp == Shard(0):
             # FSDP2 shards tp's local rows: in the full tensor, one FSDP2 rank's rows are strided, not contiguous
             shards = _StridedShard(0, split_factor=world.tp)
@@ -115,6 +117,7 @@ def shard_weights(model: Llama, world: World) -> None:
     for path, module in list(model.named_modules()):
         for name, weight in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             placement = placement_of(model, f"{path}.{name}")
+            assert placement  # as above
             if weight not in sharded_weights:
                 sharded = distribute_tensor(weight, world.mesh["tp"], [placement], src_data_rank=None)
                 sharded_weights[weight] = nn.Parameter(sharded, weight.requires_grad)
@@ -173,7 +176,7 @@ class SequenceParallel:
 
         def wrapped(x: Tensor, targets: Tensor | None = None, terms: LossSums | None = None, **options):
             found = forward(x, targets, terms and self.total(terms), **options)
-            return found if targets is not None else all_gather(found, -1, self.group)
+            return found if isinstance(found, tuple) else all_gather(found, -1, self.group)  # without targets: logits
 
         return wrapped
 

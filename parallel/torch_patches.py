@@ -18,7 +18,7 @@ def allow_integer_parameters() -> Iterator[None]:
     """Within it, fully_shard() accepts frozen integer parameters, such as NF4 codes. torch 2.11 first creates every
     sharded parameter with requires_grad=True, which fails for integers, and only then copies the original's flag; 2.12
     does not. Test: test_torch_patches.py, test_frozen_integers_are_sharded."""
-    if torch.__version__ >= (2, 12):
+    if torch.__version__ >= (2, 12):  # pyrefly: ignore[unsupported-operation]  # TorchVersion allows it
         yield
         return
     from torch.distributed.fsdp._fully_shard import _fsdp_param

@@ -32,9 +32,8 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
         mesh, expected = placements_with_tp(model, mesh, expected, world)
     for unit, modules in units(model):
         owned.update(unit_parameters(modules))
-        parameters = [param for param in unit_parameters(modules) if param not in replicated]
-        for param in parameters:
-            _check_shard(param, names[param], mesh, expected[names[param]])
+        parameters = [_checked_shard(param, names[param], mesh, expected[names[param]])
+                      for param in unit_parameters(modules) if param not in replicated]
         dtype = unit_dtypes(p, unit)[0]
         gathered = sum(param.numel() // (world.tp if param.placements[-1].is_shard() else 1)  # tp's, if there is tp
                        * all_gather_dtype(param, dtype).itemsize
@@ -61,17 +60,19 @@ def _require(holds: bool, name: str, fault: str) -> None:
         raise RuntimeError(f"sharding is not as configured: {name}: {fault}")
 
 
-def _check_shard(param: nn.Parameter, name: str, mesh: DeviceMesh, expected: tuple[Placement, ...]) -> None:
+def _checked_shard(param: nn.Parameter, name: str, mesh: DeviceMesh, expected: tuple[Placement, ...]) -> DTensor:
     """Requires the configured mesh and placements, and a local shard that is exactly the rectangle that they imply."""
     _require(isinstance(param, DTensor), name, f"is a {type(param.data).__name__}, not a DTensor: it is not sharded")
+    assert isinstance(param, DTensor)
     _require(param.device_mesh == mesh, name, f"is on mesh {param.device_mesh}, not on {mesh}")
     _require(tuple(param.placements) == expected, name, f"has placements {param.placements}, not {expected}")
     local, (shape, offsets) = param.to_local(), local_rectangle(param)
     _require(not local.is_meta, name, "is on meta: it has no storage")
     _require(local.shape == shape, name, f"has shard {tuple(local.shape)}, not {tuple(shape)} from {offsets}")
+    return param
 
 
-def _check_replicas(parameters: dict[str, nn.Parameter], group: dist.ProcessGroup) -> None:
+def _check_replicas(parameters: dict[str, nn.Parameter], group: dist.ProcessGroup | None) -> None:
     """Compares two bitwise checksums of every local tensor across the ranks of a group."""
     if not parameters or dist.get_world_size(group) == 1:
         return
