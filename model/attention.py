@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 
-def mask_mod(documents: Tensor | None) -> Callable[[Tensor, ...], Tensor]:
+def mask_mod(documents: Tensor | None) -> Callable[..., Tensor]:
     """A FlexAttention mask_mod: causal, and within the query's document if document numbers (B, T) are given."""
 
     def rule(b: Tensor, h: Tensor | None, q: Tensor, k: Tensor) -> Tensor:

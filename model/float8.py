@@ -60,27 +60,28 @@ class Float8Weight(Tensor):
     torch.compile mistracks weights with two inner tensors, and saves a transposed copy of some for backward."""
 
     @staticmethod
-    def __new__(cls, values: Tensor, dtype: torch.dtype):
-        return Tensor._make_wrapper_subclass(cls, values.shape, dtype=dtype, device=values.device)
+    def __new__(cls, qdata: Tensor, dtype: torch.dtype):
+        return Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=dtype, device=qdata.device)
 
-    def __init__(self, values: Tensor, dtype: torch.dtype):
-        self.values = values
+    def __init__(self, qdata: Tensor, dtype: torch.dtype):
+        self.qdata = qdata
 
     def __repr__(self, **unused) -> str:
-        return f"Float8Weight({self.values})"
+        return f"Float8Weight({self.qdata})"
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:  # for torch.compile
-        return ["values"], self.dtype
+        return ["qdata"], self.dtype
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], dtype: torch.dtype, *unused) -> "Float8Weight":
-        return Float8Weight(inner["values"], dtype)
+        return Float8Weight(inner["qdata"], dtype)
 
     @classmethod
+    # pyrefly: ignore[bad-override]  # Tensor's is a placeholder without a signature
     def __torch_dispatch__(cls, operator, types, args, kwargs=None):
         weight, *rest = args
         if operator in (aten.detach.default, aten.alias.default, aten.as_strided.default):  # all that FSDP2 calls
-            return cls(operator(weight.values, *rest), weight.dtype)
+            return cls(operator(weight.qdata, *rest), weight.dtype)
         raise TypeError(f"{operator} of a weight in 8 bits")
 
 
@@ -107,9 +108,9 @@ def transposed(x: Scaled) -> Scaled:
     return x[0].t(), x[1].t()
 
 
-def product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def product(left: Scaled, right: Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """(M, K) @ (K, N) -> (M, N). fast: use_fast_accum (sums with fewer bits), as torchao does in forward only."""
-    (a, a_scale), (b, b_scale) = a, b
+    (a, a_scale), (b, b_scale) = left, right
     if not a.is_cuda:
         return (a.float() @ b.float() * (a_scale * b_scale)).to(dtype)
     a, b, after = a.contiguous(), b.t().contiguous().t(), None  # the only layouts that the kernels take
@@ -121,7 +122,7 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool = False) -> Ten
 
 
 def scaled_weight(weight: Tensor, scale: Tensor, rowwise: bool, dim: int) -> Scaled:
-    return (weight.values, scale) if isinstance(weight, Float8Weight) else scaled(weight, E4M3, rowwise, dim)
+    return (weight.qdata, scale) if isinstance(weight, Float8Weight) else scaled(weight, E4M3, rowwise, dim)
 
 
 class Product(torch.autograd.Function):
@@ -132,6 +133,7 @@ class Product(torch.autograd.Function):
         return product(scaled(x, E4M3, rowwise, 1), transposed(scaled_weight(weight, scale, rowwise, 1)), x.dtype, True)
 
     @staticmethod
+    # pyrefly: ignore[bad-override]  # torch passes one gradient per output
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (x, weight, scale), rowwise, dtype = ctx.saved_tensors, ctx.rowwise, E4M3 if ctx.rowwise else E5M2
         of_x = of_weight = None

@@ -207,7 +207,7 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None,
                 documents: Tensor | None = None, cache: Cache | None = None,
                 **loss_options) -> Tensor | tuple[LossSums, Tensor]:
-        mask = self.build_mask(documents)
+        mask, newest = self.build_mask(documents), None
         if cache is not None:
             mask, positions, newest = cache.advance(tokens.shape[1])
         if positions is None:
@@ -218,7 +218,7 @@ class Llama(nn.Module):
             x = block(x, cos, sin, mask, cache and cache.blocks[i])
             if isinstance(x, tuple):
                 x, terms = x[0], added(terms, x[1], f"blocks.{i}")
-        if cache is not None:
+        if newest is not None:
             x = x.take_along_dim(newest[:, :, None], dim=1)  # (B, T, D) -> (B, 1, D)
         return self.head(x, targets, terms if self.training else None, **loss_options)
 

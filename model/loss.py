@@ -26,7 +26,9 @@ class Shard(Protocol):
     """Describes a `weight` that is sharded over the vocabulary (parallel/tensor.py): all ranks get the same loss. Each
     rank's gradient of x is partial: it must be summed over the ranks."""
 
-    first: int  # this rank's first row of the vocabulary
+    @property
+    def first(self) -> int:
+        """This rank's first row of the vocabulary."""
 
     def combine(self, top: Tensor, sums: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(C, 1) each, from softmax_parts() of this rank's rows; chosen: 0 where the target is another rank's. Returns
@@ -117,7 +119,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx, scale: Tensor):
+    def backward(ctx, scale: Tensor):  # pyrefly: ignore[bad-override]  # torch passes one gradient per output
         if ctx.single:
             x, weight, valid, *parts = ctx.saved_tensors
             slope = ctx.to_slope(*parts, valid * scale)
