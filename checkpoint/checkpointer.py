@@ -93,29 +93,32 @@ class Checkpointer:
         return State(**{"tokens": self.start * config.tokens_per_step(self.cfg), **state})
 
     def is_due(self, step: int, stopping: bool) -> bool:
-        return bool(self.saver) and (stopping or step == self.cfg.train.steps
-                                     or config.is_due(step, self.cfg.checkpoint.save_every_steps))
+        if not (self.saver and self.cfg.checkpoint):
+            return False
+        return stopping or step == self.cfg.train.steps or config.is_due(step, self.cfg.checkpoint.save_every_steps)
 
     def save(self, state: State, model: nn.Module, optimizer: torch.optim.Optimizer, stopping: bool) -> None:
         """With async_save, training waits only for the copy of the shards to host memory. Raises SaveFailed if the last
         checkpoint of a launch cannot be written, and FloatingPointError if weights are not finite."""
-        self.saver.stopping = stopping  # the previous save may still be purging, which may read a lot of data
+        saver, settings = self.saver, self.cfg.checkpoint
+        assert saver and settings, "save() is for steps in which is_due()"
+        saver.stopping = stopping  # the previous save may still be purging, which may read a lot of data
         self.log_last_save(wait=True)
         tensors = tensors_of(model, optimizer)
-        if self.cfg.checkpoint.async_save:
+        if settings.async_save:
             tensors = self._stage(tensors)
         content = {**dataclasses.asdict(state), "config": config.to_dict(self.cfg), "data": self.data,
                    "base": self.base, "ranks": self.world.size, "torch": torch.__version__}
 
-        def work() -> None:
+        def work(saver: Saver) -> None:
             # the current device is per thread, and DCP uses it; torch.cpu has the function too, and it does nothing
             torch.get_device_module(self.world.device).set_device(self.world.device)
-            self.saver.write(state.step, tensors, content, self.before_publishing)
-            self.saver.purge()  # a no-op if the run is stopping
+            saver.write(state.step, tensors, content, self.before_publishing)
+            saver.purge()  # a no-op if the run is stopping
 
-        self.pending = state.step, self.background.submit(work)
+        self.pending = state.step, self.background.submit(work, saver)
         last = stopping or state.step == self.cfg.train.steps
-        if last or not self.cfg.checkpoint.async_save:
+        if last or not settings.async_save:
             self.log_last_save(wait=True, required=last)
 
     def log_last_save(self, wait: bool = False, required: bool = False) -> None:
@@ -151,6 +154,7 @@ class Checkpointer:
             if name not in self.staged:
                 held = self.staged[name] = torch.empty_like(t, device="cpu")
                 if t.is_cuda and held.nbytes:  # pinned in place: torch's pinned allocator rounds up to powers of two
+                    # pyrefly: ignore[missing-attribute]  # cudart() is not None with a GPU
                     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(held.data_ptr(), held.nbytes, 0))
             self.staged[name].copy_(t, non_blocking=True)
         torch.get_device_module(self.world.device).synchronize()  # of torch.cpu: does nothing
