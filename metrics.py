@@ -11,7 +11,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -65,7 +65,7 @@ def start_logging(folder: pathlib.Path, rank: int) -> pathlib.Path:
     log.handlers = [in_file, logging.StreamHandler(sys.stdout)] if rank == 0 else [in_file]
     for stream in () if rank == 0 else (sys.stdout, sys.stderr):
         stream.flush()
-        os.dup2(in_file.stream.fileno(), stream.fileno())
+        os.dup2(in_file.stream.fileno(), stream.fileno())  # pyrefly: ignore[missing-attribute]  # it is open
     return path
 
 
@@ -105,7 +105,7 @@ class Recorder:
                                         for row in read_rows(self.folder / "metrics.jsonl")))
 
     def restart_timer(self) -> None:
-        self.began, self.steps, self.seconds = time.perf_counter(), 0, Counter()
+        self.began, self.steps, self.seconds = time.perf_counter(), 0, defaultdict(float)
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -192,6 +192,7 @@ class Recorder:
 
     def sync(self) -> None:
         """Syncs the rows written so far to disk. Rank 0 only. Raises OSError."""
+        assert self.rows is not None
         self.rows.sync()
 
     def close(self) -> None:
@@ -210,7 +211,8 @@ class Rows:
         path = folder / "metrics.jsonl"
         kept = [row for row in read_rows(path) if row["step"] <= start]
         files.write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self.file, self.board = path.open("ab", buffering=ROWS_KEPT), None  # has a lock: saves sync in their own thread
+        self.file = path.open("ab", buffering=ROWS_KEPT)  # has a lock: saves sync in their own thread
+        self.board: Any = None
         if settings.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
