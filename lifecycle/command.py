@@ -71,6 +71,7 @@ class Ranks:
             torchrun = ["bash", "-c", 'trap "" TERM; exec "$@"', "bash", *torchrun]
         if self.nodes == 1:
             return [*torchrun, "--standalone", TRAIN]
+        assert self.job  # without one there is one node
         names = subprocess.run(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], check=True,
                                capture_output=True, text=True).stdout.split()
         # One task per node, with all of the job's cores there: torchrun and its ranks share them. No MPI: ranks connect

@@ -11,11 +11,12 @@ of the time limit and requeues the job; after TERM (scancel) SLURM decides.
 """
 
 import signal
+from collections.abc import Callable
 
 from lifecycle.signals import SIGNALS, TWICE_SECONDS, Interrupted, Interruption, die_with_parent
 
 
-def listen(handler: object) -> None:
+def listen(handler: Callable | signal.Handlers) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
             signal.signal(number, handler)
@@ -191,11 +192,12 @@ def launch(argv: list[str], interruption: Interruption) -> int:
             print_error(str(error))
             return INPUT_IS_WRONG
         listen(signal.SIG_IGN)
-        if args.eval_only:
+        if args.eval_only:  # pyrefly: ignore[unbound-name]  # nothing raises Interrupted before args is bound
             return 128 + signal.SIGINT
         print_error("stopped before the run began")
         code = STOPPED
     if code == STOPPED:
+        # pyrefly: ignore[unbound-name]  # as above
         code = mark_stopped(folder, launch_id, before, ranks.job is not None)
     if code == STOPPED and ranks.job:
         requeue(ranks.job, ahead_of_limit=interruption.asked == signal.SIGUSR1)
@@ -203,4 +205,4 @@ def launch(argv: list[str], interruption: Interruption) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(launch(sys.argv[1:], interruption))
+    sys.exit(launch(sys.argv[1:], interruption))  # pyrefly: ignore[unbound-name]  # as in train.py

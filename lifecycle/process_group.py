@@ -114,6 +114,7 @@ def agree_on_device(store: dist.Store, rank: int, size: int, pick: Callable[[], 
         if rank == 0:  # its process serves the store
             store.wait(["devices read by all"])
         raise ConfigError(*dict.fromkeys(problems))
+    assert device is not None  # else there would be problems
     return device
 
 
@@ -122,6 +123,7 @@ def set_determinism(run: config.Run) -> None:
     if run.deterministic:
         torch.use_deterministic_algorithms(True)  # called only on request: it imports the compiler
         # else each all-gather's buffer would first be filled with NaN, to show reads of what nothing wrote
+        # pyrefly: ignore[missing-attribute]  # torch adds it at run time
         torch.utils.deterministic.fill_uninitialized_memory = False
 
 

@@ -41,7 +41,8 @@ class Profiler:
         """first: the first step of this launch."""
         if settings.at_step < first:
             log.info("[profile] at_step = %d was before this launch, which makes no trace", settings.at_step)
-        self.settings, self.folder, self.rank, self.trace = settings, folder / "profile", world.rank, None
+        self.settings, self.folder, self.rank = settings, folder / "profile", world.rank
+        self.trace: torch.profiler.profile | None = None
         self.on_gpu = world.device.type == "cuda"
 
     @contextlib.contextmanager
@@ -69,21 +70,21 @@ class Profiler:
         self.range.__exit__(None, None, None)
         self.trace.stop()
         try:
-            self._write(f"steps {self.settings.at_step} to {step}, rank {self.rank}")
+            self._write(self.trace, f"steps {self.settings.at_step} to {step}, rank {self.rank}")
         except (OSError, ValueError, StopIteration) as error:  # torch's trace is not valid JSON, or lacks our range
             log.warning("the profile is incomplete: %r", error)
         if self.on_gpu:
             torch.cuda.memory._record_memory_history(enabled=None)
         self.trace = None
 
-    def _write(self, title: str) -> None:
+    def _write(self, trace: torch.profiler.profile, title: str) -> None:
         self.folder.mkdir(exist_ok=True)
         if self.on_gpu:
             memory = self.folder / f"memory-rank-{self.rank}.pickle"
             torch.cuda.memory._dump_snapshot(str(memory))
             log.info("memory in %s: %s, to be opened at https://pytorch.org/memory_viz", title, memory)
         path = self.folder / f"rank-{self.rank}.json"
-        self.trace.export_chrome_trace(str(path))
+        trace.export_chrome_trace(str(path))
         log.info("trace of %s: %s, to be opened at https://ui.perfetto.dev", title, path)
         text = f"{title}, a step:\n{table(time_by_row(read(path)), self.settings.steps)}"
         files.write_atomic(path.with_suffix(".txt"), f"{text}\n")
@@ -142,7 +143,7 @@ def time_by_row(events: list[Event]) -> dict[str, float]:
     return spent
 
 
-def follow_threads(events: Iterable[Event]) -> tuple[list[tuple[float, float, str]], dict[int, str]]:
+def follow_threads(events: Iterable[Event]) -> tuple[list[tuple[float, float, str]], dict[int | None, str]]:
     """(begin, end, row) of each interval in which one operator or range was innermost on its thread; and the row of
     each launch."""
     stretches, launches, stack, now = [], {}, [], 0.0  # stack: open events with their rows

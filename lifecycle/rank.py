@@ -40,7 +40,7 @@ class Rank:
         try:
             code = self.plan() if self.args.dry_run else self.run(evaluate if self.args.eval_only else train)
         except SystemExit as failure:  # a failed rank does not wait for the others in torch's teardown
-            exit_immediately(failure.code)
+            exit_immediately(failure.code)  # pyrefly: ignore[bad-argument-type]  # a number, never a text
         sys.exit(code)
 
     def plan(self) -> int:

@@ -11,7 +11,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -77,26 +77,28 @@ class Run:
     def begin(self, tokenizer_files: list[pathlib.Path]) -> None:
         """Takes over the run's folder: the lock, the status, a log per rank. Nothing is created or changed before this,
         so invalid input loses nothing."""
-        self.checkpointer.report = self._log_save
+        checkpointer = self.checkpointer
+        assert checkpointer, "attach() comes before begin()"
+        checkpointer.report = self._log_save
         hosts = all_gather_objects(platform.node())
-        on_rank_zero(lambda: self._take_folder(tokenizer_files, hosts))
+        on_rank_zero(lambda: self._take_folder(checkpointer, tokenizer_files, hosts))
         self.watchdog.use_log(metrics.start_logging(self.folder, self.world.rank), self.world.rank)
-        for problem in self.checkpointer.problems:
+        for problem in checkpointer.problems:
             log.warning("corrupt, set aside: %s", problem)
         if was := former_options(self.cfg, self.step):
             log.warning(was)
         if warning := other_tokenizer(self.cfg, self.step, tokenizer_files):  # which allow_changed may allow
             log.warning(warning)
-        launched = self.launch and self.world.rank == 0
-        self.stop.connect(dist.group.WORLD, folder.stop_file(self.folder, self.launch) if launched else None)
+        polled = folder.stop_file(self.folder, self.launch) if self.launch and self.world.rank == 0 else None
+        self.stop.connect(dist.group.WORLD, polled)
 
-    def _take_folder(self, tokenizer_files: list[pathlib.Path], hosts: list[str]) -> None:
+    def _take_folder(self, checkpointer: Checkpointer, tokenizer_files: list[pathlib.Path], hosts: list[str]) -> None:
         # after a torchrun restart, the previous ranks may take a moment to exit, perhaps on another node
         seconds = 30 if self.holder and folder.read_status(self.folder).get("launch") == self.holder else 0
         folder.check_folder(self.folder, seconds)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = folder.lock(self.folder, seconds)
-        self.checkpointer.tidy()
+        checkpointer.tidy()
         folder.sweep(self.folder, self.launch)
         folder.write_status(self.folder, "running", self.step, self.holder)
         files.write_atomic(self.folder / "config.toml", config.to_toml(self.cfg))
@@ -253,7 +255,7 @@ def final_exit_code(cfg: config.Config, launch: str | None) -> int | None:
     return next((failure["exit_code"] for failure in failures if failure["final"]), None)
 
 
-def exit_immediately(code: int) -> None:
+def exit_immediately(code: int) -> NoReturn:
     """Exits a failed process immediately: teardown would wait for ranks that are gone."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

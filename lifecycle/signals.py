@@ -124,7 +124,8 @@ class Watchdog:
         self.step, self.name, self.progress, self.deadline = 0, "start", 0, float("inf")
         self.began, self.give_up, self.main = time.monotonic(), give_up, threading.get_ident()
         self.ended, self.rank = False, 0
-        self.stacks, self.line, self.line_at = 2, None, 0  # stderr, until there is a log
+        self.stacks, self.line_at = 2, 0  # stderr, until there is a log
+        self.line: int | None = None  # the log's file descriptor
         self.fires = float("-inf")  # when the C thread would end the process
         threading.Thread(target=self._run, daemon=True, name="watchdog").start()
 
