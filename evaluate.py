@@ -74,6 +74,7 @@ def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
     materialize(model, cfg.run.seed, storage_device(cfg, world), pretrained.read_into if pretrained else None)
     checkpointer.restore(model, None, pretrained.base() if pretrained else None)
     found = evaluate(model, cfg, world, dataset, run)
+    assert found is not None  # only a training run stops between batches
     if world.rank == 0:
         for problem in checkpointer.problems:
             print_error(f"corrupt, skipped: {problem}")
