@@ -214,6 +214,7 @@ def main(argv: list[str]) -> int:
             from huggingface.weights import fingerprint, weights_to_read
 
             base = weights_to_read(cfg, step=1)
+            assert base and base.sums is not None  # as adapters have a base
             model = meta_model(cfg.model, cfg.lora)
             materialize(model, 0, device, base.read_into)
             compare.check_base(folder, cfg.model.init_from, fingerprint([base.sums]))
@@ -226,6 +227,7 @@ def main(argv: list[str]) -> int:
         if max(map(len, rows)) + args.tokens - 1 > context:
             print(f"beyond {context} tokens (train.seq_len) the older half of the context is dropped", file=sys.stderr)
         steps = generate(model, rows, args.tokens, context, device, args.temperature, args.top_p, args.seed)
+        # pyrefly: ignore[missing-attribute]  # typeshed declares a TextIO, which lacks it
         sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal's encoding lacks
         print_stream(tokenizer, rows, steps, lambda text: print(printable(text), end="", flush=True))
     except OSError as error:
