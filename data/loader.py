@@ -102,7 +102,7 @@ def inputs_and_targets(rows: Tensor, documents: Tensor | None = None,
     cp_positions (T / cp): positions of this rank's tokens under context parallelism. Inputs, targets and positions are
     restricted to them; documents stay full, since the mask needs the document of every key."""
     inputs, targets = rows[:, :-1].clamp(min=0), rows[:, 1:].clone()  # contiguous() of one row would be a view
-    where = ()
+    where: tuple[Tensor, ...] = ()
     if documents is not None:
         targets[documents[:, 1:] != documents[:, :-1]] = IGNORE
         documents = documents[:, :-1].contiguous()
@@ -110,7 +110,7 @@ def inputs_and_targets(rows: Tensor, documents: Tensor | None = None,
     if cp_positions is not None:
         inputs, targets = inputs[:, cp_positions], targets[:, cp_positions]
         # repeat(), not expand(): an expanded tensor could not be pinned
-        where = (where[0][:, cp_positions], documents) if where else (cp_positions.repeat(len(inputs), 1),)
+        where = (where[0][:, cp_positions], where[1]) if where else (cp_positions.repeat(len(inputs), 1),)
     return inputs, targets, *where
 
 
