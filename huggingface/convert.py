@@ -182,12 +182,14 @@ def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int, adapte
     def merge(name: str) -> Tensor:
         from model.lora import merged
 
+        assert weights  # adapters have a base
         path = name.rpartition(".")[0]
         return merged(model.get_submodule(path), weights.read(name), lambda part: read(f"{path}.{part}.weight"))
 
     if adapter:
         if not cfg.lora:
             raise ConfigError(f"--adapter: the run {cfg.run.name} has no [lora]; export it whole, without --adapter")
+        assert cfg.model.init_from  # adapters have a base
         tensors = {hf_weights.hf_name(name): read(name).to(getattr(torch, dtype))
                    for name, _ in model.named_parameters() if hf_weights.is_adapter(name)}
         write_safetensors(folder / hf_weights.PEFT_WEIGHTS, tensors)
@@ -196,6 +198,7 @@ def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int, adapte
     weights, seq_len = hf_weights.weights_to_read(cfg, step=1), cfg.train.seq_len
     write_tokenizer(folder, checkpoint)
     if weights:
+        assert cfg.model.init_from  # where the weights are
         seq_len = max(seq_len, context_length(Path(cfg.model.init_from)) or 0)
         copy_from_base(folder, Path(cfg.model.init_from))
     ids = token_ids(checkpoint)
@@ -205,6 +208,7 @@ def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int, adapte
     write_json(folder / "config.json", hf_config.render(cfg.model, seq_len, dtype, ids))
     write_weights(folder, cfg.model, merge if weights else read, getattr(torch, dtype), limit)
     if weights:
+        assert weights.sums is not None  # read to be compared
         compare.check_base(checkpoint, cfg.model.init_from, hf_weights.fingerprint([weights.sums]))
 
 
@@ -221,6 +225,7 @@ def import_folder(source: Path, folder: Path) -> None:
     weights, model = hf_weights.weights_to_read(cfg, step=0), meta_model(cfg.model)
 
     def read(name: str) -> Tensor:
+        assert weights  # init_from is set
         full = weights.read(name)
         if not full.sum().isfinite():
             stored = weights.stored[name]

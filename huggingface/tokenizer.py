@@ -74,8 +74,8 @@ def fast_tokenizer_files(model: Any) -> dict[str, dict]:
     # as sentencepiece's bos_id(): by name, which an edited model may have changed without trainer_spec.bos_id
     bos, eos = (piece if piece in control else None for piece in (trainer.bos_piece, trainer.eos_piece))
     normalizers = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
-    decoders = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"},
-                {"type": "Fuse"}]
+    decoders: list[dict] = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+                            {"type": "ByteFallback"}, {"type": "Fuse"}]
     if normalizer.add_dummy_prefix:
         normalizers.insert(0, {"type": "Prepend", "prepend": SPACE})
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})

@@ -143,7 +143,7 @@ def weighted_sum(name: str, offsets: tuple[int, ...], shape: list[int], values: 
         noise = hashlib.shake_128(f"{name} {dim}".encode()).digest(8 * shape[dim])
         numbers = torch.frombuffer(bytearray(noise), dtype=torch.int64)[offsets[dim] :][: values.shape[dim]]
         total = (total * numbers).sum(-1)
-    return total.item() % 2**64
+    return int(total.item()) % 2**64
 
 
 def fingerprint(ranks: list[dict[tuple, int]]) -> str:
@@ -255,6 +255,7 @@ def open_model(folder: Path, m: config.Model) -> dict[str, Stored]:
 
 def open_adapter(cfg: config.Config) -> dict[str, Stored]:
     """The tensors of PEFT's adapter folder, lora.init_from, by our names. Raises ConfigError for a mismatch."""
+    assert cfg.lora and cfg.lora.init_from
     path, theirs = Path(cfg.lora.init_from, PEFT_WEIGHTS), hf_config.read_adapter(Path(cfg.lora.init_from))
     if (alpha := theirs.get("lora_alpha")) != cfg.lora.alpha:
         raise ConfigError(f"[lora] alpha = {cfg.lora.alpha:g}: {path.parent} has lora_alpha = {alpha}; leave it out")
