@@ -59,6 +59,7 @@ def kinds_of_blocks(cfg: config.Config, world: World, on_gpu: bool, blocks: int)
             model = meta_model(sizes, cfg.lora)
             replicated = replicated_parameters(model, p)
             if world.cp > 1:
+                # pyrefly: ignore[unbound-name]  # imported above, under the same condition
                 apply_context_parallelism(model, p.recompute, cfg.train.seq_len, world)
             model.head.forward = lambda x, *unused, **options: x
             for block in model.blocks:
@@ -77,10 +78,9 @@ def kinds_of_blocks(cfg: config.Config, world: World, on_gpu: bool, blocks: int)
 def shortened(kinds: Callable[[int], list[Kind] | None], blocks: int, edge: int) -> Shorter | None:
     """A model of fewer blocks whose middle, repeated, gives all blocks; None if there is none. kinds: of a model of so
     many blocks. edge: blocks at either end, besides one, that none stands for."""
-    if blocks <= 2 * edge + 3:
+    if blocks <= 2 * edge + 3 or not (every := kinds(blocks)):
         return None
-    every = kinds(blocks)
-    for period in range(1, blocks // 2) if every else ():
+    for period in range(1, blocks // 2):
         if every[1:-period] == every[1 + period :]:  # the first block may differ: no unit is prefetched past it
             break
     else:

@@ -29,7 +29,8 @@ class PlanCheck:
 
     def __init__(self, cfg: config.Config, world: World, folder: pathlib.Path):
         self.cfg, self.world, self.folder = cfg, world, folder
-        self.steps, self.since, self.measured, self.process = 0, 0.0, {}, None
+        self.steps, self.since, self.measured = 0, 0.0, {}
+        self.process: subprocess.Popen[str] | None = None
         self.first_row, self.done = True, False
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a pipe could fill up before it is read
 
@@ -63,6 +64,7 @@ class PlanCheck:
             self.errors.seek(0)
             log.info("no plan of this run: %s", self.errors.read().strip())
             return None
+        assert self.process.stdout  # a pipe
         try:
             plan = json.loads(self.process.stdout.read())
         except ValueError:

@@ -152,7 +152,7 @@ class Counted(TorchDispatchMode):
         with mock.patch.object(self, "paused", True):
             return function(*args)
 
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, operator, types, args: tuple = (), kwargs=None):
         if operator is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # half of all calls
             return args[0].fake_device
         kwargs = kwargs or {}
@@ -183,6 +183,7 @@ class Counted(TorchDispatchMode):
                 self.leave_out(str(operator).removesuffix(".default"))
             if not is_known or (operator.namespace in ("aten", "fsdp") and not operator.is_view
                                 and operator not in MOVES_NOTHING):
+                # pyrefly: ignore[unsupported-operation]  # a fraction, where typeshed's Counter holds an int
                 self.phases[-1].work["moved"] += sum(t.nbytes for t in [*read, *made] if t.dtype != torch.float32
                                                      or not self.fused) * (FUSED if self.fused else 1)
             if self.fused and is_known and operator != aten.empty.memory_format:
@@ -212,7 +213,7 @@ class Counted(TorchDispatchMode):
             self.mark([x], "working memory")  # also in float32: it is kept
             self.keeping.append(x)
 
-    def attend(self, operator: OpOverload, args: tuple, kwargs: dict, made: list[Tensor]) -> None:
+    def attend(self, operator: OpOverload, args: tuple, kwargs: dict, made: list[FakeTensor]) -> None:
         """Counts attention. SDPA skips scores only if it is causal, half of them: not those that a mask hides."""
         given = dict(zip((a.name for a in operator._schema.arguments), args)) | kwargs
         q, k, v = (given[name] for name in ("query", "key", "value"))

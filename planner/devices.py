@@ -6,6 +6,7 @@ FSDP2's collectives overlap with it. Those of tensor and context parallelism are
 
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass, fields, replace
 
 import config
@@ -142,8 +143,8 @@ def timeline(phases: list[Phase], cfg: config.Config, cluster: Cluster, waiting:
         update = phase.name == "update"
         begin = max(now, ready.get(i, 0), free if update else 0) if waiting else now
         now = begin + cluster.computing(phase, wide, best) + cluster.sending(phase, ("tp", "cp"))
-        gathers = replace(phase, sent={k: v for k, v in phase.sent.items() if k[1] == "all_gather"})
-        reduces = replace(phase, sent={k: v for k, v in phase.sent.items() if k[1] != "all_gather"})
+        gathers = replace(phase, sent=Counter({k: v for k, v in phase.sent.items() if k[1] == "all_gather"}))
+        reduces = replace(phase, sent=Counter({k: v for k, v in phase.sent.items() if k[1] != "all_gather"}))
         sends = {"gathers": (max(free, begin), max(free, begin) + cluster.sending(gathers, ("dp_shard",)))}
         free = sends["gathers"][1]
         ahead = p.prefetch_backward if phase.name.startswith("backward") else p.prefetch_forward

@@ -36,7 +36,7 @@ def dry_run(cfg: config.Config, args: Namespace, epoch: float | None) -> bool:
     rows = [row for row, _ in found]
     if args.plot is not None:
         try:
-            draw(*found[0], args.plot)
+            draw(rows[0], found[0][1], args.plot)
         except OSError as error:
             raise ConfigError(f"--plot {args.plot}: {error.strerror}") from None
     if args.json:

@@ -70,7 +70,7 @@ def planned_attention(counter: Any, query: Tensor, key: Tensor, value: Tensor, s
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=enable_gqa)
 
 
-def mask_on_gpu(*args: Any, **kwargs: Any) -> BlockMask:
+def mask_on_gpu(*args: Any, **kwargs: Any) -> Tensor | BlockMask:
     """make_mask() of a GPU."""
     def on_gpu(x: Any) -> Any:
         return torch.device("cuda") if isinstance(x, torch.device) else x

@@ -27,7 +27,7 @@ class Asked:
 
     @property
     def memory_gib(self) -> float | None:
-        return self.gpu_memory_gib or (self.gpu and self.gpu.memory)
+        return self.gpu_memory_gib or (self.gpu.memory if self.gpu else None)
 
 
 def plan(cfg: config.Config, ranks: int, asked: Asked = Asked(), epoch: float | None = None) -> dict:

@@ -77,14 +77,12 @@ def simulate(cfg: config.Config, ranks: int, on_gpu: bool = True, whole: bool = 
         if few:
             found, of_blocks = run(replace(cfg, model=replace(cfg.model, n_layers=few.blocks)), world, on_gpu)
             sends_matrices = any(kind != "all_reduce" for _, kind, _ in found.phases[-1].sent)  # its optimizer does
-            if sends_matrices or not repeats(found.phases, few.middle):
-                few = None
-        if not few:
-            return run(cfg, world, on_gpu)[0]
+            if not sends_matrices and repeats(found.phases, few.middle):
+                more, taken = (sum(counts, Counter()) for counts in zip(*(of_blocks[i] for i in few.middle)))
+                return extrapolated(found, more, taken, few.middle, (blocks - few.blocks) // len(few.middle), blocks)
+        return run(cfg, world, on_gpu)[0]
     finally:
         dist.destroy_process_group()
-    more = [sum(counts, Counter()) for counts in zip(*(of_blocks[i] for i in few.middle))]
-    return extrapolated(found, *more, few.middle, (blocks - few.blocks) // len(few.middle), blocks)
 
 
 def repeats(phases: list[Phase], middle: range) -> bool:
@@ -135,7 +133,7 @@ def plus(a: Counter, b: Mapping, times: int = 1) -> Counter:
 def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tuple[Counter, Counter]]]:
     """The step, and what each block holds, see Counted.held()."""
     p, sequences = cfg.parallel, config.micro_batch_size(cfg, world.dp_size)
-    dimensions = {world.mesh[name].get_group().group_name: name for name in ("dp_replicate", "cp", "tp")
+    dimensions = {str(world.mesh[name].get_group().group_name): name for name in ("dp_replicate", "cp", "tp")
                   if world.mesh[name].size() > 1}
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     on_host = {"parameters", "optimizer state", "gradients"} if p.cpu_offload else set()
@@ -154,6 +152,7 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tupl
         allocate(model, torch.device("cpu"))
         optimizer = build_optimizer(model, cfg.optim)
         if p.compile and cfg.optim.state_dtype == "bfloat16":
+            # pyrefly: ignore[missing-attribute]  # BFloat16AdamW has it
             optimizer.update = functools.partial(one_kernel, counted, optimizer.update)
         stateless = [param for param in model.parameters() if param.requires_grad and not optimizer.state.get(param)]
         weights_changed(model)
