@@ -26,9 +26,9 @@ def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
                          "before anything steps it, loads into it or makes its state (as optim.build_optimizer does)")
     # by object, not by storage: on meta all storages have the same (null) address
     known = {id(p): name for name, p in named_parameters(model)}
-    names = [known.pop(id(p), None) for _, p in optimizer_entries(optimizer)]
-    if None in names:
-        entry, _ = optimizer_entries(optimizer)[names.index(None)]
+    names = [known.pop(id(p), "") for _, p in optimizer_entries(optimizer)]
+    if "" in names:
+        entry, _ = optimizer_entries(optimizer)[names.index("")]
         raise ValueError(f"{entry} is not a parameter of the model, or the optimizer holds it already: "
                          "rebind_optimizer must enclose the sharding")
     placeholder = torch.empty(0)  # stands in, so that each full weight is freed once its unit is sharded
