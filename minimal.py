@@ -72,7 +72,7 @@ class Head(nn.Module):  # final norm, output matrix and loss, summed over the to
     def __init__(self, m: SimpleNamespace):
         super().__init__()
         self.norm = RMSNorm(m.dim, m.norm_eps)
-        self.weight = nn.Parameter(torch.empty(m.vocab_size, m.dim))
+        self.weight: Tensor = nn.Parameter(torch.empty(m.vocab_size, m.dim))
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         logits = F.linear(self.norm(x), self.weight)  # (B, T, D) -> (B, T, V)
@@ -238,7 +238,7 @@ def open_data(d: SimpleNamespace, vocab_size: int) -> Tensor:
     sys.exit(2)
 
 
-OPTIONS = {  # ...: required; a tuple: the values that are implemented, the default first; else the default
+OPTIONS: dict[str, dict] = {  # ...: required; a tuple: the values implemented, the default first; else the default
     "run": dict(name=None, output_dir="outputs", seed=0, device=("auto", "cuda", "cpu")),
     "model": dict(dim=..., n_layers=..., n_heads=..., n_kv_heads=..., ffn_dim=..., vocab_size=..., head_dim=None,
                   norm_eps=1e-5, rope_theta=5e5, tie_embeddings=(False, True), qk_norm=(False,), freeze=([],)),
@@ -283,7 +283,7 @@ def main() -> None:
     device = torch.device("cuda", int(os.getenv("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    alone: dict = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **alone)
     if cfg.parallel.param_dtype == "auto":  # bfloat16 where every rank's device has units for it
         cpu = torch.cpu.get_capabilities()
