@@ -2,7 +2,7 @@
 the tests: all of them where all rooms are gone, else those that are not slow. Each row: the room removed; tests passed,
 skipped and failed; seconds. Below it those that failed.
 
-    python -m benchmarks.rooms                        # each and all: half an hour on two cores
+    python -m benchmarks.rooms                        # each and all: an hour on two cores
     python -m benchmarks.rooms planner generate.py    # these alone
     python -m benchmarks.rooms all -k training        # without all of them, the tests of this name
 """

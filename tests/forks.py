@@ -1,7 +1,7 @@
 """Changes that a fork makes to the model, for tests of what then happens elsewhere."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from unittest import mock
 
@@ -44,11 +44,10 @@ def routed_block(block: Block, x: Tensor, cos: Tensor, sin: Tensor, mask=None, c
     return x + out, terms
 
 
-def routed_context_parallelism(model, recompute, seq_len, world) -> None:
+def routed_context_parallelism(as_before: Callable, model, recompute, seq_len, world) -> None:
     from parallel.collectives import all_reduce, group_of
-    from parallel.context import apply_context_parallelism
 
-    apply_context_parallelism(model, recompute, seq_len, world)
+    as_before(model, recompute, seq_len, world)
     for block in model.blocks:
         block.feed_forward.over_sequence = partial(all_reduce, group=group_of(world.mesh["cp"]))
 
@@ -59,9 +58,12 @@ def routed() -> Iterator[None]:
     with contextlib.ExitStack() as changes:
         changes.enter_context(mock.patch("model.llama.FeedForward", RoutedFeedForward))
         changes.enter_context(mock.patch.object(Block, "forward", routed_block))
-        if "parallel/tensor.py" not in missing():
+        if not {"parallel/tensor.py", "parallel/collectives.py"} & {*missing()}:
             changes.enter_context(mock.patch.dict("parallel.tensor.TP_PLAN",
                                                   {"blocks.*.feed_forward.router": Replicate()}))
-        if "parallel/context.py" not in missing():
-            changes.enter_context(mock.patch("parallel.context.apply_context_parallelism", routed_context_parallelism))
+        if not {"parallel/context.py", "parallel/collectives.py"} & {*missing()}:
+            from parallel import context
+
+            changes.enter_context(mock.patch.object(context, "apply_context_parallelism", partial(
+                routed_context_parallelism, context.apply_context_parallelism)))
         yield

@@ -334,7 +334,7 @@ def test_what_is_wrong_beside_a_folder_that_cannot_be_read_is_told_too():
             raw["model"] = tables(model={"init_from": "none"})["model"]
         with pytest.raises(ConfigError) as caught:
             config.from_dict(raw, "t.toml")
-        assert len(caught.value.problems) == 2, caught.value
+        assert len(caught.value.problems) == 2, str(caught.value)
         steps, folder = caught.value.problems
         assert "steps = -1" in steps and "none" in folder
 
