@@ -78,7 +78,7 @@ class Run:
         """Takes over the run's folder: the lock, the status, a log per rank. Nothing is created or changed before this,
         so invalid input loses nothing."""
         checkpointer = self.checkpointer
-        assert checkpointer, "attach() comes before begin()"
+        assert checkpointer, "attach() comes before claim_folder()"
         checkpointer.report = self._log_save
         hosts = all_gather_objects(platform.node())
         on_rank_zero(lambda: self._take_folder(checkpointer, tokenizer_files, hosts))

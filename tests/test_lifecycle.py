@@ -1079,9 +1079,8 @@ def test_restarted_ranks_wait_for_those_before_to_let_go(tmp_path):
               SimpleNamespace(rank=0, size=1, device=torch.device("cpu")), "x", StopRequest())
     run.folder.mkdir()
     write_status(run.folder, "running", 4, "x")
-    run.checkpointer = mock.MagicMock()
     threading.Timer(0.5, lock(run.folder).release).start()
-    run._take_folder([], ["host"])
+    run._take_folder(mock.MagicMock(), [], ["host"])
     assert run.lock.is_locked
 
 
