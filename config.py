@@ -469,7 +469,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="run_train.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("config", metavar="CONFIG")
     mode = parser.add_mutually_exclusive_group()
-    for group, flag in ((mode, "--dry-run"), (mode, "--eval-only"), (parser, "--json"), (parser, "--on-cpu")):
+    for group, flag in ((mode, "--dry-run"), (mode, "--eval-only"), (parser, "--json")):
         group.add_argument(flag, action="store_true")
     for name in ("--gpu", "--plot", "--launch"):  # the last is the launcher's id for this launch
         parser.add_argument(name)

@@ -111,7 +111,7 @@ def shard(model: Llama, tied: bool, p: SimpleNamespace, mesh: dist.DeviceMesh) -
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))  # last: the root's hooks
     # Explicit prefetch: a unit's all-gather also issues those of the next n units; 0: as FSDP2 does by itself.
     forward = [unit[0] for unit in units]
-    backward = [forward[0], *forward[:0:-1]] if tied else forward[::-1]
+    backward = [forward[0], *forward[:0:-1]] if tied else forward[::-1]  # begins with the head's unit
     for i in range(len(units)):
         forward[i].set_modules_to_forward_prefetch(forward[i + 1 : i + 1 + p.prefetch_forward])
         backward[i].set_modules_to_backward_prefetch(backward[i + 1 : i + 1 + p.prefetch_backward])

@@ -23,7 +23,7 @@ def dry_run(cfg: config.Config, args: Namespace, epoch: float | None) -> bool:
     """Prints the plans; returns False if one does not fit into the memory given. Raises ConfigError for an invalid
     world size, GPU or plot path."""
     gpu = None if args.gpu is None else device(args.gpu)
-    asked = Asked(gpu, args.gpu_memory_gib, args.gpus_per_node or 8, not args.on_cpu)
+    asked = Asked(gpu, args.gpu_memory_gib, args.gpus_per_node or 8, on_gpu=True)
     p, found, problems = cfg.parallel, [], []
     fewest = math.prod(degree for degree in (p.dp_replicate, p.dp_shard, p.cp, p.tp) if degree != "auto")
     for ranks in args.world_size or [fewest]:

@@ -630,9 +630,11 @@ def test_what_sends_nothing_waits_for_nothing():
 
 
 def test_a_plan_is_of_gpus_whatever_the_device(capsys):
-    gpus, device_cpu, on_cpu = (dry_run(capsys, CONFIGS / "tiny.toml", "--json", *words)[1]
-                                for words in ((), ("--run.device=cpu",), ("--on-cpu",)))
-    assert gpus == device_cpu != on_cpu
+    gpus, device_cpu = (json.loads(dry_run(capsys, CONFIGS / "tiny.toml", "--json", *words)[1])
+                        for words in ((), ("--run.device=cpu",)))
+    assert gpus == device_cpu
+    on_cpu = plan(config.load(str(CONFIGS / "tiny.toml"), ["--run.device=cpu"]), 1)  # as plan() alone follows it
+    assert on_cpu["peak_gib"] != gpus["peak_gib"]
 
 
 def test_dry_run_makes_nothing(tmp_path):
