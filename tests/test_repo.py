@@ -22,6 +22,7 @@ from tests.warm import warm_python
 BLOCK = re.compile(r"^```(.*?)\n(.*?)^```", re.M | re.S)
 DOCS = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
 LABELS = {"full-state", "output", "run", "dry-run", "needs-a-cluster", "needs-lm-eval", "table"}
+QUOTED = "python quoted "  # and the file
 
 
 def blocks() -> list[tuple[str, str, str]]:
@@ -29,7 +30,13 @@ def blocks() -> list[tuple[str, str, str]]:
 
 
 def test_every_block_has_a_label():
-    assert blocks() and all(label.split()[-1] in LABELS and len(label.split()) == 2 for _, label, _ in blocks())
+    labels = [label for _, label, _ in blocks() if not label.startswith(QUOTED)]
+    assert labels and all(label.split()[-1] in LABELS and len(label.split()) == 2 for label in labels)
+
+
+def test_quoted_code_is_that_of_the_file():
+    quotes = [(label.removeprefix(QUOTED), text) for _, label, text in blocks() if label.startswith(QUOTED)]
+    assert len(quotes) > 5 and all(text in (REPO / name).read_text() for name, text in quotes)
 
 
 def test_every_table_is_one_that_is_read():
