@@ -37,7 +37,7 @@ def dry_run(cfg: config.Config, args: Namespace, epoch: float | None) -> bool:
     if args.plot is not None:
         try:
             title = f"{cfg.run.name} on {rows[0]['world_size']} x {args.gpu or 'GPU'}"
-            draw(*found[0], args.plot, title, asked.memory_gib)
+            draw(rows[0], found[0][1], args.plot, title, asked.memory_gib)
         except OSError as error:
             raise ConfigError(f"--plot {args.plot}: {error.strerror}") from None
     if args.json:
