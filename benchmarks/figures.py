@@ -43,10 +43,10 @@ def fit_table(rows: list[tuple[str, int, str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare; write nothing")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     readme = REPO / "README.md"
     table = fit_table(FIT)
     wanted = {REPO / "docs/figures/step.svg": step_drawing(), readme: TABLE.sub(lambda _: table, readme.read_text())}
@@ -60,4 +60,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

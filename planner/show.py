@@ -136,14 +136,14 @@ def draw(row: dict, moments: list[Moment], path: str, title: str, limit: float |
     pathlib.Path(path).write_text("\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 20} {floor + 150}" '
         'font-family="sans-serif">',
-        # GitHub shows the page's background behind the image, which is dark where its reader prefers that
+        # light or dark as the reader prefers, wherever the image is shown
         "<style>text { fill: #1f2328 } .page { fill: #fff } @media (prefers-color-scheme: dark) "
         "{ text { fill: #e6edf3 } .page { fill: #0d1117 } }</style>",
         '<rect class="page" width="100%" height="100%"/>', *shapes, "</svg>", ""]))
 
 
 def ticks(most: float) -> list[float]:
-    """Four to nine round numbers from 0 to most."""
+    """Five to ten round numbers from 0 to most."""
     unit = 10 ** math.floor(math.log10(most / 4))
     step = next(size * unit for size in (5, 2, 1) if most / (size * unit) >= 4)
     return [i * step for i in range(math.floor(most / step) + 1)]

@@ -113,10 +113,12 @@ def test_adapters_beside_full_fine_tuning(tmp_path, capfd, monkeypatch):
 
 
 @pytest.mark.skipif(torch.__version__.split("+")[0] != PINNED, reason="the figures are those of the pinned torch")
-def test_figures_are_those_of_the_plan():
-    """Two rows of the table; python -m benchmarks.figures --check compares all."""
-    assert figures.step_drawing() == (figures.REPO / "docs/figures/step.svg").read_text()
-    head, _, *rows = figures.TABLE.search((figures.REPO / "README.md").read_text())[0].splitlines()
-    written = [row.split("|")[1].strip(" `") for row in rows]
-    assert written == [name for name, *_ in figures.FIT]
-    assert {*figures.fit_table(figures.FIT[:2]).splitlines()} < {head, *rows, "|---|---|---|---|---|", ""}
+def test_figures_are_those_of_the_plan(monkeypatch, capsys):
+    """All of the drawing and two rows of the table; python -m benchmarks.figures --check compares all."""
+    written = figures.TABLE.search((REPO / "README.md").read_text())[0]
+    names = [row.split("|")[1].strip(" `") for row in written.splitlines()[2:]]
+    assert names == [name for name, *_ in figures.FIT]
+    assert {*figures.fit_table(figures.FIT[:2]).splitlines()} < {*written.splitlines()}
+    for table, code, printed in (written, 0, ""), (written.replace("8 x", "9 x"), 1, "README.md: differs\n"):
+        monkeypatch.setattr(figures, "fit_table", lambda rows, table=table: table)
+        assert (figures.main(["--check"]), capsys.readouterr().out) == (code, printed)

@@ -9,8 +9,9 @@ import subprocess
 import sys
 
 import pytest
+import tomli
 
-from tests.conftest import launch, rows
+from tests.conftest import REPO, launch, rows
 from tests.rooms import OPTIONAL, code_lines, copy_tracked, needed, signs_of
 
 CODE_LINES = 4800  # of what is left, the core that everybody reads: 4,755 as reached
@@ -67,10 +68,17 @@ def test_what_is_left_tests_itself(core):
 
     assert f"not in this copy: {', '.join(OPTIONAL)}. " in (said := pytest_("--collect-only"))
     assert "tests/test_plan.py" not in said and "tests/test_training.py::" in said
+    ruff = subprocess.run([sys.executable, "-m", "ruff", "check", "."], cwd=core, capture_output=True, text=True)
+    assert ruff.returncode == 0, ruff.stdout
     said = pytest_("-m", "not slow", "tests/test_attention.py", "tests/test_loader.py", "tests/test_optim.py",
                    "tests/test_activation_checkpoint.py")
     passed, skipped = (int(re.search(rf"(\d+) {what}", said)[1]) for what in ("passed", "skipped"))
     assert passed > 90 and 0 < skipped < 25
+
+
+def test_the_linter_takes_no_removed_room_for_a_package():
+    settings = tomli.loads((REPO / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]["isort"]
+    assert settings["known-first-party"] == sorted({room.split("/")[0].removesuffix(".py") for room in OPTIONAL})
 
 
 def test_a_failure_for_another_reason_stays_one(monkeypatch):
