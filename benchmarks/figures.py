@@ -17,7 +17,7 @@ from planner.show import draw
 
 REPO = pathlib.Path(__file__).parent.parent
 TABLE = re.compile(r"(?<=<!-- benchmarks.figures: fit -->\n).*?(?=<!-- end -->)", re.S)
-FIT = [("llama1b", 8, "H100"), ("llama8b", 8, "H100"), ("llama8b-float8", 8, "H100"), ("llama8b-h200", 1, "H200"),
+FIT = [("llama1b", 8, "H100"), ("llama8b", 8, "H100"), ("llama8b-h200", 1, "H200"),
        ("llama3.1-8b-128k", 8, "H100"), ("llama70b", 64, "H100"), ("llama8b-qlora", 1, "RTX4090"),
        ("llama70b-qlora", 8, "H100")]
 
