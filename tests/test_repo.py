@@ -24,7 +24,7 @@ from tests.warm import warm_python
 
 BLOCK = re.compile(r"^```(.*?)\n(.*?)^```", re.M | re.S)
 DOCS = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
-LABELS = {"full-state", "message", "output", "run", "dry-run", "needs-a-cluster", "needs-lm-eval", "table"}
+LABELS = {"fork", "full-state", "message", "output", "run", "dry-run", "needs-a-cluster", "needs-lm-eval", "table"}
 QUOTED = "python quoted "  # and the file
 
 
@@ -128,7 +128,8 @@ def test_quoted_messages_are_those_of_the_code():
 def commands(text: str) -> list[str]:
     """A line each, or a here-document with its command."""
     found = re.findall(r"^.*<<'END'\n(?:.*\n)*?END$|^.+$", text.replace("\\\n", " "), re.M)
-    return [line.split("  #")[0].strip() for line in found if line.strip() and not line.startswith("#")]
+    return [line if "<<'END'\n" in line else line.split("  #")[0].strip() for line in found
+            if line.strip() and not line.startswith("#")]
 
 
 ELSEWHERE = ("benchmarks.counted_step", "benchmarks.overhead")  # run by a test that looks at what they print
