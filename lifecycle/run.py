@@ -25,7 +25,7 @@ from checkpoint.compare import former_options, other_tokenizer
 from checkpoint.save import SaveFailed
 from config import ConfigError
 from lifecycle import INPUT_IS_WRONG, STOPPED, folder
-from lifecycle.command import torchrun_id
+from lifecycle.command import color_is_wanted, torchrun_id
 from lifecycle.signals import FROZEN_SECONDS, StopRequest, Watchdog
 from metrics import log
 from parallel.mesh import World
@@ -82,7 +82,8 @@ class Run:
         checkpointer.report = self._log_save
         hosts = all_gather_objects(platform.node())
         on_rank_zero(lambda: self._take_folder(checkpointer, tokenizer_files, hosts))
-        self.watchdog.use_log(metrics.start_logging(self.folder, self.world.rank), self.world.rank)
+        log_file = metrics.start_logging(self.folder, self.world.rank, color_is_wanted())
+        self.watchdog.use_log(log_file, self.world.rank)
         for problem in checkpointer.problems:
             log.warning("corrupt, set aside: %s", problem)
         if was := former_options(self.cfg, self.step):
