@@ -3,7 +3,7 @@
     python -m benchmarks.published
 
 Plans of our program with the peers' sizes, at the rates of planner/devices.py; nothing is set to meet a
-figure, and docs/plan.md names their sources. Prints a table in Markdown.
+figure, and docs/published_runs.md names their sources. Prints a table in Markdown.
 """
 
 import pathlib
@@ -71,7 +71,7 @@ def after_terms(run: Run, cfg: config.Config, row: dict, moments: list[Moment]) 
     head, others = (max(x.phase.peak.total() / GIB for x in moments if x.phase.name.endswith("head") is at)
                     for at in (True, False))
     more, titan = dict.fromkeys("LRDHAEF", 0.0), run.who.startswith(("torchtitan", "the same"))
-    if run.logit:  # terms as in docs/plan.md, GIB or seconds
+    if run.logit:  # terms as in docs/published_runs.md, GIB or seconds
         ours = min(tokens, CHUNK["cuda compiled" if p.compile else "cuda"]) * (2 if p.compile else 2 + 4)
         more["L"] = (tokens * run.logit - ours) * m.vocab_size / p.tp / GIB
     embedding = m.vocab_size * m.dim

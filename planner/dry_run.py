@@ -36,7 +36,8 @@ def dry_run(cfg: config.Config, args: Namespace, epoch: float | None) -> bool:
     rows = [row for row, _ in found]
     if args.plot is not None:
         try:
-            draw(rows[0], found[0][1], args.plot)
+            title = f"{cfg.run.name} on {rows[0]['world_size']} x {args.gpu or 'GPU'}"
+            draw(rows[0], found[0][1], args.plot, title, asked.memory_gib)
         except OSError as error:
             raise ConfigError(f"--plot {args.plot}: {error.strerror}") from None
     if args.json:

@@ -1,5 +1,6 @@
 """Renders a plan: text tables with a bar per kind of memory, and an SVG of the step's timeline."""
 
+import math
 import pathlib
 from xml.sax.saxutils import escape
 
@@ -11,6 +12,7 @@ BAR = 40  # characters of the longest bar
 OTHER_FLOP = 0.05  # of MFU's FLOP, where those that the time has are shown too
 COLORS = {"parameters": "#4c78a8", "optimizer state": "#72b7b2", "gradients": "#54a24b", "gathered units": "#eeca3b",
           "reductions": "#f58518", "activations": "#e45756", "working memory": "#b279a2"}
+SHADES = {"forward": "#999", "backward": "#666", "update": "#bbb"}
 
 
 def table(row: dict, cfg: config.Config, asked: Asked) -> str:
@@ -75,12 +77,13 @@ def verdict(row: dict, asked: Asked) -> str:
             f"{row['peak_at']}: " + (f"fits, {left:.3g} GiB left" if row["fits"] else "does not fit"))
 
 
-def draw(row: dict, moments: list[Moment], path: str) -> None:
+def draw(row: dict, moments: list[Moment], path: str, title: str, limit: float | None) -> None:
     """Writes an SVG of the step, micro-batches that are alike once: above, each phase's peak memory; below, compute
-    and FSDP2's collectives. Times assume an H100 if no GPU is given. Raises OSError."""
-    width, height, left, top = 1100, 360, 70, 40
+    and FSDP2's collectives. Times assume an H100 if no GPU is given. limit: the GPU's memory in GiB, if it is known.
+    Raises OSError."""
+    width, height, left, top = 1100, 320, 80, 60
     floor, whole = top + height, moments[-1].end
-    most = max(moment.phase.peak.total() for moment in moments)
+    most = max([limit or 0, *(moment.phase.peak.total() / GIB for moment in moments)])
     shapes = []
 
     def box(x: float, y: float, wide: float, tall: float, color: str, title: str) -> None:
@@ -90,31 +93,57 @@ def draw(row: dict, moments: list[Moment], path: str) -> None:
     def span(begin: float, end: float, y: float, tall: float, color: str, title: str) -> None:
         box(left + begin / whole * width, y, max(0.3, (end - begin) / whole * width), tall, color, title)
 
-    def text(x: float, y: float, words: str, anchor: str = "start") -> None:
-        shapes.append(f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}">{escape(words)}</text>')
+    def text(x: float, y: float, words: str, anchor: str = "start", size: int = 13) -> None:
+        shapes.append(f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}" font-size="{size}">{escape(words)}</text>')
 
+    def line(y: float, dashes: str) -> None:
+        shapes.append(f'<path d="M{left} {y:.1f}h{width}" stroke="#888" stroke-dasharray="{dashes}"/>')
+
+    for gib in ticks(most):
+        line(y := floor - gib / most * height, "1 5")
+        text(left - 8, y + 4, f"{gib:g}", "end")
+    labels: list[tuple[str, float, float]] = []  # forward, backward or update, and when
     for moment, until in zip(moments, [*(later.begin for later in moments[1:]), whole]):
         phase, y = moment.phase, floor
         for kind, color in COLORS.items():
-            if (tall := phase.peak[kind] / most * height) > 0:
+            if (tall := phase.peak[kind] / GIB / most * height) > 0:
                 y -= tall
                 span(moment.begin, until, y, tall, color,
                      f"{phase.name}: {kind} {phase.peak[kind] / GIB:.2f} of {phase.peak.total() / GIB:.2f} GiB")
-        span(moment.begin, moment.end, floor + 20, 24, "#999" if phase.name.startswith("forward") else "#555",
+        kind = next((kind for kind in SHADES if phase.name.startswith(kind)), "update")
+        begin = labels.pop()[1] if labels and labels[-1][0] == kind else moment.begin
+        labels.append((kind, begin, until))
+        span(moment.begin, moment.end, floor + 48, 24, SHADES[kind],
              f"{phase.name}: {1e3 * (moment.end - moment.begin):.2f} ms")
         for (kind, (begin, end)), color in zip(moment.sends.items(), ("gathered units", "reductions")):
             if end > begin:
-                span(begin, end, floor + 50, 24, COLORS[color], f"{phase.name} {kind}: {1e3 * (end - begin):.2f} ms")
-    for i in range(5):
-        text(left - 6, floor - height * i / 4 + 4, f"{most / GIB * i / 4:.1f}", "end")
-        text(left + width * i / 4, floor + 95, f"{whole * i / 4:.3g} s", "middle")
-    for y, words in (top - 12, "GiB"), (floor + 36, "computes"), (floor + 66, "sends"):
-        text(left - 6, y, words, "end")
-    text(left, 18, f"{row['world_size']} ranks: peak {row['peak_gib']:.2f} GiB in the {row['peak_at']}")
+                span(begin, end, floor + 78, 24, COLORS[color], f"{phase.name} {kind}: {1e3 * (end - begin):.2f} ms")
+    for kind, begin, end in labels:
+        wide = (end - begin) / whole * width > 8 * len(kind)
+        at, anchor = ((begin + end) / 2, "middle") if wide else (end, "end")
+        text(left + at / whole * width, floor + 41, kind, anchor)
+    for seconds in ticks(whole):
+        text(left + seconds / whole * width, floor + 20, f"{seconds:g} s", "middle")
+    for y, words in (top - 12, "GiB"), (floor + 65, "compute"), (floor + 95, "collectives"):
+        text(left - 8, y, words, "end")
+    if limit:
+        line(floor - limit / most * height, "8 4")
+        text(left + width, floor - limit / most * height - 6, f"the GPU's memory: {limit:g} GiB", "end")
+    text(left, 22, f"{title}: peak {row['peak_gib']:.2f} GiB in the {row['peak_at']}", size=17)
     for i, (kind, color) in enumerate(COLORS.items()):
-        box(left + 150 * i, floor + 110, 10, 10, color, kind)
-        text(left + 150 * i + 14, floor + 119, kind)
-    size = f"0 0 {left + width + 40} {floor + 130}"
+        box(left + 155 * i, floor + 122, 12, 12, color, kind)
+        text(left + 155 * i + 18, floor + 133, kind)
     pathlib.Path(path).write_text("\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" font-family="sans-serif" font-size="12">',
-        '<rect width="100%" height="100%" fill="white"/>', *shapes, "</svg>", ""]))
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 20} {floor + 150}" '
+        'font-family="sans-serif">',
+        # GitHub shows the page's background behind the image, which is dark where its reader prefers that
+        "<style>text { fill: #1f2328 } .page { fill: #fff } @media (prefers-color-scheme: dark) "
+        "{ text { fill: #e6edf3 } .page { fill: #0d1117 } }</style>",
+        '<rect class="page" width="100%" height="100%"/>', *shapes, "</svg>", ""]))
+
+
+def ticks(most: float) -> list[float]:
+    """Four to nine round numbers from 0 to most."""
+    unit = 10 ** math.floor(math.log10(most / 4))
+    step = next(size * unit for size in (5, 2, 1) if most / (size * unit) >= 4)
+    return [i * step for i in range(math.floor(most / step) + 1)]

@@ -12,12 +12,15 @@ from collections.abc import Callable
 from unittest import mock
 
 import pytest
+import torch
 
-from benchmarks import adapt, overhead, transformers_step
+from benchmarks import adapt, figures, overhead, transformers_step
 from parallel.materialize import materialize
+from tests.conftest import REPO
 from tests.test_repo import documented
 from tests.warm import warm_python
 
+PINNED = (REPO / "requirements.txt").read_text().split("\n")[0].removeprefix("torch==")
 NUMBER = r"-?\d+\.\d+"
 SMALL = ["--model.dim=48", "--model.n_layers=2", "--model.ffn_dim=80", "--model.vocab_size=320", "--run.device=cpu"]
 
@@ -107,3 +110,13 @@ def test_adapters_beside_full_fine_tuning(tmp_path, capfd, monkeypatch):
     # one base, one first batch; in 4 bits it is another
     assert full["first"] == pytest.approx(lora["first"], rel=1e-3) == pytest.approx(nf4["first"], rel=0.05)
     assert nf4["to the one before"] == pytest.approx(nf4["loss"] / lora["loss"], abs=1e-3)
+
+
+@pytest.mark.skipif(torch.__version__.split("+")[0] != PINNED, reason="the figures are those of the pinned torch")
+def test_figures_are_those_of_the_plan():
+    """Two rows of the table; python -m benchmarks.figures --check compares all."""
+    assert figures.step_drawing() == (figures.REPO / "docs/figures/step.svg").read_text()
+    head, _, *rows = figures.TABLE.search((figures.REPO / "README.md").read_text())[0].splitlines()
+    written = [row.split("|")[1].strip(" `") for row in rows]
+    assert written == [name for name, *_ in figures.FIT]
+    assert {*figures.fit_table(figures.FIT[:2]).splitlines()} < {head, *rows, "|---|---|---|---|---|", ""}

@@ -1,6 +1,7 @@
 """FSDP1 and Accelerate files against what they must become, hostile ones included; real processes for exit codes."""
 
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -316,3 +317,11 @@ def test_process_that_succeeds(tmp_path):
 def test_process_without_a_file(tmp_path, name):
     done = process(tmp_path / name)
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr
+
+
+def test_the_page_shows_what_is_printed_and_names_every_key(convert):
+    page = (REPO / "docs/migrate.md").read_text()
+    source, shown = re.search(r"<<'END'\n(.*?)END\n.*?```text output\n(.*?)```", page, re.S).groups()
+    code, _, out, err = convert(source)
+    assert (code, out, err) == (0, shown, "")
+    assert not [key for key in from_fsdp1.RULES if f"`{key}`" not in page]

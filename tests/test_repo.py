@@ -1,6 +1,8 @@
 """What the README and docs say, done; and the launcher's own answers."""
 
+import ast
 import importlib.metadata
+import itertools
 import os
 import pathlib
 import re
@@ -13,15 +15,17 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+import config
 from tests.conftest import REPO, launch, make_config
-from tests.rooms import copy_tracked
+from tests.rooms import copy_tracked, missing
 from tests.warm import warm_python
 
 # Each code block is labelled, and a test does with it what its label says.
 
 BLOCK = re.compile(r"^```(.*?)\n(.*?)^```", re.M | re.S)
 DOCS = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
-LABELS = {"full-state", "output", "run", "dry-run", "needs-a-cluster", "needs-lm-eval", "table"}
+LABELS = {"full-state", "message", "output", "run", "dry-run", "needs-a-cluster", "needs-lm-eval", "table"}
+QUOTED = "python quoted "  # and the file
 
 
 def blocks() -> list[tuple[str, str, str]]:
@@ -29,12 +33,96 @@ def blocks() -> list[tuple[str, str, str]]:
 
 
 def test_every_block_has_a_label():
-    assert blocks() and all(label.split()[-1] in LABELS and len(label.split()) == 2 for _, label, _ in blocks())
+    labels = [label for _, label, _ in blocks() if not label.startswith(QUOTED)]
+    assert labels and all(label.split()[-1] in LABELS and len(label.split()) == 2 for label in labels)
+
+
+def test_quoted_code_is_that_of_the_file():
+    quotes = [(label.removeprefix(QUOTED), text) for _, label, text in blocks() if label.startswith(QUOTED)]
+    assert len(quotes) > 5 and all(text in (REPO / name).read_text() for name, text in quotes)
 
 
 def test_every_table_is_one_that_is_read():
     found = [text for _, label, text in blocks() if label == "toml table"]
     assert found and all(make_config(**tomli.loads(text)) for text in found)
+
+
+def slugs(text: str) -> list[str]:
+    """The anchors that GitHub gives a page's headings."""
+    found: list[str] = []
+    for heading in re.findall(r"^#+ (.+)$", BLOCK.sub("", text), re.M):
+        words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower().replace(" ", "-")
+        slug = re.sub(r"[^\w-]", "", words)
+        again = sum(re.fullmatch(rf"{re.escape(slug)}(-\d+)?", other) is not None for other in found)
+        found.append(f"{slug}-{again}" if again else slug)
+    return found
+
+
+def test_relative_links_lead_somewhere():
+    """To a file of the repository, and in a page to one of its headings."""
+    repo, checked = REPO.resolve(), 0
+    for path in DOCS:
+        text = re.sub("`[^`\n]*`", "", BLOCK.sub("", path.read_text()))
+        for link in re.findall(r"\]\(([^)\s]+)[^)]*\)|(?:href|src|srcset)=\"([^\"]+)\"", text):
+            target, _, anchor = "".join(link).partition("#")
+            if re.match(r"\w+:", target):
+                continue
+            file = (path.parent / target).resolve() if target else path
+            where = f"{path.name}: {''.join(link)}"
+            assert file.is_relative_to(repo), where
+            if not any(f"{file.relative_to(repo)}/".startswith(f"{room}/") for room in missing()):
+                assert file.exists(), where
+                assert not anchor or (file.suffix == ".md" and anchor in slugs(file.read_text())), where
+            checked += 1
+    assert checked > 20
+    assert slugs("# `a.b`: c, d\n## Two\n## Two\n") == ["ab-c-d", "two", "two-1"]
+
+
+def test_options_named_in_pages_exist():
+    """`section.key`, or `--section.key=value`, unless it is a file, a module, or a function of optim.py."""
+    functions, checked = re.findall(r"^def (\w+)", (REPO / "optim.py").read_text(), re.M), 0
+    known = config.SCHEMA.options.keys() | config.SCHEMA.tables.keys()
+    for path in DOCS:
+        for section, key in re.findall(r"`(?:--)?([a-z]+)\.([a-z_0-9]+)(?=[`= ])", path.read_text()):
+            other = key in ("py", "bin") or key in functions or (REPO / section / f"{key}.py").exists()
+            if section in config.SCHEMA.tables and not other:
+                assert f"{section}.{key}" in known, f"{path.name}: {section}.{key}"
+                checked += 1
+    assert checked > 100
+
+
+def wordings(node: ast.AST) -> list[str]:
+    """What a string expression may say, with "\0" for each value in it."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return [re.sub(r"%[-+.\d]*[sdf]|\{\}", "\0", node.value)]
+    if isinstance(node, ast.FormattedValue):
+        return wordings(node.value)
+    if isinstance(node, ast.IfExp):
+        return wordings(node.body) + wordings(node.orelse)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):  # "text" * condition
+        return [*wordings(node.left), ""]
+    if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)):
+        parts = node.values if isinstance(node, ast.JoinedStr) else [node.left, node.right]
+        return ["".join(words) for words in itertools.product(*map(wordings, parts))]
+    return ["\0"]
+
+
+def test_quoted_messages_are_those_of_the_code():
+    """A line is a message; … stands for a value, or for what is left out."""
+    if gone := missing():
+        pytest.skip(f"needs {gone[0]}")
+    said = re.findall('"([^"]*)"', re.sub(r"\$\w+", "\0", (REPO / "run_train.sh").read_text()))
+    for name in subprocess.run(["git", "ls-files", "*.py"], cwd=REPO, capture_output=True, text=True).stdout.split():
+        if not name.startswith(("tests/", "benchmarks/")):
+            nodes = ast.walk(ast.parse((REPO / name).read_text()))
+            said += [words for node in nodes if isinstance(node, ast.expr) for words in wordings(node)]
+    quoted = [line for _, label, text in blocks() if label == "text message" for line in text.splitlines()]
+    for line in quoted:
+        parts = [part.strip() for part in line.split("…")]
+        assert len("".join(parts)) >= 14, line
+        pattern = re.compile(".*".join(map(re.escape, parts)), re.S)
+        assert any(map(pattern.search, said)), line
+    assert len(quoted) > 40
 
 
 def commands(text: str) -> list[str]:
