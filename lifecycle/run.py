@@ -7,6 +7,7 @@ import logging
 import os
 import pathlib
 import platform
+import shlex
 import signal
 import sys
 import traceback
@@ -193,8 +194,7 @@ class Run:
             with contextlib.suppress(Exception):  # there may be too little memory left for this, or no planner
                 from planner.advice import out_of_memory
 
-                words = [word for word in sys.argv[1:] if not word.startswith("--launch=")]
-                text += "\n" + out_of_memory(self.cfg, self.world.size, words)
+                text += "\n" + out_of_memory(self.cfg, self.world.size, words_without("--launch="))
         elif isinstance(error, SaveFailed):
             final = False
         elif not isinstance(error, FloatingPointError):
@@ -218,6 +218,8 @@ class Run:
         except OSError as error:  # without a status nobody would know: not a success
             log.error("%s/status.json cannot be written: %s", self.folder, error)
             raise SystemExit(1) from None
+        if state == "finished":
+            log.info(what_next(self.cfg))
         self.lock.release()
         logging.shutdown()
 
@@ -251,6 +253,32 @@ def open_pretrained(cfg: config.Config, step: int) -> Any:
     from huggingface.weights import open_weights
 
     return open_weights(cfg, step)
+
+
+def words_without(*options: str) -> list[str]:
+    """The command line of this launch, without options that begin so."""
+    return [word for word in sys.argv[1:] if not word.startswith(options)]
+
+
+def what_next(cfg: config.Config) -> str:
+    """Where a finished run is, and what its user may want next: at most four lines."""
+    def command(*words: str) -> str:
+        return shlex.join(["./run_train.sh", *words])
+
+    run, o = str(config.run_folder(cfg)), cfg.optim
+    lines = [f"finished: {run}"]
+    if cfg.log.tensorboard:
+        lines[0] += f"; its curves: {command('-m', 'tensorboard.main', '--logdir', cfg.run.output_dir)}"
+    if cfg.checkpoint and config.has("generate.py"):
+        prompt = "def " if cfg.data.source == "python-stdlib" else "The "
+        lines.append(f"text from it: {command('-m', 'generate', run, '--prompt', prompt)}")
+    if cfg.checkpoint:
+        longer = command(*words_without("--launch=", "--train.steps="), f"--train.steps={2 * cfg.train.steps}")
+        stretched = o.schedule_steps is None and o.schedule != "constant"
+        lines.append(f"more steps{', a longer schedule' * stretched}: {longer}")
+    if cfg.checkpoint and config.has("huggingface/"):
+        lines.append(f"export: {command('-m', 'huggingface', 'export', run, f'{run}-hf')}")
+    return "\n".join(lines)
 
 
 def holder_of(launch: str | None) -> str | None:
