@@ -9,7 +9,7 @@
 #   ./run_train.sh [CONFIG] [--section.key=value ...]     default CONFIG: configs/tiny.toml
 #   NPROC=2 ./run_train.sh ...                            processes on this machine; default: its GPUs, else 1
 #   ./run_train.sh CONFIG --dry-run [--world-size N[,N...]] [--gpu NAME] [--gpu-memory-gib G] [--gpus-per-node N]
-#                                   [--plot FILE.svg] [--json]
+#                                   [--plot FILE.svg] [--json] [--config]
 #   ./run_train.sh CONFIG --eval-only
 #   ./run_train.sh --setup                                the environment only; its Python is the last line
 #   ./run_train.sh -m MODULE ...                          a tool, as generate, in that environment
