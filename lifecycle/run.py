@@ -262,23 +262,16 @@ def words_without(*options: str) -> list[str]:
 
 def what_next(cfg: config.Config) -> str:
     """Where a finished run is, and what its user may want next: at most four lines."""
-    def command(*words: str) -> str:
-        return shlex.join(["./run_train.sh", *words])
-
-    run, o = str(config.run_folder(cfg)), cfg.optim
-    lines = [f"finished: {run}"]
-    if cfg.log.tensorboard:
-        lines[0] += f"; its curves: {command('-m', 'tensorboard.main', '--logdir', cfg.run.output_dir)}"
-    if cfg.checkpoint and config.has("generate.py"):
-        prompt = "def " if cfg.data.source == "python-stdlib" else "The "
-        lines.append(f"text from it: {command('-m', 'generate', run, '--prompt', prompt)}")
-    if cfg.checkpoint:
-        longer = command(*words_without("--launch=", "--train.steps="), f"--train.steps={2 * cfg.train.steps}")
-        stretched = o.schedule_steps is None and o.schedule != "constant"
-        lines.append(f"more steps{', a longer schedule' * stretched}: {longer}")
-    if cfg.checkpoint and config.has("huggingface/"):
-        lines.append(f"export: {command('-m', 'huggingface', 'export', run, f'{run}-hf')}")
-    return "\n".join(lines)
+    run, saved, o = str(config.run_folder(cfg)), cfg.checkpoint is not None, cfg.optim
+    prompt = "def " if cfg.data.source == "python-stdlib" else "The "
+    stretched = ", a longer schedule" * (o.schedule_steps is None and o.schedule != "constant")
+    lines = [f"{what}: {shlex.join(['./run_train.sh', *words])}" for offered, what, *words in (
+        (cfg.log.tensorboard, "its curves", "-m", "tensorboard.main", "--logdir", cfg.run.output_dir),
+        (saved and config.has("generate.py"), "text from it", "-m", "generate", run, "--prompt", prompt),
+        (saved, f"more steps{stretched}", *words_without("--launch=", "--train.steps="),
+         f"--train.steps={2 * cfg.train.steps}"),
+        (saved and config.has("huggingface/"), "export", "-m", "huggingface", "export", run, f"{run}-hf")) if offered]
+    return f"finished: {run}" + "; " * bool(lines) + "\n".join(lines)
 
 
 def holder_of(launch: str | None) -> str | None:
