@@ -468,6 +468,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """Parses the command line of train.py and of the tools that take a CONFIG. Exits with 2 if it is invalid."""
     parser = argparse.ArgumentParser(prog="run_train.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("--config", action="store_true", dest="show_config")
     mode = parser.add_mutually_exclusive_group()
     for group, flag in ((mode, "--dry-run"), (mode, "--eval-only"), (parser, "--json")):
         group.add_argument(flag, action="store_true")
@@ -480,9 +481,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if unknown := [word for word in args.overrides if not re.match("--[^=]+=", word)]:
         parser.error(f"{', '.join(unknown)}: unknown; CONFIG comes first, then options as --section.key=value, in one "
                      "word")
-    only = ("json", "world_size", "gpu", "gpu_memory_gib", "gpus_per_node", "plot")
+    only = ("json", "show_config", "world_size", "gpu", "gpu_memory_gib", "gpus_per_node", "plot")
     if not args.dry_run and any(getattr(args, name) for name in only):
-        parser.error(f"{', '.join('--' + name.replace('_', '-') for name in only)} require --dry-run")
+        parser.error("--json, --config, --world-size, --gpu, --gpu-memory-gib, --gpus-per-node, --plot require "
+                     "--dry-run")
     return args
 
 

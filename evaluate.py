@@ -26,6 +26,7 @@ from parallel.parallelize import parallelize
 from ranks import all_gather_objects
 
 SAMPLED_PARAMETERS = 20e9  # largest model of which a run logs a sample
+SAMPLED_STEPS = 100  # fewest steps of such a run: before, the text is noise
 
 
 def evaluation_is_due(cfg: config.Config, step: int) -> bool:
@@ -84,9 +85,9 @@ def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
 
 @torch.no_grad()
 def log_sample(model: Llama, cfg: config.Config, world: World, dataset: Dataset) -> None:
-    """Logs text that the model generates. Logs none without a tokenizer that can encode the prompt, nor of a large
-    model, which every token all-gathers: over nodes, 64 tokens of 70B would occupy all GPUs for minutes."""
-    if not config.has("generate.py"):
+    """Logs text that the model generates. Logs none after few steps, without a tokenizer that can encode the prompt, or
+    of a large model, which every token all-gathers: over nodes, 64 tokens of 70B would occupy all GPUs for minutes."""
+    if cfg.train.steps < SAMPLED_STEPS or not config.has("generate.py"):
         return
     from generate import continue_text
 

@@ -7,13 +7,13 @@ import math
 import os
 import pathlib
 import platform
+import re
 import resource
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from ranks import all_gather_objects, on_rank_zero
 
 log = logging.getLogger("train")
 
+ACCENT = "\033[1;36m", "\033[0m"  # ANSI: bold cyan, and the default again
 ROWS_KEPT = 2**24  # bytes of rows that wait in memory while they cannot be written: tens of thousands
 # Dense bfloat16 peak in TFLOP/s from data sheets, by part of the name, for devices that the plan does not cover.
 OTHER_PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "H800": 989, "GH200": 989, "GB200": 2500,
@@ -53,7 +54,15 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
 
 
-def start_logging(folder: pathlib.Path, rank: int) -> pathlib.Path:
+class Accent(logging.Formatter):
+    """For a terminal: the loss of a step in color."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        begin, end = ACCENT
+        return re.sub(r"^(step .*?loss +)(\S+)", rf"\g<1>{begin}\2{end}", super().format(record))
+
+
+def start_logging(folder: pathlib.Path, rank: int, color: bool) -> pathlib.Path:
     """Every rank logs to logs/rank-N.log; rank 0 also to the console, the others redirect stdout and stderr to it.
     Returns the log's path."""
     (folder / "logs").mkdir(exist_ok=True)
@@ -62,7 +71,9 @@ def start_logging(folder: pathlib.Path, rank: int) -> pathlib.Path:
     log.setLevel(logging.INFO)
     log.propagate = False
     logging.raiseExceptions = False  # a full disk or a closed terminal is no reason to stop, nor to print tracebacks
-    log.handlers = [in_file, logging.StreamHandler(sys.stdout)] if rank == 0 else [in_file]
+    console = logging.StreamHandler(sys.stdout)
+    console.setFormatter(Accent() if color else None)
+    log.handlers = [in_file, console] if rank == 0 else [in_file]
     for stream in () if rank == 0 else (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(in_file.stream.fileno(), stream.fileno())  # pyrefly: ignore[missing-attribute]  # it is open
@@ -106,6 +117,7 @@ class Recorder:
 
     def restart_timer(self) -> None:
         self.began, self.steps, self.seconds = time.perf_counter(), 0, defaultdict(float)
+        self.loss, self.valid_tokens = torch.zeros(()), 0  # sums since the last row; loss becomes a device tensor
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -123,15 +135,18 @@ class Recorder:
         """Counts a step. If a row is due, waits for the device, gathers every rank's figures and writes the row.
 
         tokens: trained on so far; batch: a data.loader.Batch; sums, scalars (or dictionaries of them): as
-        training_step() returns them. The row holds them by name, the sums as means over the step's tokens.
+        training_step() returns them. The row holds them by name, the sums as means over the step's tokens, and as
+        loss_mean the mean loss over the tokens of all steps since the last row.
         """
         self.steps += 1
+        self.loss, self.valid_tokens = self.loss + sums["loss"], self.valid_tokens + batch.valid_tokens
         if self.plan:
             self.plan.count_step()
         if step not in (1, self.cfg.train.steps) and step % self.cfg.log.every_steps:
             return
         # item() waits until the device is done
-        ours = {"sums": {name: value.item() for name, value in sums.items()}, "digest": batch.digest}
+        ours = {"sums": {name: value.item() for name, value in sums.items()}, "loss": self.loss.item(),
+                "digest": batch.digest}
         total = time.perf_counter() - self.began - self.seconds["evaluation"] - self.seconds["save"]
         figures = {"step_seconds": total / self.steps, "data_seconds": self.seconds["data"] / self.steps,
                    "peak_memory_gib": peak_memory_gib(self.world.device)}
@@ -145,6 +160,7 @@ class Recorder:
             # tp ranks have the same sums, cp ranks those of their part of the sequence
             **{name: sum(rank["sums"][name] for rank in ranks[:: w.tp]) / (batch.valid_tokens or math.nan)
                for name in sums},
+            "loss_mean": sum(rank["loss"] for rank in ranks[:: w.tp]) / (self.valid_tokens or math.nan),
             **{name: as_numbers(value) for name, value in scalars.items()},
             "tokens": tokens,
             "tokens_per_second_per_device": rate,
@@ -266,8 +282,10 @@ def as_json(row: dict) -> str:
 
 
 def console_line(row: dict, steps: int) -> str:
-    mfu = f"{row['mfu']:6.1%}" if row["mfu"] is not None else "     -"
-    left = timedelta(seconds=min(round((steps - row["step"]) * row["step_seconds"]), 10**13))  # prints as h:mm:ss
-    return (f"step {row['step']:>{len(str(steps))}}/{steps}  loss {row['loss']:7.4f}  grad {row['grad_norm']:6.2f}  "
-            f"lr {row['lr']:.2e}  {row['tokens_per_second_per_device']:>9,.0f} tokens/s/device  mfu {mfu}  "
-            f"mem {row['peak_memory_gib']:5.1f} GiB  left {left}")
+    """At most 100 columns for up to 9,999,999 steps. Its loss is the mean over the steps since the last line."""
+    per = "tokens/s/device" if row["mfu"] is None else f"tok/s/GPU  mfu {row['mfu']:5.1%}"
+    minutes, seconds = divmod(round((steps - row["step"]) * row["step_seconds"]), 60)
+    left = f"{minutes // 60}h{minutes % 60:02}m" if minutes >= 60 else f"{minutes}m{seconds:02}s"
+    return (f"step {row['step']:>{len(str(steps))}}/{steps}  loss {row['loss_mean']:7.4f}  "
+            f"grad {row['grad_norm']:5.2f}  {row['tokens_per_second_per_device']:>6,.0f} {per}  "
+            f"{row['peak_memory_gib']:4.1f} GiB  left {left}")

@@ -9,7 +9,7 @@
 #   ./run_train.sh [CONFIG] [--section.key=value ...]     default CONFIG: configs/tiny.toml
 #   NPROC=2 ./run_train.sh ...                            processes on this machine; default: its GPUs, else 1
 #   ./run_train.sh CONFIG --dry-run [--world-size N[,N...]] [--gpu NAME] [--gpu-memory-gib G] [--gpus-per-node N]
-#                                   [--plot FILE.svg] [--json]
+#                                   [--plot FILE.svg] [--json] [--config]
 #   ./run_train.sh CONFIG --eval-only
 #   ./run_train.sh --setup                                the environment only; its Python is the last line
 #   ./run_train.sh -m MODULE ...                          a tool, as generate, in that environment
@@ -37,7 +37,7 @@ repo=$(CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" &
 export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
 
 make_venv() {
-    local venv=$repo/.venv wanted
+    local venv=$repo/.venv wanted quiet=(--quiet)
     wanted=$(cksum <"$repo/requirements.txt")
     python=$venv/bin/python
     if [[ $(cat "$venv/.made-from" 2>/dev/null) == "$wanted" ]]; then return; fi
@@ -47,12 +47,13 @@ make_venv() {
     if [[ $(cat "$venv/.made-from" 2>/dev/null) != "$wanted" ]]; then
         python3 -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
             fail "needs python3 of version 3.10 or later with its venv module (Debian: apt install python3-venv)"
-        echo "setting up $venv (once; torch is large)" >&2
+        echo "setting up $venv (once; one to five minutes, most of them for torch)" >&2
+        if [[ -t 2 ]]; then quiet=(); fi  # pip shows its progress
         rm -rf "$venv"
         python3 -m venv "$venv"
         # torch first, at its exact version: a range that another package requires might select another build
-        "$venv/bin/python" -m pip install --quiet "$(grep '^torch==' "$repo/requirements.txt")" >&2
-        "$venv/bin/python" -m pip install --quiet -r "$repo/requirements.txt" >&2
+        "$venv/bin/python" -m pip install "${quiet[@]}" "$(grep '^torch==' "$repo/requirements.txt")" >&2
+        "$venv/bin/python" -m pip install "${quiet[@]}" -r "$repo/requirements.txt" >&2
         echo "$wanted" >"$venv/.made-from"
     fi
     exec 9>&-

@@ -111,6 +111,11 @@ def torchrun_id() -> str | None:
     return f"torchrun-{platform.node()}-{parent}-{started}".replace(".", "-")
 
 
+def color_is_wanted() -> bool:
+    """Whether stdout is a terminal, and NO_COLOR (no-color.org) is not set."""
+    return os.isatty(1) and not os.environ.get("NO_COLOR")
+
+
 def requeue(job: str, ahead_of_limit: bool) -> None:
     """Requeues a job that has stopped after saving, if that was asked for (ahead_of_limit), or if SLURM preempts it in
     a partition with GraceTime: SLURM requeues a job when its grace time is over, but not one that has ended by then."""

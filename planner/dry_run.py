@@ -43,11 +43,15 @@ def dry_run(cfg: config.Config, args: Namespace, epoch: float | None) -> bool:
     if args.json:
         print_line(json.dumps(rows if len(rows) > 1 else rows[0]))
     else:
-        print_line("\n".join([config.to_toml(cfg), *(table(row, cfg, asked) for row in rows)]))
+        print_line("\n".join(verdict(row, cfg, asked) for row in rows) + "\n")
+        if args.show_config:
+            print_line(config.to_toml(cfg))
+        print_line("\n".join(table(row, cfg, asked) for row in rows))
         if len(rows) > 1:
             print_line(compared(rows))
     for row in rows if asked.memory_gib else ():  # on stderr, so that --json stays JSON
-        print(verdict(row, asked), file=sys.stderr)
+        if args.json:
+            print(verdict(row, cfg, asked), file=sys.stderr)
         if not row["fits"]:
             print(advise(row["world_size"], args, asked), file=sys.stderr)
     return all(row["fits"] is not False for row in rows)

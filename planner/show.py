@@ -71,10 +71,17 @@ def compared(rows: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def verdict(row: dict, asked: Asked) -> str:
-    left = asked.memory_gib - row["device_gib"]
-    return (f"{row['world_size']} ranks: {row['device_gib']:.4g} of {asked.memory_gib:g} GiB at the peak, in the "
-            f"{row['peak_at']}: " + (f"fits, {left:.3g} GiB left" if row["fits"] else "does not fit"))
+def verdict(row: dict, cfg: config.Config, asked: Asked) -> str:
+    """Whether the run fits, its peak, speed and duration, as far as they are known, in a line."""
+    limit, found = asked.memory_gib, []
+    if limit:
+        found.append(f"fits, {limit - row['device_gib']:.3g} GiB left" if row["fits"] else "does not fit")
+    found.append(f"{row['device_gib']:.4g}{f' of {limit:g}' if limit else ''} GiB at the peak ({row['peak_at']})")
+    if row["step_seconds"] and row["fits"] and not row["host_gib"]:  # the time of copies to the host is not known
+        hours = row["step_seconds"] * cfg.train.steps / 3600
+        found += [f"{row['tokens_per_second_per_device']:,.0f} tokens/s per GPU",
+                  f"{hours / 24:,.1f} days in all" if hours > 24 else f"{hours:.2g} hours in all"]
+    return f"{row['world_size']} rank{'s' * (row['world_size'] > 1)}: {'; '.join(found)}"
 
 
 def draw(row: dict, moments: list[Moment], path: str, title: str, limit: float | None) -> None:

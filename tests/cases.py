@@ -440,7 +440,7 @@ def samples_by_who_has_the_tokenizer(who: list[list[int]]) -> list[bool]:
             tokenizer.return_value.encode.side_effect = None if able else ConfigError("not this text")
             tokenizer.return_value.encode.return_value = [[1]]
             generated.reset_mock()
-            evaluate.log_sample(torch.nn.Identity(), make_config(), world, dataset)
+            evaluate.log_sample(torch.nn.Identity(), make_config(train={"steps": 100}), world, dataset)
             found.append(generated.called)
     return found
 

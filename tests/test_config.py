@@ -342,6 +342,7 @@ def test_what_is_wrong_beside_a_folder_that_cannot_be_read_is_told_too():
 @pytest.mark.parametrize("program, arguments, told", [
     ("train.py", [], "CONFIG"), ("data/prepare.py", [], "CONFIG"), ("data/show.py", ["--step", "1"], "CONFIG"),
     ("train.py", ["tiny.toml", "--json"], "--dry-run"), ("train.py", ["tiny.toml", "--world-size=2"], "--dry-run"),
+    ("train.py", ["tiny.toml", "--config"], "--dry-run"),
     ("train.py", ["tiny.toml", "--dry-run", "--eval-only"], "not allowed with argument --dry-run"),
     ("train.py", ["tiny.toml", "--=5", "--two"], "--=5, --two: unknown"),
     ("train.py", ["tiny.toml", "other.toml"], "other.toml: unknown; CONFIG comes first"),
@@ -350,7 +351,7 @@ def test_what_is_wrong_beside_a_folder_that_cannot_be_read_is_told_too():
     ("train.py", ["tiny.toml", "--dry-run", "--gpu-memory-gib=inf"], "inf must be finite, above 0"),
     ("train.py", ["tiny.toml", "--dry-run", "--world-size=2,x"], "x must be an integer, above 0"),
     ("train.py", ["tiny.toml", f"--train.steps={'9' * 5000}"], "must be an integer"),
-    ("train.py", ["tiny.toml", f"--train.steps={'[' * 3000}"], "must be an integer")], ids=range(14))
+    ("train.py", ["tiny.toml", f"--train.steps={'[' * 3000}"], "must be an integer")], ids=range(15))
 def test_wrong_command_lines_are_told(program, arguments, told):
     command = [sys.executable, "-m", program[:-3].replace("/", "."), *arguments]
     done = subprocess.run(command, cwd=REPO / "configs", capture_output=True, text=True,

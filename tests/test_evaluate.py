@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -43,13 +44,15 @@ def test_a_sample_begins_as_what_was_read_does(tmp_path, monkeypatch, source, na
     monkeypatch.setattr("data.tokenizer.Tokenizer", lambda folder: SimpleNamespace(encode=lambda texts: [[1]]))
     monkeypatch.setattr("generate.continue_text", lambda model, tokenizer, begin, *_: found.append(begin) or "")
     monkeypatch.setattr(evaluate, "reshard", lambda model: None)
-    cfg, dataset = make_config(data={"source": source}), SimpleNamespace(names=names, tokenizer_files=[tmp_path / "t"])
+    cfg = make_config(data={"source": source}, train={"steps": 100})
+    dataset = SimpleNamespace(names=names, tokenizer_files=[tmp_path / "t"])
     evaluate.log_sample(Untrained(), cfg, WORLD, dataset)
     assert found == [prompt]
+    evaluate.log_sample(Untrained(), replace(cfg, train=replace(cfg.train, steps=99)), WORLD, dataset)
     evaluate.log_sample(Untrained(), cfg, WORLD, SimpleNamespace(names=names, tokenizer_files=[]))
     monkeypatch.setattr(evaluate, "parameter_count", lambda model: 70_553_706_496)
     evaluate.log_sample(Untrained(), cfg, WORLD, dataset)
-    assert found == [prompt]  # silent without a tokenizer, and of a model whose every all-gather takes seconds
+    assert found == [prompt]  # none after few steps, without a tokenizer, or of a model whose all-gathers take seconds
 
 
 def test_a_tokenizer_that_cannot_encode_the_prompt_fails_no_run(tmp_path, monkeypatch):
@@ -59,7 +62,7 @@ def test_a_tokenizer_that_cannot_encode_the_prompt_fails_no_run(tmp_path, monkey
     monkeypatch.setattr("data.tokenizer.Tokenizer", lambda folder: SimpleNamespace(encode=encode))
     monkeypatch.setattr("generate.continue_text", lambda *_: pytest.fail("must not be called"))
     dataset = SimpleNamespace(names=[], tokenizer_files=[tmp_path / "t"])
-    evaluate.log_sample(Untrained(), make_config(), WORLD, dataset)
+    evaluate.log_sample(Untrained(), make_config(train={"steps": 100}), WORLD, dataset)
 
 
 def test_all_ranks_generate_the_sample_or_none_does(on_ranks):

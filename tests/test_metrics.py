@@ -1,8 +1,11 @@
 """Rows, logs and figures."""
 
+import contextlib
 import io
 import json
 import math
+import os
+import pty
 import re
 import resource
 import subprocess
@@ -16,7 +19,8 @@ import torch
 import config
 import metrics
 from metrics import Recorder, Rows, console_line, read_rows
-from tests.conftest import launch, make_config, rows
+from tests.conftest import REPO, launch, make_config, rows
+from tests.warm import warm_python
 
 
 def test_rows_after_the_start_are_dropped_and_none_stands_twice(tmp_path):
@@ -101,7 +105,7 @@ def test_figures_of_gpus(tmp_path, monkeypatch, name, cp, tp, sums, digests):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: memory)
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(metrics, "all_gather_objects", lambda ours: [{
-        "sums": {"loss": float(of_rank)}, "digest": digest, **{
+        "sums": {"loss": float(of_rank)}, "loss": float(of_rank), "digest": digest, **{
             key: ours[key] * (rank + 1) for key in ("step_seconds", "data_seconds", "peak_memory_gib")}}
         for rank, (of_rank, digest) in enumerate(zip(sums, digests))])
     cfg = make_config(train={"global_batch_size": 16, "seq_len": 32, "micro_batch_size": None})
@@ -112,7 +116,7 @@ def test_figures_of_gpus(tmp_path, monkeypatch, name, cp, tp, sums, digests):
                       {"grad_norm": torch.tensor(0.5), "lr": 0.1})
     recorder.close()
     (row,) = rows(tmp_path)
-    assert row["loss"] == 2 and row["batch_digest"] == 7 and row["peak_memory_gib"] == 17
+    assert row["loss"] == row["loss_mean"] == 2 and row["batch_digest"] == 7 and row["peak_memory_gib"] == 17
     assert row["slowest_rank"] == {"step_seconds": 2, "data_seconds": 0, "peak_memory_gib": 68}
     # the slowest rank's 2 s for 512 tokens are 256 a second on four GPUs, at 6 GFLOP each
     assert row["tokens_per_second_per_device"] == 64
@@ -121,14 +125,60 @@ def test_figures_of_gpus(tmp_path, monkeypatch, name, cp, tp, sums, digests):
     assert metrics.environment(["a"], device)["gpu"] == name
 
 
-@pytest.mark.parametrize("changes", [{}, {"mfu": 0.4321}, {"loss": math.nan, "grad_norm": math.inf}])
+ROW = {"step": 7, "loss": 9.9, "loss_mean": 11.56789, "grad_norm": 1.2, "lr": 3e-4, "mfu": None,
+       "tokens_per_second_per_device": 12345.6, "peak_memory_gib": 141.23, "step_seconds": 2.0}
+
+
+@pytest.mark.parametrize("changes", [{}, {"mfu": 0.4321}, {"loss_mean": math.nan, "grad_norm": math.inf}])
 def test_console_line(changes):
-    row = {"step": 7, "loss": 4.56789, "grad_norm": 1.2, "lr": 3e-4, "tokens_per_second_per_device": 12345.6,
-           "mfu": None, "peak_memory_gib": 1.23, "step_seconds": 2.0, **changes}
-    line = console_line(row, 3600)
-    assert "step    7/3600" in line and "12,346 tokens/s/device" in line and "left 1:59:46" in line
-    assert ("43.2%" in line) == ("mfu" in changes) and ("nan" in line) == ("loss" in changes)
-    assert "left 115740740 days, 17:46:40" in console_line(row, 2**63 - 1)  # a run without an end
+    line = console_line({**ROW, **changes}, 3600)
+    assert "step    7/3600" in line and "left 1h59m" in line
+    assert ("12,346 tok/s/GPU  mfu 43.2%" if "mfu" in changes else "12,346 tokens/s/device") in line
+    assert ("mfu" in line) == ("mfu" in changes) and ("loss     nan" if "loss_mean" in changes else "11.5679") in line
+    assert console_line({**ROW, **changes}, 10).endswith("left 0m06s")
+    assert "left 51240955760304" in console_line({**ROW, **changes}, 2**63 - 1)  # a run without an end
+
+
+@pytest.mark.parametrize("mfu", [None, 0.4321])
+def test_a_line_of_the_console_has_at_most_100_columns(mfu):
+    assert len(console_line({**ROW, "grad_norm": 12.34, "mfu": mfu}, 1_799_999)) <= 100
+
+
+def test_the_loss_of_a_row_is_its_steps_and_its_mean_that_of_all_steps_since_the_last_row(tmp_path, monkeypatch):
+    """Of steps with different numbers of tokens, on two ranks that have different parts of them."""
+    losses, tokens = [[3.0, 5.0], [2.0, 4.0], [10.0, 20.0], [7.0, 1.0]], [4, 2, 10, 5]
+    cfg = make_config(train={"steps": 4}, log={"every_steps": 3})
+    recorders = [Recorder(cfg, SimpleNamespace(rank=rank, size=2, cp=1, tp=1, device=torch.device("cpu")), tmp_path, 0,
+                          1) for rank in (0, 1)]
+    ours = []
+    for rank in (1, 0):  # rank 0's row needs rank 1's figures
+        monkeypatch.setattr(metrics, "all_gather_objects", lambda found, rank=rank: (
+            ours.append(found) or [found] * 2 if rank else [found, ours.pop(0)]))
+        for step in (1, 2, 3, 4):
+            recorders[rank].log_step(step, 0, SimpleNamespace(digest=0, valid_tokens=tokens[step - 1]),
+                                     {"loss": torch.tensor(losses[step - 1][rank])}, {"grad_norm": 1.0, "lr": 0.1})
+    recorders[0].close()
+    assert [(row["step"], row["loss"], row["loss_mean"]) for row in rows(tmp_path)] == [
+        (1, 2.0, 2.0), (3, 3.0, 36 / 12), (4, 1.6, 1.6)]
+
+
+@pytest.mark.parametrize("no_color", [None, "1"])
+def test_the_loss_is_colored_on_a_terminal_alone(write_config, tmp_path, no_color):
+    terminal, child_end = pty.openpty()
+    env = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | (
+        {"NO_COLOR": no_color} if no_color else {})
+    path = write_config("seen", train={"steps": 2})
+    with subprocess.Popen([warm_python(), "train.py", path], cwd=REPO, env=env, stdout=child_end, stdin=child_end):
+        os.close(child_end)
+        shown = b""
+        with contextlib.suppress(OSError):  # the other end is closed
+            while read := os.read(terminal, 2**16):
+                shown += read
+    os.close(terminal)
+    colored = re.findall(rb"step 2/2  loss +\x1b\[1;36m[0-9.]+\x1b\[0m  grad", shown)
+    assert len(colored) == (not no_color) and shown.count(b"step 2/2  loss ") == 1
+    logged = (tmp_path / "outputs/seen/logs/rank-0.log").read_text()
+    assert "step 2/2  loss " in logged and "\x1b" not in logged
 
 
 def test_the_environment_names_each_host_of_the_launch_once():

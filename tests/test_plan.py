@@ -300,8 +300,10 @@ def test_printed_figures_are_those_of_the_json_in_their_units(capsys):
     assert lines["FLOP per token"] == f"{6 * (matrices + attention):,}" and row["parameters"] == parameters
 
 
-def test_table_shows_the_resolved_configuration(prepared, write_config):
-    done = launch(write_config(), "--dry-run", "--train.steps=77")
+def test_the_resolved_configuration_is_shown_where_it_is_asked_for(prepared, write_config):
+    words = write_config(), "--dry-run", "--train.steps=77"
+    assert "steps = 77" not in launch(*words).stdout
+    done = launch(*words, "--config")
     assert done.returncode == 0 and "steps = 77" in done.stdout, done.stderr
     lines = dict(line.split("  ", 1) for line in done.stdout.splitlines() if "  " in line)
     assert lines["steps per epoch"].strip().startswith("95.") and lines["sent per step"].strip() == "nothing"
@@ -312,7 +314,7 @@ def test_what_does_not_fit_is_exit_3(capsys):
     cfg = config.load(str(CONFIGS / "llama70b.toml"))
     assert plan(cfg, 8, Asked(gpu_memory_gib=131))["fits"] is False
     fits, out, err = dry_run(capsys, CONFIGS / "llama70b.toml", "--world-size", 64, "--gpu-memory-gib", 80)
-    assert fits and "70,553,706,496" in out and "fits, " in err
+    assert fits and "70,553,706,496" in out and out.startswith("64 ranks: fits, ") and not err
     done = launch("configs/tiny.toml", "--dry-run", "--gpu-memory-gib", "1.55", "--model.n_layers=1", "--json")
     assert done.returncode == 3 and json.loads(done.stdout)["fits"] is False
     assert "does not fit" in done.stderr and "the fastest that fits: --" in done.stderr, done.stderr
@@ -337,7 +339,8 @@ def test_memory_that_is_given_goes_before_the_gpus():
 
 def test_none_of_several_may_be_too_large(monkeypatch, capsys):
     def planned(cfg, ranks, *unused):
-        return {"world_size": ranks, "device_gib": 2.0, "peak_at": "update", "fits": ranks > 1}, []
+        return {"world_size": ranks, "device_gib": 2.0, "peak_at": "update", "fits": ranks > 1,
+                "step_seconds": None}, []
 
     monkeypatch.setattr(dry_run_module, "planned", planned)
     monkeypatch.setattr(dry_run_module, "advise", lambda *unused: "")
@@ -386,7 +389,14 @@ def test_tables_say_what_the_plan_does():
     assert show.compared([row]).splitlines()[1].split()[4] == f"{sent / 2**30:.1f}"
     large = {f"{what}_bytes_per_rank": n * 2**30 for what, n in (("parameter", 4), ("gradient", 2), ("optimizer", 8))}
     assert show.compared([row | large]).splitlines()[1].split()[2] == "14.00"  # between steps
-    assert f"fits, {9 - row['device_gib']:.3g} GiB left" in show.verdict(row, asked)
+    told = show.verdict(row, cfg, asked)
+    assert f": fits, {9 - row['device_gib']:.3g} GiB left; {row['device_gib']:.4g} of 9 GiB at the peak (" in told
+    assert told.endswith(f"{row['tokens_per_second_per_device']:,.0f} tokens/s per GPU; "
+                         f"{row['step_seconds'] * 10**9 / 86400:,.1f} days in all")
+    assert "tokens/s" not in show.verdict(row | {"fits": False}, cfg, asked) + show.verdict(
+        row | {"host_gib": 1.0}, cfg, asked)
+    short = replace(cfg, train=replace(cfg.train, steps=3))
+    assert show.verdict(row, short, asked).endswith(f"; {row['step_seconds'] * 3 / 3600:.2g} hours in all")
 
 
 @pytest.mark.parametrize("reshard, named", [(False, True), (True, False)])

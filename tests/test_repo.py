@@ -235,10 +235,11 @@ esac
 """)
     python.chmod(0o755)
 
-    def set_up() -> tuple[int, list[str], list[str]]:
+    def set_up(stderr: int = subprocess.PIPE) -> tuple[int, list[str], list[str]]:
         calls.write_text("")
-        done = subprocess.run([tmp_path / "run_train.sh", "--setup"], capture_output=True, text=True, cwd=tmp_path,
-                              env={"PATH": f"{python.parent}:{os.environ['PATH']}"})
+        done = subprocess.run([tmp_path / "run_train.sh", "--setup"], stdout=subprocess.PIPE, stderr=stderr, text=True,
+                              cwd=tmp_path, env={"PATH": f"{python.parent}:{os.environ['PATH']}"})
+        assert calls.read_text().count("install --quiet") == calls.read_text().count("install") * (stderr < 0)
         return done.returncode, done.stdout.splitlines()[-1:], re.findall("-m (venv|pip)", calls.read_text())
 
     made = 0, [str(tmp_path / ".venv/bin/python")]
@@ -248,6 +249,11 @@ esac
     with (tmp_path / "requirements.txt").open("a") as file:
         file.write("# another\n")
     assert set_up() == (*made, ["venv", "pip", "pip"])
+    (tmp_path / "requirements.txt").write_text("torch==2.13.0\n")
+    terminal, child_end = os.openpty()
+    assert set_up(child_end) == (*made, ["venv", "pip", "pip"])  # there pip shows its progress
+    os.close(terminal)
+    os.close(child_end)
     (tmp_path / ".venv.lock").unlink()
     (tmp_path / ".venv.lock").mkdir()  # cannot be opened, as in a repository that is another user's
     assert set_up() == (*made, [])

@@ -4,6 +4,7 @@ import fnmatch
 import json
 import os
 import platform
+import shlex
 import shutil
 import signal
 import subprocess
@@ -339,11 +340,31 @@ def test_a_run_leaves_what_the_contract_names(straight):
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == [
         f"step-{step:08d}" for step in (6, 12, 18, 20)]
     assert "step 20/20" in done.stdout
-    assert ("a sample:" in done.stdout) is ("generate.py" not in missing())
+    assert "a sample:" not in done.stdout  # after 20 steps it would be noise
     assert config.load(str(folder / "config.toml")).train.steps == 20
     environment = json.loads((folder / "environment.json").read_text())
     assert {"commit", "uncommitted", "torch", "command"} <= environment.keys()
     assert environment["hosts"] == [platform.node()] and environment["ranks"] == 1
+
+
+def test_a_run_of_a_hundred_steps_ends_with_a_sample_and_with_commands_that_work(write_config, tmp_path):
+    folder = tmp_path / "my outputs"
+    path = write_config("it", train={"steps": 100}, checkpoint={}, run={"output_dir": str(folder)},
+                        log={"tensorboard": True, "every_steps": 50})
+    done = launch(path, "--optim.schedule=linear")
+    assert done.returncode == 0, done.stderr
+    assert ("a sample:" in done.stdout) is ("generate.py" not in missing())
+    lines = done.stdout[done.stdout.index("finished: ") :].splitlines()
+    found = {what: shlex.split(words) for what, words in (line.split(": ./run_train.sh ") for line in lines)}
+    assert found.pop(f"finished: {folder}/it; its curves") == ["-m", "tensorboard.main", "--logdir", str(folder)]
+    assert found["more steps, a longer schedule"] == [str(path), "--optim.schedule=linear", "--train.steps=200"]
+    assert len(found) == 3 - len({"generate.py", "huggingface"} & {room.strip("/") for room in missing()})
+    for words in found.values():
+        done = launch(*words)
+        assert done.returncode == 0, done.stderr
+    done = launch(path, "--optim.schedule=linear", "--train.steps=201", "--log.tensorboard=false", "--checkpoint=off",
+                  "--run.name=other")
+    assert done.stdout.splitlines()[-1] == f"finished: {folder}/other"
 
 
 def forget_options(checkpoint) -> None:
