@@ -217,6 +217,13 @@ class Run:
         except OSError as error:  # without a status nobody would know: not a success
             log.error("%s/status.json cannot be written: %s", self.folder, error)
             raise SystemExit(1) from None
+        if self.step and config.has("report.py"):
+            try:
+                from report import write_report
+
+                log.info("report %s", write_report([self.folder]))
+            except Exception as error:  # a page is no reason for a run to fail
+                log.warning("report.html: not written: %s", " ".join(str(error).split()))
         self.lock.release()
         logging.shutdown()
 

@@ -113,7 +113,7 @@ def test_the_top_holds_what_the_architecture_names():
     assert top == {"train.py", "run_train.sh", "files.py", "config.py", "optim.py", "metrics.py", "checkpoint",
                    "lifecycle", "model", "parallel", "data", "configs", "tests", "benchmarks", "docs", "README.md",
                    "LICENSE", "options.py", "evaluate.py", "generate.py", "ranks.py", "minimal.py", "planner",
-                   "adamw_bfloat16.py",
+                   "adamw_bfloat16.py", "report.py",
                    "huggingface", "migrate", "pyproject.toml", "requirements.txt", ".ci", ".gitignore", ".github",
                    ".pre-commit-config.yaml", "CONTRIBUTING.md"}
     assert not {name.removesuffix(".py") for name in top} & set(sys.stdlib_module_names)
