@@ -30,36 +30,33 @@ CHARTS = (("Loss", "nats per token", "loss"), ("Learning rate", "", "lr"), ("Gra
           ("Peak memory", "GiB of the device; on a CPU, of the process", "peak_memory_gib"))
 FROM_ZERO, LOGARITHMIC = ("lr", "tokens_per_second_per_device", "peak_memory_gib"), ("grad_norm",)
 BUCKETS = 1000  # a curve's width in units of its drawing: about the pixels of a wide screen
-COLORS = 6  # of the style sheet; further runs have the same ones, dashed
+COLORS = 4  # of the style sheet; further runs have the same ones, dashed
 LOGGED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ")  # the beginning of a record in a rank's log
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2024; --soft: #5f6b76; --line: #d9dee3; --page: #fff }
-.c0 { color: #1f6feb } .c1 { color: #d9480f } .c2 { color: #0b8457 } .c3 { color: #a626a4 } .c4 { color: #946800 }
-.c5 { color: #d6336c }
+.c0 { color: #1f6feb } .c1 { color: #d9480f } .c2 { color: #0b8457 } .c3 { color: #a626a4 }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e6e9ec; --soft: #9aa5b1; --line: #353c44; --page: #14171a }
-  .c0 { color: #62a8ff } .c1 { color: #ff9455 } .c2 { color: #45c992 } .c3 { color: #d98ae6 } .c4 { color: #e0b83f }
-  .c5 { color: #ff85ad } }
+  .c0 { color: #62a8ff } .c1 { color: #ff9455 } .c2 { color: #45c992 } .c3 { color: #d98ae6 } }
 body { margin: 0 auto; padding: 1rem; max-width: 1240px; background: var(--page); color: var(--ink);
   font: 15px/1.45 system-ui, sans-serif }
 h1 { font-size: 1.5rem; margin: 0 0 .5rem; overflow-wrap: anywhere } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 1rem 2rem }
 figure { margin: 0; padding: 0 14px 40px 54px } figure:first-child { grid-column: 1 / -1 }
-figcaption { margin: 0 0 10px -54px; font-weight: 600 } small, .note, th, .soft { color: var(--soft) }
-small { font-weight: normal; font-size: 13px; margin-left: .4em }
+figcaption { margin: 0 0 10px -54px; font-weight: 600 } small { font: 13px system-ui, sans-serif; margin-left: .4em }
+small, .note, td:first-child { color: var(--soft) } svg text { font-size: 12px; fill: var(--soft) }
 figure > svg { display: block; width: 100%; height: 190px; overflow: visible }
-figure:first-child > svg { height: 300px }
-svg text { font-size: 12px; fill: var(--soft) } .grid { stroke: var(--line) } .axis { stroke: var(--soft) }
-  path { fill: none; stroke: currentColor;
-  stroke-width: 1.6; stroke-linejoin: round; stroke-linecap: round; vector-effect: non-scaling-stroke }
-.dashed { stroke-dasharray: 6 4 } .dots { stroke-width: 8 } .saved { stroke: currentColor; stroke-width: 2 }
-.resumed { stroke: currentColor; stroke-dasharray: 2 3 } .thin { stroke-width: 1; opacity: .5 }
-.key { display: inline-block; width: 1.6em; border-top: 3px solid; vertical-align: middle; margin: 0 .4em 0 0 }
-.key.dashed { border-top-style: dashed } .names span { margin-right: 1.2em; white-space: nowrap }
+figure:first-child > svg { height: 300px } .grid { stroke: var(--line) } .axis { stroke: var(--soft) }
+path { fill: none; stroke: currentColor; stroke-width: 1.5; stroke-linejoin: round; stroke-linecap: round;
+  stroke-opacity: .85; vector-effect: non-scaling-stroke } path.dots { stroke-width: 7; stroke-opacity: 1 }
+.dashed { stroke-dasharray: 6 4; border-style: dashed } .thin { stroke-width: 1; opacity: .5 }
+.saved { stroke: currentColor; stroke-width: 2 } .resumed { stroke: currentColor; stroke-dasharray: 2 3 }
+.key { display: inline-block; width: 1.6em; border-width: 3px 0 0; vertical-align: middle; margin-right: .4em }
+.key:not(.dashed) { border-style: solid } .names span { margin-right: 1.2em; white-space: nowrap }
 .scroll { overflow-x: auto } table { border-collapse: collapse; font-size: 14px; min-width: 50% }
-th, td { text-align: left; vertical-align: top; padding: 3px 16px 3px 0; border-bottom: 1px solid var(--line) }
-th { font-weight: normal } td { overflow-wrap: anywhere; min-width: 7em; font-variant-numeric: tabular-nums }
-pre { overflow-x: auto; padding: 10px; border: 1px solid var(--line); font-size: 13px } summary { cursor: pointer }
+td { vertical-align: top; padding: 3px 16px 3px 0; border-bottom: 1px solid var(--line) }
+td + td { min-width: 8.5em; overflow-wrap: anywhere }
+pre { overflow-x: auto; padding: 10px; border: 1px solid var(--line); font-size: 13px }
 """
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -86,7 +83,9 @@ class Run:
             raise ConfigError(f"{folder}: is not a run's folder: metrics.jsonl: {error.strerror}") from None
         if not self.last.keys() & {"train", "eval"}:
             raise ConfigError(f"{folder}: metrics.jsonl has no rows yet")
-        self.status, self.environment = (read_object(folder / f"{name}.json") for name in ("status", "environment"))
+        self.status, self.environment = (
+            as_object(path.read_bytes()) if (path := folder / f"{name}.json").is_file() else {}
+            for name in ("status", "environment"))
         self.config = {}
         with contextlib.suppress(ConfigError):
             tables = options.flatten(options.read_toml(str(folder / "config.toml")))
@@ -123,6 +122,7 @@ class Run:
         if row := as_row(last):
             self.last["train"] = row
         table = np.concatenate([*tables, np.array(found)]).reshape(-1, len(FIELDS))
+        table[~(np.abs(table) < 1e300)] = math.nan
         return dict(zip(FIELDS, table[np.argsort(table[:, 0], kind="stable")].T))
 
     def _read_log(self, path: pathlib.Path) -> None:
@@ -148,24 +148,21 @@ class Run:
                     self.resumed.add(int(resumed[1]))
 
 
-def read_object(path: pathlib.Path) -> dict:
-    """A file's JSON object; {} if there is none."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(path.read_bytes())
+def as_object(text: bytes) -> dict:
+    """A JSON object; {} if it is none."""
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(text)
         return found if isinstance(found, dict) else {}
     return {}
 
 
-def as_row(line: bytes) -> dict | None:
-    with contextlib.suppress(ValueError, RecursionError):
-        row = json.loads(line)
-        if isinstance(row, dict) and isinstance(row.get("kind"), str) and 0 <= as_number(row.get("step")) < 2**53:
-            return row
-    return None
+def as_row(line: bytes) -> dict:
+    row = as_object(line)
+    return row if isinstance(row.get("kind"), str) and 0 <= as_number(row.get("step")) < 2**53 else {}
 
 
 def as_number(value: Any) -> float:
-    return float(value) if type(value) in (int, float) and abs(value) < 1e300 else math.nan
+    return float(value) if type(value) in (int, float) and abs(value) < 1e300 else math.nan  # no bool
 
 
 def source(field: str, keys: Container[str]) -> str:
@@ -235,11 +232,10 @@ def chart(title: str, unit: str, key: str, runs: list[Run]) -> str:
     """A figure of one quantity over steps; "" if no run has it."""
     curves = []  # (class, steps, values)
     for i, run in enumerate(runs):
-        values = run.train[key]
+        curves.append((color(i), run.train["step"], run.train[key]))
         if key == "loss":
             at, losses = np.array(run.evaluations).reshape(-1, 2).T
             curves += [(f"{color(i)} thin", at, losses), (f"{color(i)} dots", at, losses)]
-        curves.append((color(i), run.train["step"], values))
     steps, values = (np.concatenate([curve[part] for curve in curves]) for part in (1, 2))
     if np.isnan(values).all():
         return ""
@@ -287,63 +283,51 @@ def escaped(value: Any) -> str:
     return html.escape(str(value))
 
 
-def table(columns: list[dict[str, Any]], names: list[str], labels: Iterable[str] | None = None) -> str:
+def shown(values: dict) -> dict[str, str]:
+    """A column of a table; leaves out what has no value."""
+    def text(value: Any) -> str:
+        if isinstance(value, list):
+            return " ".join(map(str, value))
+        return f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
+
+    return {name: text(value) for name, value in options.flatten(values).items() if value not in (None, "", {})}
+
+
+def table(columns: list[dict[str, str]], names: list[str], labels: Iterable[str] | None = None) -> str:
     """A column of values for each run, under the runs' names if there are several."""
-    labels = [*dict.fromkeys(label for column in columns for label in column)] if labels is None else labels
-    rows = [("", names)] * (len(names) > 1) + [
-        (label, [column.get(label, "-") for column in columns]) for label in labels]
-    cells = ("".join(f"<td>{escaped(value)}</td>" for value in values) for _, values in rows)
-    return ('<div class="scroll"><table>' + "".join(f"<tr><th>{escaped(label)}</th>{row}</tr>"
-                                                    for (label, _), row in zip(rows, cells)) + "</table></div>")
-
-
-def numbers(row: dict) -> dict[str, str]:
-    """A row's values as text."""
-    flat = {name: value for name, value in options.flatten(row).items() if name != "kind"}
-    return {name: f"{value:.6g}" if isinstance(value, float) else "-" if value is None else f"{value}"
-            for name, value in flat.items()}
+    labels = dict.fromkeys(label for column in columns for label in column) if labels is None else labels
+    rows = [["", *names]] * (len(names) > 1) + [
+        [label, *(column.get(label, "-") for column in columns)] for label in labels]
+    cells = ["".join(f"<td>{escaped(cell)}</td>" for cell in row) for row in rows]
+    return f'<div class="scroll"><table>{"".join(f"<tr>{row}</tr>" for row in cells)}</table></div>'
 
 
 def summary(run: Run) -> dict[str, str]:
-    train, last = run.train, run.last.get("train", {})
-    state = {"preempted": "stopped"}.get(run.status.get("state", ""), run.status.get("state", "unknown"))
-    ended = f", {run.status['time']}" if "time" in run.status else ""
-    found = {"state": f"{state} at step {run.status.get('step', last.get('step'))} of "
-                      f"{run.config.get('train.steps', '?')}{ended}", "model": run.size}
-    losses = [(name, as_number(row.get(source("loss", row))), row.get("step")) for name, row in
-              (("loss", last), ("validation loss", run.last.get("eval", {})))]
-    found |= {name: f"{loss:.4f} at step {step}" for name, loss, step in losses if not math.isnan(loss)}
-    if not np.isnan(rates := train["tokens_per_second_per_device"]).all():
-        found["tokens per second and device"] = f"{np.nanmedian(rates):,.0f} (median)"
-    if isinstance(last.get("tokens"), int):
-        found["tokens"] = f"{last['tokens']:,}"
-    if isinstance(last.get("mfu"), float):
-        found["mfu"] = f"{last['mfu']:.1%} (last row)"
-    if not np.isnan(peak := train["peak_memory_gib"]).all():
-        found["peak memory"] = f"{np.nanmax(peak):.2f} GiB"
-    if run.launches:
-        resumed = ", resumed after step " * bool(run.resumed) + ", ".join(map(str, sorted(run.resumed)[-5:]))
-        found["launches"] = f"{run.launches}{resumed}"
-    found["saves"] = f"{len(run.saved)}, the last after step {max(run.saved)}" if run.saved else "none"
-    return {name: value for name, value in found.items() if value}
+    last, status = run.last.get("train", {}), run.status
+    step = max(step for step in (status.get("step"), last.get("step"), 0) if type(step) is int)
+    state = str(status.get("state", "unknown")).replace("preempted", "stopped")
+    rates, peaks = (run.train[name][~np.isnan(run.train[name])] for name in FIELDS[-2:])
+    return shown({
+        "state": f"{state} at step {step} of {run.config.get('train.steps', '?')}", "time": status.get("time"),
+        "model": run.size, "loss": last.get(source("loss", last)),
+        "validation loss": run.last.get("eval", {}).get("loss"), "tokens": last.get("tokens"), "mfu": last.get("mfu"),
+        "tokens per second and device, median": round(np.median(rates)) if len(rates) else None,
+        "peak memory, GiB": round(float(peaks.max()), 2) if len(peaks) else None, "launches": run.launches or None,
+        "resumed after steps": sorted(run.resumed)[-5:] or None, "saves": len(run.saved)})
 
 
 def plan(run: Run) -> dict[str, str]:
     """The dry run's prediction next to what was measured; {} without a plan."""
-    row, found = run.last.get("plan", {}), {}
-    for name, key, planned in (("peak memory, GiB", "peak_gib", "planned_peak_gib"),
-                               ("time of a step, s", "step_seconds", "planned_step_seconds")):
-        if as_number(row.get(key)) >= 0 and as_number(row.get(planned)) > 0:
-            found[name] = (f"planned {row[planned]:.4g}, measured {row[key]:.4g} ({row[key] / row[planned] - 1:+.1%})")
-    return found
+    row = run.last.get("plan", {})
+    found = {name: [as_number(row.get(f"{kind}{key}")) for kind in ("planned_", "")] for name, key in
+             (("peak memory, GiB", "peak_gib"), ("time of a step, s", "step_seconds"))}
+    return {name: f"planned {planned:.4g}, measured {measured:.4g} ({measured / planned - 1:+.1%})"
+            for name, (planned, measured) in found.items() if planned > 0 and measured > 0}
 
 
 def environment(run: Run) -> dict[str, str]:
-    """Of the newest launch."""
-    found = {name: value for name, value in run.environment.items() if value not in (None, "")}
-    if isinstance(diff := found.get("uncommitted"), str):
-        found["uncommitted"] = f"a diff of {len(diff.splitlines())} lines, in environment.json"
-    return {name: " ".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in found.items()}
+    lines = len(str(run.environment.get("uncommitted") or "").splitlines())
+    return shown(run.environment | {"uncommitted": f"a diff of {lines} lines, in environment.json" if lines else ""})
 
 
 def page(runs: list[Run]) -> str:
@@ -353,29 +337,26 @@ def page(runs: list[Run]) -> str:
     title = escaped(" · ".join(names))
     legend = "".join(f'<span><i class="key {color(i)}"></i>{escaped(name)}</span>' for i, name in enumerate(names))
     several = len(runs) > 1
-    charts = "".join(chart(*kind, runs) for kind in CHARTS)
-    parts = [f"<h1>{title}</h1>", f"<p class=names>{legend}</p>" * several, table([*map(summary, runs)], names),
-             "<h2>Curves</h2><p class=note>Dots: validation. Dotted vertical lines: a launch resumed there. Small "
-             "ticks on the axis: saves.</p>", f'<div class="charts">{charts}</div>']
-    for heading, columns in (
-        ("Last evaluation", [numbers(run.last.get("eval", {})) for run in runs]),
-        ("Plan and measurement", [*map(plan, runs)]),
-    ):
-        if any(columns):
-            parts.append(f"<h2>{heading}</h2>{table(columns, names)}")
-    parts += [f"<h2>Sample text{f' of {escaped(name)}' * several}</h2><pre>{escaped(run.sample)}</pre>"
-              for name, run in zip(names, runs) if run.sample]
     configs = [run.config for run in runs]
-    options_ = [*dict.fromkeys(name for found in configs for name in found)]
-    differing = [name for name in options_ if len({found.get(name) for found in configs}) > 1]
-    equal = [name for name in options_ if name not in differing]
-    if differing:
-        parts.append(f"<h2>Options that differ</h2>{table(configs, names, differing)}")
-    parts.append(f"<h2>Environment of the newest launch</h2>{table([*map(environment, runs)], names)}")
-    if equal:
-        heading = "Options that are equal" if several else "Configuration"
-        parts.append(f"<h2>{heading}</h2>{table(configs[:1], names[:1], equal)}")
-    return PAGE.format(title=title, style=STYLE, body="\n".join(parts))
+    keys = [*dict.fromkeys(key for found in configs for key in found)]
+    differing = [key for key in keys if len({found.get(key) for found in configs}) > 1]
+    equal = [key for key in keys if key not in differing]
+
+    def section(heading: str, columns: list[dict[str, str]], labels: list[str] | None = None) -> str:
+        has_any = any(columns) if labels is None else labels
+        return f"<h2>{heading}</h2>{table(columns, names[: len(columns)], labels)}" if has_any else ""
+
+    return PAGE.format(title=title, style=STYLE, body="\n".join([
+        f"<h1>{title}</h1>", f"<p class=names>{legend}</p>" * several, table([*map(summary, runs)], names),
+        section("Options that differ", configs, differing),
+        "<h2>Curves</h2><p class=note>Dots: validation. Dotted vertical lines: a launch resumed there. Small ticks on "
+        f'the axis: saves.</p><div class="charts">{"".join(chart(*kind, runs) for kind in CHARTS)}</div>',
+        section("Last evaluation", [shown({**run.last.get("eval", {}), "kind": None}) for run in runs]),
+        section("Plan and measurement", [*map(plan, runs)]),
+        *(f"<h2>Sample text{f' of {escaped(name)}' * several}</h2><pre>{escaped(run.sample)}</pre>"
+          for name, run in zip(names, runs) if run.sample),
+        section("Environment of the newest launch", [*map(environment, runs)]),
+        section("Options that are equal" if several else "Configuration", configs[:1], equal)]))
 
 
 def write_report(folders: list[pathlib.Path], out: pathlib.Path | None = None) -> pathlib.Path:

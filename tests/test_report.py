@@ -118,7 +118,7 @@ def test_the_curves_are_the_rows(tmp_path):
         assert [value for _, value in curve] == pytest.approx([row[name] for row in found], abs=2e-3 * size)
     dots = [part[0] for part in page.curve("Loss", "c0 dots")]
     assert dots == [pytest.approx((20, 3.5), abs=0.05), pytest.approx((40, 2.5), abs=0.05)]
-    assert ["validation loss", "2.5000 at step 40"] in page.rows and ["loss", "0.2250 at step 40"] in page.rows
+    assert ["validation loss", "2.5"] in page.rows and ["loss", "0.225"] in page.rows
 
 
 def test_the_mean_loss_is_drawn_where_rows_have_it(tmp_path):
@@ -226,14 +226,14 @@ def test_what_the_folder_says_of_the_run(tmp_path):
             "kind": "plan", "step": 5, "peak_gib": 41.0, "reserved_gib": 42.0, "step_seconds": 2.2,
             "planned_peak_gib": 40.0, "planned_step_seconds": 2.0}], LOG,
         status_json=json.dumps({"state": "preempted", "step": 20, "time": "2026-11-25T07:46:46"}),
-        environment_json=json.dumps({"commit": "abc", "uncommitted": "a\nb", "hosts": ["n1", "n2"], "gpu": None}),
+        environment_json=json.dumps({"commit": "abc", "uncommitted": "a\nb\n", "hosts": ["n1", "n2"], "gpu": None}),
         config_toml='[train]\nsteps = 300\n[data]\nsource = "web"\n')
     (run / "checkpoints" / "step-00000015").mkdir(parents=True)
     page = page_of(run)
-    for row in (["state", "stopped at step 20 of 300, 2026-11-25T07:46:46"], ["launches", "2, resumed after step 10"],
-                ["model", "5,048,576 parameters on 2 x cpu (1 replicas x 2 shards)"],
-                ["saves", "3, the last after step 20"], ["loss_by_source.web", "3.5"], ["hosts", "n1 n2"],
-                ["bits_per_byte", "-"], ["commit", "abc"], ["data.source", '"web"'],
+    for row in (["state", "stopped at step 20 of 300"], ["time", "2026-11-25T07:46:46"], ["launches", "2"],
+                ["resumed after steps", "10"], ["saves", "3"], ["tokens", "10,240"], ["loss_by_source.web", "3.5"],
+                ["model", "5,048,576 parameters on 2 x cpu (1 replicas x 2 shards)"], ["hosts", "n1 n2"],
+                ["commit", "abc"], ["peak memory, GiB", "2.5"], ["data.source", '"web"'],
                 ["uncommitted", "a diff of 2 lines, in environment.json"],
                 ["peak memory, GiB", "planned 40, measured 41 (+2.5%)"],
                 ["time of a step, s", "planned 2, measured 2.2 (+10.0%)"]):
@@ -257,9 +257,9 @@ def test_several_runs_show_first_the_options_that_differ(tmp_path):
 
 
 def test_runs_of_one_name_are_told_apart_and_many_have_a_color(tmp_path):
-    runs = [write_run(tmp_path / str(i) / "r", [train_row(1), train_row(2)]) for i in range(9)]
+    runs = [write_run(tmp_path / str(i) / "r", [train_row(1), train_row(2)]) for i in range(8)]
     page = page_of(*runs)
-    assert ["", *map(str, runs)] in page.rows and len(page.figures["Loss"].curves) == 9
+    assert ["", *map(str, runs)] in page.rows and len(page.figures["Loss"].curves) == 8
 
 
 def test_the_page_is_escaped_and_refers_to_nothing_outside(tmp_path):
@@ -328,8 +328,8 @@ def test_real_launches_are_seen(write_config, tmp_path):
     assert again.returncode == 0, again.stderr
     page = Page((folder := tmp_path / "outputs" / "r").joinpath("report.html").read_text())
     text = {label: values for label, *values in page.rows}
-    assert text["launches"] == ["2, resumed after step 4"] and text["saves"] == ["3, the last after step 6"]
-    assert text["state"][0].startswith("finished at step 6 of 6, ") and "parameters on 1 x cpu" in text["model"][0]
+    assert text["launches"] == ["2"] and text["resumed after steps"] == ["4"] and text["saves"] == ["3"]
+    assert text["state"] == ["finished at step 6 of 6"] and "parameters on 1 x cpu" in text["model"][0]
     (curve,) = page.curve("Loss")
     want = [row.get("loss_mean", row["loss"]) for row in rows(folder)]
     assert [value for _, value in curve] == pytest.approx(want, abs=0.01) and len(want) == 6
