@@ -1,9 +1,8 @@
-"""Validation loss, the same for any number of ranks, in training and for a run's newest checkpoint; a text sample.
+"""Validation loss, the same for any number of ranks, in training and for a run's newest checkpoint.
 
     ./run_train.sh configs/tiny.toml --eval-only        prints the evaluation row as JSON; writes nothing
 """
 
-import contextlib
 import math
 
 import torch
@@ -11,22 +10,17 @@ import torch
 import config
 import metrics
 from checkpoint.checkpointer import Checkpointer
-from config import ConfigError
 from data.dataset import Dataset, open_dataset
 from data.loader import validation_batches
-from data.show import printable
 from files import print_error, print_line
 from lifecycle.run import Run, open_pretrained
 from model.build import meta_model
-from model.llama import Llama, parameter_count
+from model.llama import Llama
 from parallel.fsdp import reshard
 from parallel.materialize import materialize
 from parallel.mesh import World, storage_device
 from parallel.parallelize import parallelize
 from ranks import all_gather_objects
-
-SAMPLED_PARAMETERS = 20e9  # largest model of which a run logs a sample
-SAMPLED_STEPS = 100  # fewest steps of such a run: before, the text is noise
 
 
 def evaluation_is_due(cfg: config.Config, step: int) -> bool:
@@ -83,29 +77,9 @@ def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
         print_line(metrics.as_json({"kind": "eval", "step": step, **found}))
 
 
-@torch.no_grad()
 def log_sample(model: Llama, cfg: config.Config, world: World, dataset: Dataset) -> None:
-    """Logs text that the model generates. Logs none after few steps, without a tokenizer that can encode the prompt, or
-    of a large model, which every token all-gathers: over nodes, 64 tokens of 70B would occupy all GPUs for minutes."""
-    if cfg.train.steps < SAMPLED_STEPS or not config.has("generate.py"):
-        return
-    from generate import continue_text
+    """Logs text that the model generates, in a copy that can."""
+    if config.has("generate.py"):
+        import generate
 
-    if parameter_count(model) > SAMPLED_PARAMETERS:
-        metrics.log.info("no sample: each of its tokens would all-gather %d parameters", parameter_count(model))
-        return
-    prompt = "def " if "python-stdlib" in (dataset.names or [cfg.data.source]) else "The "
-    can_encode = False
-    with contextlib.suppress(ImportError, ConfigError, IndexError):  # IndexError: the data has no tokenizer
-        from data.tokenizer import Tokenizer
-
-        tokenizer = Tokenizer(dataset.tokenizer_files[0].parent)
-        can_encode = len(tokenizer.encode([prompt])) == 1
-    if not all(all_gather_objects(can_encode)):
-        return
-    model.eval()
-    with torch.compiler.set_stance("force_eager"):  # each length would trigger a recompilation
-        text = continue_text(model, tokenizer, prompt, 64, 0.8, cfg.train.seq_len, world.device, cfg.run.seed)
-    reshard(model)
-    if world.rank == 0:
-        metrics.log.info("a sample:\n%s", printable(text))
+        generate.log_sample(model, cfg, world, dataset)

@@ -9,6 +9,7 @@ Shapes: B batch, T tokens, S cached positions (columns), K key/value heads, E he
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
@@ -22,7 +23,18 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+import config
 from config import ConfigError, run_tool
+from data.dataset import Dataset
+from data.show import printable
+from metrics import log
+from model.llama import Llama, parameter_count
+from parallel.fsdp import reshard
+from parallel.mesh import World
+from ranks import all_gather_objects
+
+SAMPLED_PARAMETERS = 20e9  # largest model of which a run logs a sample
+SAMPLED_STEPS = 100  # fewest steps of such a run: before, the text is noise
 
 
 class KVCache:
@@ -168,6 +180,32 @@ def print_stream(tokenizer, rows: list[list[int]], steps: Iterable[list[int]], w
             write(f"{heading}{tokenizer.decode(row)[written:]}\n")
 
 
+@torch.no_grad()
+def log_sample(model: Llama, cfg: config.Config, world: World, dataset: Dataset) -> None:
+    """Logs text that the model generates. Logs none after few steps, without a tokenizer that can encode the prompt, or
+    of a large model, which every token all-gathers: over nodes, 64 tokens of 70B would occupy all GPUs for minutes."""
+    if cfg.train.steps < SAMPLED_STEPS:
+        return
+    if parameter_count(model) > SAMPLED_PARAMETERS:
+        log.info("no sample: each of its tokens would all-gather %d parameters", parameter_count(model))
+        return
+    prompt = "def " if "python-stdlib" in (dataset.names or [cfg.data.source]) else "The "
+    can_encode = False
+    with contextlib.suppress(ImportError, ConfigError, IndexError):  # IndexError: the data has no tokenizer
+        from data.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer(dataset.tokenizer_files[0].parent)
+        can_encode = len(tokenizer.encode([prompt])) == 1
+    if not all(all_gather_objects(can_encode)):
+        return
+    model.eval()
+    with torch.compiler.set_stance("force_eager"):  # each length would trigger a recompilation
+        text = continue_text(model, tokenizer, prompt, 64, 0.8, cfg.train.seq_len, world.device, cfg.run.seed)
+    reshard(model)
+    if world.rank == 0:
+        log.info("a sample:\n%s", printable(text))
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m generate", description=__doc__.splitlines()[0])
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")  # one line, as every error here
@@ -188,12 +226,9 @@ def main(argv: list[str]) -> int:
         if not holds:
             parser.error(f"{flag} {value}: must be {rule}")
 
-    # Imported here, as only a tool's main() may: model/ does not depend on checkpoint/, data/ or parallel/.
     from checkpoint import catalog, compare, load
-    from data.show import printable
     from data.tokenizer import Tokenizer
     from model.build import meta_model
-    from model.llama import Llama
     from parallel.materialize import materialize
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process is intended

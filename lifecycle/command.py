@@ -111,6 +111,11 @@ def torchrun_id() -> str | None:
     return f"torchrun-{platform.node()}-{parent}-{started}".replace(".", "-")
 
 
+def words_without(*options: str) -> list[str]:
+    """The command line of this launch, without options that begin so."""
+    return [word for word in sys.argv[1:] if not word.startswith(options)]
+
+
 def color_is_wanted() -> bool:
     """Whether stdout is a terminal, and NO_COLOR (no-color.org) is not set."""
     return os.isatty(1) and not os.environ.get("NO_COLOR")

@@ -7,7 +7,6 @@ import logging
 import os
 import pathlib
 import platform
-import shlex
 import signal
 import sys
 import traceback
@@ -26,7 +25,7 @@ from checkpoint.compare import former_options, other_tokenizer
 from checkpoint.save import SaveFailed
 from config import ConfigError
 from lifecycle import INPUT_IS_WRONG, STOPPED, folder
-from lifecycle.command import color_is_wanted, torchrun_id
+from lifecycle.command import color_is_wanted, torchrun_id, words_without
 from lifecycle.signals import FROZEN_SECONDS, StopRequest, Watchdog
 from metrics import log
 from parallel.mesh import World
@@ -218,8 +217,10 @@ class Run:
         except OSError as error:  # without a status nobody would know: not a success
             log.error("%s/status.json cannot be written: %s", self.folder, error)
             raise SystemExit(1) from None
-        if state == "finished":
-            log.info(what_next(self.cfg))
+        if self.step and config.has("report.py"):
+            from report import report_end
+
+            report_end(self.cfg, state == "finished")
         self.lock.release()
         logging.shutdown()
 
@@ -253,25 +254,6 @@ def open_pretrained(cfg: config.Config, step: int) -> Any:
     from huggingface.weights import open_weights
 
     return open_weights(cfg, step)
-
-
-def words_without(*options: str) -> list[str]:
-    """The command line of this launch, without options that begin so."""
-    return [word for word in sys.argv[1:] if not word.startswith(options)]
-
-
-def what_next(cfg: config.Config) -> str:
-    """Where a finished run is, and what its user may want next: at most four lines."""
-    run, saved, o = str(config.run_folder(cfg)), cfg.checkpoint is not None, cfg.optim
-    prompt = "def " if cfg.data.source == "python-stdlib" else "The "
-    stretched = ", a longer schedule" * (o.schedule_steps is None and o.schedule != "constant")
-    lines = [f"{what}: {shlex.join(['./run_train.sh', *words])}" for offered, what, *words in (
-        (cfg.log.tensorboard, "its curves", "-m", "tensorboard.main", "--logdir", cfg.run.output_dir),
-        (saved and config.has("generate.py"), "text from it", "-m", "generate", run, "--prompt", prompt),
-        (saved, f"more steps{stretched}", *words_without("--launch=", "--train.steps="),
-         f"--train.steps={2 * cfg.train.steps}"),
-        (saved and config.has("huggingface/"), "export", "-m", "huggingface", "export", run, f"{run}-hf")) if offered]
-    return f"finished: {run}" + "; " * bool(lines) + "\n".join(lines)
 
 
 def holder_of(launch: str | None) -> str | None:

@@ -43,14 +43,14 @@ def test_a_sample_begins_as_what_was_read_does(tmp_path, monkeypatch, source, na
     found = []
     monkeypatch.setattr("data.tokenizer.Tokenizer", lambda folder: SimpleNamespace(encode=lambda texts: [[1]]))
     monkeypatch.setattr("generate.continue_text", lambda model, tokenizer, begin, *_: found.append(begin) or "")
-    monkeypatch.setattr(evaluate, "reshard", lambda model: None)
+    monkeypatch.setattr("generate.reshard", lambda model: None)
     cfg = make_config(data={"source": source}, train={"steps": 100})
     dataset = SimpleNamespace(names=names, tokenizer_files=[tmp_path / "t"])
     evaluate.log_sample(Untrained(), cfg, WORLD, dataset)
     assert found == [prompt]
     evaluate.log_sample(Untrained(), replace(cfg, train=replace(cfg.train, steps=99)), WORLD, dataset)
     evaluate.log_sample(Untrained(), cfg, WORLD, SimpleNamespace(names=names, tokenizer_files=[]))
-    monkeypatch.setattr(evaluate, "parameter_count", lambda model: 70_553_706_496)
+    monkeypatch.setattr("generate.parameter_count", lambda model: 70_553_706_496)
     evaluate.log_sample(Untrained(), cfg, WORLD, dataset)
     assert found == [prompt]  # none after few steps, without a tokenizer, or of a model whose all-gathers take seconds
 
