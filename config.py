@@ -185,6 +185,8 @@ class Eval:
 class Log:
     every_steps: int = option(10, "steps between training rows", POSITIVE)
     tensorboard: bool = option(True, "also write tensorboard/")
+    tracker: Literal["wandb", "trackio"] | None = option(None, "also send the rows there; a package of your own")
+    project: str | None = option(None, "the tracker's; without it: fsdp2")
 
 
 @dataclass(frozen=True)
@@ -218,6 +220,7 @@ ROOMS = {
     "lora": ("model/lora.py", "huggingface/"),
     'lora.base_dtype = "nf4"': ("model/nf4.py",),
     "optim.state_dtype": ("adamw_bfloat16.py",),
+    "log.tracker": ("tracker.py",),
     "profile": ("lifecycle/profiler.py",),
 }
 
@@ -483,8 +486,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
                      "word")
     only = ("json", "show_config", "world_size", "gpu", "gpu_memory_gib", "gpus_per_node", "plot")
     if not args.dry_run and any(getattr(args, name) for name in only):
-        parser.error("--json, --config, --world-size, --gpu, --gpu-memory-gib, --gpus-per-node, --plot require "
-                     "--dry-run")
+        parser.error("--json, --config, --world-size, --gpu, --gpu-memory-gib, --gpus-per-node, --plot need --dry-run")
     return args
 
 

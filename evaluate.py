@@ -3,6 +3,7 @@
     ./run_train.sh configs/tiny.toml --eval-only        prints the evaluation row as JSON; writes nothing
 """
 
+import contextlib
 import math
 
 import torch
@@ -10,8 +11,9 @@ import torch
 import config
 import metrics
 from checkpoint.checkpointer import Checkpointer
+from config import ConfigError
 from data.dataset import Dataset, open_dataset
-from data.loader import validation_batches
+from data.loader import validation_batches, validation_tokens
 from files import print_error, print_line
 from lifecycle.run import Run, open_pretrained
 from model.build import meta_model
@@ -29,8 +31,9 @@ def evaluation_is_due(cfg: config.Config, step: int) -> bool:
 
 @torch.no_grad()
 def evaluate(model: Llama, cfg: config.Config, world: World, dataset: Dataset, run: Run) -> dict | None:
-    """Mean loss over the validation tokens, and for a mixture also by source: {"loss": ..., "loss_by_source": ...}.
-    None if the run was asked to stop meanwhile."""
+    """Mean loss over the validation tokens, and the sum of their losses in bits per byte of the text that they encode,
+    for a mixture also by source: {"loss": ..., "bits_per_byte": ..., "loss_by_source": {...}, ...}. Bits per byte of
+    data without a tokenizer are NaN. None if the run was asked to stop meanwhile."""
     streams = dataset.validation
     sums = torch.zeros(len(streams), dtype=torch.float64, device=world.device)
     counts = torch.zeros(len(streams), dtype=torch.int64, device=world.device)
@@ -51,12 +54,30 @@ def evaluate(model: Llama, cfg: config.Config, world: World, dataset: Dataset, r
     model.train()
     if run.stopping:
         return None
-    ranks = all_gather_objects((sums.tolist(), counts.tolist()))[:: world.tp]
-    sums, counts = ([sum(of_source) for of_source in zip(*of_ranks)] for of_ranks in zip(*ranks))
-    # sums and counts, not means of means; a mask may leave no target
-    mean = [part / count if count else math.nan for part, count in zip([*sums, sum(sums)], [*counts, sum(counts)])]
-    by_source = dict(zip(dataset.names, mean))
-    return {"loss": mean[-1], **({"loss_by_source": by_source} if by_source else {})}
+    ranks = all_gather_objects((sums.tolist(), counts.tolist(), bytes_of_targets(cfg, world, dataset)))
+    losses, targets = (added([rank[i] for rank in ranks[:: world.tp]]) for i in (0, 1))
+    bits, text = [nats / math.log(2) for nats in losses], added([rank[2] for rank in ranks])
+    # sums over sums, not means of means; a mask may leave no target
+    found = {name: [part / whole if whole else math.nan for part, whole in zip([*parts, sum(parts)], [*of, sum(of)])]
+             for name, parts, of in (("loss", losses, targets), ("bits_per_byte", bits, text))}
+    return {name: means[-1] for name, means in found.items()} | {
+        f"{name}_by_source": dict(zip(dataset.names, means)) for name, means in found.items() if dataset.names}
+
+
+def added(of_ranks: list[list[float]]) -> list[float]:
+    return [sum(of_source) for of_source in zip(*of_ranks)]
+
+
+def bytes_of_targets(cfg: config.Config, world: World, dataset: Dataset) -> list[float]:
+    """Of each source, this rank's share of the bytes that the validation targets encode; NaN if it cannot decode
+    them."""
+    with contextlib.suppress(ImportError, ConfigError, IndexError):  # IndexError: the data has no tokenizer
+        from data.tokenizer import target_bytes
+
+        folder, masked = dataset.tokenizer_files[0].parent, cfg.data.document_mask
+        return [target_bytes(stream, validation_tokens(stream, cfg), masked, folder, world.rank, world.size)
+                for stream in dataset.validation]
+    return [math.nan] * len(dataset.validation)
 
 
 def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:

@@ -180,7 +180,9 @@ class Recorder:
         """found: the result of evaluate(), None if it was stopped."""
         if self.rows and found is not None:
             self.rows.write({"kind": "eval", "step": step, **found})
-            log.info("step %d  validation loss %.4f", step, found["loss"])
+            bits = found["bits_per_byte"]
+            log.info("step %d  validation loss %.4f%s", step, found["loss"], "" if math.isnan(bits) else
+                     f", {bits:.4f} bits per byte")
 
     def log_start(self, parameters: int, units: str, notes: list[str]) -> None:
         """Logs the model's size, its parallelism and where it starts from; notes on the data; the table of units."""
@@ -233,6 +235,11 @@ class Rows:
             from torch.utils.tensorboard import SummaryWriter
 
             self.board = SummaryWriter(folder / "tensorboard", purge_step=start + 1)
+        self.tracker: Any = None
+        if settings.tracker:
+            from tracker import Tracker
+
+            self.tracker = Tracker(folder, settings.tracker, start, len(kept))
 
     def write(self, row: dict) -> None:
         try:
@@ -258,6 +265,8 @@ class Rows:
         if self.board:
             with contextlib.suppress(Exception):
                 self.board.close()
+        if self.tracker:
+            self.tracker.close()
 
 
 def read_rows(path: pathlib.Path) -> list[dict]:

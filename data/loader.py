@@ -128,14 +128,18 @@ def sample_digest(number: int, raw: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(raw, digest_size=5, salt=number.to_bytes(8, "little")).digest(), "big")
 
 
+def validation_tokens(stream: TokenStream, cfg: config.Config) -> int:
+    """How many tokens of a validation stream, from its first one, are read. All but the first are targets."""
+    read = cfg.eval.batches * cfg.train.seq_len * cfg.train.global_batch_size + 1 if (
+        cfg.eval and cfg.eval.batches is not None) else stream.length
+    return min(read, stream.length)
+
+
 def validation_batches(stream: TokenStream, cfg: config.Config, world: Any) -> Iterator[tuple[Tensor, ...]]:
     """A data rank's micro-batches of a validation stream, each target once over all data ranks. The last batch
     is padded with IGNORE, so that every rank runs the same number of forward passes."""
     t, micro_batch_size = cfg.train, config.micro_batch_size(cfg, world.dp_size)
-    steps = math.ceil((stream.length - 1) / (t.seq_len * t.global_batch_size))
-    if cfg.eval and cfg.eval.batches is not None:
-        steps = min(steps, cfg.eval.batches)
-    for step in range(1, steps + 1):
+    for step in range(1, math.ceil((validation_tokens(stream, cfg) - 1) / (t.seq_len * t.global_batch_size)) + 1):
         for numbers in rank_samples(step, t.global_batch_size, micro_batch_size, world.dp_rank, world.dp_size):
             spans = [(stream, n * t.seq_len, min((n + 1) * t.seq_len + 1, stream.length)) for n in numbers]
             yield read_windows(spans, cfg, world)[1]

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import io
 import json
 import math
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Iterable
 
 from config import ConfigError
+from data.tokens import TokenStream
 
 TOKENIZERS = ("tokenizer.model", "tokenizer.json")
 SPACE = "\u2581"  # sentencepiece writes a space as this character, and decodes the character to a space
@@ -134,6 +136,20 @@ class Tokenizer:
             if not self.eos and isinstance(name, str) and (eos := self.model.token_to_id(name)) is not None:
                 self.eos = [eos]
         self.model.encode_special_tokens = True  # from now on their names in a text are encoded as plain text
+
+
+@functools.cache
+def target_bytes(stream: TokenStream, stop: int, masked: bool, folder: pathlib.Path, rank: int, size: int) -> int:
+    """UTF-8 bytes of the text that a stream's tokens 1 ... stop-1 encode, in every size-th document; the sum over the
+    ranks is that of the whole. BOS and EOS have none, nor has a character that `stop` cuts. masked: the first token of
+    a document is no target. Raises ConfigError if documents or tokenizer cannot be read."""
+    tokenizer, found = Tokenizer(folder), 0
+    for _, begin, end in stream.documents(0, stop)[rank::size]:
+        ids = stream.read(begin, min(end, stop))[1].tolist()
+        first = ids[:1] if masked or begin == 0 else []
+        text = tokenizer.decode(ids)
+        found += len((text.rstrip("\ufffd") if end > stop else text).encode()) - len(tokenizer.decode(first).encode())
+    return found
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:

@@ -1,9 +1,11 @@
 """Checks that one process can do before the ranks start. Also prepares the data, except inside a SLURM job."""
 
+import importlib.util
 import os
 import pathlib
 import shlex
 import shutil
+import sys
 from argparse import Namespace
 
 import config
@@ -36,6 +38,7 @@ def check_launch(cfg: config.Config, ranks: Ranks, args: Namespace, interruption
         lambda: check_device(cfg, ranks.local),
         lambda: check_patterns(cfg),
         lambda: check_compiler(cfg),
+        lambda: check_tracker(cfg),
         lambda: catalog.choose(cfg, catalog.steps(cfg), catalog.problems_without_hashing, args.eval_only))
     if args.eval_only:
         compare.check_same_run(cfg, start, compare.SAME_OUTPUTS)
@@ -73,6 +76,12 @@ def nothing_left(cfg: config.Config, folder: pathlib.Path) -> bool:
     step = read_status(folder).get("step", start)
     print_line(f"{folder}: finished at step {step}; train.steps = {cfg.train.steps} asks for no more")
     return True
+
+
+def check_tracker(cfg: config.Config) -> None:
+    """Raises ConfigError if the package of `log.tracker` is missing."""
+    if (name := cfg.log.tracker) and not importlib.util.find_spec(name):
+        raise ConfigError(f"[log] tracker = {name}: needs the package {name}: {sys.executable} -m pip install {name}")
 
 
 def trains_on_gpus(cfg: config.Config) -> bool:

@@ -204,7 +204,7 @@ lora rank=16 alpha=- targets=["q_proj","k_proj","v_proj","o_proj","gate_proj","u
 lora base_dtype="bfloat16" init_from=-
 checkpoint save_every_steps=- keep_last=- keep_every_steps=- async_save=false resume="auto" allow_changed=[]
 eval every_steps=- batches=-
-log every_steps=10 tensorboard=true
+log every_steps=10 tensorboard=true tracker=- project=-
 profile at_step=? steps=3
 """
 

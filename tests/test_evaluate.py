@@ -1,17 +1,25 @@
 """What an evaluation means where it has nothing to mean, and the sample that a run ends with."""
 
 import contextlib
+import json
 import math
+import random
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import config
 import evaluate
+import options
 from config import ConfigError
+from data.dataset import open_data
+from data.encode import is_validation
+from data.prepare import prepare
+from data.tokenizer import target_bytes
 from tests import cases
-from tests.conftest import make_config
+from tests.conftest import launch, make_config, rows
 
 WORLD = SimpleNamespace(rank=0, size=1, dp_rank=0, dp_size=1, cp=1, tp=1, device=torch.device("cpu"))
 
@@ -31,8 +39,9 @@ def test_a_source_without_a_target_has_no_loss_and_leaves_the_mean_alone(monkeyp
     run = SimpleNamespace(phase=lambda name: contextlib.nullcontext(), agree_on_stop=lambda: None, stopping=False,
                           stop=SimpleNamespace(start_sync=lambda: None))
     for streams, loss in ((["a", "b"], 3.0), (["b"], math.nan)):
-        found = evaluate.evaluate(Untrained(), make_config(), WORLD, SimpleNamespace(validation=streams, names=streams),
-                                  run)
+        dataset = SimpleNamespace(validation=streams, names=streams, tokenizer_files=[])
+        found = evaluate.evaluate(Untrained(), make_config(), WORLD, dataset, run)
+        assert math.isnan(found["bits_per_byte"])  # there is nothing to decode with
         assert found["loss"] == pytest.approx(loss, nan_ok=True) and math.isnan(found["loss_by_source"]["b"])
 
 
@@ -68,3 +77,96 @@ def test_a_tokenizer_that_cannot_encode_the_prompt_fails_no_run(tmp_path, monkey
 def test_all_ranks_generate_the_sample_or_none_does(on_ranks):
     """Generating communicates: a rank alone would wait for the others."""
     assert on_ranks(2, cases.samples_by_who_has_the_tokenizer, [[0], [1], [], [0, 1]]) == [[False] * 3 + [True]] * 2
+
+
+def write_texts(path, seed: int) -> list[str]:
+    """Texts with characters of one to four bytes, as jsonl. Returns those for validation."""
+    draw = random.Random(seed)
+    texts = ["".join(draw.choices("ab \n\u00e9\u4e2d\U0001f600\u2581", k=draw.randint(1, 60))) for _ in range(600)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return [text for text in texts if is_validation(text)]
+
+
+def byte_level(path) -> str:
+    """A tokenizer.json of bytes, some merged, also parts of characters; it adds no BOS."""
+    import tokenizers
+
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    model.train_from_iterator(["ab \n\u00e9\u4e2d\U0001f600\u2581 ab"] * 9, tokenizers.trainers.BpeTrainer(
+        vocab_size=264, special_tokens=["</s>"], initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    model.save(str(path))
+    return str(path)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("trained", [True, False])
+def test_bytes_of_targets_are_those_of_the_text(tmp_path, trained, masked):
+    """Of any number of tokens, the sum over the ranks equals what the bytes of the single tokens give."""
+    texts = write_texts(tmp_path / "t.jsonl", 0)
+    cfg = make_config(data={"source": str(tmp_path / "t.jsonl"), "path": str(tmp_path / "p"),
+                            "tokenizer": None if trained else byte_level(tmp_path / "tokenizer.json")})
+    prepare(cfg)
+    (stream,) = open_data(cfg, "heldout")
+
+    def found(stop: int, size: int = 3) -> int:
+        return sum(target_bytes(stream, stop, masked, tmp_path / "p", rank, size) for rank in range(size))
+
+    if trained:  # with BOS: all of the text is a target
+        assert found(stream.length) == found(stream.length, 1) == len("".join(texts).encode())
+        return
+    import tokenizers
+
+    model = tokenizers.Tokenizer.from_file(str(tmp_path / "p/tokenizer.json"))
+    of_byte = {char: byte for byte, char in bytes_of_characters().items()}
+    ids = stream.read(0, stream.length)[1].tolist()
+    begins = {begin for _, begin, _ in stream.documents(0, stream.length)}
+    for stop in range(2, min(200, stream.length)):
+        whole, dropped = b"", 0
+        for position, token in enumerate(ids[:stop]):
+            text = "" if token == model.token_to_id("</s>") else model.id_to_token(token)
+            piece = bytes(of_byte[char] for char in text)
+            if position in begins and (masked or position == 0):
+                dropped += len(piece.decode(errors="replace").encode())
+            whole += piece
+        assert found(stop) == len(whole.decode(errors="ignore").encode()) - dropped, stop
+
+
+def bytes_of_characters() -> dict[int, str]:
+    """GPT-2's printable character of each byte."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+@pytest.mark.slow
+def test_bits_per_byte_are_those_of_transformers_logits_over_the_bytes_of_the_text(write_config, tmp_path):
+    """Of a mixture and each of its sources, from two ranks and, of the saved checkpoint, from one."""
+    import transformers
+
+    texts = {str(tmp_path / f"{i}.jsonl"): write_texts(tmp_path / f"{i}.jsonl", i) for i in (1, 2)}
+    path = write_config("r", eval={}, checkpoint={}, data={
+        "source": None, "path": str(tmp_path / "p"), "sources": [{"source": name, "weight": 1.0} for name in texts]})
+    for command in [path], ["-m", "huggingface", "export", tmp_path / "outputs/r", tmp_path / "hf"]:
+        done = launch(*command, nproc=2)
+        assert done.returncode == 0, done.stderr
+    (row,) = rows(tmp_path / "outputs/r", "eval")
+    done = launch(path, "--eval-only")
+    again = options.flatten(json.loads(done.stdout))
+    assert again == {key: value if isinstance(value, str) else pytest.approx(value, rel=1e-6)
+                     for key, value in options.flatten(row).items()}
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype="float32")
+    cfg, nats = config.load(str(path)), {}
+    for name, stream in zip(texts, open_data(cfg, "heldout")):
+        ids, length = stream.read(0, stream.length)[1], cfg.train.seq_len
+        nats[name] = 0.0
+        for begin in range(0, stream.length - 1, length):
+            window = ids[begin : begin + length + 1]
+            with torch.no_grad():
+                scores = model(window[None, :-1]).logits[0].double()
+            nats[name] -= scores.log_softmax(-1).gather(1, window[1:, None]).sum().item()
+    size = {name: len("".join(held).encode()) for name, held in texts.items()}
+    for name in texts:
+        assert row["bits_per_byte_by_source"][name] == pytest.approx(nats[name] / math.log(2) / size[name], rel=1e-5)
+    assert row["bits_per_byte"] == pytest.approx(sum(nats.values()) / math.log(2) / sum(size.values()), rel=1e-5)

@@ -305,7 +305,7 @@ def test_what_a_step_returns_is_in_the_row_and_in_tensorboard(tmp_path, monkeypa
     recorder.log_step(1, 0, SimpleNamespace(digest=0, valid_tokens=10),
                       {"loss": torch.tensor(30.0), "z_loss": torch.tensor(5.0)},
                       {"grad_norm": torch.tensor(0.5), "lr": 0.1, "gate": {"blocks.0": torch.tensor(2.0)}})
-    recorder.log_evaluation(1, {"loss": 2.0, "loss_by_source": {"a.jsonl": 3.0}})
+    recorder.log_evaluation(1, {"loss": 2.0, "bits_per_byte": 1.0, "loss_by_source": {"a.jsonl": 3.0}})
     recorder.close()
     row = rows(tmp_path)[0]
     assert (row["loss"], row["z_loss"], row["grad_norm"], row["lr"]) == (6, 1, 0.5, 0.1)

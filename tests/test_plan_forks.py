@@ -82,7 +82,8 @@ def test_the_plan_is_that_of_all_blocks(name, monkeypatch):
     found = blocks_run(monkeypatch)
     short = simulate(cfg, 8)
     assert (found[-1] == 14) is (name in IN_FULL), found
-    equal(short, simulate(cfg, 8, whole=True))
+    if name not in IN_FULL:
+        equal(short, simulate(cfg, 8, whole=True))
 
 
 class Experts(nn.Module):
