@@ -48,6 +48,11 @@ def publish(temporary: pathlib.Path, final: pathlib.Path) -> None:
         raise
 
 
+def printable(text: str) -> str:
+    """Text that is safe on a terminal: control characters other than line ends and tabs are escaped."""
+    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def print_line(text: str) -> None:
     """Prints a line. It is not an error if the reader closes the pipe early, as `head` does."""
     try:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import config
 from config import ConfigError, run_tool
 from data.dataset import Dataset
-from data.show import printable
+from files import printable
 from metrics import log
 from model.llama import Llama, parameter_count
 from parallel.fsdp import reshard

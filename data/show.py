@@ -15,7 +15,7 @@ from config import ConfigError, run_tool
 from data.dataset import data_folders, open_data, weights
 from data.order import make_order
 from data.tokenizer import Tokenizer
-from files import print_line
+from files import print_line, printable
 
 
 def samples(cfg: config.Config, step: int) -> Iterator[str]:
@@ -35,11 +35,6 @@ def samples(cfg: config.Config, step: int) -> Iterator[str]:
             lines += [f"--- document {document}, {ends - begins} of its {stop - start} tokens{cut}",
                       printable(tokenizer.decode(ids[begins - first : ends - first].tolist()))]
         yield "\n".join(lines)
-
-
-def printable(text: str) -> str:
-    """Text that is safe on a terminal: control characters other than line ends and tabs are escaped."""
-    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def main(argv: list[str]) -> int:

@@ -20,8 +20,8 @@ import config
 import generate as tool
 from checkpoint import catalog, load
 from config import ConfigError
-from data.show import printable
 from data.tokenizer import Tokenizer
+from files import printable
 from generate import Cache, choose, continue_text, encode, generate, print_stream
 from model.llama import Llama
 from tests import cases

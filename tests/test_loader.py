@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import config
-import data.show
 from config import IGNORE, ConfigError
 from data.loader import make_order, sample_digest, validation_batches
 from data.order import Permutation, Place
 from data.tokenizer import Tokenizer
 from data.tokens import TokenStream, open_stream, read_manifest, window_count
+from files import printable
 from tests.conftest import REPO, config_for, data_rank, loader_of, make_config, prepare_one, run_tool
 
 
@@ -197,6 +197,8 @@ def test_a_step_can_be_read_on_a_terminal_without_its_characters(tmp_path):
 
 
 def test_a_step_can_be_read(corpus, write_config, capsys):
+    import data.show
+
     path = str(write_config("shown"))
     assert data.show.main([path, "--step", "2"]) == 0
     samples = capsys.readouterr().out.split("=== ")[1:]
@@ -209,6 +211,8 @@ def test_a_step_can_be_read(corpus, write_config, capsys):
 
 
 def test_documents_are_shown_with_what_is_cut_off(prepared, write_config):
+    import data.show
+
     stream, ending = open_stream(prepared, "train", 320), 0
     length = next(length for length in range(32, 99)  # of samples, so that the last token of one ends a document
                   for *_, stop in stream.documents(0, stream.length - 99) if (stop - 1) % length == 0)
@@ -230,7 +234,7 @@ def test_documents_are_shown_with_what_is_cut_off(prepared, write_config):
 @pytest.mark.parametrize("text, shown", [
     ("a\tb\n", "a\tb\n"), ("\x1b[31m\0", "\\x1b[31m\\x00"), ("\u202e\u00e9", "\\u202e\u00e9")])
 def test_control_characters_are_spelt_out(text, shown):
-    assert data.show.printable(text) == shown
+    assert printable(text) == shown
 
 
 def test_a_file_cut_while_in_use_is_named(prepared, tmp_path):

@@ -18,7 +18,6 @@ from types import SimpleNamespace
 import pytest
 
 import config
-import data.show
 import files
 from checkpoint import compare
 from config import ConfigError
@@ -35,7 +34,7 @@ from data.dataset import (
 from data.encode import is_validation, progress, report
 from data.prepare import main, prepare
 from data.tokenizer import Tokenizer, train_tokenizer
-from data.tokens import open_stream, read_manifest
+from data.tokens import MANIFEST, open_stream, read_manifest
 from lifecycle.checks import check_launch
 from lifecycle.command import Ranks
 from lifecycle.signals import Interruption
@@ -347,7 +346,7 @@ def test_what_a_preparation_says_it_has_is_on_disk(with_tokenizer, monkeypatch, 
         synced[name.removeprefix(".").removesuffix(".tmp")] = os.fstat(handle).st_size
 
     def write_atomic(path, text):
-        if path.name == data.tokens.MANIFEST:
+        if path.name == MANIFEST:
             state = json.loads(text)
             for split, tokens in state["tokens"].items():
                 assert synced.get(f"{split}.bin", 0) == 2 * tokens
@@ -371,7 +370,7 @@ import os, signal, sys, files, data.encode, data.prepare
 data.encode.SYNC_SECONDS, data.encode.CHUNK, write, seen = 0, 20_000, files.write_atomic, []
 def write_atomic(path, content):
     write(path, content)
-    if path.name == data.tokens.MANIFEST:
+    if path.name == MANIFEST:
         seen.append(path)
         if len(seen) == 4:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -479,6 +478,8 @@ def test_what_has_nothing_held_out_is_refused_with_an_evaluation(corpus, tmp_pat
 
 
 def test_training_on_a_mixture_and_looking_at_it(corpus, tmp_path, write_config, capsys):
+    import data.show
+
     cfg = mixture(tmp_path, corpus)
     path = write_config("mixed", data={k: v for k, v in config.to_dict(cfg)["data"].items() if k != "source"}, eval={},
                         checkpoint={}, train={"steps": 1}, optim={"warmup_steps": 0})
