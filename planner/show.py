@@ -2,11 +2,11 @@
 
 import math
 import pathlib
-from xml.sax.saxutils import escape
 
 import config
 from planner.devices import Moment
 from planner.plan import GIB, Asked
+from planner.svg import Drawing
 
 BAR = 40  # characters of the longest bar
 OTHER_FLOP = 0.05  # of MFU's FLOP, where those that the time has are shown too
@@ -91,24 +91,17 @@ def draw(row: dict, moments: list[Moment], path: str, title: str, limit: float |
     width, height, left, top = 1100, 320, 80, 60
     floor, whole = top + height, moments[-1].end
     most = max([limit or 0, *(moment.phase.peak.total() / GIB for moment in moments)])
-    shapes = []
-
-    def box(x: float, y: float, wide: float, tall: float, color: str, title: str) -> None:
-        shapes.append(f'<rect x="{x:.2f}" y="{y:.2f}" width="{wide:.2f}" height="{tall:.2f}" fill="{color}">'
-                      f"<title>{escape(title)}</title></rect>")
+    page = Drawing(left + width + 20, floor + 150)
 
     def span(begin: float, end: float, y: float, tall: float, color: str, title: str) -> None:
-        box(left + begin / whole * width, y, max(0.3, (end - begin) / whole * width), tall, color, title)
-
-    def text(x: float, y: float, words: str, anchor: str = "start", size: int = 13) -> None:
-        shapes.append(f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}" font-size="{size}">{escape(words)}</text>')
+        page.box(left + begin / whole * width, y, max(0.3, (end - begin) / whole * width), tall, color, title)
 
     def line(y: float, dashes: str) -> None:
-        shapes.append(f'<path d="M{left} {y:.1f}h{width}" stroke="#888" stroke-dasharray="{dashes}"/>')
+        page.path(f"M{left} {y:.1f}h{width}", dashes=dashes)
 
     for gib in ticks(most):
         line(y := floor - gib / most * height, "1 5")
-        text(left - 8, y + 4, f"{gib:g}", "end")
+        page.text(left - 8, y + 4, f"{gib:g}", "end")
     labels: list[tuple[str, float, float]] = []  # forward, backward or update, and when
     for moment, until in zip(moments, [*(later.begin for later in moments[1:]), whole]):
         phase, y = moment.phase, floor
@@ -128,25 +121,19 @@ def draw(row: dict, moments: list[Moment], path: str, title: str, limit: float |
     for kind, begin, end in labels:
         wide = (end - begin) / whole * width > 8 * len(kind)
         at, anchor = ((begin + end) / 2, "middle") if wide else (end, "end")
-        text(left + at / whole * width, floor + 41, kind, anchor)
+        page.text(left + at / whole * width, floor + 41, kind, anchor)
     for seconds in ticks(whole):
-        text(left + seconds / whole * width, floor + 20, f"{seconds:g} s", "middle")
+        page.text(left + seconds / whole * width, floor + 20, f"{seconds:g} s", "middle")
     for y, words in (top - 12, "GiB"), (floor + 65, "compute"), (floor + 95, "collectives"):
-        text(left - 8, y, words, "end")
+        page.text(left - 8, y, words, "end")
     if limit:
         line(floor - limit / most * height, "8 4")
-        text(left + width, floor - limit / most * height - 6, f"the GPU's memory: {limit:g} GiB", "end")
-    text(left, 22, f"{title}: peak {row['peak_gib']:.2f} GiB in the {row['peak_at']}", size=17)
+        page.text(left + width, floor - limit / most * height - 6, f"the GPU's memory: {limit:g} GiB", "end")
+    page.text(left, 22, f"{title}: peak {row['peak_gib']:.2f} GiB in the {row['peak_at']}", size=17)
     for i, (kind, color) in enumerate(COLORS.items()):
-        box(left + 155 * i, floor + 122, 12, 12, color, kind)
-        text(left + 155 * i + 18, floor + 133, kind)
-    pathlib.Path(path).write_text("\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 20} {floor + 150}" '
-        'font-family="sans-serif">',
-        # light or dark as the reader prefers, wherever the image is shown
-        "<style>text { fill: #1f2328 } .page { fill: #fff } @media (prefers-color-scheme: dark) "
-        "{ text { fill: #e6edf3 } .page { fill: #0d1117 } }</style>",
-        '<rect class="page" width="100%" height="100%"/>', *shapes, "</svg>", ""]))
+        page.box(left + 155 * i, floor + 122, 12, 12, color, kind)
+        page.text(left + 155 * i + 18, floor + 133, kind)
+    pathlib.Path(path).write_text(page.svg())
 
 
 def ticks(most: float) -> list[float]:

@@ -24,7 +24,8 @@ from tests.warm import warm_python
 
 BLOCK = re.compile(r"^```(.*?)\n(.*?)^```", re.M | re.S)
 DOCS = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
-LABELS = {"fork", "full-state", "message", "output", "run", "dry-run", "needs-a-cluster", "needs-lm-eval", "table"}
+LABELS = {"fork", "full-state", "message", "output", "run", "dry-run", "needs-a-cluster", "needs-a-tracker",
+          "needs-lm-eval", "table"}
 QUOTED = "python quoted "  # and the file
 
 
