@@ -126,9 +126,10 @@ def test_grouped_products_are_counted(options, monkeypatch):
         assert 2 * m.n_layers * m.dim * m.ffn_dim < excess < 2 * m.n_layers * (block - 2 * m.dim * m.ffn_dim)
     else:
         assert excess == pytest.approx(0, abs=2 * m.n_layers * 4 * m.dim)  # at most the router's
-    found = blocks_run(monkeypatch)
-    equal(simulate(cfg, 8), simulate(cfg, 8, whole=True))
-    assert found == [5, 14]
+    if options in ({}, {"recompute": "selective"}):
+        found = blocks_run(monkeypatch)
+        equal(step, simulate(cfg, 8, whole=True))
+        assert found == [14] and len(step.phases) > 2 * 14
 
 
 def test_flop_are_those_of_torchs_own_counter():

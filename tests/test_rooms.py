@@ -70,10 +70,9 @@ def test_what_is_left_tests_itself(core):
     assert "tests/test_plan.py" not in said and "tests/test_training.py::" in said
     ruff = subprocess.run([sys.executable, "-m", "ruff", "check", "."], cwd=core, capture_output=True, text=True)
     assert ruff.returncode == 0, ruff.stdout
-    said = pytest_("-m", "not slow", "tests/test_attention.py", "tests/test_loader.py", "tests/test_optim.py",
-                   "tests/test_activation_checkpoint.py")
+    said = pytest_("-m", "not slow", "tests/test_loader.py", "tests/test_optim.py")
     passed, skipped = (int(re.search(rf"(\d+) {what}", said)[1]) for what in ("passed", "skipped"))
-    assert passed > 90 and 0 < skipped < 25
+    assert passed > 50 and 0 < skipped < 25
 
 
 def test_the_linter_takes_no_removed_room_for_a_package():
