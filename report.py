@@ -316,7 +316,9 @@ def summary(run: Run) -> dict[str, str]:
     return shown({
         "state": f"{state} at step {step} of {run.config.get('train.steps', '?')}", "time": status.get("time"),
         "model": run.size, "loss": last.get(source("loss", last)),
-        "validation loss": run.last.get("eval", {}).get("loss"), "tokens": last.get("tokens"), "mfu": last.get("mfu"),
+        "validation loss": run.last.get("eval", {}).get("loss"),
+        "bits per byte": run.last.get("eval", {}).get("bits_per_byte"), "tokens": last.get("tokens"),
+        "mfu": last.get("mfu"),
         "tokens per second and device, median": round(np.median(rates)) if len(rates) else None,
         "peak memory, GiB": round(float(peaks.max()), 2) if len(peaks) else None, "launches": run.launches or None,
         "resumed after steps": sorted(run.resumed)[-5:] or None, "saves": len(run.saved)})

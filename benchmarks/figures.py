@@ -26,9 +26,8 @@ from planner.svg import GRAY, Drawing
 REPO = pathlib.Path(__file__).parent.parent
 FIGURES = REPO / "docs/figures"
 TABLE = re.compile(r"(?<=<!-- benchmarks.figures: fit -->\n).*?(?=<!-- end -->)", re.S)
-FIT = [("llama1b", 8, "H100"), ("llama8b", 8, "H100"), ("llama8b-h200", 1, "H200"),
-       ("llama3.1-8b-128k", 8, "H100"), ("llama70b", 64, "H100"), ("llama8b-qlora", 1, "RTX4090"),
-       ("llama70b-qlora", 8, "H100")]
+FIT = [("llama1b", 8, "H100"), ("llama8b", 8, "H100"), ("llama3.1-8b-128k", 8, "H100"),
+       ("llama70b", 64, "H100"), ("llama8b-qlora", 1, "RTX4090"), ("llama70b-qlora", 8, "H100")]
 MESHES = {"1 process": (1, []), "2 processes": (2, []), "4 processes": (4, []), "tp = 2": (2, ["--parallel.tp=2"]),
           "cp = 2": (2, ["--parallel.cp=2"])}
 LINES = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2")
