@@ -190,7 +190,8 @@ DRAWN: dict[str, Callable[[], str]] = {
 
 def fit_table(rows: list[tuple[str, int, str]]) -> str:
     """Will it fit, and how fast is it? A row of Markdown for each configuration, number of GPUs and GPU."""
-    lines = ["| configuration | GPUs | peak memory, GiB | tokens/s per GPU | MFU |", "|---|---|---|---|---|"]
+    lines = ["| configuration | GPUs | predicted peak, GiB | predicted tokens/s per GPU | predicted MFU |",
+             "|---|---|---|---|---|"]
     for name, ranks, gpu in rows:
         row, _ = plan_of(name, ranks, gpu=gpu)
         lines.append(f"| `{name}` | {ranks} x {gpu} | {row['device_gib']:.1f} of {device(gpu).memory:g} | "
@@ -204,9 +205,9 @@ def train() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, (processes, options) in MESHES.items():
             subprocess.run([REPO / "run_train.sh", "configs/tiny.toml", f"--run.output_dir={folder}",
-                            f"--run.name={name.replace(' ', '-').replace('=', '')}", *options], check=True, cwd=REPO,
+                            f"--run.name={re.sub('[ =]+', '-', name)}", *options], check=True, cwd=REPO,
                            env={**os.environ, "NPROC": str(processes), "PYTHON": sys.executable})
-            rows = pathlib.Path(folder, name.replace(" ", "-").replace("=", ""), "metrics.jsonl").read_text()
+            rows = pathlib.Path(folder, re.sub("[ =]+", "-", name), "metrics.jsonl").read_text()
             found[name] = [[row["step"], round(row["loss_mean"], 4)] for row in map(json.loads, rows.splitlines())
                            if row["kind"] == "train"]
     (FIGURES / "losses.json").write_text(json.dumps(found) + "\n")
