@@ -103,8 +103,8 @@ def context() -> str:
         page.text(x + 50, y - 6, f"{row['device_gib']:.0f}", "middle")
         page.text(x + 50, floor + 20, name, "middle")
     for i, (kind, color) in enumerate((*COLORS.items(), ("CUDA's own", GRAY))):
-        page.box(left + 114 * i, 384, 12, 12, color)
-        page.text(left + 114 * i + 16, 395, kind, size=12)
+        page.box(left + 118 * i, 384, 12, 12, color)
+        page.text(left + 118 * i + 16, 395, kind, size=12)
     return page.svg()
 
 
@@ -138,7 +138,7 @@ def losses() -> str:
     last = max(step for rows in found.values() for step, _ in rows)
     low, high = 2, 9
     apart = max(max(column) - min(column) for column in zip(*([loss for _, loss in rows] for rows in found.values())))
-    page.text(left, 24, "configs/tiny.toml on five meshes: mean loss over ten steps", size=17)
+    page.text(left, 24, "configs/tiny.toml on five meshes: mean loss over ten steps, computed in bfloat16", size=17)
     page.text(left, 46, f"the largest distance between two of them: {apart:.3f}")
     for loss in range(low, high + 1):
         y = floor - (loss - low) / (high - low) * 250
