@@ -59,7 +59,7 @@ class Accent(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         begin, end = ACCENT
-        return re.sub(r"^(step .*?loss +)(\S+)", rf"\g<1>{begin}\2{end}", super().format(record))
+        return re.sub(r"^(step .*?loss +)([^\s,]+)", rf"\g<1>{begin}\2{end}", super().format(record))
 
 
 def start_logging(folder: pathlib.Path, rank: int, color: bool) -> pathlib.Path:
@@ -190,14 +190,14 @@ class Recorder:
             return
         w, m, p, t, lora = self.world, self.cfg.model, self.cfg.parallel, self.cfg.train, self.cfg.lora
         log.info(f"{self.folder}: {parameters:,} parameters on {w.size} x {w.device.type} ({w.dp_replicate} replicas x "
-                 f"{w.dp_shard} shards{f' x cp {w.cp} x tp {w.tp}' * (w.cp * w.tp > 1)}), {p.param_dtype}, "
-                 f"recompute {p.recompute}, prefetch {p.prefetch_forward} forward, {p.prefetch_backward} backward "
+                 f"{w.dp_shard} shards{f' x cp {w.cp} x tp {w.tp}' * (w.cp * w.tp > 1)}), {p.param_dtype}")
+        log.info(f"recompute {p.recompute}, prefetch {p.prefetch_forward} forward, {p.prefetch_backward} backward "
                  f"(0: implicit){', compiled' * p.compile}{f', float8 {p.float8}' * (p.float8 != 'none')}"
                  f"{', offloaded to the host' * p.cpu_offload}"
                  f"{f', adapters of rank {lora.rank} over a base in {lora.base_dtype}' if lora else ''}"
                  f"{', reduced once a step' * (not p.sync_every_micro_batch)}")
         log.info(f"{config.tokens_per_step(self.cfg):,} tokens per step = "
-                 f"{config.accumulation_steps(self.cfg, w.dp_size)} micro-batches x {w.dp_size} data-parallel ranks x "
+                 f"{config.accumulation_steps(self.cfg, w.dp_size)} micro-batches x {w.dp_size} data ranks x "
                  f"{config.micro_batch_size(self.cfg, w.dp_size)} sequences of {t.seq_len}; "
                  + (f"resuming after step {self.start}" if self.start else f"from the weights of {m.init_from}"
                     if m.init_from else "from fresh weights"))

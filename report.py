@@ -147,7 +147,7 @@ class Run:
                     self.sample = ""
                 elif saved := re.match(r"saved .*step-(\d+)$", text):
                     self.saved.add(int(saved[1]))
-                elif size := re.match(r".*: ([\d,]+ parameters on .*?),", text):
+                elif size := re.match(r".*: ([\d,]+ parameters on .*), [a-z]+[0-9]+$", text):
                     self.size, self.sample = size[1], ""
                     self.launches += 1
                 elif resumed := re.match(r".* tokens per step = .*; resuming after step (\d+)$", text):

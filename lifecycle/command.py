@@ -113,7 +113,7 @@ def torchrun_id() -> str | None:
 
 def words_without(*options: str) -> list[str]:
     """The command line of this launch, without options that begin so."""
-    return [word for word in sys.argv[1:] if not word.startswith(options)]
+    return [word.removeprefix(f"{os.getcwd()}/") for word in sys.argv[1:] if not word.startswith(options)]
 
 
 def color_is_wanted() -> bool:

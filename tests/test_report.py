@@ -202,13 +202,13 @@ def test_thinning_keeps_gaps(tmp_path):
     assert first[-1][0] == pytest.approx(7000, abs=20) and second[0][0] == pytest.approx(7000, abs=20)
 
 
-LOG = """2026-11-25 07:44:19,869 outputs/r: 5,048,576 parameters on 2 x cpu (1 replicas x 2 shards), bfloat16, none
+LOG = """2026-11-25 07:44:19,869 outputs/r: 5,048,576 parameters on 2 x cpu (1 replicas x 2 shards), bfloat16
 2026-11-25 07:44:19,869 2,048 tokens per step = 1 micro-batches x 1 x 8 sequences of 256; from fresh weights
 2026-11-25 07:44:20,172 step   1/300  loss  8.8482  grad   0.93
 2026-11-25 07:44:41,887 saved outputs/r/checkpoints/step-00000010
 2026-11-25 07:44:45,958 a sample:
 the former
-2026-11-25 07:45:19,869 outputs/r: 5,048,576 parameters on 2 x cpu (1 replicas x 2 shards), bfloat16, none
+2026-11-25 07:45:19,869 outputs/r: 5,048,576 parameters on 2 x cpu (1 replicas x 2 shards), bfloat16
 2026-11-25 07:45:19,869 2,048 tokens per step = 1 micro-batches x 1 x 8 sequences of 256; resuming after step 10
 2026-11-25 07:45:41,887 saved outputs/r/checkpoints/step-00000020
 2026-11-25 07:45:45,958 a sample:
