@@ -101,6 +101,7 @@ class Data:
     tokenizer: str | None = option(None, "a sentencepiece .model, tokenizer.json or their folder; absent: train one")
     max_tokens: int | None = option(None, "tokens to prepare; absent: all", POSITIVE)
     document_mask: bool = option(False, "attend only within a document; positions restart in each")
+    order: Literal["global", "growing"] = option("global", "growing: train while the text is being prepared")
     sources: tuple[Source, ...] = option((), "a mixture, weighted", note="; write [[data.sources]]")
 
 
@@ -219,6 +220,7 @@ ROOMS = {
     "model.init_from": ("huggingface/",),
     "lora": ("model/lora.py", "huggingface/"),
     'lora.base_dtype = "nf4"': ("model/nf4.py",),
+    "data.order": ("data/growing.py",),
     "optim.state_dtype": ("adamw_bfloat16.py",),
     "log.tracker": ("tracker.py",),
     "profile": ("lifecycle/profiler.py",),

@@ -29,6 +29,8 @@ def identity(cfg: config.Config) -> dict:
              # a tokenizer file defines its vocabulary; the model may have more rows
              "vocab_size": None if d.tokenizer else cfg.model.vocab_size,
              "max_tokens": d.max_tokens, "format": FORMAT}
+    if d.order != "global":
+        found["order"] = d.order
     if d.source == STDLIB:
         found["python"] = platform.python_version()
     if (kind := kind_of(d.source)) not in (Files, Hub):  # one that generates its text: its code is the content
@@ -118,8 +120,8 @@ def source_names(cfg: config.Config) -> list[str]:
 class Dataset:
     """A configuration's prepared data, opened."""
 
-    train: list[TokenStream]  # one per source; without a mixture, [data] is the only one
-    validation: list[TokenStream]
+    train: list[Any]  # a TokenStream per source, or data/growing.py's Parts; without a mixture, [data] is the only one
+    validation: list[Any]
     weights: list[float]
     names: list[str]  # of a mixture's sources
     tokenizer_files: list[pathlib.Path]
@@ -130,8 +132,13 @@ class Dataset:
 def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
     """Opens the training data and, with [eval], the validation data; train=False: only the latter. Raises ConfigError
     if it is not prepared, was prepared for another configuration, or is too small for one batch."""
-    training = open_data(cfg, "train") if train else []
-    validation = open_data(cfg, "heldout") if cfg.eval or not train else []
+    if cfg.data.order == "growing":
+        from data.growing import open_parts
+
+        training, validation = open_parts(cfg, train)
+    else:
+        training = open_data(cfg, "train") if train else []
+        validation = open_data(cfg, "heldout") if cfg.eval or not train else []
     if train:
         make_order(cfg, training, weights(cfg))  # raises if there is too little data
     folders = data_folders(cfg)
@@ -141,7 +148,7 @@ def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
     if (entries := manifests[0]["vocab_size"]) < cfg.model.vocab_size:
         notes.append(f"the tokenizer of {folders[0]} has {entries:,} entries, the model {cfg.model.vocab_size:,} rows")
     notes += [f"{stream.path.parent}: none of its documents (one in a hundred) is held out: it has no validation loss"
-              for stream in validation if stream.length < 2]
+              for stream in validation if cfg.data.order == "global" and stream.length < 2]
     if cfg.model.init_from:
         paths = [pathlib.Path(cfg.model.init_from, name) for name in TOKENIZERS]
         theirs = [path.read_bytes() for path in paths if path.is_file()]
@@ -156,4 +163,6 @@ def samples_per_epoch(cfg: config.Config) -> float | None:
     """Samples until every source has been read once; None if the data is not prepared, or its tokenizer is missing."""
     if cfg.data.tokenizer and not os.path.exists(cfg.data.tokenizer):
         return None
-    return make_order(cfg, open_data(cfg, "train"), weights(cfg)).longest_epoch() if is_prepared(cfg) else None
+    if cfg.data.order == "growing" or not is_prepared(cfg):
+        return None
+    return make_order(cfg, open_data(cfg, "train"), weights(cfg)).longest_epoch()

@@ -4,6 +4,7 @@ import collections
 import concurrent.futures
 import hashlib
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from config import DIGEST_MODULUS, IGNORE
 from data.dataset import Dataset
 from data.order import make_order, rank_samples
 from data.tokens import TokenStream
+from ranks import local_world_size, rank_and_size
 
 READ_AHEAD = 2  # steps
 
@@ -37,6 +39,11 @@ class Loader:
         self.cfg, self.streams, self.world = cfg, dataset.train, world
         self.micro_batch_size = config.micro_batch_size(cfg, world.dp_size)
         self.order = make_order(cfg, dataset.train, dataset.weights)
+        self.preparing = None
+        if cfg.data.order == "growing" and rank_and_size()[1] == 0:
+            from data.growing import start_preparing
+
+            self.preparing = start_preparing(cfg, max(1, len(os.sched_getaffinity(0)) - local_world_size()))
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "loader")
         self.ahead = collections.deque(self.thread.submit(self.batch, first_step + i) for i in range(READ_AHEAD))
         self.next_step = first_step + READ_AHEAD
@@ -49,6 +56,8 @@ class Loader:
 
     def close(self) -> None:
         self.thread.shutdown(cancel_futures=True)
+        if self.preparing:
+            self.preparing.kill()
 
     def batch(self, step: int) -> Batch:
         t, w, digest, micro_batches = self.cfg.train, self.world, 0, []
@@ -67,8 +76,8 @@ class Loader:
 
     def span(self, number: int) -> tuple[TokenStream, int, int]:
         """(stream, first token, one past the last) of a sample: seq_len inputs and their targets, shifted by one."""
-        place, length = self.order(number), self.cfg.train.seq_len
-        return self.streams[place.source], place.window * length, (place.window + 1) * length + 1
+        place = self.order(number)
+        return self.streams[place.source].span(place.window, self.cfg.train.seq_len)
 
 
 def read_windows(spans: list[tuple[TokenStream, int, int]], cfg: config.Config,

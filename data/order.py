@@ -9,18 +9,18 @@ import hashlib
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import config
 from config import LONGEST_PERIOD, ConfigError
-from data.tokens import TokenStream, window_count
+from data.tokens import window_count
 
 
 class Permutation:
     """A bijection of 0 ... n-1, keyed by (seed, epoch, source), without a table: a Feistel network of eight rounds
     (https://doi.org/10.1137/0217022) over the next even power of two, cycle-walked until the result is below n."""
 
-    def __init__(self, n: int, seed: int, epoch: int, source: int = 0):
+    def __init__(self, n: int, seed: int, epoch: int, source: object = 0):
         self.n = n
         self.half = max(1, ((n - 1).bit_length() + 1) // 2)  # bits
         key = hashlib.blake2b(f"{seed}/{epoch}/{source}".encode(), digest_size=64).digest()
@@ -105,9 +105,13 @@ class Order:
         return max(windows * period / part for windows, part in zip(self.windows, parts))
 
 
-def make_order(cfg: config.Config, streams: Sequence[TokenStream], weights: Sequence[float]) -> Order:
+def make_order(cfg: config.Config, streams: Sequence[Any], weights: Sequence[float]) -> Order:
     """The order of a run. Raises ConfigError if a source is too small for its share of one global batch."""
     t = cfg.train
+    if cfg.data.order == "growing":
+        from data.growing import GrowingOrder
+
+        return GrowingOrder(streams, weights)
     order = Order([window_count(stream.length, t.seq_len) for stream in streams], weights, cfg.run.seed)
     needed = [part / order.mixture.period * t.global_batch_size for part in order.mixture.parts]
     problems = [f"{stream.path}: {stream.length} tokens give {windows} samples of train.seq_len = {t.seq_len}, but one "

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import os
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator
@@ -27,6 +28,10 @@ from data.tokens import MANIFEST, damaged, read_manifest
 def prepare(cfg: config.Config) -> list[pathlib.Path]:
     """Creates missing folders of token files, and checks existing ones. Returns them, by source. Raises ConfigError,
     after which a folder is published in full or not at all."""
+    if cfg.data.order == "growing":
+        from data.growing import check_sources
+
+        check_sources(cfg)
     if cfg.data.sources and not cfg.data.tokenizer:
         _prepare_common_tokenizer(cfg)
     parts = prepared_parts(cfg)
@@ -129,6 +134,8 @@ def _prepare_folder(folder: pathlib.Path, cfg: config.Config) -> None:
         else:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
+    if d.order == "growing":
+        return
     tokens = manifest["tokens"]
     report(f"prepared {folder}: {tokens['train']:,} tokens to train on, {tokens['heldout']:,} for validation")
 
@@ -143,7 +150,12 @@ def _write_folder(temporary: pathlib.Path, cfg: config.Config, manifest: dict) -
         rows = cfg.model.vocab_size
         raise ConfigError(f"[model] vocab_size = {rows}: smaller than the tokenizer {d.tokenizer}, of {size} entries")
     dtype = "uint16" if size <= 1 << 16 else "int32"
-    write_tokens(temporary, d, dtype, manifest)
+    if d.order == "growing":
+        from data.growing import write_plan
+
+        write_plan(temporary, d)
+    else:
+        write_tokens(temporary, d, dtype, manifest)
     content = sorted(path for path in temporary.iterdir() if path.suffix != ".tmp" and path.name != MANIFEST)
     manifest |= {"vocab_size": size, "dtype": dtype, "sha256": {path.name: _sha256(path) for path in content}}
     del manifest["place"]
@@ -188,6 +200,12 @@ def main(argv: list[str]) -> int:
     _, cfg = config.from_command_line(argv, __doc__, tool=True)
     try:
         prepare(cfg)
+        if cfg.data.order == "growing":
+            from data.growing import report_prepared, start_preparing
+
+            if (preparing := start_preparing(cfg, len(os.sched_getaffinity(0)))) and (code := preparing.wait()):
+                return code
+            report_prepared(cfg)
     except KeyboardInterrupt:
         report("stopped; the same command resumes here")
         return 130

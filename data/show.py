@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import config
 from config import ConfigError, run_tool
-from data.dataset import data_folders, open_data, weights
+from data.dataset import data_folders, open_dataset, weights
 from data.order import make_order
 from data.tokenizer import Tokenizer
 from files import print_line, printable
@@ -20,14 +20,15 @@ from files import print_line, printable
 
 def samples(cfg: config.Config, step: int) -> Iterator[str]:
     """Yields the text to print for each sample of a step (from 1). Raises ConfigError."""
-    t, streams = cfg.train, open_data(cfg, "train")
+    t, streams = cfg.train, open_dataset(cfg).train
     order, tokenizer = make_order(cfg, streams, weights(cfg)), Tokenizer(data_folders(cfg)[0])
     for number in range((step - 1) * t.global_batch_size, step * t.global_batch_size):
         source, epoch, window = order(number)
-        stream, first, last = streams[source], window * t.seq_len, (window + 1) * t.seq_len  # the last: a target only
+        stream, first, stop = streams[source].span(window, t.seq_len)
+        last = stop - 1  # a target only
         of = f" of {cfg.data.sources[source].source}" if cfg.data.sources else ""
-        lines = [f"=== step {step}, sample {number}: epoch {epoch}{of}, window {window} of {order.windows[source]}, "
-                 f"tokens {first} to {last}"]
+        lines = [f"=== step {step}, sample {number}: epoch {epoch}{of}, window {window}, tokens {first} to "
+                 f"{last}"]
         _, ids = stream.read(first, last + 1)
         for document, start, stop in stream.documents(first, last + 1):
             begins, ends = max(start, first), min(stop, last + 1)

@@ -4,6 +4,7 @@ import abc
 import codecs
 import contextlib
 import glob
+import io
 import json
 import os
 import pathlib
@@ -70,77 +71,98 @@ class Source(abc.ABC):
 
 
 class Files(Source):
-    """Local files, one after the other. Their place is (file, rows read, bytes read)."""
+    """Local files, one after the other, or pieces of them: (number of the file, begin, end), in bytes, of a parquet
+    file in row groups. A piece of text has the lines that begin in it. A place is (piece, rows read, bytes read)."""
 
-    def __init__(self, d: config.Data, place: list | None):
+    def __init__(self, d: config.Data, place: list | None, pieces: list[list[int]] | None = None):
         super().__init__(d, place)
         self.paths = (_stdlib_files() if d.source == STDLIB else local_files(d.source)) or []
         if not self.paths:
             raise ConfigError(f"[data] source = {d.source}: no such file (or folder, or pattern) of {', '.join(LOCAL)}")
         self.sizes = [path.stat().st_size for path in self.paths]
-        self.file, self.row, self.byte = place or (0, 0, 0)
+        self.pieces = pieces or [[number, 0, size] for number, size in enumerate(self.sizes)]
+        self.whole = pieces is None
+        self.piece, self.row, self.byte = place or (0, 0, 0)
 
     def rows(self) -> Iterator[tuple[str, object]]:
         kinds = {".parquet": self._parquet, ".txt": self._text, ".py": self._python}
-        while self.file < len(self.paths):
-            path = self.paths[self.file]
+        while self.piece < len(self.pieces):
+            number, begin, end = self.pieces[self.piece]
+            path = self.paths[number]
             if path.suffix not in LOCAL and self.d.source != STDLIB:
                 raise ConfigError(f"[data] source = {path}: must be one of {', '.join(LOCAL)}")
-            yield from kinds.get(path.suffix, self._json_lines)(path)
-            self.file, self.row, self.byte = self.file + 1, 0, 0
+            yield from kinds.get(path.suffix, self._json_lines)(path, begin, end)
+            self.piece, self.row, self.byte = self.piece + 1, 0, 0
 
     def place(self) -> list:
-        return [self.file, self.row, self.byte]
+        return [self.piece, self.row, self.byte]
 
     def share(self) -> float | None:
-        return (sum(self.sizes[: self.file]) + self.byte) / max(1, sum(self.sizes))
+        return (sum(self.sizes[: self.piece]) + self.byte) / max(1, sum(self.sizes)) if self.whole else None
 
-    def _json_lines(self, path: pathlib.Path) -> Iterator[tuple[str, object]]:
+    def _open(self, path: pathlib.Path, begin: int) -> io.BufferedReader:
+        """The file, at the first line that begins at `begin` or later, or where reading stopped."""
+        file = path.open("rb")
+        file.seek(self.byte or max(0, begin - 1))
+        if begin and not self.byte:
+            file.readline()  # the rest of a line that the piece before has, or the end of its last one
+        self.byte = file.tell()
+        return file
+
+    def _where(self, path: pathlib.Path, begin: int, line: int) -> str:
+        return f"{path}: line {line}" + f" after byte {begin:,}" * bool(begin)
+
+    def _json_lines(self, path: pathlib.Path, begin: int, end: int) -> Iterator[tuple[str, object]]:
         """Reads line by line and not through `datasets`, whose errors name neither line nor field."""
-        with path.open("rb") as file:
-            file.seek(self.byte)
-            for line in file:
+        with self._open(path, begin) as file:
+            while self.byte < end and (line := file.readline()):
                 self.row, self.byte = self.row + 1, self.byte + len(line)
                 if line.strip():
+                    where = self._where(path, begin, self.row)
                     try:
                         row = json.loads(line)
                     except (ValueError, RecursionError) as error:
-                        raise ConfigError(f"{path}: line {self.row}: is not valid JSON: {error}") from None
-                    yield f"{path}: line {self.row}", row
+                        raise ConfigError(f"{where}: is not valid JSON: {error}") from None
+                    yield where, row
 
-    def _text(self, path: pathlib.Path) -> Iterator[tuple[str, object]]:
+    def _text(self, path: pathlib.Path, begin: int, end: int) -> Iterator[tuple[str, object]]:
         """A file is one document; a long one is split, at a line end if one is near, so that a part is validation."""
-        with path.open("rb") as file:
-            file.seek(self.byte)
-            while raw := file.read(TEXT_BYTES) + file.readline(TEXT_BYTES):
+        ended = True  # at the end of a line: the next piece begins there
+        with self._open(path, begin) as file:
+            while (self.byte < end or not ended) and (
+                    # to the end of the line with the piece's last byte
+                    raw := file.read(max(0, min(TEXT_BYTES, end - self.byte - 1))) + file.readline(TEXT_BYTES)):
                 try:
                     text, used = codecs.utf_8_decode(raw, "strict", not file.peek(1))  # leaves a partial character
                 except UnicodeDecodeError as error:
                     line = self.row + raw.count(b"\n", 0, error.start) + 1
-                    raise ConfigError(f"{path}: line {line}: is not UTF-8: {error.reason}") from None
+                    raise ConfigError(f"{self._where(path, begin, line)}: is not UTF-8: {error.reason}") from None
                 self.row, self.byte = self.row + raw.count(b"\n"), self.byte + used
+                ended = raw[:used].endswith(b"\n")
                 file.seek(self.byte)
                 yield str(path), {self.d.text_field: text}
 
-    def _python(self, path: pathlib.Path) -> Iterator[tuple[str, object]]:
+    def _python(self, path: pathlib.Path, begin: int, end: int) -> Iterator[tuple[str, object]]:
         if not self.byte:
-            self.byte = self.sizes[self.file]
+            self.byte = end
             with contextlib.suppress(UnicodeDecodeError):
                 yield str(path), {self.d.text_field: path.read_bytes().decode()}
 
-    def _parquet(self, path: pathlib.Path) -> Iterator[tuple[str, object]]:
+    def _parquet(self, path: pathlib.Path, begin: int, end: int) -> Iterator[tuple[str, object]]:
         with _readable(f"{path}:"):
             import pyarrow.parquet  # comes with `datasets`
 
             field, table = self.d.text_field, pyarrow.parquet.ParquetFile(path)
             rows, skip = table.metadata.num_rows, self.row  # those read before
+            groups = None if self.whole else [*range(begin, end)]
+            first = sum(table.metadata.row_group(i).num_rows for i in range(begin)) if groups else 0
             if rows and field not in table.schema_arrow.names:
                 yield f"{path}: row 1", dict.fromkeys(table.schema_arrow.names)
-            for batch in table.iter_batches(1024, columns=[field]):
+            for batch in table.iter_batches(1024, groups, [field]):
                 for text in batch[field][skip:].to_pylist():
                     self.row += 1
-                    self.byte = self.sizes[self.file] * self.row // rows
-                    yield f"{path}: row {self.row}", {field: text}
+                    self.byte = end * self.row // rows
+                    yield f"{path}: row {first + self.row}", {field: text}
                 skip = max(0, skip - batch.num_rows)
 
 

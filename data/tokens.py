@@ -75,6 +75,10 @@ class TokenStream:
             raise damaged(self.path, f"token {start + at} has id {ids[at]}, but [model] vocab_size = {self.vocab_size}")
         return raw, ids
 
+    def span(self, window: int, length: int) -> "tuple[TokenStream, int, int]":
+        """(stream, first token, one past the last) of a window: `length` inputs and their targets, shifted by one."""
+        return self, window * length, (window + 1) * length + 1
+
     def documents(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """(number, first token, one past its last) of each document that overlaps tokens start ... stop-1."""
         number = bisect.bisect_right(range(self.document_count), start, key=self._end)  # some thirty reads

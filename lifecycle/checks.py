@@ -30,7 +30,7 @@ def check_launch(cfg: config.Config, ranks: Ranks, args: Namespace, interruption
     if not args.eval_only and read_status(folder).get("state") == "finished" and nothing_left(cfg, folder):
         return False
     together(lambda: config.mesh_shape(cfg, ranks.total), lambda: args.eval_only or check_folder(folder))
-    if ranks.job and not is_prepared(cfg):  # the job's GPUs would idle meanwhile
+    if ranks.job and cfg.data.order == "global" and not is_prepared(cfg):  # the job's GPUs would idle meanwhile
         command = shlex.join(["./run_train.sh", "-m", "data.prepare", args.config, *args.overrides])
         raise ConfigError(f"{args.config}: its data is not prepared, and none is inside a job; run {command} on the "
                           "login node")
@@ -53,7 +53,7 @@ def check_launch(cfg: config.Config, ranks: Ranks, args: Namespace, interruption
         prepare(cfg)
         dataset = open_dataset(cfg)
         compare.check_same_data(cfg, start, dataset.fingerprint)
-    if dataset.validation and all(stream.length < 2 for stream in dataset.validation):
+    if cfg.data.order == "global" and dataset.validation and all(stream.length < 2 for stream in dataset.validation):
         where = ", ".join(str(stream.path.parent) for stream in dataset.validation)
         raise ConfigError(f"{where}: none of its documents (one in a hundred) is held out; bring more, or --eval=off")
     try:

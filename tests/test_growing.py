@@ -1,0 +1,244 @@
+"""data.order = "growing": parts hold the source's text once, and every way of preparing them gives the same samples."""
+
+import itertools
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import pytest
+
+import config
+from config import ConfigError
+from data import growing
+from data.dataset import open_dataset
+from data.loader import Loader
+from data.order import make_order
+from data.prepare import prepare
+from data.sources import Files
+from data.tokenizer import Tokenizer
+from tests.conftest import REPO, data_rank, launch, make_config, rows, words
+
+TEXTS = [words(i, 5 + i % 80) + ("" if i % 7 else "\n\u00e9\u732b") for i in range(3000)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_parts():
+    """The text here is little: cut it as if it were much. The plan is made in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(growing, "SMALLEST", 6000)
+        yield
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> dict[str, pathlib.Path]:
+    """The same texts as files of each kind, of uneven sizes."""
+    import pyarrow
+    import pyarrow.parquet
+
+    folder = tmp_path_factory.mktemp("growing")
+    cuts = [0, 1, 40, 1900, 1901, 2600, 3000]
+    for number, (begin, end) in enumerate(itertools.pairwise(cuts)):
+        part = TEXTS[begin:end]
+        (folder / f"jsonl{number}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
+        (folder / f"txt{number}.txt").write_text("\n".join(part) + "\n" * (number % 2))
+        pyarrow.parquet.write_table(pyarrow.table({"text": part}), folder / f"parquet{number}.parquet",
+                                    row_group_size=100)
+    return {kind: folder / f"{kind}*.{kind}" for kind in ("jsonl", "txt", "parquet")}
+
+
+def growing_config(source, path, **sections) -> config.Config:
+    data = {"source": str(source), "path": str(path), "order": "growing", **sections.pop("data", {})}
+    return make_config(data=data, **sections)
+
+
+@pytest.fixture(scope="module")
+def folder(sources, tmp_path_factory) -> pathlib.Path:
+    """All parts of the jsonl source, prepared by three processes at once."""
+    cfg = growing_config(sources["jsonl"], tmp_path_factory.mktemp("parts") / "all")
+    prepare(cfg)
+    children = [growing.start_preparing(cfg, 1) for _ in range(3)]
+    assert [child.wait(60) for child in children] == [0, 0, 0]
+    return pathlib.Path(cfg.data.path)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "txt", "parquet"])
+@pytest.mark.parametrize("size", [300, 5000, 10**7])
+def test_parts_hold_each_text_once(sources, monkeypatch, kind, size):
+    monkeypatch.setattr(growing, "SMALLEST", size)
+    monkeypatch.setattr(growing, "LARGEST", size)
+    d = growing_config(sources[kind], "unused").data
+    source = Files(d, None)
+    parts = growing.cut(source)
+    for number in range(len(source.paths)):  # each unit of each file is in one piece
+        pieces = sorted(piece[1:] for part in parts for piece in part if piece[0] == number)
+        assert pieces[0][0] == 0 and all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
+    found = [[*Files(d, [0, 0, 0], pieces)] for pieces in parts]
+    assert "".join(itertools.chain(*found)) == "".join(source)
+    if kind != "txt":
+        assert Counter(itertools.chain(*found)) == Counter(text for text in TEXTS if text)
+    lengths = [sum(len(text.encode()) for text in texts) for texts in found]
+    assert len(parts) == 1 if size == 10**7 else len(parts) > 10
+    if size == 5000 and kind == "jsonl":
+        assert max(lengths) < 2 * size and sorted(lengths)[len(lengths) // 2] > size / 2
+
+
+def test_the_standard_library_is_cut_at_files():
+    d = growing_config("python-stdlib", "unused").data
+    source = Files(d, None)
+    parts = growing.cut(source)
+    assert 50 < len(parts) < 80 and [piece[0] for part in parts for piece in part] == [
+        number for number, size in enumerate(source.sizes) if size]
+
+
+def test_an_epoch_has_every_window_once_segment_by_segment(folder, sources):
+    cfg = growing_config(sources["jsonl"], folder, train={"global_batch_size": 4})
+    (parts,) = open_dataset(cfg).train
+    order = make_order(cfg, [parts], [1.0])
+    counts = [parts.stream(place).length for place in range(len(parts.turn))]
+    windows = [max(0, (count - 1) // 32) for count in counts]
+    total = sum(windows)
+    places = [order(number) for number in range(3 * total)]
+    for epoch in range(3):
+        found = places[epoch * total : (epoch + 1) * total]
+        assert sorted(place.window for place in found) == [*range(total)] and {p.epoch for p in found} == {epoch}
+    begins = [sum(windows[: begin]) for begin in parts.segments]
+    assert [b - a for a, b in itertools.pairwise(parts.segments)][:5] == [1, 1, 2, 4, 8]
+    for begin, end in itertools.pairwise(begins):  # of the first epoch; permuted, unless there is nothing to permute
+        found = [place.window for place in places[begin:end]]
+        assert sorted(found) == [*range(begin, end)] and (found != sorted(found) or end - begin < 3)
+    late = [place.window for place in places[total : total + begins[2]]]
+    assert max(late) > begins[4]  # of the second epoch: from everywhere
+    # only the tails of parts are lost
+    assert 0 <= sum(counts) - 32 * total <= 33 * len(counts)
+    spans = {(stream.path, first) for stream, first, _ in (parts.span(w, 32) for w in range(total))}
+    assert len(spans) == total
+    other = make_order(cfg2 := growing_config(sources["jsonl"], folder, run={"seed": 1}), open_dataset(cfg2).train, [1])
+    assert [other.sources[0].turn, *(other(n) for n in range(20))] != [parts.turn, *places[:20]]
+
+
+def test_validation_is_the_held_out_text_of_the_first_parts(folder, sources):
+    cfg = growing_config(sources["jsonl"], folder, eval={})
+    dataset = open_dataset(cfg)
+    (held,), (parts,) = dataset.validation, dataset.train
+    first = [growing.part_folder(folder, number) for number in parts.turn[: growing.VALIDATION_PARTS]]
+    content = b"".join((path / "heldout.bin").read_bytes() for path in first)
+    raw, ids = held.read(0, held.length)
+    assert raw == content and ids.numel() == held.length == len(content) // 2 > 200
+    assert held.read(37, 150)[0] == content[74:300]
+    documents = held.documents(0, held.length)
+    assert [begin for _, begin, _ in documents] == [0, *(end for *_, end in documents[:-1])]
+    assert [n for n, *_ in documents] == [*range(len(documents))] and documents[-1][2] == held.length
+    tokenizer = Tokenizer(folder)
+    texts = {tokenizer.decode(ids[begin:end].tolist()) for _, begin, end in documents}
+    assert texts <= {*TEXTS} and len(texts) > 3
+    assert held.documents(40, 90) == [d for d in documents if d[1] < 90 and d[2] > 40]
+
+
+def digests(cfg: config.Config, steps: int, first: int = 1) -> list[int]:
+    loader = Loader(cfg, open_dataset(cfg), data_rank(), first)
+    found = [next(loader).digest for _ in range(steps)]
+    loader.close()
+    return found
+
+
+def content(folder: pathlib.Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*"))
+            if path.is_file() and not path.name.startswith(".")}
+
+
+def test_samples_are_the_same_while_preparing_as_after_it(folder, sources, tmp_path):
+    """Also of a part that another process holds until it is killed, and from a step in the middle of a segment."""
+    whole = digests(growing_config(sources["jsonl"], folder), 60)
+    cfg = growing_config(sources["jsonl"], tmp_path / "new")
+    prepare(cfg)
+    assert not (tmp_path / "new/parts").exists()
+    (parts,) = open_dataset(cfg).train
+    second = growing.part_folder(tmp_path / "new", parts.turn[1])
+    holder = subprocess.Popen([sys.executable, "-c", "import pathlib, sys, time; from data import growing\n"
+                               "with growing.claimed(pathlib.Path(sys.argv[1])) as ours:\n    print(ours, flush=True)\n"
+                               "    time.sleep(100)", second.with_name(f".{second.name}.lock")], cwd=REPO, text=True,
+                              stdout=subprocess.PIPE)
+    assert holder.stdout.readline() == "True\n"
+    loader = Loader(cfg, open_dataset(cfg), data_rank(), 1)
+    found = [next(loader).digest for _ in range(2)]
+    assert not second.exists()
+    holder.kill()
+    found += [next(loader).digest for _ in range(58)]
+    loader.preparing.wait(60)
+    loader.close()
+    assert found == whole and digests(cfg, 9, first=14) == whole[13:22]
+    assert content(tmp_path / "new") == content(folder)
+
+
+def test_killed_at_random_moments_it_goes_on(folder, sources, tmp_path):
+    cfg, draw = growing_config(sources["jsonl"], tmp_path / "new"), random.Random(0)
+    prepare(cfg)
+    for _ in range(8):
+        child = growing.start_preparing(cfg, 2)
+        if child is None:
+            break
+        time.sleep(draw.uniform(0.3, 0.9))
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    child = growing.start_preparing(cfg, 2)
+    assert child is None or child.wait(60) == 0
+    assert content(tmp_path / "new") == content(folder)
+
+
+def test_a_row_that_cannot_be_read_ends_who_waits_for_it(sources, tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    lines = [json.dumps({"text": text}) + "\n" for text in TEXTS]
+    lines[2000] = "{\n"
+    bad.write_text("".join(lines))
+    cfg = growing_config(bad, tmp_path / "p", data={"tokenizer": None})
+    with pytest.raises(ConfigError, match="line 2001: is not valid JSON"):
+        prepare(cfg)  # while the tokenizer reads it
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    good = growing_config(sources["jsonl"], tmp_path / "g")
+    prepare(good)
+    (tokenizer / "tokenizer.model").write_bytes((tmp_path / "g/tokenizer.model").read_bytes())
+    cfg = growing_config(bad, tmp_path / "p", data={"tokenizer": str(tokenizer)})
+    prepare(cfg)
+    with pytest.raises(ConfigError, match=r"bad.jsonl: line \d+ after byte [\d,]+: is not valid JSON"):
+        digests(cfg, 1000)
+    (tmp_path / "c.toml").write_text(config.to_toml(cfg))
+    done = launch("-m", "data.prepare", tmp_path / "c.toml")
+    assert done.returncode == 2 and "is not valid JSON" in done.stderr
+
+
+def test_a_hugging_face_dataset_is_refused_by_name(tmp_path, prepared):
+    cfg = growing_config("some/dataset", tmp_path / "p", data={"tokenizer": str(prepared / "tokenizer.model")})
+    with pytest.raises(ConfigError, match='order = "growing": needs local files, and some/dataset is a Hugging Face'):
+        prepare(cfg)
+    with pytest.raises(ConfigError, match="prepares all of the text, without max_tokens"):
+        prepare(growing_config("python-stdlib", tmp_path / "p", data={"max_tokens": 1000}))
+
+
+@pytest.mark.slow
+def test_a_run_on_unprepared_text_is_that_on_prepared_one(folder, sources, write_config, tmp_path):
+    """On one and on two ranks, resumed on one; with validation."""
+    data = {"source": str(sources["jsonl"]), "order": "growing"}
+    found = {}
+    for name, path, nproc in (("before", folder, 1), ("during", tmp_path / "new", 2)):
+        cfg = write_config(name, data={**data, "path": str(path)}, train={"steps": 8}, eval={}, checkpoint={
+            "save_every_steps": 4})
+        prepare(config.load(str(cfg)))  # the plan
+        done = launch(cfg, nproc=nproc)
+        assert done.returncode == 0, done.stderr
+        run = tmp_path / "outputs" / name
+        found[name] = [(row["batch_digest"], pytest.approx(row["loss"], rel=1e-5)) for row in rows(run)]
+        found[name] += [pytest.approx(row["loss"], rel=1e-5) for row in rows(run, "eval")]
+    assert found["before"] == found["during"] and len(found["before"]) == 9
+    again = launch(tmp_path / "during.toml", "--train.steps=10")
+    assert again.returncode == 0, again.stderr
+    longer = launch(tmp_path / "before.toml", "--train.steps=10", "--run.name=longer")
+    assert longer.returncode == 0, longer.stderr
+    last = [[row["batch_digest"] for row in rows(tmp_path / "outputs" / name)] for name in ("during", "longer")]
+    assert last[0] == last[1] and len(last[0]) == 10
