@@ -183,7 +183,7 @@ def test_killed_at_random_moments_it_goes_on(folder, sources, tmp_path):
         child = growing.start_preparing(cfg, 2)
         if child is None:
             break
-        time.sleep(draw.uniform(0.3, 0.9))
+        time.sleep(draw.uniform(0.15, 0.5))
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
     child = growing.start_preparing(cfg, 2)
