@@ -370,7 +370,7 @@ import os, signal, sys, files, data.encode, data.prepare
 data.encode.SYNC_SECONDS, data.encode.CHUNK, write, seen = 0, 20_000, files.write_atomic, []
 def write_atomic(path, content):
     write(path, content)
-    if path.name == MANIFEST:
+    if path.name == data.tokens.MANIFEST:
         seen.append(path)
         if len(seen) == 4:
             os.kill(os.getpid(), signal.SIGKILL)
