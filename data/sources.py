@@ -127,10 +127,11 @@ class Files(Source):
 
     def _text(self, path: pathlib.Path, begin: int, end: int) -> Iterator[tuple[str, object]]:
         """A file is one document; a long one is split, at a line end if one is near, so that a part is validation."""
-        ended = False  # at a line's end: the next piece begins there
+        ended = True  # at the end of a line: the next piece begins there
         with self._open(path, begin) as file:
             while (self.byte < end or not ended) and (
-                    raw := file.read(max(0, min(TEXT_BYTES, end - self.byte))) + file.readline(TEXT_BYTES)):
+                    # to the end of the line with the piece's last byte
+                    raw := file.read(max(0, min(TEXT_BYTES, end - self.byte - 1))) + file.readline(TEXT_BYTES)):
                 try:
                     text, used = codecs.utf_8_decode(raw, "strict", not file.peek(1))  # leaves a partial character
                 except UnicodeDecodeError as error:
