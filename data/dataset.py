@@ -133,9 +133,12 @@ def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
     """Opens the training data and, with [eval], the validation data; train=False: only the latter. Raises ConfigError
     if it is not prepared, was prepared for another configuration, or is too small for one batch."""
     if cfg.data.order == "growing":
-        from data.growing import open_parts
+        from data.growing import HeldOut, Parts
 
-        training, validation = open_parts(cfg, train)
+        for folder, part in (found := prepared_parts(cfg)):
+            check_identity(folder, manifest_of(folder), part)
+        sources = [Parts(folder, cfg, number) for number, (folder, _) in enumerate(found)]
+        training, validation = sources if train else [], [*map(HeldOut, sources)] if cfg.eval or not train else []
     else:
         training = open_data(cfg, "train") if train else []
         validation = open_data(cfg, "heldout") if cfg.eval or not train else []

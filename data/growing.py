@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import filelock
@@ -31,9 +31,8 @@ import filelock
 import config
 import files
 from config import ConfigError
-from data.dataset import check_identity, prepared_parts, source_configs
 from data.encode import encode, report
-from data.order import Mixture, Order, Permutation, Place
+from data.order import Permutation
 from data.sources import STDLIB, Files, kind_of
 from data.tokens import MANIFEST, WIDTH, TokenStream, manifest_of, open_stream, window_count
 
@@ -70,15 +69,13 @@ def cut(source: Files) -> list[list[list[int]]]:
     return [part for part in parts if part]
 
 
-def check_sources(cfg: config.Config) -> None:
-    """Raises ConfigError for what cannot be cut into parts."""
-    problems = [f'[data] order = "growing": needs local files, and {part.data.source} is a Hugging Face dataset; '
-                'download its files, or set order = "global"'
-                for part in source_configs(cfg) if kind_of(part.data.source) is not Files]
-    problems += ['[data] order = "growing": prepares all of the text, without max_tokens'
-                 for part in source_configs(cfg) if part.data.max_tokens]
-    if problems:
-        raise ConfigError(*problems)
+def check_source(d: config.Data) -> None:
+    """Raises ConfigError if a source cannot be cut into parts."""
+    if kind_of(d.source) is not Files:
+        raise ConfigError(f'[data] order = "growing": needs local files, and {d.source} is a Hugging Face dataset; '
+                          'download its files, or set order = "global"')
+    if d.max_tokens:
+        raise ConfigError('[data] order = "growing": prepares all of the text, without max_tokens')
 
 
 def write_plan(folder: pathlib.Path, d: config.Data) -> None:
@@ -152,10 +149,13 @@ def claimed(path: pathlib.Path) -> Iterator[bool]:
         held.release()
 
 
-def prepare_parts(cfg: config.Config, seed: int) -> None:
+Sources = list[tuple[pathlib.Path, config.Config]]  # as data/dataset.py: prepared_parts() finds them
+
+
+def prepare_parts(found: Sources, seed: int) -> None:
     """Prepares the parts of all sources that nobody else prepares, in reading order, until all are there. Sources take
     turns. Raises ConfigError and OSError, and leaves its text in the folder for who waits."""
-    for folder, _ in (found := prepared_parts(cfg)):
+    for folder, _ in found:
         (folder / FAILED).unlink(missing_ok=True)
     left = [(place, folder, part.data, number)
             for source, (folder, part) in enumerate(found)
@@ -182,8 +182,8 @@ def prepare_parts(cfg: config.Config, seed: int) -> None:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def report_prepared(cfg: config.Config) -> None:
-    for folder, _ in prepared_parts(cfg):
+def report_prepared(found: Sources) -> None:
+    for folder, _ in found:
         parts, tokens = len(read_plan(folder)), Counter()
         for number in range(parts):
             tokens.update(manifest_of(part_folder(folder, number))["tokens"])
@@ -249,17 +249,6 @@ class Parts:
         return self.stream(place).span(window - self.before[place], length)
 
 
-class GrowingOrder(Order):
-    """As data/order.py's Order, over sources whose number of windows is not known yet."""
-
-    def __init__(self, sources: Sequence[Parts], weights: Sequence[float]):
-        self.sources, self.mixture = sources, Mixture(weights)
-
-    def __call__(self, number: int) -> Place:
-        source, index = self.mixture(number)
-        return Place(source, *self.sources[source].window(index))
-
-
 class HeldOut:
     """The validation stream, of the first parts in reading order: a TokenStream once it is used, which waits."""
 
@@ -295,21 +284,10 @@ class HeldOut:
         return found
 
 
-def open_parts(cfg: config.Config, train: bool) -> tuple[list[Parts], list[HeldOut]]:
-    """The training and the validation streams of each source. Raises ConfigError if one was prepared for another
-    configuration."""
-    found = prepared_parts(cfg)
-    for folder, part in found:
-        check_identity(folder, manifest_of(folder), part)
-    sources = [Parts(folder, cfg, source) for source, (folder, _) in enumerate(found)]
-    return sources if train else [], [HeldOut(parts) for parts in sources] if cfg.eval or not train else []
-
-
-def start_preparing(cfg: config.Config, workers: int) -> subprocess.Popen | None:
+def start_preparing(cfg: config.Config, found: Sources, workers: int) -> subprocess.Popen | None:
     """Starts to prepare what is missing, at low priority, in so many processes that end with this one or when their
     stdin is closed. None if nothing is missing."""
-    folders = [folder for folder, _ in prepared_parts(cfg)]
-    if all(part_folder(folder, number).exists() for folder in folders for number in range(len(read_plan(folder)))):
+    if all(part_folder(folder, number).exists() for folder, _ in found for number in range(len(read_plan(folder)))):
         return None
     child = subprocess.Popen([sys.executable, "-m", "data.growing", str(workers)], stdin=subprocess.PIPE, text=True,
                              start_new_session=True)  # Ctrl-C is for this process alone
@@ -325,12 +303,15 @@ def end_with_stdin() -> None:
 
 
 def main(workers: str) -> int:
+    from data.dataset import prepared_parts
+
     os.nice(19)
     cfg = config.from_dict(json.loads(sys.stdin.readline()), "of the run that waits")
     threading.Thread(target=end_with_stdin, daemon=True).start()
-    others = [start_preparing(cfg, 1) for _ in range(int(workers) - 1)]
+    found = prepared_parts(cfg)
+    others = [start_preparing(cfg, found, 1) for _ in range(int(workers) - 1)]
     try:
-        prepare_parts(cfg, cfg.run.seed)
+        prepare_parts(found, cfg.run.seed)
     except (ConfigError, OSError) as error:
         report(str(error))
         return 2

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import config
 from config import DIGEST_MODULUS, IGNORE
-from data.dataset import Dataset
+from data.dataset import Dataset, prepared_parts
 from data.order import make_order, rank_samples
 from data.tokens import TokenStream
 from ranks import local_world_size, rank_and_size
@@ -43,7 +43,8 @@ class Loader:
         if cfg.data.order == "growing" and rank_and_size()[1] == 0:
             from data.growing import start_preparing
 
-            self.preparing = start_preparing(cfg, max(1, len(os.sched_getaffinity(0)) - local_world_size()))
+            workers = max(1, len(os.sched_getaffinity(0)) - local_world_size())
+            self.preparing = start_preparing(cfg, prepared_parts(cfg), workers)
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "loader")
         self.ahead = collections.deque(self.thread.submit(self.batch, first_step + i) for i in range(READ_AHEAD))
         self.next_step = first_step + READ_AHEAD

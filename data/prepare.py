@@ -29,9 +29,10 @@ def prepare(cfg: config.Config) -> list[pathlib.Path]:
     """Creates missing folders of token files, and checks existing ones. Returns them, by source. Raises ConfigError,
     after which a folder is published in full or not at all."""
     if cfg.data.order == "growing":
-        from data.growing import check_sources
+        from data.growing import check_source
 
-        check_sources(cfg)
+        for part in source_configs(cfg):
+            check_source(part.data)
     if cfg.data.sources and not cfg.data.tokenizer:
         _prepare_common_tokenizer(cfg)
     parts = prepared_parts(cfg)
@@ -203,9 +204,10 @@ def main(argv: list[str]) -> int:
         if cfg.data.order == "growing":
             from data.growing import report_prepared, start_preparing
 
-            if (preparing := start_preparing(cfg, len(os.sched_getaffinity(0)))) and (code := preparing.wait()):
+            found = prepared_parts(cfg)
+            if (preparing := start_preparing(cfg, found, len(os.sched_getaffinity(0)))) and (code := preparing.wait()):
                 return code
-            report_prepared(cfg)
+            report_prepared(found)
     except KeyboardInterrupt:
         report("stopped; the same command resumes here")
         return 130

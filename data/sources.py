@@ -109,21 +109,18 @@ class Files(Source):
         self.byte = file.tell()
         return file
 
-    def _where(self, path: pathlib.Path, begin: int, line: int) -> str:
-        return f"{path}: line {line}" + f" after byte {begin:,}" * bool(begin)
-
     def _json_lines(self, path: pathlib.Path, begin: int, end: int) -> Iterator[tuple[str, object]]:
         """Reads line by line and not through `datasets`, whose errors name neither line nor field."""
         with self._open(path, begin) as file:
             while self.byte < end and (line := file.readline()):
                 self.row, self.byte = self.row + 1, self.byte + len(line)
                 if line.strip():
-                    where = self._where(path, begin, self.row)
+                    line_number = f"{self.row}" + f" after byte {begin:,}" * bool(begin)
                     try:
                         row = json.loads(line)
                     except (ValueError, RecursionError) as error:
-                        raise ConfigError(f"{where}: is not valid JSON: {error}") from None
-                    yield where, row
+                        raise ConfigError(f"{path}: line {line_number}: is not valid JSON: {error}") from None
+                    yield f"{path}: line {line_number}", row
 
     def _text(self, path: pathlib.Path, begin: int, end: int) -> Iterator[tuple[str, object]]:
         """A file is one document; a long one is split, at a line end if one is near, so that a part is validation."""
@@ -135,8 +132,8 @@ class Files(Source):
                 try:
                     text, used = codecs.utf_8_decode(raw, "strict", not file.peek(1))  # leaves a partial character
                 except UnicodeDecodeError as error:
-                    line = self.row + raw.count(b"\n", 0, error.start) + 1
-                    raise ConfigError(f"{self._where(path, begin, line)}: is not UTF-8: {error.reason}") from None
+                    line = f"{self.row + raw.count(10, 0, error.start) + 1}" + f" after byte {begin:,}" * bool(begin)
+                    raise ConfigError(f"{path}: line {line}: is not UTF-8: {error.reason}") from None
                 self.row, self.byte = self.row + raw.count(b"\n"), self.byte + used
                 ended = raw[:used].endswith(b"\n")
                 file.seek(self.byte)

@@ -16,7 +16,7 @@ import pytest
 import config
 from config import ConfigError
 from data import growing
-from data.dataset import open_dataset
+from data.dataset import open_dataset, prepared_parts
 from data.loader import Loader
 from data.order import make_order
 from data.prepare import prepare
@@ -62,7 +62,7 @@ def folder(sources, tmp_path_factory) -> pathlib.Path:
     """All parts of the jsonl source, prepared by three processes at once."""
     cfg = growing_config(sources["jsonl"], tmp_path_factory.mktemp("parts") / "all")
     prepare(cfg)
-    children = [growing.start_preparing(cfg, 1) for _ in range(3)]
+    children = [growing.start_preparing(cfg, prepared_parts(cfg), 1) for _ in range(3)]
     assert [child.wait(60) for child in children] == [0, 0, 0]
     return pathlib.Path(cfg.data.path)
 
@@ -180,13 +180,13 @@ def test_killed_at_random_moments_it_goes_on(folder, sources, tmp_path):
     cfg, draw = growing_config(sources["jsonl"], tmp_path / "new"), random.Random(0)
     prepare(cfg)
     for _ in range(8):
-        child = growing.start_preparing(cfg, 2)
+        child = growing.start_preparing(cfg, prepared_parts(cfg), 2)
         if child is None:
             break
         time.sleep(draw.uniform(0.15, 0.5))
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-    child = growing.start_preparing(cfg, 2)
+    child = growing.start_preparing(cfg, prepared_parts(cfg), 2)
     assert child is None or child.wait(60) == 0
     assert content(tmp_path / "new") == content(folder)
 
