@@ -37,8 +37,8 @@ TINY = {
 # The files that start ranks or whole launches, the longest first: run two at a time they should not end one by one.
 SLOW = ("test_lifecycle", "test_slurm", "test_meshes", "test_lora", "test_float8", "test_checkpoint", "test_training",
         "test_repo", "test_rooms", "test_crashes", "test_order", "test_minimal", "test_equality", "test_collectives",
-        "test_rebind", "test_parallel", "test_plan", "test_fork_docs", "test_context", "test_prepare", "test_hf",
-        "test_benchmarks", "test_gpu_benchmark")
+        "test_rebind", "test_parallel", "test_plan", "test_fork_docs", "test_growing", "test_tracker", "test_context",
+        "test_prepare", "test_hf", "test_benchmarks", "test_gpu_benchmark")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,7 +12,7 @@ import tomli
 
 from tests.rooms import OPTIONAL, REPO, code_lines
 
-LINES, CODE_LINES = 11380, 8060  # of the core, as reached
+LINES, CODE_LINES = 12050, 8540  # of the core, as reached
 # Each room imports only from the floors before its own.
 FLOORS = [("files",), ("options",), ("config",), ("ranks",), ("model", "data"),
           ("adamw_bfloat16", "optim", "parallel"), ("checkpoint",),
@@ -124,7 +124,7 @@ def test_core_stays_small():
     core = [*SOURCES, REPO / "run_train.sh"]
     lines = {path: len(path.read_text().splitlines()) for path in core}
     assert sum(lines.values()) <= LINES * 1.05 and sum(map(code_lines, core)) <= CODE_LINES * 1.05
-    assert max(lines.values()) <= 520 and lines[REPO / "train.py"] <= 150, max(lines, key=lines.get)
+    assert max(lines.values()) <= 530 and lines[REPO / "train.py"] <= 150, max(lines, key=lines.get)
 
 
 def test_nothing_is_left_unfinished():
