@@ -90,8 +90,9 @@ class Cluster:
     def within(self, dimension: str) -> tuple[int, int]:
         """(ranks in a group of this dimension, how many of them share a node; the fewest, if groups straddle nodes)."""
         dp_replicate, dp_shard, cp, tp = self.shape
-        ranks, stride = {"tp": (tp, 1), "cp": (cp, tp), "dp_shard": (dp_shard * cp, tp), "replica": (dp_shard * cp * tp, 1),
-                         "dp_replicate": (dp_replicate, tp * cp * dp_shard)}[dimension]
+        replica = dp_shard * cp * tp
+        ranks, stride = {"tp": (tp, 1), "cp": (cp, tp), "dp_shard": (dp_shard * cp, tp), "replica": (replica, 1),
+                         "dp_replicate": (dp_replicate, replica)}[dimension]
         if math.prod(self.shape) <= self.gpus_per_node:
             return ranks, ranks
         return ranks, max(1, math.gcd(self.gpus_per_node, ranks * stride) // stride)
