@@ -124,7 +124,7 @@ class Shape:
         for n, piece, peer in zip(numel, self.pieces, self.peers):
             if peer:
                 full[piece] = x[begin : (begin := begin + mine * n)].view(full[piece].shape)
-        for batch in full.split(max(1, BATCH // self.size.numel())):
+        for batch in full.split(max(1, BATCH // self.size.numel())) if mine else ():
             batch.copy_(newton_schulz(batch))
         x = torch.cat([full[piece].flatten() for piece in self.pieces])
         x = exchange(x, [mine * n for n in numel], theirs, self.group)

@@ -83,8 +83,8 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
     add("all_reduce", shards > 1, 4 * len(in_8_bits))
     for kind, times, size in over_tp_and_cp(cfg, model, sequences, accumulation, scatters, cp, tp):
         add(kind, times, size)
-    for size in of_muon(cfg, model, ranks, numel) if cfg.optim.name == "muon" else ():
-        add("all_to_all", 1, size)
+    if cfg.optim.name == "muon":
+        found["all_to_all"] = [len(sizes := [*of_muon(cfg, model, ranks, numel)]), sum(sizes)]
     for name, modules in units(model):
         parameters = [q for q in unit_parameters(modules) if q not in replicated]
         param_dtype, reduce_dtype = unit_dtypes(p, name)

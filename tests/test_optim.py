@@ -222,7 +222,7 @@ OPTIMIZERS = {  # the first two skip a step by themselves, for the others it is 
     "bfloat16": lambda parameter: build_optimizer(torch.nn.ParameterList([parameter]), bfloat16_states()),
     "plain": lambda parameter: torch.optim.AdamW([parameter], lr=0.1, fused=False),
     "torch's muon": lambda parameter: torch.optim.Muon([parameter], lr=0.1),
-    "muon": lambda parameter: build_optimizer(torch.nn.ParameterDict({"blocks.0": parameter}),
+    "muon": lambda parameter: build_optimizer(torch.nn.ModuleDict({"blocks": torch.nn.ParameterList([parameter])}),
                                               make_config(optim={"name": "muon"}).optim),
 }
 

@@ -112,6 +112,7 @@ def test_collectives_are_those_of_the_theory(way):
 @pytest.mark.parametrize("mesh, way, sections", [
     *(({}, way, {}) for way in WAYS), ({"tp": 2}, {"compile": True}, {}), ({"cp": 2}, {}, {}),
     ({}, {"cpu_offload": True}, {}), ({}, {"compile": True}, {"optim": {"state_dtype": "bfloat16"}}),
+    ({}, {"compile": True}, {"optim": {"name": "muon", "state_dtype": "bfloat16"}}),
     ({}, {"prefetch_backward": 2}, {}), ({"dp_replicate": "auto", "dp_shard": 1}, {}, {}),
     ({}, {"float8": "tensorwise"}, {"model": {**GPU["model"], "dim": 2048, "ffn_dim": 2048, "n_layers": 6}}),
     ({}, {"float8": "rowwise"}, {"model": {**GPU["model"], "dim": 4096, "ffn_dim": 4096, "n_layers": 6}}),
