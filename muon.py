@@ -1,9 +1,9 @@
 """Muon for the blocks' matrices, the same on any mesh; AdamW for the rest: optim.name = "muon" (optional).
 
-Muon (https://kellerjordan.github.io/posts/muon/) replaces a matrix's momentum by the nearest orthogonal matrix, which
-needs the full matrix, where each rank has a piece. Momentum stays sharded as its parameter is. In a step, the matrices
-of one shape go to their owners by one all-to-all; these orthogonalize them in batches, and another all-to-all returns
-the pieces. Both run within a replica, which owns its share of the matrices; a third exchanges the shares.
+Muon (https://kellerjordan.github.io/posts/muon/) replaces a matrix's momentum by a nearly orthogonal matrix, for which
+it needs the full one, where each rank has a piece. The momentum is sharded as its parameter. In a step, all matrices of
+one shape go to their owners by one all-to-all; these orthogonalize them in batches, and another returns the pieces.
+Both run within a replica, which owns its share of the matrices; a third exchanges the shares.
 """
 
 import heapq
@@ -21,7 +21,7 @@ import config
 
 # Of https://github.com/KellerJordan/Muon: the steepest quintic at 0 whose iterates stay near 1. Singular values end up
 # within about 0.7 ... 1.2, not at 1, which trains as well.
-COEFFICIENTS, ITERATIONS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
+A, B, C, ITERATIONS, EPS = 3.4445, -4.7750, 2.0315, 5, 1e-7
 RMS = 0.2  # of an update's elements, about AdamW's, so that its learning rate fits: https://arxiv.org/abs/2502.16982
 BATCH = 2**27  # elements that are orthogonalized at a time
 
@@ -35,9 +35,8 @@ class Muon(torch.optim.Optimizer):
         matrices = {p: name for p, name in names.items() if p.ndim == 2 and name.startswith("blocks.")}
         others = {p: name for p, name in names.items() if p not in matrices}
         self.adamw = adamw(others) if others else None
-        lr = o.muon_lr or o.lr
-        own = {"params": [*matrices], "lr": lr, "lr_ratio": lr / o.lr, "momentum": o.muon_momentum,
-               "weight_decay": o.weight_decay}
+        own = {"params": [*matrices], "lr": (lr := o.muon_lr or o.lr), "lr_ratio": lr / o.lr,
+               "momentum": o.muon_momentum, "weight_decay": o.weight_decay}
         super().__init__([own] * bool(matrices) + (self.adamw.param_groups if self.adamw else []), {})
         self.state.update(self.adamw.state if self.adamw else {})  # the same dictionaries, as are the groups
         for p in matrices:
@@ -65,15 +64,17 @@ class Muon(torch.optim.Optimizer):
     def _directions(self, shape: "Shape", beta: float) -> Tensor:
         """Updates the momenta of one shape's matrices. Returns Nesterov's directions of those that this replica owns:
         (n, rows, columns) of this rank's pieces."""
-        part = local(shape.matrices[0])
-        found = part.new_zeros((shape.shares[shape.replica], *part.shape), dtype=shape.dtype)
+        p = local(shape.matrices[0])
+        found = p.new_zeros((shape.shares[shape.replica], *p.shape), dtype=shape.dtype)
         for i, p in enumerate(shape.matrices, -shape.first):
             if p.grad is None:
                 continue
             grad, state = local(p.grad), self.state[p]
-            momentum = local(state["momentum"])
             state["step"] += 1
-            if self.place and grad.numel():
+            if not grad.numel():  # with fewer rows than ranks, some shards are empty
+                continue
+            momentum = local(state["momentum"])
+            if self.place:
                 momentum = self.update(momentum, grad, state["step"], self.place[p], beta)
             else:
                 momentum.lerp_(grad, 1 - beta)
@@ -94,21 +95,20 @@ def update_bfloat16(momentum: Tensor, grad: Tensor, step: Tensor, place: Tensor,
 class Shape:
     """Matrices of one shape, sharded alike, in the order of their owners; and which pieces of them go where."""
 
-    def __init__(self, owned: list[tuple[int, nn.Parameter]], replicas: int, group: Any):
-        """owned: (owner, matrix), sorted by owner. group: the ranks of this replica."""
+    def __init__(self, owned: list[tuple[int, nn.Parameter]], sizes: Sequence[int], replicas: int, group: Any):
+        """owned: (owner, matrix), sorted by owner. sizes: of the mesh, its ranks in order. group: of this replica."""
         self.matrices, self.group = [p for _, p in owned], group
-        p = self.matrices[0]
-        self.size, (sizes, placements) = p.shape, layout(p)
-        ranks, self.dtype = math.prod(sizes) // replicas, torch.bfloat16 if local(p).is_cuda else torch.float32
-        rank = dist.get_rank() if ranks * replicas > 1 else 0
-        self.replica, self.rank = divmod(rank, ranks)
+        p, ranks = self.matrices[0], math.prod(sizes) // replicas
+        self.size, self.dtype = p.shape, torch.bfloat16 if local(p).is_cuda else torch.float32
+        self.replica, self.rank = divmod(dist.get_rank() if ranks * replicas > 1 else 0, ranks)
+        placements = p.placements if isinstance(p, DTensor) else (Replicate(),)
         coordinates = [*itertools.product(*map(range, sizes))][self.replica * ranks :][:ranks]
         self.pieces = [(slice(None), *piece_of(p.shape, sizes, placements, c)) for c in coordinates]
         # which ranks' pieces make up a matrix: others that a dimension replicates have the same once more
         whole = [[at for at, placement in zip(c, placements) if placement.is_replicate()] for c in coordinates]
         self.peers = [key == whole[self.rank] for key in whole]
         owners = [owner for owner, _ in owned]
-        self.owned = [owners.count(self.replica * ranks + r) for r in range(ranks)]  # of each rank of this replica
+        self.owned = [owners.count(self.replica * ranks + r) for r in range(ranks)]  # of this replica
         self.shares = [sum(owner // ranks == r for owner in owners) for r in range(replicas)]
         self.first = sum(self.shares[: self.replica])  # this replica's first matrix
         self.between = p.device_mesh.get_group(0) if isinstance(p, DTensor) and replicas > 1 else None
@@ -128,21 +128,19 @@ class Shape:
             batch.copy_(newton_schulz(batch))
         x = torch.cat([full[piece].flatten() for piece in self.pieces])
         x = exchange(x, [mine * n for n in numel], theirs, self.group)
-        replicas = len(self.shares)
-        x = exchange(x.repeat(replicas) if replicas > 1 else x, [len(x)] * replicas,
-                     [n * own.numel() for n in self.shares], self.between)
-        return x.view(-1, *own)
+        if (replicas := len(self.shares)) > 1:
+            x = exchange(x.repeat(replicas), [len(x)] * replicas, [n * own.numel() for n in self.shares], self.between)
+        return x.view(len(self.matrices), *own)
 
 
 def newton_schulz(x: Tensor) -> Tensor:
     """(N, rows, columns) -> nearly U V^T of each matrix's singular value decomposition U S V^T."""
-    a, b, c = COEFFICIENTS
     if x.shape[1] > x.shape[2]:
         return newton_schulz(x.mT).mT
     x = (x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32).clamp(min=EPS)).to(x.dtype)
     for _ in range(ITERATIONS):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
     return x
 
 
@@ -164,30 +162,22 @@ def owners(work: Sequence[int], ranks: int, replicas: int) -> list[int]:
 
 
 def by_shape(matrices: list[nn.Parameter]) -> list[Shape]:
-    if not matrices:
-        return []
-    mesh = matrices[0].device_mesh if isinstance(matrices[0], DTensor) else None
+    (mesh,) = {getattr(p, "device_mesh", None) for p in matrices} or {None}  # one for all, of all ranks
     ranks, replicas, group = mesh.size() if mesh else 1, 1, None  # None: all ranks
-    if mesh and mesh.mesh_dim_names and mesh.mesh_dim_names[0] == "dp_replicate":
+    if mesh and mesh.mesh_dim_names[0] == "dp_replicate":
         replicas = mesh.size(0)
         group = dist.new_subgroups(ranks // replicas)[0] if 1 < replicas < ranks else None
     found: dict[tuple, list[tuple[int, nn.Parameter]]] = {}
     who = owners([flop(p.shape) for p in matrices], ranks, replicas)
     for owner, p in sorted(zip(who, matrices), key=lambda pair: pair[0]):
-        assert math.prod(layout(p)[0]) == ranks, "all matrices are on one mesh, of all ranks"
-        found.setdefault((p.shape, *layout(p)), []).append((owner, p))
-    return [Shape(owned, replicas, group) for owned in found.values()]
-
-
-def layout(p: Tensor) -> tuple[tuple[int, ...], tuple[Placement, ...]]:
-    """The sizes of a parameter's mesh, whose ranks are in order, and its placements."""
-    return (tuple(p.device_mesh.shape), tuple(p.placements)) if isinstance(p, DTensor) else ((1,), (Replicate(),))
+        found.setdefault((p.shape, getattr(p, "placements", None)), []).append((owner, p))
+    return [Shape(owned, mesh.shape if mesh else (1,), replicas, group) for owned in found.values()]
 
 
 def piece_of(shape: Sequence[int], sizes: Sequence[int], placements: Sequence[Placement],
              coordinate: Sequence[int]) -> tuple[slice, ...]:
     """The rows and columns that the rank at a coordinate of the mesh has. The last dimension, tp, shards first."""
-    begin, end = [0] * len(shape), [*shape]
+    begin, end = [0, 0], [*shape]
     for size, placement, at in reversed([*zip(sizes, placements, coordinate)]):
         if not placement.is_replicate():
             dim = placement.dim  # pyrefly: ignore[missing-attribute]  # shards have it

@@ -1,4 +1,4 @@
-"""Does Muon learn in fewer steps than AdamW? Both train on the same batches, each at the best of the same learning rates.
+"""Does Muon learn in fewer steps than AdamW? On the same batches, each at the best of the same learning rates.
 
     python -m benchmarks.muon [--steps 300] [--seeds 3] [--lr 7.5e-4 1.5e-3 3e-3 6e-3 1.2e-2] [--folder F]
                               [--section.key=value ...]
@@ -10,6 +10,7 @@ Muon's rate is still higher there.
 """
 
 import argparse
+import itertools
 import json
 import os
 import pathlib
@@ -38,7 +39,7 @@ def validation(folder: pathlib.Path, name: str, *options: str) -> list[tuple[int
 
 def reaches(curve: list[tuple[int, float]], loss: float) -> float | None:
     """The step at which a curve first is as low."""
-    for (before, higher), (step, lower) in zip(curve, curve[1:]):
+    for (before, higher), (step, lower) in itertools.pairwise(curve):
         if lower <= loss:
             return before + (step - before) * min(1.0, (higher - loss) / (higher - lower))
     return None
@@ -63,7 +64,7 @@ def main(argv: list[str]) -> int:
             for lr in args.lr:
                 curve = curves[optimizer, lr, 0] = run(optimizer, lr, 0)
                 print(json.dumps({"optimizer": optimizer, "lr": lr, "loss": round(curve[-1][1], 4)}), flush=True)
-            best[optimizer] = min(args.lr, key=lambda lr: curves[optimizer, lr, 0][-1][1])  # noqa: B023 - used at once
+            best[optimizer] = min(args.lr, key=lambda lr: curves[optimizer, lr, 0][-1][1])
         shares = []
         for seed in range(args.seeds):
             adamw, muon = (curves.get((name, lr, seed)) or run(name, lr, seed) for name, lr in best.items())

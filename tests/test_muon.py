@@ -25,7 +25,8 @@ from tests import cases
 from tests.conftest import lacks, make_config
 from tests.test_training import plain_loop, weights, with_data
 
-MODEL = {"dim": 46, "n_heads": 4, "n_kv_heads": 4, "head_dim": 6, "ffn_dim": 76}  # 4 and 3 do not divide the rows
+# 3 and 4 do not divide the rows; of the keys' four, the last of three ranks has none
+MODEL = {"dim": 46, "n_heads": 4, "n_kv_heads": 2, "head_dim": 2, "ffn_dim": 76}
 OPTIM = {"name": "muon", "lr": 3e-3, "muon_lr": 6e-3, "muon_momentum": 0.9, "warmup_steps": 2}
 MESHES = {  # by the number of ranks
     1: {"alone": {}},
@@ -154,19 +155,15 @@ def test_updates_equal_the_plain_algorithm(on_ranks, expected, alone, ranks):
     rounded = {f"{name}, bfloat16": sections(mesh, optim={**OPTIM, "state_dtype": "bfloat16"})
                for name, mesh in MESHES[ranks].items() if name in ROUNDED}
     found = on_ranks(ranks, updates, {**every, **rounded}, (1, 20))[0]
-    worst: dict[str, float] = {}
     for (case, step), ours in found.items():
         for name, theirs in expected[step].items():
             if case in every:
                 assert off(ours[name], theirs) < 1e-5, (case, step, name)
-                worst["float32"] = max(worst.get("float32", 0), off(ours[name], theirs))
             elif step == 20:
-                worst["bfloat16"] = max(worst.get("bfloat16", 0), off(ours[name], theirs))
                 assert off(ours[name], alone[name]) < 1e-5 and off(ours[name], theirs) < 0.02, (case, name)
                 assert np.array_equal(ours.get(f"{name}momentum"), alone.get(f"{name}momentum")), (case, name)
         cfg = make_config(**every[case.removesuffix(", bfloat16")], run={"device": "cpu"})
         assert ours["sent"] == theory.collectives(cfg, meta_model(cfg.model), ranks)["all_to_all"], case
-    print('WORST', ranks, worst)
 
 
 def test_newton_schulz_is_its_polynomial_of_the_singular_values():
