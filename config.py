@@ -117,7 +117,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Optim:
-    name: Literal["adamw", "muon"] = option("adamw", "muon: for the blocks' matrices; AdamW for the rest")
+    name: Literal["adamw", "muon"] = option("adamw", "muon: Muon for the blocks' matrices, AdamW for the rest")
     lr: float = option(3e-4, "peak learning rate", POSITIVE)
     muon_lr: float | None = option(None, "of Muon's matrices; absent: lr, since updates are as large", POSITIVE)
     muon_momentum: float = option(0.95, "Nesterov momentum of Muon", MOMENTUM)
