@@ -31,7 +31,6 @@ TIMEOUT = (lambda v: 0 < v <= 1e8, "must be greater than 0, and at most 1e8")  #
 NOT_NEGATIVE = (lambda v: v >= 0, "must be at least 0")
 FRACTION = (lambda v: 0 <= v <= 1, "must lie between 0 and 1")
 BETAS = (lambda v: all(0 <= b < 1 for b in v), "both must lie in [0, 1)")
-MOMENTUM = (lambda v: 0 <= v < 1, "must lie in [0, 1)")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a block
 TARGETS = (lambda v: v and {*v} <= {*PROJECTIONS}, f"must name projections: {', '.join(PROJECTIONS)}")
 # A run's name is the name of one folder, and is used without quoting.
@@ -120,7 +119,7 @@ class Optim:
     name: Literal["adamw", "muon"] = option("adamw", "muon: Muon for the blocks' matrices, AdamW for the rest")
     lr: float = option(3e-4, "peak learning rate", POSITIVE)
     muon_lr: float | None = option(None, "of Muon's matrices; absent: lr, since updates are as large", POSITIVE)
-    muon_momentum: float = option(0.95, "Nesterov momentum of Muon", MOMENTUM)
+    muon_momentum: float = option(0.95, "Nesterov momentum of Muon", (lambda v: 0 <= v < 1, "must lie in [0, 1)"))
     betas: tuple[float, float] = option((0.9, 0.95), "beta1 and beta2 of AdamW", BETAS)
     eps: float = option(1e-8, "epsilon of AdamW", EPSILON)
     weight_decay: float = option(0.1, "on every parameter with two or more dimensions", NOT_NEGATIVE)
@@ -337,10 +336,8 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
         (f"optim.decay_steps {schedule}", not o.decay_steps or o.schedule == "wsd", 'requires schedule = "wsd"'),
         (f"optim.decay_steps {schedule}", not o.decay_steps or o.warmup_steps + o.decay_steps <= end,
          f"with warmup_steps = {o.warmup_steps} must fit into the schedule's length, {end}"),
-        ("optim.name parallel.cpu_offload", o.name != "muon" or not p.cpu_offload,
-         "is incompatible with cpu_offload: the host would orthogonalize the matrices"),
-        ("optim.name lora.rank", o.name != "muon" or not lora,
-         "is incompatible with [lora]: an adapter's two factors are no matrices to orthogonalize"),
+        ("optim.name parallel.cpu_offload lora.rank", o.name != "muon" or not (p.cpu_offload or lora),
+         "is incompatible with cpu_offload (the host would orthogonalize the matrices) and with [lora]"),
         ("optim.muon_lr optim.name", o.name == "muon" or not o.muon_lr, 'requires name = "muon"'),
         ("parallel.dp_replicate parallel.dp_shard", not p.dp_replicate == p.dp_shard == "auto",
          'only one of dp_replicate and dp_shard may be "auto", and dp_shard is unless it is given'),

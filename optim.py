@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable
-from functools import partial
 from typing import Literal, Protocol, TypeGuard
 
 import torch
@@ -32,13 +31,12 @@ def build_optimizer(model: nn.Module, o: config.Optim, seed: int = 0, compile: b
     """The optimizer of the model's trainable parameters, with its state initialized, so that a checkpoint can load into
     it: AdamW, or for name = "muon" Muon, which leaves to AdamW what is not a matrix of a block."""
     names = {p: name for name, p in named_parameters(model) if p.requires_grad}
-    adamw = partial(build_adamw, o=o, seed=seed, compile=compile)
     if o.name == "muon":
         from muon import Muon
 
-        optimizer = Muon(names, o, seed, compile, adamw)
+        optimizer = Muon(names, o, seed, compile, lambda others: build_adamw(others, o, seed, compile))
     else:
-        optimizer = adamw(names)
+        optimizer = build_adamw(names, o, seed, compile)
     if any(hasattr(module, "after_weight_update") for module in model.modules()):
         optimizer.register_step_post_hook(lambda *unused: after_weight_update(model))
     return optimizer
