@@ -73,14 +73,19 @@ def update_bfloat16(p: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor
     change = first / correction1 / ((second / correction2).sqrt() + eps)
     new = p - lr * (change + weight_decay * p)
 
-    row, column, columns, key = place.unbind()
-    row = row + torch.arange(p.shape[0], dtype=torch.int32, device=p.device)[:, None]
-    column = column + torch.arange(p.shape[1], dtype=torch.int32, device=p.device)
-    bits = hash32(row * columns + column ^ hash32(key ^ hash32(step.to(torch.int32))))
+    bits = random_bits(p, step, place)
     skip = found > 0
     p.copy_(torch.where(skip, p, new))
     exp_avg.copy_(torch.where(skip, exp_avg, stochastic_round(first, bits & 0xFFFF)))
     exp_avg_sq.copy_(torch.where(skip, exp_avg_sq, stochastic_round(second, bits >> 16 & 0xFFFF)))
+
+
+def random_bits(p: Tensor, step: Tensor, place: Tensor) -> Tensor:
+    """int32 for each element of p (R, C): a hash of the step, and of what shard_offset() knows."""
+    row, column, columns, key = place.unbind()
+    row = row + torch.arange(p.shape[0], dtype=torch.int32, device=p.device)[:, None]
+    column = column + torch.arange(p.shape[1], dtype=torch.int32, device=p.device)
+    return hash32(row * columns + column ^ hash32(key ^ hash32(step.to(torch.int32))))
 
 
 def hash32(x: Tensor) -> Tensor:

@@ -117,7 +117,10 @@ class Train:
 
 @dataclass(frozen=True)
 class Optim:
+    name: Literal["adamw", "muon"] = option("adamw", "muon: Muon for the blocks' matrices, AdamW for the rest")
     lr: float = option(3e-4, "peak learning rate", POSITIVE)
+    muon_lr: float | None = option(None, "of Muon's matrices; absent: lr, since updates are as large", POSITIVE)
+    muon_momentum: float = option(0.95, "Nesterov momentum of Muon", (lambda v: 0 <= v < 1, "must lie in [0, 1)"))
     betas: tuple[float, float] = option((0.9, 0.95), "beta1 and beta2 of AdamW", BETAS)
     eps: float = option(1e-8, "epsilon of AdamW", EPSILON)
     weight_decay: float = option(0.1, "on every parameter with two or more dimensions", NOT_NEGATIVE)
@@ -126,7 +129,7 @@ class Optim:
     decay_steps: int | None = option(None, "length of wsd's decay", POSITIVE)
     schedule_steps: int | None = option(None, "step at which the schedule ends; absent: train.steps", POSITIVE)
     min_lr_ratio: float = option(0.1, "final learning rate / lr", FRACTION)
-    state_dtype: Literal["float32", "bfloat16"] = option("float32", "dtype of AdamW's moments")
+    state_dtype: Literal["float32", "bfloat16"] = option("float32", "dtype of moments and momentum")
 
 
 @dataclass(frozen=True)
@@ -221,6 +224,7 @@ ROOMS = {
     "lora": ("model/lora.py", "huggingface/"),
     'lora.base_dtype = "nf4"': ("model/nf4.py",),
     "data.order": ("data/growing.py",),
+    'optim.name = "muon"': ("muon.py",),
     "optim.state_dtype": ("adamw_bfloat16.py",),
     "log.tracker": ("tracker.py",),
     "profile": ("lifecycle/profiler.py",),
@@ -334,6 +338,9 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
         (f"optim.decay_steps {schedule}", not o.decay_steps or o.schedule == "wsd", 'requires schedule = "wsd"'),
         (f"optim.decay_steps {schedule}", not o.decay_steps or o.warmup_steps + o.decay_steps <= end,
          f"with warmup_steps = {o.warmup_steps} must fit into the schedule's length, {end}"),
+        ("optim.name parallel.cpu_offload lora.rank", o.name != "muon" or not (p.cpu_offload or lora),
+         "is incompatible with cpu_offload (the host would orthogonalize the matrices) and with [lora]"),
+        ("optim.muon_lr optim.name", o.name == "muon" or not o.muon_lr, 'requires name = "muon"'),
         ("parallel.dp_replicate parallel.dp_shard", not p.dp_replicate == p.dp_shard == "auto",
          'only one of dp_replicate and dp_shard may be "auto", and dp_shard is unless it is given'),
         ("parallel.keep_fp32 model.n_layers", all(fnmatch.filter(units, pattern) for pattern in p.keep_fp32),

@@ -1,4 +1,4 @@
-"""AdamW, its parameter groups, clipping, and the learning rate as a pure function of the step."""
+"""The optimizer, its parameter groups, clipping, and the learning rate as a pure function of the step."""
 
 import math
 from collections.abc import Iterable
@@ -28,12 +28,24 @@ def learning_rate(o: config.Optim, end: int, step: int) -> float:
 
 
 def build_optimizer(model: nn.Module, o: config.Optim, seed: int = 0, compile: bool = False) -> torch.optim.Optimizer:
-    """AdamW (https://arxiv.org/abs/1711.05101) over the model's trainable parameters, with its state initialized:
-    torch's fused AdamW on shards, or for state_dtype = "bfloat16" BFloat16AdamW, which takes seed and compile.
-
-    Norm weights are scales, and get no weight decay. The state is created here so that a checkpoint can load into it.
-    """
+    """The optimizer of the model's trainable parameters, with its state initialized, so that a checkpoint can load into
+    it: AdamW, or for name = "muon" Muon, which leaves to AdamW what is not a matrix of a block."""
     names = {p: name for name, p in named_parameters(model) if p.requires_grad}
+    if o.name == "muon":
+        from muon import Muon
+
+        optimizer = Muon(names, o, seed, compile, lambda others: build_adamw(others, o, seed, compile))
+    else:
+        optimizer = build_adamw(names, o, seed, compile)
+    if any(hasattr(module, "after_weight_update") for module in model.modules()):
+        optimizer.register_step_post_hook(lambda *unused: after_weight_update(model))
+    return optimizer
+
+
+def build_adamw(names: dict[nn.Parameter, str], o: config.Optim, seed: int, compile: bool) -> torch.optim.Optimizer:
+    """AdamW (https://arxiv.org/abs/1711.05101) over these parameters, with its state: torch's fused AdamW on shards, or
+    for state_dtype = "bfloat16" BFloat16AdamW, which takes seed and compile. Norm weights are scales, and get no weight
+    decay."""
     groups = [{"params": [p for p in names if p.ndim >= 2], "weight_decay": o.weight_decay},
               {"params": [p for p in names if p.ndim < 2], "weight_decay": 0.0}]
     groups, options = [group for group in groups if group["params"]], {"lr": o.lr, "betas": o.betas, "eps": o.eps}
@@ -49,8 +61,6 @@ def build_optimizer(model: nn.Module, o: config.Optim, seed: int = 0, compile: b
             "exp_avg": torch.zeros_like(p, dtype=getattr(torch, o.state_dtype)),
             "exp_avg_sq": torch.zeros_like(p, dtype=getattr(torch, o.state_dtype)),
         }
-    if any(hasattr(module, "after_weight_update") for module in model.modules()):
-        optimizer.register_step_post_hook(lambda *unused: after_weight_update(model))
     return optimizer
 
 
@@ -123,8 +133,9 @@ class FiniteGuard:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Sets the schedule's learning rate; a group with another peak than optim.lr has its ratio to that."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_ratio", 1.0)
 
 
 class ScalesByItself(Protocol):

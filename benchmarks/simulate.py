@@ -25,7 +25,7 @@ from planner.devices import device
 from planner.plan import GIB, Asked, device_gib, plan
 from planner.simulate import Step, simulate
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 def sent(step: Step) -> dict[str, tuple[int, int]]:

@@ -56,7 +56,7 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
 
     Each tensor travels padded to S ceil(rows / S) rows; with float8 = "tensorwise" the matrices that multiply in 8 bits
     are all-gathered in as many. Activation checkpointing adds none: it recomputes inside a unit
-    that is all-gathered for its backward. Over tp and cp see over_tp_and_cp().
+    that is all-gathered for its backward. Over tp and cp see over_tp_and_cp(), of Muon's matrices of_muon().
     """
     p = cfg.parallel
     dp_replicate, dp_shard, cp, tp = config.mesh_shape(cfg, ranks)
@@ -71,7 +71,7 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
 
         device = "cpu" if cfg.run.device == "cpu" else "cuda"  # a plan is made for GPUs
         in_8_bits = {m.weight for m in float8_matrices(model.blocks, p.float8, device)} - replicated
-    found = {"all_gather": [0, 0], "reduce_scatter": [0, 0], "all_reduce": [0, 0]}
+    found = {kind: [0, 0] for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")}
 
     def add(kind: str, times: int, size: int) -> None:
         if times and size:
@@ -83,6 +83,8 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
     add("all_reduce", shards > 1, 4 * len(in_8_bits))
     for kind, times, size in over_tp_and_cp(cfg, model, sequences, accumulation, scatters, cp, tp):
         add(kind, times, size)
+    if cfg.optim.name == "muon":
+        found["all_to_all"] = [len(sizes := [*of_muon(cfg, model, ranks, numel)]), sum(sizes)]
     for name, modules in units(model):
         parameters = [q for q in unit_parameters(modules) if q not in replicated]
         param_dtype, reduce_dtype = unit_dtypes(p, name)
@@ -95,6 +97,32 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
         if dp_replicate > 1:
             add("all_reduce", reductions, reduce_dtype.itemsize * trained)
     return {kind: (number, size) for kind, (number, size) in found.items()}
+
+
+def of_muon(cfg: config.Config, model: Llama, ranks: int, shards: dict[nn.Parameter, int]) -> Iterator[int]:
+    """Bytes of each all-to-all of a step on rank 0. For each shape (under tp, for each sharding) of the trained blocks'
+    matrices: of M matrices, rank 0 owns m, its replica n, and rank 0 has e elements of each, of E. Then two of
+    max(n e, m E) elements, within the replica, and one of max(R n e, M e) between R replicas."""
+    from muon import flop, owners
+
+    if cfg.parallel.tp > 1:
+        from parallel.tensor import placement_of
+
+    replicas, *within = config.mesh_shape(cfg, ranks)
+    matrices = [(name, q) for name, q in named_parameters(model)
+                if name.startswith("blocks") and q.ndim == 2 and q.requires_grad]
+    owner = owners([flop(q.shape) for _, q in matrices], ranks, replicas)
+    by_shape: dict[tuple, list[int]] = {}
+    for (name, q), rank in zip(matrices, owner):
+        over_tp = placement_of(model, name) if cfg.parallel.tp > 1 else None
+        by_shape.setdefault((q.shape, over_tp, shards[q]), []).append(rank)
+    itemsize, in_replica = 4 if cfg.run.device == "cpu" else 2, math.prod(within)
+    for (shape, _, piece), ranks_of in by_shape.items():
+        ours = sum(rank < in_replica for rank in ranks_of) * piece
+        if in_replica > 1:
+            yield from [itemsize * max(ours, ranks_of.count(0) * shape.numel())] * 2
+        if replicas > 1:
+            yield itemsize * max(replicas * ours, len(ranks_of) * piece)
 
 
 def over_tp_and_cp(cfg: config.Config, model: Llama, sequences: int, accumulation: int, scatters: int, cp: int,

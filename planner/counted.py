@@ -37,7 +37,8 @@ BACKWARD_OF_ATTENTION = {aten._scaled_dot_product_flash_attention_backward.defau
 COLLECTIVES = {c10d._allgather_base_.default: "all_gather", functional.all_gather_into_tensor.default: "all_gather",
                c10d._reduce_scatter_base_.default: "reduce_scatter",
                functional.reduce_scatter_tensor.default: "reduce_scatter",
-               c10d.allreduce_.default: "all_reduce", functional.all_reduce.default: "all_reduce"}
+               c10d.allreduce_.default: "all_reduce", functional.all_reduce.default: "all_reduce",
+               c10d.alltoall_base_.default: "all_to_all"}
 # Namespaces whose operators are counted: by a formula or, if they compute little, by the bytes that they move.
 KNOWN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp", "frozen", "profiler"}
 # Operators of theirs that compute more than they move, and of which only some have a formula.
@@ -260,6 +261,8 @@ class Counted(TorchDispatchMode):
         dimension = self.dimensions.get(name, "dp_shard")
         if by_fsdp and dimension == "cp":  # with dp_shard = 1, FSDP2 shards over cp alone
             dimension = "dp_shard"
+        if kind == "all_to_all" and dimension != "dp_replicate":
+            dimension = "replica"  # an optimizer's, among all ranks of one (muon.py)
         sent = self.phases[-1].sent
         sent[dimension, kind, "number"] += 1
         sent[dimension, kind, "bytes"] += max(t.nbytes for t in tensors)

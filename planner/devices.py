@@ -90,21 +90,23 @@ class Cluster:
     def within(self, dimension: str) -> tuple[int, int]:
         """(ranks in a group of this dimension, how many of them share a node; the fewest, if groups straddle nodes)."""
         dp_replicate, dp_shard, cp, tp = self.shape
-        ranks, stride = {"tp": (tp, 1), "cp": (cp, tp), "dp_shard": (dp_shard * cp, tp),
-                         "dp_replicate": (dp_replicate, tp * cp * dp_shard)}[dimension]
+        replica = dp_shard * cp * tp
+        ranks, stride = {"tp": (tp, 1), "cp": (cp, tp), "dp_shard": (dp_shard * cp, tp), "replica": (replica, 1),
+                         "dp_replicate": (dp_replicate, replica)}[dimension]
         if math.prod(self.shape) <= self.gpus_per_node:
             return ranks, ranks
         return ranks, max(1, math.gcd(self.gpus_per_node, ranks * stride) // stride)
 
     def sending(self, phase: Phase, dimensions: tuple[str, ...]) -> float:
         """Seconds of a phase's collectives over these dimensions. A ring over several nodes uses the network links of
-        all its ranks in a node."""
+        all its ranks in a node, an all-to-all each rank's own."""
         seconds = 0.0
         for (dimension, kind, what), sent in phase.sent.items():
             if dimension in dimensions:
                 ranks, here = self.within(dimension)
                 nodes = math.ceil(ranks / here)
-                rate = self.device.link if nodes == 1 else min(self.device.link, self.device.network * here)
+                links = 1 if kind == "all_to_all" else here
+                rate = self.device.link if nodes == 1 else min(self.device.link, self.device.network * links)
                 if what == "number":
                     seconds += sent * (LATENCY + HOP * nodes)
                 else:
@@ -149,10 +151,10 @@ def timeline(phases: list[Phase], cfg: config.Config, cluster: Cluster, waiting:
         free = sends["gathers"][1]
         ahead = p.prefetch_backward if phase.name.startswith("backward") else p.prefetch_forward
         ready[i + max(1, ahead)] = free
-        if seconds := cluster.sending(reduces, ("dp_shard", "dp_replicate")):
+        if seconds := cluster.sending(reduces, ("dp_shard", "dp_replicate", "replica")):
             sends["reduces"] = max(free, now), max(free, now) + seconds
             free = sends["reduces"][1]
-            now = free if update and waiting else now  # waits for the norm's all-reduce, and that of float8 scales
+            now = free if update and waiting else now  # waits for what it sends
         found.append(Moment(phase, begin, now, sends))
     return found
 

@@ -58,7 +58,8 @@ def planned(cfg: config.Config, ranks: int, asked: Asked, epoch: float | None = 
                     Counter())
     computed = step_seconds(timeline(step.phases, cfg, cluster, waiting=False))
     best = step_seconds(timeline(step.phases, cfg, cluster, waiting=False, best=True))
-    kinds, over = ("all_gather", "reduce_scatter", "all_reduce"), ("dp_shard", "dp_replicate", "cp", "tp")
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+    over = ("dp_shard", "dp_replicate", "cp", "tp", "replica")
     row = {
         "parameters": parameter_count(model),
         "world_size": ranks,

@@ -76,8 +76,9 @@ def simulate(cfg: config.Config, ranks: int, on_gpu: bool = True, whole: bool = 
         few = None if whole else shortened(functools.partial(kinds_of_blocks, cfg, world, on_gpu), blocks, edge)
         if few:
             found, of_blocks = run(replace(cfg, model=replace(cfg.model, n_layers=few.blocks)), world, on_gpu)
-            sends_matrices = any(kind != "all_reduce" for _, kind, _ in found.phases[-1].sent)  # its optimizer does
-            if not sends_matrices and repeats(found.phases, few.middle):
+            update = found.phases[-1]  # of an optimizer by elements, unless it multiplies or sends matrices
+            by_elements = not update.work["products"] and all(kind == "all_reduce" for _, kind, _ in update.sent)
+            if by_elements and repeats(found.phases, few.middle):
                 more, taken = (sum(counts, Counter()) for counts in zip(*(of_blocks[i] for i in few.middle)))
                 return extrapolated(found, more, taken, few.middle, (blocks - few.blocks) // len(few.middle), blocks)
         return run(cfg, world, on_gpu)[0]
@@ -151,9 +152,10 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tupl
         stack.enter_context(counted)
         allocate(model, torch.device("cpu"))
         optimizer = build_optimizer(model, cfg.optim)
-        if p.compile and cfg.optim.state_dtype == "bfloat16":
-            # pyrefly: ignore[missing-attribute]  # BFloat16AdamW has it
-            optimizer.update = functools.partial(one_kernel, counted, optimizer.update)
+        for part in (optimizer, getattr(optimizer, "adamw", None)):
+            if p.compile and (update := getattr(part, "update", None)):  # of bfloat16 states
+                # pyrefly: ignore[missing-attribute]  # it has it
+                part.update = functools.partial(one_kernel, counted, update)
         stateless = [param for param in model.parameters() if param.requires_grad and not optimizer.state.get(param)]
         after_weight_update(model)
         begin = watch(model, counted, p.compile and on_gpu)

@@ -778,7 +778,7 @@ class Collectives(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.found = {kind: [0, 0] for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+        self.found = {kind: [0, 0] for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
@@ -786,6 +786,7 @@ class Collectives(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if function.namespace in ("c10d", "_c10d_functional"):
             name = function._schema.name.replace("allgather", "all_gather").replace("allreduce", "all_reduce")
+            name = name.replace("alltoall", "all_to_all")
             kind = next((kind for kind in self.found if kind in name), None)
             if kind:
                 flat = [t for a in args for t in (a if isinstance(a, list | tuple) else [a])]

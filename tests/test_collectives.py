@@ -131,7 +131,7 @@ def test_the_known_numbers():
     def numbers(**parallel) -> dict[str, int]:
         cfg: config.Config = make_config(model={"n_layers": 4}, parallel=parallel,
                                          train={"global_batch_size": 8, "micro_batch_size": 1})
-        return {kind: number for kind, (number, _) in collectives(cfg, meta_model(cfg.model), 4).items()}
+        return {kind: number for kind, (number, _) in collectives(cfg, meta_model(cfg.model), 4).items() if number}
 
     assert numbers() == {"all_gather": 20, "reduce_scatter": 12, "all_reduce": 1}
     assert numbers(reshard_after_forward=False) == {"all_gather": 12, "reduce_scatter": 12, "all_reduce": 1}

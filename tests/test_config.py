@@ -195,8 +195,8 @@ model.rope_scaling factor=? low_freq_factor=1.0 high_freq_factor=4.0 original_ma
 data source="python-stdlib" subset=- split="train" text_field="text" path=- tokenizer=- max_tokens=-
 data document_mask=false order="global" sources=[]
 train steps=? seq_len=2048 global_batch_size=8 micro_batch_size=- max_grad_norm=1.0 skip_nonfinite=0
-optim lr=0.0003 betas=[0.9,0.95] eps=1e-08 weight_decay=0.1 warmup_steps=0 schedule="cosine" decay_steps=-
-optim schedule_steps=- min_lr_ratio=0.1 state_dtype="float32"
+optim name="adamw" lr=0.0003 muon_lr=- muon_momentum=0.95 betas=[0.9,0.95] eps=1e-08 weight_decay=0.1 warmup_steps=0
+optim schedule="cosine" decay_steps=- schedule_steps=- min_lr_ratio=0.1 state_dtype="float32"
 parallel dp_replicate=1 dp_shard="auto" cp=1 tp=1 reshard_after_forward=true prefetch_forward=1 prefetch_backward=1
 parallel param_dtype="bfloat16" reduce_dtype="float32" output_dtype=- keep_fp32=[] replicated=[] cpu_offload=false
 parallel sync_every_micro_batch=true recompute="none" compile=false float8="none"

@@ -221,7 +221,9 @@ OPTIMIZERS = {  # the first two skip a step by themselves, for the others it is 
     "fused": lambda parameter: build_optimizer(torch.nn.ParameterList([parameter]), make_config().optim),
     "bfloat16": lambda parameter: build_optimizer(torch.nn.ParameterList([parameter]), bfloat16_states()),
     "plain": lambda parameter: torch.optim.AdamW([parameter], lr=0.1, fused=False),
-    "muon": lambda parameter: torch.optim.Muon([parameter], lr=0.1),
+    "torch's muon": lambda parameter: torch.optim.Muon([parameter], lr=0.1),
+    "muon": lambda parameter: build_optimizer(torch.nn.ModuleDict({"blocks": torch.nn.ParameterList([parameter])}),
+                                              make_config(optim={"name": "muon"}).optim),
 }
 
 

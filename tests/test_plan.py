@@ -53,6 +53,7 @@ def test_bytes_equal_those_of_real_tensors(on_ranks, ranks, options):
     every.append({**every[-1], "model": {"tie_embeddings": True, "freeze": ["embedding.weight"]},
                   "parallel": {"replicated": ["embedding.weight"]}})  # one matrix, not two
     every.append({"optim": {"state_dtype": "bfloat16"}, "train": {"global_batch_size": 12, "micro_batch_size": 1}})
+    every.append({"optim": {"name": "muon"}, "train": {"global_batch_size": 12, "micro_batch_size": 1}})
     even = {"dim": 46, "head_dim": 6, "ffn_dim": 76, "tie_embeddings": True}  # what tp leaves of its rows is uneven
     meshes = {2: [{"tp": 2}], 4: [{"tp": 2}, {"cp": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 1, "tp": 2}]}
     every += [{"model": even, "parallel": mesh, "train": {"global_batch_size": 12, "micro_batch_size": 1}}
@@ -78,7 +79,7 @@ def test_the_peak_is_that_of_a_real_step(on_ranks, ranks, ways):
     """Within 0.1 %: in real runs scalars of the loss and of FSDP2 live, too."""
     every = [{"model": WIDE, "parallel": p, "train": {"seq_len": 256, "global_batch_size": 4, "micro_batch_size": 1}}
              for p in ways]
-    every.append({**every[0], "optim": {"state_dtype": "bfloat16"}})
+    every += [{**every[0], "optim": changes} for changes in ({"state_dtype": "bfloat16"}, {"name": "muon"})]
     for sections, real in zip(every, zip(*on_ranks(ranks, cases.live_peak, every))):
         peak = simulate(make_config(**sections), ranks, on_gpu=False).peak().peak.total()
         assert 0.999 * max(real) <= peak <= 1.001 * max(real), (sections, real, peak)
@@ -111,6 +112,7 @@ def test_collectives_are_those_of_the_theory(way):
 @pytest.mark.parametrize("mesh, way, sections", [
     *(({}, way, {}) for way in WAYS), ({"tp": 2}, {"compile": True}, {}), ({"cp": 2}, {}, {}),
     ({}, {"cpu_offload": True}, {}), ({}, {"compile": True}, {"optim": {"state_dtype": "bfloat16"}}),
+    ({}, {"compile": True}, {"optim": {"name": "muon", "state_dtype": "bfloat16"}}),
     ({}, {"prefetch_backward": 2}, {}), ({"dp_replicate": "auto", "dp_shard": 1}, {}, {}),
     ({}, {"float8": "tensorwise"}, {"model": {**GPU["model"], "dim": 2048, "ffn_dim": 2048, "n_layers": 6}}),
     ({}, {"float8": "rowwise"}, {"model": {**GPU["model"], "dim": 4096, "ffn_dim": 4096, "n_layers": 6}}),

@@ -83,10 +83,10 @@ def with_data(sections: dict, corpus, folders) -> dict:
     return {**sections, "data": {"source": str(corpus), "path": str(folder), **sections.get("data", {})}}
 
 
-def plain_loop(cfg: config.Config, weights: dict | None = None) -> list[dict]:
-    """The run as a textbook has it: one process, the whole batch at once, mean cross entropy, torch's AdamW; under a
-    document mask each piece of a document by itself. The last step's weights go into `weights`. With the blocks' own
-    terms of the loss (tests/forks.py), each by its name."""
+def plain_loop(cfg: config.Config, weights: dict | None = None, optimizer_of=None) -> list[dict]:
+    """The run as a textbook has it: one process, the whole batch at once, mean cross entropy, torch's AdamW, or what
+    optimizer_of makes for the model; under a document mask each piece of a document by itself. The last step's weights
+    go into `weights`. With the blocks' own terms of the loss (tests/forks.py), each by its name."""
     m, t, o = cfg.model, cfg.train, cfg.optim
     model = Llama(m)
     materialize(model, cfg.run.seed, torch.device("cpu"))
@@ -98,6 +98,8 @@ def plain_loop(cfg: config.Config, weights: dict | None = None) -> list[dict]:
         betas=o.betas, eps=o.eps, foreach=False)
     if o.state_dtype == "bfloat16":  # against theory it is tested in test_optim; here it must not depend on the ranks
         optimizer = build_optimizer(model, o, cfg.run.seed)
+    if optimizer_of:
+        optimizer = optimizer_of(model)
     of_blocks: list[dict] = []  # terms, of each block's forward
     for block in model.blocks:
         block.register_forward_hook(lambda module, args, out: of_blocks.extend(out[1:] if type(out) is tuple else ()))
