@@ -212,6 +212,8 @@ class Parts:
     def stream(self, place: int, split: str = "train") -> TokenStream:
         """Opens the part at this place of the reading order, once it is there. ConfigError: preparing failed."""
         final, told, waited = part_folder(self.path, self.turn[place]), False, 0.0
+        if not final.exists():
+            self.prepare_rest()
         while not final.exists():
             failed = self.path / FAILED
             with contextlib.suppress(FileNotFoundError):
@@ -223,6 +225,14 @@ class Parts:
             time.sleep(POLL_SECONDS)
             waited += POLL_SECONDS
         return open_stream(final, split, self.cfg.model.vocab_size)
+
+    def prepare_rest(self) -> None:
+        """Starts to prepare what is missing, if this process is its node's first rank, or none."""
+        from ranks import local_world_size, rank_and_size
+
+        if rank_and_size()[1] == 0 and not all(part_folder(self.path, number).exists() for number in self.turn):
+            workers = max(1, len(os.sched_getaffinity(0)) - local_world_size())
+            start_preparing(json.dumps(config.to_dict(self.cfg)), workers)
 
     def know(self, parts: int) -> None:
         """Makes `before` cover so many parts."""
@@ -284,15 +294,14 @@ class HeldOut:
         return found
 
 
-def start_preparing(cfg: config.Config, found: Sources, workers: int) -> subprocess.Popen | None:
-    """Starts to prepare what is missing, at low priority, in so many processes that end with this one or when their
-    stdin is closed. None if nothing is missing."""
-    if all(part_folder(folder, number).exists() for folder, _ in found for number in range(len(read_plan(folder)))):
-        return None
+@functools.cache  # once a process
+def start_preparing(settings: str, workers: int) -> subprocess.Popen:
+    """Starts to prepare what is missing, at low priority, in so many processes that end with this one. settings: a
+    configuration as JSON."""
     child = subprocess.Popen([sys.executable, "-m", "data.growing", str(workers)], stdin=subprocess.PIPE, text=True,
                              start_new_session=True)  # Ctrl-C is for this process alone
     assert child.stdin is not None
-    child.stdin.write(json.dumps(config.to_dict(cfg)) + "\n")
+    child.stdin.write(settings + "\n")
     child.stdin.flush()
     return child
 
@@ -306,16 +315,16 @@ def main(workers: str) -> int:
     from data.dataset import prepared_parts
 
     os.nice(19)
-    cfg = config.from_dict(json.loads(sys.stdin.readline()), "of the run that waits")
+    settings = sys.stdin.readline()
     threading.Thread(target=end_with_stdin, daemon=True).start()
-    found = prepared_parts(cfg)
-    others = [start_preparing(cfg, found, 1) for _ in range(int(workers) - 1)]
+    cfg = config.from_dict(json.loads(settings), "of the run that waits")
+    others = [start_preparing.__wrapped__(settings, 1) for _ in range(int(workers) - 1)]
     try:
-        prepare_parts(found, cfg.run.seed)
+        prepare_parts(prepared_parts(cfg), cfg.run.seed)
     except (ConfigError, OSError) as error:
         report(str(error))
         return 2
-    return max((other.wait() for other in others if other), default=0)
+    return max((other.wait() for other in others), default=0)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import collections
 import concurrent.futures
 import hashlib
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +13,9 @@ from torch import Tensor
 
 import config
 from config import DIGEST_MODULUS, IGNORE
-from data.dataset import Dataset, prepared_parts
+from data.dataset import Dataset
 from data.order import make_order, rank_samples
 from data.tokens import TokenStream
-from ranks import local_world_size, rank_and_size
 
 READ_AHEAD = 2  # steps
 
@@ -39,12 +37,8 @@ class Loader:
         self.cfg, self.streams, self.world = cfg, dataset.train, world
         self.micro_batch_size = config.micro_batch_size(cfg, world.dp_size)
         self.order = make_order(cfg, dataset.train, dataset.weights)
-        self.preparing = None
-        if cfg.data.order == "growing" and rank_and_size()[1] == 0:
-            from data.growing import start_preparing
-
-            workers = max(1, len(os.sched_getaffinity(0)) - local_world_size())
-            self.preparing = start_preparing(cfg, prepared_parts(cfg), workers)
+        for source in self.streams if cfg.data.order == "growing" else ():
+            source.prepare_rest()
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "loader")
         self.ahead = collections.deque(self.thread.submit(self.batch, first_step + i) for i in range(READ_AHEAD))
         self.next_step = first_step + READ_AHEAD
@@ -57,8 +51,6 @@ class Loader:
 
     def close(self) -> None:
         self.thread.shutdown(cancel_futures=True)
-        if self.preparing:
-            self.preparing.kill()
 
     def batch(self, step: int) -> Batch:
         t, w, digest, micro_batches = self.cfg.train, self.world, 0, []

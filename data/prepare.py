@@ -204,10 +204,9 @@ def main(argv: list[str]) -> int:
         if cfg.data.order == "growing":
             from data.growing import report_prepared, start_preparing
 
-            found = prepared_parts(cfg)
-            if (preparing := start_preparing(cfg, found, len(os.sched_getaffinity(0)))) and (code := preparing.wait()):
+            if code := start_preparing(json.dumps(config.to_dict(cfg)), len(os.sched_getaffinity(0))).wait():
                 return code
-            report_prepared(found)
+            report_prepared(prepared_parts(cfg))
     except KeyboardInterrupt:
         report("stopped; the same command resumes here")
         return 130

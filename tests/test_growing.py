@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 import config
 from config import ConfigError
 from data import growing
-from data.dataset import open_dataset, prepared_parts
+from data.dataset import data_folders, open_dataset
 from data.loader import Loader
 from data.order import make_order
 from data.prepare import prepare
@@ -52,6 +53,10 @@ def sources(tmp_path_factory) -> dict[str, pathlib.Path]:
     return {kind: folder / f"{kind}*.{kind}" for kind in ("jsonl", "txt", "parquet")}
 
 
+def started(cfg: config.Config, workers: int) -> subprocess.Popen:
+    return growing.start_preparing.__wrapped__(json.dumps(config.to_dict(cfg)), workers)
+
+
 def growing_config(source, path, **sections) -> config.Config:
     data = {"source": str(source), "path": str(path), "order": "growing", **sections.pop("data", {})}
     return make_config(data=data, **sections)
@@ -62,7 +67,7 @@ def folder(sources, tmp_path_factory) -> pathlib.Path:
     """All parts of the jsonl source, prepared by three processes at once."""
     cfg = growing_config(sources["jsonl"], tmp_path_factory.mktemp("parts") / "all")
     prepare(cfg)
-    children = [growing.start_preparing(cfg, prepared_parts(cfg), 1) for _ in range(3)]
+    children = [started(cfg, 1) for _ in range(3)]
     assert [child.wait(60) for child in children] == [0, 0, 0]
     return pathlib.Path(cfg.data.path)
 
@@ -170,24 +175,39 @@ def test_samples_are_the_same_while_preparing_as_after_it(folder, sources, tmp_p
     assert not second.exists()
     holder.kill()
     found += [next(loader).digest for _ in range(58)]
-    loader.preparing.wait(60)
     loader.close()
+    assert started(cfg, 1).wait(60) == 0
     assert found == whole and digests(cfg, 9, first=14) == whole[13:22]
     assert content(tmp_path / "new") == content(folder)
+
+
+def test_a_mixture_of_a_prepared_and_an_unprepared_source(sources, tmp_path, prepared):
+    """Its validation, too, which is read first here."""
+    def of(folder: str) -> config.Config:
+        cfg = growing_config("x", tmp_path / folder, eval={}, data={
+            "source": None, "tokenizer": str(prepared / "tokenizer.model"), "sources": [
+                {"source": str(sources["jsonl"]), "weight": 0.3}, {"source": str(sources["parquet"]), "weight": 0.7}]})
+        prepare(cfg)
+        return cfg
+
+    assert started(whole := of("whole"), 2).wait(60) == 0
+    first, second = data_folders(mixed := of("mixed"))
+    shutil.copytree(data_folders(whole)[0] / "parts", first / "parts")
+    assert not (second / "parts").exists()
+    held = [stream.read(0, stream.length)[0] for stream in open_dataset(mixed, train=False).validation]
+    assert held == [stream.read(0, stream.length)[0] for stream in open_dataset(whole, train=False).validation]
+    assert digests(mixed, 40) == digests(whole, 40)
 
 
 def test_killed_at_random_moments_it_goes_on(folder, sources, tmp_path):
     cfg, draw = growing_config(sources["jsonl"], tmp_path / "new"), random.Random(0)
     prepare(cfg)
     for _ in range(8):
-        child = growing.start_preparing(cfg, prepared_parts(cfg), 2)
-        if child is None:
-            break
+        child = started(cfg, 2)
         time.sleep(draw.uniform(0.15, 0.5))
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-    child = growing.start_preparing(cfg, prepared_parts(cfg), 2)
-    assert child is None or child.wait(60) == 0
+    assert started(cfg, 2).wait(60) == 0
     assert content(tmp_path / "new") == content(folder)
 
 
