@@ -190,7 +190,8 @@ def test_a_mixture_of_a_prepared_and_an_unprepared_source(sources, tmp_path, pre
         prepare(cfg)
         return cfg
 
-    assert started(whole := of("whole"), 2).wait(60) == 0
+    whole = of("whole")
+    assert started(whole, 2).wait(60) == 0
     first, second = data_folders(mixed := of("mixed"))
     shutil.copytree(data_folders(whole)[0] / "parts", first / "parts")
     assert not (second / "parts").exists()
