@@ -173,6 +173,18 @@ def test_data_is_not_prepared_inside_a_job(limited, cluster, configured, tmp_pat
     assert not job.folder.exists() and not (tmp_path / "nothing").exists()
 
 
+def test_text_in_parts_is_prepared_inside_a_job(limited, cluster, configured, tmp_path):
+    """Its samples are those of a run of one process that finds it prepared."""
+    path = configured("growing", steps=12, data=tmp_path / "parts")
+    job = cluster.submit(path, "--data.order=growing")
+    assert job.until_over() == "COMPLETED", job.log()
+    done = launch(path, "--data.order=growing", "--run.name=after", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    found, after = ([row["batch_digest"] for row in rows(folder)] for folder in (
+        job.folder, job.folder.with_name("after")))
+    assert found == after and len(found) == 12
+
+
 @pytest.fixture(scope="module")
 def endless(cluster, configured) -> list[Job]:
     """Jobs on one node and on two, training."""
