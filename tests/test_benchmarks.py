@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import adapt, figures, overhead, transformers_step
+from benchmarks import adapt, figures, muon, overhead, transformers_step
 from parallel.materialize import materialize
 from tests.conftest import REPO
 from tests.test_repo import documented
@@ -46,10 +46,16 @@ def test_overhead(on_ranks, corpus, prepared):
         assert any(line.startswith(f"short: {count} steps {kind}:") for line in lines)
 
 
+def test_where_a_curve_reaches_a_loss():
+    curve = [(10, 5.0), (20, 4.0), (30, 4.5), (40, 3.0)]
+    assert [muon.reaches(curve, loss) for loss in (4.5, 4.0, 3.6, 2.0)] == [15, 20, pytest.approx(36), None]
+
+
 @pytest.mark.parametrize("name, options", [
     ("adapt", ["--steps", "--rank", "--lr"]), ("checkpoint", ["--mib", "--repeat"]), ("counted_step", ["--tokens"]),
     ("data", ["--tokens", "--seconds", "--prepare-mb"]), ("generate", ["--tokens", "--rows"]), ("hf", ["--mib"]),
-    ("kill_storm", ["--kills"]), ("long_run", ["--steps", "--saves"]), ("overhead", ["--steps"]),
+    ("kill_storm", ["--kills"]), ("long_run", ["--steps", "--saves"]), ("muon", ["--steps", "--seeds", "--lr"]),
+    ("overhead", ["--steps"]),
     ("short_runs", ["--runs"]), ("step", ["--steps"]), ("transformers_step", ["--steps"])])
 def test_numbers_that_make_no_sense_are_refused(name, options, monkeypatch, capsys):
     main = importlib.import_module(f"benchmarks.{name}").main
