@@ -352,8 +352,8 @@ def test_a_run_leaves_what_the_contract_names(straight):
 @pytest.mark.skipif("report.py" in missing(), reason="needs report.py")
 def test_a_run_of_a_hundred_steps_ends_with_a_sample_and_with_commands_that_work(write_config, tmp_path):
     folder = tmp_path / "my outputs"
-    path = write_config("it", train={"steps": 100, "global_batch_size": 2}, checkpoint={}, run={"output_dir": str(folder)},
-                        log={"tensorboard": True, "every_steps": 50})
+    path = write_config("it", train={"steps": 100, "global_batch_size": 2}, checkpoint={},
+                        run={"output_dir": str(folder)}, log={"tensorboard": True, "every_steps": 50})
     done = launch(path, "--optim.schedule=linear")
     assert done.returncode == 0, done.stderr
     assert ("a sample:" in done.stdout) is ("generate.py" not in missing())
