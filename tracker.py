@@ -132,7 +132,7 @@ def send(folder: pathlib.Path, start: int, kept: int) -> None:
     settings = options.read_toml(str(folder / "config.toml"))
     name, project = settings["log"]["tracker"], settings["log"].get("project", "fsdp2")
     path = folder / "tracker.json"
-    files.lock(folder / ".tracker.lock", timeout=-1)  # a killed launch's process may still be sending
+    held = files.lock(folder / ".tracker.lock", timeout=-1)  # a killed launch's process may still be sending
     every = json.loads(path.read_bytes()) if path.exists() else {}
     state = every.setdefault(name, {"id": f"{settings['run']['name']}-{secrets.token_hex(4)}", "rows": 0, "step": 0})
     files.write_atomic(path, json.dumps(every))
@@ -159,6 +159,7 @@ def send(folder: pathlib.Path, start: int, kept: int) -> None:
             files.write_atomic(path, json.dumps(every))
             run.log({key: value for row in new for key, value in scalars(row).items()}, step=step)
     run.finish()
+    held.release()
 
 
 def main(folder: str, start: str, kept: str) -> int:

@@ -18,6 +18,7 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -33,11 +34,11 @@ import files
 from config import ConfigError
 from data.encode import encode, report
 from data.order import Permutation
-from data.sources import STDLIB, Files, kind_of
+from data.sources import STDLIB, Files, file_stamps, kind_of
 from data.tokens import MANIFEST, WIDTH, TokenStream, manifest_of, open_stream, window_count
 
 SMALLEST, LARGEST = 1 << 16, 1 << 25  # bytes of text in a part: a 64th of the whole, within these
-LARGEST_SEGMENT = 64  # parts
+LARGEST_SEGMENT = 16  # parts: one process prepares them within a step's timeout
 VALIDATION_PARTS = 16  # the first ones, in reading order, whose held-out documents are the validation set
 POLL_SECONDS = 0.2
 PLAN, FAILED = "plan.json", "failed.json"
@@ -49,13 +50,8 @@ def cut(source: Files) -> list[list[list[int]]]:
     size = min(LARGEST, max(SMALLEST, total // 64))
     parts: list[list[list[int]]] = [[]]
     room = size
-    for number, path in enumerate(source.paths):
-        units, step = source.sizes[number], 1  # bytes of the file for each of its units
-        if path.suffix == ".parquet":
-            import pyarrow.parquet
-
-            groups = pyarrow.parquet.ParquetFile(path).metadata.num_row_groups
-            units, step = groups, max(1, source.sizes[number] // max(1, groups))
+    for number in range(len(source.paths)):
+        units, step = source.units(number)
         begin = 0
         while begin < units:
             whole = source.d.source == STDLIB or (units - begin) * step <= room + size // 2
@@ -93,6 +89,8 @@ def write_part(folder: pathlib.Path, d: config.Data, number: int, pieces: list[l
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         _write_tokens(temporary, d, pieces, folder)
+        if file_stamps(d.source) != manifest_of(folder)["files"]:  # pieces are those of the files at the beginning
+            raise ConfigError(f"[data] source = {d.source}: changed since {folder} was begun; delete the folder")
         files.publish(temporary, final)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -162,20 +160,21 @@ def prepare_parts(found: Sources, seed: int) -> None:
             for place, number in enumerate(reading_order(len(read_plan(folder)), seed, source))]
     left.sort(key=lambda work: work[0])
     while left:
-        before = len(left)
         for work in [*left]:
             _, folder, d, number = work
-            if not (final := part_folder(folder, number)).exists():
+            if (final := part_folder(folder, number)).exists():
+                left.remove(work)
+                continue
+            try:
                 with claimed(final.with_name(f".{final.name}.lock")) as ours:
                     if ours and not final.exists():
-                        try:
-                            write_part(folder, d, number, read_plan(folder)[number])
-                        except (ConfigError, OSError) as error:
-                            files.write_atomic(folder / FAILED, json.dumps(str(error)))
-                            raise
-            if final.exists():
-                left.remove(work)
-        if len(left) == before:  # others have claimed all that is left
+                        write_part(folder, d, number, read_plan(folder)[number])
+                        break  # and look again from the front, where a process may have died
+            except Exception as error:
+                with contextlib.suppress(OSError):
+                    files.write_atomic(folder / FAILED, json.dumps(str(error)))
+                raise
+        else:  # others have claimed all that is left
             time.sleep(POLL_SECONDS)
     for folder, _ in found:  # all is there: claims, and what killed processes left
         for path in (folder / "parts").glob(".*"):
@@ -205,34 +204,37 @@ class Parts:
         self.segments = [0]  # the first part of each, and their number
         while self.segments[-1] < len(self.turn):
             self.segments.append(min(len(self.turn), self.segments[-1] + next(sizes)))
-        self.began = time.time()
+        self.began, self.closed = time.time(), threading.Event()
         self.permutation = functools.lru_cache(4)(Permutation)
         self.stream = functools.lru_cache(64)(self.stream)  # open files
 
     def stream(self, place: int, split: str = "train") -> TokenStream:
         """Opens the part at this place of the reading order, once it is there. ConfigError: preparing failed."""
-        final, told, waited = part_folder(self.path, self.turn[place]), False, 0.0
+        final, waited, child = part_folder(self.path, self.turn[place]), 0.0, None
         if not final.exists():
-            self.prepare_rest()
+            child = self.prepare_rest()
         while not final.exists():
             failed = self.path / FAILED
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, ValueError):
                 if failed.stat().st_mtime > self.began:
                     raise ConfigError(json.loads(failed.read_bytes()))
-            if waited > 2 and not told:
-                told = True
+            if child and child.poll():
+                raise ConfigError(f"{self.path}: the process that prepares it ended with code {child.returncode}")
+            if waited <= 2 < waited + POLL_SECONDS:
                 report(f"{self.path}: waiting for part {place + 1} of {len(self.turn)} in reading order")
-            time.sleep(POLL_SECONDS)
+            if self.closed.wait(POLL_SECONDS):
+                raise InterruptedError("closed")
             waited += POLL_SECONDS
         return open_stream(final, split, self.cfg.model.vocab_size)
 
-    def prepare_rest(self) -> None:
-        """Starts to prepare what is missing, if this process is its node's first rank, or none."""
+    def prepare_rest(self) -> subprocess.Popen | None:
+        """Starts to prepare what is missing, if this process is its node's first rank, or no rank."""
         from ranks import local_world_size, rank_and_size
 
         if rank_and_size()[1] == 0 and not all(part_folder(self.path, number).exists() for number in self.turn):
             workers = max(1, len(os.sched_getaffinity(0)) - local_world_size())
-            start_preparing(json.dumps(config.to_dict(self.cfg)), workers)
+            return start_preparing(json.dumps(config.to_dict(self.cfg)), workers)
+        return None
 
     def know(self, parts: int) -> None:
         """Makes `before` cover so many parts."""
@@ -298,8 +300,9 @@ class HeldOut:
 def start_preparing(settings: str, workers: int) -> subprocess.Popen:
     """Starts to prepare what is missing, at low priority, in so many processes that end with this one. settings: a
     configuration as JSON."""
+    repo = str(pathlib.Path(__file__).parent.parent)
     child = subprocess.Popen([sys.executable, "-m", "data.growing", str(workers)], stdin=subprocess.PIPE, text=True,
-                             start_new_session=True)  # Ctrl-C is for this process alone
+                             env={**os.environ, "PYTHONPATH": os.pathsep.join([repo, *sys.path])})
     assert child.stdin is not None
     child.stdin.write(settings + "\n")
     child.stdin.flush()
@@ -314,7 +317,9 @@ def end_with_stdin() -> None:
 def main(workers: str) -> int:
     from data.dataset import prepared_parts
 
-    os.nice(19)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # for the process that waits, with which this ends
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(19)  # among the processes of this session: in one of its own, Linux would share the cores evenly
     settings = sys.stdin.readline()
     threading.Thread(target=end_with_stdin, daemon=True).start()
     cfg = config.from_dict(json.loads(settings), "of the run that waits")

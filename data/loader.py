@@ -50,6 +50,8 @@ class Loader:
         return self.ahead.popleft().result()
 
     def close(self) -> None:
+        for source in self.streams if self.cfg.data.order == "growing" else ():
+            source.closed.set()  # the thread may be waiting for text that no step will read
         self.thread.shutdown(cancel_futures=True)
 
     def batch(self, step: int) -> Batch:

@@ -100,6 +100,17 @@ class Files(Source):
     def share(self) -> float | None:
         return (sum(self.sizes[: self.piece]) + self.byte) / max(1, sum(self.sizes)) if self.whole else None
 
+    def units(self, number: int) -> tuple[int, int]:
+        """A file's size, as pieces count it, and about how many bytes such a unit has. Raises ConfigError."""
+        path, size = self.paths[number], self.sizes[number]
+        if path.suffix != ".parquet":
+            return size, 1
+        with _readable(f"{path}:"):
+            import pyarrow.parquet  # comes with `datasets`
+
+            groups = pyarrow.parquet.ParquetFile(path).metadata.num_row_groups
+            return groups, max(1, size // max(1, groups))
+
     def _open(self, path: pathlib.Path, begin: int) -> io.BufferedReader:
         """The file, at the first line that begins at `begin` or later, or where reading stopped."""
         file = path.open("rb")

@@ -158,7 +158,7 @@ def usable(argv: list[str]) -> bool:
             needed.append("numpy")  # torch.distributed's object collectives need it
             needed += ["tensorboard"] * (cfg.log.tensorboard and not args.eval_only)
             needed += ["safetensors"] * (cfg.model.init_from is not None)
-            needed += ["sentencepiece", "datasets"] * (not is_prepared(cfg))
+            needed += ["sentencepiece", "datasets"] * (cfg.data.order == "growing" or not is_prepared(cfg))
     with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
         version = tuple(int(n) for n in importlib.metadata.version("torch").split(".")[:2])
         return TORCH[0] <= version <= TORCH[1] and all(importlib.util.find_spec(name) for name in needed)
