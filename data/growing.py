@@ -153,8 +153,6 @@ Sources = list[tuple[pathlib.Path, config.Config]]  # as data/dataset.py: prepar
 def prepare_parts(found: Sources, seed: int) -> None:
     """Prepares the parts of all sources that nobody else prepares, in reading order, until all are there. Sources take
     turns. Raises ConfigError and OSError, and leaves its text in the folder for who waits."""
-    for folder, _ in found:
-        (folder / FAILED).unlink(missing_ok=True)
     left = [(place, folder, part.data, number)
             for source, (folder, part) in enumerate(found)
             for place, number in enumerate(reading_order(len(read_plan(folder)), seed, source))]
@@ -300,9 +298,9 @@ class HeldOut:
 def start_preparing(settings: str, workers: int) -> subprocess.Popen:
     """Starts to prepare what is missing, at low priority, in so many processes that end with this one. settings: a
     configuration as JSON."""
-    repo = str(pathlib.Path(__file__).parent.parent)
-    child = subprocess.Popen([sys.executable, "-m", "data.growing", str(workers)], stdin=subprocess.PIPE, text=True,
-                             env={**os.environ, "PYTHONPATH": os.pathsep.join([repo, *sys.path])})
+    repo = str(pathlib.Path(__file__).parent.parent)  # as torchrun starts a rank, it need not be on Python's path
+    code = f"import sys; sys.path.insert(0, {repo!r}); from data import growing; sys.exit(growing.main({workers}))"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, text=True)
     assert child.stdin is not None
     child.stdin.write(settings + "\n")
     child.stdin.flush()
@@ -314,7 +312,8 @@ def end_with_stdin() -> None:
     os._exit(1)
 
 
-def main(workers: str) -> int:
+def main(workers: int) -> int:
+    """workers: processes that prepare, this one included; 0: this is one of another's."""
     from data.dataset import prepared_parts
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # for the process that waits, with which this ends
@@ -323,14 +322,14 @@ def main(workers: str) -> int:
     settings = sys.stdin.readline()
     threading.Thread(target=end_with_stdin, daemon=True).start()
     cfg = config.from_dict(json.loads(settings), "of the run that waits")
-    others = [start_preparing.__wrapped__(settings, 1) for _ in range(int(workers) - 1)]
+    found = prepared_parts(cfg)
+    for folder, _ in found if workers else ():
+        (folder / FAILED).unlink(missing_ok=True)
+    others = [start_preparing.__wrapped__(settings, 0) for _ in range(workers - 1)]
     try:
-        prepare_parts(prepared_parts(cfg), cfg.run.seed)
+        prepare_parts(found, cfg.run.seed)
     except (ConfigError, OSError) as error:
         report(str(error))
         return 2
     return max((other.wait() for other in others), default=0)
 
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
