@@ -86,16 +86,17 @@ def write_part(folder: pathlib.Path, d: config.Data, number: int, pieces: list[l
     final = part_folder(folder, number)
     temporary = final.with_name(f".{final.name}.{os.uname().nodename}-{os.getpid()}.tmp")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)  # of a killed process with the same number
         temporary.mkdir(parents=True)
         _write_tokens(temporary, d, pieces, folder)
         if file_stamps(d.source) != manifest_of(folder)["files"]:  # pieces are those of the files at the beginning
             raise ConfigError(f"[data] source = {d.source}: changed since {folder} was begun; delete the folder")
         files.publish(temporary, final)
     except OSError:
-        shutil.rmtree(temporary, ignore_errors=True)
         if not final.exists():  # else another process was faster, where there are no locks
             raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _write_tokens(temporary: pathlib.Path, d: config.Data, pieces: list[list[int]], folder: pathlib.Path) -> None:
@@ -230,8 +231,8 @@ class Parts:
         from ranks import local_world_size, rank_and_size
 
         if rank_and_size()[1] == 0 and not all(part_folder(self.path, number).exists() for number in self.turn):
-            workers = max(1, len(os.sched_getaffinity(0)) - local_world_size())
-            return start_preparing(json.dumps(config.to_dict(self.cfg)), workers)
+            workers = max(1, len(os.sched_getaffinity(0)) - max(1, local_world_size()))
+            return start_once(json.dumps(config.to_dict(self.cfg)), workers)
         return None
 
     def know(self, parts: int) -> None:
@@ -294,7 +295,6 @@ class HeldOut:
         return found
 
 
-@functools.cache  # once a process
 def start_preparing(settings: str, workers: int) -> subprocess.Popen:
     """Starts to prepare what is missing, at low priority, in so many processes that end with this one. settings: a
     configuration as JSON."""
@@ -305,6 +305,9 @@ def start_preparing(settings: str, workers: int) -> subprocess.Popen:
     child.stdin.write(settings + "\n")
     child.stdin.flush()
     return child
+
+
+start_once = functools.cache(start_preparing)  # in this process
 
 
 def end_with_stdin() -> None:
@@ -325,7 +328,7 @@ def main(workers: int) -> int:
     found = prepared_parts(cfg)
     for folder, _ in found if workers else ():
         (folder / FAILED).unlink(missing_ok=True)
-    others = [start_preparing.__wrapped__(settings, 0) for _ in range(workers - 1)]
+    others = [start_preparing(settings, 0) for _ in range(workers - 1)]
     try:
         prepare_parts(found, cfg.run.seed)
     except (ConfigError, OSError) as error:

@@ -52,7 +52,7 @@ def sources(tmp_path_factory) -> dict[str, pathlib.Path]:
 
 
 def started(cfg: config.Config, workers: int) -> subprocess.Popen:
-    return growing.start_preparing.__wrapped__(json.dumps(config.to_dict(cfg)), workers)
+    return growing.start_preparing(json.dumps(config.to_dict(cfg)), workers)
 
 
 def growing_config(source, path, **sections) -> config.Config:
