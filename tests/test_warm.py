@@ -22,6 +22,10 @@ def test_it_has_what_it_was_given(tmp_path):
     done = run("-u", "program.py", "--x=1", cwd=tmp_path, env={**os.environ, "A": "b"}, input="hello")
     assert done.stdout == f"['program.py', '--x=1'] {tmp_path} b hello yes __main__\n" and done.returncode == 7
     assert run("-m", "beside", cwd=tmp_path).returncode == 0
+    for end, code, told in (("print('end', end='')", 0, "endlast\n"), ("sys.exit('why')", 1, "last\n")):
+        waits = "threading.Timer(0.1, lambda: atexit.register(print, 'last')).start()"
+        done = run("-c", f"import atexit, sys, threading; {waits}; {end}")
+        assert (done.returncode, done.stdout) == (code, told) and done.stderr == "why\n" * code
     done = run("-c", "import files", cwd=tmp_path, env={"PATH": os.environ["PATH"]})  # nothing of this repository
     assert done.returncode == 1 and done.stderr.endswith("ModuleNotFoundError: No module named 'files'\n")
     assert run("-c", "import files, os; assert os.getcwd() == '/'", cwd="/", env={"PYTHONPATH": str(REPO)}

@@ -1,14 +1,14 @@
 """A Python that has loaded torch: its processes are forked from a server, and need not spend two seconds on that.
 
 Each has the arguments, environment, folder, open files, signals and exit status that it would have if it were started.
-What differs: its parent and its command line are the server's, and limits (ulimit) do not reach it.
+What differs: its parent and its command line are the server's, limits (ulimit) do not reach it, and it ends without
+the interpreter's own teardown. Tests of what that would change start sys.executable.
 """
 
 import contextlib
 import functools
-import json
+import marshal
 import os
-import pathlib
 import select
 import signal
 import socket
@@ -22,15 +22,17 @@ PRELOADED = ("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.di
 @functools.cache
 def warm_python() -> str:
     """The path of a program that takes Python's arguments. Its server ends with this process."""
+    import pathlib
     import subprocess
     import tempfile
 
     folder, listener = tempfile.TemporaryDirectory(prefix="warm-"), socket.socket(socket.AF_UNIX)
     path, program = f"{folder.name}/socket", pathlib.Path(folder.name, "python")
+    here = os.path.dirname(os.path.abspath(__file__))
     listener.bind(path)
     listener.listen(100)
-    program.write_text(f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})"
-                       f"\nfrom warm import run_by_server\nrun_by_server({path!r})\n")
+    program.write_text(f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, {here!r})\n"
+                       f"from warm import run_by_server\nrun_by_server({path!r})\n")
     program.chmod(0o755)
     server = subprocess.Popen([sys.executable, __file__, str(listener.fileno())], stdin=subprocess.PIPE,
                               start_new_session=True, pass_fds=[listener.fileno()])
@@ -46,9 +48,9 @@ def run_by_server(path: str) -> None:
     server = socket.socket(socket.AF_UNIX)
     server.connect(path)
     ignored = [int(number) for number in FORWARDED if signal.getsignal(number) is signal.SIG_IGN]
-    request = json.dumps({
+    request = marshal.dumps({
         "argv": sys.argv, "environment": dict(os.environ), "folder": os.getcwd(), "umask": os.umask(0), "files": files,
-        "blocked": [*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))], "ignored": ignored}).encode()
+        "blocked": [*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))], "ignored": ignored})
     socket.send_fds(server, [len(request).to_bytes(8, "little")], files)
     server.sendall(request)
 
@@ -72,9 +74,12 @@ def main(listener: int) -> None:
     the program that asked for it."""
     import gc
     import importlib
+    import weakref
 
     for name in PRELOADED:
         importlib.import_module(name)
+    for made in weakref.finalize._registry:  # of torch's libraries: each process would unregister them, in 0.04 s
+        made.atexit = False
     gc.collect()
     gc.freeze()
     client, request, files = accept(socket.socket(fileno=listener))
@@ -82,7 +87,14 @@ def main(listener: int) -> None:
         stand_between(client, pid, files)
     client.close()
     become(request, files)
-    run(*request["argv"][1:])  # returns from here, or raises, to the end of the program: as a Python that was started
+    code = 0
+    try:
+        run(*request["argv"][1:])  # raises to the end of the program: as in a Python that was started
+    except SystemExit as ended:
+        if not isinstance(ended.code, int | None):
+            raise
+        code = ended.code or 0
+    leave(code)
 
 
 def accept(listener: socket.socket) -> tuple[socket.socket, dict, list[int]]:
@@ -99,7 +111,7 @@ def accept(listener: socket.socket) -> tuple[socket.socket, dict, list[int]]:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     size, files, *_ = socket.recv_fds(client, 8, 250)
     request = client.recv(int.from_bytes(size, "little"), socket.MSG_WAITALL)
-    return client, json.loads(request), files
+    return client, marshal.loads(request), files
 
 
 def stand_between(client: socket.socket, pid: int, files: list[int]) -> None:
@@ -139,7 +151,22 @@ def become(request: dict, files: list[int]) -> None:
                                            or "site-packages" in place)]
 
 
+def leave(code: int) -> None:
+    """Ends the process with all that a program asks for at its end, but without the interpreter's teardown: it writes
+    to every page that the server's imports have filled, each to be copied first, which takes 0.25 s."""
+    import atexit
+    import threading
+
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(ValueError):  # it was closed
+            stream.flush()
+    os._exit(code)
+
+
 def run(first: str, *rest: str) -> None:
+    import pathlib
     import runpy
 
     if first == "-u":
