@@ -16,7 +16,8 @@ import sys
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 PRELOADED = ("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
-             "torch.distributed.run", "torch.distributed.tensor", "filelock", "numpy", "tomli")
+             "torch.distributed.run", "torch.distributed.tensor", "torch.nn.attention.flex_attention", "filelock",
+             "numpy.ma", "tomli", "concurrent.futures.process", "encodings.idna", "html", "resource")
 
 
 @functools.cache
@@ -80,8 +81,12 @@ def main(listener: int) -> None:
         importlib.import_module(name)
     for made in weakref.finalize._registry:  # of torch's libraries: each process would unregister them, in 0.04 s
         made.atexit = False
+    # the name of a method that calls, which torchrun logs nine times: not by looking through all modules, for 0.02 s each
+    sys.modules["torch.distributed.elastic.rendezvous.dynamic_rendezvous"].get_method_name = (
+        lambda depth=2: sys._getframe(depth).f_code.co_name)
     gc.collect()
     gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None  # what a run unfreezes is its own: else it would go through all this, 0.15 s
     client, request, files = accept(socket.socket(fileno=listener))
     if pid := os.fork():
         stand_between(client, pid, files)
