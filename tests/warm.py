@@ -81,7 +81,7 @@ def main(listener: int) -> None:
         importlib.import_module(name)
     for made in weakref.finalize._registry:  # of torch's libraries: each process would unregister them, in 0.04 s
         made.atexit = False
-    # the name of a method that calls, which torchrun logs nine times: not by looking through all modules, for 0.02 s each
+    # torchrun logs the names of nine methods that call it, and looks through all modules for each, for 0.02 s
     sys.modules["torch.distributed.elastic.rendezvous.dynamic_rendezvous"].get_method_name = (
         lambda depth=2: sys._getframe(depth).f_code.co_name)
     gc.collect()
