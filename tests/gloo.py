@@ -54,7 +54,8 @@ def run_on_ranks(ranks: int, function: Callable, *arguments: Any, timeout: float
 def _child(rank: int, ranks: int, port: int, results: Any, function: Callable, arguments: tuple) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1",
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    gc.freeze()  # a collection need not look through all that torch's import made
+    gc.freeze()  # a collection need not look through all that torch's import made, nor when a run unfreezes its own
+    gc.freeze = gc.unfreeze = lambda: None
     try:
         import torch
 

@@ -88,6 +88,7 @@ def main(listener: int) -> None:
     gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None  # what a run unfreezes is its own: else it would go through all this, 0.15 s
     client, request, files = accept(socket.socket(fileno=listener))
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until it has taken over what its program blocks
     if pid := os.fork():
         stand_between(client, pid, files)
     client.close()
