@@ -23,7 +23,7 @@ DIGEST_MODULUS = 2**53  # of batch_digest: exact in JSON
 LONGEST_PERIOD = 1 << 16  # samples; the longest period of a mixture's order of sources
 IGNORE = -100  # target id without a loss, as cross_entropy's ignore_index; data writes it, model/loss.py reads it
 
-PARTLY = ("none", "elementwise", "selective")  # values of recompute that never recompute a full block
+SELECTIVE = ("elementwise", "selective")  # values of recompute that save a part of each block
 HALF = "; float16 would need a loss scaler, which this trainer does without"
 POSITIVE = (lambda v: isinstance(v, str) or v > 0, "must be greater than 0")  # or a keyword such as "auto"
 EPSILON = (lambda v: v >= 1e-38, "must be at least 1e-38: float32 would make less of it 0")
@@ -219,6 +219,8 @@ class Config:
 ROOMS = {
     "parallel.tp": ("parallel/tensor.py", "parallel/collectives.py"),
     "parallel.cp": ("parallel/context.py", "parallel/collectives.py"),
+    'parallel.recompute = "elementwise"': ("parallel/selective.py", "parallel/matmul_order.py"),
+    'parallel.recompute = "selective"': ("parallel/selective.py", "parallel/matmul_order.py"),
     "parallel.float8": ("parallel/float8.py", "model/float8.py"),
     "model.init_from": ("huggingface/",),
     "lora": ("model/lora.py", "huggingface/"),
@@ -349,8 +351,9 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
          "is incompatible with cpu_offload, which would leave replicated parameters on the host for good"),
         ("parallel.recompute model.n_layers", isinstance(p.recompute, str) or p.recompute <= m.n_layers,
          f"every n-th of {m.n_layers} blocks: n must not exceed them"),
-        ("parallel.recompute parallel.tp parallel.compile", p.tp == 1 or not p.compile or p.recompute in PARTLY,
-         f"must be one of {', '.join(PARTLY)} with tp = {p.tp} and compile: torch 2.13 fails on the others"),
+        ("parallel.recompute parallel.tp parallel.compile",
+         p.tp == 1 or not p.compile or p.recompute in ("none", *SELECTIVE),
+         f"must be one of none, {', '.join(SELECTIVE)} with tp = {p.tp} and compile: torch 2.13 fails on the others"),
         *((f"model.{name} parallel.tp", getattr(m, name) % p.tp == 0, f"must be a multiple of parallel.tp = {p.tp}")
           for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")),
         ("train.seq_len parallel.cp", p.cp == 1 or t.seq_len % (2 * p.cp) == 0,
@@ -409,12 +412,6 @@ def _check_rooms(given: options.Given, saved: bool) -> None:
 def load(path: str, overrides: Iterable[str] = ()) -> Config:
     """Reads a configuration file and the overrides on top of it. Raises ConfigError with every problem found."""
     return from_dict(options.read_toml(path), path, overrides)
-
-
-def require_room(what: str, room: str) -> None:
-    """Raises ConfigError if the room that something needs was removed."""
-    if not has(room):
-        raise ConfigError(f"{what}: needs {room}, which this copy of the repository does not have")
 
 
 def current(name: str, value: Any) -> tuple[str, Any]:

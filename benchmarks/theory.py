@@ -10,9 +10,10 @@ import config
 from model.llama import Llama, named_parameters
 from model.loss import CHUNK
 from optim import build_optimizer
-from parallel.activation_checkpoint import KEEP_EVERY, is_checkpointed
+from parallel.activation_checkpoint import is_checkpointed
 from parallel.fsdp import all_gather_dtype, unit_dtypes, unit_parameters, units
 from parallel.replicated import replicated_parameters
+from parallel.selective import KEEP_EVERY
 
 
 def largest_shards(model: Llama, shards: int, tp: int) -> dict[nn.Parameter, int]:

@@ -1,31 +1,11 @@
 """Activation checkpointing: which blocks discard their activations after forward and recompute them in backward."""
 
-import itertools
-from collections import defaultdict
-from collections.abc import Collection
 from functools import partial
-from typing import Any
 
-import torch
-from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+import config
 from model.llama import Llama
-from parallel.torch_patches import drop_advice_on_policies
-
-aten = torch.ops.aten
-MATRIX_PRODUCTS = {aten.mm.default, aten.addmm.default}
-GROUPED = aten._grouped_mm.default  # of a mixture of experts: F.grouped_mm()
-ATTENTION = {
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._efficient_attention_forward.default,
-    torch.ops.higher_order.flex_attention,  # with a document mask
-}
-KEEP_EVERY = {"elementwise": 1, "selective": 2}  # mode -> n: every n-th matrix product is saved
 
 
 def is_checkpointed(setting: str | int, layer: int) -> bool:
@@ -34,60 +14,14 @@ def is_checkpointed(setting: str | int, layer: int) -> bool:
     return setting != "none" and (isinstance(setting, str) or layer % setting == setting - 1)
 
 
-def matmuls_of(module: nn.Module) -> set:
-    """The operators of its linear layers: MATRIX_PRODUCTS, and what layers of other kinds name as `matmuls`."""
-    return MATRIX_PRODUCTS.union(*(getattr(layer, "matmuls", ()) for layer in module.modules()))
-
-
 def apply_activation_checkpointing(model: Llama, setting: str | int) -> None:
-    """Wraps blocks in place.
+    """Wraps blocks in place. "none": no block. "full": every block saves only its input. n: every n-th block does; the
+    others save everything. "elementwise" and "selective": every block saves a part (selective.py)."""
+    wrap = partial(checkpoint_wrapper, preserve_rng_state=False)  # no dropout: no RNG state
+    if setting in config.SELECTIVE:
+        from parallel.selective import checkpoint_selectively
 
-    "none": no block. "full": every block saves only its input. n: every n-th block does; the others save everything.
-    "elementwise": every block saves attention and matrix products; it recomputes norms, RoPE and activation function.
-    "selective": every block saves attention and every second matrix product; it recomputes the rest.
-    Matrix products are those of linear layers and, numbered apart, grouped ones; batched ones (bmm) are recomputed.
-
-    A linear layer's attribute `keep_output` decides for its output in both modes: True, it is saved; False, it is
-    recomputed; absent, the layers without it are numbered. A block's `keep_first` names operators whose first result
-    in the block is saved.
-    """
+        wrap = partial(checkpoint_selectively, setting=setting)
     for layer, block in enumerate(model.blocks):
         if is_checkpointed(setting, layer):
-            model.blocks[layer] = checkpointed(block, setting)
-
-
-def checkpointed(block: nn.Module, setting: str | int, also: Collection = ()) -> nn.Module:
-    """also: operators that "elementwise" and "selective" save in any case."""
-    contexts: dict[str, Any] = {}
-    if setting in KEEP_EVERY:
-        layers = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
-        linears, keeps = [*layers], {name: getattr(layer, "keep_output", None) for name, layer in layers.items()}
-        kept = {*[name for name in linears if keeps[name] is None][: -1 : KEEP_EVERY[setting]]}
-        kept |= {name for name in linears if keeps[name]}
-        contexts["context_fn"] = partial(_save_expensive_ops, matmuls_of(block), {linears.index(name) for name in kept},
-                                         KEEP_EVERY[setting], getattr(block, "keep_first", ()), also)
-        drop_advice_on_policies()
-    return checkpoint_wrapper(block, preserve_rng_state=False, **contexts)  # no dropout: no RNG state
-
-
-def _save_expensive_ops(matmuls: set, kept: set[int], every: int, keep_first: Collection, also: Collection):
-    """Contexts for one block's forward and recomputation. kept: indices of matrix products in call order, which is the
-    order of named_modules(): see check_matmul_order. The last is never saved: it feeds only the residual add, so
-    backward does not read it (the partitioner drops it when compiled; eager mode would save it for nothing). Of grouped
-    products each n-th is saved from the first on (every = n), also the last: a router's gradient reads it.
-    keep_first: operators whose first result is saved; also: operators whose every result is saved.
-    """
-    numbers = defaultdict(itertools.count)  # calls so far per kind, counted apart in recomputation
-
-    def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
-        if operator in ATTENTION or operator in also:
-            return CheckpointPolicy.MUST_SAVE
-        if operator in matmuls and next(numbers["product", context.is_recompute]) in kept:
-            return CheckpointPolicy.MUST_SAVE
-        if operator == GROUPED and next(numbers["grouped", context.is_recompute]) % every == 0:
-            return CheckpointPolicy.MUST_SAVE
-        if operator in keep_first and next(numbers[operator, context.is_recompute]) == 0:
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
+            model.blocks[layer] = wrap(block)

@@ -15,15 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import ConfigError
 from model.llama import Llama
-from parallel.activation_checkpoint import KEEP_EVERY, matmuls_of
+from parallel.selective import matmuls_of
 
 
-def check_matmul_order(model: Llama, setting: str | int, seq_len: int) -> None:
-    """Raises ConfigError if a mode selects matmuls by number and a block's forward does not call each nn.Linear
-    once, in the order of named_modules(), with no other matmul in between. Runs one block of each kind, in the model's
-    forward on the meta device: call it while the model is plain."""
-    if setting not in KEEP_EVERY:
-        return
+def check_matmul_order(model: Llama, setting: str, seq_len: int) -> None:
+    """For the modes of recomputation that number matmuls: raises ConfigError if a block's forward does not call each
+    nn.Linear once, in the order of named_modules(), with no other matmul in between. Runs one block of each kind, in
+    the model's forward on the meta device: call it while the model is plain."""
     where = f'[parallel] recompute = "{setting}": numbers the matmuls of a block'
     advice = 'or use recompute = "none", "full" or every n-th block'
     outputs: dict[tuple, tuple] = {}

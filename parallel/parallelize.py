@@ -6,15 +6,17 @@ import config
 from model.llama import Llama
 from parallel.activation_checkpoint import apply_activation_checkpointing
 from parallel.fsdp import apply_fsdp
-from parallel.matmul_order import check_matmul_order
 from parallel.mesh import World
 from parallel.torch_patches import share_classes
 
 
 def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
     """Parallelizes a model on the meta device, in place. Call materialize() afterwards for storage and values."""
-    # While the model is plain: does a block call its matmuls in the order that activation checkpointing counts on?
-    check_matmul_order(model, cfg.parallel.recompute, cfg.train.seq_len)
+    # While the model is plain: does a block call its matmuls in the order that selective checkpointing counts on?
+    if cfg.parallel.recompute in config.SELECTIVE:
+        from parallel.matmul_order import check_matmul_order
+
+        check_matmul_order(model, cfg.parallel.recompute, cfg.train.seq_len)
 
     # 0. Choose the matrices that multiply in float8: this changes what a block computes and what FSDP2 all-gathers.
     if cfg.parallel.float8 != "none":

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_iter
 import config
 from model.llama import Llama
 from model.loss import CHUNK
-from parallel.activation_checkpoint import apply_activation_checkpointing, checkpointed, is_checkpointed
+from parallel.activation_checkpoint import apply_activation_checkpointing, is_checkpointed
+from parallel.selective import checkpoint_selectively
 from planner.counted import FORMULAS, Counted
 from planner.masks import everywhere, flex_attention_patches
 
@@ -75,5 +76,5 @@ def keep_products(counted: Counted, model: Llama, setting: str | int) -> None:
     for i in [i for i in range(len(model.blocks)) if not is_checkpointed(setting, i)]:
         model.blocks[i].register_forward_pre_hook(recomputing(True))
         model.blocks[i].register_forward_hook(recomputing(False), always_call=True)
-        model.blocks[i] = checkpointed(model.blocks[i], "elementwise", FORMULAS)
+        model.blocks[i] = checkpoint_selectively(model.blocks[i], "elementwise", FORMULAS)
         model.blocks[i].keeps_inputs = True
