@@ -226,7 +226,7 @@ def main(argv: list[str]) -> int:
         if not holds:
             parser.error(f"{flag} {value}: must be {rule}")
 
-    from checkpoint import catalog, compare, load
+    from checkpoint import compare, load, tools
     from data.tokenizer import Tokenizer
     from model.build import meta_model
     from parallel.materialize import materialize
@@ -235,8 +235,8 @@ def main(argv: list[str]) -> int:
     try:
         if sys.stdout is None:
             raise OSError("is closed")
-        folder = catalog.find(args.checkpoint)
-        cfg = catalog.read_config(folder, args.base)
+        folder = tools.find(args.checkpoint)
+        cfg = tools.read_config(folder, args.base)
         tokenizer, context = Tokenizer(folder), cfg.train.seq_len
         if (settings := folder / "generation_config.json").is_file():  # of an import: several tokens may end a text
             tokenizer.eos = [*tokenizer.eos, *eos_tokens(settings)]

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import os
 import pathlib
 import re
 import shutil
@@ -13,7 +12,6 @@ import config
 from checkpoint import manifest
 from checkpoint.manifest import PART, STATE, CorruptCheckpoint
 from config import ConfigError
-from files import print_error
 
 NAME = re.compile(r"step-(\d{8,})")
 TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp")
@@ -34,14 +32,14 @@ def temporary_of(cfg: config.Config, step: int) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def _readable() -> Iterator[None]:
+def readable() -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from None
 
 
-@_readable()
+@readable()
 def step_folders(folder: pathlib.Path, links: bool = False) -> list[tuple[int, pathlib.Path]]:
     """(step, path) of every folder named like a checkpoint, good or bad, ascending; links=True: of symlinks with such
     names instead. Raises ConfigError if the folder cannot be read."""
@@ -60,17 +58,6 @@ def steps(cfg: config.Config) -> list[int]:
     return found
 
 
-@_readable()
-def checkpoints_of(path: pathlib.Path) -> list[pathlib.Path]:
-    """The folder itself if it is a checkpoint, good or bad, else the checkpoints of the run in it, ascending. Raises
-    ConfigError if there is none, or the folder cannot be read."""
-    if path.is_dir() and (NAME.fullmatch(path.name) or (path / STATE).exists() or (path / ".metadata").exists()):
-        return [path]
-    if found := step_folders(path / "checkpoints") or step_folders(path):
-        return [folder for _, folder in found]
-    raise ConfigError(f"{path}: is neither a checkpoint nor a run with one")
-
-
 def read_state(folder: pathlib.Path) -> dict:
     """state.json: {"step": int, "config": {...}, ...}. Raises CorruptCheckpoint."""
     text = manifest.read_small(folder, STATE, manifest.STATE_LIMIT)
@@ -79,27 +66,6 @@ def read_state(folder: pathlib.Path) -> dict:
         if type(state["step"]) is int and isinstance(state["config"], dict):
             return state
     raise CorruptCheckpoint(f"{folder / STATE}: expected an object with step and config")
-
-
-def read_config(folder: pathlib.Path, base: str | None = None) -> config.Config:
-    """The configuration that a checkpoint was trained with, for using its weights. Drops model.init_from, which may be
-    gone or changed, unless adapters need it as their base. `base`: the current path of that base.
-    Raises ConfigError."""
-    tables = read_state(folder)["config"]
-    if base and not tables.get("lora"):
-        raise ConfigError(f"--base: {folder} has no [lora]: its weights are whole")
-    trained_on = None
-    if isinstance(model := tables.get("model"), dict):
-        trained_on = model.pop("init_from", None) if base or not tables.get("lora") else None
-        if base:
-            model["init_from"] = os.path.abspath(base)
-    try:
-        return config.from_dict(tables, str(folder / STATE), saved=True)
-    except ConfigError as error:
-        if base and all(problem.startswith(f"{folder / STATE}: [model]") for problem in error.problems):
-            raise ConfigError(f"--base {base}: is another model than {trained_on}, for which {folder} has adapters; "
-                              "name the folder with that one") from None
-        raise
 
 
 def saved_param_dtype(cfg: config.Config) -> str | None:
@@ -176,17 +142,6 @@ def choose(cfg: config.Config, found: list[int], problems_with: Callable[[pathli
             f"{root(cfg)}: no good checkpoint of {', '.join(map(str, bad))}; choose another with checkpoint.resume, or "
             "move the damaged ones away to begin anew"))
     return 0, {}
-
-
-def find(path: pathlib.Path) -> pathlib.Path:
-    """`path` itself if it is a checkpoint, else its run's newest good one; verifies it and prints skipped ones to
-    stderr. Raises ConfigError if there is none, or none is good."""
-    for folder in reversed(checkpoints_of(path)):
-        if not (problems := problems_of(folder)):
-            return folder
-        for problem in problems:
-            print_error(f"corrupt, skipped: {problem}")
-    raise ConfigError(f"{path}: no good checkpoint")
 
 
 def set_aside(cfg: config.Config, step: int, bad: Iterable[int]) -> None:

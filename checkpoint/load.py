@@ -132,7 +132,7 @@ def restore(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optim
     """Loads a checkpoint, saved by any number of ranks, into this model's shards. Raises ConfigError if it cannot be
     read, or if names, shapes or dtypes differ."""
     reader = on_each_rank(lambda: Reader(folder))
-    _read(reader, check_tensors(reader, model, optimizer))
+    read_tensors(reader, check_tensors(reader, model, optimizer))
     after_weight_update(model)
 
 
@@ -162,15 +162,7 @@ def check_tensors(reader: Reader, model: nn.Module, optimizer: torch.optim.Optim
     return wanted
 
 
-def read_tensor(reader: Reader, name: str) -> Tensor:
-    """Loads one tensor unsharded, for any ranks and mesh that saved it. Raises ConfigError if it cannot be read."""
-    item = reader.metadata.state_dict_metadata[name]
-    whole = torch.empty(item.size, dtype=item.properties.dtype)
-    _read(reader, {name: whole})
-    return whole
-
-
-def _read(reader: Reader, tensors: dict[str, Tensor]) -> None:
+def read_tensors(reader: Reader, tensors: dict[str, Tensor]) -> None:
     """Loads into these tensors in place; without a process group, on this process alone."""
     try:
         dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())

@@ -1,4 +1,4 @@
-"""Writes checkpoints, from all ranks together or from one process alone, and removes old ones."""
+"""Writes checkpoints, from all ranks together, and removes old ones."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -26,7 +26,7 @@ from torch.utils.serialization import config as torch_config
 import config
 import files
 from checkpoint import catalog
-from checkpoint.load import first_cause, is_covered, tensors_of
+from checkpoint.load import first_cause, is_covered
 from checkpoint.manifest import MANIFEST, STATE, hash_files, render_manifest
 
 MIB = 2**20
@@ -189,10 +189,8 @@ class Writer(FileSystemWriter):
     memory instead of pinning all of them (pytorch issue 195982), reports failed writes (issue 191391), and keeps the
     folder's path, which will change, out of the metadata."""
 
-    def __init__(self, folder: pathlib.Path, read: Callable[[str], Tensor] | None = None):
-        """read: returns a tensor by name, for tensors to save that are on the meta device."""
+    def __init__(self, folder: pathlib.Path):
         super().__init__(folder, thread_count=1, overwrite=False)
-        self.read = read
         self.files: list[str] = []  # this rank's: one, or none if it has nothing to write
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -204,7 +202,7 @@ class Writer(FileSystemWriter):
             with (pathlib.Path(self.path) / name).open("wb") as file, torch_config.patch("save.compute_crc32", False):
                 for item in plan.items:
                     begin = file.tell()
-                    tensor = self.read(item.index.fqn) if self.read else planner.resolve_data(item)
+                    tensor = planner.resolve_data(item)
                     assert isinstance(tensor, Tensor)
                     tensor = tensor.detach().cpu()
                     # for a view, torch.save would write its entire storage
@@ -223,18 +221,6 @@ class Writer(FileSystemWriter):
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(save_id=self.save_id)
-
-
-def write_weights(folder: pathlib.Path, model: nn.Module, read: Callable[[str], Tensor], state: dict,
-                  extra_files: list[pathlib.Path]) -> None:
-    """Writes a weights-only checkpoint into an empty folder, from a single process outside any run. `read` returns each
-    parameter of the meta model by name. Raises OSError, and whatever `read` raises."""
-    writer = Writer(folder, lambda name: read(name.removeprefix("model.")))
-    try:
-        dcp.save(tensors_of(model, None), storage_writer=writer, no_dist=True)
-    except dcp.CheckpointException as error:  # a BaseException
-        raise min(error.failures.items())[1][0] from None
-    write_manifest(folder, extra_files, state, hash_files(folder, writer.files))
 
 
 def write_manifest(folder: pathlib.Path, extra_files: list[pathlib.Path], state: dict, hashed: dict[str, dict]) -> None:

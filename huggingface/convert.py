@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
 
 import config
 import files
@@ -168,16 +169,19 @@ def published(out: Path) -> Iterator[Path]:
 
 
 def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int, adapter: bool, base: str | None) -> None:
-    from checkpoint import catalog, compare, load
+    from checkpoint import compare, load, tools
 
-    checkpoint = catalog.find(source)
-    cfg, reader = catalog.read_config(checkpoint, base), load.Reader(checkpoint)
+    checkpoint = tools.find(source)
+    cfg, reader = tools.read_config(checkpoint, base), load.Reader(checkpoint)
     hf_config.check_rendered(cfg.model, cfg.lora if adapter else None)
     model = meta_model(cfg.model, cfg.lora)
     load.check_tensors(reader, model, None)
 
     def read(name: str) -> Tensor:
-        return load.read_tensor(reader, f"model.{name}")
+        item = reader.metadata.state_dict_metadata[f"model.{name}"]
+        full = torch.empty(item.size, dtype=item.properties.dtype)
+        load.read_tensors(reader, {f"model.{name}": full})  # unsharded, whichever ranks saved it
+        return full
 
     def merge(name: str) -> Tensor:
         from model.lora import merged
@@ -212,9 +216,25 @@ def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int, adapte
         compare.check_base(checkpoint, cfg.model.init_from, hf_weights.fingerprint([weights.sums]))
 
 
-def import_folder(source: Path, folder: Path) -> None:
-    from checkpoint import save
+def write_checkpoint(folder: Path, model: nn.Module, read: Callable[[str], Tensor], state: dict,
+                     extra_files: list[Path]) -> None:
+    """Writes a weights-only checkpoint into an empty folder, from a single process outside any run. `read` returns each
+    parameter of the meta model by name. Raises OSError, and whatever `read` raises."""
+    from checkpoint import load, manifest, save
 
+    class ReadWhenWritten(dcp.DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Tensor:
+            return read(write_item.index.fqn.removeprefix("model."))
+
+    writer = save.Writer(folder)
+    try:
+        dcp.save(load.tensors_of(model, None), storage_writer=writer, planner=ReadWhenWritten(), no_dist=True)
+    except dcp.CheckpointException as error:  # a BaseException
+        raise min(error.failures.items())[1][0] from None
+    save.write_manifest(folder, extra_files, state, manifest.hash_files(folder, writer.files))
+
+
+def import_folder(source: Path, folder: Path) -> None:
     # the problems of both, before the first ends this
     together(lambda: hf_config.read(source / "config.json", config.SCHEMA), lambda: hf_weights.scan(source))
     if (source / GENERATION).is_file():
@@ -234,7 +254,7 @@ def import_folder(source: Path, folder: Path) -> None:
 
     check_room(folder, 4 * parameter_count(model))
     state = {"step": 0, "config": config.to_dict(cfg), "torch": torch.__version__}
-    save.write_weights(folder, model, read, state, copied_files(source))
+    write_checkpoint(folder, model, read, state, copied_files(source))
 
 
 def main(argv: list[str]) -> int:

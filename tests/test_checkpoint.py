@@ -13,7 +13,6 @@ import torch
 
 import config
 from checkpoint import catalog, compare, manifest
-from checkpoint.__main__ import main
 from checkpoint.load import restore, tensors_of
 from config import ConfigError
 from lifecycle.folder import lock
@@ -41,6 +40,12 @@ def chosen(cfg, problems_of=catalog.problems_of):
     return catalog.choose(cfg, catalog.steps(cfg), problems_of)
 
 
+def main(arguments: list[str]) -> int:
+    from checkpoint import __main__ as tool  # optional
+
+    return tool.main(arguments)
+
+
 def names_in(cfg):
     return sorted(p.name for p in catalog.root(cfg).iterdir())
 
@@ -58,7 +63,9 @@ def test_only_what_is_named_so_counts(tmp_path):
     (root / "step-00000300").symlink_to(root / "step-00000010")
     assert catalog.steps(cfg) == [9, 10, 123456789]
     assert chosen(cfg) == (123456789, {})
-    assert catalog.find(config.run_folder(cfg)).name == "step-123456789"
+    from checkpoint import tools  # optional
+
+    assert tools.find(config.run_folder(cfg)).name == "step-123456789"
     with pytest.raises(ConfigError, match=r"holds checkpoints, but \[checkpoint\] is off"):  # it would begin anew
         chosen(make_config(run={"name": "r", "output_dir": str(tmp_path)}))
 

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 import config
 import files
 from benchmarks.hf import configuration, make_folder
-from checkpoint import catalog
+from checkpoint import catalog, tools
 from checkpoint.__main__ import main as checkpoint_tool
 from checkpoint.load import restore
 from config import ConfigError
@@ -192,7 +192,7 @@ def test_an_imported_checkpoint(folders, tmp_path, capsys, name):
     assert ours.config.max_position_embeddings == 64  # as it was
     assert (ours.generation_config.bos_token_id, ours.generation_config.eos_token_id) == (1, 2)
     # no run resumes from it, and the message has what to do instead
-    cfg = catalog.read_config(tmp_path / "checkpoint")
+    cfg = tools.read_config(tmp_path / "checkpoint")
     model = Llama(cfg.model)
     with pytest.raises(ConfigError, match="without the state of an optimizer.*model.init_from"):
         restore(tmp_path / "checkpoint", model, build_optimizer(model, cfg.optim))
@@ -378,8 +378,8 @@ def as_fork(monkeypatch, lora: config.Lora | None = None, stretch: float = 1.0, 
         model = Windowed(**{**vars(cfg.model), "rope_scaling": rope, **changes})
         return dataclasses.replace(cfg, lora=lora, model=model)
 
-    as_read = catalog.read_config
-    monkeypatch.setattr(catalog, "read_config", read_config)
+    as_read = tools.read_config
+    monkeypatch.setattr(tools, "read_config", read_config)
 
 
 def test_options_that_config_json_does_not_have_are_exported_at_their_default_alone(read, tmp_path, capsys,
