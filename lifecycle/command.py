@@ -1,4 +1,4 @@
-"""The command that starts the ranks: plain Python, torchrun, or srun with one torchrun per node; and their environment.
+"""The command that starts the ranks, plain Python or torchrun, and their environment. Of a SLURM job: slurm.py.
 
     python -m lifecycle.command --usable [CONFIG ...]     exits with 0 if this Python can run it (without: any run)
 """
@@ -8,13 +8,11 @@ import os
 import pathlib
 import platform
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 
 import config
 from config import ConfigError
-from files import print_error
 from lifecycle.gpus import visible_gpus
 
 TORCH = ((2, 11), (2, 15))  # oldest and newest supported versions
@@ -49,7 +47,9 @@ class Ranks:
                 raise ConfigError(f"run_train.sh: {name}={text}: must be a number" + " of processes" * (least > 0))
             return int(text)
 
-        job = env.get("SLURM_JOB_ID")
+        if (job := env.get("SLURM_JOB_ID")) and not config.has("lifecycle/slurm.py"):
+            raise ConfigError(f"run_train.sh: SLURM_JOB_ID={job}: needs lifecycle/slurm.py, which this copy of the "
+                              "repository does not have")
         local = env.get("NPROC") or env.get("SLURM_GPUS_ON_NODE") or str(visible_gpus())
         local = "1" if local == "0" and not env.get("NPROC") else local  # no GPU
         nodes = env.get("SLURM_NNODES", "1") if job else "1"
@@ -65,21 +65,11 @@ class Ranks:
         torchrun = [sys.executable, "-m", "lifecycle.torchrun", f"--nproc-per-node={self.local}",
                     f"--max-restarts={self.restarts}", f"--signals-to-handle={heard}",
                     "--log-dir=/dev/null"]  # else each launch leaves a folder in the temporary directory
-        if self.job:
-            # scancel sends TERM to every process of the job. The ranks save and exit on their own, and torchrun after
-            # them. If torchrun handled TERM too, it would exit as failed, with a traceback on each node.
-            torchrun = ["bash", "-c", 'trap "" TERM; exec "$@"', "bash", *torchrun]
-        if self.nodes == 1:
+        if not self.job:
             return [*torchrun, "--standalone", TRAIN]
-        assert self.job  # without one there is one node
-        names = subprocess.run(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], check=True,
-                               capture_output=True, text=True).stdout.split()
-        # One task per node, with all of the job's cores there: torchrun and its ranks share them. No MPI: ranks connect
-        # through torchrun's rendezvous. Its id is new in each attempt, so that no late process of the last one joins.
-        return ["srun", f"--nodes={self.nodes}", f"--ntasks={self.nodes}", "--ntasks-per-node=1", "--export=ALL",
-                "--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=1", *torchrun, f"--nnodes={self.nodes}",
-                "--rdzv-backend=c10d", f"--rdzv-endpoint={names[0]}:{29500 + int(self.job) % 1000}",
-                f"--rdzv-id={'-'.join(self.attempt)}", TRAIN]
+        from lifecycle.slurm import on_nodes
+
+        return [*on_nodes(torchrun, self.nodes, self.job, self.attempt), TRAIN]
 
     def environment(self) -> dict[str, str]:
         """Environment variables for the ranks; those that the user has set are kept."""
@@ -119,29 +109,6 @@ def words_without(*options: str) -> list[str]:
 def color_is_wanted() -> bool:
     """Whether stdout is a terminal, and NO_COLOR (no-color.org) is not set."""
     return os.isatty(1) and not os.environ.get("NO_COLOR")
-
-
-def requeue(job: str, ahead_of_limit: bool) -> None:
-    """Requeues a job that has stopped after saving, if that was asked for (ahead_of_limit), or if SLURM preempts it in
-    a partition with GraceTime: SLURM requeues a job when its grace time is over, but not one that has ended by then."""
-
-    def report(text: str) -> None:
-        print_error(f"run_train.sh: job {job}: {text}")
-
-    def scontrol(*words: str) -> str | None:
-        with contextlib.suppress(OSError, subprocess.CalledProcessError):
-            return subprocess.run(["scontrol", *words], check=True, capture_output=True, text=True).stdout
-        return None
-
-    why = "ahead of its time limit" if ahead_of_limit else None
-    if not why and re.search(r"PreemptTime=\d", scontrol("show", "job", job) or ""):
-        why = "being preempted"
-    if not why:
-        report("stopped; it does not requeue itself: unless SLURM does, submit it again to resume")
-        return
-    report(f"stopped, {why}; requeueing it, to resume where it stopped")
-    if scontrol("requeue", job) is None:
-        report("it could not be requeued; submit it again to resume")
 
 
 def usable(argv: list[str]) -> bool:

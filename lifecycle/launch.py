@@ -43,7 +43,7 @@ from config import ConfigError
 from files import print_error
 from lifecycle import INPUT_IS_WRONG, STOPPED
 from lifecycle.checks import check_launch
-from lifecycle.command import Ranks, requeue
+from lifecycle.command import Ranks
 from lifecycle.folder import failures, holder, lock, read_status, remove_traces, resume_once, stop_file, write_status
 from options import together
 
@@ -200,6 +200,8 @@ def launch(argv: list[str], interruption: Interruption) -> int:
         # pyrefly: ignore[unbound-name]  # as above
         code = mark_stopped(folder, launch_id, before, ranks.job is not None)
     if code == STOPPED and ranks.job:
+        from lifecycle.slurm import requeue
+
         requeue(ranks.job, ahead_of_limit=interruption.asked == signal.SIGUSR1)
     return code
 
