@@ -221,6 +221,7 @@ ROOMS = {
     "parallel.cp": ("parallel/context.py", "parallel/collectives.py"),
     'parallel.recompute = "elementwise"': ("parallel/selective.py", "parallel/matmul_order.py"),
     'parallel.recompute = "selective"': ("parallel/selective.py", "parallel/matmul_order.py"),
+    "parallel.replicated": ("parallel/replicated.py",),
     "parallel.float8": ("parallel/float8.py", "model/float8.py"),
     "model.init_from": ("huggingface/",),
     "lora": ("model/lora.py", "huggingface/"),

@@ -11,8 +11,7 @@ from model.llama import Llama, named_parameters
 from model.loss import CHUNK
 from optim import build_optimizer
 from parallel.activation_checkpoint import is_checkpointed
-from parallel.fsdp import all_gather_dtype, unit_dtypes, unit_parameters, units
-from parallel.replicated import replicated_parameters
+from parallel.fsdp import all_gather_dtype, replicated_parameters, unit_dtypes, unit_parameters, units
 from parallel.selective import KEEP_EVERY
 
 

@@ -109,6 +109,6 @@ def check_compiler(cfg: config.Config) -> None:
 def check_patterns(cfg: config.Config) -> None:
     if cfg.model.freeze or cfg.parallel.replicated:
         from model.build import meta_model
-        from parallel.replicated import replicated_parameters
+        from parallel.fsdp import replicated_parameters
 
         replicated_parameters(meta_model(cfg.model, cfg.lora), cfg.parallel)

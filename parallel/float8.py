@@ -16,7 +16,7 @@ import config
 from model.float8 import E4M3, Float8Linear, Float8Weight, Product, factor_of, round_to, use_float8
 from model.llama import Llama
 from model.loss import compiled
-from parallel.replicated import replicated_parameters
+from parallel.fsdp import replicated_parameters
 
 
 def apply_float8(model: Llama, p: config.Parallel, device_type: str) -> None:

@@ -26,7 +26,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 import config
 from model.llama import Llama
 from parallel.mesh import World, fsdp_mesh
-from parallel.replicated import cast_replicated, replicated_parameters
 from parallel.torch_patches import allow_integer_parameters
 
 
@@ -52,7 +51,10 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
     offload = CPUOffloadPolicy(pin_memory=pin) if p.cpu_offload else OffloadPolicy()
     with allow_integer_parameters():
         for name, modules in units(model):
-            cast_replicated(modules, replicated, unit_dtypes(p, name)[0])
+            if replicated:
+                from parallel.replicated import cast_at_access
+
+                cast_at_access(modules, replicated, unit_dtypes(p, name)[0])
             fully_shard(
                 modules if len(modules) > 1 else modules[0],
                 mesh=mesh,
@@ -69,6 +71,15 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
         model.embedding.set_unshard_in_backward(False)  # a lookup's backward needs no weight
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), ignored_params=replicated)
     set_prefetch(model, p)
+
+
+def replicated_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:
+    """The parameters of the option `replicated`: every rank holds them in full, and FSDP2 ignores them."""
+    if not p.replicated:
+        return set()
+    from parallel.replicated import matching_parameters
+
+    return matching_parameters(model, p)
 
 
 def unit_dtypes(p: config.Parallel, unit: str) -> tuple[torch.dtype, torch.dtype]:

@@ -11,9 +11,9 @@ from config import ConfigError
 from model.llama import Llama, named_parameters
 
 
-def replicated_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:
-    """The frozen parameters that `replicated` replicates on every rank; FSDP2 ignores them. Raises ConfigError for a
-    pattern that matches nothing, or that matches a trainable parameter: its gradient would not be reduced."""
+def matching_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:
+    """The frozen parameters that `replicated` names. Raises ConfigError for a pattern that matches nothing, or that
+    matches a trainable parameter: its gradient would not be reduced."""
     names, found = dict(named_parameters(model)), set()
     for pattern in p.replicated:
         matching = fnmatch.filter(names, pattern)
@@ -40,8 +40,8 @@ class Cast(nn.Module):
         return weight.to(self.dtype)
 
 
-def cast_replicated(modules: list[nn.Module], replicated: set[nn.Parameter], dtype: torch.dtype) -> None:
-    """Casts replicated parameters to their unit's param_dtype at each access, as FSDP2 casts sharded ones. The stored
+def cast_at_access(modules: list[nn.Module], replicated: set[nn.Parameter], dtype: torch.dtype) -> None:
+    """Casts a unit's replicated parameters to its param_dtype at each access, as FSDP2 casts sharded ones. The stored
     dtype stays, so that a checkpoint does not depend on what is sharded."""
     for module in [m for unit in modules for m in unit.modules()]:
         for name, parameter in list(module.named_parameters(recurse=False)):

@@ -13,10 +13,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import config
 from model.llama import Llama, named_parameters
-from parallel.fsdp import all_gather_dtype, unit_dtypes, unit_parameters, units
+from parallel.fsdp import all_gather_dtype, replicated_parameters, unit_dtypes, unit_parameters, units
 from parallel.materialize import CHECK_CHUNK, local_rectangle
 from parallel.mesh import World, fsdp_mesh
-from parallel.replicated import replicated_parameters
 
 
 def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict]:

@@ -15,10 +15,9 @@ import config
 from model.build import meta_model
 from model.llama import named_parameters
 from parallel.activation_checkpoint import is_checkpointed
-from parallel.fsdp import unit_dtypes
+from parallel.fsdp import replicated_parameters, unit_dtypes
 from parallel.matmul_order import cast
 from parallel.mesh import World
-from parallel.replicated import replicated_parameters
 from planner.masks import flex_attention_patches
 
 Kind = tuple  # equal for blocks that are alike

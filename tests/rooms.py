@@ -18,7 +18,7 @@ OPTIONAL = ("planner", "huggingface", "migrate", "generate.py", "report.py", "tr
             "adamw_bfloat16.py", "muon.py", "data/show.py", "data/growing.py", "checkpoint/__main__.py",
             "checkpoint/tools.py", "lifecycle/profiler.py", "lifecycle/slurm.py", "model/lora.py", "model/nf4.py",
             "model/float8.py", "parallel/float8.py", "parallel/tensor.py", "parallel/context.py",
-            "parallel/collectives.py", "parallel/selective.py", "parallel/matmul_order.py")
+            "parallel/collectives.py", "parallel/selective.py", "parallel/matmul_order.py", "parallel/replicated.py")
 
 LACK = "Skipped: needs"
 

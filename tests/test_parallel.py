@@ -13,11 +13,10 @@ from config import ConfigError
 from lifecycle.process_group import shared_options
 from model.build import meta_model
 from model.llama import Linear, RMSNorm
-from parallel.fsdp import mixed_precision, unit_dtypes
+from parallel.fsdp import mixed_precision, replicated_parameters, unit_dtypes
 from parallel.materialize import draw, materialize
 from parallel.mesh import World, build_mesh
 from parallel.parallelize import parallelize
-from parallel.replicated import replicated_parameters
 from parallel.verify import verify_sharding
 from tests import cases
 from tests.conftest import available, lacks, make_config
