@@ -6,7 +6,6 @@ Needs no torch: a wrong configuration fails in milliseconds, with all its proble
 """
 
 import argparse
-import contextlib
 import fnmatch
 import os
 import pathlib
@@ -232,6 +231,7 @@ ROOMS = {
     "log.tracker": ("tracker.py",),
     "profile": ("lifecycle/profiler.py",),
 }
+PLANNER = ("planner/", "parallel/selective.py")  # compiled blocks are planned as if they were checkpointed
 
 
 # Derived numbers
@@ -389,9 +389,9 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
 SCHEMA = options.Schema(Config)
 
 
-def has(room: str) -> bool:
-    """Whether an optional room, a file or folder, is in this copy of the repository."""
-    return (pathlib.Path(__file__).parent / room).exists()
+def has(*rooms: str) -> bool:
+    """Whether optional rooms, files or folders, are in this copy of the repository."""
+    return all((pathlib.Path(__file__).parent / room).exists() for room in rooms)
 
 
 def _check_rooms(given: options.Given, saved: bool) -> None:
@@ -466,34 +466,22 @@ def to_toml(cfg: Config) -> str:
     return SCHEMA.to_toml(to_dict(cfg))
 
 
-def positive(text: str, kind: type = float) -> Any:
-    """A positive finite number, as a type for argparse."""
-    with contextlib.suppress(ValueError):
-        if 0 < (number := kind(text)) < float("inf"):
-            return number
-    raise argparse.ArgumentTypeError(f"{text} must be {'an integer' if kind is int else 'finite'}, above 0")
-
-
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """Parses the command line of train.py and of the tools that take a CONFIG. Exits with 2 if it is invalid."""
     parser = argparse.ArgumentParser(prog="run_train.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("--config", action="store_true", dest="show_config")
+    parser.add_argument("--launch")  # the launcher's id for this launch
     mode = parser.add_mutually_exclusive_group()
-    for group, flag in ((mode, "--dry-run"), (mode, "--eval-only"), (parser, "--json")):
-        group.add_argument(flag, action="store_true")
-    for name in ("--gpu", "--plot", "--launch"):  # the last is the launcher's id for this launch
-        parser.add_argument(name)
-    parser.add_argument("--world-size", type=lambda text: [positive(n, int) for n in text.split(",")])
-    parser.add_argument("--gpu-memory-gib", type=positive)
-    parser.add_argument("--gpus-per-node", type=lambda text: positive(text, int))
+    for flag in ("--dry-run", "--eval-only"):
+        mode.add_argument(flag, action="store_true")
+    if has("planner/"):
+        from planner.arguments import add_arguments
+
+        add_arguments(parser, "--dry-run" in argv)
     args, args.overrides = parser.parse_known_args(argv)
     if unknown := [word for word in args.overrides if not re.match("--[^=]+=", word)]:
         parser.error(f"{', '.join(unknown)}: unknown; CONFIG comes first, then options as --section.key=value, in one "
                      "word")
-    only = ("json", "show_config", "world_size", "gpu", "gpu_memory_gib", "gpus_per_node", "plot")
-    if not args.dry_run and any(getattr(args, name) for name in only):
-        parser.error("--json, --config, --world-size, --gpu, --gpu-memory-gib, --gpus-per-node, --plot need --dry-run")
     return args
 
 
@@ -520,6 +508,9 @@ def from_command_line(argv: list[str], usage: str, tool: bool = False) -> tuple[
     try:
         if tool and (args.dry_run or args.eval_only):
             raise ConfigError("--dry-run and --eval-only require ./run_train.sh CONFIG: no tool (-m) supports them")
+        if args.dry_run and not has(*PLANNER):
+            raise ConfigError(f"--dry-run: needs {' and '.join(room for room in PLANNER if not has(room))}, which this "
+                              "copy of the repository does not have")
         return args, load(args.config, args.overrides)
     except ConfigError as error:
         from files import print_error

@@ -28,23 +28,15 @@ log = logging.getLogger("train")
 
 ACCENT = "\033[1;36m", "\033[0m"  # ANSI: bold cyan, and the default again
 ROWS_KEPT = 2**24  # bytes of rows that wait in memory while they cannot be written: tens of thousands
-# Dense bfloat16 peak in TFLOP/s from data sheets, by part of the name, for devices that the plan does not cover.
-OTHER_PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "H800": 989, "GH200": 989, "GB200": 2500,
-               "A800": 312, "MI300X": 1307}
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bfloat16 FLOP/s from the data sheet; None, and so no MFU, for an unknown device."""
-    if device.type != "cuda":
+    """Dense bfloat16 FLOP/s by the data sheet, in the plan's table; None, and so no MFU, for an unknown device."""
+    if device.type != "cuda" or not config.has(*config.PLANNER):
         return None
-    name = torch.cuda.get_device_name(device)
-    peak = next((peak for part, peak in OTHER_PEAKS.items() if part in name), None)
-    if peak is None and config.has("planner"):
-        from planner.devices import DEVICES, known_as
+    from planner.devices import data_sheet_peak
 
-        known = known_as(name, 0)  # devices of one name share a peak, whatever their memory
-        peak = DEVICES[known].peak if known else None
-    return peak and peak * 1e12
+    return data_sheet_peak(torch.cuda.get_device_name(device))
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -104,7 +96,7 @@ class Recorder:
         self.cfg, self.world, self.folder, self.start, self.flops_per_token = cfg, world, folder, start, flops_per_token
         self.phase, self.plan = phase, None
         self.rows = Rows(folder, cfg.log, start) if world.rank == 0 else None
-        if self.rows and world.device.type == "cuda" and config.has("planner"):
+        if self.rows and world.device.type == "cuda" and config.has(*config.PLANNER):
             from planner.check import PlanCheck
 
             self.plan = PlanCheck(cfg, world, folder)

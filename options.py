@@ -3,6 +3,8 @@
 Defines no options itself: a Schema takes them from dataclasses whose fields option() creates. Needs no torch.
 """
 
+import argparse
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -200,6 +202,14 @@ def require(built: Any, rules: list[tuple[str, Any, str]], given: Given | None =
             problems.append(f"{origin}{_place(name)} = {toml(reduce(getattr, name.split('.'), built))}: {demand}")
     if problems:
         raise ConfigError(*problems)
+
+
+def positive(text: str, kind: type = float) -> Any:
+    """A positive finite number, as a type for argparse."""
+    with contextlib.suppress(ValueError):
+        if 0 < (number := kind(text)) < float("inf"):
+            return number
+    raise argparse.ArgumentTypeError(f"{text} must be {'an integer' if kind is int else 'finite'}, above 0")
 
 
 def nearest(text: str, known: Iterable[str]) -> str:

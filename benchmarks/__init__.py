@@ -1,6 +1,6 @@
 """Measurements of what the trainer promises; each file is a command."""
 
-from config import positive
+from options import positive
 
 
 def count(text: str) -> int:

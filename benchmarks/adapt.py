@@ -20,7 +20,7 @@ import tempfile
 import torch
 
 from benchmarks import count
-from config import positive
+from options import positive
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
 LAST = 50

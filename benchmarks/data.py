@@ -18,7 +18,7 @@ import time
 from types import SimpleNamespace
 
 from benchmarks import count
-from config import positive
+from options import positive
 
 
 def preparation(megabytes: int, repeat: int) -> None:

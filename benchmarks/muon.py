@@ -20,7 +20,7 @@ import sys
 import tempfile
 
 from benchmarks import count
-from config import positive
+from options import positive
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
 RATES = (7.5e-4, 1.5e-3, 3e-3, 6e-3, 1.2e-2)

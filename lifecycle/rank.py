@@ -45,16 +45,10 @@ class RankProcess:
 
     def plan(self) -> int:
         """--dry-run. Returns the exit code."""
-        from data.dataset import samples_per_epoch
+        from planner.dry_run import dry_run
 
         try:
-            # compiled blocks are planned as if they were checkpointed
-            if gone := [room for room in ("planner/", "parallel/selective.py") if not config.has(room)]:
-                raise ConfigError(f"--dry-run: needs {' and '.join(gone)}, which this copy of the repository does not "
-                                  "have")
-            from planner.dry_run import dry_run
-
-            return 0 if dry_run(self.cfg, self.args, samples_per_epoch(self.cfg)) else DOES_NOT_FIT
+            return 0 if dry_run(self.cfg, self.args) else DOES_NOT_FIT
         except ConfigError as error:
             print(error, file=sys.stderr)
             return INPUT_IS_WRONG

@@ -48,6 +48,9 @@ DEVICES = {
     "RTX4090": Device(23.5, 165, 140, 1.01, 32, 3, 450),
     "RTX5090": Device(31.4, 209, 175, 1.79, 64, 3, 575),
 }
+# Dense bfloat16 peaks in TFLOP/s by data sheets, by part of the name, of devices that have no plan: for MFU.
+OTHER_PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "H800": 989, "GH200": 989, "GB200": 2500,
+               "A800": 312, "MI300X": 1307}
 # Rate of attention, forward and backward, relative to that of products (less power slows both): cuDNN's TFLOP/s on an
 # H200. True: heads are at least 128 wide.
 ATTENTION = {True: 554 / 720, False: 376 / 720}
@@ -79,6 +82,14 @@ def known_as(name: str, memory_gib: float) -> str | None:
         return None
     same = [key for key in DEVICES if key.split("-")[0] in words]
     return min(same, key=lambda key: abs(DEVICES[key].memory - memory_gib), default=None)
+
+
+def data_sheet_peak(name: str) -> float | None:
+    """The dense bfloat16 peak of a device by its name of CUDA, in FLOP/s; None if it is unknown."""
+    peak = next((peak for part, peak in OTHER_PEAKS.items() if part in name), None)
+    if peak is None and (known := known_as(name, 0)):  # devices of one name share a peak, whatever their memory
+        peak = DEVICES[known].peak
+    return peak and peak * 1e12
 
 
 @dataclass(frozen=True)

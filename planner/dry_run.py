@@ -12,6 +12,7 @@ from argparse import Namespace
 
 import config
 from config import ConfigError
+from data.dataset import samples_per_epoch
 from files import print_line
 from planner.advice import advise
 from planner.devices import device
@@ -19,12 +20,12 @@ from planner.plan import Asked, planned
 from planner.show import compared, draw, table, verdict
 
 
-def dry_run(cfg: config.Config, args: Namespace, epoch: float | None) -> bool:
+def dry_run(cfg: config.Config, args: Namespace) -> bool:
     """Prints the plans; returns False if one does not fit into the memory given. Raises ConfigError for an invalid
     world size, GPU or plot path."""
     gpu = None if args.gpu is None else device(args.gpu)
     asked = Asked(gpu, args.gpu_memory_gib, args.gpus_per_node or 8, on_gpu=True)
-    p, found, problems = cfg.parallel, [], []
+    p, epoch, found, problems = cfg.parallel, samples_per_epoch(cfg), [], []
     fewest = math.prod(degree for degree in (p.dp_replicate, p.dp_shard, p.cp, p.tp) if degree != "auto")
     for ranks in args.world_size or [fewest]:
         try:

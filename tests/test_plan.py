@@ -242,7 +242,7 @@ def test_what_fsdp_sends_is_its_own_where_cp_is_all_that_shards():
 def dry_run(capsys, *words: object) -> tuple[bool, str, str]:
     """(does it fit, stdout, stderr) of `--dry-run` in this process."""
     args = config.parse_arguments([*map(str, words), "--dry-run"])
-    fits = dry_run_module.dry_run(config.load(args.config, args.overrides), args, None)
+    fits = dry_run_module.dry_run(config.load(args.config, args.overrides), args)
     return fits, *capsys.readouterr()
 
 
