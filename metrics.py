@@ -193,10 +193,6 @@ class Recorder:
                  f"{config.micro_batch_size(self.cfg, w.dp_size)} sequences of {t.seq_len}; "
                  + (f"resuming after step {self.start}" if self.start else f"from the weights of {m.init_from}"
                     if m.init_from else "from fresh weights"))
-        if w.tp > 1:
-            from parallel.tensor import tp_warnings
-
-            notes = [*tp_warnings(w), *notes]
         for text in (*notes, units):
             log.info(text)
 

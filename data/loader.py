@@ -88,34 +88,24 @@ def read_windows(spans: list[tuple[TokenStream, int, int]], cfg: config.Config,
             if documents is not None:
                 for number, begin, _ in stream.documents(first, stop):
                     documents[row, max(begin - first, 0) :] = number
-    cp_positions = None
+    tensors = inputs_and_targets(rows, documents)
     if world.cp > 1:
-        from parallel.context import own_cp_positions
+        from parallel.context import own_part
 
-        cp_positions = own_cp_positions(world, cfg.train.seq_len)
-    tensors = inputs_and_targets(rows, documents, cp_positions)
+        tensors = own_part(tensors, world)
     return contents, tuple(tensor.pin_memory() for tensor in tensors) if world.device.type == "cuda" else tensors
 
 
-def inputs_and_targets(rows: Tensor, documents: Tensor | None = None,
-                       cp_positions: Tensor | None = None) -> tuple[Tensor, ...]:
+def inputs_and_targets(rows: Tensor, documents: Tensor | None = None) -> tuple[Tensor, ...]:
     """Windows (B, T+1), padded with IGNORE -> inputs (B, T) and targets (B, T), each the token after its input. Given
     document numbers (B, T+1), a target in another document than its input becomes IGNORE, and the inputs' positions
-    (B, T) and documents (B, T) are returned too. All int64.
-
-    cp_positions (T / cp): positions of this rank's tokens under context parallelism. Inputs, targets and positions are
-    restricted to them; documents stay full, since the mask needs the document of every key."""
+    (B, T) and documents (B, T) are returned too. All int64."""
     inputs, targets = rows[:, :-1].clamp(min=0), rows[:, 1:].clone()  # contiguous() of one row would be a view
-    where: tuple[Tensor, ...] = ()
-    if documents is not None:
-        targets[documents[:, 1:] != documents[:, :-1]] = IGNORE
-        documents = documents[:, :-1].contiguous()
-        where = positions(documents), documents
-    if cp_positions is not None:
-        inputs, targets = inputs[:, cp_positions], targets[:, cp_positions]
-        # repeat(), not expand(): an expanded tensor could not be pinned
-        where = (where[0][:, cp_positions], where[1]) if where else (cp_positions.repeat(len(inputs), 1),)
-    return inputs, targets, *where
+    if documents is None:
+        return inputs, targets
+    targets[documents[:, 1:] != documents[:, :-1]] = IGNORE
+    documents = documents[:, :-1].contiguous()
+    return inputs, targets, positions(documents), documents
 
 
 def positions(documents: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ elementwise part between the matrix products reads the logits two or three times
 
 import functools
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,17 +22,17 @@ LossSums = dict[str, Tensor]  # summed over tokens. "loss" is minimized; any oth
 CHUNK = {"cpu": 256, "cuda": 2048, "cuda compiled": 8192}
 
 
-class Shard(Protocol):
-    """Describes a `weight` that is sharded over the vocabulary (parallel/tensor.py): all ranks get the same loss. Each
-    rank's gradient of x is partial: it must be summed over the ranks."""
+@dataclass(frozen=True)
+class Shard:
+    """Which rows of the vocabulary `weight` has: all of them. parallel/tensor.py has a class for a part: all ranks get
+    the same loss. Each rank's gradient of x is partial: it must be summed over the ranks."""
 
-    @property
-    def first(self) -> int:
-        """This rank's first row of the vocabulary."""
+    first: int  # of the rows
 
     def combine(self, top: Tensor, sums: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(C, 1) each, from softmax_parts() of this rank's rows; chosen: 0 where the target is another rank's. Returns
-        logsumexp and target logit over all rows, and the sum of all exponentials relative to this rank's top."""
+        """(C, 1) each, from softmax_parts() of these rows; chosen: 0 where the target is not one of them. Returns
+        logsumexp and target logit over all rows, and the sum of all exponentials relative to these rows' top."""
+        return sums.log() + top, chosen, sums
 
 
 def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None, compile: bool = False,
@@ -44,7 +44,7 @@ def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int
     """
     compile = compile and (x.is_cuda or x.dtype != torch.float32)  # eager float32 is faster on a CPU
     chunk = chunk or CHUNK["cuda compiled" if x.is_cuda and compile else x.device.type]
-    total = _ChunkedCrossEntropy.apply(x, weight, targets, chunk, compile, shard, torch.is_grad_enabled())
+    total = _ChunkedCrossEntropy.apply(x, weight, targets, chunk, compile, shard or Shard(0), torch.is_grad_enabled())
     return {"loss": total}, (targets != IGNORE).sum()
 
 
@@ -84,7 +84,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, compile: bool,
-                shard: Shard | None, grad: bool) -> Tensor:
+                shard: Shard, grad: bool) -> Tensor:
         ctx.single, ctx.dtype = len(x) <= chunk, weight.dtype
         parts, ctx.to_slope = map(compiled if compile else lambda f: f, (softmax_parts, to_slope))
         needs_x, needs_weight = (grad and needed for needed in ctx.needs_input_grad[:2])
@@ -94,14 +94,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         w_grad = torch.zeros_like(weight, dtype=torch.float32) if needs_weight and not ctx.single else None
         for start in range(0, len(x), chunk):
             part, target = x[start : start + chunk], targets[start : start + chunk, None]
-            valid, place = (target != IGNORE).float(), target - (shard.first if shard else 0)  # (C, 1)
+            valid, place = (target != IGNORE).float(), target - shard.first  # (C, 1)
             own = ((place >= 0) & (place < len(weight))).float()
             index = place.clamp(0, len(weight) - 1)
             logits = part @ weight.T  # (C, V)
             exponentials, top, sums, chosen = parts(logits, index)
-            log_sum, of_target = sums.log() + top, chosen
-            if shard:
-                log_sum, of_target, sums = shard.combine(top, sums, chosen * own)
+            log_sum, of_target, sums = shard.combine(top, sums, chosen * own)
             total += ((log_sum - of_target) * valid).sum()
             if ctx.single and (needs_x or needs_weight):
                 ctx.save_for_backward(x, weight, valid, logits, index, exponentials, top, sums, chosen, own)

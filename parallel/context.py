@@ -18,19 +18,25 @@ from parallel.collectives import Group, all_gather, gathered, group_of
 from parallel.mesh import World
 
 
-def own_cp_positions(world: World, seq_len: int) -> Tensor | None:
-    """Positions (T / cp) in the sequence of this rank's tokens; None if it has all of them."""
-    if world.cp == 1:
-        return None
+def own_cp_positions(world: World, seq_len: int) -> Tensor:
+    """Positions (T / cp) in the sequence of this rank's tokens."""
     chunks, rank = torch.arange(seq_len).chunk(2 * world.cp), world.mesh.get_local_rank("cp")
     return torch.cat([chunks[rank], chunks[-1 - rank]])
 
 
+def own_part(tensors: tuple[Tensor, ...], world: World) -> tuple[Tensor, ...]:
+    """Of what inputs_and_targets() returns of full sequences (data/loader.py), this rank's tokens: inputs, targets and
+    positions (B, T / cp). Documents stay full, since the mask needs the document of every key."""
+    inputs, targets, *where = tensors
+    own = own_cp_positions(world, inputs.shape[1])
+    # repeat(), not expand(): an expanded tensor could not be pinned
+    positions = where[0][:, own] if where else own.repeat(len(inputs), 1)
+    return inputs[:, own], targets[:, own], positions, *where[1:]
+
+
 def apply_context_parallelism(model: Llama, recompute: str | int, seq_len: int, world: World) -> None:
     """Replaces each block's attention, in place: local queries attend to all-gathered keys and values."""
-    own = own_cp_positions(world, seq_len)
-    assert own is not None  # since cp > 1
-    cp_positions = own.to(world.device)
+    cp_positions = own_cp_positions(world, seq_len).to(world.device)
     causal = local_mask(None, cp_positions, seq_len)
     model.build_mask = lambda documents: causal if documents is None else local_mask(documents, cp_positions, seq_len)
     for i, block in enumerate(model.blocks):

@@ -48,13 +48,13 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
     """Shards every unit in place: parameters become DTensors on fsdp_mesh(world), except those of `replicated`."""
     replicated = replicated_parameters(model, p)
     mesh, pin = fsdp_mesh(world), world.device.type == "cuda"  # pinned: the GPU's copies do not block the host
+    if replicated:
+        from parallel.replicated import cast_at_access
+
+        cast_at_access(model, replicated, [(modules, unit_dtypes(p, name)[0]) for name, modules in units(model)])
     offload = CPUOffloadPolicy(pin_memory=pin) if p.cpu_offload else OffloadPolicy()
     with allow_integer_parameters():
         for name, modules in units(model):
-            if replicated:
-                from parallel.replicated import cast_at_access
-
-                cast_at_access(modules, replicated, unit_dtypes(p, name)[0])
             fully_shard(
                 modules if len(modules) > 1 else modules[0],
                 mesh=mesh,

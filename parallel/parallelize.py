@@ -7,7 +7,6 @@ from model.llama import Llama
 from parallel.activation_checkpoint import apply_activation_checkpointing
 from parallel.fsdp import apply_fsdp
 from parallel.mesh import World
-from parallel.torch_patches import share_classes
 
 
 def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
@@ -53,6 +52,3 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
     # 4. FSDP2 last: it replaces parameters by new objects (DTensors). Build whatever holds parameters, such as the
     #    optimizer, after this.
     apply_fsdp(model, cfg.parallel, world)
-
-    # 5. Undo what keeps layers from sharing a compiled graph: steps 1 and 4 may have parametrized their modules.
-    share_classes(model)

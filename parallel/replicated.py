@@ -9,6 +9,7 @@ from torch.nn.utils import parametrize
 import config
 from config import ConfigError
 from model.llama import Llama, named_parameters
+from parallel.torch_patches import share_classes
 
 
 def matching_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:
@@ -40,10 +41,12 @@ class Cast(nn.Module):
         return weight.to(self.dtype)
 
 
-def cast_at_access(modules: list[nn.Module], replicated: set[nn.Parameter], dtype: torch.dtype) -> None:
-    """Casts a unit's replicated parameters to its param_dtype at each access, as FSDP2 casts sharded ones. The stored
-    dtype stays, so that a checkpoint does not depend on what is sharded."""
-    for module in [m for unit in modules for m in unit.modules()]:
+def cast_at_access(model: Llama, replicated: set[nn.Parameter], units: list[tuple[list[nn.Module], torch.dtype]]
+                   ) -> None:
+    """Casts replicated parameters to their unit's param_dtype at each access, as FSDP2 casts sharded ones. The stored
+    dtype stays, so that a checkpoint does not depend on what is sharded. units: (modules, param_dtype) of each."""
+    for module, dtype in [(m, dtype) for modules, dtype in units for root in modules for m in root.modules()]:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter in replicated and parameter.dtype != dtype and parameter.is_floating_point():
                 parametrize.register_parametrization(module, name, Cast(dtype), unsafe=True)  # unsafe: changes dtype
+    share_classes(model)

@@ -22,11 +22,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.utils import parametrize
 
 from config import ConfigError
+from files import print_error
+from model import loss
 from model.llama import Head, Llama
 from model.loss import LossSums
 from parallel.activation_checkpoint import is_checkpointed
 from parallel.collectives import Group, all_gather, all_reduce, gathered, group_of, ops, reduce_scatter
 from parallel.mesh import World
+from parallel.torch_patches import share_classes
 from ranks import local_world_size
 
 COLWISE, ROWWISE = Shard(0), Shard(1)  # colwise, rowwise. For x @ weight.T: local output or input features
@@ -83,6 +86,8 @@ def apply_tensor_parallelism(model: Llama, recompute: str | int, world: World) -
         if not all(hasattr(getattr(block, name), projection) for block in model.blocks):
             raise ConfigError(f"[parallel] tp = {world.tp}: a block's {name} has no {projection}, whose outputs tp sums"
                               ": name the module that takes its place in apply_tensor_parallelism, parallel/tensor.py")
+    for warning in tp_warnings(world) if world.rank == 0 else ():
+        print_error(warning)
     shard_weights(model, world)
     tp = SequenceParallel(group_of(world.mesh["tp"]))
     model.register_forward_pre_hook(tp.set_mode, with_kwargs=True)
@@ -98,6 +103,7 @@ def apply_tensor_parallelism(model: Llama, recompute: str | int, world: World) -
         block.keep_first = {ops.reduce_scatter_tensor.default}
     model.head.norm.register_forward_hook(lambda module, args, out: tp.gather(out))
     model.head.forward = tp.vocab_parallel_head(model.head)
+    share_classes(model)
 
 
 class ToLocal(nn.Module):
@@ -182,10 +188,9 @@ class SequenceParallel:
 
 
 @dataclass(frozen=True)
-class VocabularyShard:
-    """As model/loss.py takes it: each rank has rows of the vocabulary, and all get the same loss."""
+class VocabularyShard(loss.Shard):
+    """Each rank has rows of the vocabulary, and all get the same loss."""
 
-    first: int
     gather: Callable[[Tensor], Tensor]  # all-gather: (...) -> (ranks, ...)
 
     def combine(self, top: Tensor, sums: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:

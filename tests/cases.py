@@ -228,13 +228,14 @@ def save(cfg: config.Config, model: torch.nn.Module, optimizer: torch.optim.Opti
     Saver(cfg, 0, []).write(step, tensors_of(model, optimizer), {"step": step, "config": config.to_dict(cfg)})
 
 
-def own_cp_positions(world: World, seq_len: int) -> torch.Tensor | None:
-    """Of parallel/context.py, which is optional: without context parallelism it is not needed."""
+def own_inputs(rows: torch.Tensor, world: World) -> tuple[torch.Tensor, ...]:
+    """The model's arguments for these windows, as data/loader.py makes them."""
+    tensors = inputs_and_targets(rows)
     if world.cp == 1:
-        return None
-    from parallel import context
+        return tensors
+    from parallel import context  # optional
 
-    return context.own_cp_positions(world, seq_len)
+    return context.own_part(tensors, world)
 
 
 def build(cfg: config.Config, world: World, weights: Any = None) -> Llama:
@@ -296,7 +297,7 @@ def on_meshes(sections: dict, shapes: list[tuple[int, int, int, int]]) -> list[t
             model = build(cfg, ours)
             verify_sharding(model, cfg.parallel, ours)
             ids = torch.randint(0, cfg.model.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0))
-            (model(*inputs_and_targets(ids, None, own_cp_positions(ours, 16)))[0]["loss"] * ours.cp).backward()
+            (model(*own_inputs(ids, ours))[0]["loss"] * ours.cp).backward()
             degrees = (ours.dp_replicate, ours.dp_shard, ours.cp, ours.tp, ours.dp_rank, ours.dp_size)
             mesh = fsdp_mesh(ours)
             norms = {name: p.grad.full_tensor().norm().item() for name, p in named_parameters(model)}
@@ -498,7 +499,7 @@ def graphs_of(cases: list[dict]) -> list[int]:
             ids = torch.zeros((1, cfg.train.seq_len + 1), dtype=torch.int64)
             one_step(model, cfg, ours, ids)
             with torch.no_grad():
-                model(*inputs_and_targets(ids, None, own_cp_positions(ours, cfg.train.seq_len)))
+                model(*own_inputs(ids, ours))
             reshard(model)
             del model
     return found
@@ -700,8 +701,7 @@ def live_bytes(cases: list[dict]) -> list[dict[str, int]]:
             model = build(cfg, world_for(cfg, world))
             optimizer = build_optimizer(model, cfg.optim)
             ids = torch.randint(0, cfg.model.vocab_size, (2, cfg.train.seq_len + 1))
-            positions = own_cp_positions(world_for(cfg, world), cfg.train.seq_len)
-            model(*inputs_and_targets(ids, None, positions))[0]["loss"].backward()
+            model(*own_inputs(ids, world_for(cfg, world)))[0]["loss"].backward()
             optimizer.step()
             found.append({"parameter": size(model.parameters()),
                           "gradient": size(p.grad for p in model.parameters() if p.grad is not None),
@@ -747,7 +747,6 @@ def live_peak(cases: list[dict]) -> list[int]:
         for sections in cases:
             cfg = make_config(**sections)
             ours = world_for(cfg, world)
-            cp_positions = own_cp_positions(ours, cfg.train.seq_len)
             sequences, times = config.micro_batch_size(cfg, ours.dp_size), config.accumulation_steps(cfg, ours.dp_size)
             ids = torch.randint(0, cfg.model.vocab_size, (sequences, cfg.train.seq_len + 1))
             model = meta_model(cfg.model)
@@ -762,7 +761,7 @@ def live_peak(cases: list[dict]) -> list[int]:
                     for i in range(times):
                         set_gradient_sync(model, cfg.parallel, ours, i == times - 1)
                         unshard_first_units(model, cfg.parallel)
-                        model(*inputs_and_targets(ids, None, cp_positions))[0]["loss"].backward()
+                        model(*own_inputs(ids, ours))[0]["loss"].backward()
                     clip_gradients(model, optimizer, 1.0)
                     optimizer.step()
                     optimizer.zero_grad()
@@ -833,7 +832,7 @@ def one_step(model: Llama, cfg: config.Config, world: World, ids: torch.Tensor) 
     unshard_first_units(model, cfg.parallel)
     for i in range(accumulation):
         set_gradient_sync(model, cfg.parallel, world, i == accumulation - 1)
-        model(*inputs_and_targets(ids, None, own_cp_positions(world, cfg.train.seq_len)))[0]["loss"].backward()
+        model(*own_inputs(ids, world))[0]["loss"].backward()
     clip_gradients(model, torch.optim.SGD(model.parameters()), 1.0)
     after_weight_update(model)
 
@@ -900,7 +899,7 @@ def train_steps(cases: list[dict]) -> list[tuple[list[float], list[float], dict]
         for sections in cases:
             cfg = make_config(**sections)
             spread = world_for(cfg, world)
-            model, cp_positions = build(cfg, spread), own_cp_positions(spread, 16)
+            model = build(cfg, spread)
             optimizer = build_optimizer(model, cfg.optim)
             losses, norms = [], []
             for step, ids in enumerate(batches(cfg.model.vocab_size, cfg.train.steps), 1):
@@ -908,7 +907,7 @@ def train_steps(cases: list[dict]) -> list[tuple[list[float], list[float], dict]
                 ours = ids[spread.dp_rank :: spread.dp_size]
                 for i, row in enumerate(ours):
                     set_gradient_sync(model, cfg.parallel, spread, i == len(ours) - 1)
-                    loss = model(*inputs_and_targets(row[None], None, cp_positions))[0]["loss"]
+                    loss = model(*own_inputs(row[None], spread))[0]["loss"]
                     assert loss.dtype == torch.float32  # whatever the head computes in
                     (loss * (spread.fsdp_size / (8 * 16))).backward()
                     total += loss.detach() / spread.tp
@@ -1033,7 +1032,7 @@ def attention_over_cp(draws: int) -> float:
     from torch.nn.functional import scaled_dot_product_attention
 
     from parallel.collectives import group_of
-    from parallel.context import context_parallel_attention, local_mask
+    from parallel.context import context_parallel_attention, local_mask, own_cp_positions
 
     worst = 0.0
     with process_group() as world:
@@ -1076,7 +1075,7 @@ def kept_bytes(cases: list[dict]) -> list[int]:
             length, batch = cfg.train.seq_len, cfg.train.micro_batch_size
             ids = torch.randint(0, cfg.model.vocab_size, (batch, length + 1))
             # sets FSDP2 up
-            model(*inputs_and_targets(ids, None, own_cp_positions(spread, length)))[0]["loss"].backward()
+            model(*own_inputs(ids, spread))[0]["loss"].backward()
             x = torch.randn(batch, length // (spread.cp * spread.tp), cfg.model.dim, requires_grad=True)
             cos, sin = rope_tables(cfg.model, torch.arange(length // spread.cp))
             mask = model.build_mask(None)
@@ -1122,7 +1121,7 @@ def same_batch(cases: list[dict], as_on_a_gpu: int | None = None) -> list[tuple[
         for i, sections in enumerate(cases):
             cfg = make_config(**sections)
             ours = world_for(cfg, world)
-            model, cp_positions = build(cfg, ours), own_cp_positions(ours, 32)
+            model = build(cfg, ours)
             ids = torch.randint(0, cfg.model.vocab_size, (1, 33), generator=torch.Generator().manual_seed(0))
             unshard_first_units(model, cfg.parallel)
             metrics.reset()
@@ -1130,7 +1129,7 @@ def same_batch(cases: list[dict], as_on_a_gpu: int | None = None) -> list[tuple[
                 for p in model.parameters():
                     p.grad = None
                 with on_gpu if i == as_on_a_gpu else contextlib.nullcontext():
-                    loss = model(*inputs_and_targets(ids, None, cp_positions))[0]["loss"]
+                    loss = model(*own_inputs(ids, ours))[0]["loss"]
                     (loss * ours.cp).backward()
                 with torch.no_grad():  # makes every matrix larger than its first scale was for
                     for p in model.parameters():
