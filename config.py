@@ -415,27 +415,14 @@ def load(path: str, overrides: Iterable[str] = ()) -> Config:
     return from_dict(options.read_toml(path), path, overrides)
 
 
-def current(name: str, value: Any) -> tuple[str, Any]:
-    """The name and value that an option of an earlier version has in this one."""
-    if name == "parallel.unsharded":
-        return "parallel.replicated", value
-    if name == "parallel.reshard_after_forward" and type(value) is int and value > 1:
-        return name, True  # until 2026-11 an integer resharded to that many ranks
-    return name, value
-
-
-def _refuse_former(given: options.Given) -> None:
-    """Adds a problem for each option of an earlier version: of a run that begins now."""
-    for name, was in given.former.items():
-        given.problems.setdefault(name, f"{given.origins[name]}: {was}: is an earlier version's, with which only a run "
-                                        f"that has checkpoints resumes; write {name.partition('.')[2]} = "
-                                        f"{options.toml(given.values.get(name))}")
-
-
 def from_dict(raw: dict, path: str, overrides: Iterable[str] = (), saved: bool = False) -> Config:
     """Like load(), from tables that have been read; `path` names their origin in errors. Options of an earlier version
     are read where they were saved, or belong to a run that has checkpoints."""
-    given = SCHEMA.read(raw, path, overrides, current)
+    given, former = SCHEMA.read(raw, path, overrides), {}
+    if has("migrate/"):
+        from migrate.former import renew
+
+        former = renew(given)
     _check_rooms(given, saved)
     if named := [name for name in ("model.init_from", "lora.init_from") if name in given.values]:
         if has("huggingface/"):
@@ -456,7 +443,7 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = (), saved: bool =
         if not NAME[0](cfg.run.name):
             given.problems.setdefault("run.name", f"{path}: the file's name is the run's name: {NAME[1]}; set run.name")
     if not saved and not os.path.isdir(run_folder(cfg) / "checkpoints"):
-        _refuse_former(given)
+        given.problems |= former
     options.require(cfg, _rules(cfg), given)
     return cfg
 

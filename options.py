@@ -86,9 +86,8 @@ class Schema:
             raise ValueError(rule)
         return fitted
 
-    def read(self, raw: dict, path: str, overrides: Iterable[str] = (), current: Callable | None = None) -> "Given":
-        """Reads the tables of a file, with the command line's overrides on top. `path` names their origin in errors.
-        current(name, value): the name and value in this version of what an earlier one had."""
+    def read(self, raw: dict, path: str, overrides: Iterable[str] = ()) -> "Given":
+        """Reads the tables of a file, with the command line's overrides on top. `path` names their origin in errors."""
         values, given = flatten(raw, self.options), Given(self, path)
         given.origins = dict.fromkeys(values, path)
         for override in overrides:
@@ -99,15 +98,8 @@ class Schema:
             else:
                 values |= found
             given.origins |= dict.fromkeys(found, "command line")
-        for name, value in [*values.items()]:
-            if current and current(name, value) != (name, value):
-                given.former[current(name, value)[0]] = f"{_place(name)} = {toml(value)}"
-                origin, (name, value) = given.origins.pop(name), current(name, value)
-                given.origins[name] = origin
-            try:
-                given.values[name] = self.fit(name, value)
-            except ValueError as error:
-                given.problems[name] = f"{given.origins[name]}: {_place(name)} = {toml(value)}: {error}"
+        for name, value in values.items():
+            given.add(name, value)
         return given
 
     def _parse(self, name: str, text: str) -> Any:
@@ -174,7 +166,14 @@ class Given:
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
-    former: dict[str, str] = field(default_factory=dict)  # what an earlier version's option said
+    raw: dict[str, Any] = field(default_factory=dict)  # as given, before add() fitted it
+
+    def add(self, name: str, value: Any) -> None:
+        self.raw[name] = value
+        try:
+            self.values[name] = self.schema.fit(name, value)
+        except ValueError as error:
+            self.problems[name] = f"{self.origins[name]}: {place(name)} = {toml(value)}: {error}"
 
     def build(self, table: str = "") -> Any:
         """The dataclass, with placeholders for invalid or missing values: `problems` names them."""
@@ -186,7 +185,7 @@ class Given:
             name = f"{table}.{f.name}".strip(".")
             found[f.name] = self.build(name) if name in self.schema.tables else self.values.get(name, f.default)
             if found[f.name] is MISSING:
-                self.problems.setdefault(name, f"{self.path}: {_place(name)}: is missing, and has no default")
+                self.problems.setdefault(name, f"{self.path}: {place(name)}: is missing, and has no default")
                 found[f.name] = 1  # required options are numbers; no rule reads this one
         return kind(**found)
 
@@ -199,7 +198,7 @@ def require(built: Any, rules: list[tuple[str, Any, str]], given: Given | None =
         name = names.split()[0]
         if not holds and not (given and given.problems.keys() & set(names.split())):
             origin = f"{given.origins.get(name, given.path)}: " if given else ""
-            problems.append(f"{origin}{_place(name)} = {toml(reduce(getattr, name.split('.'), built))}: {demand}")
+            problems.append(f"{origin}{place(name)} = {toml(reduce(getattr, name.split('.'), built))}: {demand}")
     if problems:
         raise ConfigError(*problems)
 
@@ -312,6 +311,6 @@ def _describe(hint: Any) -> str:
     return " or ".join(words)
 
 
-def _place(name: str) -> str:
+def place(name: str) -> str:
     section, _, key = name.rpartition(".")
     return f"[{section}] {key}" if section else key

@@ -35,15 +35,6 @@ def changed_options(cfg: config.Config, step: int, names: re.Pattern) -> dict[st
             for key in sorted(before | now) if names.fullmatch(key) and before.get(key) != now.get(key)}
 
 
-def former_options(cfg: config.Config, step: int) -> str | None:
-    """A warning if a checkpoint was trained with a value that this version does not have, else None."""
-    saved = options.flatten(read_state(path_of(cfg, step))["config"], config.SCHEMA.options) if step else {}
-    now = {name: config.current(name, value) for name, value in saved.items()}
-    changed = [f"{name} = {options.toml(value)}, and resumes with {options.toml(now[name][1])}"
-               for name, value in saved.items() if now[name][1] != value]
-    return f"{path_of(cfg, step)} was trained by an earlier version with {'; '.join(changed)}" if changed else None
-
-
 def check_same_run(cfg: config.Config, step: int, guarded: re.Pattern = GUARDED) -> None:
     """Raises ConfigError naming every option of `guarded` (default: those that determine weights and data order) that
     differs from the checkpoint's. An option newer than the checkpoint counts as its default there."""

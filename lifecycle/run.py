@@ -19,9 +19,9 @@ import torch.distributed as dist
 import config
 import files
 import metrics
-from checkpoint.catalog import path_of
+from checkpoint.catalog import path_of, read_state
 from checkpoint.checkpointer import Checkpointer
-from checkpoint.compare import former_options, other_tokenizer
+from checkpoint.compare import other_tokenizer
 from checkpoint.save import SaveFailed
 from config import ConfigError
 from lifecycle import INPUT_IS_WRONG, STOPPED, folder
@@ -86,8 +86,10 @@ class Run:
         self.watchdog.use_log(log_file, self.world.rank)
         for problem in checkpointer.problems:
             log.warning("corrupt, set aside: %s", problem)
-        if was := former_options(self.cfg, self.step):
-            log.warning(was)
+        if self.step and config.has("migrate/"):
+            from migrate.former import log_changes
+
+            log_changes(path := path_of(self.cfg, self.step), read_state(path)["config"])
         if warning := other_tokenizer(self.cfg, self.step, tokenizer_files):  # which allow_changed may allow
             log.warning(warning)
         polled = folder.stop_file(self.folder, self.launch) if self.launch and self.world.rank == 0 else None

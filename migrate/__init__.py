@@ -1,1 +1,1 @@
-"""From other set-ups: an Accelerate FSDP1 configuration, an optimizer that was made before sharding."""
+"""From other set-ups: an Accelerate FSDP1 configuration, an optimizer made before sharding, earlier versions."""

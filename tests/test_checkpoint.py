@@ -438,6 +438,27 @@ def test_steps_and_intervals_may_change(tmp_path):
     compare.check_same_run(config.from_dict(raw, "changed.toml"), 10)
 
 
+def test_a_run_of_an_earlier_version_resumes_with_options_that_a_new_one_may_not_have(tmp_path, monkeypatch):
+    from migrate import former  # optional
+
+    raw = config.to_dict(cfg := configured(tmp_path))
+    raw["model"]["freeze"] = raw["parallel"]["unsharded"] = ["embedding*"]
+    raw["parallel"]["reshard_after_forward"] = 4
+    del raw["parallel"]["replicated"]
+    with pytest.raises(ConfigError) as new:
+        config.from_dict(raw, "x.toml")
+    unsharded, reshard = sorted(new.value.problems, reverse=True)
+    assert unsharded.startswith("x.toml: [parallel] unsharded = ") and 'write replicated = ["embedding*"]' in unsharded
+    assert "[parallel] reshard_after_forward = 4: " in reshard and "write reshard_after_forward = true" in reshard
+    folder, logged = fake(cfg, 10), []
+    p = config.from_dict(raw, "x.toml").parallel
+    assert (p.replicated, p.reshard_after_forward) == (("embedding*",), True)
+    monkeypatch.setattr(former.log, "warning", lambda text, *words: logged.append(text % words))
+    former.log_changes(folder, raw)
+    assert logged == [f"{folder} was trained by an earlier version with parallel.reshard_after_forward = 4, and "
+                      "resumes with true"]
+
+
 def test_any_number_of_ranks_reads_any(on_ranks, tmp_path):
     """Weights and optimizer state, element by element: saved on 1, 2 and 4 processes, read on each of them and 3."""
     wrote = {ranks: on_ranks(ranks, cases.save_trained, str(tmp_path / str(ranks)))[0] for ranks in (1, 2, 4)}
