@@ -229,6 +229,7 @@ ROOMS = {
     'optim.name = "muon"': ("muon.py",),
     "optim.state_dtype": ("adamw_bfloat16.py",),
     "log.tracker": ("tracker.py",),
+    "log.tensorboard = true": ("board.py",),  # if it is said: by default a copy without the file writes none
     "profile": ("lifecycle/profiler.py",),
 }
 PLANNER = ("planner/", "parallel/selective.py")  # compiled blocks are planned as if they were checkpointed

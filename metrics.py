@@ -1,4 +1,4 @@
-"""What a run reports: console, metrics.jsonl, TensorBoard, a log per rank, environment.json."""
+"""What a run reports: console, metrics.jsonl, a log per rank, environment.json."""
 
 import contextlib
 import json
@@ -20,7 +20,6 @@ import torch
 
 import config
 import files
-import options
 from parallel.mesh import World
 from ranks import all_gather_objects, on_rank_zero
 
@@ -209,7 +208,7 @@ class Recorder:
 
 
 class Rows:
-    """Writes metrics.jsonl, flushing each row, and TensorBoard, on rank 0. Rows that it cannot write stay in the file's
+    """Writes metrics.jsonl, flushing each row, on rank 0. Rows that it cannot write stay in the file's
     buffer, and the next flush writes them."""
 
     def __init__(self, folder: pathlib.Path, settings: config.Log, start: int):
@@ -219,10 +218,10 @@ class Rows:
         files.write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.file = path.open("ab", buffering=ROWS_KEPT)  # has a lock: saves sync in their own thread
         self.board: Any = None
-        if settings.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+        if settings.tensorboard and config.has("board.py"):
+            from board import Board
 
-            self.board = SummaryWriter(folder / "tensorboard", purge_step=start + 1)
+            self.board = Board(folder / "tensorboard", start)
         self.tracker: Any = None
         if settings.tracker:
             from tracker import Tracker
@@ -235,13 +234,8 @@ class Rows:
             self.file.flush()
         except OSError as error:
             log.warning("metrics.jsonl: %s; its rows wait in memory", error)
-        try:
-            for key, value in options.flatten(row).items() if self.board else ():
-                if isinstance(value, int | float) and math.isfinite(value) and key not in ("step", "batch_digest"):
-                    self.board.add_scalar(f"{row['kind']}/{key}", value, row["step"])
-        except Exception as error:  # it re-raises whatever its writer thread raised
-            self.board = None
-            log.warning("TensorBoard: %s; it gets no more rows of this launch", error)
+        if self.board:
+            self.board.write(row)
 
     def sync(self) -> None:
         self.file.flush()
@@ -250,11 +244,8 @@ class Rows:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self.file.close()
-        if self.board:
-            with contextlib.suppress(Exception):
-                self.board.close()
-        if self.tracker:
-            self.tracker.close()
+        for other in filter(None, (self.board, self.tracker)):
+            other.close()
 
 
 def read_rows(path: pathlib.Path) -> list[dict]:

@@ -398,7 +398,8 @@ def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
     prompt = "def " if cfg.data.source == "python-stdlib" else "The "
     stretched = ", a longer schedule" * (o.schedule_steps is None and o.schedule != "constant")
     lines = [f"{what}: {shlex.join(['./run_train.sh', *words])}" for offered, what, *words in (
-        (cfg.log.tensorboard, "curves", "-m", "tensorboard.main", "--logdir", cfg.run.output_dir),
+        (cfg.log.tensorboard and config.has("board.py"), "curves", "-m", "tensorboard.main", "--logdir",
+         cfg.run.output_dir),
         (saved and config.has("generate.py"), "text from it", "-m", "generate", run, "--prompt", prompt),
         (saved, f"more steps{stretched}", *words_without("--launch=", "--train.steps="),
          f"--train.steps={2 * cfg.train.steps}"),

@@ -123,7 +123,7 @@ def usable(argv: list[str]) -> bool:
         if argv and not (args := config.parse_arguments(argv)).dry_run:
             cfg = config.load(args.config, args.overrides)
             needed.append("numpy")  # torch.distributed's object collectives need it
-            needed += ["tensorboard"] * (cfg.log.tensorboard and not args.eval_only)
+            needed += ["tensorboard"] * (cfg.log.tensorboard and config.has("board.py") and not args.eval_only)
             needed += ["safetensors"] * (cfg.model.init_from is not None)
             needed += ["sentencepiece", "datasets"] * (cfg.data.order == "growing" or not is_prepared(cfg))
     with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):

@@ -277,7 +277,7 @@ def test_rows_that_cannot_be_written_wait(tmp_path, caplog, monkeypatch):
 
 def test_tensorboard_keeps_the_step_that_is_resumed_from(tmp_path, monkeypatch):
     purged = []
-    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", lambda folder, purge_step: purged.append(purge_step))
+    monkeypatch.setattr("board.SummaryWriter", lambda folder, purge_step: purged.append(purge_step))
     Rows(tmp_path, config.Log(tensorboard=True), 7).close()
     assert purged == [8]  # it drops that step's rows and later ones'
 
@@ -287,21 +287,26 @@ def test_tensorboard_may_fail(tmp_path):
         def add_scalar(self, *_: object) -> None:
             raise RuntimeError("its folder is gone")
 
-    recorder = Rows(tmp_path, config.Log(tensorboard=False), 0)
-    recorder.board = Broken()
+    recorder = Rows(tmp_path, config.Log(tensorboard=True), 0)
+    from board import Board  # optional
+
+    assert type(recorder.board) is Board
+    recorder.board.writer = Broken()
     recorder.write({"kind": "train", "step": 1, "loss": 1.0})
     recorder.write({"kind": "train", "step": 2, "loss": 1.0})
     recorder.close()
-    assert recorder.board is None and len(rows(tmp_path)) == 2
+    assert recorder.board.writer is None and len(rows(tmp_path)) == 2
 
 
 def test_what_a_step_returns_is_in_the_row_and_in_tensorboard(tmp_path, monkeypatch):
     """Sums as means over the step's tokens, of all ranks; scalars as they are; what is nested under both names."""
     monkeypatch.setattr(metrics, "all_gather_objects", lambda value: [value, value])
     world = SimpleNamespace(rank=0, size=2, cp=1, tp=1, device=torch.device("cpu"))
+    from board import Board  # optional
+
     recorder, added = Recorder(make_config(), world, tmp_path, 0, 1), {}
-    recorder.rows.board = SimpleNamespace(add_scalar=lambda name, value, step: added.update({name: value}),
-                                          close=lambda: None)
+    recorder.rows.board = Board(tmp_path / "tensorboard", 0)
+    monkeypatch.setattr(recorder.rows.board.writer, "add_scalar", lambda name, value, step: added.update({name: value}))
     recorder.log_step(1, 0, SimpleNamespace(digest=0, valid_tokens=10),
                       {"loss": torch.tensor(30.0), "z_loss": torch.tensor(5.0)},
                       {"grad_norm": torch.tensor(0.5), "lr": 0.1, "gate": {"blocks.0": torch.tensor(2.0)}})
