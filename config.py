@@ -228,6 +228,7 @@ ROOMS = {
     "data.order": ("data/growing.py",),
     'optim.name = "muon"': ("muon.py",),
     "optim.state_dtype": ("adamw_bfloat16.py",),
+    "checkpoint.async_save": ("checkpoint/staging.py",),
     "log.tracker": ("tracker.py",),
     "log.tensorboard = true": ("board.py",),  # if it is said: by default a copy without the file writes none
     "profile": ("lifecycle/profiler.py",),

@@ -8,7 +8,6 @@ from concurrent import futures
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import config
 from checkpoint import catalog, compare
@@ -56,7 +55,7 @@ class Checkpointer:
         self.report: Callable[[int, str | None], None] = lambda step, problem: None
         self.background = futures.ThreadPoolExecutor(1, "saver")
         self.pending: tuple[int, futures.Future] | None = None  # (step, its save) until it is reported
-        self.staged: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}  # in host memory: the last shards that async_save copied
         self.base: str | None = None  # the fingerprint of the adapters' frozen base, None without adapters
 
     def _problems_on_all_ranks(self, path: pathlib.Path) -> list[str]:
@@ -106,7 +105,9 @@ class Checkpointer:
         self.finish_pending_save(wait=True)
         tensors = tensors_of(model, optimizer)
         if settings.async_save:
-            tensors = self._stage(tensors)
+            from checkpoint.staging import staged
+
+            tensors = staged(tensors, self.buffers, self.world.device)
         content = {**dataclasses.asdict(state), "config": config.to_dict(self.cfg), "data": self.data,
                    "base": self.base, "ranks": self.world.size, "torch": torch.__version__}
 
@@ -145,22 +146,6 @@ class Checkpointer:
         """Waits until a pending save has succeeded or failed; callable from any thread."""
         if pending := self.pending:
             futures.wait([pending[1]], seconds)
-
-    def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies the tensors to host memory, sharded as they are. The next save reuses the buffers: faulting in fresh
-        pages would take as long as the copy itself."""
-        local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
-        for name, t in local.items():
-            if name not in self.staged:
-                held = self.staged[name] = torch.empty_like(t, device="cpu")
-                if t.is_cuda and held.nbytes:  # pinned in place: torch's pinned allocator rounds up to powers of two
-                    # pyrefly: ignore[missing-attribute]  # cudart() is not None with a GPU
-                    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(held.data_ptr(), held.nbytes, 0))
-            self.staged[name].copy_(t, non_blocking=True)
-        torch.get_device_module(self.world.device).synchronize()  # of torch.cpu: does nothing
-        # Not DTensor.from_local: that would move the copy back to the mesh's device.
-        return {name: DTensor(self.staged[name], t._spec, requires_grad=False) if isinstance(t, DTensor)
-                else self.staged[name] for name, t in tensors.items()}
 
 
 def resolve_param_dtype(cfg: config.Config, world: World) -> config.Config:
