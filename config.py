@@ -396,20 +396,21 @@ def has(*rooms: str) -> bool:
     return all((pathlib.Path(__file__).parent / room).exists() for room in rooms)
 
 
-def _check_rooms(given: options.Given, saved: bool) -> None:
-    """Adds a problem for each option whose files were removed. Of a checkpoint's options, only [lora] counts: how its
-    run was parallelized, and where its first weights came from, does not matter to a tool that reads it."""
+def _lacking_rooms(given: options.Given, saved: bool) -> list[str]:
+    """A problem for each option whose files were removed. Of a checkpoint's options, only [lora] counts: how its run
+    was parallelized, and where its first weights came from, does not matter to a tool that reads it."""
+    found = []
     for key, files in ROOMS.items():
         room, _, value = key.partition(" = ")
-        used = [name for name, found in given.values.items() if f"{name}.".startswith(f"{room}.")
-                and (options.toml(found) == value if value else room in SCHEMA.tables
-                     or found != SCHEMA.options[room][1].default)]
+        used = [name for name, ours in given.values.items() if f"{name}.".startswith(f"{room}.")
+                and (options.toml(ours) == value if value else room in SCHEMA.tables
+                     or ours != SCHEMA.options[room][1].default)]
         if used and (gone := [file for file in files if not has(file)]) and (room.startswith("lora") or not saved):
             section, _, key = used[0].rpartition(".")
-            given.problems[used[0]] = (
-                f"{given.origins[used[0]]}: {f'[{section}] ' * bool(section)}{key} = "
-                f"{options.toml(given.values[used[0]])}: needs {' and '.join(gone)}, which this copy of the repository "
-                "does not have")
+            found.append(f"{given.origins[used[0]]}: {f'[{section}] ' * bool(section)}{key} = "
+                         f"{options.toml(given.values[used[0]])}: needs {' and '.join(gone)}, which this copy of the "
+                         "repository does not have")
+    return found
 
 
 def load(path: str, overrides: Iterable[str] = ()) -> Config:
@@ -425,21 +426,13 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = (), saved: bool =
         from migrate.former import renew
 
         former = renew(given)
-    _check_rooms(given, saved)
-    if named := [name for name in ("model.init_from", "lora.init_from") if name in given.values]:
-        if has("huggingface/"):
-            from huggingface.config import complete
+    if lacking := _lacking_rooms(given, saved):
+        raise ConfigError(*given.problems.values(), *lacking)
+    if has("huggingface/"):
+        from huggingface.config import complete
 
-            complete(given)
-        elif given.problems.keys() & {*named}:
-            raise ConfigError(*given.problems.values())  # without the sizes that the folder has
+        complete(given)
     cfg = given.build()
-    if lora := cfg.lora:  # normalized, so that spelling is no change; absolute paths work from anywhere
-        lora = replace(lora, targets=tuple(name for name in PROJECTIONS if name in lora.targets),
-                       alpha=lora.scale * lora.rank if lora.alpha is None else lora.alpha,
-                       init_from=lora.init_from and os.path.abspath(lora.init_from))
-        cfg = replace(cfg, lora=lora, model=replace(
-            cfg.model, init_from=cfg.model.init_from and os.path.abspath(cfg.model.init_from)))
     if "run.name" not in given.values:
         cfg = replace(cfg, run=replace(cfg.run, name=pathlib.Path(path).stem))
         if not NAME[0](cfg.run.name):

@@ -4,7 +4,7 @@ import json
 import os
 import pathlib
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
 from options import ConfigError, Given, Schema, toml
@@ -87,6 +87,19 @@ def complete(given: Given) -> None:
             _complete_adapter(given)
     except ConfigError as error:
         raise ConfigError(*given.problems.values(), *error.problems) from None
+    if any(f"{name}.".startswith("lora.") for name in given.values):
+        _normalize(given.values, given.schema.section("lora"))
+
+
+def _normalize(values: dict[str, Any], lora: dict[str, tuple[Any, Field]]) -> None:
+    """Of a run with adapters: another spelling is no change of its options, and paths work from anywhere."""
+    (_, rank), (_, targets) = lora["rank"], lora["targets"]
+    assert isinstance(targets.default, tuple)  # all projections, in order
+    values.setdefault("lora.alpha", 2.0 * values.get("lora.rank", rank.default))
+    if "lora.targets" in values:
+        values["lora.targets"] = tuple(name for name in targets.default if name in values["lora.targets"])
+    for name in {"model.init_from", "lora.init_from"} & values.keys():
+        values[name] = os.path.abspath(values[name])
 
 
 def _complete_model(given: Given) -> None:
