@@ -38,23 +38,21 @@ class RankProcess:
         from lifecycle.run import exit_immediately
 
         try:
-            code = self.plan() if self.args.dry_run else self.run(evaluate if self.args.eval_only else train)
+            if self.args.dry_run:
+                from planner.dry_run import dry_run
+
+                code = 0 if dry_run(self.cfg, self.args) else DOES_NOT_FIT
+            else:
+                code = self.run(evaluate if self.args.eval_only else train)
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            code = INPUT_IS_WRONG
         except SystemExit as failure:  # a failed rank does not wait for the others in torch's teardown
             exit_immediately(failure.code)  # pyrefly: ignore[bad-argument-type]  # a number, never a text
         sys.exit(code)
 
-    def plan(self) -> int:
-        """--dry-run. Returns the exit code."""
-        from planner.dry_run import dry_run
-
-        try:
-            return 0 if dry_run(self.cfg, self.args) else DOES_NOT_FIT
-        except ConfigError as error:
-            print(error, file=sys.stderr)
-            return INPUT_IS_WRONG
-
     def run(self, work: Callable) -> int:
-        """Trains or evaluates on all ranks. Returns the exit code."""
+        """Trains or evaluates on all ranks. Returns the exit code. Raises a ConfigError that no launcher waits for."""
         from checkpoint.checkpointer import resolve_param_dtype
         from lifecycle.folder import report_failure, resume_once
         from lifecycle.process_group import distributed
@@ -80,5 +78,5 @@ class RankProcess:
             # Raised before the run exists: this node lacks the device, or its options differ from rank 0's.
             if not (launch and report_failure(config.run_folder(cfg), launch, rank_and_size()[0], step=0, phase="start",
                                               progress=0, exit_code=INPUT_IS_WRONG, text=str(error), final=True)):
-                print(error, file=sys.stderr)
+                raise
             return INPUT_IS_WRONG

@@ -1,6 +1,7 @@
 """Selective activation checkpointing: a block saves its expensive operations, and recomputes the rest in backward."""
 
 import itertools
+import logging
 from collections import defaultdict
 from collections.abc import Collection
 from functools import partial
@@ -9,8 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
-from parallel.torch_patches import drop_advice_on_policies
 
 aten = torch.ops.aten
 MATRIX_PRODUCTS = {aten.mm.default, aten.addmm.default}
@@ -74,3 +73,13 @@ def _save_expensive_ops(matmuls: set, kept: set[int], every: int, keep_first: Co
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+def drop_advice_on_policies() -> None:
+    """Drops what torch logs, in all versions, for every selective checkpointing policy that it compiles: not to change
+    a tensor in place. No block does. Test: test_torch_patches.py, test_the_advice_on_policies_is_dropped."""
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_advice_on_policies)
+
+
+def _is_no_advice_on_policies(record: logging.LogRecord) -> bool:
+    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()

@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
 from unittest import mock
@@ -46,13 +45,3 @@ def set_default_timeout(timeout: datetime.timedelta) -> None:
     """Sets the timeout of groups that DeviceMesh creates: in all versions these take torch's default, 30 minutes, not
     that of init_process_group(). Test: test_parallel.py, test_all_process_groups_have_the_runs_timeout."""
     dist.distributed_c10d.default_pg_timeout = timeout
-
-
-def drop_advice_on_policies() -> None:
-    """Drops what torch logs, in all versions, for every selective checkpointing policy that it compiles: not to change
-    a tensor in place. No block does. Test: test_torch_patches.py, test_the_advice_on_policies_is_dropped."""
-    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_advice_on_policies)
-
-
-def _is_no_advice_on_policies(record: logging.LogRecord) -> bool:
-    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()

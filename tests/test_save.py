@@ -60,6 +60,8 @@ SAVES = [("all", 1), ("all", 0), ("all", 0), ("fails", 0), ("all", 1), ("all", 0
 
 def save_often(folder) -> list[tuple]:
     """(error, plans made, bytes sent for the plan, digests of what was to be saved) of each of SAVES."""
+    from checkpoint import plan_cache  # optional
+
     found, write, gather = [], Writer.write_data, dist.gather_object
     cfg = uneven(folder)
     with cases.process_group() as world:
@@ -77,9 +79,9 @@ def save_often(folder) -> list[tuple]:
             sent.append(len(pickle.dumps(obj)))
             return gather(obj, *arguments, **keywords)
 
-        with (mock.patch.object(save, "create_default_global_save_plan", wraps=save.create_default_global_save_plan)
-              as planned, mock.patch.object(Writer, "write_data", failing), mock.patch.object(dist, "gather_object",
-                                                                                            gathered)):
+        with (mock.patch.object(plan_cache, "create_default_global_save_plan",
+                                wraps=plan_cache.create_default_global_save_plan) as planned,
+              mock.patch.object(Writer, "write_data", failing), mock.patch.object(dist, "gather_object", gathered)):
             for step, (how, _) in enumerate(SAVES, 1):
                 tensors = tensors_of(model, None if how == "weights" else optimizer)
                 with torch.no_grad():

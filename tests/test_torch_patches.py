@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from parallel.mesh import fsdp_mesh
-from parallel.torch_patches import allow_integer_parameters, drop_advice_on_policies, share_classes
+from parallel.torch_patches import allow_integer_parameters, share_classes
 from tests import cases
 
 WRAP = "torch._higher_order_ops.wrap"  # what logs the advice
@@ -82,6 +82,8 @@ def heard_while_compiling() -> list[str]:
 
 
 def test_the_advice_on_policies_is_dropped():
+    from parallel.selective import drop_advice_on_policies  # optional
+
     log = logging.getLogger(WRAP)
     with mock.patch.object(log, "filters", []):
         assert "context_fn is passed" in "".join(heard_while_compiling())
