@@ -10,7 +10,10 @@ from options import positive
 def add_arguments(parser: argparse.ArgumentParser, planning: bool) -> None:
     """Adds what --dry-run takes. planning: whether it is given; without it these are an error of the command line."""
     def add(flag: str, **options: Any) -> None:
-        parser.add_argument(flag, **options if planning else {"action": NeedsDryRun, "nargs": "?"})
+        if not planning:
+            takes = 0 if "action" in options else None  # values: none, or one
+            options = {"action": NeedsDryRun, "nargs": takes, "dest": options.get("dest")}
+        parser.add_argument(flag, **options)
 
     for flag in ("--gpu", "--plot"):
         add(flag)
