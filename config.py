@@ -233,7 +233,8 @@ ROOMS = {
     "log.tensorboard = true": ("board.py",),  # if it is said: by default a copy without the file writes none
     "profile": ("lifecycle/profiler.py",),
 }
-PLANNER = ("planner/", "parallel/selective.py")  # compiled blocks are planned as if they were checkpointed
+# Of --dry-run: compiled blocks are planned as if they were checkpointed.
+PLANNER = ("planner/", "parallel/selective.py", "parallel/matmul_order.py")
 
 
 # Derived numbers
