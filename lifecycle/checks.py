@@ -109,6 +109,9 @@ def check_compiler(cfg: config.Config) -> None:
 def check_patterns(cfg: config.Config) -> None:
     if cfg.model.freeze or cfg.parallel.replicated:
         from model.build import meta_model
-        from parallel.fsdp import replicated_parameters
 
-        replicated_parameters(meta_model(cfg.model, cfg.lora), cfg.parallel)
+        model = meta_model(cfg.model, cfg.lora)
+        if cfg.parallel.replicated:
+            from parallel.replicated import matching_parameters
+
+            matching_parameters(model, cfg.parallel)
