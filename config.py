@@ -439,7 +439,7 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = (), saved: bool =
         if not NAME[0](cfg.run.name):
             given.problems.setdefault("run.name", f"{path}: the file's name is the run's name: {NAME[1]}; set run.name")
     if not saved and not os.path.isdir(run_folder(cfg) / "checkpoints"):
-        given.problems |= former
+        given.problems = former | given.problems
     options.require(cfg, _rules(cfg), given)
     return cfg
 
