@@ -397,6 +397,12 @@ def has(*rooms: str) -> bool:
     return all((pathlib.Path(__file__).parent / room).exists() for room in rooms)
 
 
+def lack_of(*rooms: str) -> str:
+    """What to say where rooms are needed that were removed; empty if all are there."""
+    gone = [room for room in rooms if not has(room)]
+    return f"needs {' and '.join(gone)}, which this copy of the repository does not have" if gone else ""
+
+
 def _lacking_rooms(given: options.Given, saved: bool) -> list[str]:
     """A problem for each option whose files were removed. Of a checkpoint's options, only [lora] counts: how its run
     was parallelized, and where its first weights came from, does not matter to a tool that reads it."""
@@ -406,11 +412,10 @@ def _lacking_rooms(given: options.Given, saved: bool) -> list[str]:
         used = [name for name, ours in given.values.items() if f"{name}.".startswith(f"{room}.")
                 and (options.toml(ours) == value if value else room in SCHEMA.tables
                      or ours != SCHEMA.options[room][1].default)]
-        if used and (gone := [file for file in files if not has(file)]) and (room.startswith("lora") or not saved):
+        if used and (problem := lack_of(*files)) and (room.startswith("lora") or not saved):
             section, _, key = used[0].rpartition(".")
             found.append(f"{given.origins[used[0]]}: {f'[{section}] ' * bool(section)}{key} = "
-                         f"{options.toml(given.values[used[0]])}: needs {' and '.join(gone)}, which this copy of the "
-                         "repository does not have")
+                         f"{options.toml(given.values[used[0]])}: {problem}")
     return found
 
 
@@ -491,9 +496,8 @@ def from_command_line(argv: list[str], usage: str, tool: bool = False) -> tuple[
     try:
         if tool and (args.dry_run or args.eval_only):
             raise ConfigError("--dry-run and --eval-only require ./run_train.sh CONFIG: no tool (-m) supports them")
-        if args.dry_run and not has(*PLANNER):
-            raise ConfigError(f"--dry-run: needs {' and '.join(room for room in PLANNER if not has(room))}, which this "
-                              "copy of the repository does not have")
+        if args.dry_run and (problem := lack_of(*PLANNER)):
+            raise ConfigError(f"--dry-run: {problem}")
         return args, load(args.config, args.overrides)
     except ConfigError as error:
         from files import print_error

@@ -47,9 +47,8 @@ class Ranks:
                 raise ConfigError(f"run_train.sh: {name}={text}: must be a number" + " of processes" * (least > 0))
             return int(text)
 
-        if (job := env.get("SLURM_JOB_ID")) and not config.has("lifecycle/slurm.py"):
-            raise ConfigError(f"run_train.sh: SLURM_JOB_ID={job}: needs lifecycle/slurm.py, which this copy of the "
-                              "repository does not have")
+        if (job := env.get("SLURM_JOB_ID")) and (problem := config.lack_of("lifecycle/slurm.py")):
+            raise ConfigError(f"run_train.sh: SLURM_JOB_ID={job}: {problem}")
         local = env.get("NPROC") or env.get("SLURM_GPUS_ON_NODE") or str(visible_gpus())
         local = "1" if local == "0" and not env.get("NPROC") else local  # no GPU
         nodes = env.get("SLURM_NNODES", "1") if job else "1"
