@@ -467,6 +467,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
         add_arguments(parser, "--dry-run" in argv)
     args, args.overrides = parser.parse_known_args(argv)
+    if args.dry_run and (problem := lack_of(*PLANNER)):
+        parser.error(f"--dry-run: {problem}")
     if unknown := [word for word in args.overrides if not re.match("--[^=]+=", word)]:
         parser.error(f"{', '.join(unknown)}: unknown; CONFIG comes first, then options as --section.key=value, in one "
                      "word")
@@ -496,8 +498,6 @@ def from_command_line(argv: list[str], usage: str, tool: bool = False) -> tuple[
     try:
         if tool and (args.dry_run or args.eval_only):
             raise ConfigError("--dry-run and --eval-only require ./run_train.sh CONFIG: no tool (-m) supports them")
-        if args.dry_run and (problem := lack_of(*PLANNER)):
-            raise ConfigError(f"--dry-run: {problem}")
         return args, load(args.config, args.overrides)
     except ConfigError as error:
         from files import print_error

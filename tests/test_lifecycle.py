@@ -356,7 +356,7 @@ def test_out_of_memory_says_what_to_change(write_config):
     done = launch_faulty("out of memory:0:2", write_config("large", **FOREVER), restarts=1)
     assert done.stdout.count("from fresh weights") == 1, done.stdout  # a restart would not help
     told = r"phase first step:\nout of memory: Tried to allocate 9 GiB\.\n"
-    if config.has("planner/"):
+    if config.has(*config.PLANNER):
         told += (r"to need less, try one of: --train\.micro_batch_size=1 --parallel\.recompute=\w+ .*, or more ranks\n"
                  r"what each would need, and how fast it would be: \./run_train\.sh .*/large\.toml --dry-run ")
     assert done.returncode == 1 and re.search(told, done.stderr), done.stderr

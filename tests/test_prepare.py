@@ -491,7 +491,7 @@ def test_training_on_a_mixture_and_looking_at_it(corpus, tmp_path, write_config,
     counts, losses = [s.length - 1 for s in open_data(cfg, "heldout")], [*row["loss_by_source"].values()]
     assert row["loss"] == pytest.approx(sum(n * loss for n, loss in zip(counts, losses)) / sum(counts), rel=1e-6)
     assert row["loss"] != pytest.approx(sum(losses) / 2, rel=1e-6)
-    if config.has("planner/"):
+    if config.has(*config.PLANNER):
         plan = subprocess.run([warm_python(), "train.py", path, "--dry-run", "--json"], cwd=REPO, capture_output=True)
         assert json.loads(plan.stdout)["steps_per_epoch"] > 1
     assert data.show.main([str(path), "--step", "1"]) == 0
