@@ -37,7 +37,7 @@ def gpu_code_paths(cfg: config.Config, counted: Counted) -> list:
         from parallel.float8 import use_float8  # loaded before it is patched
 
         patches += [
-            *everywhere(use_float8, lambda blocks, recipe, _: use_float8(blocks, recipe, "cuda")),
+            *everywhere({use_float8: lambda blocks, recipe, _: use_float8(blocks, recipe, "cuda")}),
             mock.patch("parallel.float8.compiled", partial(partial, one_kernel, counted)),  # a GPU's float8 always is
         ]
     if p.compile:

@@ -78,11 +78,12 @@ def mask_on_gpu(*args: Any, **kwargs: Any) -> Tensor | BlockMask:
     return make_mask(*map(on_gpu, args), **{name: on_gpu(x) for name, x in kwargs.items()})
 
 
-def everywhere(function: Callable, stand_in: Callable) -> list:
-    """Patches that replace a function in every module that has imported it, a fork's too."""
-    return [mock.patch.object(module, name, stand_in) for module in [*sys.modules.values()]
+def everywhere(stand_ins: dict[Callable, Callable]) -> list:
+    """Patches that replace functions in every module that has imported them, a fork's too."""
+    found = {id(function): stand_in for function, stand_in in stand_ins.items()}
+    return [mock.patch.object(module, name, found[id(value)]) for module in [*sys.modules.values()]
             if isinstance(module, ModuleType) and module.__name__ != __name__
-            for name, found in [*vars(module).items()] if found is function]
+            for name, value in [*vars(module).items()] if id(value) in found]
 
 
 def flex_attention_patches(counter: Any) -> list:
@@ -90,7 +91,6 @@ def flex_attention_patches(counter: Any) -> list:
     Counted."""
     return [
         mock.patch.object(model.attention, "_compiled", lambda function: function),
-        *everywhere(make_mask, mask_on_gpu),
-        *everywhere(create_block_mask, planned_mask),
-        *everywhere(flex_attention, functools.partial(planned_attention, counter)),
+        *everywhere({make_mask: mask_on_gpu, create_block_mask: planned_mask,
+                     flex_attention: functools.partial(planned_attention, counter)}),
     ]
