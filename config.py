@@ -347,6 +347,8 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
         ("optim.name parallel.cpu_offload lora.rank", o.name != "muon" or not (p.cpu_offload or lora),
          "is incompatible with cpu_offload (the host would orthogonalize the matrices) and with [lora]"),
         ("optim.muon_lr optim.name", o.name == "muon" or not o.muon_lr, 'requires name = "muon"'),
+        ("optim.muon_momentum optim.name", o.name == "muon" or o.muon_momentum == Optim.muon_momentum,
+         'requires name = "muon"'),
         ("parallel.dp_replicate parallel.dp_shard", not p.dp_replicate == p.dp_shard == "auto",
          'only one of dp_replicate and dp_shard may be "auto", and dp_shard is unless it is given'),
         ("parallel.keep_fp32 model.n_layers", all(fnmatch.filter(units, pattern) for pattern in p.keep_fp32),

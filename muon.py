@@ -35,8 +35,8 @@ class Muon(torch.optim.Optimizer):
         matrices = {p: name for p, name in names.items() if p.ndim == 2 and name.startswith("blocks.")}
         others = {p: name for p, name in names.items() if p not in matrices}
         self.adamw = adamw(others) if others else None
-        own = {"params": [*matrices], "lr": (lr := o.muon_lr or o.lr), "lr_ratio": lr / o.lr,
-               "momentum": o.muon_momentum, "weight_decay": o.weight_decay}
+        self.lr_ratio = (o.muon_lr or o.lr) / o.lr  # the schedule sets the rate of all groups
+        own = {"params": [*matrices], "lr": o.lr, "momentum": o.muon_momentum, "weight_decay": o.weight_decay}
         super().__init__([own] * bool(matrices) + (self.adamw.param_groups if self.adamw else []), {})
         self.state.update(self.adamw.state if self.adamw else {})  # the same dictionaries, as are the groups
         for p in matrices:
@@ -56,7 +56,8 @@ class Muon(torch.optim.Optimizer):
             self.adamw.step()
         for shape in self.shapes:
             group = self.param_groups[0]
-            decay, scale = 1 - group["lr"] * group["weight_decay"], group["lr"] * RMS * math.sqrt(max(shape.size))
+            lr = group["lr"] * self.lr_ratio
+            decay, scale = 1 - lr * group["weight_decay"], lr * RMS * math.sqrt(max(shape.size))
             for p, direction in zip(shape.matrices, shape.orthogonalized(self._directions(shape, group["momentum"]))):
                 if p.grad is not None:
                     local(p).mul_(decay).add_(direction, alpha=-scale)
@@ -165,8 +166,8 @@ def by_shape(matrices: list[nn.Parameter]) -> list[Shape]:
     (mesh,) = {getattr(p, "device_mesh", None) for p in matrices} or {None}  # one for all, of all ranks
     ranks, replicas, group = mesh.size() if mesh else 1, 1, None  # None: all ranks
     if mesh and mesh.mesh_dim_names[0] == "dp_replicate":
-        replicas = mesh.size(0)
-        group = dist.new_subgroups(ranks // replicas)[0] if 1 < replicas < ranks else None
+        replicas = mesh.size(0)  # without tp, FSDP2's group of shards is one
+        group = mesh.get_group(1) if mesh.ndim == 2 else dist.new_subgroups(ranks // replicas)[0]
     found: dict[tuple, list[tuple[int, nn.Parameter]]] = {}
     who = owners([flop(p.shape) for p in matrices], ranks, replicas)
     for owner, p in sorted(zip(who, matrices), key=lambda pair: pair[0]):

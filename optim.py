@@ -133,9 +133,8 @@ class FiniteGuard:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Sets the schedule's learning rate; a group with another peak than optim.lr has its ratio to that."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_ratio", 1.0)
+        group["lr"] = lr
 
 
 class ScalesByItself(Protocol):

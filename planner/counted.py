@@ -258,11 +258,9 @@ class Counted(TorchDispatchMode):
         kind, by_fsdp = COLLECTIVES[operator], operator.namespace == "c10d"
         group = next((a for a in args if isinstance(a, torch.ScriptObject)), None)
         name = dist.ProcessGroup.unbox(group).group_name if group is not None else args[-1]
-        dimension = self.dimensions.get(name, "dp_shard")
+        dimension = self.dimensions.get(name, "replica" if kind == "all_to_all" else "dp_shard")  # muon.py's
         if by_fsdp and dimension == "cp":  # with dp_shard = 1, FSDP2 shards over cp alone
             dimension = "dp_shard"
-        if kind == "all_to_all" and dimension != "dp_replicate":
-            dimension = "replica"  # an optimizer's, among all ranks of one (muon.py)
         sent = self.phases[-1].sent
         sent[dimension, kind, "number"] += 1
         sent[dimension, kind, "bytes"] += max(t.nbytes for t in tensors)

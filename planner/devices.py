@@ -116,8 +116,8 @@ class Cluster:
             if dimension in dimensions:
                 ranks, here = self.within(dimension)
                 nodes = math.ceil(ranks / here)
-                links = 1 if kind == "all_to_all" else here
-                rate = self.device.link if nodes == 1 else min(self.device.link, self.device.network * links)
+                network = self.device.network * (1 if kind == "all_to_all" else here)
+                rate = self.device.link if nodes == 1 else min(self.device.link, network)
                 if what == "number":
                     seconds += sent * (LATENCY + HOP * nodes)
                 else:

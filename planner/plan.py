@@ -8,6 +8,7 @@ from config import ConfigError, check_for_gpus
 from model.build import meta_model
 from model.llama import flops_per_token, parameter_count
 from parallel.fsdp import units
+from planner.counted import COLLECTIVES
 from planner.devices import Cluster, Device, Moment, device, step_seconds, timeline
 from planner.simulate import Step, plus, simulate
 
@@ -58,8 +59,7 @@ def planned(cfg: config.Config, ranks: int, asked: Asked, epoch: float | None = 
                     Counter())
     computed = step_seconds(timeline(step.phases, cfg, cluster, waiting=False))
     best = step_seconds(timeline(step.phases, cfg, cluster, waiting=False, best=True))
-    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-    over = ("dp_shard", "dp_replicate", "cp", "tp", "replica")
+    kinds, over = dict.fromkeys(COLLECTIVES.values()), ("dp_shard", "dp_replicate", "cp", "tp", "replica")
     row = {
         "parameters": parameter_count(model),
         "world_size": ranks,

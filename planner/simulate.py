@@ -151,11 +151,8 @@ def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[tupl
         stack.enter_context(fake)
         stack.enter_context(counted)
         allocate(model, torch.device("cpu"))
-        optimizer = build_optimizer(model, cfg.optim)
-        for part in (optimizer, getattr(optimizer, "adamw", None)):
-            if p.compile and (update := getattr(part, "update", None)):  # of bfloat16 states
-                # pyrefly: ignore[missing-attribute]  # it has it
-                part.update = functools.partial(one_kernel, counted, update)
+        with mock.patch("torch.compile", lambda update, **unused: functools.partial(one_kernel, counted, update)):
+            optimizer = build_optimizer(model, cfg.optim, compile=p.compile)
         stateless = [param for param in model.parameters() if param.requires_grad and not optimizer.state.get(param)]
         after_weight_update(model)
         begin = watch(model, counted, p.compile and on_gpu)

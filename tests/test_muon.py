@@ -167,18 +167,31 @@ def test_updates_equal_the_plain_algorithm(on_ranks, expected, alone, ranks):
 
 
 def test_newton_schulz_is_its_polynomial_of_the_singular_values():
-    """Wide, tall and square, and a zero matrix; in bfloat16 to 2 %, and as torch's own optimizer."""
+    """Wide, tall and square, and a zero matrix; in bfloat16 to 2 %."""
     for shape in (24, 76), (76, 24), (46, 46):
         x = gradient("", torch.Size((3, *shape)), 0)
         u, s, vh = torch.linalg.svd(x.double(), full_matrices=False)
         wanted = u * polynomial(s)[:, None] @ vh
         exact, rounded = muon.newton_schulz(x), muon.newton_schulz(x.bfloat16()).double()
         assert off(exact, wanted) < 1e-5 and off(rounded, wanted) < 0.02
-        theirs = torch.nn.Parameter(torch.zeros(shape))
-        theirs.grad = x[0]
-        torch.optim.Muon([theirs], lr=1.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw").step()
-        assert off(-theirs.detach() / 0.2 / max(shape) ** 0.5, rounded[0]) < 0.03
     assert not muon.newton_schulz(torch.zeros(1, 3, 4)).any()
+
+
+def test_fifty_updates_are_those_of_torchs_muon():
+    """To 0.001 of a weight: torch's orthogonalizes in bfloat16, as here on a GPU, where a change differs by 2 %."""
+    o = make_config(optim={"name": "muon", "lr": 0.02, "muon_momentum": 0.9}).optim
+    parameters = [torch.nn.Parameter(gradient("", torch.Size(shape), 0)) for shape in ((24, 76), (76, 24), (46, 46))]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+    ours = build_optimizer(torch.nn.ModuleDict({"blocks": torch.nn.ParameterList(parameters)}), o)
+    torchs = torch.optim.Muon(theirs, lr=0.02, momentum=0.9, weight_decay=o.weight_decay, adjust_lr_fn="match_rms_adamw")
+    for step in range(1, 51):
+        for p, its in zip(parameters, theirs):
+            p.grad = gradient("", p.shape, step)
+            its.grad = p.grad.clone()
+        ours.step()
+        torchs.step()
+        for p, its in zip(parameters, theirs):
+            assert off(p.detach(), its.detach()) < 0.001, step
 
 
 @pytest.mark.parametrize("ranks, replicas", [(8, 1), (8, 2), (64, 1), (64, 8), (512, 1), (512, 64)])
@@ -220,24 +233,21 @@ def test_the_plan_counts_what_it_sends_holds_and_multiplies():
 
 
 def test_every_selection_of_parameters_has_an_optimizer():
-    """Only matrices, only others; the learning rate of Muon's is lr, but for muon_lr."""
-    for freeze, groups in ((["embedding*", "head*", "*norm*"], [1.0]), (["blocks*proj*"], [None, None]),
-                           ([], [1.0, None, None])):
+    """Only matrices, only others, both; the schedule sets the rate of all."""
+    for freeze, groups in ((["embedding*", "head*", "*norm*"], 1), (["blocks*proj*"], 2), ([], 3)):
         cfg = make_config(model={"freeze": freeze}, optim={"name": "muon"})
         optimizer = build_optimizer(model := meta_model(cfg.model), cfg.optim)
         check_optimizer(model, optimizer)
-        assert [group.get("lr_ratio") for group in optimizer.param_groups] == groups
+        assert len(optimizer.param_groups) == groups and optimizer.lr_ratio == 1.0
         set_learning_rate(optimizer, 0.5)
         assert {group["lr"] for group in optimizer.param_groups} == {0.5}
-    optimizer = build_optimizer(meta_model(cfg.model), make_config(optim={"name": "muon", "muon_lr": 6e-3}).optim)
-    set_learning_rate(optimizer, 1e-3)
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([2e-3, 1e-3, 1e-3])
 
 
 @pytest.mark.parametrize("changes, named", [
     ({"parallel": {"cpu_offload": True}}, r'\[optim\] name = "muon": is incompatible with cpu_offload'),
     ({"lora": {}, "model": {"init_from": "x"}}, r'\[optim\] name = "muon": is incompatible with .*\[lora\]'),
     ({"optim": {"name": "adamw", "muon_lr": 1e-3}}, r'\[optim\] muon_lr = 0.001: requires name = "muon"'),
+    ({"optim": {"name": "adamw", "muon_momentum": 0.9}}, r'\[optim\] muon_momentum = 0.9: requires name = "muon"'),
     ({"optim": {"name": "muon", "muon_momentum": 1.0}}, r"\[optim\] muon_momentum = 1.0: must lie in \[0, 1\)"),
 ])
 def test_what_it_does_not_work_with_is_refused_by_name(changes, named, monkeypatch):

@@ -523,10 +523,10 @@ def test_weights_in_4_bits_cost_what_is_moved_to_make_them():
 
 def test_an_optimizer_is_planned_as_it_is(monkeypatch, capsys):
     """Half of AdamW's bytes where it keeps one sum; what it sends is counted, what it keeps later is named."""
-    def adagrad(model, o):
+    def adagrad(model, o, compile):
         return torch.optim.Adagrad(model.parameters())
 
-    def muon(model, o):
+    def muon(model, o, compile):
         return torch.optim.Muon([p for p in model.parameters() if p.ndim == 2])
 
     def planned(ranks: int = 1) -> dict:
@@ -538,7 +538,7 @@ def test_an_optimizer_is_planned_as_it_is(monkeypatch, capsys):
     assert planned()["optimizer_bytes_per_rank"] == 4 * 5_048_576 + 4 * 39
     monkeypatch.setattr(simulate_module, "build_optimizer", muon)
     assert planned()["not_counted"] == ["state of Muon that optim.build_optimizer does not make"]
-    def partly(model, o):
+    def partly(model, o, compile):
         optimizer = build_optimizer(model, o)
         del optimizer.state[model.head.weight]
         return optimizer
