@@ -105,9 +105,6 @@ class Shape:
         placements = p.placements if isinstance(p, DTensor) else (Replicate(),)
         coordinates = [*itertools.product(*map(range, sizes))][self.replica * ranks :][:ranks]
         self.pieces = [(slice(None), *piece_of(p.shape, sizes, placements, c)) for c in coordinates]
-        # which ranks' pieces make up a matrix: others that a dimension replicates have the same once more
-        whole = [[at for at, placement in zip(c, placements) if placement.is_replicate()] for c in coordinates]
-        self.peers = [key == whole[self.rank] for key in whole]
         owners = [owner for owner, _ in owned]
         self.owned = [owners.count(self.replica * ranks + r) for r in range(ranks)]  # of this replica
         self.shares = [sum(owner // ranks == r for owner in owners) for r in range(replicas)]
@@ -117,18 +114,16 @@ class Shape:
     def orthogonalized(self, x: Tensor) -> Tensor:
         """This rank's pieces (n, rows, columns) of the replica's share of matrices -> those of all, orthogonalized."""
         mine, own = self.owned[self.rank], x.shape[1:]
-        numel = [math.prod(side.stop - side.start for side in piece) for _, *piece in self.pieces]
+        numel = [mine * math.prod(side.stop - side.start for side in piece) for _, *piece in self.pieces]
         theirs = [n * own.numel() for n in self.owned]  # elements here of each owner's matrices
-        x = exchange(x.flatten(), [n * peer for n, peer in zip(theirs, self.peers)],
-                     [mine * n * peer for n, peer in zip(numel, self.peers)], self.group)
-        full, begin = x.new_empty((mine, *self.size)), 0
-        for n, piece, peer in zip(numel, self.pieces, self.peers):
-            if peer:
-                full[piece] = x[begin : (begin := begin + mine * n)].view(full[piece].shape)
+        x = exchange(x.flatten(), theirs, numel, self.group)
+        full = x.new_empty((mine, *self.size))
+        for piece, part in zip(self.pieces, x.split(numel)):  # what tp replicates comes from each of its ranks
+            full[piece] = part.view(full[piece].shape)
         for batch in full.split(max(1, BATCH // self.size.numel())) if mine else ():
             batch.copy_(newton_schulz(batch))
         x = torch.cat([full[piece].flatten() for piece in self.pieces])
-        x = exchange(x, [mine * n for n in numel], theirs, self.group)
+        x = exchange(x, numel, theirs, self.group)
         if (replicas := len(self.shares)) > 1:
             x = exchange(x.repeat(replicas), [len(x)] * replicas, [n * own.numel() for n in self.shares], self.between)
         return x.view(len(self.matrices), *own)
