@@ -14,7 +14,9 @@ from unittest import mock
 import pytest
 import torch
 
+import config
 from benchmarks import adapt, figures, muon, overhead, transformers_step
+from data.dataset import open_dataset
 from parallel.materialize import materialize
 from tests.conftest import REPO
 from tests.test_repo import documented
@@ -51,11 +53,20 @@ def test_where_a_curve_reaches_a_loss():
     assert [muon.reaches(curve, loss) for loss in (4.5, 4.0, 3.6, 2.0)] == [15, 20, pytest.approx(36), None]
 
 
+def test_characters_of_a_text_are_read_as_data(tmp_path):
+    """Nine tenths to train on."""
+    text = "To be,\nor not" * 1000
+    options = [f"--{option}" for option in (*muon.NANOGPT, *muon.characters(text, tmp_path / "characters"))]
+    dataset = open_dataset(config.load(str(REPO / "configs/tiny.toml"), options))
+    streams = [part[0].read(0, part[0].length)[1] for part in (dataset.train, dataset.validation)]
+    assert "".join(sorted({*text})[i] for ids in streams for i in ids.tolist()) == text and len(streams[0]) == 11_700
+
+
 @pytest.mark.parametrize("name, options", [
     ("adapt", ["--steps", "--rank", "--lr"]), ("checkpoint", ["--mib", "--repeat"]), ("counted_step", ["--tokens"]),
     ("data", ["--tokens", "--seconds", "--prepare-mb"]), ("generate", ["--tokens", "--rows"]), ("hf", ["--mib"]),
-    ("kill_storm", ["--kills"]), ("long_run", ["--steps", "--saves"]), ("muon", ["--steps", "--seeds", "--lr"]),
-    ("overhead", ["--steps"]),
+    ("kill_storm", ["--kills"]), ("long_run", ["--steps", "--saves"]),
+    ("muon", ["--steps", "--choose-steps", "--seeds", "--lr"]), ("overhead", ["--steps"]),
     ("short_runs", ["--runs"]), ("step", ["--steps"]), ("transformers_step", ["--steps"])])
 def test_numbers_that_make_no_sense_are_refused(name, options, monkeypatch, capsys):
     main = importlib.import_module(f"benchmarks.{name}").main
