@@ -72,6 +72,7 @@ class Model:
     rope_theta: float = option(500000.0, "base of RoPE's frequencies", POSITIVE)
     rope_scaling: RopeScaling | None = option(None, "Llama 3.1's long-context RoPE: [model.rope_scaling]")
     tie_embeddings: bool = option(False, "share one matrix between embedding and head")
+    qk_norm: bool = option(False, "RMSNorm of each query's and key's head, before RoPE, as Qwen3 has it")
     init_from: str | None = option(None, "a Hugging Face folder to take weights and the sizes above from")
     freeze: tuple[str, ...] = option((), "patterns of parameter names to freeze, such as 'embedding*'")
 

@@ -134,7 +134,7 @@ def over_tp_and_cp(cfg: config.Config, model: Llama, sequences: int, accumulatio
                                              outputs; the head's input, the embedding's gradient; and the loss's figures
                                              (three float32 a token) once a chunk of tokens
             reduce-scatter   A (4 L + F + 2)     the reverse, and once more where recomputed
-            all-reduce       G (2 L + 1)     the gradient of each norm
+            all-reduce       G (2 L + 1)     the gradient of each norm; G (4 L + 1) with qk_norm
         cp  all-gather       2 A L           keys and values, once more for backward
             reduce-scatter   A L             their gradients
 
@@ -158,8 +158,8 @@ def over_tp_and_cp(cfg: config.Config, model: Llama, sequences: int, accumulatio
         block, activations = f"blocks.{i}.", size(f"blocks.{i}")
         checkpointed = is_checkpointed(p.recompute, i)
         again = not p.compile or checkpointed
-        values = flows or trains(f"{block}attention_norm", f"{block}attention.k_proj", f"{block}attention.v_proj")
-        attends = values or trains(f"{block}attention.q_proj")
+        values = flows or trains(f"{block}attention_norm", f"{block}attention.k_", f"{block}attention.v_")
+        attends = values or trains(f"{block}attention.q_")
         for module, columns in (("attention", "qkv"), ("feed_forward", ("gate", "up"))):
             into = flows or trains(f"{block}{module}_norm")
             for_weights = trains(*(f"{block}{module}.{name}_proj" for name in columns))

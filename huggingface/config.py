@@ -1,4 +1,4 @@
-"""Converts config.json (Llama family) and PEFT's adapter_config.json to and from our options. Needs no torch."""
+"""Converts config.json (Llama, Qwen3) and PEFT's adapter_config.json to and from our options. Needs no torch."""
 
 import json
 import os
@@ -13,9 +13,10 @@ KEYS = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_a
         "n_kv_heads": "num_key_value_heads", "ffn_dim": "intermediate_size", "vocab_size": "vocab_size",
         "head_dim": "head_dim", "norm_eps": "rms_norm_eps", "tie_embeddings": "tie_word_embeddings"}
 ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # the same in both
-# The only values that the model supports; any other is refused. All keys but model_type may be absent.
-ONLY = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
-        "partial_rotary_factor": 1.0, "quantization_config": None}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # by model_type; Qwen3 has qk_norm
+# The only values that the model supports; any other is refused. A key may be absent.
+ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0,
+        "quantization_config": None, "use_sliding_window": False}
 
 
 def read_json(path: pathlib.Path) -> dict:
@@ -36,10 +37,12 @@ def read(path: pathlib.Path, schema: Schema) -> dict[str, Any]:
     RoPE settings are read in both spellings: rope_theta and rope_scaling or, since transformers 5, rope_parameters.
     """
     content, problems = read_json(path), []
-    theirs = {"num_key_value_heads": content.get("num_attention_heads"), "rms_norm_eps": 1e-6,
-              "tie_word_embeddings": False, "rope_theta": 10000.0,
+    theirs = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0,
               **{key: value for key, value in content.items() if value is not None}}
-    named = theirs.get("architectures") or ["LlamaForCausalLM"]
+    qk_norm = theirs.get("model_type") == "qwen3"
+    if not qk_norm:  # Qwen3's defaults of head_dim and num_key_value_heads are those of one size: both must be there
+        theirs.setdefault("num_key_value_heads", theirs.get("num_attention_heads"))
+    named = [[ARCHITECTURES["qwen3" if qk_norm else "llama"]]]  # the only value of architectures
     spelling = "rope_scaling" if theirs.get("rope_scaling") else "rope_parameters"
     rope = theirs.get(spelling) or {}
     if not isinstance(rope, dict):
@@ -47,14 +50,18 @@ def read(path: pathlib.Path, schema: Schema) -> dict[str, Any]:
         rope = {}
     rope = {key: value for key, value in rope.items() if value is not None}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    demands = [("architectures", named, [["LlamaForCausalLM"]]),
-               *((key, theirs.get(key), [only] if key == "model_type" else [only, None]) for key, only in ONLY.items()),
+    kinds = kinds if isinstance(kinds := theirs.get("layer_types", []), list) else [kinds]
+    demands = [("model_type", theirs.get("model_type"), [*ARCHITECTURES]),
+               ("architectures", theirs.get("architectures") or named[0], named),
+               *((key, theirs.get(key), [only, None]) for key, only in ONLY.items()),
+               *(("layer_types", other, ["full_attention"]) for other in kinds),
                (f"{spelling}.partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0]),
                (f"{spelling}.rope_type", kind, ["default", "llama3"])]
     problems += [f"{path}: {key} = {toml(value)}: only {' and '.join(map(toml, known))} can be read"
                  for key, value, known in demands if value not in known]
     found = {f"model.{key}": (their_key, theirs.get(their_key)) for key, their_key in KEYS.items()
-             if their_key in theirs or key != "head_dim"}
+             if their_key in theirs or key != "head_dim" or qk_norm}
+    found["model.qk_norm"] = "model_type", qk_norm
     found["model.rope_theta"] = "rope_theta", rope.get("rope_theta", theirs["rope_theta"])
     if kind == "llama3":
         found |= {f"model.rope_scaling.{key}": (f"{spelling}.{key}", rope.get(key)) for key in ROPE_KEYS}
@@ -141,19 +148,19 @@ def render(m: Any, seq_len: int, dtype: str, token_ids: dict[str, Any]) -> dict[
     max_position_embeddings is seq_len, trained or imported. With rope_scaling, and seq_len within
     original_max_position_embeddings, it is factor times the latter.
     """
-    rope, stretched = {"rope_type": "default"}, 0
+    rope, stretched, kind = {"rope_type": "default"}, 0, "qwen3" if m.qk_norm else "llama"
     if s := m.rope_scaling:
         rope = {"rope_type": "llama3", **{key: getattr(s, key) for key in ROPE_KEYS}}
         if seq_len <= s.original_max_position_embeddings:
             stretched = int(s.factor * s.original_max_position_embeddings)
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
         **{theirs: getattr(m, key) for key, theirs in KEYS.items()},
         "head_dim": m.width_per_head,
         "hidden_act": "silu",
         "attention_bias": False,
-        "mlp_bias": False,
+        **({"use_sliding_window": False} if m.qk_norm else {"mlp_bias": False}),
         "max_position_embeddings": max(seq_len, stretched),
         "rope_theta": m.rope_theta,
         "rope_scaling": rope if m.rope_scaling else None,

@@ -1,4 +1,4 @@
-"""Hugging Face folders of the Llama family, from checkpoints and into them.
+"""Hugging Face folders of Llama and Qwen3 models, from checkpoints and into them.
 
     python -m huggingface export CKPT_OR_RUN OUT [--dtype bfloat16] [--shard-gib 2] [--adapter] [--base HF_DIR]
     python -m huggingface import HF_DIR OUT

@@ -1,4 +1,4 @@
-"""Hugging Face weights of the Llama family: mapping names, and reading tensors into a rank's local shards.
+"""Hugging Face weights of Llama and Qwen3: mapping names, and reading tensors into a rank's local shards.
 
 Conversion only renames: both sides use the half-split RoPE layout, so no rows are permuted.
 """
@@ -34,6 +34,8 @@ NAMES = {  # our parameter name -> theirs; N: index of the block
     "blocks.N.attention.k_proj.weight": "model.layers.N.self_attn.k_proj.weight",
     "blocks.N.attention.v_proj.weight": "model.layers.N.self_attn.v_proj.weight",
     "blocks.N.attention.o_proj.weight": "model.layers.N.self_attn.o_proj.weight",
+    "blocks.N.attention.q_norm.weight": "model.layers.N.self_attn.q_norm.weight",
+    "blocks.N.attention.k_norm.weight": "model.layers.N.self_attn.k_norm.weight",
     "blocks.N.feed_forward_norm.weight": "model.layers.N.post_attention_layernorm.weight",
     "blocks.N.feed_forward.gate_proj.weight": "model.layers.N.mlp.gate_proj.weight",
     "blocks.N.feed_forward.up_proj.weight": "model.layers.N.mlp.up_proj.weight",
@@ -57,7 +59,7 @@ def is_adapter(name: str) -> bool:
 
 def hf_name(name: str) -> str:
     """blocks.0.attention.q_proj.weight -> model.layers.0.self_attn.q_proj.weight; an adapter's name -> PEFT's. Raises
-    ConfigError for a parameter that transformers' Llama does not have."""
+    ConfigError for a parameter that transformers' Llama and Qwen3 do not have."""
     if is_adapter(name):  # ....q_proj.lora_a.weight -> base_model.model....q_proj.lora_A.weight
         projection, part = name.removesuffix(".weight").rsplit(".", 1)
         theirs = hf_name(f"{projection}.weight").removesuffix(".weight")
@@ -65,8 +67,8 @@ def hf_name(name: str) -> str:
     number = "".join(re.findall(r"^blocks\.(\d+)\.", name))
     ours = re.sub(r"^blocks\.\d+\.", "blocks.N.", name)
     if ours not in NAMES:
-        raise ConfigError(f"{name}: has no name in a Hugging Face folder of a Llama model; huggingface/weights.py "
-                          "lists them in NAMES, for folders of another architecture")
+        raise ConfigError(f"{name}: has no name in a Hugging Face folder of a Llama or Qwen3 model; NAMES in "
+                          "huggingface/weights.py lists them, for folders of another architecture")
     return NAMES[ours].replace("N", number)
 
 

@@ -1,4 +1,4 @@
-"""Llama 2 / 3 / 3.1 / 3.2 as plain modules.
+"""Llama 2 / 3 / 3.1 / 3.2 and Qwen3 as plain modules.
 
 What parallel/ replaces in them: whole Linear layers (float8.py), Attention.attend and Llama.build_mask (context.py),
 Head.shard and the forward() of embedding, attention, feed-forward and head (tensor.py), Head.compile_loss
@@ -90,7 +90,8 @@ class Embedding(nn.Embedding):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention (https://arxiv.org/abs/2305.13245)."""
+    """Causal grouped-query attention (https://arxiv.org/abs/2305.13245). With qk_norm, each head of a query or key is
+    normalized before RoPE, with one weight for all heads (https://arxiv.org/abs/2505.09388)."""
 
     def __init__(self, m: config.Model, out_std: float):
         super().__init__()
@@ -99,13 +100,15 @@ class Attention(nn.Module):
         self.k_proj = Linear(m.dim, m.n_kv_heads * self.head_dim)
         self.v_proj = Linear(m.dim, m.n_kv_heads * self.head_dim)
         self.o_proj = Linear(m.n_heads * self.head_dim, m.dim, out_std)
+        self.q_norm = RMSNorm(self.head_dim, m.norm_eps) if m.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.head_dim, m.norm_eps) if m.qk_norm else nn.Identity()
         self.attend = attention  # parallel/context.py: local queries, all-gathered keys and values
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None,
                 cache: KVCache | None = None) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)  # -1: tensor parallelism leaves only the local heads
-        q = self.q_proj(x).view(heads).transpose(1, 2)  # (B, T, D) -> (B, H, T, E)
-        k = self.k_proj(x).view(heads).transpose(1, 2)  # (B, T, D) -> (B, K, T, E)
+        q = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)  # (B, T, D) -> (B, H, T, E)
+        k = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)  # (B, T, D) -> (B, K, T, E)
         v = self.v_proj(x).view(heads).transpose(1, 2)  # (B, T, D) -> (B, K, T, E)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         out = self.attend(q, k, v, mask) if cache is None else attention(q, *cache.append(k, v), mask)

@@ -41,6 +41,7 @@ TP_PLAN = {
     "blocks.*.attention_norm": Replicate(),
     "blocks.*.attention.[qkv]_proj": COLWISE,
     "blocks.*.attention.o_proj": ROWWISE,
+    "blocks.*.attention.[qk]_norm": Replicate(),
     "blocks.*.feed_forward_norm": Replicate(),
     "blocks.*.feed_forward.gate_proj": COLWISE,
     "blocks.*.feed_forward.up_proj": COLWISE,
@@ -111,7 +112,8 @@ class ToLocal(nn.Module):
 
     def __init__(self, placement: Placement):
         super().__init__()
-        # Replicated weights see local tokens (norms) or local features (adapters): their gradient is Partial.
+        # Replicated weights see local tokens (a block's norms), local heads (those of queries and keys) or local
+        # features (adapters): their gradient is Partial.
         self.gradient = (Partial(),) if placement.is_replicate() else (placement,)
 
     def forward(self, weight: DTensor) -> Tensor:

@@ -88,7 +88,7 @@ MESHES = {
 MESHES = {name: mesh for name, mesh in MESHES.items() if not lacks(parallel={**mesh, "tp": 2 if "tp" in mesh else 1})}
 OVER_MESHES = {
     "": {}, "full": {"recompute": "full"}, "every second": {"recompute": 2}, "selective": {"recompute": "selective"},
-    "bfloat16": {"param_dtype": "bfloat16", "keep_fp32": ["blocks.0"]}, "tied": {},
+    "bfloat16": {"param_dtype": "bfloat16", "keep_fp32": ["blocks.0"]}, "tied": {}, "qk_norm": {},
     "deferred": {"sync_every_micro_batch": False, "param_dtype": "bfloat16"}, "two sequences": {},
 }
 EVERYWHERE = ("", "full", "bfloat16", "tied", "deferred")
@@ -101,7 +101,8 @@ def on_mesh(ranks: int, mesh: str, variant: str) -> dict:
     parallel["tp"] = ranks if parallel.get("tp") == "all" else parallel.get("tp", 1)
     heads = {"n_heads": 8, "n_kv_heads": 8 if mesh == "tp alone" else 2, "head_dim": 6, "vocab_size": 328}
     sequences = 2 if variant == "two sequences" else 1
-    return {"model": {**heads, "dim": 46, "ffn_dim": 88, "tie_embeddings": variant == "tied"}, "parallel": parallel,
+    return {"model": {**heads, "dim": 46, "ffn_dim": 88, "tie_embeddings": variant == "tied",
+                      "qk_norm": variant == "qk_norm"}, "parallel": parallel,
             "train": {"global_batch_size": ranks * sequences, "micro_batch_size": sequences}}  # 2 or more a step
 
 

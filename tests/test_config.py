@@ -190,7 +190,7 @@ DEFAULTS = """
 run name=- output_dir="outputs" seed=0 device="auto" deterministic=false start_timeout_seconds=1800.0
 run step_timeout_seconds=600.0 save_timeout_seconds=1800.0
 model dim=? n_layers=? n_heads=? n_kv_heads=? ffn_dim=? vocab_size=? head_dim=- norm_eps=1e-05 rope_theta=500000.0
-model tie_embeddings=false init_from=- freeze=[]
+model tie_embeddings=false qk_norm=false init_from=- freeze=[]
 model.rope_scaling factor=? low_freq_factor=1.0 high_freq_factor=4.0 original_max_position_embeddings=8192
 data source="python-stdlib" subset=- split="train" text_field="text" path=- tokenizer=- max_tokens=-
 data document_mask=false order="global" sources=[]

@@ -155,7 +155,7 @@ def test_matrices_too_small_to_win_are_left_out_on_a_gpu():
 
 @pytest.fixture(scope="module")
 def trained(on_ranks):
-    frozen = {"freeze": ["*k_proj*", "*.0.*"]}
+    frozen = {"freeze": ["*k_proj*", "*.0.*"], "qk_norm": True}
     both = [sections for recipe in RECIPES for sections in (
         case(recipe), case(recipe, param_dtype="bfloat16"), case(recipe, frozen))]
     return {ranks: on_ranks(ranks, cases.train_steps, both)[0] for ranks in (1, 2, 4)}, [

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel, Qwen3Config
 
 import config
 import files
@@ -52,6 +52,8 @@ MODELS = {  # of sizes that 4 ranks do not divide; TINY's sizes unless given
     "uneven": {"hidden_size": 50, "num_attention_heads": 5, "num_key_value_heads": 1, "intermediate_size": 75,
                "vocab_size": 323, "head_dim": 20},
     "old": {"rope_parameters": LLAMA3},
+    "qwen3": {"kind": Qwen3Config, "head_dim": 20, "bos_token_id": 1, "eos_token_id": 2},
+    "qwen3-tied": {"kind": Qwen3Config, "head_dim": 12, "tie_word_embeddings": True, "num_key_value_heads": 4},
 }
 OVER_TP = "dp 2 x tp 2"
 
@@ -65,14 +67,17 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def reference(**changes) -> LlamaForCausalLM:
+def reference(kind: type = LlamaConfig, **changes) -> PreTrainedModel:
     m = TINY["model"]
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**{
+    model = AutoModelForCausalLM.from_config(kind(**{
         "vocab_size": m["vocab_size"], "hidden_size": m["dim"], "intermediate_size": m["ffn_dim"],
         "num_hidden_layers": m["n_layers"], "num_attention_heads": m["n_heads"],
         "num_key_value_heads": m["n_kv_heads"], "rope_parameters": ROPE, "max_position_embeddings": 64,
-        "initializer_range": 0.1, "attn_implementation": "eager", **changes})).float()
+        "initializer_range": 0.1, "attn_implementation": "eager", **changes}), dtype=torch.float32)
+    for weight in (p for p in model.parameters() if p.ndim == 1):  # which tell one norm from another
+        torch.nn.init.normal_(weight, 1.0, 0.2)
+    return model
 
 
 def edit(path: pathlib.Path, **changes) -> None:
@@ -111,8 +116,8 @@ def read(on_ranks, folders, tmp_path_factory) -> dict[int, tuple[pathlib.Path, d
     return found
 
 
-def in_transformers(folder: pathlib.Path) -> LlamaForCausalLM:
-    return LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype="auto")
+def in_transformers(folder: pathlib.Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype="auto")
 
 
 def test_an_index_need_not_list_the_constants_of_old_folders(folders, tmp_path):
@@ -141,8 +146,9 @@ def test_logits_and_weights_are_those_of_transformers(read, folders, name):
             assert {hf_name(key): value for key, value in found.items()} == hashes
 
 
-@pytest.mark.parametrize("mesh, name", [*((ranks, name) for ranks in (1, 2, 4) for name in MODELS),
-                                        (OVER_TP, "sharded"), (OVER_TP, "tied")])
+@pytest.mark.parametrize("mesh, name", [*((ranks, name) for ranks in (1, 2, 4) for name in MODELS
+                                          if ranks == 2 or not name.startswith("qwen3")),
+                                        *((OVER_TP, name) for name in ("sharded", "tied", "qwen3", "qwen3-tied"))])
 def test_the_export_loads_in_transformers_bit_for_bit(read, folders, tmp_path, capsys, mesh, name):
     run_folder, theirs = read[mesh][0] / name, in_transformers(folders[name])
     for out, *options in [("one",), ("many", "--shard-gib", "0.00003"), ("short", "--dtype", "bfloat16")]:
@@ -153,6 +159,7 @@ def test_the_export_loads_in_transformers_bit_for_bit(read, folders, tmp_path, c
         found = ours.state_dict()
         assert found.keys() == expected.keys()
         assert all(value.dtype == dtype and torch.equal(value, expected[key]) for key, value in found.items())
+        assert type(ours) is type(theirs)
         for key in ("hidden_size", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings"):
             assert getattr(ours.config, key) == getattr(theirs.config, key)
         rope = {key: value for key, value in theirs.config.rope_parameters.items() if key != "type"}  # "old" has both
@@ -179,7 +186,7 @@ def test_the_export_loads_in_transformers_bit_for_bit(read, folders, tmp_path, c
     assert torch.equal(again.read("embedding.weight"), theirs.state_dict()["model.embed_tokens.weight"])
 
 
-@pytest.mark.parametrize("name", ["sharded", "tied", "old"])
+@pytest.mark.parametrize("name", ["sharded", "tied", "old", "qwen3"])
 def test_an_imported_checkpoint(folders, tmp_path, capsys, name):
     assert run(capsys, "import", folders[name], tmp_path / "checkpoint") == (0, "")
     assert checkpoint_tool(["verify", str(tmp_path / "checkpoint")]) == 0
@@ -203,7 +210,7 @@ def test_an_imported_checkpoint(folders, tmp_path, capsys, name):
         catalog.choose(run_cfg, catalog.steps(run_cfg), catalog.problems_of)
 
 
-def plain_loop(theirs: LlamaForCausalLM, cfg: config.Config, folder: pathlib.Path, steps: int) -> list[dict]:
+def plain_loop(theirs: PreTrainedModel, cfg: config.Config, folder: pathlib.Path, steps: int) -> list[dict]:
     """Training as a textbook has it: transformers' model, torch's AdamW, the whole batch at once."""
     optimizer = torch.optim.AdamW(
         [{"params": [p for p in theirs.parameters() if p.ndim > 1], "weight_decay": cfg.optim.weight_decay},
@@ -726,6 +733,16 @@ WRONG = {  # what is done to the folder "single", or another that the name begin
                      ['architectures = ["MistralForCausalLM"]', 'model_type = "mistral"']),
     "no model_type": (settings(model_type=None), ["model_type = null"]),
     "bias": (settings(attention_bias=True, mlp_bias=True), ["attention_bias = true", "mlp_bias = true"]),
+    "qwen3: of Llama": (settings(architectures=["LlamaForCausalLM"]),
+                        ['architectures = ["LlamaForCausalLM"]: only ["Qwen3ForCausalLM"] can be read']),
+    "qwen3: as Llama": (settings(architectures=["LlamaForCausalLM"], model_type="llama"),
+                        ["has model.layers.0.self_attn.q_norm.weight, which this model does not"]),
+    "qwen3: window": (settings(use_sliding_window=True, layer_types=["full_attention", "sliding_attention"]),
+                      ["use_sliding_window = true", 'layer_types = "sliding_attention"']),
+    "qwen3: layers": (settings(layer_types=3), ["layer_types = 3"]),
+    "qwen3: sizes": (settings(head_dim=None, num_key_value_heads=None),
+                     ["head_dim is missing", "num_key_value_heads is missing"]),
+    "qwen3: stretched": (settings(rope_parameters={"rope_type": "yarn", "factor": 4.0}), ['rope_type = "yarn"']),
     "activation": (settings(hidden_act="gelu"), ['hidden_act = "gelu"']),
     "quantized": (settings(quantization_config={"bits": 4}), ["quantization_config"]),
     "values": (settings(hidden_size="48", num_hidden_layers=0, rms_norm_eps=-1, vocab_size=None),

@@ -1,11 +1,11 @@
-"""The model against transformers' Llama with the same weights, and its counts against the published ones."""
+"""The model against transformers' Llama and Qwen3 with the same weights, and its counts against the published ones."""
 
 import dataclasses
 import math
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 import config
 from config import ConfigError
@@ -17,11 +17,11 @@ from tests.conftest import REPO, make_config
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
 
-def config_of(m: config.Model, max_position_embeddings: int) -> LlamaConfig:
+def config_of(m: config.Model, max_position_embeddings: int) -> LlamaConfig | Qwen3Config:
     rope = {"rope_theta": m.rope_theta, "rope_type": "default"}
     if m.rope_scaling:
         rope |= {"rope_type": "llama3", **dataclasses.asdict(m.rope_scaling)}
-    return LlamaConfig(
+    return (Qwen3Config if m.qk_norm else LlamaConfig)(
         vocab_size=m.vocab_size, hidden_size=m.dim, intermediate_size=m.ffn_dim, num_hidden_layers=m.n_layers,
         num_attention_heads=m.n_heads, num_key_value_heads=m.n_kv_heads, head_dim=m.width_per_head,
         rms_norm_eps=m.norm_eps, rope_parameters=rope, tie_word_embeddings=m.tie_embeddings,
@@ -31,7 +31,10 @@ def config_of(m: config.Model, max_position_embeddings: int) -> LlamaConfig:
 def reference(m: config.Model) -> LlamaForCausalLM:
     theirs = config_of(m, 256)
     theirs._attn_implementation = "eager"
-    return LlamaForCausalLM(theirs)
+    model = AutoModelForCausalLM.from_config(theirs)
+    for weight in (p for p in model.parameters() if p.ndim == 1):  # which tell one norm from another
+        torch.nn.init.normal_(weight, 1.0, 0.2)
+    return model
 
 
 def with_weights_of(theirs: LlamaForCausalLM, m: config.Model) -> Llama:
@@ -45,6 +48,8 @@ def with_weights_of(theirs: LlamaForCausalLM, m: config.Model) -> Llama:
 @pytest.mark.parametrize("changes", [
     {}, {"tie_embeddings": True}, {"n_kv_heads": 4}, {"n_kv_heads": 1}, {"head_dim": 20}, {"rope_scaling": SCALING},
     {"rope_scaling": SCALING, "tie_embeddings": True, "head_dim": 32, "rope_theta": 10000.0},
+    {"qk_norm": True}, {"qk_norm": True, "tie_embeddings": True, "n_kv_heads": 4}, {"qk_norm": True, "head_dim": 20},
+    {"qk_norm": True, "n_kv_heads": 1, "head_dim": 32, "tie_embeddings": True, "rope_theta": 1e6, "norm_eps": 1e-6},
 ], ids=str)
 def test_forward_equals_transformers(changes):
     torch.manual_seed(0)

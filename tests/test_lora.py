@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 import config
 from checkpoint import compare, load
@@ -43,7 +43,8 @@ RUNS = {  # by the number of ranks: how the base is kept, [parallel], [train]
     4: {"four": ("float32", {"dp_replicate": 2}, {}),
         "four, nf4": ("nf4", {"recompute": "full"}, {}),
         "dp 2 x tp 2": ("float32", {"tp": 2}, {}),
-        "dp 2 x tp 2, nf4": ("nf4", {"tp": 2, "sync_every_micro_batch": False}, {"micro_batch_size": 2})},
+        "dp 2 x tp 2, nf4": ("nf4", {"tp": 2, "sync_every_micro_batch": False}, {"micro_batch_size": 2}),
+        "dp 2 x tp 2, nf4, qwen3": ("nf4", {"tp": 2, "recompute": "selective"}, {})},
 }
 RUNS = {ranks: {name: run for name, run in runs.items()
                 if not lacks(parallel=run[1]) and (run[0] != "nf4" or "model/nf4.py" not in missing())}
@@ -51,13 +52,29 @@ RUNS = {ranks: {name: run for name, run in runs.items()
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory, prepared):
-    """A Hugging Face folder. Not to be changed."""
-    folder = tmp_path_factory.mktemp("base") / "hf"
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**WIDTHS, initializer_range=0.1, max_position_embeddings=64)).save_pretrained(folder)
-    shutil.copy(prepared / "tokenizer.model", folder)
-    return folder
+def bases(tmp_path_factory, prepared):
+    """Hugging Face folders, by model_type. Not to be changed."""
+    found = {}
+    for kind in LlamaConfig, Qwen3Config:
+        folder = found[kind.model_type] = tmp_path_factory.mktemp("base") / "hf"
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(kind(**WIDTHS, initializer_range=0.1, max_position_embeddings=64))
+        for name, weight in model.named_parameters():
+            if "q_norm" in name or "k_norm" in name:
+                torch.nn.init.normal_(weight, 1.0, 0.2)
+        model.save_pretrained(folder)
+        shutil.copy(prepared / "tokenizer.model", folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def base(bases):
+    return bases["llama"]
+
+
+def type_of(name: str) -> str:
+    """The model_type of a run's base."""
+    return "qwen3" if "qwen3" in name else "llama"
 
 
 def peft_of(base, **changes) -> PeftModel:
@@ -125,25 +142,27 @@ def peft_loop(cfg: config.Config, base) -> tuple[list[dict], PeftModel, dict]:
 
 
 @pytest.fixture(scope="module")
-def expected(base, adapter, corpus, prepared, tmp_path_factory):
-    """By how the base is kept: PEFT's run over weights that are rounded so."""
+def expected(base, bases, adapter, corpus, prepared, tmp_path_factory):
+    """By how the base is kept, and its model_type: PEFT's run over weights that are rounded so."""
     cfg, folder = make_config(**run_of(base, corpus, prepared, adapter)), tmp_path_factory.mktemp("kept")
-    return {dtype: peft_loop(cfg, kept_as(dtype, base, folder / dtype)) for dtype in ("float32", "bfloat16", "nf4")}
+    return {(dtype, kind): peft_loop(cfg, kept_as(dtype, bases[kind], folder / f"{dtype} {kind}")) for dtype, kind in (
+        ("float32", "llama"), ("bfloat16", "llama"), ("nf4", "llama"), ("nf4", "qwen3"))}
 
 
 @pytest.fixture(scope="module")
-def trained(on_ranks, base, adapter, corpus, prepared, tmp_path_factory):
+def trained(on_ranks, bases, adapter, corpus, prepared, tmp_path_factory):
     """(rows by name, the folder of runs below their number of ranks)."""
     output, found = tmp_path_factory.mktemp("lora"), {}
     for ranks, of_ranks in RUNS.items():
-        runs = {name: run_of(base, corpus, prepared, adapter, lora={"base_dtype": dtype}, parallel=parallel,
-                             train=train) for name, (dtype, parallel, train) in of_ranks.items()}
+        runs = {name: run_of(bases[type_of(name)], corpus, prepared, adapter, lora={"base_dtype": dtype},
+                             parallel=parallel, train=train) for name, (dtype, parallel, train) in of_ranks.items()}
         found |= on_ranks(ranks, cases.train_all, runs, str(output))[0]
     return found, output
 
 
 def test_the_base_has_one_hash_on_every_mesh(trained):
-    assert len({json.loads(path.read_text())["base"] for path in trained[1].glob("*/*/checkpoints/*/state.json")}) == 1
+    saved = [json.loads(path.read_text()) for path in trained[1].glob("*/*/checkpoints/*/state.json")]
+    assert len({(state["config"]["model"]["qk_norm"], state["base"]) for state in saved}) == 2
 
 
 def stored(run, step: int) -> dict[str, torch.Tensor]:
@@ -162,7 +181,7 @@ def near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 def test_training_is_that_of_peft(trained, expected, ranks, name):
     """Losses and norms, the adapters and AdamW's average of their gradients after ten steps. The checkpoint holds the
     adapters alone."""
-    rows, model, moments = expected[RUNS[ranks][name][0]]
+    rows, model, moments = expected[RUNS[ranks][name][0], type_of(name)]
     assert [row["batch_digest"] for row in trained[0][name]] == [row["batch_digest"] for row in rows]
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in trained[0][name]] == pytest.approx([row[key] for row in rows], rel=1e-5), key
@@ -298,26 +317,28 @@ def logits(expected):
     """Of PEFT's models after training."""
     ids = torch.randint(0, 320, (2, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        return ids, {dtype: model(input_ids=ids).logits for dtype, (_, model, _) in expected.items()}
+        return ids, {key: model(input_ids=ids).logits for key, (_, model, _) in expected.items()}
 
 
 def export(*words: object) -> None:
     assert hf.main(["export", *map(str, words)]) == 0
 
 
-@pytest.mark.parametrize("ranks, name", [(4, "dp 2 x tp 2"), (4, "four, nf4"), (2, "two, bfloat16")])
-def test_exports_give_our_logits_in_peft_and_transformers(trained, expected, logits, base, tmp_path, ranks, name):
+@pytest.mark.parametrize("ranks, name", [(4, "dp 2 x tp 2"), (4, "four, nf4"), (2, "two, bfloat16"),
+                                         (4, "dp 2 x tp 2, nf4, qwen3")])
+def test_exports_give_our_logits_in_peft_and_transformers(trained, expected, logits, bases, tmp_path, ranks, name):
     run, dtype = trained[1] / str(ranks) / name.replace(" ", "-").replace(",", ""), RUNS[ranks][name][0]
     export(run, tmp_path / "adapter", "--adapter")
     export(run, tmp_path / "merged")
+    base = bases[type_of(name)]
     kept = kept_as(dtype, base, tmp_path / "kept")
-    ids, wanted = logits
+    ids, wanted = logits[0], logits[1][dtype, type_of(name)]
     model = AutoModelForCausalLM.from_pretrained(kept, dtype=torch.float32)
     adapted = PeftModel.from_pretrained(model, tmp_path / "adapter")
     with torch.no_grad():
-        assert near(adapted(input_ids=ids).logits, wanted[dtype])
+        assert near(adapted(input_ids=ids).logits, wanted)
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-        assert near(merged(input_ids=ids).logits, wanted[dtype])
+        assert near(merged(input_ids=ids).logits, wanted)
     export(run, tmp_path / "half", "--dtype", "bfloat16")  # rounded once
     for key, tensor in load_file(tmp_path / "merged/model.safetensors").items():
         assert load_file(tmp_path / "half/model.safetensors")[key].equal(tensor.bfloat16()), key
@@ -338,11 +359,12 @@ def test_an_exported_adapter_is_a_start(trained, base, adapter, corpus, prepared
         assert ".lora_" not in name or p.detach().equal(written[f"model.{name}"]), name
 
 
-def test_adapters_over_tied_embeddings_are_those_of_peft(corpus, prepared, tmp_path):
-    """As Llama 3.2's small models have them: loss and the gradient of every adapter."""
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
+def test_adapters_over_tied_embeddings_are_those_of_peft(corpus, prepared, tmp_path, kind):
+    """As Llama 3.2's and Qwen3's small models have them: loss and the gradient of every adapter."""
     torch.manual_seed(0)
-    settings = LlamaConfig(**WIDTHS, initializer_range=0.1, max_position_embeddings=64, tie_word_embeddings=True)
-    LlamaForCausalLM(settings).save_pretrained(tmp_path / "base")
+    settings = kind(**WIDTHS, initializer_range=0.1, max_position_embeddings=64, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path / "base")
     theirs = peft_of(tmp_path / "base")
     theirs.save_pretrained(tmp_path / "peft")
     cfg = make_config(**run_of(tmp_path / "base", corpus, prepared, tmp_path / "peft"))
@@ -430,7 +452,7 @@ def test_evaluating_reads_the_base_and_another_is_refused(trained, expected, bas
     done = launch(*words, "--eval-only", nproc=2)
     assert done.returncode == 0, done.stderr
     row = json.loads(done.stdout.splitlines()[-1])
-    assert row["step"] == 10 and row["loss"] < expected["float32"][0][0]["loss"]
+    assert row["step"] == 10 and row["loss"] < expected["float32", "llama"][0][0]["loss"]
 
     tensors = load_file(shutil.copytree(base, tmp_path / "other") / "model.safetensors")
     tensors["model.norm.weight"][3] += 1e-3

@@ -12,7 +12,7 @@ import ranks as ranks_module
 from config import ConfigError
 from lifecycle.process_group import shared_options
 from model.build import meta_model
-from model.llama import Linear, RMSNorm
+from model.llama import Linear, Llama, RMSNorm
 from parallel.fsdp import mixed_precision, replicated_parameters, unit_dtypes
 from parallel.materialize import draw, materialize
 from parallel.mesh import World, build_mesh
@@ -125,16 +125,26 @@ def test_only_frozen_parameters_may_be_replicated(pattern, message):
 
 
 def test_degrees_and_the_mesh_of_fsdp(on_ranks):
-    """Context parallel ranks share one data rank and a shard mesh with their neighbours."""
-    shapes = [(1, 4, 1, 1), (2, 2, 1, 1), (1, 2, 2, 1), (2, 1, 2, 1)]
-    names = [("dp_shard",), ("dp_replicate", "dp_shard"), ("dp_shard_cp",), ("dp_replicate", "dp_shard_cp")]
-    shapes = shapes[: 2 if lacks(parallel={"cp": 2}) else 4]
-    for rank, found in enumerate(on_ranks(4, cases.on_meshes, {"train": {"seq_len": 16}}, shapes)):
-        for shape, dims, (degrees, mesh_names, mesh_shape, norms) in zip(shapes, names, found):
+    """Context parallel ranks share one data rank and a shard mesh with their neighbours. Each parameter's gradient is
+    that of the plain model, also of the norms of queries and keys, of which tp ranks have the local heads."""
+    shapes = {(1, 4, 1, 1): ["dp_shard"], (2, 2, 1, 1): ["dp_replicate", "dp_shard"], (1, 2, 2, 1): ["dp_shard_cp"],
+              (2, 1, 2, 1): ["dp_replicate", "dp_shard_cp"], (1, 2, 1, 2): ["dp_shard"],
+              (2, 1, 1, 2): ["dp_replicate", "dp_shard"], (1, 1, 2, 2): ["dp_shard_cp"]}
+    shapes = {shape: names for shape, names in shapes.items() if not lacks(parallel={"cp": shape[2], "tp": shape[3]})}
+    sections = {"model": {"qk_norm": True}, "train": {"seq_len": 16}}
+    plain = Llama(make_config(**sections).model)
+    materialize(plain, 0, torch.device("cpu"))
+    ids = torch.randint(0, 320, (2, 17), generator=torch.Generator().manual_seed(0))
+    plain(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
+    wanted = {name: p.grad.norm().item() for name, p in plain.named_parameters()}
+    assert len(wanted) == 2 * 11 + 3
+    for rank, found in enumerate(on_ranks(4, cases.on_meshes, sections, [*shapes])):
+        for (shape, dims), (degrees, mesh_names, mesh_shape, norms) in zip(shapes.items(), found):
             size = shape[0] * shape[1]
             assert degrees == (*shape, rank // (4 // size), size)
-            assert mesh_names == dims and mesh_shape == ((2, 2) if len(dims) == 2 else (4,))
-            assert norms == pytest.approx(found[0][-1], rel=1e-5)
+            assert [*mesh_names] == dims and mesh_shape == (shape[:1] if len(dims) == 2 else ()) + (
+                4 // shape[3] // (shape[0] if len(dims) == 2 else 1),)
+            assert norms == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -54,7 +54,8 @@ def test_bytes_equal_those_of_real_tensors(on_ranks, ranks, options):
                   "parallel": {"replicated": ["embedding.weight"]}})  # one matrix, not two
     every.append({"optim": {"state_dtype": "bfloat16"}, "train": {"global_batch_size": 12, "micro_batch_size": 1}})
     every.append({"optim": {"name": "muon"}, "train": {"global_batch_size": 12, "micro_batch_size": 1}})
-    even = {"dim": 46, "head_dim": 6, "ffn_dim": 76, "tie_embeddings": True}  # what tp leaves of its rows is uneven
+    # what tp leaves of its rows is uneven
+    even = {"dim": 46, "head_dim": 6, "ffn_dim": 76, "tie_embeddings": True, "qk_norm": True}
     meshes = {2: [{"tp": 2}], 4: [{"tp": 2}, {"cp": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 1, "tp": 2}]}
     every += [{"model": even, "parallel": mesh, "train": {"global_batch_size": 12, "micro_batch_size": 1}}
               for mesh in meshes.get(ranks, ())]
@@ -80,6 +81,7 @@ def test_the_peak_is_that_of_a_real_step(on_ranks, ranks, ways):
     every = [{"model": WIDE, "parallel": p, "train": {"seq_len": 256, "global_batch_size": 4, "micro_batch_size": 1}}
              for p in ways]
     every += [{**every[0], "optim": changes} for changes in ({"state_dtype": "bfloat16"}, {"name": "muon"})]
+    every.append({**every[0], "model": {**WIDE, "qk_norm": True}})
     for sections, real in zip(every, zip(*on_ranks(ranks, cases.live_peak, every))):
         peak = simulate(make_config(**sections), ranks, on_gpu=False).peak().peak.total()
         assert 0.999 * max(real) <= peak <= 1.001 * max(real), (sections, real, peak)

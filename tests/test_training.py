@@ -43,6 +43,7 @@ CASES = {
     "recompute every second": {"parallel": {"recompute": 2}},
     "tied": {"model": {"tie_embeddings": True}},
     "uneven": {"model": UNEVEN},
+    "qk norm": {"model": {"qk_norm": True}},
     "kept after forward": {"parallel": {"reshard_after_forward": False}},
     "deferred reduction": {"parallel": {"sync_every_micro_batch": False}},
     "replicas": {"parallel": {"dp_replicate": "auto", "dp_shard": 1}},
@@ -65,7 +66,8 @@ ON_FOUR = {  # ranks
     "two ahead": {"parallel": {"prefetch_forward": 2, "prefetch_backward": 2}},
 }
 # the others compute what the plain case does
-OF_ITS_OWN = ("tied", "uneven", "no clipping", "clipped", "bfloat16 states", "frozen", "document mask")
+OF_ITS_OWN = ("tied", "uneven", "qk norm", "no clipping", "clipped", "bfloat16 states", "frozen",
+              "document mask")
 SAME_AS = {name: name if name in OF_ITS_OWN else "plain" for name in (*CASES, *ON_FOUR)}
 SAME_AS["frozen replicated"] = "frozen"
 
