@@ -73,7 +73,7 @@ class Model:
     rope_scaling: RopeScaling | None = option(None, "Llama 3.1's long-context RoPE: [model.rope_scaling]")
     tie_embeddings: bool = option(False, "share one matrix between embedding and head")
     qk_norm: bool = option(False, "RMSNorm of each query's and key's head, before RoPE, as Qwen3 has it")
-    init_from: str | None = option(None, "a Hugging Face folder to take weights and the sizes above from")
+    init_from: str | None = option(None, "a Hugging Face folder, or id, to take weights and sizes from")
     freeze: tuple[str, ...] = option((), "patterns of parameter names to freeze, such as 'embedding*'")
 
     @property
@@ -98,7 +98,7 @@ class Data:
     split: str = option("train", "split of a Hugging Face dataset")
     text_field: str = option("text", "column with the text")
     path: str | None = option(None, "folder of token files; absent: prepared/{source}-{hash}")
-    tokenizer: str | None = option(None, "a sentencepiece .model, tokenizer.json or their folder; absent: train one")
+    tokenizer: str | None = option(None, "a sentencepiece .model, tokenizer.json, folder or id; absent: train one")
     max_tokens: int | None = option(None, "tokens to prepare; absent: all", POSITIVE)
     document_mask: bool = option(False, "attend only within a document; positions restart in each")
     order: Literal["global", "growing"] = option("global", "growing: train while the text is being prepared")

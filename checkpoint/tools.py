@@ -1,6 +1,5 @@
 """How tools find and read a checkpoint: verify, generate, export."""
 
-import os
 import pathlib
 
 import config
@@ -43,7 +42,7 @@ def read_config(folder: pathlib.Path, base: str | None = None) -> config.Config:
     if isinstance(model := tables.get("model"), dict):
         trained_on = model.pop("init_from", None) if base or not tables.get("lora") else None
         if base:
-            model["init_from"] = os.path.abspath(base)
+            model["init_from"] = base
     try:
         return config.from_dict(tables, str(folder / STATE), saved=True)
     except ConfigError as error:

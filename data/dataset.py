@@ -14,7 +14,7 @@ import config
 from config import ConfigError
 from data.order import make_order
 from data.sources import STDLIB, Files, Hub, kind_of
-from data.tokenizer import TOKENIZERS, tokenizer_files
+from data.tokenizer import TOKENIZERS, local_path, tokenizer_files
 from data.tokens import TokenStream, manifest_of, open_stream, read_manifest
 
 FORMAT = 3  # version of the file format; part of the identity
@@ -153,7 +153,7 @@ def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
     notes += [f"{stream.path.parent}: none of its documents (one in a hundred) is held out: it has no validation loss"
               for stream in validation if cfg.data.order == "global" and stream.length < 2]
     if cfg.model.init_from:
-        paths = [pathlib.Path(cfg.model.init_from, name) for name in TOKENIZERS]
+        paths = [local_path(cfg.model.init_from) / name for name in TOKENIZERS]
         theirs = [path.read_bytes() for path in paths if path.is_file()]
         if theirs and not any(path.read_bytes() in theirs for path in tokenizer):
             notes.append(f"{cfg.model.init_from} has another tokenizer than {folders[0]} was prepared with: to its "

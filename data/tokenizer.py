@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterable
 
+import config
 from config import ConfigError
 from data.tokens import TokenStream
 
@@ -21,10 +22,20 @@ EOS_NAMES = ("<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>")  # Llama 3; Ll
 LINE = 1 << 14  # characters; a longer line is split for training
 
 
+def local_path(name: str) -> pathlib.Path:
+    """The folder or file that an option names; of a Hugging Face repository the folder in the hub's cache, with its
+    tokenizer and settings, fetched if they are not there. Raises ConfigError."""
+    if not config.has("huggingface/"):
+        return pathlib.Path(name)
+    from huggingface.hub import local
+
+    return local(name)
+
+
 def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
     """Content, by file name, of tokenizer.model, or of tokenizer.json and (if present) tokenizer_config.json.
-    `path`: the file, or a folder that holds one. Raises ConfigError."""
-    path = pathlib.Path(path)
+    `path`: the file, a folder that holds one, or the id of a Hugging Face repository. Raises ConfigError."""
+    path = local_path(str(path))
     try:
         if path.is_dir():
             found = [path / name for name in TOKENIZERS if (path / name).exists()]

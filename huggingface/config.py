@@ -1,5 +1,6 @@
 """Converts config.json (Llama, Qwen3) and PEFT's adapter_config.json to and from our options. Needs no torch."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -7,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
+from huggingface import hub
 from options import ConfigError, Given, Schema, toml
 
 KEYS = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
@@ -86,8 +88,10 @@ def _fitted(path: pathlib.Path, schema: Schema, found: dict[str, tuple[str, Any]
 
 def complete(given: Given) -> None:
     """Fills in options of [model] and [lora] from the folders that their init_from name; options already given must
-    agree. Raises ConfigError if a folder cannot be read."""
+    agree. Adds the commit to ids of the hub. Raises ConfigError if a folder cannot be read."""
     try:
+        with contextlib.suppress(ConfigError):  # who reads it says why it cannot be had; a plan does not need it
+            hub.pin(given, "data.tokenizer")
         if "model.init_from" in given.values:
             _complete_model(given)
         if "lora.init_from" in given.values:
@@ -106,20 +110,24 @@ def _normalize(values: dict[str, Any], lora: dict[str, tuple[Any, Field]]) -> No
     if "lora.targets" in values:
         values["lora.targets"] = tuple(name for name in targets.default if name in values["lora.targets"])
     for name in {"model.init_from", "lora.init_from"} & values.keys():
-        values[name] = os.path.abspath(values[name])
+        values[name] = hub.absolute(values[name])
 
 
 def _complete_model(given: Given) -> None:
-    values, folder, rope = given.values, given.values["model.init_from"], "model.rope_scaling"
-    path = pathlib.Path(folder) / "config.json"
-    if not os.path.exists(path):  # unlike Path.exists(), False where access is denied
-        # a complete table, as in a run's own config.toml, needs no folder: its run may resume from a checkpoint
-        needed = {f"model.{key}" for key, (_, f) in given.schema.section("model").items() if f.default is MISSING}
-        if needed <= values.keys():
+    values, rope = given.values, "model.rope_scaling"
+    # a complete table, as in a run's own config.toml, needs no folder: its run may resume from a checkpoint
+    complete = {f"model.{key}" for key, (_, f) in given.schema.section("model").items() if f.default is MISSING}
+    try:
+        hub.pin(given, "model.init_from")
+        path = hub.local(values["model.init_from"], hub.CONFIG) / "config.json"
+        if not os.path.exists(path):  # unlike Path.exists(), False where access is denied
+            raise ConfigError(f"{given.origins['model.init_from']}: [model] init_from = "
+                              f"{toml(values['model.init_from'])}: has no config.json; it must be a Hugging Face "
+                              "folder on this machine, or the id of a repository, OWNER/NAME")
+    except ConfigError:
+        if complete <= values.keys():
             return
-        raise ConfigError(f"{given.origins['model.init_from']}: [model] init_from = {toml(folder)}: has no "
-                          "config.json; it must be a Hugging Face folder on this machine (hf download ID --local-dir "
-                          "FOLDER)")
+        raise
     theirs = read(path, given.schema)
     ours = {name for name in values if name.startswith(f"{rope}.")}
     if rope in given.origins and not ours and f"{rope}.factor" in theirs:
@@ -205,8 +213,9 @@ def _complete_adapter(given: Given) -> None:
 
 def render_adapter(lora: Any, base: str) -> dict[str, Any]:
     """PEFT's adapter_config.json of a config.Lora."""
-    return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,
-            "lora_alpha": lora.alpha, "target_modules": [*lora.targets], "lora_dropout": 0.0,
+    name, _, commit = base.partition("@") if hub.is_id(base) else (base, "", "")
+    return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": name, "revision": commit or None,
+            "r": lora.rank, "lora_alpha": lora.alpha, "target_modules": [*lora.targets], "lora_dropout": 0.0,
             "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "inference_mode": True}
 
 

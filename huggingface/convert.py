@@ -29,13 +29,14 @@ import config
 import files
 from config import ConfigError
 from huggingface import config as hf_config
+from huggingface import hub
 from huggingface import weights as hf_weights
+from huggingface.hub import GIB, check_room
 from huggingface.tokenizer import fast_tokenizer_files, inexpressible, read_sentencepiece
 from model.build import meta_model
 from model.llama import parameter_count
 from options import together
 
-GIB = 2**30
 GENERATION, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
 
 
@@ -135,11 +136,6 @@ def context_length(folder: Path) -> int | None:
     return length if type(length) is int and length > 0 else None
 
 
-def check_room(folder: Path, needed: int) -> None:
-    if needed > (free := shutil.disk_usage(folder).free):
-        raise ConfigError(f"{folder}: {needed / GIB:,.2f} GiB are needed, {free / GIB:,.2f} GiB are free")
-
-
 @contextlib.contextmanager
 def published(out: Path) -> Iterator[Path]:
     """Yields an empty folder, syncs it after the block and renames it to `out`. A failure leaves nothing; a kill leaves
@@ -203,8 +199,9 @@ def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int, adapte
     write_tokenizer(folder, checkpoint)
     if weights:
         assert cfg.model.init_from  # where the weights are
-        seq_len = max(seq_len, context_length(Path(cfg.model.init_from)) or 0)
-        copy_from_base(folder, Path(cfg.model.init_from))
+        base_folder = hub.local(cfg.model.init_from)
+        seq_len = max(seq_len, context_length(base_folder) or 0)
+        copy_from_base(folder, base_folder)
     ids = token_ids(checkpoint)
     if not (folder / GENERATION).is_file():
         write_json(folder / GENERATION, ids)
@@ -234,14 +231,15 @@ def write_checkpoint(folder: Path, model: nn.Module, read: Callable[[str], Tenso
     save.write_manifest(folder, extra_files, state, manifest.hash_files(folder, writer.files))
 
 
-def import_folder(source: Path, folder: Path) -> None:
+def import_folder(name: str, folder: Path) -> None:
+    source = hub.local(name, hub.WEIGHTS)
     # the problems of both, before the first ends this
     together(lambda: hf_config.read(source / "config.json", config.SCHEMA), lambda: hf_weights.scan(source))
     if (source / GENERATION).is_file():
         hf_config.read_json(source / GENERATION)  # fail now, not in a later export, if it is malformed
     train = {"seq_len": length} if (length := context_length(source)) else {}
-    cfg = config.from_dict({"run": {"name": "imported"}, "model": {"init_from": str(source)},
-                            "train": {"steps": 1, **train}}, str(source))
+    cfg = config.from_dict({"run": {"name": "imported"}, "model": {"init_from": name},
+                            "train": {"steps": 1, **train}}, name)
     weights, model = hf_weights.weights_to_read(cfg, step=0), meta_model(cfg.model)
 
     def read(name: str) -> Tensor:
@@ -287,7 +285,7 @@ def main(argv: list[str]) -> int:
             if exporting:
                 export_checkpoint(args.source, folder, args.dtype, int(args.shard_gib * GIB), args.adapter, args.base)
             else:
-                import_folder(args.source, folder)
+                import_folder(str(args.source), folder)
     except OSError as error:
         raise ConfigError(f"{error.filename or out}: {error.strerror or error}") from None
     files.print_line(f"wrote {out}")

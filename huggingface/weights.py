@@ -22,10 +22,11 @@ from torch import Tensor
 import config
 from config import ConfigError
 from huggingface import config as hf_config
+from huggingface import hub
 from model.build import meta_model
 from model.llama import Llama
 from options import together, toml
-from ranks import all_gather_objects, check_same_on_all_ranks, on_each_rank
+from ranks import all_gather_objects, check_same_on_all_ranks, on_each_rank, rank_and_size
 
 NAMES = {  # our parameter name -> theirs; N: index of the block
     "embedding.weight": "model.embed_tokens.weight",
@@ -159,9 +160,9 @@ def fingerprint(ranks: list[dict[tuple, int]]) -> str:
 def weights_to_read(cfg: config.Config, step: int) -> Weights | None:
     """The Hugging Face weights that a run reads when it starts (step 0) or resumes from a checkpoint of this step. At
     the start: `init_from`, and the adapter in lora.init_from. On resume: only a frozen base. Raises ConfigError."""
-    if cfg.model.init_from is None or (step and not cfg.lora):
+    if (name := origin(cfg, step)) is None:
         return None
-    folder = Path(cfg.model.init_from)
+    folder = hub.local(name, hub.WEIGHTS)
     if cfg.lora and not folder.is_dir():
         raise ConfigError(f"[model] init_from = {toml(cfg.model.init_from)}: is not there, and the adapters need their "
                           "base: name the folder where it lies now (of a tool, --base)")
@@ -171,9 +172,16 @@ def weights_to_read(cfg: config.Config, step: int) -> Weights | None:
     return Weights(stored, {} if cfg.lora else None)
 
 
+def origin(cfg: config.Config, step: int) -> str | None:
+    """The folder or id whose weights a run reads when it starts or resumes after `step`."""
+    return None if step and not cfg.lora else cfg.model.init_from
+
+
 def open_weights(cfg: config.Config, step: int) -> Weights | None:
-    """weights_to_read(), each rank's from its own copy of the folder. Raises ConfigError on every rank if any rank's
-    raises it, or if copies differ."""
+    """weights_to_read(), each rank's from its own copy of the folder; the others of a machine wait while its first rank
+    fetches a repository. Raises ConfigError on every rank if any rank's raises it, or if copies differ."""
+    name = None if rank_and_size()[1] else origin(cfg, step)
+    on_each_rank(lambda: name and hub.local(name, hub.WEIGHTS))
     weights = on_each_rank(lambda: weights_to_read(cfg, step))
     check_same_on_all_ranks("weights", weights.file_digests() if weights else {})
     return weights

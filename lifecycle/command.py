@@ -90,6 +90,12 @@ class Ranks:
         return {name: os.environ.get(name) or value for name, value in found.items()}
 
 
+def commits(cfg: config.Config) -> list[str]:
+    """Overrides with the commits of Hugging Face repositories: the ranks take those that this process has found."""
+    found = {"model.init_from": cfg.model.init_from, "data.tokenizer": cfg.data.tokenizer}
+    return [f"--{option}={name}" for option, name in found.items() if name and re.search("@[0-9a-f]{40}$", name)]
+
+
 def torchrun_id() -> str | None:
     """Names this node's torchrun process, which stays when it restarts its ranks; None without torchrun."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -118,13 +124,15 @@ def usable(argv: list[str]) -> bool:
     from data.dataset import is_prepared
 
     needed = [] if argv else ["numpy", "tensorboard", "sentencepiece", "datasets", "safetensors"]
-    with contextlib.suppress(ConfigError, SystemExit):  # the run itself will report what is wrong
+    try:
         if argv and not (args := config.parse_arguments(argv)).dry_run:
             cfg = config.load(args.config, args.overrides)
             needed.append("numpy")  # torch.distributed's object collectives need it
             needed += ["tensorboard"] * (cfg.log.tensorboard and config.has("board.py") and not args.eval_only)
             needed += ["safetensors"] * (cfg.model.init_from is not None)
             needed += ["sentencepiece", "datasets"] * (cfg.data.order == "growing" or not is_prepared(cfg))
+    except (ConfigError, SystemExit) as error:  # the run itself will report what is wrong
+        needed += ["huggingface_hub"] * ("needs huggingface_hub" in str(error))
     with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
         version = tuple(int(n) for n in importlib.metadata.version("torch").split(".")[:2])
         return TORCH[0] <= version <= TORCH[1] and all(importlib.util.find_spec(name) for name in needed)

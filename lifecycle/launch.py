@@ -43,7 +43,7 @@ from config import ConfigError
 from files import print_error
 from lifecycle import INPUT_IS_WRONG, STOPPED
 from lifecycle.checks import check_launch
-from lifecycle.command import Ranks
+from lifecycle.command import Ranks, commits
 from lifecycle.folder import failures, holder, lock, read_status, remove_traces, resume_once, stop_file, write_status
 from options import together
 
@@ -179,7 +179,7 @@ def launch(argv: list[str], interruption: Interruption) -> int:
         except OSError as error:  # an unreadable folder
             raise ConfigError(f"{error.filename or folder}: {error.strerror or error}") from None
         interruption.raises = args.eval_only
-        command = [*ranks.command(), *argv, f"--launch={launch_id}"]
+        command = [*ranks.command(), *argv, *commits(cfg), f"--launch={launch_id}"]
         os.environ.update(ranks.environment())
         if args.eval_only:
             return subprocess.run(command, preexec_fn=partial(die_with_parent, os.getpid())).returncode

@@ -19,7 +19,7 @@ from model.llama import named_parameters
 from optim import build_optimizer
 from parallel.materialize import local_tensors
 from tests.cases import build, digests, process_group, run_training, save, world_for
-from tests.conftest import rows, run_tool, tables
+from tests.conftest import make_config, rows, run_tool, tables
 
 
 def config_from(folder: str, **sections: dict) -> config.Config:
@@ -91,6 +91,23 @@ def with_another_copy(copies: list[str]) -> str:
             return str({stored.path.parent for stored in found.stored.values()} == {pathlib.Path(copies[world.rank])})
         except ConfigError as error:
             return str(error)
+
+
+def read_on_machines(names: list[str], environments: list[dict[str, str]]) -> tuple[str, str]:
+    """(the folder that the first id's weights are read from, the error of reading the second's) of ranks two by two on
+    machines, each with its environment variables."""
+    node, local_rank = divmod(int(os.environ["RANK"]), 2)
+    os.environ |= {**environments[node], "LOCAL_RANK": str(local_rank)}
+    with process_group():
+        model = tables()["model"]
+        first, second = (make_config(model={**model, "qk_norm": True, "norm_eps": 1e-5, "init_from": name})
+                         for name in names)
+        (folder,) = {stored.path.parent for stored in open_pretrained(first, 0).stored.values()}
+        try:
+            open_pretrained(second, 0)
+            return str(folder), ""
+        except ConfigError as error:
+            return str(folder), str(error)
 
 
 def read_peak(folder: str, **sections: dict) -> tuple[float, float]:
