@@ -82,7 +82,8 @@ class Job:
                 running = "train.py" in (folder / "cmdline").read_text()
             except (OSError, ValueError):  # gone, or none of ours
                 continue
-            if running and environment.get("SLURM_JOB_ID") == self.number and "LOCAL_RANK" in environment:
+            ours = environment.get("SLURM_CONF") == f"{self.cluster.folder}/slurm.conf"  # not another suite's cluster
+            if running and ours and environment.get("SLURM_JOB_ID") == self.number and "LOCAL_RANK" in environment:
                 found[environment["SLURMD_NODENAME"]] = int(folder.name)
         return found
 
@@ -136,25 +137,14 @@ def limited(cluster, configured) -> Job:
     return job
 
 
-@pytest.fixture(scope="module")
-def straight(cluster, configured, limited) -> Job:
-    """A job that nothing happens to; it runs beside the plain run."""
-    return cluster.submit(configured("straight"))
-
-
-def assert_equal(job: Job, plain: list[dict]) -> None:
+def assert_equal(job: Job, plain: list[dict], steps: int = STEPS) -> None:
     """The job finished its run, with each step once, and the losses of the plain one."""
     assert job.until_over() == "COMPLETED", job.log()
     assert job.status()["state"] == "finished"
     found = rows(job.folder)
-    assert [row["step"] for row in found] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in found] == list(range(1, steps + 1))
     assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in plain], rel=1e-5)
     assert [row["batch_digest"] for row in found] == [row["batch_digest"] for row in plain]
-
-
-def test_two_nodes_train_as_one_process_does(straight, plain):
-    assert_equal(straight, plain)
-    assert straight.shows("Restarts") == "0"
 
 
 def test_a_killed_process_is_started_again(limited, cluster, configured, plain):
@@ -173,16 +163,15 @@ def test_data_is_not_prepared_inside_a_job(limited, cluster, configured, tmp_pat
     assert not job.folder.exists() and not (tmp_path / "nothing").exists()
 
 
-def test_text_in_parts_is_prepared_inside_a_job(limited, cluster, configured, tmp_path):
-    """Its samples are those of a run of one process that finds it prepared."""
+def test_two_nodes_train_as_one_process_does(limited, cluster, configured, tmp_path):
+    """On text in parts, which is prepared inside the job; the process then finds it prepared."""
     path = configured("growing", steps=12, data=tmp_path / "parts")
     job = cluster.submit(path, "--data.order=growing")
     assert job.until_over() == "COMPLETED", job.log()
     done = launch(path, "--data.order=growing", "--run.name=after", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    found, after = ([row["batch_digest"] for row in rows(folder)] for folder in (
-        job.folder, job.folder.with_name("after")))
-    assert found == after and len(found) == 12
+    assert_equal(job, rows(job.folder.with_name("after")), steps=12)
+    assert job.shows("Restarts") == "0"
 
 
 @pytest.fixture(scope="module")
