@@ -35,18 +35,20 @@ TINY = {
 }
 
 
-# The files that start ranks or whole launches, the longest first: run two at a time they should not end one by one.
-SLOW = ("test_lifecycle", "test_slurm", "test_meshes", "test_lora", "test_float8", "test_checkpoint", "test_training",
+# The longest files first: run two at a time they should not end one by one. Those before test_plan start ranks or
+# whole launches in most of their tests, and are slow as a whole.
+SLOW = ("test_slurm", "test_meshes", "test_lora", "test_lifecycle", "test_float8", "test_checkpoint", "test_training",
         "test_repo", "test_rooms", "test_crashes", "test_order", "test_minimal", "test_equality", "test_collectives",
-        "test_rebind", "test_parallel", "test_plan", "test_fork_docs", "test_growing", "test_tracker", "test_context",
-        "test_prepare", "test_hf", "test_benchmarks", "test_gpu_benchmark")
+        "test_rebind", "test_parallel", "test_plan", "test_plan_forks", "test_fork_docs", "test_growing",
+        "test_tracker", "test_context", "test_prepare", "test_hf", "test_benchmarks", "test_gpu_benchmark")
+LONGEST = ("test_plan", "test_slurm", "test_meshes")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    place = {name: number for number, name in enumerate(SLOW)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(SLOW)))
+    place = {name: number for number, name in enumerate(dict.fromkeys(LONGEST + SLOW))}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
     for item in items:
-        if item.path.stem in SLOW[:16] or {"write_config", "on_ranks"} & {*item.fixturenames}:
+        if item.path.stem in SLOW[:SLOW.index("test_plan")] or {"write_config", "on_ranks"} & {*item.fixturenames}:
             item.add_marker("slow")
 
 

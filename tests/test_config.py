@@ -18,6 +18,7 @@ import options
 from config import ConfigError
 from tests.conftest import REPO, TINY, launch, make_config, tables
 from tests.rooms import OPTIONAL
+from tests.warm import warm_python
 
 CONFIGS = sorted((REPO / "configs").glob("*.toml"))
 
@@ -432,7 +433,7 @@ def test_it_may_be_called_through_a_link_and_with_any_cdpath(tmp_path):
     for script, cwd in ((link, tmp_path), (f"{REPO.name}/run_train.sh", REPO.parent)):
         done = subprocess.run(["bash", script, REPO / "configs/tiny.toml", "--dry-run", "--json"], cwd=cwd,
                               capture_output=True, text=True,
-                              env={**os.environ, "PYTHON": sys.executable, "CDPATH": f"{REPO.parent}:."})
+                              env={**os.environ, "PYTHON": warm_python(), "CDPATH": f"{REPO.parent}:."})
         assert done.returncode == 0 and json.loads(done.stdout), done.stderr
 
 
