@@ -40,7 +40,7 @@ def validation(folder: pathlib.Path, name: str, *options: str) -> list[tuple[int
     """(step, validation loss) of every evaluation of a run; a run that fails, such as by diverging, has an infinite
     one."""
     command = [REPO / "run_train.sh", REPO / "configs/tiny.toml", f"--run.output_dir={folder}", f"--run.name={name}",
-               "--log.tensorboard=false", "--checkpoint=off", *options]
+               "--log.tensorboard=false", "--checkpoint=off", "--eval.every_steps=10", *options]
     if not finished(folder / name):
         subprocess.run(command, stdout=sys.stderr, env={**os.environ, "PYTHON": sys.executable})
     rows = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
