@@ -216,6 +216,6 @@ def test_a_parameter_without_a_hugging_face_name_is_refused():
     from huggingface.weights import hf_name
 
     assert hf_name("blocks.12.feed_forward.up_proj.weight") == "model.layers.12.mlp.up_proj.weight"
-    for name in ("blocks.0.attention.q_norm.weight", "scale", "head.bias"):
+    for name in ("blocks.0.attention.gate.weight", "scale", "head.bias"):
         with pytest.raises(ConfigError, match=f"{name}: has no name in a Hugging Face folder.*NAMES"):
             hf_name(name)
