@@ -101,6 +101,8 @@ class Data:
     tokenizer: str | None = option(None, "a sentencepiece .model, tokenizer.json, folder or id; absent: train one")
     max_tokens: int | None = option(None, "tokens to prepare; absent: all", POSITIVE)
     document_mask: bool = option(False, "attend only within a document; positions restart in each")
+    messages_field: str | None = option(None, "column with a conversation's messages: train on what the assistant says")
+    chat_template: str | None = option(None, "a Jinja file that renders conversations; absent: the tokenizer's own")
     order: Literal["global", "growing"] = option("global", "growing: train while the text is being prepared")
     sources: tuple[Source, ...] = option((), "a mixture, weighted", note="; write [[data.sources]]")
 
@@ -227,6 +229,7 @@ ROOMS = {
     "lora": ("model/lora.py", "huggingface/"),
     'lora.base_dtype = "nf4"': ("model/nf4.py",),
     "data.order": ("data/growing.py",),
+    "data.messages_field": ("data/chat.py", "data/packing.py"),
     'optim.name = "muon"': ("muon.py",),
     "optim.state_dtype": ("adamw_bfloat16.py",),
     "checkpoint.async_save": ("checkpoint/staging.py",),
@@ -334,6 +337,13 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
          not rope or rope.low_freq_factor < rope.high_freq_factor,
          f"must be below high_freq_factor = {rope and rope.high_freq_factor}"),
         ("data.source data.sources", not d.sources or d.source == Data.source, "is incompatible with [[data.sources]]"),
+        ("data.messages_field data.tokenizer data.sources", not d.messages_field or d.tokenizer,
+         "needs data.tokenizer: that of the model, with the special tokens of its chat template"),
+        ("data.messages_field data.order", not d.messages_field or d.order == "global",
+         'is incompatible with order = "growing": windows are planned over all conversations'),
+        ("data.document_mask data.messages_field", not d.messages_field or d.document_mask,
+         "is implied by messages_field: attention stays inside a conversation"),
+        ("data.chat_template data.messages_field", not d.chat_template or d.messages_field, "requires messages_field"),
         ("data.sources", len(read) == len(d.sources), "names one source twice; add their weights"),
         ("data.sources", all(s.weight * LONGEST_PERIOD >= total_weight for s in d.sources),
          f"a weight must be at least 1/{LONGEST_PERIOD} of the sum of all"),
@@ -441,6 +451,8 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = (), saved: bool =
 
         complete(given)
     cfg = given.build()
+    if cfg.data.messages_field and "data.document_mask" not in given.values:
+        cfg = replace(cfg, data=replace(cfg.data, document_mask=True))
     if "run.name" not in given.values:
         cfg = replace(cfg, run=replace(cfg.run, name=pathlib.Path(path).stem))
         if not NAME[0](cfg.run.name):

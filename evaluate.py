@@ -70,13 +70,14 @@ def added(of_ranks: list[list[float]]) -> list[float]:
 
 def bytes_of_targets(cfg: config.Config, world: World, dataset: Dataset) -> list[float]:
     """Of each source, this rank's share of the bytes that the validation targets encode; NaN if it cannot decode
-    them."""
+    them, or they are answers in conversations."""
     with contextlib.suppress(ImportError, ConfigError, IndexError):  # IndexError: the data has no tokenizer
         from data.tokenizer import target_bytes
 
         folder, masked = dataset.tokenizer_files[0].parent, cfg.data.document_mask
-        return [target_bytes(stream, validation_tokens(stream, cfg), masked, folder, world.rank, world.size)
-                for stream in dataset.validation]
+        if not cfg.data.messages_field:
+            return [target_bytes(stream, validation_tokens(stream, cfg), masked, folder, world.rank, world.size)
+                    for stream in dataset.validation]
     return [math.nan] * len(dataset.validation)
 
 

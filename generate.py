@@ -2,6 +2,7 @@
 
     python -m generate outputs/tiny --prompt "def "
     python -m generate outputs/tiny --prompt "def " --prompt "class " --top-p 0.9 --tokens 64
+    python -m generate outputs/tiny-chat --chat        a conversation in the terminal
 
 A single prompt's text is streamed. Several prompts form one batch and are printed at the end, one after the other.
 
@@ -210,7 +211,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m generate", description=__doc__.splitlines()[0])
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")  # one line, as every error here
     parser.add_argument("checkpoint", type=pathlib.Path, metavar="CKPT_OR_RUN")
-    parser.add_argument("--prompt", required=True, action="append", metavar="TEXT", help="several make a batch")
+    said = parser.add_mutually_exclusive_group(required=True)
+    said.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="several make a batch")
+    said.add_argument("--chat", action="store_true", help="a conversation, with the checkpoint's chat template")
     parser.add_argument("--tokens", type=int, default=128, metavar="N", help="at most; an EOS token ends a text")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: greedy")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="of the likeliest, of this probability")
@@ -241,7 +244,7 @@ def main(argv: list[str]) -> int:
         if (settings := folder / "generation_config.json").is_file():  # of an import: several tokens may end a text
             tokenizer.eos = [*tokenizer.eos, *eos_tokens(settings)]
         rows = [encode(tokenizer, prompt) for prompt in args.prompt]
-        if (largest := max(map(max, rows))) >= cfg.model.vocab_size:
+        if (largest := max(map(max, rows), default=0)) >= cfg.model.vocab_size:
             raise ConfigError(f"--prompt: has id {largest}, but the model's vocab_size is {cfg.model.vocab_size}: the "
                               "tokenizer in its folder is larger than the model")
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -259,11 +262,17 @@ def main(argv: list[str]) -> int:
         load.restore(folder, model, None)
         dtype = args.dtype or (cfg.parallel.param_dtype if device.type == "cuda" else "float32")
         model.to(getattr(torch, dtype)).eval()
+        # pyrefly: ignore[missing-attribute]  # typeshed declares a TextIO, which lacks it
+        sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal's encoding lacks
+        if args.chat:
+            from conversation import converse
+
+            converse(folder, tokenizer.eos, context, args.tokens, lambda ids, count: generate(
+                model, [ids], count, context, device, args.temperature, args.top_p, args.seed))
+            return 0
         if max(map(len, rows)) + args.tokens - 1 > context:
             print(f"beyond {context} tokens (train.seq_len) the older half of the context is dropped", file=sys.stderr)
         steps = generate(model, rows, args.tokens, context, device, args.temperature, args.top_p, args.seed)
-        # pyrefly: ignore[missing-attribute]  # typeshed declares a TextIO, which lacks it
-        sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal's encoding lacks
         print_stream(tokenizer, rows, steps, lambda text: print(printable(text), end="", flush=True))
     except OSError as error:
         if sys.stdout:  # Python flushes stdout once more at exit

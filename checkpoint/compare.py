@@ -15,7 +15,8 @@ GUARDED = re.compile(rf"model\..*|{ADAPTERS}|data\.(?!path$).*|run\.seed|train\.
 # Those that determine parameter shapes: even if allowed to change, the checkpoint would not load.
 SHAPES = re.compile(r"model\.(dim|n_layers|ffn_dim|vocab_size|tie_embeddings)|lora\.(rank|targets)")
 # Options that change the prepared data: allowing one of them to change also allows other data.
-PREPARED = re.compile(r"data\.(sources?|subset|split|text_field|tokenizer|max_tokens)|model\.vocab_size")
+PREPARED = re.compile(r"data\.(sources?|subset|split|text_field|tokenizer|max_tokens|messages_field|chat_template)|"
+                      r"model\.vocab_size")
 # Options that determine the outputs for given weights: an evaluation with other values would be silently wrong.
 SAME_OUTPUTS = re.compile(rf"model\.(?!init_from$|freeze$).*|{ADAPTERS}")
 

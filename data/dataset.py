@@ -15,7 +15,7 @@ from config import ConfigError
 from data.order import make_order
 from data.sources import STDLIB, Files, Hub, kind_of
 from data.tokenizer import TOKENIZERS, local_path, tokenizer_files
-from data.tokens import TokenStream, manifest_of, open_stream, read_manifest
+from data.tokens import manifest_of, open_stream, read_manifest
 
 FORMAT = 3  # version of the file format; part of the identity
 
@@ -31,6 +31,12 @@ def identity(cfg: config.Config) -> dict:
              "max_tokens": d.max_tokens, "format": FORMAT}
     if d.order != "global":
         found["order"] = d.order
+    if d.messages_field:
+        from data.chat import template_of
+
+        assert d.tokenizer  # config.py requires it
+        template = template_of(d.tokenizer, d.chat_template).encode()
+        found |= {"messages_field": d.messages_field, "chat_template": hashlib.sha256(template).hexdigest()}
     if d.source == STDLIB:
         found["python"] = platform.python_version()
     if (kind := kind_of(d.source)) not in (Files, Hub):  # one that generates its text: its code is the content
@@ -101,12 +107,17 @@ def is_prepared(cfg: config.Config) -> bool:
     return all(read_manifest(folder) for folder in data_folders(cfg))
 
 
-def open_data(cfg: config.Config, split: str) -> list[TokenStream]:
-    """The token stream of each source. Raises ConfigError if one is not prepared, or for another configuration."""
+def open_data(cfg: config.Config, split: str) -> list[Any]:
+    """The TokenStream of each source, or its conversations (data/packing.py: Packed). Raises ConfigError if one is not
+    prepared, or for another configuration."""
     parts = prepared_parts(cfg)
     for folder, part in parts:
         if manifest := read_manifest(folder):
             check_identity(folder, manifest, part)
+    if cfg.data.messages_field:
+        from data.packing import open_packed
+
+        return [open_packed(folder, split, cfg) for folder, _ in parts]
     return [open_stream(folder, split, cfg.model.vocab_size) for folder, _ in parts]
 
 
@@ -146,8 +157,12 @@ def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
         make_order(cfg, training, weights(cfg))  # raises if there is too little data
     folders = data_folders(cfg)
     manifests = [manifest_of(folder) for folder in folders]
-    tokenizer = sorted(folders[0].glob("tokenizer*"))
+    tokenizer = sorted([*folders[0].glob("tokenizer*"), *folders[0].glob("chat_template.jinja")])
     notes = []
+    if cfg.data.messages_field:
+        from data.packing import summary
+
+        notes += map(summary, training)
     if (entries := manifests[0]["vocab_size"]) < cfg.model.vocab_size:
         notes.append(f"the tokenizer of {folders[0]} has {entries:,} entries, the model {cfg.model.vocab_size:,} rows")
     notes += [f"{stream.path.parent}: none of its documents (one in a hundred) is held out: it has no validation loss"

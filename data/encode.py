@@ -56,6 +56,10 @@ _tokenizer = functools.lru_cache(1)(Tokenizer)  # of this process
 def encode(folder: pathlib.Path, typecode: str, texts: list[str]) -> list[tuple[bool, bytes]]:
     """Tokenizes texts with the tokenizer in `folder`. Returns for each whether it is a validation document, and its ids
     between BOS and EOS as bytes, in the width of array's typecode."""
+    if (folder / "chat_template.jinja").exists():
+        from data.chat import encode_conversations
+
+        return [(is_validation(text), content) for text, content in encode_conversations(folder, texts)]
     tokenizer = _tokenizer(folder)
     return [(is_validation(text), array.array(typecode, [*tokenizer.bos, *ids, *tokenizer.eos]).tobytes())
             for text, ids in zip(texts, tokenizer.encode(texts))]
@@ -116,13 +120,19 @@ def write_tokens(folder: pathlib.Path, d: config.Data, dtype: str, manifest: dic
             files.write_atomic(folder / MANIFEST, json.dumps(manifest))
 
         source = open_source(d, manifest["place"])
+        if d.messages_field:
+            from data.chat import Conversations
+
+            source = Conversations(d, manifest["place"])
         encoded = stack.enter_context(contextlib.closing(encode_all(folder, "H" if dtype == "uint16" else "i", source)))
         began = synced = shown = time.monotonic()
         made = sum(tokens.values())  # by an earlier preparation
         while tokens["train"] < limit and (chunk := next(encoded, None)):
             found, (manifest["place"], share) = chunk
             for validation, content in found:
-                if content and tokens["train"] < limit:  # a tokenizer may produce no tokens for some texts
+                if not content:  # a tokenizer may produce no tokens for some texts
+                    manifest["left_out"] = manifest.get("left_out", 0) + 1
+                elif tokens["train"] < limit:
                     split = "heldout" if validation else "train"
                     opened[f"{split}.bin"].write(content)
                     tokens[split] += len(content) // width

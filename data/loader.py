@@ -62,11 +62,11 @@ class Loader:
             micro_batches.append(tensors)
         valid = t.global_batch_size * t.seq_len
         if self.cfg.data.document_mask:
-            # A document's first token is not a target. Which samples the other ranks have follows from their numbers
+            # Not every token is a target. Which samples the other ranks have follows from their numbers
             # (self.order), so every rank counts those of the whole step: this costs less than a collective.
             for number in range((step - 1) * t.global_batch_size, step * t.global_batch_size):
                 stream, first, stop = self.span(number)
-                valid -= len(stream.documents(first, stop)) - 1
+                valid -= stream.targets_without_loss(first, stop)
         return Batch(micro_batches, valid, digest % DIGEST_MODULUS)
 
     def span(self, number: int) -> tuple[TokenStream, int, int]:
@@ -79,7 +79,7 @@ def read_windows(spans: list[tuple[TokenStream, int, int]], cfg: config.Config,
                  world: Any) -> tuple[list[bytes], tuple[Tensor, ...]]:
     """Reads windows (stream, first token, one past the last): their bytes; inputs_and_targets() of them, for a GPU in
     pinned memory, which it can copy asynchronously."""
-    rows, contents = torch.full((len(spans), cfg.train.seq_len + 1), IGNORE), []  # (B, T+1)
+    rows, contents = torch.full((len(spans), cfg.train.seq_len + 1), -1), []  # (B, T+1)
     documents = torch.zeros_like(rows) if cfg.data.document_mask else None
     for row, (stream, first, stop) in enumerate(spans):
         if stop - first > 1:  # an input and a target
@@ -97,10 +97,13 @@ def read_windows(spans: list[tuple[TokenStream, int, int]], cfg: config.Config,
 
 
 def inputs_and_targets(rows: Tensor, documents: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Windows (B, T+1), padded with IGNORE -> inputs (B, T) and targets (B, T), each the token after its input. Given
-    document numbers (B, T+1), a target in another document than its input becomes IGNORE, and the inputs' positions
-    (B, T) and documents (B, T) are returned too. All int64."""
-    inputs, targets = rows[:, :-1].clamp(min=0), rows[:, 1:].clone()  # contiguous() of one row would be a view
+    """Windows (B, T+1) -> inputs (B, T) and targets (B, T), each the token after its input. Windows hold a token that
+    has no loss, and so is no target (IGNORE), as its complement -1 - id, and padding as -1. Given document numbers
+    (B, T+1), a target in another document than its input becomes IGNORE, and the inputs' positions (B, T) and documents
+    (B, T) are returned too. All int64."""
+    inputs = torch.maximum(rows, ~rows)[:, :-1].contiguous()
+    targets = rows[:, 1:].clone()  # contiguous() of one row would be a view
+    targets[targets < 0] = IGNORE
     if documents is None:
         return inputs, targets
     targets[documents[:, 1:] != documents[:, :-1]] = IGNORE

@@ -119,6 +119,11 @@ def _prepare_folder(folder: pathlib.Path, cfg: config.Config) -> None:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             content = Tokenizer(d.tokenizer).files if d.tokenizer else {"tokenizer.model": _train_tokenizer(cfg)}
+            if d.messages_field:
+                from data.chat import template_of
+
+                assert d.tokenizer  # config.py requires it
+                content["chat_template.jinja"] = template_of(d.tokenizer, d.chat_template).encode()
             for name, part in content.items():
                 files.write_atomic(temporary / name, part)
             counts = {key: {"train": 0, "heldout": 0} for key in ("tokens", "documents")}
@@ -150,7 +155,7 @@ def _write_folder(temporary: pathlib.Path, cfg: config.Config, manifest: dict) -
     if size > cfg.model.vocab_size:
         rows = cfg.model.vocab_size
         raise ConfigError(f"[model] vocab_size = {rows}: smaller than the tokenizer {d.tokenizer}, of {size} entries")
-    dtype = "uint16" if size <= 1 << 16 else "int32"
+    dtype = "uint16" if size <= 1 << 16 and not d.messages_field else "int32"  # a sign stands for no loss
     if d.order == "growing":
         from data.growing import write_plan
 

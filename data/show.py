@@ -9,6 +9,7 @@ import argparse
 import io
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import config
 from config import ConfigError, run_tool
@@ -21,6 +22,9 @@ from files import print_line, printable
 def samples(cfg: config.Config, step: int) -> Iterator[str]:
     """Yields the text to print for each sample of a step (from 1). Raises ConfigError."""
     t, streams = cfg.train, open_dataset(cfg).train
+    show = show_text
+    if cfg.data.messages_field:
+        from data.packing import show_conversations as show
     order, tokenizer = make_order(cfg, streams, weights(cfg)), Tokenizer(data_folders(cfg)[0])
     for number in range((step - 1) * t.global_batch_size, step * t.global_batch_size):
         source, epoch, window = order(number)
@@ -29,13 +33,17 @@ def samples(cfg: config.Config, step: int) -> Iterator[str]:
         of = f" of {cfg.data.sources[source].source}" if cfg.data.sources else ""
         lines = [f"=== step {step}, sample {number}: epoch {epoch}{of}, window {window}, tokens {first} to "
                  f"{last}"]
-        _, ids = stream.read(first, last + 1)
-        for document, start, stop in stream.documents(first, last + 1):
-            begins, ends = max(start, first), min(stop, last + 1)
-            cut = " (begins before)" * (start < first) + " (continues)" * (stop > last + 1)
-            lines += [f"--- document {document}, {ends - begins} of its {stop - start} tokens{cut}",
-                      printable(tokenizer.decode(ids[begins - first : ends - first].tolist()))]
-        yield "\n".join(lines)
+        yield "\n".join([*lines, *map(printable, show(stream, first, stop, tokenizer))])
+
+
+def show_text(stream: Any, first: int, stop: int, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yields the lines of each document in a window."""
+    _, ids = stream.read(first, stop)
+    for document, start, end in stream.documents(first, stop):
+        begins, ends = max(start, first), min(end, stop)
+        cut = " (begins before)" * (start < first) + " (continues)" * (end > stop)
+        yield f"--- document {document}, {ends - begins} of its {end - start} tokens{cut}"
+        yield tokenizer.decode(ids[begins - first : ends - first].tolist())
 
 
 def main(argv: list[str]) -> int:

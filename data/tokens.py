@@ -67,13 +67,16 @@ class TokenStream:
         """(the bytes, the ids (stop - start) as int64) of tokens start ... stop-1."""
         import torch
 
-        width = WIDTH[self.dtype]
-        raw = _pread(self.file, start * width, stop * width, f"token {stop}")
+        raw = self.read_bytes(start, stop)
         ids = torch.frombuffer(bytearray(raw), dtype=getattr(torch, self.dtype)).to(torch.int64)
         if ids.max() >= self.vocab_size or ids.min() < 0:
             at = int(((ids >= self.vocab_size) | (ids < 0)).nonzero()[0])
             raise damaged(self.path, f"token {start + at} has id {ids[at]}, but [model] vocab_size = {self.vocab_size}")
         return raw, ids
+
+    def read_bytes(self, start: int, stop: int) -> bytes:
+        width = WIDTH[self.dtype]
+        return _pread(self.file, start * width, stop * width, f"token {stop}")
 
     def span(self, window: int, length: int) -> "tuple[TokenStream, int, int]":
         """(stream, first token, one past the last) of a window: `length` inputs and their targets, shifted by one."""
@@ -81,19 +84,24 @@ class TokenStream:
 
     def documents(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """(number, first token, one past its last) of each document that overlaps tokens start ... stop-1."""
-        number = bisect.bisect_right(range(self.document_count), start, key=self._end)  # some thirty reads
-        found, begin = [], self._end(number - 1) if number else 0
+        number = bisect.bisect_right(range(self.document_count), start, key=self.end)  # some thirty reads
+        found, begin = [], self.end(number - 1) if number else 0
         while start < stop and number < self.document_count:
-            end = self._end(number)
+            end = self.end(number)
             found.append((number, begin, end))
             start, begin, number = end, end, number + 1
         return found
+
+    def targets_without_loss(self, start: int, stop: int) -> int:
+        """With a document mask: the first token of a document is no target."""
+        return len(self.documents(start, stop)) - 1
 
     @functools.cached_property
     def document_count(self) -> int:
         return os.fstat(self._ends.fileno()).st_size // 8
 
-    def _end(self, number: int) -> int:
+    def end(self, number: int) -> int:
+        """One past the last token of a document."""
         return int.from_bytes(_pread(self._ends, 8 * number, 8 * number + 8, f"document {number}"), "little")
 
     @functools.cached_property

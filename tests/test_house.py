@@ -17,7 +17,7 @@ LINES, CODE_LINES = 12430, 8805  # of the core, as reached
 FLOORS = [("files",), ("options",), ("config",), ("ranks",), ("model", "data"),
           ("adamw_bfloat16", "muon", "optim", "parallel"), ("checkpoint",),
           ("planner", "huggingface", "migrate", "metrics", "board", "tracker"), ("lifecycle",),
-          ("evaluate", "generate", "report"), ("train",)]
+          ("evaluate", "conversation", "generate", "report"), ("train",)]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # Functions of tools, which may import upwards as their main() may.
 TOOLS = {"lifecycle": {"check_launch"}, "huggingface": {"main"}, "generate": {"main"}, "data": {"main"}}
@@ -115,7 +115,7 @@ def test_the_top_holds_what_the_architecture_names():
     assert top == {"train.py", "run_train.sh", "files.py", "config.py", "optim.py", "metrics.py", "checkpoint",
                    "lifecycle", "model", "parallel", "data", "configs", "tests", "benchmarks", "docs", "README.md",
                    "LICENSE", "options.py", "evaluate.py", "generate.py", "ranks.py", "minimal.py", "planner",
-                   "adamw_bfloat16.py", "muon.py", "report.py", "board.py", "tracker.py",
+                   "adamw_bfloat16.py", "muon.py", "conversation.py", "report.py", "board.py", "tracker.py",
                    "huggingface", "migrate", "pyproject.toml", "requirements.txt", ".ci", ".gitignore", ".github",
                    ".pre-commit-config.yaml", "CONTRIBUTING.md"}
     assert not {name.removesuffix(".py") for name in top} & set(sys.stdlib_module_names)

@@ -1,0 +1,405 @@
+"""data.messages_field: conversations as training data, of which only the assistant's tokens have a loss.
+
+A chat template renders each conversation as transformers does, and the text is tokenized as a whole. The assistant's
+characters are those of the template's {% generation %} blocks or, if it has none, what each of the assistant's turns
+adds to the text; a token that holds one of them has a loss. In token files a token without a loss is stored as its
+complement, -1 - id: the sign is the loss mask.
+
+Special tokens are the template's alone: one that a message spells out is encoded as plain text.
+"""
+
+import array
+import contextlib
+import datetime
+import functools
+import itertools
+import json
+import pathlib
+import re
+import resource
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+import config
+from config import ConfigError
+from data.sources import Source, kind_of
+from data.tokenizer import SPACE, Tokenizer
+
+TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
+ROLES = ("system", "user", "assistant", "tool")
+SECONDS, BYTES = 5.0, 1 << 30  # processor time and memory that rendering one conversation may take
+LARGEST = 1 << 63  # integer that a template may multiply
+NONCHARACTERS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # no text has a use for them
+
+Message = dict[str, Any]
+Spans = list[tuple[int, int]]  # (first character, one past the last)
+
+
+class Conversations(Source):
+    """The conversations of a source, each as the JSON of [where, messages]."""
+
+    def __init__(self, d: config.Data, place: list | None):
+        super().__init__(d, place)
+        assert d.messages_field
+        self.source = kind_of(d.source)(replace(d, text_field=d.messages_field), place)
+        self.revision = self.source.revision
+
+    def rows(self) -> Iterator[tuple[str, object]]:
+        return self.source.rows()
+
+    def place(self) -> list:
+        return self.source.place()
+
+    def share(self) -> float | None:
+        return self.source.share()
+
+    def __iter__(self) -> Iterator[str]:
+        empty, field = not self.resumed, self.d.messages_field
+        for where, row in self.rows():
+            if not isinstance(row, dict) or field not in row:
+                found = ", ".join(row) if isinstance(row, dict) else f"is of type {type(row).__name__}"
+                raise ConfigError(f"{where}: has no field {field!r} (data.messages_field), but {found}")
+            try:
+                text = json.dumps([where, row[field]])
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"{where}: field {field!r} is no JSON: {error}") from None
+            empty = False
+            yield text
+        if empty:
+            raise ConfigError(f"[data] source = {self.d.source}: holds no conversation")
+
+
+def checked(messages: Any) -> list[Message]:
+    """A row's messages, without keys of value None, which a parquet file has for absent ones. Raises ConfigError."""
+    if not isinstance(messages, list):
+        raise ConfigError(f"must be a list of messages, not {type(messages).__name__}")
+    found = []
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            keys = ", ".join(map(str, message)) if isinstance(message, dict) else f"is of type {type(message).__name__}"
+            raise ConfigError(f"message {number}: needs the keys role and content, but has {keys or 'none'}")
+        role, content = message["role"], message["content"]
+        if role not in ROLES:
+            raise ConfigError(f"message {number}: role {role!r} is unknown; the roles are {', '.join(ROLES)}")
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise ConfigError(f"message {number} ({role}): content must be text, not {type(content).__name__}")
+        found.append({key: value for key, value in message.items() if value is not None or key == "content"})
+    try:
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell
+        raise ConfigError(f"is not valid Unicode: {error.reason}") from None
+    return found
+
+
+def template_of(tokenizer: str | pathlib.Path, given: str | None = None) -> str:
+    """The text of data.chat_template or, if that is absent, of the tokenizer's own template: chat_template.jinja beside
+    it, else chat_template of its tokenizer_config.json. Raises ConfigError."""
+    tokenizer = pathlib.Path(tokenizer)
+    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    path = pathlib.Path(given) if given else folder / TEMPLATE
+    try:
+        if given or path.exists():
+            return path.read_bytes().decode()
+        path = folder / SETTINGS
+        found = json.loads(path.read_bytes()).get("chat_template") if path.exists() else None
+    except OSError as error:
+        raise ConfigError(f"{path}: chat template cannot be read: {error.strerror}") from None
+    except (ValueError, AttributeError, RecursionError):
+        raise ConfigError(f"{path}: chat template cannot be read: is not UTF-8, or no JSON object") from None
+    if isinstance(found, list):  # several, by name
+        found = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}.get("default")
+    if not isinstance(found, str):
+        raise ConfigError(f"{tokenizer}: has no chat template; name a Jinja file, data.chat_template")
+    return found
+
+
+@contextlib.contextmanager
+def bounded() -> Iterator[None]:
+    """Bounds processor time and memory. Turns whatever the body raises into ConfigError. Main thread only."""
+    def end(*_: object) -> None:
+        raise TimeoutError(f"takes more than {SECONDS:g} seconds")
+
+    handler, (soft, hard) = signal.signal(signal.SIGPROF, end), resource.getrlimit(resource.RLIMIT_AS)
+    limit = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + BYTES
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (limit if soft == resource.RLIM_INFINITY else min(soft, limit), hard))
+        signal.setitimer(signal.ITIMER_PROF, SECONDS, SECONDS)
+        yield
+    except ConfigError:
+        raise
+    except MemoryError:
+        raise ConfigError(f"the chat template takes more than {BYTES >> 20:,} MiB") from None
+    except Exception as error:
+        text = str(error).strip().partition("\n")[0]
+        line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        raise ConfigError(f"the chat template fails{line}: {type(error).__name__}: {text}") from None
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, handler)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+class Generation(jinja2.ext.Extension):
+    """{% generation %}: encloses what it renders in two marks."""
+
+    tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        assert isinstance(self.environment, Sandbox)
+        self.environment.has_blocks = True
+        return jinja2.nodes.CallBlock(self.call_method("enclosed"), [], [], body).set_lineno(line)
+
+    def enclosed(self, caller: Any) -> str:
+        assert isinstance(self.environment, Sandbox)
+        begin, end, _ = self.environment.marks
+        return begin + caller() + end
+
+
+class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """What transformers gives a chat template: no files, no attribute that leads to Python's internals."""
+
+    # no signal ends the multiplication of integers as long as memory
+    intercepted_binops = frozenset({"*", "**"})
+    has_blocks = False  # {% generation %}
+    marks = NONCHARACTERS[:3]  # begin and end of a block; guard, see Chat.guarded()
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
+
+        def raise_exception(message: object) -> None:
+            raise jinja2.TemplateError(str(message))
+
+        def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
+                   sort_keys: bool = False) -> str:
+            return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+                              sort_keys=sort_keys)
+
+        self.filters["tojson"] = tojson
+        added: dict[str, Any] = {"raise_exception": raise_exception,
+                                 "strftime_now": lambda pattern: datetime.datetime.now().strftime(pattern)}
+        self.globals.update(added)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if any(isinstance(v, int) and abs(v) > (64 if operator == "**" and v is right else LARGEST)
+               for v in (left, right)):
+            raise jinja2.sandbox.SecurityError(f"{operator} of a number as large as that")
+        return super().call_binop(context, operator, left, right)
+
+
+class Chat:
+    """A tokenizer and a chat template: conversations -> ids. Raises ConfigError."""
+
+    def __init__(self, tokenizer: str | pathlib.Path, template: str | None = None):
+        """tokenizer: as Tokenizer's; template: a Jinja file, absent: the tokenizer's own."""
+        self.tokenizer = Tokenizer(tokenizer)
+        self.model, self.fast = self.tokenizer.model, "tokenizer.json" in self.tokenizer.files
+        self.special: dict[str, int]  # ids by name
+        if self.fast:
+            self.special = {t.content: i for i, t in self.model.get_added_tokens_decoder().items()
+                            if t.special and len(t.content) > 1}
+            settings = json.loads(self.tokenizer.files.get(SETTINGS, b"{}"))
+            named = {key: value["content"] if isinstance(value, dict) else value for key, value in settings.items()
+                     if key.endswith("_token") and (isinstance(value, str) or (
+                         isinstance(value, dict) and isinstance(value.get("content"), str)))}
+        else:
+            pieces = {i: self.model.id_to_piece(i) for i in range(self.tokenizer.vocab_size)}
+            self.special = {piece: i for i, piece in pieces.items() if self.model.is_control(i)}
+            ids = {"bos_token": self.model.bos_id(), "eos_token": self.model.eos_id(),
+                   "unk_token": self.model.unk_id(), "pad_token": self.model.pad_id()}
+            named = {key: pieces[i] for key, i in ids.items() if i >= 0}
+            if not hasattr(self.model, "encode_as_offset_mapping"):
+                raise ConfigError(f"{tokenizer}: this version of sentencepiece cannot say which characters a token "
+                                  "stands for, as the loss mask needs; use 0.2.3 or later, or a tokenizer.json")
+        names: list[str] = sorted(self.special, key=len, reverse=True)  # a name that contains another counts
+        self.pattern = re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
+        self.heads = {name[:i] for name in names for i in range(1, len(name))}
+        self.tails = {name[i:] for name in names for i in range(1, len(name))}
+        self.sandbox = Sandbox()
+        text = template_of(tokenizer, template)
+        with bounded():
+            self.template = self.sandbox.from_string(text, named)
+
+    def rendered(self, messages: list[Message], prompt: bool = False) -> tuple[str, Spans]:
+        """The text, and the characters of its {% generation %} blocks; prompt: up to where the assistant speaks."""
+        begin, end, _ = self.sandbox.marks
+        text = self.template.render(messages=messages, tools=None, documents=None, add_generation_prompt=prompt)
+        parts, spans, at = re.split(f"([{begin}{end}])", text), [], 0
+        for part in parts:
+            if part == begin:
+                spans.append((at, at))
+            elif part == end:
+                spans[-1] = (spans[-1][0], at)
+            else:
+                at += len(part)
+        return "".join(part for part in parts if part not in (begin, end)), spans
+
+    def encode(self, messages: list[Message]) -> tuple[list[int], list[bool]]:
+        """The ids of a conversation, and which have a loss: none if the assistant says nothing in a turn, or has no
+        turn. The messages as checked() returns them."""
+        turns = [message for message in messages if message["role"] == "assistant"]
+        if not turns or not all((turn["content"] or "").strip() or turn.get("tool_calls") for turn in turns):
+            return [], []
+        whole, spans, marked = self.marked(messages)
+        if not self.sandbox.has_blocks:
+            with bounded():
+                spans = self.turns(messages, whole)
+        for first, stop in spans:
+            after = self.pattern.match(whole, stop)
+            if after and not whole[first:stop].rstrip().endswith(tuple(self.special)):
+                raise ConfigError(f"the chat template ends the assistant's turn before {after[0]}, and no model would "
+                                  "learn to end its turn; put that into the {% generation %} block")
+        ids, places = self.tokens(marked)
+        learned, before, span = [], 0, 0
+        for begin, end in places:
+            first = min(begin, before)  # offsets may leave out white space, which belongs to the token after it
+            while span < len(spans) and spans[span][1] <= first:
+                span += 1
+            learned.append(span < len(spans) and spans[span][0] < max(end, first + 1))
+            before = end
+        return (ids, learned) if any(learned) else ([], [])
+
+    def prompt(self, messages: list[Message]) -> list[int]:
+        """The ids of a conversation up to where the assistant speaks."""
+        return self.tokens(self.marked(messages, prompt=True)[2])[0]
+
+    def end_of_turn(self) -> list[int]:
+        """The special token that ends an assistant's turn; none if the template has none."""
+        ids, learned = self.encode([{"role": role, "content": "a"} for role in ("user", "assistant")])
+        last = [token for token, has_loss in zip(ids, learned) if has_loss and token in self.special.values()]
+        return last[-1:]
+
+    def turns(self, messages: list[Message], whole: str) -> Spans:
+        """The assistant's characters by prefixes: what its turn adds after the prompt for it, up to its last special
+        token where only white space follows."""
+        spans = []
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before, after = self.rendered(messages[:i], True)[0], self.rendered(messages[: i + 1])[0]
+                if not (whole.startswith(after) and after.startswith(before)):
+                    raise ConfigError(
+                        f"the chat template renders the first {i + 1} messages differently once others follow, or adds "
+                        "no prompt before the assistant's turn (some leave out earlier reasoning): what the assistant "
+                        "said is unclear; mark it with {% generation %} in a template of your own, data.chat_template")
+                *_, last = [len(after), *(found.end() for found in self.pattern.finditer(whole, len(before),
+                                                                                         len(after)))]
+                spans.append((len(before), last if not whole[last : len(after)].strip() else len(after)))
+        return spans
+
+    def marked(self, messages: list[Message], prompt: bool = False) -> tuple[str, Spans, str]:
+        """rendered(), and the text with a guard in each special token that a message spells out."""
+        said = json.dumps(messages, ensure_ascii=False)
+        self.sandbox.marks = "".join([c for c in NONCHARACTERS if c not in said][:3])
+        if len(self.sandbox.marks) < 3:
+            raise ConfigError("has all of Unicode's noncharacters U+FDD0 to U+FDEF")
+        safe = self.guarded(messages)
+        with bounded():
+            whole, spans = self.rendered(messages, prompt)
+            marked = self.rendered(safe, prompt)[0] if safe != messages else whole
+        if marked.replace(self.sandbox.marks[2], "") != whole:
+            raise ConfigError("spells out a special token, and the chat template renders the message differently "
+                              "without it; leave it out")
+        return whole, spans, marked
+
+    def guarded(self, value: Any) -> Any:
+        """Messages whose strings have a guard, a character that the text lacks, in each special token that they spell
+        out, and where they begin or end like one, which what the template writes beside them could complete."""
+        if isinstance(value, list):
+            return [self.guarded(entry) for entry in value]
+        if isinstance(value, dict):
+            return {self.guarded(key): part if key == "role" else self.guarded(part) for key, part in value.items()}
+        if not isinstance(value, str) or not (body := value.strip()):
+            return value
+        guard, reach = self.sandbox.marks[2], range(1, 1 + max(map(len, self.heads), default=0))
+        while (broken := self.pattern.sub(lambda name: f"{name[0][0]}{guard}{name[0][1:]}", body)) != body:
+            body = broken
+        body = guard * any(body[:n] in self.tails for n in reach) + body
+        body += guard * any(body[-n:] in self.heads for n in reach)
+        return value.replace(value.strip(), body)
+
+    def tokens(self, marked: str) -> tuple[list[int], Spans]:
+        """The ids of a text with guards, which it does not contain, and the characters of each."""
+        guard = self.sandbox.marks[2]
+        if self.fast and guard not in marked:
+            return self._offsets(marked, special=True)
+        found = self._split(marked, "")
+        # Between special tokens, as if each part stood alone; is that the same for this tokenizer? By the twin that has
+        # a letter for each guard, and so spells out none.
+        if self.fast and self._split(marked, "a")[0] != self._offsets(marked.replace(guard, "a"), special=True)[0]:
+            raise ConfigError("spells out a special token, and this tokenizer encodes the text between two special "
+                              "tokens differently where it stands alone; leave the conversation out")
+        return found
+
+    def _split(self, marked: str, instead: str) -> tuple[list[int], Spans]:
+        ids, places, at = [], [], 0
+        for number, part in enumerate(self.pattern.split(marked)):
+            part = part.replace(self.sandbox.marks[2], instead)
+            more, where = ([self.special[part]], [(0, len(part))]) if number % 2 else self._offsets(part)
+            ids += more
+            places += [(at + begin, at + end) for begin, end in where]
+            at += len(part)
+        return ids, places
+
+    def _offsets(self, text: str, special: bool = False) -> tuple[list[int], Spans]:
+        """The ids of a text and the characters of each; special: names of special tokens become those."""
+        if self.fast:
+            self.model.encode_special_tokens = not special
+            try:
+                found = self.model.encode(text, add_special_tokens=False)
+            except Exception as error:  # e.g. an unknown word, if the vocabulary has no UNK entry
+                raise ConfigError(f"{self.tokenizer.path}: its tokenizer fails on a text: {error}") from None
+            finally:
+                self.model.encode_special_tokens = True
+            return found.ids, found.offsets
+        ids, places, at = [], [], 0
+        space = self.tokenizer.space or []
+        for number, part in enumerate(text.split(SPACE) if space else [text]):  # as Tokenizer.encode() does
+            if number:
+                ids += space
+                places += [(at, at + 1)] * len(space)
+                at += 1
+            found = self.model.encode_as_offset_mapping(part)
+            ids += found["ids"]
+            places += [(at + begin, at + end) for begin, end in found["offsets"]]
+            at += len(part)
+        return ids, places
+
+
+_chat = functools.lru_cache(1)(Chat)  # of this process
+
+
+def encode_conversations(folder: pathlib.Path, texts: list[str]) -> Iterator[tuple[str, bytes]]:
+    """Of each of Conversations' texts, the messages alone, and the ids as 4 bytes each, complemented where they have no
+    loss; no bytes if the conversation is left out. Raises ConfigError."""
+    chat = _chat(folder)
+    for text in texts:
+        where, messages = json.loads(text)
+        try:
+            ids, learned = chat.encode(checked(messages))
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        stored = array.array("i", (token if has_loss else ~token for token, has_loss in zip(ids, learned)))
+        yield json.dumps(messages), stored.tobytes()
+
+
+def spelled(tokenizer: Tokenizer, stored: list[int]) -> str:
+    """The text of ids as token files store them, special tokens included; what has a loss is between « and »."""
+    parts = []
+    for has_loss, run in itertools.groupby(stored, lambda token: token >= 0):
+        ids = [token if has_loss else ~token for token in run]
+        if "tokenizer.json" in tokenizer.files:
+            text = tokenizer.model.decode(ids, skip_special_tokens=False)
+        else:  # decodes control tokens to nothing
+            text = "".join("".join(tokenizer.model.id_to_piece([*group])) if control else tokenizer.decode([*group])
+                           for control, group in itertools.groupby(ids, tokenizer.model.is_control))
+        parts.append(f"«{text}»" if has_loss else text)
+    return "".join(parts)
