@@ -32,11 +32,9 @@ def identity(cfg: config.Config) -> dict:
     if d.order != "global":
         found["order"] = d.order
     if d.messages_field:
-        from data.chat import template_of
+        from data.template import identity_of
 
-        assert d.tokenizer  # config.py requires it
-        template = template_of(d.tokenizer, d.chat_template).encode()
-        found |= {"messages_field": d.messages_field, "chat_template": hashlib.sha256(template).hexdigest()}
+        found |= identity_of(d)
     if d.source == STDLIB:
         found["python"] = platform.python_version()
     if (kind := kind_of(d.source)) not in (Files, Hub):  # one that generates its text: its code is the content

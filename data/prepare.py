@@ -120,10 +120,9 @@ def _prepare_folder(folder: pathlib.Path, cfg: config.Config) -> None:
             temporary.mkdir()
             content = Tokenizer(d.tokenizer).files if d.tokenizer else {"tokenizer.model": _train_tokenizer(cfg)}
             if d.messages_field:
-                from data.chat import template_of
+                from data.template import files_of
 
-                assert d.tokenizer  # config.py requires it
-                content["chat_template.jinja"] = template_of(d.tokenizer, d.chat_template).encode()
+                content |= files_of(d)
             for name, part in content.items():
                 files.write_atomic(temporary / name, part)
             counts = {key: {"train": 0, "heldout": 0} for key in ("tokens", "documents")}

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 
 import config
-import data.chat
 import data.encode
+import data.template
 from config import ConfigError
 from data.chat import Chat, checked, spelled
 from data.dataset import open_dataset
@@ -504,8 +504,8 @@ TURN = talk("a", "b")
      "spells out a special token, and the chat template renders the message differently without it"),
 ], ids=lambda value: str(value)[:40])
 def test_malformed_input_is_one_line(tokenizer, tmp_path, monkeypatch, row, template, wanted):
-    monkeypatch.setattr(data.chat, "SECONDS", 0.3)
-    monkeypatch.setattr(data.chat, "BYTES", 1 << 26)
+    monkeypatch.setattr(data.template, "SECONDS", 0.3)
+    monkeypatch.setattr(data.template, "BYTES", 1 << 26)
     monkeypatch.chdir(tmp_path)
     path, more = tmp_path / "t.jinja", {}
     if template is not None:
