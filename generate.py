@@ -266,8 +266,8 @@ def main(argv: list[str]) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal's encoding lacks
         if args.chat:
             if not config.has("conversation.py", "data/chat.py", "data/template.py"):
-                raise ConfigError("--chat: needs conversation.py, data/chat.py and data/template.py, which this copy of "
-                                  "the repository does not have")
+                raise ConfigError("--chat: needs conversation.py and data/chat.py and data/template.py, which this "
+                                  "copy of the repository does not have")
             from conversation import converse
 
             converse(folder, tokenizer.eos, context, args.tokens, lambda ids, count: generate(

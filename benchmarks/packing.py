@@ -31,9 +31,9 @@ def main() -> int:
         seconds, processor = time.perf_counter() - began, time.process_time() - processor
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
         windows = len(starts) - 1
-        print(f"{args.conversations:,} conversations, {(lengths > room).mean():.1%} of them cut, in {windows:,} windows "
-              f"of {room:,} tokens, {cut.sum() / (room * windows):.3%} full; planned in {seconds:.1f} s, {processor:.1f} "
-              f"of a core; peak resident memory grew by {grown:.0f} MiB")
+        print(f"{args.conversations:,} conversations, {(lengths > room).mean():.1%} of them cut, in {windows:,} "
+              f"windows of {room:,} tokens, {cut.sum() / (room * windows):.3%} full; planned in {seconds:.1f} s, "
+              f"{processor:.1f} of a core; peak resident memory grew by {grown:.0f} MiB")
     return 0
 
 

@@ -78,7 +78,10 @@ def checked(messages: Any) -> list[Message]:
             raise ConfigError(f"message {number}: role {role!r} is unknown; the roles are {', '.join(ROLES)}")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise ConfigError(f"message {number} ({role}): content must be text, not {type(content).__name__}")
-        found.append({key: value for key, value in message.items() if value is not None or key == "content"})
+        message = {key: value for key, value in message.items() if value is not None or key == "content"}
+        if reasons := [message[key] for key in ("reasoning_content", "thinking", "reasoning") if key in message]:
+            message = {"thinking": reasons[0], **message, "reasoning_content": reasons[0]}  # as transformers does
+        found.append(message)
     try:
         json.dumps(found, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell
@@ -107,6 +110,9 @@ class Chat:
             ids = {"bos_token": self.model.bos_id(), "eos_token": self.model.eos_id(),
                    "unk_token": self.model.unk_id(), "pad_token": self.model.pad_id()}
             named = {key: pieces[i] for key, i in ids.items() if i >= 0}
+            if self.tokenizer.space is None:
+                raise ConfigError(f"{tokenizer}: this sentencepiece model adds a space before every text, and does not "
+                                  "say whether after a special token, too; name its tokenizer.json")
             if not hasattr(self.model, "encode_as_offset_mapping"):
                 raise ConfigError(f"{tokenizer}: this version of sentencepiece cannot say which characters a token "
                                   "stands for, as the loss mask needs; use 0.2.3 or later, or a tokenizer.json")

@@ -5,8 +5,10 @@ import datetime
 import hashlib
 import json
 import pathlib
+import re
 import resource
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,6 +113,9 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     marks = NONCHARACTERS[:3]  # begin and end of a block; guard, see Chat.guarded()
 
     def __init__(self) -> None:
+        if tuple(map(int, re.findall(r"\d+", jinja2.__version__)[:3])) < (3, 1, 6):
+            raise ConfigError(f"chat templates need jinja2 3.1.6 or later, whose sandbox has no known holes, not "
+                              f"{jinja2.__version__}: {sys.executable} -m pip install -U jinja2")
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
 
         def raise_exception(message: object) -> None:

@@ -127,7 +127,13 @@ def token_ids(checkpoint: Path) -> dict[str, Any]:
     except (ConfigError, ImportError) as error:
         print(f"BOS and EOS tokens are left out of config.json: {error}", file=sys.stderr)
         return {}
-    return {f"{key}_token_id": ids[0] for key, ids in (("bos", tokenizer.bos), ("eos", tokenizer.eos)) if ids}
+    found: dict = {f"{key}_token_id": ids[0] for key, ids in (("bos", tokenizer.bos), ("eos", tokenizer.eos)) if ids}
+    if (checkpoint / "chat_template.jinja").is_file():  # of a run on conversations: an answer ends with its end of turn
+        from data.chat import Chat
+
+        ends = [*dict.fromkeys([*tokenizer.eos[:1], *Chat(checkpoint).end_of_turn()])]
+        found |= {"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {}
+    return found
 
 
 def context_length(folder: Path) -> int | None:

@@ -35,6 +35,7 @@ from model.llama import Llama
 from parallel.materialize import materialize
 from tests import cases
 from tests.conftest import REPO, data_rank, loader_of, make_config, run_tool, words
+from tests.test_tokenizer import sentencepiece_model
 
 CHATML = """{% for message in messages %}
 {{ '<|im_start|>' + message.role + '\n' -}}
@@ -399,6 +400,8 @@ def exported_and_spoken_to(checkpoint: pathlib.Path, tmp_path: pathlib.Path) -> 
 
     assert run_tool(convert.main, "export", checkpoint, tmp_path / "hf") == 0
     assert (tmp_path / "hf/chat_template.jinja").read_text() == CHATML
+    settings = json.loads((tmp_path / "hf/generation_config.json").read_text())
+    assert settings["eos_token_id"] == SPECIAL.index("<|im_end|>")
     out = io.StringIO()
     out.reconfigure = lambda **_: None
     with mock.patch("sys.stdin", io.StringIO("the cat\n\n" + words(1, 300) + "\na dog\n/quit\nno\n")), \
@@ -465,6 +468,26 @@ def test_what_says_nothing_is_left_out_and_counted(tokenizer, tmp_path):
     assert f"{packed.cut} cut at a window's end; 4 left out" in summary(packed)
     for window in range(packed.windows):  # cut at its end: begins with its first token
         assert packed.read(*packed.span(window, 24)[1:])[1][0] == ~1
+
+
+def test_a_mixture_of_jsonl_and_parquet(tokenizer, tmp_path):
+    """A parquet file has null for a key that only some messages have."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    from pyarrow import table
+
+    rows = [[{**message, "name": "x" if i == 0 else None} for message in row] for i, row in enumerate(conversations(9))]
+    parquet.write_table(table({"messages": rows, "text": ["x"] * 9}), tmp_path / "b.parquet")
+    sections = sections_of(tokenizer, tmp_path, conversations(20))
+    given = [{"source": sections["data"].pop("source")}, {"source": str(tmp_path / "b.parquet"), "weight": 0.5}]
+    cfg = make_config(**{**sections, "data": {**sections["data"], "sources": given}})
+    here(cfg)
+    dataset = open_dataset(cfg)
+    assert [stream.document_count for stream in dataset.train] == [20, 9] and len(dataset.notes) == 3
+    loader = loader_of(cfg, *dataset.train)
+    assert next(loader).valid_tokens > 50
+    loader.close()
+    assert checked([{"role": "assistant", "content": "a", "thinking": "b", "name": None}]) == [
+        {"role": "assistant", "content": "a", "thinking": "b", "reasoning_content": "b"}]
 
 
 DEEP = "{% for a in range(99999) %}{% for a in range(99999) %}{% endfor %}{% endfor %}"
@@ -542,6 +565,9 @@ def test_a_tokenizer_or_source_that_cannot_serve_is_refused(tokenizer, tmp_path,
 
     monkeypatch.delattr(sentencepiece.SentencePieceProcessor, "encode_as_offset_mapping")
     with pytest.raises(ConfigError, match="cannot say which characters a token stands for"):
+        Chat(tmp_path)
+    sentencepiece_model(tmp_path / "tokenizer.model", add_dummy_prefix=True)
+    with pytest.raises(ConfigError, match="adds a space before every text, and does not say whether after a special"):
         Chat(tmp_path)
 
 
