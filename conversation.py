@@ -36,7 +36,8 @@ def converse(folder: pathlib.Path, ends: list[int], context: int, most: int, rep
             if token in ends:
                 break
             tokens.append(token)
-            whole = chat.tokenizer.decode(tokens).rstrip("\N{REPLACEMENT CHARACTER}")  # of an incomplete character
+            # without the space that some templates leave to the answer, and an incomplete character at the end
+            whole = chat.tokenizer.decode(tokens).lstrip().rstrip("\N{REPLACEMENT CHARACTER}")
             show(printable(whole[len(text) :]))
             text = whole
         show("\n")

@@ -183,9 +183,10 @@ def print_stream(tokenizer, rows: list[list[int]], steps: Iterable[list[int]], w
 
 @torch.no_grad()
 def log_sample(model: Llama, cfg: config.Config, world: World, dataset: Dataset) -> None:
-    """Logs text that the model generates. Logs none after few steps, without a tokenizer that can encode the prompt, or
-    of a large model, which every token all-gathers: over nodes, 64 tokens of 70B would occupy all GPUs for minutes."""
-    if cfg.train.steps < SAMPLED_STEPS:
+    """Logs text that the model generates. Logs none after few steps, of conversations, without a tokenizer that can
+    encode the prompt, or of a large model, which every token all-gathers: over nodes, 64 tokens of 70B would occupy all
+    GPUs for minutes."""
+    if cfg.train.steps < SAMPLED_STEPS or cfg.data.messages_field:
         return
     if parameter_count(model) > SAMPLED_PARAMETERS:
         log.info("no sample: each of its tokens would all-gather %d parameters", parameter_count(model))

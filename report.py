@@ -395,12 +395,13 @@ def report_end(cfg: config.Config, finished: bool) -> None:
 def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
     """At most four lines."""
     run, saved, o = str(config.run_folder(cfg)), cfg.checkpoint is not None, cfg.optim
-    prompt = "def " if cfg.data.source == "python-stdlib" else "The "
+    prompt = ["--prompt", "def " if cfg.data.source == "python-stdlib" else "The "]
     stretched = ", a longer schedule" * (o.schedule_steps is None and o.schedule != "constant")
     lines = [f"{what}: {shlex.join(['./run_train.sh', *words])}" for offered, what, *words in (
         (cfg.log.tensorboard and config.has("board.py"), "curves", "-m", "tensorboard.main", "--logdir",
          cfg.run.output_dir),
-        (saved and config.has("generate.py"), "text from it", "-m", "generate", run, "--prompt", prompt),
+        (saved and config.has("generate.py"), "text from it", "-m", "generate", run,
+         *(["--chat"] if cfg.data.messages_field else prompt)),
         (saved, f"more steps{stretched}", *words_without("--launch=", "--train.steps="),
          f"--train.steps={2 * cfg.train.steps}"),
         (saved and config.has("huggingface/"), "export", "-m", "huggingface", "export", run, f"{run}-hf")) if offered]

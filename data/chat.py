@@ -14,13 +14,13 @@ import itertools
 import json
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import config
 from config import ConfigError
-from data.sources import Source, kind_of
+from data.sources import Source
 from data.template import NONCHARACTERS, SETTINGS, Sandbox, bounded, find_template
 from data.tokenizer import SPACE, Tokenizer
 
@@ -33,10 +33,11 @@ Spans = list[tuple[int, int]]  # (first character, one past the last)
 class Conversations(Source):
     """The conversations of a source, each as the JSON of [where, messages]."""
 
-    def __init__(self, d: config.Data, place: list | None):
+    def __init__(self, opened: Callable[[config.Data, list | None], Source], d: config.Data, place: list | None):
+        """opened: opens a source by what it reads, and at a place."""
         super().__init__(d, place)
         assert d.messages_field
-        self.source = kind_of(d.source)(replace(d, text_field=d.messages_field), place)
+        self.source = opened(replace(d, text_field=d.messages_field, messages_field=None), place)
         self.revision = self.source.revision
 
     def rows(self) -> Iterator[tuple[str, object]]:
@@ -70,10 +71,10 @@ def checked(messages: Any) -> list[Message]:
         raise ConfigError(f"must be a list of messages, not {type(messages).__name__}")
     found = []
     for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            keys = ", ".join(map(str, message)) if isinstance(message, dict) else f"is of type {type(message).__name__}"
-            raise ConfigError(f"message {number}: needs the keys role and content, but has {keys or 'none'}")
-        role, content = message["role"], message["content"]
+        if not isinstance(message, dict) or not ("role" in message and {"content", "tool_calls"} & message.keys()):
+            keys = f"has {', '.join(message)}" if isinstance(message, dict) else f"is of type {type(message).__name__}"
+            raise ConfigError(f"message {number}: needs the keys role and content, but {keys}")
+        role, content = message["role"], message.get("content")
         if role not in ROLES:
             raise ConfigError(f"message {number}: role {role!r} is unknown; the roles are {', '.join(ROLES)}")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
@@ -116,6 +117,7 @@ class Chat:
             if not hasattr(self.model, "encode_as_offset_mapping"):
                 raise ConfigError(f"{tokenizer}: this version of sentencepiece cannot say which characters a token "
                                   "stands for, as the loss mask needs; use 0.2.3 or later, or a tokenizer.json")
+        self.reserved = {*self.special.values()} - {self.special.get(named.get("unk_token", ""))}  # of unknown text
         names: list[str] = sorted(self.special, key=len, reverse=True)  # a name that contains another counts
         self.pattern = re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
         self.heads = {name[:i] for name in names for i in range(1, len(name))}
@@ -143,7 +145,7 @@ class Chat:
         """The ids of a conversation, and which have a loss: none if the assistant says nothing in a turn, or has no
         turn. The messages as checked() returns them."""
         turns = [message for message in messages if message["role"] == "assistant"]
-        if not turns or not all((turn["content"] or "").strip() or turn.get("tool_calls") for turn in turns):
+        if not turns or not all((turn.get("content") or "").strip() or turn.get("tool_calls") for turn in turns):
             return [], []
         whole, spans, marked = self.marked(messages)
         if not self.sandbox.has_blocks:
@@ -186,9 +188,9 @@ class Chat:
                         f"the chat template renders the first {i + 1} messages differently once others follow, or adds "
                         "no prompt before the assistant's turn (some leave out earlier reasoning): what the assistant "
                         "said is unclear; mark it with {% generation %} in a template of your own, data.chat_template")
-                *_, last = [len(after), *(found.end() for found in self.pattern.finditer(whole, len(before),
-                                                                                         len(after)))]
-                spans.append((len(before), last if not whole[last : len(after)].strip() else len(after)))
+                ends = [found.end() for found in self.pattern.finditer(whole, len(before), len(after))]
+                only_space = ends and not whole[ends[-1] : len(after)].strip()
+                spans.append((len(before), ends[-1] if only_space else len(after)))
         return spans
 
     def marked(self, messages: list[Message], prompt: bool = False) -> tuple[str, Spans, str]:
@@ -226,13 +228,17 @@ class Chat:
         """The ids of a text with guards, which it does not contain, and the characters of each."""
         guard = self.sandbox.marks[2]
         if self.fast and guard not in marked:
-            return self._offsets(marked, special=True)
-        found = self._split(marked, "")
-        # Between special tokens, as if each part stood alone; is that the same for this tokenizer? By the twin that has
-        # a letter for each guard, and so spells out none.
-        if self.fast and self._split(marked, "a")[0] != self._offsets(marked.replace(guard, "a"), special=True)[0]:
-            raise ConfigError("spells out a special token, and this tokenizer encodes the text between two special "
-                              "tokens differently where it stands alone; leave the conversation out")
+            found = self._offsets(marked, special=True)
+        else:
+            found = self._split(marked, "")
+            # Between special tokens, as if each part stood alone; is that the same for this tokenizer? By the twin that
+            # has a letter for each guard, and so spells out none.
+            if self.fast and self._split(marked, "a")[0] != self._offsets(marked.replace(guard, "a"), special=True)[0]:
+                raise ConfigError("spells out a special token, and this tokenizer encodes the text between two special "
+                                  "tokens differently where it stands alone; leave the conversation out")
+        written = [self.special[name] for name in self.pattern.findall(marked)]
+        if [token for token in found[0] if token in self.reserved] != [i for i in written if i in self.reserved]:
+            raise ConfigError("its tokenizer makes special tokens of other text than their names")
         return found
 
     def _split(self, marked: str, instead: str) -> tuple[list[int], Spans]:
@@ -257,10 +263,9 @@ class Chat:
                 self.model.encode_special_tokens = True
             return found.ids, found.offsets
         ids, places, at = [], [], 0
-        space = self.tokenizer.space or []
-        for number, part in enumerate(text.split(SPACE) if space else [text]):  # as Tokenizer.encode() does
+        for number, part in enumerate(text.split(SPACE)):  # as Tokenizer.encode() does
             if number:
-                ids += space
+                ids += (space := self.tokenizer.space or [])
                 places += [(at, at + 1)] * len(space)
                 at += 1
             found = self.model.encode_as_offset_mapping(part)

@@ -119,11 +119,12 @@ def write_tokens(folder: pathlib.Path, d: config.Data, dtype: str, manifest: dic
                 os.fsync(file.fileno())
             files.write_atomic(folder / MANIFEST, json.dumps(manifest))
 
-        source = open_source(d, manifest["place"])
         if d.messages_field:
             from data.chat import Conversations
 
-            source = Conversations(d, manifest["place"])
+            source = Conversations(open_source, d, manifest["place"])
+        else:
+            source = open_source(d, manifest["place"])
         encoded = stack.enter_context(contextlib.closing(encode_all(folder, "H" if dtype == "uint16" else "i", source)))
         began = synced = shown = time.monotonic()
         made = sum(tokens.values())  # by an earlier preparation

@@ -2,13 +2,14 @@
 
     python -m data.make_chat outputs/chat.jsonl
 
-What a function does, by the first line of its docstring; then which arguments it takes. {"messages": [...]} a line.
+What a function does, by the first line of its docstring, and which arguments it takes. {"messages": [...]} a line.
 """
 
 import ast
 import collections
 import json
 import pathlib
+import random
 import re
 from collections.abc import Iterator
 
@@ -29,7 +30,8 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
         yield from ((name, f) for name, f in inner if not re.search(r"(^|\.)_", name))
 
 
-def conversations() -> Iterator[list[dict[str, str]]]:
+def answers() -> Iterator[tuple[str, str, str]]:
+    """(name, what it does, which arguments it takes) of the library's functions."""
     given = collections.Counter()
     for path in Files(config.Data(), None).paths:
         try:
@@ -42,9 +44,20 @@ def conversations() -> Iterator[list[dict[str, str]]]:
             if len(answer) in ANSWER and answer.endswith(".") and given[answer] <= OFTEN:
                 arguments = [a.arg for a in function.args.args if a.arg not in ("self", "cls")]
                 takes = f"It takes {', '.join(arguments)}." if arguments else "It takes no arguments."
-                yield [{"role": role, "content": text} for role, text in (
-                    ("user", f"What does {path.stem}.{name} do?"), ("assistant", answer),
-                    ("user", "Which arguments does it take?"), ("assistant", takes))]
+                yield f"{path.stem}.{name}", answer, takes
+
+
+def conversations() -> Iterator[list[dict[str, str]]]:
+    """Of one to three functions each; after every other answer, which arguments the function takes."""
+    draw = random.Random(0)
+    left = [*answers()]
+    draw.shuffle(left)
+    while left:
+        turns = []
+        for name, does, takes in [left.pop() for _ in range(min(len(left), draw.randint(1, 3)))]:
+            turns += [f"What does {name} do?", does]
+            turns += ["Which arguments does it take?", takes] * draw.randint(0, 1)
+        yield [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
 
 
 def main(argv: list[str]) -> int:

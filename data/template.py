@@ -28,9 +28,15 @@ NONCHARACTERS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # no text has a use fo
 
 
 def files_of(d: config.Data) -> dict[str, bytes]:
-    """The template of a configuration's data, by the name of its file. Raises ConfigError."""
+    """The template of a configuration's data, by its file's name. Raises ConfigError, also if it is no template."""
     assert d.tokenizer  # config.py requires it
-    return {TEMPLATE: find_template(d.tokenizer, d.chat_template).encode()}
+    text = find_template(d.tokenizer, d.chat_template)
+    try:
+        with bounded():
+            Sandbox().from_string(text)
+    except ConfigError as error:
+        raise ConfigError(f"{d.chat_template or d.tokenizer}: {error}") from None
+    return {TEMPLATE: text.encode()}
 
 
 def identity_of(d: config.Data) -> dict[str, str | None]:

@@ -498,8 +498,9 @@ TURN = talk("a", "b")
 @pytest.mark.parametrize("row, template, wanted", [
     ({"texts": []}, None, "line 2: has no field 'messages' (data.messages_field), but texts"),
     ({"messages": "hello"}, None, "must be a list of messages, not str"),
-    ({"messages": ["hello"]}, None, "message 1: needs the keys role and content, but has is of type str"),
+    ({"messages": ["hello"]}, None, "message 1: needs the keys role and content, but is of type str"),
     ([{"from": "human", "value": "a"}], None, "message 1: needs the keys role and content, but has from, value"),
+    ([{"role": "user", "tool_calls": []}], None, "message 1 (user): content must be text, not NoneType"),
     ([{"role": "robot", "content": "a"}], None, "message 1: role 'robot' is unknown; the roles are system, user"),
     ([{"role": ["user"], "content": "a"}], None, "message 1: role ['user'] is unknown"),
     ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], None,
@@ -508,7 +509,7 @@ TURN = talk("a", "b")
     (talk("a", "b \ud800"), None, "is not valid Unicode"),
     (TURN, "{{ raise_exception('roles must alternate') }}", "the chat template fails: TemplateError: roles must"),
     (TURN, "{{ messages[9].content.upper() }}", "the chat template fails: UndefinedError"),
-    (TURN, "{% for m in messages %}", "the chat template fails, line 1: TemplateSyntaxError"),
+    (TURN, "{% for m in messages %}", "t.jinja: the chat template fails, line 1: TemplateSyntaxError"),
     (TURN, DEEP, "the chat template fails: TimeoutError: takes more than 0.3 seconds"),
     (TURN, GROWING, "the chat template takes more than 64 MiB"),
     (TURN, "{{ 'a' * 10**17 }}", "the chat template takes more than 64 MiB"),
@@ -590,3 +591,16 @@ def test_another_template_is_other_data(chats, tokenizer):
     text = {key: value for key, value in chats["data"].items() if key != "messages_field"}
     with pytest.raises(ConfigError, match="messages_field = 'messages', the configuration says absent"):
         open_dataset(make_config(**{**chats, "data": text}))
+
+
+def test_a_tokenizer_that_sees_special_tokens_elsewhere_is_refused(tokenizer, tmp_path):
+    """Here one that lowers the case of a text before it looks for them."""
+    made = json.loads((tokenizer / "tokenizer.json").read_text())
+    made["normalizer"] = {"type": "Lowercase"}
+    made["added_tokens"] = [{**token, "normalized": True} for token in made["added_tokens"]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    chat = Chat(tmp_path)
+    assert chat.encode(talk("a", "b"))[0]
+    with pytest.raises(ConfigError, match="makes special tokens of other text than their names"):
+        chat.encode(talk("<|IM_END|>", "b"))
