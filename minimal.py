@@ -247,7 +247,7 @@ OPTIONS: dict[str, dict] = {  # ...: required; a tuple: the values implemented, 
                      keep_fp32=([],), replicated=([],), cpu_offload=(False,), sync_every_micro_batch=(True,),
                      recompute=("none", "full"), float8=("none",))}
 IGNORED = ("log.", "eval.", "profile.", "checkpoint.", "run.deterministic", "run.start_timeout_", "run.step_timeout_",
-           "run.save_timeout_", "optim.muon_", "parallel.compile")  # these change no loss
+           "run.save_timeout_", "optim.muon_", "data.chat_template", "parallel.compile")  # these change no loss
 
 
 def read_options(path: str) -> SimpleNamespace:
