@@ -64,9 +64,11 @@ def main(argv: list[str]) -> int:
     if len(argv) != 1 or argv[0].startswith("-"):
         raise ConfigError("usage: python -m data.make_chat FILE.jsonl")
     path, lines = pathlib.Path(argv[0]), [json.dumps({"messages": messages}) for messages in conversations()]
+    text = "\n".join(lines) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_atomic(path, "\n".join(lines) + "\n")
+        if not path.exists() or path.read_text() != text:  # a file that is written anew must be prepared anew
+            files.write_atomic(path, text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
     files.print_line(f"wrote {len(lines):,} conversations to {path}")
