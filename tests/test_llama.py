@@ -88,6 +88,9 @@ PUBLISHED = {
     "llama1b": (1_235_814_400, 2048, 8192, 16, 32, 8, 64, 128256, 500000.0, 32.0, True),
     "llama3b": (3_212_749_824, 3072, 8192, 28, 24, 8, 128, 128256, 500000.0, 32.0, True),
     "smollm2-135m": (134_515_008, 576, 1536, 30, 9, 3, 64, 49152, 100000.0, None, True),
+    "llama3.1-8b-chat-lora": (8_030_261_248, 4096, 14336, 32, 32, 8, 128, 128256, 500000.0, 8.0, False),
+    "qwen3-0.6b-chat": (596_049_920, 1024, 3072, 28, 16, 8, 128, 151936, 1000000.0, None, True),
+    "qwen3-8b-chat-qlora": (8_190_735_360, 4096, 12288, 36, 32, 8, 128, 151936, 1000000.0, None, False),
     "tinyllama-1.1b": (1_100_048_384, 2048, 5632, 22, 32, 4, 64, 32000, 10000.0, None, False),
 }
 
@@ -114,15 +117,16 @@ def test_shipped_models_are_the_published_ones(name):
     if factor:
         rope |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                  "original_max_position_embeddings": 8192}
-    published = LlamaConfig(
+    qwen3 = name.startswith("qwen3")
+    published = (Qwen3Config if qwen3 else LlamaConfig)(
         vocab_size=vocabulary, hidden_size=dim, intermediate_size=ffn_dim, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim, rms_norm_eps=1e-5,
-        rope_parameters=rope, tie_word_embeddings=tied, max_position_embeddings=131072)
+        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim, rope_parameters=rope,
+        rms_norm_eps=1e-6 if qwen3 else 1e-5, tie_word_embeddings=tied, max_position_embeddings=131072)
     m = config.load(str(REPO / f"configs/{name}.toml")).model
-    assert m.freeze == () and (m.init_from is None) == ("lora" not in name)
+    assert m.freeze == () and (m.init_from is None) == ("lora" not in name and "chat" not in name)
     assert config_of(m, 131072).to_dict() == published.to_dict()
     with torch.device("meta"):
-        assert parameter_count(Llama(m)) == parameter_count(LlamaForCausalLM(published)) == parameters
+        assert parameter_count(Llama(m)) == parameter_count(AutoModelForCausalLM.from_config(published)) == parameters
 
 
 def test_flops_per_token():
