@@ -40,7 +40,7 @@ TINY = {
 SLOW = ("test_slurm", "test_meshes", "test_lora", "test_lifecycle", "test_float8", "test_checkpoint", "test_training",
         "test_repo", "test_rooms", "test_crashes", "test_order", "test_minimal", "test_equality", "test_collectives",
         "test_rebind", "test_parallel", "test_plan", "test_plan_forks", "test_fork_docs", "test_growing",
-        "test_tracker", "test_context", "test_prepare", "test_hf", "test_benchmarks", "test_gpu_benchmark")
+        "test_tracker", "test_context", "test_chat", "test_prepare", "test_hf", "test_benchmarks", "test_gpu_benchmark")
 LONGEST = ("test_plan", "test_slurm", "test_meshes")
 
 
