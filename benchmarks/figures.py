@@ -26,8 +26,10 @@ from planner.svg import GRAY, Drawing
 REPO = pathlib.Path(__file__).parent.parent
 FIGURES = REPO / "docs/figures"
 TABLE = re.compile(r"(?<=<!-- benchmarks.figures: fit -->\n).*?(?=<!-- end -->)", re.S)
-FIT = [("llama1b", 8, "H100"), ("llama8b", 8, "H100"), ("llama3.1-8b-128k", 8, "H100"),
-       ("llama70b", 64, "H100"), ("llama8b-qlora", 1, "RTX4090"), ("llama70b-qlora", 8, "H100")]
+FIT = {"README.md": [("llama1b", 8, "H100"), ("llama8b", 8, "H100"), ("llama3.1-8b-128k", 8, "H100"),
+                     ("llama70b", 64, "H100"), ("llama8b-qlora", 1, "RTX4090"), ("llama70b-qlora", 8, "H100")],
+       "docs/finetune.md": [("qwen3-0.6b-chat", 1, "RTX4090"), ("qwen3-8b-chat-qlora", 1, "RTX4090"),
+                            ("llama3.1-8b-chat-lora", 1, "H100")]}  # rows, by page
 MESHES = {"1 process": (1, []), "2 processes": (2, []), "4 processes": (4, []), "tp = 2": (2, ["--parallel.tp=2"]),
           "cp = 2": (2, ["--parallel.cp=2"])}
 LINES = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2")
@@ -220,10 +222,10 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.train:
         train()
-    readme = REPO / "README.md"
-    table = fit_table(FIT)
     wanted = {FIGURES / f"{name}.svg": function() for name, function in DRAWN.items()}
-    wanted[readme] = TABLE.sub(lambda _: table, readme.read_text())
+    for name, rows in FIT.items():
+        table = fit_table(rows)
+        wanted[REPO / name] = TABLE.sub(lambda _, table=table: table, (REPO / name).read_text())
     different = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     for path in different:
         print(f"{path.relative_to(REPO)}: {'differs' if args.check else 'written'}")

@@ -134,10 +134,12 @@ def test_adapters_beside_full_fine_tuning(tmp_path, capfd, monkeypatch):
 def test_figures_are_those_of_the_plan(monkeypatch, capsys):
     """Three drawings and two rows of the table; python -m benchmarks.figures --check compares all in a minute."""
     monkeypatch.setattr(figures, "DRAWN", {name: figures.DRAWN[name] for name in ("step", "mesh", "losses")})
-    written = figures.TABLE.search((REPO / "README.md").read_text())[0]
-    names = [row.split("|")[1].strip(" `") for row in written.splitlines()[2:]]
-    assert names == [name for name, *_ in figures.FIT]
-    assert {*figures.fit_table(figures.FIT[:2]).splitlines()} < {*written.splitlines()}
-    for table, code, printed in (written, 0, ""), (written.replace("8 x", "9 x"), 1, "README.md: differs\n"):
-        monkeypatch.setattr(figures, "fit_table", lambda rows, table=table: table)
+    written = {page: figures.TABLE.search((REPO / page).read_text())[0] for page in figures.FIT}
+    for page, wanted in figures.FIT.items():
+        assert [row.split("|")[1].strip(" `") for row in written[page].splitlines()[2:]] == [name for name, *_ in wanted]
+    shown = written["README.md"].splitlines()
+    assert {*figures.fit_table(figures.FIT["README.md"][:2]).splitlines()} < {*shown}
+    for old, code, printed in ("9 x", 0, ""), ("8 x", 1, "README.md: differs\n"):
+        pages = [table.replace(old, "9 x") for table in written.values()]
+        monkeypatch.setattr(figures, "fit_table", lambda rows, pages=iter(pages): next(pages))
         assert (figures.main(["--check"]), capsys.readouterr().out) == (code, printed)
