@@ -262,6 +262,10 @@ def is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
+def evaluation_is_due(cfg: Config, step: int) -> bool:
+    return cfg.eval is not None and (step >= cfg.train.steps or is_due(step, cfg.eval.every_steps))
+
+
 def schedule_steps(cfg: Config) -> int:
     return cfg.optim.schedule_steps or cfg.train.steps
 

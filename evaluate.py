@@ -25,10 +25,6 @@ from parallel.parallelize import parallelize
 from ranks import all_gather_objects
 
 
-def evaluation_is_due(cfg: config.Config, step: int) -> bool:
-    return cfg.eval is not None and (step >= cfg.train.steps or config.is_due(step, cfg.eval.every_steps))
-
-
 @torch.no_grad()
 def evaluate(model: Llama, cfg: config.Config, world: World, dataset: Dataset, run: Run) -> dict | None:
     """Mean loss over the validation tokens, and the sum of their losses in bits per byte of the text that they encode,

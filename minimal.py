@@ -1,7 +1,7 @@
 """A Llama trainer with FSDP2 on one page, of torch and the standard library alone. train.py computes the same.
 
-    python minimal.py configs/tiny.toml                              one process
-    torchrun --nproc-per-node 8 minimal.py configs/llama8b.toml      one process per GPU
+    python minimal.py configs/tiny.toml                                   one process
+    torchrun --nproc-per-node 8 minimal.py configs/smollm2-135m.toml      one process per GPU
 Reads train.py's TOML and prepared data, prints one JSON object a step, resumes from its own newest checkpoint.
 Shapes: B batch, T tokens, D model width, H query heads, K key/value heads, E head width, F feed-forward, V vocabulary.
 """

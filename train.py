@@ -22,7 +22,7 @@ from checkpoint.checkpointer import Checkpointer, State
 from config import Config
 from data.dataset import open_dataset
 from data.loader import Batch, Loader
-from evaluate import evaluate, evaluate_newest, evaluation_is_due, log_sample
+from evaluate import evaluate, evaluate_newest, log_sample
 from lifecycle.run import Run, open_pretrained
 from metrics import Recorder
 from model.build import meta_model
@@ -65,21 +65,21 @@ def train(cfg: Config, world: World, run: Run) -> None:
     recorder.log_start(parameter_count(model), unit_table(units), dataset.notes)
     checkpointer.before_publishing = recorder.sync  # metrics are flushed to disk before a checkpoint is published
     loader = Loader(cfg, dataset, world, start + 1)
-    if start and evaluation_is_due(cfg, start) and not recorder.has_evaluation(start):
+    if start and config.evaluation_is_due(cfg, start) and not recorder.has_evaluation(start):
         with recorder.timed("evaluation"):  # the previous launch was stopped before it
             recorder.log_evaluation(start, evaluate(model, cfg, world, dataset, run))
 
-    for step in run.steps(start + 1, cfg.train.steps):  # to the last step, or until run.stopping
+    for step in run.steps(start + 1, cfg.train.steps, loader):  # to the last step, or until run.stopping
         unshard_first_units(model, cfg.parallel)  # explicit prefetch: these all-gathers overlap with loading the batch
         with recorder.timed("data"):
             batch = next(loader)
         sums, scalars = training_step(model, optimizer, guard, batch, step, cfg, world)
-        run.agree_on_stop()  # SIGTERM to any rank: all save after the same step
 
         # The host waits for the device only in steps in which a metrics row, an evaluation or a checkpoint is due.
         tokens = state.tokens + (step - start) * config.tokens_per_step(cfg)
         recorder.log_step(step, tokens, batch, sums, scalars)
-        if evaluation_is_due(cfg, step) and not run.stopping:
+        run.agree_on_stop(recorder.timed)  # SIGTERM to any rank: all save after the same step
+        if config.evaluation_is_due(cfg, step) and not run.stopping:
             with recorder.timed("evaluation"):
                 recorder.log_evaluation(step, evaluate(model, cfg, world, dataset, run))
         if checkpointer.is_due(step, run.stopping):  # every save_every_steps, at the last step, and when stopping

@@ -24,8 +24,8 @@ from options import positive
 def preparation(megabytes: int, repeat: int) -> None:
     """Preparing the standard library's text, repeated, against sentencepiece alone in one thread on the same text."""
     import config
+    from data.dataset import open_source
     from data.prepare import prepare
-    from data.sources import open_source
     from data.tokenizer import Tokenizer, train_tokenizer
 
     cores, ratios, rates = len(os.sched_getaffinity(0)), [], []

@@ -13,11 +13,31 @@ from typing import Any
 import config
 from config import ConfigError
 from data.order import make_order
-from data.sources import STDLIB, Files, Hub, kind_of
+from data.sources import STDLIB, Files, Source, local_files
 from data.tokenizer import TOKENIZERS, local_path, tokenizer_files
 from data.tokens import manifest_of, open_stream, read_manifest
 
 FORMAT = 3  # version of the file format; part of the identity
+
+
+def kind_of(source: str) -> type[Source]:
+    """The class that reads a source. Raises ConfigError."""
+    if source == STDLIB or local_files(source) is not None:
+        return Files
+    if problem := config.lack_of("data/hub.py"):
+        raise ConfigError(f"[data] source = {source}: {problem}")
+    from data.hub import Hub
+
+    return Hub
+
+
+def open_source(d: config.Data, place: list | None = None) -> Source:
+    """Opens [data] source at its beginning, or at a value of place() to resume. Raises ConfigError if there is none."""
+    if d.messages_field:
+        from data.chat import Conversations
+
+        return Conversations(open_source, d, place)
+    return kind_of(d.source)(d, place)
 
 
 def identity(cfg: config.Config) -> dict:
@@ -37,7 +57,7 @@ def identity(cfg: config.Config) -> dict:
         found |= identity_of(d)
     if d.source == STDLIB:
         found["python"] = platform.python_version()
-    if (kind := kind_of(d.source)) not in (Files, Hub):  # one that generates its text: its code is the content
+    if not (kind := kind_of(d.source)).reads:  # one that generates its text: its code is the content
         found["code"] = hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()
     return found
 
@@ -146,7 +166,7 @@ def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
 
         for folder, part in (found := prepared_parts(cfg)):
             check_identity(folder, manifest_of(folder), part)
-        sources = [Parts(folder, cfg, number) for number, (folder, _) in enumerate(found)]
+        sources = [Parts(folder, cfg, part.data, number) for number, (folder, part) in enumerate(found)]
         training, validation = sources if train else [], [*map(HeldOut, sources)] if cfg.eval or not train else []
     else:
         training = open_data(cfg, "train") if train else []

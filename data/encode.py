@@ -21,9 +21,8 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 
-import config
 import files
-from data.sources import Source, open_source
+from data.sources import Source
 from data.tokenizer import Tokenizer
 from data.tokens import MANIFEST, WIDTH
 
@@ -94,14 +93,15 @@ def encode_all(folder: pathlib.Path, typecode: str,
         pool.shutdown(cancel_futures=True)
 
 
-def write_tokens(folder: pathlib.Path, d: config.Data, dtype: str, manifest: dict) -> None:
+def write_tokens(folder: pathlib.Path, source: Source, dtype: str, manifest: dict) -> None:
     """Appends to train.bin and heldout.bin each document between BOS and EOS, and to *.ends.bin the position after its
     last token, 8 bytes little-endian. Raises ConfigError and OSError.
 
-    Resumes from the place and counts in `manifest` and keeps them up to date; every few seconds, syncs the files and
-    writes it to the folder. Adds the source's revision.
+    Resumes from the counts in `manifest`, whose place the source was opened at, and keeps both up to date; every few
+    seconds, syncs the files and writes it to the folder. Adds the source's revision.
     """
-    width, limit, tokens, documents = WIDTH[dtype], d.max_tokens or math.inf, manifest["tokens"], manifest["documents"]
+    d, width, tokens, documents = source.d, WIDTH[dtype], manifest["tokens"], manifest["documents"]
+    limit = d.max_tokens or math.inf
     if before := sum(documents.values()):
         report(f"resuming after {before:,} documents of {d.source}, which were prepared before")
     with contextlib.ExitStack() as stack:
@@ -119,12 +119,6 @@ def write_tokens(folder: pathlib.Path, d: config.Data, dtype: str, manifest: dic
                 os.fsync(file.fileno())
             files.write_atomic(folder / MANIFEST, json.dumps(manifest))
 
-        if d.messages_field:
-            from data.chat import Conversations
-
-            source = Conversations(open_source, d, manifest["place"])
-        else:
-            source = open_source(d, manifest["place"])
         encoded = stack.enter_context(contextlib.closing(encode_all(folder, "H" if dtype == "uint16" else "i", source)))
         began = synced = shown = time.monotonic()
         made = sum(tokens.values())  # by an earlier preparation

@@ -10,11 +10,13 @@ on the source's files and the seed, and a sample waits for its segment alone.
 """
 
 import bisect
+import concurrent.futures
 import contextlib
 import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -33,62 +35,73 @@ import config
 import files
 from config import ConfigError
 from data.encode import encode, report
-from data.order import Permutation
-from data.sources import STDLIB, Files, file_stamps, kind_of
+from data.order import FAILED, READY, WAITING, Permutation
+from data.sources import STDLIB, Files, file_stamps, local_files
 from data.tokens import MANIFEST, WIDTH, TokenStream, manifest_of, open_stream, window_count
 
 SMALLEST, LARGEST = 1 << 16, 1 << 25  # bytes of text in a part: a 64th of the whole, within these
 LARGEST_SEGMENT = 16  # parts: one process prepares them within a step's timeout
 VALIDATION_PARTS = 16  # the first ones, in reading order, whose held-out documents are the validation set
 POLL_SECONDS = 0.2
-PLAN, FAILED = "plan.json", "failed.json"
+PLAN, FAILURE = "plan.json", "failed.json"
 
 
 def cut(source: Files) -> list[list[list[int]]]:
-    """The pieces (see Files) of each part: pieces of large files, several small ones together."""
+    """The pieces (see Files) of each part: pieces of large files, several small ones together. A large file that must
+    be fetched shares no part with another: the first part needs one alone."""
     total = sum(source.sizes)
     size = min(LARGEST, max(SMALLEST, total // 64))
     parts: list[list[list[int]]] = [[]]
     room = size
-    for number in range(len(source.paths)):
+    for number in range(len(source.sizes)):
         units, step = source.units(number)
+        alone = source.remote and units * step > size
         begin = 0
         while begin < units:
+            if room <= 0 or (alone and not begin and room < size):
+                parts.append([])
+                room = size
             whole = source.d.source == STDLIB or (units - begin) * step <= room + size // 2
             end = units if whole else min(units, begin + max(1, room // step))
             parts[-1].append([number, begin, end])
             room -= (end - begin) * step
             begin = end
-            if room <= 0:
-                parts.append([])
-                room = size
+        room = 0 if alone else room
     return [part for part in parts if part]
 
 
-def check_source(d: config.Data) -> None:
-    """Raises ConfigError if a source cannot be cut into parts."""
-    if kind_of(d.source) is not Files:
-        raise ConfigError(f'[data] order = "growing": needs local files, and {d.source} is a Hugging Face dataset; '
-                          'download its files, or set order = "global"')
-    if d.max_tokens:
-        raise ConfigError('[data] order = "growing": prepares all of the text, without max_tokens')
-
-
 def write_plan(folder: pathlib.Path, d: config.Data) -> None:
-    files.write_atomic(folder / PLAN, json.dumps(cut(Files(d, None))))
+    """Writes what determines the parts: their pieces, and of which text. Raises ConfigError and OSError."""
+    source = open_files(d)
+    files.write_atomic(folder / PLAN, json.dumps({"parts": cut(source), **source.fingerprint()}))
+
+
+def read_plan(folder: pathlib.Path) -> dict:
+    found = json.loads((folder / PLAN).read_bytes())
+    return found if isinstance(found, dict) else {"parts": found}  # as it was at first
+
+
+def open_files(d: config.Data, plan: dict | None = None, pieces: list[list[int]] | None = None) -> Files:
+    """A source's files, as the plan found them if it had to; or pieces of them. Raises ConfigError."""
+    if d.source != STDLIB and local_files(d.source) is None:
+        from data.hub import HubFiles, find_files
+
+        return HubFiles(d, plan or find_files(d), pieces)
+    return Files(d, [0, 0, 0] if pieces else None, pieces)  # as if resumed: a part may be empty
 
 
 # Preparing
 
 
-def write_part(folder: pathlib.Path, d: config.Data, number: int, pieces: list[list[int]]) -> None:
+def write_part(folder: pathlib.Path, d: config.Data, number: int) -> None:
     """Writes a part, token files as data/encode.py's, and publishes it. Raises ConfigError and OSError."""
     final = part_folder(folder, number)
     temporary = final.with_name(f".{final.name}.{os.uname().nodename}-{os.getpid()}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)  # of a killed process with the same number
         temporary.mkdir(parents=True)
-        _write_tokens(temporary, d, pieces, folder)
+        plan = read_plan(folder)
+        _write_tokens(temporary, folder, open_files(d, plan, plan["parts"][number]))
         if file_stamps(d.source) != manifest_of(folder)["files"]:  # pieces are those of the files at the beginning
             raise ConfigError(f"[data] source = {d.source}: changed since {folder} was begun; delete the folder")
         files.publish(temporary, final)
@@ -99,13 +112,13 @@ def write_part(folder: pathlib.Path, d: config.Data, number: int, pieces: list[l
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write_tokens(temporary: pathlib.Path, d: config.Data, pieces: list[list[int]], folder: pathlib.Path) -> None:
+def _write_tokens(temporary: pathlib.Path, folder: pathlib.Path, source: Files) -> None:
     about, digests, tokens = manifest_of(folder), {}, {"train": 0, "heldout": 0}
     width, typecode = WIDTH[about["dtype"]], "H" if about["dtype"] == "uint16" else "i"
     with contextlib.ExitStack() as stack:
         opened = {name: stack.enter_context((temporary / name).open("wb")) for split in tokens
                   for name in (f"{split}.bin", f"{split}.ends.bin")}
-        texts = iter(Files(d, [0, 0, 0], pieces))  # as if resumed: a part may be empty
+        texts = iter(source)
         while batch := [*itertools.islice(texts, 256)]:
             for validation, content in encode(folder, typecode, batch):
                 if content:  # a tokenizer may produce no tokens for some texts
@@ -124,13 +137,37 @@ def part_folder(folder: pathlib.Path, number: int) -> pathlib.Path:
     return folder / "parts" / f"{number:05d}"
 
 
-def read_plan(folder: pathlib.Path) -> list[list[list[int]]]:
-    return json.loads((folder / PLAN).read_bytes())
+def published(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The parts that are there."""
+    return sorted(path for path in (folder / "parts").glob("[!.]*"))
 
 
-def reading_order(parts: int, seed: int, source: int) -> list[int]:
-    order = Permutation(parts, seed, -1, source)  # no epoch has this number
-    return [order(i) for i in range(parts)]
+def reading_order(plan: dict, seed: int, source: int) -> list[int]:
+    """The numbers of all parts. Those of a file that must be fetched stand together."""
+    groups = [[number] for number in range(len(plan["parts"]))]
+    if "revision" in plan:
+        groups = [[*group] for _, group in itertools.groupby(groups, lambda number: plan["parts"][number[0]][0][0])]
+        groups = [[*itertools.chain(*group)] for group in groups]
+    order = Permutation(len(groups), seed, -1, source)  # no epoch has this number
+    return [number for i in range(len(groups)) for number in groups[order(i)]]
+
+
+class Reading:
+    """The parts of a source that a run reads, in reading order, and how many of the first ones are there."""
+
+    def __init__(self, folder: pathlib.Path, d: config.Data, seed: int, source: int):
+        self.path, self.limit = folder, d.max_tokens or math.inf
+        self.turn = reading_order(read_plan(folder), seed, source)
+        self.there, self.tokens, self.lock = 0, 0, threading.Lock()
+
+    def complete(self) -> bool:
+        """Whether all are there. The last is the one that reaches data.max_tokens, as is known once it is there."""
+        with self.lock:
+            while self.there < len(self.turn) and (part := part_folder(self.path, self.turn[self.there])).exists():
+                self.there, self.tokens = self.there + 1, self.tokens + manifest_of(part)["tokens"]["train"]
+                if self.tokens >= self.limit:
+                    self.turn = self.turn[: self.there]
+            return self.there == len(self.turn)
 
 
 @contextlib.contextmanager
@@ -154,71 +191,82 @@ Sources = list[tuple[pathlib.Path, config.Config]]  # as data/dataset.py: prepar
 def prepare_parts(found: Sources, seed: int) -> None:
     """Prepares the parts of all sources that nobody else prepares, in reading order, until all are there. Sources take
     turns. Raises ConfigError and OSError, and leaves its text in the folder for who waits."""
-    left = [(place, folder, part.data, number)
-            for source, (folder, part) in enumerate(found)
-            for place, number in enumerate(reading_order(len(read_plan(folder)), seed, source))]
-    left.sort(key=lambda work: work[0])
-    while left:
+    readings = [(Reading(folder, part.data, seed, source), part.data) for source, (folder, part) in enumerate(found)]
+    left = sorted(((place, source) for source, (reading, _) in enumerate(readings)
+                   for place in range(len(reading.turn))))
+    while not all([reading.complete() for reading, _ in readings]):
         for work in [*left]:
-            _, folder, d, number = work
-            if (final := part_folder(folder, number)).exists():
+            place, (reading, d) = work[0], readings[work[1]]
+            if place >= len(reading.turn) or (final := part_folder(reading.path, reading.turn[place])).exists():
                 left.remove(work)
                 continue
             try:
-                with claimed(final.with_name(f".{final.name}.lock")) as ours:
+                with claimed(lock_of(final)) as ours:
                     if ours and not final.exists():
-                        write_part(folder, d, number, read_plan(folder)[number])
+                        write_part(reading.path, d, reading.turn[place])
                         break  # and look again from the front, where a process may have died
             except Exception as error:
                 with contextlib.suppress(OSError):
-                    files.write_atomic(folder / FAILED, json.dumps(str(error)))
+                    files.write_atomic(reading.path / FAILURE, json.dumps(str(error)))
                 raise
         else:  # others have claimed all that is left
             time.sleep(POLL_SECONDS)
     for folder, _ in found:  # all is there: claims, and what killed processes left
-        for path in (folder / "parts").glob(".*"):
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        for lock in (folder / "parts").glob(".*.lock"):
+            with claimed(lock) as ours:
+                for path in lock.parent.glob(f"{lock.stem}.*") if ours else ():
+                    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def report_prepared(found: Sources) -> None:
-    for folder, _ in found:
-        parts, tokens = len(read_plan(folder)), Counter()
-        for number in range(parts):
-            tokens.update(manifest_of(part_folder(folder, number))["tokens"])
-        report(f"prepared {folder}: {parts} parts, {tokens['train']:,} tokens to train on, {tokens['heldout']:,} for "
-               "validation")
+def prepare_small(found: Sources, seed: int) -> None:
+    """Prepares the sources of one part, as prepare_parts(): before the ranks start, to refuse too little text."""
+    prepare_parts([(folder, part) for folder, part in found if len(read_plan(folder)["parts"]) == 1], seed)
+
+
+def lock_of(part: pathlib.Path) -> pathlib.Path:
+    return part.with_name(f".{part.name}.lock")
+
+
+def report_prepared(cfg: config.Config, found: Sources) -> None:
+    for source, (folder, part) in enumerate(found):
+        tokens, lost = Counter(), 0
+        (reading := Reading(folder, part.data, cfg.run.seed, source)).complete()
+        for number in reading.turn:
+            tokens.update(counts := manifest_of(part_folder(folder, number))["tokens"])
+            lost += counts["train"] - cfg.train.seq_len * window_count(counts["train"], cfg.train.seq_len)
+        report(f"prepared {folder}: {len(reading.turn)} parts, {tokens['train']:,} tokens to train on, "
+               f"{tokens['heldout']:,} for validation; windows of {cfg.train.seq_len:,} leave {lost:,} at the parts' "
+               "ends unread")
 
 
 # Reading
 
 
-class Parts:
-    """A source's parts in reading order, for a data rank; waits for those that are not there yet."""
+class Parts(Reading):
+    """A source's parts, for a data rank; waits for those that are not there yet."""
 
-    def __init__(self, folder: pathlib.Path, cfg: config.Config, source: int):
-        self.path, self.cfg, self.source = folder, cfg, source
-        self.turn = reading_order(len(read_plan(folder)), cfg.run.seed, source)
+    def __init__(self, folder: pathlib.Path, cfg: config.Config, d: config.Data, source: int):
+        """d: of this source."""
+        super().__init__(folder, d, cfg.run.seed, source)
+        self.cfg, self.source = cfg, source
         self.before = [0]  # windows of the parts before each of those known so far, and of all of them
+        self.ends = [0]  # windows up to the end of each segment known so far
         sizes = itertools.chain((1,), (min(1 << i, LARGEST_SEGMENT) for i in itertools.count()))
         self.segments = [0]  # the first part of each, and their number
         while self.segments[-1] < len(self.turn):
             self.segments.append(min(len(self.turn), self.segments[-1] + next(sizes)))
         self.began, self.closed = time.time(), threading.Event()
+        self.child: subprocess.Popen | None = None  # that prepares what is missing
         self.permutation = functools.lru_cache(4)(Permutation)
         self.stream = functools.lru_cache(64)(self.stream)  # open files
 
     def stream(self, place: int, split: str = "train") -> TokenStream:
         """Opens the part at this place of the reading order, once it is there. ConfigError: preparing failed."""
-        final, waited, child = part_folder(self.path, self.turn[place]), 0.0, None
+        final, waited = part_folder(self.path, self.turn[place]), 0.0
         if not final.exists():
-            child = self.prepare_rest()
+            self.prepare_rest()
         while not final.exists():
-            failed = self.path / FAILED
-            with contextlib.suppress(FileNotFoundError, ValueError):
-                if failed.stat().st_mtime > self.began:
-                    raise ConfigError(json.loads(failed.read_bytes()))
-            if child and child.poll():
-                raise ConfigError(f"{self.path}: the process that prepares it ended with code {child.returncode}")
+            self.check()
             if waited <= 2 < waited + POLL_SECONDS:
                 report(f"{self.path}: waiting for part {place + 1} of {len(self.turn)} in reading order")
             if self.closed.wait(POLL_SECONDS):
@@ -226,38 +274,81 @@ class Parts:
             waited += POLL_SECONDS
         return open_stream(final, split, self.cfg.model.vocab_size)
 
-    def prepare_rest(self) -> subprocess.Popen | None:
+    def prepare_rest(self) -> None:
         """Starts to prepare what is missing, if this process is its node's first rank, or no rank."""
         from ranks import local_world_size, rank_and_size
 
-        if rank_and_size()[1] == 0 and not all(part_folder(self.path, number).exists() for number in self.turn):
+        if rank_and_size()[1] == 0 and not self.complete():
             workers = max(1, len(os.sched_getaffinity(0)) - max(1, local_world_size()))
-            return start_once(json.dumps(config.to_dict(self.cfg)), workers)
-        return None
+            self.child = start_once(json.dumps(config.to_dict(self.cfg)), workers)
 
-    def know(self, parts: int) -> None:
-        """Makes `before` cover so many parts."""
-        while len(self.before) <= parts:
+    def check(self) -> None:
+        """Raises ConfigError if what is missing cannot be prepared."""
+        failed = self.path / FAILURE
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            if failed.stat().st_mtime > self.began:
+                raise ConfigError(json.loads(failed.read_bytes()))
+        if self.child and self.child.poll():
+            raise ConfigError(f"{self.path}: the process that prepares it ended with code {self.child.returncode}")
+
+    def know(self, parts: int) -> int:
+        """Makes `before` cover so many parts, or all if there are fewer, and returns their windows."""
+        while len(self.before) <= min(parts, len(self.turn)):
             stream = self.stream(len(self.before) - 1)
             self.before.append(self.before[-1] + window_count(stream.length, self.cfg.train.seq_len))
+            self.complete()  # this part may be the last
+        return self.before[min(parts, len(self.turn))]
+
+    def check_size(self) -> None:
+        """Raises ConfigError if no part has a window, as far as that is known and quickly found."""
+        if len(self.turn) <= 64 and self.complete() and not self.know(len(self.turn)):
+            raise ConfigError(f"{self.path}: no part has a window of train.seq_len = {self.cfg.train.seq_len}")
 
     def window(self, index: int) -> tuple[int, int]:
         """(epoch, window) of the source's sample of this index. Windows count over all parts in reading order."""
-        for number, (first, end) in enumerate(itertools.pairwise(self.segments)):
-            self.know(end)
-            if index < self.before[end]:
-                windows = self.before[end] - self.before[first]
-                order = self.permutation(windows, self.cfg.run.seed, 0, (self.source, number))
-                return 0, self.before[first] + order(index - self.before[first])
+        while index >= self.ends[-1] and len(self.ends) < len(self.segments):
+            self.ends.append(self.know(self.segments[len(self.ends)]))
+        segment = bisect.bisect_right(self.ends, index) - 1
+        if segment < len(self.ends) - 1:
+            begin, end = self.ends[segment : segment + 2]
+            return 0, begin + self.permutation(end - begin, self.cfg.run.seed, 0, (self.source, segment))(index - begin)
         if not self.before[-1]:
             raise ConfigError(f"{self.path}: no part has a window of train.seq_len = {self.cfg.train.seq_len}")
         epoch, position = divmod(index, self.before[-1])
         return epoch, self.permutation(self.before[-1], self.cfg.run.seed, epoch, self.source)(position)
 
+    def has_validation(self) -> bool:
+        """Whether the parts are there that the validation set is of."""
+        return self.complete() or self.there >= VALIDATION_PARTS
+
     def span(self, window: int, length: int) -> tuple[TokenStream, int, int]:
         """As TokenStream.span()."""
         place = bisect.bisect_right(self.before, window) - 1
         return self.stream(place).span(window - self.before[place], length)
+
+
+def state(batch: concurrent.futures.Future | None, sources: list[Parts], evaluates: bool,
+          seconds: float) -> tuple[int, Exception | None]:
+    """READY, WAITING (after so many seconds) or FAILED and why: what a rank reads next. batch: None for none;
+    evaluates: whether the validation set is read before it."""
+
+    def waits() -> bool:
+        return (batch is not None and not batch.done() and not all([source.complete() for source in sources])) or (
+            evaluates and not all([source.has_validation() for source in sources]))
+
+    try:
+        if waits():
+            if batch and not batch.done():  # it fails only if what it needs is not there
+                concurrent.futures.wait([batch], seconds)
+            else:
+                time.sleep(seconds)
+                for source in sources:
+                    source.check()
+        if batch and batch.done():
+            batch.result()
+        return WAITING if waits() else READY, None
+    except Exception as error:
+        return FAILED, error
 
 
 class HeldOut:
@@ -268,7 +359,11 @@ class HeldOut:
 
     @functools.cached_property
     def streams(self) -> list[TokenStream]:
-        return [self.parts.stream(place, "heldout") for place in range(min(VALIDATION_PARTS, len(self.parts.turn)))]
+        found: list[TokenStream] = []
+        while len(found) < min(VALIDATION_PARTS, len(self.parts.turn)):
+            found.append(self.parts.stream(len(found), "heldout"))
+            self.parts.complete()  # this part may be the last
+        return found
 
     @functools.cached_property
     def begins(self) -> list[int]:
@@ -327,7 +422,7 @@ def main(workers: int) -> int:
     cfg = config.from_dict(json.loads(settings), "of the run that waits")
     found = prepared_parts(cfg)
     for folder, _ in found if workers else ():
-        (folder / FAILED).unlink(missing_ok=True)
+        (folder / FAILURE).unlink(missing_ok=True)
     others = [start_preparing(settings, 0) for _ in range(workers - 1)]
     try:
         prepare_parts(found, cfg.run.seed)

@@ -14,7 +14,7 @@ from torch import Tensor
 import config
 from config import DIGEST_MODULUS, IGNORE
 from data.dataset import Dataset
-from data.order import make_order, rank_samples
+from data.order import READY, make_order, rank_samples
 from data.tokens import TokenStream
 
 READ_AHEAD = 2  # steps
@@ -42,12 +42,24 @@ class Loader:
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "loader")
         self.ahead = collections.deque(self.thread.submit(self.batch, first_step + i) for i in range(READ_AHEAD))
         self.next_step = first_step + READ_AHEAD
+        self.failure: Exception | None = None  # why this text cannot be read, once state() says so
 
     def __next__(self) -> Batch:
         """Raises what the thread raised, such as ConfigError for a truncated token file."""
         self.ahead.append(self.thread.submit(self.batch, self.next_step))
         self.next_step += 1
         return self.ahead.popleft().result()
+
+    def state(self, step: int, seconds: float) -> int:
+        """What the text is that this rank reads after `step`; if it is WAITING, still so after so many seconds."""
+        if self.cfg.data.order == "global":
+            return READY
+        from data.growing import state
+
+        batch = self.ahead[step + 1 - (self.next_step - READ_AHEAD)] if step < self.cfg.train.steps else None
+        evaluates = step > 0 and config.evaluation_is_due(self.cfg, step)
+        found, self.failure = state(batch, self.streams, evaluates, seconds)
+        return found
 
     def close(self) -> None:
         for source in self.streams if self.cfg.data.order == "growing" else ():

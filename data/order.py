@@ -15,6 +15,8 @@ import config
 from config import LONGEST_PERIOD, ConfigError
 from data.tokens import window_count
 
+READY, WAITING, FAILED = range(3)  # what the text is that a rank reads next (Loader.state())
+
 
 class Permutation:
     """A bijection of 0 ... n-1, keyed by (seed, epoch, source), without a table: a Feistel network of eight rounds
@@ -120,6 +122,8 @@ def make_order(cfg: config.Config, streams: Sequence[Any], weights: Sequence[flo
     """The order of a run. Raises ConfigError if a source is too small for its share of one global batch."""
     t = cfg.train
     if cfg.data.order == "growing":
+        for source in streams:
+            source.check_size()
         return GrowingOrder(streams, weights)
     order = Order([window_count(stream.length, t.seq_len) for stream in streams], weights, cfg.run.seed)
     needed = [part / order.mixture.period * t.global_batch_size for part in order.mixture.parts]

@@ -18,26 +18,34 @@ from collections.abc import Callable, Iterator
 import config
 import files
 from config import ConfigError
-from data.dataset import check_identity, common_tokenizer, identity, prepared_parts, source_configs, weights
+from data.dataset import (
+    check_identity,
+    common_tokenizer,
+    identity,
+    kind_of,
+    open_source,
+    prepared_parts,
+    source_configs,
+    weights,
+)
 from data.encode import report, write_tokens
-from data.sources import Hub, file_stamps, kind_of, open_source
+from data.sources import file_stamps
 from data.tokenizer import Tokenizer, train_tokenizer
-from data.tokens import MANIFEST, damaged, read_manifest
+from data.tokens import MANIFEST, damaged, manifest_of, read_manifest
 
 
 def prepare(cfg: config.Config) -> list[pathlib.Path]:
     """Creates missing folders of token files, and checks existing ones. Returns them, by source. Raises ConfigError,
     after which a folder is published in full or not at all."""
-    if cfg.data.order == "growing":
-        from data.growing import check_source
-
-        for part in source_configs(cfg):
-            check_source(part.data)
     if cfg.data.sources and not cfg.data.tokenizer:
         _prepare_common_tokenizer(cfg)
     parts = prepared_parts(cfg)
     for part in parts:
         _make_under_lock(part[0], functools.partial(_matches, *part), functools.partial(_prepare_folder, *part))
+    if cfg.data.order == "growing":
+        from data.growing import prepare_small
+
+        prepare_small(parts, cfg.run.seed)
     return [folder for folder, _ in parts]
 
 
@@ -93,6 +101,17 @@ def _matches(folder: pathlib.Path, cfg: config.Config) -> bool:
     check_identity(folder, manifest, cfg)
     if file_stamps(cfg.data.source) not in ([], manifest["files"]):  # the text may be gone, but not changed
         raise ConfigError(f"[data] source = {cfg.data.source}: changed since {folder} was prepared; delete the folder")
+    _check_hashes(folder, manifest)
+    if cfg.data.order == "growing":
+        from data.growing import published
+
+        for part in published(folder):
+            _check_hashes(part, manifest_of(part))
+    return True
+
+
+def _check_hashes(folder: pathlib.Path, manifest: dict) -> None:
+    """Raises ConfigError if a file is missing, or newer than the manifest and not what this says."""
     written_last = folder / MANIFEST
     for name, digest in manifest["sha256"].items():
         path = folder / name
@@ -104,7 +123,6 @@ def _matches(folder: pathlib.Path, cfg: config.Config) -> bool:
             if _sha256(path) != digest:
                 raise damaged(path, "was changed since it was prepared")
             report(f"{path}: is unchanged; `touch {written_last}` spares this the next time")
-    return True
 
 
 def _prepare_folder(folder: pathlib.Path, cfg: config.Config) -> None:
@@ -134,7 +152,7 @@ def _prepare_folder(folder: pathlib.Path, cfg: config.Config) -> None:
             raise ConfigError(f"[data] source = {d.source}: changed while it was prepared; start again")
         files.publish(temporary, folder)
     except ConfigError:
-        if kind_of(d.source) is Hub and any(manifest.get("documents", {}).values()):
+        if kind_of(d.source).remote and any(manifest.get("documents", {}).values()):
             report(f"what was read of {d.source} stays; the same command resumes here")
         else:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -160,7 +178,7 @@ def _write_folder(temporary: pathlib.Path, cfg: config.Config, manifest: dict) -
 
         write_plan(temporary, d)
     else:
-        write_tokens(temporary, d, dtype, manifest)
+        write_tokens(temporary, open_source(d, manifest["place"]), dtype, manifest)
     content = sorted(path for path in temporary.iterdir() if path.suffix != ".tmp" and path.name != MANIFEST)
     manifest |= {"vocab_size": size, "dtype": dtype, "sha256": {path.name: _sha256(path) for path in content}}
     del manifest["place"]
@@ -184,15 +202,21 @@ def _sha256(path: pathlib.Path) -> str:
 
 def _train_tokenizer(cfg: config.Config) -> bytes:
     """Trains on the start of each source, in proportion to its weight: 2,000 characters per vocabulary entry, at least
-    4 million; more text hardly changes a BPE vocabulary. Returns the model file's content. Raises ConfigError."""
-    parts, wanted = source_configs(cfg), max(4_000_000, 2_000 * cfg.model.vocab_size)
+    4 million; more text hardly changes a BPE vocabulary. 800 if training waits for it (docs/data.md has the seconds).
+    Returns the model file's content. Raises ConfigError."""
+    parts, opened, characters = source_configs(cfg), open_source, 2_000
+    if cfg.data.order == "growing":
+        from data.growing import open_files as opened
+
+        characters = 800
+    wanted = max(4_000_000, characters * cfg.model.vocab_size)
     report(f"training a tokenizer of {cfg.model.vocab_size:,} vocabulary entries on up to {wanted / 1e6:,.0f} MB of "
            + ", ".join(part.data.source for part in parts))
 
     def sample() -> Iterator[str]:
         for part, weight in zip(parts, weights(cfg)):
             size = 0
-            for text in open_source(part.data):
+            for text in opened(part.data):
                 yield text
                 size += len(text)
                 if size >= wanted * (weight / sum(weights(cfg))):
@@ -210,7 +234,7 @@ def main(argv: list[str]) -> int:
 
             if code := start_preparing(json.dumps(config.to_dict(cfg)), len(os.sched_getaffinity(0))).wait():
                 return code
-            report_prepared(prepared_parts(cfg))
+            report_prepared(cfg, prepared_parts(cfg))
     except KeyboardInterrupt:
         report("stopped; the same command resumes here")
         return 130

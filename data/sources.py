@@ -4,7 +4,9 @@ import abc
 import codecs
 import contextlib
 import glob
+import hashlib
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -16,23 +18,17 @@ import config
 from config import ConfigError
 
 STDLIB = "python-stdlib"
-LOCAL = (".jsonl", ".json", ".parquet", ".txt")
+LOCAL = (".jsonl", ".json", ".parquet", ".txt", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+COMPRESSED_UNIT = 1 << 20  # bytes of a compressed file, about three times as many of its text
+SAMPLES = 16  # blocks of a file, of TEXT_BYTES, by which its text is recognized
 TEXT_BYTES = 1 << 16  # a longer .txt file becomes several documents
-
-
-def kind_of(source: str) -> "type[Source]":
-    """The class that reads a source."""
-    return Hub if source != STDLIB and local_files(source) is None else Files
-
-
-def open_source(d: config.Data, place: list | None = None) -> "Source":
-    """Opens [data] source at its beginning, or at a value of place() to resume. Raises ConfigError if there is none."""
-    return kind_of(d.source)(d, place)
 
 
 class Source(abc.ABC):
     """Iterates over the non-empty documents. Subclasses define what is abstract."""
 
+    reads, remote = False, False  # whether its text is read, not generated; over a network, whose errors may pass
     revision: str | None = None  # commit of a Hugging Face dataset
 
     def __init__(self, d: config.Data, place: list | None):
@@ -71,25 +67,50 @@ class Source(abc.ABC):
 
 
 class Files(Source):
-    """Local files, one after the other, or pieces of them: (number of the file, begin, end), in bytes, of a parquet
-    file in row groups. A piece of text has the lines that begin in it. A place is (piece, rows read, bytes read)."""
+    """Local files, one after the other, or pieces of them: (number of the file, begin, end) in the file's units.
+
+    A unit of text is a byte, and a piece has the lines that begin in it; of a parquet file it is a row group. Where a
+    line of a compressed file stands is known only once all before it is decompressed, and how many there are when all
+    is: of n units, each is every n-th line. A place is (piece, rows read of it, bytes read of its file)."""
+
+    reads = True
 
     def __init__(self, d: config.Data, place: list | None, pieces: list[list[int]] | None = None):
         super().__init__(d, place)
-        self.paths = (_stdlib_files() if d.source == STDLIB else local_files(d.source)) or []
-        if not self.paths:
-            raise ConfigError(f"[data] source = {d.source}: no such file (or folder, or pattern) of {', '.join(LOCAL)}")
-        self.sizes = [path.stat().st_size for path in self.paths]
+        self.find()
         self.pieces = pieces or [[number, 0, size] for number, size in enumerate(self.sizes)]
         self.whole = pieces is None
         self.piece, self.row, self.byte = place or (0, 0, 0)
 
+    def find(self) -> None:
+        """Sets the files' paths and sizes in bytes. Raises ConfigError if there are none."""
+        self.paths = (_stdlib_files() if self.d.source == STDLIB else local_files(self.d.source)) or []
+        if not self.paths:
+            raise ConfigError(f"[data] source = {self.d.source}: no such file (or folder, or pattern) of "
+                              f"{', '.join(LOCAL)}")
+        self.sizes = [path.stat().st_size for path in self.paths]
+
+    def fingerprint(self) -> dict:
+        """What tells text from other text in files of the same sizes, by some blocks of each."""
+        digest = hashlib.sha256()
+        for path, size in zip(self.paths, self.sizes):
+            with path.open("rb") as file:
+                for begin in sorted({size * i // SAMPLES for i in range(SAMPLES)}):
+                    file.seek(begin)
+                    digest.update(file.read(TEXT_BYTES))
+        return {"sample": digest.hexdigest()}
+
+    def fetch(self, number: int) -> pathlib.Path:
+        """A file's path, once it can be read."""
+        return self.paths[number]
+
     def rows(self) -> Iterator[tuple[str, object]]:
-        kinds = {".parquet": self._parquet, ".txt": self._text, ".py": self._python}
+        kinds = {".parquet": self._parquet, ".txt": self._text, ".py": self._python, ".gz": self._compressed,
+                 ".zst": self._compressed}
         while self.piece < len(self.pieces):
             number, begin, end = self.pieces[self.piece]
-            path = self.paths[number]
-            if path.suffix not in LOCAL and self.d.source != STDLIB:
+            path = self.fetch(number)
+            if not path.name.endswith(LOCAL) and self.d.source != STDLIB:
                 raise ConfigError(f"[data] source = {path}: must be one of {', '.join(LOCAL)}")
             yield from kinds.get(path.suffix, self._json_lines)(path, begin, end)
             self.piece, self.row, self.byte = self.piece + 1, 0, 0
@@ -101,42 +122,51 @@ class Files(Source):
         return (sum(self.sizes[: self.piece]) + self.byte) / max(1, sum(self.sizes)) if self.whole else None
 
     def units(self, number: int) -> tuple[int, int]:
-        """A file's size, as pieces count it, and about how many bytes such a unit has. Raises ConfigError."""
+        """How many units a file has, and about how many bytes of text are one. Raises ConfigError."""
         path, size = self.paths[number], self.sizes[number]
+        if path.suffix in COMPRESSED:
+            return _compressed_units(size), 3 * COMPRESSED_UNIT
         if path.suffix != ".parquet":
             return size, 1
-        with _readable(f"{path}:"):
+        with readable(f"{path}:"):
             import pyarrow.parquet  # comes with `datasets`
 
             groups = pyarrow.parquet.ParquetFile(path).metadata.num_row_groups
             return groups, max(1, size // max(1, groups))
 
-    def _open(self, path: pathlib.Path, begin: int) -> io.BufferedReader:
-        """The file, at the first line that begins at `begin` or later, or where reading stopped."""
+    def _open(self, path: pathlib.Path, begin: int, end: int) -> io.BufferedReader:
+        """The file, at the first line that begins at `begin` or later, or where reading stopped; or beyond `end`."""
         file = path.open("rb")
         file.seek(self.byte or max(0, begin - 1))
-        if begin and not self.byte:
-            file.readline()  # the rest of a line that the piece before has, or the end of its last one
+        rest = b"" if begin and not self.byte else b"\n"  # of a line that the piece before has, or its last one's end
+        while not rest.endswith(b"\n") and file.tell() < end:
+            rest = file.readline(TEXT_BYTES)
         self.byte = file.tell()
         return file
 
     def _json_lines(self, path: pathlib.Path, begin: int, end: int) -> Iterator[tuple[str, object]]:
         """Reads line by line and not through `datasets`, whose errors name neither line nor field."""
-        with self._open(path, begin) as file:
+        with self._open(path, begin, end) as file:
             while self.byte < end and (line := file.readline()):
                 self.row, self.byte = self.row + 1, self.byte + len(line)
-                if line.strip():
-                    line_number = f"{self.row}" + f" after byte {begin:,}" * bool(begin)
-                    try:
-                        row = json.loads(line)
-                    except (ValueError, RecursionError) as error:
-                        raise ConfigError(f"{path}: line {line_number}: is not valid JSON: {error}") from None
-                    yield f"{path}: line {line_number}", row
+                yield from _json(path, f"{self.row}" + f" after byte {begin:,}" * bool(begin), line)
+
+    def _compressed(self, path: pathlib.Path, begin: int, end: int) -> Iterator[tuple[str, object]]:
+        """JSON lines. Every piece decompresses all of its file: docs/data.md has the price."""
+        with readable(f"{path}:"), path.open("rb") as file:
+            import pyarrow  # comes with `datasets`
+
+            units = _compressed_units(os.fstat(file.fileno()).st_size)
+            lines = io.BufferedReader(pyarrow.CompressedInputStream(file, COMPRESSED[path.suffix]), TEXT_BYTES)
+            for number, line in enumerate(lines):
+                if number >= self.row and begin <= number % units < end:
+                    self.row, self.byte = number + 1, file.tell()
+                    yield from _json(path, f"{self.row}", line)
 
     def _text(self, path: pathlib.Path, begin: int, end: int) -> Iterator[tuple[str, object]]:
         """A file is one document; a long one is split, at a line end if one is near, so that a part is validation."""
         ended = True  # at the end of a line: the next piece begins there
-        with self._open(path, begin) as file:
+        with self._open(path, begin, end) as file:
             while (self.byte < end or not ended) and (
                     # to the end of the line with the piece's last byte
                     raw := file.read(max(0, min(TEXT_BYTES, end - self.byte - 1))) + file.readline(TEXT_BYTES)):
@@ -157,59 +187,50 @@ class Files(Source):
                 yield str(path), {self.d.text_field: path.read_bytes().decode()}
 
     def _parquet(self, path: pathlib.Path, begin: int, end: int) -> Iterator[tuple[str, object]]:
-        with _readable(f"{path}:"):
+        with readable(f"{path}:"):
             import pyarrow.parquet  # comes with `datasets`
 
             field, table = self.d.text_field, pyarrow.parquet.ParquetFile(path)
-            rows, skip = table.metadata.num_rows, self.row  # those read before
-            groups = None if self.whole else [*range(begin, end)]
-            first = sum(table.metadata.row_group(i).num_rows for i in range(begin)) if groups else 0
-            if rows and field not in table.schema_arrow.names:
+            ends = [0, *itertools.accumulate(table.metadata.row_group(i).num_rows for i in range(table.num_row_groups))]
+            first, last = (0, ends[-1]) if self.whole else self.parquet_rows(ends, path, begin, end)
+            groups = [i for i, (a, b) in enumerate(itertools.pairwise(ends)) if max(a, first) < min(b, last)]
+            if groups and field not in table.schema_arrow.names:
                 yield f"{path}: row 1", dict.fromkeys(table.schema_arrow.names)
+            position = ends[groups[0]] if groups else 0  # rows before the next batch
             for batch in table.iter_batches(1024, groups, [field]):
-                for text in batch[field][skip:].to_pylist():
+                read = first + self.row
+                for text in batch[field][max(0, read - position) : max(0, last - position)].to_pylist():
                     self.row += 1
-                    self.byte = end * self.row // rows
+                    self.byte = end * self.row // ends[-1]
                     yield f"{path}: row {first + self.row}", {field: text}
-                skip = max(0, skip - batch.num_rows)
+                position += batch.num_rows
+
+    def parquet_rows(self, ends: list[int], path: pathlib.Path, begin: int, end: int) -> tuple[int, int]:
+        """The first row and one past the last of a piece. ends: the rows up to the end of each row group, from 0."""
+        return ends[begin], ends[end]
 
 
-class Hub(Source):
-    """A Hugging Face dataset, streamed. Its place is (rows read, the state of `datasets`, revision)."""
+def _compressed_units(size: int) -> int:
+    return max(1, size // COMPRESSED_UNIT)
 
-    def __init__(self, d: config.Data, place: list | None):
-        super().__init__(d, place)
-        with _readable(f"{d.source}: is neither {STDLIB} nor a local file, and as a Hugging Face dataset"):
-            import datasets
-            import huggingface_hub
 
-            datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors are reported here, once
-            # pinned to a commit, so that a later resume reads the same version of the dataset
-            self.row, state, self.revision = place or (0, None, huggingface_hub.HfApi().dataset_info(d.source).sha)
-            self.data = datasets.load_dataset(d.source, name=d.subset, split=d.split, streaming=True,
-                                              revision=self.revision)
-            if state:
-                self.data.load_state_dict(state)
-
-    def rows(self) -> Iterator[tuple[str, object]]:
-        with _readable(f"{self.d.source}:"):
-            for row in self.data:
-                self.row += 1
-                yield f"{self.d.source}: row {self.row}", row
-
-    def place(self) -> list:
-        return [self.row, self.data.state_dict(), self.revision]
-
-    def share(self) -> float | None:
-        split = (self.data.info.splits or {}).get(self.d.split)
-        return self.row / split.num_examples if split and split.num_examples else None
+def _json(path: pathlib.Path, number: str, line: bytes) -> Iterator[tuple[str, object]]:
+    """Where a line is, and its row, if it isn't empty. Raises ConfigError."""
+    if line.strip():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: line {number}: is not valid JSON: {error}") from None
+        yield f"{path}: line {number}", row
 
 
 @contextlib.contextmanager
-def _readable(what: object) -> Iterator[None]:
+def readable(what: object) -> Iterator[None]:
     """Turns any exception of the libraries called inside into ConfigError. what: names the source in its message."""
     try:
         yield
+    except ConfigError:
+        raise
     except Exception as error:
         first_line = str(error).partition("\n")[0]
         raise ConfigError(f"[data] source = {what} cannot be read: {type(error).__name__}: {first_line}") from None
@@ -219,9 +240,9 @@ def local_files(source: str) -> list[pathlib.Path] | None:
     """The files of a file name, folder or glob pattern; None for the id of a Hugging Face dataset: [OWNER/]NAME without
     a file suffix. Raises ConfigError."""
     path, suffixes = pathlib.Path(source), (*LOCAL, ".csv", ".tsv", ".gz", ".zst", ".zip", ".xz", ".arrow")
-    with _readable(f"{source}:"):
+    with readable(f"{source}:"):
         if path.is_dir():
-            return sorted(p for p in path.iterdir() if p.suffix in LOCAL and not p.is_dir())
+            return sorted(p for p in path.iterdir() if p.name.endswith(LOCAL) and not p.is_dir())
         if path.exists():
             return [path]
         if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source) and not source.endswith(suffixes):
@@ -241,7 +262,7 @@ def local_files(source: str) -> list[pathlib.Path] | None:
 def file_stamps(source: str) -> list[list]:
     """[path, size in bytes, mtime in ns] of each of a local source's files, to detect changes."""
     paths = local_files(source) or ()
-    with _readable(f"{source}:"):
+    with readable(f"{source}:"):
         return [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
 
 

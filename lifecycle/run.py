@@ -10,7 +10,7 @@ import platform
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +24,8 @@ from checkpoint.checkpointer import Checkpointer
 from checkpoint.compare import other_tokenizer
 from checkpoint.save import SaveFailed
 from config import ConfigError
+from data.loader import Loader
+from data.order import FAILED, WAITING
 from lifecycle import INPUT_IS_WRONG, STOPPED, folder
 from lifecycle.command import color_is_wanted, torchrun_id, words_without
 from lifecycle.signals import FROZEN_SECONDS, StopRequest, Watchdog
@@ -31,6 +33,7 @@ from metrics import log
 from parallel.mesh import World
 from ranks import all_gather_objects, on_rank_zero
 
+WAIT_SECONDS = 0.2  # between the ranks' agreements on a stop while they wait for text
 COLLECT_EVERY_STEPS = 100  # Python's garbage collection; automatic, it would stall each rank at a different time
 
 
@@ -110,8 +113,9 @@ class Run:
         for path in tokenizer_files:
             files.write_atomic(self.folder / path.name, path.read_bytes())
 
-    def steps(self, first: int, last: int) -> Iterator[int]:
-        """Yields each step to train, up to `last` or until all ranks agree to stop."""
+    def steps(self, first: int, last: int, loader: Loader) -> Iterator[int]:
+        """Yields each step to train, up to `last` or until all ranks agree to stop. Raises what keeps a rank from
+        reading the next batch, if preparing its text does, after the step before was saved."""
         traced = contextlib.nullcontext
         if self.cfg.profile:
             from lifecycle.profiler import Profiler
@@ -120,13 +124,15 @@ class Run:
         gc.collect()
         gc.freeze()
         gc.disable()
-        self.stop.start_sync()
+        self.loader, self.begun = loader, self.step  # the last step that has begun
+        self.stop.start_sync(loader.state(self.begun, 0))
         for step in range(first, last + 1):
             self.agree_on_stop()
             if self.stopping:
                 break
             self._phase("first step" if step == first else "step", step)  # the first compiles
-            self.stop.start_sync()
+            self.begun = step
+            self.stop.start_sync(loader.state(step, 0))
             with traced(step):
                 yield step
             self.step = step
@@ -134,20 +140,29 @@ class Run:
                 gc.collect()
         gc.enable()
         gc.unfreeze()
+        if self.stop.state == FAILED:
+            raise next(filter(None, all_gather_objects(loader.failure)))
         if self.stopping and self.step >= first and not self.cfg.checkpoint:
             raise KeyboardInterrupt(f"stopped after step {self.step} by signal {self.stop.decided}; without "
                                     "[checkpoint] nothing was saved")
         self._phase("end")
 
-    def agree_on_stop(self) -> None:
+    def agree_on_stop(self, timed: Callable | None = None) -> None:
         """Finishes the all-reduce of the stop flags, if one is under way: it began with the step and overlaps it, so a
-        signal during a step may count one step later. Collective."""
+        signal during a step may count one step later. Then waits until every rank has its next batch, or all agree to
+        stop. Collective. timed: given the name of a phase, a context manager that times it."""
         self.stop.finish_sync()
+        if self.stop.state == WAITING and not self.stopping:
+            with (timed or self.phase)("data"):
+                while self.stop.state == WAITING and not self.stopping:
+                    self._phase("data")  # for as long as it takes: whoever prepares the text ends the wait if it fails
+                    self.stop.start_sync(self.loader.state(self.begun, WAIT_SECONDS))
+                    self.stop.finish_sync()
 
     @property
     def stopping(self) -> bool:
         """Whether all ranks have agreed to stop, as of the last agree_on_stop(): the same on all ranks."""
-        return self.stop.decided > 0
+        return self.stop.decided > 0 or self.stop.state == FAILED
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

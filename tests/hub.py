@@ -41,15 +41,17 @@ class Hub:
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
     def close(self) -> None:
-        """From now on connections are refused."""
-        self.server.shutdown()
-        self.server.server_close()
+        """From now on connections are refused, and those that are open lost."""
+        server, self.server = self.server, None
+        server.shutdown()
+        server.server_close()
 
     def __enter__(self) -> "Hub":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if self.server:
+            self.close()
 
     def commit(self, repo: str, files: dict[str, bytes], branch: str = "main", token: str | None = None) -> str:
         """Moves a branch to a new commit of these files alone, and returns it. token: without it, it is not found."""
@@ -79,7 +81,7 @@ class Request(BaseHTTPRequestHandler):
         hub.requests.append(f"{self.command} {self.path}")
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.cut = False
-        if (fault := hub.fault(self)) == LOST:
+        if hub.server is not self.server or (fault := hub.fault(self)) == LOST:
             self.close_connection = True
         elif fault == CUT:
             self.cut = True
@@ -118,7 +120,7 @@ class Request(BaseHTTPRequestHandler):
         entries: dict[str, dict[str, Any]] = {}
         for name, content in files.items():
             for folder in [*pathlib.PurePosixPath(name).parents][:-1]:
-                entries[str(folder)] = {"type": "directory", "path": str(folder), "oid": sha1(folder), "size": 0}
+                entries[str(folder)] = {"type": "directory", "path": str(folder), "oid": "0" * 40, "size": 0}
             entries[name] = {"type": "file", "path": name, "oid": sha1(content), "size": len(content)}
         asked = urllib.parse.parse_qs(body.decode()).get("paths")
         if body and asked is None:
@@ -158,5 +160,6 @@ class Request(BaseHTTPRequestHandler):
         self.close_connection = self.close_connection or self.cut
 
 
-def sha1(content: object) -> str:
-    return hashlib.sha1(content if isinstance(content, bytes) else str(content).encode()).hexdigest()
+def sha1(content: bytes) -> str:
+    """As git names a file of this content."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()

@@ -17,6 +17,8 @@ import tqdm  # noqa: F401
 
 import config
 import data.encode
+from data import growing
+from data.dataset import prepared_parts
 from data.prepare import prepare
 
 EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
@@ -40,10 +42,16 @@ def run(cfg: config.Config, last: int) -> bool:
     sys.addaudithook(audit)
     try:
         prepare(cfg)
+        if cfg.data.order == "growing":
+            growing.prepare_parts(prepared_parts(cfg), cfg.run.seed)
     except BaseException as error:
         print(repr(error), file=sys.stderr)
         os._exit(1)
     os._exit(0)
+
+
+def tree(folder: pathlib.Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def main(path: str, final: str) -> None:
@@ -53,16 +61,17 @@ def main(path: str, final: str) -> None:
     os.fsync = lambda handle: None  # a killed process leaves what it wrote in the page cache
     data.encode.encode_all = lambda folder, typecode, source: (
         (data.encode.encode(folder, typecode, texts), place) for texts, place in data.encode.chunks(source))
-    expected = {p.name: p.read_bytes() for p in pathlib.Path(final).iterdir()}
+    growing.SMALLEST = 40_000
+    expected = tree(pathlib.Path(final))
 
     def check(last: int) -> None:
-        assert {p.name: p.read_bytes() for p in folder.iterdir()} == expected, last
+        assert tree(folder) == expected, last
         assert {p.name for p in folder.parent.iterdir()} == {folder.name, f".{folder.name}.lock"}, last
         shutil.rmtree(folder.parent)
 
     last = 1
     while not run(cfg, last):  # killed, and continued to its end
-        assert not folder.exists(), last
+        assert cfg.data.order == "growing" or not folder.exists(), last
         assert run(cfg, 0), last
         check(last)
         last += 1

@@ -179,6 +179,16 @@ def test_samples_are_the_same_while_preparing_as_after_it(folder, sources, tmp_p
     assert content(tmp_path / "new") == content(folder)
 
 
+def test_a_folder_whose_plan_is_a_list_reads_the_same(folder, sources, tmp_path):
+    """As the first version wrote it; each part was a group of its own."""
+    shutil.copytree(folder, tmp_path / "old")
+    (tmp_path / "old/plan.json").write_text(json.dumps(parts := growing.read_plan(folder)["parts"]))
+    order = growing.Permutation(len(parts), 0, -1, 0)
+    (old,) = open_dataset(growing_config(sources["jsonl"], tmp_path / "old")).train
+    assert old.turn == [order(i) for i in range(len(parts))] and len(parts) > 10
+    assert digests(old.cfg, 9) == digests(growing_config(sources["jsonl"], folder), 9)
+
+
 def test_a_mixture_of_a_prepared_and_an_unprepared_source(sources, tmp_path, prepared):
     """Its validation, too, which is read first here."""
     def of(folder: str) -> config.Config:
@@ -210,6 +220,25 @@ def test_killed_at_random_moments_it_goes_on(folder, sources, tmp_path):
     assert content(tmp_path / "new") == content(folder)
 
 
+def test_killed_before_any_of_its_file_system_events_it_resumes_and_ends_the_same(tmp_path, prepared, monkeypatch):
+    """Those of the plan and of two parts: one kill at each event, and many of one preparation."""
+    monkeypatch.setattr(growing, "SMALLEST", 40_000)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": words(i, 300)}) + "\n" for i in range(60)))
+    cfg = growing_config(tmp_path / "a.jsonl", tmp_path / "killed/out", data={
+        "tokenizer": str(prepared / "tokenizer.model")})
+    prepare(cfg)
+    growing.prepare_parts([(folder := tmp_path / "killed/out", cfg)], cfg.run.seed)
+    assert len(growing.published(folder)) == 2
+    folder.rename(tmp_path / "final")
+    shutil.rmtree(tmp_path / "killed")
+    (tmp_path / "c.toml").write_text(config.to_toml(cfg))
+    done = subprocess.run([sys.executable, "-m", "tests.kill_cases", tmp_path / "c.toml", tmp_path / "final"], cwd=REPO,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["events"] > 30 and found["kills of one"] > 3, found
+
+
 def test_a_row_that_cannot_be_read_ends_who_waits_for_it(sources, tmp_path):
     bad = tmp_path / "bad.jsonl"
     lines = [json.dumps({"text": text}) + "\n" for text in TEXTS]
@@ -232,12 +261,81 @@ def test_a_row_that_cannot_be_read_ends_who_waits_for_it(sources, tmp_path):
     assert done.returncode == 2 and "is not valid JSON" in done.stderr
 
 
-def test_a_hugging_face_dataset_is_refused_by_name(tmp_path, prepared):
-    cfg = growing_config("some/dataset", tmp_path / "p", data={"tokenizer": str(prepared / "tokenizer.model")})
-    with pytest.raises(ConfigError, match='order = "growing": needs local files, and some/dataset is a Hugging Face'):
+def test_max_tokens_end_the_reading_order(folder, sources, tmp_path):
+    """At the part that reaches them, whoever prepares; later epochs and the validation set have no more of them."""
+    whole = growing_config(sources["jsonl"], folder)
+    (parts,) = open_dataset(whole).train
+    counts = [parts.stream(place).length for place in range(len(parts.turn))]
+    cfg = growing_config(sources["jsonl"], tmp_path / "new", eval={}, data={"max_tokens": sum(counts[:6]) - 1})
+    prepare(cfg)
+    dataset = open_dataset(cfg)
+    (limited,), (held,) = dataset.train, dataset.validation
+    total = sum((count - 1) // 32 for count in counts[:6])
+    places = [limited.window(index) for index in range(2 * total)]
+    assert limited.turn == parts.turn[:6] and held.length == sum(
+        growing.manifest_of(growing.part_folder(folder, number))["tokens"]["heldout"] for number in parts.turn[:6])
+    for epoch in range(2):
+        assert sorted(places[epoch * total :][:total]) == [(epoch, window) for window in range(total)]
+    assert places[: total // 2] == [parts.window(index) for index in range(total // 2)]  # before the last segment
+    assert started(cfg, 2).wait(60) == 0  # the other one may have written a part too many
+    made, all_of_it = content(tmp_path / "new/parts"), content(folder / "parts")
+    assert all(made[name] == all_of_it[name] for name in made if name.endswith(".bin"))
+    assert len(growing.published(tmp_path / "new")) < 6 + 3 < len(counts)
+
+
+def test_other_text_of_the_same_sizes_is_another_plan(sources, tmp_path, prepared):
+    """And so another fingerprint, which a resume refuses; a part that was changed is hashed at a start."""
+    path, lines = tmp_path / "a.jsonl", [json.dumps({"text": text}) for text in TEXTS]
+    cfg = growing_config(path, tmp_path / "p", data={"tokenizer": str(prepared / "tokenizer.model")})
+    found = []
+    for content in (lines, [line.replace("cat", "rat") for line in lines]):
+        path.write_text("\n".join(content))
         prepare(cfg)
-    with pytest.raises(ConfigError, match="prepares all of the text, without max_tokens"):
-        prepare(growing_config("python-stdlib", tmp_path / "p", data={"max_tokens": 1000}))
+        found.append(open_dataset(cfg).fingerprint)
+        if content is lines:
+            assert started(cfg, 1).wait(100) == 0
+            part = growing.published(tmp_path / "p")[3] / "train.bin"
+            part.write_bytes(part.read_bytes()[:-2] + b"\0\0")
+            with pytest.raises(ConfigError, match=r"parts/00003/train.bin: was changed since it was prepared"):
+                prepare(cfg)
+            shutil.rmtree(tmp_path / "p")
+    assert found[0] != found[1] and found[0][0]["identity"] == found[1][0]["identity"]
+
+
+def test_a_huge_line_is_read_once_over_all_parts(tmp_path, monkeypatch):
+    """By the part that it begins in; the others read no further than their own range."""
+    path, read = tmp_path / "a.jsonl", []
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("a", "b" * 2_000_000, "c")))
+    d = growing_config(path, "unused").data
+    monkeypatch.setattr(growing, "SMALLEST", 100_000)
+    monkeypatch.setattr(growing, "LARGEST", 100_000)
+    parts = growing.cut(growing.open_files(d))
+
+    class Counted(pathlib.Path().__class__):
+        def open(self, *arguments):
+            file = super().open(*arguments)
+            read.append(file)
+            return file
+
+    found = []
+    for pieces in parts:
+        source = growing.open_files(d, None, pieces)
+        source.paths = [*map(Counted, source.paths)]
+        begin, end = pieces[0][1:]
+        with source._open(source.paths[0], begin, end) as file:
+            assert file.tell() - begin <= 200_000
+        source.byte = 0
+        found += source
+    assert [len(text) for text in found] == [1, 2_000_000, 1] and len(parts) > 15
+
+
+def test_a_source_without_a_window_is_refused_before_step_1(tmp_path, prepared):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "few words"}) + "\n")
+    cfg = growing_config(path, tmp_path / "p", data={"tokenizer": str(prepared / "tokenizer.model")})
+    prepare(cfg)
+    with pytest.raises(ConfigError, match="no part has a window of train.seq_len = 32"):
+        open_dataset(cfg)
 
 
 @pytest.mark.slow

@@ -979,7 +979,7 @@ def test_the_first_step_of_any_launch_has_the_time_to_compile():
     run = mock.MagicMock(step=4)
     run.stopping, run.cfg.profile = False, None
     with mock.patch("lifecycle.run.gc"):
-        assert list(Run.steps(run, 5, 7)) == [5, 6, 7]
+        assert list(Run.steps(run, 5, 7, mock.MagicMock())) == [5, 6, 7]
     assert run._phase.call_args_list == [
         mock.call("first step", 5), mock.call("step", 6), mock.call("step", 7), mock.call("end")]
 

@@ -218,7 +218,7 @@ def test_shipped_configurations():
         with contextlib.suppress(ValueError):
             minimal.read_options(str(path))
             accepted.add(path.stem)
-    assert accepted == {"tiny", "llama8b", "smollm2-135m", "tinyllama-1.1b"}
+    assert accepted == {"tiny", "smollm2-135m", "tinyllama-1.1b"}
 
 
 def test_defaults_are_those_of_the_trainer():

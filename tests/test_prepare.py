@@ -206,6 +206,9 @@ class Endless:
 
     revision = None
 
+    def __init__(self, d: config.Data):
+        self.d = d
+
     def __iter__(self):
         for i in range(100):
             yield words(i, 100)
@@ -219,7 +222,7 @@ class Endless:
 
 def test_beyond_max_tokens_nothing_is_read(with_tokenizer, monkeypatch):
     """But for what the processes that tokenize, here one, are handed ahead."""
-    monkeypatch.setattr("data.encode.open_source", lambda *unused: Endless())
+    monkeypatch.setattr("data.prepare.open_source", lambda d, place: Endless(d))
     monkeypatch.setattr("data.encode.CHUNK", 1000)
     monkeypatch.setattr("os.sched_getaffinity", lambda *unused: {0})
     cfg = dataclasses.replace(with_tokenizer, data=dataclasses.replace(with_tokenizer.data, max_tokens=200))

@@ -1,5 +1,6 @@
 """Sources of text: every kind, resumed at any place."""
 
+import gzip
 import itertools
 import json
 import os
@@ -13,8 +14,9 @@ import pytest
 
 from config import ConfigError
 from data import dataset, sources
+from data.dataset import open_source
 from data.encode import CHUNK, chunks
-from data.sources import _stdlib_files, file_stamps, local_files, open_source
+from data.sources import _stdlib_files, file_stamps, local_files
 from tests.conftest import REPO, config_for, make_config, words
 
 
@@ -66,7 +68,7 @@ def test_a_file_of_another_kind_is_refused_by_name(pattern, tmp_path):
 
 
 def test_hugging_face_source_without_network_says_so(tmp_path):
-    code = ("import sys; from data.sources import _stdlib_files, open_source; import config; "
+    code = ("import sys; from data.sources import _stdlib_files; from data.dataset import open_source; import config; "
             "from tests.conftest import make_config\n"
             "try: list(open_source(make_config(data={'source': 'nobody/nothing-here'}).data))\n"
             "except config.ConfigError as e: print(e)")
@@ -143,7 +145,8 @@ def test_chunks_hold_all_texts_in_order():
     assert all(sum(map(len, chunk[:-1])) < CHUNK for chunk in cut) and list(chunks(Texts())) == []
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "txt", "parquet", "two parquets", "two files", "stdlib"])
+@pytest.mark.parametrize("kind", ["jsonl", "txt", "json.gz", "jsonl.zst", "parquet", "two parquets", "two files",
+                                  "stdlib"])
 def test_a_source_resumes_from_any_place(kind, corpus, tmp_path, monkeypatch):
     some = _stdlib_files()[:40] if kind == "stdlib" else []
     monkeypatch.setattr("data.sources._stdlib_files", lambda: some)
@@ -158,6 +161,12 @@ def test_a_source_resumes_from_any_place(kind, corpus, tmp_path, monkeypatch):
                                         tmp_path / f"{part}.parquet", row_group_size=7)
     elif kind == "txt":
         path.write_text("\n".join(words(i, 9000) for i in range(12)))
+    elif kind == "json.gz":  # in two members
+        lines = corpus.read_bytes().splitlines(keepends=True)
+        path.write_bytes(gzip.compress(b"".join(lines[:9])) + gzip.compress(b"".join(lines[9:])))
+    elif kind == "jsonl.zst":
+        import pyarrow
+        path.write_bytes(pyarrow.compress(corpus.read_bytes(), "zstd", asbytes=True))
     elif kind == "two files":
         path = tmp_path / "part*.jsonl"
         for part in range(2):
@@ -168,6 +177,8 @@ def test_a_source_resumes_from_any_place(kind, corpus, tmp_path, monkeypatch):
     d = config_for("python-stdlib" if kind == "stdlib" else path, tmp_path).data
     whole = list(open_source(d))
     assert len(whole) > 5 and (kind != "two parquets" or whole == texts + texts[1:])
+    if kind in ("json.gz", "jsonl.zst"):
+        assert whole == [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
     for read in (0, 1, len(whole) // 2, len(whole) - 1, len(whole)):
         source = open_source(d)
         assert list(itertools.islice(source, read)) == whole[:read]
