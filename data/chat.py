@@ -96,7 +96,8 @@ class Chat:
     def __init__(self, tokenizer: str | pathlib.Path, template: str | None = None):
         """tokenizer: as Tokenizer's; template: a Jinja file, absent: the tokenizer's own."""
         self.tokenizer = Tokenizer(tokenizer)
-        self.model, self.fast = self.tokenizer.model, "tokenizer.json" in self.tokenizer.files
+        self.fast = "tokenizer.json" in self.tokenizer.files
+        self.model = self.tokenizer.model.inner if self.fast else self.tokenizer.model
         self.special: dict[str, int]  # ids by name
         if self.fast:
             self.special = {t.content: i for i, t in self.model.get_added_tokens_decoder().items()
@@ -298,7 +299,7 @@ def spelled(tokenizer: Tokenizer, stored: list[int]) -> str:
     for has_loss, run in itertools.groupby(stored, lambda token: token >= 0):
         ids = [token if has_loss else ~token for token in run]
         if "tokenizer.json" in tokenizer.files:
-            text = tokenizer.model.decode(ids, skip_special_tokens=False)
+            text = tokenizer.model.inner.decode(ids, skip_special_tokens=False)
         else:  # decodes control tokens to nothing
             text = "".join("".join(tokenizer.model.id_to_piece([*group])) if control else tokenizer.decode([*group])
                            for control, group in itertools.groupby(ids, tokenizer.model.is_control))

@@ -1,16 +1,13 @@
-"""Text <-> token ids: a sentencepiece model or a tokenizer.json from a file, or a model trained here."""
+"""Text <-> token ids: a sentencepiece model from a file, or trained here; tokenizer.json by tokenizer_json.py."""
 
 import collections
-import contextlib
 import functools
 import io
-import json
-import math
 import os
 import pathlib
 import re
-import sys
 from collections.abc import Iterable
+from typing import Any
 
 import config
 from config import ConfigError
@@ -18,7 +15,6 @@ from data.tokens import TokenStream
 
 TOKENIZERS = ("tokenizer.model", "tokenizer.json")
 SPACE = "\u2581"  # sentencepiece writes a space as this character, and decodes the character to a space
-EOS_NAMES = ("<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>")  # Llama 3; Llama 2; GPT-2 and SmolLM; Gemma
 LINE = 1 << 14  # characters; a longer line is split for training
 
 
@@ -37,31 +33,18 @@ def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
     `path`: the file, a folder that holds one, or the id of a Hugging Face repository. Raises ConfigError."""
     path = local_path(str(path))
     try:
-        if path.is_dir():
-            found = [path / name for name in TOKENIZERS if (path / name).exists()]
-            if not found:
-                raise ConfigError(f"{path}: holds neither tokenizer.model nor tokenizer.json")
-            # A sentencepiece model begins with a line feed, the tag of its first field; Llama 3's file does not. A
-            # tokenizer.json next to one is used if a fine-tune has added tokens that its model has rows for.
-            path = found[0] if found[0].read_bytes()[:1] == b"\n" and not has_added_tokens(found[-1]) else found[-1]
-        content = path.read_bytes()
-        if not content.lstrip().startswith(b"{"):
+        found = [path / name for name in TOKENIZERS if (path / name).exists()] if path.is_dir() else [path]
+        if not found:
+            raise ConfigError(f"{path}: holds neither tokenizer.model nor tokenizer.json")
+        if len(found) == 1 and not (content := found[0].read_bytes()).lstrip().startswith(b"{"):
             return {"tokenizer.model": content}
-        settings = path.with_name("tokenizer_config.json")
-        return {"tokenizer.json": content, **({settings.name: settings.read_bytes()} if settings.exists() else {})}
+        if problem := config.lack_of("data/tokenizer_json.py"):
+            raise ConfigError(f"{found[-1]}: {problem}")
+        from data.tokenizer_json import choose_files
+
+        return choose_files(found)
     except OSError as error:
-        raise ConfigError(f"{path}: tokenizer cannot be read: {error.strerror}") from None
-
-
-def has_added_tokens(path: pathlib.Path) -> bool:
-    """Whether a tokenizer.json has tokens beyond its model's vocabulary, and the folder's config.json, if any, rows for
-    them: a padding token may have none. Raises OSError."""
-    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-        content, settings = json.loads(path.read_bytes()), path.with_name("config.json")
-        rows = json.loads(settings.read_bytes())["vocab_size"] if settings.exists() else math.inf
-        last = max(token["id"] for token in content["added_tokens"])
-        return len(content["model"]["vocab"]) <= last < rows
-    return False
+        raise ConfigError(f"{error.filename or path}: tokenizer cannot be read: {error.strerror}") from None
 
 
 class Tokenizer:
@@ -71,8 +54,13 @@ class Tokenizer:
 
     def __init__(self, path: str | pathlib.Path):
         self.path, self.files = path, tokenizer_files(path)
+        self.model: Any
+        self.space: list[int] | None = None  # ids to write for SPACE, if the model would make a space of it
         if "tokenizer.json" in self.files:
-            self._load_json()
+            from data.tokenizer_json import JsonModel
+
+            self.model = JsonModel(path, self.files)
+            self.vocab_size, self.bos, self.eos = self.model.size, self.model.bos, self.model.eos
         else:
             self._load_sentencepiece(self.files["tokenizer.model"])
 
@@ -82,11 +70,6 @@ class Tokenizer:
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Ids of each text, without BOS and EOS. Names of special tokens in a text are encoded as plain text."""
-        if "tokenizer.json" in self.files:
-            try:
-                return [self.model.encode(text, add_special_tokens=False).ids for text in texts]
-            except Exception as error:  # e.g. an unknown word, if the vocabulary has no UNK entry
-                raise ConfigError(f"{self.path}: its tokenizer fails on a text: {error}") from None
         ids = self.model.encode(texts)
         for i, text in enumerate(texts):
             if self.space and SPACE in text:
@@ -112,41 +95,6 @@ class Tokenizer:
         space = [self.model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
         exact = self.model.unk_id() not in space and self.model.encode("a", out_type=str)[0] in ("a", "<0x61>")
         self.space = space if exact else None
-
-    def _load_json(self) -> None:
-        try:
-            import tokenizers
-        except ImportError:
-            install = f"{sys.executable} -m pip install tokenizers"
-            raise ConfigError(f"{self.path}: needs the package `tokenizers`: {install}") from None
-        try:
-            self.model = tokenizers.Tokenizer.from_str(self.files["tokenizer.json"].decode())
-        except Exception as error:  # tokenizers raises Exception itself
-            raise ConfigError(f"{self.path}: is no tokenizer.json that `tokenizers` can read: {error}") from None
-        self.model.no_truncation()
-        self.model.no_padding()
-        if getattr(self.model.model, "dropout", None):
-            self.model.model.dropout = None  # the same text, the same ids
-        self.vocab_size = max(self.model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        if not 0 < self.vocab_size < 2**31:
-            raise ConfigError(f"{self.path}: has {self.vocab_size} ids; they must be at least one, and fit in 31 bits")
-        try:
-            named = json.loads(self.files.get("tokenizer_config.json", b"{}")).get("eos_token")
-        except (ValueError, AttributeError, RecursionError):
-            raise ConfigError(f"{self.path}: tokenizer_config.json beside it is no JSON object") from None
-        # BOS and EOS are what the post-processor adds around a text (here the first that yields any tokens). If it adds
-        # no EOS: the token that tokenizer_config.json names, else the first of EOS_NAMES
-        probes = ("a", *sorted(self.model.get_vocab(with_added_tokens=False))[:100])
-        probe, plain = next(((text, ids) for text in probes for ids in self.encode([text]) if ids), (None, []))
-        if probe is None:
-            raise ConfigError(f"{self.path}: makes nothing of any text that was tried")
-        ids = self.model.encode(probe).ids
-        before = next((i for i in range(len(ids)) if ids[i : i + len(plain)] == plain), 0)
-        self.bos, self.eos = ids[:before], ids[before + len(plain) :]
-        for name in (named.get("content") if isinstance(named, dict) else named, *EOS_NAMES):
-            if not self.eos and isinstance(name, str) and (eos := self.model.token_to_id(name)) is not None:
-                self.eos = [eos]
-        self.model.encode_special_tokens = True  # from now on their names in a text are encoded as plain text
 
 
 @functools.cache
