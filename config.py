@@ -229,6 +229,7 @@ ROOMS = {
     "lora": ("model/lora.py", "huggingface/"),
     'lora.base_dtype = "nf4"': ("model/nf4.py",),
     "data.order": ("data/growing.py",),
+    "data.sources": ("data/mixture.py",),
     "data.messages_field": ("data/chat.py", "data/packing.py", "data/template.py"),
     'optim.name = "muon"': ("muon.py",),
     "optim.state_dtype": ("adamw_bfloat16.py",),

@@ -3,7 +3,6 @@
     ./run_train.sh configs/tiny.toml --eval-only        prints the evaluation row as JSON; writes nothing
 """
 
-import contextlib
 import math
 
 import torch
@@ -11,9 +10,8 @@ import torch
 import config
 import metrics
 from checkpoint.checkpointer import Checkpointer
-from config import ConfigError
 from data.dataset import Dataset, open_dataset
-from data.loader import validation_batches, validation_tokens
+from data.loader import validation_batches
 from files import print_error, print_line
 from lifecycle.run import Run, open_pretrained
 from model.build import meta_model
@@ -29,7 +27,7 @@ from ranks import all_gather_objects
 def evaluate(model: Llama, cfg: config.Config, world: World, dataset: Dataset, run: Run) -> dict | None:
     """Mean loss over the validation tokens, and the sum of their losses in bits per byte of the text that they encode,
     for a mixture also by source: {"loss": ..., "bits_per_byte": ..., "loss_by_source": {...}, ...}. Bits per byte of
-    data without a tokenizer are NaN. None if the run was asked to stop meanwhile."""
+    data without a tokenizer, or without data/text_bytes.py, are NaN. None if the run was asked to stop meanwhile."""
     streams = dataset.validation
     sums = torch.zeros(len(streams), dtype=torch.float64, device=world.device)
     counts = torch.zeros(len(streams), dtype=torch.int64, device=world.device)
@@ -50,7 +48,12 @@ def evaluate(model: Llama, cfg: config.Config, world: World, dataset: Dataset, r
     model.train()
     if run.stopping:
         return None
-    ranks = all_gather_objects((sums.tolist(), counts.tolist(), bytes_of_targets(cfg, world, dataset)))
+    text_bytes = [math.nan] * len(streams)
+    if config.has("data/text_bytes.py"):
+        from data.text_bytes import bytes_of_targets
+
+        text_bytes = bytes_of_targets(cfg, dataset, world.rank, world.size)
+    ranks = all_gather_objects((sums.tolist(), counts.tolist(), text_bytes))
     losses, targets = (added([rank[i] for rank in ranks[:: world.tp]]) for i in (0, 1))
     bits, text = [nats / math.log(2) for nats in losses], added([rank[2] for rank in ranks])
     # sums over sums, not means of means; a mask may leave no target
@@ -62,19 +65,6 @@ def evaluate(model: Llama, cfg: config.Config, world: World, dataset: Dataset, r
 
 def added(of_ranks: list[list[float]]) -> list[float]:
     return [sum(of_source) for of_source in zip(*of_ranks)]
-
-
-def bytes_of_targets(cfg: config.Config, world: World, dataset: Dataset) -> list[float]:
-    """Of each source, this rank's share of the bytes that the validation targets encode; NaN if it cannot decode
-    them, or they are answers in conversations."""
-    with contextlib.suppress(ImportError, ConfigError, IndexError):  # IndexError: the data has no tokenizer
-        from data.tokenizer import target_bytes
-
-        folder, masked = dataset.tokenizer_files[0].parent, cfg.data.document_mask
-        if not cfg.data.messages_field:
-            return [target_bytes(stream, validation_tokens(stream, cfg), masked, folder, world.rank, world.size)
-                    for stream in dataset.validation]
-    return [math.nan] * len(dataset.validation)
 
 
 def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:

@@ -1,7 +1,9 @@
 """Atomic, durable writes: files and folders appear complete or not at all, and survive a power cut. Also locks."""
 
+import contextlib
 import errno
 import fcntl
+import json
 import os
 import pathlib
 import sys
@@ -29,6 +31,14 @@ def write_atomic(path: pathlib.Path, content: bytes | str) -> None:
         file.flush()
         os.fsync(file.fileno())  # else a power cut may leave the new name without its content
     temporary.replace(path)
+
+
+def read_json(path: pathlib.Path) -> dict:
+    """The object in a JSON file; {} if there is none, or none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_text())
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def publish(temporary: pathlib.Path, final: pathlib.Path) -> None:

@@ -193,12 +193,3 @@ def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
                          "weights these tokens mean other words; data.tokenizer names one")
     fingerprint = [{key: manifest.get(key) for key in ("identity", "tokens", "sha256")} for manifest in manifests]
     return Dataset(training, validation, weights(cfg), source_names(cfg), tokenizer, fingerprint, notes)
-
-
-def samples_per_epoch(cfg: config.Config) -> float | None:
-    """Samples until every source has been read once; None if the data is not prepared, or its tokenizer is missing."""
-    if cfg.data.tokenizer and not os.path.exists(cfg.data.tokenizer):
-        return None
-    if cfg.data.order == "growing" or not is_prepared(cfg):
-        return None
-    return make_order(cfg, open_data(cfg, "train"), weights(cfg)).longest_epoch()

@@ -6,13 +6,11 @@ permutation. Nothing depends on the number of ranks.
 
 import functools
 import hashlib
-import math
 from collections.abc import Sequence
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import config
-from config import LONGEST_PERIOD, ConfigError
+from config import ConfigError
 from data.tokens import window_count
 
 READY, WAITING, FAILED = range(3)  # what the text is that a rank reads next (Loader.state())
@@ -42,44 +40,21 @@ class Permutation:
                 return index
 
 
-class Mixture:
-    """Which source a sample of the run comes from, and how many of that source came before it.
+class OneSource:
+    """What data/mixture.py's Mixture is, where there is one source: all samples are its, in their order."""
 
-    Of the first n samples, a source of share w gets w n, rounded up or down, for every n and source
-    (https://doi.org/10.1007/BF01940883): its j-th sample may come at number floor((j-1) / w) or later and is due by
-    ceil(j / w); the eligible one with the earliest deadline is next. The order is periodic; a table holds one period.
-    """
-
-    def __init__(self, weights: Sequence[float]):
-        self.parts = whole_parts(weights)  # samples of each source in a period
-        self.period = sum(self.parts)
-        self.table: list[tuple[int, int]] = []  # (source, its earlier samples in the period)
-        given = [0] * len(self.parts)
-        for number in range(self.period):
-            _, source = min((-(-(given[i] + 1) * self.period // part), i) for i, part in enumerate(self.parts)
-                            if given[i] * self.period // part <= number and given[i] < part)
-            self.table.append((source, given[source]))
-            given[source] += 1
+    period, parts = 1, (1,)
 
     def __call__(self, number: int) -> tuple[int, int]:
-        turn, place = divmod(number, self.period)
-        source, before = self.table[place]
-        return source, turn * self.parts[source] + before
+        return 0, number
 
 
-def whole_parts(weights: Sequence[float]) -> list[int]:
-    """The weights as integers in the same ratio, or close to it, with a sum of at most LONGEST_PERIOD."""
-    exact = [Fraction(repr(weight)) for weight in weights]
-    shares = [weight / sum(exact) for weight in exact]
-    near = [share.limit_denominator(LONGEST_PERIOD) for share in shares]
-    period = math.lcm(*(share.denominator for share in near))
-    if sum(near) == 1 and period <= LONGEST_PERIOD:
-        return [int(share * period) for share in near]
-    parts = [int(share * LONGEST_PERIOD) for share in shares]
-    by_rest = sorted(range(len(parts)), key=lambda i: parts[i] - shares[i] * LONGEST_PERIOD)
-    for i in by_rest[: LONGEST_PERIOD - sum(parts)]:
-        parts[i] += 1
-    return parts
+def mixture_of(weights: Sequence[float]) -> Any:
+    if len(weights) == 1:
+        return OneSource()
+    from data.mixture import Mixture
+
+    return Mixture(weights)
 
 
 class Place(NamedTuple):
@@ -92,7 +67,7 @@ class Order:
     """Maps a sample's number to its Place. windows: the number of full windows of each source."""
 
     def __init__(self, windows: Sequence[int], weights: Sequence[float], seed: int):
-        self.windows, self.mixture = windows, Mixture(weights)
+        self.windows, self.mixture = windows, mixture_of(weights)
         self.permutation = functools.lru_cache(2 * len(windows))(  # of the epochs under way, for speed alone
             lambda source, epoch: Permutation(windows[source], seed, epoch, source))
 
@@ -101,17 +76,12 @@ class Order:
         epoch, position = divmod(index, self.windows[source])
         return Place(source, epoch, self.permutation(source, epoch)(position))
 
-    def longest_epoch(self) -> float:
-        """Samples of the run until every source has been read once."""
-        period, parts = self.mixture.period, self.mixture.parts
-        return max(windows * period / part for windows, part in zip(self.windows, parts))
-
 
 class GrowingOrder(Order):
     """Of sources (data/growing.py: Parts) whose numbers of windows are not known yet."""
 
     def __init__(self, sources: Sequence[Any], weights: Sequence[float]):
-        self.sources, self.mixture = sources, Mixture(weights)
+        self.sources, self.mixture = sources, mixture_of(weights)
 
     def __call__(self, number: int) -> Place:
         source, index = self.mixture(number)

@@ -18,7 +18,7 @@ import config
 from config import ConfigError
 from data.chat import spelled
 from data.tokenizer import Tokenizer
-from data.tokens import TokenStream, damaged, manifest_of, open_stream
+from data.tokens import TokenStream, damaged, manifest_of, open_stream, pread
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,13 +110,13 @@ class Packed:
 
     def stored(self, begin: int, end: int) -> np.ndarray:
         """The stream's tokens begin ... end-1, complements where they have no loss."""
-        return np.frombuffer(self.stream.read_bytes(begin, end), "<i4")
+        return np.frombuffer(pread(self.stream.file, 4 * begin, 4 * end, f"token {end}"), "<i4")
 
     def read(self, start: int, stop: int) -> "tuple[bytes, Tensor]":
         """(the bytes, the ids (stop - start)) of one window: complements where a token has no loss, -1 for padding."""
         import torch
 
-        raw = b"".join(self.stream.read_bytes(begin, end)
+        raw = b"".join(self.stored(begin, end).tobytes()
                        for _, begin, end in self.conversations(start // self.seq_len))
         found = torch.full((stop - start,), -1)
         found[: len(raw) // 4] = ids = torch.frombuffer(bytearray(raw), dtype=torch.int32).to(torch.int64)

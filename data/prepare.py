@@ -6,7 +6,6 @@ Writes train.bin, heldout.bin (validation), where their documents end, the token
 prepared/{source}-{hash}/, one for each source, in full or not at all.
 """
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -38,7 +37,9 @@ def prepare(cfg: config.Config) -> list[pathlib.Path]:
     """Creates missing folders of token files, and checks existing ones. Returns them, by source. Raises ConfigError,
     after which a folder is published in full or not at all."""
     if cfg.data.sources and not cfg.data.tokenizer:
-        _prepare_common_tokenizer(cfg)
+        from data.mixture import prepare_tokenizer
+
+        prepare_tokenizer(cfg, common_tokenizer(cfg), lambda: _train_tokenizer(cfg), _make_under_lock)
     parts = prepared_parts(cfg)
     for part in parts:
         _make_under_lock(part[0], functools.partial(_matches, *part), functools.partial(_prepare_folder, *part))
@@ -70,25 +71,6 @@ def _make_under_lock(path: pathlib.Path, made: Callable[[], bool], make: Callabl
             held.release()
     except OSError as error:
         raise ConfigError(f"{error.filename or path}: data could not be prepared: {error.strerror}") from None
-
-
-def _prepare_common_tokenizer(cfg: config.Config) -> None:
-    """Trains a mixture's tokenizer if it is missing. Raises ConfigError if the files it was trained on have changed."""
-    path = common_tokenizer(cfg)
-    stamps = path.with_suffix(".json")
-    now = {part.data.source: file_stamps(part.data.source) for part in source_configs(cfg)}
-
-    def train() -> None:
-        content = _train_tokenizer(cfg)
-        files.write_atomic(stamps, json.dumps(now))
-        files.write_atomic(path, content)
-
-    _make_under_lock(path, path.exists, train)
-    before = _read_json(stamps)
-    changed = [source for source, found in now.items() if found and found != before.get(source)]
-    if changed:
-        raise ConfigError(f"{path}: {', '.join(changed)} changed since this tokenizer was trained on it; delete this "
-                          "file, to train it and prepare its sources anew, or name another data.path")
 
 
 def _matches(folder: pathlib.Path, cfg: config.Config) -> bool:
@@ -131,7 +113,7 @@ def _prepare_folder(folder: pathlib.Path, cfg: config.Config) -> None:
     what was read of a Hugging Face dataset: a network failure looks the same, and is temporary."""
     temporary, d = folder.with_name(f".{folder.name}.tmp"), cfg.data
     wanted: dict = {"identity": identity(cfg), "files": file_stamps(d.source)}
-    manifest = _read_json(temporary / MANIFEST)
+    manifest = files.read_json(temporary / MANIFEST)
     try:
         if any(manifest.get(key) != value for key, value in wanted.items()):  # none, or of something else
             shutil.rmtree(temporary, ignore_errors=True)
@@ -183,13 +165,6 @@ def _write_folder(temporary: pathlib.Path, cfg: config.Config, manifest: dict) -
     manifest |= {"vocab_size": size, "dtype": dtype, "sha256": {path.name: _sha256(path) for path in content}}
     del manifest["place"]
     files.write_atomic(temporary / MANIFEST, json.dumps(manifest, indent=2))
-
-
-def _read_json(path: pathlib.Path) -> dict:
-    """The content of a JSON file; {} if it is missing or invalid."""
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads(path.read_text())
-    return {}
 
 
 def _sha256(path: pathlib.Path) -> str:

@@ -1,7 +1,6 @@
 """Text <-> token ids: a sentencepiece model from a file, or trained here; tokenizer.json by tokenizer_json.py."""
 
 import collections
-import functools
 import io
 import os
 import pathlib
@@ -11,7 +10,6 @@ from typing import Any
 
 import config
 from config import ConfigError
-from data.tokens import TokenStream
 
 TOKENIZERS = ("tokenizer.model", "tokenizer.json")
 SPACE = "\u2581"  # sentencepiece writes a space as this character, and decodes the character to a space
@@ -95,20 +93,6 @@ class Tokenizer:
         space = [self.model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
         exact = self.model.unk_id() not in space and self.model.encode("a", out_type=str)[0] in ("a", "<0x61>")
         self.space = space if exact else None
-
-
-@functools.cache
-def target_bytes(stream: TokenStream, stop: int, masked: bool, folder: pathlib.Path, rank: int, size: int) -> int:
-    """UTF-8 bytes of the text that a stream's tokens 1 ... stop-1 encode, in every size-th document; the sum over the
-    ranks is that of the whole. BOS and EOS have none, nor has a character that `stop` cuts. masked: the first token of
-    a document is no target. Raises ConfigError if documents or tokenizer cannot be read."""
-    tokenizer, found = Tokenizer(folder), 0
-    for _, begin, end in stream.documents(0, stop)[rank::size]:
-        ids = stream.read(begin, min(end, stop))[1].tolist()
-        first = ids[:1] if masked or begin == 0 else []
-        text = tokenizer.decode(ids)
-        found += len((text.rstrip("\ufffd") if end > stop else text).encode()) - len(tokenizer.decode(first).encode())
-    return found
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:

@@ -67,16 +67,13 @@ class TokenStream:
         """(the bytes, the ids (stop - start) as int64) of tokens start ... stop-1."""
         import torch
 
-        raw = self.read_bytes(start, stop)
+        width = WIDTH[self.dtype]
+        raw = pread(self.file, start * width, stop * width, f"token {stop}")
         ids = torch.frombuffer(bytearray(raw), dtype=getattr(torch, self.dtype)).to(torch.int64)
         if ids.max() >= self.vocab_size or ids.min() < 0:
             at = int(((ids >= self.vocab_size) | (ids < 0)).nonzero()[0])
             raise damaged(self.path, f"token {start + at} has id {ids[at]}, but [model] vocab_size = {self.vocab_size}")
         return raw, ids
-
-    def read_bytes(self, start: int, stop: int) -> bytes:
-        width = WIDTH[self.dtype]
-        return _pread(self.file, start * width, stop * width, f"token {stop}")
 
     def span(self, window: int, length: int) -> "tuple[TokenStream, int, int]":
         """(stream, first token, one past the last) of a window: `length` inputs and their targets, shifted by one."""
@@ -102,7 +99,7 @@ class TokenStream:
 
     def end(self, number: int) -> int:
         """One past the last token of a document."""
-        return int.from_bytes(_pread(self._ends, 8 * number, 8 * number + 8, f"document {number}"), "little")
+        return int.from_bytes(pread(self._ends, 8 * number, 8 * number + 8, f"document {number}"), "little")
 
     @functools.cached_property
     def _ends(self) -> io.FileIO:
@@ -124,7 +121,7 @@ def _open(path: pathlib.Path) -> tuple[io.FileIO, int]:
     return file, os.fstat(file.fileno()).st_size
 
 
-def _pread(file: io.FileIO, start: int, stop: int, what: str) -> bytes:
+def pread(file: io.FileIO, start: int, stop: int, what: str) -> bytes:
     raw = os.pread(file.fileno(), stop - start, start)
     if len(raw) != stop - start:
         raise damaged(pathlib.Path(file.name), f"ends before {what}: it was cut while it was in use")

@@ -24,10 +24,7 @@ from lifecycle.signals import NOW
 
 def read_status(folder: pathlib.Path) -> dict:
     """status.json of a run's folder; {} if it is missing or cannot be read."""
-    with contextlib.suppress(OSError, ValueError):
-        status = json.loads((folder / "status.json").read_text())
-        return status if isinstance(status, dict) else {}
-    return {}
+    return files.read_json(folder / "status.json")
 
 
 def write_status(folder: pathlib.Path, state: str, step: int, launch: str | None, **more) -> None:

@@ -7,12 +7,14 @@ plan.py makes a plan, show.py prints it, advice.py suggests changes where it doe
 
 import json
 import math
+import os
 import sys
 from argparse import Namespace
 
 import config
 from config import ConfigError
-from data.dataset import samples_per_epoch
+from data.dataset import is_prepared, open_data, weights
+from data.order import make_order
 from files import print_line
 from planner.advice import advise
 from planner.devices import device
@@ -56,3 +58,13 @@ def dry_run(cfg: config.Config, args: Namespace) -> bool:
         if not row["fits"]:
             print(advise(row["world_size"], args, asked), file=sys.stderr)
     return all(row["fits"] is not False for row in rows)
+
+
+def samples_per_epoch(cfg: config.Config) -> float | None:
+    """Samples until every source has been read once; None if the data is not prepared, or its tokenizer is missing."""
+    if cfg.data.tokenizer and not os.path.exists(cfg.data.tokenizer):
+        return None
+    if cfg.data.order == "growing" or not is_prepared(cfg):
+        return None
+    order = make_order(cfg, open_data(cfg, "train"), weights(cfg))
+    return max(windows * order.mixture.period / part for windows, part in zip(order.windows, order.mixture.parts))

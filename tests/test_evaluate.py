@@ -17,7 +17,6 @@ from config import ConfigError
 from data.dataset import open_data
 from data.encode import is_validation
 from data.prepare import prepare
-from data.tokenizer import target_bytes
 from tests import cases
 from tests.conftest import launch, make_config, rows
 
@@ -104,6 +103,8 @@ def byte_level(path) -> str:
 @pytest.mark.parametrize("trained", [True, False])
 def test_bytes_of_targets_are_those_of_the_text(tmp_path, trained, masked):
     """Of any number of tokens, the sum over the ranks equals what the bytes of the single tokens give."""
+    from data.text_bytes import target_bytes
+
     texts = write_texts(tmp_path / "t.jsonl", 0)
     cfg = make_config(data={"source": str(tmp_path / "t.jsonl"), "path": str(tmp_path / "p"),
                             "tokenizer": None if trained else byte_level(tmp_path / "tokenizer.json")})

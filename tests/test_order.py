@@ -13,7 +13,7 @@ import config
 from config import LONGEST_PERIOD, ConfigError
 from data.dataset import open_data, weights
 from data.loader import DIGEST_MODULUS, make_order, sample_digest
-from data.order import Mixture, Order, Permutation, rank_samples, whole_parts
+from data.order import OneSource, Order, Permutation, rank_samples
 from data.prepare import prepare
 from data.tokens import open_stream, window_count
 from tests import cases
@@ -84,6 +84,8 @@ WEIGHTS = [[1], [3, 1], [0.7, 0.2, 0.1], [1, 1, 1], [1 / 6, 5 / 6], [0.5, 0.3, 0
 
 @pytest.mark.parametrize("shares", WEIGHTS, ids=str)
 def test_mixture_is_true_to_its_weights_at_every_prefix(shares):
+    from data.mixture import Mixture
+
     mixture = Mixture(shares)
     exact = [Fraction(part, mixture.period) for part in mixture.parts]
     given = [Fraction(repr(weight)) / sum(Fraction(repr(w)) for w in shares) for weight in shares]
@@ -99,7 +101,17 @@ def test_mixture_is_true_to_its_weights_at_every_prefix(shares):
     assert mixture(far + 1)[1] == mixture(1)[1] + 10**15 * mixture.parts[mixture(1)[0]]
 
 
+def test_one_source_is_a_mixture_of_one():
+    from data.mixture import Mixture
+
+    one, mixture = OneSource(), Mixture([0.3])
+    assert (one.period, [*one.parts]) == (mixture.period, mixture.parts)
+    assert [one(number) for number in (0, 1, 2, 10**15)] == [mixture(number) for number in (0, 1, 2, 10**15)]
+
+
 def test_weights_are_exact_where_they_can_be():
+    from data.mixture import whole_parts
+
     assert whole_parts([0.7, 0.2, 0.1]) == [7, 2, 1] and whole_parts([1 / 3, 2 / 3]) == [1, 2]
     assert whole_parts([30, 10]) == [3, 1] and sum(whole_parts([0.123456789, math.pi, math.e])) == LONGEST_PERIOD
     shares = [0.25 + 0.6 / LONGEST_PERIOD, 0.25 + 0.1 / LONGEST_PERIOD, 0.5 - 0.7 / LONGEST_PERIOD]
@@ -113,7 +125,7 @@ def test_every_sample_once_an_epoch_of_its_source():
     windows, shares = [101, 211, 7], [2, 5, 1]
     order = Order(windows, shares, 3)
     seen: list[list[list[int]]] = [[[], [], []] for _ in windows]
-    for number in range(math.ceil(3 * order.longest_epoch()) + 8):
+    for number in range(3 * 101 * 8 // 2 + 8):  # two of eight samples are the first source's, whose epochs are longest
         source, epoch, window = order(number)
         if epoch < 3:
             seen[source][epoch].append(window)

@@ -13,7 +13,7 @@ import pytest
 
 import config
 from config import ConfigError
-from data.dataset import open_dataset, open_source, samples_per_epoch
+from data.dataset import open_dataset, open_source
 from data.encode import is_validation
 from data.tokenizer import Tokenizer, train_tokenizer
 from data.tokens import open_stream
@@ -365,5 +365,7 @@ def test_a_user_is_told_of_weights_trained_with_another_tokenizer(prepared, writ
 
 
 def test_an_epoch_is_unknown_until_the_tokenizer_is_there(corpus, write_config, tmp_path):
+    from planner.dry_run import samples_per_epoch
+
     data = {"source": str(corpus), "tokenizer": str(tmp_path / "yet to come.model")}
     assert samples_per_epoch(config.load(str(write_config(data=data)))) is None

@@ -1,0 +1,72 @@
+"""[[data.sources]]: the order in which the samples of several sources come, and the tokenizer that they share."""
+
+import json
+import math
+import pathlib
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+import config
+import files
+from config import LONGEST_PERIOD, ConfigError
+from data.sources import file_stamps
+
+
+class Mixture:
+    """Which source a sample of the run comes from, and how many of that source came before it.
+
+    Of the first n samples, a source of share w gets w n, rounded up or down, for every n and source
+    (https://doi.org/10.1007/BF01940883): its j-th sample may come at number floor((j-1) / w) or later and is due by
+    ceil(j / w); the eligible one with the earliest deadline is next. The order is periodic; a table holds one period.
+    """
+
+    def __init__(self, weights: Sequence[float]):
+        self.parts = whole_parts(weights)  # samples of each source in a period
+        self.period = sum(self.parts)
+        self.table: list[tuple[int, int]] = []  # (source, its earlier samples in the period)
+        given = [0] * len(self.parts)
+        for number in range(self.period):
+            _, source = min((-(-(given[i] + 1) * self.period // part), i) for i, part in enumerate(self.parts)
+                            if given[i] * self.period // part <= number and given[i] < part)
+            self.table.append((source, given[source]))
+            given[source] += 1
+
+    def __call__(self, number: int) -> tuple[int, int]:
+        turn, place = divmod(number, self.period)
+        source, before = self.table[place]
+        return source, turn * self.parts[source] + before
+
+
+def whole_parts(weights: Sequence[float]) -> list[int]:
+    """The weights as integers in the same ratio, or close to it, with a sum of at most LONGEST_PERIOD."""
+    exact = [Fraction(repr(weight)) for weight in weights]
+    shares = [weight / sum(exact) for weight in exact]
+    near = [share.limit_denominator(LONGEST_PERIOD) for share in shares]
+    period = math.lcm(*(share.denominator for share in near))
+    if sum(near) == 1 and period <= LONGEST_PERIOD:
+        return [int(share * period) for share in near]
+    parts = [int(share * LONGEST_PERIOD) for share in shares]
+    by_rest = sorted(range(len(parts)), key=lambda i: parts[i] - shares[i] * LONGEST_PERIOD)
+    for i in by_rest[: LONGEST_PERIOD - sum(parts)]:
+        parts[i] += 1
+    return parts
+
+
+def prepare_tokenizer(cfg: config.Config, path: pathlib.Path, train: Callable[[], bytes],
+                      make_under_lock: Callable[..., None]) -> None:
+    """Trains a mixture's tokenizer, `path`, if it is missing. Raises ConfigError if the files it was trained on have
+    changed."""
+    stamps = path.with_suffix(".json")
+    now = {source.source: file_stamps(source.source) for source in cfg.data.sources}
+
+    def make() -> None:
+        content = train()
+        files.write_atomic(stamps, json.dumps(now))
+        files.write_atomic(path, content)
+
+    make_under_lock(path, path.exists, make)
+    before = files.read_json(stamps)
+    changed = [source for source, found in now.items() if found and found != before.get(source)]
+    if changed:
+        raise ConfigError(f"{path}: {', '.join(changed)} changed since this tokenizer was trained on it; delete this "
+                          "file, to train it and prepare its sources anew, or name another data.path")
