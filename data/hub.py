@@ -9,7 +9,7 @@ from typing import TypeVar
 import config
 from config import ConfigError
 from data.encode import report
-from data.sources import COMPRESSED_UNIT, LOCAL, STDLIB, Files, Source, readable
+from data.sources import LOCAL, STDLIB, Files, Source, readable
 
 PATIENCE, AT_FIRST = 300.0, 10.0  # seconds during which a lost network is tried again: in a run, and before it
 T = TypeVar("T")
@@ -72,9 +72,13 @@ class HubFiles(Files):
     def units(self, number: int) -> tuple[int, int]:
         if self.paths[number].suffix != ".parquet":
             return super().units(number)
+        from data.arrow import COMPRESSED_UNIT
+
         return max(1, self.sizes[number] // COMPRESSED_UNIT), 2 * COMPRESSED_UNIT
 
     def parquet_rows(self, ends: list[int], path: pathlib.Path, begin: int, end: int) -> tuple[int, int]:
+        from data.arrow import COMPRESSED_UNIT
+
         units = max(1, path.stat().st_size // COMPRESSED_UNIT)
         return ends[-1] * begin // units, ends[-1] * end // units
 

@@ -6,21 +6,20 @@ import contextlib
 import glob
 import hashlib
 import io
-import itertools
 import json
 import os
 import pathlib
 import re
 import sysconfig
 from collections.abc import Iterator
+from typing import Any
 
 import config
 from config import ConfigError
 
 STDLIB = "python-stdlib"
 LOCAL = (".jsonl", ".json", ".parquet", ".txt", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
-COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
-COMPRESSED_UNIT = 1 << 20  # bytes of a compressed file, about three times as many of its text
+BY_ARROW = (".parquet", ".gz", ".zst")
 SAMPLES = 16  # blocks of a file, of TEXT_BYTES, by which its text is recognized
 TEXT_BYTES = 1 << 16  # a longer .txt file becomes several documents
 
@@ -105,8 +104,7 @@ class Files(Source):
         return self.paths[number]
 
     def rows(self) -> Iterator[tuple[str, object]]:
-        kinds = {".parquet": self._parquet, ".txt": self._text, ".py": self._python, ".gz": self._compressed,
-                 ".zst": self._compressed}
+        kinds = {".txt": self._text, ".py": self._python} | dict.fromkeys(BY_ARROW, self._by_arrow)
         while self.piece < len(self.pieces):
             number, begin, end = self.pieces[self.piece]
             path = self.fetch(number)
@@ -124,15 +122,10 @@ class Files(Source):
     def units(self, number: int) -> tuple[int, int]:
         """How many units a file has, and about how many bytes of text are one. Raises ConfigError."""
         path, size = self.paths[number], self.sizes[number]
-        if path.suffix in COMPRESSED:
-            return _compressed_units(size), 3 * COMPRESSED_UNIT
-        if path.suffix != ".parquet":
+        if path.suffix not in BY_ARROW:
             return size, 1
         with readable(f"{path}:"):
-            import pyarrow.parquet  # comes with `datasets`
-
-            groups = pyarrow.parquet.ParquetFile(path).metadata.num_row_groups
-            return groups, max(1, size // max(1, groups))
+            return arrow().units(path, size)
 
     def _open(self, path: pathlib.Path, begin: int, end: int) -> io.BufferedReader:
         """The file, at the first line that begins at `begin` or later, or where reading stopped; or beyond `end`."""
@@ -151,17 +144,9 @@ class Files(Source):
                 self.row, self.byte = self.row + 1, self.byte + len(line)
                 yield from _json(path, f"{self.row}" + f" after byte {begin:,}" * bool(begin), line)
 
-    def _compressed(self, path: pathlib.Path, begin: int, end: int) -> Iterator[tuple[str, object]]:
-        """JSON lines. Every piece decompresses all of its file: docs/data.md has the price."""
-        with readable(f"{path}:"), path.open("rb") as file:
-            import pyarrow  # comes with `datasets`
-
-            units = _compressed_units(os.fstat(file.fileno()).st_size)
-            lines = io.BufferedReader(pyarrow.CompressedInputStream(file, COMPRESSED[path.suffix]), TEXT_BYTES)
-            for number, line in enumerate(lines):
-                if number >= self.row and begin <= number % units < end:
-                    self.row, self.byte = number + 1, file.tell()
-                    yield from _json(path, f"{self.row}", line)
+    def _by_arrow(self, path: pathlib.Path, begin: int, end: int) -> Iterator[tuple[str, object]]:
+        with readable(f"{path}:"):
+            yield from arrow().rows(self, path, begin, end, _json)
 
     def _text(self, path: pathlib.Path, begin: int, end: int) -> Iterator[tuple[str, object]]:
         """A file is one document; a long one is split, at a line end if one is near, so that a part is validation."""
@@ -186,32 +171,18 @@ class Files(Source):
             with contextlib.suppress(UnicodeDecodeError):
                 yield str(path), {self.d.text_field: path.read_bytes().decode()}
 
-    def _parquet(self, path: pathlib.Path, begin: int, end: int) -> Iterator[tuple[str, object]]:
-        with readable(f"{path}:"):
-            import pyarrow.parquet  # comes with `datasets`
-
-            field, table = self.d.text_field, pyarrow.parquet.ParquetFile(path)
-            ends = [0, *itertools.accumulate(table.metadata.row_group(i).num_rows for i in range(table.num_row_groups))]
-            first, last = (0, ends[-1]) if self.whole else self.parquet_rows(ends, path, begin, end)
-            groups = [i for i, (a, b) in enumerate(itertools.pairwise(ends)) if max(a, first) < min(b, last)]
-            if groups and field not in table.schema_arrow.names:
-                yield f"{path}: row 1", dict.fromkeys(table.schema_arrow.names)
-            position = ends[groups[0]] if groups else 0  # rows before the next batch
-            for batch in table.iter_batches(1024, groups, [field]):
-                read = first + self.row
-                for text in batch[field][max(0, read - position) : max(0, last - position)].to_pylist():
-                    self.row += 1
-                    self.byte = end * self.row // ends[-1]
-                    yield f"{path}: row {first + self.row}", {field: text}
-                position += batch.num_rows
-
     def parquet_rows(self, ends: list[int], path: pathlib.Path, begin: int, end: int) -> tuple[int, int]:
         """The first row and one past the last of a piece. ends: the rows up to the end of each row group, from 0."""
         return ends[begin], ends[end]
 
 
-def _compressed_units(size: int) -> int:
-    return max(1, size // COMPRESSED_UNIT)
+def arrow() -> Any:
+    """data/arrow.py. Raises ConfigError without it."""
+    if problem := config.lack_of("data/arrow.py"):
+        raise ConfigError(problem)
+    import data.arrow
+
+    return data.arrow
 
 
 def _json(path: pathlib.Path, number: str, line: bytes) -> Iterator[tuple[str, object]]:

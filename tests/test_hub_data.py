@@ -41,10 +41,10 @@ CODE = """
 import json, sys
 import config
 from tests.conftest import make_config
-from data import dataset, growing, hub, sources
+from data import arrow, dataset, growing, hub
 from data.growing import open_files
 from data.sources import Files
-sources.COMPRESSED_UNIT = hub.COMPRESSED_UNIT = 300  # the text here is little
+arrow.COMPRESSED_UNIT = 300  # the text here is little
 growing.SMALLEST = growing.LARGEST = 3000
 
 def data(subset="en", split="train", source="me/texts"):
