@@ -20,6 +20,7 @@ from typing import Any
 
 import config
 from config import ConfigError
+from data.encode import is_validation
 from data.sources import Source
 from data.template import NONCHARACTERS, SETTINGS, Sandbox, bounded, find_template
 from data.tokenizer import SPACE, Tokenizer
@@ -38,7 +39,7 @@ class Conversations(Source):
         super().__init__(d, place)
         assert d.messages_field
         self.source = opened(replace(d, text_field=d.messages_field, messages_field=None), place)
-        self.revision = self.source.revision
+        self.revision, self.encode = self.source.revision, encode_conversations
 
     def rows(self) -> Iterator[tuple[str, object]]:
         return self.source.rows()
@@ -279,18 +280,19 @@ class Chat:
 _chat = functools.lru_cache(1)(Chat)  # of this process
 
 
-def encode_conversations(folder: pathlib.Path, texts: list[str]) -> Iterator[tuple[str, bytes]]:
-    """Of each of Conversations' texts, the messages alone, and the ids as 4 bytes each, complemented where they have no
-    loss; no bytes if the conversation is left out. Raises ConfigError."""
-    chat = _chat(folder)
+def encode_conversations(folder: pathlib.Path, typecode: str, texts: list[str]) -> list[tuple[bool, bytes]]:
+    """data.encode.encode() of Conversations' texts: ids are complemented where they have no loss, and there are none if
+    the conversation is left out. Raises ConfigError."""
+    chat, found = _chat(folder), []
     for text in texts:
         where, messages = json.loads(text)
         try:
             ids, learned = chat.encode(checked(messages))
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
-        stored = array.array("i", (token if has_loss else ~token for token, has_loss in zip(ids, learned)))
-        yield json.dumps(messages), stored.tobytes()
+        stored = array.array(typecode, (token if has_loss else ~token for token, has_loss in zip(ids, learned)))
+        found.append((is_validation(json.dumps(messages)), stored.tobytes()))
+    return found
 
 
 def spelled(tokenizer: Tokenizer, stored: list[int]) -> str:

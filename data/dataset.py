@@ -14,7 +14,7 @@ import config
 from config import ConfigError
 from data.order import make_order
 from data.sources import STDLIB, Files, Source, local_files
-from data.tokenizer import TOKENIZERS, local_path, tokenizer_files
+from data.tokenizer import tokenizer_files
 from data.tokens import manifest_of, open_stream, read_manifest
 
 FORMAT = 3  # version of the file format; part of the identity
@@ -126,12 +126,16 @@ def is_prepared(cfg: config.Config) -> bool:
 
 
 def open_data(cfg: config.Config, split: str) -> list[Any]:
-    """The TokenStream of each source, or its conversations (data/packing.py: Packed). Raises ConfigError if one is not
-    prepared, or for another configuration."""
+    """The TokenStream of each source, or its conversations (data/packing.py: Packed), or its parts (data/growing.py).
+    Raises ConfigError if one is not prepared, or for another configuration."""
     parts = prepared_parts(cfg)
     for folder, part in parts:
         if manifest := read_manifest(folder):
             check_identity(folder, manifest, part)
+    if cfg.data.order == "growing":
+        from data.growing import open_parts
+
+        return open_parts(parts, split, cfg)
     if cfg.data.messages_field:
         from data.packing import open_packed
 
@@ -161,16 +165,8 @@ class Dataset:
 def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
     """Opens the training data and, with [eval], the validation data; train=False: only the latter. Raises ConfigError
     if it is not prepared, was prepared for another configuration, or is too small for one batch."""
-    if cfg.data.order == "growing":
-        from data.growing import HeldOut, Parts
-
-        for folder, part in (found := prepared_parts(cfg)):
-            check_identity(folder, manifest_of(folder), part)
-        sources = [Parts(folder, cfg, part.data, number) for number, (folder, part) in enumerate(found)]
-        training, validation = sources if train else [], [*map(HeldOut, sources)] if cfg.eval or not train else []
-    else:
-        training = open_data(cfg, "train") if train else []
-        validation = open_data(cfg, "heldout") if cfg.eval or not train else []
+    training = open_data(cfg, "train") if train else []
+    validation = open_data(cfg, "heldout") if cfg.eval or not train else []
     if train:
         make_order(cfg, training, weights(cfg))  # raises if there is too little data
     folders = data_folders(cfg)
@@ -186,10 +182,8 @@ def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
     notes += [f"{stream.path.parent}: none of its documents (one in a hundred) is held out: it has no validation loss"
               for stream in validation if cfg.data.order == "global" and stream.length < 2]
     if cfg.model.init_from:
-        paths = [local_path(cfg.model.init_from) / name for name in TOKENIZERS]
-        theirs = [path.read_bytes() for path in paths if path.is_file()]
-        if theirs and not any(path.read_bytes() in theirs for path in tokenizer):
-            notes.append(f"{cfg.model.init_from} has another tokenizer than {folders[0]} was prepared with: to its "
-                         "weights these tokens mean other words; data.tokenizer names one")
+        from huggingface.tokenizer import note_on_tokenizer
+
+        notes += note_on_tokenizer(cfg.model.init_from, folders[0], tokenizer)
     fingerprint = [{key: manifest.get(key) for key in ("identity", "tokens", "sha256")} for manifest in manifests]
     return Dataset(training, validation, weights(cfg), source_names(cfg), tokenizer, fingerprint, notes)

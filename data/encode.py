@@ -55,10 +55,6 @@ _tokenizer = functools.lru_cache(1)(Tokenizer)  # of this process
 def encode(folder: pathlib.Path, typecode: str, texts: list[str]) -> list[tuple[bool, bytes]]:
     """Tokenizes texts with the tokenizer in `folder`. Returns for each whether it is a validation document, and its ids
     between BOS and EOS as bytes, in the width of array's typecode."""
-    if (folder / "chat_template.jinja").exists():
-        from data.chat import encode_conversations
-
-        return [(is_validation(text), content) for text, content in encode_conversations(folder, texts)]
     tokenizer = _tokenizer(folder)
     return [(is_validation(text), array.array(typecode, [*tokenizer.bos, *ids, *tokenizer.eos]).tobytes())
             for text, ids in zip(texts, tokenizer.encode(texts))]
@@ -79,7 +75,8 @@ def encode_all(folder: pathlib.Path, typecode: str,
     # spawn: a forked process may inherit a lock that another thread holds
     pool = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start)
     try:
-        submitted = ((pool.submit(encode, folder, typecode, texts), place) for texts, place in chunks(source))
+        work = functools.partial(source.encode or encode, folder, typecode)
+        submitted = ((pool.submit(work, texts), place) for texts, place in chunks(source))
         ahead = collections.deque(itertools.islice(submitted, 3 * workers))
         while ahead:
             future, place = ahead.popleft()

@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import filelock
@@ -35,13 +35,14 @@ import config
 import files
 from config import ConfigError
 from data.encode import encode, report
-from data.order import FAILED, READY, WAITING, Permutation
-from data.sources import STDLIB, Files, file_stamps, local_files
+from data.order import FAILED, READY, WAITING, Order, Permutation, Place, mixture_of
+from data.sources import BY_ARROW, STDLIB, TEXT_BYTES, Files, arrow, file_stamps, local_files, readable
 from data.tokens import MANIFEST, WIDTH, TokenStream, manifest_of, open_stream, window_count
 
 SMALLEST, LARGEST = 1 << 16, 1 << 25  # bytes of text in a part: a 64th of the whole, within these
 LARGEST_SEGMENT = 16  # parts: one process prepares them within a step's timeout
 VALIDATION_PARTS = 16  # the first ones, in reading order, whose held-out documents are the validation set
+SAMPLES = 16  # blocks of a file, of TEXT_BYTES, by which its text is recognized
 POLL_SECONDS = 0.2
 PLAN, FAILURE = "plan.json", "failed.json"
 
@@ -54,7 +55,7 @@ def cut(source: Files) -> list[list[list[int]]]:
     parts: list[list[list[int]]] = [[]]
     room = size
     for number in range(len(source.sizes)):
-        units, step = source.units(number)
+        units, step = units_of(source, number)
         alone = source.remote and units * step > size
         begin = 0
         while begin < units:
@@ -70,10 +71,31 @@ def cut(source: Files) -> list[list[list[int]]]:
     return [part for part in parts if part]
 
 
+def units_of(source: Any, number: int) -> tuple[int, int]:
+    """How many units a file has, and about how many bytes of text are one. Raises ConfigError."""
+    path, size = source.paths[number], source.sizes[number]
+    if path.suffix not in BY_ARROW:
+        return size, 1
+    with readable(f"{path}:"):
+        return source.parquet_units(size) if path.suffix == ".parquet" and source.remote else arrow().units(path, size)
+
+
+def sample_of(source: Files) -> str:
+    """What tells text from other text in files of the same sizes: a hash of some blocks of each."""
+    digest = hashlib.sha256()
+    for path, size in zip(source.paths, source.sizes):
+        with path.open("rb") as file:
+            for begin in sorted({size * i // SAMPLES for i in range(SAMPLES)}):
+                file.seek(begin)
+                digest.update(file.read(TEXT_BYTES))
+    return digest.hexdigest()
+
+
 def write_plan(folder: pathlib.Path, d: config.Data) -> None:
     """Writes what determines the parts: their pieces, and of which text. Raises ConfigError and OSError."""
-    source = open_files(d)
-    files.write_atomic(folder / PLAN, json.dumps({"parts": cut(source), **source.fingerprint()}))
+    source: Any = open_files(d)
+    text = source.found if source.remote else {"sample": sample_of(source)}
+    files.write_atomic(folder / PLAN, json.dumps({"parts": cut(source), **text}))
 
 
 def read_plan(folder: pathlib.Path) -> dict:
@@ -218,8 +240,12 @@ def prepare_parts(found: Sources, seed: int) -> None:
                     shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def prepare_small(found: Sources, seed: int) -> None:
-    """Prepares the sources of one part, as prepare_parts(): before the ranks start, to refuse too little text."""
+def prepare_small(found: Sources, seed: int, check_hashes: Callable[[pathlib.Path, dict], None]) -> None:
+    """Checks the parts that are there, and prepares the sources of one part, as prepare_parts(): before the ranks
+    start, to refuse too little text."""
+    for folder, _ in found:
+        for part in published(folder):
+            check_hashes(part, manifest_of(part))
     prepare_parts([(folder, part) for folder, part in found if len(read_plan(folder)["parts"]) == 1], seed)
 
 
@@ -317,6 +343,10 @@ class Parts(Reading):
         epoch, position = divmod(index, self.before[-1])
         return epoch, self.permutation(self.before[-1], self.cfg.run.seed, epoch, self.source)(position)
 
+    @staticmethod
+    def order_of(sources: "Sequence[Parts]", weights: Sequence[float]) -> Order:
+        return GrowingOrder(sources, weights)
+
     def has_validation(self) -> bool:
         """Whether the parts are there that the validation set is of."""
         return self.complete() or self.there >= VALIDATION_PARTS
@@ -327,10 +357,23 @@ class Parts(Reading):
         return self.stream(place).span(window - self.before[place], length)
 
 
-def state(batch: concurrent.futures.Future | None, sources: list[Parts], evaluates: bool,
-          seconds: float) -> tuple[int, Exception | None]:
-    """READY, WAITING (after so many seconds) or FAILED and why: what a rank reads next. batch: None for none;
-    evaluates: whether the validation set is read before it."""
+class GrowingOrder(Order):
+    """Of sources whose numbers of windows are not known yet."""
+
+    def __init__(self, sources: Sequence[Parts], weights: Sequence[float]):
+        self.sources, self.mixture = sources, mixture_of(weights)
+
+    def __call__(self, number: int) -> Place:
+        source, index = self.mixture(number)
+        return Place(source, *self.sources[source].window(index))
+
+
+def state(loader: Any, step: int, seconds: float) -> int:
+    """data.loader.Loader.state(): READY, WAITING (after so many seconds) or FAILED, and then sets the loader's failure.
+    """
+    cfg, sources = loader.cfg, loader.streams
+    batch = loader.ahead[step + 1 - loader.next_step] if step < cfg.train.steps else None  # the last: next_step - 1
+    evaluates = step > 0 and config.evaluation_is_due(cfg, step)  # the validation set is read before the batch
 
     def waits() -> bool:
         return (batch is not None and not batch.done() and not all([source.complete() for source in sources])) or (
@@ -346,9 +389,18 @@ def state(batch: concurrent.futures.Future | None, sources: list[Parts], evaluat
                     source.check()
         if batch and batch.done():
             batch.result()
-        return WAITING if waits() else READY, None
+        return WAITING if waits() else READY
     except Exception as error:
-        return FAILED, error
+        loader.failure = error
+        return FAILED
+
+
+def open_parts(parts: Sources, split: str, cfg: config.Config) -> "list[Parts] | list[HeldOut]":
+    """Of each source "train" or "heldout" (validation). Raises ConfigError."""
+    for folder, _ in parts:
+        manifest_of(folder)  # raises if it is not there
+    found = [Parts(folder, cfg, part.data, number) for number, (folder, part) in enumerate(parts)]
+    return [*map(HeldOut, found)] if split == "heldout" else found
 
 
 class HeldOut:
@@ -403,6 +455,14 @@ def start_preparing(settings: str, workers: int) -> subprocess.Popen:
 
 
 start_once = functools.cache(start_preparing)  # in this process
+
+
+def prepare_all(cfg: config.Config, found: Sources) -> int:
+    """Prepares what is missing, on all cores, and reports it. Returns the exit code."""
+    code = start_preparing(json.dumps(config.to_dict(cfg)), len(os.sched_getaffinity(0))).wait()
+    if not code:
+        report_prepared(cfg, found)
+    return code
 
 
 def end_with_stdin() -> None:

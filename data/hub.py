@@ -63,23 +63,17 @@ class HubFiles(Files):
         self.paths = [pathlib.Path(name) for name, _, _ in self.found["files"]]
         self.sizes = [size for _, size, _ in self.found["files"]]
 
-    def fingerprint(self) -> dict:
-        return self.found
-
     def fetch(self, number: int) -> pathlib.Path:
         return fetch(self.d.source, self.found["revision"], *self.found["files"][number])
 
-    def units(self, number: int) -> tuple[int, int]:
-        if self.paths[number].suffix != ".parquet":
-            return super().units(number)
+    def parquet_units(self, size: int) -> tuple[int, int]:
+        """How many units a parquet file of so many bytes has, and about how many bytes of text are one."""
         from data.arrow import COMPRESSED_UNIT
 
-        return max(1, self.sizes[number] // COMPRESSED_UNIT), 2 * COMPRESSED_UNIT
+        return max(1, size // COMPRESSED_UNIT), 2 * COMPRESSED_UNIT
 
     def parquet_rows(self, ends: list[int], path: pathlib.Path, begin: int, end: int) -> tuple[int, int]:
-        from data.arrow import COMPRESSED_UNIT
-
-        units = max(1, path.stat().st_size // COMPRESSED_UNIT)
+        units, _ = self.parquet_units(path.stat().st_size)
         return ends[-1] * begin // units, ends[-1] * end // units
 
 

@@ -56,10 +56,7 @@ class Loader:
             return READY
         from data.growing import state
 
-        batch = self.ahead[step + 1 - (self.next_step - READ_AHEAD)] if step < self.cfg.train.steps else None
-        evaluates = step > 0 and config.evaluation_is_due(self.cfg, step)
-        found, self.failure = state(batch, self.streams, evaluates, seconds)
-        return found
+        return state(self, step, seconds)
 
     def close(self) -> None:
         for source in self.streams if self.cfg.data.order == "growing" else ():

@@ -77,24 +77,13 @@ class Order:
         return Place(source, epoch, self.permutation(source, epoch)(position))
 
 
-class GrowingOrder(Order):
-    """Of sources (data/growing.py: Parts) whose numbers of windows are not known yet."""
-
-    def __init__(self, sources: Sequence[Any], weights: Sequence[float]):
-        self.sources, self.mixture = sources, mixture_of(weights)
-
-    def __call__(self, number: int) -> Place:
-        source, index = self.mixture(number)
-        return Place(source, *self.sources[source].window(index))
-
-
 def make_order(cfg: config.Config, streams: Sequence[Any], weights: Sequence[float]) -> Order:
     """The order of a run. Raises ConfigError if a source is too small for its share of one global batch."""
     t = cfg.train
     if cfg.data.order == "growing":
         for source in streams:
             source.check_size()
-        return GrowingOrder(streams, weights)
+        return streams[0].order_of(streams, weights)  # data/growing.py: Parts
     order = Order([window_count(stream.length, t.seq_len) for stream in streams], weights, cfg.run.seed)
     needed = [part / order.mixture.period * t.global_batch_size for part in order.mixture.parts]
     problems = [f"{stream.path}: {stream.length} tokens give {windows} samples of train.seq_len = {t.seq_len}, but one "

@@ -9,7 +9,6 @@ prepared/{source}-{hash}/, one for each source, in full or not at all.
 import functools
 import hashlib
 import json
-import os
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ from data.dataset import (
 from data.encode import report, write_tokens
 from data.sources import file_stamps
 from data.tokenizer import Tokenizer, train_tokenizer
-from data.tokens import MANIFEST, damaged, manifest_of, read_manifest
+from data.tokens import MANIFEST, damaged, read_manifest
 
 
 def prepare(cfg: config.Config) -> list[pathlib.Path]:
@@ -46,7 +45,7 @@ def prepare(cfg: config.Config) -> list[pathlib.Path]:
     if cfg.data.order == "growing":
         from data.growing import prepare_small
 
-        prepare_small(parts, cfg.run.seed)
+        prepare_small(parts, cfg.run.seed, _check_hashes)
     return [folder for folder, _ in parts]
 
 
@@ -84,11 +83,6 @@ def _matches(folder: pathlib.Path, cfg: config.Config) -> bool:
     if file_stamps(cfg.data.source) not in ([], manifest["files"]):  # the text may be gone, but not changed
         raise ConfigError(f"[data] source = {cfg.data.source}: changed since {folder} was prepared; delete the folder")
     _check_hashes(folder, manifest)
-    if cfg.data.order == "growing":
-        from data.growing import published
-
-        for part in published(folder):
-            _check_hashes(part, manifest_of(part))
     return True
 
 
@@ -205,11 +199,9 @@ def main(argv: list[str]) -> int:
     try:
         prepare(cfg)
         if cfg.data.order == "growing":
-            from data.growing import report_prepared, start_preparing
+            from data.growing import prepare_all
 
-            if code := start_preparing(json.dumps(config.to_dict(cfg)), len(os.sched_getaffinity(0))).wait():
-                return code
-            report_prepared(cfg, prepared_parts(cfg))
+            return prepare_all(cfg, prepared_parts(cfg))
     except KeyboardInterrupt:
         report("stopped; the same command resumes here")
         return 130

@@ -4,14 +4,13 @@ import abc
 import codecs
 import contextlib
 import glob
-import hashlib
 import io
 import json
 import os
 import pathlib
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import config
@@ -20,7 +19,6 @@ from config import ConfigError
 STDLIB = "python-stdlib"
 LOCAL = (".jsonl", ".json", ".parquet", ".txt", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 BY_ARROW = (".parquet", ".gz", ".zst")
-SAMPLES = 16  # blocks of a file, of TEXT_BYTES, by which its text is recognized
 TEXT_BYTES = 1 << 16  # a longer .txt file becomes several documents
 
 
@@ -29,6 +27,7 @@ class Source(abc.ABC):
 
     reads, remote = False, False  # whether its text is read, not generated; over a network, whose errors may pass
     revision: str | None = None  # commit of a Hugging Face dataset
+    encode: Callable | None = None  # instead of data/encode.py's
 
     def __init__(self, d: config.Data, place: list | None):
         self.d, self.resumed = d, place is not None
@@ -89,16 +88,6 @@ class Files(Source):
                               f"{', '.join(LOCAL)}")
         self.sizes = [path.stat().st_size for path in self.paths]
 
-    def fingerprint(self) -> dict:
-        """What tells text from other text in files of the same sizes, by some blocks of each."""
-        digest = hashlib.sha256()
-        for path, size in zip(self.paths, self.sizes):
-            with path.open("rb") as file:
-                for begin in sorted({size * i // SAMPLES for i in range(SAMPLES)}):
-                    file.seek(begin)
-                    digest.update(file.read(TEXT_BYTES))
-        return {"sample": digest.hexdigest()}
-
     def fetch(self, number: int) -> pathlib.Path:
         """A file's path, once it can be read."""
         return self.paths[number]
@@ -118,14 +107,6 @@ class Files(Source):
 
     def share(self) -> float | None:
         return (sum(self.sizes[: self.piece]) + self.byte) / max(1, sum(self.sizes)) if self.whole else None
-
-    def units(self, number: int) -> tuple[int, int]:
-        """How many units a file has, and about how many bytes of text are one. Raises ConfigError."""
-        path, size = self.paths[number], self.sizes[number]
-        if path.suffix not in BY_ARROW:
-            return size, 1
-        with readable(f"{path}:"):
-            return arrow().units(path, size)
 
     def _open(self, path: pathlib.Path, begin: int, end: int) -> io.BufferedReader:
         """The file, at the first line that begins at `begin` or later, or where reading stopped; or beyond `end`."""

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from config import ConfigError
+from data.tokenizer import TOKENIZERS
+from huggingface.hub import local
 
 SPACE = "\u2581"
 
@@ -103,3 +105,12 @@ def fast_tokenizer_files(model: Any) -> dict[str, dict]:
                                   "eos_token": eos, "add_eos_token": False, "add_bos_token": bos is not None,
                                   "clean_up_tokenization_spaces": False},
     }
+
+
+def note_on_tokenizer(init_from: str, folder: Path, files: list[Path]) -> list[str]:
+    """What a launch logs if the weights of init_from come with another tokenizer than that of prepared data."""
+    theirs = [path.read_bytes() for name in TOKENIZERS if (path := local(init_from) / name).is_file()]
+    if not theirs or any(path.read_bytes() in theirs for path in files):
+        return []
+    return [f"{init_from} has another tokenizer than {folder} was prepared with: to its weights these tokens mean "
+            "other words; data.tokenizer names one"]
