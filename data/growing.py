@@ -361,6 +361,9 @@ class GrowingOrder(Order):
     """Of sources whose numbers of windows are not known yet."""
 
     def __init__(self, sources: Sequence[Parts], weights: Sequence[float]):
+        """Raises ConfigError if a source is known to be too small."""
+        for source in sources:
+            source.check_size()
         self.sources, self.mixture = sources, mixture_of(weights)
 
     def __call__(self, number: int) -> Place:

@@ -81,8 +81,6 @@ def make_order(cfg: config.Config, streams: Sequence[Any], weights: Sequence[flo
     """The order of a run. Raises ConfigError if a source is too small for its share of one global batch."""
     t = cfg.train
     if cfg.data.order == "growing":
-        for source in streams:
-            source.check_size()
         return streams[0].order_of(streams, weights)  # data/growing.py: Parts
     order = Order([window_count(stream.length, t.seq_len) for stream in streams], weights, cfg.run.seed)
     needed = [part / order.mixture.period * t.global_batch_size for part in order.mixture.parts]

@@ -133,10 +133,9 @@ def _prepare_folder(folder: pathlib.Path, cfg: config.Config) -> None:
         else:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
-    if d.order == "growing":
-        return
-    tokens = manifest["tokens"]
-    report(f"prepared {folder}: {tokens['train']:,} tokens to train on, {tokens['heldout']:,} for validation")
+    if d.order == "global":
+        tokens = manifest["tokens"]
+        report(f"prepared {folder}: {tokens['train']:,} tokens to train on, {tokens['heldout']:,} for validation")
 
 
 def _write_folder(temporary: pathlib.Path, cfg: config.Config, manifest: dict) -> None:
