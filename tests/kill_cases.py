@@ -60,7 +60,8 @@ def main(path: str, final: str) -> None:
     data.encode.SYNC_SECONDS, data.encode.CHUNK = 0.0, 20_000  # characters
     os.fsync = lambda handle: None  # a killed process leaves what it wrote in the page cache
     data.encode.encode_all = lambda folder, typecode, source: (
-        (data.encode.encode(folder, typecode, texts), place) for texts, place in data.encode.chunks(source))
+        ((source.encode or data.encode.encode)(folder, typecode, texts), place)
+        for texts, place in data.encode.chunks(source))
     growing.SMALLEST = 40_000
     expected = tree(pathlib.Path(final))
 

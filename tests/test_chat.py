@@ -25,7 +25,7 @@ import data.template
 from config import ConfigError
 from data.chat import Chat, checked, spelled
 from data.dataset import open_dataset
-from data.encode import chunks, encode
+from data.encode import chunks
 from data.loader import validation_batches
 from data.packing import pack, summary
 from data.prepare import prepare
@@ -145,8 +145,8 @@ def here(cfg: config.Config, one_in: int = 10**9) -> pathlib.Path:
     """prepare() in this process; one in so many is held out, by a hash of the test's own; 0: by the data's."""
     rule = (lambda text: sum(text.encode()) % one_in == 0) if one_in else data.encode.is_validation
     with mock.patch("data.encode.encode_all", lambda folder, typecode, source: (
-            (encode(folder, typecode, texts), place) for texts, place in chunks(source))), \
-            mock.patch("data.encode.is_validation", rule), \
+            (source.encode(folder, typecode, texts), place) for texts, place in chunks(source))), \
+            mock.patch("data.chat.is_validation", rule), \
             mock.patch("data.encode.report"), mock.patch("data.prepare.report"):
         return prepare(cfg)[0]
 
