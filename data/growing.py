@@ -76,8 +76,10 @@ def units_of(source: Any, number: int) -> tuple[int, int]:
     path, size = source.paths[number], source.sizes[number]
     if path.suffix not in BY_ARROW:
         return size, 1
+    if source.remote and path.suffix == ".parquet":
+        return source.parquet_units(size)
     with readable(f"{path}:"):
-        return source.parquet_units(size) if path.suffix == ".parquet" and source.remote else arrow().units(path, size)
+        return arrow(path).units(path, size)
 
 
 def sample_of(source: Files) -> str:

@@ -127,7 +127,7 @@ class Files(Source):
 
     def _by_arrow(self, path: pathlib.Path, begin: int, end: int) -> Iterator[tuple[str, object]]:
         with readable(f"{path}:"):
-            yield from arrow().rows(self, path, begin, end, _json)
+            yield from arrow(path).rows(self, path, begin, end, _json)
 
     def _text(self, path: pathlib.Path, begin: int, end: int) -> Iterator[tuple[str, object]]:
         """A file is one document; a long one is split, at a line end if one is near, so that a part is validation."""
@@ -157,10 +157,10 @@ class Files(Source):
         return ends[begin], ends[end]
 
 
-def arrow() -> Any:
-    """data/arrow.py. Raises ConfigError without it."""
+def arrow(path: pathlib.Path) -> Any:
+    """data/arrow.py, to read this file with. Raises ConfigError without it."""
     if problem := config.lack_of("data/arrow.py"):
-        raise ConfigError(problem)
+        raise ConfigError(f"[data] source = {path}: {problem}")
     import data.arrow
 
     return data.arrow

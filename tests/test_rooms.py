@@ -46,6 +46,7 @@ def test_the_core_trains_resumes_and_evaluates_as_the_whole_does(core, write_con
     (["--parallel.recompute=selective"], "parallel/selective.py"),
     (["--parallel.recompute=elementwise"], "parallel/matmul_order.py"),
     (["--checkpoint.async_save=true"], "checkpoint/staging.py"), (["--optim.name=muon"], "muon.py"),
+    (["--data.sources=[{source = 'a.txt'}]"], "data/mixture.py"),
     (["--profile.at_step=1", "--profile.steps=1"], "lifecycle/profiler.py"),
     (["--model.init_from=folder"], "huggingface"), (["--lora.rank=2", "--model.init_from=folder"], "model/lora.py"),
     (["--lora.base_dtype=nf4", "--model.init_from=folder"], "model/nf4.py"),
@@ -55,6 +56,15 @@ def test_an_option_whose_room_was_removed_is_refused(core, write_config, options
     (line,) = [line for line in done.stderr.splitlines() if signs_of(room).search(line)]
     assert done.returncode == 2 and options[0][2:].split("=")[0].split(".")[-1] in line, done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("option, name, room", [("source", "a.parquet", "data/arrow.py"),
+                                                ("tokenizer", "tokenizer.json", "data/tokenizer_json.py")])
+def test_a_file_whose_room_was_removed_is_refused(core, write_config, tmp_path, option, name, room):
+    (tmp_path / name).write_text("{}")
+    done = launch(write_config(data={"path": str(tmp_path / "p"), option: str(tmp_path / name)}), repo=core)
+    assert done.returncode == 2 and signs_of(room).search(done.stderr), done.stderr
+    assert name in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_slurm_job_without_its_room_is_refused(core, write_config):
