@@ -204,7 +204,7 @@ def test_max_tokens_and_wide_ids(corpus, tmp_path):
 class Endless:
     """A source that is not to be read for long."""
 
-    revision = None
+    revision, encode = None, None
 
     def __init__(self, d: config.Data):
         self.d = d
