@@ -16,6 +16,7 @@ import config
 from config import ConfigError
 from data import growing
 from data.dataset import data_folders, open_dataset
+from data.encode import is_validation
 from data.loader import Loader
 from data.order import make_order
 from data.prepare import prepare
@@ -338,22 +339,55 @@ def test_a_source_without_a_window_is_refused_before_step_1(tmp_path, prepared):
         open_dataset(cfg)
 
 
+@pytest.fixture(scope="module")
+def short(tmp_path_factory, prepared) -> config.Config:
+    """Two epochs and a half are 30 steps of four samples. All parts are there."""
+    folder = tmp_path_factory.mktemp("short")
+    texts = [*TEXTS[:48], *[text for text in TEXTS if is_validation(text)][:3]]
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "b.txt").write_text(TEXTS[40])
+    cfg = growing_config(
+        folder / "*.*", folder / "parts", data={"tokenizer": str(prepared / "tokenizer.model")},
+        train={"steps": 30, "global_batch_size": 4, "micro_batch_size": 1}, optim={"schedule": "constant"},
+        eval={"every_steps": 15}, checkpoint={"save_every_steps": 5})
+    prepare_in_small_parts(cfg)
+    assert started(cfg, 1).wait(60) == 0
+    return cfg
+
+
+def prepare_in_small_parts(cfg: config.Config) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(growing, "SMALLEST", 600)
+        prepare(cfg)
+
+
+def test_ranks_together_read_what_one_reads(short):
+    """Over the ends of epochs, and from there on."""
+    (parts,) = open_dataset(short).train
+    assert len(parts.turn) > 9 and 30 < parts.know(99) < 55  # windows; of 120 samples
+    whole = digests(short, 30)
+    assert len({*whole}) == 30
+    for ranks, first in ((2, 1), (4, 1), (4, 8), (2, 17)):
+        loaders = [Loader(short, open_dataset(short), data_rank(rank, ranks), first) for rank in range(ranks)]
+        assert whole[first - 1 :] == [sum(next(loader).digest for loader in loaders) % config.DIGEST_MODULUS
+                                      for _ in range(first, 31)]
+        for loader in loaders:
+            loader.close()
+
+
 @pytest.mark.slow
-def test_a_run_on_unprepared_text_is_that_on_prepared_one(folder, sources, write_config, tmp_path):
-    """On one and on two ranks, resumed on one; with validation."""
-    data = {"source": str(sources["jsonl"]), "order": "growing"}
+def test_a_run_on_unprepared_text_is_that_on_prepared_one(short, tmp_path):
+    """On four ranks, resumed on two in a later epoch, with validation."""
+    (file := tmp_path / "c.toml").write_text(config.to_toml(short))
     found = {}
-    for name, path, nproc in (("before", folder, 1), ("during", tmp_path / "new", 2)):
-        cfg = write_config(name, data={**data, "path": str(path)}, train={"steps": 8}, eval={}, checkpoint={
-            "save_every_steps": 4})
-        prepare(config.load(str(cfg)))  # the plan
-        done = launch(cfg, nproc=nproc)
-        assert done.returncode == 0, done.stderr
-        run = tmp_path / "outputs" / name
-        found[name] = [(row["batch_digest"], pytest.approx(row["loss"], rel=1e-5)) for row in rows(run)]
-        found[name] += [pytest.approx(row["loss"], rel=1e-5) for row in rows(run, "eval")]
-    assert found["before"] == found["during"] and len(found["before"]) == 9
-    again = launch(tmp_path / "during.toml", "--train.steps=10")
-    assert again.returncode == 0, again.stderr
-    resumed = [row["batch_digest"] for row in rows(tmp_path / "outputs/during")]
-    assert resumed == digests(config.load(str(tmp_path / "before.toml")), 10)
+    for name, path, launches in (("before", short.data.path, [(1, 30)]),
+                                 ("during", tmp_path / "new", [(4, 15), (2, 30)])):
+        own = [f"--data.path={path}", f"--run.output_dir={tmp_path}", f"--run.name={name}"]
+        prepare_in_small_parts(config.load(str(file), own))
+        for nproc, steps in launches:
+            done = launch(file, *own, f"--train.steps={steps}", nproc=nproc)
+            assert done.returncode == 0, done.stderr
+        found[name] = [(row["batch_digest"], pytest.approx(row["loss"], rel=1e-5)) for row in rows(tmp_path / name)]
+        found[name] += [pytest.approx(row["loss"], rel=1e-5) for row in rows(tmp_path / name, "eval")]
+    assert found["before"] == found["during"] and len(found["before"]) == 32
+    assert [digest for digest, _ in found["before"][:30]] == digests(short, 30)
