@@ -1,10 +1,13 @@
 """Kills a training run with SIGKILL again and again, half of the times inside a save, and starts it again each time.
 
-    python -m benchmarks.kill_storm --kills 100 [--seed S] [--folder F]
+    python -m benchmarks.kill_storm --kills 100 [--seed S] [--folder F] [--growing]
 
 After each kill nothing of the run may be alive, every checkpoint that is there must be good, and the next launch must
 resume from the newest. In the end weights, optimizer and metrics must be, bit for bit, those of a run that nobody
 disturbed, and nothing temporary may be left. Exits with 0 only then. Linux; one process on the CPU.
+
+--growing: on text that nothing has prepared; the processes that prepare it are killed too, each time. In the end its
+parts must be those of the other run's folder, byte for byte.
 """
 
 import argparse
@@ -47,13 +50,17 @@ class Storm:
     problems: list[str] = dataclasses.field(default_factory=list)
 
 
-def configure(folder: pathlib.Path, name: str, kills: int) -> config.Config:
-    """2.4 million parameters: a checkpoint of 29 MB takes about as long as the steps between two."""
+def configure(folder: pathlib.Path, name: str, kills: int, growing: bool) -> config.Config:
+    """2.4 million parameters: a checkpoint of 29 MB takes about as long as the steps between two. growing: a small
+    model, that reads some parts of a text; each run prepares it in a folder of its own."""
     model = {"dim": 256, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 704, "vocab_size": 320}
+    model |= {"dim": 64, "n_layers": 1, "ffn_dim": 128} if growing else {}
+    data = {"order": "growing", "path": str(folder / f"{name}-text")} if growing else {"path": str(folder / "prepared")}
     return config.from_dict({
         "model": model, "run": {"device": "cpu", "name": name, "output_dir": str(folder)},
-        "data": {"source": str(folder / "texts.jsonl"), "path": str(folder / "prepared")},
-        "train": {"steps": SAVE_EVERY * (kills + 1) * PATIENCE, "seq_len": 16, "global_batch_size": 2},
+        "data": {"source": str(folder / "texts.jsonl"), **data},
+        "train": {"steps": SAVE_EVERY * (kills + 1) * PATIENCE, "seq_len": 512 if growing else 16,
+                  "global_batch_size": 8 if growing else 2},
         "parallel": {"param_dtype": "float32"}, "checkpoint": {"save_every_steps": SAVE_EVERY, "keep_last": 2},
         "eval": {"every_steps": 3 * SAVE_EVERY, "batches": 1}, "log": {"every_steps": 1, "tensorboard": False},
     }, "kill_storm.py")
@@ -185,11 +192,20 @@ def storm(cfg: config.Config, kills: int, first: float, save: float, chance: ran
         told.moments[moment] += 1
         for _, path in catalog.step_folders(catalog.root(cfg)):
             told.problems += [f"kill {number}: {problem}" for problem in catalog.problems_of(path)]
-        print(f"kill {number:3}  {'async' if asynchronous else 'sync':5}  {moment:16}  newest is {newest}", flush=True)
+        text = f"  {len(parts_of(cfg))} parts" if cfg.data.order == "growing" else ""
+        print(f"kill {number:3}  {'async' if asynchronous else 'sync':5}  {moment:16}  newest is {newest}{text}",
+              flush=True)
     if code := start(cfg, kills + 1, False).wait():
         sys.exit(f"the last launch exited with {code}:\n{log_of(cfg, kills + 1).read_text()}")
     note_start(kills + 1, set())
     return told
+
+
+def parts_of(cfg: config.Config) -> dict[str, bytes]:
+    """The files of the text's parts that are there, and what is left beside them."""
+    folder = pathlib.Path(str(cfg.data.path)) / "parts"
+    return {path.name: b"".join(file.read_bytes() for file in sorted(path.glob("*"))) if path.is_dir() else b""
+            for path in folder.glob("*")}
 
 
 def tensors(cfg: config.Config) -> dict[str, bytes]:
@@ -224,11 +240,22 @@ def differences(ours: config.Config, theirs: config.Config) -> list[str]:
                     for path in folder.rglob(pattern)]
 
 
+def differences_of_text(ours: config.Config, theirs: config.Config) -> list[str]:
+    """Prepares what is missing, and compares."""
+    for cfg in (ours, theirs):
+        path = pathlib.Path(cfg.run.output_dir) / f"{cfg.run.name}.toml"
+        subprocess.run([sys.executable, "-m", "data.prepare", path], cwd=REPO, check=True)
+    a, b = parts_of(ours), parts_of(theirs)
+    return [f"part {name} of the text differs, or is in one folder" for name in sorted(a.keys() | b.keys())
+            if a.get(name) != b.get(name)] + [f"{name} is left" for name in a if name.startswith(".")]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=count, required=True)
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--folder", type=pathlib.Path, help="an empty one, which stays; absent: a temporary one")
+    parser.add_argument("--growing", action="store_true", help="prepare the text meanwhile")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (args.folder or pathlib.Path(temporary)).absolute()
@@ -236,8 +263,9 @@ def main() -> int:
         if list(folder.iterdir()):
             parser.error(f"{folder} is not empty")
         (folder / "texts.jsonl").write_text("".join(json.dumps({"text": " ".join(
-            random.Random(i).choices(WORDS, k=60))}) + "\n" for i in range(400)))
-        straight, killed = (configure(folder, name, args.kills) for name in ("straight", "killed"))
+            random.Random(i).choices(WORDS, k=60))}) + "\n"
+            for i in range(10_000 * args.kills if args.growing else 400)))  # 2 MB for each kill: some seconds' work
+        straight, killed = (configure(folder, name, args.kills, args.growing) for name in ("straight", "killed"))
 
         began = time.monotonic()
         first, saves = undisturbed(straight)
@@ -247,6 +275,8 @@ def main() -> int:
         told = storm(killed, args.kills, first, statistics.median(saves), random.Random(args.seed))
         seconds = time.monotonic() - began
         told.problems += differences(killed, straight)
+        if args.growing:
+            told.problems += differences_of_text(killed, straight)
         for problem in told.problems:
             print(problem)
         moments = ", ".join(f"{count} {moment}" for moment, count in told.moments.most_common())
