@@ -678,7 +678,7 @@ MACHINES = {  # that the comments of the configurations name
     "llama8b-lora": (1, "RTX4090"), "llama8b-qlora": (1, "RTX4090"), "llama70b": (256, "H100"),
     "llama3.1-70b": (64, "H100"), "llama70b-qlora": (8, "H100"), "smollm2-135m": (1, "H100"),
     "tinyllama-1.1b": (1, "H100"), "tiny": (1, "RTX3090"), "llama3.1-8b-chat-lora": (1, "H100"),
-    "qwen3-0.6b-chat": (1, "RTX4090"), "qwen3-8b-chat-qlora": (1, "RTX4090"),
+    "qwen3-0.6b-chat": (1, "RTX4090"), "qwen3-8b-chat-qlora": (1, "RTX4090"), "tiny-chat": (1, "RTX3090"),
 }
 
 
