@@ -67,7 +67,7 @@ def test_characters_of_a_text_are_read_as_data(tmp_path):
     ("data", ["--tokens", "--seconds", "--prepare-mb"]), ("generate", ["--tokens", "--rows"]), ("hf", ["--mib"]),
     ("kill_storm", ["--kills"]), ("long_run", ["--steps", "--saves"]),
     ("muon", ["--steps", "--choose-steps", "--seeds", "--lr"]), ("overhead", ["--steps"]),
-    ("packing", ["--conversations"]),
+    ("packing", ["--conversations"]), ("preparing", ["--megabytes"]), ("preparing_workers", ["--megabytes"]),
     ("short_runs", ["--runs"]), ("step", ["--steps"]), ("transformers_step", ["--steps"])])
 def test_numbers_that_make_no_sense_are_refused(name, options, monkeypatch, capsys):
     main = importlib.import_module(f"benchmarks.{name}").main
