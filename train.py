@@ -69,7 +69,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
         with recorder.timed("evaluation"):  # the previous launch was stopped before it
             recorder.log_evaluation(start, evaluate(model, cfg, world, dataset, run))
 
-    for step in run.steps(start + 1, cfg.train.steps, loader):  # to the last step, or until run.stopping
+    for step in run.steps(start + 1, cfg.train.steps, loader, recorder.timed):  # to the last one, or until run.stopping
         unshard_first_units(model, cfg.parallel)  # explicit prefetch: these all-gathers overlap with loading the batch
         with recorder.timed("data"):
             batch = next(loader)

@@ -113,9 +113,10 @@ class Run:
         for path in tokenizer_files:
             files.write_atomic(self.folder / path.name, path.read_bytes())
 
-    def steps(self, first: int, last: int, loader: Loader) -> Iterator[int]:
+    def steps(self, first: int, last: int, loader: Loader, timed: Callable | None = None) -> Iterator[int]:
         """Yields each step to train, up to `last` or until all ranks agree to stop. Raises what keeps a rank from
-        reading the next batch, if preparing its text does, after the step before was saved."""
+        reading the next batch, if preparing its text does, after the step before was saved. timed: as agree_on_stop()
+        takes it."""
         traced = contextlib.nullcontext
         if self.cfg.profile:
             from lifecycle.profiler import Profiler
@@ -127,7 +128,7 @@ class Run:
         self.loader, self.begun = loader, self.step  # the last step that has begun
         self.stop.start_sync(loader.state(self.begun, 0))
         for step in range(first, last + 1):
-            self.agree_on_stop()
+            self.agree_on_stop(timed)
             if self.stopping:
                 break
             self._phase("first step" if step == first else "step", step)  # the first compiles

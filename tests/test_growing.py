@@ -390,4 +390,5 @@ def test_a_run_on_unprepared_text_is_that_on_prepared_one(short, tmp_path):
         found[name] = [(row["batch_digest"], pytest.approx(row["loss"], rel=1e-5)) for row in rows(tmp_path / name)]
         found[name] += [pytest.approx(row["loss"], rel=1e-5) for row in rows(tmp_path / name, "eval")]
     assert found["before"] == found["during"] and len(found["before"]) == 32
+    assert rows(tmp_path / "during")[0]["data_seconds"] > 0.1  # waited for its first part
     assert [digest for digest, _ in found["before"][:30]] == digests(short, 30)
