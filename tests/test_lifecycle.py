@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
+from typing import ClassVar
 from unittest import mock
 
 import pytest
@@ -76,7 +77,9 @@ def own_handlers():
 
 
 class Launched:
-    """A run that goes on until it is told to stop."""
+    """A run that goes on until it is told to stop, or the test ends."""
+
+    all: ClassVar[list["Launched"]] = []
 
     def __init__(self, path: pathlib.Path, nproc: int = 1, python: str = sys.executable, **env: str):
         self.folder = path.parent / "outputs" / path.stem
@@ -85,6 +88,7 @@ class Launched:
             env={**os.environ, "PYTHON": python, "NPROC": str(nproc), **env}, start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # the tests may be under nohup
         self.path = path
+        self.all.append(self)
 
     def processes(self, pattern: str) -> list[int]:
         """Of this run, by a part of the command line."""
@@ -115,6 +119,13 @@ class Launched:
         output = self.process.communicate(timeout=60)[0]
         assert not self.processes(r"train\.py"), "a rank outlived its launcher"
         return self.process.returncode, output
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_on():
+    yield
+    while Launched.all:
+        Launched.all.pop().process.kill()  # what it started dies with it
 
 
 @pytest.mark.parametrize("whom, number, nproc", [

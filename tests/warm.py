@@ -147,8 +147,9 @@ def become(request: dict, files: list[int]) -> None:
     os.umask(request["umask"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    for number in request["ignored"]:
-        signal.signal(number, signal.SIG_IGN)
+    for number in FORWARDED:  # the server's may differ, under nohup
+        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in request["ignored"] else usual)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1, errors="backslashreplace")  # noqa: SIM115
     sys.executable, sys.argv = request["argv"][0], request["argv"][1:]
