@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -51,9 +52,9 @@ class Alternating(Run):
         super().__init__(cfg, world, LAUNCH, StopRequest())
         self.bare_step, self.seconds = bare_step, {}
 
-    def steps(self, first: int, last: int) -> Iterator[int]:
+    def steps(self, *of: Any) -> Iterator[int]:
         began = self._now()
-        for step in super().steps(first, last):
+        for step in super().steps(*of):
             yield step
             between = self._now()
             self.bare_step(step)

@@ -371,9 +371,9 @@ def test_an_option_that_is_newer_than_the_checkpoint_had_its_default(tmp_path):
     compare.check_same_run(cfg(), 10, compare.SAME_OUTPUTS)
     with pytest.raises(ConfigError, match=r"model\.tie_embeddings = true: .*trained with false, the default; "):
         compare.check_same_run(cfg(model={"tie_embeddings": True}), 10)
-    state["config"]["model"]["qk_norm"] = True
+    state["config"]["model"]["k_norm"] = True
     (folder / "state.json").write_text(json.dumps(state))
-    with pytest.raises(ConfigError, match=r"model\.qk_norm = absent: .*trained with true; this version has no such"):
+    with pytest.raises(ConfigError, match=r"model\.k_norm = absent: .*trained with true; this version has no such"):
         compare.check_same_run(cfg(), 10)
 
 

@@ -180,7 +180,9 @@ def test_a_stop_ends_a_download_at_once(server, tmp_path):
 
     server.fault = fault
     child = subprocess.Popen([sys.executable, "-c", CHILD, "me/slow"], env=os.environ | server.environment(tmp_path),
-                             stderr=subprocess.PIPE, text=True)
+                             stderr=subprocess.PIPE, text=True,
+                             # a shell may have started the tests in the background, without it
+                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
     assert reached.wait(60)
     child.send_signal(signal.SIGINT)
     assert "KeyboardInterrupt" in child.communicate(timeout=20)[1]  # stderr is closed: the process that downloads ended

@@ -284,14 +284,14 @@ def test_tp_refuses_a_parameter_that_it_knows_no_place_for():
     """A fork's: where it is neither cut nor whole, its gradient would be wrong. Without tp it needs none."""
     def forked(*of):
         model = meta_model(*of)
-        model.blocks[1].attention.q_norm = RMSNorm(12, 1e-5)
+        model.blocks[1].attention.v_norm = RMSNorm(12, 1e-5)
         return model
 
     cfg = make_config(parallel={"tp": 2})
     model = forked(cfg.model)
     with cases.fake_process_group(2):
         world = World(0, 2, torch.device("cpu"), build_mesh("cpu", (1, 1, 1, 2)))
-        with pytest.raises(ConfigError, match=r"tp = 2: blocks.1.attention.q_norm.weight: TP_PLAN .* does not say"):
+        with pytest.raises(ConfigError, match=r"tp = 2: blocks.1.attention.v_norm.weight: TP_PLAN .* does not say"):
             parallelize(model, cfg, world)
         alone = World(0, 2, torch.device("cpu"), build_mesh("cpu", (1, 2, 1, 1)))
         parallelize(model, make_config(), alone)
