@@ -266,9 +266,8 @@ def main(argv: list[str]) -> int:
         # pyrefly: ignore[missing-attribute]  # typeshed declares a TextIO, which lacks it
         sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal's encoding lacks
         if args.chat:
-            if not config.has("conversation.py", "data/chat.py", "data/template.py"):
-                raise ConfigError("--chat: needs conversation.py and data/chat.py and data/template.py, which this "
-                                  "copy of the repository does not have")
+            if problem := config.lack_of("conversation.py", "data/chat.py", "data/template.py"):
+                raise ConfigError(f"--chat: {problem}")
             from conversation import converse
 
             converse(folder, tokenizer.eos, context, args.tokens, lambda ids, count: generate(
