@@ -47,8 +47,6 @@ from lifecycle.command import Ranks, commits
 from lifecycle.folder import failures, holder, lock, read_status, remove_traces, resume_once, stop_file, write_status
 from options import together
 
-IDLE_ATTEMPTS = 3  # attempts of a job in a row without a step
-
 
 def run_ranks(command: list[str], folder: pathlib.Path, launch: str, interruption: Interruption) -> int:
     """Runs the ranks' command until it exits and forwards stop requests, including one received earlier. Returns its
@@ -136,30 +134,16 @@ def exit_code(folder: pathlib.Path, launch: str, ranks: int, returned: int) -> i
     return code
 
 
-def mark_stopped(folder: pathlib.Path, launch: str, before: dict, in_job: bool) -> int:
-    """Records that a launch was stopped, unless the run is finished or another launch holds it. Returns the exit code:
-    a failure after the third attempt of a job in a row without a step, since it would requeue itself forever.
-
-    before: the status before the launch, with the step that it resumed after.
-    """
-    attempts = 0
-    if not in_job and read_status(folder).get("launch") == launch:
-        return STOPPED  # its ranks recorded it; the next launch may have begun, and may hold the lock
+def mark_stopped(folder: pathlib.Path, launch: str) -> None:
+    """Records that a launch was stopped, unless its ranks did, the run is finished or another launch holds it."""
+    if read_status(folder).get("launch") == launch:
+        return  # its ranks recorded it; the next launch may have begun, and may hold the lock
     with contextlib.suppress(ConfigError, OSError):
         folder.mkdir(parents=True, exist_ok=True)
         held, status = lock(folder), read_status(folder)
         if status.get("state") != "finished":
-            step = status.get("step", 0)
-            trained = status.get("launch") == launch and step > before.get("step", 0)
-            attempts = before.get("attempts_without_step", 0) + 1 if in_job and not trained else 0
-            state = "preempted" if attempts < IDLE_ATTEMPTS else "failed"
-            write_status(folder, state, step, holder(status), attempts_without_step=attempts)
+            write_status(folder, "preempted", status.get("step", 0), holder(status))
         held.release()
-    if attempts < IDLE_ATTEMPTS:
-        return STOPPED
-    print_error(f"{folder}: {attempts} times in a row the job was stopped before it made a step; give it more time "
-                "(--time) than its start and the notice ahead of the limit take")
-    return 1
 
 
 def launch(argv: list[str], interruption: Interruption) -> int:
@@ -171,8 +155,6 @@ def launch(argv: list[str], interruption: Interruption) -> int:
         if not args.eval_only:  # an evaluation takes no folder
             cfg = replace(cfg, checkpoint=resume_once(cfg, launch_id))
         before = read_status(folder)
-        if cfg.checkpoint and isinstance(cfg.checkpoint.resume, int):
-            before["step"] = cfg.checkpoint.resume  # the run restarts from there
         try:
             if not check_launch(cfg, ranks, args, interruption):
                 return 0
@@ -196,13 +178,13 @@ def launch(argv: list[str], interruption: Interruption) -> int:
             return 128 + signal.SIGINT
         print_error("stopped before the run began")
         code = STOPPED
-    if code == STOPPED:
-        # pyrefly: ignore[unbound-name]  # as above
-        code = mark_stopped(folder, launch_id, before, ranks.job is not None)
-    if code == STOPPED and ranks.job:
-        from lifecycle.slurm import requeue
+    if code == STOPPED and ranks.job:  # pyrefly: ignore[unbound-name]  # as above
+        from lifecycle.slurm import end_of_stopped
 
-        requeue(ranks.job, ahead_of_limit=interruption.asked == signal.SIGUSR1)
+        # pyrefly: ignore[unbound-name]  # as above
+        return end_of_stopped(cfg, ranks.job, launch_id, before, ahead_of_limit=interruption.asked == signal.SIGUSR1)
+    if code == STOPPED:
+        mark_stopped(folder, launch_id)  # pyrefly: ignore[unbound-name]  # as above
     return code
 
 

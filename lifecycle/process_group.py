@@ -4,10 +4,8 @@ import contextlib
 import datetime
 import gc
 import json
-import math
 import os
 import platform
-import resource
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -63,33 +61,6 @@ def shared_options(cfg: config.Config) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in ON_THIS_NODE}
 
 
-def descriptors(cfg: config.Config, shape: tuple[int, int, int, int], rank: int, trains: bool = True) -> int:
-    """How many file descriptors this rank will open to reach the others. Counted in /proc/self/fd: a gloo group of g
-    ranks, g + 3; the store's client, 1, its server with a connection from every rank, ranks + 9."""
-    size = math.prod(shape)
-    groups = [size] * (2 if trains and cfg.checkpoint else 1)  # the default group, and that of saves
-    # build_mesh() and fsdp_mesh(): the default group serves a dimension of all ranks, and cp or tp of 1 have none
-    groups += [degree for degree in shape[:2] if degree != size] + [degree for degree in shape[2:] if 1 < degree < size]
-    groups += [shape[1] * shape[2]] if shape[2] > 1 and shape[1] * shape[2] != size else []
-    client = "RANK" in os.environ  # else one process, without a server
-    server = client and rank == 0 and os.getenv("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return sum(group + 3 for group in groups) + client + server * (size + 9)
-
-
-def raise_descriptor_limit(needed: int, rank: int, size: int) -> None:
-    """Raises this process's soft limit of open files, usually 1,024, to the hard one. Raises ConfigError if that is too
-    low. A run may open more: TensorBoard's files, and NCCL's sockets, whose number is not known here."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    needed += len(os.listdir("/proc/self/fd"))  # with that of the listing: gloo, too, opens one more for a moment
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise ConfigError(
-            f"rank {rank} of {size} needs {needed:,} file descriptors or more, and its hard limit is {hard:,}: raise "
-            f"it to {2 * needed:,} with `ulimit -n` (or nofile in /etc/security/limits.conf, or LimitNOFILE of the "
-            "service that starts it; SLURM takes the submitting shell's limit, unless PropagateResourceLimits excludes "
-            "it)")
-
-
 def agree_on_device(store: dist.Store, rank: int, size: int, pick: Callable[[], torch.device]) -> torch.device:
     """This rank's device. Raises the ConfigErrors of all ranks on every rank, or one if their types differ. Through the
     store: a process group with NCCL on some ranks only would hang."""
@@ -134,8 +105,10 @@ def distributed(cfg: config.Config, trains: bool = True) -> Iterator[World]:
     different devices or options."""
     rank, local_rank, size = rank_and_size()
     shape = config.mesh_shape(cfg, size)
-    files = trains * (7 if rank == 0 else 4)  # three of its log, one saved; rank 0's lock and rows, and it copies files
-    raise_descriptor_limit(descriptors(cfg, shape, rank, trains) + files, rank, size)
+    if config.has("lifecycle/descriptors.py"):
+        from lifecycle.descriptors import raise_limit
+
+        raise_limit(cfg, shape, rank, trains)
     timeout = datetime.timedelta(seconds=config.longest_timeout(cfg))
     store = next(dist.rendezvous("env://", timeout=timeout))[0] if "RANK" in os.environ else dist.HashStore()
     device = agree_on_device(store, rank, size, lambda: pick_device(cfg, local_rank))

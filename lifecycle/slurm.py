@@ -5,7 +5,13 @@ import os
 import re
 import subprocess
 
+import config
+from config import ConfigError
 from files import print_error
+from lifecycle import STOPPED
+from lifecycle.folder import holder, lock, read_status, write_status
+
+IDLE_ATTEMPTS = 3  # attempts of a job in a row without a step
 
 
 def on_nodes(torchrun: list[str], nodes: int, job: str, attempt: list[str]) -> list[str]:
@@ -22,6 +28,34 @@ def on_nodes(torchrun: list[str], nodes: int, job: str, attempt: list[str]) -> l
     return ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--export=ALL", "--cpu-bind=none",
             "--mpi=none", "--kill-on-bad-exit=1", *torchrun, f"--nnodes={nodes}", "--rdzv-backend=c10d",
             f"--rdzv-endpoint={names[0]}:{29500 + int(job) % 1000}", f"--rdzv-id={'-'.join(attempt)}"]
+
+
+def end_of_stopped(cfg: config.Config, job: str, launch: str, before: dict, ahead_of_limit: bool) -> int:
+    """Records that a job's launch was stopped, unless the run is finished or another launch holds it, and requeues the
+    job if it has to. Returns the exit code: a failure after the third attempt of a job in a row without a step, since
+    it would requeue itself forever.
+
+    before: the status before the launch, with the step that it resumed after.
+    """
+    folder, attempts = config.run_folder(cfg), 0
+    with contextlib.suppress(ConfigError, OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        held, status = lock(folder), read_status(folder)
+        if status.get("state") != "finished":
+            step, start = status.get("step", 0), before.get("step", 0)
+            if cfg.checkpoint and isinstance(cfg.checkpoint.resume, int):
+                start = cfg.checkpoint.resume  # the run restarted from there
+            trained = status.get("launch") == launch and step > start
+            attempts = 0 if trained else before.get("attempts_without_step", 0) + 1
+            state = "preempted" if attempts < IDLE_ATTEMPTS else "failed"
+            write_status(folder, state, step, holder(status), attempts_without_step=attempts)
+        held.release()
+    if attempts >= IDLE_ATTEMPTS:
+        print_error(f"{folder}: {attempts} times in a row the job was stopped before it made a step; give it more time "
+                    "(--time) than its start and the notice ahead of the limit take")
+        return 1
+    requeue(job, ahead_of_limit)
+    return STOPPED
 
 
 def requeue(job: str, ahead_of_limit: bool) -> None:

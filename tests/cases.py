@@ -30,7 +30,7 @@ from checkpoint.load import Reader, restore, tensors_of
 from checkpoint.save import Saver
 from config import ConfigError
 from data.loader import inputs_and_targets
-from lifecycle.process_group import descriptors, distributed
+from lifecycle.process_group import distributed
 from model.build import meta_model
 from model.llama import Llama, after_weight_update, named_parameters, rope_tables
 from parallel import materialize as materialize_module
@@ -50,6 +50,8 @@ def process_group():
 def open_descriptors(sections: dict, limits: tuple[int, int]) -> tuple[int, int, int]:
     """(open files before the process group, with every group of a run, and as announced before), under these soft and
     hard limits."""
+    from lifecycle.descriptors import descriptors
+
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     cfg = make_config(train={"global_batch_size": 24, "micro_batch_size": 1}, checkpoint={}, parallel=sections)
     before = len(os.listdir("/proc/self/fd"))

@@ -903,7 +903,7 @@ def test_how_another_launch_ended_says_nothing_of_this_one(tmp_path, before, cap
 def test_ranks_that_end_by_a_signal_before_they_have_handlers_were_stopped(tmp_path):
     write_status(tmp_path, "failed", 4, "earlier")
     assert exit_code(tmp_path, "this", ranks=1, returned=-signal.SIGTERM) == 75
-    assert mark_stopped(tmp_path, "this", {}, in_job=False) == 75
+    mark_stopped(tmp_path, "this")
     assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("preempted", 4)
 
 
@@ -1065,6 +1065,8 @@ def test_torchruns_name_is_the_same_for_all_ranks_that_it_starts_and_for_no_othe
 @pytest.mark.parametrize("before, resume", [("6.0.a", 2), ("7.0.a", "auto"), (None, 2)])
 def test_an_attempt_that_never_took_the_folder_has_not_gone_back(tmp_path, capsys, before, resume):
     """Whatever else it was stopped or failed by before the next."""
+    from lifecycle.slurm import end_of_stopped  # optional
+
     cfg = make_config(run={"name": "r", "output_dir": str(tmp_path)}, checkpoint={"resume": 2})
     folder = config.run_folder(cfg)
     folder.mkdir()
@@ -1072,7 +1074,8 @@ def test_an_attempt_that_never_took_the_folder_has_not_gone_back(tmp_path, capsy
         write_status(folder, "preempted", 5, before)
     assert exit_code(folder, "7.1.b", ranks=1, returned=1) == 1 and status(folder)["launch"] == "7.1.b"
     assert resume_once(cfg, "7.2.c").resume == resume
-    assert mark_stopped(folder, "7.2.c", {"step": 2}, in_job=True) == 75  # nor has it trained from there to step 5
+    # nor has it trained from there to step 5
+    assert end_of_stopped(cfg, "7", "7.2.c", {"step": 5}, ahead_of_limit=False) == 75
     assert (status(folder)["state"], status(folder)["attempts_without_step"]) == ("preempted", 1)
     assert resume_once(cfg, "7.2.c").resume == resume
 
@@ -1081,7 +1084,7 @@ def test_a_stop_that_the_ranks_recorded_is_not_recorded_again(tmp_path):
     """The next launch may begin as soon as they have: nothing locks the folder, nor writes into it."""
     write_status(tmp_path, "preempted", 4, "this")
     before = status(tmp_path)
-    assert mark_stopped(tmp_path, "this", {"step": 1}, in_job=False) == 75
+    mark_stopped(tmp_path, "this")
     assert status(tmp_path) == before and not (tmp_path / ".lock").exists()
 
 
@@ -1090,8 +1093,21 @@ def test_the_status_of_another_run_is_left_alone(tmp_path, capsys):
     write_status(tmp_path, "running", 4, "earlier")
     held, before = lock(tmp_path), status(tmp_path)
     assert exit_code(tmp_path, "this", ranks=1, returned=1) == 2
-    assert mark_stopped(tmp_path, "this", {"attempts_without_step": 2}, in_job=True) == 75
+    mark_stopped(tmp_path, "this")
     assert "another run works here" in capsys.readouterr().err and status(tmp_path) == before
+    held.release()
+
+
+def test_a_stopped_job_also_leaves_it_alone(tmp_path):
+    from lifecycle.slurm import end_of_stopped  # optional
+
+    cfg = make_config(run={"name": "r", "output_dir": str(tmp_path)})
+    folder = config.run_folder(cfg)
+    folder.mkdir()
+    write_status(folder, "running", 4, "earlier")
+    held, before = lock(folder), status(folder)
+    assert end_of_stopped(cfg, "1", "this", {"attempts_without_step": 2}, ahead_of_limit=False) == 75
+    assert status(folder) == before
     held.release()
 
 
