@@ -219,15 +219,15 @@ class Config:
 # The files that an option requires: `rm` removes what a copy of the repository does not use (tests/rooms.py:
 # OPTIONAL). A table counts if it is there, an option if it is not at its default, or has the value named here.
 ROOMS = {
-    "parallel.tp": ("parallel/tensor.py", "parallel/collectives.py", "parallel/parametrized.py"),
+    "parallel.tp": ("parallel/tensor.py", "parallel/collectives.py", "parallel/optional_patches.py"),
     "parallel.cp": ("parallel/context.py", "parallel/collectives.py"),
     'parallel.recompute = "elementwise"': ("parallel/selective.py", "parallel/matmul_order.py"),
     'parallel.recompute = "selective"': ("parallel/selective.py", "parallel/matmul_order.py"),
-    "parallel.replicated": ("parallel/replicated.py", "parallel/parametrized.py"),
+    "parallel.replicated": ("parallel/replicated.py", "parallel/optional_patches.py"),
     "parallel.float8": ("parallel/float8.py", "model/float8.py"),
     "model.init_from": ("huggingface/",),
     "lora": ("model/lora.py", "huggingface/"),
-    'lora.base_dtype = "nf4"': ("model/nf4.py",),
+    'lora.base_dtype = "nf4"': ("model/nf4.py", "parallel/optional_patches.py"),
     "data.order": ("data/growing.py",),
     "data.sources": ("data/mixture.py",),
     "data.messages_field": ("data/chat.py", "data/packing.py", "data/template.py"),

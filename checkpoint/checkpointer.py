@@ -2,7 +2,6 @@
 
 import dataclasses
 import pathlib
-import re
 from collections.abc import Callable
 from concurrent import futures
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 import config
 from checkpoint import catalog, compare
-from checkpoint.load import OtherOptimizer, restore, tensors_of
+from checkpoint.load import restore, tensors_of
 from checkpoint.save import SaveFailed, Saver
 from config import ConfigError
 from parallel.mesh import World, has_native_bfloat16
@@ -81,12 +80,7 @@ class Checkpointer:
             return State()
         folder = catalog.path_of(self.cfg, self.start)
         on_rank_zero(lambda: compare.check_base(folder, self.cfg.model.init_from, self.base))
-        try:
-            restore(folder, model, optimizer)
-        except OtherOptimizer as error:
-            changed = on_rank_zero(lambda: compare.changed_options(self.cfg, self.start, re.compile(r"optim\..*")))
-            raise ConfigError(f"{error}: continue with the one that it was trained with" + "".join(
-                f"; {key} was {before}, is {now}" for key, (before, now) in changed.items())) from None
+        restore(folder, model, optimizer)
         known = on_rank_zero(lambda: catalog.read_state(folder))
         state = {f.name: known[f.name] for f in dataclasses.fields(State) if f.name in known}
         return State(**{"tokens": self.start * config.tokens_per_step(self.cfg), **state})

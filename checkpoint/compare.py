@@ -10,8 +10,10 @@ from checkpoint.catalog import path_of, read_state
 from config import ConfigError
 
 ADAPTERS = r"lora\.(?!init_from$).*"
-# These determine weights and data order. The rest (steps, intervals, ranks, precision, learning rate) may change.
-GUARDED = re.compile(rf"model\..*|{ADAPTERS}|data\.(?!path$).*|run\.seed|train\.(seq_len|global_batch_size)")
+STATE = r"model\.freeze|optim\.(name|state_dtype)"  # these determine what state the optimizer has
+# Those, and what determines weights and data order. The rest (steps, intervals, ranks, precision, learning rate) may
+# change.
+GUARDED = re.compile(rf"model\..*|{ADAPTERS}|{STATE}|data\.(?!path$).*|run\.seed|train\.(seq_len|global_batch_size)")
 # Those that determine parameter shapes: even if allowed to change, the checkpoint would not load.
 SHAPES = re.compile(r"model\.(dim|n_layers|ffn_dim|vocab_size|tie_embeddings)|lora\.(rank|targets)")
 # Options that change the prepared data: allowing one of them to change also allows other data.
@@ -56,9 +58,9 @@ def _instead(key: str) -> str:
     """Advice for an option that differs from the checkpoint's."""
     if key not in config.SCHEMA.options:
         return "this version has no such option"
-    if key == "model.freeze":
+    if re.fullmatch(STATE, key):
         return ("continue with that, or start another run from these weights (python -m huggingface "
-                "export, model.init_from): the optimizer's state is of what was trained")
+                "export, model.init_from): the optimizer's state is of what was trained, and how")
     if SHAPES.fullmatch(key):
         return "its weights have those shapes; continue so, or choose another run.name"
     return f'continue with that, choose another run.name, or allow it: checkpoint.allow_changed = ["{key}"]'

@@ -36,10 +36,6 @@ ALLOWED = {
 }
 
 
-class OtherOptimizer(ConfigError):
-    """A checkpoint holds the state of another kind of optimizer than the run's."""
-
-
 class MetadataUnpickler(pickle.Unpickler):
     """Unpickles only what .metadata consists of. Raises CorruptCheckpoint for other names, before resolving them."""
 
@@ -147,8 +143,8 @@ def check_tensors(reader: Reader, model: nn.Module, optimizer: torch.optim.Optim
                     for dtypes in ({name: item.properties.dtype for name, item in stored.items()},
                                    {name: tensor.dtype for name, tensor in wanted.items()}))
     if optimizer is not None and theirs != ours:
-        raise OtherOptimizer(f"{folder}: holds {', '.join(sorted(theirs))} of another optimizer, this run's has "
-                             f"{', '.join(sorted(ours)) or 'no state'}")
+        raise ConfigError(f"{folder}: holds {', '.join(sorted(theirs))} of another optimizer, this run's has "
+                          f"{', '.join(sorted(ours)) or 'no state'}")
     problems = [f"{folder}: has no {name}" for name in wanted.keys() - stored.keys()]
     problems += [f"{folder}: has {name}, which this model does not" for name in stored.keys() - wanted.keys()
                  if optimizer is not None or name.startswith("model.")]

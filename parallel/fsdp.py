@@ -16,6 +16,7 @@ the host is slow relative to the kernels, or a unit computes for less time than 
 depth 2). It costs memory for that many full units.
 """
 
+import contextlib
 import fnmatch
 from functools import partial
 
@@ -26,7 +27,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 import config
 from model.llama import Llama
 from parallel.mesh import World, fsdp_mesh
-from parallel.torch_patches import allow_integer_parameters
 
 
 def units(model: Llama) -> list[tuple[str, list[nn.Module]]]:
@@ -53,7 +53,12 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
 
         cast_at_access(model, replicated, [(modules, unit_dtypes(p, name)[0]) for name, modules in units(model)])
     offload = CPUOffloadPolicy(pin_memory=pin) if p.cpu_offload else OffloadPolicy()
-    with allow_integer_parameters():
+    allowed = contextlib.nullcontext()
+    if not all(param.is_floating_point() for param in model.parameters()):  # NF4's codes
+        from parallel.optional_patches import allow_integer_parameters
+
+        allowed = allow_integer_parameters()
+    with allowed:
         for name, modules in units(model):
             fully_shard(
                 modules if len(modules) > 1 else modules[0],

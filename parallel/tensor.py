@@ -29,7 +29,7 @@ from model.loss import LossSums
 from parallel.activation_checkpoint import is_checkpointed
 from parallel.collectives import Group, all_gather, all_reduce, gathered, group_of, ops, reduce_scatter
 from parallel.mesh import World
-from parallel.parametrized import share_classes
+from parallel.optional_patches import share_classes
 from ranks import local_world_size
 
 COLWISE, ROWWISE = Shard(0), Shard(1)  # colwise, rowwise. For x @ weight.T: local output or input features

@@ -1,31 +1,9 @@
-"""What reaches into torch because no argument of torch does it, each for the versions that need it, with its test."""
+"""What reaches into torch because no argument of torch does it, each for the versions that need it, with its test. What
+only optional rooms need stands in optional_patches.py."""
 
-import contextlib
 import datetime
-from collections.abc import Iterator
-from types import SimpleNamespace
-from unittest import mock
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-
-
-@contextlib.contextmanager
-def allow_integer_parameters() -> Iterator[None]:
-    """Within it, fully_shard() accepts frozen integer parameters, such as NF4 codes. torch 2.11 first creates every
-    sharded parameter with requires_grad=True, which fails for integers, and only then copies the original's flag; 2.12
-    does not. Test: test_torch_patches.py, test_frozen_integers_are_sharded."""
-    if torch.__version__ >= (2, 12):  # pyrefly: ignore[unsupported-operation]  # TorchVersion allows it
-        yield
-        return
-    from torch.distributed.fsdp._fully_shard import _fsdp_param
-
-    def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
-        return nn.Parameter(data, requires_grad and data.is_floating_point())
-
-    with mock.patch.object(_fsdp_param, "nn", SimpleNamespace(Parameter=parameter, Module=nn.Module)):
-        yield
 
 
 def set_default_timeout(timeout: datetime.timedelta) -> None:

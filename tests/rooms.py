@@ -21,7 +21,8 @@ OPTIONAL = ("planner", "huggingface", "migrate", "generate.py", "report.py", "bo
             "checkpoint/tools.py", "checkpoint/staging.py", "checkpoint/plan_cache.py", "lifecycle/descriptors.py",
             "lifecycle/profiler.py", "lifecycle/slurm.py", "model/lora.py", "model/nf4.py", "model/float8.py",
             "parallel/float8.py", "parallel/tensor.py", "parallel/context.py", "parallel/collectives.py",
-            "parallel/selective.py", "parallel/matmul_order.py", "parallel/replicated.py", "parallel/parametrized.py")
+            "parallel/selective.py", "parallel/matmul_order.py", "parallel/replicated.py",
+            "parallel/optional_patches.py")
 
 LACK = "Skipped: needs"
 

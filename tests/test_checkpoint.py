@@ -353,7 +353,21 @@ def test_every_option_of_the_model_is_compared():
     outputs = of("model.", "lora.") - {"model.init_from", "model.freeze", "lora.init_from"}
     assert {name for name in names if compare.SAME_OUTPUTS.fullmatch(name)} == outputs
     assert {name for name in names if compare.GUARDED.fullmatch(name)} == outputs | of("data.") - {"data.path"} | {
-        "model.init_from", "model.freeze", "run.seed", "train.seq_len", "train.global_batch_size"}
+        "model.init_from", "model.freeze", "run.seed", "train.seq_len", "train.global_batch_size", "optim.name",
+        "optim.state_dtype"}
+
+
+def test_an_option_that_changes_the_optimizers_state_is_refused_by_name(tmp_path):
+    """Before weights are read: those of a folder without the options (an earlier version's) had the defaults."""
+    cfg = configured(tmp_path)
+    fake(cfg, 10)
+    compare.check_same_run(cfg, 10)
+    for key, value in {"name": "muon", "state_dtype": "bfloat16"}.items():
+        other = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, **{key: value}))
+        with pytest.raises(ConfigError, match=rf"optim\.{key} = {value}: .* was trained with .*(adamw|float32).*; "
+                                              "continue with that, or start another run"):
+            compare.check_same_run(other, 10)
+        compare.check_same_run(other, 10, compare.SAME_OUTPUTS)
 
 
 def test_an_option_that_is_newer_than_the_checkpoint_had_its_default(tmp_path):

@@ -1,5 +1,5 @@
-"""Each patch of parallel/torch_patches.py, and what parallel/parametrized.py mends, in the versions of torch that need
-it: without it these tests fail.
+"""Each patch of parallel/torch_patches.py and optional_patches.py, in the versions of torch that need it: without it
+these tests fail.
 
 That of set_default_timeout() needs several ranks: test_parallel.py, test_all_process_groups_have_the_runs_timeout.
 """
@@ -17,7 +17,6 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from parallel.mesh import fsdp_mesh
-from parallel.torch_patches import allow_integer_parameters
 from tests import cases
 
 WRAP = "torch._higher_order_ops.wrap"  # what logs the advice
@@ -30,6 +29,8 @@ def with_integers() -> nn.Module:
 
 
 def test_frozen_integers_are_sharded():
+    from parallel.optional_patches import allow_integer_parameters  # optional
+
     with cases.fake_process_group(2) as world:
         module = with_integers()
         with allow_integer_parameters():
@@ -50,7 +51,7 @@ class Doubled(nn.Module):
 
 def test_modules_parametrized_alike_share_a_class():
     """What it is for: test_parallel.py, test_all_layers_share_one_compiled_graph."""
-    from parallel.parametrized import share_classes  # optional
+    from parallel.optional_patches import share_classes  # optional
 
     first, second, other = model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     for module, name in (first, "weight"), (second, "weight"), (other, "bias"):
