@@ -145,15 +145,15 @@ class NF4Linear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         return product(x, self.weight, self.scales, self.first_input // BLOCK, torch.compiler.is_compiling())
 
-    def fill(self, name: str, fill: Callable[[str, tuple[int, ...], Tensor, torch.Size], None],
-             offsets: tuple[int, ...], out: Tensor) -> None:
-        """For materialize(): fills `out`, a rectangle of the codes or scales, by quantizing the weight that `fill`
-        gives. It takes a few full rows at a time: this bounds memory, and the bits do not depend on the mesh."""
+    def quantize(self, name: str, offsets: tuple[int, ...], out: Tensor,
+                 read_or_draw: Callable[[str, tuple[int, ...], Tensor, torch.Size], None]) -> None:
+        """For initialize(): fills `out`, a rectangle of codes or scales, from the weight that read_or_draw() gives. It
+        takes a few full rows at a time: this bounds memory, and the bits do not depend on the mesh."""
         weight, shape = f"{name.rpartition('.')[0]}.weight", torch.Size((self.out_features, self.in_features))
         begin = 0
         for part in out.split(max(1, CHUNK // shape[1])):
             rows = torch.empty(len(part), shape[1], device=out.device)
-            fill(weight, (offsets[0] + begin, 0), rows, shape)
+            read_or_draw(weight, (offsets[0] + begin, 0), rows, shape)
             if not rows.sum().isfinite():
                 raise ConfigError(f"{weight}: holds values that are not finite")
             packed = codes_of(rows) if name == weight else scales_of(rows)

@@ -31,42 +31,35 @@ def materialize(model: Llama, seed: int, device: torch.device,
     that overlap its shard and keeps the shard. On one type of device, values do not depend on the mesh. Raises
     ConfigError on all ranks if `read` raises it on any, or if a tensor is left without a value or a distribution.
     """
-    def fill(name: str, offsets: Offsets, out: Tensor, shape: torch.Size) -> None:
-        if read is None or read(name, offsets, out) is False:
-            draw(out, offsets, shape, model.init_distribution(name), seed, name)
-
-    lacks = ("no initial value: give it a distribution (model/llama.py: init_std), or compute it in forward if it is a "
-             "constant") if read is None else "holds values that are not finite (NaN, infinity), or was not read"
-
-    def fill_all() -> None:
-        if unfilled := _fill(model, fill, device):
-            raise ConfigError(*(f"{name}: {lacks}" for name in unfilled))
-
-    on_each_rank(fill_all)
+    allocate(model, device)
+    on_each_rank(lambda: initialize(model, seed, read))
     after_weight_update(model)  # may be a collective: not before all ranks have their values
 
 
-def _fill(model: nn.Module, fill: Callable[[str, Offsets, Tensor, torch.Size], None], device: torch.device
-          ) -> list[str]:
-    """Allocates all storage, fills it with NaN, then calls fill(name, offsets, local shard, full shape) for each
-    parameter. A module that computes its stored parameters from the values that `fill` gives has a method fill() of its
-    own. Returns the names of tensors that still have non-finite values."""
-    allocate(model, device)
+def initialize(model: Llama, seed: int, read: Callable[[str, Offsets, Tensor], bool | None] | None) -> None:
+    """Gives this rank's part of every tensor its values. A module that computes its stored parameters from others, such
+    as NF4's, does so in a method `quantize` of its own, which calls `read_or_draw` for them. Raises ConfigError naming
+    the tensors that are left without values: all begin as NaN."""
+    def read_or_draw(name: str, offsets: Offsets, out: Tensor, shape: torch.Size) -> None:
+        if read is None or read(name, offsets, out) is False:
+            draw(out, offsets, shape, model.init_distribution(name), seed, name)
+
     tensors = dict(local_tensors(model))
     with torch.no_grad():
-        for local in tensors.values():
-            if local.is_floating_point():
-                local.fill_(math.nan)
+        for local in filter(torch.is_floating_point, tensors.values()):
+            local.fill_(math.nan)
         for name, parameter in named_parameters(model):
-            _, offsets = local_rectangle(parameter)
-            module = model.get_submodule(name.rpartition(".")[0])
-            if hasattr(module, "fill"):
-                module.fill(name, fill, offsets, tensors[name])
+            offsets, module = local_rectangle(parameter)[1], model.get_submodule(name.rpartition(".")[0])
+            if hasattr(module, "quantize"):
+                module.quantize(name, offsets, tensors[name], read_or_draw)
             else:
-                fill(name, offsets, tensors[name], parameter.shape)
-        # in chunks: isfinite() of an entire tensor would take a quarter of its memory
-        return [name for name, local in tensors.items() if local.is_floating_point()
-                and not all(part.isfinite().all() for part in local.view(-1).split(CHECK_CHUNK))]
+                read_or_draw(name, offsets, tensors[name], parameter.shape)
+    lacks = ("no initial value: give it a distribution (model/llama.py: init_std), or compute it in forward if it is a "
+             "constant") if read is None else "holds values that are not finite (NaN, infinity), or was not read"
+    # in chunks: isfinite() of an entire tensor would take a quarter of its memory
+    if problems := [f"{name}: {lacks}" for name, local in tensors.items() if local.is_floating_point()
+                    and not all(part.isfinite().all() for part in local.view(-1).split(CHECK_CHUNK))]:
+        raise ConfigError(*problems)
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:

@@ -140,7 +140,7 @@ def test_large_matrices_are_quantized_some_rows_at_a_time(monkeypatch, name, qua
 
     part = quantized(weights)[30:90]  # a rank's
     out = torch.zeros_like(part)
-    nf4.NF4Linear(Linear(128, 100)).fill(f"q_proj.{name}", fill, (30, 0), out)
+    nf4.NF4Linear(Linear(128, 100)).quantize(f"q_proj.{name}", (30, 0), out, fill)
     assert out.equal(part) and filled == [*[7] * 8, 4]
 
 
