@@ -36,6 +36,7 @@ def materialize(model: Llama, seed: int, device: torch.device,
     after_weight_update(model)  # may be a collective: not before all ranks have their values
 
 
+@torch.no_grad()
 def initialize(model: Llama, seed: int, read: Callable[[str, Offsets, Tensor], bool | None] | None) -> None:
     """Gives this rank's part of every tensor its values. A module that computes its stored parameters from others, such
     as NF4's, does so in a method `quantize` of its own, which calls `read_or_draw` for them. Raises ConfigError naming
@@ -45,15 +46,14 @@ def initialize(model: Llama, seed: int, read: Callable[[str, Offsets, Tensor], b
             draw(out, offsets, shape, model.init_distribution(name), seed, name)
 
     tensors = dict(local_tensors(model))
-    with torch.no_grad():
-        for local in filter(torch.is_floating_point, tensors.values()):
-            local.fill_(math.nan)
-        for name, parameter in named_parameters(model):
-            offsets, module = local_rectangle(parameter)[1], model.get_submodule(name.rpartition(".")[0])
-            if hasattr(module, "quantize"):
-                module.quantize(name, offsets, tensors[name], read_or_draw)
-            else:
-                read_or_draw(name, offsets, tensors[name], parameter.shape)
+    for local in filter(torch.is_floating_point, tensors.values()):
+        local.fill_(math.nan)
+    for name, parameter in named_parameters(model):
+        offsets, module = local_rectangle(parameter)[1], model.get_submodule(name.rpartition(".")[0])
+        if hasattr(module, "quantize"):
+            module.quantize(name, offsets, tensors[name], read_or_draw)
+        else:
+            read_or_draw(name, offsets, tensors[name], parameter.shape)
     lacks = ("no initial value: give it a distribution (model/llama.py: init_std), or compute it in forward if it is a "
              "constant") if read is None else "holds values that are not finite (NaN, infinity), or was not read"
     # in chunks: isfinite() of an entire tensor would take a quarter of its memory
