@@ -111,7 +111,7 @@ def shard(model: Llama, tied: bool, p: SimpleNamespace, mesh: dist.DeviceMesh) -
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))  # last: the root's hooks
     # Explicit prefetch: a unit's all-gather also issues those of the next n units; 0: as FSDP2 does by itself.
     forward = [unit[0] for unit in units]
-    backward = [forward[0], *forward[:0:-1]] if tied else forward[::-1]  # begins with the head's unit
+    backward = [forward[0], *reversed(forward[1:])] if tied else forward[::-1]  # begins with the head's unit
     for i in range(len(units)):
         forward[i].set_modules_to_forward_prefetch(forward[i + 1 : i + 1 + p.prefetch_forward])
         backward[i].set_modules_to_backward_prefetch(backward[i + 1 : i + 1 + p.prefetch_backward])
@@ -122,7 +122,7 @@ def initialize(model: Llama, m: SimpleNamespace, seed: int, device: torch.device
     """Gives the shards storage and values. Each block of about 65,536 elements has a generator: equal on any mesh."""
     model.to_empty(device=device)
     if m.tie_embeddings:
-        model.head.weight = model.embedding.weight  # to_empty() unties them
+        model.head.weight = model.embedding.weight  # to_empty() unties them; FSDP2 holds the embedding's
     for name, parameter in model.named_parameters():
         local, rows, row_shape = parameter.detach().to_local(), len(parameter), parameter.shape[1:]
         first = math.ceil(rows / dist.get_world_size()) * dist.get_rank()  # of this rank
@@ -153,7 +153,7 @@ def train(cfg: SimpleNamespace, stream: Tensor, device: torch.device) -> None:
         model = Llama(cfg.model)
     shard(model, cfg.model.tie_embeddings, cfg.parallel, dist.init_device_mesh(device.type, (ranks,)))
     initialize(model, cfg.model, cfg.run.seed, device)
-    named = dict(model.named_parameters())  # after sharding, which replaces parameters: AdamW must hold the shards
+    named = dict(model.named_parameters())  # after both, which replace parameters: AdamW must hold the last ones
     groups = [{"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": cfg.optim.weight_decay},
               {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=cfg.optim.betas, eps=cfg.optim.eps, fused=True)
@@ -195,12 +195,12 @@ def learning_rate(o: SimpleNamespace, end: int, step: int) -> float:
         return o.lr * step / o.warmup_steps
     start = end - o.decay_steps if o.schedule == "wsd" else o.warmup_steps
     done = min(max((step - start) / max(end - start, 1), 0.0), 1.0)
-    left = {"constant": 1.0, "cosine": (1 + math.cos(math.pi * done)) / 2}.get(o.schedule, 1 - done)
-    return o.lr * (o.min_lr_ratio + (1 - o.min_lr_ratio) * left)
+    left = {"constant": 1, "cosine": 0.5 + math.cos(math.pi * done) / 2, "linear": 1 - done, "wsd": 1 - done}
+    return o.lr * (o.min_lr_ratio + (1 - o.min_lr_ratio) * left[o.schedule])
 
 
 def window(stream: Tensor, length: int, seed: int, sample: int) -> Tensor:
-    """The tokens (T+1) of a sample. Each epoch permutes the windows anew, by a Feistel network of eight rounds."""
+    """The tokens (T+1) of a sample. Each epoch has a permutation without a table: a Feistel network of eight rounds."""
     windows = (len(stream) - 1) // length
     epoch, index = divmod(sample, windows)
     key = hashlib.blake2b(f"{seed}/{epoch}/0".encode(), digest_size=64).digest()
@@ -218,19 +218,20 @@ def window(stream: Tensor, length: int, seed: int, sample: int) -> Tensor:
 
 
 def open_data(d: SimpleNamespace, vocab_size: int) -> Tensor:
-    """The tokens to train on, mapped from data.path's file, or that of the newest folder prepared from this source."""
-    wanted = {key: getattr(d, key) for key in ("source", "subset", "split", "text_field", "max_tokens")}
-    wanted["vocab_size"] = None if d.tokenizer else vocab_size  # a tokenizer file has a vocabulary of its own
+    """The tokens to train on, mapped: those of data.path, or of the newest folder that was prepared as `d` says."""
+    wanted = {k: getattr(d, k) for k in ("source", "subset", "split", "text_field", "max_tokens", "messages_field")}
+    own = hashlib.sha256(pathlib.Path(d.tokenizer).read_bytes()).hexdigest() if d.tokenizer and not d.path else ""
+    wanted |= {"tokenizer": own or "trained here", "vocab_size": None if own else vocab_size, "order": None}
     paths = [pathlib.Path(d.path, "manifest.json")] if d.path else pathlib.Path("prepared").glob("*/manifest.json")
     for path in sorted(filter(os.path.exists, paths), key=os.path.getmtime, reverse=True):
         found = json.loads(path.read_text())
-        if d.path or wanted.items() <= found["identity"].items():
+        if d.path or all(found["identity"].get(key) == value for key, value in wanted.items()):
             size, dtype = found["tokens"]["train"], getattr(torch, found["dtype"])
             return torch.from_file(str(path.with_name("train.bin")), size=size, dtype=dtype)
     raise ValueError(f"{d.path or 'prepared/'}: no data of {wanted}; `python -m data.prepare CONFIG` prepares it")
 
 
-OPTIONS: dict[str, dict] = {  # ...: required; a tuple: the values implemented, the default first; else the default
+OPTIONS: dict[str, dict] = {  # the default, or ... if it is required; a tuple: what is implemented, the default first
     "run": dict(name=None, output_dir="outputs", seed=0, device=("auto", "cuda", "cpu")),
     "model": dict(dim=..., n_layers=..., n_heads=..., n_kv_heads=..., ffn_dim=..., vocab_size=..., head_dim=None,
                   norm_eps=1e-5, rope_theta=5e5, tie_embeddings=(False, True), qk_norm=(False,), freeze=([],)),
@@ -256,11 +257,11 @@ def read_options(path: str) -> SimpleNamespace:
     for section in {**OPTIONS, **raw}:
         known = OPTIONS.get(section, {})
         values = {k: v[0] if isinstance(v, tuple) else v for k, v in known.items()} | raw.get(section, {})
-        for key, value in (values or {"*": {}}).items():  # an empty [lora] is a LoRA, too
-            name, allowed = f"{section}.{key}", known.get(key, ())
+        for key, value in (values or {"*": {}}).items():  # an empty [lora] is a LoRA, too: of all options (*)
+            name = f"{section}.{key}"
             if key not in known and name.startswith(IGNORED):
                 ignored.append(name)
-            elif value is ... or (isinstance(allowed, tuple) and value not in allowed):
+            elif value is ... or key not in known or (isinstance(known[key], tuple) and value not in known[key]):
                 problems.append(f"{path}: {name}" + (" is missing" if value is ... else f" = {value}: not implemented"))
         setattr(cfg, section, SimpleNamespace(**values))
     if ignored and os.getenv("RANK", "0") == "0":
@@ -273,7 +274,7 @@ def read_options(path: str) -> SimpleNamespace:
 
 def main() -> None:
     try:
-        cfg = read_options(" ".join(sys.argv[1:]))
+        cfg = read_options(" ".join(sys.argv[1:]))  # without arguments, too, this is no file
         stream = open_data(cfg.data, cfg.model.vocab_size)
     except (OSError, ValueError) as error:  # of the file system, of TOML, and those above
         if os.getenv("LOCAL_RANK", "0") == "0":  # once per machine
@@ -287,9 +288,8 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **alone)
     if cfg.parallel.param_dtype == "auto":  # bfloat16 where every rank's device has units for it
         cpu = torch.cpu.get_capabilities()
-        native = torch.cuda.is_bf16_supported(False) if cuda else cpu.get("avx512_bf16") or cpu.get("amx_bf16")
-        everywhere = torch.tensor(float(native or False), device=device)
-        dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+        native = torch.cuda.is_bf16_supported(False) if cuda else cpu.get("avx512_bf16") or cpu.get("amx_bf16") or False
+        dist.all_reduce(everywhere := torch.tensor(float(native), device=device), dist.ReduceOp.MIN)
         cfg.parallel.param_dtype = "bfloat16" if everywhere else "float32"
     train(cfg, stream, device)
     dist.barrier()  # gloo aborts if a rank leaves while another still communicates

@@ -50,7 +50,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
     # 3. Each rank initializes its own shards, or reads them from the Hugging Face folder.
     device = storage_device(cfg, world)
     materialize(model, cfg.run.seed, device, pretrained.read_into if pretrained else None)
-    # 4. Build the optimizer after sharding, which replaces every parameter. An optimizer built earlier would hold the
+    # 4. Build the optimizer after 2. and 3., which replace every parameter. An optimizer built earlier would hold the
     #    old parameters, which get no gradients: the model would never learn.
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, cfg.parallel.compile)
     # 5. When resuming, load weights and optimizer state, which overwrite those from above. Then verify everything.
@@ -78,7 +78,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
         # The host waits for the device only in steps in which a metrics row, an evaluation or a checkpoint is due.
         tokens = state.tokens + (step - start) * config.tokens_per_step(cfg)
         recorder.log_step(step, tokens, batch, sums, scalars)
-        run.agree_on_stop(recorder.timed)  # SIGTERM to any rank: all save after the same step
+        run.agree_on_stop(recorder.timed)  # SIGTERM to any rank: all save after the same step, this one or the next
         if config.evaluation_is_due(cfg, step) and not run.stopping:
             with recorder.timed("evaluation"):
                 recorder.log_evaluation(step, evaluate(model, cfg, world, dataset, run))

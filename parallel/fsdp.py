@@ -5,15 +5,17 @@ dim-0 shard of every parameter. In each micro-batch a unit goes through
 
     all-gather -> forward -> reshard -> all-gather -> backward -> reshard -> reduce-scatter of the gradients
 
-(HSDP adds an all-reduce over the replicas). Two exceptions: the head, or the tied unit, is freed after its backward
-only, since backward begins with it; an untied embedding is not all-gathered in backward. The root holds no parameter,
-but FSDP2's hooks around a whole forward and backward.
+(HSDP adds an all-reduce over the replicas). Two units differ: the head is kept from forward to backward, which begins
+with it (tied, until the end: the embedding's part comes last); an untied embedding is not all-gathered in backward.
+Options change this, too: reshard_after_forward = false keeps every unit for its backward, `replicated` leaves
+parameters out, sync_every_micro_batch = false reduces in the last micro-batch alone. The root holds no parameter, but
+FSDP2's hooks around a whole forward and backward.
 
-At depth 0 FSDP2 issues a unit's all-gather when the host reaches it; in backward also that of the unit after it in that
-pass. On a GPU the host runs ahead of the device, so an all-gather overlaps with the unit before. Explicit prefetch of
-depth n (prefetch_forward, prefetch_backward) also issues those of the n units that follow in that pass. It helps where
-the host is slow relative to the kernels, or a unit computes for less time than its all-gather takes (several nodes:
-depth 2). It costs memory for that many full units.
+At depth 0 FSDP2 issues a unit's all-gather when the host reaches it; in backward also that of the block before. On a
+GPU the host runs ahead of the device, so an all-gather overlaps with the unit before. Explicit prefetch of depth n
+(prefetch_forward, prefetch_backward) also issues those of the n units that follow in that pass. It helps where the host
+is slow relative to the kernels, or a unit computes for less time than its all-gather takes (several nodes: depth 2). It
+costs memory for that many full units.
 """
 
 import contextlib

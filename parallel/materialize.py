@@ -63,7 +63,7 @@ def initialize(model: Llama, seed: int, read: Callable[[str, Offsets, Tensor], b
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """model.to_empty(), which alone unties weights: it makes a new parameter in every module that holds a tied one."""
+    """model.to_empty(), after which tied weights are tied again: it makes one new parameter per module."""
     places = [(module, name, parameter) for module in model.modules()
               for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)]
     model.to_empty(device=device)

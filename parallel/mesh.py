@@ -43,7 +43,7 @@ class World:
 
     @property
     def fsdp_size(self) -> int:
-        """Ranks that FSDP2 averages gradients over."""
+        """Ranks that FSDP2 averages gradients over: not tp's, which have one loss."""
         return self.dp_size * self.cp
 
     @property

@@ -49,6 +49,6 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
             block.compile(fullgraph=True)
         model.head.compile_loss = True
 
-    # 4. FSDP2 last: it replaces parameters by new objects (DTensors). Build whatever holds parameters, such as the
-    #    optimizer, after this.
+    # 4. FSDP2 last: it replaces parameters by new objects (DTensors), and materialize() those once more. Build whatever
+    #    holds parameters, such as the optimizer, after both.
     apply_fsdp(model, cfg.parallel, world)

@@ -1,6 +1,7 @@
 """Verifies that the model is sharded as configured: at start-up, on every rank, before the first step.
 
-These errors are silent otherwise: gradients of a parameter outside every unit are never reduced, and replicas diverge.
+These errors are silent otherwise: gradients of a parameter that FSDP2 ignores are never reduced, and replicas diverge;
+a parameter outside every unit is the root's, which keeps it all-gathered through forward and backward.
 """
 
 import itertools
@@ -34,7 +35,7 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
         parameters = [_checked_shard(param, names[param], mesh, expected[names[param]])
                       for param in unit_parameters(modules) if param not in replicated]
         dtype = unit_dtypes(p, unit)[0]
-        gathered = sum(param.numel() // (world.tp if param.placements[-1].is_shard() else 1)  # tp's, if there is tp
+        gathered = sum(param.numel() // (world.tp if param.placements[-1].is_shard() else 1)  # over tp, the mesh's last dimension
                        * all_gather_dtype(param, dtype).itemsize
                        for param in parameters)
         rows.append({
@@ -46,7 +47,7 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
                       "freed after forward",
         })
     for param, name in names.items():
-        _require(param in owned, name, "belongs to no unit: it would be neither all-gathered nor reduced")
+        _require(param in owned, name, "belongs to no unit: the root keeps it gathered through forward and backward")
     for dim in range(mesh.ndim):
         _check_replicas({name: param for param, name in names.items()
                          if param not in replicated and expected[name][dim].is_replicate()}, mesh.get_group(dim))

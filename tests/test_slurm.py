@@ -65,7 +65,7 @@ class Job:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"job {self.number} {self.shows('JobState')}:\n{self.log()}"
-            time.sleep(0.05)
+            time.sleep(0.25)  # a look at a job costs a tenth of it
 
     def until_over(self) -> str:
         """Waits for the job's end, returns its state."""
