@@ -35,7 +35,7 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
         parameters = [_checked_shard(param, names[param], mesh, expected[names[param]])
                       for param in unit_parameters(modules) if param not in replicated]
         dtype = unit_dtypes(p, unit)[0]
-        gathered = sum(param.numel() // (world.tp if param.placements[-1].is_shard() else 1)  # over tp, the mesh's last dimension
+        gathered = sum(param.numel() // (world.tp if param.placements[-1].is_shard() else 1)  # divided over tp
                        * all_gather_dtype(param, dtype).itemsize
                        for param in parameters)
         rows.append({
