@@ -228,7 +228,7 @@ ROOMS = {
     "model.init_from": ("huggingface/",),
     "lora": ("model/lora.py", "huggingface/"),
     'lora.base_dtype = "nf4"': ("model/nf4.py", "parallel/optional_patches.py"),
-    "data.order": ("data/growing.py",),
+    "data.order": ("data/growing.py", "data/pieces.py"),
     "data.sources": ("data/mixture.py",),
     "data.messages_field": ("data/chat.py", "data/packing.py", "data/template.py"),
     'optim.name = "muon"': ("muon.py",),

@@ -73,6 +73,7 @@ def main() -> int:
 
     import config
     from data.loader import Loader
+    from data.order import make_order
     from data.tokens import open_stream
 
     torch.set_num_threads(1)
@@ -90,7 +91,8 @@ def main() -> int:
         for seed in range(args.repeat):
             began = time.perf_counter()
             cfg = config.from_dict({"model": model, "train": train, "run": {"seed": seed}}, "benchmark")
-            loader = Loader(cfg, SimpleNamespace(train=[open_stream(folder, "train", 32000)], weights=[1.0]), world, 1)
+            streams = [open_stream(folder, "train", 32000)]
+            loader = Loader(cfg, SimpleNamespace(train=streams, order=make_order(cfg, streams)), world, 1)
             next(loader)  # rank 0 of 8: eight samples a step
             starts.append(time.perf_counter() - began)
             began, tokens, cpu = time.perf_counter(), 0, time.process_time()

@@ -23,6 +23,7 @@ import config
 from benchmarks import count
 from data import growing
 from data.encode import encode
+from data.pieces import Pieces, read_plan
 from data.prepare import prepare
 
 
@@ -87,10 +88,10 @@ def main() -> None:
                     "steps": 1}, "data": {key: getattr(d, key) for key in ("source", "tokenizer", "path", "order")}},
                 "preparing.toml")
             prepare(cfg)
-            plan = growing.read_plan(pathlib.Path(str(cfg.data.path)))
-            read = cpu_seconds(lambda d=d: [None for _ in growing.open_files(d)])
+            plan = read_plan(pathlib.Path(str(cfg.data.path)))
+            read = cpu_seconds(lambda d=d: [None for _ in Pieces(d)])
             pieces = cpu_seconds(lambda d=d, plan=plan: [None for part in plan["parts"]
-                                                         for _ in growing.open_files(d, plan, part)])
+                                                         for _ in Pieces(d, plan, part)])
             worker = cpu_seconds(lambda d=d, plan=plan: [growing.write_part(pathlib.Path(str(d.path)), d, number)
                                                          for number in range(len(plan["parts"]))])
             loader = {"parquet": "parquet"}.get(kind, "json")

@@ -23,7 +23,7 @@ from collections import Counter
 import config
 import files
 from benchmarks import count
-from data import growing
+from data import growing, pieces
 from data.prepare import prepare
 
 REPO = pathlib.Path(__file__).parent.parent
@@ -80,7 +80,7 @@ def a_part(cfg: config.Config) -> tuple[list[float], list[float]]:
         return inner
 
     os.fsync, files.publish = map(timed, real)
-    for number in range(len(growing.read_plan(folder)["parts"])):
+    for number in range(len(pieces.read_plan(folder)["parts"])):
         spent, began = 0.0, time.process_time()
         growing.write_part(folder, d, number)
         busy.append(time.process_time() - began)
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--megabytes", type=count, default=200)
     given = parser.parse_args()
-    growing.SMALLEST = growing.LARGEST  # little text, cut as much of it would be
+    pieces.SMALLEST = pieces.LARGEST  # little text, cut as much of it would be
     with given.text.open(errors="ignore") as file:
         text = file.read(given.megabytes * 1_000_000)
     with tempfile.TemporaryDirectory() as name:
@@ -141,7 +141,7 @@ def main() -> None:
         for what, module in (("a run's launcher and rank, first part", "lifecycle.launch"),
                              ("`data.prepare`, all parts", "data.prepare")):
             cfg = configured(module)
-            parts = len(growing.read_plan(pathlib.Path(str(cfg.data.path)))["parts"]) if module == "data.prepare" else 1
+            parts = len(pieces.read_plan(pathlib.Path(str(cfg.data.path)))["parts"]) if module == "data.prepare" else 1
             cpu, seconds = waiting(cfg, ["-m", module], parts)
             print(f"{what}: waits {cpu['wait']:.2f} s of CPU time beside {cpu['prepare']:.2f} s of those that prepare, "
                   f"{cpu['wait'] / cpu['prepare']:.2%}, in {seconds:.1f} s", flush=True)
@@ -149,7 +149,7 @@ def main() -> None:
         claim = a_claim(pathlib.Path(str(cfg.data.path)))
         print(f"a part: {statistics.mean(busy):.2f} s of CPU time ({min(busy):.2f} to {max(busy):.2f}), synced and "
               f"renamed in {statistics.mean(slow):.3f} s; a claim that another has: {claim * 1e6:.0f} us")
-        rate = growing.LARGEST / 1e6 / statistics.mean(busy)
+        rate = pieces.LARGEST / 1e6 / statistics.mean(busy)
         for times, alone in ((1, False), (100, False), (1, True)):
             print(f"claims {times} times as slow as here, syncs {'one at a time' if alone else 'side by side'}:")
             for workers in (2, 8, 96):

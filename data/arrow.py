@@ -28,22 +28,24 @@ def compressed_units(size: int) -> int:
     return max(1, size // COMPRESSED_UNIT)
 
 
-def rows(source: Any, path: pathlib.Path, begin: int, end: int,
-         parse: Callable[[pathlib.Path, str, bytes], Rows]) -> Rows:
-    """The rows of a piece of a file, units begin ... end-1. source: the data.sources.Files that reads it, whose row and
-    byte this keeps up to date. parse: gives the row of a file's line, by its number. Raises whatever pyarrow raises."""
+def rows(source: Any, path: pathlib.Path, parse: Callable[[pathlib.Path, str, bytes], Rows],
+         piece: tuple[int, int] | None = None) -> Rows:
+    """The rows of a file from where reading stopped, or of a piece of it: the units from the first to before the
+    second. source: the data.sources.Files that reads it, whose row and byte this keeps up to date. parse: gives the row
+    of a file's line, by its number. Raises whatever pyarrow raises."""
     if path.suffix in COMPRESSED:
-        return compressed(source, path, begin, end, parse)
-    return parquet(source, path, begin, end)
+        return compressed(source, path, parse, piece)
+    return parquet(source, path, piece)
 
 
-def compressed(source: Any, path: pathlib.Path, begin: int, end: int,
-               parse: Callable[[pathlib.Path, str, bytes], Rows]) -> Rows:
+def compressed(source: Any, path: pathlib.Path, parse: Callable[[pathlib.Path, str, bytes], Rows],
+               piece: tuple[int, int] | None) -> Rows:
     """JSON lines. Every piece decompresses all of its file: docs/data.md has the price."""
     with path.open("rb") as file:
         import pyarrow
 
         units = compressed_units(os.fstat(file.fileno()).st_size)
+        begin, end = piece or (0, units)
         lines = io.BufferedReader(pyarrow.CompressedInputStream(file, COMPRESSED[path.suffix]), BUFFER)
         for number, line in enumerate(lines):
             if number >= source.row and begin <= number % units < end:
@@ -51,12 +53,12 @@ def compressed(source: Any, path: pathlib.Path, begin: int, end: int,
                 yield from parse(path, f"{source.row}", line)
 
 
-def parquet(source: Any, path: pathlib.Path, begin: int, end: int) -> Rows:
+def parquet(source: Any, path: pathlib.Path, piece: tuple[int, int] | None) -> Rows:
     import pyarrow.parquet
 
     field, table = source.d.text_field, pyarrow.parquet.ParquetFile(path)
     ends = [0, *itertools.accumulate(table.metadata.row_group(i).num_rows for i in range(table.num_row_groups))]
-    first, last = (0, ends[-1]) if source.whole else source.parquet_rows(ends, path, begin, end)
+    first, last = source.parquet_rows(ends, path, *piece) if piece else (0, ends[-1])
     groups = [i for i, (a, b) in enumerate(itertools.pairwise(ends)) if max(a, first) < min(b, last)]
     if groups and field not in table.schema_arrow.names:
         yield f"{path}: row 1", dict.fromkeys(table.schema_arrow.names)
@@ -65,6 +67,6 @@ def parquet(source: Any, path: pathlib.Path, begin: int, end: int) -> Rows:
         read = first + source.row
         for text in batch[field][max(0, read - position) : max(0, last - position)].to_pylist():
             source.row += 1
-            source.byte = end * source.row // ends[-1]
+            source.byte = source.sizes[source.number] * source.row // ends[-1]
             yield f"{path}: row {first + source.row}", {field: text}
         position += batch.num_rows

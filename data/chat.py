@@ -19,10 +19,11 @@ from dataclasses import replace
 from typing import Any
 
 import config
+import files
 from config import ConfigError
-from data.encode import is_validation
+from data.encode import is_validation, write_tokens
 from data.sources import Source
-from data.template import NONCHARACTERS, SETTINGS, Sandbox, bounded, find_template
+from data.template import NONCHARACTERS, SETTINGS, Sandbox, bounded, files_of, find_template
 from data.tokenizer import SPACE, Tokenizer
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -39,7 +40,7 @@ class Conversations(Source):
         super().__init__(d, place)
         assert d.messages_field
         self.source = opened(replace(d, text_field=d.messages_field, messages_field=None), place)
-        self.revision, self.encode = self.source.revision, encode_conversations
+        self.revision, self.write_tokens = self.source.revision, write_conversations
 
     def rows(self) -> Iterator[tuple[str, object]]:
         return self.source.rows()
@@ -293,6 +294,14 @@ def encode_conversations(folder: pathlib.Path, typecode: str, texts: list[str]) 
         stored = array.array(typecode, (token if has_loss else ~token for token, has_loss in zip(ids, learned)))
         found.append((is_validation(json.dumps(messages)), stored.tobytes()))
     return found
+
+
+def write_conversations(folder: pathlib.Path, source: Conversations, dtype: str, manifest: dict) -> None:
+    """data.encode.write_tokens() of conversations, which keeps their template with them."""
+    for name, content in files_of(source.d).items():
+        if not (folder / name).exists():  # else of a preparation that was stopped, of the same identity
+            files.write_atomic(folder / name, content)
+    write_tokens(folder, source, dtype, manifest, encode_conversations)
 
 
 def spelled(tokenizer: Tokenizer, stored: list[int]) -> str:

@@ -2,12 +2,10 @@
 
 import hashlib
 import inspect
-import json
-import os
 import pathlib
 import platform
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import config
@@ -15,7 +13,7 @@ from config import ConfigError
 from data.order import make_order
 from data.sources import STDLIB, Files, Source, local_files
 from data.tokenizer import tokenizer_files
-from data.tokens import manifest_of, open_stream, read_manifest
+from data.tokens import manifest_of, open_stream, read_manifest, short_hash
 
 FORMAT = 3  # version of the file format; part of the identity
 
@@ -33,6 +31,10 @@ def kind_of(source: str) -> type[Source]:
 
 def open_source(d: config.Data, place: list | None = None) -> Source:
     """Opens [data] source at its beginning, or at a value of place() to resume. Raises ConfigError if there is none."""
+    if d.order == "growing":
+        from data.pieces import Pieces
+
+        return Pieces(d)
     if d.messages_field:
         from data.chat import Conversations
 
@@ -77,51 +79,31 @@ def check_identity(folder: pathlib.Path, manifest: dict, cfg: config.Config) -> 
         raise ConfigError(*changed)
 
 
-def source_configs(cfg: config.Config, tokenizer: str | None = None) -> list[config.Config]:
-    """One configuration per source; those of a mixture get this tokenizer."""
-    d = cfg.data
-    return [replace(cfg, data=replace(d, sources=(), path=None, tokenizer=tokenizer, source=s.source, **{
-        key: getattr(s, key) or getattr(d, key) for key in ("subset", "split", "text_field", "max_tokens")}))
-        for s in d.sources] or [cfg]
-
-
-def weights(cfg: config.Config) -> list[float]:
-    """Sampling weights of the sources, not normalized."""
-    return [s.weight for s in cfg.data.sources] or [1.0]
-
-
-def common_tokenizer(cfg: config.Config) -> pathlib.Path:
-    """The file of the tokenizer that is trained on all sources of a mixture, if the mixture names none."""
-    digest = _short_hash([[identity(part) for part in source_configs(cfg)], weights(cfg)])
-    return pathlib.Path(cfg.data.path or "prepared") / f"tokenizer-{digest}.model"
-
-
 def prepared_parts(cfg: config.Config) -> list[tuple[pathlib.Path, config.Config]]:
     """The folder of each source, and the configuration that it is prepared for. Raises ConfigError if a mixture's
     tokenizer has not been trained yet."""
-    root, tokenizer = pathlib.Path(cfg.data.path or "prepared"), cfg.data.tokenizer
-    if cfg.data.path and not cfg.data.sources:
+    root, parts = pathlib.Path(cfg.data.path or "prepared"), [cfg]
+    if cfg.data.sources:
+        from data.mixture import prepared_sources
+
+        parts = prepared_sources(cfg, identity)
+    elif cfg.data.path:
         return [(root, cfg)]
-    if cfg.data.sources and not tokenizer:
-        tokenizer = str(common_tokenizer(cfg))
-        if not os.path.exists(common_tokenizer(cfg)):  # unlike pathlib's, no error for an unreadable folder
-            raise ConfigError(f"{tokenizer}: no prepared data; `python -m data.prepare CONFIG` makes it")
     return [(root / f"{re.sub('[^A-Za-z0-9._-]+', '-', part.data.source).strip('-.')[-100:]}-"
-             f"{_short_hash(identity(part))}", part) for part in source_configs(cfg, tokenizer)]
+             f"{short_hash(identity(part))}", part) for part in parts]
 
 
 def data_folders(cfg: config.Config) -> list[pathlib.Path]:
     return [folder for folder, _ in prepared_parts(cfg)]
 
 
-def _short_hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
-
-
 def is_prepared(cfg: config.Config) -> bool:
     """Whether all folders are prepared, even if for another configuration. Raises ConfigError."""
-    if cfg.data.sources and not cfg.data.tokenizer and not os.path.exists(common_tokenizer(cfg)):
-        return False
+    if cfg.data.sources:
+        from data.mixture import has_tokenizer
+
+        if not has_tokenizer(cfg, identity):
+            return False
     return all(read_manifest(folder) for folder in data_folders(cfg))
 
 
@@ -130,8 +112,7 @@ def open_data(cfg: config.Config, split: str) -> list[Any]:
     Raises ConfigError if one is not prepared, or for another configuration."""
     parts = prepared_parts(cfg)
     for folder, part in parts:
-        if manifest := read_manifest(folder):
-            check_identity(folder, manifest, part)
+        check_identity(folder, manifest_of(folder), part)
     if cfg.data.order == "growing":
         from data.growing import open_parts
 
@@ -155,7 +136,7 @@ class Dataset:
 
     train: list[Any]  # a TokenStream per source, or data/growing.py's Parts; without a mixture, [data] is the only one
     validation: list[Any]
-    weights: list[float]
+    order: Any  # data/order.py's, of the training data
     names: list[str]  # of a mixture's sources
     tokenizer_files: list[pathlib.Path]
     fingerprint: list[dict]  # distinguishes the prepared data of two runs
@@ -167,16 +148,11 @@ def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
     if it is not prepared, was prepared for another configuration, or is too small for one batch."""
     training = open_data(cfg, "train") if train else []
     validation = open_data(cfg, "heldout") if cfg.eval or not train else []
-    if train:
-        make_order(cfg, training, weights(cfg))  # raises if there is too little data
+    order = make_order(cfg, training) if train else None
     folders = data_folders(cfg)
     manifests = [manifest_of(folder) for folder in folders]
     tokenizer = sorted([*folders[0].glob("tokenizer*"), *folders[0].glob("chat_template.jinja")])
-    notes = []
-    if cfg.data.messages_field:
-        from data.packing import summary
-
-        notes += map(summary, training)
+    notes = [stream.summary() for stream in training if cfg.data.messages_field]
     if (entries := manifests[0]["vocab_size"]) < cfg.model.vocab_size:
         notes.append(f"the tokenizer of {folders[0]} has {entries:,} entries, the model {cfg.model.vocab_size:,} rows")
     notes += [f"{stream.path.parent}: none of its documents (one in a hundred) is held out: it has no validation loss"
@@ -186,4 +162,4 @@ def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
 
         notes += note_on_tokenizer(cfg.model.init_from, folders[0], tokenizer)
     fingerprint = [{key: manifest.get(key) for key in ("identity", "tokens", "sha256")} for manifest in manifests]
-    return Dataset(training, validation, weights(cfg), source_names(cfg), tokenizer, fingerprint, notes)
+    return Dataset(training, validation, order, source_names(cfg), tokenizer, fingerprint, notes)

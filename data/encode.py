@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import files
 from data.sources import Source
@@ -69,13 +69,13 @@ def _start() -> None:
 
 
 def encode_all(folder: pathlib.Path, typecode: str,
-               source: Source) -> Generator[tuple[list[tuple[bool, bytes]], tuple], None, None]:
+               source: Source, encode: Callable) -> Generator[tuple[list[tuple[bool, bytes]], tuple], None, None]:
     """Yields (encode(), place and share) per chunk; reads ahead three per process. Raises ConfigError and OSError."""
     workers = len(os.sched_getaffinity(0))
     # spawn: a forked process may inherit a lock that another thread holds
     pool = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start)
     try:
-        work = functools.partial(source.encode or encode, folder, typecode)
+        work = functools.partial(encode, folder, typecode)
         submitted = ((pool.submit(work, texts), place) for texts, place in chunks(source))
         ahead = collections.deque(itertools.islice(submitted, 3 * workers))
         while ahead:
@@ -90,7 +90,7 @@ def encode_all(folder: pathlib.Path, typecode: str,
         pool.shutdown(cancel_futures=True)
 
 
-def write_tokens(folder: pathlib.Path, source: Source, dtype: str, manifest: dict) -> None:
+def write_tokens(folder: pathlib.Path, source: Source, dtype: str, manifest: dict, encode: Callable = encode) -> None:
     """Appends to train.bin and heldout.bin each document between BOS and EOS, and to *.ends.bin the position after its
     last token, 8 bytes little-endian. Raises ConfigError and OSError.
 
@@ -116,7 +116,8 @@ def write_tokens(folder: pathlib.Path, source: Source, dtype: str, manifest: dic
                 os.fsync(file.fileno())
             files.write_atomic(folder / MANIFEST, json.dumps(manifest))
 
-        encoded = stack.enter_context(contextlib.closing(encode_all(folder, "H" if dtype == "uint16" else "i", source)))
+        encoded = encode_all(folder, "H" if dtype == "uint16" else "i", source, encode)
+        stack.callback(encoded.close)
         began = synced = shown = time.monotonic()
         made = sum(tokens.values())  # by an earlier preparation
         while tokens["train"] < limit and (chunk := next(encoded, None)):

@@ -35,83 +35,15 @@ import config
 import files
 from config import ConfigError
 from data.encode import encode, report
-from data.order import FAILED, READY, WAITING, Order, Permutation, Place, mixture_of
-from data.sources import BY_ARROW, STDLIB, TEXT_BYTES, Files, arrow, file_stamps, local_files, readable
+from data.order import FAILED, READY, WAITING, Order, Permutation, Place
+from data.pieces import Pieces, read_plan
+from data.sources import file_stamps
 from data.tokens import MANIFEST, WIDTH, TokenStream, manifest_of, open_stream, window_count
 
-SMALLEST, LARGEST = 1 << 16, 1 << 25  # bytes of text in a part: a 64th of the whole, within these
 LARGEST_SEGMENT = 16  # parts: one process prepares them within a step's timeout
 VALIDATION_PARTS = 16  # the first ones, in reading order, whose held-out documents are the validation set
-SAMPLES = 16  # blocks of a file, of TEXT_BYTES, by which its text is recognized
 POLL_SECONDS = 0.2
-PLAN, FAILURE = "plan.json", "failed.json"
-
-
-def cut(source: Files) -> list[list[list[int]]]:
-    """The pieces (see Files) of each part: pieces of large files, several small ones together. A large file that must
-    be fetched shares no part with another: the first part needs one alone."""
-    total = sum(source.sizes)
-    size = min(LARGEST, max(SMALLEST, total // 64))
-    parts: list[list[list[int]]] = [[]]
-    room = size
-    for number in range(len(source.sizes)):
-        units, step = units_of(source, number)
-        alone = source.remote and units * step > size
-        begin = 0
-        while begin < units:
-            if room <= 0 or (alone and not begin and room < size):
-                parts.append([])
-                room = size
-            whole = source.d.source == STDLIB or (units - begin) * step <= room + size // 2
-            end = units if whole else min(units, begin + max(1, room // step))
-            parts[-1].append([number, begin, end])
-            room -= (end - begin) * step
-            begin = end
-        room = 0 if alone else room
-    return [part for part in parts if part]
-
-
-def units_of(source: Any, number: int) -> tuple[int, int]:
-    """How many units a file has, and about how many bytes of text are one. Raises ConfigError."""
-    path, size = source.paths[number], source.sizes[number]
-    if path.suffix not in BY_ARROW:
-        return size, 1
-    if source.remote and path.suffix == ".parquet":
-        return source.parquet_units(size)
-    with readable(f"{path}:"):
-        return arrow(path).units(path, size)
-
-
-def sample_of(source: Files) -> str:
-    """What tells text from other text in files of the same sizes: a hash of some blocks of each."""
-    digest = hashlib.sha256()
-    for path, size in zip(source.paths, source.sizes):
-        with path.open("rb") as file:
-            for begin in sorted({size * i // SAMPLES for i in range(SAMPLES)}):
-                file.seek(begin)
-                digest.update(file.read(TEXT_BYTES))
-    return digest.hexdigest()
-
-
-def write_plan(folder: pathlib.Path, d: config.Data) -> None:
-    """Writes what determines the parts: their pieces, and of which text. Raises ConfigError and OSError."""
-    source: Any = open_files(d)
-    text = source.found if source.remote else {"sample": sample_of(source)}
-    files.write_atomic(folder / PLAN, json.dumps({"parts": cut(source), **text}))
-
-
-def read_plan(folder: pathlib.Path) -> dict:
-    found = json.loads((folder / PLAN).read_bytes())
-    return found if isinstance(found, dict) else {"parts": found}  # as it was at first
-
-
-def open_files(d: config.Data, plan: dict | None = None, pieces: list[list[int]] | None = None) -> Files:
-    """A source's files, as the plan found them if it had to; or pieces of them. Raises ConfigError."""
-    if d.source != STDLIB and local_files(d.source) is None:
-        from data.hub import HubFiles, find_files
-
-        return HubFiles(d, plan or find_files(d), pieces)
-    return Files(d, [0, 0, 0] if pieces else None, pieces)  # as if resumed: a part may be empty
+FAILURE = "failed.json"
 
 
 # Preparing
@@ -125,7 +57,7 @@ def write_part(folder: pathlib.Path, d: config.Data, number: int) -> None:
         shutil.rmtree(temporary, ignore_errors=True)  # of a killed process with the same number
         temporary.mkdir(parents=True)
         plan = read_plan(folder)
-        _write_tokens(temporary, folder, open_files(d, plan, plan["parts"][number]))
+        _write_tokens(temporary, folder, Pieces(d, plan, plan["parts"][number]))
         if file_stamps(d.source) != manifest_of(folder)["files"]:  # pieces are those of the files at the beginning
             raise ConfigError(f"[data] source = {d.source}: changed since {folder} was begun; delete the folder")
         files.publish(temporary, final)
@@ -136,7 +68,7 @@ def write_part(folder: pathlib.Path, d: config.Data, number: int) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write_tokens(temporary: pathlib.Path, folder: pathlib.Path, source: Files) -> None:
+def _write_tokens(temporary: pathlib.Path, folder: pathlib.Path, source: Pieces) -> None:
     about, digests, tokens = manifest_of(folder), {}, {"train": 0, "heldout": 0}
     width, typecode = WIDTH[about["dtype"]], "H" if about["dtype"] == "uint16" else "i"
     with contextlib.ExitStack() as stack:
@@ -242,13 +174,19 @@ def prepare_parts(found: Sources, seed: int) -> None:
                     shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def prepare_small(found: Sources, seed: int, check_hashes: Callable[[pathlib.Path, dict], None]) -> None:
+def prepare_ahead(cfg: config.Config, found: Sources, whole: bool,
+                  check_hashes: Callable[[pathlib.Path, dict], None]) -> None:
     """Checks the parts that are there, and prepares the sources of one part, as prepare_parts(): before the ranks
-    start, to refuse too little text."""
+    start, to refuse too little text. whole: all that is missing, on all cores, and reports it; exits with the code of
+    the process that prepares, which has said why, if it fails."""
     for folder, _ in found:
         for part in published(folder):
             check_hashes(part, manifest_of(part))
-    prepare_parts([(folder, part) for folder, part in found if len(read_plan(folder)["parts"]) == 1], seed)
+    prepare_parts([(folder, part) for folder, part in found if len(read_plan(folder)["parts"]) == 1], cfg.run.seed)
+    if whole:
+        if code := start_preparing(json.dumps(config.to_dict(cfg)), len(os.sched_getaffinity(0))).wait():
+            sys.exit(code)
+        report_prepared(cfg, found)
 
 
 def lock_of(part: pathlib.Path) -> pathlib.Path:
@@ -346,8 +284,8 @@ class Parts(Reading):
         return epoch, self.permutation(self.before[-1], self.cfg.run.seed, epoch, self.source)(position)
 
     @staticmethod
-    def order_of(sources: "Sequence[Parts]", weights: Sequence[float]) -> Order:
-        return GrowingOrder(sources, weights)
+    def order_of(sources: "Sequence[Parts]", mixture: Any) -> Order:
+        return GrowingOrder(sources, mixture)
 
     def has_validation(self) -> bool:
         """Whether the parts are there that the validation set is of."""
@@ -362,48 +300,52 @@ class Parts(Reading):
 class GrowingOrder(Order):
     """Of sources whose numbers of windows are not known yet."""
 
-    def __init__(self, sources: Sequence[Parts], weights: Sequence[float]):
+    def __init__(self, sources: Sequence[Parts], mixture: Any):
         """Raises ConfigError if a source is known to be too small."""
         for source in sources:
             source.check_size()
-        self.sources, self.mixture = sources, mixture_of(weights)
+        self.sources, self.mixture = sources, mixture
 
     def __call__(self, number: int) -> Place:
         source, index = self.mixture(number)
         return Place(source, *self.sources[source].window(index))
 
+    def state(self, loader: Any, step: int, seconds: float) -> int:
+        """data.loader.Loader.state(): READY, WAITING (after so many seconds) or FAILED, and then sets the loader's
+        failure. Starts to prepare what is missing."""
+        cfg, sources = loader.cfg, self.sources
+        batch = loader.ahead[step + 1 - loader.next_step] if step < cfg.train.steps else None  # the last: next_step - 1
+        evaluates = step > 0 and config.evaluation_is_due(cfg, step)  # the validation set is read before the batch
 
-def state(loader: Any, step: int, seconds: float) -> int:
-    """data.loader.Loader.state(): READY, WAITING (after so many seconds) or FAILED, and then sets the loader's failure.
-    """
-    cfg, sources = loader.cfg, loader.streams
-    batch = loader.ahead[step + 1 - loader.next_step] if step < cfg.train.steps else None  # the last: next_step - 1
-    evaluates = step > 0 and config.evaluation_is_due(cfg, step)  # the validation set is read before the batch
+        def waits() -> bool:
+            return (batch is not None and not batch.done() and not all([source.complete() for source in sources])) or (
+                evaluates and not all([source.has_validation() for source in sources]))
 
-    def waits() -> bool:
-        return (batch is not None and not batch.done() and not all([source.complete() for source in sources])) or (
-            evaluates and not all([source.has_validation() for source in sources]))
+        try:
+            for source in sources:
+                source.prepare_rest()
+            if waits():
+                if batch and not batch.done():  # it fails only if what it needs is not there
+                    concurrent.futures.wait([batch], seconds)
+                else:
+                    time.sleep(seconds)
+                    for source in sources:
+                        source.check()
+            if batch and batch.done():
+                batch.result()
+            return WAITING if waits() else READY
+        except Exception as error:
+            loader.failure = error
+            return FAILED
 
-    try:
-        if waits():
-            if batch and not batch.done():  # it fails only if what it needs is not there
-                concurrent.futures.wait([batch], seconds)
-            else:
-                time.sleep(seconds)
-                for source in sources:
-                    source.check()
-        if batch and batch.done():
-            batch.result()
-        return WAITING if waits() else READY
-    except Exception as error:
-        loader.failure = error
-        return FAILED
+    def close(self) -> None:
+        """Ends the wait of the loader's thread for text that no step will read."""
+        for source in self.sources:
+            source.closed.set()
 
 
 def open_parts(parts: Sources, split: str, cfg: config.Config) -> "list[Parts] | list[HeldOut]":
     """Of each source "train" or "heldout" (validation). Raises ConfigError."""
-    for folder, _ in parts:
-        manifest_of(folder)  # raises if it is not there
     found = [Parts(folder, cfg, part.data, number) for number, (folder, part) in enumerate(parts)]
     return [*map(HeldOut, found)] if split == "heldout" else found
 
@@ -460,14 +402,6 @@ def start_preparing(settings: str, workers: int) -> subprocess.Popen:
 
 
 start_once = functools.cache(start_preparing)  # in this process
-
-
-def prepare_all(cfg: config.Config, found: Sources) -> int:
-    """Prepares what is missing, on all cores, and reports it. Returns the exit code."""
-    code = start_preparing(json.dumps(config.to_dict(cfg)), len(os.sched_getaffinity(0))).wait()
-    if not code:
-        report_prepared(cfg, found)
-    return code
 
 
 def end_with_stdin() -> None:

@@ -9,7 +9,7 @@ from typing import TypeVar
 import config
 from config import ConfigError
 from data.encode import report
-from data.sources import LOCAL, STDLIB, Files, Source, readable
+from data.sources import LOCAL, STDLIB, Source, readable
 
 PATIENCE, AT_FIRST = 300.0, 10.0  # seconds during which a lost network is tried again: in a run, and before it
 T = TypeVar("T")
@@ -48,23 +48,17 @@ class Hub(Source):
         return self.row / split.num_examples if split and split.num_examples else None
 
 
-class HubFiles(Files):
-    """A dataset's data files, in the hub's cache, as find_files() found them; or pieces of them (see Files), cut by
-    their sizes alone: of a parquet file's n units, each is an n-th of its rows."""
+class HubFiles:
+    """A dataset's data files, in the hub's cache, as find_files() found them. Of a parquet file's n units, by its size
+    alone, each is an n-th of its rows."""
 
-    remote = True
-
-    def __init__(self, d: config.Data, found: dict, pieces: list[list[int]] | None = None):
-        self.found = found
-        super().__init__(d, None, pieces)
-        self.resumed = pieces is not None  # a part may be empty
-
-    def find(self) -> None:
-        self.paths = [pathlib.Path(name) for name, _, _ in self.found["files"]]
-        self.sizes = [size for _, size, _ in self.found["files"]]
+    def __init__(self, source: str, found: dict):
+        self.source, self.found = source, found
+        self.paths = [pathlib.Path(name) for name, _, _ in found["files"]]
+        self.sizes = [size for _, size, _ in found["files"]]
 
     def fetch(self, number: int) -> pathlib.Path:
-        return fetch(self.d.source, self.found["revision"], *self.found["files"][number])
+        return fetch(self.source, self.found["revision"], *self.found["files"][number])
 
     def parquet_units(self, size: int) -> tuple[int, int]:
         """How many units a parquet file of so many bytes has, and about how many bytes of text are one."""
@@ -73,6 +67,7 @@ class HubFiles(Files):
         return max(1, size // COMPRESSED_UNIT), 2 * COMPRESSED_UNIT
 
     def parquet_rows(self, ends: list[int], path: pathlib.Path, begin: int, end: int) -> tuple[int, int]:
+        """As data/pieces.py's Pieces has it."""
         units, _ = self.parquet_units(path.stat().st_size)
         return ends[-1] * begin // units, ends[-1] * end // units
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import config
 from config import DIGEST_MODULUS, IGNORE
 from data.dataset import Dataset
-from data.order import READY, make_order, rank_samples
+from data.order import rank_samples
 from data.tokens import TokenStream
 
 READ_AHEAD = 2  # steps
@@ -34,11 +34,8 @@ class Loader:
 
     def __init__(self, cfg: config.Config, dataset: Dataset, world: Any, first_step: int):
         """world: a parallel.mesh.World."""
-        self.cfg, self.streams, self.world = cfg, dataset.train, world
+        self.cfg, self.streams, self.order, self.world = cfg, dataset.train, dataset.order, world
         self.micro_batch_size = config.micro_batch_size(cfg, world.dp_size)
-        self.order = make_order(cfg, dataset.train, dataset.weights)
-        for source in self.streams if cfg.data.order == "growing" else ():
-            source.prepare_rest()
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "loader")
         self.ahead = collections.deque(self.thread.submit(self.batch, first_step + i) for i in range(READ_AHEAD))
         self.next_step = first_step + READ_AHEAD
@@ -52,15 +49,10 @@ class Loader:
 
     def state(self, step: int, seconds: float) -> int:
         """What the text is that this rank reads after `step`; if it is WAITING, still so after so many seconds."""
-        if self.cfg.data.order == "global":
-            return READY
-        from data.growing import state
-
-        return state(self, step, seconds)
+        return self.order.state(self, step, seconds)
 
     def close(self) -> None:
-        for source in self.streams if self.cfg.data.order == "growing" else ():
-            source.closed.set()  # the thread may be waiting for text that no step will read
+        self.order.close()
         self.thread.shutdown(cancel_futures=True)
 
     def batch(self, step: int) -> Batch:
@@ -69,7 +61,7 @@ class Loader:
             contents, tensors = read_windows([self.span(n) for n in numbers], self.cfg, w)
             digest += sum(map(sample_digest, numbers, contents))
             micro_batches.append(tensors)
-        valid = t.global_batch_size * t.seq_len
+        valid = config.tokens_per_step(self.cfg)
         if self.cfg.data.document_mask:
             # Not every token is a target. Which samples the other ranks have follows from their numbers
             # (self.order), so every rank counts those of the whole step: this costs less than a collective.
@@ -136,8 +128,7 @@ def sample_digest(number: int, raw: bytes) -> int:
 
 def validation_tokens(stream: TokenStream, cfg: config.Config) -> int:
     """How many tokens of a validation stream, from its first one, are read. All but the first are targets."""
-    read = cfg.eval.batches * cfg.train.seq_len * cfg.train.global_batch_size + 1 if (
-        cfg.eval and cfg.eval.batches is not None) else stream.length
+    read = cfg.eval.batches * config.tokens_per_step(cfg) + 1 if cfg.eval and cfg.eval.batches else stream.length
     return min(read, stream.length)
 
 
@@ -145,7 +136,7 @@ def validation_batches(stream: TokenStream, cfg: config.Config, world: Any) -> I
     """A data rank's micro-batches of a validation stream, each target once over all data ranks. The last batch
     is padded with IGNORE, so that every rank runs the same number of forward passes."""
     t, micro_batch_size = cfg.train, config.micro_batch_size(cfg, world.dp_size)
-    for step in range(1, math.ceil((validation_tokens(stream, cfg) - 1) / (t.seq_len * t.global_batch_size)) + 1):
+    for step in range(1, math.ceil((validation_tokens(stream, cfg) - 1) / config.tokens_per_step(cfg)) + 1):
         for numbers in rank_samples(step, t.global_batch_size, micro_batch_size, world.dp_rank, world.dp_size):
             spans = [(stream, n * t.seq_len, min((n + 1) * t.seq_len + 1, stream.length)) for n in numbers]
             yield read_windows(spans, cfg, world)[1]

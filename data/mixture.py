@@ -2,14 +2,19 @@
 
 import json
 import math
+import os
 import pathlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 import config
 import files
 from config import LONGEST_PERIOD, ConfigError
 from data.sources import file_stamps
+from data.tokens import short_hash
+
+Identity = Callable[[config.Config], dict]  # data/dataset.py's: what determines a source's prepared files
 
 
 class Mixture:
@@ -52,15 +57,48 @@ def whole_parts(weights: Sequence[float]) -> list[int]:
     return parts
 
 
-def prepare_tokenizer(cfg: config.Config, path: pathlib.Path, train: Callable[[], bytes],
+def sources_of(cfg: config.Config, tokenizer: str | None) -> list[config.Config]:
+    """One configuration per source, with this tokenizer."""
+    d = cfg.data
+    return [replace(cfg, data=replace(d, sources=(), path=None, tokenizer=tokenizer, source=s.source, **{
+        key: getattr(s, key) or getattr(d, key) for key in ("subset", "split", "text_field", "max_tokens")}))
+        for s in d.sources]
+
+
+def common_tokenizer(cfg: config.Config, identity: Identity) -> pathlib.Path:
+    """The file of the tokenizer that is trained on all sources, if the mixture names none."""
+    digest = short_hash([[identity(part) for part in sources_of(cfg, None)], [s.weight for s in cfg.data.sources]])
+    return pathlib.Path(cfg.data.path or "prepared") / f"tokenizer-{digest}.model"
+
+
+def has_tokenizer(cfg: config.Config, identity: Identity) -> bool:
+    """Whether the sources' tokenizer is named, or has been trained."""
+    # unlike pathlib's, no error for an unreadable folder
+    return bool(cfg.data.tokenizer) or os.path.exists(common_tokenizer(cfg, identity))
+
+
+def prepared_sources(cfg: config.Config, identity: Identity) -> list[config.Config]:
+    """The configuration that each source is prepared for. Raises ConfigError if their tokenizer has not been trained
+    yet."""
+    tokenizer = cfg.data.tokenizer or str(common_tokenizer(cfg, identity))
+    if not has_tokenizer(cfg, identity):
+        raise ConfigError(f"{tokenizer}: no prepared data; `python -m data.prepare CONFIG` makes it")
+    return sources_of(cfg, tokenizer)
+
+
+def prepare_tokenizer(cfg: config.Config, identity: Identity,
+                      train: Callable[[list[config.Config], list[float]], bytes],
                       make_under_lock: Callable[..., None]) -> None:
-    """Trains a mixture's tokenizer, `path`, if it is missing. Raises ConfigError if the files it was trained on have
-    changed."""
+    """Trains the sources' tokenizer if none is named and it is missing. Raises ConfigError if the files it was trained
+    on have changed."""
+    if cfg.data.tokenizer:
+        return
+    path = common_tokenizer(cfg, identity)
     stamps = path.with_suffix(".json")
     now = {source.source: file_stamps(source.source) for source in cfg.data.sources}
 
     def make() -> None:
-        content = train()
+        content = train(sources_of(cfg, None), [s.weight for s in cfg.data.sources])
         files.write_atomic(stamps, json.dumps(now))
         files.write_atomic(path, content)
 

@@ -49,14 +49,6 @@ class OneSource:
         return 0, number
 
 
-def mixture_of(weights: Sequence[float]) -> Any:
-    if len(weights) == 1:
-        return OneSource()
-    from data.mixture import Mixture
-
-    return Mixture(weights)
-
-
 class Place(NamedTuple):
     source: int
     epoch: int  # of the source
@@ -64,10 +56,11 @@ class Place(NamedTuple):
 
 
 class Order:
-    """Maps a sample's number to its Place. windows: the number of full windows of each source."""
+    """Maps a sample's number to its Place. windows: the number of full windows of each source. mixture: OneSource, or a
+    Mixture of data/mixture.py."""
 
-    def __init__(self, windows: Sequence[int], weights: Sequence[float], seed: int):
-        self.windows, self.mixture = windows, mixture_of(weights)
+    def __init__(self, windows: Sequence[int], mixture: Any, seed: int):
+        self.windows, self.mixture = windows, mixture
         self.permutation = functools.lru_cache(2 * len(windows))(  # of the epochs under way, for speed alone
             lambda source, epoch: Permutation(windows[source], seed, epoch, source))
 
@@ -76,13 +69,24 @@ class Order:
         epoch, position = divmod(index, self.windows[source])
         return Place(source, epoch, self.permutation(source, epoch)(position))
 
+    def state(self, loader: Any, step: int, seconds: float) -> int:
+        """Loader.state(): prepared text need not be waited for."""
+        return READY
 
-def make_order(cfg: config.Config, streams: Sequence[Any], weights: Sequence[float]) -> Order:
+    def close(self) -> None:
+        """Called when the loader reads no more: nothing waits for text."""
+
+
+def make_order(cfg: config.Config, streams: Sequence[Any]) -> Order:
     """The order of a run. Raises ConfigError if a source is too small for its share of one global batch."""
-    t = cfg.train
+    t, mixture = cfg.train, OneSource()
+    if cfg.data.sources:
+        from data.mixture import Mixture
+
+        mixture = Mixture([source.weight for source in cfg.data.sources])
     if cfg.data.order == "growing":
-        return streams[0].order_of(streams, weights)  # data/growing.py: Parts
-    order = Order([window_count(stream.length, t.seq_len) for stream in streams], weights, cfg.run.seed)
+        return streams[0].order_of(streams, mixture)  # data/growing.py: Parts
+    order = Order([window_count(stream.length, t.seq_len) for stream in streams], mixture, cfg.run.seed)
     needed = [part / order.mixture.period * t.global_batch_size for part in order.mixture.parts]
     problems = [f"{stream.path}: {stream.length} tokens give {windows} samples of train.seq_len = {t.seq_len}, but one "
                 f"batch of train.global_batch_size = {t.global_batch_size} takes {share:.3g} of them"

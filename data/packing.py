@@ -10,7 +10,7 @@ import hashlib
 import pathlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -139,19 +139,18 @@ class Packed:
         ids = self.read(start, stop)[1]
         return self.seq_len - int((ids >= 0).sum()) + int((ids[firsts] >= 0).sum())
 
-
-def summary(stream: Any) -> str:
-    """What a launch logs of a Packed stream."""
-    step = max(1, -(-stream.document_count // SAMPLED))
-    learned = tokens = 0
-    for number in range(0, stream.document_count, step):
-        begin = stream.stream.end(number - 1) if number else 0
-        ids = stream.stored(begin, min(stream.stream.end(number), begin + stream.seq_len))
-        learned, tokens = learned + int((ids >= 0).sum()), tokens + len(ids)
-    return (f"{stream.path.parent}: {stream.document_count:,} conversations in {stream.windows:,} windows of "
-            f"{stream.seq_len:,} tokens, {stream.filled / (stream.windows * stream.seq_len):.1%} full; {stream.cut:,} "
-            f"cut at a window's end; {stream.left_out:,} left out, without an assistant's turn or with an empty one; "
-            f"{'about ' * (step > 1)}{learned / tokens:.0%} of the tokens have a loss")
+    def summary(self) -> str:
+        """What a launch logs."""
+        step = max(1, -(-self.document_count // SAMPLED))
+        learned = tokens = 0
+        for number in range(0, self.document_count, step):
+            begin = self.stream.end(number - 1) if number else 0
+            ids = self.stored(begin, min(self.stream.end(number), begin + self.seq_len))
+            learned, tokens = learned + int((ids >= 0).sum()), tokens + len(ids)
+        return (f"{self.path.parent}: {self.document_count:,} conversations in {self.windows:,} windows of "
+                f"{self.seq_len:,} tokens, {self.filled / (self.windows * self.seq_len):.1%} full; {self.cut:,} cut at "
+                f"a window's end; {self.left_out:,} left out, without an assistant's turn or with an empty one; "
+                f"{'about ' * (step > 1)}{learned / tokens:.0%} of the tokens have a loss")
 
 
 def open_packed(folder: pathlib.Path, split: str, cfg: config.Config) -> Packed:

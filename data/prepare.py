@@ -16,36 +16,28 @@ from collections.abc import Callable, Iterator
 import config
 import files
 from config import ConfigError
-from data.dataset import (
-    check_identity,
-    common_tokenizer,
-    identity,
-    kind_of,
-    open_source,
-    prepared_parts,
-    source_configs,
-    weights,
-)
+from data.dataset import check_identity, identity, kind_of, open_source, prepared_parts
 from data.encode import report, write_tokens
 from data.sources import file_stamps
 from data.tokenizer import Tokenizer, train_tokenizer
 from data.tokens import MANIFEST, damaged, read_manifest
 
 
-def prepare(cfg: config.Config) -> list[pathlib.Path]:
+def prepare(cfg: config.Config, whole: bool = False) -> list[pathlib.Path]:
     """Creates missing folders of token files, and checks existing ones. Returns them, by source. Raises ConfigError,
-    after which a folder is published in full or not at all."""
-    if cfg.data.sources and not cfg.data.tokenizer:
+    after which a folder is published in full or not at all. whole: also what data.order = "growing" would leave to the
+    run."""
+    if cfg.data.sources:
         from data.mixture import prepare_tokenizer
 
-        prepare_tokenizer(cfg, common_tokenizer(cfg), lambda: _train_tokenizer(cfg), _make_under_lock)
+        prepare_tokenizer(cfg, identity, _train_tokenizer, _make_under_lock)
     parts = prepared_parts(cfg)
     for part in parts:
         _make_under_lock(part[0], functools.partial(_matches, *part), functools.partial(_prepare_folder, *part))
     if cfg.data.order == "growing":
-        from data.growing import prepare_small
+        from data.growing import prepare_ahead
 
-        prepare_small(parts, cfg.run.seed, _check_hashes)
+        prepare_ahead(cfg, parts, whole, _check_hashes)
     return [folder for folder, _ in parts]
 
 
@@ -112,11 +104,8 @@ def _prepare_folder(folder: pathlib.Path, cfg: config.Config) -> None:
         if any(manifest.get(key) != value for key, value in wanted.items()):  # none, or of something else
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
-            content = Tokenizer(d.tokenizer).files if d.tokenizer else {"tokenizer.model": _train_tokenizer(cfg)}
-            if d.messages_field:
-                from data.template import files_of
-
-                content |= files_of(d)
+            content = Tokenizer(d.tokenizer).files if d.tokenizer else {
+                "tokenizer.model": _train_tokenizer([cfg], [1.0])}
             for name, part in content.items():
                 files.write_atomic(temporary / name, part)
             counts = {key: {"train": 0, "heldout": 0} for key in ("tokens", "documents")}
@@ -148,12 +137,8 @@ def _write_folder(temporary: pathlib.Path, cfg: config.Config, manifest: dict) -
         rows = cfg.model.vocab_size
         raise ConfigError(f"[model] vocab_size = {rows}: smaller than the tokenizer {d.tokenizer}, of {size} entries")
     dtype = "uint16" if size <= 1 << 16 and not d.messages_field else "int32"  # a sign stands for no loss
-    if d.order == "growing":
-        from data.growing import write_plan
-
-        write_plan(temporary, d)
-    else:
-        write_tokens(temporary, open_source(d, manifest["place"]), dtype, manifest)
+    source = open_source(d, manifest["place"])
+    (source.write_tokens or write_tokens)(temporary, source, dtype, manifest)
     content = sorted(path for path in temporary.iterdir() if path.suffix != ".tmp" and path.name != MANIFEST)
     manifest |= {"vocab_size": size, "dtype": dtype, "sha256": {path.name: _sha256(path) for path in content}}
     del manifest["place"]
@@ -168,39 +153,31 @@ def _sha256(path: pathlib.Path) -> str:
     return digest.hexdigest()
 
 
-def _train_tokenizer(cfg: config.Config) -> bytes:
+def _train_tokenizer(parts: list[config.Config], weights: list[float]) -> bytes:
     """Trains on the start of each source, in proportion to its weight: 2,000 characters per vocabulary entry, at least
     4 million; more text hardly changes a BPE vocabulary. 800 if training waits for it (docs/data.md has the seconds).
     Returns the model file's content. Raises ConfigError."""
-    parts, opened, characters = source_configs(cfg), open_source, 2_000
-    if cfg.data.order == "growing":
-        from data.growing import open_files as opened
-
-        characters = 800
-    wanted = max(4_000_000, characters * cfg.model.vocab_size)
-    report(f"training a tokenizer of {cfg.model.vocab_size:,} vocabulary entries on up to {wanted / 1e6:,.0f} MB of "
+    size = parts[0].model.vocab_size
+    wanted = max(4_000_000, size * (800 if parts[0].data.order == "growing" else 2_000))
+    report(f"training a tokenizer of {size:,} vocabulary entries on up to {wanted / 1e6:,.0f} MB of "
            + ", ".join(part.data.source for part in parts))
 
     def sample() -> Iterator[str]:
-        for part, weight in zip(parts, weights(cfg)):
-            size = 0
-            for text in opened(part.data):
+        for part, weight in zip(parts, weights):
+            read = 0
+            for text in open_source(part.data):
                 yield text
-                size += len(text)
-                if size >= wanted * (weight / sum(weights(cfg))):
+                read += len(text)
+                if read >= wanted * (weight / sum(weights)):
                     break
 
-    return train_tokenizer(sample(), cfg.model.vocab_size)
+    return train_tokenizer(sample(), size)
 
 
 def main(argv: list[str]) -> int:
     _, cfg = config.from_command_line(argv, __doc__, tool=True)
     try:
-        prepare(cfg)
-        if cfg.data.order == "growing":
-            from data.growing import prepare_all
-
-            return prepare_all(cfg, prepared_parts(cfg))
+        prepare(cfg, whole=True)
     except KeyboardInterrupt:
         report("stopped; the same command resumes here")
         return 130

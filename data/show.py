@@ -13,22 +13,21 @@ from typing import Any
 
 import config
 from config import ConfigError, run_tool
-from data.dataset import data_folders, open_dataset, weights
-from data.order import make_order
+from data.dataset import data_folders, open_dataset
 from data.tokenizer import Tokenizer
 from files import print_line, printable
 
 
 def samples(cfg: config.Config, step: int) -> Iterator[str]:
     """Yields the text to print for each sample of a step (from 1). Raises ConfigError."""
-    t, streams = cfg.train, open_dataset(cfg).train
+    t, dataset = cfg.train, open_dataset(cfg)
     show = show_text
     if cfg.data.messages_field:
         from data.packing import show_conversations as show
-    order, tokenizer = make_order(cfg, streams, weights(cfg)), Tokenizer(data_folders(cfg)[0])
+    order, tokenizer = dataset.order, Tokenizer(data_folders(cfg)[0])
     for number in range((step - 1) * t.global_batch_size, step * t.global_batch_size):
         source, epoch, window = order(number)
-        stream, first, stop = streams[source].span(window, t.seq_len)
+        stream, first, stop = dataset.train[source].span(window, t.seq_len)
         last = stop - 1  # a target only
         of = f" of {cfg.data.sources[source].source}" if cfg.data.sources else ""
         lines = [f"=== step {step}, sample {number}: epoch {epoch}{of}, window {window}, tokens {first} to "

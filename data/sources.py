@@ -11,7 +11,6 @@ import pathlib
 import re
 import sysconfig
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import config
 from config import ConfigError
@@ -27,7 +26,7 @@ class Source(abc.ABC):
 
     reads, remote = False, False  # whether its text is read, not generated; over a network, whose errors may pass
     revision: str | None = None  # commit of a Hugging Face dataset
-    encode: Callable | None = None  # instead of data/encode.py's
+    write_tokens: Callable | None = None  # instead of data/encode.py's
 
     def __init__(self, d: config.Data, place: list | None):
         self.d, self.resumed = d, place is not None
@@ -65,20 +64,15 @@ class Source(abc.ABC):
 
 
 class Files(Source):
-    """Local files, one after the other, or pieces of them: (number of the file, begin, end) in the file's units.
-
-    A unit of text is a byte, and a piece has the lines that begin in it; of a parquet file it is a row group. Where a
-    line of a compressed file stands is known only once all before it is decompressed, and how many there are when all
-    is: of n units, each is every n-th line. A place is (piece, rows read of it, bytes read of its file)."""
+    """Local files, one after the other. A place is (number of the file, rows read of it, bytes read of it)."""
 
     reads = True
+    after = ""  # what the number of a line counts from, if not from the file's beginning (data/pieces.py)
 
-    def __init__(self, d: config.Data, place: list | None, pieces: list[list[int]] | None = None):
+    def __init__(self, d: config.Data, place: list | None):
         super().__init__(d, place)
         self.find()
-        self.pieces = pieces or [[number, 0, size] for number, size in enumerate(self.sizes)]
-        self.whole = pieces is None
-        self.piece, self.row, self.byte = place or (0, 0, 0)
+        self.number, self.row, self.byte = place or (0, 0, 0)
 
     def find(self) -> None:
         """Sets the files' paths and sizes in bytes. Raises ConfigError if there are none."""
@@ -88,85 +82,66 @@ class Files(Source):
                               f"{', '.join(LOCAL)}")
         self.sizes = [path.stat().st_size for path in self.paths]
 
-    def fetch(self, number: int) -> pathlib.Path:
-        """A file's path, once it can be read."""
-        return self.paths[number]
-
     def rows(self) -> Iterator[tuple[str, object]]:
-        kinds = {".txt": self._text, ".py": self._python} | dict.fromkeys(BY_ARROW, self._by_arrow)
-        while self.piece < len(self.pieces):
-            number, begin, end = self.pieces[self.piece]
-            path = self.fetch(number)
-            if not path.name.endswith(LOCAL) and self.d.source != STDLIB:
-                raise ConfigError(f"[data] source = {path}: must be one of {', '.join(LOCAL)}")
-            yield from kinds.get(path.suffix, self._json_lines)(path, begin, end)
-            self.piece, self.row, self.byte = self.piece + 1, 0, 0
+        while self.number < len(self.paths):
+            yield from self.rows_of(self.paths[self.number])
+            self.number, self.row, self.byte = self.number + 1, 0, 0
 
     def place(self) -> list:
-        return [self.piece, self.row, self.byte]
+        return [self.number, self.row, self.byte]
 
     def share(self) -> float | None:
-        return (sum(self.sizes[: self.piece]) + self.byte) / max(1, sum(self.sizes)) if self.whole else None
+        return (sum(self.sizes[: self.number]) + self.byte) / max(1, sum(self.sizes))
 
-    def _open(self, path: pathlib.Path, begin: int, end: int) -> io.BufferedReader:
-        """The file, at the first line that begins at `begin` or later, or where reading stopped; or beyond `end`."""
+    def rows_of(self, path: pathlib.Path) -> Iterator[tuple[str, object]]:
+        """The rows of a file, from where reading stopped."""
+        if not path.name.endswith(LOCAL) and self.d.source != STDLIB:
+            raise ConfigError(f"[data] source = {path}: must be one of {', '.join(LOCAL)}")
+        kinds = {".txt": self._text, ".py": self._python} | dict.fromkeys(BY_ARROW, self.by_arrow)
+        return kinds.get(path.suffix, self._json_lines)(path)
+
+    def open(self, path: pathlib.Path) -> io.BufferedReader:
+        """A file of lines, where reading stopped."""
         file = path.open("rb")
-        file.seek(self.byte or max(0, begin - 1))
-        rest = b"" if begin and not self.byte else b"\n"  # of a line that the piece before has, or its last one's end
-        while not rest.endswith(b"\n") and file.tell() < end:
-            rest = file.readline(TEXT_BYTES)
-        self.byte = file.tell()
+        file.seek(self.byte)
         return file
 
-    def _json_lines(self, path: pathlib.Path, begin: int, end: int) -> Iterator[tuple[str, object]]:
+    def _json_lines(self, path: pathlib.Path) -> Iterator[tuple[str, object]]:
         """Reads line by line and not through `datasets`, whose errors name neither line nor field."""
-        with self._open(path, begin, end) as file:
-            while self.byte < end and (line := file.readline()):
+        with self.open(path) as file:
+            while line := file.readline():
                 self.row, self.byte = self.row + 1, self.byte + len(line)
-                yield from _json(path, f"{self.row}" + f" after byte {begin:,}" * bool(begin), line)
+                yield from json_rows(path, f"{self.row}{self.after}", line)
 
-    def _by_arrow(self, path: pathlib.Path, begin: int, end: int) -> Iterator[tuple[str, object]]:
+    def by_arrow(self, path: pathlib.Path) -> Iterator[tuple[str, object]]:
+        if problem := config.lack_of("data/arrow.py"):
+            raise ConfigError(f"[data] source = {path}: {problem}")
+        from data import arrow
+
         with readable(f"{path}:"):
-            yield from arrow(path).rows(self, path, begin, end, _json)
+            yield from arrow.rows(self, path, json_rows)
 
-    def _text(self, path: pathlib.Path, begin: int, end: int) -> Iterator[tuple[str, object]]:
+    def _text(self, path: pathlib.Path) -> Iterator[tuple[str, object]]:
         """A file is one document; a long one is split, at a line end if one is near, so that a part is validation."""
-        ended = True  # at the end of a line: the next piece begins there
-        with self._open(path, begin, end) as file:
-            while (self.byte < end or not ended) and (
-                    # to the end of the line with the piece's last byte
-                    raw := file.read(max(0, min(TEXT_BYTES, end - self.byte - 1))) + file.readline(TEXT_BYTES)):
+        with self.open(path) as file:
+            while raw := file.read(TEXT_BYTES) + file.readline(TEXT_BYTES):
                 try:
                     text, used = codecs.utf_8_decode(raw, "strict", not file.peek(1))  # leaves a partial character
                 except UnicodeDecodeError as error:
-                    line = f"{self.row + raw.count(10, 0, error.start) + 1}" + f" after byte {begin:,}" * bool(begin)
+                    line = f"{self.row + raw.count(10, 0, error.start) + 1}{self.after}"
                     raise ConfigError(f"{path}: line {line}: is not UTF-8: {error.reason}") from None
                 self.row, self.byte = self.row + raw.count(b"\n"), self.byte + used
-                ended = raw[:used].endswith(b"\n")
                 file.seek(self.byte)
                 yield str(path), {self.d.text_field: text}
 
-    def _python(self, path: pathlib.Path, begin: int, end: int) -> Iterator[tuple[str, object]]:
+    def _python(self, path: pathlib.Path) -> Iterator[tuple[str, object]]:
         if not self.byte:
-            self.byte = end
+            self.byte = self.sizes[self.number]
             with contextlib.suppress(UnicodeDecodeError):
                 yield str(path), {self.d.text_field: path.read_bytes().decode()}
 
-    def parquet_rows(self, ends: list[int], path: pathlib.Path, begin: int, end: int) -> tuple[int, int]:
-        """The first row and one past the last of a piece. ends: the rows up to the end of each row group, from 0."""
-        return ends[begin], ends[end]
 
-
-def arrow(path: pathlib.Path) -> Any:
-    """data/arrow.py, to read this file with. Raises ConfigError without it."""
-    if problem := config.lack_of("data/arrow.py"):
-        raise ConfigError(f"[data] source = {path}: {problem}")
-    import data.arrow
-
-    return data.arrow
-
-
-def _json(path: pathlib.Path, number: str, line: bytes) -> Iterator[tuple[str, object]]:
+def json_rows(path: pathlib.Path, number: str, line: bytes) -> Iterator[tuple[str, object]]:
     """Where a line is, and its row, if it isn't empty. Raises ConfigError."""
     if line.strip():
         try:

@@ -2,6 +2,7 @@
 
 import bisect
 import functools
+import hashlib
 import io
 import json
 import os
@@ -43,6 +44,11 @@ def manifest_of(folder: pathlib.Path) -> dict:
     if (manifest := read_manifest(folder)) is None:
         raise ConfigError(f"{folder}: holds no prepared data; `python -m data.prepare CONFIG` makes it")
     return manifest
+
+
+def short_hash(value: object) -> str:
+    """Names a folder of prepared data by what determines it, a value of JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def window_count(tokens: int, seq_len: int) -> int:

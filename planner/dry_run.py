@@ -13,7 +13,7 @@ from argparse import Namespace
 
 import config
 from config import ConfigError
-from data.dataset import is_prepared, open_data, weights
+from data.dataset import is_prepared, open_data
 from data.order import make_order
 from files import print_line
 from planner.advice import advise
@@ -66,5 +66,5 @@ def samples_per_epoch(cfg: config.Config) -> float | None:
         return None
     if cfg.data.order == "growing" or not is_prepared(cfg):
         return None
-    order = make_order(cfg, open_data(cfg, "train"), weights(cfg))
+    order = make_order(cfg, open_data(cfg, "train"))
     return max(windows * order.mixture.period / part for windows, part in zip(order.windows, order.mixture.parts))

@@ -160,10 +160,11 @@ def data_rank(rank: int = 0, ranks: int = 1, cp: int = 1) -> SimpleNamespace:
 
 
 def loader_of(cfg: config.Config, *streams: object, rank: int = 0, ranks: int = 1, first_step: int = 1, cp: int = 1):
-    """The Loader of a data rank, for streams of equal weight."""
+    """The Loader of a data rank, for these streams."""
     from data.loader import Loader
+    from data.order import make_order
 
-    dataset = SimpleNamespace(train=streams, weights=[1.0] * len(streams))
+    dataset = SimpleNamespace(train=streams, order=make_order(cfg, streams))
     return Loader(cfg, dataset, data_rank(rank, ranks, cp), first_step)
 
 

@@ -17,6 +17,7 @@ import tqdm  # noqa: F401
 
 import config
 import data.encode
+import data.pieces
 from data import growing
 from data.dataset import prepared_parts
 from data.prepare import prepare
@@ -59,10 +60,10 @@ def main(path: str, final: str) -> None:
     folder = pathlib.Path(cfg.data.path)
     data.encode.SYNC_SECONDS, data.encode.CHUNK = 0.0, 20_000  # characters
     os.fsync = lambda handle: None  # a killed process leaves what it wrote in the page cache
-    data.encode.encode_all = lambda folder, typecode, source: (
-        ((source.encode or data.encode.encode)(folder, typecode, texts), place)
+    data.encode.encode_all = lambda folder, typecode, source, encode: (
+        (encode(folder, typecode, texts), place)
         for texts, place in data.encode.chunks(source))
-    growing.SMALLEST = 40_000
+    data.pieces.SMALLEST = 40_000
     expected = tree(pathlib.Path(final))
 
     def check(last: int) -> None:

@@ -27,7 +27,7 @@ from data.chat import Chat, checked, spelled
 from data.dataset import open_dataset
 from data.encode import chunks
 from data.loader import validation_batches
-from data.packing import pack, summary
+from data.packing import pack
 from data.prepare import prepare
 from data.tokenizer import train_tokenizer
 from data.tokens import read_manifest
@@ -144,8 +144,8 @@ def theirs(tokenizer):
 def here(cfg: config.Config, one_in: int = 10**9) -> pathlib.Path:
     """prepare() in this process; one in so many is held out, by a hash of the test's own; 0: by the data's."""
     rule = (lambda text: sum(text.encode()) % one_in == 0) if one_in else data.encode.is_validation
-    with mock.patch("data.encode.encode_all", lambda folder, typecode, source: (
-            (source.encode(folder, typecode, texts), place) for texts, place in chunks(source))), \
+    with mock.patch("data.encode.encode_all", lambda folder, typecode, source, encode: (
+            (encode(folder, typecode, texts), place) for texts, place in chunks(source))), \
             mock.patch("data.chat.is_validation", rule), \
             mock.patch("data.encode.report"), mock.patch("data.prepare.report"):
         return prepare(cfg)[0]
@@ -319,7 +319,8 @@ def test_a_window_has_each_conversation_with_what_follows_from_it(chats):
     dataset = open_dataset(cfg)
     (packed,), (heldout,) = dataset.train, dataset.validation
     assert packed.document_count + heldout.document_count == 120 and heldout.document_count > 3
-    assert dataset.notes[0].startswith(summary(packed)) and f" {packed.document_count} conversations" in summary(packed)
+    said = packed.summary()
+    assert dataset.notes[0].startswith(said) and f" {packed.document_count} conversations" in said
     tokens = learned = 0
     for window in range(packed.windows):
         stream, first, stop = packed.span(window, 128)
@@ -328,7 +329,7 @@ def test_a_window_has_each_conversation_with_what_follows_from_it(chats):
         assert stop - first == 129 == len(ids) and documents[-1][1] - first == len(raw) // 4 <= 128
         assert (ids[len(raw) // 4 :] == -1).all()
         tokens, learned = tokens + len(raw) // 4, learned + int((ids >= 0).sum())
-    assert tokens == packed.filled and f"{learned / tokens:.0%} of the tokens" in summary(packed)
+    assert tokens == packed.filled and f"{learned / tokens:.0%} of the tokens" in said
     seen = sorted(number for window in range(packed.windows) for number, *_ in packed.conversations(window))
     assert seen == [*range(packed.document_count)]
     # validation: each window once, over any number of ranks
@@ -360,7 +361,7 @@ def test_gradients_and_runs_do_not_depend_on_the_mesh(on_ranks, chats, tokenizer
     materialize(model, cfg.run.seed, torch.device("cpu"))
     from data.order import make_order
 
-    order, count = make_order(cfg, [packed], [1.0]), 0
+    order, count = make_order(cfg, [packed]), 0
     for number in range(4):
         for _, begin, end in packed.conversations(order(number).window):
             stored = torch.tensor(packed.stored(begin, end).astype(np.int64))
@@ -465,7 +466,7 @@ def test_what_says_nothing_is_left_out_and_counted(tokenizer, tmp_path):
     assert read_manifest(here(cfg))["left_out"] == 4
     (packed,) = open_dataset(cfg).train
     assert packed.document_count == 30 and packed.cut > 5
-    assert f"{packed.cut} cut at a window's end; 4 left out" in summary(packed)
+    assert f"{packed.cut} cut at a window's end; 4 left out" in packed.summary()
     for window in range(packed.windows):  # cut at its end: begins with its first token
         assert packed.read(*packed.span(window, 24)[1:])[1][0] == ~1
 

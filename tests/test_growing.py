@@ -19,6 +19,7 @@ from data.dataset import data_folders, open_dataset
 from data.encode import is_validation
 from data.loader import Loader
 from data.order import make_order
+from data.pieces import Piece, Pieces, cut, read_plan
 from data.prepare import prepare
 from data.sources import Files
 from data.tokenizer import Tokenizer
@@ -31,7 +32,7 @@ TEXTS = [words(i, 5 + i % 80) + ("" if i % 7 else "\n\u00e9\u732b") for i in ran
 def small_parts():
     """The text here is little: cut it as if it were much. The plan is made in this process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(growing, "SMALLEST", 6000)
+        patch.setattr("data.pieces.SMALLEST", 6000)
         yield
 
 
@@ -74,16 +75,16 @@ def folder(sources, tmp_path_factory) -> pathlib.Path:
 @pytest.mark.parametrize("kind", ["jsonl", "txt", "parquet"])
 @pytest.mark.parametrize("size", [300, 5000, 10**7])
 def test_parts_hold_each_text_once(sources, monkeypatch, kind, size):
-    monkeypatch.setattr(growing, "SMALLEST", size)
-    monkeypatch.setattr(growing, "LARGEST", size)
+    monkeypatch.setattr("data.pieces.SMALLEST", size)
+    monkeypatch.setattr("data.pieces.LARGEST", size)
     d = growing_config(sources[kind], "unused").data
-    source = Files(d, None)
-    parts = growing.cut(source)
+    source = Pieces(d)
+    parts = cut(source)
     for number in range(len(source.paths)):  # each unit of each file is in one piece
         pieces = sorted(piece[1:] for part in parts for piece in part if piece[0] == number)
         assert pieces[0][0] == 0 and all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
-    found = [[*Files(d, [0, 0, 0], pieces)] for pieces in parts]
-    assert "".join(itertools.chain(*found)) == "".join(source)
+    found = [[*Pieces(d, None, pieces)] for pieces in parts]
+    assert "".join(itertools.chain(*found)) == "".join(source) == "".join(Files(d, None))
     if kind != "txt":
         assert Counter(itertools.chain(*found)) == Counter(text for text in TEXTS if text)
     lengths = [sum(len(text.encode()) for text in texts) for texts in found]
@@ -94,8 +95,8 @@ def test_parts_hold_each_text_once(sources, monkeypatch, kind, size):
 
 def test_the_standard_library_is_cut_at_files():
     d = growing_config("python-stdlib", "unused").data
-    source = Files(d, None)
-    parts = growing.cut(source)
+    source = Pieces(d)
+    parts = cut(source)
     assert 50 < len(parts) < 80 and [piece[0] for part in parts for piece in part] == [
         number for number, size in enumerate(source.sizes) if size]
 
@@ -103,7 +104,7 @@ def test_the_standard_library_is_cut_at_files():
 def test_an_epoch_has_every_window_once_segment_by_segment(folder, sources):
     cfg = growing_config(sources["jsonl"], folder, train={"global_batch_size": 4})
     (parts,) = open_dataset(cfg).train
-    order = make_order(cfg, [parts], [1.0])
+    order = make_order(cfg, [parts])
     counts = [parts.stream(place).length for place in range(len(parts.turn))]
     windows = [max(0, (count - 1) // 32) for count in counts]
     total = sum(windows)
@@ -122,7 +123,7 @@ def test_an_epoch_has_every_window_once_segment_by_segment(folder, sources):
     assert 0 <= sum(counts) - 32 * total <= 33 * len(counts)
     spans = {(stream.path, first) for stream, first, _ in (parts.span(w, 32) for w in range(total))}
     assert len(spans) == total
-    other = make_order(cfg2 := growing_config(sources["jsonl"], folder, run={"seed": 1}), open_dataset(cfg2).train, [1])
+    other = make_order(cfg2 := growing_config(sources["jsonl"], folder, run={"seed": 1}), open_dataset(cfg2).train)
     assert [other.sources[0].turn, *(other(n) for n in range(20))] != [parts.turn, *places[:20]]
 
 
@@ -183,7 +184,7 @@ def test_samples_are_the_same_while_preparing_as_after_it(folder, sources, tmp_p
 def test_a_folder_whose_plan_is_a_list_reads_the_same(folder, sources, tmp_path):
     """As the first version wrote it; each part was a group of its own."""
     shutil.copytree(folder, tmp_path / "old")
-    (tmp_path / "old/plan.json").write_text(json.dumps(parts := growing.read_plan(folder)["parts"]))
+    (tmp_path / "old/plan.json").write_text(json.dumps(parts := read_plan(folder)["parts"]))
     order = growing.Permutation(len(parts), 0, -1, 0)
     (old,) = open_dataset(growing_config(sources["jsonl"], tmp_path / "old")).train
     assert old.turn == [order(i) for i in range(len(parts))] and len(parts) > 10
@@ -223,7 +224,7 @@ def test_killed_at_random_moments_it_goes_on(folder, sources, tmp_path):
 
 def test_killed_before_any_of_its_file_system_events_it_resumes_and_ends_the_same(tmp_path, prepared, monkeypatch):
     """Those of the plan and of two parts: one kill at each event, and many of one preparation."""
-    monkeypatch.setattr(growing, "SMALLEST", 40_000)
+    monkeypatch.setattr("data.pieces.SMALLEST", 40_000)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": words(i, 300)}) + "\n" for i in range(60)))
     cfg = growing_config(tmp_path / "a.jsonl", tmp_path / "killed/out", data={
         "tokenizer": str(prepared / "tokenizer.model")})
@@ -305,28 +306,18 @@ def test_other_text_of_the_same_sizes_is_another_plan(sources, tmp_path, prepare
 
 def test_a_huge_line_is_read_once_over_all_parts(tmp_path, monkeypatch):
     """By the part that it begins in; the others read no further than their own range."""
-    path, read = tmp_path / "a.jsonl", []
+    path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("a", "b" * 2_000_000, "c")))
     d = growing_config(path, "unused").data
-    monkeypatch.setattr(growing, "SMALLEST", 100_000)
-    monkeypatch.setattr(growing, "LARGEST", 100_000)
-    parts = growing.cut(growing.open_files(d))
-
-    class Counted(pathlib.Path().__class__):
-        def open(self, *arguments):
-            file = super().open(*arguments)
-            read.append(file)
-            return file
+    monkeypatch.setattr("data.pieces.SMALLEST", 100_000)
+    monkeypatch.setattr("data.pieces.LARGEST", 100_000)
+    parts = cut(Pieces(d))
 
     found = []
     for pieces in parts:
-        source = growing.open_files(d, None, pieces)
-        source.paths = [*map(Counted, source.paths)]
-        begin, end = pieces[0][1:]
-        with source._open(source.paths[0], begin, end) as file:
-            assert file.tell() - begin <= 200_000
-        source.byte = 0
-        found += source
+        with Piece(path, *pieces[0][1:]) as file:
+            assert file.tell() - pieces[0][1] <= 200_000
+        found += Pieces(d, None, pieces)
     assert [len(text) for text in found] == [1, 2_000_000, 1] and len(parts) > 15
 
 
@@ -357,7 +348,7 @@ def short(tmp_path_factory, prepared) -> config.Config:
 
 def prepare_in_small_parts(cfg: config.Config) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(growing, "SMALLEST", 600)
+        patch.setattr("data.pieces.SMALLEST", 600)
         prepare(cfg)
 
 

@@ -19,6 +19,7 @@ import config
 from data import growing
 from data.dataset import open_dataset
 from data.loader import Loader
+from data.pieces import read_plan
 from tests.conftest import REPO, data_rank, rows, words
 from tests.hub import CUT, LOST, Hub
 from tests.warm import warm_python
@@ -41,17 +42,17 @@ CODE = """
 import json, sys
 import config
 from tests.conftest import make_config
-from data import arrow, dataset, growing, hub
-from data.growing import open_files
+from data import arrow, dataset, hub, pieces
+from data.pieces import Pieces, cut
 from data.sources import Files
 arrow.COMPRESSED_UNIT = 300  # the text here is little
-growing.SMALLEST = growing.LARGEST = 3000
+pieces.SMALLEST = pieces.LARGEST = 3000
 
 def data(subset="en", split="train", source="me/texts"):
     return make_config(data={"source": source, "subset": subset, "split": split, "order": "growing"}).data
 
 def parts(d, found):
-    return [[*open_files(d, found, pieces)] for pieces in growing.cut(open_files(d, found))]
+    return [[*Pieces(d, found, pieces)] for pieces in cut(Pieces(d, found))]
 
 def fetched(found, number=0):
     return hub.fetch("me/texts", found["revision"], *found["files"][number]).read_text()[:20]
@@ -255,7 +256,7 @@ def test_a_run_waits_stops_fails_and_resumes(tmp_path, prepared, write_config):
         env = os.environ | hub.environment(tmp_path / "home") | {"PYTHON": warm_python(), "NPROC": "2"}
         assert subprocess.run([sys.executable, "-c", f"import config; from data.prepare import prepare; prepare("
                                f"config.load({str(path)!r}))"], cwd=REPO, env=env).returncode == 0
-        plan = growing.read_plan(tmp_path / "parts")
+        plan = read_plan(tmp_path / "parts")
         order = growing.reading_order(plan, cfg.run.seed, 0)
         held = [plan["files"][plan["parts"][number][0][0]][0] for number in order[2:]]
 

@@ -16,8 +16,8 @@ import torch
 
 import config
 from config import IGNORE, ConfigError
-from data.loader import make_order, sample_digest, validation_batches
-from data.order import Permutation, Place
+from data.loader import sample_digest, validation_batches
+from data.order import Permutation, Place, make_order
 from data.tokenizer import Tokenizer
 from data.tokens import TokenStream, open_stream, read_manifest, window_count
 from files import printable
@@ -156,7 +156,7 @@ def test_cut_token_file_is_noticed(prepared, tmp_path):
 
 def test_dataset_smaller_than_a_batch(prepared):
     with pytest.raises(ConfigError, match=r"of train\.seq_len = 8000, but one batch of train\.global_batch_size = 8 "):
-        make_order(make_config(train={"seq_len": 8000}), [open_stream(prepared, "train", 320)], [1.0])
+        make_order(make_config(train={"seq_len": 8000}), [open_stream(prepared, "train", 320)])
 
 
 def test_random_windows_equal_the_file(prepared):
@@ -263,7 +263,7 @@ def test_documents_of_one_token_are_refused_under_a_mask(tmp_path):
     (tmp_path / "manifest.json").write_text(json.dumps(
         {"identity": {}, "vocab_size": 5, "tokens": {"train": 500}, "dtype": "uint16"}))
     with pytest.raises(ConfigError, match="of one token each"):
-        make_order(make_config(data={"document_mask": True}), [open_stream(tmp_path, "train", 320)], [1.0])
+        make_order(make_config(data={"document_mask": True}), [open_stream(tmp_path, "train", 320)])
 
 
 @pytest.mark.parametrize("dtype, width", [("uint16", 2), ("int32", 4)])
@@ -281,11 +281,11 @@ def test_files_beyond_two_to_the_31_tokens(dtype, width, tmp_path):
     assert stream.documents(2**31 + 1000, 2**31 + 2000) == [(0, 0, 2**31 + 1500), (1, 2**31 + 1500, length)]
     loader = loader_of(make_config(model={"vocab_size": 5000}), stream)
     last = window_count(length, 32) - 1
+    loader.close()
     loader.order = lambda number: Place(0, 0, last)
     assert loader.span(0) == (stream, 32 * last, 32 * last + 33) and 2**31 < 32 * last + 33 <= length
     targets = loader.batch(1).micro_batches[0][1]
     assert targets[0].tolist() == stream.read(32 * last + 1, 32 * last + 33)[1].tolist()
-    loader.close()
 
 
 def test_a_window_has_its_last_target():

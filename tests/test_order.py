@@ -11,9 +11,9 @@ import torch
 
 import config
 from config import LONGEST_PERIOD, ConfigError
-from data.dataset import open_data, weights
-from data.loader import DIGEST_MODULUS, make_order, sample_digest
-from data.order import OneSource, Order, Permutation, rank_samples
+from data.dataset import open_data
+from data.loader import DIGEST_MODULUS, sample_digest
+from data.order import OneSource, Order, Permutation, make_order, rank_samples
 from data.prepare import prepare
 from data.tokens import open_stream, window_count
 from tests import cases
@@ -122,8 +122,10 @@ def test_weights_are_exact_where_they_can_be():
 
 def test_every_sample_once_an_epoch_of_its_source():
     """Prime numbers of samples, in a mixture; three epochs of each."""
-    windows, shares = [101, 211, 7], [2, 5, 1]
-    order = Order(windows, shares, 3)
+    from data.mixture import Mixture
+
+    windows = [101, 211, 7]
+    order = Order(windows, Mixture([2, 5, 1]), 3)
     seen: list[list[list[int]]] = [[[], [], []] for _ in windows]
     for number in range(3 * 101 * 8 // 2 + 8):  # two of eight samples are the first source's, whose epochs are longest
         source, epoch, window = order(number)
@@ -136,7 +138,9 @@ def test_every_sample_once_an_epoch_of_its_source():
 def test_a_run_reads_on_as_earlier_versions_did():
     """Written down in November 2026: a run that a later version resumes must go on in the order in which it began, and
     digests of runs are compared. 40 bits of a sample's number and its tokens."""
-    order = Order([101, 7], [0.7, 0.3], 3)
+    from data.mixture import Mixture
+
+    order = Order([101, 7], Mixture([0.7, 0.3]), 3)
     assert [tuple(order(number)) for number in (0, 1, 2, 3, 4, 5, 100, 10**6)] == [
         (0, 0, 30), (0, 0, 85), (1, 0, 3), (0, 0, 22), (0, 0, 46), (1, 0, 4), (0, 0, 97), (0, 6930, 76)]
     far = Permutation(10**9 + 7, 5, 2, 1)
@@ -146,7 +150,9 @@ def test_a_run_reads_on_as_earlier_versions_did():
 
 
 def test_sources_of_one_size_are_read_in_orders_of_their_own():
-    order = Order([50, 50], [1, 1], 3)
+    from data.mixture import Mixture
+
+    order = Order([50, 50], Mixture([1, 1]), 3)
     read: list[list[int]] = [[], []]
     for number in range(100):
         source, _, window = order(number)
@@ -178,7 +184,7 @@ def test_the_same_data_whatever_the_ranks_and_cuts(on_ranks, mixed, tmp_path):
     loop over the samples."""
     cfg = make_config(**mixed)
     streams = open_data(cfg, "train")
-    order, expected = make_order(cfg, streams, weights(cfg)), []
+    order, expected = make_order(cfg, streams), []
     for step in range(60):
         digest = 0
         for number in range(8 * step, 8 * step + 8):
@@ -204,12 +210,12 @@ def test_one_batch_of_samples_is_enough(prepared):
 
     stream = open_stream(prepared, "train", 320)
     windows = window_count(stream.length, of(1).train.seq_len)
-    make_order(of(windows), [stream], [1.0])
+    make_order(of(windows), [stream])
     with pytest.raises(ConfigError, match=f"one batch of train.global_batch_size = {windows + 1} takes"):
-        make_order(of(windows + 1), [stream], [1.0])
+        make_order(of(windows + 1), [stream])
 
 
 def test_a_mixture_needs_its_share_of_a_batch(mixed):
     cfg = make_config(**{**mixed, "train": {**MIXED["train"], "seq_len": 1000}})
     with pytest.raises(ConfigError, match="one batch of train.global_batch_size = 8 takes 2.4 of them"):
-        make_order(cfg, open_data(cfg, "train"), weights(cfg))
+        make_order(cfg, open_data(cfg, "train"))

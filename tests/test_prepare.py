@@ -21,16 +21,7 @@ import config
 import files
 from checkpoint import compare
 from config import ConfigError
-from data.dataset import (
-    common_tokenizer,
-    data_folders,
-    identity,
-    is_prepared,
-    open_data,
-    open_dataset,
-    source_configs,
-    source_names,
-)
+from data.dataset import data_folders, identity, is_prepared, open_data, open_dataset, source_names
 from data.encode import is_validation, progress, report
 from data.prepare import main, prepare
 from data.tokenizer import Tokenizer, train_tokenizer
@@ -79,10 +70,16 @@ def test_identity_and_name_of_folders_made_before():
     assert identity(make_config(data={"source": "a.jsonl", "max_tokens": 5})) == {
         "source": "a.jsonl", "subset": None, "split": "train", "text_field": "text", "tokenizer": "trained here",
         "vocab_size": 320, "max_tokens": 5, "format": 3}
-    sources = [{"source": "a.jsonl", "weight": 0.7}, {"source": "b/*.txt", "weight": 0.3, "max_tokens": 9}]
     cfg = make_config(data={"source": "a.jsonl", "max_tokens": 5})
     assert [str(folder) for folder in data_folders(cfg)] == ["prepared/a.jsonl-d0f2f8dad9f1"]
-    assert str(common_tokenizer(make_config(data={"sources": sources}))) == "prepared/tokenizer-75cf6508cb91.model"
+
+
+def test_name_of_a_mixture_s_tokenizer_made_before():
+    from data.mixture import common_tokenizer
+
+    sources = [{"source": "a.jsonl", "weight": 0.7}, {"source": "b/*.txt", "weight": 0.3, "max_tokens": 9}]
+    cfg = make_config(data={"sources": sources})
+    assert str(common_tokenizer(cfg, identity)) == "prepared/tokenizer-75cf6508cb91.model"
 
 
 def test_identity_decides_the_folder(corpus):
@@ -116,9 +113,12 @@ def test_another_python_has_another_library(monkeypatch):
 
 
 def test_a_mixture_s_tokenizer_is_named_by_all_that_decides_the_text_it_is_trained_on():
+    from data.mixture import common_tokenizer
+
     def name(first: dict, second: dict, rows: int = 320, **data) -> str:
         sources = [{"source": "a.jsonl", **first}, {"source": "b.jsonl", **second}]
-        return common_tokenizer(make_config(model={"vocab_size": rows}, data={"sources": sources, **data})).name
+        cfg = make_config(model={"vocab_size": rows}, data={"sources": sources, **data})
+        return common_tokenizer(cfg, identity).name
 
     plain = {"weight": 0.7}, {"weight": 0.3}
     names = [name(*plain), name({"weight": 0.3}, {"weight": 0.7}), name({"weight": 0.7}, {"weight": 0.2}),
@@ -127,10 +127,12 @@ def test_a_mixture_s_tokenizer_is_named_by_all_that_decides_the_text_it_is_train
 
 
 def test_what_a_source_leaves_out_is_that_of_the_table():
+    from data.mixture import sources_of
+
     given = {"subset": "en", "split": "test", "text_field": "body", "max_tokens": 9}
     own = {"subset": "de", "split": "dev", "text_field": "content", "max_tokens": 7}
     cfg = make_config(data={**given, "sources": [{"source": "a"}, {"source": "b", **own}]})
-    first, second = (config.to_dict(part)["data"] for part in source_configs(cfg))
+    first, second = (config.to_dict(part)["data"] for part in sources_of(cfg, None))
     assert first.items() >= given.items() and second.items() >= own.items()
 
 
@@ -204,7 +206,7 @@ def test_max_tokens_and_wide_ids(corpus, tmp_path):
 class Endless:
     """A source that is not to be read for long."""
 
-    revision, encode = None, None
+    revision, write_tokens = None, None
 
     def __init__(self, d: config.Data):
         self.d = d
