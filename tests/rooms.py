@@ -17,11 +17,11 @@ REPO = pathlib.Path(__file__).parent.parent
 OPTIONAL = ("planner", "huggingface", "migrate", "generate.py", "report.py", "board.py", "tracker.py", "benchmarks",
             "minimal.py", "adamw_bfloat16.py", "muon.py", "data/show.py", "data/growing.py", "data/pieces.py",
             "data/hub.py", "data/arrow.py", "data/mixture.py", "data/tokenizer_json.py", "data/text_bytes.py",
-            "data/chat.py", "data/packing.py", "data/template.py", "data/make_chat.py", "conversation.py", "checkpoint/__main__.py",
-            "checkpoint/tools.py", "checkpoint/staging.py", "checkpoint/plan_cache.py", "lifecycle/descriptors.py",
-            "lifecycle/profiler.py", "lifecycle/slurm.py", "model/lora.py", "model/nf4.py", "model/float8.py",
-            "parallel/float8.py", "parallel/tensor.py", "parallel/context.py", "parallel/collectives.py",
-            "parallel/selective.py", "parallel/matmul_order.py", "parallel/replicated.py",
+            "data/chat.py", "data/packing.py", "data/template.py", "data/make_chat.py", "conversation.py",
+            "checkpoint/__main__.py", "checkpoint/tools.py", "checkpoint/staging.py", "checkpoint/plan_cache.py",
+            "lifecycle/descriptors.py", "lifecycle/profiler.py", "lifecycle/slurm.py", "model/lora.py", "model/nf4.py",
+            "model/float8.py", "parallel/float8.py", "parallel/tensor.py", "parallel/context.py",
+            "parallel/collectives.py", "parallel/selective.py", "parallel/matmul_order.py", "parallel/replicated.py",
             "parallel/optional_patches.py")
 
 LACK = "Skipped: needs"
