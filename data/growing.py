@@ -246,7 +246,8 @@ class Parts(Reading):
 
         if rank_and_size()[1] == 0 and not self.complete():
             workers = max(1, len(os.sched_getaffinity(0)) - max(1, local_world_size()))
-            self.child = start_once(json.dumps(config.to_dict(self.cfg)), workers)
+            with STARTING:
+                self.child = start_once(json.dumps(config.to_dict(self.cfg)), workers)
 
     def check(self) -> None:
         """Raises ConfigError if what is missing cannot be prepared."""
@@ -402,6 +403,7 @@ def start_preparing(settings: str, workers: int) -> subprocess.Popen:
 
 
 start_once = functools.cache(start_preparing)  # in this process
+STARTING = threading.Lock()  # held to call it: by the loader's thread too, and a cache alone would let both start one
 
 
 def end_with_stdin() -> None:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import config
 import files
@@ -104,8 +104,7 @@ def _prepare_folder(folder: pathlib.Path, cfg: config.Config) -> None:
         if any(manifest.get(key) != value for key, value in wanted.items()):  # none, or of something else
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
-            content = Tokenizer(d.tokenizer).files if d.tokenizer else {
-                "tokenizer.model": _train_tokenizer([cfg], [1.0])}
+            content = Tokenizer(d.tokenizer).files if d.tokenizer else {"tokenizer.model": _train_tokenizer([cfg])}
             for name, part in content.items():
                 files.write_atomic(temporary / name, part)
             counts = {key: {"train": 0, "heldout": 0} for key in ("tokens", "documents")}
@@ -153,7 +152,7 @@ def _sha256(path: pathlib.Path) -> str:
     return digest.hexdigest()
 
 
-def _train_tokenizer(parts: list[config.Config], weights: list[float]) -> bytes:
+def _train_tokenizer(parts: list[config.Config], weights: Sequence[float] = (1.0,)) -> bytes:
     """Trains on the start of each source, in proportion to its weight: 2,000 characters per vocabulary entry, at least
     4 million; more text hardly changes a BPE vocabulary. 800 if training waits for it (docs/data.md has the seconds).
     Returns the model file's content. Raises ConfigError."""

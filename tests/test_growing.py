@@ -1,5 +1,6 @@
 """data.order = "growing": parts hold the source's text once, and every way of preparing them gives the same samples."""
 
+import functools
 import itertools
 import json
 import pathlib
@@ -7,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 
@@ -179,6 +181,25 @@ def test_samples_are_the_same_while_preparing_as_after_it(folder, sources, tmp_p
     assert started(cfg, 1).wait(60) == 0
     assert found == whole and digests(cfg, 9, first=14) == whole[13:22]
     assert content(tmp_path / "new") == content(folder)
+
+
+def test_threads_that_miss_text_at_once_start_one_process(sources, tmp_path, prepared, monkeypatch):
+    """The step's and the loader's."""
+    calls = []
+
+    def start(*arguments) -> None:
+        calls.append(arguments)
+        time.sleep(0.1)
+
+    cfg = growing_config(sources["jsonl"], tmp_path / "new", data={"tokenizer": str(prepared / "tokenizer.model")})
+    prepare(cfg)
+    (parts,) = open_dataset(cfg).train
+    monkeypatch.setattr(growing, "start_once", functools.cache(start))
+    threads = [threading.Thread(target=parts.prepare_rest) for _ in range(2)]
+    for do in (threading.Thread.start, threading.Thread.join):
+        for thread in threads:
+            do(thread)
+    assert len(calls) == 1
 
 
 def test_a_folder_whose_plan_is_a_list_reads_the_same(folder, sources, tmp_path):

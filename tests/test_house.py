@@ -12,7 +12,7 @@ import tomli
 
 from tests.rooms import OPTIONAL, REPO, code_lines
 
-LINES, CODE_LINES = 14010, 9950  # of the core, as reached
+LINES, CODE_LINES = 14073, 9982  # of the core, as reached
 # Each room imports only from the floors before its own.
 FLOORS = [("files",), ("options",), ("config",), ("ranks",), ("model", "data"),
           ("adamw_bfloat16", "muon", "optim", "parallel"), ("checkpoint",),

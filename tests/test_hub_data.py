@@ -16,6 +16,8 @@ from collections import Counter
 import pytest
 
 import config
+import data.arrow
+import data.hub  # noqa: F401  both for the client
 from data import growing
 from data.dataset import open_dataset
 from data.loader import Loader

@@ -145,10 +145,12 @@ def documented(tool: str) -> list[str]:
 
 
 def short(command: str) -> str:
-    """The same command, with less validation text, and fewer steps where it trains, of fewer tokens but for the first;
-    benchmarks of fewer bytes."""
+    """The same command, with less text of Python's library, and fewer steps where it trains, of fewer tokens but for
+    the first; benchmarks of fewer bytes."""
     command = re.sub(r"--mib \d+", "--mib 8", command).replace("100_000_000", "5_000_000").replace("-mb 8", "-mb 2")
     command = command.replace("--ranks 1,2", "--ranks 1")
+    if re.search(r"run_train\.sh(( -m data.*)? (configs/tiny|outputs/mixture)\.toml|$)", command):
+        command = f"{command} --data.max_tokens=1_000_000"
     if "run_train.sh" in command and not re.search(r"-m |--setup|--dry-run|--help", command):
         command = f"{command} --eval.batches=2"
         if ".toml" in command:
