@@ -95,10 +95,11 @@ def mesh_of(shape: tuple[int, int, int, int]) -> DeviceMesh:
     return build_mesh("cpu", shape)
 
 
-def train_all(cases: dict[str, dict], output: str) -> dict[str, list[dict]]:
-    """Trains every case, one after the other in one process group; its metrics rows by name."""
+def train_all(cases: dict[str, dict], output: str, kernels: bool = False) -> dict[str, list[dict]]:
+    """Trains every case, one after the other in one process group; its metrics rows by name. kernels: whether compiled
+    blocks have kernels, on rank 0."""
     found = {}
-    with process_group() as world:
+    with process_group() as world, contextlib.nullcontext() if kernels and world.rank == 0 else without_kernels():
         for name, sections in cases.items():
             folder = name.replace(" ", "-").replace(",", "")
             cfg = make_config(**sections, run={"name": folder, "output_dir": f"{output}/{world.size}"})
@@ -1147,14 +1148,20 @@ def same_batch(cases: list[dict], as_on_a_gpu: int | None = None) -> list[tuple[
     return found
 
 
-def same_batch_traced(cases: list[dict]) -> list[tuple[float, list[float]]]:
-    """The same, compiled but for the kernels."""
+@contextlib.contextmanager
+def without_kernels():
+    """Blocks are compiled, traced and partitioned, but for the kernels: these take half a minute."""
     compile_module = torch.nn.Module.compile
 
     def traced(module: torch.nn.Module, **keywords) -> None:
         compile_module(module, backend="aot_eager_decomp_partition", **keywords)
 
     with mock.patch.object(torch.nn.Module, "compile", traced):
+        yield
+
+
+def same_batch_traced(cases: list[dict]) -> list[tuple[float, list[float]]]:
+    with without_kernels():
         return same_batch(cases)
 
 

@@ -85,7 +85,7 @@ def trained(on_ranks, corpus, prepared, tmp_path_factory):
     output, found = tmp_path_factory.mktemp("meshes"), {}
     for ranks in filter(MESHES.get, MESHES):
         runs = {name: with_data(run, corpus, {320: prepared}) for name, run in of_ranks(ranks).items()}
-        found |= on_ranks(ranks, cases.train_all, runs, str(output), timeout=500)[0]
+        found |= on_ranks(ranks, cases.train_all, runs, str(output), True, timeout=500)[0]
     return found, output
 
 
@@ -188,7 +188,7 @@ def test_the_commands_of_the_documented_table_train(on_ranks, corpus, prepared, 
         off += ["--eval.batches=1"] if "eval" in options else ["--eval=off"]
         wide = ["--model.dim=48", "--model.ffn_dim=80"] if "float8" in options else []  # sides that 16 divides
         command = [*small, *wide, f"--run.name=r{number}", *off, *options.split()]
-        if "compile" in options:  # half a minute each: so are runs above, and in test_training.py
+        if "compile" in options:  # half a minute each: so is a run above
             assert config.load(str(REPO / "configs/tiny.toml"), command).parallel.compile
         else:
             runs.setdefault(int(ranks), []).append(command)
