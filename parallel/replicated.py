@@ -20,8 +20,9 @@ def matching_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:
         matching = fnmatch.filter(names, pattern)
         if not matching:
             raise ConfigError(f"[parallel] replicated: {pattern!r} matches none of {', '.join([*names][:3])}, ...")
-        # a module with fill() computes its parameters from the same rows, which a rank reads once: all or none
-        modules = {path for name in matching if hasattr(model.get_submodule(path := name.rpartition(".")[0]), "fill")}
+        # a module with quantize() computes its parameters from the same rows, which a rank reads once: all or none
+        paths = {name.rpartition(".")[0] for name in matching}
+        modules = {path for path in paths if hasattr(model.get_submodule(path), "quantize")}
         matching += [name for name in names if name.rpartition(".")[0] in modules]
         if trained := [name for name in matching if names[name].requires_grad]:
             raise ConfigError(f"[parallel] replicated: {pattern!r} matches {', '.join(trained[:3])}, which is trained: "

@@ -706,7 +706,7 @@ def beyond_what_is_held(cfg: config.Config, ranks: int) -> float:
     if cfg.lora and cfg.lora.base_dtype == "nf4":
         from model.nf4 import NF4Linear
 
-        quantized = [mock.patch.object(NF4Linear, "fill", first_rows(NF4Linear.fill, 300, 4))]
+        quantized = [mock.patch.object(NF4Linear, "quantize", first_rows(NF4Linear.quantize, 300, 3))]
     with cases.fake_process_group(ranks), contextlib.ExitStack() as stack:
         world = World(0, ranks, torch.device("cpu"), build_mesh("cpu", config.mesh_shape(cfg, ranks)))
         counted = StartUp(FakeTensorMode(allow_non_fake_inputs=True), {}, set(), 512)

@@ -270,23 +270,21 @@ def test_a_save_does_not_touch_what_the_one_before_still_writes(on_ranks, tmp_pa
 
 
 def resume_with_another_optimizer(folder) -> str:
-    """The error."""
+    """The error, of one that no option names: a fork's."""
     with ready(folder) as (cfg, model, optimizer, checkpointer):
         checkpointer.save(State(1), model, optimizer, stopping=True)
-        changed = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, eps=0.5))
         for state in optimizer.state.values():
             del state["exp_avg_sq"]
         try:
-            Checkpointer(changed, checkpointer.world, [], []).restore(model, optimizer, None)
+            Checkpointer(cfg, checkpointer.world, [], []).restore(model, optimizer, None)
         except ConfigError as error:
             return str(error)
     return "none"
 
 
-def test_another_optimizer_is_one_line_that_names_what_changed(on_ranks, tmp_path):
+def test_another_optimizer_is_refused_in_one_line(on_ranks, tmp_path):
     for message in on_ranks(2, resume_with_another_optimizer, tmp_path):
         assert "\n" not in message and "exp_avg_sq (torch.float32), step (torch.float32) of another opt" in message
-        assert message.endswith("; optim.eps was 1e-08, is 0.5")
 
 
 def save_what_may_not_be_published(folder) -> tuple[list[str], list[int]]:
