@@ -1,5 +1,6 @@
 """The plan of a fork: operators without formulas, masks, blocks that differ, shapes that depend on values."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -232,6 +233,11 @@ def by_the_model(monkeypatch, every: int = 4) -> None:
 LONG = {"train": {"seq_len": 1024, "global_batch_size": 8, "micro_batch_size": 1}}
 
 
+@functools.cache
+def usual_plan() -> dict:
+    return plan(of_a_gpu(**LONG), 1, Asked(device("H100")))  # alone, it waits for nothing
+
+
 @pytest.mark.parametrize("fork, kinds, options", [
     (by_attribute, [None, 128], {}), (by_attribute, [None, 128], {"recompute": 3, "prefetch_forward": 2}),
     (by_attribute, [None, 128], {"recompute": "selective", "compile": True}),
@@ -239,7 +245,7 @@ LONG = {"train": {"seq_len": 1024, "global_batch_size": 8, "micro_batch_size": 1
     (by_the_model, [128, 128, 128, 4096], {"recompute": "full"})])
 def test_each_block_attends_as_its_mask_lets_it(fork, kinds, options, monkeypatch):
     """FLOP of each block forward and backward; blocks of one pattern stand for others of theirs only."""
-    usual = plan(of_a_gpu(**LONG), 1, Asked(device("H100")))  # alone, it waits for nothing
+    usual = usual_plan()
     fork(monkeypatch)
     layers = 24 if options.get("recompute") == 3 else 16  # more than a short model has
     cfg = of_a_gpu(parallel=options, model={"n_layers": layers}, **LONG)

@@ -80,19 +80,16 @@ def test_what_is_left_is_small(core):
 
 def test_what_is_left_tests_itself(core):
     """Every test file can be collected, and some that take little time pass; the rest is benchmarks/rooms.py's."""
-    def pytest_(*arguments: str) -> str:
-        done = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments], cwd=core,
-                              capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    assert f"not in this copy: {', '.join(OPTIONAL)}. " in (said := pytest_("--collect-only"))
-    assert "tests/test_plan.py" not in said and "tests/test_training.py::" in said
     ruff = subprocess.run([sys.executable, "-m", "ruff", "check", "."], cwd=core, capture_output=True, text=True)
     assert ruff.returncode == 0, ruff.stdout
-    said = pytest_("-m", "not slow", "tests/test_loader.py", "tests/test_optim.py")
-    passed, skipped = (int(re.search(rf"(\d+) {what}", said)[1]) for what in ("passed", "skipped"))
-    assert passed > 50 and 0 < skipped < 25
+    words = ["-p", "no:cacheprovider", "-m", "not slow", "-k", "test_loader or test_optim"]
+    done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=core, capture_output=True, text=True,
+                          timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"not in this copy: {', '.join(OPTIONAL)}. " in done.stdout
+    passed, skipped, others = (int(re.search(rf"(\d+) {what}", done.stdout)[1])
+                               for what in ("passed", "skipped", "deselected"))
+    assert passed > 50 and 0 < skipped < 40 and others > 500  # a file that needs a removed room counts as one skipped
 
 
 def test_the_linter_takes_no_removed_room_for_a_package():
