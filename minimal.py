@@ -106,7 +106,7 @@ def shard(model: Llama, tied: bool, p: SimpleNamespace, mesh: dist.DeviceMesh) -
     for unit in units:
         reshard = p.reshard_after_forward and model.head not in unit  # backward begins with the head
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    for module in (model.embedding, *model.blocks):  # the residual stream has a dtype of its own
+    for module in (model.embedding, *model.blocks):  # the policy's output_dtype would round the head's loss, too
         module.register_forward_hook(lambda module, inputs, output: output.to(out))
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))  # last: the root's hooks
     # Explicit prefetch: a unit's all-gather also issues those of the next n units; 0: as FSDP2 does by itself.

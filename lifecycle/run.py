@@ -128,7 +128,7 @@ class Run:
         self.loader, self.begun = loader, self.step  # the last step that has begun
         self.stop.start_sync(loader.state(self.begun, 0))
         for step in range(first, last + 1):
-            self.agree_on_stop(timed)
+            self.agree_on_stop(timed)  # before the first step; before the others train() has, and this does nothing
             if self.stopping:
                 break
             self._phase("first step" if step == first else "step", step)  # the first compiles

@@ -136,6 +136,9 @@ class Block(nn.Module):
     weight. Terms of one name are added over blocks, and over ranks, which hold different tokens. training_step()
     minimizes the sum of loss and terms, divided by the step's valid targets, and logs each term by its name.
 
+    Every parameter must take part in every backward, on each rank: FSDP2 reduces what has a gradient, and ranks that
+    differ in this would not agree on how much. An expert without tokens still needs a gradient, of zeros.
+
     __init__ assigns Linear layers in the order in which forward calls them: selective activation checkpointing saves
     every n-th output, and numbers the layers in the order of named_modules() (check_matmul_order refuses another).
     """

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake": see build_mesh()
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import config
@@ -52,7 +52,8 @@ class World:
 
 
 def build_mesh(device_type: str, shape: tuple[int, int, int, int]) -> DeviceMesh:
-    # A dimension of size 1 would still create one process group per rank; no collective ever runs over cp or tp of 1.
+    # A dimension of size 1 would still create one process group per rank, with sockets of its own. No collective ever
+    # runs over cp or tp of 1: the backend of torch's own tests, which communicates with nobody, does for them.
     alone: dict = {name: "fake" for name, degree in zip(MESH_DIMS, shape) if degree == 1 and name in ("cp", "tp")}
     return init_device_mesh(device_type, shape, mesh_dim_names=MESH_DIMS, backend_override=alone)
 
