@@ -37,7 +37,7 @@ def cpu_seconds(mark: str) -> Counter[str]:
         try:
             if f"{MARK}={mark}".encode() in (process / "environ").read_bytes().split(b"\0"):
                 user, system = (process / "stat").read_text().rpartition(")")[2].split()[11:13]
-                prepares = b"growing.main(" in (process / "cmdline").read_bytes()
+                prepares = b"data.growing import main" in (process / "cmdline").read_bytes()
                 found["prepare" if prepares else "wait"] += (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
         except OSError:  # it has ended, or is another user's
             continue

@@ -394,7 +394,8 @@ def start_preparing(settings: str, workers: int) -> subprocess.Popen:
     """Starts to prepare what is missing, at low priority, in so many processes that end with this one. settings: a
     configuration as JSON."""
     repo = str(pathlib.Path(__file__).parent.parent)  # as torchrun starts a rank, it need not be on Python's path
-    code = f"import sys; sys.path.insert(0, {repo!r}); from data import growing; sys.exit(growing.main({workers}))"
+    code = (f"import sys; sys.path.insert(0, {repo!r}); from data.growing import main; from data.dataset import "
+            f"prepared_parts; sys.exit(main({workers}, prepared_parts))")
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, text=True)
     assert child.stdin is not None
     child.stdin.write(settings + "\n")
@@ -411,17 +412,15 @@ def end_with_stdin() -> None:
     os._exit(1)
 
 
-def main(workers: int) -> int:
-    """workers: processes that prepare, this one included; 0: this is one of another's."""
-    from data.dataset import prepared_parts
-
+def main(workers: int, find: Callable[[config.Config], Sources]) -> int:
+    """workers: processes that prepare, this one included; 0: this is one of another's. find: prepared_parts()."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # for the process that waits, with which this ends
         signal.signal(number, signal.SIG_IGN)
     os.nice(19)  # among the processes of this session: in one of its own, Linux would share the cores evenly
     settings = sys.stdin.readline()
     threading.Thread(target=end_with_stdin, daemon=True).start()
     cfg = config.from_dict(json.loads(settings), "of the run that waits")
-    found = prepared_parts(cfg)
+    found = find(cfg)
     for folder, _ in found if workers else ():
         (folder / FAILURE).unlink(missing_ok=True)
     others = [start_preparing(settings, 0) for _ in range(workers - 1)]
