@@ -311,8 +311,8 @@ class GrowingOrder(Order):
         source, index = self.mixture(number)
         return Place(source, *self.sources[source].window(index))
 
-    def state(self, loader: Any, step: int, seconds: float) -> int:
-        """data.loader.Loader.state(): READY, WAITING (after so many seconds) or FAILED, and then sets the loader's
+    def readiness(self, loader: Any, step: int, seconds: float) -> int:
+        """data.loader.Loader.readiness(): READY, WAITING (after so many seconds) or FAILED, and then sets the loader's
         failure. Starts to prepare what is missing."""
         cfg, sources = loader.cfg, self.sources
         batch = loader.ahead[step + 1 - loader.next_step] if step < cfg.train.steps else None  # the last: next_step - 1

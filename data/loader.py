@@ -39,7 +39,7 @@ class Loader:
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "loader")
         self.ahead = collections.deque(self.thread.submit(self.batch, first_step + i) for i in range(READ_AHEAD))
         self.next_step = first_step + READ_AHEAD
-        self.failure: Exception | None = None  # why this text cannot be read, once state() says so
+        self.failure: Exception | None = None  # why this text cannot be read, once readiness() says so
 
     def __next__(self) -> Batch:
         """Raises what the thread raised, such as ConfigError for a truncated token file."""
@@ -47,9 +47,9 @@ class Loader:
         self.next_step += 1
         return self.ahead.popleft().result()
 
-    def state(self, step: int, seconds: float) -> int:
+    def readiness(self, step: int, seconds: float) -> int:
         """What the text is that this rank reads after `step`; if it is WAITING, still so after so many seconds."""
-        return self.order.state(self, step, seconds)
+        return self.order.readiness(self, step, seconds)
 
     def close(self) -> None:
         self.order.close()

@@ -13,7 +13,7 @@ import config
 from config import ConfigError
 from data.tokens import window_count
 
-READY, WAITING, FAILED = range(3)  # what the text is that a rank reads next (Loader.state())
+READY, WAITING, FAILED = range(3)  # what the text is that a rank reads next (Loader.readiness())
 
 
 class Permutation:
@@ -69,8 +69,8 @@ class Order:
         epoch, position = divmod(index, self.windows[source])
         return Place(source, epoch, self.permutation(source, epoch)(position))
 
-    def state(self, loader: Any, step: int, seconds: float) -> int:
-        """Loader.state(): prepared text need not be waited for."""
+    def readiness(self, loader: Any, step: int, seconds: float) -> int:
+        """Loader.readiness(): prepared text need not be waited for."""
         return READY
 
     def close(self) -> None:

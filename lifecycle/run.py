@@ -126,14 +126,14 @@ class Run:
         gc.freeze()
         gc.disable()
         self.loader, self.begun = loader, self.step  # the last step that has begun
-        self.stop.start_sync(loader.state(self.begun, 0))
+        self.stop.start_sync(loader.readiness(self.begun, 0))
         for step in range(first, last + 1):
             self.agree_on_stop(timed)  # before the first step; before the others train() has, and this does nothing
             if self.stopping:
                 break
             self._phase("first step" if step == first else "step", step)  # the first compiles
             self.begun = step
-            self.stop.start_sync(loader.state(step, 0))
+            self.stop.start_sync(loader.readiness(step, 0))
             with traced(step):
                 yield step
             self.step = step
@@ -141,7 +141,7 @@ class Run:
                 gc.collect()
         gc.enable()
         gc.unfreeze()
-        if self.stop.state == FAILED:
+        if self.stop.readiness == FAILED:
             raise next(filter(None, all_gather_objects(loader.failure)))
         if self.stopping and self.step >= first and not self.cfg.checkpoint:
             raise KeyboardInterrupt(f"stopped after step {self.step} by signal {self.stop.decided}; without "
@@ -153,17 +153,17 @@ class Run:
         signal during a step may count one step later. Then waits until every rank has its next batch, or all agree to
         stop. Collective. timed: given the name of a phase, a context manager that times it."""
         self.stop.finish_sync()
-        if self.stop.state == WAITING and not self.stopping:
+        if self.stop.readiness == WAITING and not self.stopping:
             with (timed or self.phase)("data"):
-                while self.stop.state == WAITING and not self.stopping:
+                while self.stop.readiness == WAITING and not self.stopping:
                     self._phase("data")  # for as long as it takes: whoever prepares the text ends the wait if it fails
-                    self.stop.start_sync(self.loader.state(self.begun, WAIT_SECONDS))
+                    self.stop.start_sync(self.loader.readiness(self.begun, WAIT_SECONDS))
                     self.stop.finish_sync()
 
     @property
     def stopping(self) -> bool:
         """Whether all ranks have agreed to stop, as of the last agree_on_stop(): the same on all ranks."""
-        return self.stop.decided > 0 or self.stop.state == FAILED
+        return self.stop.decided > 0 or self.stop.readiness == FAILED
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

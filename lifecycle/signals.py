@@ -58,7 +58,7 @@ class StopRequest:
         self.file: pathlib.Path | None = None
         self.standalone = False  # no launcher and no torchrun: this process handles a second Ctrl-C itself
         self.group, self.flag, self.work = None, None, None
-        self.state = 0  # the greatest of any rank, as of the last finish_sync()
+        self.readiness = 0  # the greatest of any rank, as of the last finish_sync()
 
     def listen(self) -> None:
         """Installs the handlers; the first signal counts."""
@@ -80,8 +80,8 @@ class StopRequest:
         """Sets the gloo group of all ranks and, on rank 0, the launcher's file. Before this, no stop is decided."""
         self.group, self.file = group, file
 
-    def start_sync(self, state: int = 0) -> None:
-        """Starts the all-reduce of the stop flag, and of what each rank's next batch is (Loader.state())."""
+    def start_sync(self, readiness: int = 0) -> None:
+        """Starts the all-reduce of the stop flag, and of what each rank's next batch is (Loader.readiness())."""
         import torch
         import torch.distributed as dist
 
@@ -90,7 +90,7 @@ class StopRequest:
         # open() instead of stat(): NFS fetches a file's new content on open, and caches its absence.
         if self.file and not self.received:
             self.received = read_stop(self.file)
-        self.flag = torch.tensor([self.received, state])
+        self.flag = torch.tensor([self.received, readiness])
         if self.group.size() > 1:
             self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
@@ -99,7 +99,7 @@ class StopRequest:
         if self.work:
             self.work.wait()
         if self.flag is not None:
-            received, self.state = self.flag.tolist()
+            received, self.readiness = self.flag.tolist()
             self.flag, self.work, self.decided = None, None, max(self.decided, received)
         return self.decided > 0
 
