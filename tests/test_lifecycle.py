@@ -474,7 +474,7 @@ def test_ranks_need_no_output(write_config, tmp_path):
     assert done.returncode == 0 and status(tmp_path / "outputs/silent")["state"] == "finished"
 
 
-@pytest.mark.parametrize("option", ["--dry-run", "--eval-only"])
+@pytest.mark.parametrize("option", ["--dry-run"] * config.has(*config.PLANNER) + ["--eval-only"])
 def test_ctrl_c_ends_what_has_nothing_to_save_in_silence(option):
     """While it loads torch, by when it has long been listening."""
     process = subprocess.Popen([sys.executable, "-X", "importtime", "train.py", "configs/tiny.toml", option], cwd=REPO,
