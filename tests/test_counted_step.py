@@ -25,8 +25,9 @@ SELECTIVE = 2 * DIM + 2 * (DIM + KEYS) + ATTENTION + 2 * FFN
 
 @pytest.fixture(scope="module")
 def printed() -> dict:
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert counted_step.main([*documented("benchmarks.counted_step"), f"--tokens={TOKENS}", "--json"]) == 0
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
+        code = counted_step.main([*documented("benchmarks.counted_step"), f"--tokens={TOKENS}", "--json"])
+    assert code == 0, errors.getvalue()
     return json.loads(out.getvalue())
 
 
