@@ -10,10 +10,11 @@ from checkpoint.catalog import path_of, read_state
 from config import ConfigError
 
 ADAPTERS = r"lora\.(?!init_from$).*"
-STATE = r"model\.freeze|optim\.(name|state_dtype)"  # these determine what state the optimizer has
+OPTIMIZER_STATE = r"model\.freeze|optim\.(name|state_dtype)"  # these determine what state the optimizer has
 # Those, and what determines weights and data order. The rest (steps, intervals, ranks, precision, learning rate) may
 # change.
-GUARDED = re.compile(rf"model\..*|{ADAPTERS}|{STATE}|data\.(?!path$).*|run\.seed|train\.(seq_len|global_batch_size)")
+GUARDED = re.compile(rf"model\..*|{ADAPTERS}|{OPTIMIZER_STATE}|data\.(?!path$).*|run\.seed|"
+                     r"train\.(seq_len|global_batch_size)")
 # Those that determine parameter shapes: even if allowed to change, the checkpoint would not load.
 SHAPES = re.compile(r"model\.(dim|n_layers|ffn_dim|vocab_size|tie_embeddings)|lora\.(rank|targets)")
 # Options that change the prepared data: allowing one of them to change also allows other data.
@@ -58,7 +59,7 @@ def _instead(key: str) -> str:
     """Advice for an option that differs from the checkpoint's."""
     if key not in config.SCHEMA.options:
         return "this version has no such option"
-    if re.fullmatch(STATE, key):
+    if re.fullmatch(OPTIMIZER_STATE, key):
         return ("continue with that, or start another run from these weights (python -m huggingface "
                 "export, model.init_from): the optimizer's state is of what was trained, and how")
     if SHAPES.fullmatch(key):

@@ -5,12 +5,10 @@ import io
 import json
 import pathlib
 from collections.abc import Iterator
-from typing import Any
 
 import config
 import files
-from config import ConfigError
-from data.sources import BY_ARROW, STDLIB, TEXT_BYTES, Files, json_rows, local_files, readable
+from data.sources import BY_ARROW, STDLIB, TEXT_BYTES, Files, arrow, json_rows, local_files, readable
 
 SMALLEST, LARGEST = 1 << 16, 1 << 25  # bytes of text in a part: a 64th of the whole, within these
 SAMPLES = 16  # blocks of a file, of TEXT_BYTES, by which its text is recognized
@@ -89,15 +87,6 @@ class Pieces(Files):
     def parquet_rows(self, ends: list[int], path: pathlib.Path, begin: int, end: int) -> tuple[int, int]:
         """The first row and one past the last of a piece. ends: the rows up to the end of each row group, from 0."""
         return self.hub.parquet_rows(ends, path, begin, end) if self.hub else (ends[begin], ends[end])
-
-
-def arrow(path: pathlib.Path) -> Any:
-    """data/arrow.py, to read this file with. Raises ConfigError without it."""
-    if problem := config.lack_of("data/arrow.py"):
-        raise ConfigError(f"[data] source = {path}: {problem}")
-    from data import arrow
-
-    return arrow
 
 
 def cut(source: Pieces) -> list[list[list[int]]]:

@@ -11,6 +11,7 @@ import pathlib
 import re
 import sysconfig
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import config
 from config import ConfigError
@@ -114,12 +115,8 @@ class Files(Source):
                 yield from json_rows(path, f"{self.row}{self.after}", line)
 
     def by_arrow(self, path: pathlib.Path) -> Iterator[tuple[str, object]]:
-        if problem := config.lack_of("data/arrow.py"):
-            raise ConfigError(f"[data] source = {path}: {problem}")
-        from data import arrow
-
         with readable(f"{path}:"):
-            yield from arrow.rows(self, path, json_rows)
+            yield from arrow(path).rows(self, path, json_rows)
 
     def _text(self, path: pathlib.Path) -> Iterator[tuple[str, object]]:
         """A file is one document; a long one is split, at a line end if one is near, so that a part is validation."""
@@ -139,6 +136,15 @@ class Files(Source):
             self.byte = self.sizes[self.number]
             with contextlib.suppress(UnicodeDecodeError):
                 yield str(path), {self.d.text_field: path.read_bytes().decode()}
+
+
+def arrow(path: pathlib.Path) -> Any:
+    """data/arrow.py, to read this file with. Raises ConfigError without it."""
+    if problem := config.lack_of("data/arrow.py"):
+        raise ConfigError(f"[data] source = {path}: {problem}")
+    from data import arrow
+
+    return arrow
 
 
 def json_rows(path: pathlib.Path, number: str, line: bytes) -> Iterator[tuple[str, object]]:

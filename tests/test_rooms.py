@@ -14,7 +14,7 @@ import tomli
 from tests.conftest import REPO, launch, rows
 from tests.rooms import OPTIONAL, code_lines, copy_tracked, needed, signs_of
 
-CODE_LINES = 4392  # of what is left, the core that everybody reads, as reached
+CODE_LINES = 4395  # of what is left, the core that everybody reads, as reached
 
 
 @pytest.fixture(scope="module")
