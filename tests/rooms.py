@@ -1,14 +1,11 @@
 """Optional rooms: the files and folders that `rm` removes. What is left works as before, and so do its tests: one that
 needs a removed room is skipped, and says so."""
 
-import ast
 import functools
-import io
 import pathlib
 import re
 import shutil
 import subprocess
-import tokenize
 from collections.abc import Iterable
 
 import pytest
@@ -64,18 +61,3 @@ def copy_tracked(folder: pathlib.Path, without: Iterable[str] = ()) -> pathlib.P
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPO / name, folder / name)
     return folder
-
-
-def code_lines(path: pathlib.Path) -> int:
-    """Lines without blanks, comments and docstrings."""
-    text = path.read_text()
-    if path.suffix != ".py":
-        return sum(bool(line.strip()) and not line.strip().startswith("#") for line in text.splitlines())
-    lines = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type in (tokenize.NAME, tokenize.NUMBER, tokenize.STRING, tokenize.OP):
-            lines |= {*range(token.start[0], token.end[0] + 1)}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            lines -= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
-    return len(lines)
