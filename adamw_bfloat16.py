@@ -19,14 +19,27 @@ class BFloat16AdamW(torch.optim.Optimizer):
     draws the same ones.
     """
 
-    _step_supports_amp_scaling = True  # torch's flag for optimizers that read grad_scale and found_inf
+    _step_supports_amp_scaling = (
+        True  # torch's flag for optimizers that read grad_scale and found_inf
+    )
 
-    def __init__(self, groups: list[dict], names: dict[nn.Parameter, str], seed: int, compile: bool, **options):
+    def __init__(
+        self,
+        groups: list[dict],
+        names: dict[nn.Parameter, str],
+        seed: int,
+        compile: bool,
+        **options,
+    ):
         super().__init__(groups, options)
         device = groups[0]["params"][0].device
         self.grad_scale = torch.ones((), device=device)  # gradients are divided by it
         self.found_inf = torch.zeros((), device=device)  # 1.0: skip the update
-        self.update = torch.compile(update_bfloat16, fullgraph=True, dynamic=True) if compile else update_bfloat16
+        self.update = (
+            torch.compile(update_bfloat16, fullgraph=True, dynamic=True)
+            if compile
+            else update_bfloat16
+        )
         self.place = {p: shard_offset(p, f"{seed} {name}") for p, name in names.items()}
 
     @torch.no_grad()
@@ -38,10 +51,25 @@ class BFloat16AdamW(torch.optim.Optimizer):
                     continue
                 state = self.state[p]
                 state["step"] += 1 - self.found_inf
-                rows, grad, first, second = map(as_2d, (p.detach(), p.grad, state["exp_avg"], state["exp_avg_sq"]))
+                rows, grad, first, second = map(
+                    as_2d, (p.detach(), p.grad, state["exp_avg"], state["exp_avg_sq"])
+                )
                 if rows.numel():  # with fewer rows than ranks, some shards are empty
-                    self.update(rows, grad, first, second, state["step"], self.grad_scale, self.found_inf, lr,
-                                self.place[p], beta1, beta2, group["eps"], group["weight_decay"])
+                    self.update(
+                        rows,
+                        grad,
+                        first,
+                        second,
+                        state["step"],
+                        self.grad_scale,
+                        self.found_inf,
+                        lr,
+                        self.place[p],
+                        beta1,
+                        beta2,
+                        group["eps"],
+                        group["weight_decay"],
+                    )
 
 
 def as_2d(t: Tensor) -> Tensor:
@@ -55,21 +83,37 @@ def shard_offset(p: nn.Parameter, key: str) -> Tensor:
     columns of the full parameter, and a hash of the key."""
     row, column = 0, 0
     if isinstance(p, DTensor) and p.ndim:
-        _, (row, *inner) = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+        _, (row, *inner) = compute_local_shape_and_global_offset(
+            p.shape, p.device_mesh, p.placements
+        )
         column = inner[0] * math.prod(p.shape[2:]) if inner else 0
     columns = math.prod(p.shape[1:])
     numbers = torch.tensor([row, column, columns, zlib.crc32(key.encode())], device="cpu")
     return numbers.to(torch.int32).to(p.device)  # the upper half of 32 bits wraps around
 
 
-def update_bfloat16(p: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, scale: Tensor,
-                    found: Tensor, lr: Tensor, place: Tensor, beta1: float, beta2: float, eps: float,
-                    weight_decay: float) -> None:
+def update_bfloat16(
+    p: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    scale: Tensor,
+    found: Tensor,
+    lr: Tensor,
+    place: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
     """BFloat16AdamW's update of one parameter, in place. The first four tensors are (R, C), the next four scalars."""
     g = grad / scale
     first = beta1 * exp_avg.float() + (1 - beta1) * g
     second = beta2 * exp_avg_sq.float() + (1 - beta2) * g * g
-    correction1, correction2 = (-torch.expm1(step * math.log(beta)) if beta else 1.0 for beta in (beta1, beta2))
+    correction1, correction2 = (
+        -torch.expm1(step * math.log(beta)) if beta else 1.0 for beta in (beta1, beta2)
+    )
     change = first / correction1 / ((second / correction2).sqrt() + eps)
     new = p - lr * (change + weight_decay * p)
 

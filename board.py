@@ -24,7 +24,11 @@ class Board:
             return
         try:
             for key, value in options.flatten(row).items():
-                if isinstance(value, int | float) and math.isfinite(value) and key not in ("step", "batch_digest"):
+                if (
+                    isinstance(value, int | float)
+                    and math.isfinite(value)
+                    and key not in ("step", "batch_digest")
+                ):
                     self.writer.add_scalar(f"{row['kind']}/{key}", value, row["step"])
         except Exception as error:  # it re-raises whatever its writer thread raised
             self.writer = None

@@ -11,7 +11,9 @@ from config import ConfigError
 from data.chat import Chat, Message, checked
 from files import printable
 
-Reply = Callable[[list[int], int], Iterator[list[int]]]  # (prompt, tokens at most) -> one list of one token each
+Reply = Callable[
+    [list[int], int], Iterator[list[int]]
+]  # (prompt, tokens at most) -> one list of one token each
 
 
 def converse(folder: pathlib.Path, ends: list[int], context: int, most: int, reply: Reply) -> None:
@@ -29,7 +31,9 @@ def converse(folder: pathlib.Path, ends: list[int], context: int, most: int, rep
             continue
         history = [*history[dropped:], *turn]
         if dropped:
-            show(f"({dropped} messages, the oldest, no longer fit into the context of {context:,} tokens)\n")
+            show(
+                f"({dropped} messages, the oldest, no longer fit into the context of {context:,} tokens)\n"
+            )
         tokens: list[int] = []
         text = ""
         for (token,) in reply(ids, min(most, context - len(ids))):
@@ -44,15 +48,19 @@ def converse(folder: pathlib.Path, ends: list[int], context: int, most: int, rep
         history.append({"role": "assistant", "content": text})
 
 
-def fitting(chat: Chat, history: list[Message], turn: list[Message], context: int, most: int) -> tuple[list[int], int]:
+def fitting(
+    chat: Chat, history: list[Message], turn: list[Message], context: int, most: int
+) -> tuple[list[int], int]:
     """The ids of the prompt, and how many messages, the oldest, are left out of it so that a quarter of the context, or
     a shorter reply, still fits. Raises ConfigError if the new message alone is too long."""
     room = context - min(most, max(1, context // 4))
     for dropped in range(0, len(history) + 1, 2):
         if len(ids := chat.prompt([*history[dropped:], *turn])) <= room:
             return ids, dropped
-    raise ConfigError(f"this message is too long for a context of {context:,} tokens (train.seq_len); say it in fewer "
-                      "words")
+    raise ConfigError(
+        f"this message is too long for a context of {context:,} tokens (train.seq_len); say it in fewer "
+        "words"
+    )
 
 
 def ask() -> str | None:

@@ -1,6 +1,6 @@
 """Validation loss, the same for any number of ranks, in training and for a run's newest checkpoint.
 
-    ./run_train.sh configs/tiny.toml --eval-only        prints the evaluation row as JSON; writes nothing
+./run_train.sh configs/tiny.toml --eval-only        prints the evaluation row as JSON; writes nothing
 """
 
 import math
@@ -24,7 +24,9 @@ from ranks import all_gather_objects
 
 
 @torch.no_grad()
-def evaluate(model: Llama, cfg: config.Config, world: World, dataset: Dataset, run: Run) -> dict | None:
+def evaluate(
+    model: Llama, cfg: config.Config, world: World, dataset: Dataset, run: Run
+) -> dict | None:
     """Mean loss over the validation tokens, and the sum of their losses in bits per byte of the text that they encode,
     for a mixture also by source: {"loss": ..., "bits_per_byte": ..., "loss_by_source": {...}, ...}. Bits per byte of
     data without a tokenizer, or without data/text_bytes.py, are NaN. None if the run was asked to stop meanwhile."""
@@ -33,11 +35,16 @@ def evaluate(model: Llama, cfg: config.Config, world: World, dataset: Dataset, r
     counts = torch.zeros(len(streams), dtype=torch.int64, device=world.device)
     model.eval()
     phase = "first evaluation batch"  # the first may compile
-    for i, tensors in ((i, batch) for i, stream in enumerate(streams)
-                       for batch in validation_batches(stream, cfg, world)):
+    for i, tensors in (
+        (i, batch)
+        for i, stream in enumerate(streams)
+        for batch in validation_batches(stream, cfg, world)
+    ):
         with run.phase(phase):
             run.stop.start_sync()
-            found, valid = model(*(tensor.to(world.device, non_blocking=True) for tensor in tensors))
+            found, valid = model(
+                *(tensor.to(world.device, non_blocking=True) for tensor in tensors)
+            )
             sums[i] += found["loss"]
             counts[i] += valid
             run.agree_on_stop()
@@ -57,10 +64,18 @@ def evaluate(model: Llama, cfg: config.Config, world: World, dataset: Dataset, r
     losses, targets = (added([rank[i] for rank in ranks[:: world.tp]]) for i in (0, 1))
     bits, text = [nats / math.log(2) for nats in losses], added([rank[2] for rank in ranks])
     # sums over sums, not means of means; a mask may leave no target
-    found = {name: [part / whole if whole else math.nan for part, whole in zip([*parts, sum(parts)], [*of, sum(of)])]
-             for name, parts, of in (("loss", losses, targets), ("bits_per_byte", bits, text))}
+    found = {
+        name: [
+            part / whole if whole else math.nan
+            for part, whole in zip([*parts, sum(parts)], [*of, sum(of)])
+        ]
+        for name, parts, of in (("loss", losses, targets), ("bits_per_byte", bits, text))
+    }
     return {name: means[-1] for name, means in found.items()} | {
-        f"{name}_by_source": dict(zip(dataset.names, means)) for name, means in found.items() if dataset.names}
+        f"{name}_by_source": dict(zip(dataset.names, means))
+        for name, means in found.items()
+        if dataset.names
+    }
 
 
 def added(of_ranks: list[list[float]]) -> list[float]:
@@ -70,12 +85,21 @@ def added(of_ranks: list[list[float]]) -> list[float]:
 def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
     """--eval-only: prints the evaluation row of the run's newest good checkpoint."""
     dataset = open_dataset(cfg, train=False)
-    checkpointer = Checkpointer(cfg, world, dataset.fingerprint, dataset.tokenizer_files, evaluating=True)
+    checkpointer = Checkpointer(
+        cfg, world, dataset.fingerprint, dataset.tokenizer_files, evaluating=True
+    )
     step = checkpointer.start
-    pretrained = open_pretrained(cfg, step or 1)  # of an import, step 0, the checkpoint has all weights, too
+    pretrained = open_pretrained(
+        cfg, step or 1
+    )  # of an import, step 0, the checkpoint has all weights, too
     model = meta_model(cfg.model, cfg.lora)
     parallelize(model, cfg, world)
-    materialize(model, cfg.run.seed, storage_device(cfg, world), pretrained.read_into if pretrained else None)
+    materialize(
+        model,
+        cfg.run.seed,
+        storage_device(cfg, world),
+        pretrained.read_into if pretrained else None,
+    )
     checkpointer.restore(model, None, pretrained.base() if pretrained else None)
     found = evaluate(model, cfg, world, dataset, run)
     assert found is not None  # only a training run stops between batches

@@ -10,7 +10,12 @@ import sys
 
 import filelock
 
-NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL)  # of a parent folder that we cannot have created
+NOT_OURS = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EINVAL,
+)  # of a parent folder that we cannot have created
 
 
 def sync(path: pathlib.Path) -> None:
@@ -60,7 +65,9 @@ def publish(temporary: pathlib.Path, final: pathlib.Path) -> None:
 
 def printable(text: str) -> str:
     """Text that is safe on a terminal: control characters other than line ends and tabs are escaped."""
-    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def print_line(text: str) -> None:
@@ -76,14 +83,18 @@ def print_error(text: str) -> None:
     try:
         print(text, file=sys.stderr, flush=True)
     except (OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # else Python would try to flush the line again at exit
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), 2
+        )  # else Python would try to flush the line again at exit
 
 
 def lock(path: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:
     """Locks a file until release() or the end of this process, however it ends; an existing file is kept. timeout:
     seconds to wait, -1 to wait forever. Raises filelock.Timeout, and OSError if the file cannot be created or opened;
     on a file system without locks, prints a warning and locks nothing."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # filelock would wait for some files that cannot be created
+    handle = os.open(
+        path, os.O_RDWR | os.O_CREAT, 0o666
+    )  # filelock would wait for some files that cannot be created
     held = filelock.FileLock(path, timeout=timeout, thread_local=False)
     try:
         try:  # without flock (ENOSYS), filelock would take the file itself for a lock that is held
@@ -94,5 +105,7 @@ def lock(path: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:
     except filelock.Timeout:
         raise
     except (OSError, NotImplementedError) as error:
-        print_error(f"{path.parent}: no locks on this file system, nothing keeps a second run out: {error}")
+        print_error(
+            f"{path.parent}: no locks on this file system, nothing keeps a second run out: {error}"
+        )
     return held

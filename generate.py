@@ -75,12 +75,24 @@ class Cache:
         if begin == 0:
             return None, column.expand(len(self.lengths), -1), self.lengths - 1
         seen = (column < self.lengths) | (column >= self.first)  # (B, S)
-        return seen[:, None, None], self.lengths + begin - self.first, torch.zeros_like(self.lengths)
+        return (
+            seen[:, None, None],
+            self.lengths + begin - self.first,
+            torch.zeros_like(self.lengths),
+        )
 
 
 @torch.no_grad()
-def generate(model: nn.Module, prompts: list[list[int]], count: int, context: int, device: torch.device,
-             temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> Iterator[list[int]]:
+def generate(
+    model: nn.Module,
+    prompts: list[list[int]],
+    count: int,
+    context: int,
+    device: torch.device,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> Iterator[list[int]]:
     """Yields the next token of every row, `count` times; the caller may stop early, for example at EOS tokens.
 
     Prompts must not be empty, and may differ in length. A row's tokens do not depend on the other rows: row i draws
@@ -88,7 +100,10 @@ def generate(model: nn.Module, prompts: list[list[int]], count: int, context: in
     newest half, and one pass refills the cache of all rows. Every pass all-gathers the parameters, so all ranks must
     pass equal arguments and consume equally many tokens.
     """
-    rows, cache = [list(prompt) for prompt in prompts], None  # rows: the tokens that the model attends to
+    rows, cache = (
+        [list(prompt) for prompt in prompts],
+        None,
+    )  # rows: the tokens that the model attends to
     generators = [random.Random(f"{seed} {i}") for i in range(len(rows))]
     for done in range(count):
         for row in rows:
@@ -103,7 +118,9 @@ def generate(model: nn.Module, prompts: list[list[int]], count: int, context: in
         else:
             new = [row[-1:] for row in rows]
         logits = model(torch.tensor(new, device=device), cache=cache)[:, -1]  # (B, V)
-        chosen = choose(logits, temperature, top_p, [generator.random() for generator in generators])
+        chosen = choose(
+            logits, temperature, top_p, [generator.random() for generator in generators]
+        )
         for row, token in zip(rows, chosen):
             row.append(token)
         yield chosen
@@ -120,7 +137,9 @@ def choose(logits: Tensor, temperature: float, top_p: float, draws: list[float])
     if temperature == 0:
         return logits.argmax(-1).tolist()
     logits = logits.cpu().double()
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0: no temperature makes it +inf
+    logits = (
+        logits - logits.amax(-1, keepdim=True)
+    ) / temperature  # at most 0: no temperature makes it +inf
     probability, token = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)  # (B, V)
     total = probability.cumsum(-1)  # (B, V), of a token and all likelier ones
     last = (total < top_p).sum(-1, keepdim=True).clamp(max=logits.shape[-1] - 1)  # (B, 1)
@@ -133,7 +152,9 @@ def encode(tokenizer, prompt: str) -> list[int]:
     try:
         prompt.encode()
     except UnicodeEncodeError as error:  # bytes of the command line that the locale cannot decode
-        raise ConfigError(f"--prompt: is not valid Unicode: {error.reason} at character {error.start}") from None
+        raise ConfigError(
+            f"--prompt: is not valid Unicode: {error.reason} at character {error.start}"
+        ) from None
     ids = [*tokenizer.bos, *tokenizer.encode([prompt])[0]]
     if not ids:
         raise ConfigError("--prompt: is empty, and the tokenizer has no BOS token to start from")
@@ -145,20 +166,35 @@ def eos_tokens(settings: pathlib.Path) -> list[int]:
     try:
         found = json.loads(settings.read_bytes()).get("eos_token_id")
     except (OSError, ValueError, RecursionError, AttributeError) as error:
-        raise ConfigError(f"{settings}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigError(
+            f"{settings}: cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
     return found if isinstance(found, list) else [found]
 
 
-def continue_text(model: nn.Module, tokenizer, prompt: str, count: int, temperature: float, context: int,
-                  device: torch.device, seed: int = 0) -> str:
+def continue_text(
+    model: nn.Module,
+    tokenizer,
+    prompt: str,
+    count: int,
+    temperature: float,
+    context: int,
+    device: torch.device,
+    seed: int = 0,
+) -> str:
     """The prompt and its continuation up to the first EOS token. Every rank runs all `count` passes."""
     ids = encode(tokenizer, prompt)
-    new = [tokens[0] for tokens in generate(model, [ids], count, context, device, temperature, seed=seed)]
+    new = [
+        tokens[0]
+        for tokens in generate(model, [ids], count, context, device, temperature, seed=seed)
+    ]
     end = next((i for i, token in enumerate(new) if token in tokenizer.eos), None)
     return tokenizer.decode(ids + new[:end])
 
 
-def print_stream(tokenizer, rows: list[list[int]], steps: Iterable[list[int]], write: Callable[[str], None]) -> None:
+def print_stream(
+    tokenizer, rows: list[list[int]], steps: Iterable[list[int]], write: Callable[[str], None]
+) -> None:
     """Appends each step's tokens to the rows, to each up to its EOS token, and writes the text: a single row as it
     grows, several rows once all have ended. Also writes the text so far if `steps` raises, as on Ctrl-C."""
     unfinished, written = set(range(len(rows))), 0
@@ -189,11 +225,15 @@ def log_sample(model: Llama, cfg: config.Config, world: World, dataset: Dataset)
     if cfg.train.steps < SAMPLED_STEPS or cfg.data.messages_field:
         return
     if parameter_count(model) > SAMPLED_PARAMETERS:
-        log.info("no sample: each of its tokens would all-gather %d parameters", parameter_count(model))
+        log.info(
+            "no sample: each of its tokens would all-gather %d parameters", parameter_count(model)
+        )
         return
     prompt = "def " if "python-stdlib" in (dataset.names or [cfg.data.source]) else "The "
     can_encode = False
-    with contextlib.suppress(ImportError, ConfigError, IndexError):  # IndexError: the data has no tokenizer
+    with contextlib.suppress(
+        ImportError, ConfigError, IndexError
+    ):  # IndexError: the data has no tokenizer
         from data.tokenizer import Tokenizer
 
         tokenizer = Tokenizer(dataset.tokenizer_files[0].parent)
@@ -202,7 +242,9 @@ def log_sample(model: Llama, cfg: config.Config, world: World, dataset: Dataset)
         return
     model.eval()
     with torch.compiler.set_stance("force_eager"):  # each length would trigger a recompilation
-        text = continue_text(model, tokenizer, prompt, 64, 0.8, cfg.train.seq_len, world.device, cfg.run.seed)
+        text = continue_text(
+            model, tokenizer, prompt, 64, 0.8, cfg.train.seq_len, world.device, cfg.run.seed
+        )
     reshard(model)
     if world.rank == 0:
         log.info("a sample:\n%s", printable(text))
@@ -210,21 +252,46 @@ def log_sample(model: Llama, cfg: config.Config, world: World, dataset: Dataset)
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m generate", description=__doc__.splitlines()[0])
-    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")  # one line, as every error here
+    parser.error = lambda message: parser.exit(
+        2, f"{parser.prog}: {message}\n"
+    )  # one line, as every error here
     parser.add_argument("checkpoint", type=pathlib.Path, metavar="CKPT_OR_RUN")
     said = parser.add_mutually_exclusive_group(required=True)
-    said.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="several make a batch")
-    said.add_argument("--chat", action="store_true", help="a conversation, with the checkpoint's chat template")
-    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="at most; an EOS token ends a text")
+    said.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT", help="several make a batch"
+    )
+    said.add_argument(
+        "--chat", action="store_true", help="a conversation, with the checkpoint's chat template"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=128, metavar="N", help="at most; an EOS token ends a text"
+    )
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: greedy")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="of the likeliest, of this probability")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="of the likeliest, of this probability",
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: param_dtype; float32 on a CPU")
-    parser.add_argument("--base", metavar="HF_DIR", help="of adapters: where their base lies now; default: as trained")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="default: param_dtype; float32 on a CPU"
+    )
+    parser.add_argument(
+        "--base",
+        metavar="HF_DIR",
+        help="of adapters: where their base lies now; default: as trained",
+    )
     args = parser.parse_args(argv)
     for flag, value, holds, rule in (
         ("--tokens", args.tokens, args.tokens >= 1, "at least 1"),
-        ("--temperature", args.temperature, 0 <= args.temperature < math.inf, "at least 0, and finite"),
+        (
+            "--temperature",
+            args.temperature,
+            0 <= args.temperature < math.inf,
+            "at least 0, and finite",
+        ),
         ("--top-p", args.top_p, 0 < args.top_p <= 1, "greater than 0, and at most 1"),
     ):
         if not holds:
@@ -235,19 +302,25 @@ def main(argv: list[str]) -> int:
     from model.build import meta_model
     from parallel.materialize import materialize
 
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process is intended
+    warnings.filterwarnings(
+        "ignore", message="torch.distributed is disabled"
+    )  # a single process is intended
     try:
         if sys.stdout is None:
             raise OSError("is closed")
         folder = tools.find(args.checkpoint)
         cfg = tools.read_config(folder, args.base)
         tokenizer, context = Tokenizer(folder), cfg.train.seq_len
-        if (settings := folder / "generation_config.json").is_file():  # of an import: several tokens may end a text
+        if (
+            settings := folder / "generation_config.json"
+        ).is_file():  # of an import: several tokens may end a text
             tokenizer.eos = [*tokenizer.eos, *eos_tokens(settings)]
         rows = [encode(tokenizer, prompt) for prompt in args.prompt]
         if (largest := max(map(max, rows), default=0)) >= cfg.model.vocab_size:
-            raise ConfigError(f"--prompt: has id {largest}, but the model's vocab_size is {cfg.model.vocab_size}: the "
-                              "tokenizer in its folder is larger than the model")
+            raise ConfigError(
+                f"--prompt: has id {largest}, but the model's vocab_size is {cfg.model.vocab_size}: the "
+                "tokenizer in its folder is larger than the model"
+            )
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if cfg.lora:  # the checkpoint holds the adapters alone
             from huggingface.weights import fingerprint, weights_to_read
@@ -264,19 +337,35 @@ def main(argv: list[str]) -> int:
         dtype = args.dtype or (cfg.parallel.param_dtype if device.type == "cuda" else "float32")
         model.to(getattr(torch, dtype)).eval()
         # pyrefly: ignore[missing-attribute]  # typeshed declares a TextIO, which lacks it
-        sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal's encoding lacks
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # for characters that the terminal's encoding lacks
         if args.chat:
             if problem := config.lack_of("conversation.py", "data/chat.py", "data/template.py"):
                 raise ConfigError(f"--chat: {problem}")
             from conversation import converse
 
-            converse(folder, tokenizer.eos, context, args.tokens, lambda ids, count: generate(
-                model, [ids], count, context, device, args.temperature, args.top_p, args.seed))
+            converse(
+                folder,
+                tokenizer.eos,
+                context,
+                args.tokens,
+                lambda ids, count: generate(
+                    model, [ids], count, context, device, args.temperature, args.top_p, args.seed
+                ),
+            )
             return 0
         if max(map(len, rows)) + args.tokens - 1 > context:
-            print(f"beyond {context} tokens (train.seq_len) the older half of the context is dropped", file=sys.stderr)
-        steps = generate(model, rows, args.tokens, context, device, args.temperature, args.top_p, args.seed)
-        print_stream(tokenizer, rows, steps, lambda text: print(printable(text), end="", flush=True))
+            print(
+                f"beyond {context} tokens (train.seq_len) the older half of the context is dropped",
+                file=sys.stderr,
+            )
+        steps = generate(
+            model, rows, args.tokens, context, device, args.temperature, args.top_p, args.seed
+        )
+        print_stream(
+            tokenizer, rows, steps, lambda text: print(printable(text), end="", flush=True)
+        )
     except OSError as error:
         if sys.stdout:  # Python flushes stdout once more at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -26,7 +26,9 @@ from ranks import all_gather_objects, on_rank_zero
 log = logging.getLogger("train")
 
 ACCENT = "\033[1;36m", "\033[0m"  # ANSI: bold cyan, and the default again
-ROWS_KEPT = 2**24  # bytes of rows that wait in memory while they cannot be written: tens of thousands
+ROWS_KEPT = (
+    2**24
+)  # bytes of rows that wait in memory while they cannot be written: tens of thousands
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -50,7 +52,9 @@ class Accent(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         begin, end = ACCENT
-        return re.sub(r"^(step .*?loss +)([^\s,]+)", rf"\g<1>{begin}\2{end}", super().format(record))
+        return re.sub(
+            r"^(step .*?loss +)([^\s,]+)", rf"\g<1>{begin}\2{end}", super().format(record)
+        )
 
 
 def start_logging(folder: pathlib.Path, rank: int, color: bool) -> pathlib.Path:
@@ -61,7 +65,9 @@ def start_logging(folder: pathlib.Path, rank: int, color: bool) -> pathlib.Path:
     in_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     log.setLevel(logging.INFO)
     log.propagate = False
-    logging.raiseExceptions = False  # a full disk or a closed terminal is no reason to stop, nor to print tracebacks
+    logging.raiseExceptions = (
+        False  # a full disk or a closed terminal is no reason to stop, nor to print tracebacks
+    )
     console = logging.StreamHandler(sys.stdout)
     console.setFormatter(Accent() if color else None)
     log.handlers = [in_file, console] if rank == 0 else [in_file]
@@ -73,26 +79,56 @@ def start_logging(folder: pathlib.Path, rank: int, color: bool) -> pathlib.Path:
 
 def environment(hosts: list[str], device: torch.device) -> dict:
     """The machines and versions of a launch. hosts: the host of each rank."""
+
     def git(*words: str) -> str | None:
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
-            return subprocess.check_output(["git", *words], cwd=pathlib.Path(__file__).parent, text=True,
-                                           errors="replace", stderr=subprocess.DEVNULL).strip()
+            return subprocess.check_output(
+                ["git", *words],
+                cwd=pathlib.Path(__file__).parent,
+                text=True,
+                errors="replace",
+                stderr=subprocess.DEVNULL,
+            ).strip()
         return None
 
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    return {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "command": sys.argv, "commit": git("rev-parse", "HEAD"),
-            "uncommitted": git("diff", "HEAD"), "python": platform.python_version(), "torch": torch.__version__,
-            "cuda": torch.version.cuda, "hosts": sorted({*hosts}), "machine": platform.machine(), "gpu": gpu,
-            "cores": os.cpu_count(), "threads": torch.get_num_threads(), "ranks": len(hosts)}
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "commit": git("rev-parse", "HEAD"),
+        "uncommitted": git("diff", "HEAD"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hosts": sorted({*hosts}),
+        "machine": platform.machine(),
+        "gpu": gpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "ranks": len(hosts),
+    }
 
 
 class Recorder:
     """Times the steps and reports them. All ranks must call it alike; rank 0 writes rows and console."""
 
-    def __init__(self, cfg: config.Config, world: World, folder: pathlib.Path, start: int, flops_per_token: int,
-                 phase: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext):
+    def __init__(
+        self,
+        cfg: config.Config,
+        world: World,
+        folder: pathlib.Path,
+        start: int,
+        flops_per_token: int,
+        phase: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    ):
         """start: the step that training resumes after; phase: the watchdog's, entered with what is timed."""
-        self.cfg, self.world, self.folder, self.start, self.flops_per_token = cfg, world, folder, start, flops_per_token
+        self.cfg, self.world, self.folder, self.start, self.flops_per_token = (
+            cfg,
+            world,
+            folder,
+            start,
+            flops_per_token,
+        )
         self.phase, self.plan = phase, None
         self.rows = Rows(folder, cfg.log, start) if world.rank == 0 else None
         if self.rows and world.device.type == "cuda" and config.has(*config.PLANNER):
@@ -103,12 +139,19 @@ class Recorder:
 
     def has_evaluation(self, step: int) -> bool:
         """Whether the rows on disk hold an evaluation of this step. Collective."""
-        return on_rank_zero(lambda: any(row["kind"] == "eval" and row["step"] == step
-                                        for row in read_rows(self.folder / "metrics.jsonl")))
+        return on_rank_zero(
+            lambda: any(
+                row["kind"] == "eval" and row["step"] == step
+                for row in read_rows(self.folder / "metrics.jsonl")
+            )
+        )
 
     def restart_timer(self) -> None:
         self.began, self.steps, self.seconds = time.perf_counter(), 0, defaultdict(float)
-        self.loss, self.valid_tokens = torch.zeros(()), 0  # sums since the last row; loss becomes a device tensor
+        self.loss, self.valid_tokens = (
+            torch.zeros(()),
+            0,
+        )  # sums since the last row; loss becomes a device tensor
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -121,8 +164,14 @@ class Recorder:
             yield
         self.seconds[phase] += time.perf_counter() - began
 
-    def log_step(self, step: int, tokens: int, batch: Any, sums: dict[str, torch.Tensor],
-                 scalars: dict[str, Any]) -> None:
+    def log_step(
+        self,
+        step: int,
+        tokens: int,
+        batch: Any,
+        sums: dict[str, torch.Tensor],
+        scalars: dict[str, Any],
+    ) -> None:
         """Counts a step. If a row is due, waits for the device, gathers every rank's figures and writes the row.
 
         tokens: trained on so far; batch: a data.loader.Batch; sums, scalars (or dictionaries of them): as
@@ -130,17 +179,26 @@ class Recorder:
         loss_mean the mean loss over the tokens of all steps since the last row.
         """
         self.steps += 1
-        self.loss, self.valid_tokens = self.loss + sums["loss"], self.valid_tokens + batch.valid_tokens
+        self.loss, self.valid_tokens = (
+            self.loss + sums["loss"],
+            self.valid_tokens + batch.valid_tokens,
+        )
         if self.plan:
             self.plan.count_step()
         if step not in (1, self.cfg.train.steps) and step % self.cfg.log.every_steps:
             return
         # item() waits until the device is done
-        ours = {"sums": {name: value.item() for name, value in sums.items()}, "loss": self.loss.item(),
-                "digest": batch.digest}
+        ours = {
+            "sums": {name: value.item() for name, value in sums.items()},
+            "loss": self.loss.item(),
+            "digest": batch.digest,
+        }
         total = time.perf_counter() - self.began - self.seconds["evaluation"] - self.seconds["save"]
-        figures = {"step_seconds": total / self.steps, "data_seconds": self.seconds["data"] / self.steps,
-                   "peak_memory_gib": peak_memory_gib(self.world.device)}
+        figures = {
+            "step_seconds": total / self.steps,
+            "data_seconds": self.seconds["data"] / self.steps,
+            "peak_memory_gib": peak_memory_gib(self.world.device),
+        }
         ranks = all_gather_objects(ours | figures)
         slowest = {name: max(rank[name] for rank in ranks) for name in figures}
         w, peak = self.world, peak_flops(self.world.device)
@@ -149,16 +207,21 @@ class Recorder:
             "kind": "train",
             "step": step,
             # tp ranks have the same sums, cp ranks those of their part of the sequence
-            **{name: sum(rank["sums"][name] for rank in ranks[:: w.tp]) / (batch.valid_tokens or math.nan)
-               for name in sums},
-            "loss_mean": sum(rank["loss"] for rank in ranks[:: w.tp]) / (self.valid_tokens or math.nan),
+            **{
+                name: sum(rank["sums"][name] for rank in ranks[:: w.tp])
+                / (batch.valid_tokens or math.nan)
+                for name in sums
+            },
+            "loss_mean": sum(rank["loss"] for rank in ranks[:: w.tp])
+            / (self.valid_tokens or math.nan),
             **{name: as_numbers(value) for name, value in scalars.items()},
             "tokens": tokens,
             "tokens_per_second_per_device": rate,
             "mfu": rate * self.flops_per_token / peak if peak else None,
             **figures,
             **({"slowest_rank": slowest} if self.world.size > 1 else {}),
-            "batch_digest": sum(rank["digest"] for rank in ranks[:: w.cp * w.tp]) % config.DIGEST_MODULUS,
+            "batch_digest": sum(rank["digest"] for rank in ranks[:: w.cp * w.tp])
+            % config.DIGEST_MODULUS,
         }
         if self.rows:
             self.rows.write(row)
@@ -172,26 +235,47 @@ class Recorder:
         if self.rows and found is not None:
             self.rows.write({"kind": "eval", "step": step, **found})
             bits = found["bits_per_byte"]
-            log.info("step %d  validation loss %.4f%s", step, found["loss"], "" if math.isnan(bits) else
-                     f", {bits:.4f} bits per byte")
+            log.info(
+                "step %d  validation loss %.4f%s",
+                step,
+                found["loss"],
+                "" if math.isnan(bits) else f", {bits:.4f} bits per byte",
+            )
 
     def log_start(self, parameters: int, units: str, notes: list[str]) -> None:
         """Logs the model's size, its parallelism and where it starts from; notes on the data; the table of units."""
         if self.rows is None:
             return
-        w, m, p, t, lora = self.world, self.cfg.model, self.cfg.parallel, self.cfg.train, self.cfg.lora
-        log.info(f"{self.folder}: {parameters:,} parameters on {w.size} x {w.device.type} ({w.dp_replicate} replicas x "
-                 f"{w.dp_shard} shards{f' x cp {w.cp} x tp {w.tp}' * (w.cp * w.tp > 1)}), {p.param_dtype}")
-        log.info(f"recompute {p.recompute}, prefetch {p.prefetch_forward} forward, {p.prefetch_backward} backward "
-                 f"(0: implicit){', compiled' * p.compile}{f', float8 {p.float8}' * (p.float8 != 'none')}"
-                 f"{', offloaded to the host' * p.cpu_offload}"
-                 f"{f', adapters of rank {lora.rank} over a base in {lora.base_dtype}' if lora else ''}"
-                 f"{', reduced once a step' * (not p.sync_every_micro_batch)}")
-        log.info(f"{config.tokens_per_step(self.cfg):,} tokens per step = "
-                 f"{config.accumulation_steps(self.cfg, w.dp_size)} micro-batches x {w.dp_size} data ranks x "
-                 f"{config.micro_batch_size(self.cfg, w.dp_size)} sequences of {t.seq_len}; "
-                 + (f"resuming after step {self.start}" if self.start else f"from the weights of {m.init_from}"
-                    if m.init_from else "from fresh weights"))
+        w, m, p, t, lora = (
+            self.world,
+            self.cfg.model,
+            self.cfg.parallel,
+            self.cfg.train,
+            self.cfg.lora,
+        )
+        log.info(
+            f"{self.folder}: {parameters:,} parameters on {w.size} x {w.device.type} ({w.dp_replicate} replicas x "
+            f"{w.dp_shard} shards{f' x cp {w.cp} x tp {w.tp}' * (w.cp * w.tp > 1)}), {p.param_dtype}"
+        )
+        log.info(
+            f"recompute {p.recompute}, prefetch {p.prefetch_forward} forward, {p.prefetch_backward} backward "
+            f"(0: implicit){', compiled' * p.compile}{f', float8 {p.float8}' * (p.float8 != 'none')}"
+            f"{', offloaded to the host' * p.cpu_offload}"
+            f"{f', adapters of rank {lora.rank} over a base in {lora.base_dtype}' if lora else ''}"
+            f"{', reduced once a step' * (not p.sync_every_micro_batch)}"
+        )
+        log.info(
+            f"{config.tokens_per_step(self.cfg):,} tokens per step = "
+            f"{config.accumulation_steps(self.cfg, w.dp_size)} micro-batches x {w.dp_size} data ranks x "
+            f"{config.micro_batch_size(self.cfg, w.dp_size)} sequences of {t.seq_len}; "
+            + (
+                f"resuming after step {self.start}"
+                if self.start
+                else f"from the weights of {m.init_from}"
+                if m.init_from
+                else "from fresh weights"
+            )
+        )
         for text in (*notes, units):
             log.info(text)
 
@@ -216,7 +300,9 @@ class Rows:
         path = folder / "metrics.jsonl"
         kept = [row for row in read_rows(path) if row["step"] <= start]
         files.write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self.file = path.open("ab", buffering=ROWS_KEPT)  # has a lock: saves sync in their own thread
+        self.file = path.open(
+            "ab", buffering=ROWS_KEPT
+        )  # has a lock: saves sync in their own thread
         self.board: Any = None
         if settings.tensorboard and config.has("board.py"):
             from board import Board
@@ -254,14 +340,22 @@ def read_rows(path: pathlib.Path) -> list[dict]:
     for line in path.read_bytes().split(b"\n") if path.exists() else ():
         with contextlib.suppress(ValueError):
             row = json.loads(line)
-            if isinstance(row, dict) and isinstance(row.get("kind"), str) and type(row.get("step")) is int:
+            if (
+                isinstance(row, dict)
+                and isinstance(row.get("kind"), str)
+                and type(row.get("step")) is int
+            ):
                 rows.append(row)
     return rows
 
 
 def as_numbers(value: Any) -> Any:
     """A scalar tensor as a number, also inside of dictionaries."""
-    return {key: as_numbers(inner) for key, inner in value.items()} if isinstance(value, dict) else float(value)
+    return (
+        {key: as_numbers(inner) for key, inner in value.items()}
+        if isinstance(value, dict)
+        else float(value)
+    )
 
 
 def as_json(row: dict) -> str:
@@ -274,6 +368,8 @@ def console_line(row: dict, steps: int) -> str:
     per = "tokens/s/device" if row["mfu"] is None else f"tok/s/GPU  mfu {row['mfu']:5.1%}"
     minutes, seconds = divmod(round((steps - row["step"]) * row["step_seconds"]), 60)
     left = f"{minutes // 60}h{minutes % 60:02}m" if minutes >= 60 else f"{minutes}m{seconds:02}s"
-    return (f"step {row['step']:>{len(str(steps))}}/{steps}  loss {row['loss_mean']:7.4f}  "
-            f"grad {row['grad_norm']:5.2f}  {row['tokens_per_second_per_device']:>6,.0f} {per}  "
-            f"{row['peak_memory_gib']:4.1f} GiB  left {left}")
+    return (
+        f"step {row['step']:>{len(str(steps))}}/{steps}  loss {row['loss_mean']:7.4f}  "
+        f"grad {row['grad_norm']:5.2f}  {row['tokens_per_second_per_device']:>6,.0f} {per}  "
+        f"{row['peak_memory_gib']:4.1f} GiB  left {left}"
+    )

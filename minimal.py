@@ -29,9 +29,14 @@ else:
     import tomli as tomllib
 
 
-class RMSNorm(nn.RMSNorm):  # statistics in float32; the result in the weight's dtype, not the residual stream's
+class RMSNorm(
+    nn.RMSNorm
+):  # statistics in float32; the result in the weight's dtype, not the residual stream's
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.normalized_shape, eps=self.eps).to(self.weight.dtype) * self.weight
+        return (
+            F.rms_norm(x.float(), self.normalized_shape, eps=self.eps).to(self.weight.dtype)
+            * self.weight
+        )
 
 
 def rope(x: Tensor, theta: float) -> Tensor:  # (B, heads, T, E), computed in float32
@@ -39,7 +44,10 @@ def rope(x: Tensor, theta: float) -> Tensor:  # (B, heads, T, E), computed in fl
     frequency = 1.0 / theta ** (torch.arange(0, width, 2, device=x.device).float() / width)  # (E/2)
     angle = torch.outer(torch.arange(length, device=x.device).float(), frequency)  # (T, E/2)
     first, second = x.float().chunk(2, dim=-1)
-    turned = [first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()]
+    turned = [
+        first * angle.cos() - second * angle.sin(),
+        second * angle.cos() + first * angle.sin(),
+    ]
     return torch.cat(turned, dim=-1).to(x.dtype)
 
 
@@ -47,23 +55,46 @@ class Block(nn.Module):
     def __init__(self, m: SimpleNamespace):
         super().__init__()
         self.head_dim, self.theta = m.head_dim or m.dim // m.n_heads, m.rope_theta
-        linear, q_dim, kv_dim = partial(nn.Linear, bias=False), m.n_heads * self.head_dim, m.n_kv_heads * self.head_dim
+        linear, q_dim, kv_dim = (
+            partial(nn.Linear, bias=False),
+            m.n_heads * self.head_dim,
+            m.n_kv_heads * self.head_dim,
+        )
         self.attention_norm = RMSNorm(m.dim, m.norm_eps)
-        self.attention = nn.ModuleDict({"q_proj": linear(m.dim, q_dim), "k_proj": linear(m.dim, kv_dim),
-                                        "v_proj": linear(m.dim, kv_dim), "o_proj": linear(q_dim, m.dim)})
+        self.attention = nn.ModuleDict(
+            {
+                "q_proj": linear(m.dim, q_dim),
+                "k_proj": linear(m.dim, kv_dim),
+                "v_proj": linear(m.dim, kv_dim),
+                "o_proj": linear(q_dim, m.dim),
+            }
+        )
         self.feed_forward_norm = RMSNorm(m.dim, m.norm_eps)
-        self.feed_forward = nn.ModuleDict({"gate_proj": linear(m.dim, m.ffn_dim), "up_proj": linear(m.dim, m.ffn_dim),
-                                           "down_proj": linear(m.ffn_dim, m.dim)})
+        self.feed_forward = nn.ModuleDict(
+            {
+                "gate_proj": linear(m.dim, m.ffn_dim),
+                "up_proj": linear(m.dim, m.ffn_dim),
+                "down_proj": linear(m.ffn_dim, m.dim),
+            }
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         normed, a = self.attention_norm(x), self.attention
-        q, k, v = (project(normed).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, T, D) -> (B, H or K, T, E)
-                   for project in (a.q_proj, a.k_proj, a.v_proj))
+        q, k, v = (
+            project(normed)
+            .unflatten(-1, (-1, self.head_dim))
+            .transpose(1, 2)  # (B, T, D) -> (B, H or K, T, E)
+            for project in (a.q_proj, a.k_proj, a.v_proj)
+        )
         q, k = rope(q, self.theta), rope(k, self.theta)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # (B, H, T, E)
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        )  # (B, H, T, E)
         x = x + a.o_proj(out.transpose(1, 2).flatten(2))  # (B, H, T, E) -> (B, T, H*E) -> (B, T, D)
         normed, f = self.feed_forward_norm(x), self.feed_forward
-        return x + f.down_proj(F.silu(f.gate_proj(normed)) * f.up_proj(normed))  # (B, T, D) -> (B, T, F) -> (B, T, D)
+        return x + f.down_proj(
+            F.silu(f.gate_proj(normed)) * f.up_proj(normed)
+        )  # (B, T, D) -> (B, T, F) -> (B, T, D)
 
 
 class Head(nn.Module):  # final norm, output matrix and loss, summed over the tokens: one FSDP unit
@@ -97,21 +128,38 @@ def shard(model: Llama, tied: bool, p: SimpleNamespace, mesh: dist.DeviceMesh) -
     """Makes each parameter of a meta model a DTensor, of which every rank stores some rows, with FSDP2's hooks."""
     # Activation checkpointing first: around a sharded block, backward would repeat FSDP2's hooks, too.
     for block in model.blocks if p.recompute == "full" else ():
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+        block.forward = partial(
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+        )
     # A unit is all-gathered at once. Tied, embedding and head share a parameter, and so a unit.
     blocks = [[block] for block in model.blocks]
-    units = [[model.embedding, model.head], *blocks] if tied else [[model.embedding], *blocks, [model.head]]
-    param, reduce, out = (getattr(torch, d) for d in (p.param_dtype, p.reduce_dtype, p.output_dtype or p.param_dtype))
+    units = (
+        [[model.embedding, model.head], *blocks]
+        if tied
+        else [[model.embedding], *blocks, [model.head]]
+    )
+    param, reduce, out = (
+        getattr(torch, d) for d in (p.param_dtype, p.reduce_dtype, p.output_dtype or p.param_dtype)
+    )
     policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, cast_forward_inputs=False)
     for unit in units:
-        reshard = p.reshard_after_forward and model.head not in unit  # backward begins with the head
+        reshard = (
+            p.reshard_after_forward and model.head not in unit
+        )  # backward begins with the head
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    for module in (model.embedding, *model.blocks):  # the policy's output_dtype would round the head's loss, too
+    for module in (
+        model.embedding,
+        *model.blocks,
+    ):  # the policy's output_dtype would round the head's loss, too
         module.register_forward_hook(lambda module, inputs, output: output.to(out))
-    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))  # last: the root's hooks
+    fully_shard(
+        model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False)
+    )  # last: the root's hooks
     # Explicit prefetch: a unit's all-gather also issues those of the next n units; 0: as FSDP2 does by itself.
     forward = [unit[0] for unit in units]
-    backward = [forward[0], *reversed(forward[1:])] if tied else forward[::-1]  # begins with the head's unit
+    backward = (
+        [forward[0], *reversed(forward[1:])] if tied else forward[::-1]
+    )  # begins with the head's unit
     for i in range(len(units)):
         forward[i].set_modules_to_forward_prefetch(forward[i + 1 : i + 1 + p.prefetch_forward])
         backward[i].set_modules_to_backward_prefetch(backward[i + 1 : i + 1 + p.prefetch_backward])
@@ -122,7 +170,9 @@ def initialize(model: Llama, m: SimpleNamespace, seed: int, device: torch.device
     """Gives the shards storage and values. Each block of about 65,536 elements has a generator: equal on any mesh."""
     model.to_empty(device=device)
     if m.tie_embeddings:
-        model.head.weight = model.embedding.weight  # to_empty() unties them; FSDP2 holds the embedding's
+        model.head.weight = (
+            model.embedding.weight
+        )  # to_empty() unties them; FSDP2 holds the embedding's
     for name, parameter in model.named_parameters():
         local, rows, row_shape = parameter.detach().to_local(), len(parameter), parameter.shape[1:]
         first = math.ceil(rows / dist.get_world_size()) * dist.get_rank()  # of this rank
@@ -136,8 +186,14 @@ def initialize(model: Llama, m: SimpleNamespace, seed: int, device: torch.device
                 values.fill_(1.0)
             elif kind == "head" or (kind == "embedding" and m.tie_embeddings):
                 nn.init.trunc_normal_(values, 0.0, std, -3 * std, 3 * std, generator=generator)
-            elif kind in ("o_proj", "up_proj", "down_proj"):  # smaller with depth: the residual stream should not grow
-                values.normal_(0.0, 0.02 / math.sqrt(2 * (int(name.split(".")[1]) + 1)), generator=generator)
+            elif kind in (
+                "o_proj",
+                "up_proj",
+                "down_proj",
+            ):  # smaller with depth: the residual stream should not grow
+                values.normal_(
+                    0.0, 0.02 / math.sqrt(2 * (int(name.split(".")[1]) + 1)), generator=generator
+                )
             else:
                 values.normal_(0.0, 1.0 if kind == "embedding" else 0.02, generator=generator)
             low, high = max(begin, first), min(begin + size, first + len(local))
@@ -146,20 +202,38 @@ def initialize(model: Llama, m: SimpleNamespace, seed: int, device: torch.device
 
 def train(cfg: SimpleNamespace, stream: Tensor, device: torch.device) -> None:
     t, rank, ranks = cfg.train, dist.get_rank(), dist.get_world_size()
-    micro, tokens_per_step = t.micro_batch_size or t.global_batch_size // ranks, t.global_batch_size * t.seq_len
+    micro, tokens_per_step = (
+        t.micro_batch_size or t.global_batch_size // ranks,
+        t.global_batch_size * t.seq_len,
+    )
     if not micro or t.global_batch_size % (micro * ranks):
-        raise SystemExit(f"train.global_batch_size = {t.global_batch_size}: no multiple of {micro} x {ranks} ranks")
+        raise SystemExit(
+            f"train.global_batch_size = {t.global_batch_size}: no multiple of {micro} x {ranks} ranks"
+        )
     with torch.device("meta"):  # no rank ever holds the full model
         model = Llama(cfg.model)
-    shard(model, cfg.model.tie_embeddings, cfg.parallel, dist.init_device_mesh(device.type, (ranks,)))
+    shard(
+        model, cfg.model.tie_embeddings, cfg.parallel, dist.init_device_mesh(device.type, (ranks,))
+    )
     initialize(model, cfg.model, cfg.run.seed, device)
-    named = dict(model.named_parameters())  # after both, which replace parameters: AdamW must hold the last ones
-    groups = [{"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": cfg.optim.weight_decay},
-              {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0}]
+    named = dict(
+        model.named_parameters()
+    )  # after both, which replace parameters: AdamW must hold the last ones
+    groups = [
+        {
+            "params": [p for p in named.values() if p.ndim >= 2],
+            "weight_decay": cfg.optim.weight_decay,
+        },
+        {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, betas=cfg.optim.betas, eps=cfg.optim.eps, fused=True)
     for p in named.values():  # the state exists from the start: a checkpoint can be read into it
         count = torch.zeros((), device=device)
-        optimizer.state[p] = {"step": count, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        optimizer.state[p] = {
+            "step": count,
+            "exp_avg": torch.zeros_like(p),
+            "exp_avg_sq": torch.zeros_like(p),
+        }
     tensors = {"model": named, "optim": {name: optimizer.state[p] for name, p in named.items()}}
     folder = pathlib.Path(cfg.run.output_dir, f"{cfg.run.name}-minimal", "checkpoints")
     newest = max(folder.glob("step-*"), default=None)
@@ -167,15 +241,29 @@ def train(cfg: SimpleNamespace, stream: Tensor, device: torch.device) -> None:
         dcp.load(tensors, checkpoint_id=newest)  # of any number of ranks
     for step in range(int(newest.name[5:]) + 1 if newest else 1, t.steps + 1):
         total = torch.zeros((), device=device)
-        for first in range((step - 1) * t.global_batch_size + rank * micro, step * t.global_batch_size, micro * ranks):
-            batch = torch.stack([window(stream, t.seq_len, cfg.run.seed, first + i) for i in range(micro)]).to(device)
-            loss = model(batch[:, :-1], batch[:, 1:])  # (B, T+1): inputs (B, T), and each one's next token as target
+        for first in range(
+            (step - 1) * t.global_batch_size + rank * micro,
+            step * t.global_batch_size,
+            micro * ranks,
+        ):
+            batch = torch.stack(
+                [window(stream, t.seq_len, cfg.run.seed, first + i) for i in range(micro)]
+            ).to(device)
+            loss = model(
+                batch[:, :-1], batch[:, 1:]
+            )  # (B, T+1): inputs (B, T), and each one's next token as target
             # FSDP2 averages gradients over ranks: times ranks it is their sum, over tokens_per_step the mean.
             (loss * ranks / tokens_per_step).backward()
             total += loss.detach()
         dist.all_reduce(total)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf if t.max_grad_norm == "off" else t.max_grad_norm)
-        row = {"step": step, "loss": total.item() / tokens_per_step, "grad_norm": norm.full_tensor().item()}
+        norm = nn.utils.clip_grad_norm_(
+            model.parameters(), math.inf if t.max_grad_norm == "off" else t.max_grad_norm
+        )
+        row = {
+            "step": step,
+            "loss": total.item() / tokens_per_step,
+            "grad_norm": norm.full_tensor().item(),
+        }
         if not math.isfinite(row["loss"] + row["grad_norm"]):
             raise FloatingPointError(f"the gradient is not finite: {row}")
         for group in optimizer.param_groups:
@@ -184,10 +272,16 @@ def train(cfg: SimpleNamespace, stream: Tensor, device: torch.device) -> None:
         optimizer.zero_grad()
         if rank == 0:
             print(json.dumps(row), flush=True)
-        if cfg.saves and (step == t.steps or step % (cfg.checkpoint.save_every_steps or t.steps) == 0):
-            dcp.save(tensors, checkpoint_id=folder / "saving")  # each rank's shards: model.NAME, optim.NAME.exp_avg
+        if cfg.saves and (
+            step == t.steps or step % (cfg.checkpoint.save_every_steps or t.steps) == 0
+        ):
+            dcp.save(
+                tensors, checkpoint_id=folder / "saving"
+            )  # each rank's shards: model.NAME, optim.NAME.exp_avg
             if rank == 0:
-                (folder / "saving").rename(folder / f"step-{step:08d}")  # has this name only when it is complete
+                (folder / "saving").rename(
+                    folder / f"step-{step:08d}"
+                )  # has this name only when it is complete
 
 
 def learning_rate(o: SimpleNamespace, end: int, step: int) -> float:
@@ -195,7 +289,12 @@ def learning_rate(o: SimpleNamespace, end: int, step: int) -> float:
         return o.lr * step / o.warmup_steps
     start = end - o.decay_steps if o.schedule == "wsd" else o.warmup_steps
     done = min(max((step - start) / max(end - start, 1), 0.0), 1.0)
-    left = {"constant": 1, "cosine": 0.5 + math.cos(math.pi * done) / 2, "linear": 1 - done, "wsd": 1 - done}
+    left = {
+        "constant": 1,
+        "cosine": 0.5 + math.cos(math.pi * done) / 2,
+        "linear": 1 - done,
+        "wsd": 1 - done,
+    }
     return o.lr * (o.min_lr_ratio + (1 - o.min_lr_ratio) * left[o.schedule])
 
 
@@ -219,50 +318,150 @@ def window(stream: Tensor, length: int, seed: int, sample: int) -> Tensor:
 
 def open_data(d: SimpleNamespace, vocab_size: int) -> Tensor:
     """The tokens to train on, mapped: those of data.path, or of the newest folder that was prepared as `d` says."""
-    wanted = {k: getattr(d, k) for k in ("source", "subset", "split", "text_field", "max_tokens", "messages_field")}
-    own = hashlib.sha256(pathlib.Path(d.tokenizer).read_bytes()).hexdigest() if d.tokenizer and not d.path else ""
-    wanted |= {"tokenizer": own or "trained here", "vocab_size": None if own else vocab_size, "order": None}
-    paths = [pathlib.Path(d.path, "manifest.json")] if d.path else pathlib.Path("prepared").glob("*/manifest.json")
+    wanted = {
+        k: getattr(d, k)
+        for k in ("source", "subset", "split", "text_field", "max_tokens", "messages_field")
+    }
+    own = (
+        hashlib.sha256(pathlib.Path(d.tokenizer).read_bytes()).hexdigest()
+        if d.tokenizer and not d.path
+        else ""
+    )
+    wanted |= {
+        "tokenizer": own or "trained here",
+        "vocab_size": None if own else vocab_size,
+        "order": None,
+    }
+    paths = (
+        [pathlib.Path(d.path, "manifest.json")]
+        if d.path
+        else pathlib.Path("prepared").glob("*/manifest.json")
+    )
     for path in sorted(filter(os.path.exists, paths), key=os.path.getmtime, reverse=True):
         found = json.loads(path.read_text())
         if d.path or all(found["identity"].get(key) == value for key, value in wanted.items()):
             size, dtype = found["tokens"]["train"], getattr(torch, found["dtype"])
             return torch.from_file(str(path.with_name("train.bin")), size=size, dtype=dtype)
-    raise ValueError(f"{d.path or 'prepared/'}: no data of {wanted}; `python -m data.prepare CONFIG` prepares it")
+    raise ValueError(
+        f"{d.path or 'prepared/'}: no data of {wanted}; `python -m data.prepare CONFIG` prepares it"
+    )
 
 
-OPTIONS: dict[str, dict] = {  # the default, or ... if it is required; a tuple: what is implemented, the default first
+OPTIONS: dict[
+    str, dict
+] = {  # the default, or ... if it is required; a tuple: what is implemented, the default first
     "run": dict(name=None, output_dir="outputs", seed=0, device=("auto", "cuda", "cpu")),
-    "model": dict(dim=..., n_layers=..., n_heads=..., n_kv_heads=..., ffn_dim=..., vocab_size=..., head_dim=None,
-                  norm_eps=1e-5, rope_theta=5e5, tie_embeddings=(False, True), qk_norm=(False,), freeze=([],)),
-    "data": dict(source="python-stdlib", subset=None, split="train", text_field="text", path=None, tokenizer=None,
-                 max_tokens=None, document_mask=(False,), order=("global",), messages_field=(None,), sources=([],)),
-    "train": dict(steps=..., seq_len=2048, global_batch_size=8, micro_batch_size=None, max_grad_norm=1.0,
-                  skip_nonfinite=(0,)), "checkpoint": dict(save_every_steps=None),
-    "optim": dict(lr=3e-4, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.1, warmup_steps=0, decay_steps=None,
-                  schedule=("cosine", "linear", "constant", "wsd"), schedule_steps=None, min_lr_ratio=0.1,
-                  name=("adamw",), state_dtype=("float32",)),
-    "parallel": dict(dp_replicate=(1,), dp_shard=("auto",), cp=(1,), tp=(1,), reshard_after_forward=(True, False),
-                     prefetch_forward=1, prefetch_backward=1, param_dtype=("bfloat16", "float32", "auto"),
-                     reduce_dtype=("float32", "bfloat16"), output_dtype=(None, "float32", "bfloat16"),
-                     keep_fp32=([],), replicated=([],), cpu_offload=(False,), sync_every_micro_batch=(True,),
-                     recompute=("none", "full"), float8=("none",))}
-IGNORED = ("log.", "eval.", "profile.", "checkpoint.", "run.deterministic", "run.start_timeout_", "run.step_timeout_",
-           "run.save_timeout_", "optim.muon_", "data.chat_template", "parallel.compile")  # these change no loss
+    "model": dict(
+        dim=...,
+        n_layers=...,
+        n_heads=...,
+        n_kv_heads=...,
+        ffn_dim=...,
+        vocab_size=...,
+        head_dim=None,
+        norm_eps=1e-5,
+        rope_theta=5e5,
+        tie_embeddings=(False, True),
+        qk_norm=(False,),
+        freeze=([],),
+    ),
+    "data": dict(
+        source="python-stdlib",
+        subset=None,
+        split="train",
+        text_field="text",
+        path=None,
+        tokenizer=None,
+        max_tokens=None,
+        document_mask=(False,),
+        order=("global",),
+        messages_field=(None,),
+        sources=([],),
+    ),
+    "train": dict(
+        steps=...,
+        seq_len=2048,
+        global_batch_size=8,
+        micro_batch_size=None,
+        max_grad_norm=1.0,
+        skip_nonfinite=(0,),
+    ),
+    "checkpoint": dict(save_every_steps=None),
+    "optim": dict(
+        lr=3e-4,
+        betas=[0.9, 0.95],
+        eps=1e-8,
+        weight_decay=0.1,
+        warmup_steps=0,
+        decay_steps=None,
+        schedule=("cosine", "linear", "constant", "wsd"),
+        schedule_steps=None,
+        min_lr_ratio=0.1,
+        name=("adamw",),
+        state_dtype=("float32",),
+    ),
+    "parallel": dict(
+        dp_replicate=(1,),
+        dp_shard=("auto",),
+        cp=(1,),
+        tp=(1,),
+        reshard_after_forward=(True, False),
+        prefetch_forward=1,
+        prefetch_backward=1,
+        param_dtype=("bfloat16", "float32", "auto"),
+        reduce_dtype=("float32", "bfloat16"),
+        output_dtype=(None, "float32", "bfloat16"),
+        keep_fp32=([],),
+        replicated=([],),
+        cpu_offload=(False,),
+        sync_every_micro_batch=(True,),
+        recompute=("none", "full"),
+        float8=("none",),
+    ),
+}
+IGNORED = (
+    "log.",
+    "eval.",
+    "profile.",
+    "checkpoint.",
+    "run.deterministic",
+    "run.start_timeout_",
+    "run.step_timeout_",
+    "run.save_timeout_",
+    "optim.muon_",
+    "data.chat_template",
+    "parallel.compile",
+)  # these change no loss
 
 
 def read_options(path: str) -> SimpleNamespace:
     """cfg.section.key of a TOML file. Raises ValueError if anything that changes losses is not implemented here."""
-    raw, cfg, ignored, problems = tomllib.loads(pathlib.Path(path).read_text()), SimpleNamespace(), [], []
+    raw, cfg, ignored, problems = (
+        tomllib.loads(pathlib.Path(path).read_text()),
+        SimpleNamespace(),
+        [],
+        [],
+    )
     for section in {**OPTIONS, **raw}:
         known = OPTIONS.get(section, {})
-        values = {k: v[0] if isinstance(v, tuple) else v for k, v in known.items()} | raw.get(section, {})
-        for key, value in (values or {"*": {}}).items():  # an empty [lora] is a LoRA, too: of all options (*)
+        values = {k: v[0] if isinstance(v, tuple) else v for k, v in known.items()} | raw.get(
+            section, {}
+        )
+        for key, value in (
+            values or {"*": {}}
+        ).items():  # an empty [lora] is a LoRA, too: of all options (*)
             name = f"{section}.{key}"
             if key not in known and name.startswith(IGNORED):
                 ignored.append(name)
-            elif value is ... or key not in known or (isinstance(known[key], tuple) and value not in known[key]):
-                problems.append(f"{path}: {name}" + (" is missing" if value is ... else f" = {value}: not implemented"))
+            elif (
+                value is ...
+                or key not in known
+                or (isinstance(known[key], tuple) and value not in known[key])
+            ):
+                problems.append(
+                    f"{path}: {name}"
+                    + (" is missing" if value is ... else f" = {value}: not implemented")
+                )
         setattr(cfg, section, SimpleNamespace(**values))
     if ignored and os.getenv("RANK", "0") == "0":
         print(f"{path}: ignored: {', '.join(ignored)}", file=sys.stderr)
@@ -281,14 +480,22 @@ def main() -> None:
             print(f"usage: python minimal.py CONFIG\n{error}", file=sys.stderr)
         sys.exit(2)
     cuda = torch.cuda.is_available() if cfg.run.device == "auto" else cfg.run.device == "cuda"
-    device = torch.device("cuda", int(os.getenv("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.getenv("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    )
     if cuda:
         torch.cuda.set_device(device)
-    alone: dict = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    alone: dict = (
+        {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    )
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **alone)
     if cfg.parallel.param_dtype == "auto":  # bfloat16 where every rank's device has units for it
         cpu = torch.cpu.get_capabilities()
-        native = torch.cuda.is_bf16_supported(False) if cuda else cpu.get("avx512_bf16") or cpu.get("amx_bf16") or False
+        native = (
+            torch.cuda.is_bf16_supported(False)
+            if cuda
+            else cpu.get("avx512_bf16") or cpu.get("amx_bf16") or False
+        )
         dist.all_reduce(everywhere := torch.tensor(float(native), device=device), dist.ReduceOp.MIN)
         cfg.parallel.param_dtype = "bfloat16" if everywhere else "float32"
     train(cfg, stream, device)

@@ -27,14 +27,18 @@ def learning_rate(o: config.Optim, end: int, step: int) -> float:
     return o.lr * (o.min_lr_ratio + (1 - o.min_lr_ratio) * left)
 
 
-def build_optimizer(model: nn.Module, o: config.Optim, seed: int = 0, compile: bool = False) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, o: config.Optim, seed: int = 0, compile: bool = False
+) -> torch.optim.Optimizer:
     """The optimizer of the model's trainable parameters, with its state initialized, so that a checkpoint can load into
     it: AdamW, or for name = "muon" Muon, which leaves to AdamW what is not a matrix of a block."""
     names = {p: name for name, p in named_parameters(model) if p.requires_grad}
     if o.name == "muon":
         from muon import Muon
 
-        optimizer = Muon(names, o, seed, compile, lambda others: build_adamw(others, o, seed, compile))
+        optimizer = Muon(
+            names, o, seed, compile, lambda others: build_adamw(others, o, seed, compile)
+        )
     else:
         optimizer = build_adamw(names, o, seed, compile)
     if any(hasattr(module, "after_weight_update") for module in model.modules()):
@@ -42,13 +46,20 @@ def build_optimizer(model: nn.Module, o: config.Optim, seed: int = 0, compile: b
     return optimizer
 
 
-def build_adamw(names: dict[nn.Parameter, str], o: config.Optim, seed: int, compile: bool) -> torch.optim.Optimizer:
+def build_adamw(
+    names: dict[nn.Parameter, str], o: config.Optim, seed: int, compile: bool
+) -> torch.optim.Optimizer:
     """AdamW (https://arxiv.org/abs/1711.05101) over these parameters, with its state: torch's fused AdamW on shards, or
     for state_dtype = "bfloat16" BFloat16AdamW, which takes seed and compile. Norm weights are scales, and get no weight
     decay."""
-    groups = [{"params": [p for p in names if p.ndim >= 2], "weight_decay": o.weight_decay},
-              {"params": [p for p in names if p.ndim < 2], "weight_decay": 0.0}]
-    groups, options = [group for group in groups if group["params"]], {"lr": o.lr, "betas": o.betas, "eps": o.eps}
+    groups = [
+        {"params": [p for p in names if p.ndim >= 2], "weight_decay": o.weight_decay},
+        {"params": [p for p in names if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups, options = (
+        [group for group in groups if group["params"]],
+        {"lr": o.lr, "betas": o.betas, "eps": o.eps},
+    )
     if o.state_dtype == "bfloat16":
         from adamw_bfloat16 import BFloat16AdamW
 
@@ -81,14 +92,22 @@ class FiniteGuard:
     weights and state untouched if `found_inf` is set. The host reads the flag one step late, and before every save.
     Other optimizers ignore it: for them the host waits, and skips their step."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device, limit: int, skipped: int = 0,
-                 in_a_row: int = 0):
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        limit: int,
+        skipped: int = 0,
+        in_a_row: int = 0,
+    ):
         """limit: steps in a row that may be skipped; one more stops the run. skipped, in_a_row: of the run so far. The
         attributes of these names hold the counts without the last update."""
         self.limit, self.skipped, self.in_a_row = limit, skipped, in_a_row
         self.found = torch.zeros((), device=device)
         self.on_host = torch.zeros((), pin_memory=device.type == "cuda")
-        self.copied = torch.get_device_module(device).Event()  # torch.cpu's does nothing: the host's copies are done
+        self.copied = torch.get_device_module(
+            device
+        ).Event()  # torch.cpu's does nothing: the host's copies are done
         self.pending: int | None = None  # the step whose flag is being copied
         self.skips_by_itself = False
         if scales_by_itself(optimizer):
@@ -128,8 +147,12 @@ class FiniteGuard:
         if self.in_a_row > self.limit:
             raise FloatingPointError(
                 f"step {step}: the gradient is not finite, the weights were left as they were before it"
-                + (f"; train.skip_nonfinite = {self.limit} steps in a row were skipped already" if self.limit else
-                   "; train.skip_nonfinite = N would skip up to N such steps in a row"))
+                + (
+                    f"; train.skip_nonfinite = {self.limit} steps in a row were skipped already"
+                    if self.limit
+                    else "; train.skip_nonfinite = N would skip up to N such steps in a row"
+                )
+            )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -150,8 +173,9 @@ def scales_by_itself(optimizer: torch.optim.Optimizer) -> TypeGuard[ScalesByItse
 
 
 @torch.no_grad()
-def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer,
-                   max_norm: float | Literal["off"]) -> Tensor:
+def clip_gradients(
+    model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | Literal["off"]
+) -> Tensor:
     """Clips the gradients to a norm of max_norm over all ranks ("off": does not); returns the norm before clipping. An
     optimizer that supports it scales them in its update, which saves reading and writing them once."""
     norm = gradient_norm(model.parameters())
@@ -160,7 +184,9 @@ def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer,
         if scales_by_itself(optimizer):
             optimizer.grad_scale = scale
         else:
-            torch._foreach_div_([_local(p.grad) for p in model.parameters() if p.grad is not None], scale)
+            torch._foreach_div_(
+                [_local(p.grad) for p in model.parameters() if p.grad is not None], scale
+            )
     return norm
 
 
@@ -168,7 +194,9 @@ def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer,
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The norm of all these parameters' gradients over all ranks, a float32 scalar on their device. All-reduces one
     number for each set of mesh dimensions that gradients are sharded over."""
-    groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}  # local parts, by what they are sharded over
+    groups: dict[
+        tuple[dist.ProcessGroup, ...], list[Tensor]
+    ] = {}  # local parts, by what they are sharded over
     for g in [p.grad for p in parameters if p.grad is not None]:
         groups.setdefault(_sharded_over(g), []).append(_local(g))
     sums = []
@@ -187,8 +215,11 @@ def _sharded_over(g: Tensor) -> tuple[dist.ProcessGroup, ...]:
     """The process groups that a gradient is sharded over, those of one rank left out."""
     if not isinstance(g, DTensor):
         return ()
-    return tuple(g.device_mesh.get_group(dim) for dim, placement in enumerate(g.placements)
-                 if not placement.is_replicate() and g.device_mesh.size(dim) > 1)
+    return tuple(
+        g.device_mesh.get_group(dim)
+        for dim, placement in enumerate(g.placements)
+        if not placement.is_replicate() and g.device_mesh.size(dim) > 1
+    )
 
 
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
@@ -203,6 +234,8 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     for t in tensors:
         flat = t.reshape(-1)
         end = len(flat) // NORM_ROW * NORM_ROW
-        norms += [torch.linalg.vector_norm(flat[:end].view(-1, NORM_ROW), dim=1),
-                  torch.linalg.vector_norm(flat[end:], dim=0, keepdim=True)]
+        norms += [
+            torch.linalg.vector_norm(flat[:end].view(-1, NORM_ROW), dim=1),
+            torch.linalg.vector_norm(flat[end:], dim=0, keepdim=True),
+        ]
     return torch.cat(norms).double().square().sum()

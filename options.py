@@ -72,13 +72,17 @@ class Schema:
             off = "; off removes it from the command line" if self.tables[name][1] else ""
             raise ValueError(f"must be a table, written [{name}]{off}")
         if name not in self.options:
-            raise ValueError(f"unknown {'section' if value == {} else 'option'}{self._nearest(name)}")
+            raise ValueError(
+                f"unknown {'section' if value == {} else 'option'}{self._nearest(name)}"
+            )
         hint, f = self.options[name]
         holds, rule = f.metadata["rule"]
         try:
             fitted = _fit(value, hint)
         except TypeError:
-            limits = ", neither empty nor infinite nor out of range" * (type(value) in members(hint))
+            limits = ", neither empty nor infinite nor out of range" * (
+                type(value) in members(hint)
+            )
             raise ValueError(f"must be {_describe(hint)}{limits}{f.metadata['note']}") from None
         except ConfigError as error:  # of tables in a list
             raise ValueError("; ".join(error.problems)) from None
@@ -94,7 +98,11 @@ class Schema:
             name, _, text = override[2:].partition("=")
             found = flatten({name: self._parse(name, text)}, self.options)
             if text == "off" and name in self.tables and self.tables[name][1]:
-                values = {key: value for key, value in values.items() if not f"{key}.".startswith(f"{name}.")}
+                values = {
+                    key: value
+                    for key, value in values.items()
+                    if not f"{key}.".startswith(f"{name}.")
+                }
             else:
                 values |= found
             given.origins |= dict.fromkeys(found, "command line")
@@ -111,22 +119,35 @@ class Schema:
             found = tomli.loads(f"value = {text}")
         except (ValueError, RecursionError):  # not TOML, or absurdly many digits or brackets
             return text
-        return found["value"] if len(found) == 1 else text  # the text has a line break and more keys
+        return (
+            found["value"] if len(found) == 1 else text
+        )  # the text has a line break and more keys
 
     def _nearest(self, name: str) -> str:
         """The right key in the wrong section, else the closest spelling."""
-        elsewhere = [known for known in self.options if known.endswith(f".{name.rpartition('.')[2]}")]
-        return (nearest(elsewhere[0] if elsewhere else name, [*self.tables, *self.options])
-                or f"; there are {', '.join([*self.tables][1:] or self.options)}")
+        elsewhere = [
+            known for known in self.options if known.endswith(f".{name.rpartition('.')[2]}")
+        ]
+        return (
+            nearest(elsewhere[0] if elsewhere else name, [*self.tables, *self.options])
+            or f"; there are {', '.join([*self.tables][1:] or self.options)}"
+        )
 
     def section(self, table: str) -> dict[str, tuple[Any, Field]]:
         """The options of one table, by key."""
-        return {name.rpartition(".")[2]: row for name, row in self.options.items() if name.rpartition(".")[0] == table}
+        return {
+            name.rpartition(".")[2]: row
+            for name, row in self.options.items()
+            if name.rpartition(".")[0] == table
+        }
 
     def complete(self, tables: dict) -> dict[str, Any]:
         """Every option's value, by name, from tables that to_dict() made. A missing option gets its default: the tables
         may be older than it. A key that is no longer an option is kept as is."""
-        found = {name: None if f.default is MISSING else f.default for name, (_, f) in self.options.items()}
+        found = {
+            name: None if f.default is MISSING else f.default
+            for name, (_, f) in self.options.items()
+        }
         for name, value in flatten(tables, self.options).items():
             try:
                 found[name] = self.fit(name, value)
@@ -149,11 +170,22 @@ class Schema:
         for table, (_, optional) in self.tables.items():
             lines += [f"\n[{table}]{'   (off unless given)' * optional}"] if table else []
             for key, (hint, f) in self.section(table).items():
-                default = "required" if f.default is MISSING else "absent" if f.default is None else toml(f.default)
-                lines.append(f"  {key} = {default}".ljust(42) + f" # {_describe(hint)}: {f.metadata['doc']}")
-            lines += [f"\n[[{table}.{key}]]   (one table each)\n{Schema(inner).help()}"
-                      for key, (hint, _) in self.section(table).items()
-                      for inner in typing.get_args(hint) if is_dataclass(inner)]
+                default = (
+                    "required"
+                    if f.default is MISSING
+                    else "absent"
+                    if f.default is None
+                    else toml(f.default)
+                )
+                lines.append(
+                    f"  {key} = {default}".ljust(42) + f" # {_describe(hint)}: {f.metadata['doc']}"
+                )
+            lines += [
+                f"\n[[{table}.{key}]]   (one table each)\n{Schema(inner).help()}"
+                for key, (hint, _) in self.section(table).items()
+                for inner in typing.get_args(hint)
+                if is_dataclass(inner)
+            ]
         return "\n".join(lines).strip("\n")
 
 
@@ -183,9 +215,13 @@ class Given:
         found = {}
         for f in fields(kind):
             name = f"{table}.{f.name}".strip(".")
-            found[f.name] = self.build(name) if name in self.schema.tables else self.values.get(name, f.default)
+            found[f.name] = (
+                self.build(name) if name in self.schema.tables else self.values.get(name, f.default)
+            )
             if found[f.name] is MISSING:
-                self.problems.setdefault(name, f"{self.path}: {place(name)}: is missing, and has no default")
+                self.problems.setdefault(
+                    name, f"{self.path}: {place(name)}: is missing, and has no default"
+                )
                 found[f.name] = 1  # required options are numbers; no rule reads this one
         return kind(**found)
 
@@ -198,7 +234,9 @@ def require(built: Any, rules: list[tuple[str, Any, str]], given: Given | None =
         name = names.split()[0]
         if not holds and not (given and given.problems.keys() & set(names.split())):
             origin = f"{given.origins.get(name, given.path)}: " if given else ""
-            problems.append(f"{origin}{place(name)} = {toml(reduce(getattr, name.split('.'), built))}: {demand}")
+            problems.append(
+                f"{origin}{place(name)} = {toml(reduce(getattr, name.split('.'), built))}: {demand}"
+            )
     if problems:
         raise ConfigError(*problems)
 
@@ -208,7 +246,9 @@ def positive(text: str, kind: type = float) -> Any:
     with contextlib.suppress(ValueError):
         if 0 < (number := kind(text)) < float("inf"):
             return number
-    raise argparse.ArgumentTypeError(f"{text} must be {'an integer' if kind is int else 'finite'}, above 0")
+    raise argparse.ArgumentTypeError(
+        f"{text} must be {'an integer' if kind is int else 'finite'}, above 0"
+    )
 
 
 def nearest(text: str, known: Iterable[str]) -> str:
@@ -221,11 +261,17 @@ def read_toml(path: str) -> dict:
     try:
         text = pathlib.Path(path).read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'is not UTF-8'}") from None
+        raise ConfigError(
+            f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'is not UTF-8'}"
+        ) from None
     try:
         raw = tomli.loads(text)
     except (ValueError, RecursionError) as error:  # tomli's own error is a ValueError
-        hint = "; it begins with a byte order mark, save it without" if text.startswith("\ufeff") else ""
+        hint = (
+            "; it begins with a byte order mark, save it without"
+            if text.startswith("\ufeff")
+            else ""
+        )
         problem = str(error).partition("; use sys.")[0]  # drops Python's advice to programmers
         raise ConfigError(f"{path}: is not valid TOML: {problem}{hint}") from None
     if not raw:
@@ -235,8 +281,14 @@ def read_toml(path: str) -> dict:
 
 def to_dict(built: Any) -> dict:
     """A dataclass as plain tables, without None values."""
-    return dataclasses.asdict(built, dict_factory=lambda items: {
-        key: [*value] if isinstance(value, tuple) else value for key, value in items if value is not None})
+    return dataclasses.asdict(
+        built,
+        dict_factory=lambda items: {
+            key: [*value] if isinstance(value, tuple) else value
+            for key, value in items
+            if value is not None
+        },
+    )
 
 
 def flatten(table: dict, leaves: Container[str] = (), prefix: str = "") -> dict[str, Any]:
@@ -254,7 +306,9 @@ def toml(value: Any) -> str:
     if is_dataclass(value):
         value = to_dict(value)
     if isinstance(value, dict):
-        keys = {key: key if re.fullmatch("[A-Za-z0-9_-]+", key) else json.dumps(key) for key in value}
+        keys = {
+            key: key if re.fullmatch("[A-Za-z0-9_-]+", key) else json.dumps(key) for key in value
+        }
         return "{" + ", ".join(f"{keys[key]} = {toml(v)}" for key, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml, value))}]"
@@ -272,7 +326,12 @@ SCALARS = {
     bool: ("true or false", lambda v: isinstance(v, bool)),
     int: ("an integer", lambda v: type(v) is int and abs(v) < 2**63),  # bool is an int in Python
     float: ("a number", lambda v: type(v) in (int, float) and abs(v) < 1e300),  # no nan, no inf
-    str: ("text", lambda v: isinstance(v, str) and v and "\0" not in v and v == v.encode(errors="ignore").decode()),
+    str: (
+        "text",
+        lambda v: (
+            isinstance(v, str) and v and "\0" not in v and v == v.encode(errors="ignore").decode()
+        ),
+    ),
 }
 
 
@@ -285,7 +344,11 @@ def _fit(value: Any, hint: Any) -> Any:
             return member(value)
         if origin is Literal and value in args:
             return value
-        if origin is tuple and isinstance(value, list) and (args[-1] is ... or len(args) == len(value)):
+        if (
+            origin is tuple
+            and isinstance(value, list)
+            and (args[-1] is ... or len(args) == len(value))
+        ):
             return tuple(together(*(partial(_fit, v, args[0]) for v in value)))
         if is_dataclass(member) and isinstance(value, dict):
             given = Schema(member).read(value, toml(value))
@@ -303,7 +366,9 @@ def _describe(hint: Any) -> str:
         if origin is Literal:
             words += [f'"{word}"' for word in args]
         elif origin is tuple:
-            words.append(f"a list{'' if args[-1] is ... else f' of {len(args)}'}, of {_describe(args[0])} each")
+            words.append(
+                f"a list{'' if args[-1] is ... else f' of {len(args)}'}, of {_describe(args[0])} each"
+            )
         elif is_dataclass(member):
             words.append(f"a table of {', '.join(f.name for f in fields(member))}")
         else:

@@ -13,7 +13,11 @@ from options import toml
 
 def rank_and_size() -> tuple[int, int, int]:
     """(rank, local rank, world size) as torchrun sets them; a plain `python train.py` runs one rank."""
-    return int(os.getenv("RANK", "0")), int(os.getenv("LOCAL_RANK", "0")), int(os.getenv("WORLD_SIZE", "1"))
+    return (
+        int(os.getenv("RANK", "0")),
+        int(os.getenv("LOCAL_RANK", "0")),
+        int(os.getenv("WORLD_SIZE", "1")),
+    )
 
 
 def local_world_size() -> int:
@@ -54,8 +58,11 @@ def check_same_on_all_ranks(what: str, ours: dict[str, Any]) -> None:
     """Raises ConfigError on every rank if any rank's values, by name, differ from rank 0's: the shards of one model
     would silently be trained in two ways."""
     first = on_rank_zero(lambda: ours)
-    differ = [f"{name} = {toml(ours.get(name, 'absent'))}, rank 0 {toml(first.get(name, 'absent'))}"
-              for name in {**first, **ours} if ours.get(name) != first.get(name)]
+    differ = [
+        f"{name} = {toml(ours.get(name, 'absent'))}, rank 0 {toml(first.get(name, 'absent'))}"
+        for name in {**first, **ours}
+        if ours.get(name) != first.get(name)
+    ]
     for rank, found in enumerate(all_gather_objects(differ)):
         if found:
             raise ConfigError(f"rank {rank} has {'; '.join(found)}: all nodes need the same {what}")

@@ -31,13 +31,19 @@ from lifecycle.command import words_without
 log = logging.getLogger("train")
 
 FIELDS = ("step", "loss", "grad_norm", "lr", "tokens_per_second_per_device", "peak_memory_gib")
-CHARTS = (("Loss", "nats per token", "loss"), ("Learning rate", "", "lr"), ("Gradient norm", "before clipping",
-          "grad_norm"), ("Throughput", "tokens per second and device", "tokens_per_second_per_device"),
-          ("Peak memory", "GiB of the device; on a CPU, of the process", "peak_memory_gib"))
+CHARTS = (
+    ("Loss", "nats per token", "loss"),
+    ("Learning rate", "", "lr"),
+    ("Gradient norm", "before clipping", "grad_norm"),
+    ("Throughput", "tokens per second and device", "tokens_per_second_per_device"),
+    ("Peak memory", "GiB of the device; on a CPU, of the process", "peak_memory_gib"),
+)
 FROM_ZERO, LOGARITHMIC = ("lr", "tokens_per_second_per_device", "peak_memory_gib"), ("grad_norm",)
 BUCKETS = 1000  # a curve's width in units of its drawing: about the pixels of a wide screen
 COLORS = 4  # of the style sheet; further runs have the same ones, dashed
-LOGGED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ")  # the beginning of a record in a rank's log
+LOGGED = re.compile(
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} "
+)  # the beginning of a record in a rank's log
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2024; --soft: #5f6b76; --line: #d9dee3; --page: #fff }
 .c0 { color: #1f6feb } .c1 { color: #d9480f } .c2 { color: #0b8457 } .c3 { color: #a626a4 }
@@ -86,12 +92,15 @@ class Run:
         try:
             self.train = self._read_rows(folder / "metrics.jsonl")
         except OSError as error:
-            raise ConfigError(f"{folder}: is not a run's folder: metrics.jsonl: {error.strerror}") from None
+            raise ConfigError(
+                f"{folder}: is not a run's folder: metrics.jsonl: {error.strerror}"
+            ) from None
         if not self.last.keys() & {"train", "eval"}:
             raise ConfigError(f"{folder}: metrics.jsonl has no rows yet")
         self.status, self.environment = (
             as_object(path.read_bytes()) if (path := folder / f"{name}.json").is_file() else {}
-            for name in ("status", "environment"))
+            for name in ("status", "environment")
+        )
         self.config = {}
         with contextlib.suppress(ConfigError):
             tables = options.flatten(options.read_toml(str(folder / "config.toml")))
@@ -122,7 +131,9 @@ class Run:
                         found.extend(as_number(row.get(source(name, row))) for name in FIELDS)
                         last, (pattern, places) = line, layout(tuple(row))
                     elif row["kind"] == "eval":
-                        self.evaluations.append([as_number(row["step"]), as_number(row.get("loss"))])
+                        self.evaluations.append(
+                            [as_number(row["step"]), as_number(row.get("loss"))]
+                        )
                 if len(found) >= 2**16:  # a list of floats takes four times an array's memory
                     tables, found = [*tables, np.array(found)], []
         if row := as_row(last):
@@ -150,7 +161,9 @@ class Run:
                 elif size := re.match(r".*: ([\d,]+ parameters on .*), [a-z]+[0-9]+$", text):
                     self.size, self.sample = size[1], ""
                     self.launches += 1
-                elif resumed := re.match(r".* tokens per step = .*; resuming after step (\d+)$", text):
+                elif resumed := re.match(
+                    r".* tokens per step = .*; resuming after step (\d+)$", text
+                ):
                     self.resumed.add(int(resumed[1]))
 
 
@@ -164,11 +177,15 @@ def as_object(text: bytes) -> dict:
 
 def as_row(line: bytes) -> dict:
     row = as_object(line)
-    return row if isinstance(row.get("kind"), str) and 0 <= as_number(row.get("step")) < 2**53 else {}
+    return (
+        row if isinstance(row.get("kind"), str) and 0 <= as_number(row.get("step")) < 2**53 else {}
+    )
 
 
 def as_number(value: Any) -> float:
-    return float(value) if type(value) in (int, float) and abs(value) < 1e300 else math.nan  # no bool
+    return (
+        float(value) if type(value) in (int, float) and abs(value) < 1e300 else math.nan
+    )  # no bool
 
 
 def source(field: str, keys: Container[str]) -> str:
@@ -185,10 +202,18 @@ def layout(keys: tuple[str, ...]) -> tuple[re.Pattern, list[int]]:
     parts, order = [], []
     for key in keys[: max(map(keys.index, wanted)) + 1]:
         order += [key] * (key in wanted)
-        value = rb"(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?)" if key in wanted else rb'"train"' if key == "kind" else rb"[^,]+"
+        value = (
+            rb"(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?)"
+            if key in wanted
+            else rb'"train"'
+            if key == "kind"
+            else rb"[^,]+"
+        )
         parts.append(re.escape(json.dumps(key).encode()) + b": " + value)
     unread = b"" if "loss_mean" in keys else b'(?!.*"loss_mean")'
-    return re.compile(rb"\{" + b", ".join(parts) + b"[,}]" + unread), [order.index(name) + 1 for name in wanted]
+    return re.compile(rb"\{" + b", ".join(parts) + b"[,}]" + unread), [
+        order.index(name) + 1 for name in wanted
+    ]
 
 
 # Drawing. A curve is drawn in a square of BUCKETS x BUCKETS units that stretches to the page; text keeps its size.
@@ -198,14 +223,24 @@ def ticks(low: float, high: float, count: int, least: float = 0.0) -> list[float
     """At most count + 1 round numbers from low to high, at least `least` apart."""
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
-    step = max(least, next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999))
-    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    step = max(
+        least, next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
+    )
+    return [
+        i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    ]
 
 
 def short(value: float) -> str:
     """A tick's number: 0.3, 2.5k, 4M, 1e-05."""
-    size, suffix = next(((size, suffix) for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k"))
-                         if abs(value) >= size * 0.9999), (1, ""))
+    size, suffix = next(
+        (
+            (size, suffix)
+            for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+            if abs(value) >= size * 0.9999
+        ),
+        (1, ""),
+    )
     return f"{value / size:.6g}{suffix}"
 
 
@@ -229,7 +264,9 @@ def path(x: np.ndarray, y: np.ndarray, kind: str) -> str:
     for i in thinned(x, y):
         point, finite = f"{x[i]:.1f},{y[i]:.1f}", not math.isnan(y[i])
         if finite:
-            words.append(f"L{point}" if pen_down else f"M{point}h0")  # h0: a dot where no line follows
+            words.append(
+                f"L{point}" if pen_down else f"M{point}h0"
+            )  # h0: a dot where no line follows
         pen_down = finite and "dots" not in kind
     return f'<path class="{kind}" d="{"".join(words)}"/>' if words else ""
 
@@ -249,7 +286,11 @@ def chart(title: str, unit: str, key: str, runs: list[Run]) -> str:
     last = max(steps.max(), first + 1)
     low, high = np.nanmin(values), np.nanmax(values)
     log = bool(key in LOGARITHMIC and low > 0 and high > 100 * low)
-    low, high = (math.log10(low), math.log10(high)) if log else (min(low, 0) if key in FROM_ZERO else low, high)
+    low, high = (
+        (math.log10(low), math.log10(high))
+        if log
+        else (min(low, 0) if key in FROM_ZERO else low, high)
+    )
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 1
     low, high = low - margin * (key not in FROM_ZERO), high + margin
 
@@ -259,22 +300,34 @@ def chart(title: str, unit: str, key: str, runs: list[Run]) -> str:
     shapes = ['<line class="axis" x2="100%" y1="100%" y2="100%"/>']
     for value in ticks(low, high, 6, least=float(log)):
         at = f"{100 * (high - value) / (high - low):.2f}%"
-        shapes.append(f'<line class="grid" x2="100%" y1="{at}" y2="{at}"/><text x="-8" y="{at}" dy="4" '
-                      f'text-anchor="end">{short(10**value if log else value)}</text>')
+        shapes.append(
+            f'<line class="grid" x2="100%" y1="{at}" y2="{at}"/><text x="-8" y="{at}" dy="4" '
+            f'text-anchor="end">{short(10**value if log else value)}</text>'
+        )
     for step in ticks(first, last, 5, least=1):
         at = f"{across(step) / BUCKETS:.2%}"
         shapes.append(f'<text x="{at}" y="100%" dy="18" text-anchor="middle">{short(step)}</text>')
     shapes.append('<text x="100%" y="100%" dy="34" text-anchor="end">step</text>')
     for i, run in enumerate(runs):
         for kind, marked, top in ("saved", run.saved, "97%"), ("resumed", run.resumed, "0"):
-            for at in sorted({f"{across(step) / BUCKETS:.1%}" for step in marked if first <= step <= last}):
-                shapes.append(f'<line class="{color(i)} {kind}" x1="{at}" x2="{at}" y1="{top}" y2="100%"/>')
-    paths = [path(across(at), (high - (np.log10(found) if log else found)) / (high - low) * BUCKETS, kind)
-             for kind, at, found in curves]
-    return (f'<figure><figcaption>{title}<small>{unit}{", logarithmic" * log}</small></figcaption>'
-            f'<svg role="img" aria-label="{title} over steps">{"".join(shapes)}<svg width="100%" height="100%" '
-            f'viewBox="0 0 {BUCKETS} {BUCKETS}" preserveAspectRatio="none" overflow="visible">{"".join(paths)}</svg>'
-            "</svg></figure>")
+            for at in sorted(
+                {f"{across(step) / BUCKETS:.1%}" for step in marked if first <= step <= last}
+            ):
+                shapes.append(
+                    f'<line class="{color(i)} {kind}" x1="{at}" x2="{at}" y1="{top}" y2="100%"/>'
+                )
+    paths = [
+        path(
+            across(at), (high - (np.log10(found) if log else found)) / (high - low) * BUCKETS, kind
+        )
+        for kind, at, found in curves
+    ]
+    return (
+        f"<figure><figcaption>{title}<small>{unit}{', logarithmic' * log}</small></figcaption>"
+        f'<svg role="img" aria-label="{title} over steps">{"".join(shapes)}<svg width="100%" height="100%" '
+        f'viewBox="0 0 {BUCKETS} {BUCKETS}" preserveAspectRatio="none" overflow="visible">{"".join(paths)}</svg>'
+        "</svg></figure>"
+    )
 
 
 def color(i: int) -> str:
@@ -291,19 +344,35 @@ def escaped(value: Any) -> str:
 
 def shown(values: dict) -> dict[str, str]:
     """A column of a table; leaves out what has no value."""
+
     def text(value: Any) -> str:
         if isinstance(value, list):
             return " ".join(map(str, value))
-        return f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
+        return (
+            f"{value:.6g}"
+            if isinstance(value, float)
+            else f"{value:,}"
+            if type(value) is int
+            else str(value)
+        )
 
-    return {name: text(value) for name, value in options.flatten(values).items() if value not in (None, "", {})}
+    return {
+        name: text(value)
+        for name, value in options.flatten(values).items()
+        if value not in (None, "", {})
+    }
 
 
-def table(columns: list[dict[str, str]], names: list[str], labels: Iterable[str] | None = None) -> str:
+def table(
+    columns: list[dict[str, str]], names: list[str], labels: Iterable[str] | None = None
+) -> str:
     """A column of values for each run, under the runs' names if there are several."""
-    labels = dict.fromkeys(label for column in columns for label in column) if labels is None else labels
+    labels = (
+        dict.fromkeys(label for column in columns for label in column) if labels is None else labels
+    )
     rows = [["", *names]] * (len(names) > 1) + [
-        [label, *(column.get(label, "-") for column in columns)] for label in labels]
+        [label, *(column.get(label, "-") for column in columns)] for label in labels
+    ]
     cells = ["".join(f"<td>{escaped(cell)}</td>" for cell in row) for row in rows]
     return f'<div class="scroll"><table>{"".join(f"<tr>{row}</tr>" for row in cells)}</table></div>'
 
@@ -313,29 +382,45 @@ def summary(run: Run) -> dict[str, str]:
     step = max(step for step in (status.get("step"), last.get("step"), 0) if type(step) is int)
     state = str(status.get("state", "unknown")).replace("preempted", "stopped")
     rates, peaks = (run.train[name][~np.isnan(run.train[name])] for name in FIELDS[-2:])
-    return shown({
-        "state": f"{state} at step {step} of {run.config.get('train.steps', '?')}", "time": status.get("time"),
-        "model": run.size, "loss": last.get(source("loss", last)),
-        "validation loss": run.last.get("eval", {}).get("loss"),
-        "bits per byte": run.last.get("eval", {}).get("bits_per_byte"), "tokens": last.get("tokens"),
-        "mfu": last.get("mfu"),
-        "tokens per second and device, median": round(np.median(rates)) if len(rates) else None,
-        "peak memory, GiB": round(float(peaks.max()), 2) if len(peaks) else None, "launches": run.launches or None,
-        "resumed after steps": sorted(run.resumed)[-5:] or None, "saves": len(run.saved)})
+    return shown(
+        {
+            "state": f"{state} at step {step} of {run.config.get('train.steps', '?')}",
+            "time": status.get("time"),
+            "model": run.size,
+            "loss": last.get(source("loss", last)),
+            "validation loss": run.last.get("eval", {}).get("loss"),
+            "bits per byte": run.last.get("eval", {}).get("bits_per_byte"),
+            "tokens": last.get("tokens"),
+            "mfu": last.get("mfu"),
+            "tokens per second and device, median": round(np.median(rates)) if len(rates) else None,
+            "peak memory, GiB": round(float(peaks.max()), 2) if len(peaks) else None,
+            "launches": run.launches or None,
+            "resumed after steps": sorted(run.resumed)[-5:] or None,
+            "saves": len(run.saved),
+        }
+    )
 
 
 def plan(run: Run) -> dict[str, str]:
     """The dry run's prediction next to what was measured; {} without a plan."""
     row = run.last.get("plan", {})
-    found = {name: [as_number(row.get(f"{kind}{key}")) for kind in ("planned_", "")] for name, key in
-             (("peak memory, GiB", "peak_gib"), ("time of a step, s", "step_seconds"))}
-    return {name: f"planned {planned:.4g}, measured {measured:.4g} ({measured / planned - 1:+.1%})"
-            for name, (planned, measured) in found.items() if planned > 0 and measured > 0}
+    found = {
+        name: [as_number(row.get(f"{kind}{key}")) for kind in ("planned_", "")]
+        for name, key in (("peak memory, GiB", "peak_gib"), ("time of a step, s", "step_seconds"))
+    }
+    return {
+        name: f"planned {planned:.4g}, measured {measured:.4g} ({measured / planned - 1:+.1%})"
+        for name, (planned, measured) in found.items()
+        if planned > 0 and measured > 0
+    }
 
 
 def environment(run: Run) -> dict[str, str]:
     lines = len(str(run.environment.get("uncommitted") or "").splitlines())
-    return shown(run.environment | {"uncommitted": f"a diff of {lines} lines, in environment.json" if lines else ""})
+    return shown(
+        run.environment
+        | {"uncommitted": f"a diff of {lines} lines, in environment.json" if lines else ""}
+    )
 
 
 def page(runs: list[Run]) -> str:
@@ -343,28 +428,53 @@ def page(runs: list[Run]) -> str:
     if len({*names}) < len(names):
         names = [str(run.folder) for run in runs]
     title = escaped(" · ".join(names))
-    legend = "".join(f'<span><i class="key {color(i)}"></i>{escaped(name)}</span>' for i, name in enumerate(names))
+    legend = "".join(
+        f'<span><i class="key {color(i)}"></i>{escaped(name)}</span>'
+        for i, name in enumerate(names)
+    )
     several = len(runs) > 1
     configs = [run.config for run in runs]
     keys = [*dict.fromkeys(key for found in configs for key in found)]
     differing = [key for key in keys if len({found.get(key) for found in configs}) > 1]
     equal = [key for key in keys if key not in differing]
 
-    def section(heading: str, columns: list[dict[str, str]], labels: list[str] | None = None) -> str:
+    def section(
+        heading: str, columns: list[dict[str, str]], labels: list[str] | None = None
+    ) -> str:
         has_any = any(columns) if labels is None else labels
-        return f"<h2>{heading}</h2>{table(columns, names[: len(columns)], labels)}" if has_any else ""
+        return (
+            f"<h2>{heading}</h2>{table(columns, names[: len(columns)], labels)}" if has_any else ""
+        )
 
-    return PAGE.format(title=title, style=STYLE, body="\n".join([
-        f"<h1>{title}</h1>", f"<p class=names>{legend}</p>" * several, table([*map(summary, runs)], names),
-        section("Options that differ", configs, differing),
-        "<h2>Curves</h2><p class=note>Dots: validation. Dotted vertical lines: a launch resumed there. Small ticks on "
-        f'the axis: saves.</p><div class="charts">{"".join(chart(*kind, runs) for kind in CHARTS)}</div>',
-        section("Last evaluation", [shown({**run.last.get("eval", {}), "kind": None}) for run in runs]),
-        section("Plan and measurement", [*map(plan, runs)]),
-        *(f"<h2>Sample text{f' of {escaped(name)}' * several}</h2><pre>{escaped(run.sample)}</pre>"
-          for name, run in zip(names, runs) if run.sample),
-        section("Environment of the newest launch", [*map(environment, runs)]),
-        section("Options that are equal" if several else "Configuration", configs[:1], equal)]))
+    return PAGE.format(
+        title=title,
+        style=STYLE,
+        body="\n".join(
+            [
+                f"<h1>{title}</h1>",
+                f"<p class=names>{legend}</p>" * several,
+                table([*map(summary, runs)], names),
+                section("Options that differ", configs, differing),
+                "<h2>Curves</h2><p class=note>Dots: validation. Dotted vertical lines: a launch resumed there. "
+                "Small ticks on "
+                f'the axis: saves.</p><div class="charts">{"".join(chart(*kind, runs) for kind in CHARTS)}</div>',
+                section(
+                    "Last evaluation",
+                    [shown({**run.last.get("eval", {}), "kind": None}) for run in runs],
+                ),
+                section("Plan and measurement", [*map(plan, runs)]),
+                *(
+                    f"<h2>Sample text{f' of {escaped(name)}' * several}</h2><pre>{escaped(run.sample)}</pre>"
+                    for name, run in zip(names, runs)
+                    if run.sample
+                ),
+                section("Environment of the newest launch", [*map(environment, runs)]),
+                section(
+                    "Options that are equal" if several else "Configuration", configs[:1], equal
+                ),
+            ]
+        ),
+    )
 
 
 def write_report(folders: list[pathlib.Path], out: pathlib.Path | None = None) -> pathlib.Path:
@@ -372,7 +482,9 @@ def write_report(folders: list[pathlib.Path], out: pathlib.Path | None = None) -
     runs = options.together(*(functools.partial(Run, folder) for folder in folders))
     out = out or folders[0] / "report.html"
     try:
-        write_atomic(out, page(runs).encode(errors="replace"))  # names and texts may hold lone surrogates
+        write_atomic(
+            out, page(runs).encode(errors="replace")
+        )  # names and texts may hold lone surrogates
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written: {error.strerror}") from None
     return out
@@ -397,22 +509,58 @@ def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
     run, saved, o = str(config.run_folder(cfg)), cfg.checkpoint is not None, cfg.optim
     prompt = ["--prompt", "def " if cfg.data.source == "python-stdlib" else "The "]
     stretched = ", a longer schedule" * (o.schedule_steps is None and o.schedule != "constant")
-    lines = [f"{what}: {shlex.join(['./run_train.sh', *words])}" for offered, what, *words in (
-        (cfg.log.tensorboard and config.has("board.py"), "curves", "-m", "tensorboard.main", "--logdir",
-         cfg.run.output_dir),
-        (saved and config.has("generate.py"), "text from it", "-m", "generate", run,
-         *(["--chat"] if cfg.data.messages_field else prompt)),
-        (saved, f"more steps{stretched}", *words_without("--launch=", "--train.steps="),
-         f"--train.steps={2 * cfg.train.steps}"),
-        (saved and config.has("huggingface/"), "export", "-m", "huggingface", "export", run, f"{run}-hf")) if offered]
+    lines = [
+        f"{what}: {shlex.join(['./run_train.sh', *words])}"
+        for offered, what, *words in (
+            (
+                cfg.log.tensorboard and config.has("board.py"),
+                "curves",
+                "-m",
+                "tensorboard.main",
+                "--logdir",
+                cfg.run.output_dir,
+            ),
+            (
+                saved and config.has("generate.py"),
+                "text from it",
+                "-m",
+                "generate",
+                run,
+                *(["--chat"] if cfg.data.messages_field else prompt),
+            ),
+            (
+                saved,
+                f"more steps{stretched}",
+                *words_without("--launch=", "--train.steps="),
+                f"--train.steps={2 * cfg.train.steps}",
+            ),
+            (
+                saved and config.has("huggingface/"),
+                "export",
+                "-m",
+                "huggingface",
+                "export",
+                run,
+                f"{run}-hf",
+            ),
+        )
+        if offered
+    ]
     return f"finished: {report or run}" + "; " * bool(lines) + "\n".join(lines)
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m report", description=__doc__.splitlines()[0])
-    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")  # one line, as every error here
+    parser.error = lambda message: parser.exit(
+        2, f"{parser.prog}: {message}\n"
+    )  # one line, as every error here
     parser.add_argument("runs", type=pathlib.Path, nargs="+", metavar="RUN", help="a run's folder")
-    parser.add_argument("--out", type=pathlib.Path, metavar="FILE.html", help="default: report.html in the first RUN")
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        metavar="FILE.html",
+        help="default: report.html in the first RUN",
+    )
     args = parser.parse_args(argv)
     print_line(str(write_report(args.runs, args.out)))
     return 0

@@ -35,15 +35,23 @@ class Tracker:
         self.name, self.log = name, folder / "logs" / "tracker.log"
         with self.log.open("ab") as output:
             # nothing is ever written to its stdin: once this is closed, or this process has died, no row follows
-            self.process = subprocess.Popen([sys.executable, __file__, folder, str(start), str(kept)], stderr=output,
-                                            stdin=subprocess.PIPE)
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, folder, str(start), str(kept)],
+                stderr=output,
+                stdin=subprocess.PIPE,
+            )
         self.thread = threading.Thread(target=self._wait, daemon=True)
         self.thread.start()
 
     def _wait(self) -> None:
         if self.process.wait():
             *_, last = ["no output", *self.log.read_text(errors="replace").splitlines()]
-            log.warning("%s lacks rows of this launch, which the next one sends: %s (%s)", self.name, last, self.log)
+            log.warning(
+                "%s lacks rows of this launch, which the next one sends: %s (%s)",
+                self.name,
+                last,
+                self.log,
+            )
 
     def close(self) -> None:
         """Waits until the last rows are sent, CLOSE_SECONDS at most."""
@@ -91,7 +99,11 @@ def steps(path: pathlib.Path) -> Iterator[list[dict]]:
     held: list[dict] = []
     since = 0.0
     for row in follow(path):
-        if held and (time.monotonic() - since > HELD_SECONDS if row is None else row["step"] != held[0]["step"]):
+        if held and (
+            time.monotonic() - since > HELD_SECONDS
+            if row is None
+            else row["step"] != held[0]["step"]
+        ):
             yield held
             held = []
         if row is not None:
@@ -102,23 +114,40 @@ def steps(path: pathlib.Path) -> Iterator[list[dict]]:
 
 def scalars(row: dict) -> dict[str, float]:
     """A row's numbers by name, as TensorBoard gets them: train/loss."""
-    return {f"{row['kind']}/{key}": value for key, value in options.flatten(row).items()
-            if isinstance(value, int | float) and key not in ("step", "batch_digest")}
+    return {
+        f"{row['kind']}/{key}": value
+        for key, value in options.flatten(row).items()
+        if isinstance(value, int | float) and key not in ("step", "batch_digest")
+    }
 
 
-def open_wandb(project: str, name: str, run: str, settings: dict, folder: pathlib.Path, rewind: int | None) -> Any:
+def open_wandb(
+    project: str, name: str, run: str, settings: dict, folder: pathlib.Path, rewind: int | None
+) -> Any:
     import wandb
 
-    given: dict[str, Any] = {"project": project, "name": name, "id": run, "config": settings, "dir": str(folder)}
-    if rewind is not None:  # wandb ignores steps before its last one; only some of its servers can go back
+    given: dict[str, Any] = {
+        "project": project,
+        "name": name,
+        "id": run,
+        "config": settings,
+        "dir": str(folder),
+    }
+    if (
+        rewind is not None
+    ):  # wandb ignores steps before its last one; only some of its servers can go back
         return wandb.init(**given, resume_from=f"{run}?_step={rewind}")
     return wandb.init(**given, resume="allow")
 
 
-def open_trackio(project: str, name: str, run: str, settings: dict, folder: pathlib.Path, rewind: int | None) -> Any:
+def open_trackio(
+    project: str, name: str, run: str, settings: dict, folder: pathlib.Path, rewind: int | None
+) -> Any:
     import trackio
 
-    if rewind is not None:  # it would draw both rows of a step, and can remove a run only as a whole
+    if (
+        rewind is not None
+    ):  # it would draw both rows of a step, and can remove a run only as a whole
         for found in trackio.Api().runs(project):
             if found.name == run:
                 found.delete()
@@ -132,9 +161,13 @@ def send(folder: pathlib.Path, start: int, kept: int) -> None:
     settings = options.read_toml(str(folder / "config.toml"))
     name, project = settings["log"]["tracker"], settings["log"].get("project", "fsdp2")
     path = folder / "tracker.json"
-    held = files.lock(folder / ".tracker.lock", timeout=-1)  # a killed launch's process may still be sending
+    held = files.lock(
+        folder / ".tracker.lock", timeout=-1
+    )  # a killed launch's process may still be sending
     every = json.loads(path.read_bytes()) if path.exists() else {}
-    state = every.setdefault(name, {"id": f"{settings['run']['name']}-{secrets.token_hex(4)}", "rows": 0, "step": 0})
+    state = every.setdefault(
+        name, {"id": f"{settings['run']['name']}-{secrets.token_hex(4)}", "rows": 0, "step": 0}
+    )
     files.write_atomic(path, json.dumps(every))
     about = project, settings["run"]["name"], state["id"], settings, folder
     sent, skipped = state["rows"], -1  # rows that are there already, or are of steps up to this one
@@ -143,8 +176,10 @@ def send(folder: pathlib.Path, start: int, kept: int) -> None:
             run = OPEN[name](*about, rewind=start)
             sent = kept if name == "wandb" else 0
         except Exception as error:
-            print(f"{name} keeps the rows of steps {start + 1} to {state['step']} of the launch before: {error}",
-                  file=sys.stderr)
+            print(
+                f"{name} keeps the rows of steps {start + 1} to {state['step']} of the launch before: {error}",
+                file=sys.stderr,
+            )
             run, sent, skipped = OPEN[name](*about, rewind=None), kept, state["step"]
     else:
         run = OPEN[name](*about, rewind=None)
@@ -163,7 +198,11 @@ def send(folder: pathlib.Path, start: int, kept: int) -> None:
 
 
 def main(folder: str, start: str, kept: str) -> int:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # for the ranks, whose last rows are sent, too
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGUSR1,
+    ):  # for the ranks, whose last rows are sent, too
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=end_in_time, daemon=True).start()
     try:

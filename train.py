@@ -1,15 +1,17 @@
 """Trains a Llama-style model with FSDP2: one run, read from top to bottom. minimal.py is the same idea on one page.
 
-    ./run_train.sh configs/tiny.toml --train.steps=50        sets up, prepares the data, starts the processes
-    torchrun --nproc-per-node 8 train.py configs/llama8b.toml     the processes alone, on prepared data
-    python train.py configs/llama8b.toml --dry-run --world-size 8 [--gpu H100] [--json]     the plan only
-    python train.py configs/tiny.toml --eval-only            evaluates the run's newest checkpoint
+./run_train.sh configs/tiny.toml --train.steps=50        sets up, prepares the data, starts the processes
+torchrun --nproc-per-node 8 train.py configs/llama8b.toml     the processes alone, on prepared data
+python train.py configs/llama8b.toml --dry-run --world-size 8 [--gpu H100] [--json]     the plan only
+python train.py configs/tiny.toml --eval-only            evaluates the run's newest checkpoint
 """
 
 from lifecycle.rank import RankProcess
 
 if __name__ == "__main__":
-    process = RankProcess(__doc__)  # signal handlers and arguments first: the imports below take seconds
+    process = RankProcess(
+        __doc__
+    )  # signal handlers and arguments first: the imports below take seconds
 
 import math
 from typing import Any
@@ -60,17 +62,27 @@ def train(cfg: Config, world: World, run: Run) -> None:
     check_optimizer(model, optimizer)
     run.claim_folder(dataset.tokenizer_files)  # from here on, things are written
 
-    guard = FiniteGuard(optimizer, device, cfg.train.skip_nonfinite, state.skipped_steps, state.skipped_in_a_row)
-    recorder = Recorder(cfg, world, run.folder, start, flops_per_token(model, cfg.train.seq_len), run.phase)
+    guard = FiniteGuard(
+        optimizer, device, cfg.train.skip_nonfinite, state.skipped_steps, state.skipped_in_a_row
+    )
+    recorder = Recorder(
+        cfg, world, run.folder, start, flops_per_token(model, cfg.train.seq_len), run.phase
+    )
     recorder.log_start(parameter_count(model), unit_table(units), dataset.notes)
-    checkpointer.before_publishing = recorder.sync  # metrics are flushed to disk before a checkpoint is published
+    checkpointer.before_publishing = (
+        recorder.sync
+    )  # metrics are flushed to disk before a checkpoint is published
     loader = Loader(cfg, dataset, world, start + 1)
     if start and config.evaluation_is_due(cfg, start) and not recorder.has_evaluation(start):
         with recorder.timed("evaluation"):  # the previous launch was stopped before it
             recorder.log_evaluation(start, evaluate(model, cfg, world, dataset, run))
 
-    for step in run.steps(start + 1, cfg.train.steps, loader, recorder.timed):  # to the last one, or until run.stopping
-        unshard_first_units(model, cfg.parallel)  # explicit prefetch: these all-gathers overlap with loading the batch
+    for step in run.steps(
+        start + 1, cfg.train.steps, loader, recorder.timed
+    ):  # to the last one, or until run.stopping
+        unshard_first_units(
+            model, cfg.parallel
+        )  # explicit prefetch: these all-gathers overlap with loading the batch
         with recorder.timed("data"):
             batch = next(loader)
         sums, scalars = training_step(model, optimizer, guard, batch, step, cfg, world)
@@ -78,13 +90,19 @@ def train(cfg: Config, world: World, run: Run) -> None:
         # The host waits for the device only in steps in which a metrics row, an evaluation or a checkpoint is due.
         tokens = state.tokens + (step - start) * config.tokens_per_step(cfg)
         recorder.log_step(step, tokens, batch, sums, scalars)
-        run.agree_on_stop(recorder.timed)  # SIGTERM to any rank: all save after the same step, this one or the next
+        run.agree_on_stop(
+            recorder.timed
+        )  # SIGTERM to any rank: all save after the same step, this one or the next
         if config.evaluation_is_due(cfg, step) and not run.stopping:
             with recorder.timed("evaluation"):
                 recorder.log_evaluation(step, evaluate(model, cfg, world, dataset, run))
-        if checkpointer.is_due(step, run.stopping):  # every save_every_steps, at the last step, and when stopping
+        if checkpointer.is_due(
+            step, run.stopping
+        ):  # every save_every_steps, at the last step, and when stopping
             with recorder.timed("save"):
-                checkpointer.save(State(step, tokens, *guard.counts()), model, optimizer, run.stopping)
+                checkpointer.save(
+                    State(step, tokens, *guard.counts()), model, optimizer, run.stopping
+                )
         checkpointer.finish_pending_save()  # async_save writes in the background: reported once it is done
 
     guard.check()  # raises if the last step's gradient was not finite
@@ -95,8 +113,15 @@ def train(cfg: Config, world: World, run: Run) -> None:
     recorder.close()
 
 
-def training_step(model: Llama, optimizer: torch.optim.Optimizer, guard: FiniteGuard, batch: Batch, step: int,
-                  cfg: Config, world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def training_step(
+    model: Llama,
+    optimizer: torch.optim.Optimizer,
+    guard: FiniteGuard,
+    batch: Batch,
+    step: int,
+    cfg: Config,
+    world: World,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """One optimizer step. Returns what a metrics row reports, by name: sums over this rank's tokens, such as the loss,
     and scalars that are equal on all ranks. Tensors stay on the device: the host does not wait for this step."""
     lr = learning_rate(cfg.optim, config.schedule_steps(cfg), step)
@@ -107,9 +132,13 @@ def training_step(model: Llama, optimizer: torch.optim.Optimizer, guard: FiniteG
     scale = world.fsdp_size / max(1, batch.valid_tokens)
     sums: dict[str, Tensor] = {}
     for i, micro_batch in enumerate(batch.micro_batches, 1):
-        set_gradient_sync(model, cfg.parallel, world, last_micro_batch=i == len(batch.micro_batches))
+        set_gradient_sync(
+            model, cfg.parallel, world, last_micro_batch=i == len(batch.micro_batches)
+        )
         tensors = (tensor.to(world.device, non_blocking=True) for tensor in micro_batch)
-        losses, _ = model(*tensors)  # (tokens, targets, positions, documents) -> sums over the tokens
+        losses, _ = model(
+            *tensors
+        )  # (tokens, targets, positions, documents) -> sums over the tokens
         # A non-finite loss can have finite gradients. A factor of NaN makes them, and so the global norm, NaN: every
         # rank skips the step.
         scale_or_nan = torch.where(losses["loss"].isfinite(), scale, math.nan)

@@ -40,17 +40,31 @@ from parallel.parallelize import parallelize  # noqa: E402
 
 def configuration(mib: int, folder: str) -> config.Config:
     layers = max(1, round((mib * 2**20 / 12 - 2 * 8192 * 1024) / 12.6e6))
-    return config.from_dict({
-        "run": {"name": "r", "output_dir": folder},
-        "model": {"dim": 1024, "n_layers": layers, "n_heads": 16, "n_kv_heads": 16, "ffn_dim": 2730,
-                  "vocab_size": 8192},
-        "train": {"steps": 10**6}, "parallel": {"param_dtype": "float32"}, "checkpoint": {"keep_last": 1}}, "benchmark")
+    return config.from_dict(
+        {
+            "run": {"name": "r", "output_dir": folder},
+            "model": {
+                "dim": 1024,
+                "n_layers": layers,
+                "n_heads": 16,
+                "n_kv_heads": 16,
+                "ffn_dim": 2730,
+                "vocab_size": 8192,
+            },
+            "train": {"steps": 10**6},
+            "parallel": {"param_dtype": "float32"},
+            "checkpoint": {"keep_last": 1},
+        },
+        "benchmark",
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=count, default=1024)
-    parser.add_argument("--folder", help="on the disk to measure; absent: the default for temporary files")
+    parser.add_argument(
+        "--folder", help="on the disk to measure; absent: the default for temporary files"
+    )
     parser.add_argument("--repeat", type=count, default=5)
     args = parser.parse_args()
     seconds: dict[str, list[float]] = {}
@@ -65,13 +79,18 @@ def main() -> int:
         os.makedirs(args.folder, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         cfg = configuration(args.mib, folder)
-        behind = dataclasses.replace(cfg, checkpoint=dataclasses.replace(cfg.checkpoint, async_save=True))
+        behind = dataclasses.replace(
+            cfg, checkpoint=dataclasses.replace(cfg.checkpoint, async_save=True)
+        )
         with distributed(cfg) as world:
             model = meta_model(cfg.model)
             parallelize(model, cfg, world)
             materialize(model, 0, world.device)
             optimizer = build_optimizer(model, cfg.optim)
-            tensors = [t.to_local() if hasattr(t, "to_local") else t for t in tensors_of(model, optimizer).values()]
+            tensors = [
+                t.to_local() if hasattr(t, "to_local") else t
+                for t in tensors_of(model, optimizer).values()
+            ]
             size = sum(t.nbytes for t in tensors)
             copies = [torch.zeros_like(t, device="cpu") for t in tensors]
             now, later = (Checkpointer(c, world, [], []) for c in (cfg, behind))
@@ -103,7 +122,9 @@ def main() -> int:
                 raw.unlink()
                 timed("save", lambda step=step: (save(now, step), finish(now)))
                 timed("verify", lambda step=step: catalog.problems_of(catalog.path_of(cfg, step)))
-                timed("read", lambda step=step: restore(catalog.path_of(cfg, step), model, optimizer))
+                timed(
+                    "read", lambda step=step: restore(catalog.path_of(cfg, step), model, optimizer)
+                )
                 timed("async stall", lambda step=step: save(later, step + 1))
                 timed("async rest", lambda: finish(later))
                 sync(catalog.root(cfg))
@@ -111,16 +132,24 @@ def main() -> int:
         shutil.rmtree(catalog.root(cfg))
 
     median = {name: statistics.median(values) for name, values in seconds.items()}
-    print(f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores, {parameters:,} parameters, "
-          f"{size / 2**20:,.0f} MiB of state, medians of {args.repeat}")
+    print(
+        f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores, {parameters:,} parameters, "
+        f"{size / 2**20:,.0f} MiB of state, medians of {args.repeat}"
+    )
     for name, value in median.items():
-        print(f"{name:<15} {value:8.3f} s {size / value / 1e9:8.2f} GB/s   ({min(seconds[name]):.3f} to "
-              f"{max(seconds[name]):.3f})")
-    ratios = {"save / (raw write + hash)": [s / (w + h) for s, w, h in
-                                            zip(seconds["save"], seconds["raw write"], seconds["hash"])],
-              "hash / save": [h / s for h, s in zip(seconds["hash"], seconds["save"])],
-              "async stall / copy in memory": [a / c for a, c in
-                                               zip(seconds["async stall"], seconds["copy in memory"])]}
+        print(
+            f"{name:<15} {value:8.3f} s {size / value / 1e9:8.2f} GB/s   ({min(seconds[name]):.3f} to "
+            f"{max(seconds[name]):.3f})"
+        )
+    ratios = {
+        "save / (raw write + hash)": [
+            s / (w + h) for s, w, h in zip(seconds["save"], seconds["raw write"], seconds["hash"])
+        ],
+        "hash / save": [h / s for h, s in zip(seconds["hash"], seconds["save"])],
+        "async stall / copy in memory": [
+            a / c for a, c in zip(seconds["async stall"], seconds["copy in memory"])
+        ],
+    }
     for name, values in ratios.items():
         print(f"{name:<30} {statistics.median(values):.2f}")
     return 0

@@ -35,8 +35,17 @@ def preparation(megabytes: int, repeat: int) -> None:
             break
         texts.append(text)
     size = sum(map(len, texts))
-    raw = {"model": {"dim": 64, "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "ffn_dim": 64, "vocab_size": 8192},
-           "train": {"steps": 1}}
+    raw = {
+        "model": {
+            "dim": 64,
+            "n_layers": 1,
+            "n_heads": 1,
+            "n_kv_heads": 1,
+            "ffn_dim": 64,
+            "vocab_size": 8192,
+        },
+        "train": {"steps": 1},
+    }
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         (folder / "tokenizer.model").write_bytes(train_tokenizer(texts, 8192))
@@ -49,15 +58,22 @@ def preparation(megabytes: int, repeat: int) -> None:
             for text in texts:
                 tokenizer.encode([text])
             alone = size / (time.perf_counter() - began)
-            data = {"source": str(folder / "text.jsonl"), "path": str(folder / f"out{turn}"),
-                    "tokenizer": str(folder / "tokenizer.model")}
+            data = {
+                "source": str(folder / "text.jsonl"),
+                "path": str(folder / f"out{turn}"),
+                "tokenizer": str(folder / "tokenizer.model"),
+            }
             began = time.perf_counter()
             prepare(config.from_dict({**raw, "data": data}, "benchmark"))
-            rates.append(size * max(1, round(megabytes * 1e6 / size)) / (time.perf_counter() - began))
+            rates.append(
+                size * max(1, round(megabytes * 1e6 / size)) / (time.perf_counter() - began)
+            )
             ratios.append(rates[-1] / (cores * alone))
-    print(f"preparation of {megabytes} MB: {statistics.median(rates) / 1e6:.1f} MB/s on {cores} cores, start, sync and "
-          f"hashes included; {statistics.median(ratios):.0%} of cores x sentencepiece alone ({min(ratios):.0%} to "
-          f"{max(ratios):.0%})")
+    print(
+        f"preparation of {megabytes} MB: {statistics.median(rates) / 1e6:.1f} MB/s on {cores} cores, start, sync and "
+        f"hashes included; {statistics.median(ratios):.0%} of cores x sentencepiece alone ({min(ratios):.0%} to "
+        f"{max(ratios):.0%})"
+    )
 
 
 def main() -> int:
@@ -77,22 +93,38 @@ def main() -> int:
     from data.tokens import open_stream
 
     torch.set_num_threads(1)
-    model = {"dim": 64, "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "ffn_dim": 64, "vocab_size": 32000}
+    model = {
+        "dim": 64,
+        "n_layers": 1,
+        "n_heads": 1,
+        "n_kv_heads": 1,
+        "ffn_dim": 64,
+        "vocab_size": 32000,
+    }
     train = {"steps": 1, "seq_len": args.seq_len, "global_batch_size": 64, "micro_batch_size": 1}
     starts, rates = [], []
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         with (folder / "train.bin").open("wb") as file:
             file.truncate(2 * args.tokens)
-        manifest = {"identity": {}, "vocab_size": 1, "tokens": {"train": args.tokens}, "dtype": "uint16"}
+        manifest = {
+            "identity": {},
+            "vocab_size": 1,
+            "tokens": {"train": args.tokens},
+            "dtype": "uint16",
+        }
         (folder / "manifest.json").write_text(json.dumps(manifest))
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         world = SimpleNamespace(dp_rank=0, dp_size=8, cp=1, device=torch.device("cpu"))
         for seed in range(args.repeat):
             began = time.perf_counter()
-            cfg = config.from_dict({"model": model, "train": train, "run": {"seed": seed}}, "benchmark")
+            cfg = config.from_dict(
+                {"model": model, "train": train, "run": {"seed": seed}}, "benchmark"
+            )
             streams = [open_stream(folder, "train", 32000)]
-            loader = Loader(cfg, SimpleNamespace(train=streams, order=make_order(cfg, streams)), world, 1)
+            loader = Loader(
+                cfg, SimpleNamespace(train=streams, order=make_order(cfg, streams)), world, 1
+            )
             next(loader)  # rank 0 of 8: eight samples a step
             starts.append(time.perf_counter() - began)
             began, tokens, cpu = time.perf_counter(), 0, time.process_time()
@@ -101,11 +133,17 @@ def main() -> int:
             rates.append(tokens / (time.process_time() - cpu))
             loader.close()
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
-    print(f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores, {args.tokens:,} tokens, sequences of "
-          f"{args.seq_len}")
-    print(f"first batch after {statistics.median(starts):.3f} s ({min(starts):.3f} to {max(starts):.3f})")
-    print(f"{statistics.median(rates) / 1e6:.1f} million tokens per second of one core ({min(rates) / 1e6:.1f} to "
-          f"{max(rates) / 1e6:.1f})")
+    print(
+        f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores, {args.tokens:,} tokens, sequences of "
+        f"{args.seq_len}"
+    )
+    print(
+        f"first batch after {statistics.median(starts):.3f} s ({min(starts):.3f} to {max(starts):.3f})"
+    )
+    print(
+        f"{statistics.median(rates) / 1e6:.1f} million tokens per second of one core ({min(rates) / 1e6:.1f} to "
+        f"{max(rates) / 1e6:.1f})"
+    )
     print(f"peak resident memory grew by {grown:.0f} MiB")
     preparation(args.prepare_mb, args.repeat)
     return 0

@@ -1,8 +1,8 @@
 """The figures of README and docs, written again or compared.
 
-    python -m benchmarks.figures            writes docs/figures/ and the table in README.md, by the plan
-    python -m benchmarks.figures --check    exits with 1 and names what differs
-    python -m benchmarks.figures --train    trains configs/tiny.toml on five meshes first: a quarter of an hour
+python -m benchmarks.figures            writes docs/figures/ and the table in README.md, by the plan
+python -m benchmarks.figures --check    exits with 1 and names what differs
+python -m benchmarks.figures --train    trains configs/tiny.toml on five meshes first: a quarter of an hour
 """
 
 import argparse
@@ -26,25 +26,51 @@ from planner.svg import GRAY, Drawing
 REPO = pathlib.Path(__file__).parent.parent
 FIGURES = REPO / "docs/figures"
 TABLE = re.compile(r"(?<=<!-- benchmarks.figures: fit -->\n).*?(?=<!-- end -->)", re.S)
-FIT = {"README.md": [("llama1b", 8, "H100"), ("llama8b", 8, "H100"), ("llama3.1-8b-128k", 8, "H100"),
-                     ("llama70b", 64, "H100"), ("llama8b-qlora", 1, "RTX4090"), ("llama70b-qlora", 8, "H100")],
-       "docs/finetune.md": [("qwen3-0.6b-chat", 1, "RTX4090"), ("qwen3-8b-chat-qlora", 1, "RTX4090"),
-                            ("llama3.1-8b-chat-lora", 1, "H100")]}  # rows, by page
-MESHES = {"1 process": (1, []), "2 processes": (2, []), "4 processes": (4, []), "tp = 2": (2, ["--parallel.tp=2"]),
-          "cp = 2": (2, ["--parallel.cp=2"])}
+FIT = {
+    "README.md": [
+        ("llama1b", 8, "H100"),
+        ("llama8b", 8, "H100"),
+        ("llama3.1-8b-128k", 8, "H100"),
+        ("llama70b", 64, "H100"),
+        ("llama8b-qlora", 1, "RTX4090"),
+        ("llama70b-qlora", 8, "H100"),
+    ],
+    "docs/finetune.md": [
+        ("qwen3-0.6b-chat", 1, "RTX4090"),
+        ("qwen3-8b-chat-qlora", 1, "RTX4090"),
+        ("llama3.1-8b-chat-lora", 1, "H100"),
+    ],
+}  # rows, by page
+MESHES = {
+    "1 process": (1, []),
+    "2 processes": (2, []),
+    "4 processes": (4, []),
+    "tp = 2": (2, ["--parallel.tp=2"]),
+    "cp = 2": (2, ["--parallel.cp=2"]),
+}
 LINES = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2")
 
 
 @functools.cache
 def plan_of(name: str, ranks: int, *options: str, gpu: str = "H100") -> tuple[dict, list[Moment]]:
-    return planned(config.load(str(REPO / f"configs/{name}.toml"), list(options)), ranks, Asked(device(gpu)), None)
+    return planned(
+        config.load(str(REPO / f"configs/{name}.toml"), list(options)),
+        ranks,
+        Asked(device(gpu)),
+        None,
+    )
 
 
 def step() -> str:
     """Memory, computation and collectives over a step of Llama 3 8B on a node of H100s."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "step.svg"
-        draw(*plan_of("llama8b", 8), str(path), "Llama 3 8B on 8 x H100, one micro-batch", device("H100").memory)
+        draw(
+            *plan_of("llama8b", 8),
+            str(path),
+            "Llama 3 8B on 8 x H100, one micro-batch",
+            device("H100").memory,
+        )
         return path.read_text()
 
 
@@ -52,27 +78,62 @@ def prefetch() -> str:
     """The beginning of a micro-batch by how many units are prefetched, where an all-gather takes nearly as long as a
     block's computation."""
     page, left, scale = Drawing(1200, 330), 100, 1080 / 16  # units per ms
-    page.text(left, 24, "Llama 3 8B on 64 x H100, 2,048 tokens per GPU: the first 16 ms of a step", size=17)
+    page.text(
+        left,
+        24,
+        "Llama 3 8B on 64 x H100, 2,048 tokens per GPU: the first 16 ms of a step",
+        size=17,
+    )
     for i, units in enumerate((0, 1, 2)):
-        row, moments = plan_of("llama8b", 64, f"--parallel.prefetch_forward={units}", "--train.seq_len=2048",
-                               f"--parallel.prefetch_backward={units}", "--train.global_batch_size=64")
+        row, moments = plan_of(
+            "llama8b",
+            64,
+            f"--parallel.prefetch_forward={units}",
+            "--train.seq_len=2048",
+            f"--parallel.prefetch_backward={units}",
+            "--train.global_batch_size=64",
+        )
         top = 54 + 86 * i
-        page.text(left, top + 10, f"prefetch_forward = {units}" if units else "prefetch_forward = 0: implicit", size=12)
+        page.text(
+            left,
+            top + 10,
+            f"prefetch_forward = {units}" if units else "prefetch_forward = 0: implicit",
+            size=12,
+        )
         page.text(left - 10, top + 32, "compute", "end", 12)
         page.text(left - 10, top + 58, "all-gathers", "end", 12)
         for moment in moments:
-            sends = [(begin, end) for kind, (begin, end) in moment.sends.items() if kind == "gathers"]
-            for y, color, begin, end in ((top + 18, SHADES["forward"], moment.begin, moment.end),
-                                         *((top + 44, COLORS["gathered units"], *span) for span in sends)):
+            sends = [
+                (begin, end) for kind, (begin, end) in moment.sends.items() if kind == "gathers"
+            ]
+            for y, color, begin, end in (
+                (top + 18, SHADES["forward"], moment.begin, moment.end),
+                *((top + 44, COLORS["gathered units"], *span) for span in sends),
+            ):
                 begin, end = 1e3 * begin, min(16.0, 1e3 * end)
                 if end > begin:
-                    page.box(left + begin * scale, y, (end - begin) * scale, 20, color, moment.phase.name,
-                             "#fff" if y == top + 18 else GRAY)
+                    page.box(
+                        left + begin * scale,
+                        y,
+                        (end - begin) * scale,
+                        20,
+                        color,
+                        moment.phase.name,
+                        "#fff" if y == top + 18 else GRAY,
+                    )
                     if y == top + 18 and "block" in moment.phase.name:
-                        page.text(left + (begin + end) / 2 * scale, y + 15, moment.phase.name.split()[-1], "middle", 12,
-                                  "#fff")
+                        page.text(
+                            left + (begin + end) / 2 * scale,
+                            y + 15,
+                            moment.phase.name.split()[-1],
+                            "middle",
+                            12,
+                            "#fff",
+                        )
         total, waiting = 1e3 * row["step_seconds"], 1e3 * row["waiting_seconds"]
-        page.text(1180, top + 10, f"a step: {total:.0f} ms, of which {waiting:.0f} ms waiting", "end", 12)
+        page.text(
+            1180, top + 10, f"a step: {total:.0f} ms, of which {waiting:.0f} ms waiting", "end", 12
+        )
     for ms in range(0, 17, 2):
         page.text(left + ms * scale, 318, f"{ms} ms", "middle", 12)
     return page.svg()
@@ -80,20 +141,45 @@ def prefetch() -> str:
 
 def context() -> str:
     """What a GPU's memory holds as GPUs are added, and as the sequence is sharded."""
-    bars = [("8 GPUs", 8, 1), ("16 GPUs", 16, 1), ("64 GPUs", 64, 1), ("8, cp = 8", 8, 8), ("64, cp = 8", 64, 8)]
+    bars = [
+        ("8 GPUs", 8, 1),
+        ("16 GPUs", 16, 1),
+        ("64 GPUs", 64, 1),
+        ("8, cp = 8", 8, 8),
+        ("64, cp = 8", 64, 8),
+    ]
     page, left, floor, tall, limit = Drawing(1000, 420), 70, 340, 270, device("H100").memory
     found = []
     for name, ranks, cp in bars:
-        row, moments = plan_of("llama8b", ranks, "--train.seq_len=32768", "--train.micro_batch_size=1",
-                               f"--train.global_batch_size={ranks}", f"--parallel.cp={cp}")
-        found.append((name, row, max((moment.phase for moment in moments), key=lambda phase: phase.peak.total())))
+        row, moments = plan_of(
+            "llama8b",
+            ranks,
+            "--train.seq_len=32768",
+            "--train.micro_batch_size=1",
+            f"--train.global_batch_size={ranks}",
+            f"--parallel.cp={cp}",
+        )
+        found.append(
+            (
+                name,
+                row,
+                max((moment.phase for moment in moments), key=lambda phase: phase.peak.total()),
+            )
+        )
     most = max(row["device_gib"] for _, row, _ in found)
-    page.text(left, 24, "Llama 3 8B, sequences of 32,768 tokens, one per micro-batch: peak memory of a GPU", size=17)
+    page.text(
+        left,
+        24,
+        "Llama 3 8B, sequences of 32,768 tokens, one per micro-batch: peak memory of a GPU",
+        size=17,
+    )
     for gib in ticks(most):
         page.path(f"M{left} {floor - gib / most * tall:.1f}h900", dashes="1 5")
         page.text(left - 8, floor - gib / most * tall + 4, f"{gib:g}", "end")
     page.path(f"M{left} {floor - limit / most * tall:.1f}h900", dashes="8 4")
-    page.text(left + 900, floor - limit / most * tall - 6, f"an H100's memory: {limit:g} GiB", "end")
+    page.text(
+        left + 900, floor - limit / most * tall - 6, f"an H100's memory: {limit:g} GiB", "end"
+    )
     page.text(left - 8, 50, "GiB", "end")
     for i, (name, row, phase) in enumerate(found):
         x, y = left + 40 + 178 * i, float(floor)
@@ -129,7 +215,9 @@ def mesh() -> str:
     for replica in range(2):
         x = 30 + 490 * replica
         page.path(f"M{x} 56h414", width=2)
-        page.text(x + 414, 50, f"replica {replica}: its eight ranks hold all weights once", "end", 12)
+        page.text(
+            x + 414, 50, f"replica {replica}: its eight ranks hold all weights once", "end", 12
+        )
     return page.svg()
 
 
@@ -139,8 +227,16 @@ def losses() -> str:
     page, left, floor = Drawing(1000, 380), 70, 320
     last = max(step for rows in found.values() for step, _ in rows)
     low, high = 2, 9
-    apart = max(max(column) - min(column) for column in zip(*([loss for _, loss in rows] for rows in found.values())))
-    page.text(left, 24, "configs/tiny.toml on five meshes: mean loss over ten steps, computed in bfloat16", size=17)
+    apart = max(
+        max(column) - min(column)
+        for column in zip(*([loss for _, loss in rows] for rows in found.values()))
+    )
+    page.text(
+        left,
+        24,
+        "configs/tiny.toml on five meshes: mean loss over ten steps, computed in bfloat16",
+        size=17,
+    )
     page.text(left, 46, f"the largest distance between two of them: {apart:.3f}")
     for loss in range(low, high + 1):
         y = floor - (loss - low) / (high - low) * 250
@@ -150,8 +246,14 @@ def losses() -> str:
         page.text(left + at / last * 900, floor + 20, f"{at:g}", "middle")
     page.text(left + 900, floor + 40, "step", "end")
     for i, ((name, rows), color) in enumerate(zip(found.items(), LINES)):
-        dashes, thick = "" if i == 0 else f"{4 + 2 * i} {12 - i}", 5 - 0.9 * i  # so that all are seen
-        places = [(left + step / last * 900, floor - (loss - low) / (high - low) * 250) for step, loss in rows]
+        dashes, thick = (
+            "" if i == 0 else f"{4 + 2 * i} {12 - i}",
+            5 - 0.9 * i,
+        )  # so that all are seen
+        places = [
+            (left + step / last * 900, floor - (loss - low) / (high - low) * 250)
+            for step, loss in rows
+        ]
         page.path("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places), color, dashes, thick)
         page.path(f"M{left + 560} {84 + 22 * i}h36", color, dashes, thick)
         page.text(left + 606, 88 + 22 * i, name)
@@ -163,13 +265,22 @@ def recompute() -> str:
     page, left, floor, top = Drawing(1000, 400), 90, 330, 70
     found = []
     for mode in ("none", "elementwise", "selective", "2", "full"):
-        row, moments = plan_of("llama8b", 8, f"--parallel.recompute={mode}", "--train.micro_batch_size=1")
+        row, moments = plan_of(
+            "llama8b", 8, f"--parallel.recompute={mode}", "--train.micro_batch_size=1"
+        )
         kept = max(moment.phase.peak["activations"] for moment in moments) / GIB
-        products = sum(moment.phase.work["products"] + moment.phase.work["attention"] for moment in moments)
+        products = sum(
+            moment.phase.work["products"] + moment.phase.work["attention"] for moment in moments
+        )
         found.append((mode, kept, products, row))
     least = min(products for _, _, products, _ in found)
     most = max(kept for _, kept, *_ in found)
-    page.text(left, 24, "Llama 3 8B on 8 x H100, 8,192 tokens per micro-batch: parallel.recompute", size=17)
+    page.text(
+        left,
+        24,
+        "Llama 3 8B on 8 x H100, 8,192 tokens per micro-batch: parallel.recompute",
+        size=17,
+    )
     for gib in ticks(most):
         page.path(f"M{left} {floor - gib / most * (floor - top):.1f}h860", dashes="1 5")
         page.text(left - 8, floor - gib / most * (floor - top) + 4, f"{gib:g}", "end")
@@ -187,17 +298,22 @@ def recompute() -> str:
 
 
 DRAWN: dict[str, Callable[[], str]] = {
-    function.__name__: function for function in (step, prefetch, context, mesh, losses, recompute)}
+    function.__name__: function for function in (step, prefetch, context, mesh, losses, recompute)
+}
 
 
 def fit_table(rows: list[tuple[str, int, str]]) -> str:
     """Will it fit, and how fast is it? A row of Markdown for each configuration, number of GPUs and GPU."""
-    lines = ["| configuration | GPUs | predicted peak, GiB | predicted tokens/s per GPU | predicted MFU |",
-             "|---|---|---|---|---|"]
+    lines = [
+        "| configuration | GPUs | predicted peak, GiB | predicted tokens/s per GPU | predicted MFU |",
+        "|---|---|---|---|---|",
+    ]
     for name, ranks, gpu in rows:
         row, _ = plan_of(name, ranks, gpu=gpu)
-        lines.append(f"| `{name}` | {ranks} x {gpu} | {row['device_gib']:.1f} of {device(gpu).memory:g} | "
-                     f"{row['tokens_per_second_per_device']:,.0f} | {row['mfu']:.0%} |")
+        lines.append(
+            f"| `{name}` | {ranks} x {gpu} | {row['device_gib']:.1f} of {device(gpu).memory:g} | "
+            f"{row['tokens_per_second_per_device']:,.0f} | {row['mfu']:.0%} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -206,17 +322,31 @@ def train() -> None:
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, (processes, options) in MESHES.items():
-            subprocess.run([REPO / "run_train.sh", "configs/tiny.toml", f"--run.output_dir={folder}",
-                            f"--run.name={re.sub('[ =]+', '-', name)}", *options], check=True, cwd=REPO,
-                           env={**os.environ, "NPROC": str(processes), "PYTHON": sys.executable})
+            subprocess.run(
+                [
+                    REPO / "run_train.sh",
+                    "configs/tiny.toml",
+                    f"--run.output_dir={folder}",
+                    f"--run.name={re.sub('[ =]+', '-', name)}",
+                    *options,
+                ],
+                check=True,
+                cwd=REPO,
+                env={**os.environ, "NPROC": str(processes), "PYTHON": sys.executable},
+            )
             rows = pathlib.Path(folder, re.sub("[ =]+", "-", name), "metrics.jsonl").read_text()
-            found[name] = [[row["step"], round(row["loss_mean"], 4)] for row in map(json.loads, rows.splitlines())
-                           if row["kind"] == "train"]
+            found[name] = [
+                [row["step"], round(row["loss_mean"], 4)]
+                for row in map(json.loads, rows.splitlines())
+                if row["kind"] == "train"
+            ]
     (FIGURES / "losses.json").write_text(json.dumps(found) + "\n")
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="compare; write nothing")
     parser.add_argument("--train", action="store_true", help="first train on five meshes")
     args = parser.parse_args(argv)
@@ -226,7 +356,9 @@ def main(argv: list[str]) -> int:
     for name, rows in FIT.items():
         table = fit_table(rows)
         wanted[REPO / name] = TABLE.sub(lambda _, table=table: table, (REPO / name).read_text())
-    different = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
+    different = [
+        path for path, text in wanted.items() if not path.exists() or path.read_text() != text
+    ]
     for path in different:
         print(f"{path.relative_to(REPO)}: {'differs' if args.check else 'written'}")
         if not args.check:

@@ -23,15 +23,21 @@ PROMPT = 8  # tokens
 
 
 @torch.no_grad()
-def bare_loop(model: Llama, prompts: list[list[int]], count: int, device: torch.device) -> list[list[int]]:
+def bare_loop(
+    model: Llama, prompts: list[list[int]], count: int, device: torch.device
+) -> list[list[int]]:
     tokens = torch.tensor(prompts, device=device)  # (B, T)
     for _ in range(count):
-        tokens = torch.cat([tokens, model(tokens)[:, -1].argmax(-1, keepdim=True)], dim=-1)  # (B, T+1)
+        tokens = torch.cat(
+            [tokens, model(tokens)[:, -1].argmax(-1, keepdim=True)], dim=-1
+        )  # (B, T+1)
     return tokens[:, PROMPT:].tolist()
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.generate", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.generate", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("--tokens", type=count, default=240)
     parser.add_argument("--rows", type=count, default=1)
@@ -40,8 +46,10 @@ def main(argv: list[str]) -> int:
     try:
         cfg = config.load(args.config)
         if PROMPT + args.tokens > cfg.train.seq_len:
-            raise ConfigError(f"--tokens {args.tokens}: with {PROMPT} of the prompt must fit into train.seq_len = "
-                              f"{cfg.train.seq_len}; the bare loop has no window")
+            raise ConfigError(
+                f"--tokens {args.tokens}: with {PROMPT} of the prompt must fit into train.seq_len = "
+                f"{cfg.train.seq_len}; the bare loop has no window"
+            )
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -53,7 +61,10 @@ def main(argv: list[str]) -> int:
     prompts = torch.randint(cfg.model.vocab_size, (args.rows, PROMPT)).tolist()
 
     def cached() -> list[list[int]]:
-        return [list(row) for row in zip(*generate(model, prompts, args.tokens, cfg.train.seq_len, device))]
+        return [
+            list(row)
+            for row in zip(*generate(model, prompts, args.tokens, cfg.train.seq_len, device))
+        ]
 
     ways = {"cached": cached, "bare loop": lambda: bare_loop(model, prompts, args.tokens, device)}
     rates = {name: [] for name in ways}
@@ -64,7 +75,9 @@ def main(argv: list[str]) -> int:
             if round_:  # the first warms up
                 rates[name].append(args.rows * args.tokens / (time.perf_counter() - began))
     for name, found in rates.items():
-        print(f"{name:<10} {statistics.median(found):10,.0f} tokens/s  ({min(found):,.0f} ... {max(found):,.0f})")
+        print(
+            f"{name:<10} {statistics.median(found):10,.0f} tokens/s  ({min(found):,.0f} ... {max(found):,.0f})"
+        )
     return 0
 
 

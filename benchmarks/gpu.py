@@ -43,34 +43,70 @@ from lifecycle.signals import die_with_parent
 from parallel.mesh import World
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
-COMMON = ["--run.device=auto", "--train.global_batch_size=16", "--checkpoint=off", "--eval=off",
-          "--optim.warmup_steps=0", "--optim.schedule=constant"]  # so that eight steps change the loss
-TINY = ["--model.dim=64", "--model.n_layers=1", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.head_dim=16",
-        "--model.ffn_dim=128", "--model.vocab_size=512", "--train.seq_len=32"]
+COMMON = [
+    "--run.device=auto",
+    "--train.global_batch_size=16",
+    "--checkpoint=off",
+    "--eval=off",
+    "--optim.warmup_steps=0",
+    "--optim.schedule=constant",
+]  # so that eight steps change the loss
+TINY = [
+    "--model.dim=64",
+    "--model.n_layers=1",
+    "--model.n_heads=4",
+    "--model.n_kv_heads=2",
+    "--model.head_dim=16",
+    "--model.ffn_dim=128",
+    "--model.vocab_size=512",
+    "--train.seq_len=32",
+]
 ON_A_CPU = ["--parallel.compile=false", "--parallel.param_dtype=float32"]  # quickly
 SHIPPED, BARE, AGAIN = "as shipped", "bare loop", "as shipped, again"
 MICRO_BATCH, RECOMPUTE = "--train.micro_batch_size=", "--parallel.recompute="
 STATE, KEEP = "--optim.state_dtype=bfloat16", "--parallel.reshard_after_forward=false"
-CHANGES = [STATE, f"{RECOMPUTE}elementwise", KEEP, "--parallel.reshard_after_forward=true",
-           "--parallel.sync_every_micro_batch=false", f"{MICRO_BATCH}8", f"{MICRO_BATCH}4", f"{MICRO_BATCH}2",
-           f"{MICRO_BATCH}1", f"{RECOMPUTE}none", f"{RECOMPUTE}selective", f"{RECOMPUTE}full",
-           "--parallel.compile=false"]
+CHANGES = [
+    STATE,
+    f"{RECOMPUTE}elementwise",
+    KEEP,
+    "--parallel.reshard_after_forward=true",
+    "--parallel.sync_every_micro_batch=false",
+    f"{MICRO_BATCH}8",
+    f"{MICRO_BATCH}4",
+    f"{MICRO_BATCH}2",
+    f"{MICRO_BATCH}1",
+    f"{RECOMPUTE}none",
+    f"{RECOMPUTE}selective",
+    f"{RECOMPUTE}full",
+    "--parallel.compile=false",
+]
 
 
 def arms(name: str, *lists: list[str]) -> dict[str, tuple[str, list[str]]]:
     """{arm: (configuration, changes)}, without those that it ships with."""
     path = str(CONFIGS / f"{name}.toml")
     shipped = config.load(path, COMMON)
-    return {", ".join(change.partition(".")[2] for change in changes) or SHIPPED: (name, changes)
-            for changes in lists if not changes or config.load(path, [*COMMON, *changes]) != shipped}
+    return {
+        ", ".join(change.partition(".")[2] for change in changes) or SHIPPED: (name, changes)
+        for changes in lists
+        if not changes or config.load(path, [*COMMON, *changes]) != shipped
+    }
 
 
 GROUPS = {
     "ceilings": {name: (configuration, []) for name, (_, configuration) in CEILINGS.items()},
-    "1B": arms("llama1b", [], [f"{RECOMPUTE}elementwise", STATE, f"{MICRO_BATCH}8"]) | {BARE: ("llama1b", [])},
+    "1B": arms("llama1b", [], [f"{RECOMPUTE}elementwise", STATE, f"{MICRO_BATCH}8"])
+    | {BARE: ("llama1b", [])},
     "3B": arms("llama3b", [], [STATE, f"{MICRO_BATCH}2"]) | {BARE: ("llama3b", [])},
-    "8B": arms("llama8b-h200", [], *([f"--parallel.float8={recipe}"] for recipe in ("tensorwise", "rowwise"))),
-    "adapters": {"LoRA": ("llama8b-lora", []), "QLoRA": ("llama8b-qlora", [])},  # over a base drawn at random
+    "8B": arms(
+        "llama8b-h200",
+        [],
+        *([f"--parallel.float8={recipe}"] for recipe in ("tensorwise", "rowwise")),
+    ),
+    "adapters": {
+        "LoRA": ("llama8b-lora", []),
+        "QLoRA": ("llama8b-qlora", []),
+    },  # over a base drawn at random
     "options": arms("llama1b", [], *([change] for change in CHANGES)) | {AGAIN: ("llama1b", [])},
     "more": arms("llama8b-h200", [KEEP]) | arms("llama3b", [STATE, KEEP, f"{MICRO_BATCH}4"]),
 }
@@ -86,10 +122,16 @@ def polled(device: torch.device) -> Iterator[dict]:
     names = {"clocks.sm": "sm_mhz", "power.draw": "watt", "temperature.gpu": "celsius"}
 
     def poll() -> None:
-        command = ["nvidia-smi", f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}",
-                   f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits"]
+        command = [
+            "nvidia-smi",
+            f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}",
+            f"--query-gpu={','.join(names)}",
+            "--format=csv,noheader,nounits",
+        ]
         while not over.wait(1):
-            with contextlib.suppress(OSError, ValueError, subprocess.CalledProcessError):  # none, or "[N/A]"
+            with contextlib.suppress(
+                OSError, ValueError, subprocess.CalledProcessError
+            ):  # none, or "[N/A]"
                 answer = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL)
                 samples.append([float(value) for value in answer.split(",")])
 
@@ -101,7 +143,9 @@ def polled(device: torch.device) -> Iterator[dict]:
     found |= dict(zip(names.values(), map(statistics.median, zip(*samples))))
 
 
-def attempt(group: str, arm: str, common: list[str], world: World, each: float, settings: dict) -> dict:
+def attempt(
+    group: str, arm: str, common: list[str], world: World, each: float, settings: dict
+) -> dict:
     """What an arm found, or why it found nothing. each: seconds for a timing of a ceiling. settings: of FSDP2."""
     name, changes = GROUPS[group][arm]
     began, found, overrides = time.time(), {}, [*common, *changes]
@@ -112,11 +156,17 @@ def attempt(group: str, arm: str, common: list[str], world: World, each: float, 
         if small and group in ("8B", "more") and "8b" in name:
             found["note"] = "8 of 32 layers"
             overrides.append("--model.n_layers=8")
-    work = partial(CEILINGS[arm][0], each=each) if arm in CEILINGS else partial(
-        measure_by_size, bare=arm == BARE, settings=settings)
+    work = (
+        partial(CEILINGS[arm][0], each=each)
+        if arm in CEILINGS
+        else partial(measure_by_size, bare=arm == BARE, settings=settings)
+    )
     with polled(world.device) as gpu:
         try:
-            found |= {"status": "ok", **work(config.load(str(CONFIGS / f"{name}.toml"), overrides), world)}
+            found |= {
+                "status": "ok",
+                **work(config.load(str(CONFIGS / f"{name}.toml"), overrides), world),
+            }
         except torch.OutOfMemoryError:
             found["status"] = "out of memory"
         except ConfigError as error:
@@ -147,29 +197,53 @@ def run_arms(group: str, first: int, deadline: float, tiny: bool, settings: dict
             gc.collect()
             if cuda:
                 torch.cuda.empty_cache()
-            if row["status"].startswith("failed") or (cuda and torch.cuda.memory_allocated() > 2**30):
+            if row["status"].startswith("failed") or (
+                cuda and torch.cuda.memory_allocated() > 2**30
+            ):
                 break
         os._exit(REPORTED)  # at once: the device may not answer any more
 
 
-def run_group(group: str, deadline: float, tiny: bool, add: Callable[[dict], None], options: list[str]) -> None:
+def run_group(
+    group: str, deadline: float, tiny: bool, add: Callable[[dict], None], options: list[str]
+) -> None:
     """Starts processes, with these options too, until add() got a row for each arm of a group."""
     left = [{"group": group, "model": name, "arm": arm} for arm, (name, _) in GROUPS[group].items()]
-    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "expandable_segments:True"  # as the launcher sets it
+    allocator = (
+        os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "expandable_segments:True"
+    )  # as the launcher sets it
     while left and time.time() < deadline:
         first = len(GROUPS[group]) - len(left)
-        command = [sys.executable, "-m", "benchmarks.gpu", f"--group={group}", f"--first={first}",
-                   f"--deadline={deadline}", *["--tiny"] * tiny, *options]
-        with subprocess.Popen(command, env={"PYTORCH_ALLOC_CONF": allocator, **os.environ}, stdout=subprocess.PIPE,
-                              text=True) as process:
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.gpu",
+            f"--group={group}",
+            f"--first={first}",
+            f"--deadline={deadline}",
+            *["--tiny"] * tiny,
+            *options,
+        ]
+        with subprocess.Popen(
+            command,
+            env={"PYTORCH_ALLOC_CONF": allocator, **os.environ},
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
             timer = threading.Timer(deadline - time.time(), process.kill)
             timer.start()
             for line in process.stdout:
                 add(left.pop(0) | json.loads(line))
             timer.cancel()
         if left and process.returncode != REPORTED:
-            add(left.pop(0) | {"status": "cut off: time" if time.time() > deadline else
-                               f"failed: its process ended with {process.returncode}"})
+            add(
+                left.pop(0)
+                | {
+                    "status": "cut off: time"
+                    if time.time() > deadline
+                    else f"failed: its process ended with {process.returncode}"
+                }
+            )
     for row in left:
         add(row | {"status": "skipped: time"})
 
@@ -181,7 +255,10 @@ def compare(row: dict, rows: list[dict]) -> None:
     if not shipped or speed not in row:
         return
     row["vs_shipped"] = row[speed] / shipped[-1][speed]
-    loss, same_batch = shipped[-1]["loss"], shipped[-1]["micro_batch_size"] == row["micro_batch_size"]
+    loss, same_batch = (
+        shipped[-1]["loss"],
+        shipped[-1]["micro_batch_size"] == row["micro_batch_size"],
+    )
     if same_batch and not abs(row["loss"] - loss) <= SAME_LOSS:
         row["marked"] = f"void: loss {row['loss']:.3f}, as shipped {loss:.3f}"
     elif row["arm"] == AGAIN and abs(row["vs_shipped"] - 1) > STEADY:
@@ -190,16 +267,29 @@ def compare(row: dict, rows: list[dict]) -> None:
 
 def table(rows: list[dict]) -> str:
     """Ceilings as they are, arms as a Markdown table."""
-    forms = {"step_seconds": ".3f", "micro_batch_seconds": ".4f", "optimizer_seconds": ".4f",
-             "tokens_per_second": ",.0f", "mfu": ".1%", "peak_gib": ".1f", "reserved_gib": ".1f",
-             "first_step_seconds": ".1f", "vs_shipped": ".3f"}
+    forms = {
+        "step_seconds": ".3f",
+        "micro_batch_seconds": ".4f",
+        "optimizer_seconds": ".4f",
+        "tokens_per_second": ",.0f",
+        "mfu": ".1%",
+        "peak_gib": ".1f",
+        "reserved_gib": ".1f",
+        "first_step_seconds": ".1f",
+        "vs_shipped": ".3f",
+    }
     text, lines = "", [["model", "arm", *forms, "note"], ["---"] * (len(forms) + 3)]
     for row in rows:
         if row["arm"] in CEILINGS:
-            rounded = json.loads(json.dumps(row), parse_float=lambda number: float(f"{float(number):.4g}"))
+            rounded = json.loads(
+                json.dumps(row), parse_float=lambda number: float(f"{float(number):.4g}")
+            )
             text += "".join(f"{key}: {value}\n" for key, value in rounded.items()) + "\n"
         else:
-            figures = [format(row[key], form) if row.get(key) is not None else "" for key, form in forms.items()]
+            figures = [
+                format(row[key], form) if row.get(key) is not None else ""
+                for key, form in forms.items()
+            ]
             notes = [row[key] for key in ("status", "note", "marked") if row.get(key, "ok") != "ok"]
             lines.append([row["model"], row["arm"], *figures, "; ".join(notes)])
     return text + "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -209,7 +299,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--json", type=pathlib.Path, help="a file for all figures")
-    parser.add_argument("--only", choices=GROUPS, nargs="+", default=[*GROUPS], help="groups of arms, in this order")
+    parser.add_argument(
+        "--only", choices=GROUPS, nargs="+", default=[*GROUPS], help="groups of arms, in this order"
+    )
     parser.add_argument("--tiny", action="store_true")
     for name, kind in (("--group", str), ("--first", int), ("--deadline", float)):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)  # of one of our own processes
@@ -220,7 +312,9 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    options = [f"--reduce-scatter-buffers={args.reduce_scatter_buffers}"] * bool(args.reduce_scatter_buffers)
+    options = [f"--reduce-scatter-buffers={args.reduce_scatter_buffers}"] * bool(
+        args.reduce_scatter_buffers
+    )
     options += ["--separate-reduce-scatter-group"] * args.separate_reduce_scatter_group
     tiny = args.tiny or not torch.cuda.is_available()
     if args.group:
@@ -228,7 +322,10 @@ def main(argv: list[str]) -> int:
         return 0
     device = "GPU" if torch.cuda.is_available() else "CPU"
     what = f"tiny sizes on a {device}: no figure of a GPU" if tiny else "full sizes on a GPU"
-    report, deadline = {"what": what, "seconds": args.seconds, "fsdp": settings, "rows": []}, time.time() + args.seconds
+    report, deadline = (
+        {"what": what, "seconds": args.seconds, "fsdp": settings, "rows": []},
+        time.time() + args.seconds,
+    )
 
     def add(row: dict) -> None:
         report["rows"].append(row)

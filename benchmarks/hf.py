@@ -45,24 +45,47 @@ def measured(found: dict) -> Iterator[None]:
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before, began = resident_mib("VmRSS"), time.perf_counter()
     yield
-    found |= {"before_mib": before, "peak_over_it_mib": resident_mib("VmHWM") - before,
-              "seconds": time.perf_counter() - began}
+    found |= {
+        "before_mib": before,
+        "peak_over_it_mib": resident_mib("VmHWM") - before,
+        "seconds": time.perf_counter() - began,
+    }
 
 
 def configuration(mib: int) -> config.Config:
     dim = 64 * max(1, round(32 * (mib / 2100) ** 0.5))
-    model = {"dim": dim, "n_layers": 8, "n_heads": dim // 64, "n_kv_heads": dim // 64,
-             "ffn_dim": 64 * (11 * dim // 256), "vocab_size": 16 * dim}
-    return config.from_dict({"run": {"name": "r", "device": "cpu"}, "model": model, "train": {"steps": 1},
-                             "parallel": {"param_dtype": "float32"}}, "benchmark")
+    model = {
+        "dim": dim,
+        "n_layers": 8,
+        "n_heads": dim // 64,
+        "n_kv_heads": dim // 64,
+        "ffn_dim": 64 * (11 * dim // 256),
+        "vocab_size": 16 * dim,
+    }
+    return config.from_dict(
+        {
+            "run": {"name": "r", "device": "cpu"},
+            "model": model,
+            "train": {"steps": 1},
+            "parallel": {"param_dtype": "float32"},
+        },
+        "benchmark",
+    )
 
 
 def make_folder(folder: pathlib.Path, cfg: config.Config) -> None:
     generator, shapes = torch.Generator().manual_seed(0), hf_weights.shapes(cfg.model)
     folder.mkdir()
-    hf.write_weights(folder, cfg.model, lambda name: torch.randn(shapes[name], generator=generator), torch.float32,
-                     512 * MIB)
-    hf.write_json(folder / "config.json", hf_config.render(cfg.model, cfg.train.seq_len, "float32", {}))
+    hf.write_weights(
+        folder,
+        cfg.model,
+        lambda name: torch.randn(shapes[name], generator=generator),
+        torch.float32,
+        512 * MIB,
+    )
+    hf.write_json(
+        folder / "config.json", hf_config.render(cfg.model, cfg.train.seq_len, "float32", {})
+    )
 
 
 def read(folder: str, base_dtype: str | None = None) -> dict:
@@ -74,10 +97,16 @@ def read(folder: str, base_dtype: str | None = None) -> dict:
     from parallel.parallelize import parallelize
     from ranks import all_gather_objects
 
-    cfg = config.from_dict({
-        "run": {"name": "r", "device": "cpu"}, "model": {"init_from": folder}, "train": {"steps": 1},
-        "parallel": {"param_dtype": "float32"},
-        **({"lora": {"base_dtype": base_dtype}} if base_dtype else {})}, "benchmark")
+    cfg = config.from_dict(
+        {
+            "run": {"name": "r", "device": "cpu"},
+            "model": {"init_from": folder},
+            "train": {"steps": 1},
+            "parallel": {"param_dtype": "float32"},
+            **({"lora": {"base_dtype": base_dtype}} if base_dtype else {}),
+        },
+        "benchmark",
+    )
     found: dict = {}
     with distributed(cfg) as world:
         weights, model = hf_weights.weights_to_read(cfg, 0), meta_model(cfg.model, cfg.lora)
@@ -102,9 +131,20 @@ def tool(*arguments: str) -> dict:
 
 def alone(*arguments: str, ranks: int = 1) -> dict:
     """What this file prints, called with these arguments on some ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
-    done = subprocess.run([*(command if ranks > 1 else [sys.executable]), __file__, "--only", *arguments],
-                          stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={ranks}",
+        "--standalone",
+    ]
+    done = subprocess.run(
+        [*(command if ranks > 1 else [sys.executable]), __file__, "--only", *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -113,15 +153,30 @@ def measure(folder: pathlib.Path, mib: int, ranks: list[int]) -> Iterator[dict]:
     source, checkpoint = folder / "hf", folder / "checkpoint"
     make_folder(source, cfg)
     sizes = [torch.Size(shape).numel() * 4 / MIB for shape in hf_weights.shapes(cfg.model).values()]
-    yield {"what": "model", "mib": sum(sizes), "largest_tensor_mib": max(sizes), "torch": torch.__version__}
+    yield {
+        "what": "model",
+        "mib": sum(sizes),
+        "largest_tensor_mib": max(sizes),
+        "torch": torch.__version__,
+    }
     for number in ranks:
-        yield {"what": "read into shards", "ranks": number, **alone("read", str(source), ranks=number)}
-        yield {"what": "read as a base, nf4", "ranks": number, **alone("read", str(source), "nf4", ranks=number)}
+        yield {
+            "what": "read into shards",
+            "ranks": number,
+            **alone("read", str(source), ranks=number),
+        }
+        yield {
+            "what": "read as a base, nf4",
+            "ranks": number,
+            **alone("read", str(source), "nf4", ranks=number),
+        }
     yield {"what": "import", **alone("import", str(source), str(checkpoint))}
     yield {"what": "export", **alone("export", str(checkpoint), str(folder / "float32"))}
     shutil.rmtree(folder / "float32")
-    yield {"what": "export, bfloat16",
-           **alone("export", str(checkpoint), str(folder / "bfloat16"), "--dtype", "bfloat16")}
+    yield {
+        "what": "export, bfloat16",
+        **alone("export", str(checkpoint), str(folder / "bfloat16"), "--dtype", "bfloat16"),
+    }
 
 
 def main() -> int:
@@ -132,14 +187,23 @@ def main() -> int:
         return 0
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=count, default=2100)
-    parser.add_argument("--folder", help="on the disk to use; absent: the default for temporary files")
-    parser.add_argument("--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4])
+    parser.add_argument(
+        "--folder", help="on the disk to use; absent: the default for temporary files"
+    )
+    parser.add_argument(
+        "--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4]
+    )
     args = parser.parse_args()
     if args.folder:
         os.makedirs(args.folder, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         for row in measure(pathlib.Path(folder), args.mib, args.ranks):
-            print(json.dumps({name: round(v, 2) if isinstance(v, float) else v for name, v in row.items()}), flush=True)
+            print(
+                json.dumps(
+                    {name: round(v, 2) if isinstance(v, float) else v for name, v in row.items()}
+                ),
+                flush=True,
+            )
     return 0
 
 

@@ -40,7 +40,10 @@ def normal(world: World, *shape: int) -> Tensor:
 def heads(cfg: Config, world: World) -> list[Tensor]:
     """Queries (1, H, S, E), keys and values (1, K, S, E) of a sequence."""
     m = cfg.model
-    return [normal(world, 1, n, cfg.train.seq_len, m.width_per_head) for n in (m.n_heads, m.n_kv_heads, m.n_kv_heads)]
+    return [
+        normal(world, 1, n, cfg.train.seq_len, m.width_per_head)
+        for n in (m.n_heads, m.n_kv_heads, m.n_kv_heads)
+    ]
 
 
 def machine(cfg: Config, world: World, each: float) -> dict:
@@ -56,14 +59,25 @@ def machine(cfg: Config, world: World, each: float) -> dict:
         with torch.profiler.profile() as profile:
             F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     events = profile.key_averages()
-    found["attention_operators"] = [e.key for e in events if e.key.startswith("aten::_scaled_dot_product_")]
-    found["attention_kernels"] = [e.key for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
+    found["attention_operators"] = [
+        e.key for e in events if e.key.startswith("aten::_scaled_dot_product_")
+    ]
+    found["attention_kernels"] = [
+        e.key for e in events if e.device_type == torch.autograd.DeviceType.CUDA
+    ]
     if world.device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
-        found |= {"capability": torch.cuda.get_device_capability(), "cudnn": torch.backends.cudnn.version(),
-                  "nccl": torch.cuda.nccl.version(), "free_gib": free / 2**30, "total_gib": total / 2**30}
+        found |= {
+            "capability": torch.cuda.get_device_capability(),
+            "cudnn": torch.backends.cudnn.version(),
+            "nccl": torch.cuda.nccl.version(),
+            "free_gib": free / 2**30,
+            "total_gib": total / 2**30,
+        }
         if found["capability"][0] == 9 and "cudnn" not in str(found["attention_operators"]):
-            found["marked"] = "attention does not run on cuDNN, the fastest of torch's here: is an older one loaded?"
+            found["marked"] = (
+                "attention does not run on cuDNN, the fastest of torch's here: is an older one loaded?"
+            )
     return found
 
 
@@ -77,12 +91,21 @@ def copy(cfg: Config, world: World, each: float) -> dict:
 def products(cfg: Config, world: World, each: float) -> dict:
     """TFLOP/s of each matrix product of a model on one sequence, and the time of those of all layers together."""
     n, found, together = cfg.train.seq_len, {}, 0.0
-    shapes = Counter(p.shape for name, p in meta_model(cfg.model).named_parameters()
-                     if p.ndim == 2 and (cfg.model.tie_embeddings or not name.startswith("embedding")))
+    shapes = Counter(
+        p.shape
+        for name, p in meta_model(cfg.model).named_parameters()
+        if p.ndim == 2 and (cfg.model.tie_embeddings or not name.startswith("embedding"))
+    )
     with torch.no_grad():
         for (rows, columns), count in shapes.items():
-            weight, x, slope = (normal(world, *shape) for shape in ((rows, columns), (n, columns), (n, rows)))
-            for kind, factors in {"forward": (x, weight.T), "dgrad": (slope, weight), "wgrad": (slope.T, x)}.items():
+            weight, x, slope = (
+                normal(world, *shape) for shape in ((rows, columns), (n, columns), (n, rows))
+            )
+            for kind, factors in {
+                "forward": (x, weight.T),
+                "dgrad": (slope, weight),
+                "wgrad": (slope.T, x),
+            }.items():
                 ms = milliseconds(partial(torch.mm, *factors), each)
                 found[f"{kind} {rows} x {columns}"] = 2 * n * rows * columns / ms / 1e9
                 together += count * ms
@@ -94,13 +117,21 @@ def attention(cfg: Config, world: World, each: float) -> dict:
     q, k, v = heads(cfg, world)
     flops, found = 2 * q.numel() * cfg.train.seq_len, {}
     forward = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True)
-    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+    for backend in (
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+    ):
         try:
             with sdpa_kernel(backend):
                 out = forward()
-                backward = partial(torch.autograd.grad, out, (q, k, v), torch.randn_like(out), retain_graph=True)
-                found[backend.name] = {"forward": flops / milliseconds(forward, each) / 1e9,
-                                       "backward": 2.5 * flops / milliseconds(backward, each) / 1e9}
+                backward = partial(
+                    torch.autograd.grad, out, (q, k, v), torch.randn_like(out), retain_graph=True
+                )
+                found[backend.name] = {
+                    "forward": flops / milliseconds(forward, each) / 1e9,
+                    "backward": 2.5 * flops / milliseconds(backward, each) / 1e9,
+                }
         except RuntimeError as error:  # it takes no such inputs
             found[backend.name] = str(error).splitlines()[0]
     return {"tflops": found, "head_dim": cfg.model.width_per_head}
@@ -118,7 +149,9 @@ def loss(cfg: Config, world: World, each: float) -> dict:
     for n in (cfg.train.seq_len, 2 * cfg.train.seq_len):
         x, targets = normal(world, n, m.dim), torch.randint(m.vocab_size, (n,), device=world.device)
         for compile in (False, True) if cuda else (False,):
-            found[f"{n} tokens{', compiled' * compile}"] = milliseconds(partial(step, x, targets, compile), each)
+            found[f"{n} tokens{', compiled' * compile}"] = milliseconds(
+                partial(step, x, targets, compile), each
+            )
     return {"milliseconds": found, "dim": m.dim, "vocab_size": m.vocab_size}
 
 

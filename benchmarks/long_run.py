@@ -53,13 +53,31 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         marker = f"--run.output_dir={folder}"
         process = subprocess.Popen(
-            [REPO / "run_train.sh", REPO / "configs/tiny.toml", marker, f"--train.steps={args.steps}",
-             "--model.dim=32", "--model.n_layers=2", "--model.n_heads=2", "--model.n_kv_heads=1", "--model.ffn_dim=64",
-             "--train.seq_len=32", "--log.every_steps=1", "--eval=off", "--checkpoint.keep_last=2",
-             f"--checkpoint.save_every_steps={args.steps // args.saves}",
-             f"--checkpoint.async_save={str(args.async_save).lower()}"],
-            cwd=REPO, stdout=subprocess.DEVNULL, env={**os.environ, "PYTHON": sys.executable, "NPROC": str(args.ranks)})
-        metrics, samples = pathlib.Path(folder) / "tiny/metrics.jsonl", []  # (step, MiB of all ranks)
+            [
+                REPO / "run_train.sh",
+                REPO / "configs/tiny.toml",
+                marker,
+                f"--train.steps={args.steps}",
+                "--model.dim=32",
+                "--model.n_layers=2",
+                "--model.n_heads=2",
+                "--model.n_kv_heads=1",
+                "--model.ffn_dim=64",
+                "--train.seq_len=32",
+                "--log.every_steps=1",
+                "--eval=off",
+                "--checkpoint.keep_last=2",
+                f"--checkpoint.save_every_steps={args.steps // args.saves}",
+                f"--checkpoint.async_save={str(args.async_save).lower()}",
+            ],
+            cwd=REPO,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "PYTHON": sys.executable, "NPROC": str(args.ranks)},
+        )
+        metrics, samples = (
+            pathlib.Path(folder) / "tiny/metrics.jsonl",
+            [],
+        )  # (step, MiB of all ranks)
         while process.poll() is None:
             time.sleep(0.1)
             try:
@@ -69,12 +87,16 @@ def main() -> int:
                 continue  # not yet, or no more
     if process.returncode:
         return process.returncode
-    tenths = [[mib for step, mib in samples if part * args.steps < 10 * step <= (part + 1) * args.steps]
-              for part in range(10)]
+    tenths = [
+        [mib for step, mib in samples if part * args.steps < 10 * step <= (part + 1) * args.steps]
+        for part in range(10)
+    ]
     medians = [statistics.median(part) for part in tenths if part]
     growth = max(medians[1:]) / medians[1] - 1
-    print(f"torch {torch.__version__}, {args.ranks} ranks, {args.steps} steps, {args.saves} saves"
-          f"{' behind the training' * args.async_save}, {len(samples)} samples")
+    print(
+        f"torch {torch.__version__}, {args.ranks} ranks, {args.steps} steps, {args.saves} saves"
+        f"{' behind the training' * args.async_save}, {len(samples)} samples"
+    )
     print("resident MiB by tenths:", " ".join(f"{mib:.1f}" for mib in medians))
     print(f"growth after the first tenth: {growth:.2%}")
     return 0 if growth < 0.02 and len(medians) == 10 else 1

@@ -41,10 +41,22 @@ from tests.gloo import run_on_ranks
 ARMS = ("after", "before", "rebind", "fsdp1")
 STEPS, BATCH, LENGTH = 3, 12, 32  # sequences of all ranks together: 1, 2, 3 and 4 ranks divide them
 SETTINGS = {
-    "model": {"dim": 256, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 512, "vocab_size": 2048},
+    "model": {
+        "dim": 256,
+        "n_layers": 4,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "ffn_dim": 512,
+        "vocab_size": 2048,
+    },
     "train": {"steps": STEPS, "seq_len": LENGTH, "global_batch_size": BATCH, "micro_batch_size": 1},
     "optim": {"lr": 1e-3, "warmup_steps": 0},
-    "parallel": {"param_dtype": "float32", "reduce_dtype": "float32", "prefetch_forward": 0, "prefetch_backward": 0},
+    "parallel": {
+        "param_dtype": "float32",
+        "reduce_dtype": "float32",
+        "prefetch_forward": 0,
+        "prefetch_backward": 0,
+    },
     "run": {"device": "cpu"},
 }
 
@@ -72,8 +84,12 @@ def prepare(arm: str, cfg: config.Config, world: World) -> tuple[nn.Module, torc
         with rebind_optimizer(model, optimizer):
             parallelize(model, cfg, world)
     else:
-        model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True,
-                                         device_id=world.device)
+        model = FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            use_orig_params=True,
+            device_id=world.device,
+        )
     return model, optimizer
 
 
@@ -86,7 +102,10 @@ def retained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, in
     counted = set()
 
     def size(tensors: Iterable[torch.Tensor | None]) -> int:
-        storages = {s.data_ptr(): s.nbytes() for s in (local(t).untyped_storage() for t in tensors if t is not None)}
+        storages = {
+            s.data_ptr(): s.nbytes()
+            for s in (local(t).untyped_storage() for t in tensors if t is not None)
+        }
         fresh = storages.keys() - counted
         counted.update(fresh)
         return sum(storages[address] for address in fresh)
@@ -106,7 +125,9 @@ def measure(arm: str, cfg: config.Config, world: World) -> dict:
     """This rank's part of one arm."""
     model, optimizer = prepare(arm, cfg, world)
     initial = [local(p).detach().clone() for p in model.parameters()]
-    ids = torch.randint(cfg.model.vocab_size, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        cfg.model.vocab_size, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1)
+    )
     ours = ids[world.dp_rank :: world.dp_size]
     losses, found = [], {}
     for step in range(1, STEPS + 1):
@@ -148,7 +169,9 @@ def expected_difference(parameters: int, ranks: int) -> float:
     return 4 * parameters * (1 - 2 / ranks)
 
 
-def table(ranks: int, arms: list[str], settings: dict = SETTINGS, start: Callable = run_on_ranks) -> list[dict]:
+def table(
+    ranks: int, arms: list[str], settings: dict = SETTINGS, start: Callable = run_on_ranks
+) -> list[dict]:
     """A row for each arm, the first of which is "after": bytes of the rank that retains most."""
     found = start(ranks, on_this_rank, arms, settings)
     with torch.device("meta"):
@@ -166,18 +189,36 @@ def table(ranks: int, arms: list[str], settings: dict = SETTINGS, start: Callabl
 
 
 def to_text(rows: list[dict]) -> str:
-    lines = [f"{rows[0]['parameters']:,} parameters; MiB of the rank that retains most",
-             "| ranks | arm | weights | optimizer alone | gradients | states | total | after zero_grad "
-             "| more than `after`, bytes | formula, bytes | weights move | losses of 3 steps |", "|" + "---|" * 12]
+    lines = [
+        f"{rows[0]['parameters']:,} parameters; MiB of the rank that retains most",
+        "| ranks | arm | weights | optimizer alone | gradients | states | total | after zero_grad "
+        "| more than `after`, bytes | formula, bytes | weights move | losses of 3 steps |",
+        "|" + "---|" * 12,
+    ]
     for row in rows:
         if "left out" in row:
-            lines.append(f"| {row['ranks']} | {row['arm']} | left out: {row['left out']}" + " |" * 10)
+            lines.append(
+                f"| {row['ranks']} | {row['arm']} | left out: {row['left out']}" + " |" * 10
+            )
             continue
-        keys = ("weights", "held by the optimizer alone", "gradients", "states", "total", "after zero_grad")
-        sizes = " | ".join([*(f"{row[key] / 2**20:.2f}" for key in keys),
-                            *(f"{row[key]:,.0f}" for key in ("more than after", "formula"))])
+        keys = (
+            "weights",
+            "held by the optimizer alone",
+            "gradients",
+            "states",
+            "total",
+            "after zero_grad",
+        )
+        sizes = " | ".join(
+            [
+                *(f"{row[key] / 2**20:.2f}" for key in keys),
+                *(f"{row[key]:,.0f}" for key in ("more than after", "formula")),
+            ]
+        )
         losses = ", ".join(f"{loss:.4f}" for loss in row["losses"])
-        lines.append(f"| {row['ranks']} | {row['arm']} | {sizes} | {'yes' if row['moved'] else 'no'} | {losses} |")
+        lines.append(
+            f"| {row['ranks']} | {row['arm']} | {sizes} | {'yes' if row['moved'] else 'no'} | {losses} |"
+        )
     return "\n".join(lines)
 
 
@@ -196,13 +237,26 @@ def plot(rows: list[dict], path: str) -> None:
     for i, arm in enumerate(arms):
         own = {row["ranks"]: row["total"] / 2**20 for row in rows if row["arm"] == arm}
         places = [j + (i - (len(arms) - 1) / 2) * width for j, n in enumerate(ranks) if n in own]
-        axes.bar(places, list(own.values()), width, label=f"{arm} (does not train)" if arm == "before" else arm)
+        axes.bar(
+            places,
+            list(own.values()),
+            width,
+            label=f"{arm} (does not train)" if arm == "before" else arm,
+        )
         if arm == "before":
-            formula = [(row["total"] - row["more than after"] + row["formula"]) / 2**20 for row in rows
-                       if row["arm"] == arm]
+            formula = [
+                (row["total"] - row["more than after"] + row["formula"]) / 2**20
+                for row in rows
+                if row["arm"] == arm
+            ]
             axes.plot(places, formula, "k_", markersize=22, label="after + 4P(1 - 2/N)")
-    axes.set(xlabel="ranks", ylabel="MiB retained per rank", xticks=range(len(ranks)), xticklabels=ranks,
-             title="The optimizer made before or after sharding, float32 AdamW")
+    axes.set(
+        xlabel="ranks",
+        ylabel="MiB retained per rank",
+        xticks=range(len(ranks)),
+        xticklabels=ranks,
+        title="The optimizer made before or after sharding, float32 AdamW",
+    )
     axes.legend()
     figure.savefig(path, dpi=100)
 
@@ -211,7 +265,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], choices=[1, 2, 3, 4])
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--plot", metavar="PATH", help="also draw the figures, as PNG (needs matplotlib)")
+    parser.add_argument(
+        "--plot", metavar="PATH", help="also draw the figures, as PNG (needs matplotlib)"
+    )
     args = parser.parse_args(argv)
     rows = [row for ranks in args.ranks for row in table(ranks, list(ARMS))]
     print(json.dumps(rows) if args.json else to_text(rows))

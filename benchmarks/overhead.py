@@ -40,7 +40,10 @@ from parallel.parallelize import parallelize
 from train import train
 
 TINY = pathlib.Path(__file__).parent.parent / "configs/tiny.toml"
-SIZES = {"tiny": [], "short": ["--train.seq_len=64", "--train.global_batch_size=1", "--train.micro_batch_size=1"]}
+SIZES = {
+    "tiny": [],
+    "short": ["--train.seq_len=64", "--train.global_batch_size=1", "--train.micro_batch_size=1"],
+}
 LAUNCH = "overhead"  # a launch has a file to look for requests to stop in
 WARM_UP = 10  # steps
 
@@ -78,12 +81,16 @@ class BareLoop:
         parallelize(self.model, cfg, world)
         materialize(self.model, cfg.run.seed, storage_device(cfg, world))
         o = cfg.optim
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), o.lr, o.betas, o.eps, o.weight_decay, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), o.lr, o.betas, o.eps, o.weight_decay, fused=True
+        )
 
     def step(self, step: int) -> None:
         batch, losses = self.batches[step], []
         for micro_batch in batch.micro_batches:
-            tokens, targets = (tensor.to(self.world.device, non_blocking=True) for tensor in micro_batch)
+            tokens, targets = (
+                tensor.to(self.world.device, non_blocking=True) for tensor in micro_batch
+            )
             sums, _ = self.model(tokens, targets)
             (sums["loss"] / batch.valid_tokens).backward()
             losses.append(sums["loss"].detach())
@@ -112,25 +119,43 @@ def measure(cfg: config.Config, world: World) -> dict[int, list[tuple[float, flo
             train(cfg, world, run)
     except SystemExit:
         raise ConfigError(folder.failures(run_folder, LAUNCH)[0]["text"]) from None
-    losses = {row["step"]: row["loss"] for row in read_rows(run_folder / "metrics.jsonl") if row["kind"] == "train"}
+    losses = {
+        row["step"]: row["loss"]
+        for row in read_rows(run_folder / "metrics.jsonl")
+        if row["kind"] == "train"
+    }
     for step, ours in losses.items():
         if not math.isclose(ours, theirs := bare.loss(step), rel_tol=1e-3):
-            raise ArithmeticError(f"step {step}: train.py's loss is {ours}, the bare loop's {theirs}")
-    return {step: pair for step, pair in run.seconds.items() if WARM_UP < step < last}  # the last is due for a row
+            raise ArithmeticError(
+                f"step {step}: train.py's loss is {ours}, the bare loop's {theirs}"
+            )
+    return {
+        step: pair for step, pair in run.seconds.items() if WARM_UP < step < last
+    }  # the last is due for a row
 
 
 def typical(steps: dict[str, list[float]]) -> float:
     """The mean of medians: of steps with a row and of those without, by their share. One median would leave out what
     is done in every tenth step."""
     count = sum(map(len, steps.values()))
-    return sum(len(values) / count * statistics.median(values) for values in steps.values() if values)
+    return sum(
+        len(values) / count * statistics.median(values) for values in steps.values() if values
+    )
 
 
 def interval(steps: dict[str, list[float]], draws: int = 2000) -> tuple[float, float]:
     """95 % of typical(), by bootstrap."""
     chance = random.Random(0)
-    drawn = sorted(typical({kind: chance.choices(values, k=len(values)) for kind, values in steps.items() if values})
-                   for _ in range(draws))
+    drawn = sorted(
+        typical(
+            {
+                kind: chance.choices(values, k=len(values))
+                for kind, values in steps.items()
+                if values
+            }
+        )
+        for _ in range(draws)
+    )
     return drawn[draws // 40], drawn[-1 - draws // 40]
 
 
@@ -142,28 +167,46 @@ def report(name: str, seconds: dict[int, tuple[float, float]], every: int) -> st
     bare = statistics.median(theirs for _, theirs in seconds.values())
     for kind, values in more.items():
         if values:
-            print(f"{name}: {len(values)} steps {kind}: {1000 * statistics.median(values):+.3f} ms over a bare step of "
-                  f"{1000 * bare:.1f} ms")
+            print(
+                f"{name}: {len(values)} steps {kind}: {1000 * statistics.median(values):+.3f} ms over a bare step of "
+                f"{1000 * bare:.1f} ms"
+            )
     found, (low, high) = typical(more), interval(more)
-    return (f"overhead {100 * found / bare:.2f} % ({100 * low / bare:.2f} % ... {100 * high / bare:.2f} %), "
-            f"{1000 * found:.3f} ms a step")
+    return (
+        f"overhead {100 * found / bare:.2f} % ({100 * low / bare:.2f} % ... {100 * high / bare:.2f} %), "
+        f"{1000 * found:.3f} ms a step"
+    )
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--steps", type=count, default=200)
-    parser.add_argument("--sizes", type=lambda text: text.split(","), default=[*SIZES],
-                        help="the last line is of the last")
+    parser.add_argument(
+        "--sizes",
+        type=lambda text: text.split(","),
+        default=[*SIZES],
+        help="the last line is of the last",
+    )
     args, overrides = parser.parse_known_args(argv)
     with tempfile.TemporaryDirectory() as temporary:
         # what both loops compute alike: a constant learning rate, so low that rounding does not add up; one group
-        common = [f"--run.output_dir={temporary}", f"--data.path={temporary}/data", "--eval=off", "--checkpoint=off",
-                  "--parallel.param_dtype=float32",
-                  f"--train.steps={WARM_UP + args.steps + 1}", "--optim.schedule=constant", "--optim.warmup_steps=0",
-                  "--optim.lr=1e-4", "--optim.weight_decay=0"]
+        common = [
+            f"--run.output_dir={temporary}",
+            f"--data.path={temporary}/data",
+            "--eval=off",
+            "--checkpoint=off",
+            "--parallel.param_dtype=float32",
+            f"--train.steps={WARM_UP + args.steps + 1}",
+            "--optim.schedule=constant",
+            "--optim.warmup_steps=0",
+            "--optim.lr=1e-4",
+            "--optim.weight_decay=0",
+        ]
         try:
             for name in args.sizes:
-                cfg = config.load(str(TINY), [f"--run.name={name}", *common, *SIZES[name], *overrides])
+                cfg = config.load(
+                    str(TINY), [f"--run.name={name}", *common, *SIZES[name], *overrides]
+                )
                 prepare(cfg)
                 with distributed(cfg) as world:
                     seconds = measure(cfg, world)

@@ -22,7 +22,12 @@ def main() -> int:
     parser.add_argument("--conversations", type=count, default=10_000_000)
     parser.add_argument("--seq-len", type=count, nargs="+", default=[2048, 8192])
     args = parser.parse_args()
-    lengths = np.random.default_rng(0).lognormal(math.log(450), 1.0, args.conversations).astype(np.int64).clip(8)
+    lengths = (
+        np.random.default_rng(0)
+        .lognormal(math.log(450), 1.0, args.conversations)
+        .astype(np.int64)
+        .clip(8)
+    )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     for room in args.seq_len:
         cut = np.minimum(lengths, room)
@@ -31,9 +36,11 @@ def main() -> int:
         seconds, processor = time.perf_counter() - began, time.process_time() - processor
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
         windows = len(starts) - 1
-        print(f"{args.conversations:,} conversations, {(lengths > room).mean():.1%} of them cut, in {windows:,} "
-              f"windows of {room:,} tokens, {cut.sum() / (room * windows):.3%} full; planned in {seconds:.1f} s, "
-              f"{processor:.1f} of a core; peak resident memory grew by {grown:.0f} MiB")
+        print(
+            f"{args.conversations:,} conversations, {(lengths > room).mean():.1%} of them cut, in {windows:,} "
+            f"windows of {room:,} tokens, {cut.sum() / (room * windows):.3%} full; planned in {seconds:.1f} s, "
+            f"{processor:.1f} of a core; peak resident memory grew by {grown:.0f} MiB"
+        )
     return 0
 
 

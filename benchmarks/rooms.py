@@ -29,21 +29,46 @@ def main(argv: list[str]) -> int:
     for room in args.rooms or [*OPTIONAL, "all"]:
         with tempfile.TemporaryDirectory() as folder:
             copy = copy_tracked(pathlib.Path(folder, "repo"), OPTIONAL if room == "all" else [room])
-            for command in (["init", "--quiet"], ["add", "--all"]):  # some tests ask git for the files
+            for command in (
+                ["init", "--quiet"],
+                ["add", "--all"],
+            ):  # some tests ask git for the files
                 subprocess.run(["git", *command], cwd=copy, check=True)
             began, chosen = time.monotonic(), "" if room == "all" else "not slow"
-            tests = ["-n", args.n, "--dist", "loadfile", "--no-loadscope-reorder", "-m", chosen, "-k", args.k]
-            done = subprocess.run([sys.executable, "-m", "pytest", *tests], cwd=copy, capture_output=True, text=True,
-                                  env={**os.environ, "PYTHON": sys.executable})
+            tests = [
+                "-n",
+                args.n,
+                "--dist",
+                "loadfile",
+                "--no-loadscope-reorder",
+                "-m",
+                chosen,
+                "-k",
+                args.k,
+            ]
+            done = subprocess.run(
+                [sys.executable, "-m", "pytest", *tests],
+                cwd=copy,
+                capture_output=True,
+                text=True,
+                env={**os.environ, "PYTHON": sys.executable},
+            )
         *_, last = ["", *done.stdout.splitlines()]
         counts = {what: int(number) for number, what in re.findall(r"(\d+) (\w+)", last)}
         wrong = counts.get("failed", 0) + counts.get("error", 0) + counts.get("errors", 0)
-        print(f"{room:24} {counts.get('passed', 0):7} {counts.get('skipped', 0):7} {wrong:7} "
-              f"{time.monotonic() - began:7.0f}", flush=True)
+        print(
+            f"{room:24} {counts.get('passed', 0):7} {counts.get('skipped', 0):7} {wrong:7} "
+            f"{time.monotonic() - began:7.0f}",
+            flush=True,
+        )
         if done.returncode:
             failed = True
-            print(*re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.M) or [done.stdout + done.stderr], sep="\n",
-                  flush=True)
+            print(
+                *re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.M)
+                or [done.stdout + done.stderr],
+                sep="\n",
+                flush=True,
+            )
     return failed
 
 

@@ -1,6 +1,6 @@
 """Many short runs on two processes: each must exit 0, leave no process behind and print no traceback.
 
-    python benchmarks/short_runs.py --runs 50
+python benchmarks/short_runs.py --runs 50
 """
 
 import argparse
@@ -23,15 +23,39 @@ def main() -> int:
     runs, failures, began = parser.parse_args().runs, [], time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         for number in range(runs):
-            command = [REPO / "run_train.sh", REPO / "configs/tiny.toml", "--train.steps=3", f"--run.name=r{number}",
-                       f"--run.output_dir={folder}", "--train.seq_len=64", "--log.tensorboard=false"]
-            done = subprocess.run(command, capture_output=True, text=True, cwd=REPO,
-                                  env={**os.environ, "NPROC": "2", "PYTHON": sys.executable})
-            left = subprocess.run(["pgrep", "-f", f"{folder}"], capture_output=True, text=True).stdout.split()
-            if done.returncode or left or "Traceback" in done.stdout + done.stderr or "terminate" in done.stderr:
+            command = [
+                REPO / "run_train.sh",
+                REPO / "configs/tiny.toml",
+                "--train.steps=3",
+                f"--run.name=r{number}",
+                f"--run.output_dir={folder}",
+                "--train.seq_len=64",
+                "--log.tensorboard=false",
+            ]
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                cwd=REPO,
+                env={**os.environ, "NPROC": "2", "PYTHON": sys.executable},
+            )
+            left = subprocess.run(
+                ["pgrep", "-f", f"{folder}"], capture_output=True, text=True
+            ).stdout.split()
+            if (
+                done.returncode
+                or left
+                or "Traceback" in done.stdout + done.stderr
+                or "terminate" in done.stderr
+            ):
                 failures.append(number)
-                print(f"run {number}: exit {done.returncode}, left {left}\n{done.stdout}{done.stderr}", flush=True)
-    print(f"{runs - len(failures)} of {runs} runs ended well, {(time.monotonic() - began) / runs:.1f} s each")
+                print(
+                    f"run {number}: exit {done.returncode}, left {left}\n{done.stdout}{done.stderr}",
+                    flush=True,
+                )
+    print(
+        f"{runs - len(failures)} of {runs} runs ended well, {(time.monotonic() - began) / runs:.1f} s each"
+    )
     return 1 if failures else 0
 
 

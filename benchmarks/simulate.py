@@ -48,20 +48,28 @@ def compare(cfg: config.Config, ranks: int) -> tuple[str, bool]:
     saved = (planned["parameter_bytes_per_rank"] + planned["optimizer_bytes_per_rank"]) / 2**20
     gathers, gathered = formula["all_gather"]
     off = planned["peak_gib"] / peak - 1
-    return (f"{ranks:7,} {planned['peak_gib']:9.3f} {peak:9.3f} {off:+8.3%} "
-            f"{'equal' if equal else 'DIFFER':>11} {gathered / max(1, gathers) / ranks / 2**20:16.3f} "
-            f"{min(shards):14,} {saved:13.1f} {between - began:6.1f} {end - between:6.1f}",
-            equal and -0.01 <= off <= 0.03)
+    return (
+        f"{ranks:7,} {planned['peak_gib']:9.3f} {peak:9.3f} {off:+8.3%} "
+        f"{'equal' if equal else 'DIFFER':>11} {gathered / max(1, gathers) / ranks / 2**20:16.3f} "
+        f"{min(shards):14,} {saved:13.1f} {between - began:6.1f} {end - between:6.1f}",
+        equal and -0.01 <= off <= 0.03,
+    )
 
 
 def drawn(seed: int, folder: str) -> tuple[list[str], int, float]:
     """(command line, ranks, share of what it needs that a GPU has) of a random configuration."""
     draw = random.Random(seed)
     path = f"{folder}/{draw.choice(['llama1b', 'llama3b', 'llama8b'])}.toml"
-    words = [path, "--dry-run", f"--parallel.recompute={draw.choice(['none', 'elementwise', 'selective'])}",
-             f"--parallel.compile={draw.choice(['true', 'false'])}", f"--train.seq_len={draw.choice([2048, 4096])}",
-             "--train.global_batch_size=256", f"--train.micro_batch_size={draw.choice([2, 4])}",
-             f"--model.n_layers={draw.choice([4, 6])}"]
+    words = [
+        path,
+        "--dry-run",
+        f"--parallel.recompute={draw.choice(['none', 'elementwise', 'selective'])}",
+        f"--parallel.compile={draw.choice(['true', 'false'])}",
+        f"--train.seq_len={draw.choice([2048, 4096])}",
+        "--train.global_batch_size=256",
+        f"--train.micro_batch_size={draw.choice([2, 4])}",
+        f"--model.n_layers={draw.choice([4, 6])}",
+    ]
     return words, draw.choice([2, 4, 8]), draw.uniform(0.4, 0.9)
 
 
@@ -74,22 +82,32 @@ def suggestion(words: list[str], ranks: int, share: float) -> tuple[str, float, 
     if (found := advice.fastest(tried)) is None:
         return f"nothing of {len(tried)} changes", memory, math.inf, []
     (overrides, times), best = found
-    faster = [advice.words(*each) for each in tried if each[1]["fits"] and advice.speed(each[1]) > advice.speed(best)]
-    step = simulate(config.load(args.config, [*args.overrides, *overrides]), ranks * times, whole=True)
+    faster = [
+        advice.words(*each)
+        for each in tried
+        if each[1]["fits"] and advice.speed(each[1]) > advice.speed(best)
+    ]
+    step = simulate(
+        config.load(args.config, [*args.overrides, *overrides]), ranks * times, whole=True
+    )
     return advice.words((overrides, times), best), memory, device_gib(step), faster
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.simulate", allow_abbrev=False)
     parser.add_argument("config")
-    parser.add_argument("--world-size", type=lambda text: [int(n) for n in text.split(",")], default=[])
+    parser.add_argument(
+        "--world-size", type=lambda text: [int(n) for n in text.split(",")], default=[]
+    )
     parser.add_argument("--suggestions", type=int, default=0)
     args, overrides = parser.parse_known_args(argv)
     right = True
     try:
         if args.world_size:
-            print("  ranks  plan GiB  step GiB      off  collectives  MiB a rank sends  smallest shard  MiB it saves"
-                  "  plan s  step s")
+            print(
+                "  ranks  plan GiB  step GiB      off  collectives  MiB a rank sends  smallest shard  MiB it saves"
+                "  plan s  step s"
+            )
         for ranks in args.world_size:
             line, fine = compare(config.load(args.config, overrides), ranks)
             right &= fine
@@ -98,9 +116,11 @@ def main(argv: list[str]) -> int:
             words, ranks, share = drawn(seed, args.config.rpartition("/")[0])
             name, memory, needed, faster = suggestion(words, ranks, share)
             right &= needed <= memory and not faster
-            print(f"{seed:3} {ranks} ranks of {memory:6.2f} GiB: {name} takes {needed:.2f}, "
-                  f"{'fits' if needed <= memory else 'DOES NOT FIT'}{f', FASTER: {faster}' if faster else ''}",
-                  flush=True)
+            print(
+                f"{seed:3} {ranks} ranks of {memory:6.2f} GiB: {name} takes {needed:.2f}, "
+                f"{'fits' if needed <= memory else 'DOES NOT FIT'}{f', FASTER: {faster}' if faster else ''}",
+                flush=True,
+            )
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

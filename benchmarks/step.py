@@ -40,27 +40,39 @@ from parallel.mesh import World, storage_device
 from parallel.parallelize import parallelize
 from train import training_step
 
-EXPERIMENTS = {"reduce_scatter_buffers": "set_reduce_scatter_max_input_buffers",
-               "separate_reduce_scatter_group": "set_separate_reduce_scatter_group"}
+EXPERIMENTS = {
+    "reduce_scatter_buffers": "set_reduce_scatter_max_input_buffers",
+    "separate_reduce_scatter_group": "set_separate_reduce_scatter_group",
+}
 
 
 def add_experiments(parser: argparse.ArgumentParser) -> None:
     """Options for FSDP2's experimental settings, which may help where reductions are waited for; see experiments()."""
-    parser.add_argument("--reduce-scatter-buffers", type=count, help="in flight at a time; FSDP2 has one")
-    parser.add_argument("--separate-reduce-scatter-group", action="store_true", help="a process group of their own")
+    parser.add_argument(
+        "--reduce-scatter-buffers", type=count, help="in flight at a time; FSDP2 has one"
+    )
+    parser.add_argument(
+        "--separate-reduce-scatter-group", action="store_true", help="a process group of their own"
+    )
 
 
 def experiments(args: argparse.Namespace) -> dict[str, int | bool]:
     """{method of FSDPModule: its argument} of the options given. Raises ConfigError for what this torch lacks."""
     given = {option: getattr(args, option) for option in EXPERIMENTS if getattr(args, option)}
     if lacking := [option for option in given if not hasattr(FSDPModule, EXPERIMENTS[option])]:
-        raise ConfigError(*(f"--{option.replace('_', '-')}: torch {torch.__version__} has no "
-                            f"FSDPModule.{EXPERIMENTS[option]}(), which came with 2.13" for option in lacking))
+        raise ConfigError(
+            *(
+                f"--{option.replace('_', '-')}: torch {torch.__version__} has no "
+                f"FSDPModule.{EXPERIMENTS[option]}(), which came with 2.13"
+                for option in lacking
+            )
+        )
     return {EXPERIMENTS[option]: value for option, value in given.items()}
 
 
-def build(cfg: config.Config, world: World, settings: dict[str, int | bool] | None = None
-          ) -> tuple[Llama, torch.optim.Optimizer, FiniteGuard]:
+def build(
+    cfg: config.Config, world: World, settings: dict[str, int | bool] | None = None
+) -> tuple[Llama, torch.optim.Optimizer, FiniteGuard]:
     """What train.py trains, with fresh weights. settings: from experiments()."""
     device = storage_device(cfg, world)
     model = meta_model(cfg.model, cfg.lora)
@@ -91,7 +103,9 @@ def synchronize(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def measure(cfg: config.Config, world: World, steps: int, warm_up: int, real: bool, settings: dict) -> dict:
+def measure(
+    cfg: config.Config, world: World, steps: int, warm_up: int, real: bool, settings: dict
+) -> dict:
     """Seconds of each step and what follows from them, as one dictionary. settings: from experiments()."""
     t = cfg.train
     model, optimizer, guard = build(cfg, world, settings)
@@ -115,26 +129,47 @@ def measure(cfg: config.Config, world: World, steps: int, warm_up: int, real: bo
     if real:
         loader.close()
 
-    mean_loss = sums["loss"].item() / (t.seq_len // world.cp * micro_batch_size * accumulation)  # of this rank's tokens
+    mean_loss = sums["loss"].item() / (
+        t.seq_len // world.cp * micro_batch_size * accumulation
+    )  # of this rank's tokens
     timed = spread(seconds[1 + warm_up :])
     rate = config.tokens_per_step(cfg) / world.size / timed["median"]
     flops, peak = flops_per_token(model, t.seq_len), peak_flops(world.device)
     return {
-        "configuration": cfg.run.name, "parameters": parameter_count(model), "ranks": world.size, "seq_len": t.seq_len,
-        "micro_batch_size": micro_batch_size, "accumulation_steps": accumulation,
-        "tokens_per_step": config.tokens_per_step(cfg), "param_dtype": cfg.parallel.param_dtype,
-        "recompute": cfg.parallel.recompute, "compile": cfg.parallel.compile, "data": "real" if real else "random",
-        "device": torch.cuda.get_device_name() if world.device.type == "cuda" else platform.processor() or "cpu",
-        "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
-        "first_step_seconds": seconds[0], **{f"step_seconds_{name}": value for name, value in timed.items()},
+        "configuration": cfg.run.name,
+        "parameters": parameter_count(model),
+        "ranks": world.size,
+        "seq_len": t.seq_len,
+        "micro_batch_size": micro_batch_size,
+        "accumulation_steps": accumulation,
+        "tokens_per_step": config.tokens_per_step(cfg),
+        "param_dtype": cfg.parallel.param_dtype,
+        "recompute": cfg.parallel.recompute,
+        "compile": cfg.parallel.compile,
+        "data": "real" if real else "random",
+        "device": torch.cuda.get_device_name()
+        if world.device.type == "cuda"
+        else platform.processor() or "cpu",
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "first_step_seconds": seconds[0],
+        **{f"step_seconds_{name}": value for name, value in timed.items()},
         "timed_steps": steps,
-        "tokens_per_second_per_device": rate, "mfu": rate * flops / peak if peak else None,
-        "peak_memory_gib": peak_memory_gib(world.device), "last_loss": mean_loss,
+        "tokens_per_second_per_device": rate,
+        "mfu": rate * flops / peak if peak else None,
+        "peak_memory_gib": peak_memory_gib(world.device),
+        "last_loss": mean_loss,
     }
 
 
-def measure_by_size(cfg: config.Config, world: World, bare: bool, settings: dict, timed: int = 8, sequences: int = 16
-                    ) -> dict:
+def measure_by_size(
+    cfg: config.Config,
+    world: World,
+    bare: bool,
+    settings: dict,
+    timed: int = 8,
+    sequences: int = 16,
+) -> dict:
     """One process's speed and memory: steps of one micro-batch and of three give the time of a micro-batch, their
     slope, and of the optimizer, their intercept; those give a step of so many sequences. The loss is that of step 8.
     bare: benchmarks/overhead.py's loop on the same model instead of train.py's step."""
@@ -161,11 +196,20 @@ def measure_by_size(cfg: config.Config, world: World, bare: bool, settings: dict
     found = step_of(one["median"], three["median"], sequences / size)
     if "step_seconds" in found:
         rate, peak = sequences * length / found["step_seconds"], peak_flops(world.device)
-        found |= {"tokens_per_second": rate, "mfu": rate * flops_per_token(model, length) / peak if peak else None}
+        found |= {
+            "tokens_per_second": rate,
+            "mfu": rate * flops_per_token(model, length) / peak if peak else None,
+        }
     return found | {
-        "micro_batch_size": size, "seconds_of_one": one, "seconds_of_three": three, "first_step_seconds": seconds[0],
-        "loss": loss, "peak_gib": peak_memory_gib(world.device),
-        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if world.device.type == "cuda" else None,
+        "micro_batch_size": size,
+        "seconds_of_one": one,
+        "seconds_of_three": three,
+        "first_step_seconds": seconds[0],
+        "loss": loss,
+        "peak_gib": peak_memory_gib(world.device),
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30
+        if world.device.type == "cuda"
+        else None,
     }
 
 
@@ -180,7 +224,11 @@ def step_of(one: float, three: float, micro_batches: float) -> dict:
 
 def spread(seconds: list[float]) -> dict:
     timed = sorted(seconds)
-    return {"median": statistics.median(timed), "p5": timed[len(timed) // 20], "p95": timed[-1 - len(timed) // 20]}
+    return {
+        "median": statistics.median(timed),
+        "p5": timed[len(timed) // 20],
+        "p95": timed[-1 - len(timed) // 20],
+    }
 
 
 def main(argv: list[str]) -> int:
@@ -188,7 +236,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("config")
     parser.add_argument("--steps", type=count, default=20)
     parser.add_argument("--warm-up", type=int, default=5, help="steps after the first")
-    parser.add_argument("--real", action="store_true", help="read the configuration's prepared data")
+    parser.add_argument(
+        "--real", action="store_true", help="read the configuration's prepared data"
+    )
     parser.add_argument("--json", action="store_true")
     add_experiments(parser)
     args, overrides = parser.parse_known_args(argv)
@@ -196,12 +246,23 @@ def main(argv: list[str]) -> int:
         settings = experiments(args)
         cfg = config.load(args.config, ["--run.device=auto", *overrides])
         with distributed(cfg) as world:
-            row = measure(resolve_param_dtype(cfg, world), world, args.steps, args.warm_up, args.real, settings)
+            row = measure(
+                resolve_param_dtype(cfg, world),
+                world,
+                args.steps,
+                args.warm_up,
+                args.real,
+                settings,
+            )
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     if world.rank == 0:
-        print(json.dumps(row) if args.json else "\n".join(f"{key:<30} {value}" for key, value in row.items()))
+        print(
+            json.dumps(row)
+            if args.json
+            else "\n".join(f"{key:<30} {value}" for key, value in row.items())
+        )
     return 0
 
 

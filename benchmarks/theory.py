@@ -11,7 +11,13 @@ from model.llama import Llama, named_parameters
 from model.loss import CHUNK
 from optim import build_optimizer
 from parallel.activation_checkpoint import is_checkpointed
-from parallel.fsdp import all_gather_dtype, replicated_parameters, unit_dtypes, unit_parameters, units
+from parallel.fsdp import (
+    all_gather_dtype,
+    replicated_parameters,
+    unit_dtypes,
+    unit_parameters,
+    units,
+)
 from parallel.selective import KEEP_EVERY
 
 
@@ -33,13 +39,22 @@ def held(cfg: config.Config, model: Llama, ranks: int) -> dict[str, int]:
     what the optimizer keeps in its shape."""
     _, dp_shard, cp, tp = config.mesh_shape(cfg, ranks)
     replicated = replicated_parameters(model, cfg.parallel)
-    parameters = {q: q.itemsize * (q.numel() if q in replicated else numel)
-                  for q, numel in largest_shards(model, dp_shard * cp, tp).items()}
+    parameters = {
+        q: q.itemsize * (q.numel() if q in replicated else numel)
+        for q, numel in largest_shards(model, dp_shard * cp, tp).items()
+    }
     trained = {q: size for q, size in parameters.items() if q.requires_grad}
     optimizer = build_optimizer(model, cfg.optim)
-    state = [s.itemsize * (parameters[q] // q.itemsize if s.shape == q.shape else s.numel())
-             for q in trained for s in optimizer.state.get(q, {}).values()]
-    return {"parameter": sum(parameters.values()), "gradient": sum(trained.values()), "optimizer": sum(state)}
+    state = [
+        s.itemsize * (parameters[q] // q.itemsize if s.shape == q.shape else s.numel())
+        for q in trained
+        for s in optimizer.state.get(q, {}).values()
+    ]
+    return {
+        "parameter": sum(parameters.values()),
+        "gradient": sum(trained.values()),
+        "optimizer": sum(state),
+    }
 
 
 def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple[int, int]]:
@@ -61,7 +76,10 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
     p = cfg.parallel
     dp_replicate, dp_shard, cp, tp = config.mesh_shape(cfg, ranks)
     shards, dp_size = dp_shard * cp, dp_replicate * dp_shard
-    sequences, accumulation = config.micro_batch_size(cfg, dp_size), config.accumulation_steps(cfg, dp_size)
+    sequences, accumulation = (
+        config.micro_batch_size(cfg, dp_size),
+        config.accumulation_steps(cfg, dp_size),
+    )
     reductions = accumulation if p.sync_every_micro_batch else 1
     scatters = accumulation if dp_replicate > 1 else reductions
     replicated, numel = replicated_parameters(model, p), largest_shards(model, shards, tp)
@@ -88,7 +106,10 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
     for name, modules in units(model):
         parameters = [q for q in unit_parameters(modules) if q not in replicated]
         param_dtype, reduce_dtype = unit_dtypes(p, name)
-        size = sum(numel[q] * (1 if q in in_8_bits else all_gather_dtype(q, param_dtype).itemsize) for q in parameters)
+        size = sum(
+            numel[q] * (1 if q in in_8_bits else all_gather_dtype(q, param_dtype).itemsize)
+            for q in parameters
+        )
         trained = sum(numel[q] for q in parameters if q.requires_grad)
         if shards > 1:
             again = p.reshard_after_forward and not {model.head, model.embedding} & {*modules}
@@ -99,7 +120,9 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
     return {kind: (number, size) for kind, (number, size) in found.items()}
 
 
-def of_muon(cfg: config.Config, model: Llama, ranks: int, shards: dict[nn.Parameter, int]) -> Iterator[int]:
+def of_muon(
+    cfg: config.Config, model: Llama, ranks: int, shards: dict[nn.Parameter, int]
+) -> Iterator[int]:
     """Bytes of each all-to-all of a step on rank 0. For each shape (under tp, for each sharding) of the trained blocks'
     matrices: of M matrices, rank 0 owns m, its replica n, and rank 0 has e elements of each, of E. Then two of
     max(n e, m E) elements, within the replica, and one of max(R n e, M e) between R replicas."""
@@ -109,8 +132,11 @@ def of_muon(cfg: config.Config, model: Llama, ranks: int, shards: dict[nn.Parame
         from parallel.tensor import placement_of
 
     replicas, *within = config.mesh_shape(cfg, ranks)
-    matrices = [(name, q) for name, q in named_parameters(model)
-                if name.startswith("blocks") and q.ndim == 2 and q.requires_grad]
+    matrices = [
+        (name, q)
+        for name, q in named_parameters(model)
+        if name.startswith("blocks") and q.ndim == 2 and q.requires_grad
+    ]
     owner = owners([flop(q.shape) for _, q in matrices], ranks, replicas)
     by_shape: dict[tuple, list[int]] = {}
     for (name, q), rank in zip(matrices, owner):
@@ -125,8 +151,15 @@ def of_muon(cfg: config.Config, model: Llama, ranks: int, shards: dict[nn.Parame
             yield itemsize * max(replicas * ours, len(ranks_of) * piece)
 
 
-def over_tp_and_cp(cfg: config.Config, model: Llama, sequences: int, accumulation: int, scatters: int, cp: int,
-                   tp: int) -> Iterator[tuple[str, int, int]]:
+def over_tp_and_cp(
+    cfg: config.Config,
+    model: Llama,
+    sequences: int,
+    accumulation: int,
+    scatters: int,
+    cp: int,
+    tp: int,
+) -> Iterator[tuple[str, int, int]]:
     """(collective, number, bytes of each) of tensor and context parallelism per step and rank. With L blocks and A
     micro-batches of so many sequences, G of which reduce gradients, and F blocks with recompute = "full" or n:
 
@@ -158,20 +191,30 @@ def over_tp_and_cp(cfg: config.Config, model: Llama, sequences: int, accumulatio
         block, activations = f"blocks.{i}.", size(f"blocks.{i}")
         checkpointed = is_checkpointed(p.recompute, i)
         again = not p.compile or checkpointed
-        values = flows or trains(f"{block}attention_norm", f"{block}attention.k_", f"{block}attention.v_")
+        values = flows or trains(
+            f"{block}attention_norm", f"{block}attention.k_", f"{block}attention.v_"
+        )
         attends = values or trains(f"{block}attention.q_")
         for module, columns in (("attention", "qkv"), ("feed_forward", ("gate", "up"))):
             into = flows or trains(f"{block}{module}_norm")
             for_weights = trains(*(f"{block}{module}.{name}_proj" for name in columns))
             flows = into or trains(f"{block}{module}.")
             if tp > 1:
-                yield "all_gather", accumulation * (1 + flows + (checkpointed or (again and for_weights))), activations
+                yield (
+                    "all_gather",
+                    accumulation * (1 + flows + (checkpointed or (again and for_weights))),
+                    activations,
+                )
                 yield "reduce_scatter", accumulation * (1 + into), activations
         if tp > 1 and checkpointed and p.recompute not in KEEP_EVERY:
             yield "reduce_scatter", accumulation, activations
         if cp > 1:
             keys_and_values = activations // m.dim * cp * 2 * m.n_kv_heads // tp * m.width_per_head
-            yield "all_gather", accumulation * (1 + (checkpointed or (again and attends))), keys_and_values
+            yield (
+                "all_gather",
+                accumulation * (1 + (checkpointed or (again and attends))),
+                keys_and_values,
+            )
             yield "reduce_scatter", accumulation * values, keys_and_values
     if tp > 1:
         from parallel.tensor import placement_of

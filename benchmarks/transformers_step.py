@@ -48,8 +48,11 @@ Step = Callable[[int, Batch], Tensor]  # trains one; the loss, a mean over the r
 
 def our_step(cfg: config.Config, world: World, weights: dict[str, Tensor]) -> Step:
     """weights: by transformers' names."""
+
     def read(name: str, offsets: tuple[int, ...], out: Tensor) -> None:
-        out.copy_(weights[hf_name(name)][tuple(slice(o, o + size) for o, size in zip(offsets, out.shape))])
+        out.copy_(
+            weights[hf_name(name)][tuple(slice(o, o + size) for o, size in zip(offsets, out.shape))]
+        )
 
     model, device = meta_model(cfg.model), storage_device(cfg, world)
     parallelize(model, cfg, world)
@@ -71,13 +74,23 @@ def their_step(cfg: config.Config, world: World, theirs: LlamaForCausalLM) -> St
     model: nn.Module = theirs.to(world.device).train()
     if world.size > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": o.weight_decay},
-                                   {"params": others, "weight_decay": 0.0}], o.lr, o.betas, o.eps, fused=True)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": decayed, "weight_decay": o.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ],
+        o.lr,
+        o.betas,
+        o.eps,
+        fused=True,
+    )
 
     def step(number: int, batch: Batch) -> Tensor:
-        (tokens, targets), = batch.micro_batches
+        ((tokens, targets),) = batch.micro_batches
         tokens, targets = tokens.to(world.device), targets.to(world.device)
-        loss = model(tokens, labels=targets, shift_labels=targets, use_cache=False).loss  # shifted already
+        loss = model(
+            tokens, labels=targets, shift_labels=targets, use_cache=False
+        ).loss  # shifted already
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.train.max_grad_norm)
         optimizer.step()
@@ -97,7 +110,9 @@ def measure(cfg: config.Config, world: World, steps: int) -> tuple[list[tuple[fl
     generator = torch.Generator().manual_seed(world.dp_rank)
     seconds = []
     for number in range(1, WARM_UP + steps + 1):
-        ids = torch.randint(cfg.model.vocab_size, (t.micro_batch_size, t.seq_len + 1), generator=generator)
+        ids = torch.randint(
+            cfg.model.vocab_size, (t.micro_batch_size, t.seq_len + 1), generator=generator
+        )
         batch = Batch([inputs_and_targets(ids)], config.tokens_per_step(cfg), 0)
         losses, taken = [0.0, 0.0], [(0.0, 0.0)] * 2
         for arm in (0, 1) if number % 2 else (1, 0):
@@ -109,8 +124,10 @@ def measure(cfg: config.Config, world: World, steps: int) -> tuple[list[tuple[fl
             raise ArithmeticError(f"step {number}: loss {losses[0]}, of transformers {losses[1]}")
         seconds.append(taken)
     ranks = all_gather_objects(seconds[WARM_UP:])
-    return tuple([tuple(max(rank[i][arm][kind] for rank in ranks) for arm in (0, 1)) for i in range(steps)]
-                 for kind in (0, 1))
+    return tuple(
+        [tuple(max(rank[i][arm][kind] for rank in ranks) for arm in (0, 1)) for i in range(steps)]
+        for kind in (0, 1)
+    )
 
 
 def ratio(pairs: list[tuple[float, float]]) -> float:
@@ -138,8 +155,13 @@ def main(argv: list[str]) -> int:
     ranks = rank_and_size()[2]
     try:
         # a constant learning rate, as theirs, so low that rounding does not add up
-        options = ["--parallel.param_dtype=float32", "--optim.schedule=constant", "--optim.warmup_steps=0",
-                   "--optim.lr=1e-4", *overrides]
+        options = [
+            "--parallel.param_dtype=float32",
+            "--optim.schedule=constant",
+            "--optim.warmup_steps=0",
+            "--optim.lr=1e-4",
+            *overrides,
+        ]
         whole = config.load(str(TINY), options).train.global_batch_size // ranks
         cfg = config.load(str(TINY), [*options, f"--train.micro_batch_size={whole}"])
         with distributed(cfg) as world:
@@ -149,9 +171,11 @@ def main(argv: list[str]) -> int:
         return 1
     if world.rank == 0:
         ours, theirs = (1000 * statistics.median(arm) for arm in zip(*clock))
-        print(f"{ranks} x {world.device.type} ({world.dp_replicate} replicas x {world.dp_shard} shards), "
-              f"{args.steps} steps of {config.tokens_per_step(cfg):,} tokens: {ours:.1f} ms, transformers "
-              f"{'with DDP ' * (ranks > 1)}{theirs:.1f} ms")
+        print(
+            f"{ranks} x {world.device.type} ({world.dp_replicate} replicas x {world.dp_shard} shards), "
+            f"{args.steps} steps of {config.tokens_per_step(cfg):,} tokens: {ours:.1f} ms, transformers "
+            f"{'with DDP ' * (ranks > 1)}{theirs:.1f} ms"
+        )
         print(f"CPU time: {report(cpu)}")
         print(report(clock))
     return 0

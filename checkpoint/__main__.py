@@ -16,9 +16,13 @@ from files import print_line
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m checkpoint", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m checkpoint", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("command", choices=["verify"])
-    parser.add_argument("folder", type=pathlib.Path, metavar="DIR", help="a checkpoint, or a run's folder")
+    parser.add_argument(
+        "folder", type=pathlib.Path, metavar="DIR", help="a checkpoint, or a run's folder"
+    )
     found, bad = checkpoints_of(parser.parse_args(argv).folder), 0
     for path in found:
         try:
@@ -30,7 +34,9 @@ def main(argv: list[str]) -> int:
             print_line("\n  ".join([f"{path}: BAD", *problems]))
         else:
             files = read_manifest(path)
-            print_line(f"{path}: good, {len(files)} files, {sum(f['size'] for f in files.values()):,} bytes")
+            print_line(
+                f"{path}: good, {len(files)} files, {sum(f['size'] for f in files.values()):,} bytes"
+            )
     print_line(f"{len(found) - bad} good, {bad} bad")
     return 1 if bad else 0
 

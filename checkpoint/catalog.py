@@ -15,8 +15,10 @@ from config import ConfigError
 
 NAME = re.compile(r"step-(\d{8,})")
 TEMPORARY = re.compile(r"\.step-\d{8,}\.tmp")
-NO_OPTIMIZER = ("holds weights without the state of an optimizer, as python -m huggingface import makes it: no run can "
-                "resume from it; start one from the Hugging Face folder itself, with model.init_from")
+NO_OPTIMIZER = (
+    "holds weights without the state of an optimizer, as python -m huggingface import makes it: no run can "
+    "resume from it; start one from the Hugging Face folder itself, with model.init_from"
+)
 
 
 def root(cfg: config.Config) -> pathlib.Path:
@@ -43,18 +45,30 @@ def readable() -> Iterator[None]:
 def step_folders(folder: pathlib.Path, links: bool = False) -> list[tuple[int, pathlib.Path]]:
     """(step, path) of every folder named like a checkpoint, good or bad, ascending; links=True: of symlinks with such
     names instead. Raises ConfigError if the folder cannot be read."""
-    named = [(NAME.fullmatch(entry.name), entry) for entry in (folder.iterdir() if folder.is_dir() else ())]
-    return sorted((int(name[1]), entry) for name, entry in named
-                  if name and entry.is_symlink() == links and (links or entry.is_dir()))
+    named = [
+        (NAME.fullmatch(entry.name), entry)
+        for entry in (folder.iterdir() if folder.is_dir() else ())
+    ]
+    return sorted(
+        (int(name[1]), entry)
+        for name, entry in named
+        if name and entry.is_symlink() == links and (links or entry.is_dir())
+    )
 
 
 def steps(cfg: config.Config) -> list[int]:
     """Steps of the run's checkpoints, ascending. Raises ConfigError if symlinks come after them: neither a fresh start
     nor going back must be silent."""
     found = [step for step, _ in step_folders(root(cfg))]
-    if links := [path.name for step, path in step_folders(root(cfg), links=True) if step > max(found, default=-1)]:
-        raise ConfigError(f"{root(cfg)}: {', '.join(links)}: links are not followed; move the checkpoints themselves "
-                          "here, or the links away")
+    if links := [
+        path.name
+        for step, path in step_folders(root(cfg), links=True)
+        if step > max(found, default=-1)
+    ]:
+        raise ConfigError(
+            f"{root(cfg)}: {', '.join(links)}: links are not followed; move the checkpoints themselves "
+            "here, or the links away"
+        )
     return found
 
 
@@ -75,42 +89,68 @@ def saved_param_dtype(cfg: config.Config) -> str | None:
     for step in reversed(steps(cfg)):
         if step and (step == resume or not isinstance(resume, int)):
             with contextlib.suppress(CorruptCheckpoint):
-                return config.SCHEMA.complete(read_state(path_of(cfg, step))["config"])["parallel.param_dtype"]
+                return config.SCHEMA.complete(read_state(path_of(cfg, step))["config"])[
+                    "parallel.param_dtype"
+                ]
     return None
 
 
-def problems_of(folder: pathlib.Path, share: int = 0, shares: int = 1, hashed: bool = True) -> list[str]:
+def problems_of(
+    folder: pathlib.Path, share: int = 0, shares: int = 1, hashed: bool = True
+) -> list[str]:
     """Everything wrong with a checkpoint, one line each: file, expected, found. Reads every byte (hashed=False: only
     compares sizes); each of `shares` callers reads its share. Raises ConfigError if it cannot be read."""
+
     def check(name: str, part: int) -> str | None:
         size, digests = files[name]["size"], files[name]["sha256"]
         try:
             if (found := manifest.size_of(folder, name)) != size:
                 return f"{folder / name}: expected {size} bytes, found {found}"
-            if hashed and size and (found := manifest.hash_part(folder, name, part)) != digests[part]:
-                return (f"{folder / name}: bytes {part * PART} to {min((part + 1) * PART, size) - 1}: expected SHA-256 "
-                        f"{digests[part]}, found {found}")
+            if (
+                hashed
+                and size
+                and (found := manifest.hash_part(folder, name, part)) != digests[part]
+            ):
+                return (
+                    f"{folder / name}: bytes {part * PART} to {min((part + 1) * PART, size) - 1}: expected SHA-256 "
+                    f"{digests[part]}, found {found}"
+                )
         except CorruptCheckpoint as error:
             return str(error)
 
     try:
         files = manifest.read_manifest(folder)
-        parts = [(name, part) for name, entry in sorted(files.items())
-                 for part in range(max(1, len(entry["sha256"])) if hashed else 1)]
+        parts = [
+            (name, part)
+            for name, entry in sorted(files.items())
+            for part in range(max(1, len(entry["sha256"])) if hashed else 1)
+        ]
         problems = filter(None, manifest.in_threads(check, parts[share::shares]))
-        if problems := list(dict.fromkeys(problems)):  # a wrong size is reported once, not once per part
+        if problems := list(
+            dict.fromkeys(problems)
+        ):  # a wrong size is reported once, not once per part
             return problems
         name, step = NAME.fullmatch(folder.name), read_state(folder)["step"]
     except CorruptCheckpoint as error:
         return [str(error)]
-    return [f"{folder}: expected step {int(name[1])}, found step {step}"] if name and int(name[1]) != step else []
+    return (
+        [f"{folder}: expected step {int(name[1])}, found step {step}"]
+        if name and int(name[1]) != step
+        else []
+    )
 
 
-problems_without_hashing = functools.partial(problems_of, hashed=False)  # fast for a checkpoint of any size
+problems_without_hashing = functools.partial(
+    problems_of, hashed=False
+)  # fast for a checkpoint of any size
 
 
-def choose(cfg: config.Config, found: list[int], problems_with: Callable[[pathlib.Path], list[str]],
-           evaluating: bool = False) -> tuple[int, dict[int, list[str]]]:
+def choose(
+    cfg: config.Config,
+    found: list[int],
+    problems_with: Callable[[pathlib.Path], list[str]],
+    evaluating: bool = False,
+) -> tuple[int, dict[int, list[str]]]:
     """(the newest good step, 0 without any checkpoint; the problems of newer ones, by step): of the run's steps(), or
     of the step alone that `resume` names.
 
@@ -122,12 +162,16 @@ def choose(cfg: config.Config, found: list[int], problems_with: Callable[[pathli
         raise ConfigError(f"{root(cfg)}: holds no checkpoint to evaluate")
     if found and not evaluating and resume in (None, "never"):
         setting = 'resume = "never"' if resume else "is off"
-        raise ConfigError(f"{root(cfg)}: holds checkpoints, but [checkpoint] {setting}; resume from them with "
-                          'checkpoint.resume = "auto", choose another run.name, or move them away')
+        raise ConfigError(
+            f"{root(cfg)}: holds checkpoints, but [checkpoint] {setting}; resume from them with "
+            'checkpoint.resume = "auto", choose another run.name, or move them away'
+        )
     if isinstance(resume, int):
         if resume not in found:
-            raise ConfigError(f"[checkpoint] resume = {resume}: {root(cfg)} has no such checkpoint; it has "
-                              f"{', '.join(map(str, found)) or 'none'}")
+            raise ConfigError(
+                f"[checkpoint] resume = {resume}: {root(cfg)} has no such checkpoint; it has "
+                f"{', '.join(map(str, found)) or 'none'}"
+            )
         found = [resume]
     bad: dict[int, list[str]] = {}
     for step in reversed(found):
@@ -138,9 +182,14 @@ def choose(cfg: config.Config, found: list[int], problems_with: Callable[[pathli
         else:  # step 0 is an import
             raise ConfigError(f"{path_of(cfg, step)}: {NO_OPTIMIZER}")
     if bad:
-        raise ConfigError(*(problem for problems in bad.values() for problem in problems), (
-            f"{root(cfg)}: no good checkpoint of {', '.join(map(str, bad))}; choose another with checkpoint.resume, or "
-            "move the damaged ones away to begin anew"))
+        raise ConfigError(
+            *(problem for problems in bad.values() for problem in problems),
+            (
+                f"{root(cfg)}: no good checkpoint of {', '.join(map(str, bad))}; choose another with "
+                f"checkpoint.resume, or "
+                "move the damaged ones away to begin anew"
+            ),
+        )
     return 0, {}
 
 
@@ -149,7 +198,9 @@ def set_aside(cfg: config.Config, step: int, bad: Iterable[int]) -> None:
     for other, folder in step_folders(root(cfg)):
         if other > step or other in bad:
             ending, n = "corrupt" if other in bad else "superseded", 0
-            while (target := folder.with_name(f"{folder.name}{f'.{n}' if n else ''}.{ending}")).exists():
+            while (
+                target := folder.with_name(f"{folder.name}{f'.{n}' if n else ''}.{ending}")
+            ).exists():
                 n += 1
             folder.rename(target)
 

@@ -31,15 +31,23 @@ class Checkpointer:
     """All ranks must call its methods together, except tidy() and wait(). Without [checkpoint], and where a run is only
     evaluated, it saves nothing."""
 
-    def __init__(self, cfg: config.Config, world: World, data: list[dict], tokenizer_files: list[pathlib.Path],
-                 evaluating: bool = False):
+    def __init__(
+        self,
+        cfg: config.Config,
+        world: World,
+        data: list[dict],
+        tokenizer_files: list[pathlib.Path],
+        evaluating: bool = False,
+    ):
         """Chooses the checkpoint to resume from, or to evaluate; writes nothing. data: the prepared data's fingerprint.
         Raises ConfigError if the folder is another run's, none of its checkpoints is good, or ranks have different
         data."""
         self.cfg, self.world, self.data = cfg, world, data
         check_same_on_all_ranks("prepared data", compare.by_source(data))
         self.found = on_rank_zero(lambda: catalog.steps(cfg))
-        self.start, self.corrupt = catalog.choose(cfg, self.found, self._problems_on_all_ranks, evaluating)
+        self.start, self.corrupt = catalog.choose(
+            cfg, self.found, self._problems_on_all_ranks, evaluating
+        )
         if evaluating:
             on_rank_zero(lambda: compare.check_same_run(cfg, self.start, compare.SAME_OUTPUTS))
             on_rank_zero(lambda: compare.check_same_tokenizer(cfg, self.start, tokenizer_files))
@@ -47,32 +55,48 @@ class Checkpointer:
             on_rank_zero(lambda: compare.check_same_run(cfg, self.start))
             on_rank_zero(lambda: compare.check_same_data(cfg, self.start, data))
         self.problems = [problem for problems in self.corrupt.values() for problem in problems]
-        self.saver = Saver(cfg, self.start, tokenizer_files) if cfg.checkpoint and not evaluating else None
+        self.saver = (
+            Saver(cfg, self.start, tokenizer_files) if cfg.checkpoint and not evaluating else None
+        )
         # Set by others, called on rank 0: before a checkpoint is published, where an OSError fails the save; and after
         # a save, with its problem or None.
         self.before_publishing: Callable[[], None] = lambda: None
         self.report: Callable[[int, str | None], None] = lambda step, problem: None
         self.background = futures.ThreadPoolExecutor(1, "saver")
-        self.pending: tuple[int, futures.Future] | None = None  # (step, its save) until it is reported
-        self.buffers: dict[str, Tensor] = {}  # in host memory: the last shards that async_save copied
-        self.base: str | None = None  # the fingerprint of the adapters' frozen base, None without adapters
+        self.pending: tuple[int, futures.Future] | None = (
+            None  # (step, its save) until it is reported
+        )
+        self.buffers: dict[
+            str, Tensor
+        ] = {}  # in host memory: the last shards that async_save copied
+        self.base: str | None = (
+            None  # the fingerprint of the adapters' frozen base, None without adapters
+        )
 
     def _problems_on_all_ranks(self, path: pathlib.Path) -> list[str]:
         """The problems of a checkpoint: rank 0 compares file sizes first, then each rank hashes its share."""
         share = self.world.rank, self.world.size
         return on_rank_zero(lambda: catalog.problems_without_hashing(path)) or [
-            problem for problems in all_gather_objects(on_each_rank(lambda: catalog.problems_of(path, *share)))
-            for problem in problems]
+            problem
+            for problems in all_gather_objects(
+                on_each_rank(lambda: catalog.problems_of(path, *share))
+            )
+            for problem in problems
+        ]
 
     def tidy(self) -> None:
         """Renames checkpoints that are corrupt or later than `start`, and removes unfinished saves. Rank 0 only, under
         the run's lock. Raises ConfigError if another run has saved here since `start` was chosen."""
         if catalog.steps(self.cfg) != self.found:
-            raise ConfigError(f"{catalog.root(self.cfg)}: another run has worked here meanwhile; start again")
+            raise ConfigError(
+                f"{catalog.root(self.cfg)}: another run has worked here meanwhile; start again"
+            )
         catalog.set_aside(self.cfg, self.start, self.corrupt)
         catalog.remove_unfinished(self.cfg)
 
-    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, base: str | None = None) -> State:
+    def restore(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, base: str | None = None
+    ) -> State:
         """Loads the chosen checkpoint, if any, into model and optimizer. base: the fingerprint of the frozen weights
         that adapters are trained on. Raises ConfigError if it is not that of the checkpoint's adapters."""
         self.base = base
@@ -88,22 +112,36 @@ class Checkpointer:
     def is_due(self, step: int, stopping: bool) -> bool:
         if not (self.saver and self.cfg.checkpoint):
             return False
-        return stopping or step == self.cfg.train.steps or config.is_due(step, self.cfg.checkpoint.save_every_steps)
+        return (
+            stopping
+            or step == self.cfg.train.steps
+            or config.is_due(step, self.cfg.checkpoint.save_every_steps)
+        )
 
-    def save(self, state: State, model: nn.Module, optimizer: torch.optim.Optimizer, stopping: bool) -> None:
+    def save(
+        self, state: State, model: nn.Module, optimizer: torch.optim.Optimizer, stopping: bool
+    ) -> None:
         """With async_save, training waits only for the copy of the shards to host memory. Raises SaveFailed if the last
         checkpoint of a launch cannot be written, and FloatingPointError if weights are not finite."""
         saver, settings = self.saver, self.cfg.checkpoint
         assert saver and settings, "save() is for steps in which is_due()"
-        saver.stopping = stopping  # the previous save may still be purging, which may read a lot of data
+        saver.stopping = (
+            stopping  # the previous save may still be purging, which may read a lot of data
+        )
         self.finish_pending_save(wait=True)
         tensors = tensors_of(model, optimizer)
         if settings.async_save:
             from checkpoint.staging import staged
 
             tensors = staged(tensors, self.buffers, self.world.device)
-        content = {**dataclasses.asdict(state), "config": config.to_dict(self.cfg), "data": self.data,
-                   "base": self.base, "ranks": self.world.size, "torch": torch.__version__}
+        content = {
+            **dataclasses.asdict(state),
+            "config": config.to_dict(self.cfg),
+            "data": self.data,
+            "base": self.base,
+            "ranks": self.world.size,
+            "torch": torch.__version__,
+        }
 
         def work(saver: Saver) -> None:
             # the current device is per thread, and DCP uses it; torch.cpu has the function too, and it does nothing
@@ -149,5 +187,7 @@ def resolve_param_dtype(cfg: config.Config, world: World) -> config.Config:
         return cfg
     dtype = on_rank_zero(lambda: catalog.saved_param_dtype(cfg))
     if dtype is None:
-        dtype = "bfloat16" if all(all_gather_objects(has_native_bfloat16(world.device))) else "float32"
+        dtype = (
+            "bfloat16" if all(all_gather_objects(has_native_bfloat16(world.device))) else "float32"
+        )
     return dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, param_dtype=dtype))

@@ -19,7 +19,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    TensorStorageMetadata,
+)
 
 from checkpoint.catalog import NO_OPTIMIZER
 from checkpoint.manifest import CorruptCheckpoint, opened, read_manifest
@@ -29,10 +33,21 @@ from ranks import on_each_rank
 
 DCP = "torch.distributed.checkpoint"
 ALLOWED = {
-    ("torch", "Size"), ("torch.serialization", "_get_layout"), (f"{DCP}.filesystem", "_StorageInfo"),
-    *((f"{DCP}.metadata", name) for name in (
-        "Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex", "StorageMeta",
-        "_MEM_FORMAT_ENCODING")),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    (f"{DCP}.filesystem", "_StorageInfo"),
+    *(
+        (f"{DCP}.metadata", name)
+        for name in (
+            "Metadata",
+            "TensorStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "MetadataIndex",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
 }
 
 
@@ -44,7 +59,9 @@ class MetadataUnpickler(pickle.Unpickler):
             return _memory_format
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) not in ALLOWED and not is_dtype:
-            raise CorruptCheckpoint(f"refusing to unpickle {module}.{name}: no part of a checkpoint")
+            raise CorruptCheckpoint(
+                f"refusing to unpickle {module}.{name}: no part of a checkpoint"
+            )
         return super().find_class(module, name)
 
 
@@ -63,7 +80,9 @@ class ConfinedFiles(FileSystem):
 
     # pyrefly: ignore[bad-override]  # DCP declares the generator's own kind of context manager
     def create_stream(self, path: Any, mode: str) -> AbstractContextManager[IO[bytes]]:
-        return opened(self.folder, os.path.relpath(path, self.folder))  # refuses a path that leads out of it
+        return opened(
+            self.folder, os.path.relpath(path, self.folder)
+        )  # refuses a path that leads out of it
 
 
 class Reader(FileSystemReader):
@@ -80,7 +99,9 @@ class Reader(FileSystemReader):
         except ConfigError:
             raise
         except Exception as error:  # a malformed pickle, or a wrong type in it, can raise anything
-            raise CorruptCheckpoint(f"{path}: expected DCP's metadata: {type(error).__name__}: {error}") from None
+            raise CorruptCheckpoint(
+                f"{path}: expected DCP's metadata: {type(error).__name__}: {error}"
+            ) from None
 
     def read_metadata(self, *arguments: Any, **keywords: Any) -> Metadata:
         return self.metadata
@@ -93,21 +114,30 @@ def _check_metadata(metadata: Metadata, path: pathlib.Path, files: dict[str, dic
     for index, info in metadata.storage_data.items():
         size, end = files.get(info.relative_path, {"size": 0})["size"], info.offset + info.length
         if not (info.offset >= 0 and info.length > 0 and end <= size):
-            raise CorruptCheckpoint(f"{path}: {index.fqn} is said to lie at bytes {info.offset} to {end} of "
-                                    f"{info.relative_path!r}, which has {size} in the manifest")
+            raise CorruptCheckpoint(
+                f"{path}: {index.fqn} is said to lie at bytes {info.offset} to {end} of "
+                f"{info.relative_path!r}, which has {size} in the manifest"
+            )
         if info.transform_descriptors:
             raise CorruptCheckpoint(f"{path}: {index.fqn} is stored transformed")
     for name, item in metadata.state_dict_metadata.items():
         if not isinstance(item, TensorStorageMetadata):
-            raise CorruptCheckpoint(f"{path}: {name} is not a tensor: reading it would run its pickle")
+            raise CorruptCheckpoint(
+                f"{path}: {name} is not a tensor: reading it would run its pickle"
+            )
         if not is_covered(item):
-            raise CorruptCheckpoint(f"{path}: the chunks of {name} do not make up its shape {tuple(item.size)}")
+            raise CorruptCheckpoint(
+                f"{path}: the chunks of {name} do not make up its shape {tuple(item.size)}"
+            )
 
 
 def is_covered(item: TensorStorageMetadata) -> bool:
     """Whether the chunks of a tensor lie inside it and have as many elements as it has."""
-    inside = all(start >= 0 and length >= 0 and start + length <= size for chunk in item.chunks
-                 for start, length, size in zip(chunk.offsets, chunk.sizes, item.size))
+    inside = all(
+        start >= 0 and length >= 0 and start + length <= size
+        for chunk in item.chunks
+        for start, length, size in zip(chunk.offsets, chunk.sizes, item.size)
+    )
     return inside and sum(math.prod(chunk.sizes) for chunk in item.chunks) == math.prod(item.size)
 
 
@@ -120,11 +150,16 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dic
             continue
         found[f"model.{name}"] = parameter.detach()
         if optimizer is not None:
-            found |= {f"optim.{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
+            found |= {
+                f"optim.{name}.{key}": value
+                for key, value in optimizer.state.get(parameter, {}).items()
+            }
     return found
 
 
-def restore(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def restore(
+    folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> None:
     """Loads a checkpoint, saved by any number of ranks, into this model's shards. Raises ConfigError if it cannot be
     read, or if names, shapes or dtypes differ."""
     reader = on_each_rank(lambda: Reader(folder))
@@ -132,27 +167,47 @@ def restore(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optim
     after_weight_update(model)
 
 
-def check_tensors(reader: Reader, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+def check_tensors(
+    reader: Reader, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> dict[str, Tensor]:
     """Returns tensors_of() the model, which may be on the meta device, and the optimizer. Raises ConfigError if the
     checkpoint's have other names, shapes or dtypes; without an optimizer, only its weights are compared."""
-    folder, wanted, stored = reader.path, tensors_of(model, optimizer), reader.metadata.state_dict_metadata
+    folder, wanted, stored = (
+        reader.path,
+        tensors_of(model, optimizer),
+        reader.metadata.state_dict_metadata,
+    )
     if optimizer is not None and stored and all(name.startswith("model.") for name in stored):
         raise ConfigError(f"{folder}: {NO_OPTIMIZER}")
-    theirs, ours = ({f"{name.rpartition('.')[2]} ({dtype})" for name, dtype in dtypes.items()
-                     if name.startswith("optim.")}
-                    for dtypes in ({name: item.properties.dtype for name, item in stored.items()},
-                                   {name: tensor.dtype for name, tensor in wanted.items()}))
+    theirs, ours = (
+        {
+            f"{name.rpartition('.')[2]} ({dtype})"
+            for name, dtype in dtypes.items()
+            if name.startswith("optim.")
+        }
+        for dtypes in (
+            {name: item.properties.dtype for name, item in stored.items()},
+            {name: tensor.dtype for name, tensor in wanted.items()},
+        )
+    )
     if optimizer is not None and theirs != ours:
-        raise ConfigError(f"{folder}: holds {', '.join(sorted(theirs))} of another optimizer, this run's has "
-                          f"{', '.join(sorted(ours)) or 'no state'}")
+        raise ConfigError(
+            f"{folder}: holds {', '.join(sorted(theirs))} of another optimizer, this run's has "
+            f"{', '.join(sorted(ours)) or 'no state'}"
+        )
     problems = [f"{folder}: has no {name}" for name in wanted.keys() - stored.keys()]
-    problems += [f"{folder}: has {name}, which this model does not" for name in stored.keys() - wanted.keys()
-                 if optimizer is not None or name.startswith("model.")]
+    problems += [
+        f"{folder}: has {name}, which this model does not"
+        for name in stored.keys() - wanted.keys()
+        if optimizer is not None or name.startswith("model.")
+    ]
     for name in wanted.keys() & stored.keys():
         tensor, item = wanted[name], stored[name]
         if (tensor.shape, tensor.dtype) != (item.size, item.properties.dtype):
-            problems.append(f"{folder}: {name} is {item.properties.dtype} {[*item.size]}, this model's is "
-                            f"{tensor.dtype} {[*tensor.shape]}")
+            problems.append(
+                f"{folder}: {name} is {item.properties.dtype} {[*item.size]}, this model's is "
+                f"{tensor.dtype} {[*tensor.shape]}"
+            )
     if problems:
         raise ConfigError(*sorted(problems))
     return wanted

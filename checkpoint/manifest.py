@@ -17,10 +17,23 @@ from typing import IO
 from config import ConfigError
 
 MANIFEST, STATE = "manifest.json", "state.json"
-MANIFEST_LIMIT, STATE_LIMIT = 256 * 2**20, 2**20  # bytes; a manifest of a million parts takes a third of its limit
-PART = 64 * 2**20  # bytes per SHA-256: parts of one file are hashed in parallel, on all cores and all ranks
+MANIFEST_LIMIT, STATE_LIMIT = (
+    256 * 2**20,
+    2**20,
+)  # bytes; a manifest of a million parts takes a third of its limit
+PART = (
+    64 * 2**20
+)  # bytes per SHA-256: parts of one file are hashed in parallel, on all cores and all ranks
 CHUNK = 2**20  # bytes per read
-DAMAGE = (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EIO)
+DAMAGE = (
+    errno.ENOENT,
+    errno.ELOOP,
+    errno.ENXIO,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.ENAMETOOLONG,
+    errno.EIO,
+)
 
 
 class CorruptCheckpoint(ConfigError):
@@ -35,7 +48,11 @@ def opened(folder: pathlib.Path, name: str) -> Iterator[IO[bytes]]:
         raise CorruptCheckpoint(f"{folder}: {name!r} is no name of a file in it")
     path = folder / name
     try:
-        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        with open(
+            path,
+            "rb",
+            opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK),
+        ) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise CorruptCheckpoint(f"{path}: expected a regular file")
             yield file
@@ -79,7 +96,9 @@ def in_threads(work: Callable, items: list[tuple]) -> list:
 def hash_files(folder: pathlib.Path, names: list[str]) -> dict[str, dict]:
     """The manifest entries of these files: {name: {"size": bytes, "sha256": [one per 64 MiB]}}."""
     entries = {name: {"size": size_of(folder, name), "sha256": []} for name in names}
-    parts = [(folder, name, part) for name in names for part in range(-(-entries[name]["size"] // PART))]
+    parts = [
+        (folder, name, part) for name in names for part in range(-(-entries[name]["size"] // PART))
+    ]
     for (_, name, _), digest in zip(parts, in_threads(hash_part, parts)):
         entries[name]["sha256"].append(digest)
     return entries
@@ -88,7 +107,9 @@ def hash_files(folder: pathlib.Path, names: list[str]) -> dict[str, dict]:
 def render_manifest(files: dict[str, dict]) -> bytes:
     """The canonical text of a manifest. It has a hash of its entries and a fixed format, so any changed byte shows."""
     body = json.dumps(files, indent=1, sort_keys=True)
-    return f'{{"files": {body},\n"sha256": "{hashlib.sha256(body.encode()).hexdigest()}"}}\n'.encode()
+    return (
+        f'{{"files": {body},\n"sha256": "{hashlib.sha256(body.encode()).hexdigest()}"}}\n'.encode()
+    )
 
 
 def read_manifest(folder: pathlib.Path) -> dict[str, dict]:
@@ -96,8 +117,15 @@ def read_manifest(folder: pathlib.Path) -> dict[str, dict]:
     text = read_small(folder, MANIFEST, MANIFEST_LIMIT)
     with contextlib.suppress(TypeError, KeyError, AttributeError, ValueError, RecursionError):
         files = json.loads(text)["files"]
-        if text == render_manifest(files) and {STATE, ".metadata"} <= files.keys() and all(
+        if (
+            text == render_manifest(files)
+            and {STATE, ".metadata"} <= files.keys()
+            and all(
                 type(entry["size"]) is int and len(entry["sha256"]) == -(-entry["size"] // PART)
-                for entry in files.values()):
+                for entry in files.values()
+            )
+        ):
             return files
-    raise CorruptCheckpoint(f"{folder / MANIFEST}: is not as it was written: its own hash or form is wrong")
+    raise CorruptCheckpoint(
+        f"{folder / MANIFEST}: is not as it was written: its own hash or form is wrong"
+    )

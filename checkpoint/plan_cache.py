@@ -29,13 +29,17 @@ class CachedPlans(DefaultSavePlanner):
             return all_plans, self.metadata
         if not all(plan.usable for plan in all_plans):
             raise ValueError("the tensors to save have changed on some ranks only")
-        all_plans, self.metadata = create_default_global_save_plan(self._dedup_save_plans(all_plans))
+        all_plans, self.metadata = create_default_global_save_plan(
+            self._dedup_save_plans(all_plans)
+        )
         # DCP's own check takes time quadratic in the ranks. It also looks for overlaps, which chunks computed from the
         # same placements on all ranks cannot have.
         for name, item in self.metadata.state_dict_metadata.items():
             assert isinstance(item, TensorStorageMetadata)  # all that is saved are tensors
             if not is_covered(item):
-                raise ValueError(f"the ranks' shards of {name} do not make up its shape {tuple(item.size)}")
+                raise ValueError(
+                    f"the ranks' shards of {name} do not make up its shape {tuple(item.size)}"
+                )
         return all_plans, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:

@@ -43,7 +43,12 @@ class Saver:
     def __init__(self, cfg: config.Config, verified: int, extra_files: list[pathlib.Path]):
         """verified: a step whose checkpoint is known to be good. extra_files (the tokenizer) are copied into each."""
         assert cfg.checkpoint  # without [checkpoint] nothing is saved
-        self.cfg, self.options, self.verified, self.extra_files = cfg, cfg.checkpoint, {verified}, extra_files
+        self.cfg, self.options, self.verified, self.extra_files = (
+            cfg,
+            cfg.checkpoint,
+            {verified},
+            extra_files,
+        )
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)  # every rank is a member
         self.group = group
@@ -51,8 +56,13 @@ class Saver:
         self.planner = new_planner()
         self.stopping = False  # the run is stopping: purging is left to the next launch
 
-    def write(self, step: int, tensors: dict[str, Tensor], state: dict,
-              before_publishing: Callable[[], None] = lambda: None) -> None:
+    def write(
+        self,
+        step: int,
+        tensors: dict[str, Tensor],
+        state: dict,
+        before_publishing: Callable[[], None] = lambda: None,
+    ) -> None:
         """Writes the checkpoint of a step; `state` must be JSON-serializable. before_publishing: called on rank 0; an
         OSError fails the save. Raises FloatingPointError if an update from finite gradients made weights or moments
         non-finite: these are never saved."""
@@ -62,9 +72,14 @@ class Saver:
         def make_room() -> None:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-            size = sum(t.numel() * t.element_size() for t in tensors.values())  # numel() of a DTensor is the full size
+            size = sum(
+                t.numel() * t.element_size() for t in tensors.values()
+            )  # numel() of a DTensor is the full size
             # each shard also has a header, and an entry in the metadata
-            needed, free = size + 4096 * len(tensors) * self.ranks, shutil.disk_usage(temporary).free
+            needed, free = (
+                size + 4096 * len(tensors) * self.ranks,
+                shutil.disk_usage(temporary).free,
+            )
             if needed > free:
                 raise OSError(f"needs {needed / MIB:,.1f} MiB, {free / MIB:,.1f} MiB are free")
 
@@ -78,16 +93,26 @@ class Saver:
             self._on_all_ranks(make_room, only=0)
             with ThreadPoolExecutor(1) as pool:  # overlaps the NaN/Inf check with the write
                 finite = pool.submit(_all_finite, tensors)
-                self._on_all_ranks(lambda: dcp.save(tensors, storage_writer=writer, planner=self.planner,
-                                                     process_group=self.group))
+                self._on_all_ranks(
+                    lambda: dcp.save(
+                        tensors,
+                        storage_writer=writer,
+                        planner=self.planner,
+                        process_group=self.group,
+                    )
+                )
             if not all(self._on_all_ranks(finite.result)):
-                raise FloatingPointError(f"step {step}: the update made weights that are not finite, and they were not "
-                                         "saved; a lower optim.lr or a longer warm-up may help")
+                raise FloatingPointError(
+                    f"step {step}: the update made weights that are not finite, and they were not "
+                    "saved; a lower optim.lr or a longer warm-up may help"
+                )
             # each rank hashes the files that it wrote, while they are still in its page cache
             entries = self._on_all_ranks(lambda: hash_files(temporary, writer.files))
             self._on_all_ranks(publish, only=0)
         except SaveFailed as error:
-            self.planner = new_planner()  # ranks may have failed before or after they stored the plan
+            self.planner = (
+                new_planner()
+            )  # ranks may have failed before or after they stored the plan
             raise SaveFailed(f"{final}: {error}") from None
         finally:
             if self.rank == 0:  # a no-op once published
@@ -119,7 +144,9 @@ class Saver:
             return
         try:
             for step in reversed(self._on_all_ranks(lambda: catalog.steps(self.cfg), only=0)[0]):
-                if self._on_all_ranks(lambda: self.stopping, only=0)[0]:  # rank 0 decides: all ranks must agree
+                if self._on_all_ranks(lambda: self.stopping, only=0)[
+                    0
+                ]:  # rank 0 decides: all ranks must agree
                     return
                 if good < last:
                     good += self._is_good(step)
@@ -168,19 +195,30 @@ class Writer(FileSystemWriter):
         if plan.items:
             self.files = [name := f"{plan.storage_data.prefix}0.distcp"]
             # torch's zip files have a CRC-32 of each tensor that no reader checks; the manifest's SHA-256 replaces it
-            # pyrefly: ignore[missing-attribute]  # torch adds patch() to its configuration modules at run time
-            with (pathlib.Path(self.path) / name).open("wb") as file, torch_config.patch("save.compute_crc32", False):
+            with (
+                (pathlib.Path(self.path) / name).open("wb") as file,
+                # pyrefly: ignore[missing-attribute]  # torch adds patch() at run time
+                torch_config.patch("save.compute_crc32", False),
+            ):
                 for item in plan.items:
                     begin = file.tell()
                     tensor = planner.resolve_data(item)
                     assert isinstance(tensor, Tensor)
                     tensor = tensor.detach().cpu()
                     # for a view, torch.save would write its entire storage
-                    whole = tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+                    whole = (
+                        tensor.clone()
+                        if tensor.untyped_storage().nbytes() != tensor.nbytes
+                        else tensor
+                    )
                     try:
                         torch.save(whole, file)
-                    except RuntimeError as error:  # torch hides a full disk behind "unexpected pos 704 vs 598"
-                        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+                    except (
+                        RuntimeError
+                    ) as error:  # torch hides a full disk behind "unexpected pos 704 vs 598"
+                        raise (
+                            error.__context__ if isinstance(error.__context__, OSError) else error
+                        ) from None
                     size = file.tell() - begin
                     results.append(WriteResult(item.index, size, _StorageInfo(name, begin, size)))
                 file.flush()
@@ -193,7 +231,9 @@ class Writer(FileSystemWriter):
         return StorageMeta(save_id=self.save_id)
 
 
-def write_manifest(folder: pathlib.Path, extra_files: list[pathlib.Path], state: dict, hashed: dict[str, dict]) -> None:
+def write_manifest(
+    folder: pathlib.Path, extra_files: list[pathlib.Path], state: dict, hashed: dict[str, dict]
+) -> None:
     """Completes a checkpoint whose tensors are written and hashed: adds state, tokenizer, manifest; syncs each file."""
     for path in extra_files:
         shutil.copyfile(path, folder / path.name)

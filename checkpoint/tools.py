@@ -13,7 +13,9 @@ from files import print_error
 def checkpoints_of(path: pathlib.Path) -> list[pathlib.Path]:
     """The folder itself if it is a checkpoint, good or bad, else the checkpoints of the run in it, ascending. Raises
     ConfigError if there is none, or the folder cannot be read."""
-    if path.is_dir() and (NAME.fullmatch(path.name) or (path / STATE).exists() or (path / ".metadata").exists()):
+    if path.is_dir() and (
+        NAME.fullmatch(path.name) or (path / STATE).exists() or (path / ".metadata").exists()
+    ):
         return [path]
     if found := step_folders(path / "checkpoints") or step_folders(path):
         return [folder for _, folder in found]
@@ -46,7 +48,11 @@ def read_config(folder: pathlib.Path, base: str | None = None) -> config.Config:
     try:
         return config.from_dict(tables, str(folder / STATE), saved=True)
     except ConfigError as error:
-        if base and all(problem.startswith(f"{folder / STATE}: [model]") for problem in error.problems):
-            raise ConfigError(f"--base {base}: is another model than {trained_on}, for which {folder} has adapters; "
-                              "name the folder with that one") from None
+        if base and all(
+            problem.startswith(f"{folder / STATE}: [model]") for problem in error.problems
+        ):
+            raise ConfigError(
+                f"--base {base}: is another model than {trained_on}, for which {folder} has adapters; "
+                "name the folder with that one"
+            ) from None
         raise

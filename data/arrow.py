@@ -28,8 +28,12 @@ def compressed_units(size: int) -> int:
     return max(1, size // COMPRESSED_UNIT)
 
 
-def rows(source: Any, path: pathlib.Path, parse: Callable[[pathlib.Path, str, bytes], Rows],
-         piece: tuple[int, int] | None = None) -> Rows:
+def rows(
+    source: Any,
+    path: pathlib.Path,
+    parse: Callable[[pathlib.Path, str, bytes], Rows],
+    piece: tuple[int, int] | None = None,
+) -> Rows:
     """The rows of a file from where reading stopped, or of a piece of it: the units from the first to before the
     second. source: the data.sources.Files that reads it, whose row and byte this keeps up to date. parse: gives the row
     of a file's line, by its number. Raises whatever pyarrow raises."""
@@ -38,15 +42,21 @@ def rows(source: Any, path: pathlib.Path, parse: Callable[[pathlib.Path, str, by
     return parquet(source, path, piece)
 
 
-def compressed(source: Any, path: pathlib.Path, parse: Callable[[pathlib.Path, str, bytes], Rows],
-               piece: tuple[int, int] | None) -> Rows:
+def compressed(
+    source: Any,
+    path: pathlib.Path,
+    parse: Callable[[pathlib.Path, str, bytes], Rows],
+    piece: tuple[int, int] | None,
+) -> Rows:
     """JSON lines. Every piece decompresses all of its file: docs/data.md has the price."""
     with path.open("rb") as file:
         import pyarrow
 
         units = compressed_units(os.fstat(file.fileno()).st_size)
         begin, end = piece or (0, units)
-        lines = io.BufferedReader(pyarrow.CompressedInputStream(file, COMPRESSED[path.suffix]), BUFFER)
+        lines = io.BufferedReader(
+            pyarrow.CompressedInputStream(file, COMPRESSED[path.suffix]), BUFFER
+        )
         for number, line in enumerate(lines):
             if number >= source.row and begin <= number % units < end:
                 source.row, source.byte = number + 1, file.tell()
@@ -57,9 +67,16 @@ def parquet(source: Any, path: pathlib.Path, piece: tuple[int, int] | None) -> R
     import pyarrow.parquet
 
     field, table = source.d.text_field, pyarrow.parquet.ParquetFile(path)
-    ends = [0, *itertools.accumulate(table.metadata.row_group(i).num_rows for i in range(table.num_row_groups))]
+    ends = [
+        0,
+        *itertools.accumulate(
+            table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)
+        ),
+    ]
     first, last = source.parquet_rows(ends, path, *piece) if piece else (0, ends[-1])
-    groups = [i for i, (a, b) in enumerate(itertools.pairwise(ends)) if max(a, first) < min(b, last)]
+    groups = [
+        i for i, (a, b) in enumerate(itertools.pairwise(ends)) if max(a, first) < min(b, last)
+    ]
     if groups and field not in table.schema_arrow.names:
         yield f"{path}: row 1", dict.fromkeys(table.schema_arrow.names)
     position = ends[groups[0]] if groups else 0  # rows before the next batch

@@ -35,7 +35,12 @@ Spans = list[tuple[int, int]]  # (first character, one past the last)
 class Conversations(Source):
     """The conversations of a source, each as the JSON of [where, messages]."""
 
-    def __init__(self, opened: Callable[[config.Data, list | None], Source], d: config.Data, place: list | None):
+    def __init__(
+        self,
+        opened: Callable[[config.Data, list | None], Source],
+        d: config.Data,
+        place: list | None,
+    ):
         """opened: opens a source by what it reads, and at a place."""
         super().__init__(d, place)
         assert d.messages_field
@@ -55,8 +60,12 @@ class Conversations(Source):
         empty, field = not self.resumed, self.d.messages_field
         for where, row in self.rows():
             if not isinstance(row, dict) or field not in row:
-                found = ", ".join(row) if isinstance(row, dict) else f"is of type {type(row).__name__}"
-                raise ConfigError(f"{where}: has no field {field!r} (data.messages_field), but {found}")
+                found = (
+                    ", ".join(row) if isinstance(row, dict) else f"is of type {type(row).__name__}"
+                )
+                raise ConfigError(
+                    f"{where}: has no field {field!r} (data.messages_field), but {found}"
+                )
             try:
                 text = json.dumps([where, row[field]])
             except (TypeError, ValueError) as error:
@@ -73,17 +82,35 @@ def checked(messages: Any) -> list[Message]:
         raise ConfigError(f"must be a list of messages, not {type(messages).__name__}")
     found = []
     for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not ("role" in message and {"content", "tool_calls"} & message.keys()):
-            keys = f"has {', '.join(message)}" if isinstance(message, dict) else f"is of type {type(message).__name__}"
+        if not isinstance(message, dict) or not (
+            "role" in message and {"content", "tool_calls"} & message.keys()
+        ):
+            keys = (
+                f"has {', '.join(message)}"
+                if isinstance(message, dict)
+                else f"is of type {type(message).__name__}"
+            )
             raise ConfigError(f"message {number}: needs the keys role and content, but {keys}")
         role, content = message["role"], message.get("content")
         if role not in ROLES:
-            raise ConfigError(f"message {number}: role {role!r} is unknown; the roles are {', '.join(ROLES)}")
+            raise ConfigError(
+                f"message {number}: role {role!r} is unknown; the roles are {', '.join(ROLES)}"
+            )
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise ConfigError(f"message {number} ({role}): content must be text, not {type(content).__name__}")
-        message = {key: value for key, value in message.items() if value is not None or key == "content"}
-        if reasons := [message[key] for key in ("reasoning_content", "thinking", "reasoning") if key in message]:
-            message = {"thinking": reasons[0], **message, "reasoning_content": reasons[0]}  # as transformers does
+            raise ConfigError(
+                f"message {number} ({role}): content must be text, not {type(content).__name__}"
+            )
+        message = {
+            key: value for key, value in message.items() if value is not None or key == "content"
+        }
+        if reasons := [
+            message[key] for key in ("reasoning_content", "thinking", "reasoning") if key in message
+        ]:
+            message = {
+                "thinking": reasons[0],
+                **message,
+                "reasoning_content": reasons[0],
+            }  # as transformers does
         found.append(message)
     try:
         json.dumps(found, ensure_ascii=False).encode()
@@ -102,26 +129,47 @@ class Chat:
         self.model = self.tokenizer.model.inner if self.fast else self.tokenizer.model
         self.special: dict[str, int]  # ids by name
         if self.fast:
-            self.special = {t.content: i for i, t in self.model.get_added_tokens_decoder().items()
-                            if t.special and len(t.content) > 1}
+            self.special = {
+                t.content: i
+                for i, t in self.model.get_added_tokens_decoder().items()
+                if t.special and len(t.content) > 1
+            }
             settings = json.loads(self.tokenizer.files.get(SETTINGS, b"{}"))
-            named = {key: value["content"] if isinstance(value, dict) else value for key, value in settings.items()
-                     if key.endswith("_token") and (isinstance(value, str) or (
-                         isinstance(value, dict) and isinstance(value.get("content"), str)))}
+            named = {
+                key: value["content"] if isinstance(value, dict) else value
+                for key, value in settings.items()
+                if key.endswith("_token")
+                and (
+                    isinstance(value, str)
+                    or (isinstance(value, dict) and isinstance(value.get("content"), str))
+                )
+            }
         else:
             pieces = {i: self.model.id_to_piece(i) for i in range(self.tokenizer.vocab_size)}
             self.special = {piece: i for i, piece in pieces.items() if self.model.is_control(i)}
-            ids = {"bos_token": self.model.bos_id(), "eos_token": self.model.eos_id(),
-                   "unk_token": self.model.unk_id(), "pad_token": self.model.pad_id()}
+            ids = {
+                "bos_token": self.model.bos_id(),
+                "eos_token": self.model.eos_id(),
+                "unk_token": self.model.unk_id(),
+                "pad_token": self.model.pad_id(),
+            }
             named = {key: pieces[i] for key, i in ids.items() if i >= 0}
             if self.tokenizer.space is None:
-                raise ConfigError(f"{tokenizer}: this sentencepiece model adds a space before every text, and does not "
-                                  "say whether after a special token, too; name its tokenizer.json")
+                raise ConfigError(
+                    f"{tokenizer}: this sentencepiece model adds a space before every text, and does not "
+                    "say whether after a special token, too; name its tokenizer.json"
+                )
             if not hasattr(self.model, "encode_as_offset_mapping"):
-                raise ConfigError(f"{tokenizer}: this version of sentencepiece cannot say which characters a token "
-                                  "stands for, as the loss mask needs; use 0.2.3 or later, or a tokenizer.json")
-        self.reserved = {*self.special.values()} - {self.special.get(named.get("unk_token", ""))}  # of unknown text
-        names: list[str] = sorted(self.special, key=len, reverse=True)  # a name that contains another counts
+                raise ConfigError(
+                    f"{tokenizer}: this version of sentencepiece cannot say which characters a token "
+                    "stands for, as the loss mask needs; use 0.2.3 or later, or a tokenizer.json"
+                )
+        self.reserved = {*self.special.values()} - {
+            self.special.get(named.get("unk_token", ""))
+        }  # of unknown text
+        names: list[str] = sorted(
+            self.special, key=len, reverse=True
+        )  # a name that contains another counts
         self.pattern = re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
         self.heads = {name[:i] for name in names for i in range(1, len(name))}
         self.tails = {name[i:] for name in names for i in range(1, len(name))}
@@ -133,7 +181,9 @@ class Chat:
     def rendered(self, messages: list[Message], prompt: bool = False) -> tuple[str, Spans]:
         """The text, and the characters of its {% generation %} blocks; prompt: up to where the assistant speaks."""
         begin, end, _ = self.sandbox.marks
-        text = self.template.render(messages=messages, tools=None, documents=None, add_generation_prompt=prompt)
+        text = self.template.render(
+            messages=messages, tools=None, documents=None, add_generation_prompt=prompt
+        )
         parts, spans, at = re.split(f"([{begin}{end}])", text), [], 0
         for part in parts:
             if part == begin:
@@ -148,7 +198,9 @@ class Chat:
         """The ids of a conversation, and which have a loss: none if the assistant says nothing in a turn, or has no
         turn. The messages as checked() returns them."""
         turns = [message for message in messages if message["role"] == "assistant"]
-        if not turns or not all((turn.get("content") or "").strip() or turn.get("tool_calls") for turn in turns):
+        if not turns or not all(
+            (turn.get("content") or "").strip() or turn.get("tool_calls") for turn in turns
+        ):
             return [], []
         whole, spans, marked = self.marked(messages)
         if not self.sandbox.has_blocks:
@@ -157,12 +209,16 @@ class Chat:
         for first, stop in spans:
             after = self.pattern.match(whole, stop)
             if after and not whole[first:stop].rstrip().endswith(tuple(self.special)):
-                raise ConfigError(f"the chat template ends the assistant's turn before {after[0]}, and no model would "
-                                  "learn to end its turn; put that into the {% generation %} block")
+                raise ConfigError(
+                    f"the chat template ends the assistant's turn before {after[0]}, and no model would "
+                    "learn to end its turn; put that into the {% generation %} block"
+                )
         ids, places = self.tokens(marked)
         learned, before, span = [], 0, 0
         for begin, end in places:
-            first = min(begin, before)  # offsets may leave out white space, which belongs to the token after it
+            first = min(
+                begin, before
+            )  # offsets may leave out white space, which belongs to the token after it
             while span < len(spans) and spans[span][1] <= first:
                 span += 1
             learned.append(span < len(spans) and spans[span][0] < max(end, first + 1))
@@ -175,8 +231,14 @@ class Chat:
 
     def end_of_turn(self) -> list[int]:
         """The special token that ends an assistant's turn; none if the template has none."""
-        ids, learned = self.encode([{"role": role, "content": "a"} for role in ("user", "assistant")])
-        last = [token for token, has_loss in zip(ids, learned) if has_loss and token in self.special.values()]
+        ids, learned = self.encode(
+            [{"role": role, "content": "a"} for role in ("user", "assistant")]
+        )
+        last = [
+            token
+            for token, has_loss in zip(ids, learned)
+            if has_loss and token in self.special.values()
+        ]
         return last[-1:]
 
     def turns(self, messages: list[Message], whole: str) -> Spans:
@@ -185,13 +247,19 @@ class Chat:
         spans = []
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
-                before, after = self.rendered(messages[:i], True)[0], self.rendered(messages[: i + 1])[0]
+                before, after = (
+                    self.rendered(messages[:i], True)[0],
+                    self.rendered(messages[: i + 1])[0],
+                )
                 if not (whole.startswith(after) and after.startswith(before)):
                     raise ConfigError(
                         f"the chat template renders the first {i + 1} messages differently once others follow, or adds "
                         "no prompt before the assistant's turn (some leave out earlier reasoning): what the assistant "
-                        "said is unclear; mark it with {% generation %} in a template of your own, data.chat_template")
-                ends = [found.end() for found in self.pattern.finditer(whole, len(before), len(after))]
+                        "said is unclear; mark it with {% generation %} in a template of your own, data.chat_template"
+                    )
+                ends = [
+                    found.end() for found in self.pattern.finditer(whole, len(before), len(after))
+                ]
                 only_space = ends and not whole[ends[-1] : len(after)].strip()
                 spans.append((len(before), ends[-1] if only_space else len(after)))
         return spans
@@ -207,8 +275,10 @@ class Chat:
             whole, spans = self.rendered(messages, prompt)
             marked = self.rendered(safe, prompt)[0] if safe != messages else whole
         if marked.replace(self.sandbox.marks[2], "") != whole:
-            raise ConfigError("spells out a special token, and the chat template renders the message differently "
-                              "without it; leave it out")
+            raise ConfigError(
+                "spells out a special token, and the chat template renders the message differently "
+                "without it; leave it out"
+            )
         return whole, spans, marked
 
     def guarded(self, value: Any) -> Any:
@@ -217,11 +287,16 @@ class Chat:
         if isinstance(value, list):
             return [self.guarded(entry) for entry in value]
         if isinstance(value, dict):
-            return {self.guarded(key): part if key == "role" else self.guarded(part) for key, part in value.items()}
+            return {
+                self.guarded(key): part if key == "role" else self.guarded(part)
+                for key, part in value.items()
+            }
         if not isinstance(value, str) or not (body := value.strip()):
             return value
         guard, reach = self.sandbox.marks[2], range(1, 1 + max(map(len, self.heads), default=0))
-        while (broken := self.pattern.sub(lambda name: f"{name[0][0]}{guard}{name[0][1:]}", body)) != body:
+        while (
+            broken := self.pattern.sub(lambda name: f"{name[0][0]}{guard}{name[0][1:]}", body)
+        ) != body:
             body = broken
         body = guard * any(body[:n] in self.tails for n in reach) + body
         body += guard * any(body[-n:] in self.heads for n in reach)
@@ -236,11 +311,19 @@ class Chat:
             found = self._split(marked, "")
             # Between special tokens, as if each part stood alone; is that the same for this tokenizer? By the twin that
             # has a letter for each guard, and so spells out none.
-            if self.fast and self._split(marked, "a")[0] != self._offsets(marked.replace(guard, "a"), special=True)[0]:
-                raise ConfigError("spells out a special token, and this tokenizer encodes the text between two special "
-                                  "tokens differently where it stands alone; leave the conversation out")
+            if (
+                self.fast
+                and self._split(marked, "a")[0]
+                != self._offsets(marked.replace(guard, "a"), special=True)[0]
+            ):
+                raise ConfigError(
+                    "spells out a special token, and this tokenizer encodes the text between two special "
+                    "tokens differently where it stands alone; leave the conversation out"
+                )
         written = [self.special[name] for name in self.pattern.findall(marked)]
-        if [token for token in found[0] if token in self.reserved] != [i for i in written if i in self.reserved]:
+        if [token for token in found[0] if token in self.reserved] != [
+            i for i in written if i in self.reserved
+        ]:
             raise ConfigError("its tokenizer makes special tokens of other text than their names")
         return found
 
@@ -248,7 +331,9 @@ class Chat:
         ids, places, at = [], [], 0
         for number, part in enumerate(self.pattern.split(marked)):
             part = part.replace(self.sandbox.marks[2], instead)
-            more, where = ([self.special[part]], [(0, len(part))]) if number % 2 else self._offsets(part)
+            more, where = (
+                ([self.special[part]], [(0, len(part))]) if number % 2 else self._offsets(part)
+            )
             ids += more
             places += [(at + begin, at + end) for begin, end in where]
             at += len(part)
@@ -261,7 +346,9 @@ class Chat:
             try:
                 found = self.model.encode(text, add_special_tokens=False)
             except Exception as error:  # e.g. an unknown word, if the vocabulary has no UNK entry
-                raise ConfigError(f"{self.tokenizer.path}: its tokenizer fails on a text: {error}") from None
+                raise ConfigError(
+                    f"{self.tokenizer.path}: its tokenizer fails on a text: {error}"
+                ) from None
             finally:
                 self.model.encode_special_tokens = True
             return found.ids, found.offsets
@@ -281,7 +368,9 @@ class Chat:
 _chat = functools.lru_cache(1)(Chat)  # of this process
 
 
-def encode_conversations(folder: pathlib.Path, typecode: str, texts: list[str]) -> list[tuple[bool, bytes]]:
+def encode_conversations(
+    folder: pathlib.Path, typecode: str, texts: list[str]
+) -> list[tuple[bool, bytes]]:
     """data.encode.encode() of Conversations' texts: ids are complemented where they have no loss, and there are none if
     the conversation is left out. Raises ConfigError."""
     chat, found = _chat(folder), []
@@ -291,15 +380,21 @@ def encode_conversations(folder: pathlib.Path, typecode: str, texts: list[str]) 
             ids, learned = chat.encode(checked(messages))
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
-        stored = array.array(typecode, (token if has_loss else ~token for token, has_loss in zip(ids, learned)))
+        stored = array.array(
+            typecode, (token if has_loss else ~token for token, has_loss in zip(ids, learned))
+        )
         found.append((is_validation(json.dumps(messages)), stored.tobytes()))
     return found
 
 
-def write_conversations(folder: pathlib.Path, source: Conversations, dtype: str, manifest: dict) -> None:
+def write_conversations(
+    folder: pathlib.Path, source: Conversations, dtype: str, manifest: dict
+) -> None:
     """data.encode.write_tokens() of conversations, which keeps their template with them."""
     for name, content in files_of(source.d).items():
-        if not (folder / name).exists():  # else of a preparation that was stopped, of the same identity
+        if not (
+            folder / name
+        ).exists():  # else of a preparation that was stopped, of the same identity
             files.write_atomic(folder / name, content)
     write_tokens(folder, source, dtype, manifest, encode_conversations)
 
@@ -312,7 +407,11 @@ def spelled(tokenizer: Tokenizer, stored: list[int]) -> str:
         if "tokenizer.json" in tokenizer.files:
             text = tokenizer.model.inner.decode(ids, skip_special_tokens=False)
         else:  # decodes control tokens to nothing
-            text = "".join("".join(tokenizer.model.id_to_piece([*group])) if control else tokenizer.decode([*group])
-                           for control, group in itertools.groupby(ids, tokenizer.model.is_control))
+            text = "".join(
+                "".join(tokenizer.model.id_to_piece([*group]))
+                if control
+                else tokenizer.decode([*group])
+                for control, group in itertools.groupby(ids, tokenizer.model.is_control)
+            )
         parts.append(f"«{text}»" if has_loss else text)
     return "".join(parts)

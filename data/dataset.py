@@ -46,11 +46,17 @@ def identity(cfg: config.Config) -> dict:
     """Everything that determines a source's prepared files. Raises ConfigError if the tokenizer cannot be read."""
     d = cfg.data
     content = b"".join(tokenizer_files(d.tokenizer).values()) if d.tokenizer else b""
-    found = {"source": d.source, "subset": d.subset, "split": d.split, "text_field": d.text_field,
-             "tokenizer": hashlib.sha256(content).hexdigest() if d.tokenizer else "trained here",
-             # a tokenizer file defines its vocabulary; the model may have more rows
-             "vocab_size": None if d.tokenizer else cfg.model.vocab_size,
-             "max_tokens": d.max_tokens, "format": FORMAT}
+    found = {
+        "source": d.source,
+        "subset": d.subset,
+        "split": d.split,
+        "text_field": d.text_field,
+        "tokenizer": hashlib.sha256(content).hexdigest() if d.tokenizer else "trained here",
+        # a tokenizer file defines its vocabulary; the model may have more rows
+        "vocab_size": None if d.tokenizer else cfg.model.vocab_size,
+        "max_tokens": d.max_tokens,
+        "format": FORMAT,
+    }
     if d.order != "global":
         found["order"] = d.order
     if d.messages_field:
@@ -59,7 +65,9 @@ def identity(cfg: config.Config) -> dict:
         found |= identity_of(d)
     if d.source == STDLIB:
         found["python"] = platform.python_version()
-    if not (kind := kind_of(d.source)).reads:  # one that generates its text: its code is the content
+    if not (
+        kind := kind_of(d.source)
+    ).reads:  # one that generates its text: its code is the content
         found["code"] = hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()
     return found
 
@@ -72,9 +80,12 @@ def check_identity(folder: pathlib.Path, manifest: dict, cfg: config.Config) -> 
         return repr(of[key]) if key in of else "absent"
 
     # of both: data prepared with an option on is not that of a configuration without it. Absent counts as None.
-    changed = [f"{folder}: was prepared with {key} = {value(before, key)}, the configuration says {value(now, key)}; "
-               "delete the folder or name another data.path"
-               for key in before | now if before.get(key) != now.get(key)]
+    changed = [
+        f"{folder}: was prepared with {key} = {value(before, key)}, the configuration says {value(now, key)}; "
+        "delete the folder or name another data.path"
+        for key in before | now
+        if before.get(key) != now.get(key)
+    ]
     if changed:
         raise ConfigError(*changed)
 
@@ -89,8 +100,14 @@ def prepared_parts(cfg: config.Config) -> list[tuple[pathlib.Path, config.Config
         parts = prepared_sources(cfg, identity)
     elif cfg.data.path:
         return [(root, cfg)]
-    return [(root / f"{re.sub('[^A-Za-z0-9._-]+', '-', part.data.source).strip('-.')[-100:]}-"
-             f"{short_hash(identity(part))}", part) for part in parts]
+    return [
+        (
+            root / f"{re.sub('[^A-Za-z0-9._-]+', '-', part.data.source).strip('-.')[-100:]}-"
+            f"{short_hash(identity(part))}",
+            part,
+        )
+        for part in parts
+    ]
 
 
 def data_folders(cfg: config.Config) -> list[pathlib.Path]:
@@ -134,7 +151,9 @@ def source_names(cfg: config.Config) -> list[str]:
 class Dataset:
     """A configuration's prepared data, opened."""
 
-    train: list[Any]  # a TokenStream per source, or data/growing.py's Parts; without a mixture, [data] is the only one
+    train: list[
+        Any
+    ]  # a TokenStream per source, or data/growing.py's Parts; without a mixture, [data] is the only one
     validation: list[Any]
     order: Any  # data/order.py's, of the training data
     names: list[str]  # of a mixture's sources
@@ -154,12 +173,20 @@ def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
     tokenizer = sorted([*folders[0].glob("tokenizer*"), *folders[0].glob("chat_template.jinja")])
     notes = [stream.summary() for stream in training if cfg.data.messages_field]
     if (entries := manifests[0]["vocab_size"]) < cfg.model.vocab_size:
-        notes.append(f"the tokenizer of {folders[0]} has {entries:,} entries, the model {cfg.model.vocab_size:,} rows")
-    notes += [f"{stream.path.parent}: none of its documents (one in a hundred) is held out: it has no validation loss"
-              for stream in validation if cfg.data.order == "global" and stream.length < 2]
+        notes.append(
+            f"the tokenizer of {folders[0]} has {entries:,} entries, the model {cfg.model.vocab_size:,} rows"
+        )
+    notes += [
+        f"{stream.path.parent}: none of its documents (one in a hundred) is held out: it has no validation loss"
+        for stream in validation
+        if cfg.data.order == "global" and stream.length < 2
+    ]
     if cfg.model.init_from:
         from huggingface.tokenizer import note_on_tokenizer
 
         notes += note_on_tokenizer(cfg.model.init_from, folders[0], tokenizer)
-    fingerprint = [{key: manifest.get(key) for key in ("identity", "tokens", "sha256")} for manifest in manifests]
+    fingerprint = [
+        {key: manifest.get(key) for key in ("identity", "tokens", "sha256")}
+        for manifest in manifests
+    ]
     return Dataset(training, validation, order, source_names(cfg), tokenizer, fingerprint, notes)

@@ -56,8 +56,13 @@ def encode(folder: pathlib.Path, typecode: str, texts: list[str]) -> list[tuple[
     """Tokenizes texts with the tokenizer in `folder`. Returns for each whether it is a validation document, and its ids
     between BOS and EOS as bytes, in the width of array's typecode."""
     tokenizer = _tokenizer(folder)
-    return [(is_validation(text), array.array(typecode, [*tokenizer.bos, *ids, *tokenizer.eos]).tobytes())
-            for text, ids in zip(texts, tokenizer.encode(texts))]
+    return [
+        (
+            is_validation(text),
+            array.array(typecode, [*tokenizer.bos, *ids, *tokenizer.eos]).tobytes(),
+        )
+        for text, ids in zip(texts, tokenizer.encode(texts))
+    ]
 
 
 def _start() -> None:
@@ -68,12 +73,15 @@ def _start() -> None:
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
-def encode_all(folder: pathlib.Path, typecode: str,
-               source: Source, encode: Callable) -> Generator[tuple[list[tuple[bool, bytes]], tuple], None, None]:
+def encode_all(
+    folder: pathlib.Path, typecode: str, source: Source, encode: Callable
+) -> Generator[tuple[list[tuple[bool, bytes]], tuple], None, None]:
     """Yields (encode(), place and share) per chunk; reads ahead three per process. Raises ConfigError and OSError."""
     workers = len(os.sched_getaffinity(0))
     # spawn: a forked process may inherit a lock that another thread holds
-    pool = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start)
+    pool = concurrent.futures.ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), _start
+    )
     try:
         work = functools.partial(encode, folder, typecode)
         submitted = ((pool.submit(work, texts), place) for texts, place in chunks(source))
@@ -90,7 +98,9 @@ def encode_all(folder: pathlib.Path, typecode: str,
         pool.shutdown(cancel_futures=True)
 
 
-def write_tokens(folder: pathlib.Path, source: Source, dtype: str, manifest: dict, encode: Callable = encode) -> None:
+def write_tokens(
+    folder: pathlib.Path, source: Source, dtype: str, manifest: dict, encode: Callable = encode
+) -> None:
     """Appends to train.bin and heldout.bin each document between BOS and EOS, and to *.ends.bin the position after its
     last token, 8 bytes little-endian. Raises ConfigError and OSError.
 
@@ -103,10 +113,15 @@ def write_tokens(folder: pathlib.Path, source: Source, dtype: str, manifest: dic
         report(f"resuming after {before:,} documents of {d.source}, which were prepared before")
     with contextlib.ExitStack() as stack:
         if on_terminal():
-            stack.callback(report, "", stays=False)  # clears the line of progress, whatever comes next
+            stack.callback(
+                report, "", stays=False
+            )  # clears the line of progress, whatever comes next
         opened = {}
         for split in tokens:
-            for name, size in ((f"{split}.bin", width * tokens[split]), (f"{split}.ends.bin", 8 * documents[split])):
+            for name, size in (
+                (f"{split}.bin", width * tokens[split]),
+                (f"{split}.ends.bin", 8 * documents[split]),
+            ):
                 opened[name] = stack.enter_context((folder / name).open("ab"))
                 opened[name].truncate(size)  # data written after the last sync may be incomplete
 
@@ -148,16 +163,28 @@ def progress(name: str, manifest: dict, share: float, before: int, seconds: floa
     from tqdm import tqdm  # comes with `datasets`, which a machine that only trains need not have
 
     tokens, documents = sum(manifest["tokens"].values()), sum(manifest["documents"].values())
-    return tqdm.format_meter(tokens, tokens / share if share else None, seconds, initial=before, prefix=name,
-                             unit=" tokens", unit_scale=True, postfix=f"{documents:,} documents",
-                             ncols=shutil.get_terminal_size().columns - 1 if on_terminal() else None)
+    return tqdm.format_meter(
+        tokens,
+        tokens / share if share else None,
+        seconds,
+        initial=before,
+        prefix=name,
+        unit=" tokens",
+        unit_scale=True,
+        postfix=f"{documents:,} documents",
+        ncols=shutil.get_terminal_size().columns - 1 if on_terminal() else None,
+    )
 
 
 def report(text: str, stays: bool = True) -> None:
     """Prints to stderr; on a terminal, overwrites a line with stays=False. Ignores a closed or full stderr."""
     with contextlib.suppress(OSError, ValueError):
-        print("\x1b[K" * on_terminal() + text, end="\n" if stays or not on_terminal() else "\r", file=sys.stderr,
-              flush=True)
+        print(
+            "\x1b[K" * on_terminal() + text,
+            end="\n" if stays or not on_terminal() else "\r",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def on_terminal() -> bool:

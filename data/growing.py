@@ -41,7 +41,9 @@ from data.sources import file_stamps
 from data.tokens import MANIFEST, WIDTH, TokenStream, manifest_of, open_stream, window_count
 
 LARGEST_SEGMENT = 16  # parts: one process prepares them within a step's timeout
-VALIDATION_PARTS = 16  # the first ones, in reading order, whose held-out documents are the validation set
+VALIDATION_PARTS = (
+    16  # the first ones, in reading order, whose held-out documents are the validation set
+)
 POLL_SECONDS = 0.2
 FAILURE = "failed.json"
 
@@ -58,8 +60,12 @@ def write_part(folder: pathlib.Path, d: config.Data, number: int) -> None:
         temporary.mkdir(parents=True)
         plan = read_plan(folder)
         _write_tokens(temporary, folder, Pieces(d, plan, plan["parts"][number]))
-        if file_stamps(d.source) != manifest_of(folder)["files"]:  # pieces are those of the files at the beginning
-            raise ConfigError(f"[data] source = {d.source}: changed since {folder} was begun; delete the folder")
+        if (
+            file_stamps(d.source) != manifest_of(folder)["files"]
+        ):  # pieces are those of the files at the beginning
+            raise ConfigError(
+                f"[data] source = {d.source}: changed since {folder} was begun; delete the folder"
+            )
         files.publish(temporary, final)
     except OSError:
         if not final.exists():  # else another process was faster, where there are no locks
@@ -72,8 +78,11 @@ def _write_tokens(temporary: pathlib.Path, folder: pathlib.Path, source: Pieces)
     about, digests, tokens = manifest_of(folder), {}, {"train": 0, "heldout": 0}
     width, typecode = WIDTH[about["dtype"]], "H" if about["dtype"] == "uint16" else "i"
     with contextlib.ExitStack() as stack:
-        opened = {name: stack.enter_context((temporary / name).open("wb")) for split in tokens
-                  for name in (f"{split}.bin", f"{split}.ends.bin")}
+        opened = {
+            name: stack.enter_context((temporary / name).open("wb"))
+            for split in tokens
+            for name in (f"{split}.bin", f"{split}.ends.bin")
+        }
         texts = iter(source)
         while batch := [*itertools.islice(texts, 256)]:
             for validation, content in encode(folder, typecode, batch):
@@ -86,7 +95,9 @@ def _write_tokens(temporary: pathlib.Path, folder: pathlib.Path, source: Pieces)
             file.flush()
             os.fsync(file.fileno())
             digests[name] = hashlib.sha256((temporary / name).read_bytes()).hexdigest()
-    files.write_atomic(temporary / MANIFEST, json.dumps(about | {"tokens": tokens, "sha256": digests}))
+    files.write_atomic(
+        temporary / MANIFEST, json.dumps(about | {"tokens": tokens, "sha256": digests})
+    )
 
 
 def part_folder(folder: pathlib.Path, number: int) -> pathlib.Path:
@@ -102,7 +113,10 @@ def reading_order(plan: dict, seed: int, source: int) -> list[int]:
     """The numbers of all parts. Those of a file that must be fetched stand together."""
     groups = [[number] for number in range(len(plan["parts"]))]
     if "revision" in plan:
-        groups = [[*group] for _, group in itertools.groupby(groups, lambda number: plan["parts"][number[0]][0][0])]
+        groups = [
+            [*group]
+            for _, group in itertools.groupby(groups, lambda number: plan["parts"][number[0]][0][0])
+        ]
         groups = [[*itertools.chain(*group)] for group in groups]
     order = Permutation(len(groups), seed, -1, source)  # no epoch has this number
     return [number for i in range(len(groups)) for number in groups[order(i)]]
@@ -119,8 +133,14 @@ class Reading:
     def complete(self) -> bool:
         """Whether all are there. The last is the one that reaches data.max_tokens, as is known once it is there."""
         with self.lock:
-            while self.there < len(self.turn) and (part := part_folder(self.path, self.turn[self.there])).exists():
-                self.there, self.tokens = self.there + 1, self.tokens + manifest_of(part)["tokens"]["train"]
+            while (
+                self.there < len(self.turn)
+                and (part := part_folder(self.path, self.turn[self.there])).exists()
+            ):
+                self.there, self.tokens = (
+                    self.there + 1,
+                    self.tokens + manifest_of(part)["tokens"]["train"],
+                )
                 if self.tokens >= self.limit:
                     self.turn = self.turn[: self.there]
             return self.there == len(self.turn)
@@ -141,19 +161,32 @@ def claimed(path: pathlib.Path) -> Iterator[bool]:
         held.release()
 
 
-Sources = list[tuple[pathlib.Path, config.Config]]  # as data/dataset.py: prepared_parts() finds them
+Sources = list[
+    tuple[pathlib.Path, config.Config]
+]  # as data/dataset.py: prepared_parts() finds them
 
 
 def prepare_parts(found: Sources, seed: int) -> None:
     """Prepares the parts of all sources that nobody else prepares, in reading order, until all are there. Sources take
     turns. Raises ConfigError and OSError, and leaves its text in the folder for who waits."""
-    readings = [(Reading(folder, part.data, seed, source), part.data) for source, (folder, part) in enumerate(found)]
-    left = sorted(((place, source) for source, (reading, _) in enumerate(readings)
-                   for place in range(len(reading.turn))))
+    readings = [
+        (Reading(folder, part.data, seed, source), part.data)
+        for source, (folder, part) in enumerate(found)
+    ]
+    left = sorted(
+        (
+            (place, source)
+            for source, (reading, _) in enumerate(readings)
+            for place in range(len(reading.turn))
+        )
+    )
     while not all([reading.complete() for reading, _ in readings]):
         for work in [*left]:
             place, (reading, d) = work[0], readings[work[1]]
-            if place >= len(reading.turn) or (final := part_folder(reading.path, reading.turn[place])).exists():
+            if (
+                place >= len(reading.turn)
+                or (final := part_folder(reading.path, reading.turn[place])).exists()
+            ):
                 left.remove(work)
                 continue
             try:
@@ -171,20 +204,31 @@ def prepare_parts(found: Sources, seed: int) -> None:
         for lock in (folder / "parts").glob(".*.lock"):
             with claimed(lock) as ours:
                 for path in lock.parent.glob(f"{lock.stem}.*") if ours else ():
-                    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+                    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(
+                        missing_ok=True
+                    )
 
 
-def prepare_ahead(cfg: config.Config, found: Sources, whole: bool,
-                  check_hashes: Callable[[pathlib.Path, dict], None]) -> None:
+def prepare_ahead(
+    cfg: config.Config,
+    found: Sources,
+    whole: bool,
+    check_hashes: Callable[[pathlib.Path, dict], None],
+) -> None:
     """Checks the parts that are there, and prepares the sources of one part, as prepare_parts(): before the ranks
     start, to refuse too little text. whole: all that is missing, on all cores, and reports it; exits with the code of
     the process that prepares, which has said why, if it fails."""
     for folder, _ in found:
         for part in published(folder):
             check_hashes(part, manifest_of(part))
-    prepare_parts([(folder, part) for folder, part in found if len(read_plan(folder)["parts"]) == 1], cfg.run.seed)
+    prepare_parts(
+        [(folder, part) for folder, part in found if len(read_plan(folder)["parts"]) == 1],
+        cfg.run.seed,
+    )
     if whole:
-        if code := start_preparing(json.dumps(config.to_dict(cfg)), len(os.sched_getaffinity(0))).wait():
+        if code := start_preparing(
+            json.dumps(config.to_dict(cfg)), len(os.sched_getaffinity(0))
+        ).wait():
             sys.exit(code)
         report_prepared(cfg, found)
 
@@ -199,10 +243,14 @@ def report_prepared(cfg: config.Config, found: Sources) -> None:
         (reading := Reading(folder, part.data, cfg.run.seed, source)).complete()
         for number in reading.turn:
             tokens.update(counts := manifest_of(part_folder(folder, number))["tokens"])
-            lost += counts["train"] - cfg.train.seq_len * window_count(counts["train"], cfg.train.seq_len)
-        report(f"prepared {folder}: {len(reading.turn)} parts, {tokens['train']:,} tokens to train on, "
-               f"{tokens['heldout']:,} for validation; windows of {cfg.train.seq_len:,} leave {lost:,} at the parts' "
-               "ends unread")
+            lost += counts["train"] - cfg.train.seq_len * window_count(
+                counts["train"], cfg.train.seq_len
+            )
+        report(
+            f"prepared {folder}: {len(reading.turn)} parts, {tokens['train']:,} tokens to train on, "
+            f"{tokens['heldout']:,} for validation; windows of {cfg.train.seq_len:,} leave {lost:,} at the parts' "
+            "ends unread"
+        )
 
 
 # Reading
@@ -215,7 +263,9 @@ class Parts(Reading):
         """d: of this source."""
         super().__init__(folder, d, cfg.run.seed, source)
         self.cfg, self.source = cfg, source
-        self.before = [0]  # windows of the parts before each of those known so far, and of all of them
+        self.before = [
+            0
+        ]  # windows of the parts before each of those known so far, and of all of them
         self.ends = [0]  # windows up to the end of each segment known so far
         sizes = itertools.chain((1,), (min(1 << i, LARGEST_SEGMENT) for i in itertools.count()))
         self.segments = [0]  # the first part of each, and their number
@@ -234,7 +284,9 @@ class Parts(Reading):
         while not final.exists():
             self.check()
             if waited <= 2 < waited + POLL_SECONDS:
-                report(f"{self.path}: waiting for part {place + 1} of {len(self.turn)} in reading order")
+                report(
+                    f"{self.path}: waiting for part {place + 1} of {len(self.turn)} in reading order"
+                )
             if self.closed.wait(POLL_SECONDS):
                 raise InterruptedError("closed")
             waited += POLL_SECONDS
@@ -256,20 +308,26 @@ class Parts(Reading):
             if failed.stat().st_mtime > self.began:
                 raise ConfigError(json.loads(failed.read_bytes()))
         if self.child and self.child.poll():
-            raise ConfigError(f"{self.path}: the process that prepares it ended with code {self.child.returncode}")
+            raise ConfigError(
+                f"{self.path}: the process that prepares it ended with code {self.child.returncode}"
+            )
 
     def know(self, parts: int) -> int:
         """Makes `before` cover so many parts, or all if there are fewer, and returns their windows."""
         while len(self.before) <= min(parts, len(self.turn)):
             stream = self.stream(len(self.before) - 1)
-            self.before.append(self.before[-1] + window_count(stream.length, self.cfg.train.seq_len))
+            self.before.append(
+                self.before[-1] + window_count(stream.length, self.cfg.train.seq_len)
+            )
             self.complete()  # this part may be the last
         return self.before[min(parts, len(self.turn))]
 
     def check_size(self) -> None:
         """Raises ConfigError if no part has a window, as far as that is known and quickly found."""
         if len(self.turn) <= 64 and self.complete() and not self.know(len(self.turn)):
-            raise ConfigError(f"{self.path}: no part has a window of train.seq_len = {self.cfg.train.seq_len}")
+            raise ConfigError(
+                f"{self.path}: no part has a window of train.seq_len = {self.cfg.train.seq_len}"
+            )
 
     def window(self, index: int) -> tuple[int, int]:
         """(epoch, window) of the source's sample of this index. Windows count over all parts in reading order."""
@@ -278,11 +336,17 @@ class Parts(Reading):
         segment = bisect.bisect_right(self.ends, index) - 1
         if segment < len(self.ends) - 1:
             begin, end = self.ends[segment : segment + 2]
-            return 0, begin + self.permutation(end - begin, self.cfg.run.seed, 0, (self.source, segment))(index - begin)
+            return 0, begin + self.permutation(
+                end - begin, self.cfg.run.seed, 0, (self.source, segment)
+            )(index - begin)
         if not self.before[-1]:
-            raise ConfigError(f"{self.path}: no part has a window of train.seq_len = {self.cfg.train.seq_len}")
+            raise ConfigError(
+                f"{self.path}: no part has a window of train.seq_len = {self.cfg.train.seq_len}"
+            )
         epoch, position = divmod(index, self.before[-1])
-        return epoch, self.permutation(self.before[-1], self.cfg.run.seed, epoch, self.source)(position)
+        return epoch, self.permutation(self.before[-1], self.cfg.run.seed, epoch, self.source)(
+            position
+        )
 
     @staticmethod
     def order_of(sources: "Sequence[Parts]", mixture: Any) -> Order:
@@ -315,12 +379,19 @@ class GrowingOrder(Order):
         """data.loader.Loader.readiness(): READY, WAITING (after so many seconds) or FAILED, and then sets the loader's
         failure. Starts to prepare what is missing."""
         cfg, sources = loader.cfg, self.sources
-        batch = loader.ahead[step + 1 - loader.next_step] if step < cfg.train.steps else None  # the last: next_step - 1
-        evaluates = step > 0 and config.evaluation_is_due(cfg, step)  # the validation set is read before the batch
+        batch = (
+            loader.ahead[step + 1 - loader.next_step] if step < cfg.train.steps else None
+        )  # the last: next_step - 1
+        evaluates = step > 0 and config.evaluation_is_due(
+            cfg, step
+        )  # the validation set is read before the batch
 
         def waits() -> bool:
-            return (batch is not None and not batch.done() and not all([source.complete() for source in sources])) or (
-                evaluates and not all([source.has_validation() for source in sources]))
+            return (
+                batch is not None
+                and not batch.done()
+                and not all([source.complete() for source in sources])
+            ) or (evaluates and not all([source.has_validation() for source in sources]))
 
         try:
             for source in sources:
@@ -376,16 +447,23 @@ class HeldOut:
     def read(self, start: int, stop: int) -> tuple[bytes, Any]:
         import torch
 
-        found = [stream.read(max(start, begin) - begin, min(stop, end) - begin) for stream, (begin, end) in zip(
-            self.streams, itertools.pairwise(self.begins)) if max(start, begin) < min(stop, end)]
+        found = [
+            stream.read(max(start, begin) - begin, min(stop, end) - begin)
+            for stream, (begin, end) in zip(self.streams, itertools.pairwise(self.begins))
+            if max(start, begin) < min(stop, end)
+        ]
         return b"".join(raw for raw, _ in found), torch.cat([ids for _, ids in found])
 
     def documents(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         found, number = [], 0
         for stream, (begin, end) in zip(self.streams, itertools.pairwise(self.begins)):
             if max(start, begin) < min(stop, end):
-                found += [(number + n, begin + first, begin + last) for n, first, last in stream.documents(
-                    max(0, start - begin), min(stop, end) - begin)]
+                found += [
+                    (number + n, begin + first, begin + last)
+                    for n, first, last in stream.documents(
+                        max(0, start - begin), min(stop, end) - begin
+                    )
+                ]
             number += stream.document_count
         return found
 
@@ -393,9 +471,13 @@ class HeldOut:
 def start_preparing(settings: str, workers: int) -> subprocess.Popen:
     """Starts to prepare what is missing, at low priority, in so many processes that end with this one. settings: a
     configuration as JSON."""
-    repo = str(pathlib.Path(__file__).parent.parent)  # as torchrun starts a rank, it need not be on Python's path
-    code = (f"import sys; sys.path.insert(0, {repo!r}); from data.growing import main; from data.dataset import "
-            f"prepared_parts; sys.exit(main({workers}, prepared_parts))")
+    repo = str(
+        pathlib.Path(__file__).parent.parent
+    )  # as torchrun starts a rank, it need not be on Python's path
+    code = (
+        f"import sys; sys.path.insert(0, {repo!r}); from data.growing import main; from data.dataset import "
+        f"prepared_parts; sys.exit(main({workers}, prepared_parts))"
+    )
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, text=True)
     assert child.stdin is not None
     child.stdin.write(settings + "\n")
@@ -404,7 +486,9 @@ def start_preparing(settings: str, workers: int) -> subprocess.Popen:
 
 
 start_once = functools.cache(start_preparing)  # in this process
-STARTING = threading.Lock()  # held to call it: by the loader's thread too, and a cache alone would let both start one
+STARTING = (
+    threading.Lock()
+)  # held to call it: by the loader's thread too, and a cache alone would let both start one
 
 
 def end_with_stdin() -> None:
@@ -414,9 +498,15 @@ def end_with_stdin() -> None:
 
 def main(workers: int, find: Callable[[config.Config], Sources]) -> int:
     """workers: processes that prepare, this one included; 0: this is one of another's. find: prepared_parts()."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # for the process that waits, with which this ends
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGUSR1,
+    ):  # for the process that waits, with which this ends
         signal.signal(number, signal.SIG_IGN)
-    os.nice(19)  # among the processes of this session: in one of its own, Linux would share the cores evenly
+    os.nice(
+        19
+    )  # among the processes of this session: in one of its own, Linux would share the cores evenly
     settings = sys.stdin.readline()
     threading.Thread(target=end_with_stdin, daemon=True).start()
     cfg = config.from_dict(json.loads(settings), "of the run that waits")
@@ -430,4 +520,3 @@ def main(workers: int, find: Callable[[config.Config], Sources]) -> int:
         report(str(error))
         return 2
     return max((other.wait() for other in others), default=0)
-

@@ -11,7 +11,10 @@ from config import ConfigError
 from data.encode import report
 from data.sources import LOCAL, STDLIB, Source, readable
 
-PATIENCE, AT_FIRST = 300.0, 10.0  # seconds during which a lost network is tried again: in a run, and before it
+PATIENCE, AT_FIRST = (
+    300.0,
+    10.0,
+)  # seconds during which a lost network is tried again: in a run, and before it
 T = TypeVar("T")
 
 
@@ -22,15 +25,24 @@ class Hub(Source):
 
     def __init__(self, d: config.Data, place: list | None):
         super().__init__(d, place)
-        with readable(f"{d.source}: is neither {STDLIB} nor a local file, and as a Hugging Face dataset"):
+        with readable(
+            f"{d.source}: is neither {STDLIB} nor a local file, and as a Hugging Face dataset"
+        ):
             import datasets
             import huggingface_hub
 
-            datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors are reported here, once
+            datasets.logging.set_verbosity(
+                datasets.logging.CRITICAL
+            )  # its errors are reported here, once
             # pinned to a commit, so that a later resume reads the same version of the dataset
-            self.row, state, self.revision = place or (0, None, huggingface_hub.HfApi().dataset_info(d.source).sha)
-            self.data = datasets.load_dataset(d.source, name=d.subset, split=d.split, streaming=True,
-                                              revision=self.revision)
+            self.row, state, self.revision = place or (
+                0,
+                None,
+                huggingface_hub.HfApi().dataset_info(d.source).sha,
+            )
+            self.data = datasets.load_dataset(
+                d.source, name=d.subset, split=d.split, streaming=True, revision=self.revision
+            )
             if state:
                 self.data.load_state_dict(state)
 
@@ -66,7 +78,9 @@ class HubFiles:
 
         return max(1, size // COMPRESSED_UNIT), 2 * COMPRESSED_UNIT
 
-    def parquet_rows(self, ends: list[int], path: pathlib.Path, begin: int, end: int) -> tuple[int, int]:
+    def parquet_rows(
+        self, ends: list[int], path: pathlib.Path, begin: int, end: int
+    ) -> tuple[int, int]:
         """As data/pieces.py's Pieces has it."""
         units, _ = self.parquet_units(path.stat().st_size)
         return ends[-1] * begin // units, ends[-1] * end // units
@@ -90,15 +104,24 @@ def find_files(d: config.Data) -> dict:
         names = [str(name).removeprefix(root) for name in splits[d.split]]
         other = next((name for name in names if not name.endswith(LOCAL) or "://" in name), None)
         if other or getattr(options, "field", None):
-            raise ConfigError(f'[data] order = "growing": reads files of {", ".join(LOCAL)}, and {d.source} has '
-                              f'{other or "its rows in a field of its files"}; set order = "global"')
-        found = {file.path: [file.path, file.size, file.lfs.sha256 if file.lfs else file.blob_id]
-                 for i in range(0, len(names), 500)
-                 for file in api.get_paths_info(d.source, names[i : i + 500], revision=revision, repo_type="dataset")}
+            raise ConfigError(
+                f'[data] order = "growing": reads files of {", ".join(LOCAL)}, and {d.source} has '
+                f'{other or "its rows in a field of its files"}; set order = "global"'
+            )
+        found = {
+            file.path: [file.path, file.size, file.lfs.sha256 if file.lfs else file.blob_id]
+            for i in range(0, len(names), 500)
+            for file in api.get_paths_info(
+                d.source, names[i : i + 500], revision=revision, repo_type="dataset"
+            )
+        }
         return {"revision": revision, "files": [found[name] for name in names]}
 
-    return patiently(f"{d.source}: is neither {STDLIB} nor a local file, and as a Hugging Face dataset", find,
-                     AT_FIRST)
+    return patiently(
+        f"{d.source}: is neither {STDLIB} nor a local file, and as a Hugging Face dataset",
+        find,
+        AT_FIRST,
+    )
 
 
 def fetch(source: str, revision: str, name: str, size: int, digest: str) -> pathlib.Path:
@@ -115,7 +138,9 @@ def fetch(source: str, revision: str, name: str, size: int, digest: str) -> path
             path = pathlib.Path(huggingface_hub.hf_hub_download(source, name, **place))
         except huggingface_hub.errors.LocalEntryNotFoundError as error:
             raise error.__cause__ or error from None  # which says why
-        if path.stat().st_size != size or (str(path) != cached and digest_of(path, digest) != digest):
+        if path.stat().st_size != size or (
+            str(path) != cached and digest_of(path, digest) != digest
+        ):
             path.resolve().unlink()
             path.unlink(missing_ok=True)
             raise OSError(f"what was downloaded is not the file of commit {revision[:12]}")
@@ -126,7 +151,9 @@ def fetch(source: str, revision: str, name: str, size: int, digest: str) -> path
 
 def digest_of(path: pathlib.Path, like: str) -> str:
     """A file's SHA-256 or, if `like` is one, git's SHA-1."""
-    found = hashlib.sha256() if len(like) == 64 else hashlib.sha1(b"blob %d\0" % path.stat().st_size)
+    found = (
+        hashlib.sha256() if len(like) == 64 else hashlib.sha1(b"blob %d\0" % path.stat().st_size)
+    )
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             found.update(block)
@@ -164,4 +191,7 @@ def is_lasting(error: BaseException | None) -> bool:
         if isinstance(e, HfHubHTTPError):
             return e.response.status_code < 500 and e.response.status_code not in (408, 429)
     return isinstance(first, ConfigError | ValueError | FileNotFoundError) or (
-        isinstance(first, OSError) and not isinstance(first, ConnectionError | TimeoutError) and bool(first.errno))
+        isinstance(first, OSError)
+        and not isinstance(first, ConnectionError | TimeoutError)
+        and bool(first.errno)
+    )

@@ -24,9 +24,13 @@ READ_AHEAD = 2  # steps
 class Batch:
     """One data rank's part of one step."""
 
-    micro_batches: list[tuple[Tensor, ...]]  # as inputs_and_targets() returns them: the model's arguments
+    micro_batches: list[
+        tuple[Tensor, ...]
+    ]  # as inputs_and_targets() returns them: the model's arguments
     valid_tokens: int  # valid targets of the whole step, over all data ranks
-    digest: int  # of this rank's samples; the sum over data ranks modulo DIGEST_MODULUS is the step's
+    digest: (
+        int  # of this rank's samples; the sum over data ranks modulo DIGEST_MODULUS is the step's
+    )
 
 
 class Loader:
@@ -37,9 +41,13 @@ class Loader:
         self.cfg, self.streams, self.order, self.world = cfg, dataset.train, dataset.order, world
         self.micro_batch_size = config.micro_batch_size(cfg, world.dp_size)
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "loader")
-        self.ahead = collections.deque(self.thread.submit(self.batch, first_step + i) for i in range(READ_AHEAD))
+        self.ahead = collections.deque(
+            self.thread.submit(self.batch, first_step + i) for i in range(READ_AHEAD)
+        )
         self.next_step = first_step + READ_AHEAD
-        self.failure: Exception | None = None  # why this text cannot be read, once readiness() says so
+        self.failure: Exception | None = (
+            None  # why this text cannot be read, once readiness() says so
+        )
 
     def __next__(self) -> Batch:
         """Raises what the thread raised, such as ConfigError for a truncated token file."""
@@ -57,7 +65,9 @@ class Loader:
 
     def batch(self, step: int) -> Batch:
         t, w, digest, micro_batches = self.cfg.train, self.world, 0, []
-        for numbers in rank_samples(step, t.global_batch_size, self.micro_batch_size, w.dp_rank, w.dp_size):
+        for numbers in rank_samples(
+            step, t.global_batch_size, self.micro_batch_size, w.dp_rank, w.dp_size
+        ):
             contents, tensors = read_windows([self.span(n) for n in numbers], self.cfg, w)
             digest += sum(map(sample_digest, numbers, contents))
             micro_batches.append(tensors)
@@ -76,8 +86,9 @@ class Loader:
         return self.streams[place.source].span(place.window, self.cfg.train.seq_len)
 
 
-def read_windows(spans: list[tuple[TokenStream, int, int]], cfg: config.Config,
-                 world: Any) -> tuple[list[bytes], tuple[Tensor, ...]]:
+def read_windows(
+    spans: list[tuple[TokenStream, int, int]], cfg: config.Config, world: Any
+) -> tuple[list[bytes], tuple[Tensor, ...]]:
     """Reads windows (stream, first token, one past the last): their bytes; inputs_and_targets() of them, for a GPU in
     pinned memory, which it can copy asynchronously."""
     rows, contents = torch.full((len(spans), cfg.train.seq_len + 1), -1), []  # (B, T+1)
@@ -94,7 +105,9 @@ def read_windows(spans: list[tuple[TokenStream, int, int]], cfg: config.Config,
         from parallel.context import own_part
 
         tensors = own_part(tensors, world)
-    return contents, tuple(tensor.pin_memory() for tensor in tensors) if world.device.type == "cuda" else tensors
+    return contents, tuple(
+        tensor.pin_memory() for tensor in tensors
+    ) if world.device.type == "cuda" else tensors
 
 
 def inputs_and_targets(rows: Tensor, documents: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -123,20 +136,35 @@ def positions(documents: Tensor) -> Tensor:
 
 def sample_digest(number: int, raw: bytes) -> int:
     """A 40-bit hash of (sample number, its tokens)."""
-    return int.from_bytes(hashlib.blake2b(raw, digest_size=5, salt=number.to_bytes(8, "little")).digest(), "big")
+    return int.from_bytes(
+        hashlib.blake2b(raw, digest_size=5, salt=number.to_bytes(8, "little")).digest(), "big"
+    )
 
 
 def validation_tokens(stream: TokenStream, cfg: config.Config) -> int:
     """How many tokens of a validation stream, from its first one, are read. All but the first are targets."""
-    read = cfg.eval.batches * config.tokens_per_step(cfg) + 1 if cfg.eval and cfg.eval.batches else stream.length
+    read = (
+        cfg.eval.batches * config.tokens_per_step(cfg) + 1
+        if cfg.eval and cfg.eval.batches
+        else stream.length
+    )
     return min(read, stream.length)
 
 
-def validation_batches(stream: TokenStream, cfg: config.Config, world: Any) -> Iterator[tuple[Tensor, ...]]:
+def validation_batches(
+    stream: TokenStream, cfg: config.Config, world: Any
+) -> Iterator[tuple[Tensor, ...]]:
     """A data rank's micro-batches of a validation stream, each target once over all data ranks. The last batch
     is padded with IGNORE, so that every rank runs the same number of forward passes."""
     t, micro_batch_size = cfg.train, config.micro_batch_size(cfg, world.dp_size)
-    for step in range(1, math.ceil((validation_tokens(stream, cfg) - 1) / config.tokens_per_step(cfg)) + 1):
-        for numbers in rank_samples(step, t.global_batch_size, micro_batch_size, world.dp_rank, world.dp_size):
-            spans = [(stream, n * t.seq_len, min((n + 1) * t.seq_len + 1, stream.length)) for n in numbers]
+    for step in range(
+        1, math.ceil((validation_tokens(stream, cfg) - 1) / config.tokens_per_step(cfg)) + 1
+    ):
+        for numbers in rank_samples(
+            step, t.global_batch_size, micro_batch_size, world.dp_rank, world.dp_size
+        ):
+            spans = [
+                (stream, n * t.seq_len, min((n + 1) * t.seq_len + 1, stream.length))
+                for n in numbers
+            ]
             yield read_windows(spans, cfg, world)[1]

@@ -25,8 +25,13 @@ OFTEN = 2  # times that an answer may be given: docstrings repeat
 def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
     """(name, function) of a module's functions and its classes' methods, without private ones."""
     for node in tree.body:
-        inner = [(f"{node.name}.{f.name}", f) for f in node.body if isinstance(f, ast.FunctionDef)] if isinstance(
-            node, ast.ClassDef) else [(node.name, node)] if isinstance(node, ast.FunctionDef) else []
+        inner = (
+            [(f"{node.name}.{f.name}", f) for f in node.body if isinstance(f, ast.FunctionDef)]
+            if isinstance(node, ast.ClassDef)
+            else [(node.name, node)]
+            if isinstance(node, ast.FunctionDef)
+            else []
+        )
         yield from ((name, f) for name, f in inner if not re.search(r"(^|\.)_", name))
 
 
@@ -43,7 +48,9 @@ def answers() -> Iterator[tuple[str, str, str]]:
             given[answer] += 1
             if len(answer) in ANSWER and answer.endswith(".") and given[answer] <= OFTEN:
                 arguments = [a.arg for a in function.args.args if a.arg not in ("self", "cls")]
-                takes = f"It takes {', '.join(arguments)}." if arguments else "It takes no arguments."
+                takes = (
+                    f"It takes {', '.join(arguments)}." if arguments else "It takes no arguments."
+                )
                 yield f"{path.stem}.{name}", answer, takes
 
 
@@ -57,17 +64,24 @@ def conversations() -> Iterator[list[dict[str, str]]]:
         for name, does, takes in [left.pop() for _ in range(min(len(left), draw.randint(1, 3)))]:
             turns += [f"What does {name} do?", does]
             turns += ["Which arguments does it take?", takes] * draw.randint(0, 1)
-        yield [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+        yield [
+            {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)
+        ]
 
 
 def main(argv: list[str]) -> int:
     if len(argv) != 1 or argv[0].startswith("-"):
         raise ConfigError("usage: python -m data.make_chat FILE.jsonl")
-    path, lines = pathlib.Path(argv[0]), [json.dumps({"messages": messages}) for messages in conversations()]
+    path, lines = (
+        pathlib.Path(argv[0]),
+        [json.dumps({"messages": messages}) for messages in conversations()],
+    )
     text = "\n".join(lines) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists() or path.read_text() != text:  # a file that is written anew must be prepared anew
+        if (
+            not path.exists() or path.read_text() != text
+        ):  # a file that is written anew must be prepared anew
             files.write_atomic(path, text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None

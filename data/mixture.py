@@ -14,7 +14,9 @@ from config import LONGEST_PERIOD, ConfigError
 from data.sources import file_stamps
 from data.tokens import short_hash
 
-Identity = Callable[[config.Config], dict]  # data/dataset.py's: what determines a source's prepared files
+Identity = Callable[
+    [config.Config], dict
+]  # data/dataset.py's: what determines a source's prepared files
 
 
 class Mixture:
@@ -31,8 +33,11 @@ class Mixture:
         self.table: list[tuple[int, int]] = []  # (source, its earlier samples in the period)
         given = [0] * len(self.parts)
         for number in range(self.period):
-            _, source = min((-(-(given[i] + 1) * self.period // part), i) for i, part in enumerate(self.parts)
-                            if given[i] * self.period // part <= number and given[i] < part)
+            _, source = min(
+                (-(-(given[i] + 1) * self.period // part), i)
+                for i, part in enumerate(self.parts)
+                if given[i] * self.period // part <= number and given[i] < part
+            )
             self.table.append((source, given[source]))
             given[source] += 1
 
@@ -60,14 +65,30 @@ def whole_parts(weights: Sequence[float]) -> list[int]:
 def sources_of(cfg: config.Config, tokenizer: str | None) -> list[config.Config]:
     """One configuration per source, with this tokenizer."""
     d = cfg.data
-    return [replace(cfg, data=replace(d, sources=(), path=None, tokenizer=tokenizer, source=s.source, **{
-        key: getattr(s, key) or getattr(d, key) for key in ("subset", "split", "text_field", "max_tokens")}))
-        for s in d.sources]
+    return [
+        replace(
+            cfg,
+            data=replace(
+                d,
+                sources=(),
+                path=None,
+                tokenizer=tokenizer,
+                source=s.source,
+                **{
+                    key: getattr(s, key) or getattr(d, key)
+                    for key in ("subset", "split", "text_field", "max_tokens")
+                },
+            ),
+        )
+        for s in d.sources
+    ]
 
 
 def common_tokenizer(cfg: config.Config, identity: Identity) -> pathlib.Path:
     """The file of the tokenizer that is trained on all sources, if the mixture names none."""
-    digest = short_hash([[identity(part) for part in sources_of(cfg, None)], [s.weight for s in cfg.data.sources]])
+    digest = short_hash(
+        [[identity(part) for part in sources_of(cfg, None)], [s.weight for s in cfg.data.sources]]
+    )
     return pathlib.Path(cfg.data.path or "prepared") / f"tokenizer-{digest}.model"
 
 
@@ -82,13 +103,18 @@ def prepared_sources(cfg: config.Config, identity: Identity) -> list[config.Conf
     yet."""
     tokenizer = cfg.data.tokenizer or str(common_tokenizer(cfg, identity))
     if not has_tokenizer(cfg, identity):
-        raise ConfigError(f"{tokenizer}: no prepared data; `python -m data.prepare CONFIG` makes it")
+        raise ConfigError(
+            f"{tokenizer}: no prepared data; `python -m data.prepare CONFIG` makes it"
+        )
     return sources_of(cfg, tokenizer)
 
 
-def prepare_tokenizer(cfg: config.Config, identity: Identity,
-                      train: Callable[[list[config.Config], list[float]], bytes],
-                      make_under_lock: Callable[..., None]) -> None:
+def prepare_tokenizer(
+    cfg: config.Config,
+    identity: Identity,
+    train: Callable[[list[config.Config], list[float]], bytes],
+    make_under_lock: Callable[..., None],
+) -> None:
     """Trains the sources' tokenizer if none is named and it is missing. Raises ConfigError if the files it was trained
     on have changed."""
     if cfg.data.tokenizer:
@@ -106,5 +132,7 @@ def prepare_tokenizer(cfg: config.Config, identity: Identity,
     before = files.read_json(stamps)
     changed = [source for source, found in now.items() if found and found != before.get(source)]
     if changed:
-        raise ConfigError(f"{path}: {', '.join(changed)} changed since this tokenizer was trained on it; delete this "
-                          "file, to train it and prepare its sources anew, or name another data.path")
+        raise ConfigError(
+            f"{path}: {', '.join(changed)} changed since this tokenizer was trained on it; delete this "
+            "file, to train it and prepare its sources anew, or name another data.path"
+        )

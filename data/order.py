@@ -31,7 +31,9 @@ class Permutation:
         while True:
             left, right = index >> self.half, index & mask
             for key in self.keys:
-                x = right ^ key  # mixed by splitmix64's finaliser: each bit depends on every bit of x
+                x = (
+                    right ^ key
+                )  # mixed by splitmix64's finaliser: each bit depends on every bit of x
                 x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
                 x = (x ^ x >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
                 left, right = right, left ^ ((x ^ x >> 31) & mask)
@@ -61,8 +63,11 @@ class Order:
 
     def __init__(self, windows: Sequence[int], mixture: Any, seed: int):
         self.windows, self.mixture = windows, mixture
-        self.permutation = functools.lru_cache(2 * len(windows))(  # of the epochs under way, for speed alone
-            lambda source, epoch: Permutation(windows[source], seed, epoch, source))
+        self.permutation = functools.lru_cache(
+            2 * len(windows)
+        )(  # of the epochs under way, for speed alone
+            lambda source, epoch: Permutation(windows[source], seed, epoch, source)
+        )
 
     def __call__(self, number: int) -> Place:
         source, index = self.mixture(number)
@@ -86,14 +91,22 @@ def make_order(cfg: config.Config, streams: Sequence[Any]) -> Order:
         mixture = Mixture([source.weight for source in cfg.data.sources])
     if cfg.data.order == "growing":
         return streams[0].order_of(streams, mixture)  # data/growing.py: Parts
-    order = Order([window_count(stream.length, t.seq_len) for stream in streams], mixture, cfg.run.seed)
+    order = Order(
+        [window_count(stream.length, t.seq_len) for stream in streams], mixture, cfg.run.seed
+    )
     needed = [part / order.mixture.period * t.global_batch_size for part in order.mixture.parts]
-    problems = [f"{stream.path}: {stream.length} tokens give {windows} samples of train.seq_len = {t.seq_len}, but one "
-                f"batch of train.global_batch_size = {t.global_batch_size} takes {share:.3g} of them"
-                for stream, windows, share in zip(streams, order.windows, needed) if windows < share]
+    problems = [
+        f"{stream.path}: {stream.length} tokens give {windows} samples of train.seq_len = {t.seq_len}, but one "
+        f"batch of train.global_batch_size = {t.global_batch_size} takes {share:.3g} of them"
+        for stream, windows, share in zip(streams, order.windows, needed)
+        if windows < share
+    ]
     if cfg.data.document_mask:
-        problems += [f"{stream.path}: has documents of one token each, of which data.document_mask leaves none to learn"
-                     for stream in streams if stream.document_count == stream.length]
+        problems += [
+            f"{stream.path}: has documents of one token each, of which data.document_mask leaves none to learn"
+            for stream in streams
+            if stream.document_count == stream.length
+        ]
     if problems:
         raise ConfigError(*problems)
     return order
@@ -102,4 +115,7 @@ def make_order(cfg: config.Config, streams: Sequence[Any]) -> Order:
 def rank_samples(step: int, batch: int, micro: int, rank: int, ranks: int) -> list[range]:
     """Sample numbers of each micro-batch of a rank in a step (from 1)."""
     first = (step - 1) * batch + rank * micro
-    return [range(start, start + micro) for start in range(first, first + batch - rank * micro, micro * ranks)]
+    return [
+        range(start, start + micro)
+        for start in range(first, first + batch - rank * micro, micro * ranks)
+    ]

@@ -33,7 +33,9 @@ def pack(lengths: np.ndarray, room: int, seed: int) -> tuple[np.ndarray, np.ndar
     order = np.argsort(longest_first | hashes(len(lengths), seed), kind="stable")
     counts = np.bincount(lengths, minlength=room + 1).tolist()
     window = np.empty(len(lengths), np.int32)  # of each conversation, in `order`
-    ranges: list[list[tuple[int, int]]] = [[] for _ in range(room + 1)]  # (first window, count), by free space
+    ranges: list[list[tuple[int, int]]] = [
+        [] for _ in range(room + 1)
+    ]  # (first window, count), by free space
     free = windows = placed = 0  # free: bit s is set if ranges[s] is not empty
     for length in range(room, 0, -1):
         left = counts[length]
@@ -47,7 +49,10 @@ def pack(lengths: np.ndarray, room: int, seed: int) -> tuple[np.ndarray, np.ndar
                 space, first, count = room, windows, -(-left // (room // length))
                 windows += count
             taken = min(count, left)
-            for rest, begin, of in ((space, first + taken, count - taken), (space - length, first, taken)):
+            for rest, begin, of in (
+                (space, first + taken, count - taken),
+                (space - length, first, taken),
+            ):
                 if of and rest:
                     ranges[rest].append((begin, of))
                     free |= 1 << rest
@@ -90,7 +95,9 @@ class Packed:
 
     @property
     def length(self) -> int:
-        return self.windows * self.seq_len + bool(self.windows)  # one more, as a stream's last target
+        return self.windows * self.seq_len + bool(
+            self.windows
+        )  # one more, as a stream's last target
 
     @property
     def document_count(self) -> int:
@@ -116,12 +123,18 @@ class Packed:
         """(the bytes, the ids (stop - start)) of one window: complements where a token has no loss, -1 for padding."""
         import torch
 
-        raw = b"".join(self.stored(begin, end).tobytes()
-                       for _, begin, end in self.conversations(start // self.seq_len))
+        raw = b"".join(
+            self.stored(begin, end).tobytes()
+            for _, begin, end in self.conversations(start // self.seq_len)
+        )
         found = torch.full((stop - start,), -1)
-        found[: len(raw) // 4] = ids = torch.frombuffer(bytearray(raw), dtype=torch.int32).to(torch.int64)
+        found[: len(raw) // 4] = ids = torch.frombuffer(bytearray(raw), dtype=torch.int32).to(
+            torch.int64
+        )
         if (largest := int(torch.maximum(ids, ~ids).max())) >= self.stream.vocab_size:
-            raise damaged(self.path, f"has id {largest}, but [model] vocab_size = {self.stream.vocab_size}")
+            raise damaged(
+                self.path, f"has id {largest}, but [model] vocab_size = {self.stream.vocab_size}"
+            )
         return raw, found
 
     def documents(self, start: int, stop: int) -> list[tuple[int, int, int]]:
@@ -147,30 +160,44 @@ class Packed:
             begin = self.stream.end(number - 1) if number else 0
             ids = self.stored(begin, min(self.stream.end(number), begin + self.seq_len))
             learned, tokens = learned + int((ids >= 0).sum()), tokens + len(ids)
-        return (f"{self.path.parent}: {self.document_count:,} conversations in {self.windows:,} windows of "
-                f"{self.seq_len:,} tokens, {self.filled / (self.windows * self.seq_len):.1%} full; {self.cut:,} cut at "
-                f"a window's end; {self.left_out:,} left out, without an assistant's turn or with an empty one; "
-                f"{'about ' * (step > 1)}{learned / tokens:.0%} of the tokens have a loss")
+        return (
+            f"{self.path.parent}: {self.document_count:,} conversations in {self.windows:,} windows of "
+            f"{self.seq_len:,} tokens, {self.filled / (self.windows * self.seq_len):.1%} full; {self.cut:,} cut at "
+            f"a window's end; {self.left_out:,} left out, without an assistant's turn or with an empty one; "
+            f"{'about ' * (step > 1)}{learned / tokens:.0%} of the tokens have a loss"
+        )
 
 
 def open_packed(folder: pathlib.Path, split: str, cfg: config.Config) -> Packed:
     """Opens "train" or "heldout" (validation) and plans its windows. Raises ConfigError."""
     stream, manifest = open_stream(folder, split, cfg.model.vocab_size), manifest_of(folder)
     left_out, room = manifest.get("left_out", 0), cfg.train.seq_len
-    ends = np.fromfile(stream.path.with_suffix(".ends.bin"), "<i8") if stream.document_count else np.empty(0, np.int64)
+    ends = (
+        np.fromfile(stream.path.with_suffix(".ends.bin"), "<i8")
+        if stream.document_count
+        else np.empty(0, np.int64)
+    )
     if split == "train" and not len(ends):
-        raise ConfigError(f"{folder}: holds no conversation to train on: all {left_out:,} were left out, without an "
-                          "assistant's turn or with an empty one")
+        raise ConfigError(
+            f"{folder}: holds no conversation to train on: all {left_out:,} were left out, without an "
+            "assistant's turn or with an empty one"
+        )
     lengths = np.diff(ends, prepend=0)
     cut = int((lengths > room).sum())
     np.minimum(lengths, room, out=lengths)
-    return Packed(stream, room, *pack(lengths, room, cfg.run.seed), left_out, cut, int(lengths.sum()))
+    return Packed(
+        stream, room, *pack(lengths, room, cfg.run.seed), left_out, cut, int(lengths.sum())
+    )
 
 
-def show_conversations(stream: Packed, first: int, stop: int, tokenizer: Tokenizer) -> Iterator[str]:
+def show_conversations(
+    stream: Packed, first: int, stop: int, tokenizer: Tokenizer
+) -> Iterator[str]:
     """Yields the lines of each conversation in a window."""
     for number, begin, end in stream.conversations(first // stream.seq_len):
         ids = stream.stored(begin, end)
-        yield (f"--- conversation {number}, {end - begin} of its {stream.stream.end(number) - begin} tokens, "
-               f"{int((ids >= 0).sum())} with a loss, between « and »")
+        yield (
+            f"--- conversation {number}, {end - begin} of its {stream.stream.end(number) - begin} tokens, "
+            f"{int((ids >= 0).sum())} with a loss, between « and »"
+        )
         yield spelled(tokenizer, ids.tolist())

@@ -8,7 +8,16 @@ from collections.abc import Iterator
 
 import config
 import files
-from data.sources import BY_ARROW, STDLIB, TEXT_BYTES, Files, arrow, json_rows, local_files, readable
+from data.sources import (
+    BY_ARROW,
+    STDLIB,
+    TEXT_BYTES,
+    Files,
+    arrow,
+    json_rows,
+    local_files,
+    readable,
+)
 
 SMALLEST, LARGEST = 1 << 16, 1 << 25  # bytes of text in a part: a 64th of the whole, within these
 SAMPLES = 16  # blocks of a file, of TEXT_BYTES, by which its text is recognized
@@ -47,7 +56,9 @@ class Pieces(Files):
     line of a compressed file stands is known only once all before it is decompressed, and how many there are when all
     is: of n units, each is every n-th line."""
 
-    def __init__(self, d: config.Data, plan: dict | None = None, pieces: list[list[int]] | None = None):
+    def __init__(
+        self, d: config.Data, plan: dict | None = None, pieces: list[list[int]] | None = None
+    ):
         """plan: of files that the hub has, as find_files() found them; absent: found now. Raises ConfigError."""
         self.hub = None
         if d.source != STDLIB and local_files(d.source) is None:
@@ -56,7 +67,10 @@ class Pieces(Files):
             self.hub = HubFiles(d.source, plan or find_files(d))
         super().__init__(d, None)
         self.pieces = pieces or [[number, 0, size] for number, size in enumerate(self.sizes)]
-        self.whole, self.resumed = pieces is None, pieces is not None  # as if resumed: a part may be empty
+        self.whole, self.resumed = (
+            pieces is None,
+            pieces is not None,
+        )  # as if resumed: a part may be empty
         self.write_tokens = write_plan
 
     def find(self) -> None:
@@ -84,9 +98,13 @@ class Pieces(Files):
         with readable(f"{path}:"):
             yield from arrow(path).rows(self, path, json_rows, None if self.whole else self.piece)
 
-    def parquet_rows(self, ends: list[int], path: pathlib.Path, begin: int, end: int) -> tuple[int, int]:
+    def parquet_rows(
+        self, ends: list[int], path: pathlib.Path, begin: int, end: int
+    ) -> tuple[int, int]:
         """The first row and one past the last of a piece. ends: the rows up to the end of each row group, from 0."""
-        return self.hub.parquet_rows(ends, path, begin, end) if self.hub else (ends[begin], ends[end])
+        return (
+            self.hub.parquet_rows(ends, path, begin, end) if self.hub else (ends[begin], ends[end])
+        )
 
 
 def cut(source: Pieces) -> list[list[list[int]]]:

@@ -33,7 +33,9 @@ def prepare(cfg: config.Config, whole: bool = False) -> list[pathlib.Path]:
         prepare_tokenizer(cfg, identity, _train_tokenizer, _make_under_lock)
     parts = prepared_parts(cfg)
     for part in parts:
-        _make_under_lock(part[0], functools.partial(_matches, *part), functools.partial(_prepare_folder, *part))
+        _make_under_lock(
+            part[0], functools.partial(_matches, *part), functools.partial(_prepare_folder, *part)
+        )
     if cfg.data.order == "growing":
         from data.growing import prepare_ahead
 
@@ -41,7 +43,9 @@ def prepare(cfg: config.Config, whole: bool = False) -> list[pathlib.Path]:
     return [folder for folder, _ in parts]
 
 
-def _make_under_lock(path: pathlib.Path, made: Callable[[], bool], make: Callable[[], None]) -> None:
+def _make_under_lock(
+    path: pathlib.Path, made: Callable[[], bool], make: Callable[[], None]
+) -> None:
     """make() unless made(), holding a lock file next to `path`, hidden and never removed. OSError -> ConfigError."""
     if not path.name:
         raise ConfigError(f"[data] path = {path}: is the current folder or /; name one in it")
@@ -61,7 +65,9 @@ def _make_under_lock(path: pathlib.Path, made: Callable[[], bool], make: Callabl
         finally:
             held.release()
     except OSError as error:
-        raise ConfigError(f"{error.filename or path}: data could not be prepared: {error.strerror}") from None
+        raise ConfigError(
+            f"{error.filename or path}: data could not be prepared: {error.strerror}"
+        ) from None
 
 
 def _matches(folder: pathlib.Path, cfg: config.Config) -> bool:
@@ -69,11 +75,18 @@ def _matches(folder: pathlib.Path, cfg: config.Config) -> bool:
     manifest = read_manifest(folder)
     if manifest is None:
         if folder.exists() and any(folder.iterdir()):
-            raise ConfigError(f"{folder}: is there but holds no prepared data ({MANIFEST} is missing); move it away")
+            raise ConfigError(
+                f"{folder}: is there but holds no prepared data ({MANIFEST} is missing); move it away"
+            )
         return False
     check_identity(folder, manifest, cfg)
-    if file_stamps(cfg.data.source) not in ([], manifest["files"]):  # the text may be gone, but not changed
-        raise ConfigError(f"[data] source = {cfg.data.source}: changed since {folder} was prepared; delete the folder")
+    if file_stamps(cfg.data.source) not in (
+        [],
+        manifest["files"],
+    ):  # the text may be gone, but not changed
+        raise ConfigError(
+            f"[data] source = {cfg.data.source}: changed since {folder} was prepared; delete the folder"
+        )
     _check_hashes(folder, manifest)
     return True
 
@@ -101,10 +114,16 @@ def _prepare_folder(folder: pathlib.Path, cfg: config.Config) -> None:
     wanted: dict = {"identity": identity(cfg), "files": file_stamps(d.source)}
     manifest = files.read_json(temporary / MANIFEST)
     try:
-        if any(manifest.get(key) != value for key, value in wanted.items()):  # none, or of something else
+        if any(
+            manifest.get(key) != value for key, value in wanted.items()
+        ):  # none, or of something else
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
-            content = Tokenizer(d.tokenizer).files if d.tokenizer else {"tokenizer.model": _train_tokenizer([cfg])}
+            content = (
+                Tokenizer(d.tokenizer).files
+                if d.tokenizer
+                else {"tokenizer.model": _train_tokenizer([cfg])}
+            )
             for name, part in content.items():
                 files.write_atomic(temporary / name, part)
             counts = {key: {"train": 0, "heldout": 0} for key in ("tokens", "documents")}
@@ -113,7 +132,9 @@ def _prepare_folder(folder: pathlib.Path, cfg: config.Config) -> None:
         if "sha256" not in manifest:
             _write_folder(temporary, cfg, manifest)
         if file_stamps(d.source) != wanted["files"]:
-            raise ConfigError(f"[data] source = {d.source}: changed while it was prepared; start again")
+            raise ConfigError(
+                f"[data] source = {d.source}: changed while it was prepared; start again"
+            )
         files.publish(temporary, folder)
     except ConfigError:
         if kind_of(d.source).remote and any(manifest.get("documents", {}).values()):
@@ -123,7 +144,9 @@ def _prepare_folder(folder: pathlib.Path, cfg: config.Config) -> None:
         raise
     if d.order == "global":
         tokens = manifest["tokens"]
-        report(f"prepared {folder}: {tokens['train']:,} tokens to train on, {tokens['heldout']:,} for validation")
+        report(
+            f"prepared {folder}: {tokens['train']:,} tokens to train on, {tokens['heldout']:,} for validation"
+        )
 
 
 def _write_folder(temporary: pathlib.Path, cfg: config.Config, manifest: dict) -> None:
@@ -134,12 +157,22 @@ def _write_folder(temporary: pathlib.Path, cfg: config.Config, manifest: dict) -
     size = tokenizer.vocab_size
     if size > cfg.model.vocab_size:
         rows = cfg.model.vocab_size
-        raise ConfigError(f"[model] vocab_size = {rows}: smaller than the tokenizer {d.tokenizer}, of {size} entries")
-    dtype = "uint16" if size <= 1 << 16 and not d.messages_field else "int32"  # a sign stands for no loss
+        raise ConfigError(
+            f"[model] vocab_size = {rows}: smaller than the tokenizer {d.tokenizer}, of {size} entries"
+        )
+    dtype = (
+        "uint16" if size <= 1 << 16 and not d.messages_field else "int32"
+    )  # a sign stands for no loss
     source = open_source(d, manifest["place"])
     (source.write_tokens or write_tokens)(temporary, source, dtype, manifest)
-    content = sorted(path for path in temporary.iterdir() if path.suffix != ".tmp" and path.name != MANIFEST)
-    manifest |= {"vocab_size": size, "dtype": dtype, "sha256": {path.name: _sha256(path) for path in content}}
+    content = sorted(
+        path for path in temporary.iterdir() if path.suffix != ".tmp" and path.name != MANIFEST
+    )
+    manifest |= {
+        "vocab_size": size,
+        "dtype": dtype,
+        "sha256": {path.name: _sha256(path) for path in content},
+    }
     del manifest["place"]
     files.write_atomic(temporary / MANIFEST, json.dumps(manifest, indent=2))
 
@@ -158,8 +191,10 @@ def _train_tokenizer(parts: list[config.Config], weights: Sequence[float] = (1.0
     Returns the model file's content. Raises ConfigError."""
     size = parts[0].model.vocab_size
     wanted = max(4_000_000, size * (800 if parts[0].data.order == "growing" else 2_000))
-    report(f"training a tokenizer of {size:,} vocabulary entries on up to {wanted / 1e6:,.0f} MB of "
-           + ", ".join(part.data.source for part in parts))
+    report(
+        f"training a tokenizer of {size:,} vocabulary entries on up to {wanted / 1e6:,.0f} MB of "
+        + ", ".join(part.data.source for part in parts)
+    )
 
     def sample() -> Iterator[str]:
         for part, weight in zip(parts, weights):

@@ -30,8 +30,10 @@ def samples(cfg: config.Config, step: int) -> Iterator[str]:
         stream, first, stop = dataset.train[source].span(window, t.seq_len)
         last = stop - 1  # a target only
         of = f" of {cfg.data.sources[source].source}" if cfg.data.sources else ""
-        lines = [f"=== step {step}, sample {number}: epoch {epoch}{of}, window {window}, tokens {first} to "
-                 f"{last}"]
+        lines = [
+            f"=== step {step}, sample {number}: epoch {epoch}{of}, window {window}, tokens {first} to "
+            f"{last}"
+        ]
         yield "\n".join([*lines, *map(printable, show(stream, first, stop, tokenizer))])
 
 
@@ -53,7 +55,9 @@ def main(argv: list[str]) -> int:
     if args.step < 1:
         raise ConfigError(f"--step {args.step}: steps count from 1")
     if isinstance(sys.stdout, io.TextIOWrapper):  # None: closed
-        sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal's encoding lacks
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # for characters that the terminal's encoding lacks
     for text in samples(cfg, args.step):
         print_line(text)
     return 0

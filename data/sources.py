@@ -25,7 +25,10 @@ TEXT_BYTES = 1 << 16  # a longer .txt file becomes several documents
 class Source(abc.ABC):
     """Iterates over the non-empty documents. Subclasses define what is abstract."""
 
-    reads, remote = False, False  # whether its text is read, not generated; over a network, whose errors may pass
+    reads, remote = (
+        False,
+        False,
+    )  # whether its text is read, not generated; over a network, whose errors may pass
     revision: str | None = None  # commit of a Hugging Face dataset
     write_tokens: Callable | None = None  # instead of data/encode.py's
 
@@ -49,14 +52,20 @@ class Source(abc.ABC):
         empty, field = not self.resumed, self.d.text_field
         for where, row in self.rows():
             if not isinstance(row, dict) or field not in row:
-                found = ", ".join(row) if isinstance(row, dict) else f"is of type {type(row).__name__}"
+                found = (
+                    ", ".join(row) if isinstance(row, dict) else f"is of type {type(row).__name__}"
+                )
                 raise ConfigError(f"{where}: has no field {field!r} (data.text_field), but {found}")
             if not isinstance(text := row[field], str):
-                raise ConfigError(f"{where}: field {field!r} must be text, not {type(text).__name__}")
+                raise ConfigError(
+                    f"{where}: field {field!r} must be text, not {type(text).__name__}"
+                )
             try:
                 text.encode()
             except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell
-                raise ConfigError(f"{where}: is not valid Unicode: {error.reason} at character {error.start}") from None
+                raise ConfigError(
+                    f"{where}: is not valid Unicode: {error.reason} at character {error.start}"
+                ) from None
             if text:
                 empty = False
                 yield text
@@ -77,10 +86,14 @@ class Files(Source):
 
     def find(self) -> None:
         """Sets the files' paths and sizes in bytes. Raises ConfigError if there are none."""
-        self.paths = (_stdlib_files() if self.d.source == STDLIB else local_files(self.d.source)) or []
+        self.paths = (
+            _stdlib_files() if self.d.source == STDLIB else local_files(self.d.source)
+        ) or []
         if not self.paths:
-            raise ConfigError(f"[data] source = {self.d.source}: no such file (or folder, or pattern) of "
-                              f"{', '.join(LOCAL)}")
+            raise ConfigError(
+                f"[data] source = {self.d.source}: no such file (or folder, or pattern) of "
+                f"{', '.join(LOCAL)}"
+            )
         self.sizes = [path.stat().st_size for path in self.paths]
 
     def rows(self) -> Iterator[tuple[str, object]]:
@@ -123,10 +136,14 @@ class Files(Source):
         with self.open(path) as file:
             while raw := file.read(TEXT_BYTES) + file.readline(TEXT_BYTES):
                 try:
-                    text, used = codecs.utf_8_decode(raw, "strict", not file.peek(1))  # leaves a partial character
+                    text, used = codecs.utf_8_decode(
+                        raw, "strict", not file.peek(1)
+                    )  # leaves a partial character
                 except UnicodeDecodeError as error:
                     line = f"{self.row + raw.count(10, 0, error.start) + 1}{self.after}"
-                    raise ConfigError(f"{path}: line {line}: is not UTF-8: {error.reason}") from None
+                    raise ConfigError(
+                        f"{path}: line {line}: is not UTF-8: {error.reason}"
+                    ) from None
                 self.row, self.byte = self.row + raw.count(b"\n"), self.byte + used
                 file.seek(self.byte)
                 yield str(path), {self.d.text_field: text}
@@ -166,13 +183,18 @@ def readable(what: object) -> Iterator[None]:
         raise
     except Exception as error:
         first_line = str(error).partition("\n")[0]
-        raise ConfigError(f"[data] source = {what} cannot be read: {type(error).__name__}: {first_line}") from None
+        raise ConfigError(
+            f"[data] source = {what} cannot be read: {type(error).__name__}: {first_line}"
+        ) from None
 
 
 def local_files(source: str) -> list[pathlib.Path] | None:
     """The files of a file name, folder or glob pattern; None for the id of a Hugging Face dataset: [OWNER/]NAME without
     a file suffix. Raises ConfigError."""
-    path, suffixes = pathlib.Path(source), (*LOCAL, ".csv", ".tsv", ".gz", ".zst", ".zip", ".xz", ".arrow")
+    path, suffixes = (
+        pathlib.Path(source),
+        (*LOCAL, ".csv", ".tsv", ".gz", ".zst", ".zip", ".xz", ".arrow"),
+    )
     with readable(f"{source}:"):
         if path.is_dir():
             return sorted(p for p in path.iterdir() if p.name.endswith(LOCAL) and not p.is_dir())
@@ -203,4 +225,8 @@ def _stdlib_files() -> list[pathlib.Path]:
     """Real text that every machine has. Excludes tests: some are deliberately broken, and some systems omit them."""
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     left_out = {"site-packages", "dist-packages", "test", "tests"}
-    return [path for path in sorted(root.rglob("*.py")) if not left_out.intersection(path.relative_to(root).parts)]
+    return [
+        path
+        for path in sorted(root.rglob("*.py"))
+        if not left_out.intersection(path.relative_to(root).parts)
+    ]

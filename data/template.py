@@ -42,7 +42,10 @@ def files_of(d: config.Data) -> dict[str, bytes]:
 
 def identity_of(d: config.Data) -> dict[str, str | None]:
     """What conversations add to the identity of prepared data. Raises ConfigError."""
-    return {"messages_field": d.messages_field, "chat_template": hashlib.sha256(files_of(d)[TEMPLATE]).hexdigest()}
+    return {
+        "messages_field": d.messages_field,
+        "chat_template": hashlib.sha256(files_of(d)[TEMPLATE]).hexdigest(),
+    }
 
 
 def find_template(tokenizer: str | pathlib.Path, given: str | None = None) -> str:
@@ -59,24 +62,40 @@ def find_template(tokenizer: str | pathlib.Path, given: str | None = None) -> st
     except OSError as error:
         raise ConfigError(f"{path}: chat template cannot be read: {error.strerror}") from None
     except (ValueError, AttributeError, RecursionError):
-        raise ConfigError(f"{path}: chat template cannot be read: is not UTF-8, or no JSON object") from None
+        raise ConfigError(
+            f"{path}: chat template cannot be read: is not UTF-8, or no JSON object"
+        ) from None
     if isinstance(found, list):  # several, by name
-        found = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}.get("default")
+        found = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}.get(
+            "default"
+        )
     if not isinstance(found, str):
-        raise ConfigError(f"{tokenizer}: has no chat template; name a Jinja file, data.chat_template")
+        raise ConfigError(
+            f"{tokenizer}: has no chat template; name a Jinja file, data.chat_template"
+        )
     return found
 
 
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
     """Bounds processor time and memory. Turns whatever the body raises into ConfigError. Main thread only."""
+
     def end(*_: object) -> None:
         raise TimeoutError(f"takes more than {SECONDS:g} seconds")
 
-    handler, (soft, hard) = signal.signal(signal.SIGPROF, end), resource.getrlimit(resource.RLIMIT_AS)
-    limit = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + BYTES
+    handler, (soft, hard) = (
+        signal.signal(signal.SIGPROF, end),
+        resource.getrlimit(resource.RLIMIT_AS),
+    )
+    limit = (
+        int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        + BYTES
+    )
     try:
-        resource.setrlimit(resource.RLIMIT_AS, (limit if soft == resource.RLIM_INFINITY else min(soft, limit), hard))
+        resource.setrlimit(
+            resource.RLIMIT_AS,
+            (limit if soft == resource.RLIM_INFINITY else min(soft, limit), hard),
+        )
         signal.setitimer(signal.ITIMER_PROF, SECONDS, SECONDS)
         yield
     except ConfigError:
@@ -86,7 +105,9 @@ def bounded() -> Iterator[None]:
     except Exception as error:
         text = str(error).strip().partition("\n")[0]
         line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-        raise ConfigError(f"the chat template fails{line}: {type(error).__name__}: {text}") from None
+        raise ConfigError(
+            f"the chat template fails{line}: {type(error).__name__}: {text}"
+        ) from None
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, handler)
@@ -121,25 +142,43 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         if tuple(map(int, re.findall(r"\d+", jinja2.__version__)[:3])) < (3, 1, 6):
-            raise ConfigError(f"chat templates need jinja2 3.1.6 or later, whose sandbox has no known holes, not "
-                              f"{jinja2.__version__}: {sys.executable} -m pip install -U jinja2")
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
+            raise ConfigError(
+                f"chat templates need jinja2 3.1.6 or later, whose sandbox has no known holes, not "
+                f"{jinja2.__version__}: {sys.executable} -m pip install -U jinja2"
+            )
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+        )
 
         def raise_exception(message: object) -> None:
             raise jinja2.TemplateError(str(message))
 
-        def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
-                   sort_keys: bool = False) -> str:
-            return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-                              sort_keys=sort_keys)
+        def tojson(
+            value: Any,
+            ensure_ascii: bool = False,
+            indent: Any = None,
+            separators: Any = None,
+            sort_keys: bool = False,
+        ) -> str:
+            return json.dumps(
+                value,
+                ensure_ascii=ensure_ascii,
+                indent=indent,
+                separators=separators,
+                sort_keys=sort_keys,
+            )
 
         self.filters["tojson"] = tojson
-        added: dict[str, Any] = {"raise_exception": raise_exception,
-                                 "strftime_now": lambda pattern: datetime.datetime.now().strftime(pattern)}
+        added: dict[str, Any] = {
+            "raise_exception": raise_exception,
+            "strftime_now": lambda pattern: datetime.datetime.now().strftime(pattern),
+        }
         self.globals.update(added)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if any(isinstance(v, int) and abs(v) > (64 if operator == "**" and v is right else LARGEST)
-               for v in (left, right)):
+        if any(
+            isinstance(v, int) and abs(v) > (64 if operator == "**" and v is right else LARGEST)
+            for v in (left, right)
+        ):
             raise jinja2.sandbox.SecurityError(f"{operator} of a number as large as that")
         return super().call_binop(context, operator, left, right)

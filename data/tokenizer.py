@@ -12,7 +12,9 @@ import config
 from config import ConfigError
 
 TOKENIZERS = ("tokenizer.model", "tokenizer.json")
-SPACE = "\u2581"  # sentencepiece writes a space as this character, and decodes the character to a space
+SPACE = (
+    "\u2581"  # sentencepiece writes a space as this character, and decodes the character to a space
+)
 LINE = 1 << 14  # characters; a longer line is split for training
 
 
@@ -31,7 +33,11 @@ def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
     `path`: the file, a folder that holds one, or the id of a Hugging Face repository. Raises ConfigError."""
     path = local_path(str(path))
     try:
-        found = [path / name for name in TOKENIZERS if (path / name).exists()] if path.is_dir() else [path]
+        found = (
+            [path / name for name in TOKENIZERS if (path / name).exists()]
+            if path.is_dir()
+            else [path]
+        )
         if not found:
             raise ConfigError(f"{path}: holds neither tokenizer.model nor tokenizer.json")
         if len(found) == 1 and not (content := found[0].read_bytes()).lstrip().startswith(b"{"):
@@ -42,7 +48,9 @@ def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
 
         return choose_files(found)
     except OSError as error:
-        raise ConfigError(f"{error.filename or path}: tokenizer cannot be read: {error.strerror}") from None
+        raise ConfigError(
+            f"{error.filename or path}: tokenizer cannot be read: {error.strerror}"
+        ) from None
 
 
 class Tokenizer:
@@ -53,7 +61,9 @@ class Tokenizer:
     def __init__(self, path: str | pathlib.Path):
         self.path, self.files = path, tokenizer_files(path)
         self.model: Any
-        self.space: list[int] | None = None  # ids to write for SPACE, if the model would make a space of it
+        self.space: list[int] | None = (
+            None  # ids to write for SPACE, if the model would make a space of it
+        )
         if "tokenizer.json" in self.files:
             from data.tokenizer_json import JsonModel
 
@@ -85,13 +95,20 @@ class Tokenizer:
         except (RuntimeError, ValueError):
             self.vocab_size = 0
         if not self.vocab_size:
-            raise ConfigError(f"{self.path}: is no tokenizer (an HTML page, git-lfs pointer or tiktoken vocabulary?): "
-                              f"it begins with {content[:24]!r}")
-        self.bos, self.eos = ([i] if i >= 0 else [] for i in (self.model.bos_id(), self.model.eos_id()))
+            raise ConfigError(
+                f"{self.path}: is no tokenizer (an HTML page, git-lfs pointer or tiktoken vocabulary?): "
+                f"it begins with {content[:24]!r}"
+            )
+        self.bos, self.eos = (
+            [i] if i >= 0 else [] for i in (self.model.bos_id(), self.model.eos_id())
+        )
         # SPACE as byte tokens, which decode() keeps; only if the model has byte fallback and adds no dummy prefix (a
         # vocabulary of another script has no "a", only its byte)
         space = [self.model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
-        exact = self.model.unk_id() not in space and self.model.encode("a", out_type=str)[0] in ("a", "<0x61>")
+        exact = self.model.unk_id() not in space and self.model.encode("a", out_type=str)[0] in (
+            "a",
+            "<0x61>",
+        )
         self.space = space if exact else None
 
 
@@ -110,12 +127,24 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
     lines.append(None)  # the end
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines.popleft, None),  # frees each line when sentencepiece has copied it
-            model_writer=model, vocab_size=max(vocab_size, 3), model_type="bpe",
-            byte_fallback=True, character_coverage=0.9999, normalization_rule_name="identity",
-            remove_extra_whitespaces=False, add_dummy_prefix=False, allow_whitespace_only_pieces=True,
-            user_defined_symbols=["\n"],  # training sees single lines, so it would learn no entry for the line end
-            max_sentence_length=4 * LINE, num_threads=os.cpu_count() or 1, minloglevel=2,
+            sentence_iterator=iter(
+                lines.popleft, None
+            ),  # frees each line when sentencepiece has copied it
+            model_writer=model,
+            vocab_size=max(vocab_size, 3),
+            model_type="bpe",
+            byte_fallback=True,
+            character_coverage=0.9999,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            user_defined_symbols=[
+                "\n"
+            ],  # training sees single lines, so it would learn no entry for the line end
+            max_sentence_length=4 * LINE,
+            num_threads=os.cpu_count() or 1,
+            minloglevel=2,
         )
     except RuntimeError as error:
         if most := re.search(r"value <= (\d+)", str(error)):

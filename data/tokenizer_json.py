@@ -8,7 +8,12 @@ import sys
 
 from config import ConfigError
 
-EOS_NAMES = ("<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>")  # Llama 3; Llama 2; GPT-2 and SmolLM; Gemma
+EOS_NAMES = (
+    "<|end_of_text|>",
+    "</s>",
+    "<|endoftext|>",
+    "<eos>",
+)  # Llama 3; Llama 2; GPT-2 and SmolLM; Gemma
 
 
 def choose_files(found: list[pathlib.Path]) -> dict[str, bytes]:
@@ -16,12 +21,19 @@ def choose_files(found: list[pathlib.Path]) -> dict[str, bytes]:
     folder holds one, the tokenizer.json next to it. Raises OSError."""
     # A sentencepiece model begins with a line feed, the tag of its first field; Llama 3's file does not. A
     # tokenizer.json next to one is used if a fine-tune has added tokens that its model has rows for.
-    path = found[0] if found[0].read_bytes()[:1] == b"\n" and not has_added_tokens(found[-1]) else found[-1]
+    path = (
+        found[0]
+        if found[0].read_bytes()[:1] == b"\n" and not has_added_tokens(found[-1])
+        else found[-1]
+    )
     content = path.read_bytes()
     if not content.lstrip().startswith(b"{"):
         return {"tokenizer.model": content}
     settings = path.with_name("tokenizer_config.json")
-    return {"tokenizer.json": content, **({settings.name: settings.read_bytes()} if settings.exists() else {})}
+    return {
+        "tokenizer.json": content,
+        **({settings.name: settings.read_bytes()} if settings.exists() else {}),
+    }
 
 
 def has_added_tokens(path: pathlib.Path) -> bool:
@@ -50,31 +62,45 @@ class JsonModel:
         try:
             self.inner = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
         except Exception as error:  # tokenizers raises Exception itself
-            raise ConfigError(f"{path}: is no tokenizer.json that `tokenizers` can read: {error}") from None
+            raise ConfigError(
+                f"{path}: is no tokenizer.json that `tokenizers` can read: {error}"
+            ) from None
         self.inner.no_truncation()
         self.inner.no_padding()
         if getattr(self.inner.model, "dropout", None):
             self.inner.model.dropout = None  # the same text, the same ids
         self.size = max(self.inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         if not 0 < self.size < 2**31:
-            raise ConfigError(f"{path}: has {self.size} ids; they must be at least one, and fit in 31 bits")
+            raise ConfigError(
+                f"{path}: has {self.size} ids; they must be at least one, and fit in 31 bits"
+            )
         try:
             named = json.loads(files.get("tokenizer_config.json", b"{}")).get("eos_token")
         except (ValueError, AttributeError, RecursionError):
-            raise ConfigError(f"{path}: tokenizer_config.json beside it is no JSON object") from None
+            raise ConfigError(
+                f"{path}: tokenizer_config.json beside it is no JSON object"
+            ) from None
         # BOS and EOS are what the post-processor adds around a text (here the first that yields any tokens). If it adds
         # no EOS: the token that tokenizer_config.json names, else the first of EOS_NAMES
         probes = ("a", *sorted(self.inner.get_vocab(with_added_tokens=False))[:100])
-        probe, plain = next(((text, ids) for text in probes for ids in self.encode([text]) if ids), (None, []))
+        probe, plain = next(
+            ((text, ids) for text in probes for ids in self.encode([text]) if ids), (None, [])
+        )
         if probe is None:
             raise ConfigError(f"{path}: makes nothing of any text that was tried")
         ids = self.inner.encode(probe).ids
         before = next((i for i in range(len(ids)) if ids[i : i + len(plain)] == plain), 0)
         self.bos, self.eos = ids[:before], ids[before + len(plain) :]
         for name in (named.get("content") if isinstance(named, dict) else named, *EOS_NAMES):
-            if not self.eos and isinstance(name, str) and (eos := self.inner.token_to_id(name)) is not None:
+            if (
+                not self.eos
+                and isinstance(name, str)
+                and (eos := self.inner.token_to_id(name)) is not None
+            ):
                 self.eos = [eos]
-        self.inner.encode_special_tokens = True  # from now on their names in a text are encoded as plain text
+        self.inner.encode_special_tokens = (
+            True  # from now on their names in a text are encoded as plain text
+        )
 
     def decode(self, ids: list[int]) -> str:
         return self.inner.decode(ids)

@@ -34,15 +34,22 @@ def read_manifest(folder: pathlib.Path) -> dict | None:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):
         found = None
-    if not isinstance(found, dict) or not {"identity", "vocab_size", "tokens", "dtype"} <= found.keys():
-        raise ConfigError(f"{path}: is no manifest of prepared data; move {folder} away, or name another data.path")
+    if (
+        not isinstance(found, dict)
+        or not {"identity", "vocab_size", "tokens", "dtype"} <= found.keys()
+    ):
+        raise ConfigError(
+            f"{path}: is no manifest of prepared data; move {folder} away, or name another data.path"
+        )
     return found
 
 
 def manifest_of(folder: pathlib.Path) -> dict:
     """A prepared folder's manifest. Raises ConfigError if it has none, too."""
     if (manifest := read_manifest(folder)) is None:
-        raise ConfigError(f"{folder}: holds no prepared data; `python -m data.prepare CONFIG` makes it")
+        raise ConfigError(
+            f"{folder}: holds no prepared data; `python -m data.prepare CONFIG` makes it"
+        )
     return manifest
 
 
@@ -78,7 +85,10 @@ class TokenStream:
         ids = torch.frombuffer(bytearray(raw), dtype=getattr(torch, self.dtype)).to(torch.int64)
         if ids.max() >= self.vocab_size or ids.min() < 0:
             at = int(((ids >= self.vocab_size) | (ids < 0)).nonzero()[0])
-            raise damaged(self.path, f"token {start + at} has id {ids[at]}, but [model] vocab_size = {self.vocab_size}")
+            raise damaged(
+                self.path,
+                f"token {start + at} has id {ids[at]}, but [model] vocab_size = {self.vocab_size}",
+            )
         return raw, ids
 
     def span(self, window: int, length: int) -> "tuple[TokenStream, int, int]":
@@ -87,7 +97,9 @@ class TokenStream:
 
     def documents(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """(number, first token, one past its last) of each document that overlaps tokens start ... stop-1."""
-        number = bisect.bisect_right(range(self.document_count), start, key=self.end)  # some thirty reads
+        number = bisect.bisect_right(
+            range(self.document_count), start, key=self.end
+        )  # some thirty reads
         found, begin = [], self.end(number - 1) if number else 0
         while start < stop and number < self.document_count:
             end = self.end(number)
@@ -105,7 +117,9 @@ class TokenStream:
 
     def end(self, number: int) -> int:
         """One past the last token of a document."""
-        return int.from_bytes(pread(self._ends, 8 * number, 8 * number + 8, f"document {number}"), "little")
+        return int.from_bytes(
+            pread(self._ends, 8 * number, 8 * number + 8, f"document {number}"), "little"
+        )
 
     @functools.cached_property
     def _ends(self) -> io.FileIO:
@@ -114,7 +128,9 @@ class TokenStream:
         file, size = _open(path)
         last = int.from_bytes(os.pread(file.fileno(), 8, max(0, size - 8)), "little")
         if size % 8 or last != self.length:
-            raise damaged(path, f"has {size} bytes and ends at token {last}, {self.path} at {self.length}")
+            raise damaged(
+                path, f"has {size} bytes and ends at token {last}, {self.path} at {self.length}"
+            )
         return file
 
 
@@ -130,7 +146,9 @@ def _open(path: pathlib.Path) -> tuple[io.FileIO, int]:
 def pread(file: io.FileIO, start: int, stop: int, what: str) -> bytes:
     raw = os.pread(file.fileno(), stop - start, start)
     if len(raw) != stop - start:
-        raise damaged(pathlib.Path(file.name), f"ends before {what}: it was cut while it was in use")
+        raise damaged(
+            pathlib.Path(file.name), f"ends before {what}: it was cut while it was in use"
+        )
     return raw
 
 
@@ -139,9 +157,14 @@ def open_stream(folder: pathlib.Path, split: str, vocab_size: int) -> TokenStrea
     manifest = manifest_of(folder)
     if manifest["vocab_size"] > vocab_size:
         entries = manifest["vocab_size"]
-        raise ConfigError(f"[model] vocab_size = {vocab_size}: smaller than {folder}'s tokenizer, of {entries} entries")
+        raise ConfigError(
+            f"[model] vocab_size = {vocab_size}: smaller than {folder}'s tokenizer, of {entries} entries"
+        )
     path, length, dtype = folder / f"{split}.bin", manifest["tokens"][split], manifest["dtype"]
     file, size = _open(path)
     if size != length * WIDTH[dtype]:
-        raise damaged(path, f"has {size} bytes, its manifest says {length * WIDTH[dtype]}: it was cut or changed")
+        raise damaged(
+            path,
+            f"has {size} bytes, its manifest says {length * WIDTH[dtype]}: it was cut or changed",
+        )
     return TokenStream(path, length, dtype, vocab_size, file)

@@ -40,13 +40,17 @@ from options import together
 GENERATION, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
 
 
-def write_weights(folder: Path, m: config.Model, read: Callable[[str], Tensor], dtype: torch.dtype, limit: int) -> None:
+def write_weights(
+    folder: Path, m: config.Model, read: Callable[[str], Tensor], dtype: torch.dtype, limit: int
+) -> None:
     """Writes safetensors files of at most `limit` bytes of tensors (or one tensor), with an index if there are several.
 
     read(our name) returns a full parameter. Memory: one file's tensors in `dtype`, and one tensor as read. Raises
     ConfigError, also if the disk is too small.
     """
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in hf_weights.shapes(m).items()}
+    sizes = {
+        name: math.prod(shape) * dtype.itemsize for name, shape in hf_weights.shapes(m).items()
+    }
     theirs = {name: hf_weights.hf_name(name) for name in sizes}
     total = sum(sizes.values())
     check_room(folder, total)
@@ -58,9 +62,15 @@ def write_weights(folder: Path, m: config.Model, read: Callable[[str], Tensor], 
         room -= size
     weight_map = {}
     for number, names in enumerate(shards, 1):
-        file_name = hf_weights.SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file_name = (
+            hf_weights.SINGLE
+            if len(shards) == 1
+            else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        )
         weight_map |= {theirs[name]: file_name for name in names}
-        write_safetensors(folder / file_name, {theirs[name]: read(name).to(dtype) for name in names})
+        write_safetensors(
+            folder / file_name, {theirs[name]: read(name).to(dtype) for name in names}
+        )
     if len(shards) > 1:
         metadata = {"total_parameters": total // dtype.itemsize, "total_size": total}
         write_json(folder / hf_weights.INDEX, {"metadata": metadata, "weight_map": weight_map})
@@ -91,29 +101,42 @@ def write_tokenizer(folder: Path, checkpoint: Path) -> None:
     if (folder / "tokenizer.json").is_file():
         made = {TOKENIZER_CONFIG: {"tokenizer_class": "PreTrainedTokenizerFast"}}
     elif path.is_file() and not (made := fast_tokenizer_files(model := read_sentencepiece(path))):
-        print(f"{path.name}: is copied alone; tokenizer.json cannot express {', '.join(inexpressible(model))}: make "
-              "transformers' files for it yourself", file=sys.stderr)
+        print(
+            f"{path.name}: is copied alone; tokenizer.json cannot express {', '.join(inexpressible(model))}: make "
+            "transformers' files for it yourself",
+            file=sys.stderr,
+        )
     for name, content in made.items():
         write_json(folder / name, content)
 
 
 def copy_from_base(folder: Path, base: Path) -> None:
     """Of merged adapters: the base's chat template and generation settings, if both have the same tokenizer."""
-    ours, theirs = ([(d / name).read_bytes() for name in hf_weights.TOKENIZER_FILES[:2] if (d / name).is_file()]
-                    for d in (folder, base))
+    ours, theirs = (
+        [(d / name).read_bytes() for name in hf_weights.TOKENIZER_FILES[:2] if (d / name).is_file()]
+        for d in (folder, base)
+    )
     if not any(content in theirs for content in ours):
         return
     for path in copied_files(base):
         if not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
-        elif path.name == TOKENIZER_CONFIG and (template := hf_config.read_json(path).get("chat_template")):
-            settings = hf_config.read_json(folder / path.name)  # made for transformers: of its class, no template
+        elif path.name == TOKENIZER_CONFIG and (
+            template := hf_config.read_json(path).get("chat_template")
+        ):
+            settings = hf_config.read_json(
+                folder / path.name
+            )  # made for transformers: of its class, no template
             write_json(folder / path.name, {"chat_template": template, **settings})
 
 
 def copied_files(folder: Path) -> list[Path]:
     """The files of a checkpoint or a Hugging Face folder that are copied unchanged."""
-    return [path for name in (*hf_weights.TOKENIZER_FILES, GENERATION) if (path := folder / name).is_file()]
+    return [
+        path
+        for name in (*hf_weights.TOKENIZER_FILES, GENERATION)
+        if (path := folder / name).is_file()
+    ]
 
 
 def token_ids(checkpoint: Path) -> dict[str, Any]:
@@ -127,8 +150,14 @@ def token_ids(checkpoint: Path) -> dict[str, Any]:
     except (ConfigError, ImportError) as error:
         print(f"BOS and EOS tokens are left out of config.json: {error}", file=sys.stderr)
         return {}
-    found: dict = {f"{key}_token_id": ids[0] for key, ids in (("bos", tokenizer.bos), ("eos", tokenizer.eos)) if ids}
-    if (checkpoint / "chat_template.jinja").is_file():  # of a run on conversations: an answer ends with its end of turn
+    found: dict = {
+        f"{key}_token_id": ids[0]
+        for key, ids in (("bos", tokenizer.bos), ("eos", tokenizer.eos))
+        if ids
+    }
+    if (
+        checkpoint / "chat_template.jinja"
+    ).is_file():  # of a run on conversations: an answer ends with its end of turn
         from data.chat import Chat
 
         ends = [*dict.fromkeys([*tokenizer.eos[:1], *Chat(checkpoint).end_of_turn()])]
@@ -146,7 +175,10 @@ def context_length(folder: Path) -> int | None:
 def published(out: Path) -> Iterator[Path]:
     """Yields an empty folder, syncs it after the block and renames it to `out`. A failure leaves nothing; a kill leaves
     .NAME.tmp, which the next call removes. Raises ConfigError if `out` is not new or empty, or is being written."""
-    temporary, made = out.with_name(f".{out.name}.tmp"), [parent for parent in out.parents if not parent.exists()]
+    temporary, made = (
+        out.with_name(f".{out.name}.tmp"),
+        [parent for parent in out.parents if not parent.exists()],
+    )
     folder = temporary / out.name
     temporary.mkdir(parents=True, exist_ok=True)
     try:
@@ -155,7 +187,9 @@ def published(out: Path) -> Iterator[Path]:
         raise ConfigError(f"{out}: is being written by another process") from None
     try:
         if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
-            raise ConfigError(f"{out}: is there already, and nothing is overwritten; choose another, or remove it")
+            raise ConfigError(
+                f"{out}: is there already, and nothing is overwritten; choose another, or remove it"
+            )
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         yield folder
@@ -163,14 +197,18 @@ def published(out: Path) -> Iterator[Path]:
             files.sync(path)
         files.publish(folder, out)  # replaces at most an empty folder
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # before the release: another process may use it then
+        shutil.rmtree(
+            temporary, ignore_errors=True
+        )  # before the release: another process may use it then
         held.release()
         with contextlib.suppress(OSError):  # parents that were made for `out` and are empty
             for parent in made:
                 parent.rmdir()
 
 
-def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int, adapter: bool, base: str | None) -> None:
+def export_checkpoint(
+    source: Path, folder: Path, dtype: str, limit: int, adapter: bool, base: str | None
+) -> None:
     from checkpoint import compare, load, tools
 
     checkpoint = tools.find(source)
@@ -190,16 +228,27 @@ def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int, adapte
 
         assert weights  # adapters have a base
         path = name.rpartition(".")[0]
-        return merged(model.get_submodule(path), weights.read(name), lambda part: read(f"{path}.{part}.weight"))
+        return merged(
+            model.get_submodule(path),
+            weights.read(name),
+            lambda part: read(f"{path}.{part}.weight"),
+        )
 
     if adapter:
         if not cfg.lora:
-            raise ConfigError(f"--adapter: the run {cfg.run.name} has no [lora]; export it whole, without --adapter")
+            raise ConfigError(
+                f"--adapter: the run {cfg.run.name} has no [lora]; export it whole, without --adapter"
+            )
         assert cfg.model.init_from  # adapters have a base
-        tensors = {hf_weights.hf_name(name): read(name).to(getattr(torch, dtype))
-                   for name, _ in model.named_parameters() if hf_weights.is_adapter(name)}
+        tensors = {
+            hf_weights.hf_name(name): read(name).to(getattr(torch, dtype))
+            for name, _ in model.named_parameters()
+            if hf_weights.is_adapter(name)
+        }
         write_safetensors(folder / hf_weights.PEFT_WEIGHTS, tensors)
-        write_json(folder / hf_config.ADAPTER, hf_config.render_adapter(cfg.lora, cfg.model.init_from))
+        write_json(
+            folder / hf_config.ADAPTER, hf_config.render_adapter(cfg.lora, cfg.model.init_from)
+        )
         return
     weights, seq_len = hf_weights.weights_to_read(cfg, step=1), cfg.train.seq_len
     write_tokenizer(folder, checkpoint)
@@ -219,8 +268,13 @@ def export_checkpoint(source: Path, folder: Path, dtype: str, limit: int, adapte
         compare.check_base(checkpoint, cfg.model.init_from, hf_weights.fingerprint([weights.sums]))
 
 
-def write_checkpoint(folder: Path, model: nn.Module, read: Callable[[str], Tensor], state: dict,
-                     extra_files: list[Path]) -> None:
+def write_checkpoint(
+    folder: Path,
+    model: nn.Module,
+    read: Callable[[str], Tensor],
+    state: dict,
+    extra_files: list[Path],
+) -> None:
     """Writes a weights-only checkpoint into an empty folder, from a single process outside any run. `read` returns each
     parameter of the meta model by name. Raises OSError, and whatever `read` raises."""
     from checkpoint import load, manifest, save
@@ -231,7 +285,12 @@ def write_checkpoint(folder: Path, model: nn.Module, read: Callable[[str], Tenso
 
     writer = save.Writer(folder)
     try:
-        dcp.save(load.tensors_of(model, None), storage_writer=writer, planner=ReadWhenWritten(), no_dist=True)
+        dcp.save(
+            load.tensors_of(model, None),
+            storage_writer=writer,
+            planner=ReadWhenWritten(),
+            no_dist=True,
+        )
     except dcp.CheckpointException as error:  # a BaseException
         raise min(error.failures.items())[1][0] from None
     save.write_manifest(folder, extra_files, state, manifest.hash_files(folder, writer.files))
@@ -240,12 +299,19 @@ def write_checkpoint(folder: Path, model: nn.Module, read: Callable[[str], Tenso
 def import_folder(name: str, folder: Path) -> None:
     source = hub.local(name, hub.WEIGHTS)
     # the problems of both, before the first ends this
-    together(lambda: hf_config.read(source / "config.json", config.SCHEMA), lambda: hf_weights.scan(source))
+    together(
+        lambda: hf_config.read(source / "config.json", config.SCHEMA),
+        lambda: hf_weights.scan(source),
+    )
     if (source / GENERATION).is_file():
-        hf_config.read_json(source / GENERATION)  # fail now, not in a later export, if it is malformed
+        hf_config.read_json(
+            source / GENERATION
+        )  # fail now, not in a later export, if it is malformed
     train = {"seq_len": length} if (length := context_length(source)) else {}
-    cfg = config.from_dict({"run": {"name": "imported"}, "model": {"init_from": name},
-                            "train": {"steps": 1, **train}}, name)
+    cfg = config.from_dict(
+        {"run": {"name": "imported"}, "model": {"init_from": name}, "train": {"steps": 1, **train}},
+        name,
+    )
     weights, model = hf_weights.weights_to_read(cfg, step=0), meta_model(cfg.model)
 
     def read(name: str) -> Tensor:
@@ -262,23 +328,37 @@ def import_folder(name: str, folder: Path) -> None:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m huggingface", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m huggingface", description=__doc__.splitlines()[0]
+    )
     commands = parser.add_subparsers(required=True, dest="command", metavar="{export,import}")
-    for name, source, text in (("export", "CKPT_OR_RUN", "a checkpoint, or a run's newest, to a Hugging Face folder"),
-                               ("import", "HF_DIR", "a Hugging Face folder to one checkpoint folder")):
+    for name, source, text in (
+        ("export", "CKPT_OR_RUN", "a checkpoint, or a run's newest, to a Hugging Face folder"),
+        ("import", "HF_DIR", "a Hugging Face folder to one checkpoint folder"),
+    ):
         command = commands.add_parser(name, help=text)
         command.add_argument("source", type=Path, metavar=source)
         command.add_argument("out", type=Path, metavar="OUT")
         if name == "export":
             command.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-            command.add_argument("--adapter", action="store_true", help="the adapter alone, as PEFT's folder")
-            command.add_argument("--base", metavar="HF_DIR", help="of adapters: where their base lies now")
-            command.add_argument("--shard-gib", type=float, default=2.0, metavar="G", help="a file's size, at most")
+            command.add_argument(
+                "--adapter", action="store_true", help="the adapter alone, as PEFT's folder"
+            )
+            command.add_argument(
+                "--base", metavar="HF_DIR", help="of adapters: where their base lies now"
+            )
+            command.add_argument(
+                "--shard-gib", type=float, default=2.0, metavar="G", help="a file's size, at most"
+            )
     args = parser.parse_args(argv)
 
-    from checkpoint import catalog  # here, as only a tool's main() may: model/ does not depend on checkpoint/
+    from checkpoint import (
+        catalog,
+    )  # here, as only a tool's main() may: model/ does not depend on checkpoint/
 
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process is intended
+    warnings.filterwarnings(
+        "ignore", message="torch.distributed is disabled"
+    )  # a single process is intended
     out, exporting = Path(os.path.abspath(args.out)), args.command == "export"
     try:
         if exporting and not 0 < args.shard_gib < math.inf:
@@ -286,10 +366,19 @@ def main(argv: list[str]) -> int:
         if catalog.NAME.fullmatch(out.name) and (exporting or int(out.name.split("-")[1])):
             raise ConfigError(f"{out}: is the name of a run's checkpoint; choose another")
         if out == Path.cwd() or not out.name:
-            raise ConfigError(f"{out}: is the current folder or /, which cannot be replaced; name one in it")
+            raise ConfigError(
+                f"{out}: is the current folder or /, which cannot be replaced; name one in it"
+            )
         with published(out) as folder:
             if exporting:
-                export_checkpoint(args.source, folder, args.dtype, int(args.shard_gib * GIB), args.adapter, args.base)
+                export_checkpoint(
+                    args.source,
+                    folder,
+                    args.dtype,
+                    int(args.shard_gib * GIB),
+                    args.adapter,
+                    args.base,
+                )
             else:
                 import_folder(str(args.source), folder)
     except OSError as error:
@@ -297,7 +386,9 @@ def main(argv: list[str]) -> int:
     files.print_line(f"wrote {out}")
     if not exporting:
         source = json.dumps(str(args.source))
-        files.print_line(f"to train from these weights, leave it and set model.init_from = {source}")
+        files.print_line(
+            f"to train from these weights, leave it and set model.init_from = {source}"
+        )
     return 0
 
 

@@ -30,7 +30,11 @@ SMALL = 2**24  # bytes; more are downloaded by a process of their own
 
 def is_id(name: str) -> bool:
     """Whether an option names a repository. A local folder of that name comes first, and a file's name is none."""
-    return bool(ID.fullmatch(name)) and not name.endswith((".model", ".json")) and not os.path.exists(name)
+    return (
+        bool(ID.fullmatch(name))
+        and not name.endswith((".model", ".json"))
+        and not os.path.exists(name)
+    )
 
 
 def local(name: str, files: tuple[str, ...] = SETTINGS) -> pathlib.Path:
@@ -58,7 +62,9 @@ def pin(given: Given, option: str) -> None:
     if not name or not is_id(name) or COMMIT.fullmatch(parts(name)[1] or ""):
         return
     try:
-        given.values[option] = recorded(given, option) or f"{parts(name)[0]}@{snapshot(name, CONFIG).name}"
+        given.values[option] = (
+            recorded(given, option) or f"{parts(name)[0]}@{snapshot(name, CONFIG).name}"
+        )
     except ConfigError as error:
         section, _, key = option.partition(".")
         raise ConfigError(f"{given.origins[option]}: [{section}] {key} = {error}") from None
@@ -66,8 +72,10 @@ def pin(given: Given, option: str) -> None:
 
 def recorded(given: Given, option: str) -> str | None:
     """The option in the run's config.toml, if that is the given repository at a commit."""
-    folder, name = (given.values.get(f"run.{key}", given.schema.options[f"run.{key}"][1].default)
-                    for key in ("output_dir", "name"))
+    folder, name = (
+        given.values.get(f"run.{key}", given.schema.options[f"run.{key}"][1].default)
+        for key in ("output_dir", "name")
+    )
     with suppress(ConfigError):
         path = os.path.join(folder, name or pathlib.Path(given.path).stem, "config.toml")
         before = str(flatten(read_toml(path)).get(option))
@@ -82,7 +90,9 @@ def snapshot(name: str, files: tuple[str, ...]) -> pathlib.Path:
     what the cache lacks, and for the commit of another revision. Raises ConfigError."""
     hub, (repo, revision) = import_hub(name), parts(name)
     hub.utils.disable_progress_bars()  # of this process
-    look = functools.partial(hub.snapshot_download, repo, allow_patterns=[*files], ignore_patterns=[*LEFT_OUT])
+    look = functools.partial(
+        hub.snapshot_download, repo, allow_patterns=[*files], ignore_patterns=[*LEFT_OUT]
+    )
     with one_line(name, hub):
         try:
             found = look(revision=revision, dry_run=True)
@@ -91,28 +101,53 @@ def snapshot(name: str, files: tuple[str, ...]) -> pathlib.Path:
                 return pathlib.Path(look(revision=revision, local_files_only=True))
             raise error.__cause__ or error from None
         if not found:
-            raise ConfigError(f"{toml(name)}: has none of {', '.join(files)}, and nothing else is read")
+            raise ConfigError(
+                f"{toml(name)}: has none of {', '.join(files)}, and nothing else is read"
+            )
         commit = found[0].commit_hash
         lacking = [file for file in found if file.will_download]
         if (size := sum(file.file_size or 0 for file in lacking)) > SMALL:
-            fetch(f"{repo}@{commit}", [file.filename for file in lacking], size, hub.constants.HF_HUB_CACHE)
+            fetch(
+                f"{repo}@{commit}",
+                [file.filename for file in lacking],
+                size,
+                hub.constants.HF_HUB_CACHE,
+            )
         return pathlib.Path(look(revision=commit))
 
 
 def fetch(name: str, files: list[str], size: int, cache: str) -> None:
     """Downloads files of so many bytes in a process that ends with this one: a stop of this one would wait for threads
     that download. Raises ConfigError."""
-    check_room(next(folder for folder in (pathlib.Path(cache), *pathlib.Path(cache).parents) if folder.exists()), size)
+    check_room(
+        next(
+            folder
+            for folder in (pathlib.Path(cache), *pathlib.Path(cache).parents)
+            if folder.exists()
+        ),
+        size,
+    )
     print_error(f"fetching {name}: {size / GIB:,.2f} GiB into {cache}")
-    repo = str(pathlib.Path(__file__).parent.parent)  # as torchrun starts a rank, it need not be on Python's path
+    repo = str(
+        pathlib.Path(__file__).parent.parent
+    )  # as torchrun starts a rank, it need not be on Python's path
     code = f"import sys; sys.path.insert(0, {repo!r}); from huggingface import hub; hub.main(*sys.argv[1:])"
-    with subprocess.Popen([sys.executable, "-c", code, name, *files],
-                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, name, *files],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
         assert child.stdout
-        problem = child.stdout.read().strip()  # it ends, too, when the pipes are closed by an exception here
+        problem = (
+            child.stdout.read().strip()
+        )  # it ends, too, when the pipes are closed by an exception here
     if child.returncode:
-        raise ConfigError(problem or f"{toml(name)}: fetching it failed with exit code {child.returncode}; start again "
-                          "to resume")
+        raise ConfigError(
+            problem
+            or f"{toml(name)}: fetching it failed with exit code {child.returncode}; start again "
+            "to resume"
+        )
 
 
 def main(name: str, *files: str) -> NoReturn:
@@ -147,20 +182,24 @@ def one_line(name: str, hub: Any) -> Iterator[None]:
     except Exception as error:  # of the network, too, whose libraries change
         reasons = {
             errors.OfflineModeIsEnabled: "HF_HUB_OFFLINE is set, and not all of its files are in "
-                                         f"{hub.constants.HF_HUB_CACHE}: fetch them where there is a network",
+            f"{hub.constants.HF_HUB_CACHE}: fetch them where there is a network",
             errors.GatedRepoError: f"is gated: ask for access on {page}, and {log_in}",
             errors.RepositoryNotFoundError: f"does not exist, or is private: check the name, or {log_in}",
             errors.RevisionNotFoundError: "has no such revision",
             Exception: f"cannot be fetched: {type(error).__name__}: {str(error).partition(chr(10))[0]}; start again to "
-                       "resume",
+            "resume",
         }
         reason = next(reason for kind, reason in reasons.items() if isinstance(error, kind))
-        raise ConfigError(f"{toml(name)}: is not on this machine; as a Hugging Face repository: {reason}") from None
+        raise ConfigError(
+            f"{toml(name)}: is not on this machine; as a Hugging Face repository: {reason}"
+        ) from None
 
 
 def check_room(folder: pathlib.Path, needed: int) -> None:
     if needed > (free := shutil.disk_usage(folder).free):
-        raise ConfigError(f"{folder}: {needed / GIB:,.2f} GiB are needed, {free / GIB:,.2f} GiB are free")
+        raise ConfigError(
+            f"{folder}: {needed / GIB:,.2f} GiB are needed, {free / GIB:,.2f} GiB are free"
+        )
 
 
 def import_hub(name: str) -> Any:
@@ -170,6 +209,8 @@ def import_hub(name: str) -> Any:
         import huggingface_hub.errors
         import huggingface_hub.utils
     except ImportError:
-        raise ConfigError(f"{toml(name)}: is not on this machine; as a Hugging Face repository: needs huggingface_hub "
-                          f"({sys.executable} -m pip install huggingface_hub)") from None
+        raise ConfigError(
+            f"{toml(name)}: is not on this machine; as a Hugging Face repository: needs huggingface_hub "
+            f"({sys.executable} -m pip install huggingface_hub)"
+        ) from None
     return huggingface_hub

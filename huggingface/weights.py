@@ -45,8 +45,14 @@ NAMES = {  # our parameter name -> theirs; N: index of the block
     "head.weight": "lm_head.weight",
 }
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
-                   "added_tokens.json", "chat_template.jinja")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
 CONSTANT = ".rotary_emb.inv_freq"  # the end of a name that old checkpoints have: ignored
 DTYPES = ("F32", "BF16", "F16")  # the dtypes that are read, by safetensors' codes
 PEFT_WEIGHTS = "adapter_model.safetensors"
@@ -68,8 +74,10 @@ def hf_name(name: str) -> str:
     number = "".join(re.findall(r"^blocks\.(\d+)\.", name))
     ours = re.sub(r"^blocks\.\d+\.", "blocks.N.", name)
     if ours not in NAMES:
-        raise ConfigError(f"{name}: has no name in a Hugging Face folder of a Llama or Qwen3 model; NAMES in "
-                          "huggingface/weights.py lists them, for folders of another architecture")
+        raise ConfigError(
+            f"{name}: has no name in a Hugging Face folder of a Llama or Qwen3 model; NAMES in "
+            "huggingface/weights.py lists them, for folders of another architecture"
+        )
     return NAMES[ours].replace("N", number)
 
 
@@ -94,7 +102,9 @@ class Weights:
     """Location of each parameter in a Hugging Face folder. Holds no tensor and no open file."""
 
     stored: dict[str, Stored]  # by our name
-    sums: dict[tuple, int] | None = None  # hash terms of the slices read so far; None: no fingerprint() is needed
+    sums: dict[tuple, int] | None = (
+        None  # hash terms of the slices read so far; None: no fingerprint() is needed
+    )
 
     def read_into(self, name: str, offsets: tuple[int, ...], out: Tensor) -> bool:
         """Fills `out`, of any dtype and device, with the slice of its shape that starts at `offsets`. Returns False if
@@ -105,11 +115,18 @@ class Weights:
         rows = len(out) if self.sums is None else SUMMED // math.prod(out.shape[1:])
         for begin in range(0, len(out), max(1, rows)):
             part, where = out[begin : begin + max(1, rows)], (offsets[0] + begin, *offsets[1:])
-            with opened(stored.path) as file:  # reopened per block: pages read through a mapping count as resident
+            with opened(
+                stored.path
+            ) as file:  # reopened per block: pages read through a mapping count as resident
                 values = file.get_slice(stored.name)[
-                    tuple(slice(first, first + length) for first, length in zip(where, part.shape))]
+                    tuple(slice(first, first + length) for first, length in zip(where, part.shape))
+                ]
                 part.copy_(values)
-                if self.sums is not None and not is_adapter(name) and (name, *where) not in self.sums:
+                if (
+                    self.sums is not None
+                    and not is_adapter(name)
+                    and (name, *where) not in self.sums
+                ):
                     self.sums[(name, *where)] = weighted_sum(name, where, stored.shape, values)
         return True
 
@@ -144,7 +161,9 @@ def weighted_sum(name: str, offsets: tuple[int, ...], shape: list[int], values: 
     total = values.float().view(torch.int32)
     for dim in reversed(range(values.ndim)):
         noise = hashlib.shake_128(f"{name} {dim}".encode()).digest(8 * shape[dim])
-        numbers = torch.frombuffer(bytearray(noise), dtype=torch.int64)[offsets[dim] :][: values.shape[dim]]
+        numbers = torch.frombuffer(bytearray(noise), dtype=torch.int64)[offsets[dim] :][
+            : values.shape[dim]
+        ]
         total = (total * numbers).sum(-1)
     return int(total.item()) % 2**64
 
@@ -164,8 +183,10 @@ def weights_to_read(cfg: config.Config, step: int) -> Weights | None:
         return None
     folder = hub.local(name, hub.WEIGHTS)
     if cfg.lora and not folder.is_dir():
-        raise ConfigError(f"[model] init_from = {toml(cfg.model.init_from)}: is not there, and the adapters need their "
-                          "base: name the folder where it lies now (of a tool, --base)")
+        raise ConfigError(
+            f"[model] init_from = {toml(cfg.model.init_from)}: is not there, and the adapters need their "
+            "base: name the folder where it lies now (of a tool, --base)"
+        )
     stored = open_model(folder, cfg.model)
     if cfg.lora and cfg.lora.init_from and not step:
         stored |= open_adapter(cfg)
@@ -192,7 +213,9 @@ def import_safetensors(path: Path) -> ModuleType:
     try:
         import safetensors.torch
     except ImportError:
-        raise ConfigError(f"{path}: needs safetensors: {sys.executable} -m pip install safetensors") from None
+        raise ConfigError(
+            f"{path}: needs safetensors: {sys.executable} -m pip install safetensors"
+        ) from None
     return safetensors
 
 
@@ -202,11 +225,15 @@ def opened(path: Path) -> Iterator[Any]:
     safetensors = import_safetensors(path)
     try:
         if not path.is_file():  # opening a named pipe would block
-            raise ConfigError(f"{path}: {'is no regular file' if path.exists() else 'is not there'}")
+            raise ConfigError(
+                f"{path}: {'is no regular file' if path.exists() else 'is not there'}"
+            )
         with safetensors.safe_open(path, "pt") as file:
             yield file
     except safetensors.SafetensorError as error:
-        raise ConfigError(f"{path}: is no safetensors file, or cut short: {error}; nothing else is read") from None
+        raise ConfigError(
+            f"{path}: is no safetensors file, or cut short: {error}; nothing else is read"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
 
@@ -218,29 +245,52 @@ def scan(folder: Path) -> dict[str, Stored]:
         names = [SINGLE]
     elif index.exists():
         weight_map = hf_config.read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map or not all(
-                isinstance(name, str) and "/" not in name for name in weight_map.values()):
-            raise ConfigError(f"{index}: needs weight_map: tensors' names, and files of this folder")
+        if (
+            not isinstance(weight_map, dict)
+            or not weight_map
+            or not all(isinstance(name, str) and "/" not in name for name in weight_map.values())
+        ):
+            raise ConfigError(
+                f"{index}: needs weight_map: tensors' names, and files of this folder"
+            )
         names = sorted({*weight_map.values()})
-        listed = {(folder / name, key) for key, name in weight_map.items() if not key.endswith(CONSTANT)}
+        listed = {
+            (folder / name, key) for key, name in weight_map.items() if not key.endswith(CONSTANT)
+        }
     else:
         pickled = sorted(path.name for pattern in PICKLED for path in folder.glob(pattern))
-        raise ConfigError(f"{folder}: has neither {SINGLE} nor {INDEX}" + (
-            f"; {', '.join(pickled)}: pickled files can run code and are not read; load them with transformers and "
-            "save_pretrained() what you trust" if pickled else ""))
+        raise ConfigError(
+            f"{folder}: has neither {SINGLE} nor {INDEX}"
+            + (
+                f"; {', '.join(pickled)}: pickled files can run code and are not read; load them with transformers and "
+                "save_pretrained() what you trust"
+                if pickled
+                else ""
+            )
+        )
     headers = together(*(partial(read_header, folder / name) for name in names))
     found = {(stored.path, stored.name): stored for header in headers for stored in header.values()}
     if listed is not None and listed != found.keys():
         raise ConfigError(
-            *(f"{path}: has no {key}, which {INDEX} lists" for path, key in sorted(listed - found.keys())),
-            *(f"{path}: has {key}, which {INDEX} does not list" for path, key in sorted(found.keys() - listed)))
+            *(
+                f"{path}: has no {key}, which {INDEX} lists"
+                for path, key in sorted(listed - found.keys())
+            ),
+            *(
+                f"{path}: has {key}, which {INDEX} does not list"
+                for path, key in sorted(found.keys() - listed)
+            ),
+        )
     return {key: stored for (_, key), stored in found.items()}
 
 
 def read_header(path: Path) -> dict[str, Stored]:
     with opened(path) as file:  # safetensors checks that the tensors fill the file
         entries = {key: file.get_slice(key) for key in file.keys() if not key.endswith(CONSTANT)}  # noqa: SIM118  no dict
-        return {key: Stored(path, key, entry.get_dtype(), entry.get_shape()) for key, entry in entries.items()}
+        return {
+            key: Stored(path, key, entry.get_dtype(), entry.get_shape())
+            for key, entry in entries.items()
+        }
 
 
 def open_model(folder: Path, m: config.Model) -> dict[str, Stored]:
@@ -255,22 +305,34 @@ def open_model(folder: Path, m: config.Model) -> dict[str, Stored]:
     stored = matched(folder, found, shapes(m))
     if tied:
         embedding = stored["embedding.weight"]
-        with opened(tied.path) as file, opened(embedding.path) as other:  # mapped: compared without a copy
+        with (
+            opened(tied.path) as file,
+            opened(embedding.path) as other,
+        ):  # mapped: compared without a copy
             pair = file.get_tensor(tied.name), other.get_tensor(embedding.name)
         if pair[0].dtype != pair[1].dtype or not torch.equal(*pair):
-            raise ConfigError(f"{tied.path}: {tied.name} differs from {embedding.name}, but config.json has "
-                              "tie_word_embeddings")
+            raise ConfigError(
+                f"{tied.path}: {tied.name} differs from {embedding.name}, but config.json has "
+                "tie_word_embeddings"
+            )
     return stored
 
 
 def open_adapter(cfg: config.Config) -> dict[str, Stored]:
     """The tensors of PEFT's adapter folder, lora.init_from, by our names. Raises ConfigError for a mismatch."""
     assert cfg.lora and cfg.lora.init_from
-    path, theirs = Path(cfg.lora.init_from, PEFT_WEIGHTS), hf_config.read_adapter(Path(cfg.lora.init_from))
+    path, theirs = (
+        Path(cfg.lora.init_from, PEFT_WEIGHTS),
+        hf_config.read_adapter(Path(cfg.lora.init_from)),
+    )
     if (alpha := theirs.get("lora_alpha")) != cfg.lora.alpha:
-        raise ConfigError(f"[lora] alpha = {cfg.lora.alpha:g}: {path.parent} has lora_alpha = {alpha}; leave it out")
+        raise ConfigError(
+            f"[lora] alpha = {cfg.lora.alpha:g}: {path.parent} has lora_alpha = {alpha}; leave it out"
+        )
     parameters = meta_model(cfg.model, cfg.lora).named_parameters()
-    return matched(path, read_header(path), {name: [*p.shape] for name, p in parameters if is_adapter(name)})
+    return matched(
+        path, read_header(path), {name: [*p.shape] for name, p in parameters if is_adapter(name)}
+    )
 
 
 def matched(path: Path, found: dict[str, Stored], ours: dict[str, list[int]]) -> dict[str, Stored]:
@@ -281,8 +343,10 @@ def matched(path: Path, found: dict[str, Stored], ours: dict[str, list[int]]) ->
         if name not in wanted:
             problems.append(f"{stored.path}: has {name}, which this model does not")
         elif stored.dtype not in DTYPES or stored.shape != wanted[name]:
-            problems.append(f"{stored.path}: {name} is {stored.dtype} {stored.shape}; must be {' or '.join(DTYPES)} of "
-                            f"shape {wanted[name]}")
+            problems.append(
+                f"{stored.path}: {name} is {stored.dtype} {stored.shape}; must be {' or '.join(DTYPES)} of "
+                f"shape {wanted[name]}"
+            )
     if problems:
         raise ConfigError(*sorted(problems))
     return {name: found[hf_name(name)] for name in ours}

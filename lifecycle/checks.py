@@ -19,7 +19,9 @@ from lifecycle.signals import Interruption
 from options import together
 
 
-def check_launch(cfg: config.Config, ranks: Ranks, args: Namespace, interruption: Interruption) -> bool:
+def check_launch(
+    cfg: config.Config, ranks: Ranks, args: Namespace, interruption: Interruption
+) -> bool:
     """Runs all checks and prepares the data. Returns whether there is anything left to do. Raises ConfigError."""
     # Imports from higher layers, as in a tool's main(). Local: torch takes seconds to load, and few launches need it.
     from data.dataset import is_prepared, open_dataset
@@ -27,19 +29,32 @@ def check_launch(cfg: config.Config, ranks: Ranks, args: Namespace, interruption
 
     interruption.allow()  # to verify a checkpoint reads every byte, and preparing may take hours
     folder = config.run_folder(cfg)
-    if not args.eval_only and read_status(folder).get("state") == "finished" and nothing_left(cfg, folder):
+    if (
+        not args.eval_only
+        and read_status(folder).get("state") == "finished"
+        and nothing_left(cfg, folder)
+    ):
         return False
-    together(lambda: config.mesh_shape(cfg, ranks.total), lambda: args.eval_only or check_folder(folder))
-    if ranks.job and cfg.data.order == "global" and not is_prepared(cfg):  # the job's GPUs would idle meanwhile
+    together(
+        lambda: config.mesh_shape(cfg, ranks.total), lambda: args.eval_only or check_folder(folder)
+    )
+    if (
+        ranks.job and cfg.data.order == "global" and not is_prepared(cfg)
+    ):  # the job's GPUs would idle meanwhile
         command = shlex.join(["./run_train.sh", "-m", "data.prepare", args.config, *args.overrides])
-        raise ConfigError(f"{args.config}: its data is not prepared, and none is inside a job; run {command} on the "
-                          "login node")
+        raise ConfigError(
+            f"{args.config}: its data is not prepared, and none is inside a job; run {command} on the "
+            "login node"
+        )
     *_, (start, _) = together(
         lambda: check_device(cfg, ranks.local),
         lambda: check_patterns(cfg),
         lambda: check_compiler(cfg),
         lambda: check_tracker(cfg),
-        lambda: catalog.choose(cfg, catalog.steps(cfg), catalog.problems_without_hashing, args.eval_only))
+        lambda: catalog.choose(
+            cfg, catalog.steps(cfg), catalog.problems_without_hashing, args.eval_only
+        ),
+    )
     if args.eval_only:
         compare.check_same_run(cfg, start, compare.SAME_OUTPUTS)
         dataset = open_dataset(cfg, train=False)
@@ -53,9 +68,15 @@ def check_launch(cfg: config.Config, ranks: Ranks, args: Namespace, interruption
         prepare(cfg)
         dataset = open_dataset(cfg)
         compare.check_same_data(cfg, start, dataset.fingerprint)
-    if cfg.data.order == "global" and dataset.validation and all(stream.length < 2 for stream in dataset.validation):
+    if (
+        cfg.data.order == "global"
+        and dataset.validation
+        and all(stream.length < 2 for stream in dataset.validation)
+    ):
         where = ", ".join(str(stream.path.parent) for stream in dataset.validation)
-        raise ConfigError(f"{where}: none of its documents (one in a hundred) is held out; bring more, or --eval=off")
+        raise ConfigError(
+            f"{where}: none of its documents (one in a hundred) is held out; bring more, or --eval=off"
+        )
     try:
         if not args.eval_only:
             folder.mkdir(parents=True, exist_ok=True)
@@ -74,14 +95,18 @@ def nothing_left(cfg: config.Config, folder: pathlib.Path) -> bool:
     if start < cfg.train.steps:
         return False
     step = read_status(folder).get("step", start)
-    print_line(f"{folder}: finished at step {step}; train.steps = {cfg.train.steps} asks for no more")
+    print_line(
+        f"{folder}: finished at step {step}; train.steps = {cfg.train.steps} asks for no more"
+    )
     return True
 
 
 def check_tracker(cfg: config.Config) -> None:
     """Raises ConfigError if the package of `log.tracker` is missing."""
     if (name := cfg.log.tracker) and not importlib.util.find_spec(name):
-        raise ConfigError(f"[log] tracker = {name}: needs the package {name}: {sys.executable} -m pip install {name}")
+        raise ConfigError(
+            f"[log] tracker = {name}: needs the package {name}: {sys.executable} -m pip install {name}"
+        )
 
 
 def trains_on_gpus(cfg: config.Config) -> bool:
@@ -102,8 +127,10 @@ def check_compiler(cfg: config.Config) -> None:
     wanted += ["[data] document_mask = true"] * (flex and cfg.data.document_mask)
     wanted += [f"[parallel] cp = {cfg.parallel.cp}"] * (flex and cfg.parallel.cp > 1)
     if wanted and not any(map(shutil.which, filter(None, named))):
-        raise ConfigError(f"{wanted[0]}: needs a compiler for C and C++, and this machine has none (gcc, clang, or "
-                          "what CC and CXX name)")
+        raise ConfigError(
+            f"{wanted[0]}: needs a compiler for C and C++, and this machine has none (gcc, clang, or "
+            "what CC and CXX name)"
+        )
 
 
 def check_patterns(cfg: config.Config) -> None:

@@ -1,6 +1,6 @@
 """The command that starts the ranks, plain Python or torchrun, and their environment. Of a SLURM job: slurm.py.
 
-    python -m lifecycle.command --usable [CONFIG ...]     exits with 0 if this Python can run it (without: any run)
+python -m lifecycle.command --usable [CONFIG ...]     exits with 0 if this Python can run it (without: any run)
 """
 
 import contextlib
@@ -44,7 +44,9 @@ class Ranks:
 
         def number(name: str, text: str, least: int) -> int:
             if not (re.fullmatch("[0-9]+", text) and int(text) >= least):
-                raise ConfigError(f"run_train.sh: {name}={text}: must be a number" + " of processes" * (least > 0))
+                raise ConfigError(
+                    f"run_train.sh: {name}={text}: must be a number" + " of processes" * (least > 0)
+                )
             return int(text)
 
         if (job := env.get("SLURM_JOB_ID")) and (problem := config.lack_of("lifecycle/slurm.py")):
@@ -52,8 +54,12 @@ class Ranks:
         local = env.get("NPROC") or env.get("SLURM_GPUS_ON_NODE") or str(visible_gpus())
         local = "1" if local == "0" and not env.get("NPROC") else local  # no GPU
         nodes = env.get("SLURM_NNODES", "1") if job else "1"
-        return cls(number("SLURM_NNODES", nodes, 1), number("NPROC", local, 1),
-                   number("MAX_RESTARTS", env.get("MAX_RESTARTS") or ("3" if job else "0"), 0), job)
+        return cls(
+            number("SLURM_NNODES", nodes, 1),
+            number("NPROC", local, 1),
+            number("MAX_RESTARTS", env.get("MAX_RESTARTS") or ("3" if job else "0"), 0),
+            job,
+        )
 
     def command(self) -> list[str]:
         """The command that starts all ranks, without the arguments of train.py."""
@@ -61,9 +67,15 @@ class Ranks:
             return [sys.executable, TRAIN]
         # unhandled, USR1 would end torchrun and its ranks at once
         heard = "SIGINT,SIGHUP,SIGQUIT,SIGUSR1" + ",SIGTERM" * (not self.job)
-        torchrun = [sys.executable, "-m", "lifecycle.torchrun", f"--nproc-per-node={self.local}",
-                    f"--max-restarts={self.restarts}", f"--signals-to-handle={heard}",
-                    "--log-dir=/dev/null"]  # else each launch leaves a folder in the temporary directory
+        torchrun = [
+            sys.executable,
+            "-m",
+            "lifecycle.torchrun",
+            f"--nproc-per-node={self.local}",
+            f"--max-restarts={self.restarts}",
+            f"--signals-to-handle={heard}",
+            "--log-dir=/dev/null",
+        ]  # else each launch leaves a folder in the temporary directory
         if not self.job:
             return [*torchrun, "--standalone", TRAIN]
         from lifecycle.slurm import on_nodes
@@ -80,7 +92,8 @@ class Ranks:
             # they may be saving, and the default of 30 is short for that
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300",
             # several streams allocate: avoids fragmentation into blocks too small for larger requests
-            "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "expandable_segments:True",
+            "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+            or "expandable_segments:True",
             # else ranks that torchrun restarts find their predecessors' addresses in its store and cannot connect
             # (github.com/pytorch/pytorch/issues/135712)
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -93,7 +106,11 @@ class Ranks:
 def commits(cfg: config.Config) -> list[str]:
     """Overrides with the commits of Hugging Face repositories: the ranks take those that this process has found."""
     found = {"model.init_from": cfg.model.init_from, "data.tokenizer": cfg.data.tokenizer}
-    return [f"--{option}={name}" for option, name in found.items() if name and re.search("@[0-9a-f]{40}$", name)]
+    return [
+        f"--{option}={name}"
+        for option, name in found.items()
+        if name and re.search("@[0-9a-f]{40}$", name)
+    ]
 
 
 def torchrun_id() -> str | None:
@@ -108,7 +125,11 @@ def torchrun_id() -> str | None:
 
 def words_without(*options: str) -> list[str]:
     """The command line of this launch, without options that begin so."""
-    return [word.removeprefix(f"{os.getcwd()}/") for word in sys.argv[1:] if not word.startswith(options)]
+    return [
+        word.removeprefix(f"{os.getcwd()}/")
+        for word in sys.argv[1:]
+        if not word.startswith(options)
+    ]
 
 
 def color_is_wanted() -> bool:
@@ -128,14 +149,20 @@ def usable(argv: list[str]) -> bool:
         if argv and not (args := config.parse_arguments(argv)).dry_run:
             cfg = config.load(args.config, args.overrides)
             needed.append("numpy")  # torch.distributed's object collectives need it
-            needed += ["tensorboard"] * (cfg.log.tensorboard and config.has("board.py") and not args.eval_only)
+            needed += ["tensorboard"] * (
+                cfg.log.tensorboard and config.has("board.py") and not args.eval_only
+            )
             needed += ["safetensors"] * (cfg.model.init_from is not None)
-            needed += ["sentencepiece", "datasets"] * (cfg.data.order == "growing" or not is_prepared(cfg))
+            needed += ["sentencepiece", "datasets"] * (
+                cfg.data.order == "growing" or not is_prepared(cfg)
+            )
     except (ConfigError, SystemExit) as error:  # the run itself will report what is wrong
         needed += ["huggingface_hub"] * ("needs huggingface_hub" in str(error))
     with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
         version = tuple(int(n) for n in importlib.metadata.version("torch").split(".")[:2])
-        return TORCH[0] <= version <= TORCH[1] and all(importlib.util.find_spec(name) for name in needed)
+        return TORCH[0] <= version <= TORCH[1] and all(
+            importlib.util.find_spec(name) for name in needed
+        )
     return False
 
 

@@ -29,7 +29,13 @@ def read_status(folder: pathlib.Path) -> dict:
 
 def write_status(folder: pathlib.Path, state: str, step: int, launch: str | None, **more) -> None:
     """Replaces status.json atomically. launch: the launcher's id, without one torchrun's. Raises OSError."""
-    status = {"state": state, "step": step, "launch": launch, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **more}
+    status = {
+        "state": state,
+        "step": step,
+        "launch": launch,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        **more,
+    }
     files.write_atomic(folder / "status.json", json.dumps(status) + "\n")
 
 
@@ -39,9 +45,13 @@ def lock(folder: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:
     try:
         return files.lock(folder / ".lock", timeout)
     except PermissionError:
-        raise ConfigError(f"{folder / '.lock'}: cannot be opened; is this another user's run?") from None
+        raise ConfigError(
+            f"{folder / '.lock'}: cannot be opened; is this another user's run?"
+        ) from None
     except filelock.Timeout:
-        raise ConfigError(f"{folder}: another run works here; wait for it, or choose another run.name") from None
+        raise ConfigError(
+            f"{folder}: another run works here; wait for it, or choose another run.name"
+        ) from None
 
 
 def check_folder(folder: pathlib.Path, timeout: float = 0) -> None:
@@ -90,7 +100,9 @@ def report_failure(folder: pathlib.Path, launch: str | None, rank: int, **report
     final (a restart would not help).
     """
     with contextlib.suppress(OSError):
-        (folder / f".failure-{launch}-{rank}").write_text(json.dumps({"rank": rank, "time": time.time(), **report}))
+        (folder / f".failure-{launch}-{rank}").write_text(
+            json.dumps({"rank": rank, "time": time.time(), **report})
+        )
         return True
     return False
 
@@ -108,11 +120,20 @@ def failures(folder: pathlib.Path, launch: str | None, ranks: int = 0) -> list[d
             log = (path := folder / "logs" / f"rank-{rank}.log").read_text(errors="replace")
             *_, last = [None, *re.finditer(re.escape(NOW).replace(r"\{\}", "(.*)"), log)]
             if last and "\nTimeout (" in log[last.end() :]:
-                found.append({
-                    "rank": rank, "step": int(last[2]), "phase": last[3], "progress": int(last[4]), "exit_code": 1,
-                    "time": path.stat().st_mtime, "final": False, "text": log[last.end() :].partition("\nTimeout (")[2]
-                    .partition("\n")[2] + "no progress, and no thread could run to report it: the main thread holds "
-                    "Python's lock (the GIL), as in a kernel launch that waits for a hanging GPU"})
+                found.append(
+                    {
+                        "rank": rank,
+                        "step": int(last[2]),
+                        "phase": last[3],
+                        "progress": int(last[4]),
+                        "exit_code": 1,
+                        "time": path.stat().st_mtime,
+                        "final": False,
+                        "text": log[last.end() :].partition("\nTimeout (")[2].partition("\n")[2]
+                        + "no progress, and no thread could run to report it: the main thread holds "
+                        "Python's lock (the GIL), as in a kernel launch that waits for a hanging GPU",
+                    }
+                )
     return sorted(found, key=lambda f: (f["progress"], f["time"]))
 
 

@@ -10,7 +10,9 @@ def nvidia_smi(option: str) -> list[str]:
     """Lines of its output; none where the program is missing or fails."""
     if not shutil.which("nvidia-smi"):
         return []
-    return subprocess.run(["nvidia-smi", *option.split()], capture_output=True, text=True).stdout.splitlines()
+    return subprocess.run(
+        ["nvidia-smi", *option.split()], capture_output=True, text=True
+    ).stdout.splitlines()
 
 
 def listed_gpus() -> int:
@@ -20,7 +22,9 @@ def listed_gpus() -> int:
 
 def visible_gpus() -> int:
     if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return len([*itertools.takewhile(lambda name: name and name[0] != "-", chosen.split(","))])  # as CUDA does
+        return len(
+            [*itertools.takewhile(lambda name: name and name[0] != "-", chosen.split(","))]
+        )  # as CUDA does
     return listed_gpus()
 
 

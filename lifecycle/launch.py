@@ -18,14 +18,18 @@ from lifecycle.signals import SIGNALS, TWICE_SECONDS, Interrupted, Interruption,
 
 def listen(handler: Callable | signal.Handlers) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+        if (
+            number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+        ):  # as nohup leaves it
             signal.signal(number, handler)
 
 
 if __name__ == "__main__":
     interruption = Interruption()  # notes signals from now on: before the slow imports
     listen(interruption)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())  # run_train.sh blocks them until now
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, signal.valid_signals()
+    )  # run_train.sh blocks them until now
 
 import contextlib
 import os
@@ -44,11 +48,22 @@ from files import print_error
 from lifecycle import INPUT_IS_WRONG, STOPPED
 from lifecycle.checks import check_launch
 from lifecycle.command import Ranks, commits
-from lifecycle.folder import failures, holder, lock, read_status, remove_traces, resume_once, stop_file, write_status
+from lifecycle.folder import (
+    failures,
+    holder,
+    lock,
+    read_status,
+    remove_traces,
+    resume_once,
+    stop_file,
+    write_status,
+)
 from options import together
 
 
-def run_ranks(command: list[str], folder: pathlib.Path, launch: str, interruption: Interruption) -> int:
+def run_ranks(
+    command: list[str], folder: pathlib.Path, launch: str, interruption: Interruption
+) -> int:
     """Runs the ranks' command until it exits and forwards stop requests, including one received earlier. Returns its
     exit code."""
     file, last_interrupt, killed = stop_file(folder, launch), float("-inf"), False
@@ -69,8 +84,11 @@ def run_ranks(command: list[str], folder: pathlib.Path, launch: str, interruptio
         except OSError:  # a full disk: fall back to TERM, after which time is limited
             if child:
                 child.terminate()
-        print_error(f"stopping after this step; Ctrl-C again within {TWICE_SECONDS:.0f} s quits at once"
-                    if number == signal.SIGINT else f"asked to stop by {signal.Signals(number).name}")
+        print_error(
+            f"stopping after this step; Ctrl-C again within {TWICE_SECONDS:.0f} s quits at once"
+            if number == signal.SIGINT
+            else f"asked to stop by {signal.Signals(number).name}"
+        )
 
     file.touch()
     listen(ask)
@@ -110,7 +128,14 @@ def exit_code(folder: pathlib.Path, launch: str, ranks: int, returned: int) -> i
             # ranks killed with torchrun may take a moment to exit, and hold the lock until then
             held = lock(folder, timeout=30 if ours else 0)
             # ranks that never took the folder have not resumed from checkpoint.resume = N
-            write_status(folder, "failed", status.get("step", 0), launch, exit_code=code, holder=holder(status))
+            write_status(
+                folder,
+                "failed",
+                status.get("step", 0),
+                launch,
+                exit_code=code,
+                holder=holder(status),
+            )
             held.release()
         except ConfigError as error:
             if not ours:  # the folder is another run's
@@ -124,10 +149,14 @@ def exit_code(folder: pathlib.Path, launch: str, ranks: int, returned: int) -> i
     if failed:
         first = failed[0]
         if silent and not first["final"]:
-            print_error(f"no report from rank {', '.join(map(str, silent[:8]))}{', ...' * (len(silent) > 8)}: killed "
-                        "(is the host out of memory?), or unable to answer")
-        print_error(f"failed first on rank {first['rank']}, step {first['step']}, phase {first['phase']}:\n"
-                    f"{first['text']}")
+            print_error(
+                f"no report from rank {', '.join(map(str, silent[:8]))}{', ...' * (len(silent) > 8)}: killed "
+                "(is the host out of memory?), or unable to answer"
+            )
+        print_error(
+            f"failed first on rank {first['rank']}, step {first['step']}, phase {first['phase']}:\n"
+            f"{first['text']}"
+        )
     elif returned < 0:
         hint = ": the host may be out of memory" if -returned == signal.SIGKILL else ""
         print_error(f"ended by signal {signal.Signals(-returned).name}{hint}")
@@ -150,7 +179,9 @@ def launch(argv: list[str], interruption: Interruption) -> int:
     """Launches the run that the command line describes; returns the exit code. Requeues a stopped job if it has to."""
     try:
         args = config.parse_arguments(argv)
-        ranks, cfg = together(Ranks.from_environment, lambda: config.load(args.config, args.overrides))
+        ranks, cfg = together(
+            Ranks.from_environment, lambda: config.load(args.config, args.overrides)
+        )
         folder, launch_id = config.run_folder(cfg), ".".join([*ranks.attempt, uuid.uuid4().hex])
         if not args.eval_only:  # an evaluation takes no folder
             cfg = replace(cfg, checkpoint=resume_once(cfg, launch_id))
@@ -164,8 +195,12 @@ def launch(argv: list[str], interruption: Interruption) -> int:
         command = [*ranks.command(), *argv, *commits(cfg), f"--launch={launch_id}"]
         os.environ.update(ranks.environment())
         if args.eval_only:
-            return subprocess.run(command, preexec_fn=partial(die_with_parent, os.getpid())).returncode
-        code = exit_code(folder, launch_id, ranks.total, run_ranks(command, folder, launch_id, interruption))
+            return subprocess.run(
+                command, preexec_fn=partial(die_with_parent, os.getpid())
+            ).returncode
+        code = exit_code(
+            folder, launch_id, ranks.total, run_ranks(command, folder, launch_id, interruption)
+        )
     except (Interrupted, Exception) as error:
         # else check_launch() or the evaluation was interrupted, and may have raised anything
         if not (interruption.asked and interruption.raises):
@@ -181,8 +216,14 @@ def launch(argv: list[str], interruption: Interruption) -> int:
     if code == STOPPED and ranks.job:  # pyrefly: ignore[unbound-name]  # as above
         from lifecycle.slurm import end_of_stopped
 
-        # pyrefly: ignore[unbound-name]  # as above
-        return end_of_stopped(cfg, ranks.job, launch_id, before, ahead_of_limit=interruption.asked == signal.SIGUSR1)
+        return end_of_stopped(
+            # pyrefly: ignore[unbound-name]  # as above
+            cfg,
+            ranks.job,
+            launch_id,
+            before,
+            ahead_of_limit=interruption.asked == signal.SIGUSR1,
+        )
     if code == STOPPED:
         mark_stopped(folder, launch_id)  # pyrefly: ignore[unbound-name]  # as above
     return code

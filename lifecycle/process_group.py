@@ -19,7 +19,11 @@ from parallel.mesh import World, build_mesh
 from parallel.torch_patches import set_default_timeout
 from ranks import check_same_on_all_ranks, rank_and_size
 
-ON_THIS_NODE = ("data.path", "model.init_from", "lora.init_from")  # paths may differ: each node may have a local copy
+ON_THIS_NODE = (
+    "data.path",
+    "model.init_from",
+    "lora.init_from",
+)  # paths may differ: each node may have a local copy
 
 
 def pick_device(cfg: config.Config, local_rank: int) -> torch.device:
@@ -28,31 +32,48 @@ def pick_device(cfg: config.Config, local_rank: int) -> torch.device:
     if cfg.run.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        listed = listed_gpus() if visible_gpus() else 0  # CUDA_VISIBLE_DEVICES may hide them: that is deliberate
+        listed = (
+            listed_gpus() if visible_gpus() else 0
+        )  # CUDA_VISIBLE_DEVICES may hide them: that is deliberate
         if cfg.run.device == "auto" and not listed:
             return torch.device("cpu")
-        raise ConfigError(f'[run] device = "{cfg.run.device}": {why_no_gpu(listed)}; --run.device=cpu trains without '
-                          "one")
+        raise ConfigError(
+            f'[run] device = "{cfg.run.device}": {why_no_gpu(listed)}; --run.device=cpu trains without '
+            "one"
+        )
     if local_rank >= torch.cuda.device_count():
-        raise ConfigError(f"local rank {local_rank} has no GPU of its own: this machine has "
-                          f"{torch.cuda.device_count()}; start fewer processes (NPROC)")
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU of its own: this machine has "
+            f"{torch.cuda.device_count()}; start fewer processes (NPROC)"
+        )
     config.check_for_gpus(cfg)
-    if cfg.parallel.float8 != "none" and (found := torch.cuda.get_device_capability(local_rank)) < (8, 9):
-        raise ConfigError(f'[parallel] float8 = "{cfg.parallel.float8}": needs a GPU of compute capability 8.9 (Ada, '
-                          f"Hopper) or more; this one, {torch.cuda.get_device_name(local_rank)}, has "
-                          f"{found[0]}.{found[1]}")
+    if cfg.parallel.float8 != "none" and (found := torch.cuda.get_device_capability(local_rank)) < (
+        8,
+        9,
+    ):
+        raise ConfigError(
+            f'[parallel] float8 = "{cfg.parallel.float8}": needs a GPU of compute capability 8.9 (Ada, '
+            f"Hopper) or more; this one, {torch.cuda.get_device_name(local_rank)}, has "
+            f"{found[0]}.{found[1]}"
+        )
     return torch.device("cuda", local_rank)
 
 
 def why_no_gpu(listed: int) -> str:
     """Why torch has no GPU here, of which nvidia-smi lists some or 0, and what to change."""
-    built = f"torch {torch.__version__}, built for " + (f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs")
+    built = f"torch {torch.__version__}, built for " + (
+        f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
+    )
     chosen = os.getenv("CUDA_VISIBLE_DEVICES")
     where = "" if chosen is None else f", with CUDA_VISIBLE_DEVICES={chosen}"
     if not listed:
-        return f"this machine has no usable GPU: {built}, finds none{where}, and nvidia-smi lists none"
-    return (f"nvidia-smi lists {listed} GPUs (driver {driver_version()}), but {built}, can use none{where}; install a "
-            "torch build for a CUDA version that this driver supports, or a newer driver")
+        return (
+            f"this machine has no usable GPU: {built}, finds none{where}, and nvidia-smi lists none"
+        )
+    return (
+        f"nvidia-smi lists {listed} GPUs (driver {driver_version()}), but {built}, can use none{where}; install a "
+        "torch build for a CUDA version that this driver supports, or a newer driver"
+    )
 
 
 def shared_options(cfg: config.Config) -> dict[str, Any]:
@@ -61,7 +82,9 @@ def shared_options(cfg: config.Config) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in ON_THIS_NODE}
 
 
-def agree_on_device(store: dist.Store, rank: int, size: int, pick: Callable[[], torch.device]) -> torch.device:
+def agree_on_device(
+    store: dist.Store, rank: int, size: int, pick: Callable[[], torch.device]
+) -> torch.device:
     """This rank's device. Raises the ConfigErrors of all ranks on every rank, or one if their types differ. Through the
     store: a process group with NCCL on some ranks only would hang."""
     device, problems = None, ()
@@ -75,10 +98,14 @@ def agree_on_device(store: dist.Store, rank: int, size: int, pick: Callable[[], 
         found = store.multi_get([f"device of rank {number}" for number in range(size)])
         store.set("devices", json.dumps([json.loads(one) for one in found]))
     ranks = json.loads(store.get("devices"))
-    problems = [f"{one['host']}: " * (size > 1) + problem for one in ranks for problem in one["problems"]] or [
+    problems = [
+        f"{one['host']}: " * (size > 1) + problem for one in ranks for problem in one["problems"]
+    ] or [
         f"rank {number} on {one['host']} would train on {one['type']}, rank 0 on {ranks[0]['host']} on "
         f"{ranks[0]['type']}: all need the same type of device; set run.device, or mend the node"
-        for number, one in enumerate(ranks) if one["type"] != ranks[0]["type"]][:1]
+        for number, one in enumerate(ranks)
+        if one["type"] != ranks[0]["type"]
+    ][:1]
     if problems:
         if store.add("devices read", 1) == size:
             store.set("devices read by all", "")
@@ -110,7 +137,11 @@ def distributed(cfg: config.Config, trains: bool = True) -> Iterator[World]:
 
         raise_limit(cfg, shape, rank, trains)
     timeout = datetime.timedelta(seconds=config.longest_timeout(cfg))
-    store = next(dist.rendezvous("env://", timeout=timeout))[0] if "RANK" in os.environ else dist.HashStore()
+    store = (
+        next(dist.rendezvous("env://", timeout=timeout))[0]
+        if "RANK" in os.environ
+        else dist.HashStore()
+    )
     device = agree_on_device(store, rank, size, lambda: pick_device(cfg, local_rank))
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -18,7 +18,10 @@ from metrics import log
 from parallel.mesh import World
 
 STEPS = "traced steps"  # our record_function range in the trace: the time to break down
-HOST, DEVICE = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"), ("kernel", "gpu_memcpy", "gpu_memset")
+HOST, DEVICE = (
+    ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"),
+    ("kernel", "gpu_memcpy", "gpu_memset"),
+)
 
 # The rows of the table, each with a pattern for the start of its operators', ranges' and kernels' names. Inductor names
 # fused elementwise kernels after all operators around them, even matmul and attention: only templates (tem) are those.
@@ -33,14 +36,23 @@ ROWS = {
     IDLE: r"",
 }
 HIDDEN = "communication, hidden"
-OUTER = (COMMUNICATION, "loss", "optimizer", "attention", "matrix products")  # also cover what is called within them
+OUTER = (
+    COMMUNICATION,
+    "loss",
+    "optimizer",
+    "attention",
+    "matrix products",
+)  # also cover what is called within them
 
 
 class Profiler:
     def __init__(self, settings: config.Profile, folder: pathlib.Path, world: World, first: int):
         """first: the first step of this launch."""
         if settings.at_step < first:
-            log.info("[profile] at_step = %d was before this launch, which makes no trace", settings.at_step)
+            log.info(
+                "[profile] at_step = %d was before this launch, which makes no trace",
+                settings.at_step,
+            )
         self.settings, self.folder, self.rank = settings, folder / "profile", world.rank
         self.trace: torch.profiler.profile | None = None
         self.on_gpu = world.device.type == "cuda"
@@ -71,7 +83,11 @@ class Profiler:
         self.trace.stop()
         try:
             self._write(self.trace, f"steps {self.settings.at_step} to {step}, rank {self.rank}")
-        except (OSError, ValueError, StopIteration) as error:  # torch's trace is not valid JSON, or lacks our range
+        except (
+            OSError,
+            ValueError,
+            StopIteration,
+        ) as error:  # torch's trace is not valid JSON, or lacks our range
             log.warning("the profile is incomplete: %r", error)
         if self.on_gpu:
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -82,7 +98,9 @@ class Profiler:
         if self.on_gpu:
             memory = self.folder / f"memory-rank-{self.rank}.pickle"
             torch.cuda.memory._dump_snapshot(str(memory))
-            log.info("memory in %s: %s, to be opened at https://pytorch.org/memory_viz", title, memory)
+            log.info(
+                "memory in %s: %s, to be opened at https://pytorch.org/memory_viz", title, memory
+            )
         path = self.folder / f"rank-{self.rank}.json"
         trace.export_chrome_trace(str(path))
         log.info("trace of %s: %s, to be opened at https://ui.perfetto.dev", title, path)
@@ -104,6 +122,7 @@ class Event(NamedTuple):
 
 def read(path: pathlib.Path) -> list[Event]:
     """The events of a Chrome trace that time_by_row() needs. Drops the rest while parsing: there may be millions."""
+
     def slim(item: dict) -> Any:
         if "ph" not in item:
             return item
@@ -126,7 +145,10 @@ def time_by_row(events: list[Event]) -> dict[str, float]:
     window = next(event for event in events if event.name == STEPS)
     stretches, launches = follow_threads(event for event in events if event.category in HOST)
     if kernels := [event for event in events if event.category in DEVICE]:
-        stretches = [(k.begin, k.end, row_of(k.name, k.category, launches.get(k.launch, IDLE))) for k in kernels]
+        stretches = [
+            (k.begin, k.end, row_of(k.name, k.category, launches.get(k.launch, IDLE)))
+            for k in kernels
+        ]
     changes = [(window.end, 0, IDLE)]
     for begin, end, row in stretches:
         begin, end = max(begin, window.begin), min(end, window.end)
@@ -143,12 +165,16 @@ def time_by_row(events: list[Event]) -> dict[str, float]:
     return spent
 
 
-def follow_threads(events: Iterable[Event]) -> tuple[list[tuple[float, float, str]], dict[int | None, str]]:
+def follow_threads(
+    events: Iterable[Event],
+) -> tuple[list[tuple[float, float, str]], dict[int | None, str]]:
     """(begin, end, row) of each interval in which one operator or range was innermost on its thread; and the row of
     each launch."""
     stretches, launches, stack, now = [], {}, [], 0.0  # stack: open events with their rows
     last = Event("", "", math.inf, math.inf, math.inf, None)
-    for event in sorted([*events, last], key=lambda e: (e.thread, e.begin, -e.end)):  # callers before callees
+    for event in sorted(
+        [*events, last], key=lambda e: (e.thread, e.begin, -e.end)
+    ):  # callers before callees
         while stack and (stack[-1][0].end <= event.begin or stack[-1][0].thread != event.thread):
             inner, row = stack.pop()
             stretches.append((now, inner.end, row))

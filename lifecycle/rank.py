@@ -21,7 +21,9 @@ class RankProcess:
         """Installs the signal handlers and parses the command line; exits with 2 if it is invalid. usage: of --help."""
         gc.disable()  # garbage collection during imports costs a fifth of their time and frees nothing
         self.stop = StopRequest()
-        if {"--dry-run", "--eval-only"} & set(sys.argv):  # nothing to save: Ctrl-C ends the process at once
+        if {"--dry-run", "--eval-only"} & set(
+            sys.argv
+        ):  # nothing to save: Ctrl-C ends the process at once
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         else:
             # From now on SIGTERM, SIGINT and SIGUSR1 set a flag. All ranks agree on it in each step (agree_on_stop()),
@@ -47,7 +49,9 @@ class RankProcess:
         except ConfigError as error:
             print(error, file=sys.stderr)
             code = INPUT_IS_WRONG
-        except SystemExit as failure:  # a failed rank does not wait for the others in torch's teardown
+        except (
+            SystemExit
+        ) as failure:  # a failed rank does not wait for the others in torch's teardown
             exit_immediately(failure.code)  # pyrefly: ignore[bad-argument-type]  # a number, never a text
         sys.exit(code)
 
@@ -64,19 +68,36 @@ class RankProcess:
         # folder, since torchrun turns every exit code into 1. An evaluation does not touch the run's state.
         launch = self.args.launch if trains else None
         try:
-            if code := final_exit_code(cfg, launch):  # torchrun restarts ranks even where that cannot help
+            if code := final_exit_code(
+                cfg, launch
+            ):  # torchrun restarts ranks even where that cannot help
                 return code
             with distributed(cfg, trains) as world:
                 if trains:  # an explicit `resume = N` counts once, not again after a restart by torchrun or SLURM
                     # rank 0 decides for all: each may see a different state of a shared disk
-                    cfg = replace(cfg, checkpoint=on_rank_zero(lambda: resume_once(self.cfg, holder_of(launch))))
+                    cfg = replace(
+                        cfg,
+                        checkpoint=on_rank_zero(lambda: resume_once(self.cfg, holder_of(launch))),
+                    )
                 cfg = resolve_param_dtype(cfg, world)
                 with Run(cfg, world, launch, self.stop) as run:
                     work(cfg, world, run)
             return run.exit_code
         except ConfigError as error:
             # Raised before the run exists: this node lacks the device, or its options differ from rank 0's.
-            if not (launch and report_failure(config.run_folder(cfg), launch, rank_and_size()[0], step=0, phase="start",
-                                              progress=0, exit_code=INPUT_IS_WRONG, text=str(error), final=True)):
+            if not (
+                launch
+                and report_failure(
+                    config.run_folder(cfg),
+                    launch,
+                    rank_and_size()[0],
+                    step=0,
+                    phase="start",
+                    progress=0,
+                    exit_code=INPUT_IS_WRONG,
+                    text=str(error),
+                    final=True,
+                )
+            ):
                 raise
             return INPUT_IS_WRONG

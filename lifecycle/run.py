@@ -34,7 +34,9 @@ from parallel.mesh import World
 from ranks import all_gather_objects, on_rank_zero
 
 WAIT_SECONDS = 0.2  # between the ranks' agreements on a stop while they wait for text
-COLLECT_EVERY_STEPS = 100  # Python's garbage collection; automatic, it would stall each rank at a different time
+COLLECT_EVERY_STEPS = (
+    100  # Python's garbage collection; automatic, it would stall each rank at a different time
+)
 
 
 class Run:
@@ -60,12 +62,25 @@ class Run:
         self.step = 0  # the last step trained, by this launch or an earlier one
         self.checkpointer: Checkpointer | None = None
         self.lock = None
-        start, step, save = cfg.run.start_timeout_seconds, cfg.run.step_timeout_seconds, cfg.run.save_timeout_seconds
+        start, step, save = (
+            cfg.run.start_timeout_seconds,
+            cfg.run.step_timeout_seconds,
+            cfg.run.save_timeout_seconds,
+        )
         # a save waits for the previous one, and may then have to verify every checkpoint that it keeps
         kept = cfg.checkpoint.keep_last or 0 if cfg.checkpoint else 0
-        self.timeouts = {"start": start, "first step": start, "first evaluation batch": start, "end": start,
-                         "step": step, "data": step, "evaluation": step, "evaluation batch": step,
-                         "restore": save, "save": save * (2 + kept)}
+        self.timeouts = {
+            "start": start,
+            "first step": start,
+            "first evaluation batch": start,
+            "end": start,
+            "step": step,
+            "data": step,
+            "evaluation": step,
+            "evaluation batch": step,
+            "restore": save,
+            "save": save * (2 + kept),
+        }
 
     def __enter__(self) -> "Run":
         self.watchdog = Watchdog(self._give_up)
@@ -93,14 +108,26 @@ class Run:
             from migrate.former import log_changes
 
             log_changes(path := path_of(self.cfg, self.step), read_state(path)["config"])
-        if warning := other_tokenizer(self.cfg, self.step, tokenizer_files):  # which allow_changed may allow
+        if warning := other_tokenizer(
+            self.cfg, self.step, tokenizer_files
+        ):  # which allow_changed may allow
             log.warning(warning)
-        polled = folder.stop_file(self.folder, self.launch) if self.launch and self.world.rank == 0 else None
+        polled = (
+            folder.stop_file(self.folder, self.launch)
+            if self.launch and self.world.rank == 0
+            else None
+        )
         self.stop.connect(dist.group.WORLD, polled)
 
-    def _take_folder(self, checkpointer: Checkpointer, tokenizer_files: list[pathlib.Path], hosts: list[str]) -> None:
+    def _take_folder(
+        self, checkpointer: Checkpointer, tokenizer_files: list[pathlib.Path], hosts: list[str]
+    ) -> None:
         # after a torchrun restart, the previous ranks may take a moment to exit, perhaps on another node
-        seconds = 30 if self.holder and folder.read_status(self.folder).get("launch") == self.holder else 0
+        seconds = (
+            30
+            if self.holder and folder.read_status(self.folder).get("launch") == self.holder
+            else 0
+        )
         folder.check_folder(self.folder, seconds)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = folder.lock(self.folder, seconds)
@@ -108,12 +135,16 @@ class Run:
         folder.sweep(self.folder, self.launch)
         folder.write_status(self.folder, "running", self.step, self.holder)
         files.write_atomic(self.folder / "config.toml", config.to_toml(self.cfg))
-        files.write_atomic(self.folder / "environment.json", json.dumps(
-            metrics.environment(hosts, self.world.device), indent=2))
+        files.write_atomic(
+            self.folder / "environment.json",
+            json.dumps(metrics.environment(hosts, self.world.device), indent=2),
+        )
         for path in tokenizer_files:
             files.write_atomic(self.folder / path.name, path.read_bytes())
 
-    def steps(self, first: int, last: int, loader: Loader, timed: Callable | None = None) -> Iterator[int]:
+    def steps(
+        self, first: int, last: int, loader: Loader, timed: Callable | None = None
+    ) -> Iterator[int]:
         """Yields each step to train, up to `last` or until all ranks agree to stop. Raises what keeps a rank from
         reading the next batch, if preparing its text does, after the step before was saved. timed: as agree_on_stop()
         takes it."""
@@ -128,7 +159,9 @@ class Run:
         self.loader, self.begun = loader, self.step  # the last step that has begun
         self.stop.start_sync(loader.readiness(self.begun, 0))
         for step in range(first, last + 1):
-            self.agree_on_stop(timed)  # before the first step; before the others train() has, and this does nothing
+            self.agree_on_stop(
+                timed
+            )  # before the first step; before the others train() has, and this does nothing
             if self.stopping:
                 break
             self._phase("first step" if step == first else "step", step)  # the first compiles
@@ -144,8 +177,10 @@ class Run:
         if self.stop.readiness == FAILED:
             raise next(filter(None, all_gather_objects(loader.failure)))
         if self.stopping and self.step >= first and not self.cfg.checkpoint:
-            raise KeyboardInterrupt(f"stopped after step {self.step} by signal {self.stop.decided}; without "
-                                    "[checkpoint] nothing was saved")
+            raise KeyboardInterrupt(
+                f"stopped after step {self.step} by signal {self.stop.decided}; without "
+                "[checkpoint] nothing was saved"
+            )
         self._phase("end")
 
     def agree_on_stop(self, timed: Callable | None = None) -> None:
@@ -156,7 +191,9 @@ class Run:
         if self.stop.readiness == WAITING and not self.stopping:
             with (timed or self.phase)("data"):
                 while self.stop.readiness == WAITING and not self.stopping:
-                    self._phase("data")  # for as long as it takes: whoever prepares the text ends the wait if it fails
+                    self._phase(
+                        "data"
+                    )  # for as long as it takes: whoever prepares the text ends the wait if it fails
                     self.stop.start_sync(self.loader.readiness(self.begun, WAIT_SECONDS))
                     self.stop.finish_sync()
 
@@ -196,7 +233,9 @@ class Run:
         if error is None:
             self._end()
             return
-        if self.checkpointer is None and self.launch is None:  # nothing has begun, and no launcher waits for a report
+        if (
+            self.checkpointer is None and self.launch is None
+        ):  # nothing has begun, and no launcher waits for a report
             self.watchdog.stop()
             return
         final, code, text = True, 1, str(error)  # final: a restart cannot help
@@ -208,7 +247,9 @@ class Run:
             # after the first step a restart may help: fragmentation, an evaluation, another process on the device
             final = self.checkpointer is None or self.step == self.checkpointer.start
             text = f"out of memory: {text}"
-            with contextlib.suppress(Exception):  # there may be too little memory left for this, or no planner
+            with contextlib.suppress(
+                Exception
+            ):  # there may be too little memory left for this, or no planner
                 from planner.advice import out_of_memory
 
                 text += "\n" + out_of_memory(self.cfg, self.world.size, words_without("--launch="))
@@ -228,7 +269,9 @@ class Run:
         if self.lock is None:  # not rank 0, or nothing has begun
             return
         if self.stop.decided:
-            log.info("stopped after step %d by %s", self.step, signal.Signals(self.stop.decided).name)
+            log.info(
+                "stopped after step %d by %s", self.step, signal.Signals(self.stop.decided).name
+            )
         try:
             state = "preempted" if self.stop.decided else "finished"
             folder.write_status(self.folder, state, self.step, self.holder)
@@ -245,10 +288,22 @@ class Run:
     def _fail(self, code: int, text: str, final: bool) -> None:
         rank, at = self.world.rank, self.watchdog
         reported = self.launch and folder.report_failure(
-            self.folder, self.launch, rank, step=at.step, phase=at.name, progress=at.progress, exit_code=code,
-            text=text, final=final)
-        if reported:  # the launcher prints the root cause at the end: here it goes only into the rank's file
-            log.handlers = [handler for handler in log.handlers if isinstance(handler, logging.FileHandler)]
+            self.folder,
+            self.launch,
+            rank,
+            step=at.step,
+            phase=at.name,
+            progress=at.progress,
+            exit_code=code,
+            text=text,
+            final=final,
+        )
+        if (
+            reported
+        ):  # the launcher prints the root cause at the end: here it goes only into the rank's file
+            log.handlers = [
+                handler for handler in log.handlers if isinstance(handler, logging.FileHandler)
+            ]
         if log.handlers or not reported:
             log.error("rank %d, step %d, phase %s: %s", rank, at.step, at.name, text)
         if self.lock is not None:

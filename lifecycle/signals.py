@@ -17,7 +17,9 @@ from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 TWICE_SECONDS = 5.0  # a second Ctrl-C within this time of the first quits at once
-FROZEN_SECONDS = 20.0  # how long after a phase's timeout a process ends in which no Python thread can run
+FROZEN_SECONDS = (
+    20.0  # how long after a phase's timeout a process ends in which no Python thread can run
+)
 NOW = "now: rank {}, step {}, phase {} ({} phases begun)"  # a log's line on where the rank is
 
 
@@ -56,7 +58,9 @@ class StopRequest:
         self.received = 0  # a signal's number
         self.decided = 0  # the same, once all ranks have agreed
         self.file: pathlib.Path | None = None
-        self.standalone = False  # no launcher and no torchrun: this process handles a second Ctrl-C itself
+        self.standalone = (
+            False  # no launcher and no torchrun: this process handles a second Ctrl-C itself
+        )
         self.group, self.flag, self.work = None, None, None
         self.readiness = 0  # the greatest of any rank, as of the last finish_sync()
 
@@ -92,7 +96,9 @@ class StopRequest:
             self.received = read_stop(self.file)
         self.flag = torch.tensor([self.received, readiness])
         if self.group.size() > 1:
-            self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, group=self.group, async_op=True)
+            self.work = dist.all_reduce(
+                self.flag, dist.ReduceOp.MAX, group=self.group, async_op=True
+            )
 
     def finish_sync(self) -> bool:
         """Waits for the all-reduce. Returns whether any rank had been asked to stop by the last start_sync()."""
@@ -142,11 +148,17 @@ class Watchdog:
 
     def phase(self, name: str, seconds: float, step: int | None = None) -> None:
         """The main thread begins a phase, and must begin the next within `seconds`."""
-        self.step, self.name, self.progress = self.step if step is None else step, name, self.progress + 1
+        self.step, self.name, self.progress = (
+            self.step if step is None else step,
+            name,
+            self.progress + 1,
+        )
         self.began = time.monotonic()
         self.deadline = self.began + seconds
         if self.line:
-            with contextlib.suppress(OSError):  # microseconds: the page is in memory, the place on the disk exists
+            with contextlib.suppress(
+                OSError
+            ):  # microseconds: the page is in memory, the place on the disk exists
                 text = NOW.format(self.rank, self.step, name, self.progress)
                 os.pwrite(self.line, text.ljust(99).encode(), self.line_at)
         # set again only where it would be too early or too late, not three times a step: it starts a thread
@@ -168,7 +180,9 @@ class Watchdog:
             if time.monotonic() > self.deadline and not self.ended:
                 stack = "".join(traceback.format_stack(sys._current_frames()[self.main]))
                 seconds = time.monotonic() - self.began
-                self.give_up(f"{stack}no progress for {seconds:.0f} s: another rank is gone or hangs, or this one does")
+                self.give_up(
+                    f"{stack}no progress for {seconds:.0f} s: another rank is gone or hangs, or this one does"
+                )
 
 
 def die_with_parent(parent: int | None = None) -> None:

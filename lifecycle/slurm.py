@@ -21,16 +21,34 @@ def on_nodes(torchrun: list[str], nodes: int, job: str, attempt: list[str]) -> l
     torchrun = ["bash", "-c", 'trap "" TERM; exec "$@"', "bash", *torchrun]
     if nodes == 1:
         return [*torchrun, "--standalone"]
-    names = subprocess.run(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], check=True,
-                           capture_output=True, text=True).stdout.split()
+    names = subprocess.run(
+        ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split()
     # One task per node, with all of the job's cores there: torchrun and its ranks share them. No MPI: ranks connect
     # through torchrun's rendezvous. Its id is new in each attempt, so that no late process of the last one joins.
-    return ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--export=ALL", "--cpu-bind=none",
-            "--mpi=none", "--kill-on-bad-exit=1", *torchrun, f"--nnodes={nodes}", "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={names[0]}:{29500 + int(job) % 1000}", f"--rdzv-id={'-'.join(attempt)}"]
+    return [
+        "srun",
+        f"--nodes={nodes}",
+        f"--ntasks={nodes}",
+        "--ntasks-per-node=1",
+        "--export=ALL",
+        "--cpu-bind=none",
+        "--mpi=none",
+        "--kill-on-bad-exit=1",
+        *torchrun,
+        f"--nnodes={nodes}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={names[0]}:{29500 + int(job) % 1000}",
+        f"--rdzv-id={'-'.join(attempt)}",
+    ]
 
 
-def end_of_stopped(cfg: config.Config, job: str, launch: str, before: dict, ahead_of_limit: bool) -> int:
+def end_of_stopped(
+    cfg: config.Config, job: str, launch: str, before: dict, ahead_of_limit: bool
+) -> int:
     """Records that a job's launch was stopped, unless the run is finished or another launch holds it, and requeues the
     job if it has to. Returns the exit code: a failure after the third attempt of a job in a row without a step, since
     it would requeue itself forever.
@@ -51,8 +69,10 @@ def end_of_stopped(cfg: config.Config, job: str, launch: str, before: dict, ahea
             write_status(folder, state, step, holder(status), attempts_without_step=attempts)
         held.release()
     if attempts >= IDLE_ATTEMPTS:
-        print_error(f"{folder}: {attempts} times in a row the job was stopped before it made a step; give it more time "
-                    "(--time) than its start and the notice ahead of the limit take")
+        print_error(
+            f"{folder}: {attempts} times in a row the job was stopped before it made a step; give it more time "
+            "(--time) than its start and the notice ahead of the limit take"
+        )
         return 1
     requeue(job, ahead_of_limit)
     return STOPPED
@@ -67,7 +87,9 @@ def requeue(job: str, ahead_of_limit: bool) -> None:
 
     def scontrol(*words: str) -> str | None:
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
-            return subprocess.run(["scontrol", *words], check=True, capture_output=True, text=True).stdout
+            return subprocess.run(
+                ["scontrol", *words], check=True, capture_output=True, text=True
+            ).stdout
         return None
 
     why = "ahead of its time limit" if ahead_of_limit else None

@@ -27,14 +27,19 @@ def renew(given: Given) -> dict[str, str]:
             origin = given.origins[now] = given.origins.pop(name)
             del given.raw[name], given.problems[name]  # unknown, or of the wrong type
             given.add(now, new)
-            found[now] = (f"{origin}: {place(name)} = {toml(value)}: is an earlier version's, with which only a run "
-                          f"that has checkpoints resumes; write {now.partition('.')[2]} = "
-                          f"{toml(given.values.get(now))}")
+            found[now] = (
+                f"{origin}: {place(name)} = {toml(value)}: is an earlier version's, with which only a run "
+                f"that has checkpoints resumes; write {now.partition('.')[2]} = "
+                f"{toml(given.values.get(now))}"
+            )
     return found
 
 
 def log_changes(checkpoint: pathlib.Path, saved: dict) -> None:
     """Warns of values that a checkpoint was trained with, by its tables, and that this version does not have."""
-    if changed := [f"{name} = {toml(value)}, and resumes with {toml(current(name, value)[1])}"
-                   for name, value in flatten(saved).items() if current(name, value)[1] != value]:
+    if changed := [
+        f"{name} = {toml(value)}, and resumes with {toml(current(name, value)[1])}"
+        for name, value in flatten(saved).items()
+        if current(name, value)[1] != value
+    ]:
         log.warning("%s was trained by an earlier version with %s", checkpoint, "; ".join(changed))

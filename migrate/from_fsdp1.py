@@ -85,10 +85,29 @@ same_network gpu_ids main_training_function enable_cpu_affinity commands | any |
 debug command_file ipex_config downcast_bf16 tpu_env tpu_vm tpu_name tpu_zone | any | not ours: no part of sharding
 tpu_use_cluster tpu_use_sudo | any | not ours: no part of sharding
 """
-SYNONYMS = {"YES": "TRUE", "ON": "TRUE", "NO": "FALSE", "OFF": "FALSE", "": "NULL", "~": "NULL", "NONE": "NULL",
-            "BF16": "BFLOAT16", "FP32": "FLOAT32", "FLOAT": "FLOAT32", "FP16": "FLOAT16", "HALF": "FLOAT16"}
-NESTED = {"fsdp_config", "mixed_precision", "mixed_precision_policy", "mp_policy", "cpu_offload", "dynamo_config",
-          "parallelism_config"}  # keys whose value may be a table of the keys above
+SYNONYMS = {
+    "YES": "TRUE",
+    "ON": "TRUE",
+    "NO": "FALSE",
+    "OFF": "FALSE",
+    "": "NULL",
+    "~": "NULL",
+    "NONE": "NULL",
+    "BF16": "BFLOAT16",
+    "FP32": "FLOAT32",
+    "FLOAT": "FLOAT32",
+    "FP16": "FLOAT16",
+    "HALF": "FLOAT16",
+}
+NESTED = {
+    "fsdp_config",
+    "mixed_precision",
+    "mixed_precision_policy",
+    "mp_policy",
+    "cpu_offload",
+    "dynamo_config",
+    "parallelism_config",
+}  # keys whose value may be a table of the keys above
 NUMBER = re.compile("[1-9][0-9]{0,8}")
 
 
@@ -104,7 +123,9 @@ def rules(table: str) -> dict[str, dict[str, str]]:
 
 FSDP = rules(FSDP_TABLE)
 # Accelerate also accepts a strategy's name here.
-FSDP["reshard_after_forward"] |= {name: effect for name, effect in FSDP["sharding_strategy"].items() if len(name) > 1}
+FSDP["reshard_after_forward"] |= {
+    name: effect for name, effect in FSDP["sharding_strategy"].items() if len(name) > 1
+}
 RULES = FSDP | rules(ACCELERATE_TABLE)
 
 
@@ -125,16 +146,31 @@ def show(value: Any) -> str:
 def resolve(name: str, value: Any, machines: str) -> tuple[str, dict[str, Any], str]:
     """(outcome for a key, the options that it sets, a remark)."""
     if name not in RULES:
-        return "unknown", {}, f"no such key is known{nearest(name, [*RULES, *(f'fsdp_{key}' for key in FSDP)])}"
+        return (
+            "unknown",
+            {},
+            f"no such key is known{nearest(name, [*RULES, *(f'fsdp_{key}' for key in FSDP)])}",
+        )
     row, text = RULES[name], word(value)
     null = "implied: not set there, so the default here stands" if text == "NULL" else None
-    effect = row.get(text) or null or row.get("number" if NUMBER.fullmatch(text) else "any") or row.get("any")
+    effect = (
+        row.get(text)
+        or null
+        or row.get("number" if NUMBER.fullmatch(text) else "any")
+        or row.get("any")
+    )
     if not effect:
         known = [value for value in row if not value.isdigit()] or [*row]
         return "unknown", {}, f"known values are {', '.join(known)}{nearest(text, known)}"
     if "{machines}" in effect and not NUMBER.fullmatch(machines):
-        return "no equivalent", {}, f"num_machines is {show(machines)}, not a number of replicas; set it, convert again"
-    settings, colon, remark = effect.format(key=name, value=text.lower(), machines=machines).partition(": ")
+        return (
+            "no equivalent",
+            {},
+            f"num_machines is {show(machines)}, not a number of replicas; set it, convert again",
+        )
+    settings, colon, remark = effect.format(
+        key=name, value=text.lower(), machines=machines
+    ).partition(": ")
     if colon:
         return settings, {}, remark
     settings, _, remark = settings.partition("; ")
@@ -160,11 +196,21 @@ def convert(raw: dict) -> tuple[dict[str, Any], list[str], list[str]]:
     for where, name, value in entries(raw):
         kind, settings, remark = resolve(name, value, str(given.get("num_machines", "missing")))
         for option, setting in settings.items():
-            first, source = options.setdefault(option, setting), sources.setdefault(option, show(where))
+            first, source = (
+                options.setdefault(option, setting),
+                sources.setdefault(option, show(where)),
+            )
             if first != setting:
-                kind, remark = "contradiction", f"{source} says {option} = {json.dumps(first)}; keep one of the two"
-        sets = ", ".join(f"{option} = {json.dumps(setting)}" for option, setting in settings.items())
-        comments.append(": ".join(filter(None, (f"{show(where)} = {show(value)}", kind, sets, remark))))
+                kind, remark = (
+                    "contradiction",
+                    f"{source} says {option} = {json.dumps(first)}; keep one of the two",
+                )
+        sets = ", ".join(
+            f"{option} = {json.dumps(setting)}" for option, setting in settings.items()
+        )
+        comments.append(
+            ": ".join(filter(None, (f"{show(where)} = {show(value)}", kind, sets, remark)))
+        )
         if kind in ("unknown", "no equivalent", "contradiction"):
             problems.append(comments[-1])
     if not {"mixed_precision", "param_dtype"} & given.keys():
@@ -172,7 +218,9 @@ def convert(raw: dict) -> tuple[dict[str, Any], list[str], list[str]]:
         comments.append("param_dtype = float32, as no other precision is named there")
     if options.get("param_dtype") == "bfloat16" and "reduce_dtype" not in given:
         options["reduce_dtype"] = "float32"
-        comments.append("reduce_dtype = float32, where FSDP1 and Accelerate would reduce gradients in bfloat16 as well")
+        comments.append(
+            "reduce_dtype = float32, where FSDP1 and Accelerate would reduce gradients in bfloat16 as well"
+        )
     return options, comments, problems
 
 
@@ -188,27 +236,43 @@ def read(path: str) -> dict:
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
             for i, (key, _) in enumerate(node.value):
                 if key.value in [earlier.value for earlier, _ in node.value[:i]]:
-                    raise ConfigError(f"line {key.start_mark.line + 1}: {show(key.value)} stands twice; keep one")
+                    raise ConfigError(
+                        f"line {key.start_mark.line + 1}: {show(key.value)} stands twice; keep one"
+                    )
             return super().construct_mapping(node, deep=True)
 
     try:
         text = pathlib.Path(path).read_bytes().decode("utf-8-sig")
         for event in yaml.parse(text, yaml.BaseLoader):
             if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None):
-                raise ConfigError(f"line {event.start_mark.line + 1}: an alias (*name) or a tag (!name) is not read")
+                raise ConfigError(
+                    f"line {event.start_mark.line + 1}: an alias (*name) or a tag (!name) is not read"
+                )
         raw = yaml.load(text, Loader)
-    except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:  # an escape may overflow
+    except (
+        OSError,
+        ValueError,
+        OverflowError,
+        RecursionError,
+        yaml.YAMLError,
+    ) as error:  # an escape may overflow
         raise ConfigError(f"cannot be read as YAML: {' '.join(str(error).split())}") from None
     if not raw or not isinstance(raw, dict):
         raise ConfigError("is empty, or holds no keys; `accelerate config` writes such a file")
     part = raw.get("fsdp_config")
-    if not (part and isinstance(part, dict)) and not any(name in FSDP for _, name, _ in entries(raw)):
-        raise ConfigError("has no FSDP part: neither a table fsdp_config nor FullyShardedDataParallel's arguments")
+    if not (part and isinstance(part, dict)) and not any(
+        name in FSDP for _, name, _ in entries(raw)
+    ):
+        raise ConfigError(
+            "has no FSDP part: neither a table fsdp_config nor FullyShardedDataParallel's arguments"
+        )
     return raw
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m migrate.from_fsdp1", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m migrate.from_fsdp1", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("file", metavar="ACCELERATE.yaml")
     path = parser.parse_args(argv).file
     try:
@@ -217,7 +281,12 @@ def main(argv: list[str]) -> int:
         print(f"{path}: {error}", file=sys.stderr)
         return 2
     run = {"run": {"device": options.pop("device")}} if "device" in options else {}
-    print(*(f"# {text}" for text in comments), config.SCHEMA.to_toml({"parallel": options, **run}), sep="\n", end="")
+    print(
+        *(f"# {text}" for text in comments),
+        config.SCHEMA.to_toml({"parallel": options, **run}),
+        sep="\n",
+        end="",
+    )
     for text in problems:
         print(f"{path}: {text}", file=sys.stderr)
     return 1 if problems else 0

@@ -22,16 +22,22 @@ def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
     Raises ValueError for an optimizer that cannot be rebound, and for a parameter name that is gone afterwards.
     """
     if optimizer.state:
-        raise ValueError("the optimizer has state, which would be lost: make it anew after sharding, or rebind it "
-                         "before anything steps it, loads into it or makes its state (as optim.build_optimizer does)")
+        raise ValueError(
+            "the optimizer has state, which would be lost: make it anew after sharding, or rebind it "
+            "before anything steps it, loads into it or makes its state (as optim.build_optimizer does)"
+        )
     # by object, not by storage: on meta all storages have the same (null) address
     known = {id(p): name for name, p in named_parameters(model)}
     names = [known.pop(id(p), "") for _, p in optimizer_entries(optimizer)]
     if "" in names:
         entry, _ = optimizer_entries(optimizer)[names.index("")]
-        raise ValueError(f"{entry} is not a parameter of the model, or the optimizer holds it already: "
-                         "rebind_optimizer must enclose the sharding")
-    placeholder = torch.empty(0)  # stands in, so that each full weight is freed once its unit is sharded
+        raise ValueError(
+            f"{entry} is not a parameter of the model, or the optimizer holds it already: "
+            "rebind_optimizer must enclose the sharding"
+        )
+    placeholder = torch.empty(
+        0
+    )  # stands in, so that each full weight is freed once its unit is sharded
     for group in optimizer.param_groups:
         group["params"] = [placeholder] * len(group["params"])
     try:
@@ -41,5 +47,7 @@ def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
         for group in optimizer.param_groups:
             group["params"] = [found.get(next(wanted), placeholder) for _ in group["params"]]
     if gone := [name for name in names if name not in found]:
-        raise ValueError(f"the model has no {', '.join(gone)} any more, which the optimizer held: within "
-                         "rebind_optimizer parameters may be replaced, but not renamed, tied or removed")
+        raise ValueError(
+            f"the model has no {', '.join(gone)} any more, which the optimizer held: within "
+            "rebind_optimizer parameters may be replaced, but not renamed, tied or removed"
+        )

@@ -27,7 +27,9 @@ def document_mask(documents: Tensor) -> Tensor | BlockMask:
     return make_mask(mask_mod(documents), batch, length, length, documents.device)
 
 
-def make_mask(rule: Callable, batch: int, queries: int, keys: int, device: torch.device) -> Tensor | BlockMask:
+def make_mask(
+    rule: Callable, batch: int, queries: int, keys: int, device: torch.device
+) -> Tensor | BlockMask:
     """Builds the mask for attention(): on a GPU a BlockMask (https://arxiv.org/abs/2412.05496), which needs no (Q, T)
     tensor; elsewhere booleans (B, 1, Q, T), True where a query attends. batch = 1 broadcasts over the batch."""
     if device.type == "cuda":
@@ -42,14 +44,20 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) 
     if isinstance(mask, BlockMask):
         # Eager flex_attention materializes the score matrix; inside a compiled block it is compiled with the block.
         # Its backward cannot be compiled on a CPU; only tests run this branch on one.
-        flex = _compiled(flex_attention) if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
+        flex = (
+            _compiled(flex_attention)
+            if q.is_cuda and not torch.compiler.is_compiling()
+            else flex_attention
+        )
         return flex(q, k, v, block_mask=mask, enable_gqa=grouped)
     if grouped and q.is_cuda and q.dtype == torch.float32:
         # No fused kernel of torch 2.11 to 2.13 supports GQA in float32, and the unfused one saves the score matrix.
         # Repeated keys and values cost little in comparison.
         groups = q.shape[1] // k.shape[1]
         k, v, grouped = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), False
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+    )
 
 
 @functools.cache

@@ -20,7 +20,9 @@ def build_model(m: config.Model, lora: config.Lora | None = None) -> Llama:
     names = dict(model.named_parameters())
     for pattern in m.freeze:
         if not (found := fnmatch.filter(names, pattern)):
-            raise ConfigError(f"[model] freeze: {pattern!r} matches none of {', '.join([*names][:3])}, ...")
+            raise ConfigError(
+                f"[model] freeze: {pattern!r} matches none of {', '.join([*names][:3])}, ..."
+            )
         for name in found:
             names[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in names.values()):

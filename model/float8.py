@@ -25,7 +25,9 @@ from model.llama import Linear
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 aten = torch.ops.aten
-Scaled = tuple[Tensor, Tensor]  # float8 values (M, N); inverse scale (1, 1), (M, 1) or (1, N) in float32
+Scaled = tuple[
+    Tensor, Tensor
+]  # float8 values (M, N); inverse scale (1, 1), (M, 1) or (1, N) in float32
 
 
 def float8_matrices(blocks: nn.Module, recipe: str, device_type: str) -> list[Linear]:
@@ -33,22 +35,36 @@ def float8_matrices(blocks: nn.Module, recipe: str, device_type: str) -> list[Li
     must be large enough to win: torchao 0.18's rule from H100 timings (float8_linear_utils: _auto_filter_for_recipe)
     skips K <= 4,096 with N <= 1,024 (tensorwise); N <= 2,048, K <= 1,024, N <= 4,096 with K <= 2,048 (rowwise).
     """
+
     def wins(n: int, k: int) -> bool:
         if device_type != "cuda":
             return True
-        return k > 4096 or n > 1024 if recipe == "tensorwise" else n > 2048 and k > 1024 and (n > 4096 or k > 2048)
+        return (
+            k > 4096 or n > 1024
+            if recipe == "tensorwise"
+            else n > 2048 and k > 1024 and (n > 4096 or k > 2048)
+        )
 
-    linears = [module for module in blocks.modules() if isinstance(module, Linear)] if recipe != "none" else []
-    return [linear for linear in linears
-            if (n := linear.out_features) % 16 == (k := linear.in_features) % 16 == 0 and wins(n, k)]
+    linears = (
+        [module for module in blocks.modules() if isinstance(module, Linear)]
+        if recipe != "none"
+        else []
+    )
+    return [
+        linear
+        for linear in linears
+        if (n := linear.out_features) % 16 == (k := linear.in_features) % 16 == 0 and wins(n, k)
+    ]
 
 
 def use_float8(blocks: nn.Module, recipe: str, device_type: str) -> None:
     """Replaces float8_matrices() by Float8Linear layers, in place. Raises ConfigError if there are none."""
     chosen = float8_matrices(blocks, recipe, device_type)
     if recipe != "none" and not chosen:
-        raise ConfigError(f'[parallel] float8 = "{recipe}": no matrix of the blocks is one for 8 bits: 16 must divide '
-                          "both sides, and on a GPU they must be large enough to win (model/float8.py); use \"none\"")
+        raise ConfigError(
+            f'[parallel] float8 = "{recipe}": no matrix of the blocks is one for 8 bits: 16 must divide '
+            'both sides, and on a GPU they must be large enough to win (model/float8.py); use "none"'
+        )
     for path, linear in [*blocks.named_modules()]:
         if linear in chosen:
             parent, _, name = path.rpartition(".")
@@ -73,14 +89,20 @@ class Float8Weight(Tensor):
         return ["qdata"], self.dtype
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], dtype: torch.dtype, *unused) -> "Float8Weight":
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], dtype: torch.dtype, *unused
+    ) -> "Float8Weight":
         return Float8Weight(inner["qdata"], dtype)
 
     @classmethod
     # pyrefly: ignore[bad-override]  # Tensor's is a placeholder without a signature
     def __torch_dispatch__(cls, operator, types, args, kwargs=None):
         weight, *rest = args
-        if operator in (aten.detach.default, aten.alias.default, aten.as_strided.default):  # all that FSDP2 calls
+        if operator in (
+            aten.detach.default,
+            aten.alias.default,
+            aten.as_strided.default,
+        ):  # all that FSDP2 calls
             return cls(operator(weight.qdata, *rest), weight.dtype)
         raise TypeError(f"{operator} of a weight in 8 bits")
 
@@ -113,8 +135,14 @@ def product(left: Scaled, right: Scaled, dtype: torch.dtype, fast: bool = False)
     (a, a_scale), (b, b_scale) = left, right
     if not a.is_cuda:
         return (a.float() @ b.float() * (a_scale * b_scale)).to(dtype)
-    a, b, after = a.contiguous(), b.t().contiguous().t(), None  # the only layouts that the kernels take
-    if b_scale.numel() > 1 and not fast:  # the rowwise kernel is slow here; apply power-of-two scales afterwards
+    a, b, after = (
+        a.contiguous(),
+        b.t().contiguous().t(),
+        None,
+    )  # the only layouts that the kernels take
+    if (
+        b_scale.numel() > 1 and not fast
+    ):  # the rowwise kernel is slow here; apply power-of-two scales afterwards
         after, one = a_scale * b_scale, torch.ones((1, 1), device=a.device)
         a_scale, b_scale = one, one
     out = torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
@@ -122,7 +150,11 @@ def product(left: Scaled, right: Scaled, dtype: torch.dtype, fast: bool = False)
 
 
 def scaled_weight(weight: Tensor, scale: Tensor, rowwise: bool, dim: int) -> Scaled:
-    return (weight.qdata, scale) if isinstance(weight, Float8Weight) else scaled(weight, E4M3, rowwise, dim)
+    return (
+        (weight.qdata, scale)
+        if isinstance(weight, Float8Weight)
+        else scaled(weight, E4M3, rowwise, dim)
+    )
 
 
 class Product(torch.autograd.Function):
@@ -130,17 +162,30 @@ class Product(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, scale: Tensor, rowwise: bool) -> Tensor:
         ctx.save_for_backward(x, weight, scale)
         ctx.rowwise = rowwise
-        return product(scaled(x, E4M3, rowwise, 1), transposed(scaled_weight(weight, scale, rowwise, 1)), x.dtype, True)
+        return product(
+            scaled(x, E4M3, rowwise, 1),
+            transposed(scaled_weight(weight, scale, rowwise, 1)),
+            x.dtype,
+            True,
+        )
 
     @staticmethod
     # pyrefly: ignore[bad-override]  # torch passes one gradient per output
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        (x, weight, scale), rowwise, dtype = ctx.saved_tensors, ctx.rowwise, E4M3 if ctx.rowwise else E5M2
+        (x, weight, scale), rowwise, dtype = (
+            ctx.saved_tensors,
+            ctx.rowwise,
+            E4M3 if ctx.rowwise else E5M2,
+        )
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_x = product(scaled(grad, dtype, rowwise, 1), scaled_weight(weight, scale, rowwise, 0), x.dtype)
+            of_x = product(
+                scaled(grad, dtype, rowwise, 1), scaled_weight(weight, scale, rowwise, 0), x.dtype
+            )
         if ctx.needs_input_grad[1]:
-            of_weight = product(transposed(scaled(grad, dtype, rowwise, 0)), scaled(x, E4M3, rowwise, 0), x.dtype)
+            of_weight = product(
+                transposed(scaled(grad, dtype, rowwise, 0)), scaled(x, E4M3, rowwise, 0), x.dtype
+            )
         return of_x, of_weight, None, None
 
 
@@ -162,4 +207,6 @@ class Float8Linear(Linear):
 
 def float8_linear(x: Tensor, weight: Tensor, scale: Tensor | None, recipe: str) -> Tensor:
     """x (..., K) @ weight (N, K).T -> (..., N) in x's dtype. scale: the inverse scale of a Float8Weight."""
-    return Product.apply(x.flatten(0, -2), weight, scale, recipe == "rowwise").unflatten(0, x.shape[:-1])
+    return Product.apply(x.flatten(0, -2), weight, scale, recipe == "rowwise").unflatten(
+        0, x.shape[:-1]
+    )

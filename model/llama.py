@@ -51,10 +51,14 @@ def rope_tables(m: config.Model, positions: Tensor) -> tuple[Tensor, Tensor]:
     precision could round it. rope_scaling is Llama 3.1's (https://arxiv.org/abs/2407.21783): it divides the low
     frequencies by `factor`, keeps the high ones and interpolates in between.
     """
-    half = torch.arange(0, m.width_per_head, 2, dtype=torch.float32, device=positions.device)  # (E/2)
+    half = torch.arange(
+        0, m.width_per_head, 2, dtype=torch.float32, device=positions.device
+    )  # (E/2)
     frequency = 1.0 / (m.rope_theta ** (half / m.width_per_head))
     if s := m.rope_scaling:
-        turns = s.original_max_position_embeddings * frequency / (2 * math.pi)  # per original context
+        turns = (
+            s.original_max_position_embeddings * frequency / (2 * math.pi)
+        )  # per original context
         keep = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0, 1)
         frequency = keep * frequency + (1 - keep) * frequency / s.factor
     angle = positions.float()[..., None] * frequency  # (..., T, E/2)
@@ -104,15 +108,29 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, m.norm_eps) if m.qk_norm else nn.Identity()
         self.attend = attention  # parallel/context.py: local queries, all-gathered keys and values
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None,
-                cache: KVCache | None = None) -> Tensor:
-        heads = (*x.shape[:2], -1, self.head_dim)  # -1: tensor parallelism leaves only the local heads
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | BlockMask | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        heads = (
+            *x.shape[:2],
+            -1,
+            self.head_dim,
+        )  # -1: tensor parallelism leaves only the local heads
         q = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)  # (B, T, D) -> (B, H, T, E)
         k = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)  # (B, T, D) -> (B, K, T, E)
         v = self.v_proj(x).view(heads).transpose(1, 2)  # (B, T, D) -> (B, K, T, E)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        out = self.attend(q, k, v, mask) if cache is None else attention(q, *cache.append(k, v), mask)
-        return self.o_proj(out.transpose(1, 2).flatten(2))  # (B, H, T, E) -> (B, T, H*E) -> (B, T, D)
+        out = (
+            self.attend(q, k, v, mask) if cache is None else attention(q, *cache.append(k, v), mask)
+        )
+        return self.o_proj(
+            out.transpose(1, 2).flatten(2)
+        )  # (B, H, T, E) -> (B, T, H*E) -> (B, T, D)
 
 
 class FeedForward(nn.Module):
@@ -125,7 +143,9 @@ class FeedForward(nn.Module):
         self.down_proj = Linear(m.ffn_dim, m.dim, out_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # (B, T, D) -> (B, T, F) -> (B, T, D)
+        return self.down_proj(
+            F.silu(self.gate_proj(x)) * self.up_proj(x)
+        )  # (B, T, D) -> (B, T, F) -> (B, T, D)
 
 
 class Block(nn.Module):
@@ -153,8 +173,14 @@ class Block(nn.Module):
         self.feed_forward_norm = RMSNorm(m.dim, m.norm_eps)
         self.feed_forward = FeedForward(m, out_std)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None = None,
-                cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | BlockMask | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin, mask, cache)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
@@ -173,16 +199,27 @@ class Head(nn.Module):
         self.compile_loss = False
         self.shard: Shard | None = None  # the local vocabulary rows; set by parallel/tensor.py
 
-    def forward(self, x: Tensor, targets: Tensor | None = None, terms: LossSums | None = None,
-                **loss_options) -> Tensor | tuple[LossSums, Tensor]:
+    def forward(
+        self,
+        x: Tensor,
+        targets: Tensor | None = None,
+        terms: LossSums | None = None,
+        **loss_options,
+    ) -> Tensor | tuple[LossSums, Tensor]:
         """terms: the blocks' own, which the loss includes."""
         # FSDP2 hands a unit views of its inputs, and warns if it returns one
         terms = {name: value.clone() for name, value in (terms or {}).items()}
         x = self.norm(x).to(self.weight.dtype)  # (B, T, D)
         if targets is None:
             return F.linear(x, self.weight)  # (B, T, V)
-        sums, valid = chunked_cross_entropy(x.flatten(0, 1), self.weight, targets.flatten(), compile=self.compile_loss,
-                                            shard=self.shard, **loss_options)
+        sums, valid = chunked_cross_entropy(
+            x.flatten(0, 1),
+            self.weight,
+            targets.flatten(),
+            compile=self.compile_loss,
+            shard=self.shard,
+            **loss_options,
+        )
         return {**sums, **terms, "loss": sum(terms.values(), sums["loss"])}, valid
 
 
@@ -208,17 +245,28 @@ class Llama(nn.Module):
         self.head = Head(m)
         if m.tie_embeddings:  # one matrix, initialized as the output matrix
             self.embedding.weight = self.head.weight
-            self.embedding.init_std, self.embedding.init_cutoff = self.head.init_std, self.head.init_cutoff
+            self.embedding.init_std, self.embedding.init_cutoff = (
+                self.head.init_std,
+                self.head.init_cutoff,
+            )
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None,
-                documents: Tensor | None = None, cache: Cache | None = None,
-                **loss_options) -> Tensor | tuple[LossSums, Tensor]:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: Cache | None = None,
+        **loss_options,
+    ) -> Tensor | tuple[LossSums, Tensor]:
         mask, newest = self.build_mask(documents), None
         if cache is not None:
             mask, positions, newest = cache.advance(tokens.shape[1])
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]  # (1, T)
-        cos, sin = (table[:, None] for table in rope_tables(self.config, positions))  # (B or 1, 1, T, E)
+        cos, sin = (
+            table[:, None] for table in rope_tables(self.config, positions)
+        )  # (B or 1, 1, T, E)
         x, terms = self.embedding(tokens), {}  # (B, T, D)
         for i, block in enumerate(self.blocks):
             x = block(x, cos, sin, mask, cache and cache.blocks[i])
@@ -234,9 +282,15 @@ class Llama(nn.Module):
         path, _, own = name.rpartition(".")
         module = self.get_submodule(path)
         if own != "weight" or not hasattr(module, "init_std"):
-            raise ConfigError(f"{name}: has no initial distribution; a module's weight gets one by init_std, as in "
-                              "model/llama.py")
-        return None if module.init_std is None else (module.init_std, getattr(module, "init_cutoff", math.inf))
+            raise ConfigError(
+                f"{name}: has no initial distribution; a module's weight gets one by init_std, as in "
+                "model/llama.py"
+            )
+        return (
+            None
+            if module.init_std is None
+            else (module.init_std, getattr(module, "init_cutoff", math.inf))
+        )
 
 
 def added(terms: LossSums, more: LossSums, block: str) -> LossSums:
@@ -244,8 +298,10 @@ def added(terms: LossSums, more: LossSums, block: str) -> LossSums:
     over tokens in bfloat16, which would lose most of them unseen."""
     for name, value in more.items():
         if value.dtype != torch.float32 or value.ndim or name == "loss":
-            raise ConfigError(f"{block} returns {name} of {value.dtype} with shape {tuple(value.shape)}: a block's "
-                              'term of the loss is a float32 scalar, not named "loss"')
+            raise ConfigError(
+                f"{block} returns {name} of {value.dtype} with shape {tuple(value.shape)}: a block's "
+                'term of the loss is a float32 scalar, not named "loss"'
+            )
     return {**terms, **{name: value + terms.get(name, 0) for name, value in more.items()}}
 
 
@@ -260,7 +316,9 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def after_weight_update(model: nn.Module) -> None:
     """Call after weights have changed in place: calls what modules name as `after_weight_update`, a function of the
     model that updates what they derive from their weights, each function once."""
-    for update in dict.fromkeys(m.after_weight_update for m in model.modules() if hasattr(m, "after_weight_update")):
+    for update in dict.fromkeys(
+        m.after_weight_update for m in model.modules() if hasattr(m, "after_weight_update")
+    ):
         update(model)
 
 
@@ -284,6 +342,9 @@ def flops_per_token(model: Llama, seq_len: int) -> int:
     is a lookup and does not count. Second: attention scores and weighted sum, 12 * ... unmasked, half of it if causal.
     """
     m = model.config
-    matrices = sum((6 if p.requires_grad else 4) * weight_count(model, name, p) for name, p in named_parameters(model)
-                   if p.ndim == 2 and (m.tie_embeddings or not name.startswith("embedding")))
+    matrices = sum(
+        (6 if p.requires_grad else 4) * weight_count(model, name, p)
+        for name, p in named_parameters(model)
+        if p.ndim == 2 and (m.tie_embeddings or not name.startswith("embedding"))
+    )
     return matrices + 6 * m.n_layers * m.n_heads * m.width_per_head * seq_len

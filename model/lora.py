@@ -22,7 +22,9 @@ def add_adapters(model: Llama, lora: config.Lora) -> None:
     model.to(torch.bfloat16 if in_nf4 else getattr(torch, lora.base_dtype)).requires_grad_(False)
     for block in model.blocks:
         for module in (block.attention, block.feed_forward):
-            for name, projection in [child for child in module.named_children() if isinstance(child[1], Linear)]:
+            for name, projection in [
+                child for child in module.named_children() if isinstance(child[1], Linear)
+            ]:
                 if in_nf4:
                     from model.nf4 import NF4Linear
 
@@ -55,7 +57,9 @@ def add_product(projection: Linear, inputs: tuple[Tensor], out: Tensor) -> Tenso
 def merged(module: nn.Module, base: Tensor, read: Callable[[str], Tensor]) -> Tensor:
     """W + alpha / rank B A in float32: W is the base's float32 weight, rounded or quantized as in training; A and B
     are read("lora_a") and read("lora_b")."""
-    kept = module.rounded(base) if hasattr(module, "rounded") else base.to(module.weight.dtype).float()
+    kept = (
+        module.rounded(base) if hasattr(module, "rounded") else base.to(module.weight.dtype).float()
+    )
     if not hasattr(module, "lora_a"):
         return kept
     return torch.addmm(kept, read("lora_b"), read("lora_a"), alpha=module.lora_scale)

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from config import IGNORE
 
-LossSums = dict[str, Tensor]  # summed over tokens. "loss" is minimized; any others are parts of it, only logged
+LossSums = dict[
+    str, Tensor
+]  # summed over tokens. "loss" is minimized; any others are parts of it, only logged
 # In tokens. Large on a GPU, as each chunk costs a pass over the (V, D) gradient: compiled at V = 128,256, bfloat16
 # logits take 2 GiB. Small on a CPU, so that the logits of a small vocabulary fit its cache.
 CHUNK = {"cpu": 256, "cuda": 2048, "cuda compiled": 8192}
@@ -35,16 +37,26 @@ class Shard:
         return sums.log() + top, chosen, sums
 
 
-def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None, compile: bool = False,
-                          shard: Shard | None = None) -> tuple[LossSums, Tensor]:
+def chunked_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int | None = None,
+    compile: bool = False,
+    shard: Shard | None = None,
+) -> tuple[LossSums, Tensor]:
     """({"loss": sum over the tokens, in float32}, number of valid targets), as scalars, for logits x @ weight.T.
 
     x (N, D) and weight (V, D) have one dtype; targets (N) are IGNORE where there is none. Returns sums, not means:
     averaging means over unequal token counts would be wrong.
     """
-    compile = compile and (x.is_cuda or x.dtype != torch.float32)  # eager float32 is faster on a CPU
+    compile = compile and (
+        x.is_cuda or x.dtype != torch.float32
+    )  # eager float32 is faster on a CPU
     chunk = chunk or CHUNK["cuda compiled" if x.is_cuda and compile else x.device.type]
-    total = _ChunkedCrossEntropy.apply(x, weight, targets, chunk, compile, shard or Shard(0), torch.is_grad_enabled())
+    total = _ChunkedCrossEntropy.apply(
+        x, weight, targets, chunk, compile, shard or Shard(0), torch.is_grad_enabled()
+    )
     return {"loss": total}, (targets != IGNORE).sum()
 
 
@@ -60,8 +72,16 @@ def softmax_parts(logits: Tensor, index: Tensor) -> tuple[Tensor | None, Tensor,
     return exponentials, top, exponentials.sum(-1, keepdim=True), chosen
 
 
-def to_slope(logits: Tensor, index: Tensor, exponentials: Tensor | None, top: Tensor, sums: Tensor, chosen: Tensor,
-             own: Tensor, scale: Tensor) -> Tensor:
+def to_slope(
+    logits: Tensor,
+    index: Tensor,
+    exponentials: Tensor | None,
+    top: Tensor,
+    sums: Tensor,
+    chosen: Tensor,
+    own: Tensor,
+    scale: Tensor,
+) -> Tensor:
     """The loss's gradient with respect to the logits, (softmax - one-hot) * scale; overwrites the logits. (C, 1) each:
     chosen, the logit at index; own, 1.0 where that is the target's logit; scale."""
     factor = scale / sums
@@ -83,15 +103,27 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     With a single chunk, the logits are saved for backward, which applies its scale."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, compile: bool,
-                shard: Shard, grad: bool) -> Tensor:
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        chunk: int,
+        compile: bool,
+        shard: Shard,
+        grad: bool,
+    ) -> Tensor:
         ctx.single, ctx.dtype = len(x) <= chunk, weight.dtype
         parts, ctx.to_slope = map(compiled if compile else lambda f: f, (softmax_parts, to_slope))
         needs_x, needs_weight = (grad and needed for needed in ctx.needs_input_grad[:2])
         total = torch.zeros((), dtype=torch.float32, device=x.device)
         x_grad = torch.empty_like(x) if needs_x and not ctx.single else None
         # Accumulated over chunks in float32, rounded once, in backward: bfloat16 would lose each chunk's low bits.
-        w_grad = torch.zeros_like(weight, dtype=torch.float32) if needs_weight and not ctx.single else None
+        w_grad = (
+            torch.zeros_like(weight, dtype=torch.float32)
+            if needs_weight and not ctx.single
+            else None
+        )
         for start in range(0, len(x), chunk):
             part, target = x[start : start + chunk], targets[start : start + chunk, None]
             valid, place = (target != IGNORE).float(), target - shard.first  # (C, 1)
@@ -102,7 +134,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             log_sum, of_target, sums = shard.combine(top, sums, chosen * own)
             total += ((log_sum - of_target) * valid).sum()
             if ctx.single and (needs_x or needs_weight):
-                ctx.save_for_backward(x, weight, valid, logits, index, exponentials, top, sums, chosen, own)
+                ctx.save_for_backward(
+                    x, weight, valid, logits, index, exponentials, top, sums, chosen, own
+                )
                 return total
             if x_grad is None and w_grad is None:
                 continue
@@ -110,7 +144,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if x_grad is not None:
                 torch.mm(slope, weight, out=x_grad[start : start + chunk])
             if w_grad is not None and x.is_cuda and x.dtype != torch.float32:
-                torch.addmm(w_grad, slope.T, part, out_dtype=torch.float32, out=w_grad)  # a CPU must upcast first
+                torch.addmm(
+                    w_grad, slope.T, part, out_dtype=torch.float32, out=w_grad
+                )  # a CPU must upcast first
             elif w_grad is not None:
                 w_grad.addmm_(slope.T.float(), part.float())
         ctx.save_for_backward(x_grad, w_grad)

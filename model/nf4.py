@@ -26,8 +26,24 @@ RANGE = 256  # blocks whose absmax values share a range
 CHUNK = 2**20  # elements quantized at a time, rounded to full rows
 # Quantiles of a normal distribution, scaled to [-1, 1], with an exact zero: appendix E of the paper, to four decimals
 # as in torchao (https://github.com/pytorch/ao).
-CODE_BOOK = (-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0,
-             0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0)
+CODE_BOOK = (
+    -1.0,
+    -0.6962,
+    -0.5251,
+    -0.3949,
+    -0.2844,
+    -0.1848,
+    -0.0911,
+    0.0,
+    0.0796,
+    0.1609,
+    0.2461,
+    0.3379,
+    0.4407,
+    0.5626,
+    0.7230,
+    1.0,
+)
 
 
 def scale_bytes(columns: int) -> int:
@@ -42,7 +58,9 @@ def codes_of(rows: Tensor) -> Tensor:
     magnitude = blocks.abs().amax(-1, keepdim=True).clamp(min=torch.finfo().tiny)
     scaled, book = blocks / magnitude, torch.tensor(CODE_BOOK)
     nearest = torch.zeros_like(scaled, dtype=torch.uint8)
-    for middle in ((book[1:] + book[:-1]) / 2).tolist():  # several times faster than a search per weight
+    for middle in (
+        (book[1:] + book[:-1]) / 2
+    ).tolist():  # several times faster than a search per weight
         nearest += scaled > middle
     first, second = nearest.flatten(1).unflatten(1, (-1, 2)).unbind(-1)
     return first << 4 | second
@@ -51,10 +69,14 @@ def codes_of(rows: Tensor) -> Tensor:
 def scales_of(rows: Tensor) -> Tensor:
     """The scales (R, scale_bytes(C)) of float32 weights (R, C)."""
     steps, ranges = [], []
-    for magnitude in rows.unflatten(1, (-1, BLOCK)).abs().amax(-1).split(RANGE, dim=1):  # (R, up to 256)
+    for magnitude in (
+        rows.unflatten(1, (-1, BLOCK)).abs().amax(-1).split(RANGE, dim=1)
+    ):  # (R, up to 256)
         low, high = magnitude.aminmax(dim=1, keepdim=True)
         step = (high - low) * (1 / 255)  # not / 255, which GPU and CPU round differently
-        steps.append(((magnitude - low) / step.clamp(min=torch.finfo().tiny)).round().to(torch.uint8))
+        steps.append(
+            ((magnitude - low) / step.clamp(min=torch.finfo().tiny)).round().to(torch.uint8)
+        )
         ranges += [low, step]
     return torch.cat([*steps, torch.cat(ranges, dim=1).view(torch.uint8)], dim=1)
 
@@ -65,30 +87,48 @@ def byte_values(device: torch.device) -> Tensor:
     return torch.stack([book.repeat_interleave(16), book.repeat(16)], dim=1)
 
 
-kept_byte_values = functools.cache(byte_values)  # copying a table from the host synchronizes: once per device
+kept_byte_values = functools.cache(
+    byte_values
+)  # copying a table from the host synchronizes: once per device
 
 
-def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype, first: int = 0, values: Tensor | None = None,
-               compiled: bool = False) -> Tensor:
+def dequantize(
+    codes: Tensor,
+    scales: Tensor,
+    dtype: torch.dtype,
+    first: int = 0,
+    values: Tensor | None = None,
+    compiled: bool = False,
+) -> Tensor:
     """The weights (R, C), computed in float32 and rounded once. For a column shard of codes, `first` is the index of
     its first block. values: byte_values() of this device. compiled: in one kernel."""
     scales = scales.to(torch.uint8)
     ranges = math.ceil(scales.shape[1] / (RANGE + 8))
     steps, low_and_step = scales.split([scales.shape[1] - 8 * ranges, 8 * ranges], dim=1)
     if any(place % 4 for place in (low_and_step.storage_offset(), *scales.stride()[:1])):
-        low_and_step = low_and_step.clone(memory_format=torch.contiguous_format)  # not aligned for float32
+        low_and_step = low_and_step.clone(
+            memory_format=torch.contiguous_format
+        )  # not aligned for float32
     values = byte_values(codes.device) if values is None else values
     function = compiled_dequantize() if compiled else _dequantize
     return function(codes, steps, low_and_step.view(torch.float32), values, dtype, first)
 
 
-def _dequantize(codes: Tensor, steps: Tensor, low_and_step: Tensor, values: Tensor, dtype: torch.dtype, first: int
-                ) -> Tensor:
+def _dequantize(
+    codes: Tensor,
+    steps: Tensor,
+    low_and_step: Tensor,
+    values: Tensor,
+    dtype: torch.dtype,
+    first: int,
+) -> Tensor:
     """codes (R, C / 2), steps (R, blocks of the full row), low_and_step (R, 2 x ranges) of float32. The table and the
     floats are inputs: made in here, Inductor would give each part of them a kernel of its own."""
     low, step = low_and_step.unflatten(1, (-1, 2)).unbind(-1)  # (R, ranges)
     low, step = (t.repeat_interleave(RANGE, dim=1)[:, : steps.shape[1]] for t in (low, step))
-    magnitude = torch.addcmul(low, step, steps.float())[:, first : first + codes.shape[1] * 2 // BLOCK]
+    magnitude = torch.addcmul(low, step, steps.float())[
+        :, first : first + codes.shape[1] * 2 // BLOCK
+    ]
     weights = F.embedding(codes.to(torch.uint8).int(), values).view(len(codes), -1, BLOCK)
     return (weights * magnitude[..., None]).to(dtype).flatten(1)
 
@@ -99,7 +139,9 @@ def compiled_dequantize() -> Callable[..., Tensor]:
 
 
 @torch.library.custom_op("frozen::nf4_product", mutates_args=())
-def product(x: Tensor, codes: Tensor, scales: Tensor, first: int, compiled: bool, transposed: bool = False) -> Tensor:
+def product(
+    x: Tensor, codes: Tensor, scales: Tensor, first: int, compiled: bool, transposed: bool = False
+) -> Tensor:
     """x (..., C) @ weights.T, or if transposed x (..., R) @ weights, in x's dtype. The weights get no gradient.
 
     This is one opaque operator: otherwise torch.compile would save the dequantized weights for backward, in 16 bits or
@@ -110,7 +152,9 @@ def product(x: Tensor, codes: Tensor, scales: Tensor, first: int, compiled: bool
 
 
 @product.register_fake
-def _(x: Tensor, codes: Tensor, scales: Tensor, first: int, compiled: bool, transposed: bool = False) -> Tensor:
+def _(
+    x: Tensor, codes: Tensor, scales: Tensor, first: int, compiled: bool, transposed: bool = False
+) -> Tensor:
     return x.new_empty(*x.shape[:-1], 2 * codes.shape[1] if transposed else len(codes))
 
 
@@ -129,8 +173,13 @@ product.register_autograd(_gradient, setup_context=_keep_codes)
 class NF4Linear(Linear):
     """A frozen linear layer in NF4, in place of a plain one: `weight` holds the codes."""
 
-    weights_per_element: ClassVar = {"weight": 2, "scales": 0}  # for parameter_count(): how many weights it represents
-    parts: ClassVar = {"scales": 0}  # for tensor parallelism: sharded along dimension 0 if the codes are
+    weights_per_element: ClassVar = {
+        "weight": 2,
+        "scales": 0,
+    }  # for parameter_count(): how many weights it represents
+    parts: ClassVar = {
+        "scales": 0
+    }  # for tensor parallelism: sharded along dimension 0 if the codes are
     matmuls: ClassVar = {torch.ops.frozen.nf4_product.default}  # for activation checkpointing
 
     def __init__(self, plain: Linear):
@@ -139,17 +188,30 @@ class NF4Linear(Linear):
         rows, columns, device = plain.out_features, plain.in_features, plain.weight.device
         codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=device)
         scales = torch.empty(rows, scale_bytes(columns), dtype=torch.uint8, device=device)
-        self.weight, self.scales = nn.Parameter(codes, requires_grad=False), nn.Parameter(scales, requires_grad=False)
+        self.weight, self.scales = (
+            nn.Parameter(codes, requires_grad=False),
+            nn.Parameter(scales, requires_grad=False),
+        )
         self.first_input = 0  # the first local input feature; set by parallel/tensor.py
 
     def forward(self, x: Tensor) -> Tensor:
-        return product(x, self.weight, self.scales, self.first_input // BLOCK, torch.compiler.is_compiling())
+        return product(
+            x, self.weight, self.scales, self.first_input // BLOCK, torch.compiler.is_compiling()
+        )
 
-    def quantize(self, name: str, offsets: tuple[int, ...], out: Tensor,
-                 read_or_draw: Callable[[str, tuple[int, ...], Tensor, torch.Size], None]) -> None:
+    def quantize(
+        self,
+        name: str,
+        offsets: tuple[int, ...],
+        out: Tensor,
+        read_or_draw: Callable[[str, tuple[int, ...], Tensor, torch.Size], None],
+    ) -> None:
         """For initialize(): fills `out`, a rectangle of codes or scales, from the weight that read_or_draw() gives. It
         takes a few full rows at a time: this bounds memory, and the bits do not depend on the mesh."""
-        weight, shape = f"{name.rpartition('.')[0]}.weight", torch.Size((self.out_features, self.in_features))
+        weight, shape = (
+            f"{name.rpartition('.')[0]}.weight",
+            torch.Size((self.out_features, self.in_features)),
+        )
         begin = 0
         for part in out.split(max(1, CHUNK // shape[1])):
             rows = torch.empty(len(part), shape[1], device=out.device)

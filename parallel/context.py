@@ -34,20 +34,33 @@ def own_part(tensors: tuple[Tensor, ...], world: World) -> tuple[Tensor, ...]:
     return inputs[:, own], targets[:, own], positions, *where[1:]
 
 
-def apply_context_parallelism(model: Llama, recompute: str | int, seq_len: int, world: World) -> None:
+def apply_context_parallelism(
+    model: Llama, recompute: str | int, seq_len: int, world: World
+) -> None:
     """Replaces each block's attention, in place: local queries attend to all-gathered keys and values."""
     cp_positions = own_cp_positions(world, seq_len).to(world.device)
     causal = local_mask(None, cp_positions, seq_len)
-    model.build_mask = lambda documents: causal if documents is None else local_mask(documents, cp_positions, seq_len)
+    model.build_mask = lambda documents: (
+        causal if documents is None else local_mask(documents, cp_positions, seq_len)
+    )
     for i, block in enumerate(model.blocks):
-        block.attention.attend = functools.partial(context_parallel_attention, group=group_of(world.mesh["cp"]),
-                                                   regather=not is_checkpointed(recompute, i))
+        block.attention.attend = functools.partial(
+            context_parallel_attention,
+            group=group_of(world.mesh["cp"]),
+            regather=not is_checkpointed(recompute, i),
+        )
 
 
 def local_mask(documents: Tensor | None, cp_positions: Tensor, seq_len: int) -> Tensor | BlockMask:
     """The mask of local queries (T / cp) over all keys (T). documents (B, T): of the full sequence; None: causal."""
     batch = 1 if documents is None else len(documents)
-    return make_mask(local_mask_mod(documents, cp_positions), batch, len(cp_positions), seq_len, cp_positions.device)
+    return make_mask(
+        local_mask_mod(documents, cp_positions),
+        batch,
+        len(cp_positions),
+        seq_len,
+        cp_positions.device,
+    )
 
 
 def local_mask_mod(documents: Tensor | None, cp_positions: Tensor) -> Callable[..., Tensor]:
@@ -55,10 +68,13 @@ def local_mask_mod(documents: Tensor | None, cp_positions: Tensor) -> Callable[.
     return lambda b, h, q, k: rule(b, h, cp_positions[q], k)
 
 
-def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask, group: Group,
-                               regather: bool) -> Tensor:
+def context_parallel_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask, group: Group, regather: bool
+) -> Tensor:
     """attention() of local q (B, H, T, E) over the full sequence; k and v (B, K, T, E) are local, too."""
-    with gathered(functools.partial(all_gather_sequence, group=group), torch.cat([k, v], dim=1), regather) as whole:
+    with gathered(
+        functools.partial(all_gather_sequence, group=group), torch.cat([k, v], dim=1), regather
+    ) as whole:
         keys, values = whole.chunk(2, dim=1)  # (B, K, cp T, E) each
         return attention(q, keys, values, mask)
 
@@ -66,4 +82,6 @@ def context_parallel_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | B
 def all_gather_sequence(part: Tensor, group: Group) -> Tensor:
     """All-gathers every rank's (B, K, T, E) into (B, K, cp T, E), reordered from zig-zag to sequence order."""
     ranks = [rank.chunk(2, dim=2) for rank in all_gather(part, 0, group).chunk(group.size)]
-    return torch.cat([*(first for first, _ in ranks), *(second for _, second in reversed(ranks))], dim=2)
+    return torch.cat(
+        [*(first for first, _ in ranks), *(second for _, second in reversed(ranks))], dim=2
+    )

@@ -23,10 +23,14 @@ def apply_float8(model: Llama, p: config.Parallel, device_type: str) -> None:
     """Replaces linear layers of the blocks by Float8Linear ones, in place. Call it before fully_shard()."""
     use_float8(model.blocks, p.float8, device_type)
     if p.compile:
-        torch.compiler.allow_in_graph(Product)  # torch 2.11 loses its gradients when Dynamo traces into it
+        torch.compiler.allow_in_graph(
+            Product
+        )  # torch 2.11 loses its gradients when Dynamo traces into it
     replicated = replicated_parameters(model, p)
     for linear in tensorwise(model):
-        if linear.weight not in replicated:  # once there is storage, update_scales() makes Float8Shards of the shards
+        if (
+            linear.weight not in replicated
+        ):  # once there is storage, update_scales() makes Float8Shards of the shards
             weight = linear.weight.detach().as_subclass(MetaFloat8Weight)
             linear.weight = nn.Parameter(weight, linear.weight.requires_grad)
             linear.after_weight_update = update_scales
@@ -71,23 +75,38 @@ class MetaFloat8Weight(Float8AllGather):
 
 
 def tensorwise(model: Llama) -> list[Float8Linear]:
-    return [module for module in model.modules() if isinstance(module, Float8Linear) and module.recipe == "tensorwise"]
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, Float8Linear) and module.recipe == "tensorwise"
+    ]
 
 
 @torch.no_grad()
 def update_scales(model: Llama) -> None:
     """Updates the scales of all matrices that are all-gathered in float8, with one all-reduce. Called after
     every in-place update of weights, as `after_weight_update`. It does not wait for the device."""
-    assert not any(isinstance(linear.weight, Float8Weight) for linear in tensorwise(model)), "call reshard() before"
-    sharded = [(linear, w) for linear in tensorwise(model) if isinstance(w := linear.weight, DTensor)]
+    assert not any(isinstance(linear.weight, Float8Weight) for linear in tensorwise(model)), (
+        "call reshard() before"
+    )
+    sharded = [
+        (linear, w) for linear in tensorwise(model) if isinstance(w := linear.weight, DTensor)
+    ]
     if not sharded:
         return
-    shards, mesh = [w._local_tensor.as_subclass(Float8Shard) for _, w in sharded], sharded[0][1].device_mesh
+    shards, mesh = (
+        [w._local_tensor.as_subclass(Float8Shard) for _, w in sharded],
+        sharded[0][1].device_mesh,
+    )
     # amax of each shard; with few rows on many ranks some shards are empty
-    largest = torch.stack(torch._foreach_norm([s if s.numel() else s.new_zeros(1) for s in shards], math.inf))
+    largest = torch.stack(
+        torch._foreach_norm([s if s.numel() else s.new_zeros(1) for s in shards], math.inf)
+    )
     if mesh.size(mesh.ndim - 1) > 1:  # over shards only: replicas are equal
         dist.all_reduce(largest, dist.ReduceOp.MAX, mesh.get_group(mesh.ndim - 1))
     # each in memory of its own: graphs depend on whether an offset is 0, 1 or larger
     factors = torch._foreach_mul([*factor_of(largest, E4M3)[:, None, None]], 1.0)
-    for (linear, w), shard, factor, scale in zip(sharded, shards, factors, torch._foreach_reciprocal(factors)):
+    for (linear, w), shard, factor, scale in zip(
+        sharded, shards, factors, torch._foreach_reciprocal(factors)
+    ):
         w._local_tensor, shard.factor, linear.scale = shard, factor, scale

@@ -24,7 +24,13 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 import config
 from model.llama import Llama
@@ -49,11 +55,18 @@ def unit_parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
 def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
     """Shards every unit in place: parameters become DTensors on fsdp_mesh(world), except those of `replicated`."""
     replicated = replicated_parameters(model, p)
-    mesh, pin = fsdp_mesh(world), world.device.type == "cuda"  # pinned: the GPU's copies do not block the host
+    mesh, pin = (
+        fsdp_mesh(world),
+        world.device.type == "cuda",
+    )  # pinned: the GPU's copies do not block the host
     if replicated:
         from parallel.replicated import cast_at_access
 
-        cast_at_access(model, replicated, [(modules, unit_dtypes(p, name)[0]) for name, modules in units(model)])
+        cast_at_access(
+            model,
+            replicated,
+            [(modules, unit_dtypes(p, name)[0]) for name, modules in units(model)],
+        )
     offload = CPUOffloadPolicy(pin_memory=pin) if p.cpu_offload else OffloadPolicy()
     allowed = contextlib.nullcontext()
     if not all(param.is_floating_point() for param in model.parameters()):  # NF4's codes
@@ -76,7 +89,12 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
         module.register_forward_hook(partial(cast_residual, residual_dtype))
     if not model.config.tie_embeddings:
         model.embedding.set_unshard_in_backward(False)  # a lookup's backward needs no weight
-    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), ignored_params=replicated)
+    fully_shard(
+        model,
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False),
+        ignored_params=replicated,
+    )
     set_prefetch(model, p)
 
 
@@ -110,11 +128,15 @@ def mixed_precision(p: config.Parallel, unit: str) -> MixedPrecisionPolicy:
     """A unit's mixed precision. Inputs are never cast: RMSNorm accepts the residual stream in any dtype, and the RoPE
     tables must stay float32. Outputs are cast by cast_residual()."""
     param_dtype, reduce_dtype = unit_dtypes(p, unit)
-    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    return MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+    )
 
 
 @torch.compiler.disable  # around a compiled block it would be a graph of its own
-def cast_residual(dtype: torch.dtype, module: nn.Module, inputs: tuple, output: Tensor | tuple) -> Tensor | tuple:
+def cast_residual(
+    dtype: torch.dtype, module: nn.Module, inputs: tuple, output: Tensor | tuple
+) -> Tensor | tuple:
     """Forward hook: casts the residual stream to output_dtype. FSDP2's own cast would round a block's terms of the
     loss, too, which stay in float32."""
     return (output[0].to(dtype), *output[1:]) if isinstance(output, tuple) else output.to(dtype)
@@ -125,7 +147,9 @@ def set_prefetch(model: Llama, p: config.Parallel) -> None:
     no unit ahead in forward, one in backward."""
     forward = [modules[0] for _, modules in units(model)]
     backward = forward[::-1]
-    if model.config.tie_embeddings:  # the tied unit holds the head: it is first in backward and still unsharded
+    if (
+        model.config.tie_embeddings
+    ):  # the tied unit holds the head: it is first in backward and still unsharded
         backward = [backward[-1], *backward[:-1]]
     for i, unit in enumerate(forward):
         unit.set_modules_to_forward_prefetch(forward[i + 1 : i + 1 + p.prefetch_forward])
@@ -139,7 +163,9 @@ def unshard_first_units(model: Llama, p: config.Parallel) -> None:
         modules[0].unshard(async_op=True)
 
 
-def set_gradient_sync(model: FSDPModule, p: config.Parallel, world: World, last_micro_batch: bool) -> None:
+def set_gradient_sync(
+    model: FSDPModule, p: config.Parallel, world: World, last_micro_batch: bool
+) -> None:
     """Call before each micro-batch: with sync_every_micro_batch every backward reduces gradients, else only that of the
     step's last. Deferred, unsharded gradients of the full model accumulate in reduce_dtype; HSDP defers only the
     all-reduce."""

@@ -18,11 +18,17 @@ from ranks import on_each_rank
 
 RNG_BLOCK = 65536  # elements drawn from one generator, rounded to full rows
 CHECK_CHUNK = 2**24  # elements checked at a time, for NaN and between replicas
-Offsets = tuple[int, ...]  # where a rectangle begins in its full parameter, one number per dimension
+Offsets = tuple[
+    int, ...
+]  # where a rectangle begins in its full parameter, one number per dimension
 
 
-def materialize(model: Llama, seed: int, device: torch.device,
-                read: Callable[[str, Offsets, Tensor], bool | None] | None = None) -> None:
+def materialize(
+    model: Llama,
+    seed: int,
+    device: torch.device,
+    read: Callable[[str, Offsets, Tensor], bool | None] | None = None,
+) -> None:
     """Gives every tensor of a meta model, sharded or not, storage on `device` and values, read or randomly initialized.
 
     read(name, offsets, out) fills `out` with the rectangle of a parameter that begins at `offsets`. It returns False
@@ -37,10 +43,13 @@ def materialize(model: Llama, seed: int, device: torch.device,
 
 
 @torch.no_grad()
-def initialize(model: Llama, seed: int, read: Callable[[str, Offsets, Tensor], bool | None] | None) -> None:
+def initialize(
+    model: Llama, seed: int, read: Callable[[str, Offsets, Tensor], bool | None] | None
+) -> None:
     """Gives this rank's part of every tensor its values. A module that computes its stored parameters from others, such
     as NF4's, does so in a method `quantize` of its own, which calls `read_or_draw` for them. Raises ConfigError naming
     the tensors that are left without values: all begin as NaN."""
+
     def read_or_draw(name: str, offsets: Offsets, out: Tensor, shape: torch.Size) -> None:
         if read is None or read(name, offsets, out) is False:
             draw(out, offsets, shape, model.init_distribution(name), seed, name)
@@ -49,23 +58,39 @@ def initialize(model: Llama, seed: int, read: Callable[[str, Offsets, Tensor], b
     for local in filter(torch.is_floating_point, tensors.values()):
         local.fill_(math.nan)
     for name, parameter in named_parameters(model):
-        offsets, module = local_rectangle(parameter)[1], model.get_submodule(name.rpartition(".")[0])
+        offsets, module = (
+            local_rectangle(parameter)[1],
+            model.get_submodule(name.rpartition(".")[0]),
+        )
         if hasattr(module, "quantize"):
             module.quantize(name, offsets, tensors[name], read_or_draw)
         else:
             read_or_draw(name, offsets, tensors[name], parameter.shape)
-    lacks = ("no initial value: give it a distribution (model/llama.py: init_std), or compute it in forward if it is a "
-             "constant") if read is None else "holds values that are not finite (NaN, infinity), or was not read"
+    lacks = (
+        (
+            "no initial value: give it a distribution (model/llama.py: init_std), or compute it in forward if it is a "
+            "constant"
+        )
+        if read is None
+        else "holds values that are not finite (NaN, infinity), or was not read"
+    )
     # in chunks: isfinite() of an entire tensor would take a quarter of its memory
-    if problems := [f"{name}: {lacks}" for name, local in tensors.items() if local.is_floating_point()
-                    and not all(part.isfinite().all() for part in local.view(-1).split(CHECK_CHUNK))]:
+    if problems := [
+        f"{name}: {lacks}"
+        for name, local in tensors.items()
+        if local.is_floating_point()
+        and not all(part.isfinite().all() for part in local.view(-1).split(CHECK_CHUNK))
+    ]:
         raise ConfigError(*problems)
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
     """model.to_empty(), after which tied weights are tied again: it makes one new parameter per module."""
-    places = [(module, name, parameter) for module in model.modules()
-              for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)]
+    places = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    ]
     model.to_empty(device=device)
     made: dict[Tensor, nn.Parameter] = {}
     for module, name, before in places:
@@ -82,12 +107,20 @@ def local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def local_rectangle(tensor: Tensor) -> tuple[tuple[int, ...], Offsets]:
     """(shape, offsets) of a tensor's local shard, from its placements. The last ranks' may be smaller or empty."""
     if isinstance(tensor, DTensor):
-        return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        return compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
     return tuple(tensor.shape), (0,) * tensor.ndim
 
 
-def draw(out: Tensor, offsets: Offsets, shape: torch.Size, distribution: tuple[float, float] | None, seed: int,
-         name: str) -> None:
+def draw(
+    out: Tensor,
+    offsets: Offsets,
+    shape: torch.Size,
+    distribution: tuple[float, float] | None,
+    seed: int,
+    name: str,
+) -> None:
     """Initializes `out`, the rectangle at `offsets` of a parameter. distribution: from Llama.init_distribution()."""
     if distribution is None:
         out.fill_(1.0)
@@ -102,10 +135,14 @@ def draw(out: Tensor, offsets: Offsets, shape: torch.Size, distribution: tuple[f
         count = min(rows_per_block - within, end - row)
         key = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
         generator.manual_seed(int.from_bytes(key, "big") >> 1)
-        values = torch.empty((min(rows_per_block, shape[0] - block * rows_per_block), *shape[1:]), device=out.device)
+        values = torch.empty(
+            (min(rows_per_block, shape[0] - block * rows_per_block), *shape[1:]), device=out.device
+        )
         if math.isinf(cutoff):
             values.normal_(0.0, std, generator=generator)
         else:
-            nn.init.trunc_normal_(values, 0.0, std, -cutoff * std, cutoff * std, generator=generator)
+            nn.init.trunc_normal_(
+                values, 0.0, std, -cutoff * std, cutoff * std, generator=generator
+            )
         out[row - offsets[0] :][:count] = values[(slice(within, within + count), *columns)]
         row += count

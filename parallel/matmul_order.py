@@ -28,40 +28,64 @@ def check_matmul_order(model: Llama, setting: str, seq_len: int) -> None:
     names = {module: name for name, module in model.named_modules()}
     with contextlib.ExitStack() as stack:
         for block in model.blocks:
-            stack.enter_context(mock.patch.object(block, "forward", partial(_once, outputs, block, block.forward)))
+            stack.enter_context(
+                mock.patch.object(block, "forward", partial(_once, outputs, block, block.forward))
+            )
         order = stack.enter_context(MatmulOrder(matmuls_of(model)))
-        for hook in (register_module_forward_pre_hook(order.enter), register_module_forward_hook(order.leave)):
+        for hook in (
+            register_module_forward_pre_hook(order.enter),
+            register_module_forward_hook(order.leave),
+        ):
             stack.callback(hook.remove)
         try:
             tokens = torch.zeros(1, seq_len, dtype=torch.int64, device="meta")
             functional_call(model, cast(model, torch.bfloat16), tokens)
-        except RuntimeError as error:  # also NotImplementedError: shapes or branches that depend on values
-            raise ConfigError(f"{where}, whose order is unknown: {order.operator} in {names[order.running[-1]]} fails "
-                              "on the meta device, without values; take an operator whose shapes do not depend on "
-                              f"them, {advice}") from error
+        except (
+            RuntimeError
+        ) as error:  # also NotImplementedError: shapes or branches that depend on values
+            raise ConfigError(
+                f"{where}, whose order is unknown: {order.operator} in {names[order.running[-1]]} fails "
+                "on the meta device, without values; take an operator whose shapes do not depend on "
+                f"them, {advice}"
+            ) from error
     for block, _ in outputs.values():
         inside = {*block.modules()}
         due = [names[module] for module in block.modules() if isinstance(module, nn.Linear)]
         found = [names[module] for module in order.matmuls if module in inside]
-        for n, (name, called) in enumerate(itertools.zip_longest(due, found, fillvalue="nothing"), 1):
+        for n, (name, called) in enumerate(
+            itertools.zip_longest(due, found, fillvalue="nothing"), 1
+        ):
             if name != called:
-                raise ConfigError(f"{where} in the order of named_modules(), but number {n} of {names[block]} is of "
-                                  f"{called} in forward, of {name} in that order; assign the linear layers in __init__ "
-                                  f"in the order in which forward calls them, each once and with no matmul in between, "
-                                  f"{advice}")
+                raise ConfigError(
+                    f"{where} in the order of named_modules(), but number {n} of {names[block]} is of "
+                    f"{called} in forward, of {name} in that order; assign the linear layers in __init__ "
+                    f"in the order in which forward calls them, each once and with no matmul in between, "
+                    f"{advice}"
+                )
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """The parameters, in the dtype that they compute in: grouped_mm() takes no others."""
-    return {name: p.detach().to(dtype) for name, p in model.named_parameters() if p.is_floating_point()}
+    return {
+        name: p.detach().to(dtype) for name, p in model.named_parameters() if p.is_floating_point()
+    }
 
 
 def _once(outputs: dict[tuple, tuple], block: nn.Module, forward: Callable, *args, **kwargs) -> Any:
     """forward() of the first block of its kind; for the others its output, since meta tensors have no values. Blocks
     of a kind have equal modules and attributes, but for tensors and floats, such as an init_std."""
-    kind = tuple((name, type(module), *((key, value) for key, value in vars(module).items()
-                                        if value is None or isinstance(value, int | str)))
-                 for name, module in block.named_modules())
+    kind = tuple(
+        (
+            name,
+            type(module),
+            *(
+                (key, value)
+                for key, value in vars(module).items()
+                if value is None or isinstance(value, int | str)
+            ),
+        )
+        for name, module in block.named_modules()
+    )
     if kind not in outputs:
         outputs[kind] = block, forward(*args, **kwargs)
     return outputs[kind][1]

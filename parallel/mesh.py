@@ -54,15 +54,27 @@ class World:
 def build_mesh(device_type: str, shape: tuple[int, int, int, int]) -> DeviceMesh:
     # A dimension of size 1 would still create one process group per rank, with sockets of its own. No collective ever
     # runs over cp or tp of 1: the backend of torch's own tests, which communicates with nobody, does for them.
-    alone: dict = {name: "fake" for name, degree in zip(MESH_DIMS, shape) if degree == 1 and name in ("cp", "tp")}
+    alone: dict = {
+        name: "fake"
+        for name, degree in zip(MESH_DIMS, shape)
+        if degree == 1 and name in ("cp", "tp")
+    }
     return init_device_mesh(device_type, shape, mesh_dim_names=MESH_DIMS, backend_override=alone)
 
 
 def fsdp_mesh(world: World) -> DeviceMesh:
     """The mesh for FSDP2: dp_shard flattened with cp, because cp does not shard parameters. HSDP puts dp_replicate in
     front of it; a dp_replicate of 1 is left out, because it would cost an all-reduce over one rank."""
-    shards = world.mesh["dp_shard", "cp"]._flatten("dp_shard_cp") if world.cp > 1 else world.mesh["dp_shard"]
-    return DeviceMesh._concatenate([world.mesh["dp_replicate"], shards]) if world.dp_replicate > 1 else shards
+    shards = (
+        world.mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+        if world.cp > 1
+        else world.mesh["dp_shard"]
+    )
+    return (
+        DeviceMesh._concatenate([world.mesh["dp_replicate"], shards])
+        if world.dp_replicate > 1
+        else shards
+    )
 
 
 def storage_device(cfg: config.Config, world: World) -> torch.device:

@@ -23,7 +23,9 @@ def allow_integer_parameters() -> Iterator[None]:
     def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
         return nn.Parameter(data, requires_grad and data.is_floating_point())
 
-    with mock.patch.object(_fsdp_param, "nn", SimpleNamespace(Parameter=parameter, Module=nn.Module)):
+    with mock.patch.object(
+        _fsdp_param, "nn", SimpleNamespace(Parameter=parameter, Module=nn.Module)
+    ):
         yield
 
 

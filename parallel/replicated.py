@@ -19,14 +19,18 @@ def matching_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:
     for pattern in p.replicated:
         matching = fnmatch.filter(names, pattern)
         if not matching:
-            raise ConfigError(f"[parallel] replicated: {pattern!r} matches none of {', '.join([*names][:3])}, ...")
+            raise ConfigError(
+                f"[parallel] replicated: {pattern!r} matches none of {', '.join([*names][:3])}, ..."
+            )
         # a module with quantize() computes its parameters from the same rows, which a rank reads once: all or none
         paths = {name.rpartition(".")[0] for name in matching}
         modules = {path for path in paths if hasattr(model.get_submodule(path), "quantize")}
         matching += [name for name in names if name.rpartition(".")[0] in modules]
         if trained := [name for name in matching if names[name].requires_grad]:
-            raise ConfigError(f"[parallel] replicated: {pattern!r} matches {', '.join(trained[:3])}, which is trained: "
-                              "freeze it (model.freeze) or shard it")
+            raise ConfigError(
+                f"[parallel] replicated: {pattern!r} matches {', '.join(trained[:3])}, which is trained: "
+                "freeze it (model.freeze) or shard it"
+            )
         found |= {names[name] for name in matching}
     return found
 
@@ -42,12 +46,21 @@ class Cast(nn.Module):
         return weight.to(self.dtype)
 
 
-def cast_at_access(model: Llama, replicated: set[nn.Parameter], units: list[tuple[list[nn.Module], torch.dtype]]
-                   ) -> None:
+def cast_at_access(
+    model: Llama, replicated: set[nn.Parameter], units: list[tuple[list[nn.Module], torch.dtype]]
+) -> None:
     """Casts replicated parameters to their unit's param_dtype at each access, as FSDP2 casts sharded ones. The stored
     dtype stays, so that a checkpoint does not depend on what is sharded. units: (modules, param_dtype) of each."""
-    for module, dtype in [(m, dtype) for modules, dtype in units for root in modules for m in root.modules()]:
+    for module, dtype in [
+        (m, dtype) for modules, dtype in units for root in modules for m in root.modules()
+    ]:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter in replicated and parameter.dtype != dtype and parameter.is_floating_point():
-                parametrize.register_parametrization(module, name, Cast(dtype), unsafe=True)  # unsafe: changes dtype
+            if (
+                parameter in replicated
+                and parameter.dtype != dtype
+                and parameter.is_floating_point()
+            ):
+                parametrize.register_parametrization(
+                    module, name, Cast(dtype), unsafe=True
+                )  # unsafe: changes dtype
     share_classes(model)

@@ -42,17 +42,30 @@ def checkpoint_selectively(block: nn.Module, setting: str, also: Collection = ()
     recomputed; absent, the layers without it are numbered. A block's `keep_first` names operators whose first result
     in the block is saved.
     """
-    layers = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
-    linears, keeps = [*layers], {name: getattr(layer, "keep_output", None) for name, layer in layers.items()}
+    layers = {
+        name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)
+    }
+    linears, keeps = (
+        [*layers],
+        {name: getattr(layer, "keep_output", None) for name, layer in layers.items()},
+    )
     kept = {*[name for name in linears if keeps[name] is None][: -1 : KEEP_EVERY[setting]]}
     kept |= {name for name in linears if keeps[name]}
-    contexts = partial(_save_expensive_ops, matmuls_of(block), {linears.index(name) for name in kept},
-                       KEEP_EVERY[setting], getattr(block, "keep_first", ()), also)
+    contexts = partial(
+        _save_expensive_ops,
+        matmuls_of(block),
+        {linears.index(name) for name in kept},
+        KEEP_EVERY[setting],
+        getattr(block, "keep_first", ()),
+        also,
+    )
     drop_advice_on_policies()
     return checkpoint_wrapper(block, preserve_rng_state=False, context_fn=contexts)
 
 
-def _save_expensive_ops(matmuls: set, kept: set[int], every: int, keep_first: Collection, also: Collection):
+def _save_expensive_ops(
+    matmuls: set, kept: set[int], every: int, keep_first: Collection, also: Collection
+):
     """Contexts for one block's forward and recomputation. kept: indices of matrix products in call order, which is the
     order of named_modules(): see check_matmul_order. The last is never saved: it feeds only the residual add, so
     backward does not read it (the partitioner drops it when compiled; eager mode would save it for nothing). Of grouped

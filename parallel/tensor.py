@@ -17,7 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.utils import parametrize
 
@@ -27,12 +34,23 @@ from model import loss
 from model.llama import Head, Llama
 from model.loss import LossSums
 from parallel.activation_checkpoint import is_checkpointed
-from parallel.collectives import Group, all_gather, all_reduce, gathered, group_of, ops, reduce_scatter
+from parallel.collectives import (
+    Group,
+    all_gather,
+    all_reduce,
+    gathered,
+    group_of,
+    ops,
+    reduce_scatter,
+)
 from parallel.mesh import World
 from parallel.optional_patches import share_classes
 from ranks import local_world_size
 
-COLWISE, ROWWISE = Shard(0), Shard(1)  # colwise, rowwise. For x @ weight.T: local output or input features
+COLWISE, ROWWISE = (
+    Shard(0),
+    Shard(1),
+)  # colwise, rowwise. For x @ weight.T: local output or input features
 # TP plan: each module's weight is sharded or replicated over tp. A projection's `parts` (its other parameters and
 # submodules, by name) are sharded along the same features as the projection, so that they need no collective of their
 # own: parts[name] is the dimension of its weight, 0 for output or 1 for input features, that the part shares.
@@ -59,17 +77,27 @@ def placement_of(model: Llama, parameter: str) -> Placement | None:
     if part in parts:
         placement = placement_of(model, projection)
         return placement if placement == Shard(parts[part]) else Replicate()
-    return next((placement for pattern, placement in TP_PLAN.items() if fnmatch.fnmatchcase(module, pattern)), None)
+    return next(
+        (
+            placement
+            for pattern, placement in TP_PLAN.items()
+            if fnmatch.fnmatchcase(module, pattern)
+        ),
+        None,
+    )
 
 
-def placements_with_tp(model: Llama, mesh: DeviceMesh, over_fsdp: dict[str, tuple[Placement, ...]], world: World
-                       ) -> tuple[DeviceMesh, dict[str, tuple[Placement, ...]]]:
+def placements_with_tp(
+    model: Llama, mesh: DeviceMesh, over_fsdp: dict[str, tuple[Placement, ...]], world: World
+) -> tuple[DeviceMesh, dict[str, tuple[Placement, ...]]]:
     """For parallel/verify.py: FSDP2's mesh and placements by parameter name, both with tp as the last dimension."""
     found: dict[str, tuple[Any, ...]] = {}  # _StridedShard is no Placement to a type checker
     for name, placements in over_fsdp.items():
         *outer, shards = placements
         over_tp = placement_of(model, name)
-        assert over_tp, f"{name}: is not in TP_PLAN"  # apply_tensor_parallelism() refuses such a model
+        assert over_tp, (
+            f"{name}: is not in TP_PLAN"
+        )  # apply_tensor_parallelism() refuses such a model
         if over_tp == Shard(0):
             # FSDP2 shards tp's local rows: in the full tensor, one FSDP2 rank's rows are strided, not contiguous
             shards = _StridedShard(0, split_factor=world.tp)
@@ -80,13 +108,19 @@ def placements_with_tp(model: Llama, mesh: DeviceMesh, over_fsdp: dict[str, tupl
 def apply_tensor_parallelism(model: Llama, recompute: str | int, world: World) -> None:
     """Shards weights, activations and loss over tp, in place. Parameters become DTensors on the mesh dimension tp.
     Raises ConfigError for parameters that the TP plan does not list."""
-    if unknown := [name for name, _ in model.named_parameters() if placement_of(model, name) is None]:
-        raise ConfigError(f"[parallel] tp = {world.tp}: {', '.join(unknown[:3])}: TP_PLAN in parallel/tensor.py does "
-                          "not say how tp places it")
+    if unknown := [
+        name for name, _ in model.named_parameters() if placement_of(model, name) is None
+    ]:
+        raise ConfigError(
+            f"[parallel] tp = {world.tp}: {', '.join(unknown[:3])}: TP_PLAN in parallel/tensor.py does "
+            "not say how tp places it"
+        )
     for name, projection in ("attention", "o_proj"), ("feed_forward", "down_proj"):
         if not all(hasattr(getattr(block, name), projection) for block in model.blocks):
-            raise ConfigError(f"[parallel] tp = {world.tp}: a block's {name} has no {projection}, whose outputs tp sums"
-                              ": name the module that takes its place in apply_tensor_parallelism, parallel/tensor.py")
+            raise ConfigError(
+                f"[parallel] tp = {world.tp}: a block's {name} has no {projection}, whose outputs tp sums"
+                ": name the module that takes its place in apply_tensor_parallelism, parallel/tensor.py"
+            )
     for warning in tp_warnings(world) if world.rank == 0 else ():
         print_error(warning)
     shard_weights(model, world)
@@ -96,7 +130,9 @@ def apply_tensor_parallelism(model: Llama, recompute: str | int, world: World) -
     for i, block in enumerate(model.blocks):
         attention, feed_forward = block.attention, block.feed_forward
         for module, last in (attention, attention.o_proj), (feed_forward, feed_forward.down_proj):
-            module.forward = tp.all_gather_input(module.forward, regather=not is_checkpointed(recompute, i))
+            module.forward = tp.all_gather_input(
+                module.forward, regather=not is_checkpointed(recompute, i)
+            )
             last.register_forward_hook(lambda module, args, out: tp.scatter(out))
         # For activation checkpointing: o_proj's output is unreduced and of the full sequence, so save what the first
         # reduce-scatter makes of it: recomputing that would communicate again. Backward does not read the second's.
@@ -127,7 +163,9 @@ def shard_weights(model: Llama, world: World) -> None:
             placement = placement_of(model, f"{path}.{name}")
             assert placement  # as above
             if weight not in sharded_weights:
-                sharded = distribute_tensor(weight, world.mesh["tp"], [placement], src_data_rank=None)
+                sharded = distribute_tensor(
+                    weight, world.mesh["tp"], [placement], src_data_rank=None
+                )
                 sharded_weights[weight] = nn.Parameter(sharded, weight.requires_grad)
             parametrize.register_parametrization(module, name, ToLocal(placement), unsafe=True)
             module.parametrizations[name].original = sharded_weights[weight]
@@ -156,7 +194,9 @@ class SequenceParallel:
         def wrapped(x: Tensor, *rest) -> Tensor | tuple:
             with gathered(self.gather, x, regather) as whole:
                 out = forward(whole, *rest)
-            if isinstance(out, tuple):  # all ranks have all tokens in here: each counts its share of a term
+            if isinstance(
+                out, tuple
+            ):  # all ranks have all tokens in here: each counts its share of a term
                 return out[0], {name: value / self.group.size for name, value in out[1].items()}
             return out
 
@@ -173,18 +213,28 @@ class SequenceParallel:
         def wrapped(tokens: Tensor) -> Tensor:
             index = tokens - self.group.rank * rows
             own = (index >= 0) & (index < rows)
-            found = self.scatter(forward(index.where(own, 0)) * own[..., None])  # nonzero only on the owner
-            return found.clone()  # no view: an in-place operation on a unit's view would drop FSDP2's backward hooks
+            found = self.scatter(
+                forward(index.where(own, 0)) * own[..., None]
+            )  # nonzero only on the owner
+            return (
+                found.clone()
+            )  # no view: an in-place operation on a unit's view would drop FSDP2's backward hooks
 
         return wrapped
 
     def vocab_parallel_head(self, head: Head) -> Callable:
         rows, forward = len(head.weight), head.forward
-        head.shard = VocabularyShard(self.group.rank * rows, lambda x: all_gather(x[None], 0, self.group))
+        head.shard = VocabularyShard(
+            self.group.rank * rows, lambda x: all_gather(x[None], 0, self.group)
+        )
 
-        def wrapped(x: Tensor, targets: Tensor | None = None, terms: LossSums | None = None, **options):
+        def wrapped(
+            x: Tensor, targets: Tensor | None = None, terms: LossSums | None = None, **options
+        ):
             found = forward(x, targets, terms and self.total(terms), **options)
-            return found if isinstance(found, tuple) else all_gather(found, -1, self.group)  # without targets: logits
+            return (
+                found if isinstance(found, tuple) else all_gather(found, -1, self.group)
+            )  # without targets: logits
 
         return wrapped
 
@@ -196,7 +246,9 @@ class VocabularyShard(loss.Shard):
     gather: Callable[[Tensor], Tensor]  # all-gather: (...) -> (ranks, ...)
 
     def combine(self, top: Tensor, sums: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        tops, sums, chosen = self.gather(torch.stack([top, sums, chosen])).unbind(1)  # (ranks, C, 1)
+        tops, sums, chosen = self.gather(torch.stack([top, sums, chosen])).unbind(
+            1
+        )  # (ranks, C, 1)
         highest = tops.amax(0)
         whole = (sums * (tops - highest).exp()).sum(0)
         # the last is inf if this rank's logits are far lower: softmax is 0
@@ -206,5 +258,11 @@ class VocabularyShard(loss.Shard):
 def tp_warnings(world: World) -> list[str]:
     """A warning if tp groups span machines: every block waits for their collectives."""
     here = local_world_size()
-    return [f"warning: parallel.tp = {world.tp} does not divide the {here} ranks of a machine: its groups span machines"
-            ", and every block waits for the network in between"] if here % world.tp else []
+    return (
+        [
+            f"warning: parallel.tp = {world.tp} does not divide the {here} ranks of a machine: its groups span machines"
+            ", and every block waits for the network in between"
+        ]
+        if here % world.tp
+        else []
+    )

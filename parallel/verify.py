@@ -14,7 +14,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import config
 from model.llama import Llama, named_parameters
-from parallel.fsdp import all_gather_dtype, replicated_parameters, unit_dtypes, unit_parameters, units
+from parallel.fsdp import (
+    all_gather_dtype,
+    replicated_parameters,
+    unit_dtypes,
+    unit_parameters,
+    units,
+)
 from parallel.materialize import CHECK_CHUNK, local_rectangle
 from parallel.mesh import World, fsdp_mesh
 
@@ -32,26 +38,47 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
         mesh, expected = placements_with_tp(model, mesh, expected, world)
     for unit, modules in units(model):
         owned.update(unit_parameters(modules))
-        parameters = [_checked_shard(param, names[param], mesh, expected[names[param]])
-                      for param in unit_parameters(modules) if param not in replicated]
+        parameters = [
+            _checked_shard(param, names[param], mesh, expected[names[param]])
+            for param in unit_parameters(modules)
+            if param not in replicated
+        ]
         dtype = unit_dtypes(p, unit)[0]
-        gathered = sum(param.numel() // (world.tp if param.placements[-1].is_shard() else 1)  # divided over tp
-                       * all_gather_dtype(param, dtype).itemsize
-                       for param in parameters)
-        rows.append({
-            "unit": unit,
-            "parameters": sum(param.numel() for param in parameters),
-            "local_bytes": sum(param.to_local().nbytes for param in parameters),
-            "gathered_bytes": gathered,
-            "policy": "kept through backward" if model.head in modules or not p.reshard_after_forward else
-                      "freed after forward",
-        })
+        gathered = sum(
+            param.numel()
+            // (world.tp if param.placements[-1].is_shard() else 1)  # divided over tp
+            * all_gather_dtype(param, dtype).itemsize
+            for param in parameters
+        )
+        rows.append(
+            {
+                "unit": unit,
+                "parameters": sum(param.numel() for param in parameters),
+                "local_bytes": sum(param.to_local().nbytes for param in parameters),
+                "gathered_bytes": gathered,
+                "policy": "kept through backward"
+                if model.head in modules or not p.reshard_after_forward
+                else "freed after forward",
+            }
+        )
     for param, name in names.items():
-        _require(param in owned, name, "belongs to no unit: the root keeps it gathered through forward and backward")
+        _require(
+            param in owned,
+            name,
+            "belongs to no unit: the root keeps it gathered through forward and backward",
+        )
     for dim in range(mesh.ndim):
-        _check_replicas({name: param for param, name in names.items()
-                         if param not in replicated and expected[name][dim].is_replicate()}, mesh.get_group(dim))
-    _check_replicas({name: param for param, name in names.items() if param in replicated}, dist.group.WORLD)
+        _check_replicas(
+            {
+                name: param
+                for param, name in names.items()
+                if param not in replicated and expected[name][dim].is_replicate()
+            },
+            mesh.get_group(dim),
+        )
+    _check_replicas(
+        {name: param for param, name in names.items() if param in replicated}, dist.group.WORLD
+    )
     return rows
 
 
@@ -60,15 +87,29 @@ def _require(holds: bool, name: str, fault: str) -> None:
         raise RuntimeError(f"sharding is not as configured: {name}: {fault}")
 
 
-def _checked_shard(param: nn.Parameter, name: str, mesh: DeviceMesh, expected: tuple[Placement, ...]) -> DTensor:
+def _checked_shard(
+    param: nn.Parameter, name: str, mesh: DeviceMesh, expected: tuple[Placement, ...]
+) -> DTensor:
     """Requires the configured mesh and placements, and a local shard that is exactly the rectangle that they imply."""
-    _require(isinstance(param, DTensor), name, f"is a {type(param.data).__name__}, not a DTensor: it is not sharded")
+    _require(
+        isinstance(param, DTensor),
+        name,
+        f"is a {type(param.data).__name__}, not a DTensor: it is not sharded",
+    )
     assert isinstance(param, DTensor)
     _require(param.device_mesh == mesh, name, f"is on mesh {param.device_mesh}, not on {mesh}")
-    _require(tuple(param.placements) == expected, name, f"has placements {param.placements}, not {expected}")
+    _require(
+        tuple(param.placements) == expected,
+        name,
+        f"has placements {param.placements}, not {expected}",
+    )
     local, (shape, offsets) = param.to_local(), local_rectangle(param)
     _require(not local.is_meta, name, "is on meta: it has no storage")
-    _require(local.shape == shape, name, f"has shard {tuple(local.shape)}, not {tuple(shape)} from {offsets}")
+    _require(
+        local.shape == shape,
+        name,
+        f"has shard {tuple(local.shape)}, not {tuple(shape)} from {offsets}",
+    )
     return param
 
 
@@ -76,8 +117,12 @@ def _check_replicas(parameters: dict[str, nn.Parameter], group: dist.ProcessGrou
     """Compares two bitwise checksums of every local tensor across the ranks of a group."""
     if not parameters or dist.get_world_size(group) == 1:
         return
-    low = torch.stack([checksums(param.detach().to_local() if isinstance(param, DTensor) else param.detach())
-                       for param in parameters.values()]).cpu()
+    low = torch.stack(
+        [
+            checksums(param.detach().to_local() if isinstance(param, DTensor) else param.detach())
+            for param in parameters.values()
+        ]
+    ).cpu()
     high = low.clone()
     dist.all_reduce(low, dist.ReduceOp.MIN, group)
     dist.all_reduce(high, dist.ReduceOp.MAX, group)
@@ -93,35 +138,54 @@ def checksums(local: Tensor) -> Tensor:
     for start in range(0, len(bits), CHECK_CHUNK):
         part = bits[start : start + CHECK_CHUNK]
         found[0] += part.sum()
-        found[1] += torch.arange(start + 1, start + 1 + len(part), device=bits.device).mul_(part).sum()
+        found[1] += (
+            torch.arange(start + 1, start + 1 + len(part), device=bits.device).mul_(part).sum()
+        )
     return found
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raises RuntimeError unless the optimizer holds exactly the model's trainable parameters, with state for all or
     none. Do not call it between forward and backward: the model may then hold unsharded parameters."""
-    names = {id(p): name if p.requires_grad else f"{name}, which is frozen" for name, p in named_parameters(model)}
+    names = {
+        id(p): name if p.requires_grad else f"{name}, which is frozen"
+        for name, p in named_parameters(model)
+    }
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     held = {id(p): entry for entry, p in optimizer_entries(optimizer)}
     missing = [name for key, name in names.items() if key in trained and key not in held]
-    foreign = [f"{entry} ({names.get(key, 'unknown')})" for key, entry in held.items() if key not in trained]
+    foreign = [
+        f"{entry} ({names.get(key, 'unknown')})"
+        for key, entry in held.items()
+        if key not in trained
+    ]
     if missing or foreign:
         raise RuntimeError(
             "the optimizer does not hold the model's trainable parameters. "
             f"It lacks {len(missing)}: {', '.join(missing[:8])}. "
             f"It holds {len(foreign)} others: {', '.join(foreign[:8])}. "
             "Made before sharding it would keep the full weights and never train the model: make it after sharding, or "
-            "shard within migrate.rebind.rebind_optimizer(model, optimizer)")
-    stateless = [name for name, p in named_parameters(model) if p.requires_grad and not optimizer.state.get(p)]
+            "shard within migrate.rebind.rebind_optimizer(model, optimizer)"
+        )
+    stateless = [
+        name
+        for name, p in named_parameters(model)
+        if p.requires_grad and not optimizer.state.get(p)
+    ]
     if 0 < len(stateless) < len(trained):
-        raise RuntimeError(f"the optimizer has state, but none for {', '.join(stateless[:8])}: checkpoints would lose "
-                           "what it makes later; make it in optim.build_optimizer")
+        raise RuntimeError(
+            f"the optimizer has state, but none for {', '.join(stateless[:8])}: checkpoints would lose "
+            "what it makes later; make it in optim.build_optimizer"
+        )
 
 
 def optimizer_entries(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
     """(description of its position, parameter) of every parameter that the optimizer holds."""
-    return [(f"param_groups[{i}]['params'][{j}] {tuple(p.shape)}", p)
-            for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])]
+    return [
+        (f"param_groups[{i}]['params'][{j}] {tuple(p.shape)}", p)
+        for i, group in enumerate(optimizer.param_groups)
+        for j, p in enumerate(group["params"])
+    ]
 
 
 def unit_table(rows: list[dict]) -> str:
@@ -130,6 +194,8 @@ def unit_table(rows: list[dict]) -> str:
     for _, run in itertools.groupby(rows, key=lambda row: {**row, "unit": ""}):
         first, *rest = run
         name = f"{first['unit']} ... {rest[-1]['unit']}" if rest else first["unit"]
-        lines.append(f"{name:<24}{first['parameters']:>15,}{first['local_bytes'] / 2**20:>12,.1f}"
-                     f"{first['gathered_bytes'] / 2**20:>15,.1f}  {first['policy']}")
+        lines.append(
+            f"{name:<24}{first['parameters']:>15,}{first['local_bytes'] / 2**20:>12,.1f}"
+            f"{first['gathered_bytes'] / 2**20:>15,.1f}  {first['policy']}"
+        )
     return "\n".join(lines)

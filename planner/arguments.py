@@ -9,6 +9,7 @@ from options import positive
 
 def add_arguments(parser: argparse.ArgumentParser, planning: bool) -> None:
     """Adds what --dry-run takes. planning: whether it is given; without it these are an error of the command line."""
+
     def add(flag: str, **options: Any) -> None:
         if not planning:
             takes = 0 if "action" in options else None  # values: none, or one
@@ -25,6 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser, planning: bool) -> None:
 
 
 class NeedsDryRun(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: str | Sequence | None,
-                 option_string: str | None = None) -> None:
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence | None,
+        option_string: str | None = None,
+    ) -> None:
         parser.error(f"{option_string} needs --dry-run")

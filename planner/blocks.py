@@ -40,12 +40,16 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        given = tree_map(lambda x: (x.dtype, *x.shape) if isinstance(x, Tensor) else x, (args, kwargs))
+        given = tree_map(
+            lambda x: (x.dtype, *x.shape) if isinstance(x, Tensor) else x, (args, kwargs)
+        )
         self.found.append(f"{operator} {self.share} {given}")
         return operator(*args, **kwargs)
 
 
-def kinds_of_blocks(cfg: config.Config, world: World, on_gpu: bool, blocks: int) -> list[Kind] | None:
+def kinds_of_blocks(
+    cfg: config.Config, world: World, on_gpu: bool, blocks: int
+) -> list[Kind] | None:
     """What tells each of so many blocks from others: the operators of its forward, on the meta device, and its
     parameters and their treatment. None if it does not run there."""
     p, operators, kinds = cfg.parallel, Operators(), []
@@ -68,11 +72,22 @@ def kinds_of_blocks(cfg: config.Config, world: World, on_gpu: bool, blocks: int)
             tokens = torch.zeros(1, cfg.train.seq_len // world.cp, dtype=torch.int64, device="meta")
             with torch.no_grad(), operators:
                 functional_call(model, cast(model, getattr(torch, p.param_dtype)), tokens)
-        except Exception:  # a fork's block may need more than meta tensors; then every block runs, and shows why
+        except (
+            Exception
+        ):  # a fork's block may need more than meta tensors; then every block runs, and shows why
             return None
-    return [(kind, unit_dtypes(p, f"blocks.{i}"), is_checkpointed(p.recompute, i), *(
-        (name, param.dtype, param.shape, param.requires_grad, param in replicated)
-        for name, param in named_parameters(block))) for i, (kind, block) in enumerate(zip(kinds, model.blocks))]
+    return [
+        (
+            kind,
+            unit_dtypes(p, f"blocks.{i}"),
+            is_checkpointed(p.recompute, i),
+            *(
+                (name, param.dtype, param.shape, param.requires_grad, param in replicated)
+                for name, param in named_parameters(block)
+            ),
+        )
+        for i, (kind, block) in enumerate(zip(kinds, model.blocks))
+    ]
 
 
 def shortened(kinds: Callable[[int], list[Kind] | None], blocks: int, edge: int) -> Shorter | None:
@@ -81,7 +96,9 @@ def shortened(kinds: Callable[[int], list[Kind] | None], blocks: int, edge: int)
     if blocks <= 2 * edge + 3 or not (every := kinds(blocks)):
         return None
     for period in range(1, blocks // 2):
-        if every[1:-period] == every[1 + period :]:  # the first block may differ: no unit is prefetched past it
+        if (
+            every[1:-period] == every[1 + period :]
+        ):  # the first block may differ: no unit is prefetched past it
             break
     else:
         return None

@@ -26,25 +26,40 @@ from parallel.selective import ATTENTION, GROUPED, MATRIX_PRODUCTS
 aten, c10d, functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
 NF4 = "frozen.nf4_product.default"  # by name: model/nf4.py, which defines it, may not be loaded
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-PRODUCTS = MATRIX_PRODUCTS | {aten._scaled_mm.default, aten.mm.out, aten.mm.dtype, aten.addmm_.default,
-                              aten.addmm.dtype_out}
+PRODUCTS = MATRIX_PRODUCTS | {
+    aten._scaled_mm.default,
+    aten.mm.out,
+    aten.mm.dtype,
+    aten.addmm_.default,
+    aten.addmm.dtype_out,
+}
 # What compiled blocks save too, since it is expensive to compute again.
 FORMULAS = {aten.bmm.default, aten.baddbmm.default, aten.convolution.default}
-BACKWARD_OF_ATTENTION = {aten._scaled_dot_product_flash_attention_backward.default,
-                         aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-                         aten._scaled_dot_product_efficient_attention_backward.default,
-                         aten._scaled_dot_product_cudnn_attention_backward.default}
-COLLECTIVES = {c10d._allgather_base_.default: "all_gather", functional.all_gather_into_tensor.default: "all_gather",
-               c10d._reduce_scatter_base_.default: "reduce_scatter",
-               functional.reduce_scatter_tensor.default: "reduce_scatter",
-               c10d.allreduce_.default: "all_reduce", functional.all_reduce.default: "all_reduce",
-               c10d.alltoall_base_.default: "all_to_all"}
+BACKWARD_OF_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+}
+COLLECTIVES = {
+    c10d._allgather_base_.default: "all_gather",
+    functional.all_gather_into_tensor.default: "all_gather",
+    c10d._reduce_scatter_base_.default: "reduce_scatter",
+    functional.reduce_scatter_tensor.default: "reduce_scatter",
+    c10d.allreduce_.default: "all_reduce",
+    functional.all_reduce.default: "all_reduce",
+    c10d.alltoall_base_.default: "all_to_all",
+}
 # Namespaces whose operators are counted: by a formula or, if they compute little, by the bytes that they move.
 KNOWN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp", "frozen", "profiler"}
 # Operators of theirs that compute more than they move, and of which only some have a formula.
-COMPUTES = re.compile(r"mm(_|$)|mv_?$|dot$|conv(?!ert)|attention|linalg(?!_vector_norm)|fft|cdist|rnn|lstm|gru")
+COMPUTES = re.compile(
+    r"mm(_|$)|mv_?$|dot$|conv(?!ert)|attention|linalg(?!_vector_norm)|fft|cdist|rnn|lstm|gru"
+)
 MOVES_NOTHING = {aten.empty.memory_format, aten._unsafe_view.default}
-FUSED = 0.45  # bytes that Inductor's kernels move, relative to a block's eager operators in its dtype
+FUSED = (
+    0.45  # bytes that Inductor's kernels move, relative to a block's eager operators in its dtype
+)
 NF4_UNFUSED = 24  # bytes that eager nf4.dequantize() moves for each weight, to 16 bits
 
 
@@ -58,8 +73,12 @@ class Phase:
     # FLOP of "products", "float8", "attention", and of the "model", without recomputation; bytes "moved"
     work: Counter = field(default_factory=Counter)
     times: int = 1  # occurrences in a step, for several micro-batches
-    sent: Counter = field(default_factory=Counter)  # by (mesh dimension, collective, "number" or "bytes")
-    uncounted: Counter = field(default_factory=Counter)  # calls of operators whose FLOP are in no formula, by name
+    sent: Counter = field(
+        default_factory=Counter
+    )  # by (mesh dimension, collective, "number" or "bytes")
+    uncounted: Counter = field(
+        default_factory=Counter
+    )  # calls of operators whose FLOP are in no formula, by name
 
 
 @functools.cache
@@ -67,7 +86,8 @@ def wraps_tensors(kind: type) -> bool:
     """Whether operators on tensors of a class call others on those inside: a DTensor, or what FSDP2 all-gathers by the
     class's own methods (parallel/float8.py)."""
     return hasattr(kind, "__tensor_flatten__") or (
-        hasattr(kind, "fsdp_pre_all_gather") and not issubclass(kind, FakeTensor))
+        hasattr(kind, "fsdp_pre_all_gather") and not issubclass(kind, FakeTensor)
+    )
 
 
 class Counted(TorchDispatchMode):
@@ -75,7 +95,9 @@ class Counted(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, fake: FakeTensorMode, dimensions: dict[str, str], on_host: set[str], granularity: int):
+    def __init__(
+        self, fake: FakeTensorMode, dimensions: dict[str, str], on_host: set[str], granularity: int
+    ):
         """dimensions: mesh dimension by process group name. on_host: kinds in host memory, which are not counted.
         granularity: bytes that the allocator rounds up to."""
         super().__init__()
@@ -85,11 +107,17 @@ class Counted(TorchDispatchMode):
         self.live: Counter = Counter()  # bytes on the device by kind
         self.storages: dict[int, tuple[str, int]] = {}  # kind and bytes
         self.paused = self.fused = False  # inside unseen(); inside a compiled block
-        self.kept: dict[str, list[Tensor]] = {}  # the products' inputs, in a compiled block without checkpointing
+        self.kept: dict[
+            str, list[Tensor]
+        ] = {}  # the products' inputs, in a compiled block without checkpointing
         self.recomputing = False  # in such a block's backward
         self.keeping: list[Tensor] | None = None  # in such a block's forward
-        self.share: float | None = None  # of the scores, that FlexAttention's mask keeps; None: SDPA, causal or not
-        self.shares: dict[int, float] = {}  # for backward: of the attention whose output this storage is
+        self.share: float | None = (
+            None  # of the scores, that FlexAttention's mask keeps; None: SDPA, causal or not
+        )
+        self.shares: dict[
+            int, float
+        ] = {}  # for backward: of the attention whose output this storage is
         self.by_data = False  # whether the share of some mask depends on data
         self.names: dict[nn.Module, str] = {}
         self.first: dict[str, str] = {}  # where an uncounted operator is called first
@@ -104,7 +132,9 @@ class Counted(TorchDispatchMode):
         self.phases.append(Phase(name, Counter(self.live), times=self.times))
 
     def set(self, key: int, kind: str, size: int) -> None:
-        size = 0 if kind in self.on_host else -(-size // self.granularity) * self.granularity  # rounded up
+        size = (
+            0 if kind in self.on_host else -(-size // self.granularity) * self.granularity
+        )  # rounded up
         before, was = self.storages.get(key, (kind, 0))
         self.storages[key] = kind, size
         self.live[before] -= was
@@ -126,15 +156,31 @@ class Counted(TorchDispatchMode):
         """Bytes between steps of a module's parameters, gradients, optimizer state and float8 scales; and what those
         that exist by now take of the device, as the allocator rounds them. Call it for parts before the whole."""
         own, before, exact = [*module.parameters()], Counter(self.live), Counter()
-        states = [t for param in own for t in tree_iter(optimizer.state.get(param, {})) if isinstance(t, Tensor)]
+        states = [
+            t
+            for param in own
+            for t in tree_iter(optimizer.state.get(param, {}))
+            if isinstance(t, Tensor)
+        ]
         trained = [param for param in own if param.requires_grad]
         gradients = [param.grad for param in own]
-        for kind, tensors in ("parameters", own), ("optimizer state", states), ("gradients", gradients):
+        for kind, tensors in (
+            ("parameters", own),
+            ("optimizer state", states),
+            ("gradients", gradients),
+        ):
             self.mark(tensors, kind)
-        for kind, tensors in ("parameters", own), ("optimizer state", states), ("gradients", trained):
-            exact[kind] = sum(t._local_tensor.nbytes if isinstance(t, DTensor) else t.nbytes for t in tensors)
+        for kind, tensors in (
+            ("parameters", own),
+            ("optimizer state", states),
+            ("gradients", trained),
+        ):
+            exact[kind] = sum(
+                t._local_tensor.nbytes if isinstance(t, DTensor) else t.nbytes for t in tensors
+            )
         exact["scales"] = 4 * sum(
-            hasattr(getattr(param, "_local_tensor", param), "fsdp_pre_all_gather") for param in own)
+            hasattr(getattr(param, "_local_tensor", param), "fsdp_pre_all_gather") for param in own
+        )
         return exact, self.live - before  # without the working memory that they counted as before
 
     def drop(self, key: int) -> None:
@@ -154,7 +200,9 @@ class Counted(TorchDispatchMode):
             return function(*args)
 
     def __torch_dispatch__(self, operator, types, args: tuple = (), kwargs=None):
-        if operator is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # half of all calls
+        if operator is torch.ops.prim.device.default and isinstance(
+            args[0], FakeTensor
+        ):  # half of all calls
             return args[0].fake_device
         kwargs = kwargs or {}
         if any(map(wraps_tensors, types)):
@@ -169,24 +217,36 @@ class Counted(TorchDispatchMode):
             self.send(operator, args, [*read, *made])
         elif operator in PRODUCTS or str(operator) == NF4:
             self.multiply(operator, args, made[0])
-        elif operator in BACKWARD_OF_ATTENTION or (operator in ATTENTION and isinstance(operator, OpOverload)):
+        elif operator in BACKWARD_OF_ATTENTION or (
+            operator in ATTENTION and isinstance(operator, OpOverload)
+        ):
             self.attend(operator, args, kwargs, made)
         elif flop := self.flop(operator, args, kwargs, result):
             self.work("attention" if "attention" in operator.__name__ else "products", flop)
             if self.keeping is not None:  # parameters and gathered units stay in any case
-                kept = [t for t in read if self.storages.get(t.untyped_storage()._cdata, ("",))[0] in (
-                    "working memory", "activations")]
+                kept = [
+                    t
+                    for t in read
+                    if self.storages.get(t.untyped_storage()._cdata, ("",))[0]
+                    in ("working memory", "activations")
+                ]
                 self.mark(kept, "working memory")
                 self.keeping += kept
         else:
             is_known = isinstance(operator, OpOverload) and operator.namespace in KNOWN
-            if not is_known or (operator.namespace == "aten" and COMPUTES.search(operator.overloadpacket.__name__)):
+            if not is_known or (
+                operator.namespace == "aten" and COMPUTES.search(operator.overloadpacket.__name__)
+            ):
                 self.leave_out(str(operator).removesuffix(".default"))
-            if not is_known or (operator.namespace in ("aten", "fsdp") and not operator.is_view
-                                and operator not in MOVES_NOTHING):
+            if not is_known or (
+                operator.namespace in ("aten", "fsdp")
+                and not operator.is_view
+                and operator not in MOVES_NOTHING
+            ):
                 # pyrefly: ignore[unsupported-operation]  # a fraction, where typeshed's Counter holds an int
-                self.phases[-1].work["moved"] += sum(t.nbytes for t in [*read, *made] if t.dtype != torch.float32
-                                                     or not self.fused) * (FUSED if self.fused else 1)
+                self.phases[-1].work["moved"] += sum(
+                    t.nbytes for t in [*read, *made] if t.dtype != torch.float32 or not self.fused
+                ) * (FUSED if self.fused else 1)
             if self.fused and is_known and operator != aten.empty.memory_format:
                 new = [t for t in new if t.dtype != torch.float32]
         self.mark(new, "working memory")
@@ -198,28 +258,41 @@ class Counted(TorchDispatchMode):
         self.phases[-1].work[kind] += flop
         backward, again = torch._C._current_graph_task_id() != -1, torch.is_grad_enabled()
         if not (backward and again):
-            self.phases[-1].work["model"] += flop * 4 // 5 if backward and kind == "attention" else flop
+            self.phases[-1].work["model"] += (
+                flop * 4 // 5 if backward and kind == "attention" else flop
+            )
 
     def multiply(self, operator: Any, args: tuple, out: Tensor) -> None:
         """Counts a product of two matrices."""
         work, x = self.phases[-1].work, args["addmm" in operator.__name__]
         self.work("float8" if x.dtype in FLOAT8 else "products", 2 * x.shape[-1] * out.numel())
-        if str(operator) == NF4:  # its dequantized weights, during the product; eager, with intermediates
+        if (
+            str(operator) == NF4
+        ):  # its dequantized weights, during the product; eager, with intermediates
             codes, scales = args[1:3]
-            weights = torch.empty(2 * codes.numel() * (1 if self.fused else 5), dtype=x.dtype, device=x.device)
+            weights = torch.empty(
+                2 * codes.numel() * (1 if self.fused else 5), dtype=x.dtype, device=x.device
+            )
             self.mark([weights], "working memory")
-            work["moved"] += (codes.nbytes + scales.nbytes + weights.nbytes if self.fused else
-                              NF4_UNFUSED * 2 * codes.numel())
+            work["moved"] += (
+                codes.nbytes + scales.nbytes + weights.nbytes
+                if self.fused
+                else NF4_UNFUSED * 2 * codes.numel()
+            )
         elif self.keeping is not None:
             self.mark([x], "working memory")  # also in float32: it is kept
             self.keeping.append(x)
 
-    def attend(self, operator: OpOverload, args: tuple, kwargs: dict, made: list[FakeTensor]) -> None:
+    def attend(
+        self, operator: OpOverload, args: tuple, kwargs: dict, made: list[FakeTensor]
+    ) -> None:
         """Counts attention. SDPA skips scores only if it is causal, half of them: not those that a mask hides."""
         given = dict(zip((a.name for a in operator._schema.arguments), args)) | kwargs
         q, k, v = (given[name] for name in ("query", "key", "value"))
         if operator in ATTENTION:
-            if self.keeping is not None and k.shape[2] > q.shape[2]:  # all-gathered over cp, and not once more
+            if (
+                self.keeping is not None and k.shape[2] > q.shape[2]
+            ):  # all-gathered over cp, and not once more
                 self.keeping += [k, v]
             share = self.share if self.share is not None else 0.5 if given.get("is_causal") else 1.0
             self.shares[made[0].untyped_storage()._cdata] = share
@@ -258,7 +331,9 @@ class Counted(TorchDispatchMode):
         kind, by_fsdp = COLLECTIVES[operator], operator.namespace == "c10d"
         group = next((a for a in args if isinstance(a, torch.ScriptObject)), None)
         name = dist.ProcessGroup.unbox(group).group_name if group is not None else args[-1]
-        dimension = self.dimensions.get(name, "replica" if kind == "all_to_all" else "dp_shard")  # muon.py's
+        dimension = self.dimensions.get(
+            name, "replica" if kind == "all_to_all" else "dp_shard"
+        )  # muon.py's
         if by_fsdp and dimension == "cp":  # with dp_shard = 1, FSDP2 shards over cp alone
             dimension = "dp_shard"
         sent = self.phases[-1].sent

@@ -40,7 +40,9 @@ DEVICES = {
     "A100-40": Device(39.4, 312, 250, 1.56, 300, 25, 400, 0),
     "A100-80": Device(79.2, 312, 250, 2.04, 300, 25, 400, 0),
     "H100": Device(79.1, 989, 720, 3.35, 450, 50, 700),
-    "H100-96": Device(94.5, 989, 640, 2.4, 450, 50, 500),  # HBM2e, 500 W: the one in torchtitan's tables
+    "H100-96": Device(
+        94.5, 989, 640, 2.4, 450, 50, 500
+    ),  # HBM2e, 500 W: the one in torchtitan's tables
     "H200": Device(139.8, 989, 720, 4.8, 450, 50, 700),
     "B200": Device(178.4, 2250, 1750, 8.0, 900, 50, 1000),
     "L40S": Device(44.4, 362, 230, 0.86, 32, 12, 350),
@@ -49,8 +51,16 @@ DEVICES = {
     "RTX5090": Device(31.4, 209, 175, 1.79, 64, 3, 575),
 }
 # Dense bfloat16 peaks in TFLOP/s by data sheets, by part of the name, of devices that have no plan: for MFU.
-OTHER_PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "H800": 989, "GH200": 989, "GB200": 2500,
-               "A800": 312, "MI300X": 1307}
+OTHER_PEAKS = {
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H200 NVL": 835,
+    "H800": 989,
+    "GH200": 989,
+    "GB200": 2500,
+    "A800": 312,
+    "MI300X": 1307,
+}
 # Rate of attention, forward and backward, relative to that of products (less power slows both): cuDNN's TFLOP/s on an
 # H200. True: heads are at least 128 wide.
 ATTENTION = {True: 554 / 720, False: 376 / 720}
@@ -66,11 +76,15 @@ def device(name: str) -> Device:
     for change in changes:
         rate, _, value = change.partition("=")
         try:
-            if rate not in rates or not 1e-6 <= float(value) <= 1e9:  # times are finite, and none is 0
+            if (
+                rate not in rates or not 1e-6 <= float(value) <= 1e9
+            ):  # times are finite, and none is 0
                 raise ValueError
         except ValueError:
-            raise ConfigError(f"--gpu {name},{change}: write rate=value, a number of 1e-6 to 1e9; rates are "
-                              f"{', '.join(rates)}") from None
+            raise ConfigError(
+                f"--gpu {name},{change}: write rate=value, a number of 1e-6 to 1e9; rates are "
+                f"{', '.join(rates)}"
+            ) from None
         found = replace(found, **{rate: float(value)})
     return found
 
@@ -78,7 +92,10 @@ def device(name: str) -> Device:
 def known_as(name: str, memory_gib: float) -> str | None:
     """The key in DEVICES for a device name of CUDA, such as "NVIDIA A100-SXM4-80GB"; None if there is none."""
     words = {*re.split("[ -]", name.replace("RTX ", "RTX"))}
-    if {"Laptop", "MIG", "NVL"} & words or {"H100", "PCIe"} <= words:  # other chips, or a slice, of the same name
+    if {"Laptop", "MIG", "NVL"} & words or {
+        "H100",
+        "PCIe",
+    } <= words:  # other chips, or a slice, of the same name
         return None
     same = [key for key in DEVICES if key.split("-")[0] in words]
     return min(same, key=lambda key: abs(DEVICES[key].memory - memory_gib), default=None)
@@ -87,7 +104,9 @@ def known_as(name: str, memory_gib: float) -> str | None:
 def data_sheet_peak(name: str) -> float | None:
     """The dense bfloat16 peak of a device by its name of CUDA, in FLOP/s; None if it is unknown."""
     peak = next((peak for part, peak in OTHER_PEAKS.items() if part in name), None)
-    if peak is None and (known := known_as(name, 0)):  # devices of one name share a peak, whatever their memory
+    if peak is None and (
+        known := known_as(name, 0)
+    ):  # devices of one name share a peak, whatever their memory
         peak = DEVICES[known].peak
     return peak and peak * 1e12
 
@@ -102,8 +121,13 @@ class Cluster:
         """(ranks in a group of this dimension, how many of them share a node; the fewest, if groups straddle nodes)."""
         dp_replicate, dp_shard, cp, tp = self.shape
         replica = dp_shard * cp * tp
-        ranks, stride = {"tp": (tp, 1), "cp": (cp, tp), "dp_shard": (dp_shard * cp, tp), "replica": (replica, 1),
-                         "dp_replicate": (dp_replicate, replica)}[dimension]
+        ranks, stride = {
+            "tp": (tp, 1),
+            "cp": (cp, tp),
+            "dp_shard": (dp_shard * cp, tp),
+            "replica": (replica, 1),
+            "dp_replicate": (dp_replicate, replica),
+        }[dimension]
         if math.prod(self.shape) <= self.gpus_per_node:
             return ranks, ranks
         return ranks, max(1, math.gcd(self.gpus_per_node, ranks * stride) // stride)
@@ -121,16 +145,24 @@ class Cluster:
                 if what == "number":
                     seconds += sent * (LATENCY + HOP * nodes)
                 else:
-                    seconds += sent * (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks / (rate * OF_LINK * 1e9)
+                    seconds += (
+                        sent
+                        * (2 if kind == "all_reduce" else 1)
+                        * (ranks - 1)
+                        / ranks
+                        / (rate * OF_LINK * 1e9)
+                    )
         return seconds
 
     def computing(self, phase: Phase, wide_heads: bool, best: bool = False) -> float:
         """Seconds of a phase's work. best: at rates that short benchmarks of the best shapes reach."""
         d, work = self.device, phase.work
         products = max(d.products, 0.8 * d.peak) if best else d.products
-        return (work["products"] / products + work["float8"] / (products * (d.float8 or 1))
-                + work["attention"] / (d.products * ATTENTION[wide_heads])) / 1e12 \
-            + work["moved"] / (d.bandwidth * (1 if best else OF_BANDWIDTH) * 1e12)
+        return (
+            work["products"] / products
+            + work["float8"] / (products * (d.float8 or 1))
+            + work["attention"] / (d.products * ATTENTION[wide_heads])
+        ) / 1e12 + work["moved"] / (d.bandwidth * (1 if best else OF_BANDWIDTH) * 1e12)
 
 
 @dataclass(frozen=True)
@@ -143,8 +175,13 @@ class Moment:
     sends: dict[str, tuple[float, float]]  # "gathers" or "reduces": (begin, end)
 
 
-def timeline(phases: list[Phase], cfg: config.Config, cluster: Cluster, waiting: bool = True,
-             best: bool = False) -> list[Moment]:
+def timeline(
+    phases: list[Phase],
+    cfg: config.Config,
+    cluster: Cluster,
+    waiting: bool = True,
+    best: bool = False,
+) -> list[Moment]:
     """The phases in order; micro-batches that are alike appear once. A phase's all-gather serves the next phase, or
     the one that explicit prefetch reaches, which waits for it. Its gradient reductions start when it ends. FSDP2 runs
     one collective at a time. waiting = False: no phase waits for FSDP2. best: see computing()."""
@@ -156,9 +193,18 @@ def timeline(phases: list[Phase], cfg: config.Config, cluster: Cluster, waiting:
         update = phase.name == "update"
         begin = max(now, ready.get(i, 0), free if update else 0) if waiting else now
         now = begin + cluster.computing(phase, wide, best) + cluster.sending(phase, ("tp", "cp"))
-        gathers = replace(phase, sent=Counter({k: v for k, v in phase.sent.items() if k[1] == "all_gather"}))
-        reduces = replace(phase, sent=Counter({k: v for k, v in phase.sent.items() if k[1] != "all_gather"}))
-        sends = {"gathers": (max(free, begin), max(free, begin) + cluster.sending(gathers, ("dp_shard",)))}
+        gathers = replace(
+            phase, sent=Counter({k: v for k, v in phase.sent.items() if k[1] == "all_gather"})
+        )
+        reduces = replace(
+            phase, sent=Counter({k: v for k, v in phase.sent.items() if k[1] != "all_gather"})
+        )
+        sends = {
+            "gathers": (
+                max(free, begin),
+                max(free, begin) + cluster.sending(gathers, ("dp_shard",)),
+            )
+        }
         free = sends["gathers"][1]
         ahead = p.prefetch_backward if phase.name.startswith("backward") else p.prefetch_forward
         ready[i + max(1, ahead)] = free
@@ -172,5 +218,7 @@ def timeline(phases: list[Phase], cfg: config.Config, cluster: Cluster, waiting:
 
 def step_seconds(moments: list[Moment]) -> float:
     """Seconds of a full step, with each phase as often as it occurs."""
-    return sum((b.begin if b else a.end) * a.phase.times - a.begin * a.phase.times
-               for a, b in zip(moments, [*moments[1:], None]))
+    return sum(
+        (b.begin if b else a.end) * a.phase.times - a.begin * a.phase.times
+        for a, b in zip(moments, [*moments[1:], None])
+    )

@@ -28,7 +28,9 @@ def dry_run(cfg: config.Config, args: Namespace) -> bool:
     gpu = None if args.gpu is None else device(args.gpu)
     asked = Asked(gpu, args.gpu_memory_gib, args.gpus_per_node or 8, on_gpu=True)
     p, epoch, found, problems = cfg.parallel, samples_per_epoch(cfg), [], []
-    fewest = math.prod(degree for degree in (p.dp_replicate, p.dp_shard, p.cp, p.tp) if degree != "auto")
+    fewest = math.prod(
+        degree for degree in (p.dp_replicate, p.dp_shard, p.cp, p.tp) if degree != "auto"
+    )
     for ranks in args.world_size or [fewest]:
         try:
             found.append(planned(cfg, ranks, asked, epoch))
@@ -67,4 +69,7 @@ def samples_per_epoch(cfg: config.Config) -> float | None:
     if cfg.data.order == "growing" or not is_prepared(cfg):
         return None
     order = make_order(cfg, open_data(cfg, "train"))
-    return max(windows * order.mixture.period / part for windows, part in zip(order.windows, order.mixture.parts))
+    return max(
+        windows * order.mixture.period / part
+        for windows, part in zip(order.windows, order.mixture.parts)
+    )

@@ -38,14 +38,22 @@ def gpu_code_paths(cfg: config.Config, counted: Counted) -> list:
 
         patches += [
             *everywhere({use_float8: lambda blocks, recipe, _: use_float8(blocks, recipe, "cuda")}),
-            mock.patch("parallel.float8.compiled", partial(partial, one_kernel, counted)),  # a GPU's float8 always is
+            mock.patch(
+                "parallel.float8.compiled", partial(partial, one_kernel, counted)
+            ),  # a GPU's float8 always is
         ]
     if p.compile:
         patches += [
-            mock.patch("parallel.parallelize.apply_activation_checkpointing", partial(keep_products, counted)),
+            mock.patch(
+                "parallel.parallelize.apply_activation_checkpointing",
+                partial(keep_products, counted),
+            ),
             # a block that is not checkpointed does not repeat its all-gathers in backward either
-            *(mock.patch(f"parallel.{room}.is_checkpointed", lambda *unused: True)
-              for room, degree in (("tensor", p.tp), ("context", p.cp)) if degree > 1),
+            *(
+                mock.patch(f"parallel.{room}.is_checkpointed", lambda *unused: True)
+                for room, degree in (("tensor", p.tp), ("context", p.cp))
+                if degree > 1
+            ),
             mock.patch("model.loss.compiled", partial(partial, one_kernel, counted)),
         ]
     return patches
@@ -55,7 +63,9 @@ def one_kernel(counted: Counted, function: Callable, *args: Any) -> Any:
     """function(*args) as one compiled kernel, which does not materialize intermediates."""
     with mock.patch("torch.compiler.is_compiling", lambda: True):
         result = counted.unseen(function, *args)
-    counted.phases[-1].work["moved"] += sum(t.nbytes for t in tree_iter((args, result)) if isinstance(t, Tensor))
+    counted.phases[-1].work["moved"] += sum(
+        t.nbytes for t in tree_iter((args, result)) if isinstance(t, Tensor)
+    )
     counted.mark(tree_iter(result), "working memory")
     return result
 
@@ -69,8 +79,11 @@ def wide_addmm(counted: Counted, total: Tensor, a: Tensor, b: Tensor, **unused: 
 def keep_products(counted: Counted, model: Llama, setting: str | int) -> None:
     """apply_activation_checkpointing() for compiled blocks. A block that it leaves alone saves what "elementwise"
     saves, and the products' inputs (watch). Its backward recomputes the rest, but repeats no collective."""
+
     def recomputing(flag: bool) -> Callable:
-        return lambda *unused: setattr(counted, "recomputing", flag and counted.phases[-1].name.startswith("backward"))
+        return lambda *unused: setattr(
+            counted, "recomputing", flag and counted.phases[-1].name.startswith("backward")
+        )
 
     apply_activation_checkpointing(model, setting)
     for i in [i for i in range(len(model.blocks)) if not is_checkpointed(setting, i)]:

@@ -25,7 +25,10 @@ class PlannedMask(BlockMask):
     """Stands in for a BlockMask: what the plan needs of it."""
 
     def __init__(self, share: float, by_data: bool):
-        self.share, self.by_data = share, by_data  # of the scores that it keeps; whether that depends on data
+        self.share, self.by_data = (
+            share,
+            by_data,
+        )  # of the scores that it keeps; whether that depends on data
 
 
 class ZerosForData(TorchDispatchMode):
@@ -43,8 +46,16 @@ class ZerosForData(TorchDispatchMode):
         return x
 
 
-def planned_mask(mask_mod: Callable, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Any = None,
-                 BLOCK_SIZE: int | tuple[int, int] = 128, **unused: Any) -> PlannedMask:
+def planned_mask(
+    mask_mod: Callable,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: Any = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    **unused: Any,
+) -> PlannedMask:
     """create_block_mask() without its tensors. FlexAttention computes each block with a pair that the rule keeps."""
     rows, columns = BLOCK_SIZE if isinstance(BLOCK_SIZE, tuple) else (BLOCK_SIZE, BLOCK_SIZE)
     starts = range(0, Q_LEN, rows)
@@ -56,22 +67,35 @@ def planned_mask(mask_mod: Callable, B: int | None, H: int | None, Q_LEN: int, K
         for start in starts[every // 2 :: every]:
             queries = torch.arange(start, min(start + rows, Q_LEN))[:, None]
             pairs = mask_mod(first, heads, queries, keys).expand(H or 1, len(queries), KV_LEN)
-            blocks = F.pad(pairs.any(1), (0, -KV_LEN % columns)).unflatten(1, (-1, columns)).any(2)  # (H, blocks)
+            blocks = (
+                F.pad(pairs.any(1), (0, -KV_LEN % columns)).unflatten(1, (-1, columns)).any(2)
+            )  # (H, blocks)
             kept, total = kept + int(blocks.sum()), total + blocks.numel()
     return PlannedMask(kept / total, data.used)
 
 
-def planned_attention(counter: Any, query: Tensor, key: Tensor, value: Tensor, score_mod: Callable | None = None,
-                      block_mask: PlannedMask | None = None, scale: float | None = None, enable_gqa: bool = False,
-                      **unused: Any) -> Tensor:
+def planned_attention(
+    counter: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable | None = None,
+    block_mask: PlannedMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **unused: Any,
+) -> Tensor:
     """flex_attention() as a kernel of SDPA, of which the counter counts the share that the mask keeps."""
     counter.by_data |= block_mask is not None and block_mask.by_data
     with mock.patch.object(counter, "share", 1.0 if block_mask is None else block_mask.share):
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=enable_gqa
+        )
 
 
 def mask_on_gpu(*args: Any, **kwargs: Any) -> Tensor | BlockMask:
     """make_mask() of a GPU."""
+
     def on_gpu(x: Any) -> Any:
         return torch.device("cuda") if isinstance(x, torch.device) else x
 
@@ -81,9 +105,13 @@ def mask_on_gpu(*args: Any, **kwargs: Any) -> Tensor | BlockMask:
 def everywhere(stand_ins: dict[Callable, Callable]) -> list:
     """Patches that replace functions in every module that has imported them, a fork's too."""
     found = {id(function): stand_in for function, stand_in in stand_ins.items()}
-    return [mock.patch.object(module, name, found[id(value)]) for module in [*sys.modules.values()]
-            if isinstance(module, ModuleType) and module.__name__ != __name__
-            for name, value in [*vars(module).items()] if id(value) in found]
+    return [
+        mock.patch.object(module, name, found[id(value)])
+        for module in [*sys.modules.values()]
+        if isinstance(module, ModuleType) and module.__name__ != __name__
+        for name, value in [*vars(module).items()]
+        if id(value) in found
+    ]
 
 
 def flex_attention_patches(counter: Any) -> list:
@@ -91,6 +119,11 @@ def flex_attention_patches(counter: Any) -> list:
     Counted."""
     return [
         mock.patch.object(model.attention, "_compiled", lambda function: function),
-        *everywhere({make_mask: mask_on_gpu, create_block_mask: planned_mask,
-                     flex_attention: functools.partial(planned_attention, counter)}),
+        *everywhere(
+            {
+                make_mask: mask_on_gpu,
+                create_block_mask: planned_mask,
+                flex_attention: functools.partial(planned_attention, counter),
+            }
+        ),
     ]

@@ -53,12 +53,18 @@ def open_descriptors(sections: dict, limits: tuple[int, int]) -> tuple[int, int,
     from lifecycle.descriptors import descriptors
 
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    cfg = make_config(train={"global_batch_size": 24, "micro_batch_size": 1}, checkpoint={}, parallel=sections)
+    cfg = make_config(
+        train={"global_batch_size": 24, "micro_batch_size": 1}, checkpoint={}, parallel=sections
+    )
     before = len(os.listdir("/proc/self/fd"))
     with distributed(cfg) as world:
         fsdp_mesh(world)
         Saver(cfg, 0, [])
-        return before, len(os.listdir("/proc/self/fd")), before + descriptors(cfg, world.mesh.shape, world.rank)
+        return (
+            before,
+            len(os.listdir("/proc/self/fd")),
+            before + descriptors(cfg, world.mesh.shape, world.rank),
+        )
 
 
 def device_error(types: list[str]) -> str:
@@ -70,13 +76,18 @@ def device_error(types: list[str]) -> str:
             raise ConfigError(f"rank {rank} has no GPU")
         return torch.device(types[rank])
 
-    def late(store: dist.Store, key: str) -> bytes:  # by when rank 0, which serves the store, could be gone
+    def late(
+        store: dist.Store, key: str
+    ) -> bytes:  # by when rank 0, which serves the store, could be gone
         time.sleep(rank)
         return dist.Store.get(store, key)
 
-    with (mock.patch("lifecycle.process_group.pick_device", pick), mock.patch("torch.cuda.set_device"),
-          mock.patch.object(dist.TCPStore, "get", late),
-          mock.patch("lifecycle.process_group.platform.node", lambda: f"node{rank}")):
+    with (
+        mock.patch("lifecycle.process_group.pick_device", pick),
+        mock.patch("torch.cuda.set_device"),
+        mock.patch.object(dist.TCPStore, "get", late),
+        mock.patch("lifecycle.process_group.platform.node", lambda: f"node{rank}"),
+    ):
         try:
             with process_group():
                 return ""
@@ -99,10 +110,15 @@ def train_all(cases: dict[str, dict], output: str, kernels: bool = False) -> dic
     """Trains every case, one after the other in one process group; its metrics rows by name. kernels: whether compiled
     blocks have kernels, on rank 0."""
     found = {}
-    with process_group() as world, contextlib.nullcontext() if kernels and world.rank == 0 else without_kernels():
+    with (
+        process_group() as world,
+        contextlib.nullcontext() if kernels and world.rank == 0 else without_kernels(),
+    ):
         for name, sections in cases.items():
             folder = name.replace(" ", "-").replace(",", "")
-            cfg = make_config(**sections, run={"name": folder, "output_dir": f"{output}/{world.size}"})
+            cfg = make_config(
+                **sections, run={"name": folder, "output_dir": f"{output}/{world.size}"}
+            )
             run_training(cfg, world_for(cfg, world))
             found[name] = rows(config.run_folder(cfg)) if world.rank == 0 else None
     return found
@@ -122,8 +138,11 @@ def run_training(cfg: config.Config, world: World) -> None:
     from lifecycle.signals import StopRequest
 
     cfg = resolve_param_dtype(cfg, world)
-    with (Run(cfg, world, None, StopRequest()) as run, mock.patch("train.log_sample"),
-          mock.patch.multiple("lifecycle.run.gc", freeze=mock.DEFAULT, unfreeze=mock.DEFAULT)):  # ranks.py has frozen
+    with (
+        Run(cfg, world, None, StopRequest()) as run,
+        mock.patch("train.log_sample"),
+        mock.patch.multiple("lifecycle.run.gc", freeze=mock.DEFAULT, unfreeze=mock.DEFAULT),
+    ):  # ranks.py has frozen
         train.train(cfg, world, run)
 
 
@@ -161,10 +180,13 @@ def timed_as(sections: dict, output: str) -> set[tuple[str, tuple[str, ...]]]:
         return lambda *arguments: (found.add((name, tuple(now))), function(*arguments))[1]
 
     cfg = make_config(**sections, run={"name": "timed", "output_dir": output})
-    with (process_group() as world, mock.patch.object(Recorder, "timed", noted),
-          mock.patch.object(Loader, "__next__", noting("load", Loader.__next__)),
-          mock.patch.object(Checkpointer, "save", noting("save", Checkpointer.save)),
-          mock.patch.object(train, "evaluate", noting("evaluate", train.evaluate))):
+    with (
+        process_group() as world,
+        mock.patch.object(Recorder, "timed", noted),
+        mock.patch.object(Loader, "__next__", noting("load", Loader.__next__)),
+        mock.patch.object(Checkpointer, "save", noting("save", Checkpointer.save)),
+        mock.patch.object(train, "evaluate", noting("evaluate", train.evaluate)),
+    ):
         run_training(cfg, world_for(cfg, world))
     return found
 
@@ -184,14 +206,23 @@ def phases_of(sections: dict, output: str) -> set[tuple[str, str]]:
     def noting(name: str, function: Callable) -> Callable:
         return lambda *arguments: (found.add((name, *now)), function(*arguments))[1]
 
-    forward = {mode: noting(name, Llama.forward) for mode, name in ((True, "train"), (False, "evaluate"))}
-    with (process_group() as world, mock.patch.object(Watchdog, "phase", begun),
-          mock.patch.object(Llama, "forward", lambda model, *arguments: forward[model.training](model, *arguments)),
-          mock.patch.object(Loader, "__next__", noting("load", Loader.__next__)),
-          mock.patch.object(Checkpointer, "restore", noting("restore", Checkpointer.restore)),
-          mock.patch.object(Checkpointer, "save", noting("save", Checkpointer.save))):
+    forward = {
+        mode: noting(name, Llama.forward) for mode, name in ((True, "train"), (False, "evaluate"))
+    }
+    with (
+        process_group() as world,
+        mock.patch.object(Watchdog, "phase", begun),
+        mock.patch.object(
+            Llama, "forward", lambda model, *arguments: forward[model.training](model, *arguments)
+        ),
+        mock.patch.object(Loader, "__next__", noting("load", Loader.__next__)),
+        mock.patch.object(Checkpointer, "restore", noting("restore", Checkpointer.restore)),
+        mock.patch.object(Checkpointer, "save", noting("save", Checkpointer.save)),
+    ):
         for steps in (2, 3):
-            cfg = make_config(**sections, train={"steps": steps}, run={"name": "phases", "output_dir": output})
+            cfg = make_config(
+                **sections, train={"steps": steps}, run={"name": "phases", "output_dir": output}
+            )
             run_training(cfg, world_for(cfg, world))
     return found
 
@@ -211,7 +242,11 @@ def rows_synced_before_publishing(sections: dict, output: str) -> list[tuple[str
         publish(temporary, final)
 
     cfg = make_config(**sections, run={"name": "synced", "output_dir": output})
-    with (process_group() as world, mock.patch("os.fsync", noting), mock.patch("files.publish", published)):
+    with (
+        process_group() as world,
+        mock.patch("os.fsync", noting),
+        mock.patch("files.publish", published),
+    ):
         run_training(cfg, world_for(cfg, world))
     return found
 
@@ -227,8 +262,12 @@ def saved_after_an_evaluation(cases: list[dict], output: str) -> list[set[str]]:
     return found
 
 
-def save(cfg: config.Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    Saver(cfg, 0, []).write(step, tensors_of(model, optimizer), {"step": step, "config": config.to_dict(cfg)})
+def save(
+    cfg: config.Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int
+) -> None:
+    Saver(cfg, 0, []).write(
+        step, tensors_of(model, optimizer), {"step": step, "config": config.to_dict(cfg)}
+    )
 
 
 def own_inputs(rows: torch.Tensor, world: World) -> tuple[torch.Tensor, ...]:
@@ -262,7 +301,9 @@ def weight_hashes(cases: dict[str, dict], poison: bool) -> dict[str, dict[str, s
                 assert isinstance(parameter, DTensor)
                 full = parameter.full_tensor()
                 assert full.isfinite().all()
-                found[name][key] = hashlib.sha256(full.detach().view(torch.uint8).numpy().tobytes()).hexdigest()
+                found[name][key] = hashlib.sha256(
+                    full.detach().view(torch.uint8).numpy().tobytes()
+                ).hexdigest()
             for other in [found[name]]:
                 everybody = [None] * world.size
                 dist.all_gather_object(everybody, other)
@@ -278,7 +319,12 @@ def losses_and_gradients(cases: list[dict]) -> list[tuple[float, dict[str, str]]
         for sections in cases:
             cfg = make_config(**sections)
             model = build(cfg, world_for(cfg, world))
-            ids = torch.randint(0, cfg.model.vocab_size, (2, 17), generator=torch.Generator().manual_seed(world.rank))
+            ids = torch.randint(
+                0,
+                cfg.model.vocab_size,
+                (2, 17),
+                generator=torch.Generator().manual_seed(world.rank),
+            )
             loss = model(ids[:, :-1], ids[:, 1:])[0]["loss"]
             loss.backward()
             gradients = {name: p.grad for name, p in named_parameters(model) if p.grad is not None}
@@ -299,11 +345,22 @@ def on_meshes(sections: dict, shapes: list[tuple[int, int, int, int]]) -> list[t
             ours = World(world.rank, world.size, world.device, build_mesh("cpu", shape))
             model = build(cfg, ours)
             verify_sharding(model, cfg.parallel, ours)
-            ids = torch.randint(0, cfg.model.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0))
+            ids = torch.randint(
+                0, cfg.model.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0)
+            )
             (model(*own_inputs(ids, ours))[0]["loss"] * ours.cp).backward()
-            degrees = (ours.dp_replicate, ours.dp_shard, ours.cp, ours.tp, ours.dp_rank, ours.dp_size)
+            degrees = (
+                ours.dp_replicate,
+                ours.dp_shard,
+                ours.cp,
+                ours.tp,
+                ours.dp_rank,
+                ours.dp_size,
+            )
             mesh = fsdp_mesh(ours)
-            norms = {name: p.grad.full_tensor().norm().item() for name, p in named_parameters(model)}
+            norms = {
+                name: p.grad.full_tensor().norm().item() for name, p in named_parameters(model)
+            }
             found.append((degrees, mesh.mesh_dim_names, mesh.shape, norms))
             del model
     return found
@@ -339,7 +396,9 @@ def gather_order(cases: list[tuple[dict, bool]]) -> list[list[tuple[str, str]]]:
             events: list[tuple[str, str]] = []
             cfg = make_config(**sections)
             model = build(cfg, world_for(cfg, world))
-            ids = torch.randint(0, cfg.model.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0))
+            ids = torch.randint(
+                0, cfg.model.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0)
+            )
             blocks = {str(i): block for i, block in enumerate(model.blocks)}
 
             def step(model: Llama, ids: torch.Tensor, cfg: config.Config, early: bool) -> None:
@@ -347,13 +406,21 @@ def gather_order(cases: list[tuple[dict, bool]]) -> list[list[tuple[str, str]]]:
                     unshard_first_units(model, cfg.parallel)
                 model(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
 
-            def note_loss(norm: torch.nn.Module, inputs: tuple, output: torch.Tensor, seen: list = events) -> None:
+            def note_loss(
+                norm: torch.nn.Module, inputs: tuple, output: torch.Tensor, seen: list = events
+            ) -> None:
                 output.register_hook(lambda gradient: seen.append(("backward", "loss")))
 
             step(model, ids, cfg, early)  # FSDP2 learns its order in the first one
             model.head.norm.register_forward_hook(note_loss)
-            for name, module in {"embedding": model.embedding, **blocks, "head": model.head}.items():
-                module.register_forward_hook(lambda *_, n=name, seen=events: seen.append(("forward", n)))
+            for name, module in {
+                "embedding": model.embedding,
+                **blocks,
+                "head": model.head,
+            }.items():
+                module.register_forward_hook(
+                    lambda *_, n=name, seen=events: seen.append(("forward", n))
+                )
             with recorded(events, lambda group: group._module_fqn.split(".")[-1]):
                 step(model, ids, cfg, early)
             found.append(events)
@@ -370,7 +437,11 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and not isinstance(result, DTensor) and result.device.type != "meta":
+        if (
+            isinstance(result, torch.Tensor)
+            and not isinstance(result, DTensor)
+            and result.device.type != "meta"
+        ):
             self.numel = max(self.numel, result.untyped_storage().nbytes() // result.element_size())
         return result
 
@@ -410,6 +481,7 @@ def forgotten_buffer() -> str:
 def not_finite_at_the_end() -> list[str]:
     """The errors of materialize() where the last element of one tensor is NaN or infinite, in the last of the parts
     checked."""
+
     def read(last: float, name: str, offsets: tuple[int, ...], out: torch.Tensor) -> None:
         out.fill_(1.0)
         if name == "blocks.1.feed_forward.up_proj.weight":
@@ -435,16 +507,24 @@ def samples_by_who_has_the_tokenizer(who: list[list[int]]) -> list[bool]:
     import evaluate
 
     found = []
-    with (process_group() as world, mock.patch("data.tokenizer.Tokenizer") as tokenizer,
-          mock.patch("generate.continue_text", return_value="") as generated, mock.patch("generate.reshard")):
+    with (
+        process_group() as world,
+        mock.patch("data.tokenizer.Tokenizer") as tokenizer,
+        mock.patch("generate.continue_text", return_value="") as generated,
+        mock.patch("generate.reshard"),
+    ):
         dataset = mock.Mock(names=[], tokenizer_files=[pathlib.Path("tokenizer.model")])
         for ranks in who:
             able = world.rank in ranks
             tokenizer.side_effect = None if able or world.rank else ConfigError("no package for it")
-            tokenizer.return_value.encode.side_effect = None if able else ConfigError("not this text")
+            tokenizer.return_value.encode.side_effect = (
+                None if able else ConfigError("not this text")
+            )
             tokenizer.return_value.encode.return_value = [[1]]
             generated.reset_mock()
-            evaluate.log_sample(torch.nn.Identity(), make_config(train={"steps": 100}), world, dataset)
+            evaluate.log_sample(
+                torch.nn.Identity(), make_config(train={"steps": 100}), world, dataset
+            )
             found.append(generated.called)
     return found
 
@@ -456,7 +536,10 @@ def timeouts() -> set[float]:
         parallelize(meta_model(cfg.model), cfg, world)
         groups = [group for group in dist.distributed_c10d._world.pg_map if group.size() > 1]
         assert len(groups) >= 4
-        return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+        return {
+            group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+            for group in groups
+        }
 
 
 def train_and_evaluate_unlike_blocks() -> list[float]:
@@ -464,13 +547,17 @@ def train_and_evaluate_unlike_blocks() -> list[float]:
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"]
     found, compile_module = [], torch.nn.Module.compile
 
-    def traced(module: torch.nn.Module, **keywords) -> None:  # as compiled, but for the kernels, which take long
+    def traced(
+        module: torch.nn.Module, **keywords
+    ) -> None:  # as compiled, but for the kernels, which take long
         compile_module(module, backend="eager", **keywords)
 
     with process_group() as world, mock.patch.object(torch.nn.Module, "compile", traced):
         for compiled in (True, False):
-            cfg = make_config(model={"n_layers": 6, "freeze": [f"blocks.{i}.*{n}*" for i, n in enumerate(names)]},
-                              parallel={"compile": compiled})
+            cfg = make_config(
+                model={"n_layers": 6, "freeze": [f"blocks.{i}.*{n}*" for i, n in enumerate(names)]},
+                parallel={"compile": compiled},
+            )
             model = build(cfg, world)
             ids = torch.zeros((2, 9), dtype=torch.int64)
             model(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
@@ -492,8 +579,11 @@ def graphs_of(cases: list[dict]) -> list[int]:
     def traced(module: torch.nn.Module, **keywords) -> None:
         compile_module(module, backend=counting, **keywords)
 
-    with (fake_process_group(2) as world, mock.patch.object(torch.nn.Module, "compile", traced),
-          mock.patch("model.loss.compiled", lambda function: function)):
+    with (
+        fake_process_group(2) as world,
+        mock.patch.object(torch.nn.Module, "compile", traced),
+        mock.patch("model.loss.compiled", lambda function: function),
+    ):
         for sections in cases:
             torch._dynamo.reset()
             found.append(0)
@@ -515,7 +605,9 @@ def residual_dtypes(cases: list[dict]) -> list[list[torch.dtype]]:
         for sections in cases:
             model, seen = build(make_config(**sections), world), []
             for module in (*model.blocks, model.head):
-                module.register_forward_pre_hook(lambda module, inputs, seen=seen: seen.append(inputs[0].dtype))
+                module.register_forward_pre_hook(
+                    lambda module, inputs, seen=seen: seen.append(inputs[0].dtype)
+                )
             model(torch.zeros((1, 8), dtype=torch.int64))
             reshard(model)
             found.append(seen)
@@ -532,14 +624,18 @@ def start_and_end() -> None:
         del model
 
 
-
-
-def over_meshes(full: list[torch.Tensor], world: World) -> Iterator[tuple[str, torch.nn.ParameterList]]:
+def over_meshes(
+    full: list[torch.Tensor], world: World
+) -> Iterator[tuple[str, torch.nn.ParameterList]]:
     """(name of a mesh, these tensors as parameters on it), of every mesh of so many ranks: the last is not sharded."""
     n = world.size
     shapes = {"sharded": (1, n, 1, 1), "replicas": (n, 1, 1, 1)}
     if n == 4:
-        shapes |= {"hybrid": (2, 2, 1, 1), "context parallel": (1, 2, 2, 1), "tensor parallel": (1, 2, 1, 2)}
+        shapes |= {
+            "hybrid": (2, 2, 1, 1),
+            "context parallel": (1, 2, 2, 1),
+            "tensor parallel": (1, 2, 1, 2),
+        }
     for name, shape in shapes.items():
         ours = World(world.rank, n, world.device, build_mesh("cpu", shape))
         mesh = fsdp_mesh(ours)
@@ -547,8 +643,14 @@ def over_meshes(full: list[torch.Tensor], world: World) -> Iterator[tuple[str, t
         over = [(mesh, placements)] * 3
         if ours.tp > 1:  # by columns, the same on all tp ranks, not known to tp
             both = ours.mesh["dp_shard", "tp"]
-            over = [(both, [Shard(0), Shard(1)]), (both, [Shard(0), Replicate()]), (mesh, placements)]
-        model = torch.nn.ParameterList(distribute_tensor(t, *how, src_data_rank=None) for t, how in zip(full, over))
+            over = [
+                (both, [Shard(0), Shard(1)]),
+                (both, [Shard(0), Replicate()]),
+                (mesh, placements),
+            ]
+        model = torch.nn.ParameterList(
+            distribute_tensor(t, *how, src_data_rank=None) for t, how in zip(full, over)
+        )
         model.append(full[-1].clone())
         yield name, model
 
@@ -563,7 +665,10 @@ def gradient_norms() -> dict[str, tuple[float, float, float, float]]:
     from optim import clip_gradients
 
     generator = torch.Generator().manual_seed(0)
-    full = [torch.randn(shape, generator=generator) for shape in ((2049, 2050), (1111,), (333, 10), (7, 3))]
+    full = [
+        torch.randn(shape, generator=generator)
+        for shape in ((2049, 2050), (1111,), (333, 10), (7, 3))
+    ]
     expected = math.sqrt(sum(g.double().square().sum().item() for g in full))
     torchs = torch.nn.utils.get_total_norm(full).item()
     found = {}
@@ -573,7 +678,12 @@ def gradient_norms() -> dict[str, tuple[float, float, float, float]]:
                 p.grad = p.detach().clone()
             norm = clip_gradients(model, torch.optim.SGD(model.parameters()), 1.0).item()
             after = [whole(p.grad) for p in model]
-            found[name] = norm, math.sqrt(sum(g.double().square().sum().item() for g in after)), expected, torchs
+            found[name] = (
+                norm,
+                math.sqrt(sum(g.double().square().sum().item() for g in after)),
+                expected,
+                torchs,
+            )
     return found
 
 
@@ -591,13 +701,18 @@ def bfloat16_updates() -> dict[str, list[str]]:
             for p in model:
                 p.grad = p.detach() * (step + 1)
             optimizer.step()
-        return {f"{i} {key}": whole(t.detach()) for i, p in enumerate(model)
-                for key, t in {"weight": p, **optimizer.state[p]}.items()}
+        return {
+            f"{i} {key}": whole(t.detach())
+            for i, p in enumerate(model)
+            for key, t in {"weight": p, **optimizer.state[p]}.items()
+        }
 
     expected, found = trained(torch.nn.ParameterList(t.clone() for t in full)), {}
     with process_group() as world:
         for name, model in over_meshes(full, world):
-            found[name] = [key for key, t in trained(model).items() if not torch.equal(t, expected[key])]
+            found[name] = [
+                key for key, t in trained(model).items() if not torch.equal(t, expected[key])
+            ]
     return found
 
 
@@ -616,7 +731,9 @@ def nan_on_one_rank() -> tuple[bool, str]:
             next(model.parameters()).grad.to_local()[0, 0] = float("nan")
         if guard.may_update(1, clip_gradients(model, optimizer, 1.0)):
             optimizer.step()
-        changed = any(not torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before))
+        changed = any(
+            not torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before)
+        )
         try:
             guard.counts()
             message = "none"
@@ -628,7 +745,9 @@ def nan_on_one_rank() -> tuple[bool, str]:
 
 def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
-    return {name: hashlib.sha256(t.detach().numpy().tobytes()).hexdigest() for name, t in full.items()}
+    return {
+        name: hashlib.sha256(t.detach().numpy().tobytes()).hexdigest() for name, t in full.items()
+    }
 
 
 def full_state_round_trip(cases: dict[str, dict], snippet: str) -> dict[str, tuple]:
@@ -642,7 +761,9 @@ def full_state_round_trip(cases: dict[str, dict], snippet: str) -> dict[str, tup
             scope = {"model": build(cfg, world_for(cfg, world))}
             before = digests(dict(named_parameters(scope["model"])))
             exec(snippet[:scatter], scope)
-            scope["full"] = {key: t.clone() for key, t in scope["full"].items()}  # one CPU rank's are its parameters
+            scope["full"] = {
+                key: t.clone() for key, t in scope["full"].items()
+            }  # one CPU rank's are its parameters
             full = digests(scope["full"])
             with torch.no_grad():
                 for p in scope["model"].parameters():
@@ -663,7 +784,9 @@ def save_trained(folder: str) -> dict[str, str]:
     with process_group() as world:
         model = build(cfg, world)
         optimizer = build_optimizer(model, cfg.optim)
-        ids = torch.randint(0, cfg.model.vocab_size, (3, 4, 17), generator=torch.Generator().manual_seed(1))
+        ids = torch.randint(
+            0, cfg.model.vocab_size, (3, 4, 17), generator=torch.Generator().manual_seed(1)
+        )
         for batch in ids:
             model(batch[:, :-1], batch[:, 1:])[0]["loss"].backward()
             optimizer.step()
@@ -706,9 +829,15 @@ def live_bytes(cases: list[dict]) -> list[dict[str, int]]:
             ids = torch.randint(0, cfg.model.vocab_size, (2, cfg.train.seq_len + 1))
             model(*own_inputs(ids, world_for(cfg, world)))[0]["loss"].backward()
             optimizer.step()
-            found.append({"parameter": size(model.parameters()),
-                          "gradient": size(p.grad for p in model.parameters() if p.grad is not None),
-                          "optimizer": size(t for state in optimizer.state.values() for t in state.values())})
+            found.append(
+                {
+                    "parameter": size(model.parameters()),
+                    "gradient": size(p.grad for p in model.parameters() if p.grad is not None),
+                    "optimizer": size(
+                        t for state in optimizer.state.values() for t in state.values()
+                    ),
+                }
+            )
             del model, optimizer
     return found
 
@@ -750,12 +879,19 @@ def live_peak(cases: list[dict]) -> list[int]:
         for sections in cases:
             cfg = make_config(**sections)
             ours = world_for(cfg, world)
-            sequences, times = config.micro_batch_size(cfg, ours.dp_size), config.accumulation_steps(cfg, ours.dp_size)
+            sequences, times = (
+                config.micro_batch_size(cfg, ours.dp_size),
+                config.accumulation_steps(cfg, ours.dp_size),
+            )
             ids = torch.randint(0, cfg.model.vocab_size, (sequences, cfg.train.seq_len + 1))
             model = meta_model(cfg.model)
             parallelize(model, cfg, ours)
-            with Live() as live, mock.patch.object(torch.UntypedStorage, "resize_",
-                                                   lambda s, n: live.note(s, n) or resize(s, n)):
+            with (
+                Live() as live,
+                mock.patch.object(
+                    torch.UntypedStorage, "resize_", lambda s, n: live.note(s, n) or resize(s, n)
+                ),
+            ):
                 materialize(model, 0, torch.device("cpu"))
                 optimizer = build_optimizer(model, cfg.optim)
                 most = []
@@ -780,25 +916,33 @@ class Collectives(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.found = {kind: [0, 0] for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")}
+        self.found = {
+            kind: [0, 0] for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+        }
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
             return NotImplemented  # DTensor first: what it sends itself comes back to us
         result = function(*args, **(kwargs or {}))
         if function.namespace in ("c10d", "_c10d_functional"):
-            name = function._schema.name.replace("allgather", "all_gather").replace("allreduce", "all_reduce")
+            name = function._schema.name.replace("allgather", "all_gather").replace(
+                "allreduce", "all_reduce"
+            )
             name = name.replace("alltoall", "all_to_all")
             kind = next((kind for kind in self.found if kind in name), None)
             if kind:
                 flat = [t for a in args for t in (a if isinstance(a, list | tuple) else [a])]
-                sizes = [t.nbytes for t in [*flat, result] if isinstance(t, torch.Tensor)]  # c10d's own write into one
+                sizes = [
+                    t.nbytes for t in [*flat, result] if isinstance(t, torch.Tensor)
+                ]  # c10d's own write into one
                 self.found[kind][0] += 1
                 self.found[kind][1] += max(sizes)
         return result
 
 
-def count_collectives(cases: list[dict], of_ranks: int | None = None) -> list[dict[str, tuple[int, int]]]:
+def count_collectives(
+    cases: list[dict], of_ranks: int | None = None
+) -> list[dict[str, tuple[int, int]]]:
     """What one step of each case sends, counted while it runs. of_ranks: as rank 0 of so many under torch's fake
     process group, which takes the same calls and sends nothing."""
     found = []
@@ -807,7 +951,9 @@ def count_collectives(cases: list[dict], of_ranks: int | None = None) -> list[di
             cfg = make_config(**sections)
             ours = world_for(cfg, world)
             model = build(cfg, ours)
-            ids = torch.randint(0, cfg.model.vocab_size, (cfg.train.micro_batch_size, cfg.train.seq_len + 1))
+            ids = torch.randint(
+                0, cfg.model.vocab_size, (cfg.train.micro_batch_size, cfg.train.seq_len + 1)
+            )
             one_step(model, cfg, ours, ids)  # FSDP2 learns its order in the first one
             with Collectives() as counted:
                 one_step(model, cfg, ours, ids)
@@ -853,7 +999,9 @@ def verify_damaged(cases: list[tuple[dict, str]]) -> list[str]:
             block = model.blocks[1]
             with torch.no_grad():
                 if damage == "one replica differs" and world.rank == world.size - 1:
-                    dict(named_parameters(model))["blocks.1.attention_norm.weight"].to_local()[0] += 1e-6
+                    dict(named_parameters(model))["blocks.1.attention_norm.weight"].to_local()[
+                        0
+                    ] += 1e-6
                 elif damage == "two values swapped" and world.rank == 0:
                     local = block.feed_forward.up_proj.weight.to_local()
                     local[0], local[1] = local[1].clone(), local[0].clone()
@@ -864,7 +1012,9 @@ def verify_damaged(cases: list[tuple[dict, str]]) -> list[str]:
             elif damage == "outside every unit":
                 model.extra = torch.nn.Parameter(torch.zeros(3))
             elif damage == "a short shard":
-                block.attention.q_proj.weight._local_tensor = block.attention.q_proj.weight.to_local()[:-1]
+                block.attention.q_proj.weight._local_tensor = (
+                    block.attention.q_proj.weight.to_local()[:-1]
+                )
             elif damage == "on meta":
                 with torch.device("meta"):
                     model = Llama(cfg.model)
@@ -920,7 +1070,9 @@ def train_steps(cases: list[dict]) -> list[tuple[list[float], list[float], dict]
                 set_learning_rate(optimizer, learning_rate(cfg.optim, cfg.train.steps, step))
                 optimizer.step()
                 optimizer.zero_grad()
-            weights = {name: p.full_tensor().detach().numpy().copy() for name, p in named_parameters(model)}
+            weights = {
+                name: p.full_tensor().detach().numpy().copy() for name, p in named_parameters(model)
+            }
             found.append((losses, norms, weights))
             del model, optimizer
     return found if world.rank == 0 else []
@@ -928,7 +1080,11 @@ def train_steps(cases: list[dict]) -> list[tuple[list[float], list[float], dict]
 
 def train_to(steps: int, sections: dict, output: str) -> list[dict]:
     """Trains, or goes on, to a step in a folder that runs of any number of ranks share; the rows so far."""
-    sections = {**sections, "train": {**sections["train"], "steps": steps}, "run": {"name": "r", "output_dir": output}}
+    sections = {
+        **sections,
+        "train": {**sections["train"], "steps": steps},
+        "run": {"name": "r", "output_dir": output},
+    }
     cfg = make_config(**sections)
     with process_group() as world:
         run_training(cfg, world_for(cfg, world))
@@ -954,7 +1110,10 @@ class HostReads(TorchDispatchMode):
         self.own, self.found = own.data_ptr(), []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten._local_scalar_dense.default and args[0].data_ptr() != self.own:
+        if (
+            function is torch.ops.aten._local_scalar_dense.default
+            and args[0].data_ptr() != self.own
+        ):
             self.found.append(str(args[0]))
         return function(*args, **(kwargs or {}))
 
@@ -994,11 +1153,17 @@ def train_with_units(steps: int, sections: dict, output: str, units: list[bool])
         computed.add(str(weight.dtype).removeprefix("torch."))
         return forward(x, weight)
 
-    sections = {**sections, "train": {**sections["train"], "steps": steps or 1},
-                "run": {"name": "r", "output_dir": output}}
+    sections = {
+        **sections,
+        "train": {**sections["train"], "steps": steps or 1},
+        "run": {"name": "r", "output_dir": output},
+    }
     cfg = make_config(**sections)
-    with process_group() as world, mock.patch("torch.nn.functional.linear", noting), \
-         mock.patch("checkpoint.checkpointer.has_native_bfloat16", lambda device: units[world.rank]):
+    with (
+        process_group() as world,
+        mock.patch("torch.nn.functional.linear", noting),
+        mock.patch("checkpoint.checkpointer.has_native_bfloat16", lambda device: units[world.rank]),
+    ):
         if steps:
             run_training(cfg, world)
         else:
@@ -1008,7 +1173,9 @@ def train_with_units(steps: int, sections: dict, output: str, units: list[bool])
     return " and ".join(computed)
 
 
-def generated(cases: list[dict], prompts: list[list[int]], count: int) -> list[tuple[list, list, list, list]]:
+def generated(
+    cases: list[dict], prompts: list[list[int]], count: int
+) -> list[tuple[list, list, list, list]]:
     """Of each case, what this rank generates, greedy and sampled, with the spread model and with a plain one of the
     same weights."""
     from generate import generate
@@ -1019,11 +1186,19 @@ def generated(cases: list[dict], prompts: list[list[int]], count: int) -> list[t
             cfg = make_config(**sections)
             model = build(cfg, world_for(cfg, world))
             plain = Llama(cfg.model)
-            plain.load_state_dict({name: q.full_tensor() for name, q in named_parameters(model)},
-                                  strict=not cfg.model.tie_embeddings)  # tied, it has one name of two
-            found.append(tuple(
-                list(generate(which, prompts, count, 24, world.device, temperature, 0.95, seed=3))
-                for which in (model, plain) for temperature in (0.0, 0.9)))
+            plain.load_state_dict(
+                {name: q.full_tensor() for name, q in named_parameters(model)},
+                strict=not cfg.model.tie_embeddings,
+            )  # tied, it has one name of two
+            found.append(
+                tuple(
+                    list(
+                        generate(which, prompts, count, 24, world.device, temperature, 0.95, seed=3)
+                    )
+                    for which in (model, plain)
+                    for temperature in (0.0, 0.9)
+                )
+            )
             reshard(model)
             del model
     return found
@@ -1045,14 +1220,18 @@ def attention_over_cp(draws: int) -> float:
             batch, keys, groups = torch.randint(1, 4, (3,), generator=generator).tolist()
             length, width = torch.randint(1, 9, (2,), generator=generator).tolist()
             length *= 2 * world.size
-            q, k, v, grad = (torch.randn(batch, heads, length, 2 * width, generator=generator)
-                             for heads in (keys * groups, keys, keys, keys * groups))
+            q, k, v, grad = (
+                torch.randn(batch, heads, length, 2 * width, generator=generator)
+                for heads in (keys * groups, keys, keys, keys * groups)
+            )
             documents = torch.randint(0, 5, (batch, length), generator=generator).sort(dim=1).values
             cp_positions = own_cp_positions(ours, length)
             if draw % 2:
                 mask = local_mask(documents, cp_positions, length)
-                whole = torch.ones(length, length, dtype=torch.bool).tril() & (
-                    documents[:, :, None] == documents[:, None])[:, None]
+                whole = (
+                    torch.ones(length, length, dtype=torch.bool).tril()
+                    & (documents[:, :, None] == documents[:, None])[:, None]
+                )
             else:
                 mask = local_mask(None, cp_positions, length)
                 whole = torch.ones(length, length, dtype=torch.bool).tril()
@@ -1060,9 +1239,14 @@ def attention_over_cp(draws: int) -> float:
             expected = scaled_dot_product_attention(*inputs, attn_mask=whole, enable_gqa=True)
             expected.backward(grad)
             parts = [x[:, :, cp_positions].clone().requires_grad_() for x in (q, k, v)]
-            found = context_parallel_attention(*parts, mask, group_of(ours.mesh["cp"]), regather=draw % 4 < 2)
+            found = context_parallel_attention(
+                *parts, mask, group_of(ours.mesh["cp"]), regather=draw % 4 < 2
+            )
             found.backward(grad[:, :, cp_positions])
-            for a, b in [(found, expected), *((part.grad, x.grad) for part, x in zip(parts, inputs))]:
+            for a, b in [
+                (found, expected),
+                *((part.grad, x.grad) for part, x in zip(parts, inputs)),
+            ]:
                 b = b[:, :, cp_positions]
                 worst = max(worst, ((a - b).norm() / b.norm()).item())
     return worst
@@ -1079,7 +1263,9 @@ def kept_bytes(cases: list[dict]) -> list[int]:
             ids = torch.randint(0, cfg.model.vocab_size, (batch, length + 1))
             # sets FSDP2 up
             model(*own_inputs(ids, spread))[0]["loss"].backward()
-            x = torch.randn(batch, length // (spread.cp * spread.tp), cfg.model.dim, requires_grad=True)
+            x = torch.randn(
+                batch, length // (spread.cp * spread.tp), cfg.model.dim, requires_grad=True
+            )
             cos, sin = rope_tables(cfg.model, torch.arange(length // spread.cp))
             mask = model.build_mask(None)
             before, kept = storages(), {}
@@ -1088,17 +1274,26 @@ def kept_bytes(cases: list[dict]) -> list[int]:
                 kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
                 return tensor
 
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), warnings.catch_warnings():
+            with (
+                torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+                warnings.catch_warnings(),
+            ):
                 # counted once each, whether or not torch shows these hooks what a policy keeps
                 warnings.filterwarnings("ignore", "A saved_tensors_hooks context", FutureWarning)
                 out = model.blocks[1](x, cos, sin, mask)
             # what FSDP2 has resharded since has no bytes left
             after = storages()
             time.sleep(0.1)  # gloo's threads let go of what they have sent
-            kept |= {key: storage for key, storage in storages().items() if key in after and key not in before}
+            kept |= {
+                key: storage
+                for key, storage in storages().items()
+                if key in after and key not in before
+            }
             after.clear()
             outside = {t.untyped_storage()._cdata for t in (out, cos, sin, mask) if t is not None}
-            found.append(sum(storage.nbytes() for key, storage in kept.items() if key not in outside))
+            found.append(
+                sum(storage.nbytes() for key, storage in kept.items() if key not in outside)
+            )
             kept.clear()
             out.sum().backward()
             del model, out
@@ -1108,11 +1303,15 @@ def kept_bytes(cases: list[dict]) -> list[int]:
 def storages() -> dict[int, torch.UntypedStorage]:
     """Every storage that a Python object holds, by what stays the same where FSDP2 resizes it."""
     gc.collect()
-    tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]  # no compiler's fakes
+    tensors = [
+        o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)
+    ]  # no compiler's fakes
     return {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
 
 
-def same_batch(cases: list[dict], as_on_a_gpu: int | None = None) -> list[tuple[float, list[float]]]:
+def same_batch(
+    cases: list[dict], as_on_a_gpu: int | None = None
+) -> list[tuple[float, list[float]]]:
     """(loss, each gradient's norm) of one micro-batch of each case, the same on all data ranks, after an update. In the
     case of this number shards are cast to float8 by the kernel that a GPU's runs compile."""
     found, on_gpu = [], contextlib.nullcontext()
@@ -1125,7 +1324,9 @@ def same_batch(cases: list[dict], as_on_a_gpu: int | None = None) -> list[tuple[
             cfg = make_config(**sections)
             ours = world_for(cfg, world)
             model = build(cfg, ours)
-            ids = torch.randint(0, cfg.model.vocab_size, (1, 33), generator=torch.Generator().manual_seed(0))
+            ids = torch.randint(
+                0, cfg.model.vocab_size, (1, 33), generator=torch.Generator().manual_seed(0)
+            )
             unshard_first_units(model, cfg.parallel)
             metrics.reset()
             for _ in range(2):
@@ -1143,7 +1344,9 @@ def same_batch(cases: list[dict], as_on_a_gpu: int | None = None) -> list[tuple[
                 dist.all_reduce(total, group=ours.mesh.get_group("cp"))
             norms = [whole(p.grad).norm().item() for p in model.parameters() if p.grad is not None]
             found.append((total.item(), norms))
-            assert i != as_on_a_gpu or metrics.generated_kernel_count == 2  # of the first shape, of all
+            assert (
+                i != as_on_a_gpu or metrics.generated_kernel_count == 2
+            )  # of the first shape, of all
             del model
     return found
 
@@ -1198,7 +1401,10 @@ def scales_of_a_run(sections: dict, output: str) -> list[bool]:
 
     def right(model: Llama) -> bool:
         largest = [linear.weight.full_tensor().abs().max() for linear in tensorwise(model)]
-        return all(torch.allclose(linear.scale, m / 448) for linear, m in zip(tensorwise(model), largest, strict=True))
+        return all(
+            torch.allclose(linear.scale, m / 448)
+            for linear, m in zip(tensorwise(model), largest, strict=True)
+        )
 
     def checked(model, *rest):
         reshard(model)  # of the units that are unsharded early
@@ -1213,7 +1419,9 @@ def scales_of_a_run(sections: dict, output: str) -> list[bool]:
     return found
 
 
-def chat_gradients(sections: dict, meshes: list[dict], training: list[tuple[int, dict, str]]) -> tuple[list, list]:
+def chat_gradients(
+    sections: dict, meshes: list[dict], training: list[tuple[int, dict, str]]
+) -> tuple[list, list]:
     """Full gradients of the first step's loss, by mesh; then the rows of runs: (to this step, [parallel], output)."""
     from data.dataset import open_dataset
     from data.loader import Loader
@@ -1227,13 +1435,21 @@ def chat_gradients(sections: dict, meshes: list[dict], training: list[tuple[int,
             batch = next(loader)
             loader.close()
             for i, tensors in enumerate(batch.micro_batches, 1):
-                set_gradient_sync(model, cfg.parallel, ours, last_micro_batch=i == len(batch.micro_batches))
+                set_gradient_sync(
+                    model, cfg.parallel, ours, last_micro_batch=i == len(batch.micro_batches)
+                )
                 (model(*tensors)[0]["loss"] * (ours.fsdp_size / batch.valid_tokens)).backward()
             found.append({name: whole(p.grad).numpy() for name, p in named_parameters(model)})
             del model
         for steps, mesh, output in training:
-            cfg = make_config(**{**sections, "parallel": mesh, "train": {**sections["train"], "steps": steps},
-                                 "run": {"name": "r", "output_dir": output}})
+            cfg = make_config(
+                **{
+                    **sections,
+                    "parallel": mesh,
+                    "train": {**sections["train"], "steps": steps},
+                    "run": {"name": "r", "output_dir": output},
+                }
+            )
             run_training(cfg, world_for(cfg, world))
             trained.append(rows(config.run_folder(cfg)) if world.rank == 0 else [])
     return found, trained

@@ -16,7 +16,9 @@ import pytest
 # One thread a process: the models are tiny, and on busy cores threads that wait for each other are twenty times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub of others
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile every module anew
+os.environ.pop(
+    "PYTHONDONTWRITEBYTECODE", None
+)  # hundreds of processes would compile every module anew
 
 import config
 from tests import rooms
@@ -26,7 +28,14 @@ from tests.warm import warm_python
 REPO = rooms.REPO
 
 TINY = {
-    "model": {"dim": 48, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 80, "vocab_size": 320},
+    "model": {
+        "dim": 48,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "ffn_dim": 80,
+        "vocab_size": 320,
+    },
     "train": {"steps": 4, "seq_len": 32, "global_batch_size": 8, "micro_batch_size": 2},
     "optim": {"lr": 3e-3, "warmup_steps": 2},
     "parallel": {"param_dtype": "float32"},
@@ -37,10 +46,35 @@ TINY = {
 
 # The longest files first: run two at a time they should not end one by one. Those before test_plan start ranks or
 # whole launches in most of their tests, and are slow as a whole.
-SLOW = ("test_slurm", "test_meshes", "test_lora", "test_lifecycle", "test_float8", "test_checkpoint", "test_training",
-        "test_repo", "test_rooms", "test_crashes", "test_order", "test_minimal", "test_equality", "test_collectives",
-        "test_rebind", "test_parallel", "test_plan", "test_plan_forks", "test_fork_docs", "test_growing",
-        "test_tracker", "test_context", "test_chat", "test_prepare", "test_hf", "test_benchmarks", "test_gpu_benchmark")
+SLOW = (
+    "test_slurm",
+    "test_meshes",
+    "test_lora",
+    "test_lifecycle",
+    "test_float8",
+    "test_checkpoint",
+    "test_training",
+    "test_repo",
+    "test_rooms",
+    "test_crashes",
+    "test_order",
+    "test_minimal",
+    "test_equality",
+    "test_collectives",
+    "test_rebind",
+    "test_parallel",
+    "test_plan",
+    "test_plan_forks",
+    "test_fork_docs",
+    "test_growing",
+    "test_tracker",
+    "test_context",
+    "test_chat",
+    "test_prepare",
+    "test_hf",
+    "test_benchmarks",
+    "test_gpu_benchmark",
+)
 LONGEST = ("test_plan", "test_slurm", "test_meshes")
 
 
@@ -48,7 +82,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: number for number, name in enumerate(dict.fromkeys(LONGEST + SLOW))}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
     for item in items:
-        if item.path.stem in SLOW[:SLOW.index("test_plan")] or {"write_config", "on_ranks"} & {*item.fixturenames}:
+        if item.path.stem in SLOW[: SLOW.index("test_plan")] or {"write_config", "on_ranks"} & {
+            *item.fixturenames
+        }:
             item.add_marker("slow")
 
 
@@ -70,11 +106,16 @@ def pytest_make_collect_report(collector: pytest.Collector):
 
 def pytest_terminal_summary(terminalreporter) -> None:
     if rooms.missing():
-        skipped = [report for report in terminalreporter.stats.get("skipped", []) if rooms.LACK in str(report.longrepr)]
+        skipped = [
+            report
+            for report in terminalreporter.stats.get("skipped", [])
+            if rooms.LACK in str(report.longrepr)
+        ]
         files = sum(isinstance(report, pytest.CollectReport) for report in skipped)
         terminalreporter.write_line(
             f"not in this copy: {', '.join(rooms.missing())}. What needs them was skipped: {files} test files, "
-            f"{len(skipped) - files} tests, and cases of tests that have several")
+            f"{len(skipped) - files} tests, and cases of tests that have several"
+        )
 
 
 def pytest_collection_finish() -> None:
@@ -82,7 +123,23 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # a collection need not look through all that imports have made
 
 
-WORDS = ("the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "hat", "and", "but", "then", "red", "blue")
+WORDS = (
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "sat",
+    "ran",
+    "on",
+    "under",
+    "mat",
+    "hat",
+    "and",
+    "but",
+    "then",
+    "red",
+    "blue",
+)
 
 
 def words(seed: int, count: int) -> str:
@@ -109,9 +166,15 @@ def prepared(corpus, tmp_path_factory) -> pathlib.Path:
 
 def tables(**sections: dict | None) -> dict:
     """TINY with sections changed key by key; None removes a section or a key."""
-    merged = {name: {**TINY.get(name, {}), **(sections.get(name, {}) or {})} for name in {*TINY, *sections}}
-    return {name: {key: value for key, value in values.items() if value is not None} for name, values in merged.items()
-            if sections.get(name, {}) is not None}
+    merged = {
+        name: {**TINY.get(name, {}), **(sections.get(name, {}) or {})}
+        for name in {*TINY, *sections}
+    }
+    return {
+        name: {key: value for key, value in values.items() if value is not None}
+        for name, values in merged.items()
+        if sections.get(name, {}) is not None
+    }
 
 
 def make_config(**sections: dict | None) -> config.Config:
@@ -134,7 +197,10 @@ def lacks(**sections: dict | None) -> str | None:
 
 def run_tool(main: Callable, *words: object) -> int:
     """The exit code of a tool, as from the shell."""
-    with mock.patch.object(sys, "argv", ["tool", *map(str, words)]), pytest.raises(SystemExit) as ended:
+    with (
+        mock.patch.object(sys, "argv", ["tool", *map(str, words)]),
+        pytest.raises(SystemExit) as ended,
+    ):
         config.run_tool(main)
     return ended.value.code
 
@@ -155,11 +221,23 @@ def data_rank(rank: int = 0, ranks: int = 1, cp: int = 1) -> SimpleNamespace:
     """What of a World the data needs: a data rank, on a CPU; with cp the first of that many."""
     import torch
 
-    return SimpleNamespace(dp_rank=rank, dp_size=ranks, cp=cp, device=torch.device("cpu"),
-                           mesh=SimpleNamespace(get_local_rank=lambda name: 0))
+    return SimpleNamespace(
+        dp_rank=rank,
+        dp_size=ranks,
+        cp=cp,
+        device=torch.device("cpu"),
+        mesh=SimpleNamespace(get_local_rank=lambda name: 0),
+    )
 
 
-def loader_of(cfg: config.Config, *streams: object, rank: int = 0, ranks: int = 1, first_step: int = 1, cp: int = 1):
+def loader_of(
+    cfg: config.Config,
+    *streams: object,
+    rank: int = 0,
+    ranks: int = 1,
+    first_step: int = 1,
+    cp: int = 1,
+):
     """The Loader of a data rank, for these streams."""
     from data.loader import Loader
     from data.order import make_order
@@ -182,11 +260,22 @@ def write_config(tmp_path, corpus, prepared):
     return write
 
 
-def launch(*arguments: object, nproc: int = 1, cwd: pathlib.Path = REPO, repo: pathlib.Path = REPO,
-           **env: str) -> subprocess.CompletedProcess:
+def launch(
+    *arguments: object,
+    nproc: int = 1,
+    cwd: pathlib.Path = REPO,
+    repo: pathlib.Path = REPO,
+    **env: str,
+) -> subprocess.CompletedProcess:
     """repo/run_train.sh with a Python that need not load torch; of PYTHON=sys.executable, with one that must."""
-    return subprocess.run([repo / "run_train.sh", *map(str, arguments)], cwd=cwd, capture_output=True, text=True,
-                          timeout=300, env={**os.environ, "PYTHON": warm_python(), "NPROC": str(nproc), **env})
+    return subprocess.run(
+        [repo / "run_train.sh", *map(str, arguments)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHON": warm_python(), "NPROC": str(nproc), **env},
+    )
 
 
 def rows(folder: pathlib.Path, kind: str = "train") -> list[dict]:
@@ -210,7 +299,9 @@ def saved_by_two(tmp_path_factory) -> tuple[pathlib.Path, dict[str, str]]:
     from tests import cases
 
     folder = tmp_path_factory.mktemp("two")
-    return folder / "r/checkpoints/step-00000003", run_on_ranks(2, cases.save_trained, str(folder))[0]
+    return folder / "r/checkpoints/step-00000003", run_on_ranks(2, cases.save_trained, str(folder))[
+        0
+    ]
 
 
 def seal(folder: pathlib.Path) -> None:

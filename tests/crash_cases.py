@@ -31,14 +31,23 @@ Tree = dict[str, bytes | None]  # path: a file's content, None for a folder
 
 
 def configured(root: pathlib.Path, **checkpoint: int) -> config.Config:
-    return make_config(model=SMALL, run={"name": "r", "output_dir": str(root / "all/runs")}, checkpoint=checkpoint)
+    return make_config(
+        model=SMALL, run={"name": "r", "output_dir": str(root / "all/runs")}, checkpoint=checkpoint
+    )
 
 
 # Writing down
 
 # The interpreter's audit events, and which of their arguments is the folder's descriptor; 0: none.
-CHANGES = {"os.rename": 2, "os.mkdir": 2, "os.remove": 1, "os.rmdir": 1, "os.link": 2, "os.symlink": 2,
-           "os.truncate": 0}
+CHANGES = {
+    "os.rename": 2,
+    "os.mkdir": 2,
+    "os.remove": 1,
+    "os.rmdir": 1,
+    "os.link": 2,
+    "os.symlink": 2,
+    "os.truncate": 0,
+}
 
 
 @contextlib.contextmanager
@@ -63,7 +72,9 @@ def recorded(root: pathlib.Path, calls: list[Call]) -> Iterator[None]:
     def named(what: str) -> Callable:
         return lambda _, path, mode=0, dir_fd=None: note(what, name(path, dir_fd))
 
-    def opened(_: int, path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+    def opened(
+        _: int, path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
+    ) -> None:
         if flags & (os.O_CREAT | os.O_TRUNC):
             note("open", name(path, dir_fd), bool(flags & os.O_TRUNC))
 
@@ -73,11 +84,14 @@ def recorded(root: pathlib.Path, calls: list[Call]) -> Iterator[None]:
     def written(count: int, handle: int, *_: object) -> None:
         if count and (path := name(handle)) is not None:
             offset = os.lseek(handle, 0, os.SEEK_CUR) - count
-            with functions[io, "open"](f"/proc/self/fd/{handle}", "rb") as file:  # however the bytes came there
+            with functions[io, "open"](
+                f"/proc/self/fd/{handle}", "rb"
+            ) as file:  # however the bytes came there
                 note("write", path, offset, os.pread(file.fileno(), count, offset))
 
     def told(function: Callable, tell: Callable) -> Callable:
         """The function, and then tell(its result, its arguments); it is not told where it failed."""
+
         def call(*args: object, **kwargs: object) -> object:
             within.append(True)
             try:
@@ -86,6 +100,7 @@ def recorded(root: pathlib.Path, calls: list[Call]) -> Iterator[None]:
                 within.pop()
             tell(result, *args, **kwargs)
             return result
+
         return call
 
     class RawFile(io.FileIO):
@@ -94,15 +109,25 @@ def recorded(root: pathlib.Path, calls: list[Call]) -> Iterator[None]:
             written(count, self.fileno())
             return count
 
-    def open_(file: object, mode: str = "r", buffering: int = -1, encoding: str | None = None,
-              errors: str | None = None, newline: str | None = None, closefd: bool = True,
-              opener: Callable | None = None) -> io.IOBase:
+    def open_(
+        file: object,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+        closefd: bool = True,
+        opener: Callable | None = None,
+    ) -> io.IOBase:
         """open(), of Python's own layers over a raw file that tells what it does."""
         if not set(mode) & set("wax+"):
-            return functions[io, "open"](file, mode, buffering, encoding, errors, newline, closefd, opener)
+            return functions[io, "open"](
+                file, mode, buffering, encoding, errors, newline, closefd, opener
+            )
         assert "+" not in mode and opener is None
         raw = told(RawFile, lambda _, path, how, closefd: note("open", name(path), how == "w"))(
-            file, mode.strip("bt"), closefd)
+            file, mode.strip("bt"), closefd
+        )
         buffered = io.BufferedWriter(raw) if buffering else raw
         return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding, errors, newline)
 
@@ -111,16 +136,29 @@ def recorded(root: pathlib.Path, calls: list[Call]) -> Iterator[None]:
             return
         dir_fd = arguments[CHANGES[event]] if CHANGES.get(event) else -1
         changes = event in CHANGES or (
-            event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC))
+            event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        )
         if changes and name(arguments[0], None if dir_fd < 0 else dir_fd) is not None:
             missed.append((event, *arguments))
 
-    replacements = {(io, "open"): open_, (builtins, "open"): open_, **{
-        (os, what): told(getattr(os, what), tell) for tell, names in {
-            opened: ["open"], renamed: ["rename", "replace"], named("mkdir"): ["mkdir"], named("rmdir"): ["rmdir"],
-            named("unlink"): ["unlink", "remove"], named("sync"): ["fsync", "fdatasync"],
-            written: ["write", "writev", "sendfile"],
-            lambda count, _, target, *more: written(count, target): ["copy_file_range"]}.items() for what in names}}
+    replacements = {
+        (io, "open"): open_,
+        (builtins, "open"): open_,
+        **{
+            (os, what): told(getattr(os, what), tell)
+            for tell, names in {
+                opened: ["open"],
+                renamed: ["rename", "replace"],
+                named("mkdir"): ["mkdir"],
+                named("rmdir"): ["rmdir"],
+                named("unlink"): ["unlink", "remove"],
+                named("sync"): ["fsync", "fdatasync"],
+                written: ["write", "writev", "sendfile"],
+                lambda count, _, target, *more: written(count, target): ["copy_file_range"],
+            }.items()
+            for what in names
+        },
+    }
     functions = {place: getattr(*place) for place in replacements}
     sys.addaudithook(watch)  # there is no taking it away; it is deaf afterwards
     try:
@@ -196,7 +234,9 @@ class Disk:
                 folder.now[name].now = b""
         elif what == "write":
             (offset, data), file = more, folder.now[name]
-            file.now = file.now[:offset].ljust(offset, b"\0") + data + file.now[offset + len(data) :]
+            file.now = (
+                file.now[:offset].ljust(offset, b"\0") + data + file.now[offset + len(data) :]
+            )
         elif what == "sync":
             node = self.find(path)
             if isinstance(node, File):
@@ -233,7 +273,10 @@ class Disk:
 
 
 def read_tree(folder: pathlib.Path) -> Tree:
-    return {str(path.relative_to(folder)): None if path.is_dir() else path.read_bytes() for path in folder.rglob("*")}
+    return {
+        str(path.relative_to(folder)): None if path.is_dir() else path.read_bytes()
+        for path in folder.rglob("*")
+    }
 
 
 def write_tree(tree: Tree, folder: pathlib.Path) -> None:
@@ -248,18 +291,28 @@ def write_tree(tree: Tree, folder: pathlib.Path) -> None:
 
 
 def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    ids = torch.randint(0, SMALL["vocab_size"], (2, 9), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(
+        0, SMALL["vocab_size"], (2, 9), generator=torch.Generator().manual_seed(seed)
+    )
     model(ids[:, :-1], ids[:, 1:])[0]["loss"].backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def train_and_save(cfg: config.Config, model: torch.nn.Module, optimizer: torch.optim.Optimizer, saver: Saver,
-                   step: int, purge: bool) -> dict[str, str]:
+def train_and_save(
+    cfg: config.Config,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    saver: Saver,
+    step: int,
+    purge: bool,
+) -> dict[str, str]:
     """One step, and its checkpoint; hashes of the tensors."""
     train_step(model, optimizer, step)
     with unittest.TestCase().assertNoLogs("train", "WARNING"):
-        saver.write(step, tensors_of(model, optimizer), {"step": step, "config": config.to_dict(cfg)})
+        saver.write(
+            step, tensors_of(model, optimizer), {"step": step, "config": config.to_dict(cfg)}
+        )
         if purge:
             saver.purge()
     return digests(tensors_of(model, optimizer))
@@ -270,7 +323,9 @@ def made_up_tokenizer(output: str) -> pathlib.Path:
     return path
 
 
-def record_a_save(output: str, earlier: list[int]) -> tuple[Tree, list[Call], Tree, dict[int, dict[str, str]]]:
+def record_a_save(
+    output: str, earlier: list[int]
+) -> tuple[Tree, list[Call], Tree, dict[int, dict[str, str]]]:
     """Saves the earlier steps and then, written down, step 3, which removes them. Returns the folder before it, the
     calls, the folder after it, and each step's tensors."""
     root, tokenizer = pathlib.Path(output) / "root", made_up_tokenizer(output)
@@ -314,8 +369,12 @@ def stale_listing(folder: pathlib.Path) -> Iterator[None]:
         return not isinstance(path, int) and os.path.abspath(path) == os.path.abspath(folder)
 
     os.listdir = lambda path=".": [entry.name for entry in old] if is_it(path) else listdir(path)
-    os.scandir = lambda path=".": contextlib.nullcontext(iter(old)) if is_it(path) else scandir(path)
-    pathlib.Path.iterdir = lambda path: (path / entry.name for entry in old) if is_it(path) else iterdir(path)
+    os.scandir = lambda path=".": (
+        contextlib.nullcontext(iter(old)) if is_it(path) else scandir(path)
+    )
+    pathlib.Path.iterdir = lambda path: (
+        (path / entry.name for entry in old) if is_it(path) else iterdir(path)
+    )
     try:
         yield
     finally:
@@ -325,7 +384,11 @@ def stale_listing(folder: pathlib.Path) -> Iterator[None]:
 def enter_with_a_stale_listing(output: str) -> dict:
     """Two ranks save steps 1 to 3 and keep two; rank 1 goes on seeing steps 1 and 2. They start again, and save a
     fourth. What this rank did and saw."""
-    cfg, tokenizer, found = configured(pathlib.Path(output), keep_last=2), made_up_tokenizer(output), {}
+    cfg, tokenizer, found = (
+        configured(pathlib.Path(output), keep_last=2),
+        made_up_tokenizer(output),
+        {},
+    )
     with process_group() as world, contextlib.ExitStack() as until_end:
         model = build(cfg, world)
         optimizer = build_optimizer(model, cfg.optim)
@@ -344,6 +407,8 @@ def enter_with_a_stale_listing(output: str) -> dict:
         found["start"], found["bad"] = checkpointer.start, checkpointer.corrupt
         restore(catalog.path_of(cfg, found["start"]), model, optimizer)
         found["read"] = digests(tensors_of(model, optimizer))
-        train_and_save(cfg, model, optimizer, Saver(cfg, found["start"], [tokenizer]), 4, purge=True)
+        train_and_save(
+            cfg, model, optimizer, Saver(cfg, found["start"], [tokenizer]), 4, purge=True
+        )
         del model, optimizer
     return found

@@ -71,7 +71,9 @@ def with_a_gate(init):
 
 def give(*options: str) -> None:
     if HERE:
-        config.load = functools.partial(lambda load, path, overrides: load(path, [*overrides, *options]), config.load)
+        config.load = functools.partial(
+            lambda load, path, overrides: load(path, [*overrides, *options]), config.load
+        )
 
 
 def terminate(*_: object) -> None:
@@ -93,20 +95,47 @@ def freeze() -> None:
 FAULTS = {
     "none": lambda: None,
     "hang in data": lambda: before(Loader, "__next__", lambda: time.sleep(1000)),
-    "frozen in data": lambda: (setattr(signals, "FROZEN_SECONDS", 3.0), before(Loader, "__next__", freeze)),
+    "frozen in data": lambda: (
+        setattr(signals, "FROZEN_SECONDS", 3.0),
+        before(Loader, "__next__", freeze),
+    ),
     "slow save and hang": lambda: (
         setattr(checkpoint.save.Writer, "finish", slowly(checkpoint.save.Writer.finish)),
-        before(Loader, "__next__", lambda: time.sleep(1000))),
-    "error in data": lambda: before(Loader, "__next__", lambda: throw(RuntimeError("the disk is gone"))),
+        before(Loader, "__next__", lambda: time.sleep(1000)),
+    ),
+    "error in data": lambda: before(
+        Loader, "__next__", lambda: throw(RuntimeError("the disk is gone"))
+    ),
     "killed": lambda: before(Loader, "__next__", lambda: os.kill(os.getpid(), signal.SIGKILL)),
-    "killed once": lambda: os.path.exists(os.environ["ONCE"]) or before(Loader, "__next__", lambda: (
-        pathlib.Path(os.environ["ONCE"]).touch(), os.kill(os.getpid(), signal.SIGKILL))),
-    "infinite loss": lambda: after(Llama, "forward", lambda out: ({"loss": out[0]["loss"] + float("inf")}, out[1])),
+    "killed once": lambda: (
+        os.path.exists(os.environ["ONCE"])
+        or before(
+            Loader,
+            "__next__",
+            lambda: (
+                pathlib.Path(os.environ["ONCE"]).touch(),
+                os.kill(os.getpid(), signal.SIGKILL),
+            ),
+        )
+    ),
+    "infinite loss": lambda: after(
+        Llama, "forward", lambda out: ({"loss": out[0]["loss"] + float("inf")}, out[1])
+    ),
     "forgotten parameter": lambda: setattr(Block, "__init__", with_a_gate(Block.__init__)),
-    "out of memory": lambda: before(Llama, "forward", lambda: throw(
-        torch.OutOfMemoryError("Tried to allocate 9 GiB."))),
-    "out of memory once": lambda: os.path.exists(os.environ["ONCE"]) or before(Llama, "forward", lambda: (
-        pathlib.Path(os.environ["ONCE"]).touch(), throw(torch.OutOfMemoryError("Tried to allocate 9 GiB.")))),
+    "out of memory": lambda: before(
+        Llama, "forward", lambda: throw(torch.OutOfMemoryError("Tried to allocate 9 GiB."))
+    ),
+    "out of memory once": lambda: (
+        os.path.exists(os.environ["ONCE"])
+        or before(
+            Llama,
+            "forward",
+            lambda: (
+                pathlib.Path(os.environ["ONCE"]).touch(),
+                throw(torch.OutOfMemoryError("Tried to allocate 9 GiB.")),
+            ),
+        )
+    ),
     "another rate": lambda: give("--optim.lr=1.0"),
     "another copy": lambda: give(f"--data.path={os.environ['COPY']}"),
     "another mesh": lambda: give("--parallel.tp=2"),
@@ -115,7 +144,9 @@ FAULTS = {
     "term in data": lambda: before(Loader, "__next__", terminate_slowly),
     "term in forward": lambda: before(Llama, "forward", terminate_slowly),
     "term in save": lambda: before(checkpoint.save.Writer, "finish", terminate_slowly),
-    "save error": lambda: before(checkpoint.save.Writer, "write_data", lambda: throw(OSError(5, "injected"))),
+    "save error": lambda: before(
+        checkpoint.save.Writer, "write_data", lambda: throw(OSError(5, "injected"))
+    ),
 }
 
 FAULTS[what]()

@@ -23,23 +23,31 @@ class RoutedFeedForward(FeedForward):
 
     def __init__(self, m, out_std: float):
         nn.Module.__init__(self)
-        self.router = Linear(m.dim, EXPERTS)  # first: selective checkpointing takes matmuls in this order
+        self.router = Linear(
+            m.dim, EXPERTS
+        )  # first: selective checkpointing takes matmuls in this order
         self.gate_proj, self.up_proj = Linear(m.dim, m.ffn_dim), Linear(m.dim, m.ffn_dim, out_std)
         self.down_proj = Linear(m.ffn_dim, m.dim, out_std)
-        self.over_sequence = lambda counts: counts  # with cp: summed over the ranks that share the sequence
+        self.over_sequence = lambda counts: (
+            counts
+        )  # with cp: summed over the ranks that share the sequence
 
     def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         logits = self.router(x).float()  # (B, T, experts)
         share = logits.softmax(-1)
         best, chosen = share.max(-1, keepdim=True)
-        counts = self.over_sequence(F.one_hot(chosen[..., 0], EXPERTS).float().sum(1, keepdim=True))  # (B, 1, experts)
+        counts = self.over_sequence(
+            F.one_hot(chosen[..., 0], EXPERTS).float().sum(1, keepdim=True)
+        )  # (B, 1, experts)
         balance = EXPERTS * (counts / counts.sum(-1, keepdim=True) * share).sum()
         z_loss = logits.logsumexp(-1).square().sum()
         out = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x) * best.to(x.dtype))
         return out, {"balance": 0.1 * balance, "router_z": 0.01 * z_loss}
 
 
-def routed_block(block: Block, x: Tensor, cos: Tensor, sin: Tensor, mask=None, cache=None) -> tuple[Tensor, dict]:
+def routed_block(
+    block: Block, x: Tensor, cos: Tensor, sin: Tensor, mask=None, cache=None
+) -> tuple[Tensor, dict]:
     x = x + block.attention(block.attention_norm(x), cos, sin, mask, cache)
     out, terms = block.feed_forward(block.feed_forward_norm(x))
     return x + out, terms
@@ -60,11 +68,19 @@ def routed() -> Iterator[None]:
         changes.enter_context(mock.patch("model.llama.FeedForward", RoutedFeedForward))
         changes.enter_context(mock.patch.object(Block, "forward", routed_block))
         if not {*config.ROOMS["parallel.tp"]} & {*missing()}:
-            changes.enter_context(mock.patch.dict("parallel.tensor.TP_PLAN",
-                                                  {"blocks.*.feed_forward.router": Replicate()}))
+            changes.enter_context(
+                mock.patch.dict(
+                    "parallel.tensor.TP_PLAN", {"blocks.*.feed_forward.router": Replicate()}
+                )
+            )
         if not {*config.ROOMS["parallel.cp"]} & {*missing()}:
             from parallel import context
 
-            changes.enter_context(mock.patch.object(context, "apply_context_parallelism", partial(
-                routed_context_parallelism, context.apply_context_parallelism)))
+            changes.enter_context(
+                mock.patch.object(
+                    context,
+                    "apply_context_parallelism",
+                    partial(routed_context_parallelism, context.apply_context_parallelism),
+                )
+            )
         yield

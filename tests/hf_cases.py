@@ -34,17 +34,24 @@ def tokens(vocab_size: int) -> torch.Tensor:
     return found
 
 
-def read_and_save(folders: dict[str, str], output: str, mesh: dict) -> dict[str, tuple[dict[str, str], list]]:
+def read_and_save(
+    folders: dict[str, str], output: str, mesh: dict
+) -> dict[str, tuple[dict[str, str], list]]:
     """(hashes of all parameters, logits) of each folder's model, which is saved below `output` too."""
     found = {}
     with process_group() as world:
         for name, folder in folders.items():
-            cfg = config_from(folder, run={"name": name, "output_dir": output}, checkpoint={}, parallel=mesh)
+            cfg = config_from(
+                folder, run={"name": name, "output_dir": output}, checkpoint={}, parallel=mesh
+            )
             model = build(cfg, world_for(cfg, world), weights_to_read(cfg, 0))
             optimizer = build_optimizer(model, cfg.optim)
             save(cfg, model, optimizer, 1)
             with torch.no_grad():
-                found[name] = digests(dict(named_parameters(model))), model(tokens(cfg.model.vocab_size)).tolist()
+                found[name] = (
+                    digests(dict(named_parameters(model))),
+                    model(tokens(cfg.model.vocab_size)).tolist(),
+                )
             del model, optimizer
     return found
 
@@ -52,8 +59,14 @@ def read_and_save(folders: dict[str, str], output: str, mesh: dict) -> dict[str,
 def train_and_resume(folder: str, output: str, data: dict) -> list[dict]:
     """Trains five steps from the folder, and a sixth from the checkpoint when the folder is gone."""
     with process_group() as world:
-        cfg = config_from(folder, run={"name": "r", "output_dir": output}, train={"steps": 5},
-                          optim={"schedule_steps": 6}, data=data, checkpoint={})
+        cfg = config_from(
+            folder,
+            run={"name": "r", "output_dir": output},
+            train={"steps": 5},
+            optim={"schedule_steps": 6},
+            data=data,
+            checkpoint={},
+        )
         run_training(cfg, world)
         if world.rank == 0:
             os.rename(folder, f"{folder}.gone")
@@ -74,7 +87,9 @@ def refused_on_one_rank(folder: str) -> list[str]:
             weights = weights_to_read(cfg, 0)
             if world.rank == 1 and lost:
                 stored = weights.stored["head.weight"]
-                weights.stored["head.weight"] = dataclasses.replace(stored, path=stored.path.with_name(lost))
+                weights.stored["head.weight"] = dataclasses.replace(
+                    stored, path=stored.path.with_name(lost)
+                )
             try:
                 build(cfg, world, weights)
                 found.append("none")
@@ -88,7 +103,10 @@ def with_another_copy(copies: list[str]) -> str:
     with process_group() as world:
         try:
             found = open_pretrained(config_from(copies[world.rank]), 0)
-            return str({stored.path.parent for stored in found.stored.values()} == {pathlib.Path(copies[world.rank])})
+            return str(
+                {stored.path.parent for stored in found.stored.values()}
+                == {pathlib.Path(copies[world.rank])}
+            )
         except ConfigError as error:
             return str(error)
 
@@ -100,8 +118,10 @@ def read_on_machines(names: list[str], environments: list[dict[str, str]]) -> tu
     os.environ |= {**environments[node], "LOCAL_RANK": str(local_rank)}
     with process_group():
         model = tables()["model"]
-        first, second = (make_config(model={**model, "qk_norm": True, "norm_eps": 1e-5, "init_from": name})
-                         for name in names)
+        first, second = (
+            make_config(model={**model, "qk_norm": True, "norm_eps": 1e-5, "init_from": name})
+            for name in names
+        )
         (folder,) = {stored.path.parent for stored in open_pretrained(first, 0).stored.values()}
         try:
             open_pretrained(second, 0)

@@ -27,7 +27,9 @@ class Hub:
     returns None, a status to answer with, CUT or LOST. requests: of each so far, "METHOD /path"."""
 
     def __init__(self) -> None:
-        self.commits: dict[tuple[str, str], dict[str, bytes]] = {}  # (repository, commit): the files' content by path
+        self.commits: dict[
+            tuple[str, str], dict[str, bytes]
+        ] = {}  # (repository, commit): the files' content by path
         self.branches: dict[tuple[str, str], str] = {}  # (repository, branch): commit
         self.tokens: dict[str, str] = {}  # of private repositories
         self.fault: Callable[[Request], int | None] = lambda request: None
@@ -53,18 +55,30 @@ class Hub:
         if self.server:
             self.close()
 
-    def commit(self, repo: str, files: dict[str, bytes], branch: str = "main", token: str | None = None) -> str:
+    def commit(
+        self, repo: str, files: dict[str, bytes], branch: str = "main", token: str | None = None
+    ) -> str:
         """Moves a branch to a new commit of these files alone, and returns it. token: without it, it is not found."""
-        sha = hashlib.sha1(repr((repo, sorted(files.items()), len(self.commits))).encode()).hexdigest()
+        sha = hashlib.sha1(
+            repr((repo, sorted(files.items()), len(self.commits))).encode()
+        ).hexdigest()
         self.commits[repo, sha], self.branches[repo, branch] = files, sha
         if token:
             self.tokens[repo] = token
         return sha
 
-    def environment(self, home: pathlib.Path, token: str | None = None, offline: bool = False) -> dict[str, str]:
+    def environment(
+        self, home: pathlib.Path, token: str | None = None, offline: bool = False
+    ) -> dict[str, str]:
         """Environment variables of a process whose hub this is. home: of the libraries' caches."""
-        return {"HF_ENDPOINT": f"http://127.0.0.1:{self.port}", "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1",
-                "HF_HUB_DISABLE_TELEMETRY": "1", "HF_TOKEN": token or "", "HF_HUB_OFFLINE": str(int(offline))}
+        return {
+            "HF_ENDPOINT": f"http://127.0.0.1:{self.port}",
+            "HF_HOME": str(home),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_TOKEN": token or "",
+            "HF_HUB_OFFLINE": str(int(offline)),
+        }
 
 
 class Request(BaseHTTPRequestHandler):
@@ -95,17 +109,24 @@ class Request(BaseHTTPRequestHandler):
 
     def route(self, hub: Hub, body: bytes) -> None:
         url = urllib.parse.urlsplit(self.path)
-        found = re.fullmatch(r"/(?P<repo>(?:datasets/)?[^/]+/[^/]+)/(?P<what>resolve)/(?P<revision>[^/]+)/(?P<path>.+)|"
-                             r"/api/(?P<kind>models/|(?=datasets/))(?P<of>(?:datasets/)?[^/]+/[^/]+)"
-                             r"(?:/(?P<ask>revision|tree|paths-info)/(?P<at>[^/]+)/?(?P<under>.*))?", url.path)
+        found = re.fullmatch(
+            r"/(?P<repo>(?:datasets/)?[^/]+/[^/]+)/(?P<what>resolve)/(?P<revision>[^/]+)/(?P<path>.+)|"
+            r"/api/(?P<kind>models/|(?=datasets/))(?P<of>(?:datasets/)?[^/]+/[^/]+)"
+            r"(?:/(?P<ask>revision|tree|paths-info)/(?P<at>[^/]+)/?(?P<under>.*))?",
+            url.path,
+        )
         if not found:
             return self.missing("Entry")
         repo = found["repo"] or found["of"]
         revision = urllib.parse.unquote(found["revision"] or found["at"] or "main")
         path = urllib.parse.unquote(found["path"] or found["under"] or "")
         if not any(repo == known for known, _ in hub.commits) or (
-                hub.tokens.get(repo) and self.headers.get("Authorization") != f"Bearer {hub.tokens[repo]}"):
-            return self.missing("Repo", 401)  # as the hub says: no token, a wrong one or no such repository
+            hub.tokens.get(repo)
+            and self.headers.get("Authorization") != f"Bearer {hub.tokens[repo]}"
+        ):
+            return self.missing(
+                "Repo", 401
+            )  # as the hub says: no token, a wrong one or no such repository
         sha = hub.branches.get((repo, revision), revision)
         if (files := hub.commits.get((repo, sha))) is None:
             return self.missing("Revision")
@@ -113,15 +134,32 @@ class Request(BaseHTTPRequestHandler):
             return self.file(files[path], sha) if path in files else self.missing("Entry", sha=sha)
         if found["ask"] in ("tree", "paths-info"):
             return self.listing(files, path, url.query, body)
-        self.answer({"id": repo.removeprefix("datasets/"), "sha": sha, "private": repo in hub.tokens, "tags": [],
-                     "siblings": [{"rfilename": name} for name in files]})
+        self.answer(
+            {
+                "id": repo.removeprefix("datasets/"),
+                "sha": sha,
+                "private": repo in hub.tokens,
+                "tags": [],
+                "siblings": [{"rfilename": name} for name in files],
+            }
+        )
 
     def listing(self, files: dict[str, bytes], under: str, query: str, body: bytes) -> None:
         entries: dict[str, dict[str, Any]] = {}
         for name, content in files.items():
             for folder in [*pathlib.PurePosixPath(name).parents][:-1]:
-                entries[str(folder)] = {"type": "directory", "path": str(folder), "oid": "0" * 40, "size": 0}
-            entries[name] = {"type": "file", "path": name, "oid": sha1(content), "size": len(content)}
+                entries[str(folder)] = {
+                    "type": "directory",
+                    "path": str(folder),
+                    "oid": "0" * 40,
+                    "size": 0,
+                }
+            entries[name] = {
+                "type": "file",
+                "path": name,
+                "oid": sha1(content),
+                "size": len(content),
+            }
         asked = urllib.parse.parse_qs(body.decode()).get("paths")
         if body and asked is None:
             asked = json.loads(body)["paths"]
@@ -129,10 +167,22 @@ class Request(BaseHTTPRequestHandler):
             return self.answer([entries[name] for name in asked if name in entries])
         if under and entries.get(under, {}).get("type") != "directory":
             return self.missing("Entry")
-        recursive = urllib.parse.parse_qs(query).get("recursive", ["False"])[0].lower() in ("true", "1")
-        inside = [name for name in sorted(entries) if name.startswith(under + "/" * bool(under)) and name != under]
-        self.answer([entries[name] for name in inside if recursive or str(pathlib.PurePosixPath(name).parent) == (
-            under or ".")])
+        recursive = urllib.parse.parse_qs(query).get("recursive", ["False"])[0].lower() in (
+            "true",
+            "1",
+        )
+        inside = [
+            name
+            for name in sorted(entries)
+            if name.startswith(under + "/" * bool(under)) and name != under
+        ]
+        self.answer(
+            [
+                entries[name]
+                for name in inside
+                if recursive or str(pathlib.PurePosixPath(name).parent) == (under or ".")
+            ]
+        )
 
     def file(self, content: bytes, sha: str) -> None:
         headers = {"ETag": f'"{sha1(content)}"', "X-Repo-Commit": sha, "Accept-Ranges": "bytes"}
@@ -142,14 +192,28 @@ class Request(BaseHTTPRequestHandler):
         begin, end = int(asked[1]), min(len(content), int(asked[2] or len(content)) + 1)
         if begin >= len(content):
             return self.answer({}, 416, headers | {"Content-Range": f"bytes */{len(content)}"})
-        self.answer(content[begin:end], 206, headers | {"Content-Range": f"bytes {begin}-{end - 1}/{len(content)}"})
+        self.answer(
+            content[begin:end],
+            206,
+            headers | {"Content-Range": f"bytes {begin}-{end - 1}/{len(content)}"},
+        )
 
     def missing(self, what: str, status: int = 404, sha: str = "") -> None:
-        text = {"Entry": "Entry not found", "Revision": "Invalid rev id", "Repo": "Invalid username or password."}[what]
-        self.answer({"error": text}, status, {"X-Error-Code": f"{what}NotFound", "X-Error-Message": text} | (
-            {"X-Repo-Commit": sha} if sha else {}))
+        text = {
+            "Entry": "Entry not found",
+            "Revision": "Invalid rev id",
+            "Repo": "Invalid username or password.",
+        }[what]
+        self.answer(
+            {"error": text},
+            status,
+            {"X-Error-Code": f"{what}NotFound", "X-Error-Message": text}
+            | ({"X-Repo-Commit": sha} if sha else {}),
+        )
 
-    def answer(self, content: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+    def answer(
+        self, content: Any, status: int = 200, headers: dict[str, str] | None = None
+    ) -> None:
         raw = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         for name, value in {**(headers or {}), "Content-Length": str(len(raw))}.items():

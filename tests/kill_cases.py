@@ -35,7 +35,11 @@ def run(cfg: config.Config, last: int) -> bool:
     def audit(event: str, arguments: tuple) -> None:
         nonlocal seen
         # of a file only that is opened to be written
-        if event in EVENTS and str(arguments[0]).startswith(root) and (event != "open" or arguments[2] & os.O_WRONLY):
+        if (
+            event in EVENTS
+            and str(arguments[0]).startswith(root)
+            and (event != "open" or arguments[2] & os.O_WRONLY)
+        ):
             seen += 1
             if seen == last:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -52,7 +56,11 @@ def run(cfg: config.Config, last: int) -> bool:
 
 
 def tree(folder: pathlib.Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def main(path: str, final: str) -> None:
@@ -61,14 +69,16 @@ def main(path: str, final: str) -> None:
     data.encode.SYNC_SECONDS, data.encode.CHUNK = 0.0, 20_000  # characters
     os.fsync = lambda handle: None  # a killed process leaves what it wrote in the page cache
     data.encode.encode_all = lambda folder, typecode, source, encode: (
-        (encode(folder, typecode, texts), place)
-        for texts, place in data.encode.chunks(source))
+        (encode(folder, typecode, texts), place) for texts, place in data.encode.chunks(source)
+    )
     data.pieces.SMALLEST = 40_000
     expected = tree(pathlib.Path(final))
 
     def check(last: int) -> None:
         assert tree(folder) == expected, last
-        assert {p.name for p in folder.parent.iterdir()} == {folder.name, f".{folder.name}.lock"}, last
+        assert {p.name for p in folder.parent.iterdir()} == {folder.name, f".{folder.name}.lock"}, (
+            last
+        )
         shutil.rmtree(folder.parent)
 
     last = 1

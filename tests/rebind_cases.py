@@ -25,13 +25,21 @@ def new_model(cfg, meta: bool) -> Llama:
 def groups(model) -> list[dict]:
     """The vectors first, and backwards: an order that nothing but the old entries knows."""
     parameters = list(model.parameters())[::-1]
-    return [{"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0, "lr": 1e-3},
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1, "betas": (0.8, 0.9)}]
+    return [
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0, "lr": 1e-3},
+        {
+            "params": [p for p in parameters if p.ndim >= 2],
+            "weight_decay": 0.1,
+            "betas": (0.8, 0.9),
+        },
+    ]
 
 
 def train(model, optimizer, cfg) -> dict:
     """Three steps: each one's loss, and hashes of the weights after them."""
-    ids = torch.randint(0, cfg.model.vocab_size, (4, 17), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        0, cfg.model.vocab_size, (4, 17), generator=torch.Generator().manual_seed(1)
+    )
     losses = []
     for _ in range(3):
         loss = model(ids[:, :-1], ids[:, 1:])[0]["loss"]
@@ -44,8 +52,10 @@ def train(model, optimizer, cfg) -> dict:
 
 def described(model, optimizer) -> list[tuple[list[str], dict]]:
     names = {id(p): name for name, p in named_parameters(model)}
-    return [([names[id(p)] for p in group["params"]], {k: v for k, v in group.items() if k != "params"})
-            for group in optimizer.param_groups]
+    return [
+        ([names[id(p)] for p in group["params"]], {k: v for k, v in group.items() if k != "params"})
+        for group in optimizer.param_groups
+    ]
 
 
 def made_after(cfg, world) -> dict:
@@ -68,7 +78,13 @@ def made_before(cfg, world, meta: bool) -> dict:
     check_optimizer(model, optimizer)  # materialize left the objects as they were
     found = train(model, optimizer, cfg)
     check_optimizer(model, optimizer)  # and so did the first forward
-    return {**found, "alive": alive, "before": before, "after": after, "end": described(model, optimizer)}
+    return {
+        **found,
+        "alive": alive,
+        "before": before,
+        "after": after,
+        "end": described(model, optimizer),
+    }
 
 
 def all_orders(every: list[dict]) -> list[dict[str, dict]]:
@@ -78,8 +94,13 @@ def all_orders(every: list[dict]) -> list[dict[str, dict]]:
         for sections in every:
             cfg = make_config(**sections)
             ours = cases.world_for(cfg, world)
-            found.append({"after": made_after(cfg, ours), "meta": made_before(cfg, ours, meta=True),
-                          "real": made_before(cfg, ours, meta=False)})
+            found.append(
+                {
+                    "after": made_after(cfg, ours),
+                    "meta": made_before(cfg, ours, meta=True),
+                    "real": made_before(cfg, ours, meta=False),
+                }
+            )
     return found
 
 
@@ -92,8 +113,12 @@ def not_carried_over(sections: dict) -> dict:
         full = [weakref.ref(p) for p in model.parameters()]
         parallelize(model, cfg, world)
         initial = cases.digests(dict(named_parameters(model)))
-        found = {**train(model, optimizer, cfg), "initial": initial, "states": len(optimizer.state),
-                 "alive": sum(p() is not None for p in full)}
+        found = {
+            **train(model, optimizer, cfg),
+            "initial": initial,
+            "states": len(optimizer.state),
+            "alive": sum(p() is not None for p in full),
+        }
         try:
             check_optimizer(model, optimizer)
             found["error"] = "none"

@@ -11,15 +11,50 @@ from collections.abc import Iterable
 import pytest
 
 REPO = pathlib.Path(__file__).parent.parent
-OPTIONAL = ("planner", "huggingface", "migrate", "generate.py", "report.py", "board.py", "tracker.py", "benchmarks",
-            "minimal.py", "adamw_bfloat16.py", "muon.py", "data/show.py", "data/growing.py", "data/pieces.py",
-            "data/hub.py", "data/arrow.py", "data/mixture.py", "data/tokenizer_json.py", "data/text_bytes.py",
-            "data/chat.py", "data/packing.py", "data/template.py", "data/make_chat.py", "conversation.py",
-            "checkpoint/__main__.py", "checkpoint/tools.py", "checkpoint/staging.py", "checkpoint/plan_cache.py",
-            "lifecycle/descriptors.py", "lifecycle/profiler.py", "lifecycle/slurm.py", "model/lora.py", "model/nf4.py",
-            "model/float8.py", "parallel/float8.py", "parallel/tensor.py", "parallel/context.py",
-            "parallel/collectives.py", "parallel/selective.py", "parallel/matmul_order.py", "parallel/replicated.py",
-            "parallel/optional_patches.py")
+OPTIONAL = (
+    "planner",
+    "huggingface",
+    "migrate",
+    "generate.py",
+    "report.py",
+    "board.py",
+    "tracker.py",
+    "benchmarks",
+    "minimal.py",
+    "adamw_bfloat16.py",
+    "muon.py",
+    "data/show.py",
+    "data/growing.py",
+    "data/pieces.py",
+    "data/hub.py",
+    "data/arrow.py",
+    "data/mixture.py",
+    "data/tokenizer_json.py",
+    "data/text_bytes.py",
+    "data/chat.py",
+    "data/packing.py",
+    "data/template.py",
+    "data/make_chat.py",
+    "conversation.py",
+    "checkpoint/__main__.py",
+    "checkpoint/tools.py",
+    "checkpoint/staging.py",
+    "checkpoint/plan_cache.py",
+    "lifecycle/descriptors.py",
+    "lifecycle/profiler.py",
+    "lifecycle/slurm.py",
+    "model/lora.py",
+    "model/nf4.py",
+    "model/float8.py",
+    "parallel/float8.py",
+    "parallel/tensor.py",
+    "parallel/context.py",
+    "parallel/collectives.py",
+    "parallel/selective.py",
+    "parallel/matmul_order.py",
+    "parallel/replicated.py",
+    "parallel/optional_patches.py",
+)
 
 LACK = "Skipped: needs"
 
@@ -34,11 +69,16 @@ def signs_of(room: str) -> re.Pattern:
     """What an error says that is due to this room's absence."""
     module = room.removesuffix(".py").replace("/", ".")
     parent, _, name = map(re.escape, module.rpartition("."))
-    signs = [rf"needs (\S+ and )*{re.escape(room)}/?( and \S+)*, which this copy of the repository does not have",
-             rf"No module named '?{re.escape(module)}\b",
-             rf"(No such file or directory|can't open file).*/{re.escape(room)}\b"]
+    signs = [
+        rf"needs (\S+ and )*{re.escape(room)}/?( and \S+)*, which this copy of the repository does not have",
+        rf"No module named '?{re.escape(module)}\b",
+        rf"(No such file or directory|can't open file).*/{re.escape(room)}\b",
+    ]
     if parent:
-        signs += [f"cannot import name '{name}' from '{parent}'", f"module '{parent}' has no attribute '{name}'"]
+        signs += [
+            f"cannot import name '{name}' from '{parent}'",
+            f"module '{parent}' has no attribute '{name}'",
+        ]
     return re.compile("|".join(signs))
 
 
@@ -50,14 +90,21 @@ def needed(error: str) -> str | None:
 def skip_for_lack(report: pytest.TestReport | pytest.CollectReport, error: str) -> None:
     """Turns a failure that is due to a removed room into a skip."""
     if report.failed and (room := needed(error)):
-        report.outcome, report.longrepr = "skipped", (report.nodeid.partition("::")[0], 0, f"{LACK} {room}")
+        report.outcome, report.longrepr = (
+            "skipped",
+            (report.nodeid.partition("::")[0], 0, f"{LACK} {room}"),
+        )
 
 
 def copy_tracked(folder: pathlib.Path, without: Iterable[str] = ()) -> pathlib.Path:
     """The repository as a newcomer has it, tracked files alone, and without these rooms."""
-    tracked = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True).stdout.split()
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True
+    ).stdout.split()
     for name in tracked:
-        if (REPO / name).exists() and not any(f"{name}/".startswith(f"{room}/") for room in without):
+        if (REPO / name).exists() and not any(
+            f"{name}/".startswith(f"{room}/") for room in without
+        ):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPO / name, folder / name)
     return folder

@@ -25,8 +25,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:Fu
 
 SETTINGS = ["none", 2, "elementwise", "selective", "full"]
 BATCH, LENGTH, LAYERS = 2, 64, 4
-WIDTH, HEADS, KEYS, FFN = 48, 4, 24, 80  # of tests.conftest.TINY; keys: width of all key heads, or of all value heads
-LLAMA_8B = {"dim": 512, "n_heads": 4, "n_kv_heads": 1, "ffn_dim": 1792}  # its proportions, an eighth as wide
+WIDTH, HEADS, KEYS, FFN = (
+    48,
+    4,
+    24,
+    80,
+)  # of tests.conftest.TINY; keys: width of all key heads, or of all value heads
+LLAMA_8B = {
+    "dim": 512,
+    "n_heads": 4,
+    "n_kv_heads": 1,
+    "ffn_dim": 1792,
+}  # its proportions, an eighth as wide
 
 
 def built(setting: str | int, compiled: bool = False, **sizes: int) -> Llama:
@@ -39,7 +49,9 @@ def built(setting: str | int, compiled: bool = False, **sizes: int) -> Llama:
     return model
 
 
-def step(setting: str | int, dtype: torch.dtype = torch.float32, **sizes: int) -> tuple[dict[str, torch.Tensor], int]:
+def step(
+    setting: str | int, dtype: torch.dtype = torch.float32, **sizes: int
+) -> tuple[dict[str, torch.Tensor], int]:
     """Every gradient, and the bytes that autograd keeps for the blocks between forward and backward.
 
     Counted as they are kept: saved tensors through autograd's own hooks, and what selective recomputation caches as
@@ -59,7 +71,11 @@ def step(setting: str | int, dtype: torch.dtype = torch.float32, **sizes: int) -
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = model(ids[:, :-1], ids[:, 1:])[0]["loss"]
     after = storages()  # saved tensors are no Python objects, cached ones are
-    kept |= {key: storage.nbytes() for key, storage in after.items() if key not in before and key not in parameters}
+    kept |= {
+        key: storage.nbytes()
+        for key, storage in after.items()
+        if key not in before and key not in parameters
+    }
     loss.backward()
     return {name: p.grad for name, p in named_parameters(model)}, sum(kept.values())
 
@@ -67,7 +83,9 @@ def step(setting: str | int, dtype: torch.dtype = torch.float32, **sizes: int) -
 def test_of_every_n_blocks_the_last_is_recomputed():
     for n, recomputed in (1, [0, 1, 2, 3]), (2, [1, 3]), (3, [2]), (5, []):
         blocks = built(n).blocks
-        assert [i for i, block in enumerate(blocks) if type(block) is not type(built("none").blocks[0])] == recomputed
+        assert [
+            i for i, block in enumerate(blocks) if type(block) is not type(built("none").blocks[0])
+        ] == recomputed
 
 
 measured = functools.cache(step)
@@ -87,14 +105,22 @@ def test_bytes_kept_fall_in_the_order_of_the_settings():
     per_block = (none - full) / LAYERS
     assert none - second == pytest.approx(2 * per_block, rel=0.02)
     inputs = BATCH * LENGTH * WIDTH * 4
-    assert per_block > 10 * inputs > 0  # norms' inputs, q k v, attention's result, gate, up: many times the input
+    assert (
+        per_block > 10 * inputs > 0
+    )  # norms' inputs, q k v, attention's result, gate, up: many times the input
     assert full < none / 3
 
 
-@pytest.mark.parametrize("setting, kept", [
-    ("elementwise", WIDTH + 2 * KEYS + WIDTH + WIDTH + 2 * FFN),  # q; k, v; attention; o; gate, up
-    ("selective", WIDTH + KEYS + WIDTH + FFN),  # q; v; attention; gate
-])
+@pytest.mark.parametrize(
+    "setting, kept",
+    [
+        (
+            "elementwise",
+            WIDTH + 2 * KEYS + WIDTH + WIDTH + 2 * FFN,
+        ),  # q; k, v; attention; o; gate, up
+        ("selective", WIDTH + KEYS + WIDTH + FFN),  # q; v; attention; gate
+    ],
+)
 def test_bytes_kept_are_those_of_the_outputs_that_backward_reads(setting, kept):
     """And of attention's logsumexp, one number a head. None for down_proj, the last product."""
     beyond_the_input = measured(setting)[1] - measured("full")[1]
@@ -102,14 +128,19 @@ def test_bytes_kept_are_those_of_the_outputs_that_backward_reads(setting, kept):
 
 
 def test_keeping_every_product_saves_a_third_at_llama_8b_s_proportions():
-    kept = {setting: step(setting, torch.bfloat16, **LLAMA_8B)[1] for setting in ("none", "elementwise", "full")}
+    kept = {
+        setting: step(setting, torch.bfloat16, **LLAMA_8B)[1]
+        for setting in ("none", "elementwise", "full")
+    }
     inputs = LAYERS * BATCH * LENGTH * LLAMA_8B["dim"] * 2  # "full" keeps these and the head's
     blocks = {setting: size - kept["full"] + inputs for setting, size in kept.items()}
     assert blocks["elementwise"] <= 0.685 * blocks["none"]
 
 
 def test_names_stay():
-    plain = [name for name, _ in Llama(make_config(model={"n_layers": LAYERS}).model).named_parameters()]
+    plain = [
+        name for name, _ in Llama(make_config(model={"n_layers": LAYERS}).model).named_parameters()
+    ]
     for setting in SETTINGS:
         for compiled in (False, True):
             assert [name for name, _ in named_parameters(built(setting, compiled))] == plain
@@ -153,11 +184,15 @@ def test_of_what_torch_logs_of_policies_the_advice_on_those_alone_is_dropped(mon
     built("selective")
     log, heard = logging.getLogger("torch._higher_order_ops.wrap"), []
     monkeypatch.setattr(log, "disabled", False)
-    log.setLevel(logging.WARNING)  # whatever torch's own set-up of logs, in an earlier test, made it
+    log.setLevel(
+        logging.WARNING
+    )  # whatever torch's own set-up of logs, in an earlier test, made it
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())
     log.addHandler(handler)
-    log.warning("\nDetected that context_fn is passed to torch.utils.checkpoint under torch.compile.\nPlease ...")
+    log.warning(
+        "\nDetected that context_fn is passed to torch.utils.checkpoint under torch.compile.\nPlease ..."
+    )
     log.warning("a policy that was %s", "dropped")
     log.removeHandler(handler)
     assert heard == ["a policy that was dropped"]
@@ -179,21 +214,42 @@ class Router(FeedForward):
 
 
 FORWARDS = {  # of FeedForward -> (number of the matmul, what forward computes, what is due)
-    "another order": (lambda f, x: f.down_proj(f.up_proj(x) * F.silu(f.gate_proj(x))), 5, "up_proj", "gate_proj"),
-    "one twice": (lambda f, x: f.down_proj(F.silu(f.gate_proj(x) + f.gate_proj(2 * x)) * f.up_proj(x)),
-                  6, "gate_proj", "up_proj"),
+    "another order": (
+        lambda f, x: f.down_proj(f.up_proj(x) * F.silu(f.gate_proj(x))),
+        5,
+        "up_proj",
+        "gate_proj",
+    ),
+    "one twice": (
+        lambda f, x: f.down_proj(F.silu(f.gate_proj(x) + f.gate_proj(2 * x)) * f.up_proj(x)),
+        6,
+        "gate_proj",
+        "up_proj",
+    ),
     "one never": (lambda f, x: f.down_proj(F.silu(f.gate_proj(x))), 6, "down_proj", "up_proj"),
-    "one without its module": (lambda f, x: f.down_proj(F.silu(f.gate_proj(x)) * (x @ f.up_proj.weight.t())),
-                               6, "feed_forward", "up_proj"),
-    "one more": (lambda f, x: f.down_proj(F.silu(f.gate_proj(x)) * f.up_proj(x)) @ f.gate_proj.weight[:WIDTH].t(),
-                 8, "feed_forward", "nothing"),
+    "one without its module": (
+        lambda f, x: f.down_proj(F.silu(f.gate_proj(x)) * (x @ f.up_proj.weight.t())),
+        6,
+        "feed_forward",
+        "up_proj",
+    ),
+    "one more": (
+        lambda f, x: (
+            f.down_proj(F.silu(f.gate_proj(x)) * f.up_proj(x)) @ f.gate_proj.weight[:WIDTH].t()
+        ),
+        8,
+        "feed_forward",
+        "nothing",
+    ),
 }
 
 
 def parallelized(setting: str) -> None:
     """parallelize(), which needs no process group up to the check."""
     cfg = make_config(parallel={"recompute": setting})
-    parallelize.parallelize(meta_model(cfg.model), cfg, SimpleNamespace(device=torch.device("cpu"), tp=1, cp=1))
+    parallelize.parallelize(
+        meta_model(cfg.model), cfg, SimpleNamespace(device=torch.device("cpu"), tp=1, cp=1)
+    )
 
 
 @pytest.mark.parametrize("setting", ["elementwise", "selective"])
@@ -204,10 +260,17 @@ def test_matmuls_in_another_order_than_their_modules_are_refused(monkeypatch, ca
     with pytest.raises(ConfigError) as refused:
         parallelized(setting)
     text = str(refused.value)
-    assert text.startswith(f'[parallel] recompute = "{setting}": numbers the matmuls') and "__init__" in text
+    assert (
+        text.startswith(f'[parallel] recompute = "{setting}": numbers the matmuls')
+        and "__init__" in text
+    )
     place = "blocks.0" + ".feed_forward" * (called != "feed_forward")
     assert f"number {number} of blocks.0 is of {place}.{called} in forward, of " in text
-    assert (f"blocks.0.feed_forward.{due} in that order" if due != "nothing" else "of nothing in that order") in text
+    assert (
+        f"blocks.0.feed_forward.{due} in that order"
+        if due != "nothing"
+        else "of nothing in that order"
+    ) in text
 
 
 @pytest.mark.parametrize("setting", ["none", "full", 2])
@@ -220,7 +283,9 @@ def test_the_order_is_looked_at_where_it_matters_alone(monkeypatch, setting):
 
 def test_an_order_that_depends_on_values_is_refused(monkeypatch):
     monkeypatch.setattr("model.llama.FeedForward", Router)
-    with pytest.raises(ConfigError, match='order is unknown: aten.nonzero.* in blocks.0.feed_forward fails.*"full"'):
+    with pytest.raises(
+        ConfigError, match='order is unknown: aten.nonzero.* in blocks.0.feed_forward fails.*"full"'
+    ):
         parallelized("selective")
 
 
@@ -234,7 +299,9 @@ def test_one_block_of_each_kind_is_run(monkeypatch):
         def forward(self, x: Tensor) -> Tensor:
             return self.down_proj(self.up_proj(x) * F.silu(self.gate_proj(x)))
 
-    monkeypatch.setattr(Block, "forward", lambda block, *args: runs.append(block) or forward(block, *args))
+    monkeypatch.setattr(
+        Block, "forward", lambda block, *args: runs.append(block) or forward(block, *args)
+    )
     model = meta_model(make_config(model={"n_layers": 6}).model)
     check_matmul_order(model, "selective", 32)
     assert runs == [model.blocks[0]]
@@ -242,10 +309,15 @@ def test_one_block_of_each_kind_is_run(monkeypatch):
     check_matmul_order(model, "selective", 32)
     assert runs[1:] == [model.blocks[0], model.blocks[2]]
     model.blocks[4].feed_forward.__class__ = Last
-    with pytest.raises(ConfigError, match="number 5 of blocks.4 is of blocks.4.feed_forward.up_proj"):
+    with pytest.raises(
+        ConfigError, match="number 5 of blocks.4 is of blocks.4.feed_forward.up_proj"
+    ):
         check_matmul_order(model, "selective", 32)
     assert not any("forward" in vars(block) for block in model.blocks)  # nothing stays
-    assert not nn.modules.module._global_forward_hooks and not nn.modules.module._global_forward_pre_hooks
+    assert (
+        not nn.modules.module._global_forward_hooks
+        and not nn.modules.module._global_forward_pre_hooks
+    )
 
 
 def test_the_plan_refuses_it_too(monkeypatch):

@@ -19,14 +19,20 @@ def filled_model(**model: object) -> Llama:
     torch.manual_seed(0)
     llama = Llama(make_config(model=model).model)
     for parameter in llama.parameters():
-        torch.nn.init.normal_(parameter, 1.0, 0.3) if parameter.ndim == 1 else torch.nn.init.normal_(parameter, 0, 0.2)
+        torch.nn.init.normal_(
+            parameter, 1.0, 0.3
+        ) if parameter.ndim == 1 else torch.nn.init.normal_(parameter, 0, 0.2)
     return llama
 
 
 def numbered(lengths: list[list[int]]) -> torch.Tensor:
     """Document numbers (B, T), with gaps, as a window in the middle of a corpus has them."""
-    return torch.stack([torch.repeat_interleave(torch.arange(7, 7 + 3 * len(row), 3), torch.tensor(row))
-                        for row in lengths])
+    return torch.stack(
+        [
+            torch.repeat_interleave(torch.arange(7, 7 + 3 * len(row), 3), torch.tensor(row))
+            for row in lengths
+        ]
+    )
 
 
 def test_no_groups_in_float32_on_a_gpu(monkeypatch):
@@ -41,31 +47,46 @@ def test_no_groups_in_float32_on_a_gpu(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
     with FakeTensorMode():
         for dtype in (torch.float32, torch.bfloat16):
-            attention.attention(*(torch.empty(t.shape, device="cuda", dtype=dtype) for t in (q, k, v)), None)
+            attention.attention(
+                *(torch.empty(t.shape, device="cuda", dtype=dtype) for t in (q, k, v)), None
+            )
     assert asked == [(4, 4, False), (4, 2, True)]
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    assert torch.allclose(attention.attention(q, k, v, None), expected, atol=1e-6) and asked[-1] == (4, 4, False)
+    assert torch.allclose(attention.attention(q, k, v, None), expected, atol=1e-6) and asked[
+        -1
+    ] == (4, 4, False)
 
 
 def test_positions_restart():
-    assert positions(numbered([[3, 1, 2], [6]])).tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5]]
+    assert positions(numbered([[3, 1, 2], [6]])).tolist() == [
+        [0, 1, 2, 0, 0, 1],
+        [0, 1, 2, 3, 4, 5],
+    ]
 
 
-@pytest.mark.parametrize("model", [{}, {"n_kv_heads": 4, "tie_embeddings": True}, {"rope_scaling": {"factor": 2.0}}])
+@pytest.mark.parametrize(
+    "model", [{}, {"n_kv_heads": 4, "tie_embeddings": True}, {"rope_scaling": {"factor": 2.0}}]
+)
 def test_equal_to_the_documents_one_by_one(model):
     """Loss and every gradient; the target across a boundary belongs to no document."""
     llama = filled_model(**model)
     ids = torch.randint(0, 320, (3, 32), generator=torch.Generator().manual_seed(1))
     targets = ids.roll(-1, 1)
     documents = numbered(LENGTHS)
-    targets[torch.cat([documents[:, 1:] != documents[:, :-1], torch.ones(3, 1, dtype=torch.bool)], 1)] = IGNORE
+    targets[
+        torch.cat([documents[:, 1:] != documents[:, :-1], torch.ones(3, 1, dtype=torch.bool)], 1)
+    ] = IGNORE
     sums, count = llama(ids, targets, positions(documents), documents)
     loss = sums["loss"]
     loss.backward()
     together = [p.grad.clone() for p in llama.parameters()]
     llama.zero_grad()
-    alone = [llama(piece[None, :-1], piece[None, 1:]) for row, lengths in zip(ids, LENGTHS)
-             for piece in row.split(lengths) if len(piece) > 1]
+    alone = [
+        llama(piece[None, :-1], piece[None, 1:])
+        for row, lengths in zip(ids, LENGTHS)
+        for piece in row.split(lengths)
+        if len(piece) > 1
+    ]
     assert count == sum(n for _, n in alone) == sum(n - 1 for row in LENGTHS for n in row)
     total = sum(part["loss"] for part, _ in alone)
     total.backward()
@@ -98,13 +119,17 @@ def test_on_a_gpu_it_is_compiled_once_and_equal():
     documents = [torch.randint(0, 6, (2, 512)).sort(dim=1).values.cuda() for _ in range(4)]
     torch._dynamo.reset()
     for each in documents:
-        inputs = [torch.randn(2, heads, 512, 64, device="cuda", requires_grad=True) for heads in (8, 2, 2)]
+        inputs = [
+            torch.randn(2, heads, 512, 64, device="cuda", requires_grad=True) for heads in (8, 2, 2)
+        ]
         found = attention.attention(*inputs, attention.document_mask(each))
         found.square().sum().backward()
         gradients = [x.grad.clone() for x in inputs]
         for x in inputs:
             x.grad = None
-        attention.attention(*inputs, attention.document_mask(each.cpu()).cuda()).square().sum().backward()
+        attention.attention(
+            *inputs, attention.document_mask(each.cpu()).cuda()
+        ).square().sum().backward()
         for ours, x in zip(gradients, inputs):
             assert torch.allclose(ours, x.grad, rtol=2e-2, atol=2e-2)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2

@@ -24,7 +24,13 @@ from tests.warm import warm_python
 
 PINNED = (REPO / "requirements.txt").read_text().split("\n")[0].removeprefix("torch==")
 NUMBER = r"-?\d+\.\d+"
-SMALL = ["--model.dim=48", "--model.n_layers=2", "--model.ffn_dim=80", "--model.vocab_size=320", "--run.device=cpu"]
+SMALL = [
+    "--model.dim=48",
+    "--model.n_layers=2",
+    "--model.ffn_dim=80",
+    "--model.vocab_size=320",
+    "--run.device=cpu",
+]
 
 
 def output(main: Callable[[list[str]], int], arguments: list[str]) -> list[str]:
@@ -36,8 +42,15 @@ def output(main: Callable[[list[str]], int], arguments: list[str]) -> list[str]:
 
 @pytest.mark.slow
 def test_overhead(on_ranks, corpus, prepared):
-    sizes = [*SMALL, "--train.seq_len=32", "--train.global_batch_size=2", "--train.micro_batch_size=1",
-             f"--data.source={corpus}", f"--data.path={prepared}", "--log.tensorboard=false"]
+    sizes = [
+        *SMALL,
+        "--train.seq_len=32",
+        "--train.global_batch_size=2",
+        "--train.micro_batch_size=1",
+        f"--data.source={corpus}",
+        f"--data.path={prepared}",
+        "--log.tensorboard=false",
+    ]
     arguments = [*documented("benchmarks.overhead"), "--sizes=tiny,short", "--steps=20", *sizes]
     lines = on_ranks(1, output, overhead.main, arguments)[0]
     pattern = rf"overhead ({NUMBER}) % \(({NUMBER}) % \.\.\. ({NUMBER}) %\), ({NUMBER}) ms a step"
@@ -50,25 +63,49 @@ def test_overhead(on_ranks, corpus, prepared):
 
 def test_where_a_curve_reaches_a_loss():
     curve = [(10, 5.0), (20, 4.0), (30, 4.5), (40, 3.0)]
-    assert [muon.reaches(curve, loss) for loss in (4.5, 4.0, 3.6, 2.0)] == [15, 20, pytest.approx(36), None]
+    assert [muon.reaches(curve, loss) for loss in (4.5, 4.0, 3.6, 2.0)] == [
+        15,
+        20,
+        pytest.approx(36),
+        None,
+    ]
 
 
 def test_characters_of_a_text_are_read_as_data(tmp_path):
     """Nine tenths to train on."""
     text = "To be,\nor not" * 1000
-    options = [f"--{option}" for option in (*muon.NANOGPT, *muon.characters(text, tmp_path / "characters"))]
+    options = [
+        f"--{option}" for option in (*muon.NANOGPT, *muon.characters(text, tmp_path / "characters"))
+    ]
     dataset = open_dataset(config.load(str(REPO / "configs/tiny.toml"), options))
     streams = [part[0].read(0, part[0].length)[1] for part in (dataset.train, dataset.validation)]
-    assert "".join(sorted({*text})[i] for ids in streams for i in ids.tolist()) == text and len(streams[0]) == 11_700
+    assert (
+        "".join(sorted({*text})[i] for ids in streams for i in ids.tolist()) == text
+        and len(streams[0]) == 11_700
+    )
 
 
-@pytest.mark.parametrize("name, options", [
-    ("adapt", ["--steps", "--rank", "--lr"]), ("checkpoint", ["--mib", "--repeat"]), ("counted_step", ["--tokens"]),
-    ("data", ["--tokens", "--seconds", "--prepare-mb"]), ("generate", ["--tokens", "--rows"]), ("hf", ["--mib"]),
-    ("kill_storm", ["--kills"]), ("long_run", ["--steps", "--saves"]),
-    ("muon", ["--steps", "--choose-steps", "--seeds", "--lr"]), ("overhead", ["--steps"]),
-    ("packing", ["--conversations"]), ("preparing", ["--megabytes"]), ("preparing_workers", ["--megabytes"]),
-    ("short_runs", ["--runs"]), ("step", ["--steps"]), ("transformers_step", ["--steps"])])
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("adapt", ["--steps", "--rank", "--lr"]),
+        ("checkpoint", ["--mib", "--repeat"]),
+        ("counted_step", ["--tokens"]),
+        ("data", ["--tokens", "--seconds", "--prepare-mb"]),
+        ("generate", ["--tokens", "--rows"]),
+        ("hf", ["--mib"]),
+        ("kill_storm", ["--kills"]),
+        ("long_run", ["--steps", "--saves"]),
+        ("muon", ["--steps", "--choose-steps", "--seeds", "--lr"]),
+        ("overhead", ["--steps"]),
+        ("packing", ["--conversations"]),
+        ("preparing", ["--megabytes"]),
+        ("preparing_workers", ["--megabytes"]),
+        ("short_runs", ["--runs"]),
+        ("step", ["--steps"]),
+        ("transformers_step", ["--steps"]),
+    ],
+)
 def test_numbers_that_make_no_sense_are_refused(name, options, monkeypatch, capsys):
     main = importlib.import_module(f"benchmarks.{name}").main
     for option in options:
@@ -95,10 +132,22 @@ def different_weights(arguments: list[str]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, options", [(1, []), (2, ["--parallel.dp_replicate=2", "--parallel.dp_shard=1"]),
-                                            (2, ["--parallel.reshard_after_forward=false"])], ids=str)
+@pytest.mark.parametrize(
+    "ranks, options",
+    [
+        (1, []),
+        (2, ["--parallel.dp_replicate=2", "--parallel.dp_shard=1"]),
+        (2, ["--parallel.reshard_after_forward=false"]),
+    ],
+    ids=str,
+)
 def test_transformers_step(on_ranks, ranks, options):
-    lines = on_ranks(ranks, output, transformers_step.main, ["--steps", "3", *SMALL, "--train.seq_len=32", *options])[0]
+    lines = on_ranks(
+        ranks,
+        output,
+        transformers_step.main,
+        ["--steps", "3", *SMALL, "--train.seq_len=32", *options],
+    )[0]
     found = re.fullmatch(rf"ratio ({NUMBER}) \(({NUMBER}) \.\.\. ({NUMBER})\)", lines[-1])
     value, low, high = map(float, found.groups())
     assert low <= value <= high
@@ -118,22 +167,47 @@ def test_the_ratio_is_of_medians():
 @pytest.mark.slow
 def test_adapters_beside_full_fine_tuning(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(sys, "executable", warm_python())
-    small = ["--model.dim=64", "--model.n_heads=1", "--model.n_kv_heads=1", "--model.ffn_dim=64", "--model.n_layers=1",
-             "--model.vocab_size=400", "--data.max_tokens=200000", "--train.seq_len=32", "--run.device=cpu"]
-    arguments = ["--base-steps=3", "--steps=2", "--rank=2", "--lr=1e-3", "--lora-lr=1e-2", "--suffix=h",
-                 f"--folder={tmp_path}", *small]
+    small = [
+        "--model.dim=64",
+        "--model.n_heads=1",
+        "--model.n_kv_heads=1",
+        "--model.ffn_dim=64",
+        "--model.n_layers=1",
+        "--model.vocab_size=400",
+        "--data.max_tokens=200000",
+        "--train.seq_len=32",
+        "--run.device=cpu",
+    ]
+    arguments = [
+        "--base-steps=3",
+        "--steps=2",
+        "--rank=2",
+        "--lr=1e-3",
+        "--lora-lr=1e-2",
+        "--suffix=h",
+        f"--folder={tmp_path}",
+        *small,
+    ]
     assert adapt.main(arguments) == 0
     full, lora, nf4 = map(json.loads, capfd.readouterr().out.splitlines())
     assert [row["what"] for row in (full, lora, nf4)] == ["full", "LoRA, bfloat16", "LoRA, nf4"]
     # one base, one first batch; in 4 bits it is another
-    assert full["first"] == pytest.approx(lora["first"], rel=1e-3) == pytest.approx(nf4["first"], rel=0.05)
+    assert (
+        full["first"]
+        == pytest.approx(lora["first"], rel=1e-3)
+        == pytest.approx(nf4["first"], rel=0.05)
+    )
     assert nf4["to the one before"] == pytest.approx(nf4["loss"] / lora["loss"], abs=1e-3)
 
 
-@pytest.mark.skipif(torch.__version__.split("+")[0] != PINNED, reason="the figures are those of the pinned torch")
+@pytest.mark.skipif(
+    torch.__version__.split("+")[0] != PINNED, reason="the figures are those of the pinned torch"
+)
 def test_figures_are_those_of_the_plan(monkeypatch, capsys):
     """Three drawings and two rows of the table; python -m benchmarks.figures --check compares all in a minute."""
-    monkeypatch.setattr(figures, "DRAWN", {name: figures.DRAWN[name] for name in ("step", "mesh", "losses")})
+    monkeypatch.setattr(
+        figures, "DRAWN", {name: figures.DRAWN[name] for name in ("step", "mesh", "losses")}
+    )
     written = {page: figures.TABLE.search((REPO / page).read_text())[0] for page in figures.FIT}
     for page, table in written.items():
         names = [row.split("|")[1].strip(" `") for row in table.splitlines()[2:]]
@@ -141,6 +215,8 @@ def test_figures_are_those_of_the_plan(monkeypatch, capsys):
     shown = written["README.md"].splitlines()
     assert {*figures.fit_table(figures.FIT["README.md"][:2]).splitlines()} < {*shown}
     for old, code, printed in ("9 x", 0, ""), ("8 x", 1, "README.md: differs\n"):
-        tables = {len(figures.FIT[page]): table.replace(old, "9 x") for page, table in written.items()}
+        tables = {
+            len(figures.FIT[page]): table.replace(old, "9 x") for page, table in written.items()
+        }
         monkeypatch.setattr(figures, "fit_table", lambda rows, tables=tables: tables[len(rows)])
         assert (figures.main(["--check"]), capsys.readouterr().out) == (code, printed)

@@ -91,26 +91,48 @@ QWEN3 = """{%- if messages[0].role == 'system' %}
 {%- endif %}
 """
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "qwen3": QWEN3}
-SPECIAL = ["<|begin_of_text|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+SPECIAL = [
+    "<|begin_of_text|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+]
 
 
 def without_blocks(template: str) -> str:
-    for tag in ("{% generation %}\n", "{% endgeneration %}\n", "{%- generation %}", "{%- endgeneration %}"):
+    for tag in (
+        "{% generation %}\n",
+        "{% endgeneration %}\n",
+        "{%- generation %}",
+        "{%- endgeneration %}",
+    ):
         template = template.replace(tag, "")
     assert "generation %" not in template.replace("add_generation_prompt %", "")
     return template
 
 
 def talk(*texts: str, system: str | None = None) -> list[dict]:
-    turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    turns = [
+        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)
+    ]
     return [{"role": "system", "content": system}] * (system is not None) + turns
 
 
 def conversations(count: int) -> list[list[dict]]:
     """One to three turns of one to twenty words, every third with a system prompt."""
     draw = random.Random(7)
-    return [talk(*(words(draw.randrange(10**6), draw.randint(1, 20)) for _ in range(2 * draw.randint(1, 3))),
-                 system="be kind" if i % 3 == 0 else None) for i in range(count)]
+    return [
+        talk(
+            *(
+                words(draw.randrange(10**6), draw.randint(1, 20))
+                for _ in range(2 * draw.randint(1, 3))
+            ),
+            system="be kind" if i % 3 == 0 else None,
+        )
+        for i in range(count)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -122,12 +144,20 @@ def tokenizer(tmp_path_factory) -> pathlib.Path:
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
     made.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=318, special_tokens=SPECIAL, show_progress=False,
-                                             initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=318,
+        special_tokens=SPECIAL,
+        show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
     made.train_from_iterator([words(i, 50) for i in range(20)], trainer)
     made.add_tokens(["<tool_call>", "</tool_call>"])  # not special, as Qwen's
     made.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": SPECIAL[0], "eos_token": "<|im_end|>"}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": SPECIAL[0],
+        "eos_token": "<|im_end|>",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": CHATML}))
     for name, template in TEMPLATES.items():
         (folder / f"{name}.jinja").write_text(template)
@@ -144,10 +174,17 @@ def theirs(tokenizer):
 def here(cfg: config.Config, one_in: int = 10**9) -> pathlib.Path:
     """prepare() in this process; one in so many is held out, by a hash of the test's own; 0: by the data's."""
     rule = (lambda text: sum(text.encode()) % one_in == 0) if one_in else data.encode.is_validation
-    with mock.patch("data.encode.encode_all", lambda folder, typecode, source, encode: (
-            (encode(folder, typecode, texts), place) for texts, place in chunks(source))), \
-            mock.patch("data.chat.is_validation", rule), \
-            mock.patch("data.encode.report"), mock.patch("data.prepare.report"):
+    with (
+        mock.patch(
+            "data.encode.encode_all",
+            lambda folder, typecode, source, encode: (
+                (encode(folder, typecode, texts), place) for texts, place in chunks(source)
+            ),
+        ),
+        mock.patch("data.chat.is_validation", rule),
+        mock.patch("data.encode.report"),
+        mock.patch("data.prepare.report"),
+    ):
         return prepare(cfg)[0]
 
 
@@ -155,11 +192,24 @@ def sections_of(tokenizer: pathlib.Path, folder: pathlib.Path, rows: list, **mor
     """Of a run on these rows, written as jsonl."""
     source = folder / "chat.jsonl"
     if not source.exists():
-        source.write_text("".join(json.dumps(row if isinstance(row, dict) else {"messages": row}) + "\n"
-                                  for row in rows))
-    data_ = {"source": str(source), "tokenizer": str(tokenizer), "messages_field": "messages",
-             "path": str(folder / "out"), **more.pop("data", {})}
-    return {"data": data_, "train": {"steps": 4, "seq_len": 128, "global_batch_size": 4, "micro_batch_size": 1}, **more}
+        source.write_text(
+            "".join(
+                json.dumps(row if isinstance(row, dict) else {"messages": row}) + "\n"
+                for row in rows
+            )
+        )
+    data_ = {
+        "source": str(source),
+        "tokenizer": str(tokenizer),
+        "messages_field": "messages",
+        "path": str(folder / "out"),
+        **more.pop("data", {}),
+    }
+    return {
+        "data": data_,
+        "train": {"steps": 4, "seq_len": 128, "global_batch_size": 4, "micro_batch_size": 1},
+        **more,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -172,36 +222,68 @@ def chats(tokenizer, tmp_path_factory) -> dict:
 
 # Rendering and mask
 
-TOOLS = [{"role": "user", "content": "the time?"},
-         {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "now", "arguments": {"at": "é"}}}]},
-         {"role": "tool", "content": "12:00"}, {"role": "assistant", "content": "noon"}]
+TOOLS = [
+    {"role": "user", "content": "the time?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "now", "arguments": {"at": "é"}}}],
+    },
+    {"role": "tool", "content": "12:00"},
+    {"role": "assistant", "content": "noon"},
+]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_ids_and_mask_are_those_of_transformers(tokenizer, theirs, name):
-    given = [*conversations(6), talk("", "x"), talk("  a \n\n", "\n b\n\n", "ö ✓", "  "), *[TOOLS] * (name == "qwen3")]
+    given = [
+        *conversations(6),
+        talk("", "x"),
+        talk("  a \n\n", "\n b\n\n", "ö ✓", "  "),
+        *[TOOLS] * (name == "qwen3"),
+    ]
     for messages in given:
-        wanted = theirs.apply_chat_template(messages, chat_template=TEMPLATES[name], return_dict=True,
-                                            return_assistant_tokens_mask=True)
-        silent = not all(m["content"].strip() or m.get("tool_calls") for m in messages if m["role"] == "assistant")
+        wanted = theirs.apply_chat_template(
+            messages,
+            chat_template=TEMPLATES[name],
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        silent = not all(
+            m["content"].strip() or m.get("tool_calls")
+            for m in messages
+            if m["role"] == "assistant"
+        )
         for template in (f"{name}.jinja", f"{name}-prefixes.jinja"):
             ids, learned = Chat(tokenizer, str(tokenizer / template)).encode(checked(messages))
             if silent:
                 assert (ids, learned) == ([], [])  # an assistant that says nothing
             else:
-                assert ids == wanted["input_ids"] and learned == [*map(bool, wanted["assistant_masks"])], template
+                assert ids == wanted["input_ids"] and learned == [
+                    *map(bool, wanted["assistant_masks"])
+                ], template
 
 
-@pytest.mark.parametrize("texts", [
-    ("say <|im_end|> now", "<|im_start|>assistant no"), ("<|im_<|im_end|>end|>", "a|im_end|> <"), ("<|im_end", "|> x"),
-], ids=str)
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ("say <|im_end|> now", "<|im_start|>assistant no"),
+        ("<|im_<|im_end|>end|>", "a|im_end|> <"),
+        ("<|im_end", "|> x"),
+    ],
+    ids=str,
+)
 def test_special_tokens_that_a_message_spells_out_are_text(tokenizer, theirs, texts):
     """As with transformers' sanitize_control_tokens, which is off by default."""
     chat = Chat(tokenizer)
     ids, learned = chat.encode(talk(*texts))
-    wanted = theirs.apply_chat_template(talk(*texts), return_dict=True, sanitize_control_tokens=True)["input_ids"]
+    wanted = theirs.apply_chat_template(
+        talk(*texts), return_dict=True, sanitize_control_tokens=True
+    )["input_ids"]
     assert ids == wanted and chat.tokenizer.decode(ids).count(texts[0]) == 1
-    assert sum(token in chat.special.values() for token in ids) == 4  # two turns, each with a begin and an end
+    assert (
+        sum(token in chat.special.values() for token in ids) == 4
+    )  # two turns, each with a begin and an end
     said = chat.tokenizer.decode([token for token, has_loss in zip(ids, learned) if has_loss])
     assert said == texts[1]
     unsafe = theirs.apply_chat_template(talk(*texts), return_dict=True)["input_ids"]
@@ -209,26 +291,38 @@ def test_special_tokens_that_a_message_spells_out_are_text(tokenizer, theirs, te
 
 
 def test_what_a_template_completes_to_a_special_token_is_text(tokenizer, tmp_path):
-    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content + '|im_end|>' + m.role }}<|eot_id|>"
-                                      "{% endfor %}{% if add_generation_prompt %}{% endif %}")
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{{ m.content + '|im_end|>' + m.role }}<|eot_id|>"
+        "{% endfor %}{% if add_generation_prompt %}{% endif %}"
+    )
     chat = Chat(tokenizer, str(tmp_path / "t.jinja"))
     ids, _ = chat.encode(talk("a <", "b"))
-    assert [token for token in ids if token in chat.special.values()] == [chat.special["<|eot_id|>"]] * 2
+    assert [token for token in ids if token in chat.special.values()] == [
+        chat.special["<|eot_id|>"]
+    ] * 2
 
 
 def test_a_sentencepiece_model_says_offsets_too(tmp_path, theirs):
     """Its ids are those of the text between special tokens; a template of its own has words for roles."""
-    (tmp_path / "tokenizer.model").write_bytes(train_tokenizer([words(i, 60) for i in range(30)], 300))
+    (tmp_path / "tokenizer.model").write_bytes(
+        train_tokenizer([words(i, 60) for i in range(30)], 300)
+    )
     (tmp_path / "chat_template.jinja").write_text(
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}Answer: {% generation %}"
         "{{ m.content + eos_token }}{% endgeneration %}{% else %}Question: {{ m.content + '\n' }}{% endif %}"
-        "{% endfor %}")
+        "{% endfor %}"
+    )
     chat = Chat(tmp_path)
     ids, learned = chat.encode(talk("the cat </s> ö", "a dog ▁ ✓", "b", "c"))
-    plain = chat.tokenizer.encode(["Question: the cat </s> ö\nAnswer: a dog ▁ ✓", "Question: b\nAnswer: c"])
+    plain = chat.tokenizer.encode(
+        ["Question: the cat </s> ö\nAnswer: a dog ▁ ✓", "Question: b\nAnswer: c"]
+    )
     assert ids == [1, *plain[0], 2, *plain[1], 2]
-    assert spelled(chat.tokenizer, [token if has else ~token for token, has in zip(ids, learned)]) == (
-        "<s>Question: the cat </s> ö\nAnswer:« a dog ▁ ✓</s>»Question: b\nAnswer: «c</s>»")  # " a" is one token
+    assert spelled(
+        chat.tokenizer, [token if has else ~token for token, has in zip(ids, learned)]
+    ) == (
+        "<s>Question: the cat </s> ö\nAnswer:« a dog ▁ ✓</s>»Question: b\nAnswer: «c</s>»"
+    )  # " a" is one token
     assert chat.end_of_turn() == [2]
 
 
@@ -240,7 +334,9 @@ def test_each_token_s_loss_is_that_of_transformers(tokenizer, theirs, name, tmp_
     from tests.test_llama import reference, with_weights_of
 
     given = conversations(24)
-    sections = sections_of(tokenizer, tmp_path, given, data={"chat_template": str(tokenizer / f"{name}.jinja")})
+    sections = sections_of(
+        tokenizer, tmp_path, given, data={"chat_template": str(tokenizer / f"{name}.jinja")}
+    )
     cfg = make_config(**sections)
     here(cfg)
     torch.manual_seed(0)
@@ -248,8 +344,13 @@ def test_each_token_s_loss_is_that_of_transformers(tokenizer, theirs, name, tmp_
     ours, wanted, total = with_weights_of(model, cfg.model), {}, 0.0
     with torch.no_grad():
         for messages in given:
-            found = theirs.apply_chat_template(messages, chat_template=TEMPLATES[name], return_dict=True,
-                                               return_tensors="pt", return_assistant_tokens_mask=True)
+            found = theirs.apply_chat_template(
+                messages,
+                chat_template=TEMPLATES[name],
+                return_dict=True,
+                return_tensors="pt",
+                return_assistant_tokens_mask=True,
+            )
             ids, mask = found["input_ids"][0, :128], found["assistant_masks"][0, :128].bool()
             losses = F.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="none")
             wanted[tuple(ids.tolist())] = losses[mask[1:]]
@@ -265,9 +366,12 @@ def test_each_token_s_loss_is_that_of_transformers(tokenizer, theirs, name, tmp_
                     for place in documents[row].unique().tolist()[:-1]:
                         at = documents[row] == place
                         has_loss = at & (targets[row] >= 0)
-                        found = F.cross_entropy(logits[row][has_loss], targets[row][has_loss], reduction="none")
-                        torch.testing.assert_close(found, wanted.pop(tuple(inputs[row][at].tolist())), rtol=1e-5,
-                                                   atol=1e-5)
+                        found = F.cross_entropy(
+                            logits[row][has_loss], targets[row][has_loss], reduction="none"
+                        )
+                        torch.testing.assert_close(
+                            found, wanted.pop(tuple(inputs[row][at].tolist())), rtol=1e-5, atol=1e-5
+                        )
                         seen += 1
             valid += batch.valid_tokens
         loader.close()
@@ -302,13 +406,20 @@ def test_windows_are_those_of_best_fit_decreasing():
             assert max(lengths[members[a:b]].sum() for a, b in itertools.pairwise(starts)) <= room
             again, other = pack(lengths, room, seed=3), pack(lengths, room, seed=4)
             assert (again[0] == members).all() and len(other[1]) == len(starts)
-    assert not (pack(np.full(100, 5), 10, 0)[0] == pack(np.full(100, 5), 10, 1)[0]).all()  # the seed mixes equals
+    assert not (
+        pack(np.full(100, 5), 10, 0)[0] == pack(np.full(100, 5), 10, 1)[0]
+    ).all()  # the seed mixes equals
 
 
 @pytest.mark.parametrize("room", [2048, 8192])
 def test_windows_are_full_and_planned_in_no_time(room):
     """Lengths of 100,000 conversations: lognormal, median 450 tokens, sigma 1."""
-    lengths = np.random.default_rng(0).lognormal(math.log(450), 1.0, 100_000).astype(np.int64).clip(8, room)
+    lengths = (
+        np.random.default_rng(0)
+        .lognormal(math.log(450), 1.0, 100_000)
+        .astype(np.int64)
+        .clip(8, room)
+    )
     began = time.process_time()
     _, starts = pack(lengths, room, 0)
     assert time.process_time() - began < 2 and lengths.sum() / (room * (len(starts) - 1)) > 0.97
@@ -330,11 +441,19 @@ def test_a_window_has_each_conversation_with_what_follows_from_it(chats):
         assert (ids[len(raw) // 4 :] == -1).all()
         tokens, learned = tokens + len(raw) // 4, learned + int((ids >= 0).sum())
     assert tokens == packed.filled and f"{learned / tokens:.0%} of the tokens" in said
-    seen = sorted(number for window in range(packed.windows) for number, *_ in packed.conversations(window))
+    seen = sorted(
+        number for window in range(packed.windows) for number, *_ in packed.conversations(window)
+    )
     assert seen == [*range(packed.document_count)]
     # validation: each window once, over any number of ranks
-    counts = [sum(int((tensors[1] >= 0).sum()) for rank in range(ranks)
-                  for tensors in validation_batches(heldout, cfg, data_rank(rank, ranks))) for ranks in (1, 2)]
+    counts = [
+        sum(
+            int((tensors[1] >= 0).sum())
+            for rank in range(ranks)
+            for tensors in validation_batches(heldout, cfg, data_rank(rank, ranks))
+        )
+        for ranks in (1, 2)
+    ]
     assert counts[0] == counts[1] > 20
 
 
@@ -346,7 +465,9 @@ def test_valid_tokens_and_digests_are_those_of_the_step_on_any_rank(chats):
         loaders = [loader_of(cfg, packed, rank=rank, ranks=ranks) for rank in range(ranks)]
         batches = [next(loader) for loader in loaders]
         [loader.close() for loader in loaders]
-        targets = sum(int((tensors[1] >= 0).sum()) for batch in batches for tensors in batch.micro_batches)
+        targets = sum(
+            int((tensors[1] >= 0).sum()) for batch in batches for tensors in batch.micro_batches
+        )
         assert {batch.valid_tokens for batch in batches} == {targets}
         found[ranks] = sum(batch.digest for batch in batches) % config.DIGEST_MODULUS, targets
     assert len({*found.values()}) == 1
@@ -366,26 +487,42 @@ def test_gradients_and_runs_do_not_depend_on_the_mesh(on_ranks, chats, tokenizer
         for _, begin, end in packed.conversations(order(number).window):
             stored = torch.tensor(packed.stored(begin, end).astype(np.int64))
             ids = torch.where(stored >= 0, stored, -1 - stored)
-            losses = F.cross_entropy(model(ids[None])[0, :-1], ids[1:], reduction="none")[stored[1:] >= 0]
+            losses = F.cross_entropy(model(ids[None])[0, :-1], ids[1:], reduction="none")[
+                stored[1:] >= 0
+            ]
             count += len(losses)
             losses.sum().backward()
     wanted = {name: p.grad / count for name, p in model.named_parameters()}
     norm = math.sqrt(sum(g.square().sum().item() for g in wanted.values()))
-    meshes = {2: [{}, {"tp": 2}, {"cp": 2}, {"dp_replicate": 2, "dp_shard": 1}], 1: [{}],
-              4: [{}, {"dp_replicate": 2, "dp_shard": 2}]}
+    meshes = {
+        2: [{}, {"tp": 2}, {"cp": 2}, {"dp_replicate": 2, "dp_shard": 1}],
+        1: [{}],
+        4: [{}, {"dp_replicate": 2, "dp_shard": 2}],
+    }
     other, straight = str(tmp_path / "resumed"), str(tmp_path / "straight")
     training = {2: [(2, {"cp": 2}, other)], 1: [(4, {}, other), (4, {}, straight)], 4: []}
     rows = {}
     for ranks, shapes in meshes.items():
-        found, rows[ranks] = on_ranks(ranks, cases.chat_gradients, sections, shapes, training[ranks])[0]
+        found, rows[ranks] = on_ranks(
+            ranks, cases.chat_gradients, sections, shapes, training[ranks]
+        )[0]
         for mesh, gradients in zip(shapes, found):
-            off = math.sqrt(sum((torch.from_numpy(gradients[name]) - g).square().sum().item()
-                                for name, g in wanted.items()))
+            off = math.sqrt(
+                sum(
+                    (torch.from_numpy(gradients[name]) - g).square().sum().item()
+                    for name, g in wanted.items()
+                )
+            )
             assert off < 1e-6 * norm, (ranks, mesh, off / norm)
     resumed, alone = rows[1]
     assert [row["batch_digest"] for row in resumed] == [row["batch_digest"] for row in alone]
-    assert [row["loss"] for row in resumed] == pytest.approx([row["loss"] for row in alone], rel=1e-5)
-    evaluation = [json.loads(line) for line in (pathlib.Path(straight) / "r/metrics.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in resumed] == pytest.approx(
+        [row["loss"] for row in alone], rel=1e-5
+    )
+    evaluation = [
+        json.loads(line)
+        for line in (pathlib.Path(straight) / "r/metrics.jsonl").read_text().splitlines()
+    ]
     (evaluation,) = [row for row in evaluation if row["kind"] == "eval"]
     assert evaluation["bits_per_byte"] is None and 3 < evaluation["loss"] < 7
     checkpoint = pathlib.Path(straight, "r/checkpoints/step-00000004")
@@ -405,8 +542,12 @@ def exported_and_spoken_to(checkpoint: pathlib.Path, tmp_path: pathlib.Path) -> 
     assert settings["eos_token_id"] == SPECIAL.index("<|im_end|>")
     out = io.StringIO()
     out.reconfigure = lambda **_: None
-    with mock.patch("sys.stdin", io.StringIO("the cat\n\n" + words(1, 300) + "\na dog\n/quit\nno\n")), \
-            contextlib.redirect_stdout(out):
+    with (
+        mock.patch(
+            "sys.stdin", io.StringIO("the cat\n\n" + words(1, 300) + "\na dog\n/quit\nno\n")
+        ),
+        contextlib.redirect_stdout(out),
+    ):
         assert run_tool(generate.main, checkpoint, "--chat", "--tokens", 8, "--temperature", 0) == 0
     said = out.getvalue()
     assert said.count("> ") == 5 and "too long for a context of 128 tokens" in said, said
@@ -426,11 +567,16 @@ def test_a_conversation_keeps_what_fits_and_ends_turns(tokenizer, monkeypatch, c
     monkeypatch.setattr("sys.stdin", io.StringIO("the cat\n" * 3))
     one = len(chat.prompt(talk("the cat")))
     three = len(chat.prompt(talk("the cat", "dog ö ✓", "the cat", "dog ö ✓", "the cat")))
-    conversation.converse(tokenizer, [], three + 3, 4, reply)  # the third no longer leaves room for four tokens
+    conversation.converse(
+        tokenizer, [], three + 3, 4, reply
+    )  # the third no longer leaves room for four tokens
     said = capsys.readouterr().out
     assert said.count("> dog ö ✓\n") == 2 and "(2 messages, the oldest, no longer fit" in said, said
-    assert [ids for ids, _ in prompts] == [chat.prompt(talk("the cat")), chat.prompt(
-        talk("the cat", "dog ö ✓", "the cat")), chat.prompt(talk("the cat", "dog ö ✓", "the cat"))] and one < three
+    assert [ids for ids, _ in prompts] == [
+        chat.prompt(talk("the cat")),
+        chat.prompt(talk("the cat", "dog ö ✓", "the cat")),
+        chat.prompt(talk("the cat", "dog ö ✓", "the cat")),
+    ] and one < three
 
 
 # What is shown and refused
@@ -442,20 +588,30 @@ def test_show_marks_what_has_a_loss(chats, tmp_path):
     cfg = make_config(**chats)
     text = "\n".join(show.samples(cfg, 1))
     assert text.count("=== step 1, sample") == 4 and "--- conversation " in text
-    assert "<|im_start|>assistant\n«" in text and "<|im_end|>»\n<|im_start|>" in text and "«<|im_start|>" not in text
+    assert (
+        "<|im_start|>assistant\n«" in text
+        and "<|im_end|>»\n<|im_start|>" in text
+        and "«<|im_start|>" not in text
+    )
 
 
 def test_killed_while_preparing_it_resumes_and_ends_the_same(tokenizer, tmp_path):
     (tmp_path / "killed").mkdir()
-    sections = sections_of(tokenizer, tmp_path, conversations(150), data={"path": str(tmp_path / "killed/out")})
+    sections = sections_of(
+        tokenizer, tmp_path, conversations(150), data={"path": str(tmp_path / "killed/out")}
+    )
     cfg = make_config(**sections)
     with mock.patch("data.encode.CHUNK", 20_000):
         final = here(cfg, one_in=0).rename(tmp_path / "final")
     assert read_manifest(final)["dtype"] == "int32"
     shutil.rmtree(tmp_path / "killed")
     (tmp_path / "run.toml").write_text(config.to_toml(cfg))
-    done = subprocess.run([sys.executable, "-m", "tests.kill_cases", tmp_path / "run.toml", final], cwd=REPO,
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kill_cases", tmp_path / "run.toml", final],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["events"] > 10
 
@@ -476,58 +632,126 @@ def test_a_mixture_of_jsonl_and_parquet(tokenizer, tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     from pyarrow import table
 
-    rows = [[{**message, "name": "x" if i == 0 else None} for message in row] for i, row in enumerate(conversations(9))]
+    rows = [
+        [{**message, "name": "x" if i == 0 else None} for message in row]
+        for i, row in enumerate(conversations(9))
+    ]
     parquet.write_table(table({"messages": rows, "text": ["x"] * 9}), tmp_path / "b.parquet")
     sections = sections_of(tokenizer, tmp_path, conversations(20))
-    given = [{"source": sections["data"].pop("source")}, {"source": str(tmp_path / "b.parquet"), "weight": 0.5}]
+    given = [
+        {"source": sections["data"].pop("source")},
+        {"source": str(tmp_path / "b.parquet"), "weight": 0.5},
+    ]
     cfg = make_config(**{**sections, "data": {**sections["data"], "sources": given}})
     here(cfg)
     dataset = open_dataset(cfg)
-    assert [stream.document_count for stream in dataset.train] == [20, 9] and len(dataset.notes) == 3
+    assert [stream.document_count for stream in dataset.train] == [20, 9] and len(
+        dataset.notes
+    ) == 3
     loader = loader_of(cfg, *dataset.train)
     assert next(loader).valid_tokens > 50
     loader.close()
     assert checked([{"role": "assistant", "content": "a", "thinking": "b", "name": None}]) == [
-        {"role": "assistant", "content": "a", "thinking": "b", "reasoning_content": "b"}]
+        {"role": "assistant", "content": "a", "thinking": "b", "reasoning_content": "b"}
+    ]
 
 
 DEEP = "{% for a in range(99999) %}{% for a in range(99999) %}{% endfor %}{% endfor %}"
-GROWING = "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
+GROWING = (
+    "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
+)
 TURN = talk("a", "b")
 
 
-@pytest.mark.parametrize("row, template, wanted", [
-    ({"texts": []}, None, "line 2: has no field 'messages' (data.messages_field), but texts"),
-    ({"messages": "hello"}, None, "must be a list of messages, not str"),
-    ({"messages": ["hello"]}, None, "message 1: needs the keys role and content, but is of type str"),
-    ([{"from": "human", "value": "a"}], None, "message 1: needs the keys role and content, but has from, value"),
-    ([{"role": "user", "tool_calls": []}], None, "message 1 (user): content must be text, not NoneType"),
-    ([{"role": "robot", "content": "a"}], None, "message 1: role 'robot' is unknown; the roles are system, user"),
-    ([{"role": ["user"], "content": "a"}], None, "message 1: role ['user'] is unknown"),
-    ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], None,
-     "message 1 (user): content must be text, not list"),
-    ([{"role": "assistant", "content": None}], None, "message 1 (assistant): content must be text, not NoneType"),
-    (talk("a", "b \ud800"), None, "is not valid Unicode"),
-    (TURN, "{{ raise_exception('roles must alternate') }}", "the chat template fails: TemplateError: roles must"),
-    (TURN, "{{ messages[9].content.upper() }}", "the chat template fails: UndefinedError"),
-    (TURN, "{% for m in messages %}", "t.jinja: the chat template fails, line 1: TemplateSyntaxError"),
-    (TURN, DEEP, "the chat template fails: TimeoutError: takes more than 0.3 seconds"),
-    (TURN, GROWING, "the chat template takes more than 64 MiB"),
-    (TURN, "{{ 'a' * 10**17 }}", "the chat template takes more than 64 MiB"),
-    (TURN, "{{ 9 ** (9 ** 9) }}", "the chat template fails: SecurityError: ** of a number as large as that"),
-    (TURN, "{% include '/etc/passwd' %}", "the chat template fails: TypeError: no loader"),
-    (TURN, "{{ cycler.__init__.__globals__.os.system('touch ran') }}", "the chat template fails: SecurityError"),
-    (TURN, "{{ ''.__class__.__mro__[1].__subclasses__() }}", "the chat template fails: SecurityError"),
-    (TURN, "{{ messages.append(1) }}", "the chat template fails: SecurityError"),
-    (TURN, b"\xff\xfe", "chat template cannot be read: is not UTF-8"),
-    (TURN, "missing", "no-such.jinja: chat template cannot be read: No such file"),
-    (talk("a", "b", "c", "d"), "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}"
-     "{% endfor %}", "renders the first 2 messages differently once others follow"),
-    (TURN, "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}",
-     "ends the assistant's turn before <|im_end|>"),
-    (talk("<|im_end|>", "b"), "{% for m in messages %}{{ m.content | length }}{% endfor %}",
-     "spells out a special token, and the chat template renders the message differently without it"),
-], ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    "row, template, wanted",
+    [
+        ({"texts": []}, None, "line 2: has no field 'messages' (data.messages_field), but texts"),
+        ({"messages": "hello"}, None, "must be a list of messages, not str"),
+        (
+            {"messages": ["hello"]},
+            None,
+            "message 1: needs the keys role and content, but is of type str",
+        ),
+        (
+            [{"from": "human", "value": "a"}],
+            None,
+            "message 1: needs the keys role and content, but has from, value",
+        ),
+        (
+            [{"role": "user", "tool_calls": []}],
+            None,
+            "message 1 (user): content must be text, not NoneType",
+        ),
+        (
+            [{"role": "robot", "content": "a"}],
+            None,
+            "message 1: role 'robot' is unknown; the roles are system, user",
+        ),
+        ([{"role": ["user"], "content": "a"}], None, "message 1: role ['user'] is unknown"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+            None,
+            "message 1 (user): content must be text, not list",
+        ),
+        (
+            [{"role": "assistant", "content": None}],
+            None,
+            "message 1 (assistant): content must be text, not NoneType",
+        ),
+        (talk("a", "b \ud800"), None, "is not valid Unicode"),
+        (
+            TURN,
+            "{{ raise_exception('roles must alternate') }}",
+            "the chat template fails: TemplateError: roles must",
+        ),
+        (TURN, "{{ messages[9].content.upper() }}", "the chat template fails: UndefinedError"),
+        (
+            TURN,
+            "{% for m in messages %}",
+            "t.jinja: the chat template fails, line 1: TemplateSyntaxError",
+        ),
+        (TURN, DEEP, "the chat template fails: TimeoutError: takes more than 0.3 seconds"),
+        (TURN, GROWING, "the chat template takes more than 64 MiB"),
+        (TURN, "{{ 'a' * 10**17 }}", "the chat template takes more than 64 MiB"),
+        (
+            TURN,
+            "{{ 9 ** (9 ** 9) }}",
+            "the chat template fails: SecurityError: ** of a number as large as that",
+        ),
+        (TURN, "{% include '/etc/passwd' %}", "the chat template fails: TypeError: no loader"),
+        (
+            TURN,
+            "{{ cycler.__init__.__globals__.os.system('touch ran') }}",
+            "the chat template fails: SecurityError",
+        ),
+        (
+            TURN,
+            "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+            "the chat template fails: SecurityError",
+        ),
+        (TURN, "{{ messages.append(1) }}", "the chat template fails: SecurityError"),
+        (TURN, b"\xff\xfe", "chat template cannot be read: is not UTF-8"),
+        (TURN, "missing", "no-such.jinja: chat template cannot be read: No such file"),
+        (
+            talk("a", "b", "c", "d"),
+            "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}"
+            "{% endfor %}",
+            "renders the first 2 messages differently once others follow",
+        ),
+        (
+            TURN,
+            "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}",
+            "ends the assistant's turn before <|im_end|>",
+        ),
+        (
+            talk("<|im_end|>", "b"),
+            "{% for m in messages %}{{ m.content | length }}{% endfor %}",
+            "spells out a special token, and the chat template renders the message differently without it",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
 def test_malformed_input_is_one_line(tokenizer, tmp_path, monkeypatch, row, template, wanted):
     monkeypatch.setattr(data.template, "SECONDS", 0.3)
     monkeypatch.setattr(data.template, "BYTES", 1 << 26)
@@ -536,7 +760,13 @@ def test_malformed_input_is_one_line(tokenizer, tmp_path, monkeypatch, row, temp
     if template is not None:
         path.write_bytes(template if isinstance(template, bytes) else template.encode())
         more = {"chat_template": str(tmp_path / "no-such.jinja" if template == "missing" else path)}
-    good = {"messages": talk("a", "b")} if template is None else row if isinstance(row, dict) else {"messages": row}
+    good = (
+        {"messages": talk("a", "b")}
+        if template is None
+        else row
+        if isinstance(row, dict)
+        else {"messages": row}
+    )
     sections = sections_of(tokenizer, tmp_path, [good, row], data=more)
     before = {p.name for p in tmp_path.iterdir()}
     with pytest.raises(ConfigError) as error:
@@ -544,7 +774,9 @@ def test_malformed_input_is_one_line(tokenizer, tmp_path, monkeypatch, row, temp
     assert wanted in str(error.value) and "\n" not in str(error.value), error.value
     if template is None:
         assert "chat.jsonl: line 2" in str(error.value)
-    assert {p.name for p in tmp_path.iterdir()} - before <= {".out.lock"}  # nothing published, nothing run
+    assert {p.name for p in tmp_path.iterdir()} - before <= {
+        ".out.lock"
+    }  # nothing published, nothing run
 
 
 def test_a_tokenizer_or_source_that_cannot_serve_is_refused(tokenizer, tmp_path, monkeypatch):
@@ -552,7 +784,9 @@ def test_a_tokenizer_or_source_that_cannot_serve_is_refused(tokenizer, tmp_path,
     bare.mkdir()
     shutil.copy(tokenizer / "tokenizer.json", bare)
     sections = sections_of(bare, tmp_path, [talk("a"), talk("b")])
-    with pytest.raises(ConfigError, match=r"bare: has no chat template; name a Jinja file, data.chat_template$"):
+    with pytest.raises(
+        ConfigError, match=r"bare: has no chat template; name a Jinja file, data.chat_template$"
+    ):
         here(make_config(**sections))
     sections = sections_of(tokenizer, tmp_path, [])
     here(cfg := make_config(**sections))
@@ -560,8 +794,14 @@ def test_a_tokenizer_or_source_that_cannot_serve_is_refused(tokenizer, tmp_path,
         open_dataset(cfg)
     (tmp_path / "chat.jsonl").write_text("\n")
     with pytest.raises(ConfigError, match="chat.jsonl: holds no conversation$"):
-        here(make_config(**{**sections, "data": {**sections["data"], "path": str(tmp_path / "other")}}))
-    (tmp_path / "tokenizer.model").write_bytes(train_tokenizer([words(i, 60) for i in range(30)], 300))
+        here(
+            make_config(
+                **{**sections, "data": {**sections["data"], "path": str(tmp_path / "other")}}
+            )
+        )
+    (tmp_path / "tokenizer.model").write_bytes(
+        train_tokenizer([words(i, 60) for i in range(30)], 300)
+    )
     (tmp_path / "chat_template.jinja").write_text(CHATML)
     import sentencepiece
 
@@ -569,15 +809,23 @@ def test_a_tokenizer_or_source_that_cannot_serve_is_refused(tokenizer, tmp_path,
     with pytest.raises(ConfigError, match="cannot say which characters a token stands for"):
         Chat(tmp_path)
     sentencepiece_model(tmp_path / "tokenizer.model", add_dummy_prefix=True)
-    with pytest.raises(ConfigError, match="adds a space before every text, and does not say whether after a special"):
+    with pytest.raises(
+        ConfigError,
+        match="adds a space before every text, and does not say whether after a special",
+    ):
         Chat(tmp_path)
 
 
-@pytest.mark.parametrize("options, wanted", [
-    ({"tokenizer": None}, "needs data.tokenizer"), ({"order": "growing"}, 'is incompatible with order = "growing"'),
-    ({"document_mask": False}, "is implied by messages_field"),
-    ({"messages_field": None, "chat_template": "t"}, "requires messages_field"),
-], ids=str)
+@pytest.mark.parametrize(
+    "options, wanted",
+    [
+        ({"tokenizer": None}, "needs data.tokenizer"),
+        ({"order": "growing"}, 'is incompatible with order = "growing"'),
+        ({"document_mask": False}, "is implied by messages_field"),
+        ({"messages_field": None, "chat_template": "t"}, "requires messages_field"),
+    ],
+    ids=str,
+)
 def test_options_that_contradict_are_refused(options, wanted):
     given = {"messages_field": "messages", "tokenizer": "t", **options}
     with pytest.raises(ConfigError, match=wanted):
@@ -590,7 +838,9 @@ def test_another_template_is_other_data(chats, tokenizer):
     with pytest.raises(ConfigError, match="was prepared with chat_template = "):
         open_dataset(make_config(**{**chats, "data": other}))
     text = {key: value for key, value in chats["data"].items() if key != "messages_field"}
-    with pytest.raises(ConfigError, match="messages_field = 'messages', the configuration says absent"):
+    with pytest.raises(
+        ConfigError, match="messages_field = 'messages', the configuration says absent"
+    ):
         open_dataset(make_config(**{**chats, "data": text}))
 
 

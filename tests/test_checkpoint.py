@@ -31,7 +31,9 @@ def fake(cfg, step, **state):
     folder = catalog.path_of(cfg, step)
     folder.mkdir(parents=True)
     (folder / ".metadata").write_bytes(b"x")
-    (folder / "state.json").write_text(json.dumps({"step": step, "config": config.to_dict(cfg), **state}))
+    (folder / "state.json").write_text(
+        json.dumps({"step": step, "config": config.to_dict(cfg), **state})
+    )
     seal(folder)
     return folder
 
@@ -56,8 +58,14 @@ def test_only_what_is_named_so_counts(tmp_path):
     assert catalog.steps(cfg) == [] and chosen(cfg) == (0, {})
     for step in (9, 10, 123456789):
         fake(cfg, step)
-    for name in ("step-99", "step-abc", "step-00000100.bak", "step-00000011.superseded", "step-00000012.corrupt",
-                 ".step-00000013.tmp"):
+    for name in (
+        "step-99",
+        "step-abc",
+        "step-00000100.bak",
+        "step-00000011.superseded",
+        "step-00000012.corrupt",
+        ".step-00000013.tmp",
+    ):
         (root / name).mkdir()
     (root / "step-00000200").write_text("a file")
     (root / "step-00000300").symlink_to(root / "step-00000010")
@@ -66,7 +74,9 @@ def test_only_what_is_named_so_counts(tmp_path):
     from checkpoint import tools  # optional
 
     assert tools.find(config.run_folder(cfg)).name == "step-123456789"
-    with pytest.raises(ConfigError, match=r"holds checkpoints, but \[checkpoint\] is off"):  # it would begin anew
+    with pytest.raises(
+        ConfigError, match=r"holds checkpoints, but \[checkpoint\] is off"
+    ):  # it would begin anew
         chosen(make_config(run={"name": "r", "output_dir": str(tmp_path)}))
 
 
@@ -97,28 +107,38 @@ def spoil(folder, how):
         (folder / "manifest.json").write_bytes(manifest.render_manifest(entries))
     elif how in ("part missing", "part too many"):
         entries = manifest.read_manifest(folder)
-        entries[".metadata"]["sha256"] = entries[".metadata"]["sha256"] * (2 if how == "part too many" else 0)
+        entries[".metadata"]["sha256"] = entries[".metadata"]["sha256"] * (
+            2 if how == "part too many" else 0
+        )
         (folder / "manifest.json").write_bytes(manifest.render_manifest(entries))
     elif how in ("state list", "state type"):
-        (folder / "state.json").write_text("[1]" if how == "state list" else '{"step": "30", "config": {}}')
+        (folder / "state.json").write_text(
+            "[1]" if how == "state list" else '{"step": "30", "config": {}}'
+        )
         seal(folder)
     else:
         (folder / how).unlink()
 
 
 SPOILED = {
-    "empty": "manifest.json: expected a regular file: No such file", "other step": "expected step 31, found step 30",
+    "empty": "manifest.json: expected a regular file: No such file",
+    "other step": "expected step 31, found step 30",
     "flipped": ".metadata: bytes 0 to 0: expected SHA-256 [0-9a-f]{64}, found [0-9a-f]{64}",
-    "longer": ".metadata: expected 1 bytes, found 2", "linked": ".metadata: expected a regular file",
-    "pipe": ".metadata: expected a regular file", "manifest spaces": "manifest.json: is not as it was written",
+    "longer": ".metadata: expected 1 bytes, found 2",
+    "linked": ".metadata: expected a regular file",
+    "pipe": ".metadata: expected a regular file",
+    "manifest spaces": "manifest.json: is not as it was written",
     "manifest deep": "manifest.json: is not as it was written",
     "manifest list": "manifest.json: is not as it was written",
     "part missing": "manifest.json: is not as it was written",
     "part too many": "manifest.json: is not as it was written",
-    "path": "'../x' is no name of a file", "state list": "state.json: expected an object",
-    "state type": "state.json: expected an object", "state.json": "state.json: expected a regular file: No such file",
+    "path": "'../x' is no name of a file",
+    "state list": "state.json: expected an object",
+    "state type": "state.json: expected an object",
+    "state.json": "state.json: expected a regular file: No such file",
     "manifest.json": "manifest.json: expected a regular file: No such file",
-    ".metadata": ".metadata: expected a regular file: No such file"}
+    ".metadata": ".metadata: expected a regular file: No such file",
+}
 
 
 @pytest.mark.parametrize("how", SPOILED)
@@ -142,14 +162,18 @@ def test_a_large_file_has_a_hash_for_every_64_mib(tmp_path):
     (folder / "large").write_bytes(content)
     seal(folder)
     entry = manifest.read_manifest(folder)["large"]
-    assert entry["sha256"] == [hashlib.sha256(content[n : n + part]).hexdigest() for n in (0, part, 2 * part)]
+    assert entry["sha256"] == [
+        hashlib.sha256(content[n : n + part]).hexdigest() for n in (0, part, 2 * part)
+    ]
     with (folder / "large").open("r+b") as file:
         file.seek(part + 2**21)
         file.write(b"x")
     [problem] = catalog.problems_of(folder)
     assert f"large: bytes {part} to {2 * part - 1}: expected SHA-256" in problem
     os.truncate(folder / "large", 5)
-    assert catalog.problems_of(folder) == [f"{folder / 'large'}: expected {len(content)} bytes, found 5"]  # told once
+    assert catalog.problems_of(folder) == [
+        f"{folder / 'large'}: expected {len(content)} bytes, found 5"
+    ]  # told once
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 16])
@@ -160,7 +184,11 @@ def test_ranks_share_the_hashing(saved_by_two, tmp_path, ranks):
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         found = [catalog.problems_of(folder, rank, ranks) for rank in range(ranks)]
-        told = [problems for problems in found if problems and f"{name}: bytes 0 to {len(content) - 1}" in problems[0]]
+        told = [
+            problems
+            for problems in found
+            if problems and f"{name}: bytes 0 to {len(content) - 1}" in problems[0]
+        ]
         assert len(told) == 1, (name, found)
         (folder / name).write_bytes(content)
 
@@ -169,7 +197,9 @@ def test_never_a_silent_fresh_start(tmp_path):
     cfg = configured(tmp_path)
     for step in (10, 20):
         spoil(fake(cfg, step), "flipped")
-    with pytest.raises(ConfigError, match=r"(?s)00000020.*found.*00000010.*found.*no good checkpoint of 20, 10"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)00000020.*found.*00000010.*found.*no good checkpoint of 20, 10"
+    ):
         chosen(cfg)
     assert catalog.steps(cfg) == [10, 20]
     assert main(["verify", str(tmp_path / "r")]) == 1  # 2 would be that there is nothing to verify
@@ -190,7 +220,9 @@ def test_what_cannot_be_read_now_is_not_called_damaged(tmp_path, monkeypatch):
         return real(path, *arguments, **keywords)
 
     monkeypatch.setattr(os, "open", stale)
-    with pytest.raises(ConfigError, match=r"00000020/state\.json: cannot be read: Stale file handle"):
+    with pytest.raises(
+        ConfigError, match=r"00000020/state\.json: cannot be read: Stale file handle"
+    ):
         chosen(cfg)
     assert main(["verify", str(catalog.path_of(cfg, 20))]) == 1
 
@@ -211,11 +243,15 @@ def test_links_alone_are_no_fresh_start(tmp_path):
 def test_verify_has_nothing_to_do(tmp_path, capsys):
     cfg = configured(tmp_path)
     for nothing in (tmp_path, tmp_path / "none"):
-        with pytest.raises(ConfigError, match="is neither a checkpoint nor a run with one"):  # which run_tool() prints
+        with pytest.raises(
+            ConfigError, match="is neither a checkpoint nor a run with one"
+        ):  # which run_tool() prints
             main(["verify", str(nothing)])
     fake(cfg, 10)
     assert main(["verify", str(catalog.path_of(cfg, 10))]) == 0
-    assert re.search(r"step-00000010: good, 2 files, [\d,]+ bytes\n1 good, 0 bad", capsys.readouterr().out)
+    assert re.search(
+        r"step-00000010: good, 2 files, [\d,]+ bytes\n1 good, 0 bad", capsys.readouterr().out
+    )
 
 
 def test_verify_names_each_bad_file(tmp_path, capsys):
@@ -254,19 +290,31 @@ def test_other_data_is_refused(tmp_path):
     cfg = configured(tmp_path)
 
     def data(content: int) -> dict:
-        return {"identity": {"source": "x", "subset": None}, "sha256": {"train.bin": content, "heldout.bin": 2}}
+        return {
+            "identity": {"source": "x", "subset": None},
+            "sha256": {"train.bin": content, "heldout.bin": 2},
+        }
 
     fake(cfg, 10, data=[data(1)])
     compare.check_same_data(cfg, 10, [data(1)])
     compare.check_same_data(cfg, 0, [data(3)])
-    with pytest.raises(ConfigError, match=r"was trained on other data: source 1.sha256.train.bin was 1, is 3; choose"):
+    with pytest.raises(
+        ConfigError,
+        match=r"was trained on other data: source 1.sha256.train.bin was 1, is 3; choose",
+    ):
         compare.check_same_data(cfg, 10, [data(3)])
-    with pytest.raises(ConfigError, match="source 2.identity.source was None, is x; choose"):  # and that alone
+    with pytest.raises(
+        ConfigError, match="source 2.identity.source was None, is x; choose"
+    ):  # and that alone
         compare.check_same_data(cfg, 10, [data(1), data(1)])
     for option in ("data.source", "data.max_tokens"):
         compare.check_same_data(configured(tmp_path, allow_changed=[option]), 10, [data(3)])
-    with pytest.raises(ConfigError, match="was trained on other data"):  # the mask says nothing of the corpus
-        compare.check_same_data(configured(tmp_path, allow_changed=["data.document_mask"]), 10, [data(3)])
+    with pytest.raises(
+        ConfigError, match="was trained on other data"
+    ):  # the mask says nothing of the corpus
+        compare.check_same_data(
+            configured(tmp_path, allow_changed=["data.document_mask"]), 10, [data(3)]
+        )
 
 
 def test_later_checkpoints_are_set_aside(tmp_path):
@@ -277,7 +325,11 @@ def test_later_checkpoints_are_set_aside(tmp_path):
     fake(cfg, 20)
     catalog.set_aside(cfg, 10, {})
     assert names_in(cfg) == [
-        "step-00000010", "step-00000020.1.superseded", "step-00000020.superseded", "step-00000030.superseded"]
+        "step-00000010",
+        "step-00000020.1.superseded",
+        "step-00000020.superseded",
+        "step-00000030.superseded",
+    ]
 
 
 def test_unfinished_folders_are_removed_and_nothing_else(tmp_path):
@@ -287,12 +339,25 @@ def test_unfinished_folders_are_removed_and_nothing_else(tmp_path):
         (root / name).mkdir(parents=True)
     (root / ".step-00000030.tmp").symlink_to(root / "elsewhere")
     catalog.remove_unfinished(cfg)
-    assert names_in(cfg) == [".step-00000030.tmp", ".step-1.tmp", "elsewhere", "mine.tmp", "step-00000020.tmp"]
+    assert names_in(cfg) == [
+        ".step-00000030.tmp",
+        ".step-1.tmp",
+        "elsewhere",
+        "mine.tmp",
+        "step-00000020.tmp",
+    ]
 
 
-@pytest.mark.parametrize("section, key, value", [
-    ("model", "dim", 64), ("train", "seq_len", 16), ("train", "global_batch_size", 16), ("run", "seed", 1),
-    ("data", "source", "other.jsonl")])
+@pytest.mark.parametrize(
+    "section, key, value",
+    [
+        ("model", "dim", 64),
+        ("train", "seq_len", 16),
+        ("train", "global_batch_size", 16),
+        ("run", "seed", 1),
+        ("data", "source", "other.jsonl"),
+    ],
+)
 def test_another_run_is_refused_by_name(tmp_path, section, key, value):
     fake(configured(tmp_path), 10)
 
@@ -301,8 +366,14 @@ def test_another_run_is_refused_by_name(tmp_path, section, key, value):
         raw[section][key] = value
         return config.from_dict(raw, "changed.toml")
 
-    advice = "its weights have those shapes" if key == "dim" else f'allow it: .*allow_changed = ."{section}.{key}".$'
-    with pytest.raises(ConfigError, match=f"{section}.{key} = {value}.*was trained with .*{advice}"):
+    advice = (
+        "its weights have those shapes"
+        if key == "dim"
+        else f'allow it: .*allow_changed = ."{section}.{key}".$'
+    )
+    with pytest.raises(
+        ConfigError, match=f"{section}.{key} = {value}.*was trained with .*{advice}"
+    ):
         compare.check_same_run(changed(), 10)
     compare.check_same_run(changed(allow_changed=[f"{section}.{key}"]), 10)
 
@@ -323,6 +394,7 @@ def test_a_head_s_width_may_be_said_or_not(tmp_path):
 
 def test_another_start_is_refused(tmp_path):
     """But of adapters, whose base may lie elsewhere."""
+
     def started(folder: str) -> config.Config:
         cfg = configured(tmp_path)
         return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, init_from=folder))
@@ -338,7 +410,9 @@ def test_an_option_that_the_run_no_longer_gives_is_refused(tmp_path):
     scaling = {"factor": 8.0, "original_max_position_embeddings": 32}
     run = {"name": "r", "output_dir": str(tmp_path)}
     fake(make_config(run=run, checkpoint={}, model={"rope_scaling": scaling}), 10)
-    with pytest.raises(ConfigError, match=r"model\.rope_scaling\.factor = absent: .*was trained with 8\.0"):
+    with pytest.raises(
+        ConfigError, match=r"model\.rope_scaling\.factor = absent: .*was trained with 8\.0"
+    ):
         compare.check_same_run(configured(tmp_path), 10)
 
 
@@ -352,9 +426,17 @@ def test_every_option_of_the_model_is_compared():
 
     outputs = of("model.", "lora.") - {"model.init_from", "model.freeze", "lora.init_from"}
     assert {name for name in names if compare.SAME_OUTPUTS.fullmatch(name)} == outputs
-    assert {name for name in names if compare.GUARDED.fullmatch(name)} == outputs | of("data.") - {"data.path"} | {
-        "model.init_from", "model.freeze", "run.seed", "train.seq_len", "train.global_batch_size", "optim.name",
-        "optim.state_dtype"}
+    assert {name for name in names if compare.GUARDED.fullmatch(name)} == outputs | of("data.") - {
+        "data.path"
+    } | {
+        "model.init_from",
+        "model.freeze",
+        "run.seed",
+        "train.seq_len",
+        "train.global_batch_size",
+        "optim.name",
+        "optim.state_dtype",
+    }
 
 
 def test_an_option_that_changes_the_optimizers_state_is_refused_by_name(tmp_path):
@@ -364,8 +446,11 @@ def test_an_option_that_changes_the_optimizers_state_is_refused_by_name(tmp_path
     compare.check_same_run(cfg, 10)
     for key, value in {"name": "muon", "state_dtype": "bfloat16"}.items():
         other = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, **{key: value}))
-        with pytest.raises(ConfigError, match=rf"optim\.{key} = {value}: .* was trained with .*(adamw|float32).*; "
-                                              "continue with that, or start another run"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"optim\.{key} = {value}: .* was trained with .*(adamw|float32).*; "
+            "continue with that, or start another run",
+        ):
             compare.check_same_run(other, 10)
         compare.check_same_run(other, 10, compare.SAME_OUTPUTS)
 
@@ -374,7 +459,9 @@ def test_an_option_that_is_newer_than_the_checkpoint_had_its_default(tmp_path):
     sources = {"data": {"sources": [{"source": "a.jsonl"}, {"source": "b.jsonl", "weight": 2.0}]}}
 
     def cfg(**sections):
-        return make_config(run={"name": "r", "output_dir": str(tmp_path)}, checkpoint={}, **{**sources, **sections})
+        return make_config(
+            run={"name": "r", "output_dir": str(tmp_path)}, checkpoint={}, **{**sources, **sections}
+        )
 
     folder = fake(cfg(), 10)
     state = json.loads((folder / "state.json").read_text())
@@ -383,11 +470,15 @@ def test_an_option_that_is_newer_than_the_checkpoint_had_its_default(tmp_path):
     (folder / "state.json").write_text(json.dumps(state))
     compare.check_same_run(cfg(), 10)
     compare.check_same_run(cfg(), 10, compare.SAME_OUTPUTS)
-    with pytest.raises(ConfigError, match=r"model\.tie_embeddings = true: .*trained with false, the default; "):
+    with pytest.raises(
+        ConfigError, match=r"model\.tie_embeddings = true: .*trained with false, the default; "
+    ):
         compare.check_same_run(cfg(model={"tie_embeddings": True}), 10)
     state["config"]["model"]["k_norm"] = True
     (folder / "state.json").write_text(json.dumps(state))
-    with pytest.raises(ConfigError, match=r"model\.k_norm = absent: .*trained with true; this version has no such"):
+    with pytest.raises(
+        ConfigError, match=r"model\.k_norm = absent: .*trained with true; this version has no such"
+    ):
         compare.check_same_run(cfg(), 10)
 
 
@@ -397,7 +488,9 @@ def test_an_imported_checkpoint_is_evaluated_as_its_own_model_only(tmp_path):
     fake(cfg, 0)
     compare.check_same_run(cfg, 0, compare.SAME_OUTPUTS)
     other = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, rope_theta=3.0))
-    with pytest.raises(ConfigError, match=r"model\.rope_theta = 3\.0: .*step-00000000 was trained with"):
+    with pytest.raises(
+        ConfigError, match=r"model\.rope_theta = 3\.0: .*step-00000000 was trained with"
+    ):
         compare.check_same_run(other, 0, compare.SAME_OUTPUTS)
 
 
@@ -411,17 +504,29 @@ def test_an_evaluation_with_another_tokenizer_is_refused(tmp_path):
     compare.check_same_tokenizer(cfg, 10, [other])  # an old checkpoint has none
     shutil.copy(same, folder)
     compare.check_same_tokenizer(cfg, 10, [same])
-    settings = [path.with_name("tokenizer_config.json") for path in (same, other, folder / "tokenizer.model")]
+    settings = [
+        path.with_name("tokenizer_config.json")
+        for path in (same, other, folder / "tokenizer.model")
+    ]
     for path in settings:
         path.write_text("{}")  # equal settings do not make two tokenizers one
-    with pytest.raises(ConfigError, match=rf"{other}.*: is not the tokenizer that .*; data.tokenizer = \"{folder}\""):
+    with pytest.raises(
+        ConfigError,
+        match=rf"{other}.*: is not the tokenizer that .*; data.tokenizer = \"{folder}\"",
+    ):
         compare.check_same_tokenizer(cfg, 10, [other, settings[1]])
-    compare.check_same_tokenizer(configured(tmp_path, allow_changed=["data.tokenizer"]), 10, [other])
+    compare.check_same_tokenizer(
+        configured(tmp_path, allow_changed=["data.tokenizer"]), 10, [other]
+    )
 
 
 def test_tokens_of_another_tokenizer_are_told(write_config, corpus, tmp_path):
     """To who evaluates on them, as an error; to who allows to go on with them, as a warning."""
-    path, other, told = write_config("words", checkpoint={}), tmp_path / "other.jsonl", "is not the tokenizer that"
+    path, other, told = (
+        write_config("words", checkpoint={}),
+        tmp_path / "other.jsonl",
+        "is not the tokenizer that",
+    )
     lines = corpus.read_text().splitlines(keepends=True)
     other.write_text("".join(lines[: len(lines) * 3 // 4]))
     words = (f"--data.source={other}", f"--data.path={tmp_path / 'other'}")
@@ -430,7 +535,13 @@ def test_tokens_of_another_tokenizer_are_told(write_config, corpus, tmp_path):
     done = launch(path, *words, "--eval-only", nproc=2)
     assert done.returncode == 2 and told in done.stderr, done.stdout + done.stderr
     for steps, data, times in ((5, (), 0), (6, words, 1)):
-        done = launch(path, f"--train.steps={steps}", *data, '--checkpoint.allow_changed=["data.source"]', nproc=2)
+        done = launch(
+            path,
+            f"--train.steps={steps}",
+            *data,
+            '--checkpoint.allow_changed=["data.source"]',
+            nproc=2,
+        )
         assert done.returncode == 0 and done.stdout.count(told) == times, done.stdout + done.stderr
 
 
@@ -439,8 +550,11 @@ def test_another_optimizer_is_refused_in_one_line(saved_by_two):
     model = Llama(make_config().model)
     other = torch.optim.SGD(model.parameters(), momentum=0.9)
     other.state = {p: {"momentum_buffer": torch.zeros_like(p)} for p in model.parameters()}
-    with pytest.raises(ConfigError, match=r"exp_avg_sq \(torch.float32\), step .* of another optimizer, this run's has "
-                                          r"momentum_buffer \(torch.float32\)$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"exp_avg_sq \(torch.float32\), step .* of another optimizer, this run's has "
+        r"momentum_buffer \(torch.float32\)$",
+    ):
         restore(folder, model, other)
 
 
@@ -452,7 +566,9 @@ def test_steps_and_intervals_may_change(tmp_path):
     compare.check_same_run(config.from_dict(raw, "changed.toml"), 10)
 
 
-def test_a_run_of_an_earlier_version_resumes_with_options_that_a_new_one_may_not_have(tmp_path, monkeypatch):
+def test_a_run_of_an_earlier_version_resumes_with_options_that_a_new_one_may_not_have(
+    tmp_path, monkeypatch
+):
     from migrate import former  # optional
 
     raw = config.to_dict(cfg := configured(tmp_path))
@@ -462,24 +578,40 @@ def test_a_run_of_an_earlier_version_resumes_with_options_that_a_new_one_may_not
     with pytest.raises(ConfigError) as new:
         config.from_dict(raw, "x.toml")
     unsharded, reshard = sorted(new.value.problems, reverse=True)
-    assert unsharded.startswith("x.toml: [parallel] unsharded = ") and 'write replicated = ["embedding*"]' in unsharded
-    assert "[parallel] reshard_after_forward = 4: " in reshard and "write reshard_after_forward = true" in reshard
+    assert (
+        unsharded.startswith("x.toml: [parallel] unsharded = ")
+        and 'write replicated = ["embedding*"]' in unsharded
+    )
+    assert (
+        "[parallel] reshard_after_forward = 4: " in reshard
+        and "write reshard_after_forward = true" in reshard
+    )
     folder, logged = fake(cfg, 10), []
     p = config.from_dict(raw, "x.toml").parallel
     assert (p.replicated, p.reshard_after_forward) == (("embedding*",), True)
     monkeypatch.setattr(former.log, "warning", lambda text, *words: logged.append(text % words))
     former.log_changes(folder, raw)
-    assert logged == [f"{folder} was trained by an earlier version with parallel.reshard_after_forward = 4, and "
-                      "resumes with true"]
+    assert logged == [
+        f"{folder} was trained by an earlier version with parallel.reshard_after_forward = 4, and "
+        "resumes with true"
+    ]
 
 
 def test_any_number_of_ranks_reads_any(on_ranks, tmp_path):
     """Weights and optimizer state, element by element: saved on 1, 2 and 4 processes, read on each of them and 3."""
-    wrote = {ranks: on_ranks(ranks, cases.save_trained, str(tmp_path / str(ranks)))[0] for ranks in (1, 2, 4)}
+    wrote = {
+        ranks: on_ranks(ranks, cases.save_trained, str(tmp_path / str(ranks)))[0]
+        for ranks in (1, 2, 4)
+    }
     for ranks in (1, 2, 3, 4):
-        read = on_ranks(ranks, cases.load_trained, [str(tmp_path / str(saved)) for saved in wrote])[0]
+        read = on_ranks(ranks, cases.load_trained, [str(tmp_path / str(saved)) for saved in wrote])[
+            0
+        ]
         assert read == list(wrote.values())
-    assert all(len({digest for name, digest in w.items() if "norm" not in name}) > 20 for w in wrote.values())
+    assert all(
+        len({digest for name, digest in w.items() if "norm" not in name}) > 20
+        for w in wrote.values()
+    )
 
 
 def test_a_plain_model_reads_it_and_differences_are_named(saved_by_two):
@@ -497,18 +629,29 @@ def test_a_plain_model_reads_it_and_differences_are_named(saved_by_two):
         restore(folder, flatter, build_optimizer(flatter, cfg.optim))
     frozen = Llama(cfg.model)
     frozen.embedding.weight.requires_grad_(False)
-    with pytest.raises(ConfigError, match=r"has optim\.embedding\.weight\.exp_avg, which this model does not"):
+    with pytest.raises(
+        ConfigError, match=r"has optim\.embedding\.weight\.exp_avg, which this model does not"
+    ):
         restore(folder, frozen, build_optimizer(frozen, cfg.optim))
     wider = Llama(make_config(model={"ffn_dim": 96}).model)
-    with pytest.raises(ConfigError, match=r"gate_proj.weight is torch.float32 .*80, 48.*this model's is .*96, 48"):
+    with pytest.raises(
+        ConfigError, match=r"gate_proj.weight is torch.float32 .*80, 48.*this model's is .*96, 48"
+    ):
         restore(folder, wider, None)
-    with pytest.raises(ConfigError, match="embedding.weight is torch.float32 .*, this model.s is torch.bfloat16"):
+    with pytest.raises(
+        ConfigError, match="embedding.weight is torch.float32 .*, this model.s is torch.bfloat16"
+    ):
         restore(folder, Llama(cfg.model).to(torch.bfloat16), None)
 
 
 def test_a_run_keeps_what_it_should_and_says_no(write_config, tmp_path):
-    path = write_config("kept", train={"steps": 7}, optim={"schedule_steps": 20},
-                        checkpoint={"save_every_steps": 2, "keep_last": 2}, eval={"every_steps": 4})
+    path = write_config(
+        "kept",
+        train={"steps": 7},
+        optim={"schedule_steps": 20},
+        checkpoint={"save_every_steps": 2, "keep_last": 2},
+        eval={"every_steps": 4},
+    )
     assert launch(path).returncode == 0
     folder = tmp_path / "outputs/kept"
     assert [step for step, _ in catalog.step_folders(folder / "checkpoints")] == [6, 7]
@@ -520,25 +663,43 @@ def test_a_run_keeps_what_it_should_and_says_no(write_config, tmp_path):
     assert (folder / "checkpoints/step-00000007.superseded").is_dir()
 
     before = content(folder)
-    for arguments, message in [(["--checkpoint.resume=5"], "resume = 5"), (["--checkpoint.resume=never"], "never"),
-                               (["--train.seq_len=16"], "train.seq_len = 16"),
-                               ([f"--run.output_dir={path}"], "is a file"),
-                               (["--checkpoint=off"], "[checkpoint] is off"),
-                               (["--run.device=cuda", "--checkpoint.resume=3"], "resume = 3"),  # and of the device
-                               (["--train.steps=9", "--model.ffn_dim=96",
-                                 '--checkpoint.allow_changed=["model.ffn_dim"]'], "this model's is torch.float32 [96"),
-                               (["--eval-only", "--model.norm_eps=0.5"], "model.norm_eps = 0.5"),
-                               (["--eval-only", "--checkpoint.resume=7"], "resume = 7"),
-                               (["--checkpoint.resume=6", "--optim.state_dtype=bfloat16"], "optim.state_dtype = "),
-                               (["--train.steps=9", '--model.freeze=["embedding.*"]'], "start another run")]:
+    for arguments, message in [
+        (["--checkpoint.resume=5"], "resume = 5"),
+        (["--checkpoint.resume=never"], "never"),
+        (["--train.seq_len=16"], "train.seq_len = 16"),
+        ([f"--run.output_dir={path}"], "is a file"),
+        (["--checkpoint=off"], "[checkpoint] is off"),
+        (["--run.device=cuda", "--checkpoint.resume=3"], "resume = 3"),  # and of the device
+        (
+            [
+                "--train.steps=9",
+                "--model.ffn_dim=96",
+                '--checkpoint.allow_changed=["model.ffn_dim"]',
+            ],
+            "this model's is torch.float32 [96",
+        ),
+        (["--eval-only", "--model.norm_eps=0.5"], "model.norm_eps = 0.5"),
+        (["--eval-only", "--checkpoint.resume=7"], "resume = 7"),
+        (["--checkpoint.resume=6", "--optim.state_dtype=bfloat16"], "optim.state_dtype = "),
+        (["--train.steps=9", '--model.freeze=["embedding.*"]'], "start another run"),
+    ]:
         done = launch(path, *arguments, nproc=1 + ("--eval-only" in arguments))
-        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, (
+            done.stderr
+        )
     done = launch(path, "--eval-only", "--checkpoint.resume=6")
     assert json.loads(done.stdout.splitlines()[-1])["step"] == 6, done.stderr
     assert content(folder) == before
     # what was read before was read, whatever a step's tokens are now
-    assert launch(path, "--train.steps=9", "--train.seq_len=16",
-                  '--checkpoint.allow_changed=["train.seq_len"]').returncode == 0
+    assert (
+        launch(
+            path,
+            "--train.steps=9",
+            "--train.seq_len=16",
+            '--checkpoint.allow_changed=["train.seq_len"]',
+        ).returncode
+        == 0
+    )
     assert [row["tokens"] for row in rows(folder)][-2:] == [8 * 8 * 32, 8 * 8 * 32 + 8 * 16]
 
 
@@ -551,12 +712,21 @@ def test_a_finished_run_whose_last_checkpoint_is_damaged_is_finished_again(write
     shard.write_bytes(before[:5000] + bytes([before[5000] ^ 1]) + before[5001:])
     done = launch(path, "--eval-only")
     assert done.returncode == 0 and json.loads(done.stdout)["step"] == 2
-    assert re.search(r"corrupt, skipped: .*__0_0\.distcp: bytes 0 to \d+: expected SHA-256", done.stderr)
+    assert re.search(
+        r"corrupt, skipped: .*__0_0\.distcp: bytes 0 to \d+: expected SHA-256", done.stderr
+    )
     done = launch(path, nproc=2)
-    assert done.returncode == 0 and "resuming after step 2" in done.stdout, done.stdout + done.stderr
-    assert re.search(r"corrupt, set aside: .*__0_0\.distcp: bytes 0 to \d+: expected SHA-256", done.stdout)
+    assert done.returncode == 0 and "resuming after step 2" in done.stdout, (
+        done.stdout + done.stderr
+    )
+    assert re.search(
+        r"corrupt, set aside: .*__0_0\.distcp: bytes 0 to \d+: expected SHA-256", done.stdout
+    )
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == [
-        "step-00000002", "step-00000004", "step-00000004.corrupt"]
+        "step-00000002",
+        "step-00000004",
+        "step-00000004.corrupt",
+    ]
     assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4]
 
 
@@ -577,22 +747,33 @@ def test_what_was_left_undone_is_done(write_config, tmp_path):
     path = write_config("undone", checkpoint={"keep_last": 1}, eval={})
     assert launch(path).returncode == 0
     folder = tmp_path / "outputs/undone"
-    kept = [line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"train"' in line]
+    kept = [
+        line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"train"' in line
+    ]
     (folder / "metrics.jsonl").write_text("\n".join(kept) + "\n")
     (folder / "checkpoints/.step-00000009.tmp").mkdir()
     for _ in range(2):  # and the second time not again
         status = json.loads((folder / "status.json").read_text())
         (folder / "status.json").write_text(json.dumps({**status, "state": "running"}))
         assert launch(path).returncode == 0
-        assert [r["step"] for r in rows(folder)] == [1, 2, 3, 4] and [r["step"] for r in rows(folder, "eval")] == [4]
+        assert [r["step"] for r in rows(folder)] == [1, 2, 3, 4] and [
+            r["step"] for r in rows(folder, "eval")
+        ] == [4]
         assert json.loads((folder / "status.json").read_text())["state"] == "finished"
         assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step-00000004"]
 
 
 def test_an_offloaded_run_saves_and_goes_on(write_config, tmp_path):
-    path = write_config("offloaded", train={"steps": 6}, optim={"schedule_steps": 6}, checkpoint={},
-                        parallel={"cpu_offload": True, "dp_replicate": 2})
+    path = write_config(
+        "offloaded",
+        train={"steps": 6},
+        optim={"schedule_steps": 6},
+        checkpoint={},
+        parallel={"cpu_offload": True, "dp_replicate": 2},
+    )
     assert launch(path, "--train.steps=3", nproc=2).returncode == 0
     done = launch(path, "--parallel.cpu_offload=false", "--parallel.dp_replicate=1")
-    assert done.returncode == 0 and "resuming after step 3" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "resuming after step 3" in done.stdout, (
+        done.stdout + done.stderr
+    )
     assert [row["step"] for row in rows(tmp_path / "outputs/offloaded")] == [1, 2, 3, 4, 5, 6]

@@ -25,9 +25,13 @@ VARIANTS = {
     "tied": {"model": {"tie_embeddings": True}},
     "uneven": {"model": UNEVEN},
     "frozen": {"model": {"freeze": ["embedding.weight", "blocks.1.*", "*k_proj*"]}},
-    "replicated": {"model": {"freeze": ["embedding.weight", "blocks.1.*", "*k_proj*"]},
-                  "parallel": {"replicated": ["embedding.weight", "blocks.1.*", "blocks.0.*.k_proj.weight"],
-                               "param_dtype": "bfloat16"}},
+    "replicated": {
+        "model": {"freeze": ["embedding.weight", "blocks.1.*", "*k_proj*"]},
+        "parallel": {
+            "replicated": ["embedding.weight", "blocks.1.*", "blocks.0.*.k_proj.weight"],
+            "param_dtype": "bfloat16",
+        },
+    },
 }
 
 
@@ -37,20 +41,28 @@ def test_deferring_does_not_hang_on_how_the_mesh_was_named(on_ranks):
     sections["parallel"] |= {"dp_replicate": "auto", "dp_shard": 2}
     cfg = make_config(**sections)
     counted = on_ranks(1, cases.count_collectives, [sections], 2)[0][0]
-    assert counted == collectives(cfg, meta_model(cfg.model), 2) and counted["reduce_scatter"][0] == 4
+    assert (
+        counted == collectives(cfg, meta_model(cfg.model), 2) and counted["reduce_scatter"][0] == 4
+    )
 
 
 def case(strategy: str, variant: str, ranks: int = 4) -> dict:
     changes = VARIANTS[variant]
-    return {"model": {"n_layers": 2, **changes.get("model", {})},
-            "train": {"global_batch_size": 2 * ranks, "micro_batch_size": 1},
-            "parallel": {**STRATEGIES[strategy], **changes.get("parallel", {})}}
+    return {
+        "model": {"n_layers": 2, **changes.get("model", {})},
+        "train": {"global_batch_size": 2 * ranks, "micro_batch_size": 1},
+        "parallel": {**STRATEGIES[strategy], **changes.get("parallel", {})},
+    }
 
 
 NAMES = list(itertools.product(STRATEGIES, VARIANTS))
-ON_FEWER = [*itertools.product(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), ("", "deferred", "uneven"))]
+ON_FEWER = [
+    *itertools.product(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), ("", "deferred", "uneven"))
+]
 RUNS = {  # by (ranks, real processes, else torch's fake group): every variant, and each strategy on real ranks
-    (1, True): ON_FEWER, (2, True): ON_FEWER, (4, True): [n for n in NAMES if n[1] in ("", "replicated")],
+    (1, True): ON_FEWER,
+    (2, True): ON_FEWER,
+    (4, True): [n for n in NAMES if n[1] in ("", "replicated")],
     (4, False): NAMES,
 }
 
@@ -60,8 +72,11 @@ def counted(on_ranks):
     found = {}
     for (ranks, real), names in RUNS.items():
         cases_ = [case(*name, ranks) for name in names]
-        rows = on_ranks(ranks, cases.count_collectives, cases_)[0] if real else on_ranks(
-            1, cases.count_collectives, cases_, ranks)[0]
+        rows = (
+            on_ranks(ranks, cases.count_collectives, cases_)[0]
+            if real
+            else on_ranks(1, cases.count_collectives, cases_, ranks)[0]
+        )
         found |= {(ranks, real, *name): row for name, row in zip(names, rows)}
     return found
 
@@ -79,31 +94,60 @@ def test_collectives_equal_the_formula(counted, strategy):
 
 
 MESHES = {
-    "tp": {"tp": 2}, "cp": {"cp": 2}, "cp x tp": {"cp": 2, "tp": 2},
+    "tp": {"tp": 2},
+    "cp": {"cp": 2},
+    "cp x tp": {"cp": 2, "tp": 2},
     "tp, kept": {"tp": 2, "reshard_after_forward": False},
     "tp alone": {"tp": "all", "dp_shard": 1},
-    "replicas x tp": {"dp_replicate": 2, "tp": 2}, "replicas x cp": {"dp_replicate": 2, "cp": 2},
+    "replicas x tp": {"dp_replicate": 2, "tp": 2},
+    "replicas x cp": {"dp_replicate": 2, "cp": 2},
     "replicas x tp, no shards": {"dp_replicate": "auto", "dp_shard": 1, "tp": 2},
 }
-MESHES = {name: mesh for name, mesh in MESHES.items() if not lacks(parallel={**mesh, "tp": 2 if "tp" in mesh else 1})}
+MESHES = {
+    name: mesh
+    for name, mesh in MESHES.items()
+    if not lacks(parallel={**mesh, "tp": 2 if "tp" in mesh else 1})
+}
 OVER_MESHES = {
-    "": {}, "full": {"recompute": "full"}, "every second": {"recompute": 2}, "selective": {"recompute": "selective"},
-    "bfloat16": {"param_dtype": "bfloat16", "keep_fp32": ["blocks.0"]}, "tied": {}, "qk_norm": {},
-    "deferred": {"sync_every_micro_batch": False, "param_dtype": "bfloat16"}, "two sequences": {},
+    "": {},
+    "full": {"recompute": "full"},
+    "every second": {"recompute": 2},
+    "selective": {"recompute": "selective"},
+    "bfloat16": {"param_dtype": "bfloat16", "keep_fp32": ["blocks.0"]},
+    "tied": {},
+    "qk_norm": {},
+    "deferred": {"sync_every_micro_batch": False, "param_dtype": "bfloat16"},
+    "two sequences": {},
 }
 EVERYWHERE = ("", "full", "bfloat16", "tied", "deferred")
-ON_MESHES = [(mesh, variant) for mesh, variant in itertools.product(MESHES, OVER_MESHES)
-             if variant in EVERYWHERE or mesh in ("tp", "cp", "cp x tp")]
+ON_MESHES = [
+    (mesh, variant)
+    for mesh, variant in itertools.product(MESHES, OVER_MESHES)
+    if variant in EVERYWHERE or mesh in ("tp", "cp", "cp x tp")
+]
 
 
 def on_mesh(ranks: int, mesh: str, variant: str) -> dict:
     parallel = {**MESHES[mesh], **OVER_MESHES[variant]}
     parallel["tp"] = ranks if parallel.get("tp") == "all" else parallel.get("tp", 1)
-    heads = {"n_heads": 8, "n_kv_heads": 8 if mesh == "tp alone" else 2, "head_dim": 6, "vocab_size": 328}
+    heads = {
+        "n_heads": 8,
+        "n_kv_heads": 8 if mesh == "tp alone" else 2,
+        "head_dim": 6,
+        "vocab_size": 328,
+    }
     sequences = 2 if variant == "two sequences" else 1
-    return {"model": {**heads, "dim": 46, "ffn_dim": 88, "tie_embeddings": variant == "tied",
-                      "qk_norm": variant == "qk_norm"}, "parallel": parallel,
-            "train": {"global_batch_size": ranks * sequences, "micro_batch_size": sequences}}  # 2 or more a step
+    return {
+        "model": {
+            **heads,
+            "dim": 46,
+            "ffn_dim": 88,
+            "tie_embeddings": variant == "tied",
+            "qk_norm": variant == "qk_norm",
+        },
+        "parallel": parallel,
+        "train": {"global_batch_size": ranks * sequences, "micro_batch_size": sequences},
+    }  # 2 or more a step
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +155,19 @@ def counted_on_meshes(on_ranks):
     """On real ranks, and on torch's fake process group."""
     real = [(mesh, "") for mesh in MESHES]
     runs = [(4, real, None), (4, ON_MESHES, 4), (8, real, 8)]
-    return {(ranks, fake, *name): row for ranks, names, fake in runs for name, row in zip(names, on_ranks(
-        1 if fake else ranks, cases.count_collectives, [on_mesh(ranks, *name) for name in names], fake)[0])}
+    return {
+        (ranks, fake, *name): row
+        for ranks, names, fake in runs
+        for name, row in zip(
+            names,
+            on_ranks(
+                1 if fake else ranks,
+                cases.count_collectives,
+                [on_mesh(ranks, *name) for name in names],
+                fake,
+            )[0],
+        )
+    }
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -129,13 +184,25 @@ def test_collectives_of_tensor_and_context_parallelism_equal_the_formula(counted
 
 def test_the_known_numbers():
     """Six units, two micro-batches, four ranks, embedding and head gathered once: 2 (6 + 4) all-gathers."""
+
     def numbers(**parallel) -> dict[str, int]:
-        cfg: config.Config = make_config(model={"n_layers": 4}, parallel=parallel,
-                                         train={"global_batch_size": 8, "micro_batch_size": 1})
-        return {kind: number for kind, (number, _) in collectives(cfg, meta_model(cfg.model), 4).items() if number}
+        cfg: config.Config = make_config(
+            model={"n_layers": 4},
+            parallel=parallel,
+            train={"global_batch_size": 8, "micro_batch_size": 1},
+        )
+        return {
+            kind: number
+            for kind, (number, _) in collectives(cfg, meta_model(cfg.model), 4).items()
+            if number
+        }
 
     assert numbers() == {"all_gather": 20, "reduce_scatter": 12, "all_reduce": 1}
-    assert numbers(reshard_after_forward=False) == {"all_gather": 12, "reduce_scatter": 12, "all_reduce": 1}
+    assert numbers(reshard_after_forward=False) == {
+        "all_gather": 12,
+        "reduce_scatter": 12,
+        "all_reduce": 1,
+    }
     assert numbers(sync_every_micro_batch=False)["reduce_scatter"] == 6
 
 

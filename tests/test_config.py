@@ -28,7 +28,9 @@ def test_shipped_configs_load_and_open_with_their_command(path):
     cfg = config.load(str(path))
     assert cfg.run.name == path.stem
     first_lines = path.read_text().split("[")[0]
-    assert f"configs/{path.name}" in first_lines or (path.stem == "tiny" and "./run_train.sh" in first_lines)
+    assert f"configs/{path.name}" in first_lines or (
+        path.stem == "tiny" and "./run_train.sh" in first_lines
+    )
 
 
 def test_options_of_removed_rooms_are_refused_together(monkeypatch):
@@ -47,8 +49,11 @@ def test_options_of_removed_rooms_are_refused_together(monkeypatch):
     with pytest.raises(ConfigError) as error:
         config.from_dict({**tables(), "model": {"init_from": "x"}}, "t.toml")
     assert [*error.value.problems] == [
-        't.toml: [model] init_from = "x": needs huggingface/, which this copy of the repository does not have']
-    config.from_dict(tables(model={"init_from": "x"}, parallel={"tp": 2}), "t.toml", saved=True)  # for a tool
+        't.toml: [model] init_from = "x": needs huggingface/, which this copy of the repository does not have'
+    ]
+    config.from_dict(
+        tables(model={"init_from": "x"}, parallel={"tp": 2}), "t.toml", saved=True
+    )  # for a tool
 
 
 def test_what_options_need_are_rooms():
@@ -75,7 +80,10 @@ def without(section: str, key: str | None = None) -> str:
         del raw[section]
     else:
         del raw[section][key]
-    return "\n".join(f"[{n}]\n" + "\n".join(f"{k} = {options.toml(v)}" for k, v in t.items()) for n, t in raw.items())
+    return "\n".join(
+        f"[{n}]\n" + "\n".join(f"{k} = {options.toml(v)}" for k, v in t.items())
+        for n, t in raw.items()
+    )
 
 
 def replaced(line: str) -> str:
@@ -89,35 +97,77 @@ def replaced(line: str) -> str:
 
 # name: (content, what the error must name)
 MALFORMED = {
-    "unknown key": (toml("\n[eval]\nevery_step = 3\n"), ["[eval] every_step = 3", "did you mean eval.every_steps?"]),
-    "unknown section": (toml("\n[trian]\nsteps = 3\n"), ["[trian] steps = 3", "did you mean train.steps?"]),
-    "key in another section": (toml("\n[eval]\nsave_every_steps = 3\n"), ["did you mean checkpoint.save_every_steps?"]),
-    "text for an integer": (replaced('train.steps = "many"'), ['[train] steps = "many"', "must be an integer"]),
-    "float for an integer": (replaced("train.steps = 4.0"), ["[train] steps = 4.0", "must be an integer"]),
-    "bool for an integer": (replaced("train.steps = true"), ["[train] steps = true", "must be an integer"]),
+    "unknown key": (
+        toml("\n[eval]\nevery_step = 3\n"),
+        ["[eval] every_step = 3", "did you mean eval.every_steps?"],
+    ),
+    "unknown section": (
+        toml("\n[trian]\nsteps = 3\n"),
+        ["[trian] steps = 3", "did you mean train.steps?"],
+    ),
+    "key in another section": (
+        toml("\n[eval]\nsave_every_steps = 3\n"),
+        ["did you mean checkpoint.save_every_steps?"],
+    ),
+    "text for an integer": (
+        replaced('train.steps = "many"'),
+        ['[train] steps = "many"', "must be an integer"],
+    ),
+    "float for an integer": (
+        replaced("train.steps = 4.0"),
+        ["[train] steps = 4.0", "must be an integer"],
+    ),
+    "bool for an integer": (
+        replaced("train.steps = true"),
+        ["[train] steps = true", "must be an integer"],
+    ),
     "nan": (replaced("optim.lr = nan"), ["[optim] lr", "must be a number"]),
     "inf": (replaced("optim.lr = inf"), ["[optim] lr", "must be a number"]),
-    "overflow to inf": (replaced("optim.lr = 1e999"), ["[optim] lr", "must be a number, neither empty nor infinite"]),
-    "huge integer": (replaced("train.steps = 100000000000000000000000"),
-                     ["[train] steps", "must be an integer, neither empty nor infinite nor out of range"]),
-    "integer of 5,000 digits": (replaced("train.steps = " + "9" * 5000), ["TOML: Exceeds the limit (4300"]),
-    "endless timeout": (replaced("run.step_timeout_seconds = 1e15"), ["[run] step_timeout_seconds = 1", "at most 1e8"]),
-    "epsilon that float32 has not": (replaced("optim.eps = 1e-46"), ["[optim] eps = 1e-46", "at least 1e-38"]),
+    "overflow to inf": (
+        replaced("optim.lr = 1e999"),
+        ["[optim] lr", "must be a number, neither empty nor infinite"],
+    ),
+    "huge integer": (
+        replaced("train.steps = 100000000000000000000000"),
+        ["[train] steps", "must be an integer, neither empty nor infinite nor out of range"],
+    ),
+    "integer of 5,000 digits": (
+        replaced("train.steps = " + "9" * 5000),
+        ["TOML: Exceeds the limit (4300"],
+    ),
+    "endless timeout": (
+        replaced("run.step_timeout_seconds = 1e15"),
+        ["[run] step_timeout_seconds = 1", "at most 1e8"],
+    ),
+    "epsilon that float32 has not": (
+        replaced("optim.eps = 1e-46"),
+        ["[optim] eps = 1e-46", "at least 1e-38"],
+    ),
     "negative steps": (replaced("train.steps = -1"), ["[train] steps = -1", "greater than 0"]),
     "zero batch": (replaced("train.global_batch_size = 0"), ["[train] global_batch_size = 0"]),
     "zero sequence": (replaced("train.seq_len = 0"), ["[train] seq_len = 0"]),
     "heads do not divide": (replaced("model.n_heads = 5"), ["n_heads", "must divide"]),
-    "key/value heads do not divide": (replaced("model.n_kv_heads = 3"),
-                                      ["[model] n_kv_heads = 3", "divide n_heads = 4"]),
+    "key/value heads do not divide": (
+        replaced("model.n_kv_heads = 3"),
+        ["[model] n_kv_heads = 3", "divide n_heads = 4"],
+    ),
     "odd head": (replaced("model.dim = 12"), ["must be even"]),
-    "warm-up too long": (replaced("optim.warmup_steps = 5"), ["[optim] warmup_steps = 5", "must not exceed"]),
-    "micro-batch does not divide": (replaced("train.micro_batch_size = 3"),
-                                    ["[train] micro_batch_size = 3", "must divide"]),
+    "warm-up too long": (
+        replaced("optim.warmup_steps = 5"),
+        ["[optim] warmup_steps = 5", "must not exceed"],
+    ),
+    "micro-batch does not divide": (
+        replaced("train.micro_batch_size = 3"),
+        ["[train] micro_batch_size = 3", "must divide"],
+    ),
     "date": (replaced("train.steps = 2026-01-01"), ["[train] steps", "must be an integer"]),
     "mixed list": (replaced('optim.betas = [0.9, "x"]'), ["[optim] betas"]),
     "short list": (replaced("optim.betas = [0.9]"), ["[optim] betas", "a list of 2"]),
     "beta of one": (replaced("optim.betas = [0.9, 1.0]"), ["[optim] betas", "[0, 1)"]),
-    "duplicate key": (toml().replace("steps = 4", "steps = 4\nsteps = 5"), ["not valid TOML", "line"]),
+    "duplicate key": (
+        toml().replace("steps = 4", "steps = 4\nsteps = 5"),
+        ["not valid TOML", "line"],
+    ),
     "duplicate section": (toml("\n[train]\nsteps = 4\n"), ["not valid TOML"]),
     "byte order mark": ("\ufeff" + toml(), ["byte order mark"]),
     "empty file": ("", ["is empty"]),
@@ -126,51 +176,107 @@ MALFORMED = {
     "NUL in text": (replaced('data.source = "a\\u0000b"'), ["[data] source"]),
     "empty text": (replaced('data.source = ""'), ["[data] source"]),
     "section is no table": ("train = 3\n" + without("train"), ["train = 3", "written [train]"]),
-    "section is a list": (without("train") + "\n[[train]]\nsteps = 3\n", ["train = [", "must be a table"]),
+    "section is a list": (
+        without("train") + "\n[[train]]\nsteps = 3\n",
+        ["train = [", "must be a table"],
+    ),
     "missing steps": (without("train", "steps"), ["[train] steps", "missing"]),
     "missing model": (without("model", "dim"), ["[model] dim", "missing"]),
-    "unknown word": (replaced('optim.schedule = "cosin"'), ['[optim] schedule = "cosin"', '"cosine"']),
+    "unknown word": (
+        replaced('optim.schedule = "cosin"'),
+        ['[optim] schedule = "cosin"', '"cosine"'],
+    ),
     "float16": (replaced('parallel.param_dtype = "float16"'), ["float16", "loss scaler"]),
-    "both auto": (replaced('parallel.dp_replicate = "auto"'), ["[parallel] dp_replicate", "only one"]),
-    "reshard to one": (replaced("parallel.reshard_after_forward = 1"), ["reshard_after_forward = 1", "true or false"]),
-    "pattern without a unit": (replaced('parallel.keep_fp32 = ["blocks.7"]'),
-                               ["keep_fp32", "blocks.7", "matches no unit"]),
+    "both auto": (
+        replaced('parallel.dp_replicate = "auto"'),
+        ["[parallel] dp_replicate", "only one"],
+    ),
+    "reshard to one": (
+        replaced("parallel.reshard_after_forward = 1"),
+        ["reshard_after_forward = 1", "true or false"],
+    ),
+    "pattern without a unit": (
+        replaced('parallel.keep_fp32 = ["blocks.7"]'),
+        ["keep_fp32", "blocks.7", "matches no unit"],
+    ),
     "wsd without its length": (replaced('optim.schedule = "wsd"'), ["decay_steps"]),
     "name with a path": (replaced('run.name = "../x"'), ["[run] name", "may hold only"]),
     "absolute name": (replaced('run.name = "/tmp/x"'), ["[run] name"]),
     "name like a flag": (replaced('run.name = "-rf"'), ["[run] name"]),
     "name with a space": (replaced('run.name = "a b"'), ["[run] name"]),
     "name with a command": (replaced('run.name = "$(touch x)"'), ["[run] name"]),
-    "off is no value": (replaced('log.tensorboard = "off"'), ["[log] tensorboard", "true or false"]),
-    "profile beyond the steps": (toml("\n[profile]\nat_step = 3\nsteps = 3\n", train={"steps": 4}),
-                                 ["[profile] at_step = 3", "must end by train.steps = 4"]),
+    "off is no value": (
+        replaced('log.tensorboard = "off"'),
+        ["[log] tensorboard", "true or false"],
+    ),
+    "profile beyond the steps": (
+        toml("\n[profile]\nat_step = 3\nsteps = 3\n", train={"steps": 4}),
+        ["[profile] at_step = 3", "must end by train.steps = 4"],
+    ),
     "replicated offloaded": (
-        replaced("parallel.cpu_offload = true").replace("replicated = []", 'replicated = ["embedding*"]'),
-        ["[parallel] replicated", "cpu_offload"]),
+        replaced("parallel.cpu_offload = true").replace(
+            "replicated = []", 'replicated = ["embedding*"]'
+        ),
+        ["[parallel] replicated", "cpu_offload"],
+    ),
     "wsd that does not fit beside its warm-up": (
-        toml(train={"steps": 10}, optim={"schedule": "wsd", "warmup_steps": 6, "decay_steps": 4}).replace(
-            "decay_steps = 4", "decay_steps = 5"), ["[optim] decay_steps = 5", "with warmup_steps = 6 must fit"]),
-    "mixture without weight's number": (replaced('data.sources = [{source = "a", weight = "b"}]'),
-                                        ["[data] sources", 'weight = "b": must be a number']),
-    "mixture with an unknown key": (replaced('data.sources = [{source = "a", wieght = 1}]'), ["wieght", "weight?"]),
-    "mixture without a source": (replaced("data.sources = [{weight = 1}]"), ["[data] sources", "source: is missing"]),
-    "mixture of no weight": (replaced('data.sources = [{source = "a", weight = 0}]'), ["weight = 0: must be greater"]),
-    "mixture of one twice": (replaced('data.sources = [{source = "a"}, {source = "a", weight = 2}]'),
-                             ["one source twice"]),
+        toml(
+            train={"steps": 10}, optim={"schedule": "wsd", "warmup_steps": 6, "decay_steps": 4}
+        ).replace("decay_steps = 4", "decay_steps = 5"),
+        ["[optim] decay_steps = 5", "with warmup_steps = 6 must fit"],
+    ),
+    "mixture without weight's number": (
+        replaced('data.sources = [{source = "a", weight = "b"}]'),
+        ["[data] sources", 'weight = "b": must be a number'],
+    ),
+    "mixture with an unknown key": (
+        replaced('data.sources = [{source = "a", wieght = 1}]'),
+        ["wieght", "weight?"],
+    ),
+    "mixture without a source": (
+        replaced("data.sources = [{weight = 1}]"),
+        ["[data] sources", "source: is missing"],
+    ),
+    "mixture of no weight": (
+        replaced('data.sources = [{source = "a", weight = 0}]'),
+        ["weight = 0: must be greater"],
+    ),
+    "mixture of one twice": (
+        replaced('data.sources = [{source = "a"}, {source = "a", weight = 2}]'),
+        ["one source twice"],
+    ),
     "mixture of one twice, by another name": (
-        replaced('data.text_field = "body"').replace("sources = []", 'sources = [{source = "a"}, {source = "a", '
-                                                'text_field = "body"}]'), ["one source twice"]),
-    "mixture as one table": (toml("\n[data.sources]\nsource = 'a'\n").replace("sources = []\n", ""),
-                             ["write [[data.sources]]"]),
+        replaced('data.text_field = "body"').replace(
+            "sources = []", 'sources = [{source = "a"}, {source = "a", text_field = "body"}]'
+        ),
+        ["one source twice"],
+    ),
+    "mixture as one table": (
+        toml("\n[data.sources]\nsource = 'a'\n").replace("sources = []\n", ""),
+        ["write [[data.sources]]"],
+    ),
     "mixture with two wrong tables": (
         replaced('data.sources = [{source = "a", weight = 0}, {weight = 1, x = 3}]'),
-        ["weight = 0: must be greater than 0", "x = 3: unknown option", "source: is missing"]),
-    "mixture that is no table": (replaced("data.sources = [1]"), ["[data] sources", "a table of source, weight"]),
-    "mixture beside a source": (replaced('data.source = "x.txt"').replace("sources = []", 'sources = [{source = "a"}]'),
-                                ["[data] source", "is incompatible with [[data.sources]]"]),
-    "rope bounds": (toml("\n[model.rope_scaling]\nfactor = 8.0\nlow_freq_factor = 4.0\nhigh_freq_factor = 1.0\n"),
-                    ["low_freq_factor", "below high_freq_factor"]),
-    "rope without factor": (toml("\n[model.rope_scaling]\nlow_freq_factor = 1.0\n"), ["factor", "missing"]),
+        ["weight = 0: must be greater than 0", "x = 3: unknown option", "source: is missing"],
+    ),
+    "mixture that is no table": (
+        replaced("data.sources = [1]"),
+        ["[data] sources", "a table of source, weight"],
+    ),
+    "mixture beside a source": (
+        replaced('data.source = "x.txt"').replace("sources = []", 'sources = [{source = "a"}]'),
+        ["[data] source", "is incompatible with [[data.sources]]"],
+    ),
+    "rope bounds": (
+        toml(
+            "\n[model.rope_scaling]\nfactor = 8.0\nlow_freq_factor = 4.0\nhigh_freq_factor = 1.0\n"
+        ),
+        ["low_freq_factor", "below high_freq_factor"],
+    ),
+    "rope without factor": (
+        toml("\n[model.rope_scaling]\nlow_freq_factor = 1.0\n"),
+        ["factor", "missing"],
+    ),
 }
 
 
@@ -212,10 +318,20 @@ profile at_step=? steps=3
 
 def test_what_is_not_said_means_what_it_always_meant():
     """Another default would change every run whose file does not name the option, and its checkpoints'."""
-    rows = [(line.split()[0], word) for line in DEFAULTS.strip().splitlines() for word in line.split()[1:]]
+    rows = [
+        (line.split()[0], word)
+        for line in DEFAULTS.strip().splitlines()
+        for word in line.split()[1:]
+    ]
     said = dict(f"{table}.{word}".split("=", 1) for table, word in rows)
-    assert said == {name: "?" if f.default is MISSING else "-" if f.default is None else
-                    options.toml(f.default).replace(", ", ",") for name, (_, f) in config.SCHEMA.options.items()}
+    assert said == {
+        name: "?"
+        if f.default is MISSING
+        else "-"
+        if f.default is None
+        else options.toml(f.default).replace(", ", ",")
+        for name, (_, f) in config.SCHEMA.options.items()
+    }
 
 
 def test_a_source_by_two_names_is_one(tmp_path, monkeypatch):
@@ -236,7 +352,9 @@ def test_text_that_no_file_can_hold_is_refused(tmp_path):
 
 def test_a_warm_up_fits_into_its_schedule_and_not_into_this_piece_of_it():
     make_config(train={"steps": 10}, optim={"warmup_steps": 30, "schedule_steps": 300})
-    with pytest.raises(ConfigError, match="warmup_steps = 30: must not exceed the schedule's length, 20"):
+    with pytest.raises(
+        ConfigError, match="warmup_steps = 30: must not exceed the schedule's length, 20"
+    ):
         make_config(train={"steps": 100}, optim={"warmup_steps": 30, "schedule_steps": 20})
 
 
@@ -246,54 +364,72 @@ def test_every_degree_that_cannot_be_had_is_named():
     parallel = {"tp": 2, "cp": 2, "replicated": ["embedding*"]}
     with pytest.raises(ConfigError) as caught:
         make_config(model=model, train={"seq_len": 34}, parallel=parallel)
-    for part in ("[model] n_heads = 7", "[model] n_kv_heads = 7", "[model] ffn_dim = 81", "[model] vocab_size = 321",
-                 "multiple of parallel.tp = 2", "[train] seq_len = 34: must be a multiple of 2 x parallel.cp = 4",
-                 "multiple of parallel.cp x parallel.tp = 4", "[parallel] replicated", "requires tp = 1"):
+    for part in (
+        "[model] n_heads = 7",
+        "[model] n_kv_heads = 7",
+        "[model] ffn_dim = 81",
+        "[model] vocab_size = 321",
+        "multiple of parallel.tp = 2",
+        "[train] seq_len = 34: must be a multiple of 2 x parallel.cp = 4",
+        "multiple of parallel.cp x parallel.tp = 4",
+        "[parallel] replicated",
+        "requires tp = 1",
+    ):
         assert part in str(caught.value), part
     assert len(caught.value.problems) == 7
     make_config(model={"n_kv_heads": 4}, train={"seq_len": 32}, parallel={"tp": 4, "cp": 4})
 
 
-@pytest.mark.parametrize("argument, named", [
-    ("--train.stepz=3", "did you mean train.steps?"),
-    ("--trian.steps=3", "did you mean train.steps?"),
-    ("--train.steps=", "must be an integer"),
-    ("--train.steps=3.5", "must be an integer"),
-    ("--train.steps=3\nfoo=4", '"3\\nfoo=4": must be an integer'),
-    ("--train=3", "must be a table, written [train]\n"),
-    ("--eval=3", "must be a table, written [eval]; off removes it from the command line\n"),
-    ("--train=off", "must be a table"),
-    ("--foo=1", "unknown option"),
-    ("--parallel.recompute=fool", '"full"'),
-    ("--parallel.dp_shard=many", '"auto"'),
-    ("--run.seed=-1", "at least 0"),
-])
+@pytest.mark.parametrize(
+    "argument, named",
+    [
+        ("--train.stepz=3", "did you mean train.steps?"),
+        ("--trian.steps=3", "did you mean train.steps?"),
+        ("--train.steps=", "must be an integer"),
+        ("--train.steps=3.5", "must be an integer"),
+        ("--train.steps=3\nfoo=4", '"3\\nfoo=4": must be an integer'),
+        ("--train=3", "must be a table, written [train]\n"),
+        ("--eval=3", "must be a table, written [eval]; off removes it from the command line\n"),
+        ("--train=off", "must be a table"),
+        ("--foo=1", "unknown option"),
+        ("--parallel.recompute=fool", '"full"'),
+        ("--parallel.dp_shard=many", '"auto"'),
+        ("--run.seed=-1", "at least 0"),
+    ],
+)
 def test_malformed_override_is_refused(argument, named):
     with pytest.raises(ConfigError, match="command line") as caught:
         config.from_dict(tables(), "t.toml", [argument])
     assert named in f"{caught.value}\n"
 
 
-@pytest.mark.parametrize("arguments, key, value", [
-    (["--train.steps=9"], "train.steps", 9),
-    (["--train.steps=9", "--train.steps=8"], "train.steps", 8),
-    (["--parallel.reshard_after_forward=false"], "parallel.reshard_after_forward", False),
-    (["--parallel.recompute=full"], "parallel.recompute", "full"),
-    (["--parallel.recompute=2"], "parallel.recompute", 2),
-    (["--parallel.dp_shard=4"], "parallel.dp_shard", 4),
-    (["--parallel.dp_shard=auto"], "parallel.dp_shard", "auto"),
-    (["--train.max_grad_norm=off"], "train.max_grad_norm", "off"),
-    (["--optim.lr=1"], "optim.lr", 1.0),
-    (["--optim.betas=[0.8, 0.9]"], "optim.betas", (0.8, 0.9)),
-    (["--data.source=true"], "data.source", "true"),
-    (["--data.source=a b#c"], "data.source", "a b#c"),
-    (["--run.name=7"], "run.name", "7"),
-    (["--eval.every_steps=5"], "eval.every_steps", 5),
-    (["--eval.every_steps=5", "--eval=off"], "eval", None),
-    (["--model.rope_scaling.factor=8"], "model.rope_scaling.factor", 8.0),
-    (["--model.rope_scaling={factor = 8}", "--model.rope_scaling.factor=4"], "model.rope_scaling.factor", 4.0),
-    (['--parallel.keep_fp32=["blocks.*"]'], "parallel.keep_fp32", ("blocks.*",)),
-])
+@pytest.mark.parametrize(
+    "arguments, key, value",
+    [
+        (["--train.steps=9"], "train.steps", 9),
+        (["--train.steps=9", "--train.steps=8"], "train.steps", 8),
+        (["--parallel.reshard_after_forward=false"], "parallel.reshard_after_forward", False),
+        (["--parallel.recompute=full"], "parallel.recompute", "full"),
+        (["--parallel.recompute=2"], "parallel.recompute", 2),
+        (["--parallel.dp_shard=4"], "parallel.dp_shard", 4),
+        (["--parallel.dp_shard=auto"], "parallel.dp_shard", "auto"),
+        (["--train.max_grad_norm=off"], "train.max_grad_norm", "off"),
+        (["--optim.lr=1"], "optim.lr", 1.0),
+        (["--optim.betas=[0.8, 0.9]"], "optim.betas", (0.8, 0.9)),
+        (["--data.source=true"], "data.source", "true"),
+        (["--data.source=a b#c"], "data.source", "a b#c"),
+        (["--run.name=7"], "run.name", "7"),
+        (["--eval.every_steps=5"], "eval.every_steps", 5),
+        (["--eval.every_steps=5", "--eval=off"], "eval", None),
+        (["--model.rope_scaling.factor=8"], "model.rope_scaling.factor", 8.0),
+        (
+            ["--model.rope_scaling={factor = 8}", "--model.rope_scaling.factor=4"],
+            "model.rope_scaling.factor",
+            4.0,
+        ),
+        (['--parallel.keep_fp32=["blocks.*"]'], "parallel.keep_fp32", ("blocks.*",)),
+    ],
+)
 def test_overrides(arguments, key, value):
     found = config.from_dict(tables(), "t.toml", arguments)
     for part in key.split("."):
@@ -303,13 +439,21 @@ def test_overrides(arguments, key, value):
 
 def test_a_mixture_may_take_two_parts_of_one_source():
     """Another split, subset or limit is another source."""
-    for key, value in {"split": "test", "subset": "de", "text_field": "body", "max_tokens": 9}.items():
+    for key, value in {
+        "split": "test",
+        "subset": "de",
+        "text_field": "body",
+        "max_tokens": 9,
+    }.items():
         cfg = make_config(data={"sources": [{"source": "a"}, {"source": "a", key: value}]})
         assert getattr(cfg.data.sources[1], key) == value
 
 
 def test_a_width_of_heads_that_is_odd_is_named_where_it_is_given():
-    for sizes, named in (({"head_dim": 7}, "head_dim = 7: makes heads 7"), ({"dim": 12}, "dim = 12: makes heads 3")):
+    for sizes, named in (
+        ({"head_dim": 7}, "head_dim = 7: makes heads 7"),
+        ({"dim": 12}, "dim = 12: makes heads 3"),
+    ):
         with pytest.raises(ConfigError, match=rf"^t\.toml: \[model\] {named}"):
             config.from_dict(tables(model=sizes), "t.toml")
 
@@ -321,16 +465,26 @@ def test_all_problems_at_once(tmp_path):
         config.from_dict(raw, "t.toml", ["--run.seed=x"])
     assert len(caught.value.problems) == 5
     # what is wrong together, too, but for the rules that look at what is wrong by itself
-    raw = tables(model={"n_kv_heads": 3, "n_heads": 0, "dim": 47, "head_dim": 8}, optim={"schedule": "wsd"})
+    raw = tables(
+        model={"n_kv_heads": 3, "n_heads": 0, "dim": 47, "head_dim": 8}, optim={"schedule": "wsd"}
+    )
     with pytest.raises(ConfigError) as caught:
         config.from_dict(raw, "t.toml", ["--train.stepz=5", "--parallel.dp_replicate=auto"])
     assert [re.search(r"\[[\w.]+\] (\w+)", problem)[1] for problem in caught.value.problems] == [
-        "n_heads", "stepz", "schedule", "dp_replicate"]
+        "n_heads",
+        "stepz",
+        "schedule",
+        "dp_replicate",
+    ]
 
 
 def test_what_is_wrong_beside_a_folder_that_cannot_be_read_is_told_too():
     for table in "model", "lora":
-        raw = tables(train={"steps": -1}, model={"dim": None, "init_from": "none"}, lora={"init_from": "none"})
+        raw = tables(
+            train={"steps": -1},
+            model={"dim": None, "init_from": "none"},
+            lora={"init_from": "none"},
+        )
         if table == "lora":
             raw["model"] = tables(model={"init_from": "none"})["model"]
         with pytest.raises(ConfigError) as caught:
@@ -340,26 +494,61 @@ def test_what_is_wrong_beside_a_folder_that_cannot_be_read_is_told_too():
         assert "steps = -1" in steps and "none" in folder
 
 
-@pytest.mark.parametrize("program, arguments, told", [
-    ("train.py", [], "CONFIG"), ("data/prepare.py", [], "CONFIG"), ("data/show.py", ["--step", "1"], "CONFIG"),
-    ("train.py", ["tiny.toml", "--json"], "--dry-run"), ("train.py", ["tiny.toml", "--world-size=2"], "--dry-run"),
-    ("train.py", ["tiny.toml", "--config"], "--dry-run"),
-    ("train.py", ["tiny.toml", "--dry-run", "--eval-only"], "not allowed with argument --dry-run"),
-    ("train.py", ["tiny.toml", "--=5", "--two"], "--=5, --two: unknown"),
-    ("train.py", ["tiny.toml", "other.toml"], "other.toml: unknown; CONFIG comes first"),
-    ("data/prepare.py", ["tiny.toml", "--dry-run"], "--dry-run and --eval-only require ./run_train.sh CONFIG"),
-    ("data/show.py", ["tiny.toml", "--eval-only"], "--dry-run and --eval-only require ./run_train.sh CONFIG"),
-    ("train.py", ["tiny.toml", "--dry-run", "--gpu-memory-gib=inf"], "inf must be finite, above 0"),
-    ("train.py", ["tiny.toml", "--dry-run", "--world-size=2,x"], "x must be an integer, above 0"),
-    ("train.py", ["tiny.toml", f"--train.steps={'9' * 5000}"], "must be an integer"),
-    ("train.py", ["tiny.toml", f"--train.steps={'[' * 3000}"], "must be an integer")], ids=range(15))
+@pytest.mark.parametrize(
+    "program, arguments, told",
+    [
+        ("train.py", [], "CONFIG"),
+        ("data/prepare.py", [], "CONFIG"),
+        ("data/show.py", ["--step", "1"], "CONFIG"),
+        ("train.py", ["tiny.toml", "--json"], "--dry-run"),
+        ("train.py", ["tiny.toml", "--world-size=2"], "--dry-run"),
+        ("train.py", ["tiny.toml", "--config"], "--dry-run"),
+        (
+            "train.py",
+            ["tiny.toml", "--dry-run", "--eval-only"],
+            "not allowed with argument --dry-run",
+        ),
+        ("train.py", ["tiny.toml", "--=5", "--two"], "--=5, --two: unknown"),
+        ("train.py", ["tiny.toml", "other.toml"], "other.toml: unknown; CONFIG comes first"),
+        (
+            "data/prepare.py",
+            ["tiny.toml", "--dry-run"],
+            "--dry-run and --eval-only require ./run_train.sh CONFIG",
+        ),
+        (
+            "data/show.py",
+            ["tiny.toml", "--eval-only"],
+            "--dry-run and --eval-only require ./run_train.sh CONFIG",
+        ),
+        (
+            "train.py",
+            ["tiny.toml", "--dry-run", "--gpu-memory-gib=inf"],
+            "inf must be finite, above 0",
+        ),
+        (
+            "train.py",
+            ["tiny.toml", "--dry-run", "--world-size=2,x"],
+            "x must be an integer, above 0",
+        ),
+        ("train.py", ["tiny.toml", f"--train.steps={'9' * 5000}"], "must be an integer"),
+        ("train.py", ["tiny.toml", f"--train.steps={'[' * 3000}"], "must be an integer"),
+    ],
+    ids=range(15),
+)
 def test_wrong_command_lines_are_told(program, arguments, told):
     if told == "--dry-run" and not config.has("planner/"):
         pytest.skip("needs planner")
     command = [sys.executable, "-m", program[:-3].replace("/", "."), *arguments]
-    done = subprocess.run(command, cwd=REPO / "configs", capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(REPO)})
-    assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
+    done = subprocess.run(
+        command,
+        cwd=REPO / "configs",
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+    )
+    assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, (
+        done.stderr
+    )
 
 
 @pytest.mark.parametrize("path", ["missing.toml", "", "."])
@@ -372,26 +561,53 @@ def test_unreadable_file(path, tmp_path, monkeypatch):
 def test_mesh_shape():
     both = make_config(parallel={"cp": 2, "tp": 2})
     assert config.mesh_shape(both, 8) == (1, 2, 2, 2)
-    with pytest.raises(ConfigError, match="cp = 2, tp = 2: their product must divide the number of ranks, 6"):
+    with pytest.raises(
+        ConfigError, match="cp = 2, tp = 2: their product must divide the number of ranks, 6"
+    ):
         config.mesh_shape(both, 6)
-    with pytest.raises(ConfigError, match="dp_replicate = 3, cp = 2 and tp = 2 must equal the number of ranks, 8"):
+    with pytest.raises(
+        ConfigError, match="dp_replicate = 3, cp = 2 and tp = 2 must equal the number of ranks, 8"
+    ):
         config.mesh_shape(make_config(parallel={"dp_replicate": 3, "cp": 2, "tp": 2}), 8)
-    with pytest.raises(ConfigError, match='recompute = "full": must be one of none, elementwise, selective with tp'):
+    with pytest.raises(
+        ConfigError, match='recompute = "full": must be one of none, elementwise, selective with tp'
+    ):
         make_config(parallel={"tp": 2, "compile": True, "recompute": "full"})
     assert config.mesh_shape(make_config(), 4) == (1, 4, 1, 1)
     assert config.mesh_shape(make_config(parallel={"dp_replicate": 2}), 4) == (2, 2, 1, 1)
-    assert config.mesh_shape(make_config(parallel={"dp_replicate": "auto", "dp_shard": 2}), 4) == (2, 2, 1, 1)
+    assert config.mesh_shape(make_config(parallel={"dp_replicate": "auto", "dp_shard": 2}), 4) == (
+        2,
+        2,
+        1,
+        1,
+    )
     with pytest.raises(ConfigError, match="must equal the number of ranks, 3"):
-        config.mesh_shape(make_config(parallel={"dp_replicate": 2}, train={"global_batch_size": 6}), 3)
+        config.mesh_shape(
+            make_config(parallel={"dp_replicate": 2}, train={"global_batch_size": 6}), 3
+        )
     with pytest.raises(ConfigError, match="multiple of micro_batch_size x data ranks = 2 x 3"):
         config.mesh_shape(make_config(), 3)
 
 
-@pytest.mark.parametrize("sizes, tp", [
-    ({"dim": 96}, 1), ({"dim": 128, "ffn_dim": 192}, 2), ({"dim": 192, "head_dim": 48, "ffn_dim": 256}, 2)])
+@pytest.mark.parametrize(
+    "sizes, tp",
+    [
+        ({"dim": 96}, 1),
+        ({"dim": 128, "ffn_dim": 192}, 2),
+        ({"dim": 192, "head_dim": 48, "ffn_dim": 256}, 2),
+    ],
+)
 def test_blocks_of_nf4_come_out_even_on_every_rank(sizes, tp):
     """Each of the three widths, whole or as tp cuts it."""
-    sizes = {"dim": 128, "n_heads": 4, "n_kv_heads": 4, "head_dim": 32, "ffn_dim": 256, "init_from": "x", **sizes}
+    sizes = {
+        "dim": 128,
+        "n_heads": 4,
+        "n_kv_heads": 4,
+        "head_dim": 32,
+        "ffn_dim": 256,
+        "init_from": "x",
+        **sizes,
+    }
     wide = {"dim": 256, "head_dim": 64, "ffn_dim": 512}
     lora = {"base_dtype": "nf4"}
     make_config(model={**sizes, **wide}, lora=lora, parallel={"tp": tp})
@@ -411,19 +627,34 @@ def test_launcher_refuses_before_anything_is_made(tmp_path):
 
 def test_wrong_configuration_needs_no_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
-    done = subprocess.run([sys.executable, REPO / "train.py", REPO / "configs/tiny.toml", "--train.steps=x"],
-                          capture_output=True, text=True, env={"PYTHONPATH": f"{tmp_path}:{REPO}"})
+    done = subprocess.run(
+        [sys.executable, REPO / "train.py", REPO / "configs/tiny.toml", "--train.steps=x"],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": f"{tmp_path}:{REPO}"},
+    )
     assert done.returncode == 2 and "torch was imported" not in done.stderr
 
 
 def test_help_lists_every_option():
-    shown = subprocess.run([sys.executable, REPO / "train.py", "--help"], capture_output=True, text=True).stdout
+    shown = subprocess.run(
+        [sys.executable, REPO / "train.py", "--help"], capture_output=True, text=True
+    ).stdout
     for section, values in config.to_dict(config.load(str(REPO / "configs/tiny.toml"))).items():
         assert f"[{section}]" in shown
         assert all(f"  {key} = " in shown for key in values)
-    assert all(f"\n{table}" in shown for table in ("[lora]", "[profile]", "[model.rope_scaling]", "[[data.sources]]"))
-    tables = [kind for kind in vars(config).values() if dataclasses.is_dataclass(kind) and kind is not config.Config]
-    named = Counter(f.name for kind in tables for f in dataclasses.fields(kind) if f.name != "rope_scaling")
+    assert all(
+        f"\n{table}" in shown
+        for table in ("[lora]", "[profile]", "[model.rope_scaling]", "[[data.sources]]")
+    )
+    tables = [
+        kind
+        for kind in vars(config).values()
+        if dataclasses.is_dataclass(kind) and kind is not config.Config
+    ]
+    named = Counter(
+        f.name for kind in tables for f in dataclasses.fields(kind) if f.name != "rope_scaling"
+    )
     assert Counter(re.findall(r"^  (\w+) = ", shown, re.MULTILINE)) == named
 
 
@@ -431,9 +662,13 @@ def test_it_may_be_called_through_a_link_and_with_any_cdpath(tmp_path):
     link = tmp_path / "rt"
     link.symlink_to(REPO / "run_train.sh")
     for script, cwd in ((link, tmp_path), (f"{REPO.name}/run_train.sh", REPO.parent)):
-        done = subprocess.run(["bash", script, REPO / "configs/tiny.toml", "--dry-run", "--json"], cwd=cwd,
-                              capture_output=True, text=True,
-                              env={**os.environ, "PYTHON": warm_python(), "CDPATH": f"{REPO.parent}:."})
+        done = subprocess.run(
+            ["bash", script, REPO / "configs/tiny.toml", "--dry-run", "--json"],
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHON": warm_python(), "CDPATH": f"{REPO.parent}:."},
+        )
         assert done.returncode == 0 and json.loads(done.stdout), done.stderr
 
 
@@ -446,7 +681,10 @@ def test_relative_paths_are_the_callers(tmp_path):
 
 def test_an_override_may_hold_an_equals_sign():
     raw = options.read_toml(str(CONFIGS[0]))
-    assert config.from_dict(raw, "x.toml", ["--data.source=/date=2024/x.jsonl"]).data.source == "/date=2024/x.jsonl"
+    assert (
+        config.from_dict(raw, "x.toml", ["--data.source=/date=2024/x.jsonl"]).data.source
+        == "/date=2024/x.jsonl"
+    )
 
 
 def test_a_table_without_options_is_written_and_read_back():

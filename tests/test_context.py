@@ -28,7 +28,9 @@ def test_work_is_balanced(ranks):
     blocks = []
     for rank in range(ranks):
         cp_positions = torch.cat([chunks[rank], chunks[-1 - rank]])
-        mask = create_block_mask(local_mask_mod(None, cp_positions), 1, None, len(cp_positions), length, "cpu")
+        mask = create_block_mask(
+            local_mask_mod(None, cp_positions), 1, None, len(cp_positions), length, "cpu"
+        )
         blocks.append((mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()).item())
     assert max(blocks) < 1.01 * min(blocks)
     side = length // 128
@@ -43,7 +45,9 @@ def test_block_mask_of_a_part_is_the_plain_mask(masked):
     length, generator = 512, torch.Generator().manual_seed(0)
     chunks = torch.arange(length).chunk(4)
     cp_positions = torch.cat([chunks[1], chunks[2]])
-    documents = torch.randint(0, 6, (2, length), generator=generator).sort(dim=1).values if masked else None
+    documents = (
+        torch.randint(0, 6, (2, length), generator=generator).sort(dim=1).values if masked else None
+    )
     q = torch.randn(2, 4, len(cp_positions), 16, generator=generator)
     k, v = torch.randn(2, 2, 2, length, 16, generator=generator)
     rule, batch = local_mask_mod(documents, cp_positions), 2 if masked else 1
@@ -63,11 +67,19 @@ def of_a_block(on_ranks):
     for cp, tp in (1, 1), (1, 2), (2, 1), (2, 2):
         if lacks(parallel={"cp": cp, "tp": tp}):
             continue
-        runs = [{"model": MODEL, "train": {"seq_len": 64, "micro_batch_size": sequences},
-                 "parallel": {"dp_shard": 1, "cp": cp, "tp": tp, "recompute": setting}}
-                for setting in SETTINGS for sequences in (4, 2)]
+        runs = [
+            {
+                "model": MODEL,
+                "train": {"seq_len": 64, "micro_batch_size": sequences},
+                "parallel": {"dp_shard": 1, "cp": cp, "tp": tp, "recompute": setting},
+            }
+            for setting in SETTINGS
+            for sequences in (4, 2)
+        ]
         kept = on_ranks(cp * tp, cases.kept_bytes, runs)[-1]
-        found[cp, tp] = {setting: more - less for setting, more, less in zip(SETTINGS, kept[::2], kept[1::2])}
+        found[cp, tp] = {
+            setting: more - less for setting, more, less in zip(SETTINGS, kept[::2], kept[1::2])
+        }
     return found
 
 
@@ -85,12 +97,20 @@ def test_the_plan_knows_what_a_block_keeps(of_a_block, setting):
     """Of the one that keeps other tensors with tp on any mesh, of the others on that with most ranks."""
     from planner.simulate import simulate
 
-    for (cp, tp), kept in of_a_block.items() if setting == "selective" else [max(of_a_block.items())]:
+    for (cp, tp), kept in (
+        of_a_block.items() if setting == "selective" else [max(of_a_block.items())]
+    ):
         blocks = []
         for sequences in (4, 2):
-            cfg = make_config(model={**MODEL, "n_layers": 3}, train={"seq_len": 64, "micro_batch_size": sequences},
-                              parallel={"dp_shard": 1, "cp": cp, "tp": tp, "recompute": setting})
-            ends = {phase.name: phase.end["activations"] for phase in simulate(cfg, cp * tp, on_gpu=False).phases}
+            cfg = make_config(
+                model={**MODEL, "n_layers": 3},
+                train={"seq_len": 64, "micro_batch_size": sequences},
+                parallel={"dp_shard": 1, "cp": cp, "tp": tp, "recompute": setting},
+            )
+            ends = {
+                phase.name: phase.end["activations"]
+                for phase in simulate(cfg, cp * tp, on_gpu=False).phases
+            }
             blocks.append(ends["forward block 2"] - ends["forward block 1"])
         assert blocks[0] - blocks[1] == kept[setting], (cp, tp)
 
@@ -101,8 +121,12 @@ def test_tp_groups_that_span_machines_are_told(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
     with cases.fake_process_group(24):
         for tp, told in (2, 0), (4, 1):
-            found = tp_warnings(World(0, 24, torch.device("cpu"), build_mesh("cpu", (1, 24 // tp, 1, tp))))
-            assert len(found) == told and all("tp = 4 does not divide the 6 ranks" in note for note in found)
+            found = tp_warnings(
+                World(0, 24, torch.device("cpu"), build_mesh("cpu", (1, 24 // tp, 1, tp)))
+            )
+            assert len(found) == told and all(
+                "tp = 4 does not divide the 6 ranks" in note for note in found
+            )
 
 
 def test_a_pass_without_backward_leaves_nothing():

@@ -25,8 +25,13 @@ SELECTIVE = 2 * DIM + 2 * (DIM + KEYS) + ATTENTION + 2 * FFN
 
 @pytest.fixture(scope="module")
 def printed() -> dict:
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
-        code = counted_step.main([*documented("benchmarks.counted_step"), f"--tokens={TOKENS}", "--json"])
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as errors,
+    ):
+        code = counted_step.main(
+            [*documented("benchmarks.counted_step"), f"--tokens={TOKENS}", "--json"]
+        )
     assert code == 0, errors.getvalue()
     return json.loads(out.getvalue())
 
@@ -36,12 +41,15 @@ def counted(printed) -> dict:
     return {(row["recompute"], row["document_mask"]): row for row in printed["blocks"]}
 
 
-@pytest.mark.parametrize("setting, documents, backward, kept, again", [
-    ("elementwise", False, 14, ELEMENTWISE, 0),
-    ("elementwise", True, 14, ELEMENTWISE, 0),
-    ("selective", False, 17, SELECTIVE, K + O + UP),
-    ("full", False, 20, 2 * DIM, Q + 2 * K + O + 2 * UP + TOKENS * 2 * TOKENS * DIM),
-])
+@pytest.mark.parametrize(
+    "setting, documents, backward, kept, again",
+    [
+        ("elementwise", False, 14, ELEMENTWISE, 0),
+        ("elementwise", True, 14, ELEMENTWISE, 0),
+        ("selective", False, 17, SELECTIVE, K + O + UP),
+        ("full", False, 20, 2 * DIM, Q + 2 * K + O + 2 * UP + TOKENS * 2 * TOKENS * DIM),
+    ],
+)
 def test_products_and_bytes_of_the_1b_block(counted, setting, documents, backward, kept, again):
     row = counted[setting, documents]
     assert (row["products_forward"], row["products_backward"]) == (7, backward)
@@ -60,13 +68,18 @@ def test_says_what_inductor_lacks_or_counts_its_kernels(printed):
     out = counted_step.show(printed)
     assert len(re.findall("^ *llama1b ", out, re.MULTILINE)) >= 8
     if torch.version.cuda is None:
-        assert f"needs torch's CUDA build (as pip installs torch on Linux x86), this is {torch.__version__}" in out
+        assert (
+            f"needs torch's CUDA build (as pip installs torch on Linux x86), this is {torch.__version__}"
+            in out
+        )
     else:
         assert "loss, 2048 tokens" in out
 
 
 def test_the_loss_is_traced_also_where_its_kernels_cannot_be_counted(monkeypatch):
-    monkeypatch.setattr(counted_step, "count_kernels", lambda graph: {"operators": len(graph.graph.nodes)})
+    monkeypatch.setattr(
+        counted_step, "count_kernels", lambda graph: {"operators": len(graph.graph.nodes)}
+    )
     found = {row["function"]: row["operators"] for row in counted_step.count_loss(vocabulary=512)}
     assert set(found) == {"softmax_parts", "to_slope"} and min(found.values()) > 5
 
@@ -74,15 +87,22 @@ def test_the_loss_is_traced_also_where_its_kernels_cannot_be_counted(monkeypatch
 @pytest.mark.parametrize("setting", ["none", "elementwise", "selective", "full"])
 def test_the_plan_keeps_what_is_counted(counted, setting):
     """Of compiled blocks; in the plan they run eagerly."""
-    assert of_plan("llama1b", setting) == pytest.approx(counted[setting, False]["kept_bytes_per_token"], rel=0.001)
+    assert of_plan("llama1b", setting) == pytest.approx(
+        counted[setting, False]["kept_bytes_per_token"], rel=0.001
+    )
 
 
 @pytest.mark.parametrize("setting", ["none", "elementwise", "selective", "full"])
 def test_so_it_does_in_float32(counted, setting):
     """All but attention's logsumexp is then twice as wide; of a residual stream in float32 alone, the input."""
-    kept, logsumexp = counted[setting, False]["kept_bytes_per_token"], 4 * HEADS * (setting != "full")
-    everything, stream = (of_plan("llama1b", setting, f"--parallel.{name}=float32")
-                          for name in ("param_dtype", "output_dtype"))
+    kept, logsumexp = (
+        counted[setting, False]["kept_bytes_per_token"],
+        4 * HEADS * (setting != "full"),
+    )
+    everything, stream = (
+        of_plan("llama1b", setting, f"--parallel.{name}=float32")
+        for name in ("param_dtype", "output_dtype")
+    )
     assert everything == pytest.approx(2 * kept - logsumexp, rel=0.001)
     assert stream == pytest.approx(kept + 2 * DIM, rel=0.001)
 
@@ -96,19 +116,35 @@ def test_so_it_does_of_larger_models(model):
 
 def test_the_plan_keeps_the_keys_and_values_that_cp_has_gathered():
     """Compiled, without activation checkpointing, backward does not gather them again."""
+
     def kept(cp: int) -> int:
-        cfg = config.load(REPO / "configs/llama1b.toml", [
-            "--parallel.recompute=none", f"--train.seq_len={1024 * cp}", f"--parallel.cp={cp}",
-            "--train.global_batch_size=1", "--train.micro_batch_size=1"])
+        cfg = config.load(
+            REPO / "configs/llama1b.toml",
+            [
+                "--parallel.recompute=none",
+                f"--train.seq_len={1024 * cp}",
+                f"--parallel.cp={cp}",
+                "--train.global_batch_size=1",
+                "--train.micro_batch_size=1",
+            ],
+        )
         ends = {phase.name: phase.end["activations"] for phase in simulate(cfg, cp).phases}
         return ends["forward block 2"] - ends["forward block 1"]
 
     for cp in 2, 4:
-        assert kept(cp) - kept(1) == 2 * 1024 * cp * 8 * 64 * 2  # K and V, tokens, heads, width, bytes
+        assert (
+            kept(cp) - kept(1) == 2 * 1024 * cp * 8 * 64 * 2
+        )  # K and V, tokens, heads, width, bytes
 
 
 def of_plan(model: str, setting: str, *overrides: str) -> float:
     """Bytes that a block keeps of a token."""
-    cfg = config.load(REPO / f"configs/{model}.toml", [f"--parallel.recompute={setting}", *overrides])
+    cfg = config.load(
+        REPO / f"configs/{model}.toml", [f"--parallel.recompute={setting}", *overrides]
+    )
     ends = {phase.name: phase.end["activations"] for phase in simulate(cfg, 8).phases}
-    return (ends["forward block 2"] - ends["forward block 1"]) / cfg.train.seq_len / config.micro_batch_size(cfg, 8)
+    return (
+        (ends["forward block 2"] - ends["forward block 1"])
+        / cfg.train.seq_len
+        / config.micro_batch_size(cfg, 8)
+    )

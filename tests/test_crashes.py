@@ -27,8 +27,12 @@ from tests.crash_cases import Call, Disk, File, Tree, configured, write_tree
 def save(request, on_ranks, tmp_path_factory):
     """(the folder before, the calls, the folder after, {step: hashes of its tensors})"""
     if sys.version_info < (3, 11):
-        pytest.skip("this Python's pathlib keeps the functions that it was imported with, and calls those")
-    return on_ranks(1, crash_cases.record_a_save, str(tmp_path_factory.mktemp("save")), request.param)[0]
+        pytest.skip(
+            "this Python's pathlib keeps the functions that it was imported with, and calls those"
+        )
+    return on_ranks(
+        1, crash_cases.record_a_save, str(tmp_path_factory.mktemp("save")), request.param
+    )[0]
 
 
 def halved(calls: list[Call]) -> list[Call]:
@@ -80,7 +84,9 @@ def test_all_calls_were_written_down(save):
     *_, disk = prefixes(save)
     assert disk.now() == after != before
     assert {"open", "write", "sync", "rename", "mkdir"} <= {call[0] for call in calls}
-    assert any(call[:2] == ("rename", "all/runs/r/checkpoints/.step-00000003.tmp") for call in calls)
+    assert any(
+        call[:2] == ("rename", "all/runs/r/checkpoints/.step-00000003.tmp") for call in calls
+    )
     assert ("rmdir" in {call[0] for call in calls}) == bool(before)
 
 
@@ -108,9 +114,13 @@ POWER_CUTS = {  # of what is not synced: does a change of names survive, and wha
     "nothing": lambda coin: (lambda: False, lambda file: file.safe),
     "names": lambda coin: (lambda: True, lambda file: file.safe),
     "content": lambda coin: (lambda: False, lambda file: file.now),
-    **{f"some {seed}": lambda coin: (lambda: coin.random() < 0.5,
-                                     lambda file: file.now if file.now == file.safe else coin.choice(may_be_left(file)))
-       for seed in range(4)},
+    **{
+        f"some {seed}": lambda coin: (
+            lambda: coin.random() < 0.5,
+            lambda file: file.now if file.now == file.safe else coin.choice(may_be_left(file)),
+        )
+        for seed in range(4)
+    },
 }
 
 
@@ -131,7 +141,9 @@ def test_power_cut_at_every_call_of_a_save(save, tmp_path, what):
 def test_power_cut_while_a_file_is_replaced(on_ranks, tmp_path):
     """As the rows of a run that goes on, and status.json: it is the old one or the new one, never less."""
     if sys.version_info < (3, 11):
-        pytest.skip("this Python's pathlib keeps the functions that it was imported with, and calls those")
+        pytest.skip(
+            "this Python's pathlib keeps the functions that it was imported with, and calls those"
+        )
     before, calls = on_ranks(1, crash_cases.record_a_replacement, tmp_path)[0]
     for what, cut in POWER_CUTS.items():
         survives, content = cut(random.Random(what))
@@ -155,9 +167,15 @@ def test_ranks_agree_though_one_sees_an_old_listing(two_ranks):
     folder, (rank_0, rank_1) = two_ranks
     assert rank_0["saw"] == [2, 3] and rank_1["saw"] == [2]
     for rank in (rank_0, rank_1):
-        assert rank["start"] == 3 and rank["bad"] == {} and rank["read"] == rank["wrote"] == rank_0["wrote"]
-    assert [(step, catalog.problems_of(path)) for step, path in catalog.step_folders(folder / "checkpoints")] == [
-        (3, []), (4, [])]
+        assert (
+            rank["start"] == 3
+            and rank["bad"] == {}
+            and rank["read"] == rank["wrote"] == rank_0["wrote"]
+        )
+    assert [
+        (step, catalog.problems_of(path))
+        for step, path in catalog.step_folders(folder / "checkpoints")
+    ] == [(3, []), (4, [])]
 
 
 @pytest.fixture
@@ -165,8 +183,11 @@ def checkpoint(two_ranks, tmp_path):
     """A copy, with every one of its files in the manifest."""
     folder = shutil.copytree(two_ranks[0] / "checkpoints/step-00000004", tmp_path / "step-00000004")
     names = {path.name for path in folder.iterdir()}
-    assert names == {*read_manifest(folder), "manifest.json"} >= {
-        ".metadata", "__0_0.distcp", "__1_0.distcp", "state.json", "tokenizer.model"}
+    assert (
+        names
+        == {*read_manifest(folder), "manifest.json"}
+        >= {".metadata", "__0_0.distcp", "__1_0.distcp", "state.json", "tokenizer.model"}
+    )
     return folder
 
 
@@ -180,7 +201,11 @@ def test_every_flipped_bit_is_found(checkpoint):
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
         problems = catalog.problems_of(checkpoint)
-        assert len(problems) == 1 and problems[0].startswith(f"{path}: "), (path.name, bit, problems)
+        assert len(problems) == 1 and problems[0].startswith(f"{path}: "), (
+            path.name,
+            bit,
+            problems,
+        )
         path.write_bytes(content)
     assert catalog.problems_of(checkpoint) == []
 
@@ -189,15 +214,26 @@ def test_every_cut_longer_or_missing_file_is_found(checkpoint):
     for path in sorted(checkpoint.iterdir()):
         content = path.read_bytes()
         half = len(content) // 2
-        for damaged in (b"", content[:half], content[:-1], content + b"\0", content + b"\n",
-                        content[half:] + content[:half], None):
+        for damaged in (
+            b"",
+            content[:half],
+            content[:-1],
+            content + b"\0",
+            content + b"\n",
+            content[half:] + content[:half],
+            None,
+        ):
             if damaged is None:
                 path.unlink()
             else:
                 path.write_bytes(damaged)
             problems = catalog.problems_of(checkpoint)
             assert len(problems) == 1 and problems[0].startswith(f"{path}: "), (path.name, problems)
-            if damaged is not None and len(damaged) != len(content) and path.name != "manifest.json":
+            if (
+                damaged is not None
+                and len(damaged) != len(content)
+                and path.name != "manifest.json"
+            ):
                 assert problems == [f"{path}: expected {len(content)} bytes, found {len(damaged)}"]
             path.write_bytes(content)
     assert catalog.problems_of(checkpoint) == []
@@ -206,8 +242,13 @@ def test_every_cut_longer_or_missing_file_is_found(checkpoint):
 def test_a_storm_of_kills():
     """The short form of what benchmarks/kill_storm.py does a hundred times. With this seed the kill that is to fall
     inside a save comes early in one that is not the first."""
-    done = subprocess.run([sys.executable, "-m", "benchmarks.kill_storm", "--kills=2", "--seed=7"], cwd=REPO,
-                          text=True, capture_output=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.kill_storm", "--kills=2", "--seed=7"],
+        cwd=REPO,
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )
     assert done.returncode == 0 and "2 kills: " in done.stdout, done.stdout + done.stderr
     assert re.search(r"inside a save.*from steps .*[1-9].*; 0 problems", done.stdout), done.stdout
 
@@ -228,9 +269,15 @@ subprocess.run(["touch", sys.argv[1]], start_new_session=True, preexec_fn=functo
 
 def test_a_launcher_killed_while_it_starts_its_ranks(tmp_path):
     """Between the fork and the request to die with it: the rank has another parent by then, and must not begin."""
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, tmp_path / "began"], cwd=REPO, stdout=subprocess.PIPE,
-                                text=True)
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, tmp_path / "began"],
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert launcher.stdout.readline() == "forked\n"
     launcher.kill()
-    assert launcher.stdout.read() == "" and launcher.wait() == -signal.SIGKILL  # at its end when the rank has ended too
+    assert (
+        launcher.stdout.read() == "" and launcher.wait() == -signal.SIGKILL
+    )  # at its end when the rank has ended too
     assert not (tmp_path / "began").exists()

@@ -21,7 +21,13 @@ STRATEGIES = {
     "NO_SHARD": {"dp_replicate": "auto", "dp_shard": 1},
 }
 NEEDS_FOUR = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-MODEL = {"dim": 46, "n_heads": 1, "n_kv_heads": 1, "ffn_dim": 75, "vocab_size": 323}  # 4 divides none of them
+MODEL = {
+    "dim": 46,
+    "n_heads": 1,
+    "n_kv_heads": 1,
+    "ffn_dim": 75,
+    "vocab_size": 323,
+}  # 4 divides none of them
 STEPS = 3
 # The gradient's norm is above the limit; AdamW divides a gradient's size out again, but for one small against its eps.
 LIMIT, EPS = 0.3, 1e-2
@@ -29,13 +35,22 @@ LIMIT, EPS = 0.3, 1e-2
 
 def sections(strategy: str, synchronized: bool, recompute: str, dtype: str = "float32") -> dict:
     train = {"steps": STEPS, "global_batch_size": 8, "micro_batch_size": 1, "max_grad_norm": LIMIT}
-    return {"model": MODEL, "train": train,
-            "optim": {"lr": 3e-3, "warmup_steps": 2, "eps": EPS},
-            "parallel": {**STRATEGIES[strategy], "sync_every_micro_batch": synchronized, "recompute": recompute,
-                         "param_dtype": dtype}}
+    return {
+        "model": MODEL,
+        "train": train,
+        "optim": {"lr": 3e-3, "warmup_steps": 2, "eps": EPS},
+        "parallel": {
+            **STRATEGIES[strategy],
+            "sync_every_micro_batch": synchronized,
+            "recompute": recompute,
+            "param_dtype": dtype,
+        },
+    }
 
 
-MATRIX = [(*key, "float32") for key in itertools.product(STRATEGIES, (True, False), ("none", "full"))]
+MATRIX = [
+    (*key, "float32") for key in itertools.product(STRATEGIES, (True, False), ("none", "full"))
+]
 MATRIX += [(strategy, True, "none", "bfloat16") for strategy in STRATEGIES]
 
 
@@ -48,8 +63,15 @@ def expected():
     materialize(model, cfg.run.seed, torch.device("cpu"))
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
-    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": o.weight_decay},
-                                   {"params": vectors, "weight_decay": 0.0}], betas=o.betas, eps=o.eps, foreach=False)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": o.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        betas=o.betas,
+        eps=o.eps,
+        foreach=False,
+    )
     losses, norms = [], []
     for step, ids in enumerate(cases.batches(m.vocab_size, STEPS), 1):
         loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
@@ -68,7 +90,11 @@ def expected():
 def trained(on_ranks):
     found = {}
     for ranks in (2, 4):
-        keys = [key for key in MATRIX if ranks == 4 or (key[0] not in NEEDS_FOUR and key[1] == (key[2] == "none"))]
+        keys = [
+            key
+            for key in MATRIX
+            if ranks == 4 or (key[0] not in NEEDS_FOUR and key[1] == (key[2] == "none"))
+        ]
         rows = on_ranks(ranks, cases.train_steps, [sections(*key) for key in keys])[0]
         found |= {(ranks, *key): row for key, row in zip(keys, rows)}
     return found
@@ -78,15 +104,21 @@ def worst_weight(found: dict, wanted: dict) -> float:
     """Largest relative difference of any tensor, |ours - theirs| / |theirs| in the Euclidean norm. (Of single elements
     it would be Adam's: where a gradient is all but zero, its last bits decide the direction of a full step.)"""
     assert found.keys() == wanted.keys()
-    return max(float(((found[name] - wanted[name]) ** 2).sum() ** 0.5 / (wanted[name] ** 2).sum() ** 0.5)
-               for name in wanted)
+    return max(
+        float(((found[name] - wanted[name]) ** 2).sum() ** 0.5 / (wanted[name] ** 2).sum() ** 0.5)
+        for name in wanted
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_float32_equals_the_plain_loop(trained, expected, ranks, strategy):
     losses, norms, weights = expected
-    chosen = {key: row for key, row in trained.items() if key[:2] == (ranks, strategy) and key[-1] == "float32"}
+    chosen = {
+        key: row
+        for key, row in trained.items()
+        if key[:2] == (ranks, strategy) and key[-1] == "float32"
+    }
     assert len(chosen) == (4 if ranks == 4 else 0 if strategy in NEEDS_FOUR else 2)
     for key, (our_losses, our_norms, our_weights) in chosen.items():
         assert our_losses == pytest.approx(losses, rel=1e-5), key
@@ -110,7 +142,16 @@ def test_bfloat16_stays_near(trained, expected):
 def test_fewer_rows_than_ranks(on_ranks):
     """Three rows of vocabulary, two of width, on four ranks: some hold no row of any tensor."""
     case = sections("FULL_SHARD", True, "none")
-    case["model"] = {"dim": 2, "n_heads": 1, "n_kv_heads": 1, "head_dim": 2, "ffn_dim": 3, "vocab_size": 3}
+    case["model"] = {
+        "dim": 2,
+        "n_heads": 1,
+        "n_kv_heads": 1,
+        "head_dim": 2,
+        "ffn_dim": 3,
+        "vocab_size": 3,
+    }
     alone, four = (on_ranks(ranks, cases.train_steps, [case])[0][0] for ranks in (1, 4))
-    assert four[0] == pytest.approx(alone[0], rel=1e-5) and four[1] == pytest.approx(alone[1], rel=1e-4)
+    assert four[0] == pytest.approx(alone[0], rel=1e-5) and four[1] == pytest.approx(
+        alone[1], rel=1e-4
+    )
     assert worst_weight(four[2], alone[2]) < 1e-5

@@ -20,47 +20,76 @@ from data.prepare import prepare
 from tests import cases
 from tests.conftest import launch, make_config, rows
 
-WORLD = SimpleNamespace(rank=0, size=1, dp_rank=0, dp_size=1, cp=1, tp=1, device=torch.device("cpu"))
+WORLD = SimpleNamespace(
+    rank=0, size=1, dp_rank=0, dp_size=1, cp=1, tp=1, device=torch.device("cpu")
+)
 
 
 class Untrained(torch.nn.Module):
     """Reports the loss and the valid targets that its inputs are."""
 
-    def forward(self, sums: torch.Tensor, valid: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    def forward(
+        self, sums: torch.Tensor, valid: torch.Tensor
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         return {"loss": sums}, valid
 
 
 def test_a_source_without_a_target_has_no_loss_and_leaves_the_mean_alone(monkeypatch):
     batches = {"a": [(6.0, 2), (3.0, 1)], "b": [(0.0, 0)]}
-    monkeypatch.setattr(evaluate, "validation_batches", lambda stream, *_: (
-        (torch.tensor(sums), torch.tensor(valid)) for sums, valid in batches[stream]))
+    monkeypatch.setattr(
+        evaluate,
+        "validation_batches",
+        lambda stream, *_: (
+            (torch.tensor(sums), torch.tensor(valid)) for sums, valid in batches[stream]
+        ),
+    )
     monkeypatch.setattr(evaluate, "reshard", lambda model: None)
-    run = SimpleNamespace(phase=lambda name: contextlib.nullcontext(), agree_on_stop=lambda: None, stopping=False,
-                          stop=SimpleNamespace(start_sync=lambda: None))
+    run = SimpleNamespace(
+        phase=lambda name: contextlib.nullcontext(),
+        agree_on_stop=lambda: None,
+        stopping=False,
+        stop=SimpleNamespace(start_sync=lambda: None),
+    )
     for streams, loss in ((["a", "b"], 3.0), (["b"], math.nan)):
         dataset = SimpleNamespace(validation=streams, names=streams, tokenizer_files=[])
         found = evaluate.evaluate(Untrained(), make_config(), WORLD, dataset, run)
         assert math.isnan(found["bits_per_byte"])  # there is nothing to decode with
-        assert found["loss"] == pytest.approx(loss, nan_ok=True) and math.isnan(found["loss_by_source"]["b"])
+        assert found["loss"] == pytest.approx(loss, nan_ok=True) and math.isnan(
+            found["loss_by_source"]["b"]
+        )
 
 
-@pytest.mark.parametrize("source, names, prompt", [
-    ("python-stdlib", [], "def "), ("texts.jsonl", [], "The "), ("python-stdlib", ["a", "b"], "The "),
-    ("texts.jsonl", ["a", "python-stdlib"], "def ")])
+@pytest.mark.parametrize(
+    "source, names, prompt",
+    [
+        ("python-stdlib", [], "def "),
+        ("texts.jsonl", [], "The "),
+        ("python-stdlib", ["a", "b"], "The "),
+        ("texts.jsonl", ["a", "python-stdlib"], "def "),
+    ],
+)
 def test_a_sample_begins_as_what_was_read_does(tmp_path, monkeypatch, source, names, prompt):
     found = []
-    monkeypatch.setattr("data.tokenizer.Tokenizer", lambda folder: SimpleNamespace(encode=lambda texts: [[1]]))
-    monkeypatch.setattr("generate.continue_text", lambda model, tokenizer, begin, *_: found.append(begin) or "")
+    monkeypatch.setattr(
+        "data.tokenizer.Tokenizer", lambda folder: SimpleNamespace(encode=lambda texts: [[1]])
+    )
+    monkeypatch.setattr(
+        "generate.continue_text", lambda model, tokenizer, begin, *_: found.append(begin) or ""
+    )
     monkeypatch.setattr("generate.reshard", lambda model: None)
     cfg = make_config(data={"source": source}, train={"steps": 100})
     dataset = SimpleNamespace(names=names, tokenizer_files=[tmp_path / "t"])
     evaluate.log_sample(Untrained(), cfg, WORLD, dataset)
     assert found == [prompt]
-    evaluate.log_sample(Untrained(), replace(cfg, train=replace(cfg.train, steps=99)), WORLD, dataset)
+    evaluate.log_sample(
+        Untrained(), replace(cfg, train=replace(cfg.train, steps=99)), WORLD, dataset
+    )
     evaluate.log_sample(Untrained(), cfg, WORLD, SimpleNamespace(names=names, tokenizer_files=[]))
     monkeypatch.setattr("generate.parameter_count", lambda model: 70_553_706_496)
     evaluate.log_sample(Untrained(), cfg, WORLD, dataset)
-    assert found == [prompt]  # none after few steps, without a tokenizer, or of a model whose all-gathers take seconds
+    assert found == [
+        prompt
+    ]  # none after few steps, without a tokenizer, or of a model whose all-gathers take seconds
 
 
 def test_a_tokenizer_that_cannot_encode_the_prompt_fails_no_run(tmp_path, monkeypatch):
@@ -75,13 +104,19 @@ def test_a_tokenizer_that_cannot_encode_the_prompt_fails_no_run(tmp_path, monkey
 
 def test_all_ranks_generate_the_sample_or_none_does(on_ranks):
     """Generating communicates: a rank alone would wait for the others."""
-    assert on_ranks(2, cases.samples_by_who_has_the_tokenizer, [[0], [1], [], [0, 1]]) == [[False] * 3 + [True]] * 2
+    assert (
+        on_ranks(2, cases.samples_by_who_has_the_tokenizer, [[0], [1], [], [0, 1]])
+        == [[False] * 3 + [True]] * 2
+    )
 
 
 def write_texts(path, seed: int) -> list[str]:
     """Texts with characters of one to four bytes, as jsonl. Returns those for validation."""
     draw = random.Random(seed)
-    texts = ["".join(draw.choices("ab \n\u00e9\u4e2d\U0001f600\u2581", k=draw.randint(1, 60))) for _ in range(600)]
+    texts = [
+        "".join(draw.choices("ab \n\u00e9\u4e2d\U0001f600\u2581", k=draw.randint(1, 60)))
+        for _ in range(600)
+    ]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return [text for text in texts if is_validation(text)]
 
@@ -93,8 +128,14 @@ def byte_level(path) -> str:
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()
-    model.train_from_iterator(["ab \n\u00e9\u4e2d\U0001f600\u2581 ab"] * 9, tokenizers.trainers.BpeTrainer(
-        vocab_size=264, special_tokens=["</s>"], initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    model.train_from_iterator(
+        ["ab \n\u00e9\u4e2d\U0001f600\u2581 ab"] * 9,
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=264,
+            special_tokens=["</s>"],
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     model.save(str(path))
     return str(path)
 
@@ -106,13 +147,20 @@ def test_bytes_of_targets_are_those_of_the_text(tmp_path, trained, masked):
     from data.text_bytes import target_bytes
 
     texts = write_texts(tmp_path / "t.jsonl", 0)
-    cfg = make_config(data={"source": str(tmp_path / "t.jsonl"), "path": str(tmp_path / "p"),
-                            "tokenizer": None if trained else byte_level(tmp_path / "tokenizer.json")})
+    cfg = make_config(
+        data={
+            "source": str(tmp_path / "t.jsonl"),
+            "path": str(tmp_path / "p"),
+            "tokenizer": None if trained else byte_level(tmp_path / "tokenizer.json"),
+        }
+    )
     prepare(cfg)
     (stream,) = open_data(cfg, "heldout")
 
     def found(stop: int, size: int = 3) -> int:
-        return sum(target_bytes(stream, stop, masked, tmp_path / "p", rank, size) for rank in range(size))
+        return sum(
+            target_bytes(stream, stop, masked, tmp_path / "p", rank, size) for rank in range(size)
+        )
 
     if trained:  # with BOS: all of the text is a target
         assert found(stream.length) == found(stream.length, 1) == len("".join(texts).encode())
@@ -138,25 +186,39 @@ def bytes_of_characters() -> dict[int, str]:
     """GPT-2's printable character of each byte."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
-    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return {byte: chr(byte) for byte in plain} | {
+        byte: chr(256 + i) for i, byte in enumerate(others)
+    }
 
 
 @pytest.mark.slow
-def test_bits_per_byte_are_those_of_transformers_logits_over_the_bytes_of_the_text(write_config, tmp_path):
+def test_bits_per_byte_are_those_of_transformers_logits_over_the_bytes_of_the_text(
+    write_config, tmp_path
+):
     """Of a mixture and each of its sources, from two ranks and, of the saved checkpoint, from one."""
     import transformers
 
     texts = {str(tmp_path / f"{i}.jsonl"): write_texts(tmp_path / f"{i}.jsonl", i) for i in (1, 2)}
-    path = write_config("r", eval={}, checkpoint={}, data={
-        "source": None, "path": str(tmp_path / "p"), "sources": [{"source": name, "weight": 1.0} for name in texts]})
+    path = write_config(
+        "r",
+        eval={},
+        checkpoint={},
+        data={
+            "source": None,
+            "path": str(tmp_path / "p"),
+            "sources": [{"source": name, "weight": 1.0} for name in texts],
+        },
+    )
     for command in [path], ["-m", "huggingface", "export", tmp_path / "outputs/r", tmp_path / "hf"]:
         done = launch(*command, nproc=2)
         assert done.returncode == 0, done.stderr
     (row,) = rows(tmp_path / "outputs/r", "eval")
     done = launch(path, "--eval-only")
     again = options.flatten(json.loads(done.stdout))
-    assert again == {key: value if isinstance(value, str) else pytest.approx(value, rel=1e-6)
-                     for key, value in options.flatten(row).items()}
+    assert again == {
+        key: value if isinstance(value, str) else pytest.approx(value, rel=1e-6)
+        for key, value in options.flatten(row).items()
+    }
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype="float32")
     cfg, nats = config.load(str(path)), {}
     for name, stream in zip(texts, open_data(cfg, "heldout")):
@@ -169,5 +231,9 @@ def test_bits_per_byte_are_those_of_transformers_logits_over_the_bytes_of_the_te
             nats[name] -= scores.log_softmax(-1).gather(1, window[1:, None]).sum().item()
     size = {name: len("".join(held).encode()) for name, held in texts.items()}
     for name in texts:
-        assert row["bits_per_byte_by_source"][name] == pytest.approx(nats[name] / math.log(2) / size[name], rel=1e-5)
-    assert row["bits_per_byte"] == pytest.approx(sum(nats.values()) / math.log(2) / sum(size.values()), rel=1e-5)
+        assert row["bits_per_byte_by_source"][name] == pytest.approx(
+            nats[name] / math.log(2) / size[name], rel=1e-5
+        )
+    assert row["bits_per_byte"] == pytest.approx(
+        sum(nats.values()) / math.log(2) / sum(size.values()), rel=1e-5
+    )

@@ -14,7 +14,9 @@ from tests.test_repo import BLOCK, commands
 from tests.warm import warm_python
 
 PAGE = (REPO / "docs/fork.md").read_text()
-START, CHANGE, TOKENS = [commands(text) for label, text in BLOCK.findall(PAGE) if label == "bash fork"]
+START, CHANGE, TOKENS = [
+    commands(text) for label, text in BLOCK.findall(PAGE) if label == "bash fork"
+]
 (DIFF,) = [text for label, text in BLOCK.findall(PAGE) if label == "diff fork"]
 
 
@@ -44,46 +46,71 @@ def fork(tmp_path_factory, corpus, prepared):
 
 def small(corpus, prepared) -> str:
     """Options that make a run of configs/tiny.toml one of a second."""
-    return (f"--data.source={corpus} --data.path={prepared} --model.vocab_size=320 --eval.batches=2 --train.seq_len=32 "
-            "--train.global_batch_size=2")
+    return (
+        f"--data.source={corpus} --data.path={prepared} --model.vocab_size=320 --eval.batches=2 --train.seq_len=32 "
+        "--train.global_batch_size=2"
+    )
 
 
 def run_in(folder, command: str) -> subprocess.CompletedProcess:
-    return subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "PYTHON": warm_python()})
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHON": warm_python()},
+    )
 
 
 def test_the_worked_change_changes_losses_while_it_is_on_alone(fork, write_config, tmp_path):
     """Off, they are the original's bit for bit; on, those of one and two ranks are equal."""
     found = {}
-    for name, options, nproc, repo in (("original", [], 1, REPO), ("off", [], 1, fork),
-                                       ("on", ["--model.activation=relu2"], 1, fork),
-                                       ("on two", ["--model.activation=relu2"], 2, fork)):
+    for name, options, nproc, repo in (
+        ("original", [], 1, REPO),
+        ("off", [], 1, fork),
+        ("on", ["--model.activation=relu2"], 1, fork),
+        ("on two", ["--model.activation=relu2"], 2, fork),
+    ):
         done = launch(write_config(name.replace(" ", "-")), *options, nproc=nproc, repo=repo)
         assert done.returncode == 0, done.stderr
         found[name] = [row["loss"] for row in rows(tmp_path / "outputs" / name.replace(" ", "-"))]
     assert len(found["off"]) == 4 and found["off"] == found["original"]
     assert found["on two"] == pytest.approx(found["on"], rel=1e-5)
     last_on, last_off = found["on"][-1], found["off"][-1]
-    assert abs(last_on - last_off) > 2e-4 * last_off  # fresh blocks add little to the residual stream, so not at first
+    assert (
+        abs(last_on - last_off) > 2e-4 * last_off
+    )  # fresh blocks add little to the residual stream, so not at first
 
 
 @pytest.mark.slow
 def test_what_the_worked_change_leaves_out_is_refused_by_name(fork, corpus, prepared):
     done = run_in(fork, "./run_train.sh -m huggingface export outputs/relu2 outputs/relu2-hf")
-    assert done.returncode == 2 and "activation" in done.stderr and "not written" in done.stderr, done.stderr
-    done = run_in(fork, f"./run_train.sh configs/tiny.toml --run.name=relu2 --train.steps=3 {small(corpus, prepared)}")
+    assert done.returncode == 2 and "activation" in done.stderr and "not written" in done.stderr, (
+        done.stderr
+    )
+    done = run_in(
+        fork,
+        f"./run_train.sh configs/tiny.toml --run.name=relu2 --train.steps=3 {small(corpus, prepared)}",
+    )
     assert done.returncode == 2 and "model.activation = silu" in done.stderr, done.stderr
 
 
-def test_token_files_of_another_program_train_as_prepared_ones_do(fork, prepared, write_config, tmp_path):
+def test_token_files_of_another_program_train_as_prepared_ones_do(
+    fork, prepared, write_config, tmp_path
+):
     """The same tokens and documents, with a document mask: bit for bit."""
     (fork / "theirs").mkdir()
     for ours, theirs in ("train.bin", "train.bin"), ("heldout.bin", "val.bin"):
         shutil.copy(prepared / ours, fork / "theirs" / theirs)
-    as_theirs = {"data": {"source": "theirs-gpt2", "path": str(tmp_path / "brought"), "document_mask": True},
-                 "eval": {"batches": 2}, "run": {"output_dir": str(tmp_path / "outputs")}}
-    (fork / "mine.toml").write_text(config.to_toml(config.from_dict(tables(**as_theirs), "mine.toml")))
+    as_theirs = {
+        "data": {"source": "theirs-gpt2", "path": str(tmp_path / "brought"), "document_mask": True},
+        "eval": {"batches": 2},
+        "run": {"output_dir": str(tmp_path / "outputs")},
+    }
+    (fork / "mine.toml").write_text(
+        config.to_toml(config.from_dict(tables(**as_theirs), "mine.toml"))
+    )
     write, bring, train = TOKENS
     assert "50256 50257" in bring
     for command in write, bring.replace("50256 50257", "2 320"), train:
@@ -94,17 +121,29 @@ def test_token_files_of_another_program_train_as_prepared_ones_do(fork, prepared
     prepared_run = write_config("prepared", eval={"batches": 2})
     assert launch(prepared_run, "--data.document_mask=true").returncode == 0
     for kind in ("train", "eval"):
-        (ours, theirs) = ([{key: row.get(key) for key in ("loss", "grad_norm", "batch_digest")}
-                           for row in rows(tmp_path / "outputs" / name, kind)] for name in ("prepared", "mine"))
+        (ours, theirs) = (
+            [
+                {key: row.get(key) for key in ("loss", "grad_norm", "batch_digest")}
+                for row in rows(tmp_path / "outputs" / name, kind)
+            ]
+            for name in ("prepared", "mine")
+        )
         assert ours and ours == theirs
 
 
 def test_what_the_page_names_exists():
     """Files, `file: name` in that file, and any other name somewhere in the code."""
     text = BLOCK.sub("", PAGE)
-    names = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True).stdout.split()
-    code = {name: (REPO / name).read_text() for name in names
-            if name.endswith((".py", ".sh")) and name != "tests/test_fork_docs.py" and (REPO / name).exists()}
+    names = subprocess.run(
+        ["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True
+    ).stdout.split()
+    code = {
+        name: (REPO / name).read_text()
+        for name in names
+        if name.endswith((".py", ".sh"))
+        and name != "tests/test_fork_docs.py"
+        and (REPO / name).exists()
+    }
     words = set(re.findall(r"\w+", " ".join(code.values())))
     files = pairs = others = 0
     for quoted in re.findall("`([^`]+)`", text):
@@ -118,6 +157,10 @@ def test_what_the_page_names_exists():
                 assert re.search(rf"\b{re.escape(name)}\b", code[file]), quoted
                 pairs += 1
         elif not quoted.endswith((".py", ".bin", ".diff", ".toml", '"')) and not missing():
-            assert {*re.findall(r"[A-Za-z_]\w{3,}", quoted)} <= words | {"balance", "z_loss", "z_weight"}, quoted
+            assert {*re.findall(r"[A-Za-z_]\w{3,}", quoted)} <= words | {
+                "balance",
+                "z_loss",
+                "z_weight",
+            }, quoted
             others += 1
     assert missing() or (files > 60 and pairs > 25 and others > 50), (files, pairs, others)

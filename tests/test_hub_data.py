@@ -83,15 +83,30 @@ def hub():
 
     with Hub() as hub:
         hub.files = {
-            "README.md": CARD, "en/train-0.jsonl": json_lines(TEXTS[:400]), "en/train-1.jsonl": json_lines(TEXTS[400:]),
+            "README.md": CARD,
+            "en/train-0.jsonl": json_lines(TEXTS[:400]),
+            "en/train-1.jsonl": json_lines(TEXTS[400:]),
             "en/val.jsonl": json_lines(["held out"]),
-            "tables/a.csv": b"text\n1"}
+            "tables/a.csv": b"text\n1",
+        }
         hub.commit(REPOSITORY, hub.files, token="secret")
         # `datasets` takes all of a repository's files for of one kind
-        hub.commit("datasets/me/gz", {"a.json.gz": gzip.compress(json_lines(TEXTS[:300])) + gzip.compress(json_lines(
-            TEXTS[300:500])), "b.json.gz": gzip.compress(json_lines(TEXTS[500:]))})
-        hub.commit("datasets/me/zst", {"a.jsonl.zst": pyarrow.compress(json_lines(TEXTS), "zstd", asbytes=True)})
-        hub.commit("datasets/me/parquet", {"0.parquet": table(TEXTS[:600]), "1.parquet": table(TEXTS[600:])})
+        hub.commit(
+            "datasets/me/gz",
+            {
+                "a.json.gz": gzip.compress(json_lines(TEXTS[:300]))
+                + gzip.compress(json_lines(TEXTS[300:500])),
+                "b.json.gz": gzip.compress(json_lines(TEXTS[500:])),
+            },
+        )
+        hub.commit(
+            "datasets/me/zst",
+            {"a.jsonl.zst": pyarrow.compress(json_lines(TEXTS), "zstd", asbytes=True)},
+        )
+        hub.commit(
+            "datasets/me/parquet",
+            {"0.parquet": table(TEXTS[:600]), "1.parquet": table(TEXTS[600:])},
+        )
         yield hub
 
 
@@ -100,9 +115,15 @@ class Client:
 
     def __init__(self, hub: Hub, folder, **options):
         self.errors = (folder / "stderr").open("w+")
-        self.process = subprocess.Popen([sys.executable, "-c", CODE], cwd=REPO, text=True, stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, stderr=self.errors,
-                                        env=os.environ | hub.environment(folder, **options))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CODE],
+            cwd=REPO,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            env=os.environ | hub.environment(folder, **options),
+        )
 
     def ask(self, expression: str):
         self.process.stdin.write(json.dumps(expression) + "\n")
@@ -127,9 +148,12 @@ def client(hub, tmp_path_factory):
 @pytest.fixture
 def fault(hub):
     """Sets the fault of the requests of one file's content, one of these after the other."""
+
     def of(name: str, *faults: int):
         left = [*faults]
-        hub.fault = lambda request: left.pop(0) if left and request.method == "GET" and name in request.path else None
+        hub.fault = lambda request: (
+            left.pop(0) if left and request.method == "GET" and name in request.path else None
+        )
         return left
 
     yield of
@@ -141,7 +165,10 @@ def test_parts_hold_the_text_that_datasets_reads(client, kind):
     """Each once, in parts of about the same size, cut without a look into the files."""
     d = "data()" if kind == "jsonl" else f"data(None, source='me/{kind}')"
     client.ask(f"[found := hub.find_files({d}), globals().update(found=found)]")
-    assert all(path.endswith(kind) and len(digest) == 40 for path, _, digest in client.ask("found['files']"))
+    assert all(
+        path.endswith(kind) and len(digest) == 40
+        for path, _, digest in client.ask("found['files']")
+    )
     parts = client.ask(f"parts({d}, found)")
     texts = [*itertools.chain(*parts)]
     assert Counter(texts) == Counter(TEXTS) and len(parts) > 4
@@ -153,10 +180,13 @@ def test_parts_hold_the_text_that_datasets_reads(client, kind):
 
 def test_what_is_no_text_by_file_is_refused_by_name(client):
     refused = client.ask("hub.find_files(data('tables'))")["refused"]
-    assert refused == ('[data] order = "growing": reads files of .jsonl, .json, .parquet, .txt, .jsonl.gz, .json.gz, '
-                       '.jsonl.zst, .json.zst, and me/texts has tables/a.csv; set order = "global"')
+    assert refused == (
+        '[data] order = "growing": reads files of .jsonl, .json, .parquet, .txt, .jsonl.gz, .json.gz, '
+        '.jsonl.zst, .json.zst, and me/texts has tables/a.csv; set order = "global"'
+    )
     assert client.ask("hub.find_files(data('en', 'dev'))")["refused"] == (
-        "[data] split = dev: me/texts has train, validation")
+        "[data] split = dev: me/texts has train, validation"
+    )
     assert "BuilderConfig 'fr' not found" in client.ask("hub.find_files(data('fr'))")["refused"]
     assert client.printed() == ""
 
@@ -165,8 +195,9 @@ def test_a_moved_branch_changes_nothing(client, hub):
     client.ask("[found := hub.find_files(data('en', 'validation')), globals().update(found=found)]")
     hub.commit(REPOSITORY, hub.files | {"en/val.jsonl": json_lines(["of another commit"])})
     assert client.ask("parts(data('en', 'validation'), found)") == [["held out"]]
-    assert client.ask("parts(data('en', 'validation'), hub.find_files(data('en', 'validation')))") == [
-        ["of another commit"]]
+    assert client.ask(
+        "parts(data('en', 'validation'), hub.find_files(data('en', 'validation')))"
+    ) == [["of another commit"]]
 
 
 def in_new_commit(client: Client, hub: Hub, name: str, content: bytes) -> None:
@@ -202,14 +233,16 @@ def test_a_file_that_changes_in_mid_download_is_not_read(client, hub):
     printed = client.printed()
     assert printed.count("trying again for 10 s") == 1 and (
         f"me/texts: en/train-01.jsonl cannot be read: OSError: what was downloaded is not the file of commit {sha[:12]}"
-        in printed)
+        in printed
+    )
     in_new_commit(client, hub, "02", json_lines(["text"] * 9))
     files = hub.commits[REPOSITORY, client.ask("found['revision']")]
     files["en/train-02.jsonl"] += b"\n"
     hub.fault = lambda request: None
     client.ask("setattr(hub, 'PATIENCE', 0.0)")
     assert client.ask("fetched(found, 1)")["refused"].endswith(
-        f"what was downloaded is not the file of commit {client.ask('found')['revision'][:12]}")
+        f"what was downloaded is not the file of commit {client.ask('found')['revision'][:12]}"
+    )
 
 
 def test_a_lost_network_is_waited_for(client, hub):
@@ -229,19 +262,25 @@ def test_access_and_offline(hub, client, tmp_path):
     in_new_commit(client, hub, "04", json_lines(["cached"]))
     client.ask("fetched(found, 0)")
     found, home = client.ask("found"), client.errors.name.removesuffix("stderr")
-    for options, told in (({}, "RepositoryNotFoundError: 401 Client Error."),
-                          ({"offline": True}, "OfflineModeIsEnabled: Cannot reach")):
+    for options, told in (
+        ({}, "RepositoryNotFoundError: 401 Client Error."),
+        ({"offline": True}, "OfflineModeIsEnabled: Cannot reach"),
+    ):
         (folder := tmp_path / str(len(options))).mkdir()
         stranger = Client(hub, folder, **options)
         with contextlib.closing(stranger.process.stdin):
             assert told in (refused := stranger.ask("hub.find_files(data())")["refused"]), refused
             assert "\n" not in refused and stranger.printed() == ""
             if options:
-                stranger.ask(f"__import__('huggingface_hub').constants.__setattr__('HF_HUB_CACHE', {home!r} + 'hub')")
+                stranger.ask(
+                    f"__import__('huggingface_hub').constants.__setattr__('HF_HUB_CACHE', {home!r} + 'hub')"
+                )
                 stranger.ask(f"globals().update(found={found!r})")
                 assert stranger.ask("fetched(found, 0)") == json_lines(TEXTS)[:20].decode()
                 refused = stranger.ask("fetched(found, 1)")["refused"]
-                assert refused.startswith("[data] source = me/texts: en/train-04.jsonl cannot be read: OfflineModeIs")
+                assert refused.startswith(
+                    "[data] source = me/texts: en/train-04.jsonl cannot be read: OfflineModeIs"
+                )
 
 
 @pytest.mark.slow
@@ -250,14 +289,44 @@ def test_a_run_waits_stops_fails_and_resumes(tmp_path, prepared, write_config):
     is gone: it saves, and ends with one line. All is well: it resumes, with the samples of an undisturbed run."""
     texts = [words(i, 60) for i in range(2400)]
     with Hub() as hub:
-        hub.commit(REPOSITORY, {f"{n}.jsonl": json_lines(texts[300 * n : 300 * n + 300]) for n in range(8)})
-        cfg = config.load(str(path := write_config("hub", data={
-            "source": "me/texts", "path": str(tmp_path / "parts"), "tokenizer": str(prepared / "tokenizer.model"),
-            "order": "growing"}, train={"steps": 60, "seq_len": 128, "global_batch_size": 16}, eval=None,
-            checkpoint={"save_every_steps": 1000}, log={"every_steps": 1})))
-        env = os.environ | hub.environment(tmp_path / "home") | {"PYTHON": warm_python(), "NPROC": "2"}
-        assert subprocess.run([sys.executable, "-c", f"import config; from data.prepare import prepare; prepare("
-                               f"config.load({str(path)!r}))"], cwd=REPO, env=env).returncode == 0
+        hub.commit(
+            REPOSITORY, {f"{n}.jsonl": json_lines(texts[300 * n : 300 * n + 300]) for n in range(8)}
+        )
+        cfg = config.load(
+            str(
+                path := write_config(
+                    "hub",
+                    data={
+                        "source": "me/texts",
+                        "path": str(tmp_path / "parts"),
+                        "tokenizer": str(prepared / "tokenizer.model"),
+                        "order": "growing",
+                    },
+                    train={"steps": 60, "seq_len": 128, "global_batch_size": 16},
+                    eval=None,
+                    checkpoint={"save_every_steps": 1000},
+                    log={"every_steps": 1},
+                )
+            )
+        )
+        env = (
+            os.environ
+            | hub.environment(tmp_path / "home")
+            | {"PYTHON": warm_python(), "NPROC": "2"}
+        )
+        assert (
+            subprocess.run(
+                [
+                    sys.executable,
+                    "-c",
+                    f"import config; from data.prepare import prepare; prepare("
+                    f"config.load({str(path)!r}))",
+                ],
+                cwd=REPO,
+                env=env,
+            ).returncode
+            == 0
+        )
         plan = read_plan(tmp_path / "parts")
         order = growing.reading_order(plan, cfg.run.seed, 0)
         held = [plan["files"][plan["parts"][number][0][0]][0] for number in order[2:]]
@@ -266,8 +335,12 @@ def test_a_run_waits_stops_fails_and_resumes(tmp_path, prepared, write_config):
             hub.fault = lambda request: status if request.path.endswith((*held[first:],)) else None
 
         def launched(log: str) -> subprocess.Popen:
-            return subprocess.Popen([REPO / "run_train.sh", path], env=env, stderr=subprocess.STDOUT,
-                                    stdout=(tmp_path / log).open("w"))
+            return subprocess.Popen(
+                [REPO / "run_train.sh", path],
+                env=env,
+                stderr=subprocess.STDOUT,
+                stdout=(tmp_path / log).open("w"),
+            )
 
         fault(LOST, 0)
         waiting, run = launched("waits"), tmp_path / "outputs/hub"
@@ -276,19 +349,31 @@ def test_a_run_waits_stops_fails_and_resumes(tmp_path, prepared, write_config):
             time.sleep(0.1)
         before = len(rows(run))
         waiting.send_signal(signal.SIGTERM)
-        assert waiting.wait(60) == 75 and (tmp_path / "waits").read_text().count("trying again for 300 s") == 1
+        assert (
+            waiting.wait(60) == 75
+            and (tmp_path / "waits").read_text().count("trying again for 300 s") == 1
+        )
         status = json.loads((run / "status.json").read_text())
         assert status["state"] == "preempted" and status["step"] == before == len(rows(run)) > 5
         fault(404, 2)
         failing = launched("fails")
         assert failing.wait(100) == 2
-        assert (tmp_path / "fails").read_text().splitlines()[-1].startswith(
-            f"[data] source = me/texts: {held[2]} cannot be read: HfHubHTTPError: ")
-        assert before < len(rows(run)) < 60 and (run / f"checkpoints/step-{len(rows(run)):08d}").exists()
+        assert (
+            (tmp_path / "fails")
+            .read_text()
+            .splitlines()[-1]
+            .startswith(f"[data] source = me/texts: {held[2]} cannot be read: HfHubHTTPError: ")
+        )
+        assert (
+            before < len(rows(run)) < 60
+            and (run / f"checkpoints/step-{len(rows(run)):08d}").exists()
+        )
         assert json.loads((run / "status.json").read_text())["state"] == "failed"
         hub.fault = lambda request: None
         again = launched("again")
         assert again.wait(200) == 0, (tmp_path / "again").read_text()
         loader = Loader(cfg, open_dataset(cfg), data_rank(), 1)
-        assert [row["batch_digest"] for row in rows(run)] == [next(loader).digest for _ in range(60)]
+        assert [row["batch_digest"] for row in rows(run)] == [
+            next(loader).digest for _ in range(60)
+        ]
         loader.close()

@@ -28,7 +28,16 @@ from config import ConfigError
 from data.tokens import open_stream
 from lifecycle.checks import check_compiler
 from lifecycle.command import Ranks, usable
-from lifecycle.folder import check_folder, failures, lock, report_failure, resume_once, stop_file, sweep, write_status
+from lifecycle.folder import (
+    check_folder,
+    failures,
+    lock,
+    report_failure,
+    resume_once,
+    stop_file,
+    sweep,
+    write_status,
+)
 from lifecycle.gpus import visible_gpus
 from lifecycle.launch import exit_code, listen, mark_stopped, run_ranks
 from lifecycle.launch import launch as launch_here
@@ -38,21 +47,46 @@ from tests.conftest import REPO, launch, loader_of, make_config, rows
 from tests.warm import warm_python
 
 FOREVER = {"train": {"steps": 100000}, "optim": {"schedule_steps": 100000}, "checkpoint": {}}
-TIMEOUTS = {"start_timeout_seconds": 60.0, "step_timeout_seconds": 5.0, "save_timeout_seconds": 20.0}
+TIMEOUTS = {
+    "start_timeout_seconds": 60.0,
+    "step_timeout_seconds": 5.0,
+    "save_timeout_seconds": 20.0,
+}
 
 
-def launch_faulty(fault: str, path: pathlib.Path, *arguments: str, nproc: int = 1, restarts: int = 0,
-                  in_job: bool = False, **env: str) -> subprocess.CompletedProcess:
+def launch_faulty(
+    fault: str,
+    path: pathlib.Path,
+    *arguments: str,
+    nproc: int = 1,
+    restarts: int = 0,
+    in_job: bool = False,
+    **env: str,
+) -> subprocess.CompletedProcess:
     """The launcher, as run_train.sh calls it, with tests/faulty.py for train.py."""
-    program = "import sys; from lifecycle import command, launch; " \
-              "command.TRAIN = sys.argv.pop(1); asked = launch.Interruption(); launch.listen(asked); " \
-              "sys.exit(launch.launch(sys.argv[1:], asked))"
+    program = (
+        "import sys; from lifecycle import command, launch; "
+        "command.TRAIN = sys.argv.pop(1); asked = launch.Interruption(); launch.listen(asked); "
+        "sys.exit(launch.launch(sys.argv[1:], asked))"
+    )
     job = {"SLURM_JOB_ID": "1"} if in_job else {}
     return subprocess.run(
-        [warm_python(), "-c", program, str(REPO / "tests/faulty.py"), str(path), *arguments], cwd=REPO,
-        capture_output=True, text=True, timeout=200,
-        env={**os.environ, "FAULT": fault, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "NPROC": str(nproc),
-             "MAX_RESTARTS": str(restarts), **job, **env})
+        [warm_python(), "-c", program, str(REPO / "tests/faulty.py"), str(path), *arguments],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={
+            **os.environ,
+            "FAULT": fault,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(REPO),
+            "NPROC": str(nproc),
+            "MAX_RESTARTS": str(restarts),
+            **job,
+            **env,
+        },
+    )
 
 
 def status(folder: pathlib.Path) -> dict:
@@ -64,7 +98,11 @@ def saved(folder: pathlib.Path) -> list[int]:
 
 
 def leftovers(folder: pathlib.Path) -> list[str]:
-    return [p.name for p in folder.rglob("*") if re.match(r"\.stop-|\.failure-|\.step-|.*\.tmp$", p.name)]
+    return [
+        p.name
+        for p in folder.rglob("*")
+        if re.match(r"\.stop-|\.failure-|\.step-|.*\.tmp$", p.name)
+    ]
 
 
 @pytest.fixture
@@ -81,12 +119,20 @@ class Launched:
 
     all: ClassVar[list["Launched"]] = []
 
-    def __init__(self, path: pathlib.Path, nproc: int = 1, python: str = sys.executable, **env: str):
+    def __init__(
+        self, path: pathlib.Path, nproc: int = 1, python: str = sys.executable, **env: str
+    ):
         self.folder = path.parent / "outputs" / path.stem
         self.process = subprocess.Popen(
-            [REPO / "run_train.sh", path], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPO,
-            env={**os.environ, "PYTHON": python, "NPROC": str(nproc), **env}, start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # the tests may be under nohup
+            [REPO / "run_train.sh", path],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=REPO,
+            env={**os.environ, "PYTHON": python, "NPROC": str(nproc), **env},
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+        )  # the tests may be under nohup
         self.path = path
         self.all.append(self)
 
@@ -108,7 +154,9 @@ class Launched:
     def wait_for(self, condition) -> None:
         end = time.monotonic() + 60
         while not condition():
-            assert self.process.poll() is None and time.monotonic() < end, self.process.communicate()[0]
+            assert self.process.poll() is None and time.monotonic() < end, (
+                self.process.communicate()[0]
+            )
             time.sleep(0.05)
 
     def trained_a_step(self) -> bool:
@@ -128,14 +176,28 @@ def nothing_goes_on():
         Launched.all.pop().process.kill()  # what it started dies with it
 
 
-@pytest.mark.parametrize("whom, number, nproc", [
-    ("launcher", signal.SIGTERM, 1), ("launcher", signal.SIGUSR1, 2), ("rank", signal.SIGINT, 2),
-    ("torchrun", signal.SIGTERM, 2)])
+@pytest.mark.parametrize(
+    "whom, number, nproc",
+    [
+        ("launcher", signal.SIGTERM, 1),
+        ("launcher", signal.SIGUSR1, 2),
+        ("rank", signal.SIGINT, 2),
+        ("torchrun", signal.SIGTERM, 2),
+    ],
+)
 def test_a_signal_to_anyone_saves_and_stops_all(write_config, whom, number, nproc):
-    run = Launched(write_config("stopped", **FOREVER), nproc, sys.executable if nproc == 1 else warm_python())
+    run = Launched(
+        write_config("stopped", **FOREVER), nproc, sys.executable if nproc == 1 else warm_python()
+    )
     run.wait_for(run.trained_a_step)
-    os.kill({"launcher": lambda: run.process.pid, "rank": lambda: run.processes(r"/train\.py$")[-1],
-             "torchrun": lambda: run.processes(r"^lifecycle\.torchrun$")[-1]}[whom](), number)
+    os.kill(
+        {
+            "launcher": lambda: run.process.pid,
+            "rank": lambda: run.processes(r"/train\.py$")[-1],
+            "torchrun": lambda: run.processes(r"^lifecycle\.torchrun$")[-1],
+        }[whom](),
+        number,
+    )
     code, output = run.end()
     assert code == 75, output
     step = status(run.folder)["step"]
@@ -144,7 +206,9 @@ def test_a_signal_to_anyone_saves_and_stops_all(write_config, whom, number, npro
     assert [row["step"] for row in rows(run.folder)] == list(range(1, step + 1))
     if whom == "rank":
         done = launch(run.path, f"--train.steps={step + 2}")
-        assert done.returncode == 0 and f"resuming after step {step}" in done.stdout, done.stdout + done.stderr
+        assert done.returncode == 0 and f"resuming after step {step}" in done.stdout, (
+            done.stdout + done.stderr
+        )
         assert [row["step"] for row in rows(run.folder)] == list(range(1, step + 3))
 
 
@@ -153,21 +217,27 @@ def test_a_signal_while_run_train_looks_for_a_python(write_config, tmp_path, num
     """Not before bash has set its traps, nor while it becomes the launcher: what comes then ends it as SIGTERM does."""
     slow = tmp_path / "bin/python3"
     slow.parent.mkdir()
-    slow.write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\nsleep 1\nexec {sys.executable} \"$@\"\n")
+    slow.write_text(f'#!/bin/sh\ntouch {tmp_path}/asked\nsleep 1\nexec {sys.executable} "$@"\n')
     slow.chmod(0o755)
-    run = Launched(write_config("earliest", **FOREVER), PYTHON="", PATH=f"{slow.parent}:{os.environ['PATH']}")
+    run = Launched(
+        write_config("earliest", **FOREVER), PYTHON="", PATH=f"{slow.parent}:{os.environ['PATH']}"
+    )
     run.wait_for((tmp_path / "asked").exists)
     run.process.send_signal(number)
     code, output = run.end()
     assert (code, output) == (75, "stopped before the run began\n")
 
 
-@pytest.mark.parametrize("number, seconds", [(signal.SIGTERM, 0), (signal.SIGHUP, 0.1), (signal.SIGINT, 0.4)])
+@pytest.mark.parametrize(
+    "number, seconds", [(signal.SIGTERM, 0), (signal.SIGHUP, 0.1), (signal.SIGINT, 0.4)]
+)
 def test_a_signal_to_the_launcher_that_has_only_begun(write_config, number, seconds):
     """While its Python starts, then imports."""
     run = Launched(write_config("earliest", **FOREVER))
     command = pathlib.Path(f"/proc/{run.process.pid}/cmdline")
-    run.wait_for(lambda: command.read_text().startswith(f"{sys.executable}\0-m\0lifecycle.launch\0"))
+    run.wait_for(
+        lambda: command.read_text().startswith(f"{sys.executable}\0-m\0lifecycle.launch\0")
+    )
     time.sleep(seconds)
     run.process.send_signal(number)
     code, output = run.end()
@@ -179,13 +249,17 @@ def test_a_signal_to_a_rank_that_has_only_begun(write_config):
     run.wait_for(lambda: run.processes(r"/train\.py$"))
     os.kill(run.processes(r"/train\.py$")[-1], signal.SIGTERM)
     code, output = run.end()
-    assert code == 75 and status(run.folder)["state"] == "preempted" and "Traceback" not in output, output
+    assert (
+        code == 75 and status(run.folder)["state"] == "preempted" and "Traceback" not in output
+    ), output
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_signal_before_the_first_step(write_config, nproc):
     """To a launcher that loads what it needs, and to one whose ranks start."""
-    run = Launched(write_config("early", **FOREVER), nproc, sys.executable if nproc == 1 else warm_python())
+    run = Launched(
+        write_config("early", **FOREVER), nproc, sys.executable if nproc == 1 else warm_python()
+    )
     if nproc == 1:
         time.sleep(0.3)
     else:
@@ -193,7 +267,9 @@ def test_a_signal_before_the_first_step(write_config, nproc):
     run.process.terminate()
     code, output = run.end()
     step = status(run.folder)["step"]
-    assert code == 75 and status(run.folder)["state"] == "preempted" and "Traceback" not in output, output
+    assert (
+        code == 75 and status(run.folder)["state"] == "preempted" and "Traceback" not in output
+    ), output
     assert saved(run.folder) == ([step] if step else [])  # a slow test may come too late
 
 
@@ -223,8 +299,10 @@ def test_nothing_outlives_a_killed_launcher(write_config):
     assert done.returncode == 0 and not leftovers(run.folder), done.stderr
 
 
-@pytest.mark.parametrize("fault, last", [
-    ("term after check:1:3", 3), ("term in data:1:3", 3), ("term in forward:0:1", 1)])
+@pytest.mark.parametrize(
+    "fault, last",
+    [("term after check:1:3", 3), ("term in data:1:3", 3), ("term in forward:0:1", 1)],
+)
 def test_all_ranks_stop_at_the_same_step(write_config, tmp_path, fault, last):
     """The signal comes to one rank just after it was asked (so that the next step asks again), while it waits for data,
     and in the first step."""
@@ -236,8 +314,12 @@ def test_all_ranks_stop_at_the_same_step(write_config, tmp_path, fault, last):
 
 
 def test_a_signal_during_a_save_and_during_evaluation(write_config, tmp_path):
-    path = write_config("busy", train={"steps": 9}, checkpoint={"save_every_steps": 2, "async_save": True},
-                        eval={"every_steps": 8})
+    path = write_config(
+        "busy",
+        train={"steps": 9},
+        checkpoint={"save_every_steps": 2, "async_save": True},
+        eval={"every_steps": 8},
+    )
     folder = tmp_path / "outputs/busy"
     done = launch_faulty("term in save:0:1", path)
     stopped = status(folder)["step"]
@@ -247,18 +329,25 @@ def test_a_signal_during_a_save_and_during_evaluation(write_config, tmp_path):
     assert stopped < 7
     # a stop during an evaluation is followed by a save, which nothing else asks for: four micro-batches a step until 7
     done = launch_faulty(f"term in forward:0:{(7 - stopped) * 4 + 1}", path, "--eval.every_steps=7")
-    assert done.returncode == 75 and saved(folder)[-1] == 7 and not rows(folder, "eval"), done.stdout + done.stderr
+    assert done.returncode == 75 and saved(folder)[-1] == 7 and not rows(folder, "eval"), (
+        done.stdout + done.stderr
+    )
     # and so is one during the last, after that of step 7 and two more steps; it is made when the run goes on
     done = launch_faulty("term in forward:0:13", path, "--eval.every_steps=7", "--eval.batches=1")
     assert done.returncode == 75 and saved(folder)[-1] == 9, done.stdout + done.stderr
     assert [row["step"] for row in rows(folder, "eval")] == [7]
     assert launch(path, "--eval.every_steps=7").returncode == 0
-    assert [row["step"] for row in rows(folder, "eval")] == [7, 9] and status(folder)["state"] == "finished"
+    assert [row["step"] for row in rows(folder, "eval")] == [7, 9] and status(folder)[
+        "state"
+    ] == "finished"
 
 
 def test_stopping_without_checkpoints_is_no_success(write_config, tmp_path):
     done = launch_faulty("term in data:0:2", write_config("lost", train={"steps": 9}))
-    assert done.returncode == 128 + signal.SIGTERM and "without [checkpoint] nothing was saved" in done.stderr
+    assert (
+        done.returncode == 128 + signal.SIGTERM
+        and "without [checkpoint] nothing was saved" in done.stderr
+    )
     assert status(tmp_path / "outputs/lost")["state"] == "failed"
 
 
@@ -268,19 +357,35 @@ def test_a_job_that_makes_no_step_does_not_requeue_for_ever(write_config, tmp_pa
     def life(fault: str) -> subprocess.CompletedProcess:
         return launch_faulty(fault, path, in_job=True)
 
-    assert life("term before step 1:0:1").returncode == 75 and status(folder)["attempts_without_step"] == 1
+    assert (
+        life("term before step 1:0:1").returncode == 75
+        and status(folder)["attempts_without_step"] == 1
+    )
     write_status(folder, "preempted", status(folder)["step"], None, attempts_without_step=2)
-    assert life("term in data:0:1").returncode == 75 and status(folder)["attempts_without_step"] == 0
+    assert (
+        life("term in data:0:1").returncode == 75 and status(folder)["attempts_without_step"] == 0
+    )
     write_status(folder, "preempted", status(folder)["step"], None, attempts_without_step=2)
     done = life("term before step 1:0:1")
-    assert done.returncode == 1 and "3 times in a row the job was stopped before it made a step" in done.stderr
+    assert (
+        done.returncode == 1
+        and "3 times in a row the job was stopped before it made a step" in done.stderr
+    )
     assert status(folder)["state"] == "failed"
 
 
-@pytest.mark.parametrize("before, code, after", [
-    ({}, 75, "preempted"), ({"attempts_without_step": 1}, 75, "preempted"), ({"attempts_without_step": 2}, 1, "failed"),
-    ({"state": "finished"}, 75, "finished")])
-def test_nor_does_one_that_is_stopped_before_its_ranks(write_config, monkeypatch, own_handlers, before, code, after):
+@pytest.mark.parametrize(
+    "before, code, after",
+    [
+        ({}, 75, "preempted"),
+        ({"attempts_without_step": 1}, 75, "preempted"),
+        ({"attempts_without_step": 2}, 1, "failed"),
+        ({"state": "finished"}, 75, "finished"),
+    ],
+)
+def test_nor_does_one_that_is_stopped_before_its_ranks(
+    write_config, monkeypatch, own_handlers, before, code, after
+):
     path, interruption = write_config("idle", **FOREVER), Interruption()
     folder = path.parent / "outputs/idle"
     folder.mkdir(parents=True)
@@ -289,48 +394,83 @@ def test_nor_does_one_that_is_stopped_before_its_ranks(write_config, monkeypatch
     interruption(signal.SIGUSR1)
     assert launch_here([str(path)], interruption) == code and status(folder)["state"] == after
     counted = before.get("attempts_without_step", 0) + 1
-    assert after == "finished" or (status(folder)["attempts_without_step"], status(folder)["step"]) == (counted, 4)
+    assert after == "finished" or (
+        status(folder)["attempts_without_step"],
+        status(folder)["step"],
+    ) == (counted, 4)
 
 
 # Failures inside
 
 
-@pytest.mark.parametrize("fault, told", [
-    ("hang in data:1:3", r"failed first on rank 1, step 3, phase data:(?s:.*)time\.sleep(?s:.*)no progress for \d+ s"),
-    ("frozen in data:1:3", r"failed first on rank 1, step 3, phase data:\n(?s:.*)Thread 0x(?s:.*) in freeze\n"
-                           r"(?s:.*)holds Python's lock"),
-    ("error in data:1:2", r"failed first on rank 1, step 2, phase data:(?s:.*)RuntimeError: the disk is gone\n\Z"),
-    ("infinite loss:1:3", r"failed first on rank \d, step 3, phase step:\nstep 2: the gradient is not finite"),
-])
-def test_a_failure_on_one_rank_ends_all_with_the_first_cause_last(write_config, tmp_path, fault, told):
+@pytest.mark.parametrize(
+    "fault, told",
+    [
+        (
+            "hang in data:1:3",
+            r"failed first on rank 1, step 3, phase data:(?s:.*)time\.sleep(?s:.*)no progress for \d+ s",
+        ),
+        (
+            "frozen in data:1:3",
+            r"failed first on rank 1, step 3, phase data:\n(?s:.*)Thread 0x(?s:.*) in freeze\n"
+            r"(?s:.*)holds Python's lock",
+        ),
+        (
+            "error in data:1:2",
+            r"failed first on rank 1, step 2, phase data:(?s:.*)RuntimeError: the disk is gone\n\Z",
+        ),
+        (
+            "infinite loss:1:3",
+            r"failed first on rank \d, step 3, phase step:\nstep 2: the gradient is not finite",
+        ),
+    ],
+)
+def test_a_failure_on_one_rank_ends_all_with_the_first_cause_last(
+    write_config, tmp_path, fault, told
+):
     path = write_config("fails", **FOREVER, run=TIMEOUTS)
     done = launch_faulty(fault, path, nproc=2)
     assert done.returncode == 1 and re.search(told, done.stderr), done.stderr
     folder = tmp_path / "outputs/fails"
     assert status(folder)["state"] == "failed" and not leftovers(folder) and not saved(folder)
-    logged = r"now: rank 1, step 3, phase data(?s:.*) in freeze\n" if "frozen" in fault else r"\d rank 1, step \d, ph"
+    logged = (
+        r"now: rank 1, step 3, phase data(?s:.*) in freeze\n"
+        if "frozen" in fault
+        else r"\d rank 1, step \d, ph"
+    )
     assert re.search(logged, (folder / "logs/rank-1.log").read_text())
 
 
 def test_a_save_under_way_outlives_a_failure(write_config, tmp_path):
     """Rank 1 hangs while step 2 is being written behind the training: the step's limit ends both ranks, after it."""
-    path = write_config("outlive", **{**FOREVER, "checkpoint": {"save_every_steps": 2, "async_save": True}},
-                        run={**TIMEOUTS, "step_timeout_seconds": 3.0})
+    path = write_config(
+        "outlive",
+        **{**FOREVER, "checkpoint": {"save_every_steps": 2, "async_save": True}},
+        run={**TIMEOUTS, "step_timeout_seconds": 3.0},
+    )
     done = launch_faulty("slow save and hang:1:3", path, nproc=2)
-    assert done.returncode == 1 and "failed first on rank 1, step 3, phase data" in done.stderr, done.stderr
-    assert saved(tmp_path / "outputs/outlive") == [2] and not leftovers(tmp_path / "outputs/outlive")
+    assert done.returncode == 1 and "failed first on rank 1, step 3, phase data" in done.stderr, (
+        done.stderr
+    )
+    assert saved(tmp_path / "outputs/outlive") == [2] and not leftovers(
+        tmp_path / "outputs/outlive"
+    )
 
 
 def test_a_killed_rank_is_named(write_config):
     done = launch_faulty("killed:1:3", write_config("killed", **FOREVER), nproc=2)
     assert done.returncode == 1, done.stderr
-    assert re.search(r"no report from rank 1: killed.*\nfailed first on rank 0, step 3, phase step", done.stderr)
+    assert re.search(
+        r"no report from rank 1: killed.*\nfailed first on rank 0, step 3, phase step", done.stderr
+    )
 
 
 def test_a_restart_by_torchrun_goes_on(write_config, tmp_path):
     path = write_config("again", train={"steps": 8}, checkpoint={"save_every_steps": 2})
     done = launch_faulty("killed once:1:6", path, nproc=2, restarts=1, ONCE=str(tmp_path / "once"))
-    assert done.returncode == 0 and "resuming after step 4" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "resuming after step 4" in done.stdout, (
+        done.stdout + done.stderr
+    )
     assert [row["step"] for row in rows(tmp_path / "outputs/again")] == list(range(1, 9))
     assert not leftovers(tmp_path / "outputs/again")
 
@@ -340,26 +480,45 @@ def test_going_back_to_a_checkpoint_is_done_once(write_config, tmp_path):
     path = write_config("back", train={"steps": 8}, checkpoint={"save_every_steps": 2})
     folder, back = tmp_path / "outputs/back", "--checkpoint.resume=2"
     assert launch_faulty("none", path).returncode == 0
-    done = launch_faulty("killed once:1:4", path, back, nproc=2, restarts=1, ONCE=str(tmp_path / "once"))
-    assert done.returncode == 0 and "resuming after step 4" in done.stdout, done.stdout + done.stderr
-    assert saved(folder) == [2, 4, 6, 8] and [row["step"] for row in rows(folder)] == list(range(1, 9))
-    assert launch_faulty("term in data:0:2", path, back, in_job=True).returncode == 75 and saved(folder)[-1] == 5
-    assert status(folder)["attempts_without_step"] == 0  # it made steps, though the run had been at step 8 before
+    done = launch_faulty(
+        "killed once:1:4", path, back, nproc=2, restarts=1, ONCE=str(tmp_path / "once")
+    )
+    assert done.returncode == 0 and "resuming after step 4" in done.stdout, (
+        done.stdout + done.stderr
+    )
+    assert saved(folder) == [2, 4, 6, 8] and [row["step"] for row in rows(folder)] == list(
+        range(1, 9)
+    )
+    assert (
+        launch_faulty("term in data:0:2", path, back, in_job=True).returncode == 75
+        and saved(folder)[-1] == 5
+    )
+    assert (
+        status(folder)["attempts_without_step"] == 0
+    )  # it made steps, though the run had been at step 8 before
     done = launch_faulty("none", path, back, in_job=True, SLURM_RESTART_COUNT="1")
-    assert done.returncode == 0 and "resuming after step 5" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "resuming after step 5" in done.stdout, (
+        done.stdout + done.stderr
+    )
 
 
 def test_a_late_out_of_memory_is_tried_again(write_config, tmp_path):
     """Two micro-batches a step: in step 4, after a save. The first step's is final: below."""
     path = write_config("later", train={"steps": 6}, checkpoint={"save_every_steps": 2})
-    done = launch_faulty("out of memory once:1:7", path, nproc=2, restarts=1, ONCE=str(tmp_path / "once"))
-    assert done.returncode == 0 and "resuming after step 2" in done.stdout, done.stdout + done.stderr
+    done = launch_faulty(
+        "out of memory once:1:7", path, nproc=2, restarts=1, ONCE=str(tmp_path / "once")
+    )
+    assert done.returncode == 0 and "resuming after step 2" in done.stdout, (
+        done.stdout + done.stderr
+    )
 
 
 def test_what_starting_again_cannot_help_is_not_tried_again(write_config):
     path = write_config("hopeless", **{**FOREVER, "checkpoint": {"save_every_steps": 1}})
     done = launch_faulty("infinite loss:0:2", path, nproc=2, restarts=2)
-    assert done.returncode == 1 and done.stdout.count("from fresh weights") == 1, done.stdout + done.stderr
+    assert done.returncode == 1 and done.stdout.count("from fresh weights") == 1, (
+        done.stdout + done.stderr
+    )
     assert saved(path.parent / "outputs/hopeless") == []  # though one was due after that step
 
 
@@ -368,25 +527,33 @@ def test_out_of_memory_says_what_to_change(write_config):
     assert done.stdout.count("from fresh weights") == 1, done.stdout  # a restart would not help
     told = r"phase first step:\nout of memory: Tried to allocate 9 GiB\.\n"
     if config.has(*config.PLANNER):
-        told += (r"to need less, try one of: --train\.micro_batch_size=1 --parallel\.recompute=\w+ .*, or more ranks\n"
-                 r"what each would need, and how fast it would be: \./run_train\.sh .*/large\.toml --dry-run ")
+        told += (
+            r"to need less, try one of: --train\.micro_batch_size=1 --parallel\.recompute=\w+ .*, or more ranks\n"
+            r"what each would need, and how fast it would be: \./run_train\.sh .*/large\.toml --dry-run "
+        )
     assert done.returncode == 1 and re.search(told, done.stderr), done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("behind, nproc", [(False, 2), (True, 1)])
 def test_weights_that_overflow_are_not_saved(write_config, tmp_path, behind, nproc):
-    path = write_config("overflow", **{**FOREVER, "checkpoint": {"save_every_steps": 1, "async_save": behind}})
+    path = write_config(
+        "overflow", **{**FOREVER, "checkpoint": {"save_every_steps": 1, "async_save": behind}}
+    )
     overflowing = ["--optim.lr=3e38", "--optim.warmup_steps=0", "--optim.weight_decay=1.2"]
     done = launch_faulty("none", path, *overflowing, nproc=nproc)
-    assert done.returncode == 1 and "Traceback" not in done.stderr.split("failed first")[1], done.stderr
+    assert done.returncode == 1 and "Traceback" not in done.stderr.split("failed first")[1], (
+        done.stderr
+    )
     # behind the training, the next step's gradient may tell first
     told = "not finite" if behind else "weights that are not finite"
     assert told in done.stderr.splitlines()[-1] and not saved(tmp_path / "outputs/overflow")
 
 
 def test_skipped_steps_are_counted_in_the_checkpoint(write_config, tmp_path):
-    path = write_config("skips", train={"steps": 6, "skip_nonfinite": 1}, checkpoint={"save_every_steps": 3})
+    path = write_config(
+        "skips", train={"steps": 6, "skip_nonfinite": 1}, checkpoint={"save_every_steps": 3}
+    )
     done = launch_faulty("infinite loss:1:6", path, nproc=2)  # two micro-batches a step: the third
     assert done.returncode == 0, done.stdout + done.stderr
     folder = tmp_path / "outputs/skips"
@@ -397,13 +564,26 @@ def test_skipped_steps_are_counted_in_the_checkpoint(write_config, tmp_path):
 
 def test_steps_skipped_in_a_row_are_counted_across_launches(write_config, tmp_path):
     """One may be skipped: the last of the first launch and the first of the second are two."""
-    path = write_config("row", train={"steps": 9, "skip_nonfinite": 1}, optim={"schedule_steps": 9},
-                        checkpoint={"save_every_steps": 2})
-    assert launch_faulty("infinite loss:0:8", path, "--train.steps=2").returncode == 0  # four micro-batches a step
-    stopped = launch_faulty("term before step 1:0:1", path)  # which is no step: it stands where it stood
-    assert stopped.returncode == 75 and status(tmp_path / "outputs/row")["step"] == 2, stopped.stderr
+    path = write_config(
+        "row",
+        train={"steps": 9, "skip_nonfinite": 1},
+        optim={"schedule_steps": 9},
+        checkpoint={"save_every_steps": 2},
+    )
+    assert (
+        launch_faulty("infinite loss:0:8", path, "--train.steps=2").returncode == 0
+    )  # four micro-batches a step
+    stopped = launch_faulty(
+        "term before step 1:0:1", path
+    )  # which is no step: it stands where it stood
+    assert stopped.returncode == 75 and status(tmp_path / "outputs/row")["step"] == 2, (
+        stopped.stderr
+    )
     done = launch_faulty("infinite loss:0:1", path)
-    assert done.returncode == 1 and "step 3: the gradient is not finite" in done.stderr.splitlines()[-1], done.stderr
+    assert (
+        done.returncode == 1
+        and "step 3: the gradient is not finite" in done.stderr.splitlines()[-1]
+    ), done.stderr
     assert saved(tmp_path / "outputs/row") == [2]
 
 
@@ -412,26 +592,43 @@ def test_an_error_that_a_person_can_mend_is_printed_once(write_config, tmp_path)
     done = launch_faulty("forgotten parameter", write_config("forgot", **FOREVER), nproc=2)
     printed = done.stdout + done.stderr
     assert done.returncode == 2 and printed.count("has no initial distribution") == 1, printed
-    assert "blocks.0.gate: has no" in done.stderr.splitlines()[-1] and "Traceback (most" not in printed, printed
+    assert (
+        "blocks.0.gate: has no" in done.stderr.splitlines()[-1] and "Traceback (most" not in printed
+    ), printed
     assert not (tmp_path / "outputs/forgot").exists()
 
 
-@pytest.mark.parametrize("fault, told", [
-    ("another rate:1", "rank 1 has optim.lr = 1.0, rank 0 0.003: all nodes need the same configuration"),
-    ("another mesh:1", "rank 1 has parallel.tp = 2, rank 0 1: all nodes need the same configuration"),
-])
+@pytest.mark.parametrize(
+    "fault, told",
+    [
+        (
+            "another rate:1",
+            "rank 1 has optim.lr = 1.0, rank 0 0.003: all nodes need the same configuration",
+        ),
+        (
+            "another mesh:1",
+            "rank 1 has parallel.tp = 2, rank 0 1: all nodes need the same configuration",
+        ),
+    ],
+)
 def test_a_node_with_other_options_is_refused(write_config, tmp_path, fault, told):
     """Each would train its shards in its own way, and the losses would look as good as ever."""
     done = launch_faulty(fault, write_config("other", **FOREVER), nproc=2)
     printed = done.stdout + done.stderr
-    assert done.returncode == 2 and printed.count(told) == 1 and "Traceback (most" not in printed, printed
+    assert done.returncode == 2 and printed.count(told) == 1 and "Traceback (most" not in printed, (
+        printed
+    )
     assert not (tmp_path / "outputs/other").exists()
 
 
-def test_a_node_may_have_its_own_copy_of_the_data_but_not_other_data(write_config, prepared, tmp_path):
+def test_a_node_may_have_its_own_copy_of_the_data_but_not_other_data(
+    write_config, prepared, tmp_path
+):
     path, copy = write_config("copies"), tmp_path / "copy"
     shutil.copytree(prepared, copy)
-    (copy / "train.bin").write_bytes(bytes((prepared / "train.bin").stat().st_size))  # so that its use shows
+    (copy / "train.bin").write_bytes(
+        bytes((prepared / "train.bin").stat().st_size)
+    )  # so that its use shows
     done = launch_faulty("another copy:1", path, nproc=2, COPY=str(copy))
     assert done.returncode == 0, done.stdout + done.stderr
     cfg = config.load(str(path))
@@ -442,7 +639,10 @@ def test_a_node_may_have_its_own_copy_of_the_data_but_not_other_data(write_confi
     manifest["sha256"]["train.bin"] = "0"
     (copy / "manifest.json").write_text(json.dumps(manifest))
     done = launch_faulty("another copy:1", path, "--run.name=refused", nproc=2, COPY=str(copy))
-    assert done.returncode == 2 and "rank 1 has source 1.sha256.train.bin = \"0\", rank 0 " in done.stderr, done.stderr
+    assert (
+        done.returncode == 2
+        and 'rank 1 has source 1.sha256.train.bin = "0", rank 0 ' in done.stderr
+    ), done.stderr
     assert not (tmp_path / "outputs/refused").exists()
 
 
@@ -454,12 +654,20 @@ def test_a_reader_that_is_gone_stops_nothing(write_config, number):
     run.process.stdout.close()
     run.process.send_signal(number)
     assert run.process.wait(timeout=60) == 75
-    assert status(run.folder)["state"] == "preempted" and saved(run.folder) == [status(run.folder)["step"]]
+    assert status(run.folder)["state"] == "preempted" and saved(run.folder) == [
+        status(run.folder)["step"]
+    ]
 
 
 def test_an_evaluation_without_the_launcher_needs_a_checkpoint_too(write_config, tmp_path):
-    done = subprocess.run([warm_python(), str(REPO / "train.py"), str(write_config("none")), "--eval-only"], cwd=REPO,
-                          capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(REPO)}, timeout=100)
+    done = subprocess.run(
+        [warm_python(), str(REPO / "train.py"), str(write_config("none")), "--eval-only"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+        timeout=100,
+    )
     assert done.returncode == 2
     assert done.stderr == f"{tmp_path}/outputs/none/checkpoints: holds no checkpoint to evaluate\n"
 
@@ -467,19 +675,33 @@ def test_an_evaluation_without_the_launcher_needs_a_checkpoint_too(write_config,
 def test_ranks_need_no_output(write_config, tmp_path):
     """Of a daemon's, which has neither; torchrun could not redirect its ranks' to anything. They get some."""
     (python := tmp_path / "python").write_text(
-        f'#!/bin/bash\nfor n in 1 2; do [[ -e /proc/$$/fd/$n ]] || exit 9; done\nexec {warm_python()} "$@"\n')
+        f'#!/bin/bash\nfor n in 1 2; do [[ -e /proc/$$/fd/$n ]] || exit 9; done\nexec {warm_python()} "$@"\n'
+    )
     python.chmod(0o755)
-    command = ["bash", "-c", 'exec "$@" >&- 2>&-', "bash", REPO / "run_train.sh", write_config("silent")]
-    done = subprocess.run(command, env={**os.environ, "PYTHON": str(python), "NPROC": "2"}, timeout=300)
+    command = [
+        "bash",
+        "-c",
+        'exec "$@" >&- 2>&-',
+        "bash",
+        REPO / "run_train.sh",
+        write_config("silent"),
+    ]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHON": str(python), "NPROC": "2"}, timeout=300
+    )
     assert done.returncode == 0 and status(tmp_path / "outputs/silent")["state"] == "finished"
 
 
 @pytest.mark.parametrize("option", ["--dry-run"] * config.has(*config.PLANNER) + ["--eval-only"])
 def test_ctrl_c_ends_what_has_nothing_to_save_in_silence(option):
     """While it loads torch, by when it has long been listening."""
-    process = subprocess.Popen([sys.executable, "-X", "importtime", "train.py", "configs/tiny.toml", option], cwd=REPO,
-                               stderr=subprocess.PIPE, text=True,  # a shell's background job ignores it
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    process = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "train.py", "configs/tiny.toml", option],
+        cwd=REPO,
+        stderr=subprocess.PIPE,
+        text=True,  # a shell's background job ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     for line in process.stderr:
         if line.rstrip().endswith("torch.version"):
             break
@@ -499,7 +721,9 @@ def test_neither_ctrl_c_nor_invalid_input_ends_a_tool_with_a_traceback(capsys):
 def test_a_reader_may_leave(monkeypatch):
     end, begin = os.pipe()
     os.close(end)
-    with os.fdopen(begin, "w") as stdout:  # closed without an error: what could not be printed is gone
+    with os.fdopen(
+        begin, "w"
+    ) as stdout:  # closed without an error: what could not be printed is gone
         monkeypatch.setattr(sys, "stdout", stdout)
         files.print_line("a line")
         files.print_line("and another")
@@ -513,12 +737,16 @@ def test_a_write_error_on_one_rank_costs_that_checkpoint_alone(write_config, tmp
     done = launch_faulty("save error:1:2", path, nproc=2)
     folder = tmp_path / "outputs/hurt"
     assert done.returncode == 0 and saved(folder) == [2, 6] and not leftovers(folder), done.stderr
-    assert re.search(r"not saved, training continues: .*step-00000004: rank 1: OSError: .*injected", done.stdout)
+    assert re.search(
+        r"not saved, training continues: .*step-00000004: rank 1: OSError: .*injected", done.stdout
+    )
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_the_last_checkpoint_must_be_saved(write_config, tmp_path, asynchronous):
-    path = write_config("end", train={"steps": 4}, checkpoint={"save_every_steps": 2, "async_save": asynchronous})
+    path = write_config(
+        "end", train={"steps": 4}, checkpoint={"save_every_steps": 2, "async_save": asynchronous}
+    )
     done = launch_faulty("save error:0:2", path)
     folder = tmp_path / "outputs/end"
     assert done.returncode == 1 and saved(folder) == [2] and not leftovers(folder), done.stderr
@@ -530,20 +758,36 @@ def test_a_full_disk(write_config, tmp_path):
     """A file system with room for one checkpoint (0.6 MB), and nothing for logs beside a second."""
     mount = tmp_path / "outputs"
     mount.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1900k", "tmpfs", mount], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1900k", "tmpfs", mount], capture_output=True
+    ).returncode:
         pytest.skip("needs the right to mount a tmpfs")
     try:
-        path = write_config("full", train={"steps": 40}, optim={"schedule_steps": 40},
-                            checkpoint={"save_every_steps": 10}, log={"every_steps": 1, "tensorboard": True})
+        path = write_config(
+            "full",
+            train={"steps": 40},
+            optim={"schedule_steps": 40},
+            checkpoint={"save_every_steps": 10},
+            log={"every_steps": 1, "tensorboard": True},
+        )
         done = launch(path)
         folder = mount / "full"
-        assert done.returncode == 1 and saved(folder) == [10] and not leftovers(folder), done.stdout + done.stderr
-        assert re.search(r"step-00000020: rank 0: OSError: needs [\d.]+ MiB, [\d.]+ MiB are free", done.stdout)
+        assert done.returncode == 1 and saved(folder) == [10] and not leftovers(folder), (
+            done.stdout + done.stderr
+        )
+        assert re.search(
+            r"step-00000020: rank 0: OSError: needs [\d.]+ MiB, [\d.]+ MiB are free", done.stdout
+        )
         assert not catalog.problems_of(folder / "checkpoints/step-00000010")
-        assert "step 40/40" in done.stdout and "the last checkpoint was not saved" in done.stderr.splitlines()[-1]
+        assert (
+            "step 40/40" in done.stdout
+            and "the last checkpoint was not saved" in done.stderr.splitlines()[-1]
+        )
         subprocess.run(["mount", "-o", "remount,size=9m", mount], check=True)
         done = launch(path)
-        assert done.returncode == 0 and "resuming after step 10" in done.stdout, done.stdout + done.stderr
+        assert done.returncode == 0 and "resuming after step 10" in done.stdout, (
+            done.stdout + done.stderr
+        )
     finally:
         subprocess.run(["umount", "-l", mount], check=True)
 
@@ -552,13 +796,22 @@ def test_files_beyond_a_size_fail_the_save_alone(write_config, tmp_path):
     """The error of a disk that fills up in the middle of a write, without the right to mount."""
     path = write_config("limit", train={"steps": 3}, checkpoint={})
     limits = (300_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
-    done = subprocess.run([REPO / "run_train.sh", path], capture_output=True, text=True, cwd=REPO,
-                          env={**os.environ, "PYTHON": sys.executable, "NPROC": "1"},
-                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits))
+    done = subprocess.run(
+        [REPO / "run_train.sh", path],
+        capture_output=True,
+        text=True,
+        cwd=REPO,
+        env={**os.environ, "PYTHON": sys.executable, "NPROC": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits),
+    )
     folder = tmp_path / "outputs/limit"
-    assert done.returncode == 1 and saved(folder) == [] and not leftovers(folder), done.stdout + done.stderr
+    assert done.returncode == 1 and saved(folder) == [] and not leftovers(folder), (
+        done.stdout + done.stderr
+    )
     last = done.stderr.splitlines()[-1]
-    assert "the last checkpoint was not saved" in last and last.endswith("rank 0: OSError: [Errno 27] File too large")
+    assert "the last checkpoint was not saved" in last and last.endswith(
+        "rank 0: OSError: [Errno 27] File too large"
+    )
     assert "Traceback" not in done.stderr
 
 
@@ -584,7 +837,10 @@ def test_a_disk_that_takes_no_lock_is_no_file_system_without_them(tmp_path, monk
 
 
 def test_a_lock_that_cannot_be_made_is_not_waited_for(tmp_path, capsys):
-    for path, told in (pathlib.Path("/proc/lock"), "No such file"), (tmp_path / ("x" * 300), "name too long"):
+    for path, told in (
+        (pathlib.Path("/proc/lock"), "No such file"),
+        (tmp_path / ("x" * 300), "name too long"),
+    ):
         with pytest.raises(OSError, match=told):
             files.lock(path, timeout=5)
     assert capsys.readouterr().err == ""
@@ -599,8 +855,14 @@ def test_a_lock_that_belongs_to_another_user_keeps_this_one_out(tmp_path, monkey
         lock(tmp_path)
 
 
-@pytest.mark.parametrize("name, make", [
-    ("checkpoints", pathlib.Path.touch), ("logs", pathlib.Path.touch), ("metrics.jsonl", pathlib.Path.mkdir)])
+@pytest.mark.parametrize(
+    "name, make",
+    [
+        ("checkpoints", pathlib.Path.touch),
+        ("logs", pathlib.Path.touch),
+        ("metrics.jsonl", pathlib.Path.mkdir),
+    ],
+)
 def test_a_folder_with_something_else_in_a_place_is_refused(tmp_path, name, make):
     make(tmp_path / name)
     with pytest.raises(ConfigError, match=rf"{name}:? is a (file|folder); a run needs"):
@@ -609,7 +871,10 @@ def test_a_folder_with_something_else_in_a_place_is_refused(tmp_path, name, make
 
 def test_a_folder_that_cannot_be_had_is_refused(tmp_path, write_config, monkeypatch, capsys):
     path, interruption = write_config("r"), Interruption()
-    for output_dir, told in (("x" * 300, "File name too long"), ("/proc/outputs", "/r cannot be made: ")):
+    for output_dir, told in (
+        ("x" * 300, "File name too long"),
+        ("/proc/outputs", "/r cannot be made: "),
+    ):
         assert launch_here([str(path), f"--run.output_dir={output_dir}"], interruption) == 2
         printed = capsys.readouterr().err
         assert told in printed and printed.count("\n") == 1, printed
@@ -625,17 +890,22 @@ def test_a_finished_run_needs_no_writable_folder(write_config, monkeypatch, caps
     path = write_config("kept", train={"steps": 2}, checkpoint={})
     assert launch(path).returncode == 0
     monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK | os.X_OK)
-    monkeypatch.setenv("NPROC", "3")  # its batch divides over none of what is there now, which is no matter either
+    monkeypatch.setenv(
+        "NPROC", "3"
+    )  # its batch divides over none of what is there now, which is no matter either
     for words in [], ["--run.device=cuda"]:
         assert launch_here([str(path), *words], Interruption()) == 0
-        assert "kept: finished at step 2; train.steps = 2 asks for no more" in capsys.readouterr().out
+        assert (
+            "kept: finished at step 2; train.steps = 2 asks for no more" in capsys.readouterr().out
+        )
     monkeypatch.setenv("NPROC", "1")
     assert launch_here([str(path), "--train.steps=3"], Interruption()) == 2
     assert capsys.readouterr().err.endswith("outputs/kept cannot be written to\n")
 
 
-def test_an_evaluation_without_a_checkpoint_is_refused_and_ends_by_ctrl_c(write_config, monkeypatch, capsys,
-                                                                         own_handlers):
+def test_an_evaluation_without_a_checkpoint_is_refused_and_ends_by_ctrl_c(
+    write_config, monkeypatch, capsys, own_handlers
+):
     path = str(write_config("r", checkpoint={}))
     assert launch_here([path, "--eval-only"], Interruption()) == 2
     assert "outputs/r/checkpoints: holds no checkpoint to evaluate" in capsys.readouterr().err
@@ -643,8 +913,12 @@ def test_an_evaluation_without_a_checkpoint_is_refused_and_ends_by_ctrl_c(write_
         (interruption := Interruption())(signal.SIGINT)
         assert launch_here([path, *words], interruption) == code
     (interruption := Interruption())(signal.SIGINT)
-    assert launch_here([path, "--train.steps=0"], interruption) == 2  # wrong before the signal could end anything
-    monkeypatch.setattr("lifecycle.launch.check_launch", mock.Mock(side_effect=RuntimeError("ours")))
+    assert (
+        launch_here([path, "--train.steps=0"], interruption) == 2
+    )  # wrong before the signal could end anything
+    monkeypatch.setattr(
+        "lifecycle.launch.check_launch", mock.Mock(side_effect=RuntimeError("ours"))
+    )
     with pytest.raises(RuntimeError, match="ours"):
         launch_here([path], Interruption())
 
@@ -662,7 +936,9 @@ def test_the_first_failure_is_that_of_the_rank_that_got_least_far(tmp_path):
     for rank, progress in ((0, 8), (1, 7), (2, 8)):
         report_failure(tmp_path, "x", rank, progress=progress)
     (tmp_path / ".failure-x-3").write_text('{"rank": 3, "cut by a full di')
-    assert [f["rank"] for f in failures(tmp_path, "x")] == [1, 0, 2] and failures(tmp_path, "y") == []
+    assert [f["rank"] for f in failures(tmp_path, "x")] == [1, 0, 2] and failures(
+        tmp_path, "y"
+    ) == []
 
 
 def test_reports_of_ranks_that_were_restarted_are_swept_away(tmp_path):
@@ -675,17 +951,25 @@ def test_reports_of_ranks_that_were_restarted_are_swept_away(tmp_path):
 @pytest.mark.parametrize("step, final", [(5, True), (6, False)])
 def test_no_memory_for_a_launchs_first_step_is_final(tmp_path, monkeypatch, step, final):
     """A launch that resumed after step 5. A save under way is waited for, with the time of one, before it ends."""
-    run = Run(make_config(run={"name": "r", "output_dir": str(tmp_path)}), SimpleNamespace(rank=0, size=1), "x",
-              StopRequest())
+    run = Run(
+        make_config(run={"name": "r", "output_dir": str(tmp_path)}),
+        SimpleNamespace(rank=0, size=1),
+        "x",
+        StopRequest(),
+    )
     run.folder.mkdir()
     run.step, run.checkpointer = step, mock.MagicMock(start=5)
     run.watchdog = mock.MagicMock(step=step + 1, progress=1)
     run.watchdog.name = "first step"
     monkeypatch.setattr("lifecycle.run.log.handlers", [])
     with pytest.raises(SystemExit, match="1"):
-        run.__exit__(torch.OutOfMemoryError, torch.OutOfMemoryError("Tried to allocate 9 GiB"), None)
+        run.__exit__(
+            torch.OutOfMemoryError, torch.OutOfMemoryError("Tried to allocate 9 GiB"), None
+        )
     (report,) = failures(run.folder, "x")
-    assert report["final"] is final and report["text"].startswith("out of memory: Tried to allocate 9 GiB")
+    assert report["final"] is final and report["text"].startswith(
+        "out of memory: Tried to allocate 9 GiB"
+    )
     run.checkpointer.wait.assert_called_once_with()
     assert run.watchdog.phase.call_args == mock.call("save", run.timeouts["save"], None)
 
@@ -701,12 +985,22 @@ def test_a_save_has_time_to_wait_for_another_and_to_verify_what_is_kept():
     for longest in TIMEOUTS:
         assert config.longest_timeout(make_config(run={**TIMEOUTS, longest: 9000.0})) > 9000
     timeouts = Run(cfg, None, None, StopRequest()).timeouts
-    assert timeouts["save"] == (1 + 1 + 3) * 20 and timeouts["restore"] == 20 and timeouts["step"] == 5
-    assert Run(make_config(run=TIMEOUTS, checkpoint={}), None, None, StopRequest()).timeouts["save"] == (1 + 1) * 20
+    assert (
+        timeouts["save"] == (1 + 1 + 3) * 20 and timeouts["restore"] == 20 and timeouts["step"] == 5
+    )
+    assert (
+        Run(make_config(run=TIMEOUTS, checkpoint={}), None, None, StopRequest()).timeouts["save"]
+        == (1 + 1) * 20
+    )
 
 
 def test_a_failed_save_leaves_the_step_of_the_last_good_one(tmp_path):
-    run = Run(make_config(run={"name": "r", "output_dir": str(tmp_path)}, checkpoint={}), None, None, StopRequest())
+    run = Run(
+        make_config(run={"name": "r", "output_dir": str(tmp_path)}, checkpoint={}),
+        None,
+        None,
+        StopRequest(),
+    )
     run.folder.mkdir()
     run._log_save(2, None)
     run._log_save(4, "no space")
@@ -720,7 +1014,9 @@ def test_a_failure_that_cannot_be_reported_is_printed(tmp_path, monkeypatch, cap
     cfg = make_config(run={"name": "r", "output_dir": str(tmp_path)})
     run, other = (Run(cfg, SimpleNamespace(rank=rank), "x", StopRequest()) for rank in (0, 1))
     run.watchdog = other.watchdog = SimpleNamespace(step=3, name="data", progress=1)
-    monkeypatch.setattr("lifecycle.run.log.handlers", [])  # where it may not write, its log could not be made either
+    monkeypatch.setattr(
+        "lifecycle.run.log.handlers", []
+    )  # where it may not write, its log could not be made either
     monkeypatch.setattr("lifecycle.run.log.propagate", True)
     other._fail(1, "a disk that this node may not write to", False)
     assert caplog.messages == ["rank 1, step 3, phase data: a disk that this node may not write to"]
@@ -731,7 +1027,10 @@ def test_a_failure_that_cannot_be_reported_is_printed(tmp_path, monkeypatch, cap
     assert console.getvalue() == "rank 0, step 3, phase data: the disk is gone\n"
     run.folder.mkdir()
     run._fail(1, "it is there again", False)
-    assert "again" not in console.getvalue() and failures(run.folder, "x")[0]["text"] == "it is there again"
+    assert (
+        "again" not in console.getvalue()
+        and failures(run.folder, "x")[0]["text"] == "it is there again"
+    )
 
 
 def test_watch_tells_where_the_main_thread_stands():
@@ -741,16 +1040,28 @@ def test_watch_tells_where_the_main_thread_stands():
     watch.phase("slow", 0.1)
     time.sleep(1.0)
     watch.stop()
-    assert watch.progress == 2 and watch.step == 3 and "time.sleep(1.0)" in told[0] and "no progress" in told[0]
+    assert (
+        watch.progress == 2
+        and watch.step == 3
+        and "time.sleep(1.0)" in told[0]
+        and "no progress" in told[0]
+    )
 
 
 def test_the_timer_for_a_frozen_process_is_rarely_set_and_never_fires_first(tmp_path):
     """Later than the watchdog's own timeout, by less than 30 s; not again in each phase of each step."""
     (log := tmp_path / "log").write_text("an earlier launch\n")
     now, timers = [1000.0], []
-    with (mock.patch("lifecycle.signals.time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)),
-          mock.patch("faulthandler.dump_traceback_later", lambda *timer, **more: timers.append((*timer, more))),
-          mock.patch("faulthandler.cancel_dump_traceback_later", lambda: timers.clear())):
+    with (
+        mock.patch(
+            "lifecycle.signals.time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
+        ),
+        mock.patch(
+            "faulthandler.dump_traceback_later",
+            lambda *timer, **more: timers.append((*timer, more)),
+        ),
+        mock.patch("faulthandler.cancel_dump_traceback_later", lambda: timers.clear()),
+    ):
         watch = Watchdog(None)
         watch.use_log(log, 7)
         for step in range(1, 201):
@@ -762,11 +1073,16 @@ def test_the_timer_for_a_frozen_process_is_rarely_set_and_never_fires_first(tmp_
         watch.stop()
         assert not timers
     first, line = log.read_text().splitlines()
-    assert first == "an earlier launch" and line.rstrip() == "now: rank 7, step 200, phase save (604 phases begun)"
+    assert (
+        first == "an earlier launch"
+        and line.rstrip() == "now: rank 7, step 200, phase save (604 phases begun)"
+    )
 
 
 def test_a_compiler_is_looked_for_before_the_launch(monkeypatch):
-    monkeypatch.setattr("lifecycle.checks.shutil.which", lambda name: name if name == "mycc" else None)
+    monkeypatch.setattr(
+        "lifecycle.checks.shutil.which", lambda name: name if name == "mycc" else None
+    )
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
     check_compiler(make_config())
@@ -790,14 +1106,18 @@ def test_the_allocator_is_set_unless_the_user_has(monkeypatch):
     assert ranks.environment()["PYTORCH_ALLOC_CONF"] == "backend:native"
 
 
-@pytest.mark.parametrize("ahead, preempted, works, told", [
-    (True, "None", True, "ahead of its time limit; requeueing it"),
-    (False, "2026-11-23T01:02:03", True, "being preempted; requeueing it"),
-    (False, "None", True, "it does not requeue itself"),  # as after scancel
-    (True, "None", False, "could not be requeued"),
-])
+@pytest.mark.parametrize(
+    "ahead, preempted, works, told",
+    [
+        (True, "None", True, "ahead of its time limit; requeueing it"),
+        (False, "2026-11-23T01:02:03", True, "being preempted; requeueing it"),
+        (False, "None", True, "it does not requeue itself"),  # as after scancel
+        (True, "None", False, "could not be requeued"),
+    ],
+)
 def test_a_job_requeues_itself_where_its_time_ends_or_slurm_wants_its_place(
-        tmp_path, monkeypatch, capsys, ahead, preempted, works, told):
+    tmp_path, monkeypatch, capsys, ahead, preempted, works, told
+):
     scontrol, asked = tmp_path / "scontrol", tmp_path / "asked"
     scontrol.write_text(f"""#!/bin/bash
 echo "$*" >>{asked}
@@ -815,13 +1135,22 @@ esac
     assert ("requeue 7" in asked.read_text()) is not told.startswith("it does not")
 
 
-@pytest.mark.parametrize("variables, nodes, local, restarts, job", [
-    ({}, 1, 1, 0, None), ({"NPROC": "2", "MAX_RESTARTS": "5"}, 1, 2, 5, None),
-    ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "3", "SLURM_GPUS_ON_NODE": "4"}, 3, 4, 3, "7"),
-    ({"SLURM_JOB_ID": "7", "MAX_RESTARTS": "0"}, 1, 1, 0, "7"), ({"SLURM_NNODES": "3"}, 1, 1, 0, None),
-])
+@pytest.mark.parametrize(
+    "variables, nodes, local, restarts, job",
+    [
+        ({}, 1, 1, 0, None),
+        ({"NPROC": "2", "MAX_RESTARTS": "5"}, 1, 2, 5, None),
+        ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "3", "SLURM_GPUS_ON_NODE": "4"}, 3, 4, 3, "7"),
+        ({"SLURM_JOB_ID": "7", "MAX_RESTARTS": "0"}, 1, 1, 0, "7"),
+        ({"SLURM_NNODES": "3"}, 1, 1, 0, None),
+    ],
+)
 def test_ranks_are_what_the_environment_says(monkeypatch, variables, nodes, local, restarts, job):
-    for name in [name for name in os.environ if name.startswith("SLURM_") or name in ("NPROC", "MAX_RESTARTS")]:
+    for name in [
+        name
+        for name in os.environ
+        if name.startswith("SLURM_") or name in ("NPROC", "MAX_RESTARTS")
+    ]:
         monkeypatch.delenv(name)
     monkeypatch.setattr("lifecycle.command.visible_gpus", lambda: 0)
     for name, value in variables.items():
@@ -829,25 +1158,33 @@ def test_ranks_are_what_the_environment_says(monkeypatch, variables, nodes, loca
     assert Ranks.from_environment() == Ranks(nodes, local, restarts, job)
 
 
-@pytest.mark.parametrize("variable, text", [
-    ("NPROC", "\N{SUPERSCRIPT TWO}"), ("NPROC", "-1"), ("NPROC", "0"), ("MAX_RESTARTS", "two")])
+@pytest.mark.parametrize(
+    "variable, text",
+    [("NPROC", "\N{SUPERSCRIPT TWO}"), ("NPROC", "-1"), ("NPROC", "0"), ("MAX_RESTARTS", "two")],
+)
 def test_ranks_that_are_no_number_are_refused(monkeypatch, variable, text):
     monkeypatch.setenv(variable, text)
     with pytest.raises(ConfigError, match=f"run_train.sh: {variable}={text}: must be a number"):
         Ranks.from_environment()
 
 
-def test_what_is_wrong_with_the_ranks_and_with_the_options_is_told_at_once(write_config, monkeypatch, capsys):
+def test_what_is_wrong_with_the_ranks_and_with_the_options_is_told_at_once(
+    write_config, monkeypatch, capsys
+):
     monkeypatch.setenv("NPROC", "0")
     assert launch_here([str(write_config("r")), "--train.steps=-1"], Interruption()) == 2
     ranks, options = capsys.readouterr().err.splitlines()
     assert "NPROC=0: must be a number" in ranks and "steps = -1: must be greater than 0" in options
 
 
-@pytest.mark.parametrize("chosen, count", [(None, 3), ("", 0), ("1", 1), ("0,2", 2), ("-1", 0), ("0,-1,2", 1)])
+@pytest.mark.parametrize(
+    "chosen, count", [(None, 3), ("", 0), ("1", 1), ("0,2", 2), ("-1", 0), ("0,-1,2", 1)]
+)
 def test_gpus_are_those_that_a_run_would_see(tmp_path, monkeypatch, chosen, count):
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\nprintf 'GPU %s: NVIDIA H100 80GB HBM3 (UUID: GPU-1)\\n  MIG 1g.10gb\\n' 0 1 2\n")
+    tool.write_text(
+        "#!/bin/sh\nprintf 'GPU %s: NVIDIA H100 80GB HBM3 (UUID: GPU-1)\\n  MIG 1g.10gb\\n' 0 1 2\n"
+    )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -856,32 +1193,54 @@ def test_gpus_are_those_that_a_run_would_see(tmp_path, monkeypatch, chosen, coun
     assert visible_gpus() == count
 
 
-@pytest.mark.parametrize("missing", ["", "numpy", "tensorboard", "sentencepiece", "datasets", "safetensors"])
+@pytest.mark.parametrize(
+    "missing", ["", "numpy", "tensorboard", "sentencepiece", "datasets", "safetensors"]
+)
 def test_a_python_that_lacks_a_package_is_not_taken(monkeypatch, missing):
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: name != missing)
     assert usable([]) is not bool(missing)
 
 
-@pytest.mark.parametrize("version, known", [
-    ("2.10.1", False), ("2.11.0", True), ("2.13.0+cu130", True), ("2.15.0", True), ("2.16.0", False), ("git", False)])
+@pytest.mark.parametrize(
+    "version, known",
+    [
+        ("2.10.1", False),
+        ("2.11.0", True),
+        ("2.13.0+cu130", True),
+        ("2.15.0", True),
+        ("2.16.0", False),
+        ("git", False),
+    ],
+)
 def test_a_python_with_another_torch_is_not_taken(monkeypatch, version, known):
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     assert usable([]) is known
 
 
-@pytest.mark.parametrize("option, needs", [("--log.tensorboard=false", False), ("--log.tensorboard=true", True),
-                                           ("--eval-only", False), ("--dry-run", False)])
+@pytest.mark.parametrize(
+    "option, needs",
+    [
+        ("--log.tensorboard=false", False),
+        ("--log.tensorboard=true", True),
+        ("--eval-only", False),
+        ("--dry-run", False),
+    ],
+)
 def test_tensorboard_is_needed_where_it_is_written(write_config, monkeypatch, option, needs):
     path = write_config("r", log={"tensorboard": True})
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: name != "tensorboard")
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, package=None: name != "tensorboard"
+    )
     assert usable([str(path), option]) is not needs
 
 
 def test_a_python_is_asked_for_what_the_run_needs_alone(prepared, write_config):
     """As run_train.sh asks: `datasets` is for preparing."""
-    ask = ("import importlib.util as u, runpy, sys; found = u.find_spec; sys.argv = ['', '--usable', *sys.argv[1:]]\n"
-           "u.find_spec = lambda name, package=None: found(name, package) if name != 'datasets' else None\n"
-           "runpy.run_module('lifecycle.command', run_name='__main__')")
+    ask = (
+        "import importlib.util as u, runpy, sys; found = u.find_spec; sys.argv = ['', '--usable', *sys.argv[1:]]\n"
+        "u.find_spec = lambda name, package=None: found(name, package) if name != 'datasets' else None\n"
+        "runpy.run_module('lifecycle.command', run_name='__main__')"
+    )
     for arguments, code in ([write_config("r")], 0), ([], 1):
         assert subprocess.run([sys.executable, "-c", ask, *arguments], cwd=REPO).returncode == code
 
@@ -909,29 +1268,46 @@ def test_ranks_that_end_by_a_signal_before_they_have_handlers_were_stopped(tmp_p
 
 def test_a_status_that_cannot_be_written_is_told(tmp_path, monkeypatch, capsys):
     """By the launcher, whose exit code stays, and by a run that would be finished: nobody would know."""
-    monkeypatch.setattr("files.write_atomic", mock.Mock(side_effect=OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        "files.write_atomic", mock.Mock(side_effect=OSError(28, "No space left on device"))
+    )
     assert exit_code(tmp_path, "this", ranks=1, returned=7) == 7
     assert f"{tmp_path}/status.json: [Errno 28] No space left on device" in capsys.readouterr().err
-    run = Run(make_config(run={"name": "r", "output_dir": str(tmp_path)}), SimpleNamespace(rank=0), "x", StopRequest())
+    run = Run(
+        make_config(run={"name": "r", "output_dir": str(tmp_path)}),
+        SimpleNamespace(rank=0),
+        "x",
+        StopRequest(),
+    )
     run.watchdog, run.lock, console = mock.Mock(), mock.Mock(), io.StringIO()
     monkeypatch.setattr("lifecycle.run.log.handlers", [logging.StreamHandler(console)])
     with pytest.raises(SystemExit, match="1"):
         run._end()
-    assert console.getvalue() == f"{run.folder}/status.json cannot be written: [Errno 28] No space left on device\n"
+    assert (
+        console.getvalue()
+        == f"{run.folder}/status.json cannot be written: [Errno 28] No space left on device\n"
+    )
 
 
 def test_where_the_ranks_cannot_be_asked_in_a_file_they_are_terminated(tmp_path, own_handlers):
     """As on a full disk: here the folder is gone."""
     (folder := tmp_path / "r").mkdir()
-    program = (f"import os, shutil, signal, time\nshutil.rmtree({str(folder)!r})\n"
-               "os.kill(os.getppid(), signal.SIGUSR1)\ntime.sleep(60)")
-    assert run_ranks([sys.executable, "-c", program], folder, "x", Interruption()) == -signal.SIGTERM
+    program = (
+        f"import os, shutil, signal, time\nshutil.rmtree({str(folder)!r})\n"
+        "os.kill(os.getppid(), signal.SIGUSR1)\ntime.sleep(60)"
+    )
+    assert (
+        run_ranks([sys.executable, "-c", program], folder, "x", Interruption()) == -signal.SIGTERM
+    )
 
 
 def test_ranks_share_the_cores_of_their_own_node(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "8")
-    assert [Ranks(nodes, 4, 0, None).environment()["OMP_NUM_THREADS"] for nodes in (1, 2)] == ["2", "2"]
+    assert [Ranks(nodes, 4, 0, None).environment()["OMP_NUM_THREADS"] for nodes in (1, 2)] == [
+        "2",
+        "2",
+    ]
 
 
 def test_one_ctrl_c_while_the_ranks_start_is_one(tmp_path, monkeypatch, own_handlers):
@@ -944,15 +1320,19 @@ def test_one_ctrl_c_while_the_ranks_start_is_one(tmp_path, monkeypatch, own_hand
 
     monkeypatch.setattr("lifecycle.launch.subprocess.Popen", interrupted)
     file = stop_file(tmp_path, "x")
-    program = f"import pathlib, time\nwhile not pathlib.Path({str(file)!r}).read_text(): time.sleep(0.05)"
+    program = (
+        f"import pathlib, time\nwhile not pathlib.Path({str(file)!r}).read_text(): time.sleep(0.05)"
+    )
     assert run_ranks([sys.executable, "-c", program], tmp_path, "x", Interruption()) == 0
     assert file.read_text() == str(int(signal.SIGINT))
 
 
 def test_a_job_that_is_cancelled_while_it_stops_is_not_requeued(tmp_path, own_handlers, capsys):
     """What asked for it last decides, and its child here asks twice; the ranks are told once."""
-    program = ("import os, signal, time\nfor number in (signal.SIGUSR1, signal.SIGTERM):\n"
-               "    os.kill(os.getppid(), number)\n    time.sleep(0.5)")
+    program = (
+        "import os, signal, time\nfor number in (signal.SIGUSR1, signal.SIGTERM):\n"
+        "    os.kill(os.getppid(), number)\n    time.sleep(0.5)"
+    )
     interruption = Interruption()
     assert run_ranks([sys.executable, "-c", program], tmp_path, "x", interruption) == 0
     assert interruption.asked == signal.SIGTERM
@@ -967,7 +1347,9 @@ def test_a_hangup_that_is_ignored_stays_ignored(own_handlers):
         signal.signal(signal.SIGHUP, hangup)
         listen(handler)
         assert all(signal.getsignal(number) == handler for number in SIGNALS)
-        assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if hangup == signal.SIG_IGN else handler)
+        assert signal.getsignal(signal.SIGHUP) == (
+            signal.SIG_IGN if hangup == signal.SIG_IGN else handler
+        )
 
 
 def test_only_the_first_signal_counts(own_handlers):
@@ -978,11 +1360,19 @@ def test_only_the_first_signal_counts(own_handlers):
     assert stop.received == signal.SIGUSR1
 
 
-@pytest.mark.parametrize("first, second, ends", [
-    (signal.SIGINT, signal.SIGINT, 130), (signal.SIGTERM, signal.SIGTERM, 0), (signal.SIGINT, signal.SIGTERM, 0)])
+@pytest.mark.parametrize(
+    "first, second, ends",
+    [
+        (signal.SIGINT, signal.SIGINT, 130),
+        (signal.SIGTERM, signal.SIGTERM, 0),
+        (signal.SIGINT, signal.SIGTERM, 0),
+    ],
+)
 def test_without_a_launcher_a_second_ctrl_c_quits_and_nothing_else_does(first, second, ends):
-    program = ("import os; from lifecycle.signals import StopRequest; stop = StopRequest(); stop.standalone = True; "
-               f"stop.listen(); [os.kill(os.getpid(), number) for number in ({first:d}, {second:d})]")
+    program = (
+        "import os; from lifecycle.signals import StopRequest; stop = StopRequest(); stop.standalone = True; "
+        f"stop.listen(); [os.kill(os.getpid(), number) for number in ({first:d}, {second:d})]"
+    )
     assert subprocess.run([sys.executable, "-c", program], cwd=REPO).returncode == ends
 
 
@@ -992,26 +1382,47 @@ def test_the_first_step_of_any_launch_has_the_time_to_compile():
     with mock.patch("lifecycle.run.gc"):
         assert list(Run.steps(run, 5, 7, mock.MagicMock())) == [5, 6, 7]
     assert run._phase.call_args_list == [
-        mock.call("first step", 5), mock.call("step", 6), mock.call("step", 7), mock.call("end")]
+        mock.call("first step", 5),
+        mock.call("step", 6),
+        mock.call("step", 7),
+        mock.call("end"),
+    ]
 
 
 @pytest.mark.parametrize("seconds, code", [(4.9, 130), (5.1, 0)])
-def test_a_second_ctrl_c_after_five_seconds_is_as_any_other_signal(tmp_path, monkeypatch, own_handlers, seconds, code):
+def test_a_second_ctrl_c_after_five_seconds_is_as_any_other_signal(
+    tmp_path, monkeypatch, own_handlers, seconds, code
+):
     """With the launcher, then without one. The clock is the test's."""
-    monkeypatch.setattr("lifecycle.launch.time", SimpleNamespace(
-        monotonic=iter([0.0, 0.0, seconds, seconds]).__next__))
-    program = ("import os, signal, time\nfor _ in range(2):\n    os.kill(os.getppid(), signal.SIGINT)\n"
-               "    time.sleep(0.3)")
+    monkeypatch.setattr(
+        "lifecycle.launch.time",
+        SimpleNamespace(monotonic=iter([0.0, 0.0, seconds, seconds]).__next__),
+    )
+    program = (
+        "import os, signal, time\nfor _ in range(2):\n    os.kill(os.getppid(), signal.SIGINT)\n"
+        "    time.sleep(0.3)"
+    )
     assert run_ranks([sys.executable, "-c", program], tmp_path, "x", Interruption()) == code
-    program = ("import os, types; from lifecycle import signals; signals.time = types.SimpleNamespace(monotonic=iter("
-               f"[0.0, 0.0, {seconds}, {seconds}]).__next__); stop = signals.StopRequest(); stop.standalone = True; "
-               "stop.listen(); [os.kill(os.getpid(), 2) for _ in range(2)]")
+    program = (
+        "import os, types; from lifecycle import signals; signals.time = types.SimpleNamespace(monotonic=iter("
+        f"[0.0, 0.0, {seconds}, {seconds}]).__next__); stop = signals.StopRequest(); stop.standalone = True; "
+        "stop.listen(); [os.kill(os.getpid(), 2) for _ in range(2)]"
+    )
     assert subprocess.run([sys.executable, "-c", program], cwd=REPO).returncode == code
 
 
-@pytest.mark.parametrize("before, launch_id, resume", [
-    (None, "a", 2), ("a", "a", "auto"), ("a", "b", 2), ("7.0.a", "7.1.b", "auto"),
-    ("7.0.a", "7.0.b", 2), ("7.0.a", "8.1.b", 2), (None, None, 2)])  # by hand in one allocation; in another job
+@pytest.mark.parametrize(
+    "before, launch_id, resume",
+    [
+        (None, "a", 2),
+        ("a", "a", "auto"),
+        ("a", "b", 2),
+        ("7.0.a", "7.1.b", "auto"),
+        ("7.0.a", "7.0.b", 2),
+        ("7.0.a", "8.1.b", 2),
+        (None, None, 2),
+    ],
+)  # by hand in one allocation; in another job
 def test_who_asks_again_goes_back_again(tmp_path, before, launch_id, resume):
     cfg = make_config(run={"name": "r", "output_dir": str(tmp_path)}, checkpoint={"resume": 2})
     folder = config.run_folder(cfg)
@@ -1025,7 +1436,10 @@ def test_without_a_launcher_torchrun_is_who_has_the_folder(tmp_path, monkeypatch
     """So that the ranks that it restarts do not go back again; and it has the exit code."""
     cfg = make_config(run={"name": "r", "output_dir": str(tmp_path)}, checkpoint={"resume": 2})
     config.run_folder(cfg).mkdir()
-    for name, alone in ("RANK", True), ("TORCHELASTIC_RUN_ID", False):  # RANK alone: another launcher of one rank
+    for name, alone in (
+        ("RANK", True),
+        ("TORCHELASTIC_RUN_ID", False),
+    ):  # RANK alone: another launcher of one rank
         monkeypatch.setenv(name, "0")
         run = Run(cfg, SimpleNamespace(rank=0, size=1), None, StopRequest())
         run.attach(SimpleNamespace(start=2, cfg=cfg))
@@ -1043,9 +1457,22 @@ def test_without_a_launcher_torchrun_is_who_has_the_folder(tmp_path, monkeypatch
 def test_torchrun_exits_with_a_failed_ranks_code_and_says_nothing_itself(tmp_path, end, code):
     """An evaluation has no status to take its exit code from."""
     (tmp_path / "rank.py").write_text(f"import os, sys; {end}")
-    done = subprocess.run([warm_python(), "-m", "lifecycle.torchrun", "--nproc-per-node=1", "--standalone",
-                           "--log-dir=/dev/null", str(tmp_path / "rank.py")], cwd=REPO, capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(REPO)}, timeout=100)
+    done = subprocess.run(
+        [
+            warm_python(),
+            "-m",
+            "lifecycle.torchrun",
+            "--nproc-per-node=1",
+            "--standalone",
+            "--log-dir=/dev/null",
+            str(tmp_path / "rank.py"),
+        ],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+        timeout=100,
+    )
     assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
 
 
@@ -1054,12 +1481,18 @@ def test_torchruns_name_is_the_same_for_all_ranks_that_it_starts_and_for_no_othe
     rank = [sys.executable, "-c", "from lifecycle.command import torchrun_id; print(torchrun_id())"]
     shell = ["bash", "-c", '"$@"; exit $?', "bash", *rank]  # another parent
     before = time.clock_gettime(time.CLOCK_BOOTTIME)
-    ours, restarted, other = (subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout
-                              for command in (rank, rank, shell))
-    assert ours == restarted != other and ours.startswith("torchrun-") and f"-{os.getpid()}-" in ours
+    ours, restarted, other = (
+        subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout
+        for command in (rank, rank, shell)
+    )
+    assert (
+        ours == restarted != other and ours.startswith("torchrun-") and f"-{os.getpid()}-" in ours
+    )
     # in a container, where every torchrun may have the same number, the time since boot at which it began differs
     began = [int(name.rpartition("-")[2]) / os.sysconf("SC_CLK_TCK") for name in (ours, other)]
-    assert 0 < began[0] < before < began[1] + 0.02 and began[1] < time.clock_gettime(time.CLOCK_BOOTTIME)
+    assert 0 < began[0] < before < began[1] + 0.02 and began[1] < time.clock_gettime(
+        time.CLOCK_BOOTTIME
+    )
 
 
 @pytest.mark.parametrize("before, resume", [("6.0.a", 2), ("7.0.a", "auto"), (None, 2)])
@@ -1072,7 +1505,9 @@ def test_an_attempt_that_never_took_the_folder_has_not_gone_back(tmp_path, capsy
     folder.mkdir()
     if before:
         write_status(folder, "preempted", 5, before)
-    assert exit_code(folder, "7.1.b", ranks=1, returned=1) == 1 and status(folder)["launch"] == "7.1.b"
+    assert (
+        exit_code(folder, "7.1.b", ranks=1, returned=1) == 1 and status(folder)["launch"] == "7.1.b"
+    )
     assert resume_once(cfg, "7.2.c").resume == resume
     # nor has it trained from there to step 5
     assert end_of_stopped(cfg, "7", "7.2.c", {"step": 5}, ahead_of_limit=False) == 75
@@ -1106,14 +1541,20 @@ def test_a_stopped_job_also_leaves_it_alone(tmp_path):
     folder.mkdir()
     write_status(folder, "running", 4, "earlier")
     held, before = lock(folder), status(folder)
-    assert end_of_stopped(cfg, "1", "this", {"attempts_without_step": 2}, ahead_of_limit=False) == 75
+    assert (
+        end_of_stopped(cfg, "1", "this", {"attempts_without_step": 2}, ahead_of_limit=False) == 75
+    )
     assert status(folder) == before
     held.release()
 
 
 def test_restarted_ranks_wait_for_those_before_to_let_go(tmp_path):
-    run = Run(make_config(run={"name": "r", "output_dir": str(tmp_path)}),
-              SimpleNamespace(rank=0, size=1, device=torch.device("cpu")), "x", StopRequest())
+    run = Run(
+        make_config(run={"name": "r", "output_dir": str(tmp_path)}),
+        SimpleNamespace(rank=0, size=1, device=torch.device("cpu")),
+        "x",
+        StopRequest(),
+    )
     run.folder.mkdir()
     write_status(run.folder, "running", 4, "x")
     threading.Timer(0.5, lock(run.folder).release).start()
@@ -1135,7 +1576,10 @@ def test_what_the_user_has_set_for_the_ranks_stays(monkeypatch):
 def test_each_attempt_of_a_job_meets_under_a_name_of_its_own(tmp_path, monkeypatch):
     (scontrol := tmp_path / "scontrol").write_text("#!/bin/sh\nprintf 'n1\\nn2\\n'\n")
     scontrol.chmod(0o755)
-    for name, value in {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-2]"}.items():
+    for name, value in {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+    }.items():
         monkeypatch.setenv(name, value)
     found = []
     for count in ("0", "1"):

@@ -14,7 +14,12 @@ from model.llama import Llama, RMSNorm, flops_per_token, parameter_count, rope_t
 from parallel.materialize import materialize
 from tests.conftest import REPO, make_config
 
-SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+SCALING = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 
 
 def config_of(m: config.Model, max_position_embeddings: int) -> LlamaConfig | Qwen3Config:
@@ -22,17 +27,27 @@ def config_of(m: config.Model, max_position_embeddings: int) -> LlamaConfig | Qw
     if m.rope_scaling:
         rope |= {"rope_type": "llama3", **dataclasses.asdict(m.rope_scaling)}
     return (Qwen3Config if m.qk_norm else LlamaConfig)(
-        vocab_size=m.vocab_size, hidden_size=m.dim, intermediate_size=m.ffn_dim, num_hidden_layers=m.n_layers,
-        num_attention_heads=m.n_heads, num_key_value_heads=m.n_kv_heads, head_dim=m.width_per_head,
-        rms_norm_eps=m.norm_eps, rope_parameters=rope, tie_word_embeddings=m.tie_embeddings,
-        max_position_embeddings=max_position_embeddings)
+        vocab_size=m.vocab_size,
+        hidden_size=m.dim,
+        intermediate_size=m.ffn_dim,
+        num_hidden_layers=m.n_layers,
+        num_attention_heads=m.n_heads,
+        num_key_value_heads=m.n_kv_heads,
+        head_dim=m.width_per_head,
+        rms_norm_eps=m.norm_eps,
+        rope_parameters=rope,
+        tie_word_embeddings=m.tie_embeddings,
+        max_position_embeddings=max_position_embeddings,
+    )
 
 
 def reference(m: config.Model) -> LlamaForCausalLM:
     theirs = config_of(m, 256)
     theirs._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(theirs)
-    for weight in (p for p in model.parameters() if p.ndim == 1):  # which tell one norm from another
+    for weight in (
+        p for p in model.parameters() if p.ndim == 1
+    ):  # which tell one norm from another
         torch.nn.init.normal_(weight, 1.0, 0.2)
     return model
 
@@ -45,12 +60,30 @@ def with_weights_of(theirs: LlamaForCausalLM, m: config.Model) -> Llama:
     return ours
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"tie_embeddings": True}, {"n_kv_heads": 4}, {"n_kv_heads": 1}, {"head_dim": 20}, {"rope_scaling": SCALING},
-    {"rope_scaling": SCALING, "tie_embeddings": True, "head_dim": 32, "rope_theta": 10000.0},
-    {"qk_norm": True}, {"qk_norm": True, "tie_embeddings": True, "n_kv_heads": 4}, {"qk_norm": True, "head_dim": 20},
-    {"qk_norm": True, "n_kv_heads": 1, "head_dim": 32, "tie_embeddings": True, "rope_theta": 1e6, "norm_eps": 1e-6},
-], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_embeddings": True},
+        {"n_kv_heads": 4},
+        {"n_kv_heads": 1},
+        {"head_dim": 20},
+        {"rope_scaling": SCALING},
+        {"rope_scaling": SCALING, "tie_embeddings": True, "head_dim": 32, "rope_theta": 10000.0},
+        {"qk_norm": True},
+        {"qk_norm": True, "tie_embeddings": True, "n_kv_heads": 4},
+        {"qk_norm": True, "head_dim": 20},
+        {
+            "qk_norm": True,
+            "n_kv_heads": 1,
+            "head_dim": 32,
+            "tie_embeddings": True,
+            "rope_theta": 1e6,
+            "norm_eps": 1e-6,
+        },
+    ],
+    ids=str,
+)
 def test_forward_equals_transformers(changes):
     torch.manual_seed(0)
     m = make_config(model=changes).model
@@ -88,15 +121,43 @@ PUBLISHED = {
     "llama1b": (1_235_814_400, 2048, 8192, 16, 32, 8, 64, 128256, 500000.0, 32.0, True),
     "llama3b": (3_212_749_824, 3072, 8192, 28, 24, 8, 128, 128256, 500000.0, 32.0, True),
     "smollm2-135m": (134_515_008, 576, 1536, 30, 9, 3, 64, 49152, 100000.0, None, True),
-    "llama3.1-8b-chat-lora": (8_030_261_248, 4096, 14336, 32, 32, 8, 128, 128256, 500000.0, 8.0, False),
+    "llama3.1-8b-chat-lora": (
+        8_030_261_248,
+        4096,
+        14336,
+        32,
+        32,
+        8,
+        128,
+        128256,
+        500000.0,
+        8.0,
+        False,
+    ),
     "qwen3-0.6b-chat": (596_049_920, 1024, 3072, 28, 16, 8, 128, 151936, 1000000.0, None, True),
-    "qwen3-8b-chat-qlora": (8_190_735_360, 4096, 12288, 36, 32, 8, 128, 151936, 1000000.0, None, False),
+    "qwen3-8b-chat-qlora": (
+        8_190_735_360,
+        4096,
+        12288,
+        36,
+        32,
+        8,
+        128,
+        151936,
+        1000000.0,
+        None,
+        False,
+    ),
     "tinyllama-1.1b": (1_100_048_384, 2048, 5632, 22, 32, 4, 64, 32000, 10000.0, None, False),
 }
 
 
 def test_every_shipped_model_is_compared():
-    assert {path.stem for path in (REPO / "configs").glob("*.toml")} == {"tiny", "tiny-chat", *PUBLISHED}
+    assert {path.stem for path in (REPO / "configs").glob("*.toml")} == {
+        "tiny",
+        "tiny-chat",
+        *PUBLISHED,
+    }
 
 
 def test_an_export_says_how_far_its_rotary_table_reaches():
@@ -104,7 +165,10 @@ def test_an_export_says_how_far_its_rotary_table_reaches():
     from huggingface import config as hf_config
 
     m = make_config(model={"rope_scaling": SCALING}).model
-    said = {n: hf_config.render(m, n, "float32", {})["max_position_embeddings"] for n in (8, 32, 33, 999)}
+    said = {
+        n: hf_config.render(m, n, "float32", {})["max_position_embeddings"]
+        for n in (8, 32, 33, 999)
+    }
     assert said == {8: 256, 32: 256, 33: 33, 999: 999}
     assert hf_config.render(make_config().model, 32, "float32", {})["max_position_embeddings"] == 32
 
@@ -112,21 +176,41 @@ def test_an_export_says_how_far_its_rotary_table_reaches():
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_shipped_models_are_the_published_ones(name):
     """Every number of the [model] table, and the parameters as we and as transformers count them."""
-    parameters, dim, ffn_dim, layers, heads, kv_heads, head_dim, vocabulary, theta, factor, tied = PUBLISHED[name]
+    parameters, dim, ffn_dim, layers, heads, kv_heads, head_dim, vocabulary, theta, factor, tied = (
+        PUBLISHED[name]
+    )
     rope = {"rope_theta": theta, "rope_type": "default"}
     if factor:
-        rope |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                 "original_max_position_embeddings": 8192}
+        rope |= {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
     qwen3 = name.startswith("qwen3")
     published = (Qwen3Config if qwen3 else LlamaConfig)(
-        vocab_size=vocabulary, hidden_size=dim, intermediate_size=ffn_dim, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim, rope_parameters=rope,
-        rms_norm_eps=1e-6 if qwen3 else 1e-5, tie_word_embeddings=tied, max_position_embeddings=131072)
+        vocab_size=vocabulary,
+        hidden_size=dim,
+        intermediate_size=ffn_dim,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        rope_parameters=rope,
+        rms_norm_eps=1e-6 if qwen3 else 1e-5,
+        tie_word_embeddings=tied,
+        max_position_embeddings=131072,
+    )
     m = config.load(str(REPO / f"configs/{name}.toml")).model
     assert m.freeze == () and (m.init_from is None) == ("lora" not in name and "chat" not in name)
     assert config_of(m, 131072).to_dict() == published.to_dict()
     with torch.device("meta"):
-        assert parameter_count(Llama(m)) == parameter_count(AutoModelForCausalLM.from_config(published)) == parameters
+        assert (
+            parameter_count(Llama(m))
+            == parameter_count(AutoModelForCausalLM.from_config(published))
+            == parameters
+        )
 
 
 def test_flops_per_token():
@@ -134,7 +218,10 @@ def test_flops_per_token():
     m = config.load(str(REPO / "configs/llama8b.toml")).model
     with torch.device("meta"):
         flops = flops_per_token(Llama(m), 8192)
-    assert flops == 6 * (8_030_261_248 - 128_256 * 4096 - (2 * 32 + 1) * 4096) + 6 * 32 * 32 * 128 * 8192
+    assert (
+        flops
+        == 6 * (8_030_261_248 - 128_256 * 4096 - (2 * 32 + 1) * 4096) + 6 * 32 * 32 * 128 * 8192
+    )
     assert round(flops / 1e9, 1) == 51.5
 
 
@@ -155,7 +242,11 @@ def test_initial_distributions():
     for name, _ in model.named_parameters():
         module = name.split(".")[-2]
         depth = 2**0.5 if name.startswith("blocks.0") else 2.0  # sqrt(2 (layer + 1))
-        wanted = (0.02 / depth, math.inf) if module in ("o_proj", "up_proj", "down_proj") else expected[module]
+        wanted = (
+            (0.02 / depth, math.inf)
+            if module in ("o_proj", "up_proj", "down_proj")
+            else expected[module]
+        )
         assert model.init_distribution(name) == wanted, name
     tied = Llama(make_config(model={"tie_embeddings": True}).model)
     assert tied.init_distribution("embedding.weight") == (48**-0.5, 3.0)
@@ -179,7 +270,9 @@ def test_rms_norm_of_bfloat16_has_statistics_in_float32(dtype, bound):
     x = (torch.randn(64, 512, generator=torch.Generator().manual_seed(0)) * scales).bfloat16()
     with torch.no_grad():
         norm.weight.copy_(2.0 ** (torch.arange(512) % 5 - 2))
-        assert norm(x).dtype == dtype and relative(norm(x), normalized(x, norm.weight, 1e-5)) <= bound
+        assert (
+            norm(x).dtype == dtype and relative(norm(x), normalized(x, norm.weight, 1e-5)) <= bound
+        )
 
 
 def test_every_norm_of_a_model_in_bfloat16_has_its_statistics_in_float32():
@@ -188,7 +281,9 @@ def test_every_norm_of_a_model_in_bfloat16_has_its_statistics_in_float32():
     materialize(model, 0, torch.device("cpu"))
     model.bfloat16()
     for name, module in model.named_modules():
-        module.register_forward_hook(lambda module, args, out, name=name: seen.update({name: (args, out)}))
+        module.register_forward_hook(
+            lambda module, args, out, name=name: seen.update({name: (args, out)})
+        )
     with torch.no_grad():
         model(torch.arange(128)[None])
     norms = {name: module for name, module in model.named_modules() if isinstance(module, RMSNorm)}
@@ -205,13 +300,17 @@ def test_every_norm_of_a_model_in_bfloat16_has_its_statistics_in_float32():
 def test_a_parameter_without_an_initial_distribution_is_named():
     model = Llama(make_config().model)
     for name in ("blocks.1.extra", "extra", "head.bias"):
-        with pytest.raises(ConfigError, match=f"{name}: has no initial distribution; .* model/llama.py"):
+        with pytest.raises(
+            ConfigError, match=f"{name}: has no initial distribution; .* model/llama.py"
+        ):
             model.init_distribution(name)
 
 
 def test_a_pattern_that_freezes_nothing_or_all_is_refused():
-    for freeze, told in ((["embedding*", "block.*"], r"'block.\*' matches none of embedding.weight, "),
-                         (["*"], "nothing is left to train")):
+    for freeze, told in (
+        (["embedding*", "block.*"], r"'block.\*' matches none of embedding.weight, "),
+        (["*"], "nothing is left to train"),
+    ):
         with pytest.raises(ConfigError, match=rf"\[model\] freeze: {told}"):
             meta_model(make_config(model={"freeze": freeze}).model)
 
@@ -221,5 +320,7 @@ def test_a_parameter_without_a_hugging_face_name_is_refused():
 
     assert hf_name("blocks.12.feed_forward.up_proj.weight") == "model.layers.12.mlp.up_proj.weight"
     for name in ("blocks.0.attention.gate.weight", "scale", "head.bias"):
-        with pytest.raises(ConfigError, match=f"{name}: has no name in a Hugging Face folder.*NAMES"):
+        with pytest.raises(
+            ConfigError, match=f"{name}: has no name in a Hugging Face folder.*NAMES"
+        ):
             hf_name(name)

@@ -44,7 +44,12 @@ def by_name(module: str, name: str, argument: str) -> bytes:
 def nested(canary) -> bytes:
     """By protocol 4's dotted names: torch.serialization's own os.system."""
     text = f"touch {canary}".encode()
-    return (b"\x80\x04\x8c\x13torch.serialization\x8c\x09os.system\x93\x8c" + bytes([len(text)]) + text + b"\x85R.")
+    return (
+        b"\x80\x04\x8c\x13torch.serialization\x8c\x09os.system\x93\x8c"
+        + bytes([len(text)])
+        + text
+        + b"\x85R."
+    )
 
 
 BOMBS = {
@@ -52,9 +57,12 @@ BOMBS = {
     "global": lambda canary: by_name("posix", "system", f"touch {canary}"),
     "eval": lambda canary: by_name("builtins", "eval", f'open("{canary}", "w")'),
     "getattr": lambda canary: pickle.dumps(Bomb(getattr, pathlib.Path, "touch"), 2),
-    "getattr of an enum": lambda canary: pickle.dumps(Bomb(getattr, _MEM_FORMAT_ENCODING, "__init_subclass__"), 2),
+    "getattr of an enum": lambda canary: pickle.dumps(
+        Bomb(getattr, _MEM_FORMAT_ENCODING, "__init_subclass__"), 2
+    ),
     "getattr of an enum, by its name today": lambda canary: pickle.dumps(
-        Bomb(getattr, _MEM_FORMAT_ENCODING, "__init_subclass__")),
+        Bomb(getattr, _MEM_FORMAT_ENCODING, "__init_subclass__")
+    ),
     "torch.load": lambda canary: by_name("torch", "load", f"{canary}"),
     "dotted": nested,
     "Path.touch": lambda canary: pickle.dumps(Bomb(pathlib.Path.touch, canary)),
@@ -70,14 +78,18 @@ def test_bombs_in_the_metadata_are_refused(folder, tmp_path, bomb):
     with pytest.raises(ConfigError, match=r"refusing to unpickle [\w.]+: no part of a checkpoint"):
         restore(folder, Llama(make_config().model), None)
     assert not canary.exists()
-    if "getattr" not in bomb and bomb != "torch.load":  # steps of one, and a second pickle: no canary
+    if (
+        "getattr" not in bomb and bomb != "torch.load"
+    ):  # steps of one, and a second pickle: no canary
         pickle.loads((folder / ".metadata").read_bytes())
         assert canary.exists()
 
 
 def test_enums_as_python_3_11_0_pickles_them(folder, monkeypatch):
     """And as 3.11.3 still does: by getattr."""
-    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+    monkeypatch.setattr(
+        _MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name))
+    )
     change(folder, lambda metadata: None)
     assert b"getattr" in (folder / ".metadata").read_bytes()
     restore(folder, Llama(make_config().model), None)
@@ -118,9 +130,18 @@ def outside(metadata):
 
 
 WRONG = {
-    "absolute path": (set_first(relative_path="/etc/passwd"), "is said to lie at bytes 0 to .* of '/etc/passwd'"),
-    "path that climbs": (set_first(relative_path="../step-00000003/.metadata"), "is said to lie at bytes 0 to"),
-    "missing file": (set_first(relative_path="__9_9.distcp"), "of '__9_9.distcp', which has 0 in the manifest"),
+    "absolute path": (
+        set_first(relative_path="/etc/passwd"),
+        "is said to lie at bytes 0 to .* of '/etc/passwd'",
+    ),
+    "path that climbs": (
+        set_first(relative_path="../step-00000003/.metadata"),
+        "is said to lie at bytes 0 to",
+    ),
+    "missing file": (
+        set_first(relative_path="__9_9.distcp"),
+        "of '__9_9.distcp', which has 0 in the manifest",
+    ),
     "negative offset": (set_first(offset=-1), "is said to lie at bytes -1"),
     "beyond the end": (set_first(length=10**12), "is said to lie at bytes"),
     "text for a number": (set_first(offset="0"), "TypeError"),
@@ -141,8 +162,10 @@ def test_wrong_metadata_is_refused(folder, wrong):
         restore(folder, Llama(make_config().model), None)
 
 
-@pytest.mark.parametrize("content", [
-    b"", b"\x80", b"\x80\x04N.", b"X\xff\xff\xff\x7fa", b"(" * 10**6, b"\x8e" + b"\xff" * 8])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x80", b"\x80\x04N.", b"X\xff\xff\xff\x7fa", b"(" * 10**6, b"\x8e" + b"\xff" * 8],
+)
 def test_a_wrong_pickle_is_refused(folder, content):
     (folder / ".metadata").write_bytes(content)
     seal(folder)
@@ -156,7 +179,9 @@ def test_a_state_that_is_too_long_is_not_read(folder):
         (folder / "state.json").write_bytes(state.ljust(size))
         seal(folder)
         found = catalog.problems_of(folder)
-        assert len(found) == problems and all("state.json: expected at most 1048576 bytes" in text for text in found)
+        assert len(found) == problems and all(
+            "state.json: expected at most 1048576 bytes" in text for text in found
+        )
 
 
 def test_a_linked_shard_is_refused(folder, tmp_path):
@@ -171,7 +196,9 @@ def test_a_bomb_for_a_tensor_is_refused(folder, tmp_path):
     torch.save(Bomb(os.system, f"touch {canary}"), bomb)
     (folder / "__7_0.distcp").write_bytes(bomb.getvalue())
     change(folder, set_first(relative_path="__7_0.distcp", offset=0, length=len(bomb.getvalue())))
-    with pytest.raises(ConfigError, match=r"cannot be read: rank 0: UnpicklingError: .*[Ww]eights.only"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be read: rank 0: UnpicklingError: .*[Ww]eights.only"
+    ):
         restore(folder, Llama(make_config().model), None)
     assert not canary.exists()
 
@@ -193,11 +220,19 @@ def test_the_metadata_that_is_written_can_be_read(folder):
 
 def test_a_file_elsewhere_is_refused_though_the_manifest_lists_it(folder, tmp_path):
     (folder / "__0_0.distcp").rename(tmp_path / "__0_0.distcp")
-    change(folder, lambda metadata: [setattr(info, "relative_path", "../__0_0.distcp")
-                                     for info in metadata.storage_data.values() if "__0_" in info.relative_path])
+    change(
+        folder,
+        lambda metadata: [
+            setattr(info, "relative_path", "../__0_0.distcp")
+            for info in metadata.storage_data.values()
+            if "__0_" in info.relative_path
+        ],
+    )
     names = [".metadata", "__1_0.distcp", "state.json"]
     entry = hash_files(tmp_path, ["__0_0.distcp"])["__0_0.distcp"]
-    (folder / "manifest.json").write_bytes(render_manifest(hash_files(folder, names) | {"../__0_0.distcp": entry}))
+    (folder / "manifest.json").write_bytes(
+        render_manifest(hash_files(folder, names) | {"../__0_0.distcp": entry})
+    )
     assert "is no name of a file in it" in catalog.problems_of(folder)[0]
     with pytest.raises(ConfigError, match=r"'\.\./__0_0\.distcp' is no name of a file in it"):
         restore(folder, Llama(make_config().model), None)
@@ -209,15 +244,29 @@ def test_a_file_that_the_manifest_does_not_list_is_not_read(folder, name):
     restore(folder, Llama(make_config().model), None)
     listed = {path.name for path in folder.iterdir()} - {"manifest.json", name}
     (folder / "manifest.json").write_bytes(render_manifest(hash_files(folder, sorted(listed))))
-    told = f"'{name}', which has 0 in the manifest" if "distcp" in name else "its own hash or form is wrong"
+    told = (
+        f"'{name}', which has 0 in the manifest"
+        if "distcp" in name
+        else "its own hash or form is wrong"
+    )
     with pytest.raises(ConfigError, match=told):
         restore(folder, Llama(make_config().model), None)
     assert "distcp" in name or told in catalog.problems_of(folder)[0]
 
 
 def test_torchs_own_tool_reads_a_checkpoint(saved_by_two, tmp_path):
-    subprocess.run([warm_python(), "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", saved_by_two[0],
-                    tmp_path / "out.pt"], check=True, capture_output=True)
+    subprocess.run(
+        [
+            warm_python(),
+            "-m",
+            "torch.distributed.checkpoint.format_utils",
+            "dcp_to_torch",
+            saved_by_two[0],
+            tmp_path / "out.pt",
+        ],
+        check=True,
+        capture_output=True,
+    )
     assert digests(torch.load(tmp_path / "out.pt")) == saved_by_two[1]
 
 
@@ -236,7 +285,11 @@ def test_commands_refuse_it_without_a_traceback(folder, tmp_path, spoil):
         data = bytearray((folder / "__0_0.distcp").read_bytes())
         data[len(data) // 2] ^= 1
         (folder / "__0_0.distcp").write_bytes(data)
-    done = subprocess.run([warm_python(), "-m", "generate", folder, "--prompt", "x"], cwd=REPO,
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [warm_python(), "-m", "generate", folder, "--prompt", "x"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2 and done.stderr and "Traceback" not in done.stderr, done.stderr
     assert len(done.stderr.splitlines()) < 30 and not canary.exists()

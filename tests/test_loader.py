@@ -21,18 +21,30 @@ from data.order import Permutation, Place, make_order
 from data.tokenizer import Tokenizer
 from data.tokens import TokenStream, open_stream, read_manifest, window_count
 from files import printable
-from tests.conftest import REPO, config_for, data_rank, loader_of, make_config, prepare_one, run_tool
+from tests.conftest import (
+    REPO,
+    config_for,
+    data_rank,
+    loader_of,
+    make_config,
+    prepare_one,
+    run_tool,
+)
 
 
 def test_every_sample_once_an_epoch_for_any_split(prepared):
-    cfg = make_config(train={"seq_len": 241, "global_batch_size": 8, "micro_batch_size": 1}, run={"seed": 5})
+    cfg = make_config(
+        train={"seq_len": 241, "global_batch_size": 8, "micro_batch_size": 1}, run={"seed": 5}
+    )
     stream = open_stream(prepared, "train", 320)
     windows = window_count(stream.length, 241)
     assert windows % 8  # the tail of an epoch goes into the next one's first batch
     loaders = [loader_of(cfg, stream, rank=rank, ranks=4) for rank in range(4)]
     alone = loader_of(cfg, stream)
     seen = [alone.order(k).window for k in range(3 * windows)]
-    assert seen == [Permutation(windows, 5, k // windows)(k % windows) for k in range(3 * windows)]  # of the run's seed
+    assert seen == [
+        Permutation(windows, 5, k // windows)(k % windows) for k in range(3 * windows)
+    ]  # of the run's seed
     epochs = [seen[i * windows : (i + 1) * windows] for i in range(3)]
     assert all(sorted(epoch) == list(range(windows)) for epoch in epochs)
     assert len(set(map(tuple, epochs))) == 3
@@ -41,8 +53,12 @@ def test_every_sample_once_an_epoch_for_any_split(prepared):
         parts = [loader.batch(step) for loader in loaders]
         assert sum(p.digest for p in parts) % 2**53 == whole.digest
         assert whole.valid_tokens == parts[0].valid_tokens == 8 * 241
-        together = {tuple(row.tolist()) for p in parts for inputs, _ in p.micro_batches for row in inputs}
-        assert together == {tuple(row.tolist()) for inputs, _ in whole.micro_batches for row in inputs}
+        together = {
+            tuple(row.tolist()) for p in parts for inputs, _ in p.micro_batches for row in inputs
+        }
+        assert together == {
+            tuple(row.tolist()) for inputs, _ in whole.micro_batches for row in inputs
+        }
     for loader in [*loaders, alone]:
         loader.close()
 
@@ -75,7 +91,10 @@ def test_a_failure_in_the_loaders_thread_reaches_the_training_thread(prepared, t
 
 
 def test_a_digest_is_of_the_tokens_and_of_their_place_in_the_order():
-    assert len({sample_digest(number, raw) for number in (1, 2, 256) for raw in (b"ab", b"ba", b"a")}) == 9
+    assert (
+        len({sample_digest(number, raw) for number in (1, 2, 256) for raw in (b"ab", b"ba", b"a")})
+        == 9
+    )
 
 
 def test_an_id_as_large_as_the_vocabulary_is_named(prepared):
@@ -83,15 +102,20 @@ def test_an_id_as_large_as_the_vocabulary_is_named(prepared):
     _, ids = stream.read(0, 1000)
     largest = int(ids.max())
     assert torch.equal(dataclasses.replace(stream, vocab_size=largest + 1).read(0, 1000)[1], ids)
-    with pytest.raises(ConfigError, match=rf"token {int(ids.argmax())} has id {largest}, .* = {largest};"):
+    with pytest.raises(
+        ConfigError, match=rf"token {int(ids.argmax())} has id {largest}, .* = {largest};"
+    ):
         dataclasses.replace(stream, vocab_size=largest).read(0, 1000)
 
 
 def stream_of(ids: list[int], folder: pathlib.Path) -> TokenStream:
     """Of four bytes each, as of a tokenizer of five entries."""
     (folder / "train.bin").write_bytes(b"".join(i.to_bytes(4, "little", signed=True) for i in ids))
-    (folder / "manifest.json").write_text(json.dumps(
-        {"identity": {}, "vocab_size": 5, "tokens": {"train": len(ids)}, "dtype": "int32"}))
+    (folder / "manifest.json").write_text(
+        json.dumps(
+            {"identity": {}, "vocab_size": 5, "tokens": {"train": len(ids)}, "dtype": "int32"}
+        )
+    )
     return open_stream(folder, "train", 5)
 
 
@@ -99,13 +123,17 @@ def test_a_negative_id_is_named(tmp_path):
     """It would count as a target that does not count."""
     stream = stream_of([0, 4, IGNORE, 4], tmp_path)
     assert stream.read(0, 2)[1].tolist() == [0, 4]
-    with pytest.raises(ConfigError, match=rf"train\.bin: token 2 has id {IGNORE}, but \[model\] vocab_size = 5"):
+    with pytest.raises(
+        ConfigError, match=rf"train\.bin: token 2 has id {IGNORE}, but \[model\] vocab_size = 5"
+    ):
         stream.read(1, 4)
 
 
 def test_tokens_of_a_larger_tokenizer_than_the_model_are_refused(prepared):
     assert open_stream(prepared, "train", 320).length
-    with pytest.raises(ConfigError, match=rf"vocab_size = 319: smaller than {prepared}'s tokenizer, of 320 entries"):
+    with pytest.raises(
+        ConfigError, match=rf"vocab_size = 319: smaller than {prepared}'s tokenizer, of 320 entries"
+    ):
         open_stream(prepared, "train", 319)
 
 
@@ -116,8 +144,12 @@ def test_evaluation_reads_every_held_out_target_once(prepared, ranks, batches):
     stream = open_stream(prepared, "heldout", 320)
     found = [list(validation_batches(stream, cfg, data_rank(rank, ranks))) for rank in range(ranks)]
     in_all = math.ceil((stream.length - 1) / (8 * 32))  # a step's worth each
-    assert {len(part) for part in found} == {min(in_all, batches or in_all) * config.accumulation_steps(cfg, ranks)}
-    valid = [t for part in found for _, targets in part for t in targets[targets != IGNORE].tolist()]
+    assert {len(part) for part in found} == {
+        min(in_all, batches or in_all) * config.accumulation_steps(cfg, ranks)
+    }
+    valid = [
+        t for part in found for _, targets in part for t in targets[targets != IGNORE].tolist()
+    ]
     _, ids = stream.read(0, stream.length)
     expected = ids[1 : 8 * 32 + 1].tolist() if batches == 1 else ids[1:].tolist()
     assert sorted(valid) == sorted(expected)
@@ -126,17 +158,23 @@ def test_evaluation_reads_every_held_out_target_once(prepared, ranks, batches):
 @pytest.mark.parametrize("tokens, steps", [(1, 0), (2, 1), (256, 1), (257, 1), (258, 2)])
 def test_evaluation_makes_no_step_without_a_target(tmp_path, tokens, steps):
     """Of 8 samples of 32 targets each: 257 tokens have 256 targets."""
-    found = [*validation_batches(stream_of([1] * tokens, tmp_path), make_config(eval={}), data_rank())]
+    found = [
+        *validation_batches(stream_of([1] * tokens, tmp_path), make_config(eval={}), data_rank())
+    ]
     assert len(found) == steps * config.accumulation_steps(make_config(), 1)
     assert sum(int((targets != IGNORE).sum()) for _, targets in found) == tokens - 1
 
 
 def test_evaluation_keeps_to_documents_as_training_does(prepared):
     stream = open_stream(prepared, "heldout", 320)
-    found = list(validation_batches(stream, make_config(data={"document_mask": True}, eval={}), data_rank()))
+    found = list(
+        validation_batches(stream, make_config(data={"document_mask": True}, eval={}), data_rank())
+    )
     begins = {begin for _, begin, _ in stream.documents(0, stream.length)}
     valid = [t for _, targets, _, _ in found for t in targets[targets != IGNORE].tolist()]
-    expected = [t for i, t in enumerate(stream.read(0, stream.length)[1].tolist()) if i and i not in begins]
+    expected = [
+        t for i, t in enumerate(stream.read(0, stream.length)[1].tolist()) if i and i not in begins
+    ]
     assert sorted(valid) == sorted(expected) and len(begins) > 1
     assert any(documents.amax() > documents.amin() for *_, documents in found)
 
@@ -155,13 +193,17 @@ def test_cut_token_file_is_noticed(prepared, tmp_path):
 
 
 def test_dataset_smaller_than_a_batch(prepared):
-    with pytest.raises(ConfigError, match=r"of train\.seq_len = 8000, but one batch of train\.global_batch_size = 8 "):
+    with pytest.raises(
+        ConfigError,
+        match=r"of train\.seq_len = 8000, but one batch of train\.global_batch_size = 8 ",
+    ):
         make_order(make_config(train={"seq_len": 8000}), [open_stream(prepared, "train", 320)])
 
 
 def test_random_windows_equal_the_file(prepared):
     stream = open_stream(prepared, "train", 320)
     import array
+
     ids = array.array("H", (prepared / "train.bin").read_bytes())
     chosen = random.Random(0)
     for _ in range(50):
@@ -187,12 +229,19 @@ def test_documents_of_any_span(prepared):
 
 
 def test_a_step_can_be_read_on_a_terminal_without_its_characters(tmp_path):
-    (tmp_path / "source.jsonl").write_text("".join(json.dumps({"text": f"\u732b {i} " * 20}) + "\n" for i in range(50)))
+    (tmp_path / "source.jsonl").write_text(
+        "".join(json.dumps({"text": f"\u732b {i} " * 20}) + "\n" for i in range(50))
+    )
     cfg = config_for(tmp_path / "source.jsonl", tmp_path)
     prepare_one(cfg)
     (tmp_path / "test.toml").write_text(config.to_toml(cfg))
-    done = subprocess.run([sys.executable, "-m", "data.show", str(tmp_path / "test.toml")], cwd=REPO, text=True,
-                          capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    done = subprocess.run(
+        [sys.executable, "-m", "data.show", str(tmp_path / "test.toml")],
+        cwd=REPO,
+        text=True,
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
     assert done.returncode == 0 and "\\u732b 20 \\u732b 20 " in done.stdout, done.stderr
 
 
@@ -202,37 +251,60 @@ def test_a_step_can_be_read(corpus, write_config, capsys):
     path = str(write_config("shown"))
     assert data.show.main([path, "--step", "2"]) == 0
     samples = capsys.readouterr().out.split("=== ")[1:]
-    assert [sample.partition(":")[0] for sample in samples] == [f"step 2, sample {n}" for n in range(8, 16)]
+    assert [sample.partition(":")[0] for sample in samples] == [
+        f"step 2, sample {n}" for n in range(8, 16)
+    ]
     texts = {json.loads(line)["text"] for line in corpus.read_text().splitlines()}
     for sample in samples:  # every piece of a document is a piece of one of the source's
         for piece in sample.split("--- document ")[1:]:
             assert any(piece.partition("\n")[2].rstrip("\n") in text for text in texts), piece
-    assert run_tool(data.show.main, path, "--step", 0) == 2 and "steps count from 1" in capsys.readouterr().err
+    assert (
+        run_tool(data.show.main, path, "--step", 0) == 2
+        and "steps count from 1" in capsys.readouterr().err
+    )
 
 
 def test_documents_are_shown_with_what_is_cut_off(prepared, write_config):
     import data.show
 
     stream, ending = open_stream(prepared, "train", 320), 0
-    length = next(length for length in range(32, 99)  # of samples, so that the last token of one ends a document
-                  for *_, stop in stream.documents(0, stream.length - 99) if (stop - 1) % length == 0)
+    length = next(
+        length
+        for length in range(32, 99)  # of samples, so that the last token of one ends a document
+        for *_, stop in stream.documents(0, stream.length - 99)
+        if (stop - 1) % length == 0
+    )
     cfg = config.load(str(write_config("shown")), [f"--train.seq_len={length}"])
     for step in range(1, stream.length // length // 8 + 2):
         for sample in data.show.samples(cfg, step):
             first, last = map(int, re.search(r"tokens (\d+) to (\d+)\n", sample).groups())
-            expected = [(number, sum(first <= place <= last for place in range(start, stop)), stop - start,
-                         first in range(start + 1, stop), last in range(start, stop - 1))
-                        for number, start, stop in stream.documents(first, last + 1)]
+            expected = [
+                (
+                    number,
+                    sum(first <= place <= last for place in range(start, stop)),
+                    stop - start,
+                    first in range(start + 1, stop),
+                    last in range(start, stop - 1),
+                )
+                for number, start, stop in stream.documents(first, last + 1)
+            ]
             ending += not expected[-1][-1]
-            shown = re.findall(r"^--- document (\d+), (\d+) of its (\d+) tokens( \(begins before\))?( \(continues\))?$",
-                               sample, re.M)
-            assert [(int(n), int(here), int(of), bool(before), bool(after))
-                    for n, here, of, before, after in shown] == expected
+            shown = re.findall(
+                r"^--- document (\d+), (\d+) of its (\d+) tokens( \(begins before\))?( \(continues\))?$",
+                sample,
+                re.M,
+            )
+            assert [
+                (int(n), int(here), int(of), bool(before), bool(after))
+                for n, here, of, before, after in shown
+            ] == expected
     assert ending
 
 
-@pytest.mark.parametrize("text, shown", [
-    ("a\tb\n", "a\tb\n"), ("\x1b[31m\0", "\\x1b[31m\\x00"), ("\u202e\u00e9", "\\u202e\u00e9")])
+@pytest.mark.parametrize(
+    "text, shown",
+    [("a\tb\n", "a\tb\n"), ("\x1b[31m\0", "\\x1b[31m\\x00"), ("\u202e\u00e9", "\\u202e\u00e9")],
+)
 def test_control_characters_are_spelt_out(text, shown):
     assert printable(text) == shown
 
@@ -242,26 +314,43 @@ def test_a_file_cut_while_in_use_is_named(prepared, tmp_path):
     stream = open_stream(copy, "train", 320)
     with (copy / "train.bin").open("r+b") as file:
         file.truncate(1000)
-    with pytest.raises(ConfigError, match="train.bin: ends before token 640: it was cut while it was in use"):
+    with pytest.raises(
+        ConfigError, match="train.bin: ends before token 640: it was cut while it was in use"
+    ):
         stream.read(600, 640)
     assert stream.documents(0, 10)
     (copy / "train.ends.bin").write_bytes(b"")  # no SIGBUS, as a mapped file would give
-    with pytest.raises(ConfigError, match=r"train\.ends\.bin: ends before document \d+: it was cut while"):
+    with pytest.raises(
+        ConfigError, match=r"train\.ends\.bin: ends before document \d+: it was cut while"
+    ):
         stream.documents(0, 10)
     others = (prepared / "heldout.ends.bin").read_bytes()
-    for content, told in ((b"123", "has 3 bytes"), (others, rf"has {len(others)} bytes and ends at token \d+, "),
-                          (None, "cannot be read: No such file")):
-        (copy / "train.ends.bin").write_bytes(content) if content else (copy / "train.ends.bin").unlink()
+    for content, told in (
+        (b"123", "has 3 bytes"),
+        (others, rf"has {len(others)} bytes and ends at token \d+, "),
+        (None, "cannot be read: No such file"),
+    ):
+        (copy / "train.ends.bin").write_bytes(content) if content else (
+            copy / "train.ends.bin"
+        ).unlink()
         with pytest.raises(ConfigError, match=rf"train\.ends\.bin: {told}"):
-            open_stream(shutil.copytree(prepared, copy, dirs_exist_ok=True, ignore=lambda *_: ["train.ends.bin"]),
-                        "train", 320).documents(0, 10)
+            open_stream(
+                shutil.copytree(
+                    prepared, copy, dirs_exist_ok=True, ignore=lambda *_: ["train.ends.bin"]
+                ),
+                "train",
+                320,
+            ).documents(0, 10)
 
 
 def test_documents_of_one_token_are_refused_under_a_mask(tmp_path):
     (tmp_path / "train.bin").write_bytes(bytes(2 * 500))
-    (tmp_path / "train.ends.bin").write_bytes(b"".join(i.to_bytes(8, "little") for i in range(1, 501)))
-    (tmp_path / "manifest.json").write_text(json.dumps(
-        {"identity": {}, "vocab_size": 5, "tokens": {"train": 500}, "dtype": "uint16"}))
+    (tmp_path / "train.ends.bin").write_bytes(
+        b"".join(i.to_bytes(8, "little") for i in range(1, 501))
+    )
+    (tmp_path / "manifest.json").write_text(
+        json.dumps({"identity": {}, "vocab_size": 5, "tokens": {"train": 500}, "dtype": "uint16"})
+    )
     with pytest.raises(ConfigError, match="of one token each"):
         make_order(make_config(data={"document_mask": True}), [open_stream(tmp_path, "train", 320)])
 
@@ -273,17 +362,27 @@ def test_files_beyond_two_to_the_31_tokens(dtype, width, tmp_path):
     with (tmp_path / "train.bin").open("wb") as file:
         file.seek(width * (length - len(tail)))
         file.write(b"".join(i.to_bytes(width, "little") for i in tail))
-    (tmp_path / "train.ends.bin").write_bytes(b"".join(e.to_bytes(8, "little") for e in (2**31 + 1500, length)))
-    (tmp_path / "manifest.json").write_text(json.dumps(
-        {"identity": {}, "vocab_size": 5000, "tokens": {"train": length}, "dtype": dtype}))
+    (tmp_path / "train.ends.bin").write_bytes(
+        b"".join(e.to_bytes(8, "little") for e in (2**31 + 1500, length))
+    )
+    (tmp_path / "manifest.json").write_text(
+        json.dumps(
+            {"identity": {}, "vocab_size": 5000, "tokens": {"train": length}, "dtype": dtype}
+        )
+    )
     stream = open_stream(tmp_path, "train", 5000)
     assert stream.read(length - 100, length)[1].tolist() == tail[-100:]
-    assert stream.documents(2**31 + 1000, 2**31 + 2000) == [(0, 0, 2**31 + 1500), (1, 2**31 + 1500, length)]
+    assert stream.documents(2**31 + 1000, 2**31 + 2000) == [
+        (0, 0, 2**31 + 1500),
+        (1, 2**31 + 1500, length),
+    ]
     loader = loader_of(make_config(model={"vocab_size": 5000}), stream)
     last = window_count(length, 32) - 1
     loader.close()
     loader.order = lambda number: Place(0, 0, last)
-    assert loader.span(0) == (stream, 32 * last, 32 * last + 33) and 2**31 < 32 * last + 33 <= length
+    assert (
+        loader.span(0) == (stream, 32 * last, 32 * last + 33) and 2**31 < 32 * last + 33 <= length
+    )
     targets = loader.batch(1).micro_batches[0][1]
     assert targets[0].tolist() == stream.read(32 * last + 1, 32 * last + 33)[1].tolist()
 
@@ -305,11 +404,19 @@ def test_under_a_document_mask_positions_and_documents_come_along(prepared):
             assert {tuple(x.shape) for x in (inputs, targets, positions, documents)} == {(4, 100)}
             for row in range(4):
                 _, first, stop = loader.span(number)
-                ids, place, document = stream.read(first, stop)[1].tolist(), 0, sum(end <= first for end in ends)
+                ids, place, document = (
+                    stream.read(first, stop)[1].tolist(),
+                    0,
+                    sum(end <= first for end in ends),
+                )
                 for i in range(100):
                     if i and first + i in ends:
                         place, document = 0, document + 1
-                    assert (inputs[row, i], positions[row, i], documents[row, i]) == (ids[i], place, document)
+                    assert (inputs[row, i], positions[row, i], documents[row, i]) == (
+                        ids[i],
+                        place,
+                        document,
+                    )
                     assert targets[row, i] == (IGNORE if first + i + 1 in ends else ids[i + 1])
                     valid += first + i + 1 not in ends
                     place += 1
@@ -320,7 +427,9 @@ def test_under_a_document_mask_positions_and_documents_come_along(prepared):
     begins_last = 0  # windows whose last target is the first token of a document
     for step in range(1, window_count(stream.length, 100) // 8):
         batch = loader.batch(step)
-        assert batch.valid_tokens == sum((found[1] != IGNORE).sum() for found in batch.micro_batches)
+        assert batch.valid_tokens == sum(
+            (found[1] != IGNORE).sum() for found in batch.micro_batches
+        )
         begins_last += sum((found[1][:, -1] == IGNORE).sum() for found in batch.micro_batches)
     assert begins_last
     loader.close()
@@ -341,13 +450,20 @@ def test_evaluation_pads_with_a_document_that_holds_no_target(prepared, mask):
 @pytest.mark.parametrize("mask", [False, True])
 def test_a_part_of_the_sequence_is_that_part(prepared, mask):
     """Inputs, targets and positions; documents stay whole. Each with storage of its own, or it could not be pinned."""
-    cfg = make_config(data={"document_mask": mask}, train={"global_batch_size": 4, "micro_batch_size": 4})
-    stream, cp_positions = open_stream(prepared, "train", 320), torch.tensor([0, 1, 2, 3, 28, 29, 30, 31])
+    cfg = make_config(
+        data={"document_mask": mask}, train={"global_batch_size": 4, "micro_batch_size": 4}
+    )
+    stream, cp_positions = (
+        open_stream(prepared, "train", 320),
+        torch.tensor([0, 1, 2, 3, 28, 29, 30, 31]),
+    )
     whole, part = (loader_of(cfg, stream, cp=of) for of in (1, 4))
     (full,), (ours,) = next(whole).micro_batches, next(part).micro_batches
     whole.close()
     part.close()
-    assert torch.equal(ours[0], full[0][:, cp_positions]) and torch.equal(ours[1], full[1][:, cp_positions])
+    assert torch.equal(ours[0], full[0][:, cp_positions]) and torch.equal(
+        ours[1], full[1][:, cp_positions]
+    )
     assert torch.equal(ours[2], full[2][:, cp_positions] if mask else cp_positions.expand(4, -1))
     assert len(ours) == 3 + mask and (not mask or torch.equal(ours[3], full[3]))
     assert all(tensor.is_contiguous() for tensor in ours)

@@ -26,7 +26,9 @@ def problem(dtype: torch.dtype, tokens: int = 50, dim: int = 16, vocab: int = 97
 
 
 def plain(x, weight, targets):
-    return F.cross_entropy(F.linear(x, weight).float(), targets, ignore_index=IGNORE, reduction="sum")
+    return F.cross_entropy(
+        F.linear(x, weight).float(), targets, ignore_index=IGNORE, reduction="sum"
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 50, 64])
@@ -41,7 +43,9 @@ def test_equals_unchunked(chunk):
     (expected * 0.3).backward()
     assert count.item() == (targets != IGNORE).sum().item()
     assert torch.allclose(total, expected, rtol=1e-6)
-    assert torch.allclose(ours[0], x.grad, atol=1e-6) and torch.allclose(ours[1], weight.grad, atol=1e-6)
+    assert torch.allclose(ours[0], x.grad, atol=1e-6) and torch.allclose(
+        ours[1], weight.grad, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -51,7 +55,10 @@ def test_bfloat16_gradients_are_those_of_the_plain_loss(chunk, compile):
     order of summation only."""
     x, weight, targets = problem(torch.bfloat16, tokens=512, dim=64, vocab=997)
     grads = []
-    for total in (chunked_cross_entropy(x, weight, targets, chunk, compile)[0]["loss"], plain(x, weight, targets)):
+    for total in (
+        chunked_cross_entropy(x, weight, targets, chunk, compile)[0]["loss"],
+        plain(x, weight, targets),
+    ):
         x.grad = weight.grad = None
         (total * 0.25).backward()
         grads.append((total.detach(), x.grad.double(), weight.grad.double()))
@@ -68,8 +75,15 @@ def test_a_loss_that_is_called_nan_has_nan_gradients(chunk):
 
 
 @pytest.mark.parametrize("chunk", [16, 64])
-@pytest.mark.parametrize("scale, scaled", [  # by 60: one part's logits hundreds above and below the others', in float32
-    (1.0, 0), (60.0, 0), (60.0, 24), (60.0, 72)])
+@pytest.mark.parametrize(
+    "scale, scaled",
+    [  # by 60: one part's logits hundreds above and below the others', in float32
+        (1.0, 0),
+        (60.0, 0),
+        (60.0, 24),
+        (60.0, 72),
+    ],
+)
 @pytest.mark.parametrize("shards", [2, 4])
 def test_parts_of_a_vocabulary_give_the_whole_s_loss_and_gradients(shards, scale, scaled, chunk):
     """Each shard in a thread of its own, which meets the others where ranks would."""
@@ -90,7 +104,10 @@ def test_parts_of_a_vocabulary_give_the_whole_s_loss_and_gradients(shards, scale
 
     def run(rank: int) -> tuple[torch.Tensor, ...]:
         rows = 96 // shards
-        ours = x.detach().clone().requires_grad_(), weight[rank * rows :][:rows].detach().clone().requires_grad_()
+        ours = (
+            x.detach().clone().requires_grad_(),
+            weight[rank * rows :][:rows].detach().clone().requires_grad_(),
+        )
         shard = VocabularyShard(rank * rows, partial(gather, rank))
         total = chunked_cross_entropy(*ours, targets, chunk, shard=shard)[0]["loss"]
         (total * 0.3).backward()
@@ -101,7 +118,9 @@ def test_parts_of_a_vocabulary_give_the_whole_s_loss_and_gradients(shards, scale
     assert all(torch.equal(total, totals[0]) for total in totals)
     assert totals[0].item() == pytest.approx(expected.item(), rel=1e-6)
     for found, wanted in (sum(x_grads), exact[0].grad), (torch.cat(weight_grads), exact[1].grad):
-        assert (found - wanted).norm() < (1e-6 if scale == 1.0 else 2e-5) * wanted.norm()  # of logits in the hundreds
+        assert (found - wanted).norm() < (
+            1e-6 if scale == 1.0 else 2e-5
+        ) * wanted.norm()  # of logits in the hundreds
 
 
 @pytest.mark.parametrize("chunk", [16, 64])
@@ -109,7 +128,10 @@ def test_parts_of_a_vocabulary_give_the_whole_s_loss_and_gradients(shards, scale
 def test_one_of_both_may_be_frozen(trained, chunk):
     x, weight, targets = problem(torch.float32)
     (x if trained == "weight" else weight).requires_grad_(False)
-    for loss in (chunked_cross_entropy(x, weight, targets, chunk)[0]["loss"], -plain(x, weight, targets)):
+    for loss in (
+        chunked_cross_entropy(x, weight, targets, chunk)[0]["loss"],
+        -plain(x, weight, targets),
+    ):
         loss.backward()  # the second takes away what the first has added
     learns = weight if trained == "weight" else x
     assert learns.grad.abs().max() < 1e-5 and (x if trained == "weight" else weight).grad is None
@@ -166,8 +188,11 @@ def test_logits_of_the_whole_batch_never_exist(monkeypatch):
     import model.llama
 
     chunk, tokens, vocab = 16, 128, 997
-    monkeypatch.setattr(model.llama, "chunked_cross_entropy",
-                        lambda *a, **options: chunked_cross_entropy(*a, chunk, **options))
+    monkeypatch.setattr(
+        model.llama,
+        "chunked_cross_entropy",
+        lambda *a, **options: chunked_cross_entropy(*a, chunk, **options),
+    )
     llama = Llama(make_config(model={"vocab_size": vocab}).model)
     ids = torch.randint(0, vocab, (4, tokens // 4 + 1))
     with Shapes() as seen:
@@ -183,4 +208,6 @@ def test_no_gradients_are_computed_under_no_grad():
     x, weight, targets = problem(torch.float32, tokens=64)
     with torch.no_grad(), Shapes() as seen:
         chunked_cross_entropy(x, weight, targets, 32)
-    assert max(seen.largest.values()) == 32 * 97  # the chunk's logits, and no gradient of x or weight beside them
+    assert (
+        max(seen.largest.values()) == 32 * 97
+    )  # the chunk's logits, and no gradient of x or weight beside them

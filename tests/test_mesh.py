@@ -14,7 +14,9 @@ from tests.conftest import make_config
 HARD = 4096
 
 
-@pytest.mark.parametrize("ranks, sections", [(4, {}), (4, {"cp": 2, "dp_replicate": 2})], ids=["one group", "several"])
+@pytest.mark.parametrize(
+    "ranks, sections", [(4, {}), (4, {"cp": 2, "dp_replicate": 2})], ids=["one group", "several"]
+)
 def test_a_rank_opens_as_many_files_as_it_counts_before(on_ranks, ranks, sections):
     """Under a soft limit that is too low for them. For more: OMP_NUM_THREADS=1 python -c "from tests import cases,
     ranks; print(ranks.run_on_ranks(12, cases.open_descriptors, {}, (24, 4096)))" """
@@ -26,40 +28,93 @@ def test_where_a_rank_may_not_open_enough_files_one_line_says_what_to_raise(on_r
     """Seven more than its connections: a rank 0's files. Of runs of two ranks, 37 let one work and 36 do not."""
     enough = on_ranks(1, cases.open_descriptors, {}, (24, HARD))[0][1] + 7
     on_ranks(1, cases.open_descriptors, {}, (24, enough))
-    with pytest.raises(AssertionError, match=rf"ConfigError: rank 0 of 1 needs {enough} file descriptors or more, and "
-                                             rf"its hard limit is {enough - 1}: raise it to {2 * enough} with `ulimit"):
+    with pytest.raises(
+        AssertionError,
+        match=rf"ConfigError: rank 0 of 1 needs {enough} file descriptors or more, and "
+        rf"its hard limit is {enough - 1}: raise it to {2 * enough} with `ulimit",
+    ):
         on_ranks(1, cases.open_descriptors, {}, (24, enough - 1))
 
 
-@pytest.mark.parametrize("types, told", [
-    (["cpu", "cpu"], ""),
-    (["cuda", "cpu"], "rank 1 on node1 would train on cpu, rank 0 on node0 on cuda: all need the same type of device"),
-    (["cpu", "cuda"], "rank 1 on node1 would train on cuda, rank 0 on node0 on cpu: all need the same type of device"),
-    (["cuda", "none"], "node1: rank 1 has no GPU")], ids=str)
+@pytest.mark.parametrize(
+    "types, told",
+    [
+        (["cpu", "cpu"], ""),
+        (
+            ["cuda", "cpu"],
+            "rank 1 on node1 would train on cpu, rank 0 on node0 on cuda: all need the same type of device",
+        ),
+        (
+            ["cpu", "cuda"],
+            "rank 1 on node1 would train on cuda, rank 0 on node0 on cpu: all need the same type of device",
+        ),
+        (["cuda", "none"], "node1: rank 1 has no GPU"),
+    ],
+    ids=str,
+)
 def test_ranks_with_other_devices_are_refused_on_all(on_ranks, types, told):
     """Over NCCL here and gloo there they would wait for each other."""
-    assert [error[: len(told) or None] for error in on_ranks(2, cases.device_error, types, timeout=60)] == [told] * 2
+    assert [
+        error[: len(told) or None] for error in on_ranks(2, cases.device_error, types, timeout=60)
+    ] == [told] * 2
 
 
-@pytest.mark.parametrize("device, tool, chosen, built, told", [
-    ("auto", "", None, "13.0", None),  # no nvidia-smi: as on a laptop
-    ("auto", "no devices were found", None, "13.0", None),
-    ("auto", "GPU 0", "", "13.0", None),  # hidden deliberately
-    ("auto", "GPU 0", "-1", "13.0", None),
-    ("auto", "", "0", "13.0", None),
-    ("cpu", "GPU 0", None, "13.0", None),
-    ("auto", "GPU 0", None, "13.0", r'"auto": nvidia-smi lists 1 GPUs \(driver 535\.1\), but torch .*, built for CUDA '
-                                    r"13\.0, can use none; install a torch build for a CUDA version that this driver "
-                                    r"supports, or a newer driver; --run\.device=cpu trains without one$"),
-    ("auto", "GPU 0", "7", None, r"lists 1 GPUs .* built for CPUs, can use none, with CUDA_VISIBLE_DEVICES=7; in"),
-    ("cuda", "GPU 0", None, None, r'"cuda": nvidia-smi lists 1 GPUs \(driver 535\.1\), but torch .*, built for CPUs,'),
-    ("cuda", "GPU 0", "-1", "13.0", "no usable GPU: torch .*, built for CUDA 13.0, finds none, with CUDA_VISIBLE"),
-    ("cuda", "", None, None, r'"cuda": this machine has no usable GPU: torch .*, built for CPUs, finds none, and nvid'),
-])
-def test_gpus_that_torch_cannot_use_are_named(monkeypatch, tmp_path, device, tool, chosen, built, told):
+@pytest.mark.parametrize(
+    "device, tool, chosen, built, told",
+    [
+        ("auto", "", None, "13.0", None),  # no nvidia-smi: as on a laptop
+        ("auto", "no devices were found", None, "13.0", None),
+        ("auto", "GPU 0", "", "13.0", None),  # hidden deliberately
+        ("auto", "GPU 0", "-1", "13.0", None),
+        ("auto", "", "0", "13.0", None),
+        ("cpu", "GPU 0", None, "13.0", None),
+        (
+            "auto",
+            "GPU 0",
+            None,
+            "13.0",
+            r'"auto": nvidia-smi lists 1 GPUs \(driver 535\.1\), but torch .*, built for CUDA '
+            r"13\.0, can use none; install a torch build for a CUDA version that this driver "
+            r"supports, or a newer driver; --run\.device=cpu trains without one$",
+        ),
+        (
+            "auto",
+            "GPU 0",
+            "7",
+            None,
+            r"lists 1 GPUs .* built for CPUs, can use none, with CUDA_VISIBLE_DEVICES=7; in",
+        ),
+        (
+            "cuda",
+            "GPU 0",
+            None,
+            None,
+            r'"cuda": nvidia-smi lists 1 GPUs \(driver 535\.1\), but torch .*, built for CPUs,',
+        ),
+        (
+            "cuda",
+            "GPU 0",
+            "-1",
+            "13.0",
+            "no usable GPU: torch .*, built for CUDA 13.0, finds none, with CUDA_VISIBLE",
+        ),
+        (
+            "cuda",
+            "",
+            None,
+            None,
+            r'"cuda": this machine has no usable GPU: torch .*, built for CPUs, finds none, and nvid',
+        ),
+    ],
+)
+def test_gpus_that_torch_cannot_use_are_named(
+    monkeypatch, tmp_path, device, tool, chosen, built, told
+):
     """Instead of training on the CPU. A driver too old, a torch built for CPUs: torch says "not available" to both."""
     path = tmp_path / "nvidia-smi"
-    path.write_text(f'#!/bin/sh\ncase $1 in --list-gpus) echo "{tool}";; --query-gpu=driver_version) echo 535.1;; esac')
+    path.write_text(
+        f'#!/bin/sh\ncase $1 in --list-gpus) echo "{tool}";; --query-gpu=driver_version) echo 535.1;; esac'
+    )
     path.chmod(0o755 if tool else 0o644)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -80,15 +135,24 @@ def flex_attention_supports(width: int) -> bool:
     from torch._inductor.kernel.flex.flex_attention import flex_attention
     from torch._inductor.virtualized import V
 
-    x = mock.MagicMock(**{"get_device.return_value": torch.device("cuda"), "get_size.return_value": [1, 4, 32, width]})
-    with (V.set_graph_handler(mock.MagicMock(**{"sizevars.evaluate_expr": bool})),
-          pytest.raises((NotImplementedError, ValueError)) as stopped):
+    x = mock.MagicMock(
+        **{
+            "get_device.return_value": torch.device("cuda"),
+            "get_size.return_value": [1, 4, 32, width],
+        }
+    )
+    with (
+        V.set_graph_handler(mock.MagicMock(**{"sizevars.evaluate_expr": bool})),
+        pytest.raises((NotImplementedError, ValueError)) as stopped,
+    ):
         flex_attention(x, x, x, None, (), 1.0, {}, (), ())
     return "embedding dimension" not in str(stopped.value)
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["head_dim", "dim / n_heads"])
-@pytest.mark.parametrize("sections", [{"parallel": {"cp": 2}}, {"data": {"document_mask": True}}, {}], ids=str)
+@pytest.mark.parametrize(
+    "sections", [{"parallel": {"cp": 2}}, {"data": {"document_mask": True}}, {}], ids=str
+)
 @pytest.mark.parametrize("width", [8, 14, 16, 32])
 def test_heads_that_flex_attention_does_not_support_are_refused_on_a_gpu(width, sections, given):
     """Where FlexAttention runs: causal attention without cp needs none. A given head_dim counts, not dim / n_heads."""
@@ -101,5 +165,7 @@ def test_heads_that_flex_attention_does_not_support_are_refused_on_a_gpu(width, 
             if device == "cpu" or not sections or flex_attention_supports(width):
                 assert pick_device(cfg, 0).type == device.replace("auto", "cuda")
             else:
-                with pytest.raises(ConfigError, match=f"head_dim: heads are {width} wide; .* need 16 or more"):
+                with pytest.raises(
+                    ConfigError, match=f"head_dim: heads are {width} wide; .* need 16 or more"
+                ):
                     pick_device(cfg, 0)

@@ -31,7 +31,9 @@ def matrices():
 
 def test_codes_are_those_of_torchao_and_the_error_is_no_larger(torchao):
     for weights in matrices():
-        theirs = torchao.NF4Tensor.from_tensor(weights, 64, 256 if weights.numel() % (64 * 256) == 0 else 1)
+        theirs = torchao.NF4Tensor.from_tensor(
+            weights, 64, 256 if weights.numel() % (64 * 256) == 0 else 1
+        )
         codes, scales = quantize(weights)
         assert torch.equal(theirs.nf4, torch.tensor(nf4.CODE_BOOK))
         assert torch.equal(codes.flatten(), theirs.quantized_data.flatten())
@@ -45,13 +47,18 @@ def test_a_weight_is_its_code_times_its_magnitude():
     weights[:, 64:] *= torch.linspace(1, 3, weights.shape[1] - 64)
     weights[3], weights[4] = 0.0, torch.tensor([1.0, -1.0]).repeat(300 * 32)
     codes, scales = quantize(weights)
-    assert codes.shape == (256, 300 * 32) and scales.shape == (256, nf4.scale_bytes(300 * 64)) == (256, 300 + 16)
+    assert codes.shape == (256, 300 * 32) and scales.shape == (256, nf4.scale_bytes(300 * 64)) == (
+        256,
+        300 + 16,
+    )
     found = nf4.dequantize(codes, scales, torch.float32)
     assert not found[3].any() and found[4].equal(weights[4])
     magnitude = weights.view(256, 300, 64).abs().amax(-1)
     recovered = found.view(256, 300, 64).abs().amax(-1)
     for part, theirs in zip(magnitude.split(256, 1), recovered.split(256, 1)):
-        assert ((part - theirs).abs() <= (part.amax(1) - part.amin(1))[:, None] / 510 * 1.01 + 1e-7).all()
+        assert (
+            (part - theirs).abs() <= (part.amax(1) - part.amin(1))[:, None] / 510 * 1.01 + 1e-7
+        ).all()
     exact = torch.tensor(nf4.CODE_BOOK) * 0.5  # each value of the code book is its own nearest
     row = torch.cat([exact, exact.flip(0), exact, exact])[None]
     assert nf4.dequantize(*quantize(row), torch.float32).equal(row)
@@ -64,7 +71,9 @@ def test_some_columns_of_the_codes_are_those_columns():
     for first, last in (0, 100), (250, 300), (256, 258):
         part = nf4.dequantize(codes[:, 32 * first : 32 * last], scales, torch.float32, first)
         assert part.equal(whole[:, 64 * first : 64 * last])
-    assert nf4.dequantize(codes.bfloat16(), scales.bfloat16(), torch.float32).equal(whole)  # as torch 2.11 sends them
+    assert nf4.dequantize(codes.bfloat16(), scales.bfloat16(), torch.float32).equal(
+        whole
+    )  # as torch 2.11 sends them
     assert nf4.dequantize(codes, scales, torch.bfloat16).equal(whole.bfloat16())  # rounded once
 
 
@@ -90,16 +99,23 @@ def test_the_product_and_its_gradient_are_those_of_the_weights():
     torch.testing.assert_close(x.grad, again.grad)
 
 
-@pytest.mark.parametrize("columns", [192, 1024, 64 * 300])  # of the first no row's scales are aligned for float32
+@pytest.mark.parametrize(
+    "columns", [192, 1024, 64 * 300]
+)  # of the first no row's scales are aligned for float32
 def test_compiled_it_is_one_kernel(columns):
     """Of every matrix, of a column shard, and of bytes that torch 2.11 has sent as bfloat16."""
     codes, scales = quantize(torch.randn(24, columns, generator=torch.Generator().manual_seed(0)))
     torch._dynamo.reset()  # its limit of recompilations is eight
     first = columns // 3 // 64
-    for c, s, at in ((codes, scales, 0), (codes.bfloat16(), scales.bfloat16(), 0),
-                     (codes[:, 32 * first :], scales, first)):
+    for c, s, at in (
+        (codes, scales, 0),
+        (codes.bfloat16(), scales.bfloat16(), 0),
+        (codes[:, 32 * first :], scales, first),
+    ):
         metrics.reset()
-        found = nf4.dequantize(c, s, torch.float32, at, nf4.kept_byte_values(c.device), compiled=True)
+        found = nf4.dequantize(
+            c, s, torch.float32, at, nf4.kept_byte_values(c.device), compiled=True
+        )
         torch.testing.assert_close(found, nf4.dequantize(c, s, torch.float32, at))
         assert metrics.generated_kernel_count == 1
 
@@ -107,25 +123,48 @@ def test_compiled_it_is_one_kernel(columns):
 @pytest.mark.parametrize("tp", [2, 4])
 def test_each_tp_rank_dequantizes_its_own_columns(tp):
     """Of o_proj two blocks for each rank, of down_proj three, by the scales of the full rows."""
-    sizes = {"dim": 64 * tp, "n_heads": 2 * tp, "n_kv_heads": tp, "head_dim": 64, "ffn_dim": 192 * tp}
-    cfg = make_config(model={**sizes, "init_from": "a folder"}, lora={"base_dtype": "nf4", "rank": 2})
+    sizes = {
+        "dim": 64 * tp,
+        "n_heads": 2 * tp,
+        "n_kv_heads": tp,
+        "head_dim": 64,
+        "ffn_dim": 192 * tp,
+    }
+    cfg = make_config(
+        model={**sizes, "init_from": "a folder"}, lora={"base_dtype": "nf4", "rank": 2}
+    )
     for rank in range(tp):
         model = cases.meta_model(cfg.model, cfg.lora)
         with cases.fake_process_group(tp, rank):
-            shard_weights(model, World(rank, tp, torch.device("cpu"), build_mesh("cpu", (1, 1, 1, tp))))
+            shard_weights(
+                model, World(rank, tp, torch.device("cpu"), build_mesh("cpu", (1, 1, 1, tp)))
+            )
         block = model.blocks[1]
         for module in (block.attention.o_proj, block.feed_forward.down_proj):
-            full = torch.randn(module.out_features, module.in_features, generator=torch.Generator().manual_seed(0))
+            full = torch.randn(
+                module.out_features, module.in_features, generator=torch.Generator().manual_seed(0)
+            )
             full *= torch.linspace(1, 9, module.in_features)  # each block has another scale
             (codes, scales), columns = quantize(full), module.in_features // tp
             part = codes[:, rank * columns // 2 :][:, : columns // 2]
             assert module.weight.shape == part.shape and module.scales.shape == scales.shape
             found = nf4.dequantize(part, scales, torch.float32, module.first_input // 64)
-            assert found.equal(nf4.dequantize(codes, scales, torch.float32)[:, rank * columns :][:, :columns])
-        assert {module.first_input for module in (block.attention.q_proj, block.feed_forward.up_proj)} == {0}
+            assert found.equal(
+                nf4.dequantize(codes, scales, torch.float32)[:, rank * columns :][:, :columns]
+            )
+        assert {
+            module.first_input for module in (block.attention.q_proj, block.feed_forward.up_proj)
+        } == {0}
 
 
-MODEL = {"dim": 192, "n_heads": 2, "n_kv_heads": 2, "head_dim": 64, "ffn_dim": 384, "vocab_size": 320}
+MODEL = {
+    "dim": 192,
+    "n_heads": 2,
+    "n_kv_heads": 2,
+    "head_dim": 64,
+    "ffn_dim": 384,
+    "vocab_size": 320,
+}
 
 
 @pytest.mark.parametrize("name, quantized", [("weight", nf4.codes_of), ("scales", nf4.scales_of)])
@@ -147,9 +186,14 @@ def test_large_matrices_are_quantized_some_rows_at_a_time(monkeypatch, name, qua
 def test_bits_do_not_depend_on_the_ranks(on_ranks, tmp_path, monkeypatch):
     """Of a fresh base on 1, 2, 3 and 4 ranks, and over tp: each block of rows is quantized by itself."""
     torch.manual_seed(0)
+
     def sections(**parallel) -> dict:
-        return {"model": {**MODEL, "init_from": str(tmp_path)}, "lora": {"base_dtype": "nf4", "rank": 2},
-                "parallel": parallel, "train": {"global_batch_size": 12, "micro_batch_size": 1}}
+        return {
+            "model": {**MODEL, "init_from": str(tmp_path)},
+            "lora": {"base_dtype": "nf4", "rank": 2},
+            "parallel": parallel,
+            "train": {"global_batch_size": 12, "micro_batch_size": 1},
+        }
 
     found = []
     for ranks in (1, 2, 3, 4):

@@ -23,17 +23,37 @@ def optim(**changes):
 
 def test_warm_up_is_a_straight_line():
     for schedule in ("cosine", "linear", "constant"):
-        assert [learning_rate(optim(schedule=schedule), 100, s) for s in (1, 5, 10)] == [0.1, 0.5, 1.0]
+        assert [learning_rate(optim(schedule=schedule), 100, s) for s in (1, 5, 10)] == [
+            0.1,
+            0.5,
+            1.0,
+        ]
 
 
-@pytest.mark.parametrize("schedule, step, expected", [
-    ("cosine", 55, 0.1 + 0.9 * 0.5), ("cosine", 100, 0.1), ("cosine", 40, 0.1 + 0.9 * (1 + math.cos(math.pi / 3)) / 2),
-    ("linear", 55, 0.1 + 0.9 * 0.5), ("linear", 100, 0.1), ("constant", 55, 1.0), ("constant", 100, 1.0),
-    ("wsd", 50, 1.0), ("wsd", 80, 1.0), ("wsd", 90, 0.1 + 0.9 * 0.5), ("wsd", 100, 0.1)])
+@pytest.mark.parametrize(
+    "schedule, step, expected",
+    [
+        ("cosine", 55, 0.1 + 0.9 * 0.5),
+        ("cosine", 100, 0.1),
+        ("cosine", 40, 0.1 + 0.9 * (1 + math.cos(math.pi / 3)) / 2),
+        ("linear", 55, 0.1 + 0.9 * 0.5),
+        ("linear", 100, 0.1),
+        ("constant", 55, 1.0),
+        ("constant", 100, 1.0),
+        ("wsd", 50, 1.0),
+        ("wsd", 80, 1.0),
+        ("wsd", 90, 0.1 + 0.9 * 0.5),
+        ("wsd", 100, 0.1),
+    ],
+)
 def test_fall(schedule, step, expected):
     o = optim(schedule=schedule, **({"decay_steps": 20} if schedule == "wsd" else {}))
     assert learning_rate(o, 100, step) == pytest.approx(expected)
-    assert learning_rate(o, 100, 101) == learning_rate(o, 100, 5000) == pytest.approx(learning_rate(o, 100, 100))
+    assert (
+        learning_rate(o, 100, 101)
+        == learning_rate(o, 100, 5000)
+        == pytest.approx(learning_rate(o, 100, 100))
+    )
 
 
 def test_without_warm_up():
@@ -45,17 +65,26 @@ def test_decay_is_for_matrices_and_embeddings_only():
     model = Llama(make_config().model)
     optimizer = build_optimizer(model, make_config().optim)
     decayed, kept = (group["params"] for group in optimizer.param_groups)
-    assert optimizer.param_groups[0]["weight_decay"] == 0.1 and optimizer.param_groups[1]["weight_decay"] == 0
+    assert (
+        optimizer.param_groups[0]["weight_decay"] == 0.1
+        and optimizer.param_groups[1]["weight_decay"] == 0
+    )
     names = {id(p): name for name, p in model.named_parameters()}
     assert {names[id(p)] for p in kept} == {name for name in names.values() if "norm" in name}
-    assert len(decayed) + len(kept) == len(names) and "embedding.weight" in {names[id(p)] for p in decayed}
+    assert len(decayed) + len(kept) == len(names) and "embedding.weight" in {
+        names[id(p)] for p in decayed
+    }
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 def test_what_modules_derive_from_weights_follows_each_update(state_dtype):
     """Also a skipped one, which leaves the weights; without such a module there is no hook."""
     torch.manual_seed(0)
-    plain, model, seen = torch.nn.Linear(4, 4), torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2))), []
+    plain, model, seen = (
+        torch.nn.Linear(4, 4),
+        torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2))),
+        [],
+    )
 
     def update(model: torch.nn.Module) -> None:
         seen.append(model[1].weight.detach().clone())
@@ -69,7 +98,9 @@ def test_what_modules_derive_from_weights_follows_each_update(state_dtype):
         p.grad = torch.ones_like(p)
     before = model[1].weight.detach().clone()
     optimizer.step()
-    assert len(seen) == 1 and seen[0].equal(model[1].weight) and not seen[0].equal(before)  # once for both layers
+    assert (
+        len(seen) == 1 and seen[0].equal(model[1].weight) and not seen[0].equal(before)
+    )  # once for both layers
     optimizer.found_inf = torch.ones(())
     optimizer.step()
     assert len(seen) == 2 and seen[1].equal(seen[0])
@@ -81,7 +112,9 @@ def test_made_state_equals_the_state_torch_would_make():
     holder = torch.nn.ParameterList([ours])
     made = build_optimizer(holder, make_config().optim)
     o = make_config().optim
-    fresh = torch.optim.AdamW([theirs], lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, fused=True)
+    fresh = torch.optim.AdamW(
+        [theirs], lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, fused=True
+    )
     for _ in range(3):
         for p, optimizer in ((ours, made), (theirs, fresh)):
             p.grad = torch.ones_like(p)
@@ -93,8 +126,13 @@ def test_made_state_equals_the_state_torch_would_make():
 
 def test_an_update_is_given_plain_tensors(monkeypatch):
     given = []
-    monkeypatch.setattr(torch, "_fused_adamw_", lambda *lists, **_: given.extend(
-        type(tensor) for tensors in lists[:4] for tensor in tensors))
+    monkeypatch.setattr(
+        torch,
+        "_fused_adamw_",
+        lambda *lists, **_: given.extend(
+            type(tensor) for tensors in lists[:4] for tensor in tensors
+        ),
+    )
     with cases.fake_process_group(2) as world:
         cfg = make_config()
         model = meta_model(cfg.model)
@@ -112,7 +150,9 @@ def bfloat16_states(**changes):
 
 def updated(o, gradients: list[torch.Tensor], compile: bool = False):
     """(parameter, its optimizer state) after an update with each gradient, from random weights."""
-    parameter = torch.nn.Parameter(torch.randn(gradients[0].shape, generator=torch.Generator().manual_seed(1)))
+    parameter = torch.nn.Parameter(
+        torch.randn(gradients[0].shape, generator=torch.Generator().manual_seed(1))
+    )
     optimizer = build_optimizer(torch.nn.ParameterList([parameter]), o, 0, compile)
     for gradient in gradients:
         parameter.grad = gradient.clone()
@@ -127,11 +167,17 @@ def test_bfloat16_states_follow_torchs_adamw(compile):
     gradients = list(torch.randn(20, 300, 200, generator=torch.Generator().manual_seed(0)))
     for count, tolerance in ((1, 1e-6), (20, 2e-4)):
         ours, state = updated(bfloat16_states(lr=1e-3), gradients[:count], compile)
-        theirs, expected = updated(make_config(optim={"lr": 1e-3, "betas": [0.9, 0.999]}).optim, gradients[:count])
-        assert (ours - theirs).abs().max() <= tolerance and state["step"] == expected["step"] == count
+        theirs, expected = updated(
+            make_config(optim={"lr": 1e-3, "betas": [0.9, 0.999]}).optim, gradients[:count]
+        )
+        assert (ours - theirs).abs().max() <= tolerance and state["step"] == expected[
+            "step"
+        ] == count
         for key in ("exp_avg", "exp_avg_sq"):
             assert state[key].dtype == torch.bfloat16
-            error = (state[key].double() - expected[key].double()) / expected[key].double().abs().mean()
+            error = (state[key].double() - expected[key].double()) / expected[
+                key
+            ].double().abs().mean()
             assert error.abs().mean() > 1e-4 and abs(error.mean()) < 1e-4  # rounded, without a bias
             if count == 1:
                 assert ((state[key].float() / expected[key] - 1).abs() < 2**-7).all()
@@ -141,6 +187,7 @@ def test_bfloat16_states_follow_torchs_adamw(compile):
 def test_the_moments_are_rounded_by_random_bits_of_their_own(compile):
     """The first by the lower, the second by the upper half of hash(element ^ hash(hash(seed and name) ^ hash(step))).
     So each is right on average, and the two errors have nothing to do with each other."""
+
     def lowbias32(x: np.ndarray) -> np.ndarray:
         x = (x ^ x >> 16) * 0x7FEB352D % 2**32
         x = (x ^ x >> 15) * 0x846CA68B % 2**32
@@ -149,10 +196,14 @@ def test_the_moments_are_rounded_by_random_bits_of_their_own(compile):
     gradient = torch.randn(300, 400, generator=torch.Generator().manual_seed(0))
     state, g = updated(bfloat16_states(), [gradient], compile)[1], gradient.numpy()
     key = zlib.crc32(b"0 0") ^ lowbias32(np.array(1, np.uint64))
-    bits = lowbias32(np.arange(g.size, dtype=np.uint64) ^ lowbias32(np.uint64(key))).reshape(g.shape)
+    bits = lowbias32(np.arange(g.size, dtype=np.uint64) ^ lowbias32(np.uint64(key))).reshape(
+        g.shape
+    )
     errors = []
-    for name, exact, noise in (("exp_avg", np.float32(1 - 0.9) * g, bits & 0xFFFF),
-                               ("exp_avg_sq", np.float32(1 - 0.999) * g * g, bits >> 16)):
+    for name, exact, noise in (
+        ("exp_avg", np.float32(1 - 0.9) * g, bits & 0xFFFF),
+        ("exp_avg_sq", np.float32(1 - 0.999) * g * g, bits >> 16),
+    ):
         stored, whole = state[name].float().numpy().view(np.uint32), exact.view(np.uint32)
         expected = (whole + noise.astype(np.uint32)) & np.uint32(0xFFFF0000)
         assert (stored == expected).mean() > 0.9999  # compiled, a moment's last bit may differ
@@ -176,8 +227,10 @@ def test_a_parameter_without_a_gradient_stays_as_it_is():
 def test_a_second_moment_decays_in_bfloat16():
     """At beta2 = 0.999 a change is 2^-10 of the moment and less: to the nearest, it would be rounded away each time."""
     gradients = [torch.full((64, 64), 1.0)] * 100 + [torch.zeros(64, 64)] * 400
-    ours, theirs = (updated(o, gradients)[1]["exp_avg_sq"].double().mean().item() for o in (
-        bfloat16_states(), make_config(optim={"betas": [0.9, 0.999]}).optim))
+    ours, theirs = (
+        updated(o, gradients)[1]["exp_avg_sq"].double().mean().item()
+        for o in (bfloat16_states(), make_config(optim={"betas": [0.9, 0.999]}).optim)
+    )
     assert ours == pytest.approx(theirs, rel=0.01) and theirs < 0.7 * (1 - 0.999**100)
 
 
@@ -204,7 +257,9 @@ def test_the_hash_is_even_and_repeats():
     assert len(bits.unique()) == len(bits) and torch.equal(torch.compile(hash32)(index), bits)
     for noise in (bits, bits >> 16, bits ^ bits.roll(1), hash32(index ^ 1234) ^ bits):
         share = torch.stack([noise >> n & 1 for n in range(16)]).double().mean(dim=1)
-        assert ((share - 0.5).abs() < 5 * 0.5 / 256).all()  # five standard deviations of 65,536 draws
+        assert (
+            (share - 0.5).abs() < 5 * 0.5 / 256
+        ).all()  # five standard deviations of 65,536 draws
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -218,12 +273,18 @@ def test_bfloat16_states_do_not_depend_on_the_mesh(on_ranks, ranks):
 
 
 OPTIMIZERS = {  # the first two skip a step by themselves, for the others it is not called
-    "fused": lambda parameter: build_optimizer(torch.nn.ParameterList([parameter]), make_config().optim),
-    "bfloat16": lambda parameter: build_optimizer(torch.nn.ParameterList([parameter]), bfloat16_states()),
+    "fused": lambda parameter: build_optimizer(
+        torch.nn.ParameterList([parameter]), make_config().optim
+    ),
+    "bfloat16": lambda parameter: build_optimizer(
+        torch.nn.ParameterList([parameter]), bfloat16_states()
+    ),
     "plain": lambda parameter: torch.optim.AdamW([parameter], lr=0.1, fused=False),
     "torch's muon": lambda parameter: torch.optim.Muon([parameter], lr=0.1),
-    "muon": lambda parameter: build_optimizer(torch.nn.ModuleDict({"blocks": torch.nn.ParameterList([parameter])}),
-                                              make_config(optim={"name": "muon"}).optim),
+    "muon": lambda parameter: build_optimizer(
+        torch.nn.ModuleDict({"blocks": torch.nn.ParameterList([parameter])}),
+        make_config(optim={"name": "muon"}).optim,
+    ),
 }
 
 

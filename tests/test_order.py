@@ -34,7 +34,9 @@ def test_permutation_is_a_bijection(n):
 
 def test_permutation_differs_by_seed_and_epoch():
     n = 1000
-    orders = [tuple(map(Permutation(n, seed, epoch), range(n))) for seed in range(5) for epoch in range(5)]
+    orders = [
+        tuple(map(Permutation(n, seed, epoch), range(n))) for seed in range(5) for epoch in range(5)
+    ]
     assert len(set(orders)) == 25
     # of two independent orders one place in n agrees on average: 1 of 1000, 25 * 24 / 2 pairs
     agree = sum(a == b for i, x in enumerate(orders) for y in orders[:i] for a, b in zip(x, y))
@@ -74,12 +76,25 @@ def test_permutation_has_no_displacement_or_neighbour_correlation(n):
 def test_ranks_share_a_step_among_them(ranks, micro):
     for step in (1, 2, 9):
         parts = [rank_samples(step, 12, micro, rank, ranks) for rank in range(ranks)]
-        assert all(len(part) == 12 // (ranks * micro) and all(len(r) == micro for r in part) for part in parts)
-        assert sorted(k for part in parts for r in part for k in r) == list(range((step - 1) * 12, step * 12))
+        assert all(
+            len(part) == 12 // (ranks * micro) and all(len(r) == micro for r in part)
+            for part in parts
+        )
+        assert sorted(k for part in parts for r in part for k in r) == list(
+            range((step - 1) * 12, step * 12)
+        )
 
 
-WEIGHTS = [[1], [3, 1], [0.7, 0.2, 0.1], [1, 1, 1], [1 / 6, 5 / 6], [0.5, 0.3, 0.1, 0.05, 0.03, 0.02], [10_000, 1],
-           [random.Random(0).random() for _ in range(7)]]
+WEIGHTS = [
+    [1],
+    [3, 1],
+    [0.7, 0.2, 0.1],
+    [1, 1, 1],
+    [1 / 6, 5 / 6],
+    [0.5, 0.3, 0.1, 0.05, 0.03, 0.02],
+    [10_000, 1],
+    [random.Random(0).random() for _ in range(7)],
+]
 
 
 @pytest.mark.parametrize("shares", WEIGHTS, ids=str)
@@ -106,16 +121,25 @@ def test_one_source_is_a_mixture_of_one():
 
     one, mixture = OneSource(), Mixture([0.3])
     assert (one.period, [*one.parts]) == (mixture.period, mixture.parts)
-    assert [one(number) for number in (0, 1, 2, 10**15)] == [mixture(number) for number in (0, 1, 2, 10**15)]
+    assert [one(number) for number in (0, 1, 2, 10**15)] == [
+        mixture(number) for number in (0, 1, 2, 10**15)
+    ]
 
 
 def test_weights_are_exact_where_they_can_be():
     from data.mixture import whole_parts
 
     assert whole_parts([0.7, 0.2, 0.1]) == [7, 2, 1] and whole_parts([1 / 3, 2 / 3]) == [1, 2]
-    assert whole_parts([30, 10]) == [3, 1] and sum(whole_parts([0.123456789, math.pi, math.e])) == LONGEST_PERIOD
+    assert (
+        whole_parts([30, 10]) == [3, 1]
+        and sum(whole_parts([0.123456789, math.pi, math.e])) == LONGEST_PERIOD
+    )
     shares = [0.25 + 0.6 / LONGEST_PERIOD, 0.25 + 0.1 / LONGEST_PERIOD, 0.5 - 0.7 / LONGEST_PERIOD]
-    assert whole_parts(shares) == [16_385, 16_384, 32_767]  # what is cut off goes to the first, which lost most
+    assert whole_parts(shares) == [
+        16_385,
+        16_384,
+        32_767,
+    ]  # what is cut off goes to the first, which lost most
     with pytest.raises(ConfigError, match="a weight must be at least 1/65536 of the sum"):
         make_config(data={"sources": [{"source": "a", "weight": 1e-9}, {"source": "b"}]})
 
@@ -127,12 +151,16 @@ def test_every_sample_once_an_epoch_of_its_source():
     windows = [101, 211, 7]
     order = Order(windows, Mixture([2, 5, 1]), 3)
     seen: list[list[list[int]]] = [[[], [], []] for _ in windows]
-    for number in range(3 * 101 * 8 // 2 + 8):  # two of eight samples are the first source's, whose epochs are longest
+    for number in range(
+        3 * 101 * 8 // 2 + 8
+    ):  # two of eight samples are the first source's, whose epochs are longest
         source, epoch, window = order(number)
         if epoch < 3:
             seen[source][epoch].append(window)
     for epochs, count in zip(seen, windows):
-        assert all(sorted(epoch) == list(range(count)) for epoch in epochs) and epochs[0] != epochs[1]
+        assert (
+            all(sorted(epoch) == list(range(count)) for epoch in epochs) and epochs[0] != epochs[1]
+        )
 
 
 def test_a_run_reads_on_as_earlier_versions_did():
@@ -142,7 +170,15 @@ def test_a_run_reads_on_as_earlier_versions_did():
 
     order = Order([101, 7], Mixture([0.7, 0.3]), 3)
     assert [tuple(order(number)) for number in (0, 1, 2, 3, 4, 5, 100, 10**6)] == [
-        (0, 0, 30), (0, 0, 85), (1, 0, 3), (0, 0, 22), (0, 0, 46), (1, 0, 4), (0, 0, 97), (0, 6930, 76)]
+        (0, 0, 30),
+        (0, 0, 85),
+        (1, 0, 3),
+        (0, 0, 22),
+        (0, 0, 46),
+        (1, 0, 4),
+        (0, 0, 97),
+        (0, 6930, 76),
+    ]
     far = Permutation(10**9 + 7, 5, 2, 1)
     assert [far(number) for number in (0, 1, 10**9)] == [293501951, 802955616, 794189453]
     assert (sample_digest(5, b"abc"), sample_digest(2**40, b"")) == (724713162302, 811618590936)
@@ -164,7 +200,10 @@ MIXED = {
     "model": {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 24},
     "train": {"seq_len": 16, "global_batch_size": 8, "micro_batch_size": 2},
     "optim": {"schedule_steps": 60, "warmup_steps": 2},
-    "checkpoint": {"keep_last": 1, "allow_changed": ["train.micro_batch_size", "data.document_mask"]},
+    "checkpoint": {
+        "keep_last": 1,
+        "allow_changed": ["train.micro_batch_size", "data.document_mask"],
+    },
 }
 
 
@@ -172,8 +211,13 @@ MIXED = {
 def mixed(tmp_path_factory, corpus) -> dict:
     """A mixture with a tokenizer of its own; the smaller source is read several times in 60 steps."""
     folder = tmp_path_factory.mktemp("mixed")
-    (folder / "small.jsonl").write_text("".join(json.dumps({"text": words(-i, 8)}) + "\n" for i in range(1, 60)))
-    sources = [{"source": str(corpus), "weight": 0.7}, {"source": str(folder / "small.jsonl"), "weight": 0.3}]
+    (folder / "small.jsonl").write_text(
+        "".join(json.dumps({"text": words(-i, 8)}) + "\n" for i in range(1, 60))
+    )
+    sources = [
+        {"source": str(corpus), "weight": 0.7},
+        {"source": str(folder / "small.jsonl"), "weight": 0.3},
+    ]
     sections = {**MIXED, "data": {"path": str(folder / "tokens"), "sources": sources}}
     prepare(make_config(**sections))
     return sections
@@ -197,8 +241,11 @@ def test_the_same_data_whatever_the_ranks_and_cuts(on_ranks, mixed, tmp_path):
     draw, sections = random.Random(0), mixed
     cuts = sorted(draw.sample(range(5, 55), 2))
     for ranks, micro, mask, steps in zip((2, 1, 4), (1, 2, 2), (False, True, True), [*cuts, 60]):
-        sections = {**sections, "train": {**sections["train"], "micro_batch_size": micro},
-                    "data": {**sections["data"], "document_mask": mask}}
+        sections = {
+            **sections,
+            "train": {**sections["train"], "micro_batch_size": micro},
+            "data": {**sections["data"], "document_mask": mask},
+        }
         found = on_ranks(ranks, cases.train_to, steps, sections, str(tmp_path))[0]
     assert [row["step"] for row in found] == list(range(1, 61))
     assert [row["batch_digest"] for row in found] == expected
@@ -211,11 +258,15 @@ def test_one_batch_of_samples_is_enough(prepared):
     stream = open_stream(prepared, "train", 320)
     windows = window_count(stream.length, of(1).train.seq_len)
     make_order(of(windows), [stream])
-    with pytest.raises(ConfigError, match=f"one batch of train.global_batch_size = {windows + 1} takes"):
+    with pytest.raises(
+        ConfigError, match=f"one batch of train.global_batch_size = {windows + 1} takes"
+    ):
         make_order(of(windows + 1), [stream])
 
 
 def test_a_mixture_needs_its_share_of_a_batch(mixed):
     cfg = make_config(**{**mixed, "train": {**MIXED["train"], "seq_len": 1000}})
-    with pytest.raises(ConfigError, match="one batch of train.global_batch_size = 8 takes 2.4 of them"):
+    with pytest.raises(
+        ConfigError, match="one batch of train.global_batch_size = 8 takes 2.4 of them"
+    ):
         make_order(cfg, open_data(cfg, "train"))

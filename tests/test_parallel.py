@@ -25,7 +25,9 @@ from tests.conftest import available, lacks, make_config
 MODELS = {
     "plain": {},
     "tied": {"model": {"tie_embeddings": True}},
-    "uneven": {"model": {"dim": 52, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 75, "vocab_size": 331}},
+    "uneven": {
+        "model": {"dim": 52, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 75, "vocab_size": 331}
+    },
 }
 # A global batch that these numbers of ranks divide; no data is read here
 for sections in MODELS.values():
@@ -68,7 +70,10 @@ def test_any_rectangle_of_a_parameter_equals_that_part_of_the_whole(width, cutof
         for rows in torch.arange(shape[0]).tensor_split(down):
             for columns in torch.arange(width).tensor_split(across):
                 part = torch.empty(len(rows), len(columns))
-                offsets = (int(rows[0]) if len(rows) else shape[0], int(columns[0]) if len(columns) else width)
+                offsets = (
+                    int(rows[0]) if len(rows) else shape[0],
+                    int(columns[0]) if len(columns) else width,
+                )
                 draw(part, offsets, shape, (1.0, cutoff), 3, "w")
                 assert torch.equal(part, whole[rows][:, columns])
 
@@ -76,24 +81,54 @@ def test_any_rectangle_of_a_parameter_equals_that_part_of_the_whole(width, cutof
 def test_weights_do_not_depend_on_the_mesh(on_ranks):
     """Parts of rows and of columns, uneven ones too, equal what one rank draws."""
     for tied in (False, True):
-        sections = {"model": {"dim": 46, "n_kv_heads": 4, "head_dim": 6, "ffn_dim": 76, "tie_embeddings": tied},
-                    "train": {"global_batch_size": 60, "micro_batch_size": 1}}
+        sections = {
+            "model": {
+                "dim": 46,
+                "n_kv_heads": 4,
+                "head_dim": 6,
+                "ffn_dim": 76,
+                "tie_embeddings": tied,
+            },
+            "train": {"global_batch_size": 60, "micro_batch_size": 1},
+        }
         (expected,) = on_ranks(1, cases.weight_hashes, {"alone": sections}, True)[0].values()
         replicas = {"dp_replicate": 2, "dp_shard": 1, "tp": 2}
-        meshes = available({str(mesh): {**sections, "parallel": mesh} for mesh in (
-            {"dp_replicate": 2}, {"tp": 2}, {"tp": 4}, {"cp": 2}, {"cp": 4}, {"cp": 2, "tp": 2}, replicas)})
+        meshes = available(
+            {
+                str(mesh): {**sections, "parallel": mesh}
+                for mesh in (
+                    {"dp_replicate": 2},
+                    {"tp": 2},
+                    {"tp": 4},
+                    {"cp": 2},
+                    {"cp": 4},
+                    {"cp": 2, "tp": 2},
+                    replicas,
+                )
+            }
+        )
         for found in on_ranks(4, cases.weight_hashes, meshes, True):
             assert found == dict.fromkeys(meshes, expected)
 
 
-@pytest.mark.parametrize("section, options, refused", [
-    ("data", {"path": "/disk/of/this/node"}, False), ("data", {"source": "x.txt"}, True), ("data", {}, False),
-    ("log", {"every_steps": 7}, True)])
+@pytest.mark.parametrize(
+    "section, options, refused",
+    [
+        ("data", {"path": "/disk/of/this/node"}, False),
+        ("data", {"source": "x.txt"}, True),
+        ("data", {}, False),
+        ("log", {"every_steps": 7}, True),
+    ],
+)
 def test_a_node_may_keep_copies_elsewhere_and_nothing_else(monkeypatch, section, options, refused):
     first, ours = make_config(), make_config(**{section: options})
     monkeypatch.setattr(ranks_module, "on_rank_zero", lambda work: shared_options(first))
     monkeypatch.setattr(ranks_module, "all_gather_objects", lambda value: [[], value])
-    with pytest.raises(ConfigError, match="^rank 1 has .*: all nodes need") if refused else contextlib.nullcontext():
+    with (
+        pytest.raises(ConfigError, match="^rank 1 has .*: all nodes need")
+        if refused
+        else contextlib.nullcontext()
+    ):
         ranks_module.check_same_on_all_ranks("configuration", shared_options(ours))
 
 
@@ -104,20 +139,33 @@ def test_replicated_frozen_parameters_compute_what_sharded_ones_do(on_ranks):
     """To the bit, in bfloat16 too: a whole unit, single matrices and norms, a tied matrix."""
     pairs = []
     for tied in (False, True):
-        for changes in ({"param_dtype": "bfloat16"}, {},
-                        {"param_dtype": "bfloat16", "keep_fp32": ["blocks.0"], "recompute": "selective"}):
+        for changes in (
+            {"param_dtype": "bfloat16"},
+            {},
+            {"param_dtype": "bfloat16", "keep_fp32": ["blocks.0"], "recompute": "selective"},
+        ):
             model = {"model": {**FROZEN, "tie_embeddings": tied}}
             patterns = ["embedding*", "blocks.0.*", "blocks.1.*q_proj*"]
-            pairs += [{**model, "parallel": changes}, {**model, "parallel": {**changes, "replicated": patterns}}]
+            pairs += [
+                {**model, "parallel": changes},
+                {**model, "parallel": {**changes, "replicated": patterns}},
+            ]
     for found in on_ranks(2, cases.losses_and_gradients, pairs):
         for sections, sharded, whole in zip(pairs[::2], found[::2], found[1::2]):
             assert sharded == whole, sections
             assert len(whole[1]) == 10 - sections["model"]["tie_embeddings"]
 
 
-@pytest.mark.parametrize("pattern, message", [
-    ("*norm.weight", r"blocks.1.attention_norm.weight, .* which is trained: freeze it \(model.freeze\) or shard it"),
-    ("nothing*", "'nothing\\*' matches none of embedding.weight, blocks.0")])
+@pytest.mark.parametrize(
+    "pattern, message",
+    [
+        (
+            "*norm.weight",
+            r"blocks.1.attention_norm.weight, .* which is trained: freeze it \(model.freeze\) or shard it",
+        ),
+        ("nothing*", "'nothing\\*' matches none of embedding.weight, blocks.0"),
+    ],
+)
 def test_only_frozen_parameters_may_be_replicated(pattern, message):
     cfg = make_config(model=FROZEN, parallel={"replicated": [pattern]})
     with pytest.raises(ConfigError, match=message):
@@ -127,10 +175,20 @@ def test_only_frozen_parameters_may_be_replicated(pattern, message):
 def test_degrees_and_the_mesh_of_fsdp(on_ranks):
     """Context parallel ranks share one data rank and a shard mesh with their neighbours. Each parameter's gradient is
     that of the plain model, also of the norms of queries and keys, of which tp ranks have the local heads."""
-    shapes = {(1, 4, 1, 1): ["dp_shard"], (2, 2, 1, 1): ["dp_replicate", "dp_shard"], (1, 2, 2, 1): ["dp_shard_cp"],
-              (2, 1, 2, 1): ["dp_replicate", "dp_shard_cp"], (1, 2, 1, 2): ["dp_shard"],
-              (2, 1, 1, 2): ["dp_replicate", "dp_shard"], (1, 1, 2, 2): ["dp_shard_cp"]}
-    shapes = {shape: names for shape, names in shapes.items() if not lacks(parallel={"cp": shape[2], "tp": shape[3]})}
+    shapes = {
+        (1, 4, 1, 1): ["dp_shard"],
+        (2, 2, 1, 1): ["dp_replicate", "dp_shard"],
+        (1, 2, 2, 1): ["dp_shard_cp"],
+        (2, 1, 2, 1): ["dp_replicate", "dp_shard_cp"],
+        (1, 2, 1, 2): ["dp_shard"],
+        (2, 1, 1, 2): ["dp_replicate", "dp_shard"],
+        (1, 1, 2, 2): ["dp_shard_cp"],
+    }
+    shapes = {
+        shape: names
+        for shape, names in shapes.items()
+        if not lacks(parallel={"cp": shape[2], "tp": shape[3]})
+    }
     sections = {"model": {"qk_norm": True}, "train": {"seq_len": 16}}
     plain = Llama(make_config(**sections).model)
     materialize(plain, 0, torch.device("cpu"))
@@ -143,7 +201,8 @@ def test_degrees_and_the_mesh_of_fsdp(on_ranks):
             size = shape[0] * shape[1]
             assert degrees == (*shape, rank // (4 // size), size)
             assert [*mesh_names] == dims and mesh_shape == (shape[:1] if len(dims) == 2 else ()) + (
-                4 // shape[3] // (shape[0] if len(dims) == 2 else 1),)
+                4 // shape[3] // (shape[0] if len(dims) == 2 else 1),
+            )
             assert norms == pytest.approx(wanted, rel=1e-5)
 
 
@@ -160,9 +219,13 @@ def test_a_forgotten_buffer_is_named(on_ranks):
     assert "blocks.1.table" in on_ranks(1, cases.forgotten_buffer)[0]
 
 
-def expected_order(depth_forward: int, depth_backward: int, early: bool, tied: bool) -> list[tuple[str, str]]:
+def expected_order(
+    depth_forward: int, depth_backward: int, early: bool, tied: bool
+) -> list[tuple[str, str]]:
     """The order by the rule in parallel/fsdp.py, written independently: units in a row, `depth` gathered ahead."""
-    holds_head, units = ("embedding, head", ["0", "1", "2"]) if tied else ("head", ["0", "1", "2", "head"])
+    holds_head, units = (
+        ("embedding, head", ["0", "1", "2"]) if tied else ("head", ["0", "1", "2", "head"])
+    )
     units = [holds_head if tied else "embedding", *units]
     events, have = [], set()
 
@@ -197,11 +260,25 @@ def expected_order(depth_forward: int, depth_backward: int, early: bool, tied: b
 def test_prefetch_order(on_ranks):
     """Each depth with the first units unsharded early, and forward and backward depths that differ; tied, where
     backward begins with the unit that forward began with."""
-    depths = [(0, 0, True, False), (1, 1, True, False), (2, 2, True, False), (2, 1, False, False), (0, 2, False, False),
-              (1, 1, True, True), (0, 2, False, True)]
-    sections = [({"model": {"n_layers": 3, "tie_embeddings": tied},
-                  "parallel": {"prefetch_forward": forward, "prefetch_backward": backward}}, early)
-                for forward, backward, early, tied in depths]
+    depths = [
+        (0, 0, True, False),
+        (1, 1, True, False),
+        (2, 2, True, False),
+        (2, 1, False, False),
+        (0, 2, False, False),
+        (1, 1, True, True),
+        (0, 2, False, True),
+    ]
+    sections = [
+        (
+            {
+                "model": {"n_layers": 3, "tie_embeddings": tied},
+                "parallel": {"prefetch_forward": forward, "prefetch_backward": backward},
+            },
+            early,
+        )
+        for forward, backward, early, tied in depths
+    ]
     for seen in on_ranks(2, cases.gather_order, sections):
         for depth, events in zip(depths, seen):
             assert events == expected_order(*depth), depth
@@ -223,19 +300,34 @@ def test_blocks_of_many_kinds_are_compiled(on_ranks):
     assert compiled == pytest.approx(plain, rel=1e-2)  # in bfloat16
 
 
-@pytest.mark.parametrize("strategy", [
-    {"parallel": {"tp": 2}},
-    {"parallel": {"tp": 2, "recompute": "selective"}},
-    {"parallel": {"tp": 2}, "lora": {"rank": 4, "base_dtype": "nf4"}, "model": {"init_from": "absent"}},
-    {"parallel": {"replicated": ["*q_proj*"], "param_dtype": "bfloat16"}, "model": {"freeze": ["*q_proj*"]}},
-    {"parallel": {"cp": 2}},
-    {"parallel": {"float8": "tensorwise"}},
-])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"parallel": {"tp": 2}},
+        {"parallel": {"tp": 2, "recompute": "selective"}},
+        {
+            "parallel": {"tp": 2},
+            "lora": {"rank": 4, "base_dtype": "nf4"},
+            "model": {"init_from": "absent"},
+        },
+        {
+            "parallel": {"replicated": ["*q_proj*"], "param_dtype": "bfloat16"},
+            "model": {"freeze": ["*q_proj*"]},
+        },
+        {"parallel": {"cp": 2}},
+        {"parallel": {"float8": "tensorwise"}},
+    ],
+)
 def test_all_layers_share_one_compiled_graph(on_ranks, strategy):
     """However many there are: a graph for each would exceed torch's limit, and take an hour on a GPU."""
-    sections = [{**strategy, "parallel": {**strategy["parallel"], "compile": True},
-                 "model": {"dim": 128, "ffn_dim": 256, "n_layers": layers, **strategy.get("model", {})}}
-                for layers in (2, 5)]
+    sections = [
+        {
+            **strategy,
+            "parallel": {**strategy["parallel"], "compile": True},
+            "model": {"dim": 128, "ffn_dim": 256, "n_layers": layers, **strategy.get("model", {})},
+        }
+        for layers in (2, 5)
+    ]
     few, many = on_ranks(1, cases.graphs_of, sections)[0]
     assert few == many <= 3  # with gradients, without, and over a frozen embedding
 
@@ -245,16 +337,23 @@ def test_the_residual_stream_has_its_dtype_from_the_embedding_on(on_ranks, tied)
     """Also where one of the units computes in float32."""
     model = {"tie_embeddings": tied, "n_layers": 3}
     units = config.unit_names(make_config(model=model).model)
-    every = [{"model": model, "parallel": {"param_dtype": "bfloat16", "keep_fp32": keep, **output}}
-             for output in ({}, {"output_dtype": "float32"}) for keep in ([], *([unit] for unit in units))]
+    every = [
+        {"model": model, "parallel": {"param_dtype": "bfloat16", "keep_fp32": keep, **output}}
+        for output in ({}, {"output_dtype": "float32"})
+        for keep in ([], *([unit] for unit in units))
+    ]
     half, wide = [torch.bfloat16] * 4, [torch.float32] * 4
-    assert on_ranks(1, cases.residual_dtypes, every)[0] == [half] * (len(units) + 1) + [wide] * (len(units) + 1)
+    assert on_ranks(1, cases.residual_dtypes, every)[0] == [half] * (len(units) + 1) + [wide] * (
+        len(units) + 1
+    )
 
 
 def test_what_is_not_finite_in_the_last_part_of_a_tensor_is_named(on_ranks):
     for messages in on_ranks(2, cases.not_finite_at_the_end):
         for message in messages:
-            assert message.startswith("blocks.1.feed_forward.up_proj.weight: holds values that are not finite")
+            assert message.startswith(
+                "blocks.1.feed_forward.up_proj.weight: holds values that are not finite"
+            )
 
 
 def test_units_kept_in_float32_are_reduced_in_it():
@@ -267,6 +366,7 @@ def test_units_kept_in_float32_are_reduced_in_it():
 
 def test_tp_refuses_a_block_without_the_projection_whose_outputs_it_sums(monkeypatch):
     """A fork's: experts in place of one down_proj."""
+
     class Experts(nn.Module):
         def __init__(self, m, out_std):
             super().__init__()
@@ -276,12 +376,16 @@ def test_tp_refuses_a_block_without_the_projection_whose_outputs_it_sums(monkeyp
     cfg = make_config(parallel={"tp": 2})
     with cases.fake_process_group(2):
         world = World(0, 2, torch.device("cpu"), build_mesh("cpu", (1, 1, 1, 2)))
-        with pytest.raises(ConfigError, match=r"tp = 2: a block's feed_forward has no down_proj.*parallel/tensor.py"):
+        with pytest.raises(
+            ConfigError,
+            match=r"tp = 2: a block's feed_forward has no down_proj.*parallel/tensor.py",
+        ):
             parallelize(meta_model(cfg.model), cfg, world)
 
 
 def test_tp_refuses_a_parameter_that_it_knows_no_place_for():
     """A fork's: where it is neither cut nor whole, its gradient would be wrong. Without tp it needs none."""
+
     def forked(*of):
         model = meta_model(*of)
         model.blocks[1].attention.v_norm = RMSNorm(12, 1e-5)
@@ -291,7 +395,9 @@ def test_tp_refuses_a_parameter_that_it_knows_no_place_for():
     model = forked(cfg.model)
     with cases.fake_process_group(2):
         world = World(0, 2, torch.device("cpu"), build_mesh("cpu", (1, 1, 1, 2)))
-        with pytest.raises(ConfigError, match=r"tp = 2: blocks.1.attention.v_norm.weight: TP_PLAN .* does not say"):
+        with pytest.raises(
+            ConfigError, match=r"tp = 2: blocks.1.attention.v_norm.weight: TP_PLAN .* does not say"
+        ):
             parallelize(model, cfg, world)
         alone = World(0, 2, torch.device("cpu"), build_mesh("cpu", (1, 2, 1, 1)))
         parallelize(model, make_config(), alone)
@@ -299,7 +405,9 @@ def test_tp_refuses_a_parameter_that_it_knows_no_place_for():
         assert verify_sharding(model, make_config().parallel, alone)[2]["unit"] == "blocks.1"
     from planner.plan import plan  # optional
 
-    with (mock.patch("planner.simulate.meta_model", forked),
-          mock.patch("planner.plan.meta_model", forked)):
+    with (
+        mock.patch("planner.simulate.meta_model", forked),
+        mock.patch("planner.plan.meta_model", forked),
+    ):
         row, count = plan(make_config(), 2), sum(q.numel() for q in forked(cfg.model).parameters())
     assert row["parameters"] == count and row["parameter_bytes_per_rank"] == 4 * count / 2

@@ -39,9 +39,14 @@ def test_validation_documents_are_chosen_by_their_text(corpus, prepared):
     manifest = read_manifest(prepared)
     assert manifest["documents"] == {"train": len(texts) - len(held), "heldout": len(held)} and held
     assert sum(is_validation(str(i)) for i in range(20_000)) == pytest.approx(200, abs=60)
-    tokenizer, stream = Tokenizer(prepared / "tokenizer.model"), open_stream(prepared, "heldout", 320)
+    tokenizer, stream = (
+        Tokenizer(prepared / "tokenizer.model"),
+        open_stream(prepared, "heldout", 320),
+    )
     _, ids = stream.read(0, stream.length)
-    expected = [i for text in held for i in [*tokenizer.bos, *tokenizer.encode([text])[0], *tokenizer.eos]]
+    expected = [
+        i for text in held for i in [*tokenizer.bos, *tokenizer.encode([text])[0], *tokenizer.eos]
+    ]
     assert ids.tolist() == expected
 
 
@@ -59,17 +64,29 @@ def test_prepared_once(with_tokenizer, tmp_path, capsys):
     folder = prepare_one(with_tokenizer)
     before = {p: p.stat().st_mtime_ns for p in folder.iterdir()}
     told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1 and told[0].startswith(f"prepared {folder}: ")  # no progress of what takes no time
+    assert len(told) == 1 and told[0].startswith(
+        f"prepared {folder}: "
+    )  # no progress of what takes no time
     assert {p.name for p in tmp_path.iterdir()} == {"out", ".out.lock"}
     prepare_one(with_tokenizer)
-    assert not capsys.readouterr().err and {p: p.stat().st_mtime_ns for p in folder.iterdir()} == before
+    assert (
+        not capsys.readouterr().err
+        and {p: p.stat().st_mtime_ns for p in folder.iterdir()} == before
+    )
 
 
 def test_identity_and_name_of_folders_made_before():
     """Written down from format 3's first release: prepared folders must be found again."""
     assert identity(make_config(data={"source": "a.jsonl", "max_tokens": 5})) == {
-        "source": "a.jsonl", "subset": None, "split": "train", "text_field": "text", "tokenizer": "trained here",
-        "vocab_size": 320, "max_tokens": 5, "format": 3}
+        "source": "a.jsonl",
+        "subset": None,
+        "split": "train",
+        "text_field": "text",
+        "tokenizer": "trained here",
+        "vocab_size": 320,
+        "max_tokens": 5,
+        "format": 3,
+    }
     cfg = make_config(data={"source": "a.jsonl", "max_tokens": 5})
     assert [str(folder) for folder in data_folders(cfg)] == ["prepared/a.jsonl-d0f2f8dad9f1"]
 
@@ -77,7 +94,10 @@ def test_identity_and_name_of_folders_made_before():
 def test_name_of_a_mixture_s_tokenizer_made_before():
     from data.mixture import common_tokenizer
 
-    sources = [{"source": "a.jsonl", "weight": 0.7}, {"source": "b/*.txt", "weight": 0.3, "max_tokens": 9}]
+    sources = [
+        {"source": "a.jsonl", "weight": 0.7},
+        {"source": "b/*.txt", "weight": 0.3, "max_tokens": 9},
+    ]
     cfg = make_config(data={"sources": sources})
     assert str(common_tokenizer(cfg, identity)) == "prepared/tokenizer-75cf6508cb91.model"
 
@@ -85,6 +105,7 @@ def test_name_of_a_mixture_s_tokenizer_made_before():
 def test_identity_decides_the_folder(corpus):
     def name(**data):
         return data_folders(make_config(data={"source": str(corpus), **data}))[0].name
+
     names = [name(), name(max_tokens=5), name(text_field="body"), name(subset="x")]
     assert len(set(names)) == 4 and name() == names[0]
     assert data_folders(make_config())[0].name.startswith("python-stdlib-")
@@ -92,6 +113,7 @@ def test_identity_decides_the_folder(corpus):
 
 def test_a_tokenizer_is_identified_by_its_content_and_not_by_the_models_rows(tmp_path):
     """Of tokenizer_config.json too, which names the EOS token; one that is trained here is made for those rows."""
+
     def found(rows: int = 320, **data) -> dict:
         return identity(make_config(model={"vocab_size": rows}, data={"source": "a.jsonl", **data}))
 
@@ -121,8 +143,14 @@ def test_a_mixture_s_tokenizer_is_named_by_all_that_decides_the_text_it_is_train
         return common_tokenizer(cfg, identity).name
 
     plain = {"weight": 0.7}, {"weight": 0.3}
-    names = [name(*plain), name({"weight": 0.3}, {"weight": 0.7}), name({"weight": 0.7}, {"weight": 0.2}),
-             name({"weight": 0.7, "max_tokens": 5}, plain[1]), name(*plain, text_field="body"), name(*plain, rows=640)]
+    names = [
+        name(*plain),
+        name({"weight": 0.3}, {"weight": 0.7}),
+        name({"weight": 0.7}, {"weight": 0.2}),
+        name({"weight": 0.7, "max_tokens": 5}, plain[1]),
+        name(*plain, text_field="body"),
+        name(*plain, rows=640),
+    ]
     assert len({*names}) == len(names) and name(*plain, document_mask=True) == names[0]
 
 
@@ -145,15 +173,21 @@ def test_another_identity_in_the_same_folder_is_refused(corpus, tmp_path):
 def test_an_identity_with_another_key_is_refused_in_both_directions(corpus, tmp_path):
     """A fork's option, which is in the identity only while it is on; one that is None counts as absent."""
     cfg = config_for(corpus, tmp_path)
-    with_option = unittest.mock.patch("data.dataset.identity",
-                                      lambda cfg: {**identity(cfg), "chat": "on", "turns": None})
+    with_option = unittest.mock.patch(
+        "data.dataset.identity", lambda cfg: {**identity(cfg), "chat": "on", "turns": None}
+    )
     folder = prepare_one(cfg)
     with with_option, pytest.raises(ConfigError) as refused:
         prepare_one(cfg)
-    assert refused.value.problems == (f"{folder}: was prepared with chat = absent, the configuration says 'on'; delete "
-                                      "the folder or name another data.path",)
+    assert refused.value.problems == (
+        f"{folder}: was prepared with chat = absent, the configuration says 'on'; delete "
+        "the folder or name another data.path",
+    )
     shutil.rmtree(folder)
-    with with_option, unittest.mock.patch("data.prepare.identity", lambda cfg: {**identity(cfg), "chat": "on"}):
+    with (
+        with_option,
+        unittest.mock.patch("data.prepare.identity", lambda cfg: {**identity(cfg), "chat": "on"}),
+    ):
         prepare_one(cfg)
         assert prepare_one(cfg) == folder
     for check in prepare_one, lambda cfg: open_data(cfg, "train"):
@@ -180,7 +214,10 @@ def test_a_folder_without_a_name_is_refused(corpus, tmp_path, monkeypatch, path)
 
 def test_what_ends_the_command_is_a_line_and_a_code(corpus, tmp_path, monkeypatch, capsys):
     path = written(config_for(corpus, tmp_path), tmp_path)
-    for raised, code, told in ((ConfigError("wrong"), 2, "wrong"), (KeyboardInterrupt, 130, "resumes here")):
+    for raised, code, told in (
+        (ConfigError("wrong"), 2, "wrong"),
+        (KeyboardInterrupt, 130, "resumes here"),
+    ):
         monkeypatch.setattr("data.prepare.prepare", unittest.mock.Mock(side_effect=raised))
         assert run_tool(main, path) == code
         printed = capsys.readouterr().err
@@ -227,7 +264,9 @@ def test_beyond_max_tokens_nothing_is_read(with_tokenizer, monkeypatch):
     monkeypatch.setattr("data.prepare.open_source", lambda d, place: Endless(d))
     monkeypatch.setattr("data.encode.CHUNK", 1000)
     monkeypatch.setattr("os.sched_getaffinity", lambda *unused: {0})
-    cfg = dataclasses.replace(with_tokenizer, data=dataclasses.replace(with_tokenizer.data, max_tokens=200))
+    cfg = dataclasses.replace(
+        with_tokenizer, data=dataclasses.replace(with_tokenizer.data, max_tokens=200)
+    )
     assert read_manifest(prepare_one(cfg))["tokens"]["train"] < 600
 
 
@@ -240,10 +279,15 @@ def test_text_of_which_a_tokenizer_leaves_nothing_is_no_document(tmp_path, capsy
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "in.jsonl").write_text('{"text": "cat sat"}\n{"text": "  "}\n' * 20)
-    folder = prepare_one(config_for(tmp_path / "in.jsonl", tmp_path, tokenizer=str(tmp_path / "tokenizer.json")))
+    folder = prepare_one(
+        config_for(tmp_path / "in.jsonl", tmp_path, tokenizer=str(tmp_path / "tokenizer.json"))
+    )
     assert read_manifest(folder)["documents"] == {"train": 20, "heldout": 0}
     assert open_stream(folder, "train", 320).documents(0, 6) == [(0, 0, 2), (1, 2, 4), (2, 4, 6)]
-    assert "tokenizer.json: has no EOS token that is known, so nothing separates documents" in capsys.readouterr().err
+    assert (
+        "tokenizer.json: has no EOS token that is known, so nothing separates documents"
+        in capsys.readouterr().err
+    )
 
 
 GOOD = json.dumps({"text": "some text that is good"}) + "\n"
@@ -258,7 +302,10 @@ BAD_INPUT = {
     "lone surrogate": (GOOD * 2 + '{"text": "a\\ud800"}\n', "line 3: is not valid Unicode"),
     "empty file": ("", "holds no text"),
     "documents all empty": ('{"text": ""}\n' * 5, "holds no text"),
-    "too little text": (GOOD, r"\[model\] vocab_size = 320: the text is too little.*the largest that works is \d+"),
+    "too little text": (
+        GOOD,
+        r"\[model\] vocab_size = 320: the text is too little.*the largest that works is \d+",
+    ),
 }
 
 
@@ -268,7 +315,9 @@ def test_bad_input_is_named_and_nothing_published(case, tmp_path):
     (tmp_path / "in.jsonl").write_text(content)
     with pytest.raises(ConfigError, match=message):
         prepare_one(config_for(tmp_path / "in.jsonl", tmp_path))
-    assert not (tmp_path / "out").exists() and not [p for p in tmp_path.iterdir() if p.name.endswith(".tmp")]
+    assert not (tmp_path / "out").exists() and not [
+        p for p in tmp_path.iterdir() if p.name.endswith(".tmp")
+    ]
 
 
 @pytest.mark.parametrize("entries", [1, 2, 200])
@@ -276,7 +325,9 @@ def test_a_vocabulary_too_small_names_the_smallest_that_works(entries):
     texts = ["the cat sat on the mat\n"]
     with pytest.raises(ConfigError, match=rf"vocab_size = {entries}: too small") as told:
         train_tokenizer(texts, entries)
-    assert train_tokenizer(texts, int(re.search(r"the smallest that works is (\d+)$", str(told.value))[1]))
+    assert train_tokenizer(
+        texts, int(re.search(r"the smallest that works is (\d+)$", str(told.value))[1])
+    )
 
 
 def written(cfg, tmp_path):
@@ -289,7 +340,9 @@ def written(cfg, tmp_path):
 def test_two_that_prepare_at_once(with_tokenizer, tmp_path):
     """Both end well, and one of them did the work."""
     command = [sys.executable, "-m", "data.prepare", written(with_tokenizer, tmp_path)]
-    both = [subprocess.Popen(command, cwd=REPO, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [
+        subprocess.Popen(command, cwd=REPO, stderr=subprocess.PIPE, text=True) for _ in range(2)
+    ]
     printed = [process.communicate()[1] for process in both]
     assert [process.returncode for process in both] == [0, 0], printed
     assert sum("prepared" in text and "to train on" in text for text in printed) == 1
@@ -309,8 +362,13 @@ sys.exit(p.main(sys.argv[1:]))
 def test_a_second_that_prepares_waits_in_one_line(with_tokenizer, prepared, tmp_path):
     """The first is played by this process; the second finds its work done."""
     held = files.lock(tmp_path / ".out.lock")
-    second = subprocess.Popen([sys.executable, "-c", WAITS, written(with_tokenizer, tmp_path)], cwd=REPO, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    second = subprocess.Popen(
+        [sys.executable, "-c", WAITS, written(with_tokenizer, tmp_path)],
+        cwd=REPO,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     assert second.stdout.readline() == "waits\n", second.communicate()
     shutil.copytree(prepared, tmp_path / "elsewhere")
     manifest = json.loads((prepared / "manifest.json").read_text())
@@ -320,21 +378,34 @@ def test_a_second_that_prepares_waits_in_one_line(with_tokenizer, prepared, tmp_
     before = content(tmp_path / "out")
     held.release()
     error = second.communicate()[1]
-    assert second.returncode == 0 and error == f"waiting for another process that prepares {tmp_path / 'out'}\n", error
+    assert (
+        second.returncode == 0
+        and error == f"waiting for another process that prepares {tmp_path / 'out'}\n"
+    ), error
     assert content(tmp_path / "out") == before
 
 
-def test_killed_before_any_of_its_file_system_events_it_resumes_and_ends_the_same(with_tokenizer, prepared, tmp_path):
+def test_killed_before_any_of_its_file_system_events_it_resumes_and_ends_the_same(
+    with_tokenizer, prepared, tmp_path
+):
     """Dozens of kills: one at each event, and many of one preparation."""
     small = tmp_path / "small.jsonl"
     small.write_text("".join(json.dumps({"text": words(i, 300)}) + "\n" for i in range(60)))
-    cfg = dataclasses.replace(with_tokenizer, data=dataclasses.replace(with_tokenizer.data, source=str(small),
-                                                                       path=str(tmp_path / "killed/out")))
+    cfg = dataclasses.replace(
+        with_tokenizer,
+        data=dataclasses.replace(
+            with_tokenizer.data, source=str(small), path=str(tmp_path / "killed/out")
+        ),
+    )
     final = prepare_one(cfg).rename(tmp_path / "final")
     assert min(read_manifest(final)["documents"].values()) > 0
     shutil.rmtree(tmp_path / "killed")
-    done = subprocess.run([sys.executable, "-m", "tests.kill_cases", written(cfg, tmp_path), final], cwd=REPO,
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kill_cases", written(cfg, tmp_path), final],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["events"] > 20 and found["kills of one"] > 2, found
@@ -360,11 +431,18 @@ def test_what_a_preparation_says_it_has_is_on_disk(with_tokenizer, monkeypatch, 
         write(path, text)
 
     def published(temporary, final):
-        assert {path.name: path.stat().st_size for path in temporary.iterdir()}.items() <= synced.items()
+        assert {
+            path.name: path.stat().st_size for path in temporary.iterdir()
+        }.items() <= synced.items()
         publish(temporary, final)
 
-    for name, value in {"data.encode.SYNC_SECONDS": seconds, "data.encode.CHUNK": 20_000, "os.fsync": noting,
-                        "files.write_atomic": write_atomic, "files.publish": published}.items():
+    for name, value in {
+        "data.encode.SYNC_SECONDS": seconds,
+        "data.encode.CHUNK": 20_000,
+        "os.fsync": noting,
+        "files.write_atomic": write_atomic,
+        "files.publish": published,
+    }.items():
         monkeypatch.setattr(name, value)
     prepare_one(with_tokenizer)
     assert len(said) >= times
@@ -386,21 +464,33 @@ data.prepare.main(sys.argv[1:])
 
 def test_the_processes_of_a_killed_preparation_end_with_it(with_tokenizer, tmp_path, capsys):
     """kill -9 of the real thing, with its pool, when it has noted progress for the fourth time."""
-    killed = subprocess.run([sys.executable, "-c", KILLED, written(with_tokenizer, tmp_path)], cwd=REPO, text=True,
-                            capture_output=True)  # returns when all that hold the pipe have ended: the pool's too
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, written(with_tokenizer, tmp_path)],
+        cwd=REPO,
+        text=True,
+        capture_output=True,
+    )  # returns when all that hold the pipe have ended: the pool's too
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     folder = prepare_one(with_tokenizer)
     assert "resuming after" in capsys.readouterr().err and not (tmp_path / ".out.tmp").exists()
-    straight = prepare_one(dataclasses.replace(with_tokenizer, data=dataclasses.replace(
-        with_tokenizer.data, path=str(tmp_path / "straight"))))
+    straight = prepare_one(
+        dataclasses.replace(
+            with_tokenizer,
+            data=dataclasses.replace(with_tokenizer.data, path=str(tmp_path / "straight")),
+        )
+    )
     assert content(folder) == content(straight)
 
 
 def mixture(tmp_path, corpus, **data):
     if not (tmp_path / "other.jsonl").exists():
-        (tmp_path / "other.jsonl").write_text("".join(json.dumps({"body": words(-i, 30)}) + "\n" for i in range(200)))
-    sources = [{"source": str(corpus), "weight": 0.75, "max_tokens": 3000},
-               {"source": str(tmp_path / "other.jsonl"), "weight": 0.25, "text_field": "body"}]
+        (tmp_path / "other.jsonl").write_text(
+            "".join(json.dumps({"body": words(-i, 30)}) + "\n" for i in range(200))
+        )
+    sources = [
+        {"source": str(corpus), "weight": 0.75, "max_tokens": 3000},
+        {"source": str(tmp_path / "other.jsonl"), "weight": 0.25, "text_field": "body"},
+    ]
     return make_config(data={"sources": sources, "path": str(tmp_path / "mixed"), **data})
 
 
@@ -422,7 +512,9 @@ def test_a_mixture_trains_one_tokenizer_and_keeps_its_sources_apart(corpus, tmp_
 
 
 @pytest.mark.parametrize("entries, million", [(320, 4), (4000, 8)])
-def test_a_mixture_s_tokenizer_reads_of_each_source_its_share(entries, million, corpus, tmp_path, monkeypatch):
+def test_a_mixture_s_tokenizer_reads_of_each_source_its_share(
+    entries, million, corpus, tmp_path, monkeypatch
+):
     read: dict[str, int] = {}
 
     def endless(data: config.Data, *unused):
@@ -437,9 +529,17 @@ def test_a_mixture_s_tokenizer_reads_of_each_source_its_share(entries, million, 
 
     monkeypatch.setattr("data.prepare.open_source", endless)
     monkeypatch.setattr("data.prepare.train_tokenizer", count)
-    sources = [{"source": str(corpus), "weight": 30.0}, {"source": str(corpus.parent), "weight": 70.0}]
+    sources = [
+        {"source": str(corpus), "weight": 30.0},
+        {"source": str(corpus.parent), "weight": 70.0},
+    ]
     with pytest.raises(ConfigError, match="enough"):
-        prepare(make_config(model={"vocab_size": entries}, data={"sources": sources, "path": str(tmp_path / "mixed")}))
+        prepare(
+            make_config(
+                model={"vocab_size": entries},
+                data={"sources": sources, "path": str(tmp_path / "mixed")},
+            )
+        )
     assert read == {str(corpus): million * 3 * 10**5, str(corpus.parent): million * 7 * 10**5}
 
 
@@ -448,7 +548,9 @@ def test_a_source_prepared_once_serves_every_mixture(corpus, prepared, tmp_path)
     first = prepare(mixture(tmp_path, corpus, **given))
     made = [folder.stat().st_mtime_ns for folder in first]
     cfg = mixture(tmp_path, corpus, **given)
-    heavier = [dataclasses.replace(source, weight=source.weight + 1) for source in cfg.data.sources[::-1]]
+    heavier = [
+        dataclasses.replace(source, weight=source.weight + 1) for source in cfg.data.sources[::-1]
+    ]
     other = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, sources=tuple(heavier)))
     assert prepare(other) == first[::-1] and [folder.stat().st_mtime_ns for folder in first] == made
 
@@ -456,10 +558,18 @@ def test_a_source_prepared_once_serves_every_mixture(corpus, prepared, tmp_path)
 def test_parts_of_one_source_have_names_of_their_own(corpus, prepared, tmp_path):
     """As their losses are reported by name."""
     sources = [{"source": str(corpus), "max_tokens": limit} for limit in (500, 3000)]
-    cfg = make_config(data={"sources": sources, "tokenizer": str(prepared / "tokenizer.model"),
-                            "path": str(tmp_path / "mixed")})
+    cfg = make_config(
+        data={
+            "sources": sources,
+            "tokenizer": str(prepared / "tokenizer.model"),
+            "path": str(tmp_path / "mixed"),
+        }
+    )
     folders = prepare(cfg)
-    assert source_names(cfg) == [folder.name for folder in folders] and len(set(source_names(cfg))) == 2
+    assert (
+        source_names(cfg) == [folder.name for folder in folders]
+        and len(set(source_names(cfg))) == 2
+    )
 
 
 def test_what_has_nothing_held_out_is_refused_with_an_evaluation(corpus, tmp_path, prepared):
@@ -469,15 +579,27 @@ def test_what_has_nothing_held_out_is_refused_with_an_evaluation(corpus, tmp_pat
     few.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
     def check(*sources: pathlib.Path, **sections: dict) -> list[str]:
-        cfg = make_config(run={"output_dir": str(tmp_path / "outputs"), "name": "r"}, **sections, data={
-            "sources": [{"source": str(source)} for source in sources], "path": str(tmp_path / "mixed"),
-            "tokenizer": str(prepared / "tokenizer.model")})
-        assert check_launch(cfg, Ranks(1, 1, 0, None), config.parse_arguments(["x.toml"]), Interruption())
+        cfg = make_config(
+            run={"output_dir": str(tmp_path / "outputs"), "name": "r"},
+            **sections,
+            data={
+                "sources": [{"source": str(source)} for source in sources],
+                "path": str(tmp_path / "mixed"),
+                "tokenizer": str(prepared / "tokenizer.model"),
+            },
+        )
+        assert check_launch(
+            cfg, Ranks(1, 1, 0, None), config.parse_arguments(["x.toml"]), Interruption()
+        )
         return open_dataset(cfg).notes
 
     assert check(few) == []
     [note] = check(corpus, few, eval={})
-    assert note.startswith(str(tmp_path / "mixed")) and "few.jsonl" in note and "it has no validation loss" in note
+    assert (
+        note.startswith(str(tmp_path / "mixed"))
+        and "few.jsonl" in note
+        and "it has no validation loss" in note
+    )
     with pytest.raises(ConfigError, match=r"mixed/.*: none of its documents .* is held out"):
         check(few, eval={})
 
@@ -486,23 +608,43 @@ def test_training_on_a_mixture_and_looking_at_it(corpus, tmp_path, write_config,
     import data.show
 
     cfg = mixture(tmp_path, corpus)
-    path = write_config("mixed", data={k: v for k, v in config.to_dict(cfg)["data"].items() if k != "source"}, eval={},
-                        checkpoint={}, train={"steps": 1}, optim={"warmup_steps": 0})
+    path = write_config(
+        "mixed",
+        data={k: v for k, v in config.to_dict(cfg)["data"].items() if k != "source"},
+        eval={},
+        checkpoint={},
+        train={"steps": 1},
+        optim={"warmup_steps": 0},
+    )
     done = launch(path)
     assert done.returncode == 0, done.stderr
     row = json.loads((tmp_path / "outputs/mixed/metrics.jsonl").read_text().splitlines()[-1])
-    assert row["kind"] == "eval" and set(row["loss_by_source"]) == {str(corpus), str(tmp_path / "other.jsonl")}
+    assert row["kind"] == "eval" and set(row["loss_by_source"]) == {
+        str(corpus),
+        str(tmp_path / "other.jsonl"),
+    }
     # the mean over all tokens, not of the sources' means
-    counts, losses = [s.length - 1 for s in open_data(cfg, "heldout")], [*row["loss_by_source"].values()]
-    assert row["loss"] == pytest.approx(sum(n * loss for n, loss in zip(counts, losses)) / sum(counts), rel=1e-6)
+    counts, losses = (
+        [s.length - 1 for s in open_data(cfg, "heldout")],
+        [*row["loss_by_source"].values()],
+    )
+    assert row["loss"] == pytest.approx(
+        sum(n * loss for n, loss in zip(counts, losses)) / sum(counts), rel=1e-6
+    )
     assert row["loss"] != pytest.approx(sum(losses) / 2, rel=1e-6)
     if config.has(*config.PLANNER):
-        plan = subprocess.run([warm_python(), "train.py", path, "--dry-run", "--json"], cwd=REPO, capture_output=True)
+        plan = subprocess.run(
+            [warm_python(), "train.py", path, "--dry-run", "--json"], cwd=REPO, capture_output=True
+        )
         assert json.loads(plan.stdout)["steps_per_epoch"] > 1
     assert data.show.main([str(path), "--step", "1"]) == 0
     shown = capsys.readouterr().out
-    assert data.show.main([str(path)]) == 0 and capsys.readouterr().out == shown  # the first step, unless it is said
-    assert shown.count(f"of {corpus}") == 6 and shown.count("other.jsonl") == 2  # three of four, of eight samples
+    assert (
+        data.show.main([str(path)]) == 0 and capsys.readouterr().out == shown
+    )  # the first step, unless it is said
+    assert (
+        shown.count(f"of {corpus}") == 6 and shown.count("other.jsonl") == 2
+    )  # three of four, of eight samples
     other = config.load(str(path), ['--data.sources=[{source = "python-stdlib"}]'])
     with pytest.raises(ConfigError, match=r"data\.sources"):
         compare.check_same_run(other, 1)
@@ -511,14 +653,21 @@ def test_training_on_a_mixture_and_looking_at_it(corpus, tmp_path, write_config,
 def test_other_data_is_refused_by_name(corpus, tmp_path, write_config):
     """The same configuration, and another corpus in the same place."""
     source = str(shutil.copy(corpus, tmp_path / "texts.jsonl"))
-    path = write_config("guarded", data={"source": source, "path": str(tmp_path / "tokens")}, checkpoint={},
-                        train={"steps": 1}, optim={"warmup_steps": 0})
+    path = write_config(
+        "guarded",
+        data={"source": source, "path": str(tmp_path / "tokens")},
+        checkpoint={},
+        train={"steps": 1},
+        optim={"warmup_steps": 0},
+    )
     assert launch(path).returncode == 0
     shutil.rmtree(tmp_path / "tokens")
     (tmp_path / "texts.jsonl").write_text("".join(corpus.read_text().splitlines(True)[::-1]))
     done = launch(path, "--train.steps=2", "--optim.schedule_steps=1")
     assert done.returncode == 2 and "was trained on other data" in done.stderr, done.stderr
-    assert "sha256.train.bin was" in done.stderr and "sha256.heldout.bin" in done.stderr, done.stderr
+    assert "sha256.train.bin was" in done.stderr and "sha256.heldout.bin" in done.stderr, (
+        done.stderr
+    )
 
 
 class Terminal(io.StringIO):
@@ -535,21 +684,36 @@ def test_progress_overwrites_itself_on_a_terminal_and_is_lines_in_a_log(terminal
         report(progress("words", state, tokens / 1000, 100, 2.0), stays=False)
     report("done")
     found = stream.getvalue()
-    assert found.count("\n") == (1 if terminal else len(found.splitlines())) and found.endswith("done\n")
+    assert found.count("\n") == (1 if terminal else len(found.splitlines())) and found.endswith(
+        "done\n"
+    )
     assert ("\r" in found) == terminal
     *_, before, last = [part for part in re.split(r"[\r\n]|\x1b\[K", found) if "words" in part]
-    for part, share, tokens, documents in ((before, "40%", "400/1.00k", 40), (last, "50%", "500/1.00k", 50)):
-        assert part.startswith(f"words:  {share}|") and tokens in part and f" tokens/s, {documents} documents]" in part
+    for part, share, tokens, documents in (
+        (before, "40%", "400/1.00k", 40),
+        (last, "50%", "500/1.00k", 50),
+    ):
+        assert (
+            part.startswith(f"words:  {share}|")
+            and tokens in part
+            and f" tokens/s, {documents} documents]" in part
+        )
 
 
 def test_an_error_is_printed_on_a_line_that_progress_left_clear(prepared, tmp_path, monkeypatch):
     """By the launcher as by data.prepare."""
     (tmp_path / "in.jsonl").write_text(GOOD * 99 + "[1]\n")
-    for name, value in {"data.encode.CHUNK": 100, "os.sched_getaffinity": lambda *unused: {0}, "data.encode.time":
-                        SimpleNamespace(monotonic=itertools.count().__next__), "sys.stderr": Terminal()}.items():
+    for name, value in {
+        "data.encode.CHUNK": 100,
+        "os.sched_getaffinity": lambda *unused: {0},
+        "data.encode.time": SimpleNamespace(monotonic=itertools.count().__next__),
+        "sys.stderr": Terminal(),
+    }.items():
         monkeypatch.setattr(name, value)
     with pytest.raises(ConfigError, match="line 100: has no field"):
-        prepare_one(config_for(tmp_path / "in.jsonl", tmp_path, tokenizer=str(prepared / "tokenizer.model")))
+        prepare_one(
+            config_for(tmp_path / "in.jsonl", tmp_path, tokenizer=str(prepared / "tokenizer.model"))
+        )
     assert " tokens/s" in (shown := sys.stderr.getvalue()) and shown.endswith("\r\x1b[K\r"), shown
 
 
@@ -563,21 +727,37 @@ def test_invalid_input_ends_a_tool_with_2_also_without_a_place_for_its_error(red
 def test_a_full_disk_and_a_closed_stderr_end_no_preparation(with_tokenizer, tmp_path):
     for redirect in ("2>/dev/full", "2>&-", ">&- 2>&-"):
         path = written(with_tokenizer, tmp_path)
-        done = subprocess.run(["bash", "-c", f"exec {sys.executable} -m data.prepare {path} {redirect}"], cwd=REPO,
-                              capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", "-c", f"exec {sys.executable} -m data.prepare {path} {redirect}"],
+            cwd=REPO,
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0 and read_manifest(tmp_path / "out"), done.stderr
         shutil.rmtree(tmp_path / "out")
 
 
 def test_a_full_disk_ends_in_a_line(corpus, prepared, write_config, tmp_path):
-    path = write_config("full", data={"source": str(corpus), "path": str(tmp_path / "out"),
-                                      "tokenizer": str(prepared / "tokenizer.model")})
-    limit = "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); " \
-            "resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); import config, data.prepare as p; " \
-            "config.run_tool(p.main)"
-    done = subprocess.run([sys.executable, "-c", limit, path], cwd=REPO, capture_output=True, text=True)
+    path = write_config(
+        "full",
+        data={
+            "source": str(corpus),
+            "path": str(tmp_path / "out"),
+            "tokenizer": str(prepared / "tokenizer.model"),
+        },
+    )
+    limit = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); import config, data.prepare as p; "
+        "config.run_tool(p.main)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", limit, path], cwd=REPO, capture_output=True, text=True
+    )
     assert done.returncode == 2 and not (tmp_path / "out").exists()
-    assert done.stderr.splitlines()[-1].endswith("data could not be prepared: File too large"), done.stderr
+    assert done.stderr.splitlines()[-1].endswith("data could not be prepared: File too large"), (
+        done.stderr
+    )
     assert main([str(path)]) == 0
 
 
@@ -590,7 +770,11 @@ def test_a_changed_file_is_noticed_at_the_next_start(prepared, corpus, tmp_path,
     os.utime(copy / "train.bin")  # copied: hashed once, and found good
     prepare_one(cfg)
     printed = capsys.readouterr().err.splitlines()
-    assert len(printed) == 2 and "train.bin: was copied or changed" in printed[0] and "unchanged" in printed[1]
+    assert (
+        len(printed) == 2
+        and "train.bin: was copied or changed" in printed[0]
+        and "unchanged" in printed[1]
+    )
     (copy / "train.bin").write_bytes(tokens)
     with pytest.raises(ConfigError, match=r"train\.bin: was changed since it was prepared"):
         prepare_one(cfg)
@@ -620,7 +804,9 @@ def test_killed_at_the_end_it_resumes_at_the_end(where, corpus, prepared, tmp_pa
     assert content(prepare_one(cfg)) == content(prepared)
 
 
-def test_a_mixture_goes_on_that_was_killed_as_its_tokenizer_was_written(corpus, tmp_path, monkeypatch):
+def test_a_mixture_goes_on_that_was_killed_as_its_tokenizer_was_written(
+    corpus, tmp_path, monkeypatch
+):
     """Between any two of its files: a tokenizer is not there before what says on which text it was trained."""
     cfg, write, written = mixture(tmp_path, corpus), files.write_atomic, []
 
@@ -638,7 +824,9 @@ def test_a_mixture_goes_on_that_was_killed_as_its_tokenizer_was_written(corpus, 
     assert len(prepare(cfg)) == 2
 
 
-def test_a_network_that_fails_loses_nothing_that_was_read(corpus, prepared, tmp_path, monkeypatch, capsys):
+def test_a_network_that_fails_loses_nothing_that_was_read(
+    corpus, prepared, tmp_path, monkeypatch, capsys
+):
     """Neither while a dataset is read, nor as it is opened to go on; a name that leads nowhere leaves nothing."""
     import datasets
     import huggingface_hub
@@ -667,9 +855,14 @@ def test_a_network_that_fails_loses_nothing_that_was_read(corpus, prepared, tmp_
         return Stream()
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda self, name: SimpleNamespace(sha="commit"))
+    monkeypatch.setattr(
+        huggingface_hub.HfApi, "dataset_info", lambda self, name: SimpleNamespace(sha="commit")
+    )
     told = []
-    monkeypatch.setattr("data.encode.progress", lambda name, state, share, before, seconds: told.append(before) or "")
+    monkeypatch.setattr(
+        "data.encode.progress",
+        lambda name, state, share, before, seconds: told.append(before) or "",
+    )
     for name in "SYNC_SECONDS", "LOG_SECONDS":
         monkeypatch.setattr(f"data.encode.{name}", 0.0)
     monkeypatch.setattr("data.encode.CHUNK", 5000)
@@ -677,23 +870,32 @@ def test_a_network_that_fails_loses_nothing_that_was_read(corpus, prepared, tmp_
     cfg = config_for("owner/name", tmp_path, **given)
     for rows_before_it_fails, error in ((300, "the peer is gone"), (0, "no route")):
         reached[0] = rows_before_it_fails
-        with pytest.raises(ConfigError, match=f"source = owner/name: .*cannot be read: ConnectionError: {error}"):
+        with pytest.raises(
+            ConfigError, match=f"source = owner/name: .*cannot be read: ConnectionError: {error}"
+        ):
             prepare_one(cfg)
-        assert json.loads((tmp_path / ".out.tmp/manifest.json").read_text())["documents"]["train"] > 50
+        assert (
+            json.loads((tmp_path / ".out.tmp/manifest.json").read_text())["documents"]["train"] > 50
+        )
         assert "what was read of owner/name stays" in capsys.readouterr().err
     reached[0] = len(texts)
     kept = sum(json.loads((tmp_path / ".out.tmp/manifest.json").read_text())["tokens"].values())
     folder = prepare_one(cfg)
     assert {*told} == {0, kept}  # a speed is of what is made now
     assert "resuming after" in capsys.readouterr().err
-    assert all((folder / name).read_bytes() == (prepared / name).read_bytes() for name in ("train.bin", "heldout.bin"))
+    assert all(
+        (folder / name).read_bytes() == (prepared / name).read_bytes()
+        for name in ("train.bin", "heldout.bin")
+    )
     reached[0] = 0
     with pytest.raises(ConfigError, match="no route"):
         prepare_one(config_for("owner/nowhere", tmp_path / "new", **given))
     assert not (tmp_path / "new/.out.tmp").exists()
 
 
-def test_a_killed_preparation_begins_anew_where_its_text_has_changed(corpus, prepared, tmp_path, monkeypatch):
+def test_a_killed_preparation_begins_anew_where_its_text_has_changed(
+    corpus, prepared, tmp_path, monkeypatch
+):
     copy = tmp_path / "copy.jsonl"
     copy.write_text("".join(corpus.read_text().splitlines(True)[::-1]))
     cfg = config_for(copy, tmp_path, tokenizer=str(prepared / "tokenizer.model"))
@@ -715,7 +917,9 @@ def test_text_that_changes_meanwhile_is_not_published(corpus, prepared, tmp_path
         return "0"
 
     monkeypatch.setattr("data.prepare._sha256", append)
-    with pytest.raises(ConfigError, match=r"copy\.jsonl: changed while it was prepared; start again"):
+    with pytest.raises(
+        ConfigError, match=r"copy\.jsonl: changed while it was prepared; start again"
+    ):
         prepare_one(config_for(copy, tmp_path, tokenizer=str(prepared / "tokenizer.model")))
     assert not (tmp_path / "out").exists() and not (tmp_path / ".out.tmp").exists()
 
@@ -729,13 +933,18 @@ def test_a_prepared_mixture_takes_no_lock_and_watches_its_text(corpus, tmp_path,
     with (tmp_path / "other.jsonl").open("a") as file:
         file.write(json.dumps({"body": "more"}) + "\n")
     shutil.rmtree(folders[1])
-    with pytest.raises(ConfigError, match=r"other\.jsonl changed since this tokenizer was trained on it"):
+    with pytest.raises(
+        ConfigError, match=r"other\.jsonl changed since this tokenizer was trained on it"
+    ):
         prepare(cfg)
 
 
 def test_sources_of_one_name_are_told_apart(corpus):
     twice = [{"source": str(corpus)}, {"source": str(corpus), "text_field": "body"}]
-    assert source_names(make_config(data={"sources": [{"source": "a"}, {"source": "b"}]})) == ["a", "b"]
+    assert source_names(make_config(data={"sources": [{"source": "a"}, {"source": "b"}]})) == [
+        "a",
+        "b",
+    ]
     given = make_config(data={"sources": twice, "tokenizer": str(corpus)})
     assert len(set(source_names(given))) == 2 and source_names(make_config()) == []
 
@@ -752,23 +961,34 @@ def test_somebody_elses_manifest_is_left_alone(content, corpus, tmp_path):
         prepare_one(config_for(corpus, tmp_path))
 
 
-def test_data_of_another_configuration_is_refused_without_the_launcher_too(prepared, write_config, tmp_path):
-    path = write_config("other", data={"source": "python-stdlib", "path": str(prepared)}, checkpoint={})
-    done = subprocess.run([warm_python(), "train.py", path], cwd=REPO, capture_output=True, text=True)
+def test_data_of_another_configuration_is_refused_without_the_launcher_too(
+    prepared, write_config, tmp_path
+):
+    path = write_config(
+        "other", data={"source": "python-stdlib", "path": str(prepared)}, checkpoint={}
+    )
+    done = subprocess.run(
+        [warm_python(), "train.py", path], cwd=REPO, capture_output=True, text=True
+    )
     assert done.returncode == 2 and "was prepared with source = " in done.stderr, done.stderr
     assert not (tmp_path / "outputs").exists()
     with pytest.raises(ConfigError, match="was prepared with source = "):
         open_data(config.load(str(path), []), "train")
 
 
-def test_a_killed_process_of_the_pool_is_reported_and_loses_nothing(with_tokenizer, tmp_path, monkeypatch):
+def test_a_killed_process_of_the_pool_is_reported_and_loses_nothing(
+    with_tokenizer, tmp_path, monkeypatch
+):
 
     def broken(*unused):
         raise concurrent.futures.process.BrokenProcessPool
 
     with monkeypatch.context() as patched:
         patched.setattr("concurrent.futures.Future.result", broken)
-        with pytest.raises(ConfigError, match=r"a process that tokenizes was killed \(is the host out of memory\?\)"):
+        with pytest.raises(
+            ConfigError,
+            match=r"a process that tokenizes was killed \(is the host out of memory\?\)",
+        ):
             prepare_one(with_tokenizer)
     assert (tmp_path / ".out.tmp/manifest.json").exists()
     prepare_one(with_tokenizer)

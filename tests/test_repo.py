@@ -24,22 +24,42 @@ from tests.warm import warm_python
 
 BLOCK = re.compile(r"^```(.*?)\n(.*?)^```", re.M | re.S)
 DOCS = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
-LABELS = {"fork", "full-state", "message", "output", "run", "dry-run", "needs-a-cluster", "needs-a-tracker",
-          "needs-lm-eval", "table"}
+LABELS = {
+    "fork",
+    "full-state",
+    "message",
+    "output",
+    "run",
+    "dry-run",
+    "needs-a-cluster",
+    "needs-a-tracker",
+    "needs-lm-eval",
+    "table",
+}
 QUOTED = "python quoted "  # and the file
 
 
 def blocks() -> list[tuple[str, str, str]]:
-    return [(path.name, label.strip(), text) for path in DOCS for label, text in BLOCK.findall(path.read_text())]
+    return [
+        (path.name, label.strip(), text)
+        for path in DOCS
+        for label, text in BLOCK.findall(path.read_text())
+    ]
 
 
 def test_every_block_has_a_label():
     labels = [label for _, label, _ in blocks() if not label.startswith(QUOTED)]
-    assert labels and all(label.split()[-1] in LABELS and len(label.split()) == 2 for label in labels)
+    assert labels and all(
+        label.split()[-1] in LABELS and len(label.split()) == 2 for label in labels
+    )
 
 
 def test_quoted_code_is_that_of_the_file():
-    quotes = [(label.removeprefix(QUOTED), text) for _, label, text in blocks() if label.startswith(QUOTED)]
+    quotes = [
+        (label.removeprefix(QUOTED), text)
+        for _, label, text in blocks()
+        if label.startswith(QUOTED)
+    ]
     assert len(quotes) > 5 and all(text in (REPO / name).read_text() for name, text in quotes)
 
 
@@ -54,7 +74,9 @@ def slugs(text: str) -> list[str]:
     for heading in re.findall(r"^#+ (.+)$", BLOCK.sub("", text), re.M):
         words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower().replace(" ", "-")
         slug = re.sub(r"[^\w-]", "", words)
-        again = sum(re.fullmatch(rf"{re.escape(slug)}(-\d+)?", other) is not None for other in found)
+        again = sum(
+            re.fullmatch(rf"{re.escape(slug)}(-\d+)?", other) is not None for other in found
+        )
         found.append(f"{slug}-{again}" if again else slug)
     return found
 
@@ -73,7 +95,9 @@ def test_relative_links_lead_somewhere():
             assert file.is_relative_to(repo), where
             if not any(f"{file.relative_to(repo)}/".startswith(f"{room}/") for room in missing()):
                 assert file.exists(), where
-                assert not anchor or (file.suffix == ".md" and anchor in slugs(file.read_text())), where
+                assert not anchor or (file.suffix == ".md" and anchor in slugs(file.read_text())), (
+                    where
+                )
             checked += 1
     assert checked > 20
     assert slugs("# `a.b`: c, d\n## Two\n## Two\n") == ["ab-c-d", "two", "two-1"]
@@ -84,9 +108,15 @@ def test_options_named_in_pages_exist():
     functions, checked = re.findall(r"^def (\w+)", (REPO / "optim.py").read_text(), re.M), 0
     known = config.SCHEMA.options.keys() | config.SCHEMA.tables.keys()
     for path in DOCS:
-        for section, key in re.findall(r"`(?:--)?([a-z]+)\.([a-z_0-9]+)(?=[`= ])", path.read_text()):
-            other = key in ("py", "bin") or key in functions or (REPO / section / f"{key}.py").exists() or (
-                f"{section}/{key}.py" in missing())
+        for section, key in re.findall(
+            r"`(?:--)?([a-z]+)\.([a-z_0-9]+)(?=[`= ])", path.read_text()
+        ):
+            other = (
+                key in ("py", "bin")
+                or key in functions
+                or (REPO / section / f"{key}.py").exists()
+                or (f"{section}/{key}.py" in missing())
+            )
             if section in config.SCHEMA.tables and not other:
                 assert f"{section}.{key}" in known, f"{path.name}: {section}.{key}"
                 checked += 1
@@ -103,7 +133,9 @@ def wordings(node: ast.AST) -> list[str]:
         return wordings(node.body) + wordings(node.orelse)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):  # "text" * condition
         return [*wordings(node.left), ""]
-    if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)):
+    if isinstance(node, ast.JoinedStr) or (
+        isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
+    ):
         parts = node.values if isinstance(node, ast.JoinedStr) else [node.left, node.right]
         return ["".join(words) for words in itertools.product(*map(wordings, parts))]
     return ["\0"]
@@ -114,11 +146,17 @@ def test_quoted_messages_are_those_of_the_code():
     if gone := missing():
         pytest.skip(f"needs {gone[0]}")
     said = re.findall('"([^"]*)"', re.sub(r"\$\w+", "\0", (REPO / "run_train.sh").read_text()))
-    for name in subprocess.run(["git", "ls-files", "*.py"], cwd=REPO, capture_output=True, text=True).stdout.split():
+    for name in subprocess.run(
+        ["git", "ls-files", "*.py"], cwd=REPO, capture_output=True, text=True
+    ).stdout.split():
         if not name.startswith(("tests/", "benchmarks/")):
             nodes = ast.walk(ast.parse((REPO / name).read_text()))
-            said += [words for node in nodes if isinstance(node, ast.expr) for words in wordings(node)]
-    quoted = [line for _, label, text in blocks() if label == "text message" for line in text.splitlines()]
+            said += [
+                words for node in nodes if isinstance(node, ast.expr) for words in wordings(node)
+            ]
+    quoted = [
+        line for _, label, text in blocks() if label == "text message" for line in text.splitlines()
+    ]
     for line in quoted:
         parts = [part.strip() for part in line.split("…")]
         assert len("".join(parts)) >= 14, line
@@ -130,17 +168,28 @@ def test_quoted_messages_are_those_of_the_code():
 def commands(text: str) -> list[str]:
     """A line each, or a here-document with its command."""
     found = re.findall(r"^.*<<'END'\n(?:.*\n)*?END$|^.+$", text.replace("\\\n", " "), re.M)
-    return [line if "<<'END'\n" in line else line.split("  #")[0].strip() for line in found
-            if line.strip() and not line.startswith("#")]
+    return [
+        line if "<<'END'\n" in line else line.split("  #")[0].strip()
+        for line in found
+        if line.strip() and not line.startswith("#")
+    ]
 
 
-ELSEWHERE = ("benchmarks.counted_step", "benchmarks.overhead")  # run by a test that looks at what they print
+ELSEWHERE = (
+    "benchmarks.counted_step",
+    "benchmarks.overhead",
+)  # run by a test that looks at what they print
 
 
 def documented(tool: str) -> list[str]:
     """The arguments of the one command in the documents that runs this tool."""
-    found = [c.split(f"-m {tool}")[1].split() for _, label, text in blocks() if label.split()[-1] == "run"
-             for c in commands(text) if f"-m {tool}" in c]
+    found = [
+        c.split(f"-m {tool}")[1].split()
+        for _, label, text in blocks()
+        if label.split()[-1] == "run"
+        for c in commands(text)
+        if f"-m {tool}" in c
+    ]
     assert len(found) == 1
     return found[0]
 
@@ -148,7 +197,11 @@ def documented(tool: str) -> list[str]:
 def short(command: str) -> str:
     """The same command, with less text of Python's library, and fewer steps where it trains, of fewer tokens but for
     the first; benchmarks of fewer bytes."""
-    command = re.sub(r"--mib \d+", "--mib 8", command).replace("100_000_000", "5_000_000").replace("-mb 8", "-mb 2")
+    command = (
+        re.sub(r"--mib \d+", "--mib 8", command)
+        .replace("100_000_000", "5_000_000")
+        .replace("-mb 8", "-mb 2")
+    )
     command = command.replace("--ranks 1,2", "--ranks 1")
     if re.search(r"run_train\.sh(( -m data.*)? (configs/tiny|outputs/mixture)\.toml|$)", command):
         command = f"{command} --data.max_tokens=1_000_000"
@@ -158,7 +211,9 @@ def short(command: str) -> str:
             command = f"{command} --train.seq_len=64 --train.global_batch_size=2"
     if command.startswith("./tests/run.sh") and "--lint" not in command:
         return f"{command} -n 0 tests/test_metrics.py -k console_line"  # not this test again
-    if "run_train.sh" in command and not re.search(r"-m |--setup|--dry-run|--eval-only|--help|--train.steps", command):
+    if "run_train.sh" in command and not re.search(
+        r"-m |--setup|--dry-run|--eval-only|--help|--train.steps", command
+    ):
         return f"{command} --train.steps=2"
     return command
 
@@ -170,14 +225,24 @@ def clone(tmp_path_factory):
 
 
 def run_in(folder: pathlib.Path, command: str) -> subprocess.CompletedProcess:
-    return subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "PYTHON": warm_python()})
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHON": warm_python()},
+    )
 
 
 def warnings_in(done: subprocess.CompletedProcess) -> list[str]:
     """Python's and those of torch's log, but not of a CUDA build that it finds no GPU."""
-    return [line for line in [*done.stdout.splitlines(), *done.stderr.splitlines()] if "No CUDA runtime" not in line
-            and re.search(r"^\S+:\d+: \w*Warning: |^(\[rank\d+\]:)?[WE]\d{4} \d\d:", line)]
+    return [
+        line
+        for line in [*done.stdout.splitlines(), *done.stderr.splitlines()]
+        if "No CUDA runtime" not in line
+        and re.search(r"^\S+:\d+: \w*Warning: |^(\[rank\d+\]:)?[WE]\d{4} \d\d:", line)
+    ]
 
 
 def test_run_blocks_run(clone):
@@ -191,18 +256,28 @@ def test_run_blocks_run(clone):
                 if "tests/run.sh" in command:  # the same whenever it is run
                     tested.add(command)
                 done = run_in(clone, short(command))
-                assert done.returncode == 0, f"{name}: {command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+                assert done.returncode == 0, (
+                    f"{name}: {command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+                )
                 assert not warnings_in(done), f"{name}: {command}"
                 ran += 1
     assert ran >= 5
 
 
 def test_dry_run_blocks_give_a_plan(clone):
-    found = [c for _, label, text in blocks() if label.split()[-1] == "dry-run" for c in commands(text)]
+    found = [
+        c for _, label, text in blocks() if label.split()[-1] == "dry-run" for c in commands(text)
+    ]
     for command in found:
-        command = command.replace("--world-size 8,16,32", "--world-size 32")  # each of them looks for what to change
-        done = run_in(clone, command if "--dry-run" in command else f"{command} --dry-run --world-size 8")
-        assert done.returncode in (0, 3) and "parameters" in done.stdout, f"{command}\n{done.stderr}"
+        command = command.replace(
+            "--world-size 8,16,32", "--world-size 32"
+        )  # each of them looks for what to change
+        done = run_in(
+            clone, command if "--dry-run" in command else f"{command} --dry-run --world-size 8"
+        )
+        assert done.returncode in (0, 3) and "parameters" in done.stdout, (
+            f"{command}\n{done.stderr}"
+        )
         assert not warnings_in(done), command
     assert found
 
@@ -243,10 +318,22 @@ esac
 
     def set_up(stderr: int = subprocess.PIPE) -> tuple[int, list[str], list[str]]:
         calls.write_text("")
-        done = subprocess.run([tmp_path / "run_train.sh", "--setup"], stdout=subprocess.PIPE, stderr=stderr, text=True,
-                              cwd=tmp_path, env={"PATH": f"{python.parent}:{os.environ['PATH']}"})
-        assert calls.read_text().count("install --quiet") == calls.read_text().count("install") * (stderr < 0)
-        return done.returncode, done.stdout.splitlines()[-1:], re.findall("-m (venv|pip)", calls.read_text())
+        done = subprocess.run(
+            [tmp_path / "run_train.sh", "--setup"],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            cwd=tmp_path,
+            env={"PATH": f"{python.parent}:{os.environ['PATH']}"},
+        )
+        assert calls.read_text().count("install --quiet") == calls.read_text().count("install") * (
+            stderr < 0
+        )
+        return (
+            done.returncode,
+            done.stdout.splitlines()[-1:],
+            re.findall("-m (venv|pip)", calls.read_text()),
+        )
 
     made = 0, [str(tmp_path / ".venv/bin/python")]
     assert set_up() == (1, [], ["venv", "pip", "pip"])
@@ -267,10 +354,14 @@ esac
 
 @pytest.mark.parametrize("name", ["requirements.txt", "tests/requirements.txt"])
 def test_what_is_pinned_can_be_had_for_the_oldest_python_that_run_train_sh_takes(name):
-    oldest = ".".join(re.search(r"version_info < \((\d+), (\d+)\)", (REPO / "run_train.sh").read_text()).groups())
+    oldest = ".".join(
+        re.search(r"version_info < \((\d+), (\d+)\)", (REPO / "run_train.sh").read_text()).groups()
+    )
     pins, takes = map(Requirement, (REPO / name).read_text().splitlines()), {}
     for pin in pins:
-        if not pin.marker or (pin.marker.evaluate() and pin.marker.evaluate({"python_version": oldest})):
+        if not pin.marker or (
+            pin.marker.evaluate() and pin.marker.evaluate({"python_version": oldest})
+        ):
             found = importlib.metadata.distribution(pin.name)
             if found.version in pin.specifier:  # an environment of somebody's own may have another
                 takes[pin.name] = oldest in SpecifierSet(found.metadata["Requires-Python"] or "")
@@ -278,11 +369,17 @@ def test_what_is_pinned_can_be_had_for_the_oldest_python_that_run_train_sh_takes
 
 
 def test_the_workflow_runs_what_must_pass_on_the_oldest_python_and_a_new_one():
-    job, = yaml.safe_load((REPO / ".github/workflows/ci.yml").read_text())["jobs"].values()
+    (job,) = yaml.safe_load((REPO / ".github/workflows/ci.yml").read_text())["jobs"].values()
     checkout, setup, run = job["steps"]
-    assert run == {"run": ".ci/run"} and os.access(REPO / ".ci/run", os.X_OK) and job["timeout-minutes"] <= 180
+    assert (
+        run == {"run": ".ci/run"}
+        and os.access(REPO / ".ci/run", os.X_OK)
+        and job["timeout-minutes"] <= 180
+    )
     assert job["strategy"]["matrix"] == {"python": ["3.10", "3.13"]}
-    assert "checkout" in checkout["uses"] and setup["with"]["python-version"] == "${{ matrix.python }}"
+    assert (
+        "checkout" in checkout["uses"] and setup["with"]["python-version"] == "${{ matrix.python }}"
+    )
     assert all((REPO / name).exists() for name in setup["with"]["cache-dependency-path"].split())
 
 
@@ -290,7 +387,11 @@ def test_commits_are_checked_by_the_tools_that_the_tests_run_at_their_versions()
     """The hook has no versions of its own: it runs tests/run.sh, which installs what tests/requirements.txt pins."""
     (repo,) = yaml.safe_load((REPO / ".pre-commit-config.yaml").read_text())["repos"]
     (hook,) = repo["hooks"]
-    assert (repo["repo"], hook["language"], hook["entry"]) == ("local", "system", "./tests/run.sh --lint")
+    assert (repo["repo"], hook["language"], hook["entry"]) == (
+        "local",
+        "system",
+        "./tests/run.sh --lint",
+    )
     before, after = (REPO / "tests/run.sh").read_text().split("== --lint ")
     tools = re.findall(r'"\$python" -m (\w+) check', before)
     assert tools == ["ruff", "pyrefly"] and "pytest" in after
@@ -301,4 +402,6 @@ def test_commits_are_checked_by_the_tools_that_the_tests_run_at_their_versions()
 @pytest.mark.parametrize("variables", [{"PYTHON": "no-such-python"}, {"NPROC": "many"}])
 def test_launcher_says_what_is_wrong_with_its_environment(variables):
     done = launch("configs/tiny.toml", **variables)
-    assert done.returncode == 2 and "run_train.sh:" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 2 and "run_train.sh:" in done.stderr and "Traceback" not in done.stderr
+    )

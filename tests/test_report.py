@@ -16,14 +16,29 @@ import report
 from lifecycle.run import Run
 from tests.conftest import launch, make_config, rows, run_tool
 
-NAMES = {"Loss": "loss", "Learning rate": "lr", "Gradient norm": "grad_norm",
-         "Throughput": "tokens_per_second_per_device", "Peak memory": "peak_memory_gib"}
+NAMES = {
+    "Loss": "loss",
+    "Learning rate": "lr",
+    "Gradient norm": "grad_norm",
+    "Throughput": "tokens_per_second_per_device",
+    "Peak memory": "peak_memory_gib",
+}
 
 
 def train_row(step: int, **more) -> dict:
-    return {"kind": "train", "step": step, "loss": 9 / step, "grad_norm": 1 + 0.1 * (step % 3), "lr": 1e-3 / step,
-            "tokens": 512 * step, "tokens_per_second_per_device": 4000.0 + step, "mfu": None,
-            "step_seconds": 0.1, "peak_memory_gib": 2.5, **more}
+    return {
+        "kind": "train",
+        "step": step,
+        "loss": 9 / step,
+        "grad_norm": 1 + 0.1 * (step % 3),
+        "lr": 1e-3 / step,
+        "tokens": 512 * step,
+        "tokens_per_second_per_device": 4000.0 + step,
+        "mfu": None,
+        "step_seconds": 0.1,
+        "peak_memory_gib": 2.5,
+        **more,
+    }
 
 
 def write_run(folder: pathlib.Path, found: list[dict], log: str = "", **files: str) -> pathlib.Path:
@@ -86,7 +101,9 @@ class Page(html.parser.HTMLParser):
             axis, at = (self.figure.y, "y") if self.place["x"] == "-8" else (self.figure.x, "x")
             axis.append((float(self.place[at].rstrip("%")), value))
 
-    def curve(self, title: str, kind: str = "c0", log: bool = False) -> list[list[tuple[float, float]]]:
+    def curve(
+        self, title: str, kind: str = "c0", log: bool = False
+    ) -> list[list[tuple[float, float]]]:
         """The parts of a curve, as (step, value), read by the ticks as an eye would."""
         figure = self.figures[title]
         (x0, step0), (x1, step1) = figure.x[0], figure.x[-1]
@@ -107,15 +124,23 @@ def page_of(*folders: pathlib.Path) -> Page:
 
 def test_the_curves_are_the_rows(tmp_path):
     found = [train_row(step) for step in (1, 10, 20, 30, 40)]
-    run = write_run(tmp_path / "r", [*found, {"kind": "eval", "step": 20, "loss": 3.5},
-                                     {"kind": "eval", "step": 40, "loss": 2.5}])
+    run = write_run(
+        tmp_path / "r",
+        [
+            *found,
+            {"kind": "eval", "step": 20, "loss": 3.5},
+            {"kind": "eval", "step": 40, "loss": 2.5},
+        ],
+    )
     page = page_of(run)
     assert page.figures.keys() == NAMES.keys()
     for title, name in NAMES.items():
         (curve,) = page.curve(title)
         size = max(row[name] for row in found)
         assert [step for step, _ in curve] == pytest.approx([1, 10, 20, 30, 40], abs=0.1)
-        assert [value for _, value in curve] == pytest.approx([row[name] for row in found], abs=2e-3 * size)
+        assert [value for _, value in curve] == pytest.approx(
+            [row[name] for row in found], abs=2e-3 * size
+        )
     dots = [part[0] for part in page.curve("Loss", "c0 dots")]
     assert dots == [pytest.approx((20, 3.5), abs=0.05), pytest.approx((40, 2.5), abs=0.05)]
     assert ["validation loss", "2.5"] in page.rows and ["loss", "0.225"] in page.rows
@@ -130,20 +155,35 @@ def test_the_mean_loss_is_drawn_where_rows_have_it(tmp_path):
 def test_null_leaves_a_gap_and_a_lone_point_is_seen(tmp_path):
     found = [train_row(step, loss=None if step in (3, 5) else 2.0 + step) for step in range(1, 9)]
     page = page_of(write_run(tmp_path / "r", found))
-    assert [[round(step) for step, _ in part] for part in page.curve("Loss")] == [[1, 2], [4], [6, 7, 8]]
+    assert [[round(step) for step, _ in part] for part in page.curve("Loss")] == [
+        [1, 2],
+        [4],
+        [6, 7, 8],
+    ]
     assert page.figures["Loss"].curves["c0"].count("h0") == 3
     (whole,) = page.curve("Learning rate")
     assert len(whole) == 8
 
 
 def test_a_quantity_that_no_row_has_is_left_out(tmp_path):
-    found = [{key: value for key, value in train_row(step, loss="?").items() if key != "peak_memory_gib"}
-             for step in (1, 2)]
-    assert page_of(write_run(tmp_path / "r", found)).figures.keys() == NAMES.keys() - {"Loss", "Peak memory"}
+    found = [
+        {key: value for key, value in train_row(step, loss="?").items() if key != "peak_memory_gib"}
+        for step in (1, 2)
+    ]
+    assert page_of(write_run(tmp_path / "r", found)).figures.keys() == NAMES.keys() - {
+        "Loss",
+        "Peak memory",
+    }
 
 
-@pytest.mark.parametrize("found", [[train_row(1)], [{"kind": "eval", "step": 7, "loss": 2.0}],
-                                   [train_row(step, loss=0.0, lr=0.0) for step in (1, 2)]])
+@pytest.mark.parametrize(
+    "found",
+    [
+        [train_row(1)],
+        [{"kind": "eval", "step": 7, "loss": 2.0}],
+        [train_row(step, loss=0.0, lr=0.0) for step in (1, 2)],
+    ],
+)
 def test_a_single_row_and_a_constant_can_be_drawn(tmp_path, found):
     assert page_of(write_run(tmp_path / "r", found)).figures["Loss"].curves
 
@@ -151,29 +191,46 @@ def test_a_single_row_and_a_constant_can_be_drawn(tmp_path, found):
 def test_a_wide_range_of_gradient_norms_is_logarithmic(tmp_path):
     found = [train_row(step, grad_norm=10.0 ** (step - 3)) for step in range(1, 9)]
     (curve,) = page_of(write_run(tmp_path / "r", found)).curve("Gradient norm", log=True)
-    assert [value for _, value in curve] == pytest.approx([row["grad_norm"] for row in found], rel=0.03)
+    assert [value for _, value in curve] == pytest.approx(
+        [row["grad_norm"] for row in found], rel=0.03
+    )
 
 
 def test_rows_with_other_keys_or_in_scientific_notation_are_read_alike(tmp_path):
     """The regular expression reads what json.loads() does."""
     draw = random.Random(0)
-    found = [train_row(step) | {
-        "loss": draw.uniform(-1, 1) * 10.0 ** draw.randint(-30, 30), "lr": draw.choice([0, 1e-12, 3])} | draw.choice([
-            {}, {"loss_mean": draw.random()}, {"by_source": {"a": 1.0, "loss": 5.0}}, {"loss": None},
-            {"slowest_rank": {"peak_memory_gib": 9.0}}])
-             for step in range(1, 500)]
+    found = [
+        train_row(step)
+        | {
+            "loss": draw.uniform(-1, 1) * 10.0 ** draw.randint(-30, 30),
+            "lr": draw.choice([0, 1e-12, 3]),
+        }
+        | draw.choice(
+            [
+                {},
+                {"loss_mean": draw.random()},
+                {"by_source": {"a": 1.0, "loss": 5.0}},
+                {"loss": None},
+                {"slowest_rank": {"peak_memory_gib": 9.0}},
+            ]
+        )
+        for step in range(1, 500)
+    ]
     for row in found[::7]:  # in another order of keys, with a table first
         table = {"kind": row.pop("kind"), "inner": {"lr": 7.0, "step": 9}, **row}
         row.clear()
         row.update(table)
     run = write_run(tmp_path / "r", found)
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('[1]\n{"kind": "train"}\nnull\n{"kind": "train", "step": 500, "loss": 1.0, "grad_norm": 1.0, "lr"')
+        file.write(
+            '[1]\n{"kind": "train"}\nnull\n{"kind": "train", "step": 500, "loss": 1.0, "grad_norm": 1.0, "lr"'
+        )
     read = report.Run(run).train
     for name in report.FIELDS:
         want = [row.get("loss_mean", row["loss"]) if name == "loss" else row[name] for row in found]
-        assert [*read[name]] == pytest.approx([math.nan if value is None else value for value in want], rel=0,
-                                              abs=0, nan_ok=True), name
+        assert [*read[name]] == pytest.approx(
+            [math.nan if value is None else value for value in want], rel=0, abs=0, nan_ok=True
+        ), name
 
 
 def test_a_million_rows_take_seconds_and_keep_their_extremes(tmp_path):
@@ -193,13 +250,18 @@ def test_a_million_rows_take_seconds_and_keep_their_extremes(tmp_path):
     assert seconds < 5 and size < 3e6, (seconds, size)
     (curve,) = Page(path.read_text()).curve("Loss")
     for step, loss in {**spikes, **dips}.items():
-        assert any(abs(at - step) < 1500 and abs(value - loss) < 0.1 for at, value in curve), (step, loss)
+        assert any(abs(at - step) < 1500 and abs(value - loss) < 0.1 for at, value in curve), (
+            step,
+            loss,
+        )
 
 
 def test_thinning_keeps_gaps(tmp_path):
     found = [train_row(step, loss=None if step == 7000 else 2.0) for step in range(1, 10001)]
     first, second = page_of(write_run(tmp_path / "r", found)).curve("Loss")
-    assert first[-1][0] == pytest.approx(7000, abs=20) and second[0][0] == pytest.approx(7000, abs=20)
+    assert first[-1][0] == pytest.approx(7000, abs=20) and second[0][0] == pytest.approx(
+        7000, abs=20
+    )
 
 
 LOG = """2026-11-25 07:44:19,869 outputs/r: 5,048,576 parameters on 2 x cpu (1 replicas x 2 shards), bfloat16
@@ -221,37 +283,78 @@ def f(a<b):
 
 def test_what_the_folder_says_of_the_run(tmp_path):
     run = write_run(
-        tmp_path / "r", [*(train_row(step) for step in range(1, 21)), {
-            "kind": "eval", "step": 20, "loss": 3.25, "bits_per_byte": None, "loss_by_source": {"web": 3.5}}, {
-            "kind": "plan", "step": 5, "peak_gib": 41.0, "reserved_gib": 42.0, "step_seconds": 2.2,
-            "planned_peak_gib": 40.0, "planned_step_seconds": 2.0}], LOG,
+        tmp_path / "r",
+        [
+            *(train_row(step) for step in range(1, 21)),
+            {
+                "kind": "eval",
+                "step": 20,
+                "loss": 3.25,
+                "bits_per_byte": None,
+                "loss_by_source": {"web": 3.5},
+            },
+            {
+                "kind": "plan",
+                "step": 5,
+                "peak_gib": 41.0,
+                "reserved_gib": 42.0,
+                "step_seconds": 2.2,
+                "planned_peak_gib": 40.0,
+                "planned_step_seconds": 2.0,
+            },
+        ],
+        LOG,
         status_json=json.dumps({"state": "preempted", "step": 20, "time": "2026-11-25T07:46:46"}),
-        environment_json=json.dumps({"commit": "abc", "uncommitted": "a\nb\n", "hosts": ["n1", "n2"], "gpu": None}),
-        config_toml='[train]\nsteps = 300\n[data]\nsource = "web"\n')
+        environment_json=json.dumps(
+            {"commit": "abc", "uncommitted": "a\nb\n", "hosts": ["n1", "n2"], "gpu": None}
+        ),
+        config_toml='[train]\nsteps = 300\n[data]\nsource = "web"\n',
+    )
     (run / "checkpoints" / "step-00000015").mkdir(parents=True)
     page = page_of(run)
-    for row in (["state", "stopped at step 20 of 300"], ["time", "2026-11-25T07:46:46"], ["launches", "2"],
-                ["resumed after steps", "10"], ["saves", "3"], ["tokens", "10,240"], ["loss_by_source.web", "3.5"],
-                ["model", "5,048,576 parameters on 2 x cpu (1 replicas x 2 shards)"], ["hosts", "n1 n2"],
-                ["commit", "abc"], ["peak memory, GiB", "2.5"], ["data.source", '"web"'],
-                ["uncommitted", "a diff of 2 lines, in environment.json"],
-                ["peak memory, GiB", "planned 40, measured 41 (+2.5%)"],
-                ["time of a step, s", "planned 2, measured 2.2 (+10.0%)"]):
+    for row in (
+        ["state", "stopped at step 20 of 300"],
+        ["time", "2026-11-25T07:46:46"],
+        ["launches", "2"],
+        ["resumed after steps", "10"],
+        ["saves", "3"],
+        ["tokens", "10,240"],
+        ["loss_by_source.web", "3.5"],
+        ["model", "5,048,576 parameters on 2 x cpu (1 replicas x 2 shards)"],
+        ["hosts", "n1 n2"],
+        ["commit", "abc"],
+        ["peak memory, GiB", "2.5"],
+        ["data.source", '"web"'],
+        ["uncommitted", "a diff of 2 lines, in environment.json"],
+        ["peak memory, GiB", "planned 40, measured 41 (+2.5%)"],
+        ["time of a step, s", "planned 2, measured 2.2 (+10.0%)"],
+    ):
         assert row in page.rows, row
     assert 'def f(a<b):\n\n    return "&amp;"\n' in page.text and "the former" not in page.text
     assert sorted(page.figures["Loss"].marks) == [
-        ("c0 resumed", 50), ("c0 saved", 50), ("c0 saved", 75), ("c0 saved", 100)]
+        ("c0 resumed", 50),
+        ("c0 saved", 50),
+        ("c0 saved", 75),
+        ("c0 saved", 100),
+    ]
 
 
 def test_several_runs_show_first_the_options_that_differ(tmp_path):
-    runs = [write_run(tmp_path / name, [train_row(step, loss=loss) for step in (1, 2)],
-                      config_toml=f"[optim]\nlr = {lr}\n[train]\nsteps = 2\n{more}")
-            for name, loss, lr, more in (("a", 3.0, 0.1, ""), ("b", 4.0, 0.2, "[lora]\nrank = 4\n"))]
+    runs = [
+        write_run(
+            tmp_path / name,
+            [train_row(step, loss=loss) for step in (1, 2)],
+            config_toml=f"[optim]\nlr = {lr}\n[train]\nsteps = 2\n{more}",
+        )
+        for name, loss, lr, more in (("a", 3.0, 0.1, ""), ("b", 4.0, 0.2, "[lora]\nrank = 4\n"))
+    ]
     page = page_of(*runs)
     assert [value for _, value in page.curve("Loss", "c0")[0]] == pytest.approx([3, 3], abs=0.01)
     assert [value for _, value in page.curve("Loss", "c1")[0]] == pytest.approx([4, 4], abs=0.01)
-    place = [page.rows.index(row) for row in (
-        ["optim.lr", "0.1", "0.2"], ["lora.rank", "-", "4"], ["train.steps", "2"])]
+    place = [
+        page.rows.index(row)
+        for row in (["optim.lr", "0.1", "0.2"], ["lora.rank", "-", "4"], ["train.steps", "2"])
+    ]
     assert place == sorted(place) and ["", "a", "b"] in page.rows
     assert (runs[0] / "report.html").exists() and not (runs[1] / "report.html").exists()
 
@@ -264,14 +367,19 @@ def test_runs_of_one_name_are_told_apart_and_many_have_a_color(tmp_path):
 
 def test_the_page_is_escaped_and_refers_to_nothing_outside(tmp_path):
     evil = '<script src="https://x.example/a.js">&"\'\udc80'
-    run = write_run(tmp_path / "a<b>&\"'", [train_row(1), {"kind": "eval", "step": 1, "loss": 2.0, evil: evil}],
-                    f"2026-11-25 07:45:45,958 a sample:\n{evil[:-1]}\n",
-                    environment_json=json.dumps({"command": [evil], evil: evil, "uncommitted": evil}),
-                    status_json=json.dumps({"state": evil, "time": evil}),
-                    config_toml=f"[data]\nsource = {json.dumps(evil[:-1])}\n")
+    run = write_run(
+        tmp_path / "a<b>&\"'",
+        [train_row(1), {"kind": "eval", "step": 1, "loss": 2.0, evil: evil}],
+        f"2026-11-25 07:45:45,958 a sample:\n{evil[:-1]}\n",
+        environment_json=json.dumps({"command": [evil], evil: evil, "uncommitted": evil}),
+        status_json=json.dumps({"state": evil, "time": evil}),
+        config_toml=f"[data]\nsource = {json.dumps(evil[:-1])}\n",
+    )
     page = page_of(run, run)
     assert page.text.count("<script src=") > 8
-    assert {tag for tag, _ in page.attributes}.isdisjoint({"script", "link", "img", "iframe", "image", "use", "a"})
+    assert {tag for tag, _ in page.attributes}.isdisjoint(
+        {"script", "link", "img", "iframe", "image", "use", "a"}
+    )
     for _, found in page.attributes:
         assert found.keys().isdisjoint({"href", "src", "xlink:href", "onload"})
         assert not any("url(" in (value or "") for value in found.values())
@@ -285,10 +393,14 @@ def test_invalid_input_is_exit_2_with_all_problems(tmp_path, capsys):
     assert capsys.readouterr().err.splitlines() == [
         f"{tmp_path}/gone: is not a folder; name a run's, such as outputs/tiny",
         f"{empty}: is not a run's folder: metrics.jsonl: No such file or directory",
-        f"{none}: metrics.jsonl has no rows yet"]
+        f"{none}: metrics.jsonl has no rows yet",
+    ]
     good = write_run(tmp_path / "good", [train_row(1)])
     assert run_tool(report.main, good, "--out", tmp_path / "gone" / "x.html") == 2
-    assert capsys.readouterr().err == f"{tmp_path}/gone/x.html: cannot be written: No such file or directory\n"
+    assert (
+        capsys.readouterr().err
+        == f"{tmp_path}/gone/x.html: cannot be written: No such file or directory\n"
+    )
     assert run_tool(report.main) == 2
     assert run_tool(report.main, good, "--out", tmp_path / "x.html") == 0
     assert capsys.readouterr().out == f"{tmp_path}/x.html\n" and not (good / "report.html").exists()
@@ -296,9 +408,17 @@ def test_invalid_input_is_exit_2_with_all_problems(tmp_path, capsys):
 
 def ended(folder: pathlib.Path, step: int = 2) -> None:
     """A run's end on rank 0, as Run has it."""
-    run = Run(make_config(run={"name": folder.name, "output_dir": str(folder.parent)}),
-              SimpleNamespace(rank=0, size=1), None, SimpleNamespace(decided=0, standalone=False))
-    run.watchdog, run.lock, run.step = SimpleNamespace(stop=lambda: None), SimpleNamespace(release=lambda: None), step
+    run = Run(
+        make_config(run={"name": folder.name, "output_dir": str(folder.parent)}),
+        SimpleNamespace(rank=0, size=1),
+        None,
+        SimpleNamespace(decided=0, standalone=False),
+    )
+    run.watchdog, run.lock, run.step = (
+        SimpleNamespace(stop=lambda: None),
+        SimpleNamespace(release=lambda: None),
+        step,
+    )
     run._end()
 
 
@@ -316,7 +436,10 @@ def test_a_run_writes_its_own_and_a_failure_is_one_warning(tmp_path, caplog, mon
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", f"next, {good}/report.html"),
         ("WARNING", f"report.html: not written: {bad}: metrics.jsonl has no rows yet"),
-        ("INFO", "next, None"), ("WARNING", "report.html: not written: division by zero"), ("INFO", "next, None")]
+        ("INFO", "next, None"),
+        ("WARNING", "report.html: not written: division by zero"),
+        ("INFO", "next, None"),
+    ]
     assert json.loads((bad / "status.json").read_text())["state"] == "finished"
 
 
@@ -324,13 +447,21 @@ def test_a_run_writes_its_own_and_a_failure_is_one_warning(tmp_path, caplog, mon
 def test_real_launches_are_seen(write_config, tmp_path):
     path = write_config("r", checkpoint={"save_every_steps": 2}, eval={"batches": 1})
     first = launch(path)
-    assert first.returncode == 0 and f"finished: {tmp_path}/outputs/r/report.html; " in first.stdout, first.stderr
+    assert (
+        first.returncode == 0 and f"finished: {tmp_path}/outputs/r/report.html; " in first.stdout
+    ), first.stderr
     again = launch(path, "--train.steps=6")
     assert again.returncode == 0, again.stderr
     page = Page((folder := tmp_path / "outputs" / "r").joinpath("report.html").read_text())
     text = {label: values for label, *values in page.rows}
-    assert text["launches"] == ["2"] and text["resumed after steps"] == ["4"] and text["saves"] == ["3"]
-    assert text["state"] == ["finished at step 6 of 6"] and "parameters on 1 x cpu" in text["model"][0]
+    assert (
+        text["launches"] == ["2"]
+        and text["resumed after steps"] == ["4"]
+        and text["saves"] == ["3"]
+    )
+    assert (
+        text["state"] == ["finished at step 6 of 6"] and "parameters on 1 x cpu" in text["model"][0]
+    )
     (curve,) = page.curve("Loss")
     want = [row.get("loss_mean", row["loss"]) for row in rows(folder)]
     assert [value for _, value in curve] == pytest.approx(want, abs=0.01) and len(want) == 6

@@ -25,8 +25,12 @@ def test_the_core_trains_resumes_and_evaluates_as_the_whole_does(core, write_con
     """Two ranks up to step 2, one from there; against one rank, straight, with all rooms."""
     sections = {"optim": {"schedule_steps": 4}, "eval": {"batches": 2}, "checkpoint": {}}
     whole, ours = (write_config(name, **sections) for name in ("whole", "ours"))
-    done = [launch(whole), launch(ours, "--train.steps=2", nproc=2, repo=core), launch(ours, repo=core),
-            launch(ours, "--eval-only", repo=core)]
+    done = [
+        launch(whole),
+        launch(ours, "--train.steps=2", nproc=2, repo=core),
+        launch(ours, repo=core),
+        launch(ours, "--eval-only", repo=core),
+    ]
     assert [run.returncode for run in done] == [0] * 4, [run.stderr for run in done]
     assert "resuming after step 2" in done[2].stdout
     wanted, found = rows(tmp_path / "outputs/whole"), rows(tmp_path / "outputs/ours")
@@ -34,21 +38,31 @@ def test_the_core_trains_resumes_and_evaluates_as_the_whole_does(core, write_con
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in found] == pytest.approx([row[key] for row in wanted], rel=1e-5)
     (last,) = rows(tmp_path / "outputs/whole", "eval")
-    assert json.loads(done[3].stdout.splitlines()[-1])["loss"] == pytest.approx(last["loss"], rel=1e-5)
+    assert json.loads(done[3].stdout.splitlines()[-1])["loss"] == pytest.approx(
+        last["loss"], rel=1e-5
+    )
 
 
-@pytest.mark.parametrize("options, room", [
-    (["--parallel.tp=2"], "parallel/tensor.py"), (["--parallel.cp=2"], "parallel/context.py"),
-    (["--parallel.float8=rowwise"], "model/float8.py"), (["--dry-run"], "planner"),
-    (["--parallel.replicated=['embedding*']"], "parallel/replicated.py"),
-    (["--parallel.recompute=selective"], "parallel/selective.py"),
-    (["--parallel.recompute=elementwise"], "parallel/matmul_order.py"),
-    (["--checkpoint.async_save=true"], "checkpoint/staging.py"), (["--optim.name=muon"], "muon.py"),
-    (["--data.sources=[{source = 'a.txt'}]"], "data/mixture.py"),
-    (["--profile.at_step=1", "--profile.steps=1"], "lifecycle/profiler.py"),
-    (["--model.init_from=folder"], "huggingface"), (["--lora.rank=2", "--model.init_from=folder"], "model/lora.py"),
-    (["--lora.base_dtype=nf4", "--model.init_from=folder"], "model/nf4.py"),
-], ids=lambda given: given if isinstance(given, str) else "")
+@pytest.mark.parametrize(
+    "options, room",
+    [
+        (["--parallel.tp=2"], "parallel/tensor.py"),
+        (["--parallel.cp=2"], "parallel/context.py"),
+        (["--parallel.float8=rowwise"], "model/float8.py"),
+        (["--dry-run"], "planner"),
+        (["--parallel.replicated=['embedding*']"], "parallel/replicated.py"),
+        (["--parallel.recompute=selective"], "parallel/selective.py"),
+        (["--parallel.recompute=elementwise"], "parallel/matmul_order.py"),
+        (["--checkpoint.async_save=true"], "checkpoint/staging.py"),
+        (["--optim.name=muon"], "muon.py"),
+        (["--data.sources=[{source = 'a.txt'}]"], "data/mixture.py"),
+        (["--profile.at_step=1", "--profile.steps=1"], "lifecycle/profiler.py"),
+        (["--model.init_from=folder"], "huggingface"),
+        (["--lora.rank=2", "--model.init_from=folder"], "model/lora.py"),
+        (["--lora.base_dtype=nf4", "--model.init_from=folder"], "model/nf4.py"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
 def test_an_option_whose_room_was_removed_is_refused(core, write_config, options, room):
     done = launch(write_config(), *options, repo=core)
     (line,) = [line for line in done.stderr.splitlines() if signs_of(room).search(line)]
@@ -56,11 +70,18 @@ def test_an_option_whose_room_was_removed_is_refused(core, write_config, options
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("option, name, room", [("source", "a.parquet", "data/arrow.py"),
-                                                ("tokenizer", "tokenizer.json", "data/tokenizer_json.py")])
+@pytest.mark.parametrize(
+    "option, name, room",
+    [
+        ("source", "a.parquet", "data/arrow.py"),
+        ("tokenizer", "tokenizer.json", "data/tokenizer_json.py"),
+    ],
+)
 def test_a_file_whose_room_was_removed_is_refused(core, write_config, tmp_path, option, name, room):
     (tmp_path / name).write_text("{}")
-    done = launch(write_config(data={"path": str(tmp_path / "p"), option: str(tmp_path / name)}), repo=core)
+    done = launch(
+        write_config(data={"path": str(tmp_path / "p"), option: str(tmp_path / name)}), repo=core
+    )
     assert done.returncode == 2 and signs_of(room).search(done.stderr), done.stderr
     assert name in done.stderr and "Traceback" not in done.stderr
 
@@ -73,34 +94,73 @@ def test_a_slurm_job_without_its_room_is_refused(core, write_config):
 
 def test_what_is_left_tests_itself(core):
     """Every test file can be collected, and some that take little time pass; the rest is benchmarks/rooms.py's."""
-    ruff = subprocess.run([sys.executable, "-m", "ruff", "check", "."], cwd=core, capture_output=True, text=True)
+    ruff = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "."], cwd=core, capture_output=True, text=True
+    )
     assert ruff.returncode == 0, ruff.stdout
     words = ["-p", "no:cacheprovider", "-m", "not slow", "-k", "test_loader or test_optim"]
-    done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=core, capture_output=True, text=True,
-                          timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words],
+        cwd=core,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"not in this copy: {', '.join(OPTIONAL)}. " in done.stdout
-    passed, skipped, others = (int(re.search(rf"(\d+) {what}", done.stdout)[1])
-                               for what in ("passed", "skipped", "deselected"))
-    assert passed > 50 and 0 < skipped < 60 and others > 500  # a file that needs a removed room counts as one skipped
+    passed, skipped, others = (
+        int(re.search(rf"(\d+) {what}", done.stdout)[1])
+        for what in ("passed", "skipped", "deselected")
+    )
+    assert (
+        passed > 50 and 0 < skipped < 60 and others > 500
+    )  # a file that needs a removed room counts as one skipped
 
 
 def test_the_linter_takes_no_removed_room_for_a_package():
     settings = tomli.loads((REPO / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]["isort"]
-    assert settings["known-first-party"] == sorted({room.split("/")[0].removesuffix(".py") for room in OPTIONAL})
+    assert settings["known-first-party"] == sorted(
+        {room.split("/")[0].removesuffix(".py") for room in OPTIONAL}
+    )
 
 
 def test_a_failure_for_another_reason_stays_one(monkeypatch):
-    monkeypatch.setattr("tests.rooms.missing", lambda: ("model/nf4.py", "planner", "generate.py", "minimal.py"))
-    assert needed("test.toml: [lora] base_dtype = nf4: needs model/nf4.py, which this copy of the repository does not "
-                  "have") == "model/nf4.py"
-    assert needed("[parallel] tp = 2: needs parallel/tensor.py and model/nf4.py and c.py, which this copy of the "
-                  "repository does not have") == "model/nf4.py"
-    for error in ("No module named 'planner'", "ModuleNotFoundError: No module named 'planner.show'"):
+    monkeypatch.setattr(
+        "tests.rooms.missing", lambda: ("model/nf4.py", "planner", "generate.py", "minimal.py")
+    )
+    assert (
+        needed(
+            "test.toml: [lora] base_dtype = nf4: needs model/nf4.py, which this copy of the repository does not "
+            "have"
+        )
+        == "model/nf4.py"
+    )
+    assert (
+        needed(
+            "[parallel] tp = 2: needs parallel/tensor.py and model/nf4.py and c.py, which this copy of the "
+            "repository does not have"
+        )
+        == "model/nf4.py"
+    )
+    for error in (
+        "No module named 'planner'",
+        "ModuleNotFoundError: No module named 'planner.show'",
+    ):
         assert needed(error) == "planner"
     assert needed("python: No module named generate") == "generate.py"
-    assert needed("cannot import name 'nf4' from 'model' (/repo/model/__init__.py)") == "model/nf4.py"
-    assert needed("python: can't open file '/repo/minimal.py': [Errno 2] No such file or directory") == "minimal.py"
-    for error in ("No module named 'torchao'", "No module named 'planners'", "planner: 3 != 4", "model/nf4.py is wrong",
-                  "needs model/lora.py, which this copy of the repository does not have", "no such file: /minimal.py"):
+    assert (
+        needed("cannot import name 'nf4' from 'model' (/repo/model/__init__.py)") == "model/nf4.py"
+    )
+    assert (
+        needed("python: can't open file '/repo/minimal.py': [Errno 2] No such file or directory")
+        == "minimal.py"
+    )
+    for error in (
+        "No module named 'torchao'",
+        "No module named 'planners'",
+        "planner: 3 != 4",
+        "model/nf4.py is wrong",
+        "needs model/lora.py, which this copy of the repository does not have",
+        "no such file: /minimal.py",
+    ):
         assert needed(error) is None, error

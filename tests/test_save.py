@@ -33,7 +33,9 @@ from tests.conftest import make_config
 
 
 def configured(folder, **keys):
-    return make_config(run={"name": "r", "output_dir": str(folder)}, train={"steps": 100}, checkpoint=keys)
+    return make_config(
+        run={"name": "r", "output_dir": str(folder)}, train={"steps": 100}, checkpoint=keys
+    )
 
 
 @contextlib.contextmanager
@@ -49,13 +51,28 @@ def ready(folder, **keys):
 
 def uneven(folder) -> config.Config:
     """On 4 ranks the last has none of 5 rows, and 79 of 322, where others have 81."""
-    return dataclasses.replace(configured(folder), model=make_config(model={"ffn_dim": 5, "vocab_size": 322}).model)
+    return dataclasses.replace(
+        configured(folder), model=make_config(model={"ffn_dim": 5, "vocab_size": 322}).model
+    )
 
 
 # By step: how it is saved, and what rank 0 then does: plans anew, or sends the plan of the save before. All that a rank
 # may do differently is done by the last one.
-SAVES = [("all", 1), ("all", 0), ("all", 0), ("fails", 0), ("all", 1), ("all", 0), ("weights", 1), ("weights", 0),
-         ("all", 1), ("one lacks", 0), ("one lacks", 1), ("all", 1), ("one tensor", 1)]
+SAVES = [
+    ("all", 1),
+    ("all", 0),
+    ("all", 0),
+    ("fails", 0),
+    ("all", 1),
+    ("all", 0),
+    ("weights", 1),
+    ("weights", 0),
+    ("all", 1),
+    ("one lacks", 0),
+    ("one lacks", 1),
+    ("all", 1),
+    ("one tensor", 1),
+]
 
 
 def save_often(folder) -> list[tuple]:
@@ -79,9 +96,15 @@ def save_often(folder) -> list[tuple]:
             sent.append(len(pickle.dumps(obj)))
             return gather(obj, *arguments, **keywords)
 
-        with (mock.patch.object(plan_cache, "create_default_global_save_plan",
-                                wraps=plan_cache.create_default_global_save_plan) as planned,
-              mock.patch.object(Writer, "write_data", failing), mock.patch.object(dist, "gather_object", gathered)):
+        with (
+            mock.patch.object(
+                plan_cache,
+                "create_default_global_save_plan",
+                wraps=plan_cache.create_default_global_save_plan,
+            ) as planned,
+            mock.patch.object(Writer, "write_data", failing),
+            mock.patch.object(dist, "gather_object", gathered),
+        ):
             for step, (how, _) in enumerate(SAVES, 1):
                 tensors = tensors_of(model, None if how == "weights" else optimizer)
                 with torch.no_grad():
@@ -115,27 +138,48 @@ def test_one_plan_is_made_until_the_tensors_change(on_ranks, tmp_path, ranks):
     for step, (how, plans) in enumerate(SAVES, 1):
         problems, planned, sent, (whole, *others) = zip(*(of_rank[step - 1] for of_rank in found))
         assert planned == (plans, *[0] * (ranks - 1)) and all(other == whole for other in others)
-        changed = [plans == 1 or (how == "one lacks" and rank == ranks - 1) for rank in range(ranks)]
+        changed = [
+            plans == 1 or (how == "one lacks" and rank == ranks - 1) for rank in range(ranks)
+        ]
         assert [size > 200 for size in sent] == changed
         folder = catalog.path_of(cfg, step)
-        told = {"fails": f"rank {ranks - 1}: OSError: .* no space, it is said",
-                "one lacks": r"embedding.weight do not make up .*\(322, 48\)" if plans else "changed on some ranks only"
-                }.get(how)
-        assert all(re.search(told, problem) for problem in problems) if told else problems == (None,) * ranks
+        told = {
+            "fails": f"rank {ranks - 1}: OSError: .* no space, it is said",
+            "one lacks": r"embedding.weight do not make up .*\(322, 48\)"
+            if plans
+            else "changed on some ranks only",
+        }.get(how)
+        assert (
+            all(re.search(told, problem) for problem in problems)
+            if told
+            else problems == (None,) * ranks
+        )
         assert folder.is_dir() == (not told)
         if told:
             continue
         assert not catalog.problems_of(folder)
         metadata = Reader(folder).metadata
         names = {f"__{rank}_0.distcp" for rank in range(1 if how == "one tensor" else ranks)}
-        assert {path.name for path in folder.iterdir()} == names | {".metadata", "manifest.json", "state.json"}
+        assert {path.name for path in folder.iterdir()} == names | {
+            ".metadata",
+            "manifest.json",
+            "state.json",
+        }
         sizes = dict.fromkeys(names, 0)
         for name, item in metadata.state_dict_metadata.items():
             is_sharded = not name.endswith(".step") and how != "one tensor"
             parts = torch.empty(item.size).chunk(ranks) if is_sharded else [torch.empty(item.size)]
-            expected = {(sum(map(len, parts[:n])), *[0] * (part.dim() - 1)) if part.dim() else (): tuple(part.shape)
-                        for n, part in enumerate(parts)}
-            chunks = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in item.chunks if 0 not in chunk.sizes}
+            expected = {
+                (sum(map(len, parts[:n])), *[0] * (part.dim() - 1)) if part.dim() else (): tuple(
+                    part.shape
+                )
+                for n, part in enumerate(parts)
+            }
+            chunks = {
+                tuple(chunk.offsets): tuple(chunk.sizes)
+                for chunk in item.chunks
+                if 0 not in chunk.sizes
+            }
             assert chunks == expected, name
             for index, info in metadata.storage_data.items():
                 if index.fqn == name:
@@ -158,6 +202,7 @@ def start_with_an_unreadable_file(folder, names) -> list[str]:
     with ready(folder) as (cfg, model, optimizer, checkpointer):
         cases.save(cfg, model, optimizer, 1)
         for name in names:
+
             def stale(path, *arguments, name=name, **keywords):
                 if str(path).endswith(name):
                     raise OSError(errno.ESTALE, "Stale file handle")
@@ -177,7 +222,9 @@ def test_a_file_that_one_rank_cannot_read_stops_all_ranks(on_ranks, tmp_path):
     """The last of three hashes __1_0.distcp; each rank opens the manifest to choose, and .metadata to read."""
     names = ("manifest.json", ".metadata", "__1_0.distcp", "nothing")
     for told in on_ranks(3, start_with_an_unreadable_file, tmp_path, names, timeout=30):
-        assert [name in text and "Stale file handle" in text for name, text in zip(names, told)] == [True] * 3 + [False]
+        assert [
+            name in text and "Stale file handle" in text for name, text in zip(names, told)
+        ] == [True] * 3 + [False]
         assert told[-1] == "read"
 
 
@@ -216,6 +263,7 @@ def order_of_a_save_behind_the_training(folder) -> list[str]:
     """What two saves do to the device, and when they copy and write. The second reuses the memory of the first."""
     events, copy = [], torch.Tensor.copy_
     with ready(folder, async_save=True) as (_, model, optimizer, checkpointer):
+
         def copied(held, *arguments, **keywords):
             events.append("copy")
             return copy(held, *arguments, **keywords)
@@ -224,12 +272,18 @@ def order_of_a_save_behind_the_training(folder) -> list[str]:
             events.append("write")
 
         def chosen(device) -> None:
-            assert device == checkpointer.world.device and threading.current_thread() is not threading.main_thread()
+            assert (
+                device == checkpointer.world.device
+                and threading.current_thread() is not threading.main_thread()
+            )
             events.append("set_device")
 
-        with (mock.patch.object(torch.Tensor, "copy_", copied), mock.patch.object(Saver, "write", written),
-              mock.patch.object(torch.cpu, "synchronize", lambda: events.append("synchronize")),
-              mock.patch.object(torch.cpu, "set_device", chosen)):
+        with (
+            mock.patch.object(torch.Tensor, "copy_", copied),
+            mock.patch.object(Saver, "write", written),
+            mock.patch.object(torch.cpu, "synchronize", lambda: events.append("synchronize")),
+            mock.patch.object(torch.cpu, "set_device", chosen),
+        ):
             for step in (1, 2):
                 checkpointer.save(State(step), model, optimizer, stopping=False)
                 checkpointer.finish_pending_save(wait=True)
@@ -248,7 +302,9 @@ def save_while_saving(folder) -> list[bool]:
     """Does each of two checkpoints hold what the weights were at its save(), of which the second comes too early."""
     released, original = threading.Event(), Writer.write_data
     with ready(folder, async_save=True) as (cfg, model, optimizer, checkpointer):
-        with mock.patch.object(Writer, "write_data", lambda *arguments: (released.wait(60), original(*arguments))[1]):
+        with mock.patch.object(
+            Writer, "write_data", lambda *arguments: (released.wait(60), original(*arguments))[1]
+        ):
             saved = []
             for step in (1, 2):
                 for value in tensors_of(model, optimizer).values():
@@ -284,11 +340,15 @@ def resume_with_another_optimizer(folder) -> str:
 
 def test_another_optimizer_is_refused_in_one_line(on_ranks, tmp_path):
     for message in on_ranks(2, resume_with_another_optimizer, tmp_path):
-        assert "\n" not in message and "exp_avg_sq (torch.float32), step (torch.float32) of another opt" in message
+        assert (
+            "\n" not in message
+            and "exp_avg_sq (torch.float32), step (torch.float32) of another opt" in message
+        )
 
 
 def save_what_may_not_be_published(folder) -> tuple[list[str], list[int]]:
     """(problems reported, the checkpoints then there) where what must be on disk first, the rows, cannot be."""
+
     def refuse() -> None:
         raise OSError(28, "no space for the rows")
 
@@ -303,7 +363,9 @@ def save_what_may_not_be_published(folder) -> tuple[list[str], list[int]]:
 
 def test_nothing_is_published_before_its_rows_are_on_disk(on_ranks, tmp_path):
     (problems, steps), (others, _) = on_ranks(2, save_what_may_not_be_published, tmp_path)
-    assert len(problems) == 1 and "no space for the rows" in problems[0] and not others and steps == []
+    assert (
+        len(problems) == 1 and "no space for the rows" in problems[0] and not others and steps == []
+    )
 
 
 def save_with_a_nan_on_rank_one(folder) -> tuple[str, list[str]]:
@@ -334,6 +396,7 @@ def fail_and_continue(folder) -> list:
             checkpointer = Checkpointer(cfg, first.world, [], [])
             checkpointer.report = lambda step, problem: found.append((step, problem))
             for step in (1, 2, 3):
+
                 def failing(*arguments, step=step):
                     if step == 2 and first.world.rank == 1:
                         raise OSError(28, "no space, it is said")
@@ -344,7 +407,9 @@ def fail_and_continue(folder) -> list:
                 checkpointer.finish_pending_save(wait=True)
                 found.append(sorted(p.name for p in catalog.root(cfg).iterdir()))
             Writer.write_data = lambda *arguments: (_ for _ in ()).throw(OSError(28, told))
-            with pytest.raises(SaveFailed, match="the last checkpoint was not saved.*rank 0: .*no space for rank 0"):
+            with pytest.raises(
+                SaveFailed, match="the last checkpoint was not saved.*rank 0: .*no space for rank 0"
+            ):
                 checkpointer.save(State(4), model, optimizer, stopping=True)
             Writer.write_data = original
     return found
@@ -355,17 +420,33 @@ def test_a_failed_save_fails_on_all_ranks_and_leaves_the_others(on_ranks, tmp_pa
     for part in (found[:6], found[6:]):
         assert part[0] == (1, None) and part[4] == (3, None) and part[2][0] == 2
         assert "step-00000002: rank 1: OSError: [Errno 28] no space, it is said" in part[2][1]
-        assert part[1::2] == [["step-00000001"], ["step-00000001"], ["step-00000001", "step-00000003"]]
+        assert part[1::2] == [
+            ["step-00000001"],
+            ["step-00000001"],
+            ["step-00000001", "step-00000003"],
+        ]
     for asynchronous in ("False", "True"):
         state = catalog.read_state(tmp_path / asynchronous / "r/checkpoints/step-00000003")
         assert (state["step"], state["ranks"], state["torch"]) == (3, 2, torch.__version__)
 
 
-@pytest.mark.parametrize("value, finite", [(1.0, True), (float("nan"), False), (float("inf"), False),
-                                           (-float("inf"), False), (-3e38, True)])
+@pytest.mark.parametrize(
+    "value, finite",
+    [
+        (1.0, True),
+        (float("nan"), False),
+        (float("inf"), False),
+        (-float("inf"), False),
+        (-3e38, True),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_finite_check_sees_one_element(value, finite, dtype):
-    tensors = {"a": torch.zeros(5, dtype=dtype), "empty": torch.zeros(0), "b": torch.zeros(3, 4, dtype=dtype)}
+    tensors = {
+        "a": torch.zeros(5, dtype=dtype),
+        "empty": torch.zeros(0),
+        "b": torch.zeros(3, 4, dtype=dtype),
+    }
     tensors["b"][1, 2] = value
     assert _all_finite(tensors) == finite and _all_finite({"empty": torch.zeros(0)})
 
@@ -388,8 +469,12 @@ def save_with_little_room(folder) -> list[str]:
 
 
 def test_room_is_needed_for_all_shards(on_ranks, tmp_path):
-    tensors = tensors_of(model := Llama(make_config().model), build_optimizer(model, make_config().optim)).values()
-    needed = sum(t.nbytes for t in tensors) + 4096 * len(tensors) * 2  # with a header for each shard on two ranks
+    tensors = tensors_of(
+        model := Llama(make_config().model), build_optimizer(model, make_config().optim)
+    ).values()
+    needed = (
+        sum(t.nbytes for t in tensors) + 4096 * len(tensors) * 2
+    )  # with a header for each shard on two ranks
     for refused, saved in on_ranks(2, save_with_little_room, tmp_path):
         assert f"OSError: needs {needed / 2**20:,.1f} MiB" in refused and saved == "saved"
 
@@ -414,11 +499,17 @@ def keep(folder, cases_of) -> list[tuple[list[int], list[str]]]:
                 (catalog.root(cfg) / "step-00000005").symlink_to(outside)
             torch.distributed.barrier()
             saver.write(40, tensors_of(model, optimizer), {"step": 40, "config": {}})
-            with mock.patch.object(catalog, "problems_of", side_effect=catalog.problems_of) as looked:
+            with mock.patch.object(
+                catalog, "problems_of", side_effect=catalog.problems_of
+            ) as looked:
                 saver.purge()
-            assert catalog.path_of(cfg, 40) not in [call.args[0] for call in looked.call_args_list]  # just written
+            assert catalog.path_of(cfg, 40) not in [
+                call.args[0] for call in looked.call_args_list
+            ]  # just written
             told = list(warnings)
-            with mock.patch.object(catalog, "problems_of", side_effect=catalog.problems_of) as looked:
+            with mock.patch.object(
+                catalog, "problems_of", side_effect=catalog.problems_of
+            ) as looked:
                 saver.purge()  # what was found bad does not count the next time; what was found good is not read again
             assert {int(call.args[0].name[5:]) for call in looked.call_args_list} <= {*spoiled}
             assert saver.rank or len(list(outside.iterdir())) == 3 + saver.ranks
@@ -427,9 +518,14 @@ def keep(folder, cases_of) -> list[tuple[list[int], list[str]]]:
     return found
 
 
-KEPT = [({}, (), [10, 20, 30, 40]), ({"keep_last": 1}, (), [40]), ({"keep_last": 2}, (20,), [30, 40]),
-        ({"keep_last": 2}, (30,), [20, 30, 40]), ({"keep_last": 3}, (20, 30), [10, 20, 30, 40]),
-        ({"keep_last": 1, "keep_every_steps": 20}, (), [20, 40])]
+KEPT = [
+    ({}, (), [10, 20, 30, 40]),
+    ({"keep_last": 1}, (), [40]),
+    ({"keep_last": 2}, (20,), [30, 40]),
+    ({"keep_last": 2}, (30,), [20, 30, 40]),
+    ({"keep_last": 3}, (20, 30), [10, 20, 30, 40]),
+    ({"keep_last": 1, "keep_every_steps": 20}, (), [20, 40]),
+]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -438,7 +534,9 @@ def test_good_checkpoints_alone_are_counted(on_ranks, tmp_path, ranks):
         for (steps, warnings), (_, spoiled, stay) in zip(found, KEPT):
             assert steps == stay
             bad = [step for step in spoiled if step in stay]
-            assert len(warnings) == len(bad) and all("kept, but not counted" in text for text in warnings)
+            assert len(warnings) == len(bad) and all(
+                "kept, but not counted" in text for text in warnings
+            )
 
 
 def tidy_where_another_run_has_saved(folder) -> tuple[str, list[str]]:
@@ -457,7 +555,10 @@ def tidy_where_another_run_has_saved(folder) -> tuple[str, list[str]]:
 
 def test_what_another_run_has_saved_since_the_choice_is_not_set_aside(on_ranks, tmp_path):
     ((message, names),) = on_ranks(1, tidy_where_another_run_has_saved, tmp_path)
-    assert "another run has worked here meanwhile" in message and names == ["step-00000001", "step-00000002"]
+    assert "another run has worked here meanwhile" in message and names == [
+        "step-00000001",
+        "step-00000002",
+    ]
 
 
 def purge_what_cannot_be_removed(folder) -> tuple[list, list[int], list[int]]:
@@ -465,7 +566,9 @@ def purge_what_cannot_be_removed(folder) -> tuple[list, list[int], list[int]]:
     reported = []
     with ready(folder, keep_last=1) as (cfg, model, optimizer, checkpointer):
         checkpointer.report = lambda step, problem: reported.append((step, problem))
-        with mock.patch.object(catalog, "remove", side_effect=PermissionError(13, "Permission denied")):
+        with mock.patch.object(
+            catalog, "remove", side_effect=PermissionError(13, "Permission denied")
+        ):
             for step in (1, 2):
                 checkpointer.save(State(step), model, optimizer, stopping=False)
                 checkpointer.finish_pending_save(wait=True)
@@ -476,7 +579,9 @@ def purge_what_cannot_be_removed(folder) -> tuple[list, list[int], list[int]]:
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_fails_no_save(on_ranks, tmp_path):
-    assert on_ranks(1, purge_what_cannot_be_removed, tmp_path) == [([(1, None), (2, None)], [1, 2], [2])]
+    assert on_ranks(1, purge_what_cannot_be_removed, tmp_path) == [
+        ([(1, None), (2, None)], [1, 2], [2])
+    ]
 
 
 def stop_while_purging(folder) -> list[int]:
@@ -540,8 +645,16 @@ def test_a_folder_whose_new_name_is_not_on_disk_keeps_the_old_one(tmp_path, monk
     assert [path.name for path in tmp_path.iterdir()] == [".c.tmp"]
 
 
-@pytest.mark.parametrize("number, ours", [
-    (errno.EACCES, False), (errno.EPERM, False), (errno.EROFS, False), (errno.EINVAL, False), (errno.EIO, True)])
+@pytest.mark.parametrize(
+    "number, ours",
+    [
+        (errno.EACCES, False),
+        (errno.EPERM, False),
+        (errno.EROFS, False),
+        (errno.EINVAL, False),
+        (errno.EIO, True),
+    ],
+)
 def test_a_folder_above_that_is_not_ours_needs_no_sync(tmp_path, monkeypatch, number, ours):
     """/home may not be open to us, / may be read-only; but what a disk refuses is no checkpoint."""
     sync, made = files.sync, tmp_path / ".c.tmp"

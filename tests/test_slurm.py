@@ -28,17 +28,41 @@ class Cluster:
         command = [REPO / "tests/slurm_cluster.sh", "in", self.folder, *map(str, words)]
         ours = ("OMP_NUM_THREADS", "MAX_RESTARTS")
         inherited = {name: value for name, value in os.environ.items() if name not in ours}
-        done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60,
-                              env={**inherited, "PYTHON": sys.executable, "NPROC": "1", **env})
+        done = subprocess.run(
+            command,
+            cwd=REPO,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**inherited, "PYTHON": sys.executable, "NPROC": "1", **env},
+        )
         assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
         return done.stdout
 
-    def submit(self, path: pathlib.Path, *overrides: str, nodes: int = 2, time_limit: str = "1:0:0",
-               threads: int | None = 1) -> "Job":
+    def submit(
+        self,
+        path: pathlib.Path,
+        *overrides: str,
+        nodes: int = 2,
+        time_limit: str = "1:0:0",
+        threads: int | None = 1,
+    ) -> "Job":
         """threads: both nodes are this machine, and their ranks share its cores; None leaves it to run_train.sh."""
-        log, env = self.folder / f"{path.stem}.log", {"OMP_NUM_THREADS": str(threads)} if threads else {}
-        number = self.run("sbatch", "--parsable", f"--nodes={nodes}", f"--time={time_limit}", f"--output={log}",
-                          "run_train.sh", path, *overrides, **env)
+        log, env = (
+            self.folder / f"{path.stem}.log",
+            {"OMP_NUM_THREADS": str(threads)} if threads else {},
+        )
+        number = self.run(
+            "sbatch",
+            "--parsable",
+            f"--nodes={nodes}",
+            f"--time={time_limit}",
+            f"--output={log}",
+            "run_train.sh",
+            path,
+            *overrides,
+            **env,
+        )
         cfg = config.load(str(path), list(overrides))
         return Job(self, number.strip(), log, config.run_folder(cfg))
 
@@ -65,7 +89,9 @@ class Job:
     def until(self, condition, seconds: float = 600) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, f"job {self.number} {self.shows('JobState')}:\n{self.log()}"
+            assert time.monotonic() < deadline, (
+                f"job {self.number} {self.shows('JobState')}:\n{self.log()}"
+            )
             time.sleep(0.25)  # a look at a job costs a tenth of it
 
     def until_over(self) -> str:
@@ -79,12 +105,23 @@ class Job:
         found = {}
         for folder in pathlib.Path("/proc").glob("[0-9]*"):
             try:
-                environment = dict(word.split("=", 1) for word in (folder / "environ").read_text().split("\0") if word)
+                environment = dict(
+                    word.split("=", 1)
+                    for word in (folder / "environ").read_text().split("\0")
+                    if word
+                )
                 running = "train.py" in (folder / "cmdline").read_text()
             except (OSError, ValueError):  # gone, or none of ours
                 continue
-            ours = environment.get("SLURM_CONF") == f"{self.cluster.folder}/slurm.conf"  # not another suite's cluster
-            if running and ours and environment.get("SLURM_JOB_ID") == self.number and "LOCAL_RANK" in environment:
+            ours = (
+                environment.get("SLURM_CONF") == f"{self.cluster.folder}/slurm.conf"
+            )  # not another suite's cluster
+            if (
+                running
+                and ours
+                and environment.get("SLURM_JOB_ID") == self.number
+                and "LOCAL_RANK" in environment
+            ):
                 found[environment["SLURMD_NODENAME"]] = int(folder.name)
         return found
 
@@ -107,9 +144,16 @@ def configured(tmp_path_factory, corpus, prepared):
 
     def write(name: str, steps: int = STEPS, data: pathlib.Path = prepared) -> pathlib.Path:
         path = folder / f"{name}.toml"
-        path.write_text(config.to_toml(make_config(
-            data={"source": str(corpus), "path": str(data)}, run={"name": name, "output_dir": str(folder / "outputs")},
-            train={"steps": steps}, checkpoint={"save_every_steps": SAVE_EVERY})))
+        path.write_text(
+            config.to_toml(
+                make_config(
+                    data={"source": str(corpus), "path": str(data)},
+                    run={"name": name, "output_dir": str(folder / "outputs")},
+                    train={"steps": steps},
+                    checkpoint={"save_every_steps": SAVE_EVERY},
+                )
+            )
+        )
         return path
 
     return write
@@ -185,7 +229,10 @@ def test_two_nodes_train_as_one_process_does(limited, cluster, configured, tmp_p
 @pytest.fixture(scope="module")
 def endless(cluster, configured) -> list[Job]:
     """Jobs on one node and on two, training."""
-    jobs = [cluster.submit(configured(f"endless-{nodes}", steps=100000), nodes=nodes, threads=None) for nodes in (1, 2)]
+    jobs = [
+        cluster.submit(configured(f"endless-{nodes}", steps=100000), nodes=nodes, threads=None)
+        for nodes in (1, 2)
+    ]
     for job in jobs:
         job.until(lambda job=job: job.step() >= 3)
     return jobs
@@ -214,7 +261,9 @@ def test_scancel_saves_and_is_final(limited, endless, cluster):
 
 def test_the_time_limit_saves_and_requeues(limited, cluster, plain):
     limited.until(lambda: "asked to stop by SIGUSR1" in limited.log())
-    cluster.run("scontrol", "update", f"JobId={limited.number}", "TimeLimit=60")  # for its next life
+    cluster.run(
+        "scontrol", "update", f"JobId={limited.number}", "TimeLimit=60"
+    )  # for its next life
     for process in limited.ranks().values():
         os.kill(process, signal.SIGCONT)
     assert_equal(limited, plain)

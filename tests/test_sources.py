@@ -27,6 +27,7 @@ def test_local_sources(kind, corpus, tmp_path):
     if kind == "parquet":
         import pyarrow
         import pyarrow.parquet
+
         pyarrow.parquet.write_table(pyarrow.table({"text": texts}), source)
     elif kind == "txt":
         source.write_text("\n".join(texts))
@@ -35,9 +36,15 @@ def test_local_sources(kind, corpus, tmp_path):
         inner = tmp_path / "a/b" if kind == "folders" else tmp_path
         inner.mkdir(parents=True, exist_ok=True)
         for part in range(2):
-            (inner / f"part{part}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts[part::2]))
-        source = {"glob": tmp_path / "part*.jsonl", "folders": tmp_path / "**/part*.jsonl", "folder": tmp_path,
-                  "jsonl": tmp_path / "part0.jsonl"}[kind]
+            (inner / f"part{part}.jsonl").write_text(
+                "".join(json.dumps({"text": t}) + "\n" for t in texts[part::2])
+            )
+        source = {
+            "glob": tmp_path / "part*.jsonl",
+            "folders": tmp_path / "**/part*.jsonl",
+            "folder": tmp_path,
+            "jsonl": tmp_path / "part0.jsonl",
+        }[kind]
         texts = texts[::2] + ([] if kind == "jsonl" else texts[1::2])
     found = list(open_source(config_for(source, tmp_path).data))
     assert "".join(found) == "".join(texts)
@@ -48,7 +55,9 @@ def test_long_text_file_becomes_several_documents(tmp_path):
     path.write_text("\r\n".join(words(i, 40) for i in range(2000)), newline="")
     found = list(open_source(config_for(path, tmp_path).data))
     assert len(found) > 3 and "".join(found) == path.read_bytes().decode()
-    assert all(piece.endswith("\r\n") for piece in found[:-1])  # no line is torn where its end is near
+    assert all(
+        piece.endswith("\r\n") for piece in found[:-1]
+    )  # no line is torn where its end is near
 
 
 @pytest.mark.parametrize("pattern", ["", "*.txt"])
@@ -63,22 +72,36 @@ def test_files_are_read_in_the_order_of_their_names(pattern, tmp_path):
 @pytest.mark.parametrize("pattern", ["notes.csv", "notes.*"])
 def test_a_file_of_another_kind_is_refused_by_name(pattern, tmp_path):
     (tmp_path / "notes.csv").write_text('{"text": "as it happens, a line of JSON"}\n')
-    with pytest.raises(ConfigError, match=r"source = .*/notes\.csv: must be one of \.jsonl, \.json, \.parquet, \.txt"):
+    with pytest.raises(
+        ConfigError,
+        match=r"source = .*/notes\.csv: must be one of \.jsonl, \.json, \.parquet, \.txt",
+    ):
         list(open_source(config_for(tmp_path / pattern, tmp_path).data))
 
 
 def test_hugging_face_source_without_network_says_so(tmp_path):
-    code = ("import sys; from data.sources import _stdlib_files; from data.dataset import open_source; import config; "
-            "from tests.conftest import make_config\n"
-            "try: list(open_source(make_config(data={'source': 'nobody/nothing-here'}).data))\n"
-            "except config.ConfigError as e: print(e)")
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True,
-                          env={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"})
-    assert ("[data] source = nobody/nothing-here: is neither python-stdlib nor a local file, and as a Hugging Face "
-            "dataset cannot be read") in done.stdout, done.stderr
+    code = (
+        "import sys; from data.sources import _stdlib_files; from data.dataset import open_source; import config; "
+        "from tests.conftest import make_config\n"
+        "try: list(open_source(make_config(data={'source': 'nobody/nothing-here'}).data))\n"
+        "except config.ConfigError as e: print(e)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        env={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
+    )
+    assert (
+        "[data] source = nobody/nothing-here: is neither python-stdlib nor a local file, and as a Hugging Face "
+        "dataset cannot be read"
+    ) in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("source", ["my.csv", "no/such/path/at.all", "./thing", "texts-*.jsonl", "missing.txt"])
+@pytest.mark.parametrize(
+    "source", ["my.csv", "no/such/path/at.all", "./thing", "texts-*.jsonl", "missing.txt"]
+)
 def test_what_looks_like_a_file_is_never_looked_for_on_a_hub(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="no such file"):
@@ -93,7 +116,10 @@ def test_files_that_cannot_be_looked_at_are_refused(name, tmp_path, monkeypatch)
     (tmp_path / "folder/a.jsonl").write_text('{"text": "as it happens"}\n')
     assert [path for path, *_ in file_stamps("folder")] == ["folder/a.jsonl"]
     (tmp_path / "folder/b.jsonl").symlink_to("nowhere.jsonl")
-    with pytest.raises(ConfigError, match=r"\[data\] source = .*: (cannot be read: \w+Error: .*\.jsonl|no such file)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"\[data\] source = .*: (cannot be read: \w+Error: .*\.jsonl|no such file)",
+    ):
         file_stamps(name)
         open_source(config_for(name, tmp_path).data)
 
@@ -104,11 +130,17 @@ def test_a_pattern_finds_each_file_once_and_passes_over_no_folder(tmp_path, monk
         (tmp_path / name / "x.jsonl").write_text('{"text": "as it happens"}\n')
     (tmp_path / "b/loop").symlink_to(tmp_path)
     (tmp_path / "a/again.jsonl").symlink_to("x.jsonl")  # on purpose
-    assert local_files(f"{tmp_path}/a/*.jsonl") == local_files(f"{tmp_path}/a") == [
-        tmp_path / "a/again.jsonl", tmp_path / "a/x.jsonl"]
+    assert (
+        local_files(f"{tmp_path}/a/*.jsonl")
+        == local_files(f"{tmp_path}/a")
+        == [tmp_path / "a/again.jsonl", tmp_path / "a/x.jsonl"]
+    )
     (tmp_path / "a/again.jsonl").unlink()
     found = [tmp_path / "a/x.jsonl", tmp_path / "b/c/x.jsonl"]
-    assert local_files(f"{tmp_path}/**/*.jsonl") == found and local_files(f"{tmp_path}/a/*.jsonl") == found[:1]
+    assert (
+        local_files(f"{tmp_path}/**/*.jsonl") == found
+        and local_files(f"{tmp_path}/a/*.jsonl") == found[:1]
+    )
     listdir = os.listdir
 
     def refuse(folder: str) -> list[str]:
@@ -125,7 +157,10 @@ def test_a_pattern_finds_each_file_once_and_passes_over_no_folder(tmp_path, monk
 
 def test_a_file_of_another_kind_is_refused(tmp_path):
     (tmp_path / "texts.csv").write_text("text\nthe cat\n")
-    with pytest.raises(ConfigError, match=r"source = .*texts\.csv: must be one of \.jsonl, \.json, \.parquet, \.txt"):
+    with pytest.raises(
+        ConfigError,
+        match=r"source = .*texts\.csv: must be one of \.jsonl, \.json, \.parquet, \.txt",
+    ):
         list(open_source(config_for(tmp_path / "texts.csv", tmp_path).data))
 
 
@@ -145,8 +180,10 @@ def test_chunks_hold_all_texts_in_order():
     assert all(sum(map(len, chunk[:-1])) < CHUNK for chunk in cut) and list(chunks(Texts())) == []
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "txt", "json.gz", "jsonl.zst", "parquet", "two parquets", "two files",
-                                  "stdlib"])
+@pytest.mark.parametrize(
+    "kind",
+    ["jsonl", "txt", "json.gz", "jsonl.zst", "parquet", "two parquets", "two files", "stdlib"],
+)
 def test_a_source_resumes_from_any_place(kind, corpus, tmp_path, monkeypatch):
     some = _stdlib_files()[:40] if kind == "stdlib" else []
     monkeypatch.setattr("data.sources._stdlib_files", lambda: some)
@@ -155,10 +192,14 @@ def test_a_source_resumes_from_any_place(kind, corpus, tmp_path, monkeypatch):
     if "parquet" in kind:
         import pyarrow
         import pyarrow.parquet
+
         path = tmp_path / "*.parquet"
         for part in range(2 if kind == "two parquets" else 1):
-            pyarrow.parquet.write_table(pyarrow.table({"other": texts[part:], "text": texts[part:]}),
-                                        tmp_path / f"{part}.parquet", row_group_size=7)
+            pyarrow.parquet.write_table(
+                pyarrow.table({"other": texts[part:], "text": texts[part:]}),
+                tmp_path / f"{part}.parquet",
+                row_group_size=7,
+            )
     elif kind == "txt":
         path.write_text("\n".join(words(i, 9000) for i in range(12)))
     elif kind == "json.gz":  # in two members
@@ -166,6 +207,7 @@ def test_a_source_resumes_from_any_place(kind, corpus, tmp_path, monkeypatch):
         path.write_bytes(gzip.compress(b"".join(lines[:9])) + gzip.compress(b"".join(lines[9:])))
     elif kind == "jsonl.zst":
         import pyarrow
+
         path.write_bytes(pyarrow.compress(corpus.read_bytes(), "zstd", asbytes=True))
     elif kind == "two files":
         path = tmp_path / "part*.jsonl"
@@ -205,25 +247,39 @@ def test_a_hub_source_resumes_and_knows_its_size(monkeypatch):
     """Through the same calls as a download, on rows that are here; in the revision that it was begun in."""
     import datasets
     import huggingface_hub
+
     rows = datasets.Dataset.from_dict({"text": [words(i, 5) for i in range(3000)]})
     newest, asked = ["first"], []
 
     def load(*args, revision, **options):
         asked.append(revision)
-        assert args == ("owner/name",) and options == {"name": None, "split": "train", "streaming": True}
+        assert args == ("owner/name",) and options == {
+            "name": None,
+            "split": "train",
+            "streaming": True,
+        }
         stream = rows.to_iterable_dataset(3)
-        stream.info.splits = datasets.SplitDict({"train": datasets.SplitInfo("train", num_examples=3000)})
+        stream.info.splits = datasets.SplitDict(
+            {"train": datasets.SplitInfo("train", num_examples=3000)}
+        )
         return stream
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info",
-                        lambda self, name: huggingface_hub.DatasetInfo(id=name, sha=newest[0], tags=[]))
+    monkeypatch.setattr(
+        huggingface_hub.HfApi,
+        "dataset_info",
+        lambda self, name: huggingface_hub.DatasetInfo(id=name, sha=newest[0], tags=[]),
+    )
     d = make_config(data={"source": "owner/name"}).data
     whole, source = list(open_source(d)), open_source(d)
     newest[0] = "second"
     assert list(itertools.islice(source, 1500)) == whole[:1500] and source.share() == 0.5
     assert list(open_source(d, json.loads(json.dumps(source.place())))) == whole[1500:]
-    assert asked == ["first"] * 3 and source.revision == "first" and open_source(d).revision == "second"
+    assert (
+        asked == ["first"] * 3
+        and source.revision == "first"
+        and open_source(d).revision == "second"
+    )
     for unknown in ({}, {"train": datasets.SplitInfo("train", num_examples=0)}, None):
         source.data.info.splits = unknown
         assert source.share() is None
@@ -232,6 +288,7 @@ def test_a_hub_source_resumes_and_knows_its_size(monkeypatch):
 def test_empty_files_are_skipped(tmp_path):
     import pyarrow
     import pyarrow.parquet
+
     for name, texts in (("0", []), ("1", ["a", "b"])):
         table = pyarrow.table({"text": pyarrow.array(texts, "string")})
         pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
@@ -244,13 +301,19 @@ def test_a_broken_parquet_file_is_one_line(tmp_path):
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 or not")
     with pytest.raises(ConfigError) as caught:
         list(open_source(config_for(tmp_path / "bad.parquet", tmp_path).data))
-    assert "bad.parquet: cannot be read: Arrow" in str(caught.value) and "\n" not in str(caught.value)
+    assert "bad.parquet: cannot be read: Arrow" in str(caught.value) and "\n" not in str(
+        caught.value
+    )
 
 
-@pytest.mark.parametrize("kind, told", [
-    ("jsonl", "line 4: field 'text' must be text, not int"),
-    ("parquet", "row 3: field 'text' must be text, not NoneType"),
-    ("hub", "row 3: field 'text' must be text, not NoneType")])
+@pytest.mark.parametrize(
+    "kind, told",
+    [
+        ("jsonl", "line 4: field 'text' must be text, not int"),
+        ("parquet", "row 3: field 'text' must be text, not NoneType"),
+        ("hub", "row 3: field 'text' must be text, not NoneType"),
+    ],
+)
 def test_a_bad_row_is_named_by_its_number_resumed_or_not(kind, told, tmp_path, monkeypatch):
     import datasets
     import huggingface_hub
@@ -258,13 +321,17 @@ def test_a_bad_row_is_named_by_its_number_resumed_or_not(kind, told, tmp_path, m
     import pyarrow.parquet
 
     rows, source = {"text": ["a", "b", None]}, str(tmp_path / f"bad.{kind}")
-    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n\n{"text": "b"}\n{"text": 3}\n')  # empty lines are lines
+    (tmp_path / "bad.jsonl").write_text(
+        '{"text": "a"}\n\n{"text": "b"}\n{"text": 3}\n'
+    )  # empty lines are lines
     pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "bad.parquet")
     if kind == "hub":
         source = "owner/name"
         stream = datasets.Dataset.from_dict(rows).to_iterable_dataset
         monkeypatch.setattr(datasets, "load_dataset", lambda *_, **options: stream())
-        monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda self, name: SimpleNamespace(sha="commit"))
+        monkeypatch.setattr(
+            huggingface_hub.HfApi, "dataset_info", lambda self, name: SimpleNamespace(sha="commit")
+        )
     d = config_for(source, tmp_path).data
     begun = open_source(d)
     assert list(itertools.islice(begun, 2)) == ["a", "b"]
@@ -278,9 +345,14 @@ def test_a_parquet_file_without_the_column_is_named_with_those_it_has(tmp_path):
     import pyarrow
     import pyarrow.parquet
 
-    pyarrow.parquet.write_table(pyarrow.table({"body": ["a"], "title": ["b"]}), tmp_path / "other.parquet")
-    with pytest.raises(ConfigError, match=r"other\.parquet: row 1: has no field 'text' \(data\.text_field\), but body, "
-                                          "title$"):
+    pyarrow.parquet.write_table(
+        pyarrow.table({"body": ["a"], "title": ["b"]}), tmp_path / "other.parquet"
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"other\.parquet: row 1: has no field 'text' \(data\.text_field\), but body, "
+        "title$",
+    ):
         list(open_source(config_for(tmp_path / "other.parquet", tmp_path).data))
 
 
@@ -296,8 +368,10 @@ def test_text_without_line_ends_is_cut_between_characters(unit, tmp_path):
     assert "".join(open_source(d, source.place())) == text[len(found[0]) :]
 
 
-@pytest.mark.parametrize("content, line", [
-    (b"good\n\xff\n", 2), (b"\n\xff", 2), (b"good\n" * 40_000 + b"\xe6\x97", 40_001)])
+@pytest.mark.parametrize(
+    "content, line",
+    [(b"good\n\xff\n", 2), (b"\n\xff", 2), (b"good\n" * 40_000 + b"\xe6\x97", 40_001)],
+)
 def test_text_that_is_not_utf8_is_named_by_line(content, line, tmp_path):
     (tmp_path / "bad.txt").write_bytes(content)
     with pytest.raises(ConfigError, match=rf"bad\.txt: line {line}: is not UTF-8"):
@@ -306,6 +380,7 @@ def test_text_that_is_not_utf8_is_named_by_line(content, line, tmp_path):
 
 def test_a_source_that_is_code_is_identified_by_its_code(monkeypatch):
     """And files and datasets are not: their readers may be changed."""
+
     class Squares(sources.Source):
         def rows(self):
             yield "here", {"text": "1 4 9"}

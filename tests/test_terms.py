@@ -14,17 +14,32 @@ from tests.conftest import available, make_config, rows
 from tests.test_training import plain_loop, weights, with_data
 
 MODEL = {"dim": 46, "n_heads": 4, "n_kv_heads": 2, "head_dim": 6, "ffn_dim": 76}
-ALONE, FULL, EVERY = {"micro_batch_size": 1}, {"recompute": "full"}, {"sync_every_micro_batch": False}
+ALONE, FULL, EVERY = (
+    {"micro_batch_size": 1},
+    {"recompute": "full"},
+    {"sync_every_micro_batch": False},
+)
 RUNS = {
-    1: {"alone": {}, "selective": {"parallel": {"recompute": "selective"}},
+    1: {
+        "alone": {},
+        "selective": {"parallel": {"recompute": "selective"}},
         "compiled": {"parallel": {"compile": True, "recompute": "elementwise"}},
-        "bfloat16": {"parallel": {"param_dtype": "bfloat16"}}},
-    2: {"dp 2": {"train": ALONE}, "tp 2": {"parallel": {"tp": 2, **FULL}}, "cp 2": {"parallel": {"cp": 2}},
-        "bfloat16 tp 2": {"parallel": {"param_dtype": "bfloat16", "tp": 2, "keep_fp32": ["blocks.0"]}}},
-    4: {"dp 4": {"parallel": {"reshard_after_forward": False}},
+        "bfloat16": {"parallel": {"param_dtype": "bfloat16"}},
+    },
+    2: {
+        "dp 2": {"train": ALONE},
+        "tp 2": {"parallel": {"tp": 2, **FULL}},
+        "cp 2": {"parallel": {"cp": 2}},
+        "bfloat16 tp 2": {
+            "parallel": {"param_dtype": "bfloat16", "tp": 2, "keep_fp32": ["blocks.0"]}
+        },
+    },
+    4: {
+        "dp 4": {"parallel": {"reshard_after_forward": False}},
         "replicas": {"train": ALONE, "parallel": {"dp_replicate": 2, **EVERY}},
         "dp 2 x tp 2": {"parallel": {"tp": 2, "recompute": "selective"}},
-        "cp 2 x tp 2": {"parallel": {"cp": 2, "tp": 2, "recompute": 2}}},
+        "cp 2 x tp 2": {"parallel": {"cp": 2, "tp": 2, "recompute": 2}},
+    },
 }
 RUNS = {ranks: found for ranks, runs in RUNS.items() if (found := available(runs))}
 
@@ -49,16 +64,23 @@ def test_terms_are_exact_on_any_mesh(on_ranks, corpus, prepared, expected, tmp_p
     """Loss, each term, gradient norm, and the weights after four steps."""
     wanted, validation, last = expected
     shared = {"model": MODEL, "eval": {"batches": 1}, "checkpoint": {}}
-    runs = {name: with_data({**run, **shared}, corpus, {320: prepared}) for name, run in RUNS[ranks].items()}
+    runs = {
+        name: with_data({**run, **shared}, corpus, {320: prepared})
+        for name, run in RUNS[ranks].items()
+    }
     found = on_ranks(ranks, cases.train_forked, "routed", runs, str(tmp_path), timeout=400)[0]
     for name, ours in found.items():
         near = 2**-7 if "bfloat16" in name else 1e-5
         for key in ("loss", "balance", "router_z", "grad_norm")[: 3 if "bfloat16" in name else 4]:
-            assert [row[key] for row in ours] == pytest.approx([row[key] for row in wanted], rel=near), (name, key)
+            assert [row[key] for row in ours] == pytest.approx(
+                [row[key] for row in wanted], rel=near
+            ), (name, key)
         assert [row["batch_digest"] for row in ours] == [row["batch_digest"] for row in wanted]
         folder = tmp_path / str(ranks) / name.replace(" ", "-")
         # the validation loss is the cross entropy alone
-        assert [row["loss"] for row in rows(folder, "eval")] == pytest.approx([validation], rel=near)
+        assert [row["loss"] for row in rows(folder, "eval")] == pytest.approx(
+            [validation], rel=near
+        )
         if "bfloat16" not in name:
             saved = weights(folder, 4)
             for key, tensor in last.items():
@@ -95,8 +117,14 @@ def test_a_fork_with_terms_generates(corpus):
             assert torch.allclose(model(ids[:, 8:], cache=cache)[:, 0], whole[:, 8], atol=1e-5)
 
 
-@pytest.mark.parametrize("value, name", [
-    (torch.zeros((), dtype=torch.bfloat16), "balance"), (torch.zeros(2), "balance"), (torch.zeros(()), "loss")])
+@pytest.mark.parametrize(
+    "value, name",
+    [
+        (torch.zeros((), dtype=torch.bfloat16), "balance"),
+        (torch.zeros(2), "balance"),
+        (torch.zeros(()), "loss"),
+    ],
+)
 def test_a_term_that_would_lose_precision_is_refused(value, name):
     with pytest.raises(ConfigError, match=rf"blocks.3 returns {name} of torch.*float32 scalar"):
         added({}, {name: value}, "blocks.3")

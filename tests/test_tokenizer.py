@@ -19,11 +19,20 @@ from data.tokenizer import Tokenizer, train_tokenizer
 from data.tokens import open_stream
 from tests.conftest import REPO, config_for, make_config, prepare_one, words
 
-HOSTILE = ["", " ", "  lead and trail  ", "a\0b", "\r\n\r\n\t\ttabs", "\n\n\n",
-           "emoji 😀👩‍👩‍👧 and é, ﬁ, Å, 日本語",
-           "▁marks ▁▁ here▁",
-           "\u200b\ufeff\u2028", "x" * 100_000,
-           "<s></s><unk><0x0A>", "".join(map(chr, range(1, 0x300)))]
+HOSTILE = [
+    "",
+    " ",
+    "  lead and trail  ",
+    "a\0b",
+    "\r\n\r\n\t\ttabs",
+    "\n\n\n",
+    "emoji 😀👩‍👩‍👧 and é, ﬁ, Å, 日本語",
+    "▁marks ▁▁ here▁",
+    "\u200b\ufeff\u2028",
+    "x" * 100_000,
+    "<s></s><unk><0x0A>",
+    "".join(map(chr, range(1, 0x300))),
+]
 
 
 @pytest.fixture(scope="module")
@@ -70,22 +79,38 @@ def test_default_source_round_trips():
 def test_the_vocabulary_that_is_named_works(wrong, limit, tmp_path):
     (tmp_path / "in.jsonl").write_text(json.dumps({"text": words(0, 500)}) + "\n")
     data = {"source": str(tmp_path / "in.jsonl"), "path": str(tmp_path / "out")}
-    with pytest.raises(ConfigError, match=rf"vocab_size = {wrong}: .*; the {limit} that works is \d+$") as caught:
+    with pytest.raises(
+        ConfigError, match=rf"vocab_size = {wrong}: .*; the {limit} that works is \d+$"
+    ) as caught:
         prepare_one(make_config(model={"vocab_size": wrong}, data=data))
     named = int(str(caught.value).split()[-1])
     assert 260 < named < 5000
     prepare_one(make_config(model={"vocab_size": named}, data=data))
     beyond = named + (1 if limit == "largest" else -1)
     with pytest.raises(ConfigError, match=f"the {limit} that works is {named}$"):
-        prepare_one(make_config(model={"vocab_size": beyond}, data={**data, "path": str(tmp_path / "beyond")}))
+        prepare_one(
+            make_config(
+                model={"vocab_size": beyond}, data={**data, "path": str(tmp_path / "beyond")}
+            )
+        )
 
 
-@pytest.mark.parametrize("content", [b"", b"\x00" * 100, b"<!DOCTYPE html><html>Not found</html>", b"IQ== 0\nIg== 1\n",
-                                     b"version https://git-lfs.github.com/spec/v1\noid"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x00" * 100,
+        b"<!DOCTYPE html><html>Not found</html>",
+        b"IQ== 0\nIg== 1\n",
+        b"version https://git-lfs.github.com/spec/v1\noid",
+    ],
+)
 def test_garbled_tokenizer(content, corpus, tmp_path):
     (tmp_path / "bad.model").write_bytes(content)
     begin = re.escape(repr(content[:24]))
-    with pytest.raises(ConfigError, match=rf"bad.model: is no tokenizer \(an HTML page, .*: it begins with {begin}"):
+    with pytest.raises(
+        ConfigError, match=rf"bad.model: is no tokenizer \(an HTML page, .*: it begins with {begin}"
+    ):
         prepare_one(config_for(corpus, tmp_path, tokenizer=str(tmp_path / "bad.model")))
 
 
@@ -96,15 +121,27 @@ def test_tokenizer_of_ones_own(corpus, prepared, tmp_path):
     with pytest.raises(ConfigError, match="missing.model: tokenizer cannot be read"):
         prepare_one(config_for(corpus, tmp_path, tokenizer="missing.model"))
     assert open_dataset(own).notes == []
-    told = open_dataset(dataclasses.replace(own, model=dataclasses.replace(own.model, vocab_size=400))).notes
+    told = open_dataset(
+        dataclasses.replace(own, model=dataclasses.replace(own.model, vocab_size=400))
+    ).notes
     assert told == [f"the tokenizer of {folder} has 320 entries, the model 400 rows"]
     with pytest.raises(ConfigError, match="vocab_size = 100: smaller than the tokenizer"):
-        prepare_one(make_config(model={"vocab_size": 100}, data={
-            "source": str(corpus), "path": str(tmp_path / "x"), "tokenizer": str(prepared / "tokenizer.model")}))
+        prepare_one(
+            make_config(
+                model={"vocab_size": 100},
+                data={
+                    "source": str(corpus),
+                    "path": str(tmp_path / "x"),
+                    "tokenizer": str(prepared / "tokenizer.model"),
+                },
+            )
+        )
 
 
 def test_very_long_lines_train_a_tokenizer_too(tmp_path):
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": words(i, 30_000)}) + "\n" for i in range(3)))
+    (tmp_path / "in.jsonl").write_text(
+        "".join(json.dumps({"text": words(i, 30_000)}) + "\n" for i in range(3))
+    )
     prepare_one(config_for(tmp_path / "in.jsonl", tmp_path))
 
 
@@ -113,7 +150,9 @@ def test_indentation_is_one_token():
     import sentencepiece
 
     made = sentencepiece.SentencePieceProcessor()
-    made.LoadFromSerializedProto(train_tokenizer((f"def f{i}():\n        return {i}\n" for i in range(200)), 300))
+    made.LoadFromSerializedProto(
+        train_tokenizer((f"def f{i}():\n        return {i}\n" for i in range(200)), 300)
+    )
     assert made.encode("        x", out_type=str)[0] == "\u2581" * 8
 
 
@@ -123,14 +162,26 @@ def sentencepiece_model(path: pathlib.Path, **options) -> Tokenizer:
 
     made = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(words(i, 50) for i in range(50)), model_writer=made, hard_vocab_limit=False, minloglevel=2,
-        **{"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "vocab_size": 300,
-           "model_type": "bpe", "byte_fallback": True, **options})
+        sentence_iterator=(words(i, 50) for i in range(50)),
+        model_writer=made,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **{
+            "normalization_rule_name": "identity",
+            "remove_extra_whitespaces": False,
+            "vocab_size": 300,
+            "model_type": "bpe",
+            "byte_fallback": True,
+            **options,
+        },
+    )
     path.write_bytes(made.getvalue())
     return Tokenizer(path)
 
 
-@pytest.mark.parametrize("settings, bos, eos", [({}, [1], [2]), ({"bos_id": -1}, [], [2]), ({"eos_id": -1}, [1], [])])
+@pytest.mark.parametrize(
+    "settings, bos, eos", [({}, [1], [2]), ({"bos_id": -1}, [], [2]), ({"eos_id": -1}, [1], [])]
+)
 def test_a_sentencepiece_model_may_lack_bos_or_eos(settings, bos, eos, tmp_path):
     found = sentencepiece_model(tmp_path / "tokenizer.model", **settings)
     assert (found.bos, found.eos) == (bos, eos)
@@ -152,17 +203,24 @@ def byte_level(tmp_path_factory) -> str:
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=290, special_tokens=["<|begin_of_text|>", "<|end_of_text|>"],
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=290,
+        special_tokens=["<|begin_of_text|>", "<|end_of_text|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     made.train_from_iterator([words(i, 50) for i in range(50)], trainer)
     made.post_processor = processors.TemplateProcessing(
-        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 0)])
+        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 0)]
+    )
     folder = tmp_path_factory.mktemp("byte-level")
     made.save(str(folder / "tokenizer.json"))
     return str(folder)
 
 
-@pytest.mark.parametrize("text", [*HOSTILE, "<|begin_of_text|>in<|end_of_text|>"], ids=range(len(HOSTILE) + 1))
+@pytest.mark.parametrize(
+    "text", [*HOSTILE, "<|begin_of_text|>in<|end_of_text|>"], ids=range(len(HOSTILE) + 1)
+)
 def test_tokenizer_json_is_lossless(byte_level, text):
     found = Tokenizer(byte_level)
     ids = found.encode([text])[0]
@@ -177,7 +235,9 @@ def test_ids_with_holes_count_by_the_highest(byte_level, tmp_path):
     vocabulary[last] = 399
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     found = Tokenizer(tmp_path)
-    assert found.vocab_size == 400 and found.decode([399]) == Tokenizer(byte_level).decode([289]) != ""
+    assert (
+        found.vocab_size == 400 and found.decode([399]) == Tokenizer(byte_level).decode([289]) != ""
+    )
 
 
 def test_an_id_beyond_31_bits_is_refused(byte_level, tmp_path):
@@ -187,7 +247,11 @@ def test_an_id_beyond_31_bits_is_refused(byte_level, tmp_path):
     for highest, refused in ((2**31 - 2, False), (2**31 - 1, True)):
         vocabulary[last] = highest
         (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-        with pytest.raises(ConfigError, match="has 2147483648 ids") if refused else contextlib.nullcontext():
+        with (
+            pytest.raises(ConfigError, match="has 2147483648 ids")
+            if refused
+            else contextlib.nullcontext()
+        ):
             Tokenizer(tmp_path)
 
 
@@ -195,20 +259,33 @@ def test_one_that_makes_nothing_of_any_text_is_refused(tmp_path):
     import tokenizers
 
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0}, unk_token="?"))
-    for normalizer, refused in ((tokenizers.normalizers.Lowercase(), False),
-                                (tokenizers.normalizers.Replace(tokenizers.Regex(r"[\s\S]"), ""), True)):
+    for normalizer, refused in (
+        (tokenizers.normalizers.Lowercase(), False),
+        (tokenizers.normalizers.Replace(tokenizers.Regex(r"[\s\S]"), ""), True),
+    ):
         made.normalizer = normalizer
         made.save(str(tmp_path / "tokenizer.json"))
-        with (pytest.raises(ConfigError, match="makes nothing of any text that was tried") if refused
-              else contextlib.nullcontext()):
+        with (
+            pytest.raises(ConfigError, match="makes nothing of any text that was tried")
+            if refused
+            else contextlib.nullcontext()
+        ):
             Tokenizer(tmp_path)
 
 
 def test_one_without_an_eos_token_is_told_of(byte_level, corpus, tmp_path, capsys):
-    text = pathlib.Path(byte_level, "tokenizer.json").read_text().replace("<|end_of_text|>", "<|other|>")
+    text = (
+        pathlib.Path(byte_level, "tokenizer.json")
+        .read_text()
+        .replace("<|end_of_text|>", "<|other|>")
+    )
     (tmp_path / "tokenizer.json").write_text(text)
     for folder, told in ((str(tmp_path), 1), (byte_level, 0)):
-        prepare_one(make_config(data={"source": str(corpus), "path": f"{tmp_path}/{told}", "tokenizer": folder}))
+        prepare_one(
+            make_config(
+                data={"source": str(corpus), "path": f"{tmp_path}/{told}", "tokenizer": folder}
+            )
+        )
         assert capsys.readouterr().err.count(f"{folder}: has no EOS token that is known") == told
 
 
@@ -218,7 +295,9 @@ def test_a_vocabulary_smaller_or_larger_than_the_models(prepared, corpus, tmp_pa
     [told] = open_dataset(make_config(data=data, model={"vocab_size": 321})).notes
     assert told == f"the tokenizer of {tmp_path / 'own'} has 320 entries, the model 321 rows"
     assert not open_dataset(make_config(data=data)).notes
-    with pytest.raises(ConfigError, match="vocab_size = 319: smaller than .*own's tokenizer, of 320 entries"):
+    with pytest.raises(
+        ConfigError, match="vocab_size = 319: smaller than .*own's tokenizer, of 320 entries"
+    ):
         open_dataset(make_config(data=data, model={"vocab_size": 319}))
 
 
@@ -231,8 +310,11 @@ def test_ids_that_two_bytes_do_not_hold_take_four(largest, dtype, byte_level, co
     cfg = config_for(corpus, tmp_path, tokenizer=str(tmp_path / "tokenizer.json"))
     cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab_size=65_537))
     stream = open_stream(prepare_one(cfg), "train", 65_537)
-    assert stream.dtype == dtype and (tmp_path / "out/train.bin").stat().st_size == stream.length * {
-        "uint16": 2, "int32": 4}[dtype]
+    assert (
+        stream.dtype == dtype
+        and (tmp_path / "out/train.bin").stat().st_size
+        == stream.length * {"uint16": 2, "int32": 4}[dtype]
+    )
     first = next(text for text in open_source(cfg.data) if not is_validation(text))
     _, ids = stream.read(*stream.documents(0, 1)[0][1:])
     assert Tokenizer(tmp_path).decode(ids.tolist()) == first and ids.max() == largest
@@ -245,20 +327,31 @@ def test_ids_beyond_a_tokenizers_are_no_text(tokenizer, byte_level):
         assert each.decode([each.vocab_size, *ids, 10**6, -1]) == "the cat sat"
 
 
-@pytest.mark.parametrize("names", [["<|end_of_text|>", "</s>"], ["</s>", "<|endoftext|>"], ["<|endoftext|>", "<eos>"],
-                                   ["<eos>"]], ids=str)
+@pytest.mark.parametrize(
+    "names",
+    [["<|end_of_text|>", "</s>"], ["</s>", "<|endoftext|>"], ["<|endoftext|>", "<eos>"], ["<eos>"]],
+    ids=str,
+)
 def test_eos_is_known_by_name_where_nothing_says_it(names, tmp_path):
     """The first of these that there is."""
     import tokenizers
     from tokenizers import models
 
     vocabulary = {"?": 0, **{name: 9 - i for i, name in enumerate(names)}}
-    tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
+    tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="?")).save(
+        str(tmp_path / "tokenizer.json")
+    )
     assert Tokenizer(tmp_path).eos == [9]
 
 
-@pytest.mark.parametrize("settings, eos", [
-    ({"eos_token": "<|begin_of_text|>"}, [0]), ({"eos_token": {"content": "<|end_of_text|>"}}, [1]), ({}, [1])])
+@pytest.mark.parametrize(
+    "settings, eos",
+    [
+        ({"eos_token": "<|begin_of_text|>"}, [0]),
+        ({"eos_token": {"content": "<|end_of_text|>"}}, [1]),
+        ({}, [1]),
+    ],
+)
 def test_eos_is_the_familys(byte_level, settings, eos, tmp_path):
     shutil.copy(f"{byte_level}/tokenizer.json", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -269,14 +362,21 @@ def test_preparing_with_a_tokenizer_json(byte_level, corpus, tmp_path):
     shutil.copytree(byte_level, tmp_path / "hf")
     (tmp_path / "hf/tokenizer_config.json").write_text("{}")
     folder = prepare_one(config_for(corpus, tmp_path, tokenizer=str(tmp_path / "hf")))
-    assert {p.name for p in folder.glob("tokenizer*")} == {"tokenizer.json", "tokenizer_config.json"}
+    assert {p.name for p in folder.glob("tokenizer*")} == {
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     stream, found = open_stream(folder, "train", 320), Tokenizer(folder)
-    first = next(text for text in open_source(config_for(corpus, tmp_path).data) if not is_validation(text))
+    first = next(
+        text for text in open_source(config_for(corpus, tmp_path).data) if not is_validation(text)
+    )
     _, start, stop = stream.documents(0, 1)[0]
     assert stream.read(start, stop)[1].tolist() == [0, *found.encode([first])[0], 1]
 
 
-@pytest.mark.parametrize("content, what", [("{}", "is no tokenizer.json that"), ('{"model": 3', "can read")])
+@pytest.mark.parametrize(
+    "content, what", [("{}", "is no tokenizer.json that"), ('{"model": 3', "can read")]
+)
 def test_garbled_tokenizer_json(content, what, corpus, tmp_path):
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigError, match=what):
@@ -287,11 +387,15 @@ def test_garbled_tokenizer_json(content, what, corpus, tmp_path):
 
 def test_without_the_package_it_is_named(byte_level, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ConfigError, match="needs the package `tokenizers`: .* -m pip install tokenizers"):
+    with pytest.raises(
+        ConfigError, match="needs the package `tokenizers`: .* -m pip install tokenizers"
+    ):
         Tokenizer(byte_level)
 
 
-@pytest.mark.parametrize("settings", [{"eos_token": 5}, {"eos_token": ["x"]}, {"eos_token": {"content": 7}}])
+@pytest.mark.parametrize(
+    "settings", [{"eos_token": 5}, {"eos_token": ["x"]}, {"eos_token": {"content": 7}}]
+)
 def test_eos_names_that_are_no_text_are_skipped(byte_level, settings, tmp_path):
     shutil.copy(f"{byte_level}/tokenizer.json", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -305,7 +409,9 @@ def test_dropout_is_off(byte_level, tmp_path):
     made = json.loads((pathlib.Path(byte_level) / "tokenizer.json").read_text())
     made["model"]["dropout"] = 0.9
     (tmp_path / "tokenizer.json").write_text(json.dumps(made))
-    assert Tokenizer(tmp_path).encode([words(0, 90)]) == Tokenizer(byte_level).encode([words(0, 90)])
+    assert Tokenizer(tmp_path).encode([words(0, 90)]) == Tokenizer(byte_level).encode(
+        [words(0, 90)]
+    )
 
 
 def test_a_text_is_neither_padded_nor_cut(byte_level, tmp_path):
@@ -318,7 +424,9 @@ def test_a_text_is_neither_padded_nor_cut(byte_level, tmp_path):
     made.save(str(tmp_path / "tokenizer.json"))
     texts = [words(0, 5), words(0, 900)]
     found = Tokenizer(tmp_path).encode(texts)
-    assert found == Tokenizer(byte_level).encode(texts) and len(found[0]) < 64 and len(found[1]) > 128
+    assert (
+        found == Tokenizer(byte_level).encode(texts) and len(found[0]) < 64 and len(found[1]) > 128
+    )
     assert Tokenizer(tmp_path).bos == [0] and Tokenizer(tmp_path).eos == [1]
 
 
@@ -326,12 +434,18 @@ def test_bos_and_eos_of_a_tokenizer_that_does_not_know_the_letter_a(tmp_path, co
     import tokenizers
     from tokenizers import models, pre_tokenizers, processors
 
-    made = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "cat": 2, "?": 3}, unk_token="?"))
+    made = tokenizers.Tokenizer(
+        models.WordLevel({"<s>": 0, "</s>": 1, "cat": 2, "?": 3}, unk_token="?")
+    )
     made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
     made.save(str(tmp_path / "tokenizer.json"))
     assert (Tokenizer(tmp_path).bos, Tokenizer(tmp_path).eos) == ([0], [1])
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "cat"}')  # what stands around a text goes before
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"eos_token": "cat"}'
+    )  # what stands around a text goes before
     assert Tokenizer(tmp_path).eos == [1]
     content = json.loads((tmp_path / "tokenizer.json").read_text())
     content["model"]["unk_token"] = "missing"
@@ -350,7 +464,11 @@ def test_a_folder_with_llama_3s_two_files(byte_level, prepared, tmp_path):
 
 def test_a_user_is_told_of_weights_trained_with_another_tokenizer(prepared, write_config, tmp_path):
     folders = {}
-    for name, content in (("same", (prepared / "tokenizer.model").read_bytes()), ("other", b"another"), ("none", None)):
+    for name, content in (
+        ("same", (prepared / "tokenizer.model").read_bytes()),
+        ("other", b"another"),
+        ("none", None),
+    ):
         folders[name] = tmp_path / name
         folders[name].mkdir()
         if content:
@@ -359,7 +477,12 @@ def test_a_user_is_told_of_weights_trained_with_another_tokenizer(prepared, writ
     def notes(**model) -> list[str]:
         return open_dataset(config.load(str(write_config(model=model)))).notes
 
-    assert notes() == [] == notes(init_from=str(folders["same"])) == notes(init_from=str(folders["none"]))
+    assert (
+        notes()
+        == []
+        == notes(init_from=str(folders["same"]))
+        == notes(init_from=str(folders["none"]))
+    )
     [told] = notes(init_from=str(folders["other"]))
     assert told.startswith(f"{folders['other']} has another tokenizer than {prepared}")
 

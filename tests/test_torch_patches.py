@@ -14,7 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from parallel.mesh import fsdp_mesh
 from tests import cases
@@ -24,7 +28,9 @@ WRAP = "torch._higher_order_ops.wrap"  # what logs the advice
 
 def with_integers() -> nn.Module:
     module = nn.Linear(8, 4, device="meta")
-    module.codes = nn.Parameter(torch.empty(4, 4, dtype=torch.uint8, device="meta"), requires_grad=False)
+    module.codes = nn.Parameter(
+        torch.empty(4, 4, dtype=torch.uint8, device="meta"), requires_grad=False
+    )
     return module
 
 
@@ -64,6 +70,7 @@ def test_modules_parametrized_alike_share_a_class():
 
 def heard_while_compiling() -> list[str]:
     """What torch logs of a selective checkpointing policy that it compiles."""
+
     def policy(*unused, **options) -> CheckpointPolicy:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -77,8 +84,10 @@ def heard_while_compiling() -> list[str]:
     try:
         with mock.patch.multiple(log, disabled=False, level=logging.WARNING):
             log._cache.clear()  # of whether a level is enabled
-            torch.compile(lambda x: checkpoint(torch.sin, x, use_reentrant=False, context_fn=contexts),
-                          backend="aot_eager")(torch.ones(3, requires_grad=True))
+            torch.compile(
+                lambda x: checkpoint(torch.sin, x, use_reentrant=False, context_fn=contexts),
+                backend="aot_eager",
+            )(torch.ones(3, requires_grad=True))
     finally:
         log.removeHandler(handler)
         log._cache.clear()

@@ -88,7 +88,14 @@ def history(store: pathlib.Path) -> list[dict]:
 
 
 def row(step: int, loss: float, kind: str = "train", **more) -> dict:
-    return {"kind": kind, "step": step, "loss": loss, "batch_digest": 5, "mfu": None, "slowest_rank": {"a": 1.0}} | more
+    return {
+        "kind": kind,
+        "step": step,
+        "loss": loss,
+        "batch_digest": 5,
+        "mfu": None,
+        "slowest_rank": {"a": 1.0},
+    } | more
 
 
 class Launch:
@@ -97,7 +104,9 @@ class Launch:
     def __init__(self, tmp_path: pathlib.Path, name: str, start: int):
         self.folder = tmp_path / "r"
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.toml").write_text(f'[run]\nname = "r"\n[log]\ntracker = "{name}"\nproject = "p"\n')
+        (self.folder / "config.toml").write_text(
+            f'[run]\nname = "r"\n[log]\ntracker = "{name}"\nproject = "p"\n'
+        )
         self.path = self.folder / "metrics.jsonl"
         before = map(json.loads, self.path.read_text().splitlines() if start else [])
         kept = [found for found in before if found["step"] <= start]
@@ -131,13 +140,26 @@ def test_three_launches_are_one_run_without_a_step_twice(tmp_path, store, name):
     third.write(row(3, 3.0), row(4, 4.0))
     third.tracker.close()
     found = history(store)
-    assert [(one["step"], one["train/loss"]) for one in found] == [(1, 9.0), (2, 8.0), (3, 3.0), (4, 4.0)]
-    assert found[1] == {"step": 2, "train/loss": 8.0, "train/slowest_rank.a": 1.0, "eval/loss": 8.5,
-                        "eval/bits_per_byte": 3.0, "eval/slowest_rank.a": 1.0}
+    assert [(one["step"], one["train/loss"]) for one in found] == [
+        (1, 9.0),
+        (2, 8.0),
+        (3, 3.0),
+        (4, 4.0),
+    ]
+    assert found[1] == {
+        "step": 2,
+        "train/loss": 8.0,
+        "train/slowest_rank.a": 1.0,
+        "eval/loss": 8.5,
+        "eval/bits_per_byte": 3.0,
+        "eval/slowest_rank.a": 1.0,
+    }
     launches = [json.loads(line) for line in (store / "launches").read_text().splitlines()]
     assert len(launches) == 3 and len({json.dumps(one) for one in launches}) == 1
     project, *names, of_config = launches[0]
-    assert project == "p" and of_config == "r" and (store / next(filter(None, names[::-1]))).exists()
+    assert (
+        project == "p" and of_config == "r" and (store / next(filter(None, names[::-1]))).exists()
+    )
     assert (store / "finished").read_text().count("\n") == 2
 
 
@@ -151,13 +173,28 @@ def test_a_tracker_that_cannot_go_back_keeps_its_rows(tmp_path, store, monkeypat
     again.write(row(3, 3.0), row(4, 4.0), row(5, 5.0))
     again.tracker.close()
     assert [(one["step"], one["train/loss"]) for one in history(store)] == [
-        (1, 9.0), (2, 8.0), (3, 7.0), (4, 6.0), (5, 5.0)]
-    assert f"{name} keeps the rows of steps 3 to 4 of the launch before: " in again.tracker.log.read_text()
+        (1, 9.0),
+        (2, 8.0),
+        (3, 7.0),
+        (4, 6.0),
+        (5, 5.0),
+    ]
+    assert (
+        f"{name} keeps the rows of steps 3 to 4 of the launch before: "
+        in again.tracker.log.read_text()
+    )
 
 
-@pytest.mark.parametrize("behavior, why", [("raises", "OSError: no space at the tracker"),
-                                           ("offline", "ConnectionError: no route to host")])
-def test_what_failed_is_one_warning_and_sent_by_the_next_launch(tmp_path, store, monkeypatch, caplog, behavior, why):
+@pytest.mark.parametrize(
+    "behavior, why",
+    [
+        ("raises", "OSError: no space at the tracker"),
+        ("offline", "ConnectionError: no route to host"),
+    ],
+)
+def test_what_failed_is_one_warning_and_sent_by_the_next_launch(
+    tmp_path, store, monkeypatch, caplog, behavior, why
+):
     monkeypatch.setattr(logging.getLogger("train"), "propagate", True)
     monkeypatch.setenv("FAKE_TRACKER", behavior)
     failing = Launch(tmp_path, "wandb", 0)
@@ -166,7 +203,8 @@ def test_what_failed_is_one_warning_and_sent_by_the_next_launch(tmp_path, store,
     failing.write(row(4, 6.0))
     failing.tracker.close()
     assert [record.getMessage() for record in caplog.records] == [
-        f"wandb lacks rows of this launch, which the next one sends: {why} ({failing.tracker.log})"]
+        f"wandb lacks rows of this launch, which the next one sends: {why} ({failing.tracker.log})"
+    ]
     monkeypatch.setenv("FAKE_TRACKER", "works")
     works = Launch(tmp_path, "wandb", 4)
     works.write(row(5, 5.0))
@@ -188,13 +226,19 @@ def test_rows_of_a_step_are_sent_together_but_not_held_for_long(tmp_path, monkey
         yield {"step": 2}
 
     monkeypatch.setattr(tracker, "follow", follow)
-    assert [Counter(one["step"] for one in found) for found in tracker.steps(tmp_path)] == [{1: 2}, {2: 1}, {2: 1}]
+    assert [Counter(one["step"] for one in found) for found in tracker.steps(tmp_path)] == [
+        {1: 2},
+        {2: 1},
+        {2: 1},
+    ]
 
 
 def test_a_missing_package_is_named_before_the_launch(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     check_tracker(make_config())
-    with pytest.raises(ConfigError, match=r"\[log\] tracker = trackio: needs the package trackio: .* pip install"):
+    with pytest.raises(
+        ConfigError, match=r"\[log\] tracker = trackio: needs the package trackio: .* pip install"
+    ):
         check_tracker(make_config(log={"tracker": "trackio"}))
 
 
@@ -210,13 +254,21 @@ def test_a_tracker_costs_a_run_nothing(store, write_config, tmp_path, monkeypatc
         assert done.returncode == 0, done.stderr
         folder = tmp_path / "outputs" / name
         losses[name] = [found["loss"] for found in rows(folder)]
-        assert done.stdout.count("wandb lacks rows of this launch") == (name in ("raises", "sleeps")), done.stdout
+        assert done.stdout.count("wandb lacks rows of this launch") == (
+            name in ("raises", "sleeps")
+        ), done.stdout
         waited = "the last rows were not taken within 5 s" in done.stdout
-        assert waited == (behavior == "sleeps") and done.stdout.count("tracker.example") == bool(behavior)
+        assert waited == (behavior == "sleeps") and done.stdout.count("tracker.example") == bool(
+            behavior
+        )
     assert losses["none"] == losses["raises"] == losses["sleeps"] and len(losses["none"]) == 4
     assert (store / "launches").read_text().count("\n") == 3
     of_it = next(path for path in store.iterdir() if path.name.startswith("works"))
     sent = [json.loads(line) for line in of_it.read_text().splitlines()]
-    assert [one["train/loss"] for one in sent] == losses["works"] == pytest.approx(losses["none"], rel=1e-5)
+    assert (
+        [one["train/loss"] for one in sent]
+        == losses["works"]
+        == pytest.approx(losses["none"], rel=1e-5)
+    )
     (evaluated,) = rows(tmp_path / "outputs" / "works", "eval")
     assert sent[-1]["eval/bits_per_byte"] == evaluated["bits_per_byte"]

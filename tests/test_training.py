@@ -53,21 +53,33 @@ CASES = {
     "clipped": {"train": {"max_grad_norm": 0.2}, "optim": {"eps": 1e-2}},
     "bfloat16 states": {"optim": {"state_dtype": "bfloat16", "betas": [0.9, 0.999]}},
     "frozen": {"model": {"freeze": ["embedding*", "*q_proj.weight", "blocks.0.*"]}},
-    "frozen replicated": {"model": {"freeze": ["embedding*", "*q_proj.weight", "blocks.0.*"]},
-                         "parallel": {"replicated": ["embedding*", "blocks.0.*norm*", "blocks.1.*q_proj.weight"]}},
+    "frozen replicated": {
+        "model": {"freeze": ["embedding*", "*q_proj.weight", "blocks.0.*"]},
+        "parallel": {"replicated": ["embedding*", "blocks.0.*norm*", "blocks.1.*q_proj.weight"]},
+    },
     "document mask": {"data": {"document_mask": True}, "parallel": {"recompute": 2}},
     "compiled": {"parallel": {"compile": True, "recompute": "selective"}},
 }
 ON_FOUR = {  # ranks
     "hybrid": {"parallel": {"dp_replicate": 2}},
-    "hybrid deferred": {"parallel": {"dp_replicate": 2, "sync_every_micro_batch": False},
-                        "train": {"micro_batch_size": 1}},
+    "hybrid deferred": {
+        "parallel": {"dp_replicate": 2, "sync_every_micro_batch": False},
+        "train": {"micro_batch_size": 1},
+    },
     "hybrid kept": {"parallel": {"dp_replicate": 2, "reshard_after_forward": False}},
     "two ahead": {"parallel": {"prefetch_forward": 2, "prefetch_backward": 2}},
 }
 # the others compute what the plain case does
-OF_ITS_OWN = ("tied", "uneven", "qk norm", "no clipping", "clipped", "bfloat16 states", "frozen",
-              "document mask")
+OF_ITS_OWN = (
+    "tied",
+    "uneven",
+    "qk norm",
+    "no clipping",
+    "clipped",
+    "bfloat16 states",
+    "frozen",
+    "document mask",
+)
 SAME_AS = {name: name if name in OF_ITS_OWN else "plain" for name in (*CASES, *ON_FOUR)}
 SAME_AS["frozen replicated"] = "frozen"
 
@@ -82,7 +94,10 @@ def folders(corpus, prepared, tmp_path_factory) -> dict:
 
 def with_data(sections: dict, corpus, folders) -> dict:
     folder = folders[sections.get("model", {}).get("vocab_size", 320)]
-    return {**sections, "data": {"source": str(corpus), "path": str(folder), **sections.get("data", {})}}
+    return {
+        **sections,
+        "data": {"source": str(corpus), "path": str(folder), **sections.get("data", {})},
+    }
 
 
 def plain_loop(cfg: config.Config, weights: dict | None = None, optimizer_of=None) -> list[dict]:
@@ -95,16 +110,31 @@ def plain_loop(cfg: config.Config, weights: dict | None = None, optimizer_of=Non
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(fnmatch.fnmatch(name, pattern) for pattern in m.freeze))
     optimizer = torch.optim.AdamW(
-        [{"params": [p for p in model.parameters() if p.ndim > 1 and p.requires_grad], "weight_decay": o.weight_decay},
-         {"params": [p for p in model.parameters() if p.ndim == 1 and p.requires_grad], "weight_decay": 0.0}],
-        betas=o.betas, eps=o.eps, foreach=False)
-    if o.state_dtype == "bfloat16":  # against theory it is tested in test_optim; here it must not depend on the ranks
+        [
+            {
+                "params": [p for p in model.parameters() if p.ndim > 1 and p.requires_grad],
+                "weight_decay": o.weight_decay,
+            },
+            {
+                "params": [p for p in model.parameters() if p.ndim == 1 and p.requires_grad],
+                "weight_decay": 0.0,
+            },
+        ],
+        betas=o.betas,
+        eps=o.eps,
+        foreach=False,
+    )
+    if (
+        o.state_dtype == "bfloat16"
+    ):  # against theory it is tested in test_optim; here it must not depend on the ranks
         optimizer = build_optimizer(model, o, cfg.run.seed)
     if optimizer_of:
         optimizer = optimizer_of(model)
     of_blocks: list[dict] = []  # terms, of each block's forward
     for block in model.blocks:
-        block.register_forward_hook(lambda module, args, out: of_blocks.extend(out[1:] if type(out) is tuple else ()))
+        block.register_forward_hook(
+            lambda module, args, out: of_blocks.extend(out[1:] if type(out) is tuple else ())
+        )
     loader = loader_of(cfg, *open_data(cfg, "train"))
     found = []
     for step in range(1, t.steps + 1):
@@ -112,14 +142,24 @@ def plain_loop(cfg: config.Config, weights: dict | None = None, optimizer_of=Non
         inputs, targets, *rest = (torch.cat(part) for part in zip(*batch.micro_batches))
         if rest:
             documents = rest[1]
-            pieces = [(i[d == n], t[d == n]) for i, t, d in zip(inputs, targets, documents) for n in d.unique()]
-            logits, targets = torch.cat([model(i[None])[0] for i, _ in pieces]), torch.cat([t for _, t in pieces])
+            pieces = [
+                (i[d == n], t[d == n])
+                for i, t, d in zip(inputs, targets, documents)
+                for n in d.unique()
+            ]
+            logits, targets = (
+                torch.cat([model(i[None])[0] for i, _ in pieces]),
+                torch.cat([t for _, t in pieces]),
+            )
             # a piece's last target is another document's, unless the window ends there
             assert sum((t[:-1] == IGNORE).sum() for _, t in pieces) == 0
             assert (targets != IGNORE).sum() == batch.valid_tokens
         else:
             logits = model(inputs).flatten(0, 1)
-        terms = {name: sum(t[name] for t in of_blocks) / batch.valid_tokens for name in (of_blocks or [{}])[0]}
+        terms = {
+            name: sum(t[name] for t in of_blocks) / batch.valid_tokens
+            for name in (of_blocks or [{}])[0]
+        }
         of_blocks.clear()
         loss = F.cross_entropy(logits, targets.flatten()) + sum(terms.values())
         loss.backward()
@@ -129,8 +169,14 @@ def plain_loop(cfg: config.Config, weights: dict | None = None, optimizer_of=Non
             group["lr"] = learning_rate(o, t.steps, step)
         optimizer.step()
         optimizer.zero_grad()
-        found.append({"loss": loss.item(), "grad_norm": norm.item(), "batch_digest": batch.digest,
-                      **{name: term.item() for name, term in terms.items()}})
+        found.append(
+            {
+                "loss": loss.item(),
+                "grad_norm": norm.item(),
+                "batch_digest": batch.digest,
+                **{name: term.item() for name, term in terms.items()},
+            }
+        )
     loader.close()
     if weights is not None:
         weights |= {f"model.{name}": p.detach() for name, p in model.named_parameters()}
@@ -138,10 +184,22 @@ def plain_loop(cfg: config.Config, weights: dict | None = None, optimizer_of=Non
 
 
 # of those in ON_TWO four ranks tell nothing that two do not, or test_equality.py
-ON_TWO = ("half the micro-batch", "recompute full", "recompute elementwise", "recompute selective", "no clipping",
-          "recompute every second", "kept after forward", "deferred reduction", "replicas", "compiled")
-RUNS = [*((ranks, name) for ranks in (1, 2, 4) for name in CASES if ranks < 4 or name not in ON_TWO),
-        *((4, name) for name in ON_FOUR)]
+ON_TWO = (
+    "half the micro-batch",
+    "recompute full",
+    "recompute elementwise",
+    "recompute selective",
+    "no clipping",
+    "recompute every second",
+    "kept after forward",
+    "deferred reduction",
+    "replicas",
+    "compiled",
+)
+RUNS = [
+    *((ranks, name) for ranks in (1, 2, 4) for name in CASES if ranks < 4 or name not in ON_TWO),
+    *((4, name) for name in ON_FOUR),
+]
 
 
 @pytest.fixture(scope="module")
@@ -149,10 +207,18 @@ def trained(request, on_ranks, corpus, folders, tmp_path_factory):
     """{ranks: {name: rows}} of those RUNS that the tests which were chosen look at."""
     users = [item for item in request.session.items if "trained" in item.fixturenames]
     one_each = all(hasattr(item, "callspec") for item in users)
-    wanted = [(p["ranks"], p["name"]) for p in (item.callspec.params for item in users)] if one_each else RUNS
+    wanted = (
+        [(p["ranks"], p["name"]) for p in (item.callspec.params for item in users)]
+        if one_each
+        else RUNS
+    )
     output, found = str(tmp_path_factory.mktemp("outputs")), {}
     for ranks in {ranks for ranks, _ in wanted}:
-        chosen = {name: with_data({**CASES, **ON_FOUR}[name], corpus, folders) for n, name in wanted if n == ranks}
+        chosen = {
+            name: with_data({**CASES, **ON_FOUR}[name], corpus, folders)
+            for n, name in wanted
+            if n == ranks
+        }
         found[ranks] = on_ranks(ranks, cases.train_all, chosen, output)[0]
     return found
 
@@ -169,15 +235,23 @@ def test_every_split_equals_the_plain_loop(trained, ranks, name, corpus, folders
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_without_a_target_has_no_loss_and_changes_no_weight(on_ranks, prepared, corpus, tmp_path, ranks):
+def test_a_step_without_a_target_has_no_loss_and_changes_no_weight(
+    on_ranks, prepared, corpus, tmp_path, ranks
+):
     """Each token is a document of its own, which no other predicts, but for the first two: in a later step's window."""
     data = shutil.copytree(prepared, tmp_path / "data")
     tokens = open_stream(data, "train", 320).length
     torch.arange(2, tokens + 1).numpy().tofile(data / "train.ends.bin")
-    sections = {"data": {"source": str(corpus), "path": str(data), "document_mask": True}, "checkpoint": {},
-                "train": {"steps": 2, "micro_batch_size": 2}, "optim": {"weight_decay": 0.0}}
+    sections = {
+        "data": {"source": str(corpus), "path": str(data), "document_mask": True},
+        "checkpoint": {},
+        "train": {"steps": 2, "micro_batch_size": 2},
+        "optim": {"weight_decay": 0.0},
+    }
     found = on_ranks(ranks, cases.train_all, {"none": sections}, str(tmp_path))[0]["none"]
-    assert [(row["loss"], row["grad_norm"], row["lr"] > 0) for row in found] == [(None, 0.0, True)] * 2
+    assert [(row["loss"], row["grad_norm"], row["lr"] > 0) for row in found] == [
+        (None, 0.0, True)
+    ] * 2
     fresh, trained = Llama(make_config().model), weights(tmp_path / f"{ranks}/none", 2)
     materialize(fresh, 0, torch.device("cpu"))
     assert all(torch.equal(trained[f"model.{name}"], p) for name, p in fresh.named_parameters())
@@ -187,35 +261,61 @@ def test_a_step_without_a_target_has_no_loss_and_changes_no_weight(on_ranks, pre
 def test_auto_precision_is_decided_by_all_ranks_and_kept(on_ranks, prepared, corpus, tmp_path):
     """float32 where one rank's device has no bfloat16 units; what is decided stands in config.toml and in the
     checkpoint, and a resume and an evaluation keep it whatever their devices have."""
-    sections = {"data": {"source": str(corpus), "path": str(prepared)}, "parallel": {"param_dtype": "auto"},
-                "train": {"global_batch_size": 4, "micro_batch_size": None},
-                "optim": {"warmup_steps": 0}, "checkpoint": {}}
+    sections = {
+        "data": {"source": str(corpus), "path": str(prepared)},
+        "parallel": {"param_dtype": "auto"},
+        "train": {"global_batch_size": 4, "micro_batch_size": None},
+        "optim": {"warmup_steps": 0},
+        "checkpoint": {},
+    }
     wrote = {}
     for name, units in {"one without": [True, False], "all": [True, True]}.items():
         folder = tmp_path / name
-        for steps in (1, 2):  # the second resumes, and what follows evaluates, where devices would decide otherwise
+        for steps in (
+            1,
+            2,
+        ):  # the second resumes, and what follows evaluates, where devices would decide otherwise
             asked = on_ranks(2, cases.train_with_units, steps, sections, str(folder), units)
             opposite, units = units, [not all(units)] * 2
-            saved = json.loads((folder / f"r/checkpoints/step-0000000{steps}/state.json").read_text())["config"]
+            saved = json.loads(
+                (folder / f"r/checkpoints/step-0000000{steps}/state.json").read_text()
+            )["config"]
             text = (folder / "r/config.toml").read_text()
             wrote[name, steps] = saved["parallel"]["param_dtype"], *asked
             assert f'param_dtype = "{saved["parallel"]["param_dtype"]}"' in text
-        assert on_ranks(2, cases.train_with_units, 0, sections, str(folder), opposite) == [*wrote[name, 2][1:]]
-    assert wrote == {("one without", 1): ("float32",) * 3, ("one without", 2): ("float32",) * 3,
-                     ("all", 1): ("bfloat16",) * 3, ("all", 2): ("bfloat16",) * 3}
+        assert on_ranks(2, cases.train_with_units, 0, sections, str(folder), opposite) == [
+            *wrote[name, 2][1:]
+        ]
+    assert wrote == {
+        ("one without", 1): ("float32",) * 3,
+        ("one without", 2): ("float32",) * 3,
+        ("all", 1): ("bfloat16",) * 3,
+        ("all", 2): ("bfloat16",) * 3,
+    }
 
 
 @pytest.mark.parametrize("states", ["float32", "bfloat16"])
 def test_a_step_reads_nothing_from_the_device(on_ranks, prepared, corpus, tmp_path, states):
     """The host runs ahead: loss, norm and the finite flag stay on the device until a row is due."""
-    sections = {"data": {"source": str(corpus), "path": str(prepared)}, "log": {"every_steps": 10},
-                "train": {"skip_nonfinite": 1}, "optim": {"state_dtype": states}}
+    sections = {
+        "data": {"source": str(corpus), "path": str(prepared)},
+        "log": {"every_steps": 10},
+        "train": {"skip_nonfinite": 1},
+        "optim": {"state_dtype": states},
+    }
     for reads, control in on_ranks(2, cases.host_reads, sections, str(tmp_path)):
         assert reads == [[]] * 4 and len(control) == 1
 
 
-@pytest.mark.parametrize("found, units", [
-    ({"avx512_bf16": True}, True), ({"amx_bf16": True}, True), ({"avx512_bf16": False}, False), ({}, False)])
+@pytest.mark.parametrize(
+    "found, units",
+    [
+        ({"avx512_bf16": True}, True),
+        ({"amx_bf16": True}, True),
+        ({"avx512_bf16": False}, False),
+        ({}, False),
+    ],
+)
 def test_a_cpu_has_units_for_bfloat16_by_either_name(monkeypatch, found, units):
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: found)
     assert mesh.has_native_bfloat16(torch.device("cpu")) is units
@@ -229,13 +329,16 @@ def test_deterministic_algorithms_are_asked_for(monkeypatch, deterministic):
     set_determinism(make_config(run={"deterministic": deterministic, "seed": 5}).run)
     assert asked == [True] * deterministic
     assert torch.initial_seed() == 5
-    assert torch.utils.deterministic.fill_uninitialized_memory is not deterministic  # no NaN into each new buffer
+    assert (
+        torch.utils.deterministic.fill_uninitialized_memory is not deterministic
+    )  # no NaN into each new buffer
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_step_on_a_gpu_waits_for_nothing(prepared, corpus, tmp_path):
     """torch raises an error where the host would wait, for a value or a copy from memory that is not pinned."""
+
     def strict(*arguments):
         if len(done):  # the first sets FSDP2 up
             torch.cuda.set_sync_debug_mode("error")
@@ -244,8 +347,11 @@ def test_a_step_on_a_gpu_waits_for_nothing(prepared, corpus, tmp_path):
         return done[-1]
 
     done, training_step = [], train.training_step
-    cfg = make_config(data={"source": str(corpus), "path": str(prepared)}, log={"every_steps": 10},
-                      run={"device": "cuda", "name": "gpu", "output_dir": str(tmp_path)})
+    cfg = make_config(
+        data={"source": str(corpus), "path": str(prepared)},
+        log={"every_steps": 10},
+        run={"device": "cuda", "name": "gpu", "output_dir": str(tmp_path)},
+    )
     with distributed(cfg) as world, mock.patch("train.training_step", strict):
         cases.run_training(cfg, world)
     assert len(done) == cfg.train.steps
@@ -261,13 +367,34 @@ def test_cases_differ_where_they_should(trained, corpus, folders):
 
 def test_row_has_what_the_contract_names(trained):
     row = trained[2]["plain"][-1]
-    assert {"kind", "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second_per_device", "mfu", "step_seconds",
-            "data_seconds", "peak_memory_gib", "slowest_rank", "batch_digest"} <= row.keys()
-    assert row["tokens"] == 4 * 8 * 32 and row["mfu"] is None and "slowest_rank" not in trained[1]["plain"][-1]
+    assert {
+        "kind",
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "tokens_per_second_per_device",
+        "mfu",
+        "step_seconds",
+        "data_seconds",
+        "peak_memory_gib",
+        "slowest_rank",
+        "batch_digest",
+    } <= row.keys()
+    assert (
+        row["tokens"] == 4 * 8 * 32
+        and row["mfu"] is None
+        and "slowest_rank" not in trained[1]["plain"][-1]
+    )
 
 
-def test_evaluation_is_in_evaluation_mode_and_training_after_it_is_not(on_ranks, corpus, folders, tmp_path):
-    sections = with_data({"eval": {"every_steps": 2, "batches": 1}, "train": {"steps": 3}}, corpus, folders)
+def test_evaluation_is_in_evaluation_mode_and_training_after_it_is_not(
+    on_ranks, corpus, folders, tmp_path
+):
+    sections = with_data(
+        {"eval": {"every_steps": 2, "batches": 1}, "train": {"steps": 3}}, corpus, folders
+    )
     assert on_ranks(1, cases.modes_of, sections, str(tmp_path))[0] == {(True, True), (False, False)}
     assert [row["step"] for row in rows(tmp_path / "modes", "eval")] == [2, 3]
 
@@ -276,36 +403,62 @@ def test_what_is_not_training_does_not_count_as_it(on_ranks, corpus, folders, tm
     every_second = {"eval": {"every_steps": 2, "batches": 1}, "checkpoint": {"save_every_steps": 2}}
     sections = with_data(every_second, corpus, folders)
     assert on_ranks(1, cases.timed_as, sections, str(tmp_path))[0] == {
-        ("load", ("data",)), ("evaluate", ("evaluation",)), ("save", ("save",))}
+        ("load", ("data",)),
+        ("evaluate", ("evaluation",)),
+        ("save", ("save",)),
+    }
 
 
 def test_each_part_of_a_run_has_its_own_time_limit(on_ranks, corpus, folders, tmp_path):
     sections = with_data({"eval": {"batches": 1}, "checkpoint": {}}, corpus, folders)
     assert on_ranks(1, cases.phases_of, sections, str(tmp_path))[0] == {
-        ("load", "data"), ("train", "first step"), ("train", "step"), ("evaluate", "first evaluation batch"),
-        ("evaluate", "evaluation batch"), ("save", "save"), ("restore", "restore")}
+        ("load", "data"),
+        ("train", "first step"),
+        ("train", "step"),
+        ("evaluate", "first evaluation batch"),
+        ("evaluate", "evaluation batch"),
+        ("save", "save"),
+        ("restore", "restore"),
+    }
 
 
 def test_rows_are_on_disk_before_their_checkpoint_is_published(on_ranks, corpus, folders, tmp_path):
     sections = with_data({"checkpoint": {"save_every_steps": 2}}, corpus, folders)
     assert on_ranks(1, cases.rows_synced_before_publishing, sections, str(tmp_path))[0] == [
-        ("step-00000002", [1, 2]), ("step-00000004", [1, 2, 3, 4])]
+        ("step-00000002", [1, 2]),
+        ("step-00000004", [1, 2, 3, 4]),
+    ]
 
 
 @pytest.mark.parametrize("ranks, reshard", [(2, False), (4, True)])
-def test_a_checkpoint_after_an_evaluation_is_whole(on_ranks, corpus, folders, tmp_path, ranks, reshard):
+def test_a_checkpoint_after_an_evaluation_is_whole(
+    on_ranks, corpus, folders, tmp_path, ranks, reshard
+):
     """What a forward pass without backward left unsharded is sharded again, or its optimizer state would be missing."""
-    sections = with_data({"eval": {"batches": 1}, "checkpoint": {}, "train": {"steps": 2},
-                          "parallel": {"reshard_after_forward": reshard}}, corpus, folders)
+    sections = with_data(
+        {
+            "eval": {"batches": 1},
+            "checkpoint": {},
+            "train": {"steps": 2},
+            "parallel": {"reshard_after_forward": reshard},
+        },
+        corpus,
+        folders,
+    )
     (found,) = on_ranks(ranks, cases.saved_after_an_evaluation, [sections], str(tmp_path))[0]
     names = [name for name, _ in Llama(make_config().model).named_parameters()]
     assert found == {f"model.{name}" for name in names} | {
-        f"optim.{name}.{key}" for name in names for key in ("step", "exp_avg", "exp_avg_sq")}
+        f"optim.{name}.{key}" for name in names for key in ("step", "exp_avg", "exp_avg_sq")
+    }
 
 
 # Through run_train.sh
 
-LONG = {"train": {"steps": 20}, "optim": {"schedule_steps": 20}, "checkpoint": {"save_every_steps": 6}}
+LONG = {
+    "train": {"steps": 20},
+    "optim": {"schedule_steps": 20},
+    "checkpoint": {"save_every_steps": 6},
+}
 
 
 def weights(folder, step: int) -> dict[str, torch.Tensor]:
@@ -315,7 +468,9 @@ def weights(folder, step: int) -> dict[str, torch.Tensor]:
 
     path = folder / "checkpoints" / f"step-{step:08d}"
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
-    found = {name: torch.empty(item.size, dtype=item.properties.dtype) for name, item in stored.items()}
+    found = {
+        name: torch.empty(item.size, dtype=item.properties.dtype) for name, item in stored.items()
+    }
     dcp.load(found, checkpoint_id=path, no_dist=True)
     return found
 
@@ -326,7 +481,9 @@ def straight(tmp_path_factory, corpus, prepared):
     folder = tmp_path_factory.mktemp("straight")
     path = folder / "long.toml"
     sections = {**LONG, "data": {"source": str(corpus), "path": str(prepared)}}
-    path.write_text(config.to_toml(make_config(**sections, run={"name": "straight", "output_dir": str(folder)})))
+    path.write_text(
+        config.to_toml(make_config(**sections, run={"name": "straight", "output_dir": str(folder)}))
+    )
     done = launch(path)
     assert done.returncode == 0, done.stderr
     return folder / "straight", done
@@ -336,11 +493,18 @@ def test_a_run_leaves_what_the_contract_names(straight):
     folder, done = straight
     status = json.loads((folder / "status.json").read_text())
     assert status["state"] == "finished" and status["step"] == 20 and status["launch"]
-    for name in ("config.toml", "environment.json", "metrics.jsonl", "logs/rank-0.log", "tokenizer.model",
-                 "checkpoints/step-00000020/tokenizer.model"):
+    for name in (
+        "config.toml",
+        "environment.json",
+        "metrics.jsonl",
+        "logs/rank-0.log",
+        "tokenizer.model",
+        "checkpoints/step-00000020/tokenizer.model",
+    ):
         assert (folder / name).stat().st_size
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == [
-        f"step-{step:08d}" for step in (6, 12, 18, 20)]
+        f"step-{step:08d}" for step in (6, 12, 18, 20)
+    ]
     assert "step 20/20" in done.stdout
     assert "a sample:" not in done.stdout  # after 20 steps it would be noise
     assert config.load(str(folder / "config.toml")).train.steps == 20
@@ -350,31 +514,61 @@ def test_a_run_leaves_what_the_contract_names(straight):
 
 
 @pytest.mark.skipif("report.py" in missing(), reason="needs report.py")
-def test_a_run_of_a_hundred_steps_ends_with_a_sample_and_with_commands_that_work(write_config, tmp_path):
+def test_a_run_of_a_hundred_steps_ends_with_a_sample_and_with_commands_that_work(
+    write_config, tmp_path
+):
     folder = tmp_path / "my outputs"
-    path = write_config("it", train={"steps": 100, "global_batch_size": 2}, checkpoint={},
-                        run={"output_dir": str(folder)}, log={"tensorboard": True, "every_steps": 50})
+    path = write_config(
+        "it",
+        train={"steps": 100, "global_batch_size": 2},
+        checkpoint={},
+        run={"output_dir": str(folder)},
+        log={"tensorboard": True, "every_steps": 50},
+    )
     done = launch(path, "--optim.schedule=linear")
     assert done.returncode == 0, done.stderr
     assert ("a sample:" in done.stdout) is ("generate.py" not in missing())
     lines = done.stdout[done.stdout.index("finished: ") :].splitlines()
-    found = {what: shlex.split(words) for what, words in (line.split(": ./run_train.sh ") for line in lines)}
+    found = {
+        what: shlex.split(words)
+        for what, words in (line.split(": ./run_train.sh ") for line in lines)
+    }
     assert found.pop(f"finished: {folder}/it/report.html; curves") == [
-        "-m", "tensorboard.main", "--logdir", str(folder)]
-    assert found["more steps, a longer schedule"] == [str(path), "--optim.schedule=linear", "--train.steps=200"]
-    assert len(found) == 3 - len({"generate.py", "huggingface"} & {room.strip("/") for room in missing()})
+        "-m",
+        "tensorboard.main",
+        "--logdir",
+        str(folder),
+    ]
+    assert found["more steps, a longer schedule"] == [
+        str(path),
+        "--optim.schedule=linear",
+        "--train.steps=200",
+    ]
+    assert len(found) == 3 - len(
+        {"generate.py", "huggingface"} & {room.strip("/") for room in missing()}
+    )
     for words in found.values():
         done = launch(*words)
         assert done.returncode == 0, done.stderr
-    done = launch(path, "--optim.schedule=linear", "--train.steps=2", "--log.tensorboard=false", "--checkpoint=off",
-                  "--run.name=other")
+    done = launch(
+        path,
+        "--optim.schedule=linear",
+        "--train.steps=2",
+        "--log.tensorboard=false",
+        "--checkpoint=off",
+        "--run.name=other",
+    )
     assert done.stdout.splitlines()[-1] == f"finished: {folder}/other/report.html"
 
 
 def forget_options(checkpoint) -> None:
     """As it would be if it had been saved before these options were added."""
     state = json.loads((checkpoint / "state.json").read_text())
-    for section, key in (("model", "tie_embeddings"), ("data", "document_mask"), ("train", "skip_nonfinite")):
+    for section, key in (
+        ("model", "tie_embeddings"),
+        ("data", "document_mask"),
+        ("train", "skip_nonfinite"),
+    ):
         del state["config"][section][key]
     (checkpoint / "state.json").write_text(json.dumps(state))
     seal(checkpoint)
@@ -385,11 +579,15 @@ def test_stopping_and_going_on_changes_nothing(straight, tmp_path, corpus, prepa
     folder, _ = straight
     path = tmp_path / "cut.toml"
     sections = {**LONG, "data": {"source": str(corpus), "path": str(prepared)}}
-    path.write_text(config.to_toml(make_config(**sections, run={"name": "cut", "output_dir": str(tmp_path)})))
+    path.write_text(
+        config.to_toml(make_config(**sections, run={"name": "cut", "output_dir": str(tmp_path)}))
+    )
     assert launch(path, "--train.steps=12").returncode == 0
     forget_options(tmp_path / "cut/checkpoints/step-00000012")
     done = launch(path, nproc=ranks)
-    assert done.returncode == 0 and "resuming after step 12" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "resuming after step 12" in done.stdout, (
+        done.stdout + done.stderr
+    )
     ours, theirs = rows(tmp_path / "cut"), rows(folder)
     assert [row["step"] for row in ours] == list(range(1, 21))
     assert [row["batch_digest"] for row in ours] == [row["batch_digest"] for row in theirs]
@@ -398,7 +596,9 @@ def test_stopping_and_going_on_changes_nothing(straight, tmp_path, corpus, prepa
     if ranks == 1:
         assert losses[0] == losses[1]
         mine, whole = weights(tmp_path / "cut", 20), weights(folder, 20)
-        assert mine.keys() == whole.keys() and all(torch.equal(mine[name], whole[name]) for name in mine)
+        assert mine.keys() == whole.keys() and all(
+            torch.equal(mine[name], whole[name]) for name in mine
+        )
         assert all(whole[name] == 20 for name in whole if name.endswith(".step"))
     else:
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -406,14 +606,20 @@ def test_stopping_and_going_on_changes_nothing(straight, tmp_path, corpus, prepa
 
 def test_bfloat16_states_resume_bitwise(on_ranks, corpus, prepared, tmp_path):
     """Moments and the random bits of their rounding go on as if the run had not been cut."""
-    sections = {"data": {"source": str(corpus), "path": str(prepared)}, "checkpoint": {}, "train": {},
-                "optim": {"state_dtype": "bfloat16", "schedule_steps": 6, "warmup_steps": 2}}
+    sections = {
+        "data": {"source": str(corpus), "path": str(prepared)},
+        "checkpoint": {},
+        "train": {},
+        "optim": {"state_dtype": "bfloat16", "schedule_steps": 6, "warmup_steps": 2},
+    }
     for name, cuts in {"straight": (6,), "cut": (3, 6)}.items():
         for steps in cuts:
             found = on_ranks(1, cases.train_to, steps, sections, str(tmp_path / name))[0]
     assert len(found) == 6
     whole, again = (weights(tmp_path / name / "r", 6) for name in ("straight", "cut"))
-    assert whole.keys() == again.keys() and all(torch.equal(whole[name], again[name]) for name in whole)
+    assert whole.keys() == again.keys() and all(
+        torch.equal(whole[name], again[name]) for name in whole
+    )
     assert any(t.dtype == torch.bfloat16 for t in whole.values())
 
 
@@ -441,8 +647,12 @@ def test_eval_only_prints_a_row_and_writes_nothing(straight):
 
 def test_generate_from_a_run(straight):
     folder, _ = straight
-    texts = [launch("-m", "generate", folder, "--prompt", "the cat", "--tokens", "8", "--temperature", "0")
-             for _ in range(2)]
+    texts = [
+        launch(
+            "-m", "generate", folder, "--prompt", "the cat", "--tokens", "8", "--temperature", "0"
+        )
+        for _ in range(2)
+    ]
     assert texts[0].returncode == 0 and texts[0].stdout.startswith("the cat"), texts[0].stderr
     assert texts[0].stdout == texts[1].stdout and texts[0].stderr == ""
 
@@ -458,11 +668,15 @@ def test_a_failure_on_one_rank_is_told_and_ends_all(write_config, tmp_path):
     tokens = bytearray((copy / "train.bin").read_bytes())
     tokens[2 * (window * 32 + 5) + 1] = 0x7F
     (copy / "train.bin").write_bytes(tokens)
-    (copy / "manifest.json").touch()  # as if the file had been prepared so: its hash would tell at once
+    (
+        copy / "manifest.json"
+    ).touch()  # as if the file had been prepared so: its hash would tell at once
     done = launch(path, f"--data.path={copy}", nproc=2)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "failed first on rank 1, step 1, phase data:\n" in done.stderr, done.stderr
-    assert done.stderr.splitlines()[-1].startswith(f"{copy}/train.bin: token {window * 32 + 5} has id"), done.stderr
+    assert done.stderr.splitlines()[-1].startswith(
+        f"{copy}/train.bin: token {window * 32 + 5} has id"
+    ), done.stderr
     status = json.loads((tmp_path / "outputs/broken/status.json").read_text())
     assert status["state"] == "failed" and status["exit_code"] == 2
 
@@ -471,18 +685,26 @@ def test_a_killed_run_is_marked_failed_and_goes_on(write_config, tmp_path):
     path = write_config("killed", train={"steps": 100000}, checkpoint={"save_every_steps": 3})
     folder = tmp_path / "outputs/killed"
 
-    process = subprocess.Popen([REPO / "run_train.sh", path], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                               env={**os.environ, "PYTHON": sys.executable, "NPROC": "1"})
+    process = subprocess.Popen(
+        [REPO / "run_train.sh", path],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHON": sys.executable, "NPROC": "1"},
+    )
     for _ in range(600):
         if (folder / "checkpoints/step-00000003").exists():
             break
         time.sleep(0.1)
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    children = subprocess.run(
+        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True
+    ).stdout.split()
     for child in children:
         os.kill(int(child), signal.SIGKILL)
     assert process.wait(30) not in (0, 2, 75)
     assert json.loads((folder / "status.json").read_text())["state"] == "failed"
     newest = max(int(p.name[5:]) for p in (folder / "checkpoints").glob("step-????????"))
     done = launch(path, f"--train.steps={newest + 2}", f"--optim.schedule_steps={newest + 2}")
-    assert done.returncode == 0 and f"resuming after step {newest}" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and f"resuming after step {newest}" in done.stdout, (
+        done.stdout + done.stderr
+    )
     assert [row["step"] for row in rows(folder)] == list(range(1, newest + 3))

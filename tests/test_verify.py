@@ -10,40 +10,66 @@ from tests.conftest import lacks
 
 REPLICAS = {"parallel": {"dp_replicate": 2}, "train": {"micro_batch_size": 1}}
 TWO_REPLICAS = {"parallel": {"dp_replicate": 2}}
-OFFLOADED = {"model": {"tie_embeddings": True}, "parallel": {"recompute": "full", "cpu_offload": True}}
-UNSHARDED = {"model": {"freeze": ["embedding*", "blocks.1.*"]},
-             "parallel": {"replicated": ["embedding*", "*1*proj*"], "param_dtype": "bfloat16"}}
+OFFLOADED = {
+    "model": {"tie_embeddings": True},
+    "parallel": {"recompute": "full", "cpu_offload": True},
+}
+UNSHARDED = {
+    "model": {"freeze": ["embedding*", "blocks.1.*"]},
+    "parallel": {"replicated": ["embedding*", "*1*proj*"], "param_dtype": "bfloat16"},
+}
 TP = {"parallel": {"tp": 2}}
 TWELVE = {"train": {"global_batch_size": 12, "micro_batch_size": 1}}
 # ranks: (configuration, damage, what its error must say; none, of a right model)
 CASES = {
     1: [({}, "", None)],
-    2: [(OFFLOADED, "", None), (UNSHARDED, "", None),
+    2: [
+        (OFFLOADED, "", None),
+        (UNSHARDED, "", None),
         (TWO_REPLICAS, "two values swapped", "up_proj.weight: differs between replicas"),
-        (UNSHARDED, "a replicated one differs", "blocks.1.attention.o_proj.weight: differs between replicas"),
+        (
+            UNSHARDED,
+            "a replicated one differs",
+            "blocks.1.attention.o_proj.weight: differs between replicas",
+        ),
         ({}, "a plain parameter", "blocks.1.extra: is a Tensor, not a DTensor"),
         ({}, "outside every unit", "extra: belongs to no unit"),
         ({}, "on meta", "embedding.weight: is on meta"),
         ({}, "a short shard", "blocks.1.attention.q_proj.weight: has shard (23, 48), not (24, 48)"),
         ({}, "another mesh", "embedding.weight: is on mesh"),
-        (TP, "", None), (TP, "one replica differs", "blocks.1.attention_norm.weight: differs between replicas")],
+        (TP, "", None),
+        (TP, "one replica differs", "blocks.1.attention_norm.weight: differs between replicas"),
+    ],
     3: [(TWELVE, "", None)],
-    4: [(REPLICAS, "", None), ({"parallel": {"tp": 2}}, "", None), ({"parallel": {"cp": 2, "tp": 2}}, "", None),
+    4: [
+        (REPLICAS, "", None),
+        ({"parallel": {"tp": 2}}, "", None),
+        ({"parallel": {"cp": 2, "tp": 2}}, "", None),
         ({"parallel": {"dp_replicate": 2, "cp": 2}}, "", None),
-        (REPLICAS, "one replica differs", "blocks.1.attention_norm.weight: differs between replicas")],
+        (
+            REPLICAS,
+            "one replica differs",
+            "blocks.1.attention_norm.weight: differs between replicas",
+        ),
+    ],
 }
 CASES = {ranks: [case for case in found if not lacks(**case[0])] for ranks, found in CASES.items()}
 
 
 @pytest.mark.parametrize("ranks", CASES)
 def test_right_models_pass_and_damage_is_named(on_ranks, ranks):
-    found = on_ranks(ranks, cases.verify_damaged, [(sections, damage) for sections, damage, _ in CASES[ranks]])
+    found = on_ranks(
+        ranks, cases.verify_damaged, [(sections, damage) for sections, damage, _ in CASES[ranks]]
+    )
     for i, (_, damage, message) in enumerate(CASES[ranks]):
         said = [rank[i] for rank in found]
         if message is None:
             assert said == [""] * ranks
         else:
-            assert any(message in text for text in said), (damage, said)  # a rank that raises ends the others
+            assert any(message in text for text in said), (
+                damage,
+                said,
+            )  # a rank that raises ends the others
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
@@ -61,12 +87,23 @@ def test_checksums_see_each_bit_and_each_place_in_little_memory(monkeypatch, dty
             damaged = bits.clone()
             damaged[byte] ^= 1 << bit
             assert not checksums(damaged.view(dtype)).equal(right)
-    for a, b in (0, 999), (999, 1000), (0, 1000), (499, 4499), (4999, 5000), (5000, 5499), (0, 5499):
+    for a, b in (
+        (0, 999),
+        (999, 1000),
+        (0, 1000),
+        (499, 4499),
+        (4999, 5000),
+        (5000, 5499),
+        (0, 5499),
+    ):
         damaged = bits.view(dtype).clone()
         assert not (values := damaged[[a, b]].view(torch.uint8).view(2, -1))[0].equal(values[1])
         damaged[[a, b]] = damaged[[b, a]]
         assert not checksums(damaged).equal(right), (a, b)
-    assert checksums(bits.clone().view(dtype)).equal(right) and not checksums(bits[:0].view(dtype)).any()
+    assert (
+        checksums(bits.clone().view(dtype)).equal(right)
+        and not checksums(bits[:0].view(dtype)).any()
+    )
 
 
 def test_unit_map_counts_what_is_gathered(on_ranks):

@@ -15,9 +15,22 @@ import socket
 import sys
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-PRELOADED = ("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
-             "torch.distributed.run", "torch.distributed.tensor", "torch.nn.attention.flex_attention", "filelock",
-             "numpy.ma", "tomli", "concurrent.futures.process", "encodings.idna", "html", "resource")
+PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.run",
+    "torch.distributed.tensor",
+    "torch.nn.attention.flex_attention",
+    "filelock",
+    "numpy.ma",
+    "tomli",
+    "concurrent.futures.process",
+    "encodings.idna",
+    "html",
+    "resource",
+)
 
 
 @functools.cache
@@ -32,11 +45,17 @@ def warm_python() -> str:
     here = os.path.dirname(os.path.abspath(__file__))
     listener.bind(path)
     listener.listen(100)
-    program.write_text(f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, {here!r})\n"
-                       f"from warm import run_by_server\nrun_by_server({path!r})\n")
+    program.write_text(
+        f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, {here!r})\n"
+        f"from warm import run_by_server\nrun_by_server({path!r})\n"
+    )
     program.chmod(0o755)
-    server = subprocess.Popen([sys.executable, __file__, str(listener.fileno())], stdin=subprocess.PIPE,
-                              start_new_session=True, pass_fds=[listener.fileno()])
+    server = subprocess.Popen(
+        [sys.executable, __file__, str(listener.fileno())],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+        pass_fds=[listener.fileno()],
+    )
     warm_python.kept = folder, server  # the server ends when its standard input does
     return str(program)
 
@@ -45,13 +64,25 @@ def run_by_server(path: str) -> None:
     """The program: has the server start a process with all that this one was given, and ends as that does."""
     if sys.argv[1] not in ("-m", "-c", "-u") and sys.argv[1].startswith("-"):
         os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-    files = [number for number in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{number}")]
+    files = [
+        number
+        for number in map(int, os.listdir("/proc/self/fd"))
+        if os.path.exists(f"/proc/self/fd/{number}")
+    ]
     server = socket.socket(socket.AF_UNIX)
     server.connect(path)
     ignored = [int(number) for number in FORWARDED if signal.getsignal(number) is signal.SIG_IGN]
-    request = marshal.dumps({
-        "argv": sys.argv, "environment": dict(os.environ), "folder": os.getcwd(), "umask": os.umask(0), "files": files,
-        "blocked": [*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))], "ignored": ignored})
+    request = marshal.dumps(
+        {
+            "argv": sys.argv,
+            "environment": dict(os.environ),
+            "folder": os.getcwd(),
+            "umask": os.umask(0),
+            "files": files,
+            "blocked": [*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))],
+            "ignored": ignored,
+        }
+    )
     socket.send_fds(server, [len(request).to_bytes(8, "little")], files)
     server.sendall(request)
 
@@ -79,23 +110,32 @@ def main(listener: int) -> None:
 
     for name in PRELOADED:
         importlib.import_module(name)
-    for made in weakref.finalize._registry:  # of torch's libraries: each process would unregister them, in 0.04 s
+    for made in (
+        weakref.finalize._registry
+    ):  # of torch's libraries: each process would unregister them, in 0.04 s
         made.atexit = False
     # torchrun logs the names of nine methods that call it, and looks through all modules for each, for 0.02 s
     sys.modules["torch.distributed.elastic.rendezvous.dynamic_rendezvous"].get_method_name = (
-        lambda depth=2: sys._getframe(depth).f_code.co_name)
+        lambda depth=2: sys._getframe(depth).f_code.co_name
+    )
     gc.collect()
     gc.freeze()
-    gc.freeze = gc.unfreeze = lambda: None  # what a run unfreezes is its own: else it would go through all this, 0.15 s
+    gc.freeze = gc.unfreeze = lambda: (
+        None
+    )  # what a run unfreezes is its own: else it would go through all this, 0.15 s
     client, request, files = accept(socket.socket(fileno=listener))
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until it has taken over what its program blocks
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, FORWARDED
+    )  # until it has taken over what its program blocks
     if pid := os.fork():
         stand_between(client, pid, files)
     client.close()
     become(request, files)
     code = 0
     try:
-        run(*request["argv"][1:])  # raises to the end of the program: as in a Python that was started
+        run(
+            *request["argv"][1:]
+        )  # raises to the end of the program: as in a Python that was started
     except SystemExit as ended:
         if not isinstance(ended.code, int | None):
             raise
@@ -138,7 +178,9 @@ def become(request: dict, files: list[int]) -> None:
     import fcntl
 
     os.setsid()
-    moved = [fcntl.fcntl(number, fcntl.F_DUPFD, 1000) for number in files]  # away from the numbers they shall have
+    moved = [
+        fcntl.fcntl(number, fcntl.F_DUPFD, 1000) for number in files
+    ]  # away from the numbers they shall have
     for number, wanted in zip(moved, request["files"]):
         os.dup2(number, wanted)
     for number in {*files} - {*request["files"]} | {*moved}:
@@ -151,11 +193,19 @@ def become(request: dict, files: list[int]) -> None:
         usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in request["ignored"] else usual)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
-    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1, errors="backslashreplace")  # noqa: SIM115
+    sys.stdin = open(0)  # noqa: SIM115
+    sys.stdout = open(1, "w")  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace")  # noqa: SIM115
     sys.executable, sys.argv = request["argv"][0], request["argv"][1:]
     added = request["environment"].get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:] = [*filter(None, added), *(place for place in sys.path if place.startswith(sys.base_prefix)
-                                           or "site-packages" in place)]
+    sys.path[:] = [
+        *filter(None, added),
+        *(
+            place
+            for place in sys.path
+            if place.startswith(sys.base_prefix) or "site-packages" in place
+        ),
+    ]
 
 
 def leave(code: int) -> None:
