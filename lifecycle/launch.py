@@ -217,11 +217,10 @@ def launch(argv: list[str], interruption: Interruption) -> int:
         from lifecycle.slurm import end_of_stopped
 
         return end_of_stopped(
-            # pyrefly: ignore[unbound-name]  # as above
-            cfg,
+            cfg,  # pyrefly: ignore[unbound-name]  # as above
             ranks.job,
-            launch_id,
-            before,
+            launch_id,  # pyrefly: ignore[unbound-name]  # as above
+            before,  # pyrefly: ignore[unbound-name]  # as above
             ahead_of_limit=interruption.asked == signal.SIGUSR1,
         )
     if code == STOPPED:

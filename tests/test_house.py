@@ -201,6 +201,7 @@ def test_the_top_holds_what_the_architecture_names():
         "requirements.txt",
         ".ci",
         ".gitignore",
+        ".git-blame-ignore-revs",
         ".github",
         ".pre-commit-config.yaml",
         "CONTRIBUTING.md",
