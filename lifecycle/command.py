@@ -144,7 +144,8 @@ def usable(argv: list[str]) -> bool:
 
     from data.dataset import is_prepared
 
-    needed = [] if argv else ["numpy", "tensorboard", "sentencepiece", "datasets", "safetensors"]
+    preparing = ["sentencepiece", "tokenizers", "datasets"]
+    needed = [] if argv else ["numpy", "tensorboard", "safetensors", *preparing]
     try:
         if argv and not (args := config.parse_arguments(argv)).dry_run:
             cfg = config.load(args.config, args.overrides)
@@ -153,9 +154,8 @@ def usable(argv: list[str]) -> bool:
                 cfg.log.tensorboard and config.has("board.py") and not args.eval_only
             )
             needed += ["safetensors"] * (cfg.model.init_from is not None)
-            needed += ["sentencepiece", "datasets"] * (
-                cfg.data.order == "growing" or not is_prepared(cfg)
-            )
+            if cfg.data.order == "growing" or not is_prepared(cfg):
+                needed += preparing
     except (ConfigError, SystemExit) as error:  # the run itself will report what is wrong
         needed += ["huggingface_hub"] * ("needs huggingface_hub" in str(error))
     with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):

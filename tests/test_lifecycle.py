@@ -1194,7 +1194,8 @@ def test_gpus_are_those_that_a_run_would_see(tmp_path, monkeypatch, chosen, coun
 
 
 @pytest.mark.parametrize(
-    "missing", ["", "numpy", "tensorboard", "sentencepiece", "datasets", "safetensors"]
+    "missing",
+    ["", "numpy", "tensorboard", "sentencepiece", "tokenizers", "datasets", "safetensors"],
 )
 def test_a_python_that_lacks_a_package_is_not_taken(monkeypatch, missing):
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: name != missing)
