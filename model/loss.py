@@ -87,7 +87,10 @@ def to_slope(
     factor = scale / sums
     at_target = (chosen - top).exp() * factor - scale * own  # float32: confident predictions cancel
     if exponentials is None:
-        exponentials = (logits.float() - top).exp()
+        # One in-place kernel. For scatter_() Inductor would allocate a second (C, V) buffer and copy it back.
+        columns = torch.arange(logits.shape[-1], device=logits.device)
+        elsewhere = (logits.float() - top).exp() * factor
+        return logits.copy_(torch.where(columns == index, at_target, elsewhere))
     logits.copy_(exponentials.mul_(factor))
     return logits.scatter_(-1, index, at_target.to(logits.dtype))
 

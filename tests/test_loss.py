@@ -7,11 +7,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import IGNORE
 from model.llama import Llama
-from model.loss import chunked_cross_entropy
+from model.loss import chunked_cross_entropy, softmax_parts, to_slope
 from parallel.tensor import VocabularyShard
 from tests.conftest import make_config
 
@@ -64,6 +65,25 @@ def test_bfloat16_gradients_are_those_of_the_plain_loss(chunk, compile):
         grads.append((total.detach(), x.grad.double(), weight.grad.double()))
     for ours, expected in zip(*grads):
         assert (ours - expected).norm() <= 1e-4 * expected.norm()
+
+
+def test_compiled_the_gradient_overwrites_the_logits_without_a_second_buffer():
+    """Bit for bit what eager mode computes. The generated code allocates no buffer of the logits' shape."""
+    torch.manual_seed(0)
+    logits = (5 * torch.randn(48, 97)).bfloat16()
+    index = torch.randint(0, 97, (48, 1))
+    own = (torch.arange(48)[:, None] % 5 > 0).float()  # 0.0: the target is in another rank's part
+    scale = torch.rand(48, 1)
+    exponentials, *columns = softmax_parts(logits.clone(), index)
+    expected = to_slope(logits.clone(), index, exponentials, *columns, own, scale)
+    torch._dynamo.reset()
+    in_place = torch.compile(to_slope, fullgraph=True)
+    found, (code,) = run_and_get_code(in_place, logits, index, None, *columns, own, scale)
+    assert torch.equal(found, expected)
+    assert found.data_ptr() == logits.data_ptr()
+    assert "empty_strided_cpu((48, 97" not in code
+    _, (control,) = run_and_get_code(torch.compile(torch.sin), logits)
+    assert "empty_strided_cpu((48, 97" in control
 
 
 @pytest.mark.parametrize("chunk", [16, 64])
