@@ -128,6 +128,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             else None
         )
         for start in range(0, len(x), chunk):
+            logits = exponentials = slope = None  # free the previous chunk's before the next matmul
             part, target = x[start : start + chunk], targets[start : start + chunk, None]
             valid, place = (target != IGNORE).float(), target - shard.first  # (C, 1)
             own = ((place >= 0) & (place < len(weight))).float()

@@ -1,6 +1,7 @@
 """The chunked loss against torch's own cross entropy, and what it keeps in memory."""
 
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -201,6 +202,36 @@ class Shapes(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self.largest[tensor.dtype] = max(self.largest.get(tensor.dtype, 0), tensor.numel())
         return result
+
+
+class Live(TorchDispatchMode):
+    """Records how many storages of results of one shape exist at the same time, at most."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        super().__init__()
+        self.shape = shape
+        self.results: list[weakref.ref] = []
+        self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.shape == self.shape:
+            self.results.append(weakref.ref(result))
+        alive = [tensor for tensor in (ref() for ref in self.results) if tensor is not None]
+        storages = {tensor.untyped_storage().data_ptr() for tensor in alive}
+        self.most = max(self.most, len(storages))
+        return result
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_chunk_s_logits_are_freed_before_the_next_chunk_s(trains):
+    """In float32, whose logits every later result overwrites."""
+    x, weight, targets = problem(torch.float32, tokens=96)
+    with torch.set_grad_enabled(trains), Live((32, 97)) as seen:
+        total = chunked_cross_entropy(x, weight, targets, 32)[0]["loss"]
+        if trains:
+            total.backward()
+    assert seen.most == 1
 
 
 def test_logits_of_the_whole_batch_never_exist(monkeypatch):
