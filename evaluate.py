@@ -29,7 +29,8 @@ def evaluate(
 ) -> dict | None:
     """Mean loss over the validation tokens, and the sum of their losses in bits per byte of the text that they encode,
     for a mixture also by source: {"loss": ..., "bits_per_byte": ..., "loss_by_source": {...}, ...}. Bits per byte of
-    data without a tokenizer, or without data/text_bytes.py, are NaN. None if the run was asked to stop meanwhile."""
+    data without a tokenizer, or without data/text_bytes.py, are NaN. A loss without any target is None. The result is
+    None if the run was asked to stop meanwhile."""
     streams = dataset.validation
     sums = torch.zeros(len(streams), dtype=torch.float64, device=world.device)
     counts = torch.zeros(len(streams), dtype=torch.int64, device=world.device)
@@ -66,10 +67,13 @@ def evaluate(
     # sums over sums, not means of means; a mask may leave no target
     found = {
         name: [
-            part / whole if whole else math.nan
+            part / whole if whole else missing
             for part, whole in zip([*parts, sum(parts)], [*of, sum(of)])
         ]
-        for name, parts, of in (("loss", losses, targets), ("bits_per_byte", bits, text))
+        for name, parts, of, missing in (
+            ("loss", losses, targets, None),
+            ("bits_per_byte", bits, text, math.nan),
+        )
     }
     return {name: means[-1] for name, means in found.items()} | {
         f"{name}_by_source": dict(zip(dataset.names, means))
@@ -106,6 +110,8 @@ def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
     if world.rank == 0:
         for problem in checkpointer.problems:
             print_error(f"corrupt, skipped: {problem}")
+        if found["loss"] is None:
+            print_error(metrics.NO_VALIDATION_TARGET)
         print_line(metrics.as_json({"kind": "eval", "step": step, **found}))
 
 

@@ -26,6 +26,7 @@ from ranks import all_gather_objects, on_rank_zero
 log = logging.getLogger("train")
 
 ACCENT = "\033[1;36m", "\033[0m"  # ANSI: bold cyan, and the default again
+NO_VALIDATION_TARGET = "no validation loss: no token of the validation data has a loss"
 ROWS_KEPT = (
     2**24
 )  # bytes of rows that wait in memory while they cannot be written: tens of thousands
@@ -176,13 +177,12 @@ class Recorder:
 
         tokens: trained on so far; batch: a data.loader.Batch; sums, scalars (or dictionaries of them): as
         training_step() returns them. The row holds them by name, the sums as means over the step's tokens, and as
-        loss_mean the mean loss over the tokens of all steps since the last row.
+        loss_mean the mean loss over the tokens of all steps since the last row. Without a target a mean is None.
         """
         self.steps += 1
-        self.loss, self.valid_tokens = (
-            self.loss + sums["loss"],
-            self.valid_tokens + batch.valid_tokens,
-        )
+        if batch.valid_tokens:  # else the sum holds no loss, only a block's terms, if any
+            self.loss = self.loss + sums["loss"]
+            self.valid_tokens += batch.valid_tokens
         if self.plan:
             self.plan.count_step()
         if step not in (1, self.cfg.train.steps) and step % self.cfg.log.every_steps:
@@ -208,12 +208,10 @@ class Recorder:
             "step": step,
             # tp ranks have the same sums, cp ranks those of their part of the sequence
             **{
-                name: sum(rank["sums"][name] for rank in ranks[:: w.tp])
-                / (batch.valid_tokens or math.nan)
+                name: mean([rank["sums"][name] for rank in ranks[:: w.tp]], batch.valid_tokens)
                 for name in sums
             },
-            "loss_mean": sum(rank["loss"] for rank in ranks[:: w.tp])
-            / (self.valid_tokens or math.nan),
+            "loss_mean": mean([rank["loss"] for rank in ranks[:: w.tp]], self.valid_tokens),
             **{name: as_numbers(value) for name, value in scalars.items()},
             "tokens": tokens,
             "tokens_per_second_per_device": rate,
@@ -235,6 +233,9 @@ class Recorder:
         if self.rows and found is not None:
             self.rows.write({"kind": "eval", "step": step, **found})
             bits = found["bits_per_byte"]
+            if found["loss"] is None:
+                log.warning("step %d  %s", step, NO_VALIDATION_TARGET)
+                return
             log.info(
                 "step %d  validation loss %.4f%s",
                 step,
@@ -349,6 +350,11 @@ def read_rows(path: pathlib.Path) -> list[dict]:
     return rows
 
 
+def mean(sums: list[float], count: int) -> float | None:
+    """The sum of the sums over the count; None for a count of 0."""
+    return sum(sums) / count if count else None
+
+
 def as_numbers(value: Any) -> Any:
     """A scalar tensor as a number, also inside of dictionaries."""
     return (
@@ -365,11 +371,12 @@ def as_json(row: dict) -> str:
 
 def console_line(row: dict, steps: int) -> str:
     """At most 100 columns for up to 9,999,999 steps. Its loss is the mean over the steps since the last line."""
+    loss = "   none" if row["loss_mean"] is None else f"{row['loss_mean']:7.4f}"
     per = "tokens/s/device" if row["mfu"] is None else f"tok/s/GPU  mfu {row['mfu']:5.1%}"
     minutes, seconds = divmod(round((steps - row["step"]) * row["step_seconds"]), 60)
     left = f"{minutes // 60}h{minutes % 60:02}m" if minutes >= 60 else f"{minutes}m{seconds:02}s"
     return (
-        f"step {row['step']:>{len(str(steps))}}/{steps}  loss {row['loss_mean']:7.4f}  "
+        f"step {row['step']:>{len(str(steps))}}/{steps}  loss {loss}  "
         f"grad {row['grad_norm']:5.2f}  {row['tokens_per_second_per_device']:>6,.0f} {per}  "
         f"{row['peak_memory_gib']:4.1f} GiB  left {left}"
     )

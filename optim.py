@@ -1,5 +1,6 @@
 """The optimizer, its parameter groups, clipping, and the learning rate as a pure function of the step."""
 
+import logging
 import math
 from collections.abc import Iterable
 from typing import Literal, Protocol, TypeGuard
@@ -12,7 +13,10 @@ from torch.distributed.tensor import DTensor
 import config
 from model.llama import after_weight_update, named_parameters
 
+log = logging.getLogger("train")
+
 NORM_ROW = 4096  # elements whose squares are added up in float32
+TARGETLESS_LIMIT = 100  # steps without a target in a row that end a run
 
 
 def learning_rate(o: config.Optim, end: int, step: int) -> float:
@@ -152,6 +156,41 @@ class FiniteGuard:
                     if self.limit
                     else "; train.skip_nonfinite = N would skip up to N such steps in a row"
                 )
+            )
+
+
+class NoTargets(Exception):
+    """Too many steps in a row had no token with a loss. Other data or another train.seq_len would help, a restart
+    would not."""
+
+
+class TargetlessSteps:
+    """Counts the steps in which no token has a loss. They update nothing."""
+
+    def __init__(self, total: int = 0, in_a_row: int = 0):
+        """Of the run so far."""
+        self.total, self.in_a_row = total, in_a_row
+
+    def count(self, step: int, valid_tokens: int) -> None:
+        """valid_tokens: of the step's global batch, so all ranks count the same. Raises NoTargets after
+        TARGETLESS_LIMIT such steps in a row."""
+        if valid_tokens:
+            self.in_a_row = 0
+            return
+        self.total += 1
+        self.in_a_row += 1
+        if self.in_a_row >= TARGETLESS_LIMIT:
+            raise NoTargets(
+                f"step {step}: no token of the last {self.in_a_row} steps has a loss, and nothing was updated; usual "
+                "causes: train.seq_len cuts conversations before the assistant's turn, or data.document_mask meets "
+                "documents of one token; raise train.seq_len, or look at the data: ./run_train.sh -m data.show "
+                f"CONFIG --step {step}"
+            )
+        if self.total.bit_count() == 1:  # 1, 2, 4, 8, ...
+            log.warning(
+                "step %d: no token of the batch has a loss, nothing was updated (such steps so far: %d)",
+                step,
+                self.total,
             )
 
 

@@ -29,7 +29,14 @@ from lifecycle.run import Run, open_pretrained
 from metrics import Recorder
 from model.build import meta_model
 from model.llama import Llama, flops_per_token, parameter_count
-from optim import FiniteGuard, build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from optim import (
+    FiniteGuard,
+    TargetlessSteps,
+    build_optimizer,
+    clip_gradients,
+    learning_rate,
+    set_learning_rate,
+)
 from parallel.fsdp import set_gradient_sync, unshard_first_units
 from parallel.materialize import materialize
 from parallel.mesh import World, storage_device
@@ -65,6 +72,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
     guard = FiniteGuard(
         optimizer, device, cfg.train.skip_nonfinite, state.skipped_steps, state.skipped_in_a_row
     )
+    targetless = TargetlessSteps(state.targetless_steps, state.targetless_in_a_row)
     recorder = Recorder(
         cfg, world, run.folder, start, flops_per_token(model, cfg.train.seq_len), run.phase
     )
@@ -90,6 +98,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
         # The host waits for the device only in steps in which a metrics row, an evaluation or a checkpoint is due.
         tokens = state.tokens + (step - start) * config.tokens_per_step(cfg)
         recorder.log_step(step, tokens, batch, sums, scalars)
+        targetless.count(step, batch.valid_tokens)  # raises after too many in a row
         run.agree_on_stop(
             recorder.timed
         )  # SIGTERM to any rank: all save after the same step, this one or the next
@@ -100,9 +109,8 @@ def train(cfg: Config, world: World, run: Run) -> None:
             step, run.stopping
         ):  # every save_every_steps, at the last step, and when stopping
             with recorder.timed("save"):
-                checkpointer.save(
-                    State(step, tokens, *guard.counts()), model, optimizer, run.stopping
-                )
+                counts = *guard.counts(), targetless.total, targetless.in_a_row
+                checkpointer.save(State(step, tokens, *counts), model, optimizer, run.stopping)
         checkpointer.finish_pending_save()  # async_save writes in the background: reported once it is done
 
     guard.check()  # raises if the last step's gradient was not finite
@@ -148,9 +156,11 @@ def training_step(
     # Returns the norm before clipping. A fused optimizer multiplies by the clipping factor in its update, which saves a
     # pass over the gradients: hence the argument.
     grad_norm = clip_gradients(model, optimizer, cfg.train.max_grad_norm)
+    # Without a target in the global batch, all ranks leave weights and optimizer state as they are: the gradients are
+    # zero, but weight decay and momentum would still change the weights.
     # A fused optimizer is always called: the device leaves weights and state alone if the norm is not finite. For any
     # other, the host waits for the norm, and skips the step.
-    if guard.may_update(step, grad_norm):
+    if batch.valid_tokens and guard.may_update(step, grad_norm):
         optimizer.step()
     optimizer.zero_grad()
     return sums, {"grad_norm": grad_norm, "lr": lr}

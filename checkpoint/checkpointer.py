@@ -25,6 +25,8 @@ class State:
     tokens: int = 0  # trained on so far; batch size and sequence length may have changed on the way
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
+    targetless_steps: int = 0
+    targetless_in_a_row: int = 0
 
 
 class Checkpointer:

@@ -30,6 +30,7 @@ from lifecycle import INPUT_IS_WRONG, STOPPED, folder
 from lifecycle.command import color_is_wanted, torchrun_id, words_without
 from lifecycle.signals import FROZEN_SECONDS, StopRequest, Watchdog
 from metrics import log
+from optim import NoTargets
 from parallel.mesh import World
 from ranks import all_gather_objects, on_rank_zero
 
@@ -255,7 +256,7 @@ class Run:
                 text += "\n" + out_of_memory(self.cfg, self.world.size, words_without("--launch="))
         elif isinstance(error, SaveFailed):
             final = False
-        elif not isinstance(error, FloatingPointError):
+        elif not isinstance(error, FloatingPointError | NoTargets):
             final, text = False, "".join(traceback.format_exception(error)).rstrip()
         self._fail(code, text, final)
         if self.checkpointer:  # a save in the background is valid, whatever failed here

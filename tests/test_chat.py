@@ -8,6 +8,7 @@ import json
 import math
 import pathlib
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -34,7 +35,7 @@ from data.tokens import read_manifest
 from model.llama import Llama
 from parallel.materialize import materialize
 from tests import cases
-from tests.conftest import REPO, data_rank, loader_of, make_config, run_tool, words
+from tests.conftest import REPO, data_rank, launch, loader_of, make_config, rows, run_tool, words
 from tests.test_tokenizer import sentencepiece_model
 
 CHATML = """{% for message in messages %}
@@ -625,6 +626,38 @@ def test_what_says_nothing_is_left_out_and_counted(tokenizer, tmp_path):
     assert f"{packed.cut} cut at a window's end; 4 left out" in packed.summary()
     for window in range(packed.windows):  # cut at its end: begins with its first token
         assert packed.read(*packed.span(window, 24)[1:])[1][0] == ~1
+
+
+def test_a_hundred_steps_in_a_row_without_a_target_end_the_run(tokenizer, tmp_path, write_config):
+    """All prompts are longer than a window. The steps of two launches count; train.skip_nonfinite = 0 does not."""
+    too_long = [talk(words(i, 30), "yes") for i in range(500)]
+    sections = sections_of(
+        tokenizer,
+        tmp_path,
+        too_long,
+        train={"steps": 120, "seq_len": 32, "global_batch_size": 4, "micro_batch_size": 2},
+    )
+    path = write_config(
+        "cut",
+        **sections,
+        optim={"schedule_steps": 120},
+        log={"every_steps": 50},
+        checkpoint={},
+        eval={"batches": 1},
+    )
+    begun = launch(path, "--train.steps=60", nproc=2)
+    assert begun.returncode == 0, begun.stderr
+    assert re.findall(r"such steps so far: (\d+)", begun.stdout) == ["1", "2", "4", "8", "16", "32"]
+    assert "step 50/60  loss    none  grad  0.00" in begun.stdout
+    told = "no validation loss: no token of the validation data has a loss"
+    assert f"step 60  {told}" in begun.stdout
+    shown = launch(path, "--eval-only")
+    assert shown.returncode == 0 and shown.stderr.splitlines()[-1] == told
+    assert json.loads(shown.stdout.splitlines()[-1])["loss"] is None
+    done = launch(path, nproc=2)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "step 100: no token of the last 100 steps has a loss" in done.stderr.splitlines()[-1]
+    assert rows(tmp_path / "outputs/cut")[-1]["step"] == 100
 
 
 def test_a_mixture_of_jsonl_and_parquet(tokenizer, tmp_path):

@@ -213,15 +213,20 @@ ROW = {
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"mfu": 0.4321}, {"loss_mean": math.nan, "grad_norm": math.inf}]
+    "changes, loss",
+    [
+        ({}, "loss 11.5679"),
+        ({"mfu": 0.4321}, "loss 11.5679"),
+        ({"loss_mean": math.nan, "grad_norm": math.inf}, "loss     nan"),
+        ({"loss_mean": None}, "loss    none"),
+    ],
 )
-def test_console_line(changes):
+def test_console_line(changes, loss):
     line = console_line({**ROW, **changes}, 3600)
     assert "step    7/3600" in line and "left 1h59m" in line
     assert ("12,346 tok/s/GPU  mfu 43.2%" if "mfu" in changes else "12,346 tokens/s/device") in line
-    assert ("mfu" in line) == ("mfu" in changes) and (
-        "loss     nan" if "loss_mean" in changes else "11.5679"
-    ) in line
+    assert ("mfu" in line) == ("mfu" in changes)
+    assert loss in line
     assert console_line({**ROW, **changes}, 10).endswith("left 0m06s")
     assert "left 51240955760304" in console_line(
         {**ROW, **changes}, 2**63 - 1
@@ -271,6 +276,28 @@ def test_the_loss_of_a_row_is_its_steps_and_its_mean_that_of_all_steps_since_the
         (1, 2.0, 2.0),
         (3, 3.0, 36 / 12),
         (4, 1.6, 1.6),
+    ]
+
+
+def test_a_step_without_a_target_has_no_loss_and_leaves_the_mean_alone(tmp_path):
+    """Whatever its sum holds, such as a block's terms."""
+    sums, tokens = [math.nan, 6.0, 5.0, 8.0, 7.0], [0, 2, 0, 5, 0]
+    cfg = make_config(train={"steps": 5}, log={"every_steps": 3})
+    world = SimpleNamespace(rank=0, size=1, cp=1, tp=1, device=torch.device("cpu"))
+    recorder = Recorder(cfg, world, tmp_path, 0, 1)
+    for step, (total, count) in enumerate(zip(sums, tokens), 1):
+        recorder.log_step(
+            step,
+            0,
+            SimpleNamespace(digest=0, valid_tokens=count),
+            {"loss": torch.tensor(total)},
+            {"grad_norm": 0.0, "lr": 0.1},
+        )
+    recorder.close()
+    assert [(row["step"], row["loss"], row["loss_mean"]) for row in rows(tmp_path)] == [
+        (1, None, None),
+        (3, None, 3.0),
+        (5, None, 1.6),
     ]
 
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 import config
 import train
+from checkpoint.catalog import read_state
 from config import IGNORE
 from data.dataset import open_data
 from data.order import Permutation, rank_samples
@@ -139,6 +140,9 @@ def plain_loop(cfg: config.Config, weights: dict | None = None, optimizer_of=Non
     found = []
     for step in range(1, t.steps + 1):
         batch = next(loader)
+        if not batch.valid_tokens:
+            found.append({"loss": None, "grad_norm": 0.0, "batch_digest": batch.digest})
+            continue
         inputs, targets, *rest = (torch.cat(part) for part in zip(*batch.micro_batches))
         if rest:
             documents = rest[1]
@@ -235,27 +239,74 @@ def test_every_split_equals_the_plain_loop(trained, ranks, name, corpus, folders
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_without_a_target_has_no_loss_and_changes_no_weight(
+def test_a_run_without_a_target_changes_neither_weights_nor_optimizer(
     on_ranks, prepared, corpus, tmp_path, ranks
 ):
-    """Each token is a document of its own, which no other predicts, but for the first two: in a later step's window."""
-    data = shutil.copytree(prepared, tmp_path / "data")
-    tokens = open_stream(data, "train", 320).length
-    torch.arange(2, tokens + 1).numpy().tofile(data / "train.ends.bin")
     sections = {
-        "data": {"source": str(corpus), "path": str(data), "document_mask": True},
+        "data": targetless_data(corpus, prepared, tmp_path, 1.0),
         "checkpoint": {},
         "train": {"steps": 2, "micro_batch_size": 2},
-        "optim": {"weight_decay": 0.0},
     }
     found = on_ranks(ranks, cases.train_all, {"none": sections}, str(tmp_path))[0]["none"]
-    assert [(row["loss"], row["grad_norm"], row["lr"] > 0) for row in found] == [
-        (None, 0.0, True)
+    assert [(row["loss"], row["loss_mean"], row["grad_norm"]) for row in found] == [
+        (None, None, 0.0)
     ] * 2
+    assert all(row["lr"] > 0 for row in found)
     fresh, trained = Llama(make_config().model), weights(tmp_path / f"{ranks}/none", 2)
     materialize(fresh, 0, torch.device("cpu"))
-    assert all(torch.equal(trained[f"model.{name}"], p) for name, p in fresh.named_parameters())
-    assert all(tensor.isfinite().all() for tensor in trained.values())
+    for name, parameter in fresh.named_parameters():
+        assert torch.equal(trained.pop(f"model.{name}"), parameter)
+    assert trained and not any(tensor.any() for tensor in trained.values())
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_steps_without_a_target_are_as_if_left_out(
+    on_ranks, prepared, corpus, tmp_path, ranks, name
+):
+    """Of the optimizer: the schedule and the data go on. Saved and resumed between two such steps."""
+    sections = {
+        "data": targetless_data(corpus, prepared, tmp_path, 0.7),
+        "checkpoint": {},
+        "train": {"steps": 20, "global_batch_size": 2, "micro_batch_size": 1},
+        "optim": {"name": name, "schedule_steps": 20},
+    }
+    cfg, expected_weights = make_config(**sections), {}
+    adamw = None if name == "adamw" else lambda model: build_optimizer(model, cfg.optim)
+    expected = plain_loop(cfg, expected_weights, adamw)
+    empty = [row["loss"] is None for row in expected]
+    begun = next(step for step in range(5, 20) if empty[step - 1] and empty[step])
+    first = {**sections, "train": {**sections["train"], "steps": begun}}
+    on_ranks(ranks, cases.train_all, {"run": first}, str(tmp_path))
+    found = on_ranks(ranks, cases.train_all, {"run": sections}, str(tmp_path))[0]["run"]
+    for ours, theirs in zip(found, expected, strict=True):
+        if theirs["loss"] is None:
+            assert ours["loss"] is None
+        else:
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+        assert ours["batch_digest"] == theirs["batch_digest"]
+    folder = tmp_path / f"{ranks}/run"
+    trained = weights(folder, 20)
+    for parameter, tensor in expected_weights.items():
+        assert (trained[parameter] - tensor).norm() <= 1e-5 * tensor.norm(), parameter
+    updates = [tensor.item() for key, tensor in trained.items() if key.endswith(".step")]
+    assert updates and {*updates} == {20 - sum(empty)}
+    states = [read_state(folder / f"checkpoints/step-{step:08d}") for step in (begun, 20)]
+    in_a_row = [empty[:step][::-1].index(False) for step in (begun, 20)]
+    assert [state["targetless_steps"] for state in states] == [sum(empty[:begun]), sum(empty)]
+    assert [state["targetless_in_a_row"] for state in states] == in_a_row
+
+
+def targetless_data(corpus, prepared, tmp_path, share: float) -> dict:
+    """The section of data whose first `share` of tokens are documents of one token each, which no other token predicts,
+    but for two in a later step's window. The others are one document."""
+    data = shutil.copytree(prepared, tmp_path / "data")
+    tokens = open_stream(data, "train", 320).length
+    single = torch.arange(2, int(share * tokens) + 1)
+    ends = single if share == 1 else torch.cat([single, torch.tensor([tokens])])
+    ends.numpy().tofile(data / "train.ends.bin")
+    return {"source": str(corpus), "path": str(data), "document_mask": True}
 
 
 def test_auto_precision_is_decided_by_all_ranks_and_kept(on_ranks, prepared, corpus, tmp_path):
