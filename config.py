@@ -130,6 +130,7 @@ class Source:
     split: str | None = option(None, "as data.split")
     text_field: str | None = option(None, "as data.text_field")
     max_tokens: int | None = option(None, "as data.max_tokens", POSITIVE)
+    validation: str | None = option(None, "as data.validation")
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,9 @@ class Data:
     )
     order: Literal["global", "growing"] = option(
         "global", "growing: train while the text is being prepared"
+    )
+    validation: str | None = option(
+        None, "validation text of your own: files, or a split of the Hugging Face dataset"
     )
     sources: tuple[Source, ...] = option((), "a mixture, weighted", note="; write [[data.sources]]")
 
@@ -353,9 +357,13 @@ ROOMS = {
     "model.init_from": ("huggingface/",),
     "lora": ("model/lora.py", "huggingface/"),
     'lora.base_dtype = "nf4"': ("model/nf4.py", "parallel/optional_patches.py"),
-    "data.order": ("data/growing.py", "data/pieces.py"),
     "data.sources": ("data/mixture.py",),
-    "data.messages_field": ("data/chat.py", "data/packing.py", "data/template.py"),
+    "data.messages_field": (
+        "data/chat.py",
+        "data/messages.py",
+        "data/packing.py",
+        "data/template.py",
+    ),
     'optim.name = "muon"': ("muon.py",),
     "optim.state_dtype": ("adamw_bfloat16.py",),
     "checkpoint.async_save": ("checkpoint/staging.py",),
@@ -533,6 +541,11 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
             "model.rope_scaling.low_freq_factor model.rope_scaling.high_freq_factor",
             not rope or rope.low_freq_factor < rope.high_freq_factor,
             f"must be below high_freq_factor = {rope and rope.high_freq_factor}",
+        ),
+        (
+            "data.validation data.sources",
+            not d.sources or not d.validation,
+            "is an option of each source in [[data.sources]]",
         ),
         (
             "data.source data.sources",

@@ -90,7 +90,7 @@ def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
     """--eval-only: prints the evaluation row of the run's newest good checkpoint."""
     dataset = open_dataset(cfg, train=False)
     checkpointer = Checkpointer(
-        cfg, world, dataset.fingerprint, dataset.tokenizer_files, evaluating=True
+        cfg, world, dataset.identities(), dataset.tokenizer_files, evaluating=True
     )
     step = checkpointer.start
     pretrained = open_pretrained(

@@ -1,21 +1,23 @@
-"""Atomic, durable writes: files and folders appear complete or not at all, and survive a power cut. Also locks."""
+"""Atomic, durable writes: files and folders appear complete or not at all, and survive a power cut. Also locks, and
+processes that end with their parent."""
 
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import os
 import pathlib
+import platform
+import signal
 import sys
 
 import filelock
 
-NOT_OURS = (
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.EINVAL,
-)  # of a parent folder that we cannot have created
+# of a parent folder that we cannot have created
+NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL)
+# of a file system that syncs files but not folders: CIFS, gocryptfs
+NO_FOLDERS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 def sync(path: pathlib.Path) -> None:
@@ -23,14 +25,31 @@ def sync(path: pathlib.Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in NO_FOLDERS or not path.is_dir():
+            raise
+        warn_once("this file system does not sync folders: a power cut may undo the last rename")
     finally:
         os.close(handle)
 
 
-def write_atomic(path: pathlib.Path, content: bytes | str) -> None:
+@functools.cache
+def warn_once(text: str) -> None:
+    """Prints a line to stderr, once in this process."""
+    print_error(text)
+
+
+def process_name() -> str:
+    """Names this process among those that share a disk: in the names of temporary files."""
+    return f"{platform.node()}-{os.getpid()}"
+
+
+def write_atomic(
+    path: pathlib.Path, content: bytes | str, temporary: pathlib.Path | None = None
+) -> None:
     """Replaces a file atomically: a reader, also after a crash, sees either the old content or the new one. Raises
-    OSError."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    OSError. temporary: where it is written first, if several processes may write it at once."""
+    temporary = temporary or path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
@@ -105,7 +124,19 @@ def lock(path: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:
     except filelock.Timeout:
         raise
     except (OSError, NotImplementedError) as error:
-        print_error(
+        warn_once(
             f"{path.parent}: no locks on this file system, nothing keeps a second run out: {error}"
         )
     return held
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Makes Linux kill this process when its parent dies, even if it is stopped: no rank outlives a killed launcher and
+    keeps the folder's lock. parent: its pid, if known before the fork; it may have died since."""
+    if sys.platform == "linux":
+        import ctypes
+
+        parent = parent or os.getppid()
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it died before the call
+            os._exit(1)

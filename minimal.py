@@ -11,6 +11,7 @@ import json
 import math
 import os
 import pathlib
+import platform
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -200,7 +201,7 @@ def initialize(model: Llama, m: SimpleNamespace, seed: int, device: torch.device
             local[low - first : high - first] = values[low - begin : high - begin]
 
 
-def train(cfg: SimpleNamespace, stream: Tensor, device: torch.device) -> None:
+def train(cfg: SimpleNamespace, tokens: Tensor, validation: range, device: torch.device) -> None:
     t, rank, ranks = cfg.train, dist.get_rank(), dist.get_world_size()
     micro, tokens_per_step = (
         t.micro_batch_size or t.global_batch_size // ranks,
@@ -247,7 +248,7 @@ def train(cfg: SimpleNamespace, stream: Tensor, device: torch.device) -> None:
             micro * ranks,
         ):
             batch = torch.stack(
-                [window(stream, t.seq_len, cfg.run.seed, first + i) for i in range(micro)]
+                [window(cfg, tokens, validation, first + i) for i in range(micro)]
             ).to(device)
             loss = model(
                 batch[:, :-1], batch[:, 1:]
@@ -298,128 +299,163 @@ def learning_rate(o: SimpleNamespace, end: int, step: int) -> float:
     return o.lr * (o.min_lr_ratio + (1 - o.min_lr_ratio) * left[o.schedule])
 
 
-def window(stream: Tensor, length: int, seed: int, sample: int) -> Tensor:
-    """The tokens (T+1) of a sample. Each epoch has a permutation without a table: a Feistel network of eight rounds."""
-    windows = (len(stream) - 1) // length
-    epoch, index = divmod(sample, windows)
-    key = hashlib.blake2b(f"{seed}/{epoch}/0".encode(), digest_size=64).digest()
-    half = max(1, ((windows - 1).bit_length() + 1) // 2)  # bits
-    while True:  # until the result is a window's number
+def permute(index: int, count: int, key: str) -> int:
+    """The number at an index of a permutation of 0 ... count-1: a Feistel network of eight rounds, not a table."""
+    keys = hashlib.blake2b(key.encode(), digest_size=64).digest()
+    half = max(1, ((count - 1).bit_length() + 1) // 2)  # bits
+    while True:
         left, right = index >> half, index & (1 << half) - 1
         for i in range(0, 64, 8):
-            x = right ^ int.from_bytes(key[i : i + 8], "big")
+            x = right ^ int.from_bytes(keys[i : i + 8], "big")
             x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
             x = (x ^ x >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
             left, right = right, left ^ (x ^ x >> 31) & (1 << half) - 1
         index = left << half | right
-        if index < windows:
-            return stream[index * length : (index + 1) * length + 1].to(torch.int64)
+        if index < count:  # else it is permuted once more
+            return index
 
 
-def open_data(d: SimpleNamespace, vocab_size: int) -> Tensor:
-    """The tokens to train on, mapped: those of data.path, or of the newest folder that was prepared as `d` says."""
-    wanted = {
-        k: getattr(d, k)
-        for k in ("source", "subset", "split", "text_field", "max_tokens", "messages_field")
+# Where segments of growing text end, in tokens: the first border, doubling up to BORDER_STEP more, then that far apart.
+FIRST_BORDER = 1 << 20
+BORDER_STEP = 1 << 28
+
+
+def window(cfg: SimpleNamespace, tokens: Tensor, validation: range, sample: int) -> Tensor:
+    """The tokens (T+1) of a sample. Window k is tokens k T ... k T + T; those with validation tokens are left out."""
+    length = cfg.train.seq_len
+    skip_from = max(0, (validation.start - 1) // length)
+    skip_to = math.ceil(validation.stop / length)
+
+    def windows(border: int) -> int:  # to train on, of the text before this token
+        count = max(0, (min(border, len(tokens)) - 1) // length)
+        return min(count, skip_from) + max(0, count - skip_to)
+
+    epoch, index = divmod(sample, windows(len(tokens)))
+    begin, end, key = 0, windows(len(tokens)), f"{cfg.run.seed}/{epoch}/0"
+    if cfg.data.order == "growing" and epoch == 0:  # one segment of the text after the other
+        segment, border, end = 0, FIRST_BORDER, windows(FIRST_BORDER)
+        while index >= end:
+            segment += 1
+            border += min(border, BORDER_STEP)
+            begin, end = end, windows(border)
+        key += f"/{segment}"
+    number = begin + permute(index - begin, end - begin, key)
+    if number >= skip_from:
+        number += skip_to - skip_from
+    return tokens[number * length : (number + 1) * length + 1].to(torch.int64)
+
+
+def identity(cfg: SimpleNamespace) -> dict:
+    """What determines prepared data, as in its manifest. An absent key means None."""
+    d, growing, tokenizer = cfg.data, cfg.data.order == "growing", "trained here"
+    if d.tokenizer:
+        path = pathlib.Path(d.tokenizer)
+        path = path / "tokenizer.json" if path.is_dir() else path
+        content, settings = path.read_bytes(), path.with_name("tokenizer_config.json")
+        if content.lstrip().startswith(b"{") and settings.exists():
+            content += settings.read_bytes()
+        tokenizer = hashlib.sha256(content).hexdigest()
+    options = ("source", "subset", "split", "text_field", "max_tokens", "validation")
+    return {key: getattr(d, key) for key in options} | {
+        "tokenizer": tokenizer,
+        "vocab_size": None if d.tokenizer else cfg.model.vocab_size,
+        "format": 4 if growing else 3,
+        "order": "growing" if growing else None,
+        "python": platform.python_version() if d.source == "python-stdlib" else None,
     }
-    own = (
-        hashlib.sha256(pathlib.Path(d.tokenizer).read_bytes()).hexdigest()
-        if d.tokenizer and not d.path
-        else ""
-    )
-    wanted |= {
-        "tokenizer": own or "trained here",
-        "vocab_size": None if own else vocab_size,
-        "order": None,
-    }
-    paths = (
-        [pathlib.Path(d.path, "manifest.json")]
-        if d.path
-        else pathlib.Path("prepared").glob("*/manifest.json")
-    )
-    for path in sorted(filter(os.path.exists, paths), key=os.path.getmtime, reverse=True):
-        found = json.loads(path.read_text())
-        if d.path or all(found["identity"].get(key) == value for key, value in wanted.items()):
-            size, dtype = found["tokens"]["train"], getattr(torch, found["dtype"])
-            return torch.from_file(str(path.with_name("train.bin")), size=size, dtype=dtype)
-    raise ValueError(
-        f"{d.path or 'prepared/'}: no data of {wanted}; `python -m data.prepare CONFIG` prepares it"
-    )
 
 
-OPTIONS: dict[
-    str, dict
-] = {  # the default, or ... if it is required; a tuple: what is implemented, the default first
-    "run": dict(name=None, output_dir="outputs", seed=0, device=("auto", "cuda", "cpu")),
-    "model": dict(
-        dim=...,
-        n_layers=...,
-        n_heads=...,
-        n_kv_heads=...,
-        ffn_dim=...,
-        vocab_size=...,
-        head_dim=None,
-        norm_eps=1e-5,
-        rope_theta=5e5,
-        tie_embeddings=(False, True),
-        qk_norm=(False,),
-        freeze=([],),
-    ),
-    "data": dict(
-        source="python-stdlib",
-        subset=None,
-        split="train",
-        text_field="text",
-        path=None,
-        tokenizer=None,
-        max_tokens=None,
-        document_mask=(False,),
-        order=("global",),
-        messages_field=(None,),
-        sources=([],),
-    ),
-    "train": dict(
-        steps=...,
-        seq_len=2048,
-        global_batch_size=8,
-        micro_batch_size=None,
-        max_grad_norm=1.0,
-        skip_nonfinite=(0,),
-    ),
-    "checkpoint": dict(save_every_steps=None),
-    "optim": dict(
-        lr=3e-4,
-        betas=[0.9, 0.95],
-        eps=1e-8,
-        weight_decay=0.1,
-        warmup_steps=0,
-        decay_steps=None,
-        schedule=("cosine", "linear", "constant", "wsd"),
-        schedule_steps=None,
-        min_lr_ratio=0.1,
-        name=("adamw",),
-        state_dtype=("float32",),
-    ),
-    "parallel": dict(
-        dp_replicate=(1,),
-        dp_shard=("auto",),
-        cp=(1,),
-        tp=(1,),
-        reshard_after_forward=(True, False),
-        prefetch_forward=1,
-        prefetch_backward=1,
-        param_dtype=("bfloat16", "float32", "auto"),
-        reduce_dtype=("float32", "bfloat16"),
-        output_dtype=(None, "float32", "bfloat16"),
-        keep_fp32=([],),
-        replicated=([],),
-        cpu_offload=(False,),
-        sync_every_micro_batch=(True,),
-        recompute=("none", "full"),
-        float8=("none",),
-    ),
+def open_data(cfg: SimpleNamespace) -> tuple[Tensor, range]:
+    """The tokens of train.bin, mapped, and which of them are for validation. Raises ValueError."""
+    path, wanted, complete = cfg.data.path, identity(cfg), {}
+    pattern = "manifest.json" if path else "*/manifest.json"
+    for file in sorted(pathlib.Path(path or "prepared").glob(pattern)):
+        manifest = json.loads(file.read_text())
+        found = manifest["identity"]
+        differ = [key for key in wanted | found if wanted.get(key) != found.get(key)]
+        if path and differ:
+            values = [f"{key} = {found.get(key)!r}, not {wanted.get(key)!r}" for key in differ]
+            raise ValueError(f"{path}: was prepared with {'; '.join(values)}")
+        if not differ and "sha256" in manifest:  # written last
+            complete[file.parent] = manifest
+    if len(complete) > 1:
+        folders = ", ".join(map(str, complete))
+        raise ValueError(f"several folders match; data.path must name one: {folders}")
+    if not complete:
+        place = path or "prepared"
+        raise ValueError(f"{place}: no complete data; `python -m data.prepare CONFIG` prepares it")
+    [(folder, manifest)] = complete.items()
+    size, dtype = manifest["tokens"]["train"], getattr(torch, manifest["dtype"])
+    tokens = torch.from_file(str(folder / "train.bin"), size=size, dtype=dtype)
+    split, first, end = manifest.get("validation", ("heldout", 0, 0))
+    return tokens, range(first, end) if split == "train" else range(0)
+
+
+# The default, or ... if the file must give a value; a tuple: the values that are implemented, the default first.
+OPTIONS: dict = {
+    "run.name": None,
+    "run.output_dir": "outputs",
+    "run.seed": 0,
+    "run.device": ("auto", "cuda", "cpu"),
+    "model.dim": ...,
+    "model.n_layers": ...,
+    "model.n_heads": ...,
+    "model.n_kv_heads": ...,
+    "model.ffn_dim": ...,
+    "model.vocab_size": ...,
+    "model.head_dim": None,
+    "model.norm_eps": 1e-5,
+    "model.rope_theta": 5e5,
+    "model.tie_embeddings": (False, True),
+    "model.qk_norm": (False,),
+    "model.freeze": ([],),
+    "data.source": "python-stdlib",
+    "data.subset": None,
+    "data.split": "train",
+    "data.text_field": "text",
+    "data.path": None,
+    "data.tokenizer": None,
+    "data.max_tokens": None,
+    "data.order": ("global", "growing"),
+    "data.validation": None,
+    "data.document_mask": (False,),
+    "data.sources": ([],),
+    "train.steps": ...,
+    "train.seq_len": 2048,
+    "train.global_batch_size": 8,
+    "train.micro_batch_size": None,
+    "train.max_grad_norm": 1.0,
+    "train.skip_nonfinite": (0,),
+    "optim.lr": 3e-4,
+    "optim.betas": [0.9, 0.95],
+    "optim.eps": 1e-8,
+    "optim.weight_decay": 0.1,
+    "optim.warmup_steps": 0,
+    "optim.decay_steps": None,
+    "optim.schedule": ("cosine", "linear", "constant", "wsd"),
+    "optim.schedule_steps": None,
+    "optim.min_lr_ratio": 0.1,
+    "optim.name": ("adamw",),
+    "optim.state_dtype": ("float32",),
+    "parallel.dp_replicate": (1,),
+    "parallel.dp_shard": ("auto",),
+    "parallel.cp": (1,),
+    "parallel.tp": (1,),
+    "parallel.reshard_after_forward": (True, False),
+    "parallel.prefetch_forward": 1,
+    "parallel.prefetch_backward": 1,
+    "parallel.param_dtype": ("bfloat16", "float32", "auto"),
+    "parallel.reduce_dtype": ("float32", "bfloat16"),
+    "parallel.output_dtype": (None, "float32", "bfloat16"),
+    "parallel.keep_fp32": ([],),
+    "parallel.replicated": ([],),
+    "parallel.cpu_offload": (False,),
+    "parallel.sync_every_micro_batch": (True,),
+    "parallel.recompute": ("none", "full"),
+    "parallel.float8": ("none",),
+    "checkpoint.save_every_steps": None,
 }
-IGNORED = (
+IGNORED = (  # prefixes of options that change no loss
     "log.",
     "eval.",
     "profile.",
@@ -431,50 +467,44 @@ IGNORED = (
     "optim.muon_",
     "data.chat_template",
     "parallel.compile",
-)  # these change no loss
+)
 
 
 def read_options(path: str) -> SimpleNamespace:
-    """cfg.section.key of a TOML file. Raises ValueError if anything that changes losses is not implemented here."""
-    raw, cfg, ignored, problems = (
-        tomllib.loads(pathlib.Path(path).read_text()),
-        SimpleNamespace(),
-        [],
-        [],
-    )
-    for section in {**OPTIONS, **raw}:
-        known = OPTIONS.get(section, {})
-        values = {k: v[0] if isinstance(v, tuple) else v for k, v in known.items()} | raw.get(
-            section, {}
-        )
-        for key, value in (
-            values or {"*": {}}
-        ).items():  # an empty [lora] is a LoRA, too: of all options (*)
-            name = f"{section}.{key}"
-            if key not in known and name.startswith(IGNORED):
-                ignored.append(name)
-            elif (
-                value is ...
-                or key not in known
-                or (isinstance(known[key], tuple) and value not in known[key])
-            ):
-                problems.append(
-                    f"{path}: {name}"
-                    + (" is missing" if value is ... else f" = {value}: not implemented")
-                )
-        setattr(cfg, section, SimpleNamespace(**values))
+    """cfg.section.key of a TOML file. Raises ValueError if it sets what changes losses and is not implemented."""
+    raw = tomllib.loads(pathlib.Path(path).read_text())
+    options = {name: v[0] if isinstance(v, tuple) else v for name, v in OPTIONS.items()}
+    sections = {name.split(".")[0] for name in (*OPTIONS, *IGNORED)}
+    cfg = SimpleNamespace(**{section: SimpleNamespace() for section in sections})
+    ignored, problems = [], []
+    for section, values in raw.items():
+        if section in sections:
+            options |= {f"{section}.{key}": value for key, value in values.items()}
+        else:
+            problems.append(f"{path}: [{section}]: not implemented")
+    for name, value in options.items():
+        section, key = name.split(".", 1)
+        setattr(getattr(cfg, section), key, value)
+        implemented = OPTIONS.get(name, ())  # of other options no value is
+        if value is ...:
+            problems.append(f"{path}: {name} is missing")
+        elif name not in OPTIONS and name.startswith(IGNORED):
+            ignored.append(name)
+        elif isinstance(implemented, tuple) and value not in implemented:
+            problems.append(f"{path}: {name} = {value}: not implemented")
     if ignored and os.getenv("RANK", "0") == "0":
         print(f"{path}: ignored: {', '.join(ignored)}", file=sys.stderr)
     if problems:
         raise ValueError("\n".join(problems))
-    cfg.run.name, cfg.saves = cfg.run.name or pathlib.Path(path).stem, "checkpoint" in raw
+    cfg.run.name = cfg.run.name or pathlib.Path(path).stem
+    cfg.saves = "checkpoint" in raw
     return cfg
 
 
 def main() -> None:
     try:
         cfg = read_options(" ".join(sys.argv[1:]))  # without arguments, too, this is no file
-        stream = open_data(cfg.data, cfg.model.vocab_size)
+        tokens, validation = open_data(cfg)
     except (OSError, ValueError) as error:  # of the file system, of TOML, and those above
         if os.getenv("LOCAL_RANK", "0") == "0":  # once per machine
             print(f"usage: python minimal.py CONFIG\n{error}", file=sys.stderr)
@@ -496,9 +526,10 @@ def main() -> None:
             if cuda
             else cpu.get("avx512_bf16") or cpu.get("amx_bf16") or False
         )
-        dist.all_reduce(everywhere := torch.tensor(float(native), device=device), dist.ReduceOp.MIN)
+        everywhere = torch.tensor(float(native), device=device)
+        dist.all_reduce(everywhere, dist.ReduceOp.MIN)
         cfg.parallel.param_dtype = "bfloat16" if everywhere else "float32"
-    train(cfg, stream, device)
+    train(cfg, tokens, validation, device)
     dist.barrier()  # gloo aborts if a rank leaves while another still communicates
     dist.destroy_process_group()
 

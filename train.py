@@ -9,9 +9,8 @@ python train.py configs/tiny.toml --eval-only            evaluates the run's new
 from lifecycle.rank import RankProcess
 
 if __name__ == "__main__":
-    process = RankProcess(
-        __doc__
-    )  # signal handlers and arguments first: the imports below take seconds
+    # signal handlers and arguments first: the imports below take seconds
+    process = RankProcess(__doc__)
 
 import math
 from typing import Any
@@ -21,6 +20,7 @@ from torch import Tensor
 
 import config
 from checkpoint.checkpointer import Checkpointer, State
+from checkpoint.compare import data_before
 from config import Config
 from data.dataset import open_dataset
 from data.loader import Batch, Loader
@@ -42,13 +42,16 @@ from parallel.materialize import materialize
 from parallel.mesh import World, storage_device
 from parallel.parallelize import parallelize
 from parallel.verify import check_optimizer, unit_table, verify_sharding
+from ranks import on_each_rank
 
 
 def train(cfg: Config, world: World, run: Run) -> None:
     # Open the data and choose the checkpoint to resume from. Nothing is written before both are validated.
     dataset = open_dataset(cfg)
-    checkpointer = Checkpointer(cfg, world, dataset.fingerprint, dataset.tokenizer_files)
+    checkpointer = Checkpointer(cfg, world, dataset.identities(), dataset.tokenizer_files)
+    checkpointer.fingerprint = dataset.fingerprint
     start = checkpointer.start  # the step to resume after, 0 for a new run
+    on_each_rank(lambda: dataset.require(data_before(cfg, start)))
     pretrained = open_pretrained(cfg, start)  # the weights of a Hugging Face folder, or None
     run.attach(checkpointer)
 
@@ -77,20 +80,18 @@ def train(cfg: Config, world: World, run: Run) -> None:
         cfg, world, run.folder, start, flops_per_token(model, cfg.train.seq_len), run.phase
     )
     recorder.log_start(parameter_count(model), unit_table(units), dataset.notes)
-    checkpointer.before_publishing = (
-        recorder.sync
-    )  # metrics are flushed to disk before a checkpoint is published
+    # metrics are flushed to disk before a checkpoint is published
+    checkpointer.before_publishing = recorder.sync
     loader = Loader(cfg, dataset, world, start + 1)
-    if start and config.evaluation_is_due(cfg, start) and not recorder.has_evaluation(start):
-        with recorder.timed("evaluation"):  # the previous launch was stopped before it
+    run.wait_for_text(loader, recorder.timed)
+    is_due = start > 0 and config.evaluation_is_due(cfg, start) and not run.stopping
+    if is_due and not recorder.has_evaluation(start):  # the previous launch was stopped before it
+        with recorder.timed("evaluation"):
             recorder.log_evaluation(start, evaluate(model, cfg, world, dataset, run))
 
-    for step in run.steps(
-        start + 1, cfg.train.steps, loader, recorder.timed
-    ):  # to the last one, or until run.stopping
-        unshard_first_units(
-            model, cfg.parallel
-        )  # explicit prefetch: these all-gathers overlap with loading the batch
+    for step in run.steps(start + 1, cfg.train.steps):  # to the last one, or until run.stopping
+        # explicit prefetch: these all-gathers overlap with loading the batch
+        unshard_first_units(model, cfg.parallel)
         with recorder.timed("data"):
             batch = next(loader)
         sums, scalars = training_step(model, optimizer, guard, batch, step, cfg, world)
@@ -99,15 +100,13 @@ def train(cfg: Config, world: World, run: Run) -> None:
         tokens = state.tokens + (step - start) * config.tokens_per_step(cfg)
         recorder.log_step(step, tokens, batch, sums, scalars)
         targetless.count(step, batch.valid_tokens)  # raises after too many in a row
-        run.agree_on_stop(
-            recorder.timed
-        )  # SIGTERM to any rank: all save after the same step, this one or the next
+        # SIGTERM to any rank: all save after the same step, this one or the next
+        run.agree_on_stop(recorder.timed)
         if config.evaluation_is_due(cfg, step) and not run.stopping:
             with recorder.timed("evaluation"):
                 recorder.log_evaluation(step, evaluate(model, cfg, world, dataset, run))
-        if checkpointer.is_due(
-            step, run.stopping
-        ):  # every save_every_steps, at the last step, and when stopping
+        # every save_every_steps, at the last step, and when stopping
+        if checkpointer.is_due(step, run.stopping):
             with recorder.timed("save"):
                 counts = *guard.counts(), targetless.total, targetless.in_a_row
                 checkpointer.save(State(step, tokens, *counts), model, optimizer, run.stopping)
@@ -144,9 +143,8 @@ def training_step(
             model, cfg.parallel, world, last_micro_batch=i == len(batch.micro_batches)
         )
         tensors = (tensor.to(world.device, non_blocking=True) for tensor in micro_batch)
-        losses, _ = model(
-            *tensors
-        )  # (tokens, targets, positions, documents) -> sums over the tokens
+        # (tokens, targets, positions, documents) -> sums over the tokens
+        losses, _ = model(*tensors)
         # A non-finite loss can have finite gradients. A factor of NaN makes them, and so the global norm, NaN: every
         # rank skips the step.
         scale_or_nan = torch.where(losses["loss"].isfinite(), scale, math.nan)

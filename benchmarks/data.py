@@ -24,7 +24,7 @@ from options import positive
 def preparation(megabytes: int, repeat: int) -> None:
     """Preparing the standard library's text, repeated, against sentencepiece alone in one thread on the same text."""
     import config
-    from data.dataset import open_source
+    from data.identity import open_source
     from data.prepare import prepare
     from data.tokenizer import Tokenizer, train_tokenizer
 
@@ -108,6 +108,7 @@ def main() -> int:
         with (folder / "train.bin").open("wb") as file:
             file.truncate(2 * args.tokens)
         manifest = {
+            "sha256": {},
             "identity": {},
             "vocab_size": 1,
             "tokens": {"train": args.tokens},
@@ -123,7 +124,10 @@ def main() -> int:
             )
             streams = [open_stream(folder, "train", 32000)]
             loader = Loader(
-                cfg, SimpleNamespace(train=streams, order=make_order(cfg, streams)), world, 1
+                cfg,
+                SimpleNamespace(train=streams, order=make_order(cfg, streams), growing=None),
+                world,
+                1,
             )
             next(loader)  # rank 0 of 8: eight samples a step
             starts.append(time.perf_counter() - began)

@@ -38,8 +38,8 @@ import files
 from benchmarks.kernels import CEILINGS, TIMINGS
 from benchmarks.step import add_experiments, experiments, measure_by_size
 from config import ConfigError
+from files import die_with_parent
 from lifecycle.process_group import distributed
-from lifecycle.signals import die_with_parent
 from parallel.mesh import World
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"

@@ -7,7 +7,7 @@ resume from the newest. In the end weights, optimizer and metrics must be, bit f
 disturbed, and nothing temporary may be left. Exits with 0 only then. Linux; one process on the CPU.
 
 --growing: on text that nothing has prepared; the processes that prepare it are killed too, each time. In the end its
-parts must be those of the other run's folder, byte for byte.
+files must be those of the other run's folder, byte for byte.
 """
 
 import argparse
@@ -33,6 +33,7 @@ import config
 from benchmarks import count
 from checkpoint import catalog
 from checkpoint.load import Reader
+from data.record import read_manifest
 
 REPO = pathlib.Path(__file__).parent.parent
 SAVE_EVERY, PATIENCE = (
@@ -75,7 +76,7 @@ class Storm:
 
 def configure(folder: pathlib.Path, name: str, kills: int, growing: bool) -> config.Config:
     """2.4 million parameters: a checkpoint of 29 MB takes about as long as the steps between two. growing: a small
-    model, that reads some parts of a text; each run prepares it in a folder of its own."""
+    model, that reads some segments of a text; each run prepares it in a folder of its own."""
     model = {
         "dim": 256,
         "n_layers": 3,
@@ -272,7 +273,7 @@ def storm(
         told.moments[moment] += 1
         for _, path in catalog.step_folders(catalog.root(cfg)):
             told.problems += [f"kill {number}: {problem}" for problem in catalog.problems_of(path)]
-        text = f"  {len(parts_of(cfg))} parts" if cfg.data.order == "growing" else ""
+        text = f"  {recorded_tokens(cfg):,} tokens" if cfg.data.order == "growing" else ""
         print(
             f"kill {number:3}  {'async' if asynchronous else 'sync':5}  {moment:16}  newest is {newest}{text}",
             flush=True,
@@ -283,15 +284,10 @@ def storm(
     return told
 
 
-def parts_of(cfg: config.Config) -> dict[str, bytes]:
-    """The files of the text's parts that are there, and what is left beside them."""
-    folder = pathlib.Path(str(cfg.data.path)) / "parts"
-    return {
-        path.name: b"".join(file.read_bytes() for file in sorted(path.glob("*")))
-        if path.is_dir()
-        else b""
-        for path in folder.glob("*")
-    }
+def recorded_tokens(cfg: config.Config) -> int:
+    """How far the text is prepared."""
+    manifest = read_manifest(pathlib.Path(str(cfg.data.path)))
+    return manifest["tokens"]["train"] if manifest else 0
 
 
 def tensors(cfg: config.Config) -> dict[str, bytes]:
@@ -353,12 +349,15 @@ def differences_of_text(ours: config.Config, theirs: config.Config) -> list[str]
     for cfg in (ours, theirs):
         path = pathlib.Path(cfg.run.output_dir) / f"{cfg.run.name}.toml"
         subprocess.run([sys.executable, "-m", "data.prepare", path], cwd=REPO, check=True)
-    a, b = parts_of(ours), parts_of(theirs)
+    found, expected = (
+        {path.name: path.read_bytes() for path in pathlib.Path(str(cfg.data.path)).iterdir()}
+        for cfg in (ours, theirs)
+    )
     return [
-        f"part {name} of the text differs, or is in one folder"
-        for name in sorted(a.keys() | b.keys())
-        if a.get(name) != b.get(name)
-    ] + [f"{name} is left" for name in a if name.startswith(".")]
+        f"{name} of the text differs, or is in one folder"
+        for name in sorted(found.keys() | expected.keys())
+        if found.get(name) != expected.get(name)
+    ] + [f"{name} is left" for name in found if name.startswith(".")]
 
 
 def main() -> int:

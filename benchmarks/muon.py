@@ -24,7 +24,7 @@ import numpy
 
 import config
 from benchmarks import count
-from data.dataset import identity
+from data.identity import identity
 from options import positive
 
 REPO = pathlib.Path(__file__).resolve().parent.parent

@@ -41,10 +41,10 @@ class Checkpointer:
         tokenizer_files: list[pathlib.Path],
         evaluating: bool = False,
     ):
-        """Chooses the checkpoint to resume from, or to evaluate; writes nothing. data: the prepared data's fingerprint.
+        """Chooses the checkpoint to resume from, or to evaluate; writes nothing. data: the data's identities.
         Raises ConfigError if the folder is another run's, none of its checkpoints is good, or ranks have different
         data."""
-        self.cfg, self.world, self.data = cfg, world, data
+        self.cfg, self.world = cfg, world
         check_same_on_all_ranks("prepared data", compare.by_source(data))
         self.found = on_rank_zero(lambda: catalog.steps(cfg))
         self.start, self.corrupt = catalog.choose(
@@ -60,6 +60,8 @@ class Checkpointer:
         self.saver = (
             Saver(cfg, self.start, tokenizer_files) if cfg.checkpoint and not evaluating else None
         )
+        # Set by others: what tells the data from another run's that was read up to a step.
+        self.fingerprint: Callable[[int], list[dict]] = lambda step: data
         # Set by others, called on rank 0: before a checkpoint is published, where an OSError fails the save; and after
         # a save, with its problem or None.
         self.before_publishing: Callable[[], None] = lambda: None
@@ -139,7 +141,7 @@ class Checkpointer:
         content = {
             **dataclasses.asdict(state),
             "config": config.to_dict(self.cfg),
-            "data": self.data,
+            "data": self.fingerprint(state.step),
             "base": self.base,
             "ranks": self.world.size,
             "torch": torch.__version__,

@@ -23,7 +23,8 @@ GUARDED = re.compile(
 SHAPES = re.compile(r"model\.(dim|n_layers|ffn_dim|vocab_size|tie_embeddings)|lora\.(rank|targets)")
 # Options that change the prepared data: allowing one of them to change also allows other data.
 PREPARED = re.compile(
-    r"data\.(sources?|subset|split|text_field|tokenizer|max_tokens|messages_field|chat_template)|"
+    r"data\.(sources?|subset|split|text_field|tokenizer|max_tokens|validation|messages_field|"
+    r"chat_template)|"
     r"model\.vocab_size"
 )
 # Options that determine the outputs for given weights: an evaluation with other values would be silently wrong.
@@ -109,6 +110,9 @@ def by_source(fingerprint: list[dict]) -> dict[str, Any]:
 def check_same_data(cfg: config.Config, step: int, fingerprint: list[dict]) -> None:
     """Raises ConfigError, naming what differs, if the prepared data is not the data the checkpoint was trained on."""
     before = read_state(path_of(cfg, step)).get("data") if step else None
+    # of growing text, which part is compared as it is read
+    used = ("segments", "validation_hash")
+    before = before and [{k: v for k, v in entry.items() if k not in used} for entry in before]
     allowed = cfg.checkpoint.allow_changed if cfg.checkpoint else ()
     if not before or before == fingerprint or any(map(PREPARED.fullmatch, allowed)):
         return
@@ -128,6 +132,14 @@ def check_same_data(cfg: config.Config, step: int, fingerprint: list[dict]) -> N
         f"{path_of(cfg, step)}: was trained on other data: {'; '.join(changed)}; choose another "
         f'run.name, or allow it: checkpoint.allow_changed = ["{option}"]'
     )
+
+
+def data_before(cfg: config.Config, step: int) -> list[dict] | None:
+    """What a checkpoint was trained on, as Dataset.fingerprint(); None if it may be something else now."""
+    allowed = cfg.checkpoint.allow_changed if cfg.checkpoint else ()
+    if not step or any(map(PREPARED.fullmatch, allowed)):
+        return None
+    return read_state(path_of(cfg, step)).get("data")
 
 
 def other_tokenizer(cfg: config.Config, step: int, files: list[pathlib.Path]) -> str | None:

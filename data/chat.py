@@ -14,109 +14,19 @@ import itertools
 import json
 import pathlib
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
-import config
-import files
 from config import ConfigError
-from data.encode import is_validation, write_tokens
-from data.sources import Source
-from data.template import NONCHARACTERS, SETTINGS, Sandbox, bounded, files_of, find_template
+from data.encode import Encoded, TokenizerCopy, is_validation
+from data.messages import Message, checked
+from data.template import NONCHARACTERS, SETTINGS, Sandbox, bounded, find_template
 from data.tokenizer import SPACE, Tokenizer
 
-ROLES = ("system", "user", "assistant", "tool")
+MOST_PROBLEMS = (
+    10  # conversations that are listed if they cannot be rendered: a template may fail on all
+)
 
-Message = dict[str, Any]
 Spans = list[tuple[int, int]]  # (first character, one past the last)
-
-
-class Conversations(Source):
-    """The conversations of a source, each as the JSON of [where, messages]."""
-
-    def __init__(
-        self,
-        opened: Callable[[config.Data, list | None], Source],
-        d: config.Data,
-        place: list | None,
-    ):
-        """opened: opens a source by what it reads, and at a place."""
-        super().__init__(d, place)
-        assert d.messages_field
-        self.source = opened(replace(d, text_field=d.messages_field, messages_field=None), place)
-        self.revision, self.write_tokens = self.source.revision, write_conversations
-
-    def rows(self) -> Iterator[tuple[str, object]]:
-        return self.source.rows()
-
-    def place(self) -> list:
-        return self.source.place()
-
-    def share(self) -> float | None:
-        return self.source.share()
-
-    def __iter__(self) -> Iterator[str]:
-        empty, field = not self.resumed, self.d.messages_field
-        for where, row in self.rows():
-            if not isinstance(row, dict) or field not in row:
-                found = (
-                    ", ".join(row) if isinstance(row, dict) else f"is of type {type(row).__name__}"
-                )
-                raise ConfigError(
-                    f"{where}: has no field {field!r} (data.messages_field), but {found}"
-                )
-            try:
-                text = json.dumps([where, row[field]])
-            except (TypeError, ValueError) as error:
-                raise ConfigError(f"{where}: field {field!r} is no JSON: {error}") from None
-            empty = False
-            yield text
-        if empty:
-            raise ConfigError(f"[data] source = {self.d.source}: holds no conversation")
-
-
-def checked(messages: Any) -> list[Message]:
-    """A row's messages, without keys of value None, which a parquet file has for absent ones. Raises ConfigError."""
-    if not isinstance(messages, list):
-        raise ConfigError(f"must be a list of messages, not {type(messages).__name__}")
-    found = []
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not (
-            "role" in message and {"content", "tool_calls"} & message.keys()
-        ):
-            keys = (
-                f"has {', '.join(message)}"
-                if isinstance(message, dict)
-                else f"is of type {type(message).__name__}"
-            )
-            raise ConfigError(f"message {number}: needs the keys role and content, but {keys}")
-        role, content = message["role"], message.get("content")
-        if role not in ROLES:
-            raise ConfigError(
-                f"message {number}: role {role!r} is unknown; the roles are {', '.join(ROLES)}"
-            )
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise ConfigError(
-                f"message {number} ({role}): content must be text, not {type(content).__name__}"
-            )
-        message = {
-            key: value for key, value in message.items() if value is not None or key == "content"
-        }
-        if reasons := [
-            message[key] for key in ("reasoning_content", "thinking", "reasoning") if key in message
-        ]:
-            message = {
-                "thinking": reasons[0],
-                **message,
-                "reasoning_content": reasons[0],
-            }  # as transformers does
-        found.append(message)
-    try:
-        json.dumps(found, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell
-        raise ConfigError(f"is not valid Unicode: {error.reason}") from None
-    return found
 
 
 class Chat:
@@ -365,38 +275,33 @@ class Chat:
         return ids, places
 
 
-_chat = functools.lru_cache(1)(Chat)  # of this process
+@functools.lru_cache(2)
+def load_chat(copy: TokenizerCopy) -> Chat:
+    """The tokenizer and template of a folder. Raises ConfigError."""
+    return Chat(copy.folder)
 
 
-def encode_conversations(
-    folder: pathlib.Path, typecode: str, texts: list[str]
-) -> list[tuple[bool, bytes]]:
-    """data.encode.encode() of Conversations' texts: ids are complemented where they have no loss, and there are none if
-    the conversation is left out. Raises ConfigError."""
-    chat, found = _chat(folder), []
-    for text in texts:
-        where, messages = json.loads(text)
+def encode_conversations(copy: TokenizerCopy, typecode: str, documents: list[str]) -> Encoded:
+    """data.encode.encode_documents() of conversations: ids are complemented where they have no loss, and there are none
+    if the conversation is left out. Raises ConfigError."""
+    chat = load_chat(copy)
+    encoded, problems = [], []
+    for document in documents:
+        where, messages = json.loads(document)
         try:
             ids, learned = chat.encode(checked(messages))
         except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
+            problems += [f"{where}: {problem}" for problem in error.problems]
+            if len(problems) >= MOST_PROBLEMS:
+                break
+            continue
         stored = array.array(
-            typecode, (token if has_loss else ~token for token, has_loss in zip(ids, learned))
+            typecode, [token if has_loss else ~token for token, has_loss in zip(ids, learned)]
         )
-        found.append((is_validation(json.dumps(messages)), stored.tobytes()))
-    return found
-
-
-def write_conversations(
-    folder: pathlib.Path, source: Conversations, dtype: str, manifest: dict
-) -> None:
-    """data.encode.write_tokens() of conversations, which keeps their template with them."""
-    for name, content in files_of(source.d).items():
-        if not (
-            folder / name
-        ).exists():  # else of a preparation that was stopped, of the same identity
-            files.write_atomic(folder / name, content)
-    write_tokens(folder, source, dtype, manifest, encode_conversations)
+        encoded.append((is_validation(json.dumps(messages)), stored.tobytes()))
+    if problems:
+        raise ConfigError(*problems)
+    return encoded
 
 
 def spelled(tokenizer: Tokenizer, stored: list[int]) -> str:

@@ -1,192 +1,125 @@
 """The prepared data of a configuration: which folders hold it, and whether they were prepared for it."""
 
-import hashlib
-import inspect
+import functools
 import pathlib
-import platform
-import re
 from dataclasses import dataclass
 from typing import Any
 
 import config
 from config import ConfigError
+from data.folder import data_folders, prepared_parts, source_names
+from data.growing import GrowingText
+from data.identity import check_identity
 from data.order import make_order
-from data.sources import STDLIB, Files, Source, local_files
-from data.tokenizer import tokenizer_files
-from data.tokens import manifest_of, open_stream, read_manifest, short_hash
-
-FORMAT = 3  # version of the file format; part of the identity
-
-
-def kind_of(source: str) -> type[Source]:
-    """The class that reads a source. Raises ConfigError."""
-    if source == STDLIB or local_files(source) is not None:
-        return Files
-    if problem := config.lack_of("data/hub.py"):
-        raise ConfigError(f"[data] source = {source}: {problem}")
-    from data.hub import Hub
-
-    return Hub
-
-
-def open_source(d: config.Data, place: list | None = None) -> Source:
-    """Opens [data] source at its beginning, or at a value of place() to resume. Raises ConfigError if there is none."""
-    if d.order == "growing":
-        from data.pieces import Pieces
-
-        return Pieces(d)
-    if d.messages_field:
-        from data.chat import Conversations
-
-        return Conversations(open_source, d, place)
-    return kind_of(d.source)(d, place)
-
-
-def identity(cfg: config.Config) -> dict:
-    """Everything that determines a source's prepared files. Raises ConfigError if the tokenizer cannot be read."""
-    d = cfg.data
-    content = b"".join(tokenizer_files(d.tokenizer).values()) if d.tokenizer else b""
-    found = {
-        "source": d.source,
-        "subset": d.subset,
-        "split": d.split,
-        "text_field": d.text_field,
-        "tokenizer": hashlib.sha256(content).hexdigest() if d.tokenizer else "trained here",
-        # a tokenizer file defines its vocabulary; the model may have more rows
-        "vocab_size": None if d.tokenizer else cfg.model.vocab_size,
-        "max_tokens": d.max_tokens,
-        "format": FORMAT,
-    }
-    if d.order != "global":
-        found["order"] = d.order
-    if d.messages_field:
-        from data.template import identity_of
-
-        found |= identity_of(d)
-    if d.source == STDLIB:
-        found["python"] = platform.python_version()
-    if not (
-        kind := kind_of(d.source)
-    ).reads:  # one that generates its text: its code is the content
-        found["code"] = hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()
-    return found
-
-
-def check_identity(folder: pathlib.Path, manifest: dict, cfg: config.Config) -> None:
-    """Raises ConfigError naming every option in which a prepared folder differs from its source's configuration."""
-    before, now = manifest["identity"], identity(cfg)
-
-    def value(of: dict, key: str) -> str:
-        return repr(of[key]) if key in of else "absent"
-
-    # of both: data prepared with an option on is not that of a configuration without it. Absent counts as None.
-    changed = [
-        f"{folder}: was prepared with {key} = {value(before, key)}, the configuration says {value(now, key)}; "
-        "delete the folder or name another data.path"
-        for key in before | now
-        if before.get(key) != now.get(key)
-    ]
-    if changed:
-        raise ConfigError(*changed)
-
-
-def prepared_parts(cfg: config.Config) -> list[tuple[pathlib.Path, config.Config]]:
-    """The folder of each source, and the configuration that it is prepared for. Raises ConfigError if a mixture's
-    tokenizer has not been trained yet."""
-    root, parts = pathlib.Path(cfg.data.path or "prepared"), [cfg]
-    if cfg.data.sources:
-        from data.mixture import prepared_sources
-
-        parts = prepared_sources(cfg, identity)
-    elif cfg.data.path:
-        return [(root, cfg)]
-    return [
-        (
-            root / f"{re.sub('[^A-Za-z0-9._-]+', '-', part.data.source).strip('-.')[-100:]}-"
-            f"{short_hash(identity(part))}",
-            part,
-        )
-        for part in parts
-    ]
-
-
-def data_folders(cfg: config.Config) -> list[pathlib.Path]:
-    return [folder for folder, _ in prepared_parts(cfg)]
-
-
-def is_prepared(cfg: config.Config) -> bool:
-    """Whether all folders are prepared, even if for another configuration. Raises ConfigError."""
-    if cfg.data.sources:
-        from data.mixture import has_tokenizer
-
-        if not has_tokenizer(cfg, identity):
-            return False
-    return all(read_manifest(folder) for folder in data_folders(cfg))
+from data.record import manifest_of, validation_range
+from data.tokens import open_stream, stream_of
 
 
 def open_data(cfg: config.Config, split: str) -> list[Any]:
-    """The TokenStream of each source, or its conversations (data/packing.py: Packed), or its parts (data/growing.py).
-    Raises ConfigError if one is not prepared, or for another configuration."""
-    parts = prepared_parts(cfg)
-    for folder, part in parts:
-        check_identity(folder, manifest_of(folder), part)
-    if cfg.data.order == "growing":
-        from data.growing import open_parts
+    """The TokenStream of each source, "train" or "heldout" (validation), or its conversations (data/packing.py:
+    Packed). Raises ConfigError if one is not prepared as far as that, or for another configuration."""
+    return [open_part(folder, part, split) for folder, part in prepared_parts(cfg)]
 
-        return open_parts(parts, split, cfg)
+
+def open_part(folder: pathlib.Path, cfg: config.Config, split: str) -> Any:
+    """open_data() of one source."""
+    manifest = manifest_of(folder)
+    check_identity(folder, manifest, cfg)
     if cfg.data.messages_field:
         from data.packing import open_packed
 
-        return [open_packed(folder, split, cfg) for folder, _ in parts]
-    return [open_stream(folder, split, cfg.model.vocab_size) for folder, _ in parts]
+        return open_packed(folder, split, cfg)
+    if split == "heldout" and cfg.data.order == "growing":
+        if validation_range(manifest) is None:
+            tokens = manifest["tokens"]["train"]
+            raise ConfigError(
+                f"{folder}: its validation text is not prepared yet, at {tokens:,} tokens; `python "
+                "-m data.prepare CONFIG` prepares it"
+            )
+        return stream_of(folder, manifest, split, cfg.model.vocab_size)
+    return open_stream(folder, split, cfg.model.vocab_size)
 
 
-def source_names(cfg: config.Config) -> list[str]:
-    """The names of a mixture's sources; the names of their folders if two sources have the same name."""
-    names = [s.source for s in cfg.data.sources]
-    return names if len(set(names)) == len(names) else [folder.name for folder in data_folders(cfg)]
-
-
-@dataclass(frozen=True)
+@dataclass
 class Dataset:
-    """A configuration's prepared data, opened."""
+    """A configuration's data, opened: prepared, or being prepared."""
 
-    train: list[
-        Any
-    ]  # a TokenStream per source, or data/growing.py's Parts; without a mixture, [data] is the only one
-    validation: list[Any]
-    order: Any  # data/order.py's, of the training data
+    cfg: config.Config
+    folders: list[pathlib.Path]  # of each source; without a mixture, [data] is the only one
+    train: list[Any]  # of each source a TokenStream, Packed or GrowingStream
+    order: Any  # sample number -> data.order.Place
+    growing: GrowingText | None  # with data.order = "growing": how far the text is
     names: list[str]  # of a mixture's sources
     tokenizer_files: list[pathlib.Path]
-    fingerprint: list[dict]  # distinguishes the prepared data of two runs
     notes: list[str]  # warnings for the user
+
+    @functools.cached_property
+    def validation(self) -> list[Any]:
+        """The validation text of each source. Raises ConfigError if it is missing, or not prepared yet."""
+        return open_data(self.cfg, "heldout")
+
+    def has_validation(self) -> bool:
+        """Whether it can be opened: of growing text, not from the beginning."""
+        return self.growing is None or self.growing.has_validation()
+
+    def identities(self) -> list[dict]:
+        """What tells the data from another run's before any of it is read, by source."""
+        keys = ("identity", "tokenizer") if self.growing else ("identity", "tokens", "sha256")
+        manifests = map(manifest_of, self.folders)
+        return [{key: manifest.get(key) for key in keys} for manifest in manifests]
+
+    def fingerprint(self, step: int) -> list[dict]:
+        """What tells the data from another run's that the steps up to `step` have read, by source."""
+        sources = self.identities()
+        if self.growing:
+            for source, stream in zip(sources, self.growing.streams):
+                source["segments"] = self.growing.segments(step)[stream.number]
+                source["validation_hash"] = stream.manifest.get("validation_hash")
+        return sources
+
+    def require(self, fingerprint: list[dict] | None) -> None:
+        """Refuses growing text other than a checkpoint was trained on; what isn't prepared yet is compared when it is.
+        Raises ConfigError."""
+        if not (self.growing and fingerprint):
+            return
+        for stream, before in zip(self.growing.streams, fingerprint):
+            stream.require(before["segments"], before["validation_hash"])
 
 
 def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
     """Opens the training data and, with [eval], the validation data; train=False: only the latter. Raises ConfigError
-    if it is not prepared, was prepared for another configuration, or is too small for one batch."""
-    training = open_data(cfg, "train") if train else []
-    validation = open_data(cfg, "heldout") if cfg.eval or not train else []
-    order = make_order(cfg, training) if train else None
+    if it is not prepared, was prepared for another configuration, or is known to be too small for one batch."""
     folders = data_folders(cfg)
-    manifests = [manifest_of(folder) for folder in folders]
+    training: list[Any] = []
+    growing: GrowingText | None = None
+    order: Any = None
+    if cfg.data.order == "growing":
+        for folder, part in prepared_parts(cfg):
+            check_identity(folder, manifest_of(folder), part)
+        growing = GrowingText(cfg, folders)
+        training = [*growing.streams]
+        order = growing.order
+    elif train:
+        training = open_data(cfg, "train")
+        order = make_order(cfg, training)
+    manifests = list(map(manifest_of, folders))
     tokenizer = sorted([*folders[0].glob("tokenizer*"), *folders[0].glob("chat_template.jinja")])
-    notes = [stream.summary() for stream in training if cfg.data.messages_field]
-    if (entries := manifests[0]["vocab_size"]) < cfg.model.vocab_size:
+    notes = []
+    if cfg.data.messages_field:
+        notes += [packed.summary() for packed in training]
+    entries = manifests[0]["vocab_size"]
+    if entries < cfg.model.vocab_size:
         notes.append(
-            f"the tokenizer of {folders[0]} has {entries:,} entries, the model {cfg.model.vocab_size:,} rows"
+            f"the tokenizer of {folders[0]} has {entries:,} entries, the model "
+            f"{cfg.model.vocab_size:,} rows"
         )
-    notes += [
-        f"{stream.path.parent}: none of its documents (one in a hundred) is held out: it has no validation loss"
-        for stream in validation
-        if cfg.data.order == "global" and stream.length < 2
-    ]
     if cfg.model.init_from:
         from huggingface.tokenizer import note_on_tokenizer
 
         notes += note_on_tokenizer(cfg.model.init_from, folders[0], tokenizer)
-    fingerprint = [
-        {key: manifest.get(key) for key in ("identity", "tokens", "sha256")}
-        for manifest in manifests
-    ]
-    return Dataset(training, validation, order, source_names(cfg), tokenizer, fingerprint, notes)
+    names = source_names(cfg)
+    dataset = Dataset(cfg, folders, training, order, growing, names, tokenizer, notes)
+    if (cfg.eval or not train) and (not train or dataset.has_validation()):
+        empty = [str(stream.path) for stream in dataset.validation if stream.length < 2]
+        notes += [f"{path}: holds no validation text: it has no validation loss" for path in empty]
+    return dataset

@@ -1,191 +1,181 @@
-"""Documents -> token files, in order, on all cores. Uses processes, since sentencepiece's threads build the lists of
-ids under the GIL and gain only a sixth on two cores."""
+"""Documents -> token ids, in order, by processes: sentencepiece's threads build the lists of ids under the GIL and gain
+only a sixth on two cores."""
 
 import array
 import collections
-import concurrent.futures.process
-import contextlib
 import errno
 import functools
 import hashlib
 import itertools
-import json
-import math
 import multiprocessing
 import os
 import pathlib
-import shutil
 import signal
-import sys
 import threading
-import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from typing import Any
 
 import files
+from config import ConfigError
+from data.console import report
+from data.cores import usable_cores
+from data.record import damaged
 from data.sources import Source
-from data.tokenizer import Tokenizer
-from data.tokens import MANIFEST, WIDTH
+from data.tokenizer import Tokenizer, tokenizer_hash
 
-SYNC_SECONDS = 5.0  # between syncs; a killed preparation resumes from the last one
-LOG_SECONDS = 10.0  # between progress lines if stderr is not a terminal
 CHUNK = 1 << 18  # characters per task of a process, rounded up to full documents
+AHEAD = 3  # chunks per process that are read ahead
+MOST_LOSSES = 3  # times that a process is killed over the same chunk before preparing fails
+MOST_WORKERS = 64  # one process that reads cannot feed more
+
+Encoded = list[tuple[bool, bytes]]  # of each document: whether its hash holds it out; its ids
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Documents that a process tokenizes together."""
+
+    documents: list[str]
+    encode: Callable[[list[str]], Encoded]  # runs in a process
+    target: Any  # what the caller writes them to
+    source: Source
+    place: Any = None  # of the source, after the last of them
+    share: float | None = None  # of the source that is read, after them
+    is_last: bool = False  # of the source, with no documents
+    problem: ConfigError | None = None  # what is wrong with the source there
 
 
 def is_validation(text: str) -> bool:
     """Whether a document belongs to the validation set: one in a hundred does, by its hash."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") % 100 == 99
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % 100 == 99
 
 
-def chunks(source: Source) -> Iterator[tuple[list[str], tuple]]:
-    """Yields (documents, the source's place() and share() after them). Raises ConfigError, as the source does."""
-    texts, size = [], 0
-    for text in source:
-        texts.append(text)
-        size += len(text)
-        if size >= CHUNK:
-            yield texts, (source.place(), source.share())
-            texts, size = [], 0
-    if texts:
-        yield texts, (source.place(), source.share())
+def chunks(
+    source: Source, encode: Callable[[list[str]], Encoded], target: Any = None
+) -> Iterator[Chunk]:
+    """Yields a source's documents, and last a chunk without any: with what is wrong, if the source ends with that."""
+    documents: list[str] = []
+    size = 0
+    problem = None
+    try:
+        for document in source:
+            documents.append(document)
+            size += len(document)
+            if size >= CHUNK:
+                yield Chunk(documents, encode, target, source, source.place(), source.share())
+                documents, size = [], 0
+    except ConfigError as error:
+        problem = error
+    # after a wrong row the place is right if the source looked for more of them
+    if documents and (not problem or source.lists_wrong_rows):
+        yield Chunk(documents, encode, target, source, source.place(), source.share())
+    yield Chunk([], encode, target, source, is_last=True, problem=problem)
 
 
-_tokenizer = functools.lru_cache(1)(Tokenizer)  # of this process
+@dataclass(frozen=True)
+class TokenizerCopy:
+    """A tokenizer in a folder of prepared data. Of equal content, one is loaded."""
+
+    sha256: str
+    template: str | None  # the SHA-256 of a chat template
+    folder: pathlib.Path = field(compare=False)
 
 
-def encode(folder: pathlib.Path, typecode: str, texts: list[str]) -> list[tuple[bool, bytes]]:
-    """Tokenizes texts with the tokenizer in `folder`. Returns for each whether it is a validation document, and its ids
-    between BOS and EOS as bytes, in the width of array's typecode."""
-    tokenizer = _tokenizer(folder)
+@functools.lru_cache(2)
+def load_tokenizer(copy: TokenizerCopy) -> Tokenizer:
+    """Once a process, whatever the folder. Raises ConfigError if it is another one."""
+    tokenizer = Tokenizer(copy.folder)
+    if tokenizer_hash(tokenizer.files) != copy.sha256:
+        raise damaged(copy.folder / "tokenizer", "was changed since the folder was begun")
+    return tokenizer
+
+
+def encode_documents(copy: TokenizerCopy, typecode: str, documents: list[str]) -> Encoded:
+    """Returns for each document whether its hash holds it out, and its ids between BOS and EOS as bytes, in the width
+    of array's typecode. Raises ConfigError."""
+    tokenizer = load_tokenizer(copy)
     return [
         (
             is_validation(text),
             array.array(typecode, [*tokenizer.bos, *ids, *tokenizer.eos]).tobytes(),
         )
-        for text, ids in zip(texts, tokenizer.encode(texts))
+        for text, ids in zip(documents, tokenizer.encode(documents))
     ]
 
 
-def _start() -> None:
-    """Initializes a pool process: it leaves Ctrl-C to the parent, and exits when the parent ends, even by kill -9."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None  # this is not the main process
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-
-
-def encode_all(
-    folder: pathlib.Path, typecode: str, source: Source, encode: Callable
-) -> Generator[tuple[list[tuple[bool, bytes]], tuple], None, None]:
-    """Yields (encode(), place and share) per chunk; reads ahead three per process. Raises ConfigError and OSError."""
-    workers = len(os.sched_getaffinity(0))
-    # spawn: a forked process may inherit a lock that another thread holds
-    pool = concurrent.futures.ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), _start
-    )
+def encode_in_order(chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chunk, Encoded]]:
+    """Yields each chunk with what its encode() returns. workers: processes; 0: this one. A process that is killed is
+    replaced. Raises ConfigError and OSError."""
+    if workers == 0:
+        for chunk in chunks:
+            yield chunk, chunk.encode(chunk.documents)
+        return
+    ahead: collections.deque[tuple[Chunk, Future]] = collections.deque()
+    pool = _start_pool(workers)
+    losses = 0
     try:
-        work = functools.partial(encode, folder, typecode)
-        submitted = ((pool.submit(work, texts), place) for texts, place in chunks(source))
-        ahead = collections.deque(itertools.islice(submitted, 3 * workers))
-        while ahead:
-            future, place = ahead.popleft()
-            documents = future.result()
-            ahead.extend(itertools.islice(submitted, 1))
-            yield documents, place
-    except concurrent.futures.process.BrokenProcessPool:
-        why = "a process that tokenizes was killed (is the host out of memory?); the same command resumes here"
-        raise OSError(errno.ENOMEM, why) from None
+        while True:
+            for chunk in itertools.islice(chunks, max(0, AHEAD * workers - len(ahead))):
+                ahead.append((chunk, _submit(pool, chunk)))
+            if not ahead:
+                return
+            chunk, future = ahead[0]
+            try:
+                encoded = future.result()
+            except BrokenProcessPool:
+                losses += 1
+                pool.shutdown(cancel_futures=True)
+                _report_loss(losses)
+                pool = _start_pool(workers)
+                ahead = collections.deque((chunk, _submit(pool, chunk)) for chunk, _ in ahead)
+                continue
+            losses = 0
+            ahead.popleft()
+            yield chunk, encoded
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def write_tokens(
-    folder: pathlib.Path, source: Source, dtype: str, manifest: dict, encode: Callable = encode
-) -> None:
-    """Appends to train.bin and heldout.bin each document between BOS and EOS, and to *.ends.bin the position after its
-    last token, 8 bytes little-endian. Raises ConfigError and OSError.
-
-    Resumes from the counts in `manifest`, whose place the source was opened at, and keeps both up to date; every few
-    seconds, syncs the files and writes it to the folder. Adds the source's revision.
-    """
-    d, width, tokens, documents = source.d, WIDTH[dtype], manifest["tokens"], manifest["documents"]
-    limit = d.max_tokens or math.inf
-    if before := sum(documents.values()):
-        report(f"resuming after {before:,} documents of {d.source}, which were prepared before")
-    with contextlib.ExitStack() as stack:
-        if on_terminal():
-            stack.callback(
-                report, "", stays=False
-            )  # clears the line of progress, whatever comes next
-        opened = {}
-        for split in tokens:
-            for name, size in (
-                (f"{split}.bin", width * tokens[split]),
-                (f"{split}.ends.bin", 8 * documents[split]),
-            ):
-                opened[name] = stack.enter_context((folder / name).open("ab"))
-                opened[name].truncate(size)  # data written after the last sync may be incomplete
-
-        def sync() -> None:
-            for file in opened.values():
-                file.flush()
-                os.fsync(file.fileno())
-            files.write_atomic(folder / MANIFEST, json.dumps(manifest))
-
-        encoded = encode_all(folder, "H" if dtype == "uint16" else "i", source, encode)
-        stack.callback(encoded.close)
-        began = synced = shown = time.monotonic()
-        made = sum(tokens.values())  # by an earlier preparation
-        while tokens["train"] < limit and (chunk := next(encoded, None)):
-            found, (manifest["place"], share) = chunk
-            for validation, content in found:
-                if not content:  # a tokenizer may produce no tokens for some texts
-                    manifest["left_out"] = manifest.get("left_out", 0) + 1
-                elif tokens["train"] < limit:
-                    split = "heldout" if validation else "train"
-                    opened[f"{split}.bin"].write(content)
-                    tokens[split] += len(content) // width
-                    documents[split] += 1
-                    opened[f"{split}.ends.bin"].write(tokens[split].to_bytes(8, "little"))
-            now = time.monotonic()
-            if now - shown > (0.5 if on_terminal() else LOG_SECONDS):
-                share = max(share or 0.0, min(1.0, tokens["train"] / limit))
-                report(progress(d.source[-24:], manifest, share, made, now - began), stays=False)
-                shown = now
-            if now - synced > SYNC_SECONDS:
-                sync()
-                synced = now
-        sync()
-    manifest["revision"] = source.revision
+def _report_loss(losses: int) -> None:
+    """losses: of processes over the same chunk. Raises OSError if they are too many."""
+    lost = "a process that tokenizes was killed (is the host out of memory?)"
+    if losses == MOST_LOSSES:
+        raise OSError(errno.ENOMEM, f"{lost}; the same command resumes here")
+    report(f"{lost}; starting another")
 
 
-def progress(name: str, manifest: dict, share: float, before: int, seconds: float) -> str:
-    """A tqdm progress bar. share: fraction done, from 0 to 1; before: tokens from an earlier preparation."""
-    from tqdm import tqdm  # comes with `datasets`, which a machine that only trains need not have
-
-    tokens, documents = sum(manifest["tokens"].values()), sum(manifest["documents"].values())
-    return tqdm.format_meter(
-        tokens,
-        tokens / share if share else None,
-        seconds,
-        initial=before,
-        prefix=name,
-        unit=" tokens",
-        unit_scale=True,
-        postfix=f"{documents:,} documents",
-        ncols=shutil.get_terminal_size().columns - 1 if on_terminal() else None,
-    )
+def _start_pool(workers: int) -> ProcessPoolExecutor:
+    # spawn: a forked process may inherit a lock that another thread holds
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker)
 
 
-def report(text: str, stays: bool = True) -> None:
-    """Prints to stderr; on a terminal, overwrites a line with stays=False. Ignores a closed or full stderr."""
-    with contextlib.suppress(OSError, ValueError):
-        print(
-            "\x1b[K" * on_terminal() + text,
-            end="\n" if stays or not on_terminal() else "\r",
-            file=sys.stderr,
-            flush=True,
-        )
+def _submit(pool: ProcessPoolExecutor, chunk: Chunk) -> Future:
+    try:
+        return pool.submit(chunk.encode, chunk.documents)
+    except BrokenProcessPool as error:  # since the last look
+        broken: Future = Future()
+        broken.set_exception(error)
+        return broken
 
 
-def on_terminal() -> bool:
-    return bool(sys.stderr) and sys.stderr.isatty()
+def _start_worker() -> None:
+    """Initializes a pool's process: it leaves Ctrl-C to the parent, and ends with the parent, even by kill -9."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # this is not the main process
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    files.die_with_parent(parent.pid)  # on Linux, also if it is stopped
+
+
+def worker_count(ranks: int = 0) -> int:
+    """How many processes tokenize beside `ranks` that train on this machine."""
+    return min(MOST_WORKERS, max(1, usable_cores() - ranks))

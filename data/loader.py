@@ -1,6 +1,5 @@
 """The batches of one data rank: samples in the order of data/order.py, read ahead by a thread."""
 
-import collections
 import concurrent.futures
 import hashlib
 import math
@@ -18,15 +17,14 @@ from data.order import rank_samples
 from data.tokens import TokenStream
 
 READ_AHEAD = 2  # steps
+READY, WAITING, FAILED = range(3)  # the greatest of any rank counts
 
 
 @dataclass(frozen=True)
 class Batch:
     """One data rank's part of one step."""
 
-    micro_batches: list[
-        tuple[Tensor, ...]
-    ]  # as inputs_and_targets() returns them: the model's arguments
+    micro_batches: list[tuple[Tensor, ...]]  # as inputs_and_targets() returns them
     valid_tokens: int  # valid targets of the whole step, over all data ranks
     digest: (
         int  # of this rank's samples; the sum over data ranks modulo DIGEST_MODULUS is the step's
@@ -39,28 +37,71 @@ class Loader:
     def __init__(self, cfg: config.Config, dataset: Dataset, world: Any, first_step: int):
         """world: a parallel.mesh.World."""
         self.cfg, self.streams, self.order, self.world = cfg, dataset.train, dataset.order, world
+        self.dataset = dataset
         self.micro_batch_size = config.micro_batch_size(cfg, world.dp_size)
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "loader")
-        self.ahead = collections.deque(
-            self.thread.submit(self.batch, first_step + i) for i in range(READ_AHEAD)
-        )
-        self.next_step = first_step + READ_AHEAD
-        self.failure: Exception | None = (
-            None  # why this text cannot be read, once readiness() says so
-        )
+        self.ahead: dict[int, concurrent.futures.Future] = {}  # batches, by step
+        self.next_step = first_step  # the first that is not read ahead
+        self.taken = first_step - 1  # the last that was returned
+        self.waits = False
+        self.failure: Exception | None = None  # why text cannot be read, once readiness() says so
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        """Has the thread read the batches of the next steps whose text is there: it never waits for text."""
+        growing = self.dataset.growing
+        while self.next_step <= self.taken + READ_AHEAD:
+            if growing and not growing.covers(self.next_step):
+                return
+            self.ahead[self.next_step] = self.thread.submit(self.batch, self.next_step)
+            self.next_step += 1
 
     def __next__(self) -> Batch:
         """Raises what the thread raised, such as ConfigError for a truncated token file."""
-        self.ahead.append(self.thread.submit(self.batch, self.next_step))
-        self.next_step += 1
-        return self.ahead.popleft().result()
+        self.taken += 1
+        self._read_ahead()
+        return self.ahead.pop(self.taken).result()
 
-    def readiness(self, step: int, seconds: float) -> int:
-        """What the text is that this rank reads after `step`; if it is WAITING, still so after so many seconds."""
-        return self.order.readiness(self, step, seconds)
+    def readiness(self, step: int) -> int:
+        """Whether this rank can read what comes after `step`: the validation text if an evaluation is due, then the
+        next batch. READY, WAITING or, with `failure`, FAILED."""
+        growing = self.dataset.growing
+        try:
+            if growing:
+                growing.poll(self.waits)
+            self._read_ahead()
+            following = self.ahead.get(step + 1)
+            if following and following.done():
+                following.result()
+            is_last = step == self.cfg.train.steps
+            evaluates = step > 0 and config.evaluation_is_due(self.cfg, step)
+            self.waits = not (following or is_last) or (
+                evaluates and not self.dataset.has_validation()
+            )
+        except Exception as error:
+            self.failure = error
+            return FAILED
+        return WAITING if self.waits else READY
+
+    def text_hash(self, step: int) -> int:
+        """Equal on ranks that read equal text after `step`: of growing text, which each node may prepare on a disk of
+        its own."""
+        growing = self.dataset.growing
+        if not growing:
+            return 0
+        text = repr(growing.segments(min(step + 1, self.cfg.train.steps)))
+        if config.evaluation_is_due(self.cfg, step):
+            text += repr(growing.validation_hashes())
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+    def waits_for(self, step: int) -> str:
+        """What a step waits for, for a log."""
+        growing = self.dataset.growing
+        return growing.waits_for(step) if growing else "nothing"
 
     def close(self) -> None:
-        self.order.close()
+        if self.dataset.growing:
+            self.dataset.growing.close()
         self.thread.shutdown(cancel_futures=True)
 
     def batch(self, step: int) -> Batch:

@@ -13,10 +13,9 @@ import random
 import re
 from collections.abc import Iterator
 
-import config
 import files
 from config import ConfigError, run_tool
-from data.sources import Files
+from data.sources import stdlib_files
 
 ANSWER = range(20, 120)  # characters of a docstring's first line
 OFTEN = 2  # times that an answer may be given: docstrings repeat
@@ -38,7 +37,7 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
 def answers() -> Iterator[tuple[str, str, str]]:
     """(name, what it does, which arguments it takes) of the library's functions."""
     given = collections.Counter()
-    for path in Files(config.Data(), None).paths:
+    for path in stdlib_files():
         try:
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError):

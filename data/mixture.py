@@ -1,22 +1,15 @@
 """[[data.sources]]: the order in which the samples of several sources come, and the tokenizer that they share."""
 
-import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
 import config
-import files
 from config import LONGEST_PERIOD, ConfigError
-from data.sources import file_stamps
-from data.tokens import short_hash
-
-Identity = Callable[
-    [config.Config], dict
-]  # data/dataset.py's: what determines a source's prepared files
+from data.identity import identity, short_hash
 
 
 class Mixture:
@@ -76,7 +69,7 @@ def sources_of(cfg: config.Config, tokenizer: str | None) -> list[config.Config]
                 source=s.source,
                 **{
                     key: getattr(s, key) or getattr(d, key)
-                    for key in ("subset", "split", "text_field", "max_tokens")
+                    for key in ("subset", "split", "text_field", "max_tokens", "validation")
                 },
             ),
         )
@@ -84,7 +77,7 @@ def sources_of(cfg: config.Config, tokenizer: str | None) -> list[config.Config]
     ]
 
 
-def common_tokenizer(cfg: config.Config, identity: Identity) -> pathlib.Path:
+def common_tokenizer(cfg: config.Config) -> pathlib.Path:
     """The file of the tokenizer that is trained on all sources, if the mixture names none."""
     digest = short_hash(
         [[identity(part) for part in sources_of(cfg, None)], [s.weight for s in cfg.data.sources]]
@@ -92,47 +85,18 @@ def common_tokenizer(cfg: config.Config, identity: Identity) -> pathlib.Path:
     return pathlib.Path(cfg.data.path or "prepared") / f"tokenizer-{digest}.model"
 
 
-def has_tokenizer(cfg: config.Config, identity: Identity) -> bool:
+def has_tokenizer(cfg: config.Config) -> bool:
     """Whether the sources' tokenizer is named, or has been trained."""
     # unlike pathlib's, no error for an unreadable folder
-    return bool(cfg.data.tokenizer) or os.path.exists(common_tokenizer(cfg, identity))
+    return bool(cfg.data.tokenizer) or os.path.exists(common_tokenizer(cfg))
 
 
-def prepared_sources(cfg: config.Config, identity: Identity) -> list[config.Config]:
+def prepared_sources(cfg: config.Config) -> list[config.Config]:
     """The configuration that each source is prepared for. Raises ConfigError if their tokenizer has not been trained
     yet."""
-    tokenizer = cfg.data.tokenizer or str(common_tokenizer(cfg, identity))
-    if not has_tokenizer(cfg, identity):
+    tokenizer = cfg.data.tokenizer or str(common_tokenizer(cfg))
+    if not has_tokenizer(cfg):
         raise ConfigError(
             f"{tokenizer}: no prepared data; `python -m data.prepare CONFIG` makes it"
         )
     return sources_of(cfg, tokenizer)
-
-
-def prepare_tokenizer(
-    cfg: config.Config,
-    identity: Identity,
-    train: Callable[[list[config.Config], list[float]], bytes],
-    make_under_lock: Callable[..., None],
-) -> None:
-    """Trains the sources' tokenizer if none is named and it is missing. Raises ConfigError if the files it was trained
-    on have changed."""
-    if cfg.data.tokenizer:
-        return
-    path = common_tokenizer(cfg, identity)
-    stamps = path.with_suffix(".json")
-    now = {source.source: file_stamps(source.source) for source in cfg.data.sources}
-
-    def make() -> None:
-        content = train(sources_of(cfg, None), [s.weight for s in cfg.data.sources])
-        files.write_atomic(stamps, json.dumps(now))
-        files.write_atomic(path, content)
-
-    make_under_lock(path, path.exists, make)
-    before = files.read_json(stamps)
-    changed = [source for source, found in now.items() if found and found != before.get(source)]
-    if changed:
-        raise ConfigError(
-            f"{path}: {', '.join(changed)} changed since this tokenizer was trained on it; delete this "
-            "file, to train it and prepare its sources anew, or name another data.path"
-        )

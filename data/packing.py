@@ -17,8 +17,9 @@ import numpy as np
 import config
 from config import ConfigError
 from data.chat import spelled
+from data.record import complete_manifest, damaged, validation_range
 from data.tokenizer import Tokenizer
-from data.tokens import TokenStream, damaged, manifest_of, open_stream, pread
+from data.tokens import TokenStream, Windows, open_stream, pread
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,9 +34,8 @@ def pack(lengths: np.ndarray, room: int, seed: int) -> tuple[np.ndarray, np.ndar
     order = np.argsort(longest_first | hashes(len(lengths), seed), kind="stable")
     counts = np.bincount(lengths, minlength=room + 1).tolist()
     window = np.empty(len(lengths), np.int32)  # of each conversation, in `order`
-    ranges: list[list[tuple[int, int]]] = [
-        [] for _ in range(room + 1)
-    ]  # (first window, count), by free space
+    # (first window, count), by free space
+    ranges: list[list[tuple[int, int]]] = [[] for _ in range(room + 1)]
     free = windows = placed = 0  # free: bit s is set if ranges[s] is not empty
     for length in range(room, 0, -1):
         left = counts[length]
@@ -95,13 +95,16 @@ class Packed:
 
     @property
     def length(self) -> int:
-        return self.windows * self.seq_len + bool(
-            self.windows
-        )  # one more, as a stream's last target
+        # one more, as a stream's last target
+        return self.windows * self.seq_len + bool(self.windows)
 
     @property
     def document_count(self) -> int:
         return len(self.members)
+
+    def training_windows(self, seq_len: int) -> Windows:
+        """As TokenStream.training_windows(): all."""
+        return Windows(seq_len)
 
     def span(self, window: int, length: int) -> "tuple[Packed, int, int]":
         """As TokenStream.span()."""
@@ -156,7 +159,7 @@ class Packed:
         """What a launch logs."""
         step = max(1, -(-self.document_count // SAMPLED))
         learned = tokens = 0
-        for number in range(0, self.document_count, step):
+        for number in np.sort(self.members)[::step].tolist():
             begin = self.stream.end(number - 1) if number else 0
             ids = self.stored(begin, min(self.stream.end(number), begin + self.seq_len))
             learned, tokens = learned + int((ids >= 0).sum()), tokens + len(ids)
@@ -170,24 +173,31 @@ class Packed:
 
 def open_packed(folder: pathlib.Path, split: str, cfg: config.Config) -> Packed:
     """Opens "train" or "heldout" (validation) and plans its windows. Raises ConfigError."""
-    stream, manifest = open_stream(folder, split, cfg.model.vocab_size), manifest_of(folder)
-    left_out, room = manifest.get("left_out", 0), cfg.train.seq_len
-    ends = (
-        np.fromfile(stream.path.with_suffix(".ends.bin"), "<i8")
-        if stream.document_count
-        else np.empty(0, np.int64)
-    )
-    if split == "train" and not len(ends):
-        raise ConfigError(
-            f"{folder}: holds no conversation to train on: all {left_out:,} were left out, without an "
-            "assistant's turn or with an empty one"
-        )
+    manifest = complete_manifest(folder)
+    validation = validation_range(manifest)
+    assert validation
+    from_train = validation.split == "train"  # validation is some of train.bin's conversations
+    stream = open_stream(folder, "train" if from_train else split, cfg.model.vocab_size)
+    ends = np.empty(0, np.int64)
+    if stream.document_count:
+        ends = np.fromfile(stream.path.with_suffix(".ends.bin"), "<i8")
     lengths = np.diff(ends, prepend=0)
+    numbers = np.arange(len(ends))
+    if from_train:
+        is_validation = (ends > validation.first) & (ends <= validation.end)
+        numbers = numbers[is_validation == (split == "heldout")]
+    left_out, room = manifest.get("left_out", 0), cfg.train.seq_len
+    if split == "train" and not len(numbers):
+        why = f"all {left_out:,} were left out, without an assistant's turn or with an empty one"
+        if any(manifest["documents"].values()):
+            why = "what there is, is held out for validation; bring more"
+        raise ConfigError(f"{folder}: holds no conversation to train on: {why}")
+    lengths = lengths[numbers]
     cut = int((lengths > room).sum())
     np.minimum(lengths, room, out=lengths)
-    return Packed(
-        stream, room, *pack(lengths, room, cfg.run.seed), left_out, cut, int(lengths.sum())
-    )
+    members, starts = pack(lengths, room, cfg.run.seed)
+    filled = int(lengths.sum())
+    return Packed(stream, room, numbers[members], starts, left_out, cut, filled)
 
 
 def show_conversations(

@@ -3,209 +3,326 @@
     python -m data.prepare configs/tiny.toml
 
 Writes train.bin, heldout.bin (validation), where their documents end, the tokenizer and manifest.json into
-prepared/{source}-{hash}/, one for each source, in full or not at all.
+prepared/{source}-{hash}/, one for each source. The manifest is the record of how far it is: any process may resume
+there, and data.order = "growing" trains on what is recorded. It has the files' hashes once all is there.
 """
 
+import contextlib
 import functools
-import hashlib
-import json
 import pathlib
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
+
+import filelock
 
 import config
 import files
 from config import ConfigError
-from data.dataset import check_identity, identity, kind_of, open_source, prepared_parts
-from data.encode import report, write_tokens
-from data.sources import file_stamps
-from data.tokenizer import Tokenizer, train_tokenizer
-from data.tokens import MANIFEST, damaged, read_manifest
+from data.console import on_terminal, progress, report
+from data.encode import (
+    Chunk,
+    Encoded,
+    TokenizerCopy,
+    chunks,
+    encode_documents,
+    encode_in_order,
+    worker_count,
+)
+from data.folder import as_config_error, begin_all, lock_of, sha256_of, sweep
+from data.identity import check_identity, open_source, own_validation
+from data.record import (
+    MANIFEST,
+    damaged,
+    is_complete,
+    manifest_of,
+    progress_of,
+    read_manifest,
+    write_manifest,
+)
+from data.sources import Source, file_stamps, local_files
+from data.writer import Overtaken, TokenWriter, segment_hashes
+
+# of each source its folder, and what it is prepared for
+Parts = Sequence[tuple[pathlib.Path, config.Config]]
+
+SYNC_SECONDS = 5.0  # between records; a killed preparation resumes from the last one
+LOG_SECONDS = 10.0  # between progress lines if stderr is not a terminal
+POLL_SECONDS = 0.2  # between looks at a folder that another process prepares
+HOLDER_SECONDS = 60.0  # a process that records nothing for so long is no longer waited for
+SMALL = 1 << 22  # bytes of text that is prepared before a run starts, also if it is growing
 
 
 def prepare(cfg: config.Config, whole: bool = False) -> list[pathlib.Path]:
-    """Creates missing folders of token files, and checks existing ones. Returns them, by source. Raises ConfigError,
-    after which a folder is published in full or not at all. whole: also what data.order = "growing" would leave to the
-    run."""
-    if cfg.data.sources:
-        from data.mixture import prepare_tokenizer
-
-        prepare_tokenizer(cfg, identity, _train_tokenizer, _make_under_lock)
-    parts = prepared_parts(cfg)
-    for part in parts:
-        _make_under_lock(
-            part[0], functools.partial(_matches, *part), functools.partial(_prepare_folder, *part)
-        )
-    if cfg.data.order == "growing":
-        from data.growing import prepare_ahead
-
-        prepare_ahead(cfg, parts, whole, _check_hashes)
+    """Begins missing folders of token files, checks existing ones, and completes them. Returns them, by source. Raises
+    ConfigError. whole: also what data.order = "growing" would leave to the run."""
+    parts = begin_all(cfg)
+    growing = cfg.data.order == "growing" and not whole
+    due = [part for part in parts if not growing or is_small(part[1].data.source)]
+    with as_config_error(parts[0][0]):
+        prepare_text(due, worker_count())
     return [folder for folder, _ in parts]
 
 
-def _make_under_lock(
-    path: pathlib.Path, made: Callable[[], bool], make: Callable[[], None]
-) -> None:
-    """make() unless made(), holding a lock file next to `path`, hidden and never removed. OSError -> ConfigError."""
-    if not path.name:
-        raise ConfigError(f"[data] path = {path}: is the current folder or /; name one in it")
-    lock = path.with_name(f".{path.name}.lock")
-    try:
-        if made():
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            held = files.lock(lock)
-        except TimeoutError:
-            report(f"waiting for another process that prepares {path}")
-            held = files.lock(lock, timeout=-1)
-        try:
-            if not made():  # else another process made it meanwhile
-                make()
-        finally:
-            held.release()
-    except OSError as error:
-        raise ConfigError(
-            f"{error.filename or path}: data could not be prepared: {error.strerror}"
-        ) from None
-
-
-def _matches(folder: pathlib.Path, cfg: config.Config) -> bool:
-    """Whether the folder is prepared. Raises ConfigError if it is for another configuration, or was changed."""
-    manifest = read_manifest(folder)
-    if manifest is None:
-        if folder.exists() and any(folder.iterdir()):
-            raise ConfigError(
-                f"{folder}: is there but holds no prepared data ({MANIFEST} is missing); move it away"
-            )
+def is_small(source: str) -> bool:
+    """Whether text takes a second or two to prepare: too little to train on is refused before ranks start."""
+    if not local_files(source):
         return False
-    check_identity(folder, manifest, cfg)
-    if file_stamps(cfg.data.source) not in (
-        [],
-        manifest["files"],
-    ):  # the text may be gone, but not changed
-        raise ConfigError(
-            f"[data] source = {cfg.data.source}: changed since {folder} was prepared; delete the folder"
-        )
-    _check_hashes(folder, manifest)
-    return True
+    return sum(size for _, size, _ in file_stamps(source)) <= SMALL
 
 
-def _check_hashes(folder: pathlib.Path, manifest: dict) -> None:
-    """Raises ConfigError if a file is missing, or newer than the manifest and not what this says."""
-    written_last = folder / MANIFEST
-    for name, digest in manifest["sha256"].items():
-        path = folder / name
-        if not path.exists():
-            raise damaged(path, "is missing")
-        # Hashes only files newer than the manifest: hashing terabytes before each start would stall a cluster.
-        if path.stat().st_mtime_ns > written_last.stat().st_mtime_ns:
-            report(f"{path}: was copied or changed since it was prepared; comparing its hash")
-            if _sha256(path) != digest:
-                raise damaged(path, "was changed since it was prepared")
-            report(f"{path}: is unchanged; `touch {written_last}` spares this the next time")
+def prepare_text(parts: Parts, workers: int) -> None:
+    """Completes begun folders, side by side. What another process prepares is waited for as long as that one records
+    something. workers: processes that tokenize. Raises ConfigError and OSError."""
+    turns = {folder: Turn(folder) for folder, _ in parts}
+    while True:
+        left = [part for part in parts if not is_complete(read_manifest(part[0]))]
+        if not left:
+            return
+        with contextlib.ExitStack() as locks:
+            ours = [part for part in left if turns[part[0]].has_come(locks)]
+            try:
+                if ours:
+                    _prepare_together(ours, workers)
+            except Overtaken as error:
+                report(str(error))
+                for folder, _ in ours:
+                    turns[folder].pass_on()
+                continue
+        if not ours:
+            time.sleep(POLL_SECONDS)
 
 
-def _prepare_folder(folder: pathlib.Path, cfg: config.Config) -> None:
-    """Works in a hidden folder next to it, from which the next call resumes. Its manifest says from the beginning what
-    is prepared, and how far it is; it has hashes when all is written. Invalid input removes the hidden folder, but not
-    what was read of a Hugging Face dataset: a network failure looks the same, and is temporary."""
-    temporary, d = folder.with_name(f".{folder.name}.tmp"), cfg.data
-    wanted: dict = {"identity": identity(cfg), "files": file_stamps(d.source)}
-    manifest = files.read_json(temporary / MANIFEST)
+class Turn:
+    """Whose turn it is to prepare a folder: of the process that has its lock or, where that one stands still or locks
+    don't exist, of the process that records first."""
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+        self.waits = False  # for another process
+        self.was_overtaken = False  # by it, perhaps since there are no locks
+        self.seen: tuple[bool, int] | None = None  # its last record
+        self.since = 0.0  # when that was seen first
+
+    def has_come(self, locks: contextlib.ExitStack) -> bool:
+        """Whether this process may write. locks: takes the folder's lock. Raises ConfigError and OSError."""
+        if not self.waits and self._take_lock(locks):
+            return True
+        manifest = manifest_of(self.folder)
+        holder = manifest.get("writer", "another process")
+        if not self.waits:
+            report(f"waiting for another process that prepares {self.folder}: {holder}")
+            self.waits = True
+        if progress_of(manifest) != self.seen:
+            self.seen, self.since = progress_of(manifest), time.monotonic()
+        elif time.monotonic() > self.since + HOLDER_SECONDS:
+            report(f"{holder} has not recorded anything for {HOLDER_SECONDS:.0f} s")
+            report(f"preparing {self.folder} too")
+            return True
+        return not self.was_overtaken and self._take_lock(locks)
+
+    def _take_lock(self, locks: contextlib.ExitStack) -> bool:
+        try:
+            locks.callback(files.lock(lock_of(self.folder)).release)
+        except filelock.Timeout:
+            return False
+        return True
+
+    def pass_on(self) -> None:
+        """Waits for the process that has recorded more."""
+        self.waits = self.was_overtaken = True
+        self.seen = None
+
+
+def _prepare_together(parts: Parts, workers: int) -> None:
+    preparations: list[Preparation] = []
+    folder = parts[0][0]
     try:
-        if any(
-            manifest.get(key) != value for key, value in wanted.items()
-        ):  # none, or of something else
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
-            content = (
-                Tokenizer(d.tokenizer).files
-                if d.tokenizer
-                else {"tokenizer.model": _train_tokenizer([cfg])}
-            )
-            for name, part in content.items():
-                files.write_atomic(temporary / name, part)
-            counts = {key: {"train": 0, "heldout": 0} for key in ("tokens", "documents")}
-            manifest = wanted | counts | {"place": None}
-            files.write_atomic(temporary / MANIFEST, json.dumps(manifest))
-        if "sha256" not in manifest:
-            _write_folder(temporary, cfg, manifest)
-        if file_stamps(d.source) != wanted["files"]:
-            raise ConfigError(
-                f"[data] source = {d.source}: changed while it was prepared; start again"
-            )
-        files.publish(temporary, folder)
+        for folder, cfg in parts:
+            if not is_complete(read_manifest(folder)):  # since the look before the lock
+                preparations.append(Preparation(folder, cfg))
+        for chunk, encoded in encode_in_order(_in_turn(preparations), workers):
+            preparation: Preparation = chunk.target
+            folder = preparation.folder
+            preparation.write(chunk, encoded)
     except ConfigError:
-        if kind_of(d.source).remote and any(manifest.get("documents", {}).values()):
-            report(f"what was read of {d.source} stays; the same command resumes here")
-        else:
-            shutil.rmtree(temporary, ignore_errors=True)
+        for preparation in preparations:
+            preparation.keep()
+        for folder, cfg in parts:
+            manifest = read_manifest(folder)
+            if manifest and any(manifest["documents"].values()) and not is_complete(manifest):
+                report(f"what was read of {cfg.data.source} stays; the same command resumes here")
         raise
-    if d.order == "global":
-        tokens = manifest["tokens"]
-        report(
-            f"prepared {folder}: {tokens['train']:,} tokens to train on, {tokens['heldout']:,} for validation"
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(folder)
+        raise
+    finally:
+        for preparation in preparations:
+            preparation.writer.close()
+        if preparations and on_terminal():
+            report("", stays=False)  # clears the line of progress
+
+
+def _in_turn(preparations: "list[Preparation]") -> Iterator[Chunk]:
+    """The chunks of all folders: the next is of that of which the least was read."""
+    left = {preparation: preparation.chunks() for preparation in preparations}
+    read = dict.fromkeys(preparations, 0)  # characters
+    while left:
+        preparation = min(left, key=lambda each: read[each])
+        chunk = next(left[preparation], None)
+        if chunk is None:
+            del left[preparation]
+            continue
+        read[preparation] += sum(map(len, chunk.documents))
+        yield chunk
+
+
+class Preparation:
+    """A folder whose text this process prepares."""
+
+    def __init__(self, folder: pathlib.Path, cfg: config.Config):
+        """Raises ConfigError, also if text that was read has changed since, and OSError."""
+        self.folder, self.d = folder, cfg.data
+        self.limit = self.d.max_tokens or float("inf")
+        sweep(folder)
+        self.writer = TokenWriter(
+            folder, self.d.order == "growing", whole_documents=bool(self.d.messages_field)
         )
+        self.manifest = self.writer.manifest
+        check_identity(folder, self.manifest, cfg)
+        self.validation = own_validation(self.d)
+        self.encode = self._encoder()
+        self.source = self._open(self.d, "")
+        self.tokens_before = sum(self.manifest["tokens"].values())
+        if documents := sum(self.manifest["documents"].values()):
+            report(f"resuming after {documents:,} documents of {self.d.source}")
+        self.began = self.last_record = self.last_line = time.monotonic()
 
+    def _open(self, d: config.Data, prefix: str) -> Source:
+        """A source where the record ends. prefix: of its entries in the manifest."""
+        known = {
+            "files": self.manifest.get(f"{prefix}files"),
+            "revision": self.manifest.get("revision"),
+        }
+        source = open_source(d, self.manifest.get(f"{prefix}place"), known)
+        source.compare_with_text(self.folder)
+        return source
 
-def _write_folder(temporary: pathlib.Path, cfg: config.Config, manifest: dict) -> None:
-    """Writes the token files, resuming from where the manifest says, and completes it."""
-    tokenizer, d = Tokenizer(temporary), cfg.data
-    if not tokenizer.eos:
-        report(f"{d.tokenizer}: has no EOS token that is known, so nothing separates documents")
-    size = tokenizer.vocab_size
-    if size > cfg.model.vocab_size:
-        rows = cfg.model.vocab_size
-        raise ConfigError(
-            f"[model] vocab_size = {rows}: smaller than the tokenizer {d.tokenizer}, of {size} entries"
-        )
-    dtype = (
-        "uint16" if size <= 1 << 16 and not d.messages_field else "int32"
-    )  # a sign stands for no loss
-    source = open_source(d, manifest["place"])
-    (source.write_tokens or write_tokens)(temporary, source, dtype, manifest)
-    content = sorted(
-        path for path in temporary.iterdir() if path.suffix != ".tmp" and path.name != MANIFEST
-    )
-    manifest |= {
-        "vocab_size": size,
-        "dtype": dtype,
-        "sha256": {path.name: _sha256(path) for path in content},
-    }
-    del manifest["place"]
-    files.write_atomic(temporary / MANIFEST, json.dumps(manifest, indent=2))
+    def _encoder(self) -> Callable[[list[str]], Encoded]:
+        typecode = "H" if self.manifest["dtype"] == "uint16" else "i"
+        template = self.manifest["identity"].get("chat_template")
+        copy = TokenizerCopy(self.manifest["tokenizer"], template, self.folder)
+        if self.d.messages_field:
+            from data.chat import encode_conversations
 
+            return functools.partial(encode_conversations, copy, typecode)
+        return functools.partial(encode_documents, copy, typecode)
 
-def _sha256(path: pathlib.Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 24):
-            digest.update(block)
-    return digest.hexdigest()
+    def chunks(self) -> Iterator[Chunk]:
+        """What is left to tokenize: the validation text of one's own first."""
+        if self.validation and not self.writer.has_validation:
+            yield from chunks(self._open(self.validation, "validation_"), self.encode, self)
+        if self.manifest.get("ended"):
+            yield Chunk([], self.encode, self, self.source, is_last=True)
+            return
+        for chunk in chunks(self.source, self.encode, self):
+            yield chunk
+            if self.is_full():
+                yield Chunk([], self.encode, self, self.source, is_last=True)
+                return
 
+    def reads_validation(self) -> bool:
+        """Whether what is written is the validation text of one's own."""
+        return self.validation is not None and not self.writer.has_validation
 
-def _train_tokenizer(parts: list[config.Config], weights: Sequence[float] = (1.0,)) -> bytes:
-    """Trains on the start of each source, in proportion to its weight: 2,000 characters per vocabulary entry, at least
-    4 million; more text hardly changes a BPE vocabulary. 800 if training waits for it (docs/data.md has the seconds).
-    Returns the model file's content. Raises ConfigError."""
-    size = parts[0].model.vocab_size
-    wanted = max(4_000_000, size * (800 if parts[0].data.order == "growing" else 2_000))
-    report(
-        f"training a tokenizer of {size:,} vocabulary entries on up to {wanted / 1e6:,.0f} MB of "
-        + ", ".join(part.data.source for part in parts)
-    )
+    def is_full(self) -> bool:
+        return self.manifest["tokens"]["train"] >= self.limit
 
-    def sample() -> Iterator[str]:
-        for part, weight in zip(parts, weights):
-            read = 0
-            for text in open_source(part.data):
-                yield text
-                read += len(text)
-                if read >= wanted * (weight / sum(weights)):
-                    break
+    def write(self, chunk: Chunk, encoded: Encoded) -> None:
+        """Appends a chunk's documents, records when that is due, and completes the folder after the last. Raises
+        ConfigError, Overtaken and OSError."""
+        if is_complete(self.manifest):  # data.max_tokens was reached before this chunk
+            return
+        if time.monotonic() > self.last_record + SYNC_SECONDS:  # this process may have been stopped
+            self.writer.check_record()
+        if chunk.problem and not self.is_full():
+            raise chunk.problem
+        if chunk.is_last and self.reads_validation():
+            self.writer.decide_validation()
+        elif chunk.is_last:
+            self.complete()
+        else:
+            self._append(chunk, encoded)
 
-    return train_tokenizer(sample(), size)
+    def _append(self, chunk: Chunk, encoded: Encoded) -> None:
+        for is_held_out, ids in encoded:
+            if not ids:  # a tokenizer may produce no tokens for some texts
+                self.manifest["left_out"] = self.manifest.get("left_out", 0) + 1
+            elif self.reads_validation():
+                self.writer.append("heldout", ids)
+            elif not self.is_full():
+                for_validation = is_held_out and not self.writer.has_validation
+                self.writer.append("heldout" if for_validation else "train", ids)
+        prefix = "validation_" if self.reads_validation() else ""
+        self.manifest[f"{prefix}place"] = chunk.place
+        self.manifest[f"{prefix}files"] = chunk.source.files_to_record()
+        self._show(chunk.share)
+        if self.writer.is_due or time.monotonic() > self.last_record + SYNC_SECONDS:
+            self.writer.record()
+            self.last_record = time.monotonic()
+            chunk.source.on_recorded(chunk.place)
+
+    def _show(self, share: float | None) -> None:
+        """A line of progress, now and then."""
+        now = time.monotonic()
+        if now < self.last_line + (0.5 if on_terminal() else LOG_SECONDS):
+            return
+        done = max(share or 0.0, min(1.0, self.manifest["tokens"]["train"] / self.limit))
+        name, seconds = self.d.source[-24:], now - self.began
+        report(progress(name, self.manifest, done, self.tokens_before, seconds), stays=False)
+        self.last_line = now
+
+    def keep(self) -> None:
+        """After wrong input: records what came before it. Of a folder without a document nothing is left, unless a run
+        may be waiting for it."""
+        if any(self.manifest["documents"].values()):
+            with contextlib.suppress(Overtaken):
+                self.writer.record()
+        elif self.d.order == "global" and not any(manifest_of(self.folder)["documents"].values()):
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def complete(self) -> None:
+        """Records the end of the text, then hashes all files: with their hashes the manifest is complete. Raises
+        ConfigError if the text, or what was written of it, has changed meanwhile."""
+        self.source.compare_with_text(self.folder, refuse_new=False)
+        if not self.manifest.get("ended"):
+            self.writer.end()
+        hashes, train = segment_hashes(self.folder, self.manifest)
+        if hashes != self.manifest["segments"]:
+            raise damaged(self.folder / "train.bin", "was changed while it was prepared")
+        names = sorted(path.name for path in self.folder.glob("[!.]*"))
+        sha256 = {
+            name: train if name == "train.bin" else sha256_of(self.folder / name)
+            for name in names
+            if name != MANIFEST
+        }
+        self.writer.check_record()
+        for key in ("ended", "writer"):
+            self.manifest.pop(key, None)
+        self.manifest["files"] = self.source.files_to_record()
+        if self.manifest["files"] is None:
+            # a place of `datasets`, perhaps, which nobody reads again
+            for key in ("files", "place", "validation_files", "validation_place"):
+                self.manifest.pop(key, None)
+        self.manifest["sha256"] = sha256
+        write_manifest(self.folder, self.manifest, indent=2)
+        if self.d.order == "global":
+            tokens = self.manifest["tokens"]
+            report(
+                f"prepared {self.folder}: {tokens['train']:,} tokens to train on, "
+                f"{tokens['heldout']:,} for validation"
+            )
 
 
 def main(argv: list[str]) -> int:

@@ -21,6 +21,11 @@ from files import print_line, printable
 def samples(cfg: config.Config, step: int) -> Iterator[str]:
     """Yields the text to print for each sample of a step (from 1). Raises ConfigError."""
     t, dataset = cfg.train, open_dataset(cfg)
+    if dataset.growing and not dataset.growing.covers(step):
+        raise ConfigError(
+            f"--step {step}: its text is not prepared yet ({dataset.growing.waits_for(step)}); `python "
+            "-m data.prepare CONFIG` prepares it"
+        )
     show = show_text
     if cfg.data.messages_field:
         from data.packing import show_conversations as show
@@ -55,9 +60,8 @@ def main(argv: list[str]) -> int:
     if args.step < 1:
         raise ConfigError(f"--step {args.step}: steps count from 1")
     if isinstance(sys.stdout, io.TextIOWrapper):  # None: closed
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # for characters that the terminal's encoding lacks
+        # for characters that the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     for text in samples(cfg, args.step):
         print_line(text)
     return 0

@@ -35,12 +35,26 @@ def target_bytes(
     """UTF-8 bytes of the text that a stream's tokens 1 ... stop-1 encode, in every size-th document; the sum over the
     ranks is that of the whole. BOS and EOS have none, nor has a character that `stop` cuts. masked: the first token of
     a document is no target. Raises ConfigError if documents or tokenizer cannot be read."""
-    tokenizer, found = Tokenizer(folder), 0
+    tokenizer, total = Tokenizer(folder), 0
     for _, begin, end in stream.documents(0, stop)[rank::size]:
-        ids = stream.read(begin, min(end, stop))[1].tolist()
+        ids = stream.read(begin, end)[1].tolist()
         first = ids[:1] if masked or begin == 0 else []
-        text = tokenizer.decode(ids)
-        found += len((text.rstrip("\ufffd") if end > stop else text).encode()) - len(
-            tokenizer.decode(first).encode()
-        )
-    return found
+        text = text_before(tokenizer, ids, stop - begin)
+        total += len(text.encode()) - len(tokenizer.decode(first).encode())
+    return total
+
+
+def text_before(tokenizer: Tokenizer, ids: list[int], count: int) -> str:
+    """The text of a document's first `count` tokens, without a character that the last of them begins. That decodes to
+    U+FFFD, as a U+FFFD of the text itself does."""
+    whole = tokenizer.decode(ids)
+    if count >= len(ids):
+        return whole
+    cut = tokenizer.decode(ids[:count])
+    length = 0
+    while length < min(len(whole), len(cut)) and whole[length] == cut[length]:
+        length += 1
+    ends_inside = cut + tokenizer.decode(ids[count:]) != whole
+    if length == len(cut) and cut.endswith("\ufffd") and ends_inside:
+        length -= 1
+    return whole[:length]

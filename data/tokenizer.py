@@ -1,6 +1,7 @@
 """Text <-> token ids: a sentencepiece model from a file, or trained here; tokenizer.json by tokenizer_json.py."""
 
 import collections
+import hashlib
 import io
 import os
 import pathlib
@@ -51,6 +52,11 @@ def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
         raise ConfigError(
             f"{error.filename or path}: tokenizer cannot be read: {error.strerror}"
         ) from None
+
+
+def tokenizer_hash(contents: dict[str, bytes]) -> str:
+    """SHA-256 of a tokenizer's files, as tokenizer_files() returns them."""
+    return hashlib.sha256(b"".join(contents.values())).hexdigest()
 
 
 class Tokenizer:

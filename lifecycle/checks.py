@@ -24,7 +24,8 @@ def check_launch(
 ) -> bool:
     """Runs all checks and prepares the data. Returns whether there is anything left to do. Raises ConfigError."""
     # Imports from higher layers, as in a tool's main(). Local: torch takes seconds to load, and few launches need it.
-    from data.dataset import is_prepared, open_dataset
+    from data.dataset import open_dataset
+    from data.folder import is_prepared
     from data.prepare import prepare
 
     interruption.allow()  # to verify a checkpoint reads every byte, and preparing may take hours
@@ -67,16 +68,18 @@ def check_launch(
             weights_to_read(cfg, start)
         prepare(cfg)
         dataset = open_dataset(cfg)
-        compare.check_same_data(cfg, start, dataset.fingerprint)
-    if (
-        cfg.data.order == "global"
-        and dataset.validation
-        and all(stream.length < 2 for stream in dataset.validation)
-    ):
-        where = ", ".join(str(stream.path.parent) for stream in dataset.validation)
-        raise ConfigError(
-            f"{where}: none of its documents (one in a hundred) is held out; bring more, or --eval=off"
-        )
+        compare.check_same_data(cfg, start, dataset.identities())
+        dataset.require(compare.data_before(cfg, start))
+    if cfg.eval and dataset.has_validation():
+        empty = [stream for stream in dataset.validation if stream.length < 2]
+        if len(empty) == len(
+            dataset.validation
+        ):  # some are from before a text always held out some
+            where = ", ".join(str(stream.path.parent) for stream in empty)
+            raise ConfigError(
+                f"{where}: holds no validation text; delete the folder to prepare it anew, or "
+                "--eval=off"
+            )
     try:
         if not args.eval_only:
             folder.mkdir(parents=True, exist_ok=True)

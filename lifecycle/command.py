@@ -142,7 +142,7 @@ def usable(argv: list[str]) -> bool:
     import importlib.metadata
     import importlib.util
 
-    from data.dataset import is_prepared
+    from data.folder import is_prepared
 
     preparing = ["sentencepiece", "tokenizers", "datasets"]
     needed = [] if argv else ["numpy", "tensorboard", "safetensors", *preparing]
@@ -154,7 +154,7 @@ def usable(argv: list[str]) -> bool:
                 cfg.log.tensorboard and config.has("board.py") and not args.eval_only
             )
             needed += ["safetensors"] * (cfg.model.init_from is not None)
-            if cfg.data.order == "growing" or not is_prepared(cfg):
+            if not is_prepared(cfg):
                 needed += preparing
     except (ConfigError, SystemExit) as error:  # the run itself will report what is wrong
         needed += ["huggingface_hub"] * ("needs huggingface_hub" in str(error))

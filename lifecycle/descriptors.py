@@ -35,9 +35,12 @@ def raise_limit(
     """Raises this process's soft limit of open files to the hard one; trains: and does not only evaluate. Raises
     ConfigError if that is too low. A run may open more: TensorBoard's files, and NCCL's sockets, whose number is not
     known here."""
-    files = trains * (
-        7 if rank == 0 else 4
-    )  # three of its log, one saved; rank 0's lock and rows, and it copies files
+    # three of its log, one saved; rank 0's lock and rows, and it copies files
+    files = (7 if rank == 0 else 4) if trains else 0
+    # of each source the tokens and the documents' ends, for training and validation
+    files += 4 * max(1, len(cfg.data.sources))
+    if cfg.data.order == "growing":
+        files += 2  # to the process that prepares
     needed, size = descriptors(cfg, shape, rank, trains) + files, math.prod(shape)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -13,7 +13,7 @@ of the time limit and requeues the job; after TERM (scancel) SLURM decides.
 import signal
 from collections.abc import Callable
 
-from lifecycle.signals import SIGNALS, TWICE_SECONDS, Interrupted, Interruption, die_with_parent
+from lifecycle.signals import SIGNALS, TWICE_SECONDS, Interrupted, Interruption
 
 
 def listen(handler: Callable | signal.Handlers) -> None:
@@ -44,7 +44,7 @@ from typing import Any
 
 import config
 from config import ConfigError
-from files import print_error
+from files import die_with_parent, print_error
 from lifecycle import INPUT_IS_WRONG, STOPPED
 from lifecycle.checks import check_launch
 from lifecycle.command import Ranks, commits

@@ -9,8 +9,9 @@ from typing import NoReturn
 
 import config
 from config import ConfigError
+from files import die_with_parent
 from lifecycle import DOES_NOT_FIT, INPUT_IS_WRONG
-from lifecycle.signals import StopRequest, die_with_parent
+from lifecycle.signals import StopRequest
 
 
 class RankProcess:
@@ -58,10 +59,11 @@ class RankProcess:
     def run(self, work: Callable) -> int:
         """Trains or evaluates on all ranks. Returns the exit code. Raises a ConfigError that no launcher waits for."""
         from checkpoint.checkpointer import resolve_param_dtype
+        from data.folder import begin_on_this_machine
         from lifecycle.folder import report_failure, resume_once
         from lifecycle.process_group import distributed
         from lifecycle.run import Run, final_exit_code, holder_of
-        from ranks import on_rank_zero, rank_and_size
+        from ranks import on_each_rank, on_rank_zero, rank_and_size
 
         cfg, trains = self.cfg, not self.args.eval_only
         # The launcher's id for this launch: with it, failures are reported to the launcher through files of the run's
@@ -80,6 +82,8 @@ class RankProcess:
                         checkpoint=on_rank_zero(lambda: resume_once(self.cfg, holder_of(launch))),
                     )
                 cfg = resolve_param_dtype(cfg, world)
+                if trains and cfg.data.order == "growing":
+                    on_each_rank(lambda: begin_on_this_machine(cfg))
                 with Run(cfg, world, launch, self.stop) as run:
                     work(cfg, world, run)
             return run.exit_code

@@ -9,6 +9,7 @@ import pathlib
 import platform
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -24,8 +25,8 @@ from checkpoint.checkpointer import Checkpointer
 from checkpoint.compare import other_tokenizer
 from checkpoint.save import SaveFailed
 from config import ConfigError
-from data.loader import Loader
-from data.order import FAILED, WAITING
+from data.background import PreparingFailed
+from data.loader import FAILED, READY, WAITING, Loader
 from lifecycle import INPUT_IS_WRONG, STOPPED, folder
 from lifecycle.command import color_is_wanted, torchrun_id, words_without
 from lifecycle.signals import FROZEN_SECONDS, StopRequest, Watchdog
@@ -35,6 +36,7 @@ from parallel.mesh import World
 from ranks import all_gather_objects, on_rank_zero
 
 WAIT_SECONDS = 0.2  # between the ranks' agreements on a stop while they wait for text
+LOG_WAIT_SECONDS = 2.0  # a longer wait is logged
 COLLECT_EVERY_STEPS = (
     100  # Python's garbage collection; automatic, it would stall each rank at a different time
 )
@@ -47,6 +49,7 @@ class Run:
             run.attach(checkpointer)
             ...  # anything that may find invalid input
             run.claim_folder(tokenizer_files)
+            run.wait_for_text(loader)
             for step in run.steps(1, 300):
                 with run.phase("data"):
                     ...
@@ -143,12 +146,16 @@ class Run:
         for path in tokenizer_files:
             files.write_atomic(self.folder / path.name, path.read_bytes())
 
-    def steps(
-        self, first: int, last: int, loader: Loader, timed: Callable | None = None
-    ) -> Iterator[int]:
+    def wait_for_text(self, loader: Loader, timed: Callable | None = None) -> None:
+        """Before the first step: waits until every rank can read its first batch and, if an evaluation is due, the
+        validation text. Collective. timed: as agree_on_stop() takes it."""
+        self.loader, self.begun = loader, self.step  # the last step that has begun
+        self._start_sync()
+        self.agree_on_stop(timed)
+
+    def steps(self, first: int, last: int) -> Iterator[int]:
         """Yields each step to train, up to `last` or until all ranks agree to stop. Raises what keeps a rank from
-        reading the next batch, if preparing its text does, after the step before was saved. timed: as agree_on_stop()
-        takes it."""
+        reading the next batch, if preparing its text does, after the step before was saved."""
         traced = contextlib.nullcontext
         if self.cfg.profile:
             from lifecycle.profiler import Profiler
@@ -157,17 +164,12 @@ class Run:
         gc.collect()
         gc.freeze()
         gc.disable()
-        self.loader, self.begun = loader, self.step  # the last step that has begun
-        self.stop.start_sync(loader.readiness(self.begun, 0))
         for step in range(first, last + 1):
-            self.agree_on_stop(
-                timed
-            )  # before the first step; before the others train() has, and this does nothing
             if self.stopping:
                 break
             self._phase("first step" if step == first else "step", step)  # the first compiles
             self.begun = step
-            self.stop.start_sync(loader.readiness(step, 0))
+            self._start_sync()
             with traced(step):
                 yield step
             self.step = step
@@ -176,7 +178,8 @@ class Run:
         gc.enable()
         gc.unfreeze()
         if self.stop.readiness == FAILED:
-            raise next(filter(None, all_gather_objects(loader.failure)))
+            failures = list(filter(None, all_gather_objects(self.loader.failure)))
+            raise next((e for e in failures if isinstance(e, ConfigError)), failures[0])
         if self.stopping and self.step >= first and not self.cfg.checkpoint:
             raise KeyboardInterrupt(
                 f"stopped after step {self.step} by signal {self.stop.decided}; without "
@@ -184,19 +187,53 @@ class Run:
             )
         self._phase("end")
 
+    def _start_sync(self) -> None:
+        """Starts the all-reduce of the stop flag, and of whether the text that comes next can be read."""
+        readiness = self.loader.readiness(self.begun)
+        text = self.loader.text_hash(self.begun) if readiness == READY else 0
+        self.stop.start_sync(readiness, text)
+
+    def _finish_sync(self) -> None:
+        self.stop.finish_sync()
+        if self.stop.text_differs:
+            self.loader.failure = self._difference_of_text()
+            self.stop.readiness = FAILED
+
+    def _difference_of_text(self) -> ConfigError:
+        """Which nodes have prepared other text than the first one. Collective."""
+        growing = self.loader.dataset.growing
+        assert growing
+        segments = growing.segments(self.begun + 1)
+        (_, first), *others = all_gather_objects((platform.node(), segments))
+        problems = []
+        for host, theirs in others:
+            for stream, ours, their in zip(growing.streams, first, theirs):
+                differ = [i for i, pair in enumerate(zip(ours, their)) if pair[0] != pair[1]]
+                if differ:
+                    problems.append(
+                        f"{host} has other text in segment {differ[0]} of {stream.folder} than "
+                        "rank 0's node: the sources on their disks differ"
+                    )
+        validation = "the nodes have prepared other validation text than rank 0's"
+        return ConfigError(*(dict.fromkeys(problems) or [validation]))
+
     def agree_on_stop(self, timed: Callable | None = None) -> None:
         """Finishes the all-reduce of the stop flags, if one is under way: it began with the step and overlaps it, so a
         signal during a step may count one step later. Then waits until every rank has its next batch, or all agree to
         stop. Collective. timed: given the name of a phase, a context manager that times it."""
-        self.stop.finish_sync()
-        if self.stop.readiness == WAITING and not self.stopping:
-            with (timed or self.phase)("data"):
-                while self.stop.readiness == WAITING and not self.stopping:
-                    self._phase(
-                        "data"
-                    )  # for as long as it takes: whoever prepares the text ends the wait if it fails
-                    self.stop.start_sync(self.loader.readiness(self.begun, WAIT_SECONDS))
-                    self.stop.finish_sync()
+        self._finish_sync()
+        if self.stop.readiness != WAITING or self.stopping:
+            return
+        began, is_logged = time.monotonic(), False
+        with (timed or self.phase)("data"):
+            while self.stop.readiness == WAITING and not self.stopping:
+                self._phase("data")  # the wait has a limit of its own: GrowingText.look()
+                time.sleep(WAIT_SECONDS)
+                if not is_logged and time.monotonic() > began + LOG_WAIT_SECONDS:
+                    is_logged = True
+                    log.info("waiting for text: %s", self.loader.waits_for(self.begun + 1))
+                self._start_sync()
+                self._finish_sync()
 
     @property
     def stopping(self) -> bool:
@@ -254,7 +291,7 @@ class Run:
                 from planner.advice import out_of_memory
 
                 text += "\n" + out_of_memory(self.cfg, self.world.size, words_without("--launch="))
-        elif isinstance(error, SaveFailed):
+        elif isinstance(error, SaveFailed | PreparingFailed):
             final = False
         elif not isinstance(error, FloatingPointError | NoTargets):
             final, text = False, "".join(traceback.format_exception(error)).rstrip()

@@ -63,6 +63,7 @@ class StopRequest:
         )
         self.group, self.flag, self.work = None, None, None
         self.readiness = 0  # the greatest of any rank, as of the last finish_sync()
+        self.text_differs = False  # between ranks, as of the last finish_sync()
 
     def listen(self) -> None:
         """Installs the handlers; the first signal counts."""
@@ -84,8 +85,8 @@ class StopRequest:
         """Sets the gloo group of all ranks and, on rank 0, the launcher's file. Before this, no stop is decided."""
         self.group, self.file = group, file
 
-    def start_sync(self, readiness: int = 0) -> None:
-        """Starts the all-reduce of the stop flag, and of what each rank's next batch is (Loader.readiness())."""
+    def start_sync(self, readiness: int = 0, text: int = 0) -> None:
+        """Starts the all-reduce of the stop flag, and of what each rank reads next: Loader.readiness(), text_hash()."""
         import torch
         import torch.distributed as dist
 
@@ -94,7 +95,7 @@ class StopRequest:
         # open() instead of stat(): NFS fetches a file's new content on open, and caches its absence.
         if self.file and not self.received:
             self.received = read_stop(self.file)
-        self.flag = torch.tensor([self.received, readiness])
+        self.flag = torch.tensor([self.received, readiness, text, -text])  # their maxima
         if self.group.size() > 1:
             self.work = dist.all_reduce(
                 self.flag, dist.ReduceOp.MAX, group=self.group, async_op=True
@@ -105,7 +106,8 @@ class StopRequest:
         if self.work:
             self.work.wait()
         if self.flag is not None:
-            received, self.readiness = self.flag.tolist()
+            received, self.readiness, greatest, least = self.flag.tolist()
+            self.text_differs = self.readiness == 0 and greatest != -least
             self.flag, self.work, self.decided = None, None, max(self.decided, received)
         return self.decided > 0
 
@@ -183,15 +185,3 @@ class Watchdog:
                 self.give_up(
                     f"{stack}no progress for {seconds:.0f} s: another rank is gone or hangs, or this one does"
                 )
-
-
-def die_with_parent(parent: int | None = None) -> None:
-    """Makes Linux kill this process when its parent dies, so no rank outlives a killed launcher and keeps the folder's
-    lock. `parent`: its pid, if known before the fork; it may have died since."""
-    if sys.platform == "linux":
-        import ctypes
-
-        parent = parent or os.getppid()
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it died before the call
-            os._exit(1)

@@ -13,7 +13,8 @@ from argparse import Namespace
 
 import config
 from config import ConfigError
-from data.dataset import is_prepared, open_data
+from data.dataset import open_data
+from data.folder import is_prepared
 from data.order import make_order
 from files import print_line
 from planner.advice import advise
@@ -66,10 +67,10 @@ def samples_per_epoch(cfg: config.Config) -> float | None:
     """Samples until every source has been read once; None if the data is not prepared, or its tokenizer is missing."""
     if cfg.data.tokenizer and not os.path.exists(cfg.data.tokenizer):
         return None
-    if cfg.data.order == "growing" or not is_prepared(cfg):
+    if not is_prepared(cfg):
         return None
     order = make_order(cfg, open_data(cfg, "train"))
     return max(
-        windows * order.mixture.period / part
-        for windows, part in zip(order.windows, order.mixture.parts)
+        (source.windows or 0) * order.mixture.period / part
+        for source, part in zip(order.sources, order.mixture.parts)
     )

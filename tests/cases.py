@@ -754,7 +754,7 @@ def full_state_round_trip(cases: dict[str, dict], snippet: str) -> dict[str, tup
     """By case: digests of what the snippet gathers as `full`, of the model before, and after it was emptied in between;
     the names of a plain model."""
     found = {}
-    scatter = snippet.index("set_model_state_dict(model")
+    scatter = snippet.index("set_model_state_dict(")
     with process_group() as world:
         for name, sections in cases.items():
             cfg = make_config(**sections)

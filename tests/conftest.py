@@ -242,7 +242,8 @@ def loader_of(
     from data.loader import Loader
     from data.order import make_order
 
-    dataset = SimpleNamespace(train=streams, order=make_order(cfg, streams))
+    order = make_order(cfg, streams)
+    dataset = SimpleNamespace(train=streams, order=order, growing=None)
     return Loader(cfg, dataset, data_rank(rank, ranks, cp), first_step)
 
 

@@ -17,12 +17,14 @@ import tqdm  # noqa: F401
 
 import config
 import data.encode
-import data.pieces
-from data import growing
-from data.dataset import prepared_parts
+import data.prepare
+import data.record
+from data.growing import GrowingStream
+from data.order import OneSource
 from data.prepare import prepare
+from data.record import read_manifest
 
-EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
+EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"}
 
 
 def run(cfg: config.Config, last: int) -> bool:
@@ -32,23 +34,30 @@ def run(cfg: config.Config, last: int) -> bool:
         return os.waitpid(child, 0)[1] == 0
     seen, root = 0, str(pathlib.Path(cfg.data.path).parent)
 
-    def audit(event: str, arguments: tuple) -> None:
+    def count() -> None:
         nonlocal seen
-        # of a file only that is opened to be written
-        if (
-            event in EVENTS
-            and str(arguments[0]).startswith(root)
-            and (event != "open" or arguments[2] & os.O_WRONLY)
-        ):
-            seen += 1
-            if seen == last:
-                os.kill(os.getpid(), signal.SIGKILL)
+        seen += 1
+        if seen == last:
+            os.kill(os.getpid(), signal.SIGKILL)
 
+    def audit(event: str, arguments: tuple) -> None:
+        # of a file only that is opened to be written; files that are cut are numbers
+        is_ours = isinstance(arguments[0], int) or str(arguments[0]).startswith(root)
+        writes = event != "open" or arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if event in EVENTS and is_ours and writes:
+            count()
+
+    def pwrite(handle: int, content: bytes, offset: int) -> int:
+        """Each write in two halves: a kill may come between them."""
+        count()
+        half = write(handle, content[: len(content) // 2], offset)
+        count()
+        return half + write(handle, content[half:], offset + half)
+
+    write, os.pwrite = os.pwrite, pwrite
     sys.addaudithook(audit)
     try:
-        prepare(cfg)
-        if cfg.data.order == "growing":
-            growing.prepare_parts(prepared_parts(cfg), cfg.run.seed)
+        prepare(cfg, whole=True)
     except BaseException as error:
         print(repr(error), file=sys.stderr)
         os._exit(1)
@@ -66,31 +75,47 @@ def tree(folder: pathlib.Path) -> dict[str, bytes]:
 def main(path: str, final: str) -> None:
     _, cfg = config.from_command_line([path], __doc__)
     folder = pathlib.Path(cfg.data.path)
-    data.encode.SYNC_SECONDS, data.encode.CHUNK = 0.0, 20_000  # characters
+    data.prepare.SYNC_SECONDS, data.encode.CHUNK = 0.0, 20_000  # characters
+    data.prepare.worker_count = lambda: 0
+    data.record.FIRST_BORDER, data.record.BORDER_STEP = 4096, 4096
     os.fsync = lambda handle: None  # a killed process leaves what it wrote in the page cache
-    data.encode.encode_all = lambda folder, typecode, source, encode: (
-        (encode(folder, typecode, texts), place) for texts, place in data.encode.chunks(source)
-    )
-    data.pieces.SMALLEST = 40_000
     expected = tree(pathlib.Path(final))
 
     def check(last: int) -> None:
         assert tree(folder) == expected, last
-        assert {p.name for p in folder.parent.iterdir()} == {folder.name, f".{folder.name}.lock"}, (
-            last
-        )
+        names = {path.name for path in folder.parent.iterdir()}
+        assert names == {folder.name, f".{folder.name}.lock"}, last
         shutil.rmtree(folder.parent)
+
+    def check_record(last: int) -> None:
+        """What is recorded when a process was killed is there, and as it will be."""
+        manifest = read_manifest(folder)
+        if manifest is None:
+            assert not folder.exists(), last
+            return
+        for split, tokens in manifest["tokens"].items():
+            for name, size in (
+                (f"{split}.bin", 2 * tokens),
+                (f"{split}.ends.bin", 8 * manifest["documents"][split]),
+            ):
+                written = (folder / name).read_bytes()[:size] if size else b""
+                assert written == expected[name][:size], (last, name)
+        if cfg.data.order == "growing":
+            source = GrowingStream(folder, cfg, 0, OneSource())
+            segments = len(source.order.segment_ends)
+            assert segments in (0, len(manifest["segments"])), last
 
     last = 1
     while not run(cfg, last):  # killed, and continued to its end
-        assert cfg.data.order == "growing" or not folder.exists(), last
+        check_record(last)
         assert run(cfg, 0), last
         check(last)
         last += 1
     check(last)
     kills = 0
-    while not run(cfg, 12):  # killed again and again, a few events further each time
+    while not run(cfg, 30):  # killed again and again, a few events further each time
         kills += 1
+        assert kills < 1000
     check(0)
     print(json.dumps({"events": last - 1, "kills of one": kills}))
 

@@ -99,8 +99,6 @@ def test_characters_of_a_text_are_read_as_data(tmp_path):
         ("muon", ["--steps", "--choose-steps", "--seeds", "--lr"]),
         ("overhead", ["--steps"]),
         ("packing", ["--conversations"]),
-        ("preparing", ["--megabytes"]),
-        ("preparing_workers", ["--megabytes"]),
         ("short_runs", ["--runs"]),
         ("step", ["--steps"]),
         ("transformers_step", ["--steps"]),

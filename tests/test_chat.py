@@ -24,14 +24,15 @@ import config
 import data.encode
 import data.template
 from config import ConfigError
-from data.chat import Chat, checked, spelled
+from data.chat import Chat, spelled
 from data.dataset import open_dataset
-from data.encode import chunks
 from data.loader import validation_batches
+from data.messages import checked
 from data.packing import pack
 from data.prepare import prepare
+from data.record import holds_out_documents, is_complete, read_manifest, validation_range
 from data.tokenizer import train_tokenizer
-from data.tokens import read_manifest
+from data.writer import TokenWriter
 from model.llama import Llama
 from parallel.materialize import materialize
 from tests import cases
@@ -173,18 +174,23 @@ def theirs(tokenizer):
 
 
 def here(cfg: config.Config, one_in: int = 10**9) -> pathlib.Path:
-    """prepare() in this process; one in so many is held out, by a hash of the test's own; 0: by the data's."""
+    """prepare() in this process; one in so many is held out, by a hash of the test's own; 0: by the data's. Where that
+    is none, nothing is."""
     rule = (lambda text: sum(text.encode()) % one_in == 0) if one_in else data.encode.is_validation
+
+    decide = TokenWriter.decide_validation
+
+    def by_hash_alone(writer: TokenWriter) -> None:
+        if holds_out_documents(writer.manifest):
+            decide(writer)
+        else:
+            writer.manifest["validation"] = ["heldout", 0, writer.tokens["heldout"]]
+
     with (
-        mock.patch(
-            "data.encode.encode_all",
-            lambda folder, typecode, source, encode: (
-                (encode(folder, typecode, texts), place) for texts, place in chunks(source)
-            ),
-        ),
+        mock.patch("data.prepare.worker_count", lambda: 0),
         mock.patch("data.chat.is_validation", rule),
-        mock.patch("data.encode.report"),
         mock.patch("data.prepare.report"),
+        mock.patch.object(TokenWriter, "decide_validation", by_hash_alone),
     ):
         return prepare(cfg)[0]
 
@@ -602,7 +608,13 @@ def test_killed_while_preparing_it_resumes_and_ends_the_same(tokenizer, tmp_path
         tokenizer, tmp_path, conversations(150), data={"path": str(tmp_path / "killed/out")}
     )
     cfg = make_config(**sections)
-    with mock.patch("data.encode.CHUNK", 20_000):
+    with contextlib.ExitStack() as stack:
+        for name, tokens in {
+            "FIRST_BORDER": 4096,
+            "BORDER_STEP": 4096,
+        }.items():
+            stack.enter_context(mock.patch(f"data.record.{name}", tokens))  # as tests/kill_cases.py
+        stack.enter_context(mock.patch("data.encode.CHUNK", 20_000))
         final = here(cfg, one_in=0).rename(tmp_path / "final")
     assert read_manifest(final)["dtype"] == "int32"
     shutil.rmtree(tmp_path / "killed")
@@ -615,6 +627,40 @@ def test_killed_while_preparing_it_resumes_and_ends_the_same(tokenizer, tmp_path
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["events"] > 10
+
+
+def test_of_few_conversations_the_last_are_held_out_whole(tokenizer, tmp_path):
+    """Where no conversation is held out by its hash."""
+    rows = conversations(60)
+    cfg = make_config(**sections_of(tokenizer, tmp_path, rows), eval={})
+    with (
+        mock.patch("data.prepare.worker_count", lambda: 0),
+        mock.patch("data.chat.is_validation", lambda text: False),
+    ):
+        folder = prepare(cfg)[0]
+    manifest = read_manifest(folder)
+    validation, tokens = validation_range(manifest), manifest["tokens"]["train"]
+    ends = np.fromfile(folder / "train.ends.bin", "<i8").tolist()
+    assert validation.split == "train" and validation.end == tokens == ends[-1]
+    assert validation.first in ends and 2 <= tokens - validation.first < tokens // 10
+    dataset = open_dataset(cfg)
+    (train,), (held,) = dataset.train, dataset.validation
+    count = sum(end > validation.first for end in ends)
+    assert sorted(held.members.tolist()) == [*range(60 - count, 60)]
+    assert sorted(train.members.tolist()) == [*range(60 - count)]
+    (tmp_path / "x").mkdir()
+    lonely = make_config(
+        **sections_of(
+            tokenizer,
+            tmp_path / "x",
+            rows[:1],
+            data={"source": str(tmp_path / "one.jsonl"), "path": str(tmp_path / "one")},
+        )
+    )
+    (tmp_path / "one.jsonl").write_text(json.dumps({"messages": rows[0]}) + "\n")
+    here(lonely, one_in=1)
+    with pytest.raises(ConfigError, match="what there is, is held out for validation; bring more"):
+        open_dataset(lonely)
 
 
 def test_what_says_nothing_is_left_out_and_counted(tokenizer, tmp_path):
@@ -804,12 +850,15 @@ def test_malformed_input_is_one_line(tokenizer, tmp_path, monkeypatch, row, temp
     before = {p.name for p in tmp_path.iterdir()}
     with pytest.raises(ConfigError) as error:
         here(make_config(**sections))
-    assert wanted in str(error.value) and "\n" not in str(error.value), error.value
+    rows = error.value.problems
+    assert wanted in rows[0] and not any("\n" in problem for problem in rows), rows
+    assert len(rows) == 1 or template is not None  # which may fail on both
     if template is None:
-        assert "chat.jsonl: line 2" in str(error.value)
-    assert {p.name for p in tmp_path.iterdir()} - before <= {
-        ".out.lock"
-    }  # nothing published, nothing run
+        assert "chat.jsonl: line 2" in rows[0]
+    # nothing is complete, nothing was run
+    assert {p.name for p in tmp_path.iterdir()} - before <= {".out.lock", "out"}
+    out = tmp_path / "out"
+    assert not out.exists() or not is_complete(read_manifest(out))
 
 
 def test_a_tokenizer_or_source_that_cannot_serve_is_refused(tokenizer, tmp_path, monkeypatch):

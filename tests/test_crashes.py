@@ -255,7 +255,7 @@ def test_a_storm_of_kills():
 
 LAUNCHER = """
 import functools, os, subprocess, sys, time
-from lifecycle.signals import die_with_parent
+from files import die_with_parent
 
 def late(parent):
     print("forked", flush=True)

@@ -113,7 +113,7 @@ def write_texts(path, seed: int) -> list[str]:
     """Texts with characters of one to four bytes, as jsonl. Returns those for validation."""
     draw = random.Random(seed)
     texts = [
-        "".join(draw.choices("ab \n\u00e9\u4e2d\U0001f600\u2581", k=draw.randint(1, 60)))
+        "".join(draw.choices("ab \n\u00e9\u4e2d\U0001f600\u2581\ufffd", k=draw.randint(1, 60)))
         for _ in range(600)
     ]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

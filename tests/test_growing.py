@@ -1,500 +1,1121 @@
-"""data.order = "growing": parts hold the source's text once, and every way of preparing them gives the same samples."""
+"""data.order = "growing": whatever happens while the text is being prepared, the samples are those of the
+documentation's model (tests/order_model.py), and whatever ends a run says why in a line."""
 
-import functools
+import contextlib
+import errno
+import gzip
+import hashlib
+import importlib
 import itertools
 import json
+import os
 import pathlib
 import random
+import re
 import shutil
+import signal
+import sqlite3
 import subprocess
 import sys
-import threading
 import time
-from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 import config
+import data.show
+import files
 from config import ConfigError
-from data import growing
-from data.dataset import data_folders, open_dataset
-from data.encode import is_validation
-from data.loader import Loader
-from data.order import make_order
-from data.pieces import Piece, Pieces, cut, read_plan
-from data.prepare import prepare
-from data.sources import Files
-from data.tokenizer import Tokenizer
-from tests.conftest import REPO, data_rank, launch, make_config, rows, words
+from data import background, growing, record, sources
+from data.background import PreparingFailed
+from data.dataset import open_data, open_dataset
+from data.folder import begin_all
+from data.growing import GrowingStream
+from data.identity import open_source
+from data.loader import FAILED, READY, WAITING, Loader
+from data.order import OneSource
+from data.prepare import Preparation, main, prepare, prepare_text
+from data.record import is_complete, read_manifest
+from data.tokenizer import Tokenizer, train_tokenizer
+from data.tokens import Windows
+from data.writer import Overtaken, TokenWriter, segment_hashes
+from tests import order_model
+from tests.conftest import REPO, data_rank, launch, make_config, rows, run_tool, words
+from tests.small_borders import VALUES
 
-TEXTS = [words(i, 5 + i % 80) + ("" if i % 7 else "\n\u00e9\u732b") for i in range(3000)]
+TEXTS = [words(i, 5 + i % 80) + ("" if i % 7 else "\n\u00e9\u732b") for i in range(2400)]
+CUTS = [0, 1, 40, 1100, 1101, 1900, 2400]  # of them in six files
+BESIDE = (
+    "from tests.small_borders import shrink; shrink(); "  # of a process that prepares beside a test
+)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_parts():
-    """The text here is little: cut it as if it were much. The plan is made in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("data.pieces.SMALLEST", 6000)
-        yield
+@pytest.fixture(autouse=True)
+def small_borders(monkeypatch):
+    """The text here is little: a few segments of it. In this process, and in those that prepare beside it."""
+    for name, value in VALUES.items():
+        monkeypatch.setattr(f"data.record.{name}", value)
+        monkeypatch.setattr(
+            order_model, {"HOLD_OUT_BEFORE": "VALIDATION_BORDER"}.get(name, name), value
+        )
+    monkeypatch.setattr(order_model, "LAST_DOUBLED", 2 * VALUES["BORDER_STEP"])
+    monkeypatch.setattr(background, "CHILD", BESIDE + background.CHILD)
+    monkeypatch.setattr(background, "LONGEST_PAUSE", 0.5)
+    monkeypatch.setattr("data.prepare.SMALL", 0)
+
+
+def write_rows(path: pathlib.Path, texts: list[str]) -> None:
+    """A file of the kind that its name says."""
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(lines))
+    elif path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=100)
+    else:
+        path.write_bytes(lines)
+
+
+def written(folder: pathlib.Path, kind: str) -> pathlib.Path:
+    """Six files of TEXTS, and the pattern that names them."""
+    folder.mkdir()
+    for number, (begin, end) in enumerate(itertools.pairwise(CUTS)):
+        write_rows(folder / f"part{number}.{kind}", TEXTS[begin:end])
+    return folder / f"*.{kind}"
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory) -> dict[str, pathlib.Path]:
-    """The same texts as files of each kind, of uneven sizes."""
-    import pyarrow
-    import pyarrow.parquet
-
-    folder = tmp_path_factory.mktemp("growing")
-    cuts = [0, 1, 40, 1900, 1901, 2600, 3000]
-    for number, (begin, end) in enumerate(itertools.pairwise(cuts)):
-        part = TEXTS[begin:end]
-        (folder / f"jsonl{number}.jsonl").write_text(
-            "".join(json.dumps({"text": text}) + "\n" for text in part)
-        )
-        (folder / f"txt{number}.txt").write_text("\n".join(part) + "\n" * (number % 2))
-        pyarrow.parquet.write_table(
-            pyarrow.table({"text": part}), folder / f"parquet{number}.parquet", row_group_size=100
-        )
-    return {kind: folder / f"{kind}*.{kind}" for kind in ("jsonl", "txt", "parquet")}
-
-
-def started(cfg: config.Config, workers: int) -> subprocess.Popen:
-    return growing.start_preparing(json.dumps(config.to_dict(cfg)), workers)
-
-
-def growing_config(source, path, **sections) -> config.Config:
-    data = {
-        "source": str(source),
-        "path": str(path),
-        "order": "growing",
-        **sections.pop("data", {}),
+def corpora(tmp_path_factory) -> dict[str, pathlib.Path]:
+    root = tmp_path_factory.mktemp("growing")
+    return {
+        kind: written(root / kind.replace(".", ""), kind)
+        for kind in ("jsonl", "json.gz", "parquet")
     }
-    return make_config(data=data, **sections)
+
+
+@pytest.fixture
+def configured(prepared):
+    """A configuration of growing text, with the tokenizer of `prepared`."""
+
+    def make(source: object, path: pathlib.Path, **sections) -> config.Config:
+        data = {
+            "source": str(source),
+            "path": str(path),
+            "order": "growing",
+            "tokenizer": str(prepared / "tokenizer.model"),
+            **sections.pop("data", {}),
+        }
+        return make_config(data=data, **sections)
+
+    return make
 
 
 @pytest.fixture(scope="module")
-def folder(sources, tmp_path_factory) -> pathlib.Path:
-    """All parts of the jsonl source, prepared by three processes at once."""
-    cfg = growing_config(sources["jsonl"], tmp_path_factory.mktemp("parts") / "all")
-    prepare(cfg)
-    children = [started(cfg, 1) for _ in range(3)]
-    assert [child.wait(60) for child in children] == [0, 0, 0]
-    return pathlib.Path(cfg.data.path)
+def whole(corpora, prepared, tmp_path_factory) -> tuple[pathlib.Path, list[int]]:
+    """The jsonl corpus, prepared before, and the digests of a run's steps on it: beyond the first epoch."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in VALUES.items():
+            patch.setattr(f"data.record.{name}", value)
+        folder = tmp_path_factory.mktemp("whole") / "all"
+        tokenizer = str(prepared / "tokenizer.model")
+        data = {"source": str(corpora["jsonl"]), "order": "growing", "tokenizer": tokenizer}
+        cfg = make_config(data={**data, "path": str(folder)})
+        prepare(cfg, whole=True)
+        epoch = GrowingStream(folder, cfg, 0, OneSource()).order.windows
+        return folder, digests(cfg, epoch // 8 + 30)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "txt", "parquet"])
-@pytest.mark.parametrize("size", [300, 5000, 10**7])
-def test_parts_hold_each_text_once(sources, monkeypatch, kind, size):
-    monkeypatch.setattr("data.pieces.SMALLEST", size)
-    monkeypatch.setattr("data.pieces.LARGEST", size)
-    d = growing_config(sources[kind], "unused").data
-    source = Pieces(d)
-    parts = cut(source)
-    for number in range(len(source.paths)):  # each unit of each file is in one piece
-        pieces = sorted(piece[1:] for part in parts for piece in part if piece[0] == number)
-        assert pieces[0][0] == 0 and all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
-    found = [[*Pieces(d, None, pieces)] for pieces in parts]
-    assert "".join(itertools.chain(*found)) == "".join(source) == "".join(Files(d, None))
-    if kind != "txt":
-        assert Counter(itertools.chain(*found)) == Counter(text for text in TEXTS if text)
-    lengths = [sum(len(text.encode()) for text in texts) for texts in found]
-    assert len(parts) == 1 if size == 10**7 else len(parts) > 10
-    if size == 5000 and kind == "jsonl":
-        assert max(lengths) < 2 * size and sorted(lengths)[len(lengths) // 2] > size / 2
-
-
-def test_the_standard_library_is_cut_at_files():
-    d = growing_config("python-stdlib", "unused").data
-    source = Pieces(d)
-    parts = cut(source)
-    assert 50 < len(parts) < 80 and [piece[0] for part in parts for piece in part] == [
-        number for number, size in enumerate(source.sizes) if size
-    ]
-
-
-def test_an_epoch_has_every_window_once_segment_by_segment(folder, sources):
-    cfg = growing_config(sources["jsonl"], folder, train={"global_batch_size": 4})
-    (parts,) = open_dataset(cfg).train
-    order = make_order(cfg, [parts])
-    counts = [parts.stream(place).length for place in range(len(parts.turn))]
-    windows = [max(0, (count - 1) // 32) for count in counts]
-    total = sum(windows)
-    places = [order(number) for number in range(3 * total)]
-    for epoch in range(3):
-        found = places[epoch * total : (epoch + 1) * total]
-        assert sorted(place.window for place in found) == [*range(total)] and {
-            p.epoch for p in found
-        } == {epoch}
-    begins = [sum(windows[:begin]) for begin in parts.segments]
-    assert [b - a for a, b in itertools.pairwise(parts.segments)][:5] == [1, 1, 2, 4, 8]
-    for begin, end in itertools.pairwise(
-        begins
-    ):  # of the first epoch; permuted, unless there is nothing to permute
-        found = [place.window for place in places[begin:end]]
-        assert sorted(found) == [*range(begin, end)] and (found != sorted(found) or end - begin < 3)
-    late = [place.window for place in places[total : total + begins[2]]]
-    assert max(late) > begins[4]  # of the second epoch: from everywhere
-    # only the tails of parts are lost
-    assert 0 <= sum(counts) - 32 * total <= 33 * len(counts)
-    spans = {(stream.path, first) for stream, first, _ in (parts.span(w, 32) for w in range(total))}
-    assert len(spans) == total
-    other = make_order(
-        cfg2 := growing_config(sources["jsonl"], folder, run={"seed": 1}), open_dataset(cfg2).train
-    )
-    assert [other.sources[0].turn, *(other(n) for n in range(20))] != [parts.turn, *places[:20]]
-
-
-def test_validation_is_the_held_out_text_of_the_first_parts(folder, sources):
-    cfg = growing_config(sources["jsonl"], folder, eval={})
-    dataset = open_dataset(cfg)
-    (held,), (parts,) = dataset.validation, dataset.train
-    first = [
-        growing.part_folder(folder, number) for number in parts.turn[: growing.VALIDATION_PARTS]
-    ]
-    content = b"".join((path / "heldout.bin").read_bytes() for path in first)
-    raw, ids = held.read(0, held.length)
-    assert raw == content and ids.numel() == held.length == len(content) // 2 > 200
-    assert held.read(37, 150)[0] == content[74:300]
-    documents = held.documents(0, held.length)
-    assert [begin for _, begin, _ in documents] == [0, *(end for *_, end in documents[:-1])]
-    assert [n for n, *_ in documents] == [*range(len(documents))] and documents[-1][
-        2
-    ] == held.length
-    tokenizer = Tokenizer(folder)
-    texts = {tokenizer.decode(ids[begin:end].tolist()) for _, begin, end in documents}
-    assert texts <= {*TEXTS} and len(texts) > 3
-    assert held.documents(40, 90) == [d for d in documents if d[1] < 90 and d[2] > 40]
-
-
-def digests(cfg: config.Config, steps: int, first: int = 1) -> list[int]:
+def digests(cfg: config.Config, last: int, first: int = 1, limit: float = 60.0) -> list[int]:
+    """Of the steps' batches, each waited for as a run waits. Raises what a run would."""
     loader = Loader(cfg, open_dataset(cfg), data_rank(), first)
-    found = [next(loader).digest for _ in range(steps)]
-    loader.close()
-    return found
+    try:
+        return [next_digest(loader, step, limit) for step in range(first, last + 1)]
+    finally:
+        loader.close()
+
+
+def next_digest(loader: Loader, step: int, limit: float = 60.0) -> int:
+    deadline = time.monotonic() + limit
+    while (readiness := loader.readiness(step - 1)) == WAITING:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    if readiness == FAILED:
+        raise loader.failure
+    return next(loader).digest
 
 
 def content(folder: pathlib.Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and not path.name.startswith(".")
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def without_stamps(folder: pathlib.Path) -> dict:
+    manifest = read_manifest(folder)
+    return {**manifest, "files": [[*entry[:1], entry[3]] for entry in manifest["files"]]}
+
+
+# The order
+
+
+def fake_folder(folder: pathlib.Path, tokens: int, validation: list | None = None) -> pathlib.Path:
+    """A complete folder of so many zeros."""
+    folder.mkdir()
+    for name in ("train.bin", "heldout.bin"):
+        with (folder / name).open("wb") as file:
+            file.truncate(2 * tokens if name == "train.bin" else 20)
+    borders = 0
+    while order_model.border(borders) < tokens:
+        borders += 1
+    manifest = {
+        "identity": {},
+        "vocab_size": 5,
+        "dtype": "uint16",
+        "tokens": {"train": tokens, "heldout": 10},
+        "documents": {"train": 1, "heldout": 1},
+        "segments": [str(i) for i in range(borders + 1)],
+        "validation": validation or ["heldout", 0, 10],
+        "sha256": {},
     }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
 
 
-def test_samples_are_the_same_while_preparing_as_after_it(folder, sources, tmp_path):
-    """Also of a part that another process holds until it is killed, and from a step in the middle of a segment."""
-    whole = digests(growing_config(sources["jsonl"], folder), 60)
-    cfg = growing_config(sources["jsonl"], tmp_path / "new")
-    prepare(cfg)
-    assert not (tmp_path / "new/parts").exists()
-    (parts,) = open_dataset(cfg).train
-    second = growing.part_folder(tmp_path / "new", parts.turn[1])
-    holder = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import pathlib, sys, time; from data import growing\n"
-            "with growing.claimed(pathlib.Path(sys.argv[1])) as ours:\n    print(ours, flush=True)\n"
-            "    time.sleep(100)",
-            second.with_name(f".{second.name}.lock"),
-        ],
-        cwd=REPO,
-        text=True,
-        stdout=subprocess.PIPE,
+@pytest.mark.parametrize("tokens", [260, 4096, 4097, 20_000, 50_001])
+@pytest.mark.parametrize("held_out", [False, True])
+@pytest.mark.parametrize("seq_len", [32, 100])
+def test_the_order_is_that_of_the_documentation_s_model(tokens, held_out, seq_len, tmp_path):
+    """Sample by sample over three epochs. Each exactly once an epoch, and none with a token of the validation text."""
+    excluded = order_model.held_out_range(tokens) if held_out else None
+    folder = fake_folder(tmp_path / "f", tokens, ["train", *excluded] if excluded else None)
+    cfg = make_config(
+        run={"seed": 3},
+        train={"seq_len": seq_len, "global_batch_size": 1, "micro_batch_size": None},
     )
-    assert holder.stdout.readline() == "True\n"
-    loader = Loader(cfg, open_dataset(cfg), data_rank(), 1)
-    found = [next(loader).digest for _ in range(2)]
-    assert not second.exists()
-    holder.kill()
-    found += [next(loader).digest for _ in range(58)]
-    loader.close()
-    assert started(cfg, 1).wait(60) == 0
-    assert found == whole and digests(cfg, 9, first=14) == whole[13:22]
+    mixture = SimpleNamespace(parts=(1, 1, 1), period=3)
+    source = GrowingStream(folder, cfg, 2, mixture)
+    windows_an_epoch = source.order.windows
+    count = 3 * windows_an_epoch
+    found = [source.order.locate(index) for index in range(count)]
+    assert found == order_model.growing_samples(tokens, seq_len, 3, 2, excluded, count)
+    windows = order_model.training_windows(tokens, seq_len, excluded)
+    for epoch in range(3):
+        of_epoch = found[epoch * windows_an_epoch : (epoch + 1) * windows_an_epoch]
+        assert sorted(of_epoch) == [(epoch, window) for window in windows]
+    if excluded:
+        first, end = excluded
+        assert all(k * seq_len + seq_len < first or k * seq_len >= end for k in windows)
+    numbering = Windows(seq_len, excluded)
+    assert numbering.count(tokens) == len(windows)
+    assert [numbering(k) for k in range(len(windows))] == windows
+
+
+def test_the_real_borders(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    assert [record.border_of(i) for i in (0, 1, 9, 10, 11)] == [
+        2**20,
+        2**21,
+        2**29,
+        2**29 + 2**28,
+        2**30,
+    ]
+    assert [record.border_of(i) for i in range(30)] == [order_model.border(i) for i in range(30)]
+    tokens = 2**21 + 2**20 + 12_345
+    cfg = make_config(train={"seq_len": 2048, "global_batch_size": 1, "micro_batch_size": None})
+    source = GrowingStream(fake_folder(tmp_path / "f", tokens), cfg, 0, OneSource())
+    count = source.order.windows + 50
+    assert [source.order.locate(i) for i in range(count)] == order_model.growing_samples(
+        tokens, 2048, 0, 0, None, count
+    )
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json.gz", "parquet"])
+def test_the_text_is_that_of_the_model(kind, corpora, configured, tmp_path, prepared):
+    """Its order, what is held out, and the hash of each segment, in files of each kind."""
+    cfg = configured(corpora[kind], tmp_path / "p")
+    folder = prepare(cfg, whole=True)[0]
+    names = [f"part{number}.{kind}" for number in range(6)]
+    tokenizer = Tokenizer(prepared / "tokenizer.model")
+    documents = []
+    for name in order_model.reading_order(names):
+        number = names.index(name)
+        texts = [text for text in TEXTS[CUTS[number] : CUTS[number + 1]] if text]
+        for text, ids in zip(texts, tokenizer.encode(texts)):
+            documents.append((text, [*tokenizer.bos, *ids, *tokenizer.eos]))
+    expected = order_model.split(documents, growing=True)
+    for split, ids in zip(("train", "heldout"), expected):
+        stored = b"".join(i.to_bytes(2, "little") for i in ids)
+        assert (folder / f"{split}.bin").read_bytes() == stored
+    ends = [0]
+    while ends[-1] < len(expected[0]):
+        ends.append(min(len(expected[0]), order_model.border(len(ends) - 1)))
+    train = (folder / "train.bin").read_bytes()
+    hashes = [
+        hashlib.sha256(train[2 * begin : 2 * end]).hexdigest()
+        for begin, end in itertools.pairwise(ends)
+    ]
+    assert read_manifest(folder)["segments"] == hashes and len(hashes) > 6
+    assert len(expected[0]) > VALUES["HOLD_OUT_BEFORE"] * 2  # later documents are not held out
+
+
+# The same samples, whatever happens meanwhile
+
+
+def test_samples_are_the_same_while_preparing_as_after_it(corpora, configured, whole, tmp_path):
+    folder, expected = whole
+    cfg = configured(corpora["jsonl"], tmp_path / "new")
+    prepare(cfg)
+    assert read_manifest(tmp_path / "new")["tokens"]["train"] == 0
+    assert digests(cfg, len(expected)) == expected
+    assert content(tmp_path / "new") == content(folder)
+    middle = expected[len(expected) // 3 :]
+    assert digests(cfg, len(expected), len(expected) // 3 + 1) == middle
+
+
+def test_a_source_that_waits_reads_what_is_recorded_alone(corpora, configured, whole, tmp_path):
+    """Each state of the record in which a process that prepares could be killed."""
+    _, expected = whole
+    cfg = configured(corpora["jsonl"], tmp_path / "new")
+    prepare(cfg)
+    seen = []
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr("data.encode.CHUNK", 20_000)
+        record = TokenWriter.record
+
+        def recorded(writer):
+            record(writer)
+            source = GrowingStream(tmp_path / "new", cfg, 0, OneSource())
+            readable = source.order.segment_ends[-1] // 8 if source.order.segment_ends else 0
+            seen.append(readable)
+            text = growing.GrowingText(cfg, [tmp_path / "new"])
+            assert text.covers(readable) or not readable
+            assert not text.covers(readable + 1) or source.is_recorded
+
+        patch.setattr(TokenWriter, "record", recorded)
+        prepare(cfg, whole=True)
+    assert len({*seen}) > 5 and seen == sorted(seen)
+    assert digests(cfg, 20) == expected[:20]
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_two_processes_that_prepare_at_once_write_the_same(
+    corpora, configured, whole, tmp_path, locks
+):
+    """With and without locks, as on some file systems; one begins when the other is under way."""
+    folder, _ = whole
+    cfg = configured(corpora["jsonl"], tmp_path / "new")
+    (tmp_path / "c.toml").write_text(config.to_toml(cfg))
+    patch = (
+        ""
+        if locks
+        else "import files, types; files.lock = lambda *a, **k: types.SimpleNamespace(release=int); "
+    )
+    code = (
+        BESIDE
+        + patch
+        + (
+            "import sys, data.encode, data.prepare; data.encode.CHUNK = 20_000; data.prepare.SYNC_SECONDS = 0.0; "
+            "sys.exit(data.prepare.main(sys.argv[1:]))"
+        )
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "c.toml")]
+    first = subprocess.Popen(command, cwd=REPO, stderr=subprocess.PIPE, text=True)
+    time.sleep(random.Random(locks).uniform(0.8, 1.5))
+    second = subprocess.Popen(command, cwd=REPO, stderr=subprocess.PIPE, text=True)
+    printed = [process.communicate()[1] for process in (first, second)]
+    assert [first.returncode, second.returncode] == [0, 0], printed
+    assert content(tmp_path / "new") == content(folder)
+    assert sum(text.count("has prepared more of it") for text in printed) <= 1  # then one waits
+
+
+def test_killed_at_random_moments_it_goes_on(corpora, configured, whole, tmp_path):
+    """Under a run that waits: the process that prepares is killed, and another is started."""
+    folder, expected = whole
+    cfg = configured(corpora["jsonl"], tmp_path / "new")
+    prepare(cfg)
+    draw, found = random.Random(0), []
+    with pytest.MonkeyPatch.context() as patch:
+        slow = "from tests.small_borders import slow_down; slow_down(0.1); "
+        patch.setattr(background, "CHILD", slow + background.CHILD)
+        loader = Loader(cfg, open_dataset(cfg), data_rank(), 1)
+        kills, next_kill = 0, 0.0
+        while len(found) < len(expected):
+            if loader.readiness(len(found)) == READY:
+                found.append(next(loader).digest)
+            child = loader.dataset.growing.preparer.child
+            if child and child.poll() is None and kills < 6 and time.monotonic() > next_kill:
+                if next_kill:
+                    child.kill()
+                    kills += 1
+                next_kill = time.monotonic() + draw.uniform(0.3, 1.2)
+            assert loader.readiness(len(found)) != FAILED, loader.failure
+            time.sleep(0.005)
+        loader.close()
+    assert found == expected and kills > 1
     assert content(tmp_path / "new") == content(folder)
 
 
-def test_threads_that_miss_text_at_once_start_one_process(sources, tmp_path, prepared, monkeypatch):
-    """The step's and the loader's."""
-    calls = []
-
-    def start(*arguments) -> None:
-        calls.append(arguments)
-        time.sleep(0.1)
-
-    cfg = growing_config(
-        sources["jsonl"], tmp_path / "new", data={"tokenizer": str(prepared / "tokenizer.model")}
-    )
-    prepare(cfg)
-    (parts,) = open_dataset(cfg).train
-    monkeypatch.setattr(growing, "start_once", functools.cache(start))
-    threads = [threading.Thread(target=parts.prepare_rest) for _ in range(2)]
-    for do in (threading.Thread.start, threading.Thread.join):
-        for thread in threads:
-            do(thread)
-    assert len(calls) == 1
-
-
-def test_a_folder_whose_plan_is_a_list_reads_the_same(folder, sources, tmp_path):
-    """As the first version wrote it; each part was a group of its own."""
-    shutil.copytree(folder, tmp_path / "old")
-    (tmp_path / "old/plan.json").write_text(json.dumps(parts := read_plan(folder)["parts"]))
-    order = growing.Permutation(len(parts), 0, -1, 0)
-    (old,) = open_dataset(growing_config(sources["jsonl"], tmp_path / "old")).train
-    assert old.turn == [order(i) for i in range(len(parts))] and len(parts) > 10
-    assert digests(old.cfg, 9) == digests(growing_config(sources["jsonl"], folder), 9)
-
-
-def test_a_mixture_of_a_prepared_and_an_unprepared_source(sources, tmp_path, prepared):
-    """Its validation, too, which is read first here."""
+def test_a_mixture_of_a_finished_and_a_growing_source(corpora, configured, tmp_path, prepared):
+    """Its validation, too."""
 
     def of(folder: str) -> config.Config:
-        cfg = growing_config(
-            "x",
-            tmp_path / folder,
-            eval={},
-            data={
-                "source": None,
-                "tokenizer": str(prepared / "tokenizer.model"),
-                "sources": [
-                    {"source": str(sources["jsonl"]), "weight": 0.3},
-                    {"source": str(sources["parquet"]), "weight": 0.7},
-                ],
-            },
-        )
-        prepare(cfg)
-        return cfg
-
-    whole = of("whole")
-    assert started(whole, 2).wait(60) == 0
-    first, second = data_folders(mixed := of("mixed"))
-    shutil.copytree(data_folders(whole)[0] / "parts", first / "parts")
-    assert not (second / "parts").exists()
-    held = [
-        stream.read(0, stream.length)[0] for stream in open_dataset(mixed, train=False).validation
-    ]
-    assert held == [
-        stream.read(0, stream.length)[0] for stream in open_dataset(whole, train=False).validation
-    ]
-    assert digests(mixed, 40) == digests(whole, 40)
-
-
-def test_killed_at_random_moments_it_goes_on(folder, sources, tmp_path):
-    cfg, draw = growing_config(sources["jsonl"], tmp_path / "new"), random.Random(0)
-    prepare(cfg)
-    for _ in range(8):
-        child = started(cfg, 2)
-        time.sleep(draw.uniform(0.15, 0.5))
-        child.kill()  # its own child ends with it
-        child.wait()
-    assert started(cfg, 2).wait(60) == 0
-    assert content(tmp_path / "new") == content(folder)
-
-
-def test_killed_before_any_of_its_file_system_events_it_resumes_and_ends_the_same(
-    tmp_path, prepared, monkeypatch
-):
-    """Those of the plan and of two parts: one kill at each event, and many of one preparation."""
-    monkeypatch.setattr("data.pieces.SMALLEST", 40_000)
-    (tmp_path / "a.jsonl").write_text(
-        "".join(json.dumps({"text": words(i, 300)}) + "\n" for i in range(60))
-    )
-    cfg = growing_config(
-        tmp_path / "a.jsonl",
-        tmp_path / "killed/out",
-        data={"tokenizer": str(prepared / "tokenizer.model")},
-    )
-    prepare(cfg)
-    growing.prepare_parts([(folder := tmp_path / "killed/out", cfg)], cfg.run.seed)
-    assert len(growing.published(folder)) == 2
-    folder.rename(tmp_path / "final")
-    shutil.rmtree(tmp_path / "killed")
-    (tmp_path / "c.toml").write_text(config.to_toml(cfg))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kill_cases", tmp_path / "c.toml", tmp_path / "final"],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["events"] > 30 and found["kills of one"] > 3, found
-
-
-def test_a_row_that_cannot_be_read_ends_who_waits_for_it(sources, tmp_path):
-    bad = tmp_path / "bad.jsonl"
-    lines = [json.dumps({"text": text}) + "\n" for text in TEXTS]
-    lines[2000] = "{\n"
-    bad.write_text("".join(lines))
-    cfg = growing_config(bad, tmp_path / "p", data={"tokenizer": None})
-    with pytest.raises(ConfigError, match="line 2001: is not valid JSON"):
-        prepare(cfg)  # while the tokenizer reads it
-    tokenizer = tmp_path / "tokenizer"
-    tokenizer.mkdir()
-    good = growing_config(sources["jsonl"], tmp_path / "g")
-    prepare(good)
-    (tokenizer / "tokenizer.model").write_bytes((tmp_path / "g/tokenizer.model").read_bytes())
-    cfg = growing_config(bad, tmp_path / "p", data={"tokenizer": str(tokenizer)})
-    prepare(cfg)
-    with pytest.raises(
-        ConfigError, match=r"bad.jsonl: line \d+ after byte [\d,]+: is not valid JSON"
-    ):
-        digests(cfg, 1000)
-    (tmp_path / "c.toml").write_text(config.to_toml(cfg))
-    done = launch("-m", "data.prepare", tmp_path / "c.toml")
-    assert done.returncode == 2 and "is not valid JSON" in done.stderr
-
-
-def test_max_tokens_end_the_reading_order(folder, sources, tmp_path):
-    """At the part that reaches them, whoever prepares; later epochs and the validation set have no more of them."""
-    whole = growing_config(sources["jsonl"], folder)
-    (parts,) = open_dataset(whole).train
-    counts = [parts.stream(place).length for place in range(len(parts.turn))]
-    cfg = growing_config(
-        sources["jsonl"], tmp_path / "new", eval={}, data={"max_tokens": sum(counts[:6]) - 1}
-    )
-    prepare(cfg)
-    dataset = open_dataset(cfg)
-    (limited,), (held,) = dataset.train, dataset.validation
-    total = sum((count - 1) // 32 for count in counts[:6])
-    places = [limited.window(index) for index in range(2 * total)]
-    assert limited.turn == parts.turn[:6] and held.length == sum(
-        growing.manifest_of(growing.part_folder(folder, number))["tokens"]["heldout"]
-        for number in parts.turn[:6]
-    )
-    for epoch in range(2):
-        assert sorted(places[epoch * total :][:total]) == [
-            (epoch, window) for window in range(total)
+        weighted = [
+            {"source": str(corpora["jsonl"]), "weight": 0.3},
+            {"source": str(corpora["parquet"]), "weight": 0.7},
         ]
-    assert places[: total // 2] == [
-        parts.window(index) for index in range(total // 2)
-    ]  # before the last segment
-    assert started(cfg, 2).wait(60) == 0  # the other one may have written a part too many
-    made, all_of_it = content(tmp_path / "new/parts"), content(folder / "parts")
-    assert all(made[name] == all_of_it[name] for name in made if name.endswith(".bin"))
-    assert len(growing.published(tmp_path / "new")) < 6 + 3 < len(counts)
+        data = {"sources": weighted, "source": None}
+        return configured("x", tmp_path / folder, data=data, eval={})
+
+    prepare(before := of("before"), whole=True)
+    prepare(mixed := of("mixed"))
+    folders = [path for path in (tmp_path / "mixed").iterdir() if path.is_dir()]
+    other, done = sorted(folders, key=lambda folder: "jsonl" in folder.name)
+    shutil.rmtree(done)
+    shutil.copytree(tmp_path / "before" / done.name, done)
+    assert not is_complete(read_manifest(other))
+    assert digests(mixed, 120) == digests(before, 120)
+    held = [
+        [stream.read(0, stream.length)[0] for stream in open_data(cfg, "heldout")]
+        for cfg in (before, mixed)
+    ]
+    assert held[0] == held[1] and len(held[0]) == 2
 
 
-def test_other_text_of_the_same_sizes_is_another_plan(sources, tmp_path, prepared):
-    """And so another fingerprint, which a resume refuses; a part that was changed is hashed at a start."""
-    path, lines = tmp_path / "a.jsonl", [json.dumps({"text": text}) for text in TEXTS]
-    cfg = growing_config(
-        path, tmp_path / "p", data={"tokenizer": str(prepared / "tokenizer.model")}
-    )
-    found = []
-    for content in (lines, [line.replace("cat", "rat") for line in lines]):
-        path.write_text("\n".join(content))
-        prepare(cfg)
-        found.append(open_dataset(cfg).fingerprint)
-        if content is lines:
-            assert started(cfg, 1).wait(100) == 0
-            part = growing.published(tmp_path / "p")[3] / "train.bin"
-            part.write_bytes(part.read_bytes()[:-2] + b"\0\0")
-            with pytest.raises(
-                ConfigError, match=r"parts/00003/train.bin: was changed since it was prepared"
-            ):
-                prepare(cfg)
-            shutil.rmtree(tmp_path / "p")
-    assert found[0] != found[1] and found[0][0]["identity"] == found[1][0]["identity"]
-
-
-def test_a_huge_line_is_read_once_over_all_parts(tmp_path, monkeypatch):
-    """By the part that it begins in; the others read no further than their own range."""
-    path = tmp_path / "a.jsonl"
-    path.write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in ("a", "b" * 2_000_000, "c"))
-    )
-    d = growing_config(path, "unused").data
-    monkeypatch.setattr("data.pieces.SMALLEST", 100_000)
-    monkeypatch.setattr("data.pieces.LARGEST", 100_000)
-    parts = cut(Pieces(d))
-
-    found = []
-    for pieces in parts:
-        with Piece(path, *pieces[0][1:]) as file:
-            assert file.tell() - pieces[0][1] <= 200_000
-        found += Pieces(d, None, pieces)
-    assert [len(text) for text in found] == [1, 2_000_000, 1] and len(parts) > 15
-
-
-def test_a_source_without_a_window_is_refused_before_step_1(tmp_path, prepared):
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"text": "few words"}) + "\n")
-    cfg = growing_config(
-        path, tmp_path / "p", data={"tokenizer": str(prepared / "tokenizer.model")}
-    )
+def test_max_tokens_end_the_text(corpora, configured, whole, tmp_path):
+    """At the document that reaches them; until then it is the same text."""
+    folder, expected = whole
+    cfg = configured(corpora["jsonl"], tmp_path / "new", data={"max_tokens": 20_000})
     prepare(cfg)
-    with pytest.raises(ConfigError, match="no part has a window of train.seq_len = 32"):
+    found = digests(cfg, 90)
+    tokens = read_manifest(tmp_path / "new")["tokens"]["train"]
+    assert 20_000 <= tokens < 20_200
+    assert (tmp_path / "new/train.bin").read_bytes() == (folder / "train.bin").read_bytes()[
+        : 2 * tokens
+    ]
+    assert found[:60] == expected[:60] and found != expected[:90]
+
+
+def test_a_source_of_a_fork_s_own_grows_too(configured, tmp_path, monkeypatch):
+    """The example of docs/fork.md, stopped and resumed; its samples are read while it is prepared."""
+    page = (REPO / "docs/fork.md").read_text()
+    (code,) = re.findall(r"^```python fork-source\n(.*?)^```", page, re.M | re.S)
+    (tmp_path / "articles.py").write_text(
+        "import sqlite3\nfrom collections.abc import Iterator\nimport config\n"
+        f"from data.sources import Source\n\n\n{code}"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    articles = importlib.import_module("articles")
+    with sqlite3.connect("articles.db") as database:
+        database.execute("CREATE TABLE articles (id INTEGER PRIMARY KEY, body TEXT)")
+        database.executemany(
+            "INSERT INTO articles (body) VALUES (?)", [[words(i, 20)] for i in range(3000)]
+        )
+    monkeypatch.setattr("data.identity.kind_of", lambda d: articles.Articles)
+    cfg = configured("articles", tmp_path / "p")
+    folder = prepare(cfg)[0]
+    monkeypatch.setattr("data.prepare.SYNC_SECONDS", 0.0)
+    monkeypatch.setattr("data.encode.CHUNK", 20_000)
+    record, states = TokenWriter.record, []
+
+    def stopped(writer):
+        record(writer)
+        states.append(read_manifest(folder)["place"])
+        if len(states) == 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenWriter, "record", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(cfg, whole=True)
+    assert states == sorted(states) and 0 < states[-1] < 3000
+    with monkeypatch.context() as patch:  # the source exists in this process alone
+        patch.setattr(background, "CHILD", "import time; time.sleep(1000)")
+        early = digests(cfg, 9)  # of what is recorded
+    prepare(cfg, whole=True)
+    assert digests(cfg, 9) == early
+    manifest = read_manifest(folder)
+    assert sum(manifest["documents"].values()) == 3000 and manifest["identity"]["code"]
+
+
+# What is wrong
+
+
+def spoil(path: pathlib.Path, texts: list[str], rows: list[int]) -> None:
+    """Writes the texts with rows, from 0, that cannot be read."""
+    if path.suffix == ".parquet":
+        write_rows(path, [None if i in rows else text for i, text in enumerate(texts)])
+        return
+    lines = [json.dumps({"text": text}) for text in texts]
+    for i in rows:
+        lines[i] = "{"
+    content = "".join(f"{line}\n" for line in lines).encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json.gz", "parquet"])
+def test_wrong_rows_end_it_with_their_lines_and_mended_it_goes_on(
+    kind, configured, tmp_path, corpora
+):
+    """While a run reads: those of the fifth file that is read, all of them."""
+    pattern = written(tmp_path / "texts", kind)
+    names = order_model.reading_order([f"part{number}.{kind}" for number in range(6)])
+    bad = tmp_path / "texts" / names[4]
+    number = int(names[4][4])
+    texts = TEXTS[CUTS[number] : CUTS[number + 1]]
+    wrong = [len(texts) // 2, len(texts) - 1] if len(texts) > 1 else [0]
+    spoil(bad, texts, wrong)
+    cfg = configured(pattern, tmp_path / "p")
+    good = configured(corpora[kind], tmp_path / "good")
+    prepare(good, whole=True)
+    steps = GrowingStream(tmp_path / "good", good, 0, OneSource()).order.windows // 8
+    expected = digests(good, steps)
+    prepare(cfg)
+    loader, found = Loader(cfg, open_dataset(cfg), data_rank(), 1), []
+    with pytest.raises(ConfigError) as refused:
+        while True:
+            found.append(next_digest(loader, len(found) + 1))
+    loader.close()
+    unit = "row" if kind == "parquet" else "line"
+    problems = [f"{bad}: {unit} {i + 1}: " for i in wrong]
+    assert len(refused.value.problems) == len(problems)
+    for problem, begin in zip(refused.value.problems, problems):
+        assert problem.startswith(begin), refused.value.problems
+    assert 5 < len(found) < steps and found == expected[: len(found)]
+    write_rows(bad, texts)
+    assert digests(cfg, steps, len(found) + 1) == expected[len(found) :]
+    ours, theirs = content(tmp_path / "p"), content(tmp_path / "good")
+    assert [ours[name] for name in sorted(ours) if name.endswith(".bin")] == [
+        theirs[name] for name in sorted(theirs) if name.endswith(".bin")
+    ]
+
+
+def test_all_wrong_rows_of_a_file_are_listed_with_a_limit(tmp_path, configured, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    lines = ['{"text": "good"}', "{", "", '{"body": 1}', '{"text": 5}', '{"text": "\\ud800"}']
+    path.write_text("\n".join(lines * 3))
+    cfg = configured(path, tmp_path / "p", data={"order": "global"})
+    with pytest.raises(ConfigError) as refused:
+        prepare(cfg)
+    numbers = [int(p.split(": line ")[1].split(":")[0]) for p in refused.value.problems]
+    assert numbers == [2, 4, 5, 6, 8, 10, 11, 12, 14, 16, 17, 18]
+    monkeypatch.setattr(sources, "MOST_PROBLEMS", 5)
+    with pytest.raises(ConfigError) as refused:
+        prepare(cfg)
+    assert len(refused.value.problems) == 6
+    assert refused.value.problems[-1] == f"{path}: line 8: the file was not read beyond this row"
+    path.write_text('{"body": 1}\n' * 1000)
+    with pytest.raises(ConfigError) as refused:  # a misspelt column
+        prepare(configured(path, tmp_path / "q", data={"order": "global"}))
+    assert len(refused.value.problems) == sources.FIRST_PROBLEMS + 1
+    assert not (tmp_path / "q").exists()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json.gz", "parquet"])
+def test_a_row_that_is_too_long_is_refused_by_its_line(kind, tmp_path, configured, monkeypatch):
+    """Without holding it in memory; the rows behind it are looked at."""
+    monkeypatch.setattr(sources, "LARGEST_ROW", 10_000)
+    path = tmp_path / f"a.{kind}"
+    write_rows(path, ["short", "x" * 9_000, "y" * 30_000, "also short", "z" * 50_000])
+    with pytest.raises(ConfigError) as refused:
+        list(open_source(configured(path, tmp_path / "p").data))
+    unit = "row" if kind == "parquet" else "line"
+    assert [p.split(": is longer")[0] for p in refused.value.problems] == [
+        f"{path}: {unit} 3",
+        f"{path}: {unit} 5",
+    ]
+
+
+@pytest.mark.parametrize("moment", ["under way", "complete"])
+def test_text_that_was_read_and_has_changed_is_refused_by_file(
+    moment, configured, tmp_path, monkeypatch
+):
+    """A file that only has another time is compared, and read on."""
+    pattern = written(tmp_path / "texts", "jsonl")
+    cfg = configured(pattern, tmp_path / "p")
+    prepare(cfg)
+    if moment == "complete":
+        prepare(cfg, whole=True)
+    else:
+        record = TokenWriter.record
+        monkeypatch.setattr("data.encode.CHUNK", 20_000)
+        monkeypatch.setattr("data.prepare.SYNC_SECONDS", 0.0)
+        calls = []
+
+        def stopped(writer):
+            record(writer)
+            calls.append(writer.manifest["place"])
+            if len(calls) > 3 and calls[-1][0] >= 2:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(TokenWriter, "record", stopped)
+            with pytest.raises(KeyboardInterrupt):
+                prepare(cfg, whole=True)
+    first = pathlib.Path(read_manifest(tmp_path / "p")["files"][0][0])
+    text = first.read_text()
+    first.write_text(text.replace('"text": "', '"text": "not ', 1))
+    before = content(tmp_path / "p")
+    with pytest.raises(ConfigError, match=rf"{first.name}: its text was changed after"):
+        prepare(cfg, whole=True)
+    assert content(tmp_path / "p") == before
+    first.write_text(text + "\n")  # a blank line: other bytes, the same documents
+    prepare(cfg, whole=True)
+    assert is_complete(read_manifest(tmp_path / "p"))
+    (tmp_path / "texts/new.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=r"new\.jsonl came after .*p was begun"):
+        prepare(cfg, whole=True)
+
+
+def test_a_wait_without_progress_ends_and_is_not_the_text_s_fault(
+    corpora, configured, tmp_path, monkeypatch
+):
+    """The process that prepares stands still. A gap in which this process is suspended does not count."""
+    cfg = configured(corpora["jsonl"], tmp_path / "p", run={"start_timeout_seconds": 2.0})
+    prepare(cfg)
+    monkeypatch.setattr(background, "CHILD", "import time; time.sleep(1000)")
+    loader = Loader(cfg, open_dataset(cfg), data_rank(), 1)
+    text = loader.dataset.growing
+    assert loader.readiness(0) == WAITING
+    text.last_poll -= 1000  # suspended
+    assert loader.readiness(0) == WAITING and text.waited <= 1.0
+    began = time.monotonic()
+    with pytest.raises(PreparingFailed, match="nothing was recorded for 2 s"):
+        next_digest(loader, 1)
+    assert time.monotonic() - began < 4
+    child = text.preparer.child
+    os.kill(child.pid, signal.SIGSTOP)
+    loader.close()
+    assert child.returncode == -signal.SIGKILL
+
+
+def test_trouble_of_the_process_that_prepares(corpora, configured, tmp_path, monkeypatch, capfd):
+    """Killed, it is started again; failing, it is no fault of the text; a full disk neither."""
+    cfg = configured(corpora["jsonl"], tmp_path / "p")
+    prepare(cfg)
+    real = background.CHILD
+    once = tmp_path / "once"
+    killed = f"import os, pathlib; p = pathlib.Path({str(once)!r}); "
+    killed += "p.exists() or (p.touch(), os.kill(os.getpid(), 9)); "
+    monkeypatch.setattr(background, "CHILD", killed + real)
+    assert len(digests(cfg, 3)) == 3
+    assert (
+        "was killed by signal 9 (is the host out of memory?); starting another"
+        in capfd.readouterr().err
+    )
+    for code, told in (
+        ("raise SystemExit(7)", "the process that prepares text ended with code 7"),
+        ("import no_such_package", "ended with code 1"),
+        (
+            "import data.prepare\ndef full(*_): raise OSError(28, 'No space left on device')\n"
+            "data.prepare.prepare_text = full\n" + real,
+            "No space left on device",
+        ),
+    ):
+        prepare(fresh := configured(corpora["jsonl"], tmp_path / "q"))
+        monkeypatch.setattr(background, "CHILD", code)
+        with pytest.raises(PreparingFailed, match=told):
+            digests(fresh, 3)
+        shutil.rmtree(tmp_path / "q")
+
+
+def test_a_folder_that_is_deleted_or_begun_anew_is_noticed(
+    corpora, configured, tmp_path, monkeypatch
+):
+    """By the process that writes it, and by the run that reads it."""
+    cfg = configured(corpora["jsonl"], tmp_path / "p")
+    prepare(cfg)
+    writer = TokenWriter(tmp_path / "p", growing=True)
+    writer.append("train", bytes(20))
+    source = GrowingStream(tmp_path / "p", cfg, 0, OneSource())
+    shutil.rmtree(tmp_path / "p")
+    with pytest.raises(Overtaken, match=r"was deleted or replaced while it was written"):
+        writer.record()
+    with pytest.raises(ConfigError, match="was deleted while a run reads it"):
+        source.refresh()
+    other = configured(corpora["parquet"], tmp_path / "p")
+    prepare(other, whole=True)
+    before = content(tmp_path / "p")
+    with pytest.raises(Overtaken):
+        writer.record()
+    writer.close()
+    with pytest.raises(ConfigError, match="was begun anew, with another identity"):
+        source.refresh()
+    assert content(tmp_path / "p") == before
+    with pytest.raises(ConfigError, match="was prepared with source = "):
+        digests(cfg, 1)
+
+
+def test_a_record_is_trusted_once_its_bytes_are_there(corpora, configured, whole, tmp_path):
+    """A network's file system may show the manifest before the files' new ends."""
+    folder, expected = whole
+    cfg = configured(corpora["jsonl"], tmp_path / "p")
+    prepare(cfg)
+    source = GrowingStream(tmp_path / "p", cfg, 0, OneSource())
+    manifest = content(folder)["manifest.json"]
+    for name, bytes_ in content(folder).items():
+        (tmp_path / "p" / name).write_bytes(bytes_[:1000] if name == "train.bin" else bytes_)
+    source.refresh()
+    assert not source.is_recorded and not source.order.segment_ends
+    (tmp_path / "p/train.bin").write_bytes(content(folder)["train.bin"])
+    assert (tmp_path / "p/manifest.json").read_bytes() == manifest
+    source.refresh()
+    assert source.is_recorded and digests(cfg, 9) == expected[:9]
+
+
+@pytest.mark.parametrize("batch, told", [(4, None), (100_000, "takes 1e\\+05 of them")])
+def test_too_little_text_is_refused_before_a_run(batch, told, tmp_path, configured, monkeypatch):
+    """Little text is prepared before the ranks start; of much text it is known at its end."""
+    write_rows(tmp_path / "few.jsonl", TEXTS[:300])
+    train = {"global_batch_size": batch, "micro_batch_size": None}
+    cfg = configured(tmp_path / "few.jsonl", tmp_path / "p", train=train)
+    monkeypatch.setattr("data.prepare.SMALL", 1 << 22)
+    prepare(cfg)
+    assert is_complete(read_manifest(tmp_path / "p"))
+    with pytest.raises(ConfigError, match=told) if told else contextlib.nullcontext():
         open_dataset(cfg)
 
 
-@pytest.fixture(scope="module")
-def short(tmp_path_factory, prepared) -> config.Config:
-    """Two epochs and a half are 30 steps of four samples. All parts are there."""
-    folder = tmp_path_factory.mktemp("short")
-    texts = [*TEXTS[:48], *[text for text in TEXTS if is_validation(text)][:3]]
-    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    (folder / "b.txt").write_text(TEXTS[40])
-    cfg = growing_config(
-        folder / "*.*",
-        folder / "parts",
-        data={"tokenizer": str(prepared / "tokenizer.model")},
-        train={"steps": 30, "global_batch_size": 4, "micro_batch_size": 1},
-        optim={"schedule": "constant"},
-        eval={"every_steps": 15},
-        checkpoint={"save_every_steps": 5},
-    )
-    prepare_in_small_parts(cfg)
-    assert started(cfg, 1).wait(60) == 0
-    return cfg
+def test_documents_of_one_token_are_refused_under_a_mask(tmp_path, configured, monkeypatch):
+    import tokenizers
+    from tokenizers import models, pre_tokenizers
+
+    made = tokenizers.Tokenizer(models.WordLevel({"cat": 0, "?": 1}, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    write_rows(tmp_path / "a.jsonl", ["cat"] * 3000)
+    data = {"tokenizer": str(tmp_path / "tokenizer.json"), "document_mask": True}
+    cfg = configured(tmp_path / "a.jsonl", tmp_path / "p", data=data)
+    prepare(cfg, whole=True)
+    with pytest.raises(ConfigError, match="has documents of one token each"):
+        open_dataset(cfg)
 
 
-def prepare_in_small_parts(cfg: config.Config) -> None:
+def test_a_folder_in_any_state_is_read_or_named(corpora, configured, tmp_path, capsys):
+    """By data.show, by an evaluation, by global order, by data.prepare itself."""
+    cfg = configured(corpora["jsonl"], tmp_path / "p", eval={})
+    path = tmp_path / "c.toml"
+    path.write_text(config.to_toml(cfg))
+    assert run_tool(data.show.main, str(path)) == 2
+    assert "holds no prepared data" in capsys.readouterr().err
+    prepare(cfg)
+    for tool in (lambda: run_tool(data.show.main, str(path), "--step", "9"),):
+        assert tool() == 2
+        error = capsys.readouterr().err
+        assert "its text is not prepared yet (" in error and error.count("\n") == 1
+    with pytest.raises(ConfigError, match="its validation text is not prepared yet, at 0 tokens"):
+        open_dataset(cfg, train=False)
+    assert run_tool(main, str(path)) == 0
+    assert run_tool(data.show.main, str(path), "--step", "9") == 0
+    shown = capsys.readouterr().out
+    assert shown.count("=== step 9, sample ") == 8
+    other = configured(corpora["jsonl"], tmp_path / "p", data={"order": "global"})
+    with pytest.raises(ConfigError, match="was prepared with format = 4, the configuration says 3"):
+        open_data(other, "train")
+    half = configured(corpora["jsonl"], tmp_path / "half", data={"order": "global"})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("data.pieces.SMALLEST", 600)
+        patch.setattr("data.prepare.prepare_text", lambda *unused: None)
+        prepare(half)
+    with pytest.raises(ConfigError, match="half: is prepared up to 0 tokens; `python -m data.prep"):
+        open_dataset(half)
+
+
+def test_one_that_stands_still_with_the_lock_is_not_waited_for(
+    corpora, configured, tmp_path, monkeypatch, capsys
+):
+    cfg = configured(corpora["jsonl"], tmp_path / "p")
+    prepare(cfg)
+    held = files.lock(tmp_path / ".p.lock")
+    monkeypatch.setattr("data.prepare.HOLDER_SECONDS", 0.5)
+    prepare(cfg, whole=True)
+    held.release()
+    told = capsys.readouterr().err
+    assert f"waiting for another process that prepares {tmp_path / 'p'}" in told
+    assert "has not recorded anything for 0 s" in told
+    assert f"preparing {tmp_path / 'p'} too" in told
+    assert is_complete(read_manifest(tmp_path / "p"))
+
+
+def test_a_resume_on_other_text_is_refused(corpora, configured, whole, tmp_path):
+    """Also where the part that was trained on is prepared only later."""
+    folder, _ = whole
+    cfg = configured(corpora["jsonl"], folder)
+    dataset = open_dataset(cfg)
+    used = dataset.fingerprint(step=40)
+    assert 2 < len(used[0]["segments"]) < len(read_manifest(folder)["segments"])
+    dataset.require(used)
+    changed = json.loads(json.dumps(used))
+    changed[0]["segments"][1] = "another"
+    with pytest.raises(ConfigError, match="segment 1 has other text than when it was trained on"):
+        dataset.require(changed)
+    new = configured(corpora["jsonl"], tmp_path / "new")
+    prepare(new)
+    loader = Loader(new, open_dataset(new), data_rank(), 41)
+    loader.dataset.require(changed)
+    with pytest.raises(ConfigError, match="segment 1 has other text than when it was trained on"):
+        next_digest(loader, 41)
+    loader.close()
+
+
+# Writers that outlive their folder or their text
+
+
+def stopped_in_the_middle(cfg: config.Config, folder: pathlib.Path) -> Preparation:
+    """A preparation that has written and recorded the first chunks, and has read the next ones: as if it had been
+    stopped there."""
+    preparation = Preparation(folder, cfg)
+    reader = preparation.chunks()
+    for _ in range(3):
+        chunk = next(reader)
+        preparation.write(chunk, chunk.encode(chunk.documents))
+    preparation.writer.record()
+    preparation.left = [next(reader) for _ in range(3)]
+    return preparation
+
+
+def continued(preparation: Preparation) -> None:
+    for chunk in preparation.left:
+        preparation.write(chunk, chunk.encode(chunk.documents))
+    preparation.writer.record()
+
+
+def test_a_writer_that_was_overtaken_gives_up_before_it_writes(configured, tmp_path, monkeypatch):
+    """It was stopped, its text was changed behind what it had recorded, and another process went on."""
+    monkeypatch.setattr("data.encode.CHUNK", 5_000)
+    monkeypatch.setattr("data.prepare.SYNC_SECONDS", 0.0)
+    pattern = written(tmp_path / "texts", "jsonl")
+    cfg = configured(pattern, tmp_path / "p")
+    prepare(cfg)
+    first = stopped_in_the_middle(cfg, tmp_path / "p")
+    place = read_manifest(tmp_path / "p")["place"]
+    path = pathlib.Path(read_manifest(tmp_path / "p")["files"][place[0]][0])
+    lines = path.read_text().splitlines()
+    lines[place[2] + 1] = json.dumps({"text": "something else"})  # behind the record
+    path.write_text("\n".join(lines))
+    prepare(cfg, whole=True)
+    before = content(tmp_path / "p")
+    for attempt in (first.writer.end, lambda: continued(first)):
+        with pytest.raises(Overtaken, match="has prepared more of it"):
+            attempt()
+    assert content(tmp_path / "p") == before
+    assert (
+        read_manifest(tmp_path / "p")["segments"]
+        == segment_hashes(tmp_path / "p", read_manifest(tmp_path / "p"))[0]
+    )
+
+
+def test_what_was_written_is_compared_before_it_is_complete(configured, corpora, tmp_path):
+    """Whoever changed it: the hashes of all segments were taken as it was tokenized."""
+    cfg = configured(corpora["jsonl"], tmp_path / "p")
+    prepare(cfg)
+    with pytest.MonkeyPatch.context() as patch:
+        end = TokenWriter.end
+
+        def spoiled(writer):
+            end(writer)
+            with (tmp_path / "p/train.bin").open("r+b") as file:
+                file.seek(10_000)
+                file.write(b"\0\0\0")
+
+        patch.setattr(TokenWriter, "end", spoiled)
+        with pytest.raises(ConfigError, match=r"train\.bin: was changed while it was prepared"):
+            prepare(cfg, whole=True)
+    assert not is_complete(read_manifest(tmp_path / "p"))
+
+
+def test_a_preparation_does_not_fill_the_folder_of_another_configuration(
+    configured, corpora, tmp_path
+):
+    """It was begun anew while this one waited for its lock."""
+    cfg = configured(corpora["jsonl"], tmp_path / "p")
+    prepare(cfg)
+    other = configured(corpora["parquet"], tmp_path / "p")
+    with pytest.raises(ConfigError, match="was prepared with source = "):
+        prepare_text([(tmp_path / "p", other)], 0)
+    assert read_manifest(tmp_path / "p")["tokens"]["train"] == 0
+
+
+@pytest.mark.parametrize("workers", [0, 1, 4])
+def test_a_wrong_row_behind_max_tokens_is_not_asked_for(configured, tmp_path, monkeypatch, workers):
+    """However far is read ahead, and whether or not it stands in the chunk in which they are reached."""
+    monkeypatch.setattr("data.encode.CHUNK", 5_000)
+    path = tmp_path / "a.jsonl"
+    spoil(path, TEXTS[:600], [590])
+    cfg = configured(path, tmp_path / "p", data={"order": "global", "max_tokens": 20_000})
+    prepare_text(begin_all(cfg), workers)
+    assert is_complete(read_manifest(tmp_path / "p"))
+    spoil(path, TEXTS[:600], [10])
+    early = configured(path, tmp_path / "q", data={"order": "global", "max_tokens": 20_000})
+    with pytest.raises(ConfigError, match="line 11: is not valid JSON"):
+        prepare_text(begin_all(early), workers)
+
+
+def test_a_mixture_with_a_tokenizer_of_its_own_resumes_once_a_row_is_mended(tmp_path, configured):
+    """Its tokenizer was trained on the start of the text; the folders' records tell what has changed since."""
+    texts = [words(i, 40) for i in range(1500)]
+    write_rows(tmp_path / "a.jsonl", texts)
+    spoil(tmp_path / "b.jsonl", texts[::-1], [1400])
+    weighted = [{"source": str(tmp_path / f"{name}.jsonl")} for name in "ab"]
+    data = {"sources": weighted, "source": None, "tokenizer": None}
+    cfg = configured("x", tmp_path / "p", data=data)
+    with pytest.MonkeyPatch.context() as patch:  # the sample ends before the wrong row
+        patch.setattr("data.folder.train_tokenizer", lambda texts, size: train_on(texts, size, 900))
         prepare(cfg)
+    with pytest.raises(ConfigError, match=r"b\.jsonl: line 1401: "):
+        prepare(cfg, whole=True)
+    write_rows(tmp_path / "b.jsonl", texts[::-1])
+    os.utime(tmp_path / "a.jsonl")
+    folders = prepare(cfg, whole=True)
+    assert all(is_complete(read_manifest(folder)) for folder in folders)
 
 
-def test_ranks_together_read_what_one_reads(short):
-    """Over the ends of epochs, and from there on."""
-    (parts,) = open_dataset(short).train
-    assert len(parts.turn) > 9 and 30 < parts.know(99) < 55  # windows; of 120 samples
-    whole = digests(short, 30)
-    assert len({*whole}) == 30
-    for ranks, first in ((2, 1), (4, 1), (4, 8), (2, 17)):
-        loaders = [
-            Loader(short, open_dataset(short), data_rank(rank, ranks), first)
-            for rank in range(ranks)
-        ]
-        assert whole[first - 1 :] == [
-            sum(next(loader).digest for loader in loaders) % config.DIGEST_MODULUS
-            for _ in range(first, 31)
-        ]
-        for loader in loaders:
-            loader.close()
+def train_on(texts: Iterator[str], size: int, most: int) -> bytes:
+    return train_tokenizer(itertools.islice(texts, most), size)
 
 
-@pytest.mark.slow
-def test_a_run_on_unprepared_text_is_that_on_prepared_one(short, tmp_path):
-    """On four ranks, resumed on two in a later epoch, with validation."""
-    (file := tmp_path / "c.toml").write_text(config.to_toml(short))
-    found = {}
-    for name, path, launches in (
-        ("before", short.data.path, [(1, 30)]),
-        ("during", tmp_path / "new", [(4, 15), (2, 30)]),
+def test_other_validation_text_than_a_run_began_with_is_refused(configured, corpora, tmp_path):
+    own = tmp_path / "own.jsonl"
+    write_rows(own, [words(i, 20) for i in range(40)])
+    data = {"validation": str(own)}
+    cfg = configured(corpora["jsonl"], tmp_path / "p", data=data, eval={"every_steps": 2})
+    prepare(cfg, whole=True)
+    dataset = open_dataset(cfg)
+    before = dataset.fingerprint(step=4)
+    hashed = hashlib.sha256((tmp_path / "p/heldout.bin").read_bytes()).hexdigest()
+    assert before[0]["validation_hash"] == hashed
+    loaders = [Loader(cfg, dataset, data_rank(), 1)]
+    write_rows(own, [words(100 + i, 20) for i in range(40)])
+    shutil.rmtree(tmp_path / "p")
+    prepare(cfg, whole=True)
+    changed = open_dataset(cfg)
+    with pytest.raises(ConfigError, match="its validation text is another than when the run began"):
+        changed.require(before)
+    loaders.append(Loader(cfg, changed, data_rank(), 1))
+    first, second = ([loader.text_hash(step) for step in (1, 2)] for loader in loaders)
+    assert first[0] == second[0] and first[1] != second[1]  # an evaluation is due after step 2
+    for loader in loaders:
+        loader.close()
+
+
+def test_a_process_that_stands_still_is_replaced(corpora, configured, whole, tmp_path, monkeypatch):
+    """Stopped, it is killed after half the time, and another one goes on."""
+    _, expected = whole
+    cfg = configured(corpora["jsonl"], tmp_path / "p", run={"start_timeout_seconds": 8.0})
+    prepare(cfg)
+    once = tmp_path / "once"
+    stopped = f"import os, pathlib; p = pathlib.Path({str(once)!r}); "
+    stopped += "p.exists() or (p.touch(), os.kill(os.getpid(), 19)); "
+    monkeypatch.setattr(background, "CHILD", stopped + background.CHILD)
+    assert digests(cfg, 9) == expected[:9]
+
+
+def test_passing_trouble_of_a_disk_is_not_the_text_s_fault(
+    corpora, configured, tmp_path, monkeypatch
+):
+    cfg = configured(corpora["jsonl"], tmp_path / "p")
+    prepare(cfg)
+    source = GrowingStream(tmp_path / "p", cfg, 0, OneSource())
+    stat = pathlib.Path.stat
+
+    def stale(path, **options):
+        if path.name == "manifest.json":
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return stat(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "stat", stale)
+        source.refresh()
+    with pytest.raises(OSError, match="Input/output error"), sources.readable("x.parquet:"):
+        raise OSError(errno.EIO, "Input/output error")
+    with (
+        pytest.raises(ConfigError, match="cannot be read: PermissionError"),
+        sources.readable("x.parquet:"),
     ):
-        own = [f"--data.path={path}", f"--run.output_dir={tmp_path}", f"--run.name={name}"]
-        prepare_in_small_parts(config.load(str(file), own))
-        for nproc, steps in launches:
-            done = launch(file, *own, f"--train.steps={steps}", nproc=nproc)
-            assert done.returncode == 0, done.stderr
-        found[name] = [
-            (row["batch_digest"], pytest.approx(row["loss"], rel=1e-5))
-            for row in rows(tmp_path / name)
-        ]
-        found[name] += [
-            pytest.approx(row["loss"], rel=1e-5) for row in rows(tmp_path / name, "eval")
-        ]
-    assert found["before"] == found["during"] and len(found["before"]) == 32
-    assert rows(tmp_path / "during")[0]["data_seconds"] > 0.1  # waited for its first part
-    assert [digest for digest, _ in found["before"][:30]] == digests(short, 30)
+        raise PermissionError(13, "Permission denied")
+
+
+# Whole runs
+
+
+@pytest.fixture
+def run_config(write_config, tmp_path, prepared):
+    """Of a run on six files of text in tmp_path/texts, into tmp_path/p."""
+    pattern = written(tmp_path / "texts", "jsonl")
+
+    def write(name: str = "r", **sections) -> pathlib.Path:
+        data = {
+            "source": str(pattern),
+            "path": str(tmp_path / "p"),
+            "tokenizer": str(prepared / "tokenizer.model"),
+            "order": "growing",
+            **sections.pop("data", {}),
+        }
+        defaults = {
+            "train": {"steps": 200, "seq_len": 32, "global_batch_size": 8},
+            "checkpoint": {"save_every_steps": 1000},
+            "log": {"every_steps": 1, "tensorboard": False},
+            "eval": None,
+        }
+        return write_config(name, data=data, **{**defaults, **sections})
+
+    return write
+
+
+def environment(ranks: int, seconds_a_record: float = 0.0) -> dict[str, str]:
+    path = os.pathsep.join([str(REPO / "tests/small_borders"), str(REPO)])
+    return os.environ | {
+        "PYTHON": sys.executable,
+        "PYTHONPATH": path,
+        "NPROC": str(ranks),
+        "OMP_NUM_THREADS": "1",
+        "SECONDS_A_RECORD": str(seconds_a_record),
+    }
+
+
+def start(
+    path: pathlib.Path,
+    log: pathlib.Path,
+    ranks: int,
+    *options: str,
+    seconds_a_record: float = 0.0,
+) -> subprocess.Popen:
+    return subprocess.Popen(
+        [REPO / "run_train.sh", path, *options],
+        env=environment(ranks, seconds_a_record),
+        stdout=log.open("w"),
+        stderr=subprocess.STDOUT,
+    )
+
+
+def expected_of(path: pathlib.Path, steps: int, folder: pathlib.Path) -> list[int]:
+    """The digests of a run on text that was prepared before."""
+    cfg = config.load(str(path), [f"--data.path={folder}"])
+    prepare(cfg, whole=True)
+    return digests(cfg, steps)
+
+
+def preparers_of(path: pathlib.Path) -> list[int]:
+    """The processes that prepare beside the ranks of a configuration."""
+    found = []
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        if b"data.background import main" in content_of(process / "cmdline"):
+            parent = re.search(rb"PPid:\s*(\d+)", content_of(process / "status"))
+            if parent and str(path).encode() in content_of(
+                pathlib.Path("/proc", parent[1].decode(), "cmdline")
+            ):
+                found.append(int(process.name))
+    return found
+
+
+def content_of(path: pathlib.Path) -> bytes:
+    with contextlib.suppress(OSError):
+        return path.read_bytes()
+    return b""
+
+
+def test_a_run_ends_with_a_wrong_row_and_resumes_once_it_is_mended(run_config, tmp_path):
+    """On two ranks, found while it trains; resumed on one."""
+    path = run_config()
+    names = order_model.reading_order([f"part{number}.jsonl" for number in range(6)])
+    number = int(names[4][4])
+    texts = TEXTS[CUTS[number] : CUTS[number + 1]]
+    wrong = len(texts) // 2
+    spoil(tmp_path / "texts" / names[4], texts, [wrong])
+    failed = start(path, tmp_path / "first", 2, seconds_a_record=0.2)
+    assert failed.wait(120) == 2, (tmp_path / "first").read_text()
+    last = (tmp_path / "first").read_text().splitlines()[-1]
+    assert last.startswith(f"{tmp_path / 'texts' / names[4]}: line {wrong + 1}: is not valid JSON")
+    folder = tmp_path / "outputs/r"
+    trained = len(rows(folder))
+    assert 5 < trained < 200 and (folder / f"checkpoints/step-{trained:08d}").exists()
+    assert json.loads((folder / "status.json").read_text())["state"] == "failed"
+    write_rows(tmp_path / "texts" / names[4], texts)
+    again = start(path, tmp_path / "second", 1)
+    assert again.wait(180) == 0, (tmp_path / "second").read_text()
+    expected = expected_of(path, 200, tmp_path / "expected")
+    assert [row["batch_digest"] for row in rows(folder)] == expected
+    assert not preparers_of(path)
+
+
+def test_a_stop_ends_a_wait_for_text_that_stands_still(run_config, tmp_path):
+    """On two ranks: the process that prepares is stopped, TERM to one rank ends all. Resumed on one rank, in the middle
+    of a segment, it trains on the same samples."""
+    path = run_config()
+    log, folder = tmp_path / "first", tmp_path / "outputs/r"
+    run = start(path, log, 2, "--train.steps=1500", seconds_a_record=0.3)
+    deadline = time.monotonic() + 90
+    while not (folder / "metrics.jsonl").exists() or len(rows(folder)) < 6:
+        assert run.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+    stopped = preparers_of(path)
+    os.kill(stopped[0], signal.SIGSTOP)
+    while "waiting for text: " not in (tmp_path / "first").read_text():
+        assert run.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+    ranks = [
+        int(process.name)
+        for process in pathlib.Path("/proc").glob("[0-9]*")
+        if b"\0RANK=1\0" in content_of(process / "environ")
+        and str(path).encode() in content_of(process / "cmdline")
+    ]
+    began = time.monotonic()
+    os.kill(ranks[0], signal.SIGTERM)
+    assert run.wait(30) == 75, (tmp_path / "first").read_text()
+    assert time.monotonic() - began < 10 and not preparers_of(path)
+    trained = len(rows(folder))
+    status = json.loads((folder / "status.json").read_text())
+    assert status["state"] == "preempted" and status["step"] == trained > 5
+    again = start(path, tmp_path / "second", 1, f"--train.steps={trained + 40}")
+    assert again.wait(180) == 0, (tmp_path / "second").read_text()
+    expected = expected_of(path, trained + 40, tmp_path / "expected")
+    assert [row["batch_digest"] for row in rows(folder)] == expected
+
+
+def test_nodes_whose_disks_hold_other_text_are_told_apart(run_config, tmp_path, prepared):
+    """Two ranks with a folder each: of the same identity, but of files that differ from the second segment on."""
+    path = run_config(run={"output_dir": str(tmp_path / "outputs")})
+    cfg = config.load(str(path), [])
+    prepare(cfg, whole=True)
+    shutil.copytree(tmp_path / "p", tmp_path / "copy")
+    manifest = read_manifest(tmp_path / "copy")
+    manifest["segments"][1] = "of other text"
+    (tmp_path / "copy/manifest.json").write_text(json.dumps(manifest))
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+            *(REPO / "tests/faulty.py", path),
+        ],
+        env=environment(2) | {"FAULT": "another copy:1", "COPY": str(tmp_path / "copy")},
+        capture_output=True,
+        text=True,
+    )
+    assert "has other text in segment 1 of " in done.stdout + done.stderr, done.stdout + done.stderr
+    assert 5 < len(rows(tmp_path / "outputs/r")) < 100  # it was saved when the segment opened
+    assert list((tmp_path / "outputs/r/checkpoints").glob("step-*"))
+
+
+def test_an_evaluation_that_is_due_waits_as_a_step_does(run_config, tmp_path):
+    """Its text is complete at the validation border. --eval-only evaluates the same."""
+    path = run_config(eval={"every_steps": 3}, train={"steps": 6, "seq_len": 32})
+    run = start(path, tmp_path / "log", 2)
+    assert run.wait(120) == 0, (tmp_path / "log").read_text()
+    found = rows(tmp_path / "outputs/r", "eval")
+    assert [row["step"] for row in found] == [3, 6]
+    done = launch(path, "--eval-only", **{k: environment(1)[k] for k in ("PYTHON", "PYTHONPATH")})
+    assert json.loads(done.stdout.splitlines()[-1])["loss"] == pytest.approx(
+        found[-1]["loss"], abs=1e-6
+    )
+
+
+def test_a_machine_with_a_disk_of_its_own_begins_a_folder_of_its_own(run_config, tmp_path):
+    """Where the launcher has not: here torchrun alone, on nothing that is prepared."""
+    path = run_config(train={"steps": 12, "seq_len": 32}, checkpoint=None)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, REPO / "train.py", path], env=environment(2), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [row["batch_digest"] for row in rows(tmp_path / "outputs/r")]
+    assert found == expected_of(path, 12, tmp_path / "expected")

@@ -3,7 +3,6 @@
 import contextlib
 import gzip
 import io
-import itertools
 import json
 import os
 import signal
@@ -11,20 +10,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 
 import pytest
 
 import config
-import data.arrow
-import data.hub  # noqa: F401  both for the client
-from data import growing
-from data.dataset import open_dataset
-from data.loader import Loader
-from data.pieces import read_plan
-from tests.conftest import REPO, data_rank, rows, words
+import data.arrow  # noqa: F401  for the client
+from data import hub as data_hub
+from data.record import read_manifest
+from tests import order_model
+from tests.conftest import REPO, make_config, rows, words
 from tests.hub import CUT, LOST, Hub
-from tests.warm import warm_python
+from tests.test_growing import digests, environment, small_borders  # noqa: F401  a fixture
 
 REPOSITORY = "datasets/me/texts"
 TEXTS = [words(i, 5 + i % 80) + ("" if i % 7 else "\n\u00e9\u732b") for i in range(900)]
@@ -44,20 +40,22 @@ CODE = """
 import json, sys
 import config
 from tests.conftest import make_config
-from data import arrow, dataset, hub, pieces
-from data.pieces import Pieces, cut
-from data.sources import Files
-arrow.COMPRESSED_UNIT = 300  # the text here is little
-pieces.SMALLEST = pieces.LARGEST = 3000
+from data import hub
+from data.identity import open_source
 
-def data(subset="en", split="train", source="me/texts"):
-    return make_config(data={"source": source, "subset": subset, "split": split, "order": "growing"}).data
+def data(subset="en", split="train", source="me/texts", order="growing"):
+    return make_config(data={"source": source, "subset": subset, "split": split, "order": order}).data
 
-def parts(d, found):
-    return [[*Pieces(d, found, pieces)] for pieces in cut(Pieces(d, found))]
+def find(d):
+    revision, files = hub.find_files(d)
+    return {"revision": revision, "files": files}
+
+def texts(d, found=None):
+    return [*open_source(d, None, found)]
 
 def fetched(found, number=0):
-    return hub.fetch("me/texts", found["revision"], *found["files"][number]).read_text()[:20]
+    path, _ = hub.fetch("me/texts", found["revision"], *found["files"][number])
+    return path.read_text()[:20]
 
 for line in sys.stdin:
     try:
@@ -161,49 +159,45 @@ def fault(hub):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "gz", "zst", "parquet"])
-def test_parts_hold_the_text_that_datasets_reads(client, kind):
-    """Each once, in parts of about the same size, cut without a look into the files."""
-    d = "data()" if kind == "jsonl" else f"data(None, source='me/{kind}')"
-    client.ask(f"[found := hub.find_files({d}), globals().update(found=found)]")
-    assert all(
-        path.endswith(kind) and len(digest) == 40
-        for path, _, digest in client.ask("found['files']")
-    )
-    parts = client.ask(f"parts({d}, found)")
-    texts = [*itertools.chain(*parts)]
-    assert Counter(texts) == Counter(TEXTS) and len(parts) > 4
+def test_files_hold_the_text_that_datasets_reads(client, kind):
+    """In the order of their names' hashes."""
+    arguments = "" if kind == "jsonl" else f"None, source='me/{kind}', "
+    found = client.ask(f"find(data({arguments}))")
+    assert all(path.endswith(kind) and len(digest) == 40 for path, _, digest in found["files"])
+    texts = client.ask(f"texts(data({arguments}))")
+    assert sorted(texts) == sorted(TEXTS)
     if kind != "zst":  # for which `datasets` needs another package
-        assert Counter(texts) == Counter(client.ask(f"[*dataset.open_source({d})]"))
-    lengths = sorted(sum(map(len, part)) for part in parts)
-    assert lengths[-1] < 4 * lengths[len(lengths) // 2] and lengths[len(lengths) // 2] > 1000
+        assert sorted(texts) == sorted(client.ask(f"texts(data({arguments}order='global'))"))
+    names = order_model.reading_order([path for path, *_ in found["files"]])
+    begins = {"en/train-0.jsonl": 0, "a.json.gz": 0, "0.parquet": 0, "a.jsonl.zst": 0}
+    first = begins.get(names[0], {"jsonl": 400, "gz": 500, "parquet": 600}.get(kind))
+    assert texts[0] == TEXTS[first]
 
 
 def test_what_is_no_text_by_file_is_refused_by_name(client):
-    refused = client.ask("hub.find_files(data('tables'))")["refused"]
+    refused = client.ask("find(data('tables'))")["refused"]
     assert refused == (
         '[data] order = "growing": reads files of .jsonl, .json, .parquet, .txt, .jsonl.gz, .json.gz, '
         '.jsonl.zst, .json.zst, and me/texts has tables/a.csv; set order = "global"'
     )
-    assert client.ask("hub.find_files(data('en', 'dev'))")["refused"] == (
+    assert client.ask("find(data('en', 'dev'))")["refused"] == (
         "[data] split = dev: me/texts has train, validation"
     )
-    assert "BuilderConfig 'fr' not found" in client.ask("hub.find_files(data('fr'))")["refused"]
+    assert "BuilderConfig 'fr' not found" in client.ask("find(data('fr'))")["refused"]
     assert client.printed() == ""
 
 
 def test_a_moved_branch_changes_nothing(client, hub):
-    client.ask("[found := hub.find_files(data('en', 'validation')), globals().update(found=found)]")
+    client.ask("[found := find(data('en', 'validation')), globals().update(found=found)]")
     hub.commit(REPOSITORY, hub.files | {"en/val.jsonl": json_lines(["of another commit"])})
-    assert client.ask("parts(data('en', 'validation'), found)") == [["held out"]]
-    assert client.ask(
-        "parts(data('en', 'validation'), hub.find_files(data('en', 'validation')))"
-    ) == [["of another commit"]]
+    assert client.ask("texts(data('en', 'validation'), found)") == ["held out"]
+    assert client.ask("texts(data('en', 'validation'))") == ["of another commit"]
 
 
 def in_new_commit(client: Client, hub: Hub, name: str, content: bytes) -> None:
     """Binds `found`, in the client, to a commit in which one file was never fetched."""
     hub.commit(REPOSITORY, hub.files | {f"en/train-{name}.jsonl": content})
-    client.ask("[found := hub.find_files(data()), globals().update(found=found)]")
+    client.ask("[found := find(data()), globals().update(found=found)]")
 
 
 def test_a_download_resumes(client, hub, fault):
@@ -269,7 +263,7 @@ def test_access_and_offline(hub, client, tmp_path):
         (folder := tmp_path / str(len(options))).mkdir()
         stranger = Client(hub, folder, **options)
         with contextlib.closing(stranger.process.stdin):
-            assert told in (refused := stranger.ask("hub.find_files(data())")["refused"]), refused
+            assert told in (refused := stranger.ask("find(data())")["refused"]), refused
             assert "\n" not in refused and stranger.printed() == ""
             if options:
                 stranger.ask(
@@ -283,53 +277,72 @@ def test_access_and_offline(hub, client, tmp_path):
                 )
 
 
+def test_files_are_fetched_ahead_and_removed_where_room_is_short(tmp_path, monkeypatch):
+    """The next file is fetched while one is read; one whose text is recorded goes, if it was fetched here."""
+    calls = []
+
+    def fetch(source: str, revision: str, name: str, size: int, digest: str):
+        path = tmp_path / name
+        is_new = not path.exists()
+        path.write_bytes(json_lines([f"text of {name}"]))
+        calls.append(name)
+        return path, is_new
+
+    names = [f"{n}.jsonl" for n in range(5)]
+    monkeypatch.setattr(data_hub, "fetch", fetch)
+    monkeypatch.setattr(
+        data_hub,
+        "find_files",
+        lambda d, revision: ("commit", [[name, 100, "0" * 40, None] for name in names]),
+    )
+    (tmp_path / order_model.reading_order(names)[0]).write_text("of another program")
+    d = make_config(data={"source": "me/x", "order": "growing"}).data
+    room = {"bytes": 10_000}
+    monkeypatch.setattr(data_hub, "room_beside", lambda path: room["bytes"])
+    source = data_hub.HubFiles(d)
+    reader = iter(source)
+    read = [next(reader), next(reader)]
+    for thread in source.fetches.values():
+        thread.join()
+    assert calls == order_model.reading_order(names)[:3]
+    source.on_recorded(source.place())  # enough room: all stay
+    assert len(list(tmp_path.iterdir())) == 3
+    room["bytes"] = 150  # less than the rest: and the next is still fetched ahead, 100 bytes
+    read += [next(reader), next(reader)]
+    source.on_recorded(source.place())
+    left = {path.name for path in tmp_path.iterdir()}
+    assert order_model.reading_order(names)[0] in left  # was there before
+    assert not left & {*order_model.reading_order(names)[2:3]}
+    room["bytes"] = 50
+    read += list(reader)
+    assert read == [f"text of {name}" for name in order_model.reading_order(names)]
+
+
 @pytest.mark.slow
 def test_a_run_waits_stops_fails_and_resumes(tmp_path, prepared, write_config):
-    """On two ranks. The network is lost at the third part: it waits, and on SIGTERM saves and stops at once. The fifth
+    """On two ranks. The network is lost at the third file: it waits, and on SIGTERM saves and stops at once. The fifth
     is gone: it saves, and ends with one line. All is well: it resumes, with the samples of an undisturbed run."""
     texts = [words(i, 60) for i in range(2400)]
     with Hub() as hub:
         hub.commit(
-            REPOSITORY, {f"{n}.jsonl": json_lines(texts[300 * n : 300 * n + 300]) for n in range(8)}
+            REPOSITORY,
+            {f"{n}.jsonl": json_lines(texts[300 * n : 300 * n + 300]) for n in range(8)},
         )
-        cfg = config.load(
-            str(
-                path := write_config(
-                    "hub",
-                    data={
-                        "source": "me/texts",
-                        "path": str(tmp_path / "parts"),
-                        "tokenizer": str(prepared / "tokenizer.model"),
-                        "order": "growing",
-                    },
-                    train={"steps": 60, "seq_len": 128, "global_batch_size": 16},
-                    eval=None,
-                    checkpoint={"save_every_steps": 1000},
-                    log={"every_steps": 1},
-                )
-            )
+        path = write_config(
+            "hub",
+            data={
+                "source": "me/texts",
+                "path": str(tmp_path / "text"),
+                "tokenizer": str(prepared / "tokenizer.model"),
+                "order": "growing",
+            },
+            train={"steps": 60, "seq_len": 128, "global_batch_size": 16},
+            eval=None,
+            checkpoint={"save_every_steps": 1000},
+            log={"every_steps": 1},
         )
-        env = (
-            os.environ
-            | hub.environment(tmp_path / "home")
-            | {"PYTHON": warm_python(), "NPROC": "2"}
-        )
-        assert (
-            subprocess.run(
-                [
-                    sys.executable,
-                    "-c",
-                    f"import config; from data.prepare import prepare; prepare("
-                    f"config.load({str(path)!r}))",
-                ],
-                cwd=REPO,
-                env=env,
-            ).returncode
-            == 0
-        )
-        plan = read_plan(tmp_path / "parts")
-        order = growing.reading_order(plan, cfg.run.seed, 0)
-        held = [plan["files"][plan["parts"][number][0][0]][0] for number in order[2:]]
+        env = environment(2, 0.01) | hub.environment(tmp_path / "home")
+        held = order_model.reading_order([f"{n}.jsonl" for n in range(8)])
 
         def fault(status: int, first: int) -> None:
             hub.fault = lambda request: status if request.path.endswith((*held[first:],)) else None
@@ -342,38 +355,35 @@ def test_a_run_waits_stops_fails_and_resumes(tmp_path, prepared, write_config):
                 stdout=(tmp_path / log).open("w"),
             )
 
-        fault(LOST, 0)
+        fault(LOST, 2)
         waiting, run = launched("waits"), tmp_path / "outputs/hub"
-        while "waiting for part 3 of 8 in reading order" not in (tmp_path / "waits").read_text():
+        while "waiting for text: " not in (tmp_path / "waits").read_text():
             assert waiting.poll() is None, (tmp_path / "waits").read_text()
             time.sleep(0.1)
+        time.sleep(1)
         before = len(rows(run))
         waiting.send_signal(signal.SIGTERM)
-        assert (
-            waiting.wait(60) == 75
-            and (tmp_path / "waits").read_text().count("trying again for 300 s") == 1
-        )
+        assert waiting.wait(60) == 75
+        assert (tmp_path / "waits").read_text().count("trying again for 300 s") == 1
         status = json.loads((run / "status.json").read_text())
-        assert status["state"] == "preempted" and status["step"] == before == len(rows(run)) > 5
-        fault(404, 2)
+        assert status["state"] == "preempted" and status["step"] == before == len(rows(run)) > 1
+        fault(404, 4)
         failing = launched("fails")
-        assert failing.wait(100) == 2
-        assert (
-            (tmp_path / "fails")
-            .read_text()
-            .splitlines()[-1]
-            .startswith(f"[data] source = me/texts: {held[2]} cannot be read: HfHubHTTPError: ")
+        assert failing.wait(100) == 2, (tmp_path / "fails").read_text()
+        last = (tmp_path / "fails").read_text().splitlines()[-1]
+        assert last.startswith(
+            f"[data] source = me/texts: {held[4]} cannot be read: HfHubHTTPError: "
         )
-        assert (
-            before < len(rows(run)) < 60
-            and (run / f"checkpoints/step-{len(rows(run)):08d}").exists()
-        )
+        assert before < len(rows(run)) < 60
+        assert (run / f"checkpoints/step-{len(rows(run)):08d}").exists()
         assert json.loads((run / "status.json").read_text())["state"] == "failed"
         hub.fault = lambda request: None
         again = launched("again")
         assert again.wait(200) == 0, (tmp_path / "again").read_text()
-        loader = Loader(cfg, open_dataset(cfg), data_rank(), 1)
-        assert [row["batch_digest"] for row in rows(run)] == [
-            next(loader).digest for _ in range(60)
-        ]
-        loader.close()
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in hub.environment(tmp_path / "home").items():
+                patch.setenv(name, value)
+            cfg = config.load(str(path))
+            assert [row["batch_digest"] for row in rows(run)] == digests(cfg, 60)
+        manifest = read_manifest(tmp_path / "text")
+        assert [entry[0] for entry in manifest["files"]] == held and manifest["revision"]

@@ -18,8 +18,9 @@ import config
 from config import IGNORE, ConfigError
 from data.loader import sample_digest, validation_batches
 from data.order import Permutation, Place, make_order
+from data.record import read_manifest
 from data.tokenizer import Tokenizer
-from data.tokens import TokenStream, open_stream, read_manifest, window_count
+from data.tokens import TokenStream, open_stream, window_count
 from files import printable
 from tests.conftest import (
     REPO,
@@ -113,7 +114,13 @@ def stream_of(ids: list[int], folder: pathlib.Path) -> TokenStream:
     (folder / "train.bin").write_bytes(b"".join(i.to_bytes(4, "little", signed=True) for i in ids))
     (folder / "manifest.json").write_text(
         json.dumps(
-            {"identity": {}, "vocab_size": 5, "tokens": {"train": len(ids)}, "dtype": "int32"}
+            {
+                "identity": {},
+                "vocab_size": 5,
+                "tokens": {"train": len(ids)},
+                "dtype": "int32",
+                "sha256": {},
+            }
         )
     )
     return open_stream(folder, "train", 5)
@@ -349,7 +356,15 @@ def test_documents_of_one_token_are_refused_under_a_mask(tmp_path):
         b"".join(i.to_bytes(8, "little") for i in range(1, 501))
     )
     (tmp_path / "manifest.json").write_text(
-        json.dumps({"identity": {}, "vocab_size": 5, "tokens": {"train": 500}, "dtype": "uint16"})
+        json.dumps(
+            {
+                "identity": {},
+                "vocab_size": 5,
+                "tokens": {"train": 500},
+                "dtype": "uint16",
+                "sha256": {},
+            }
+        )
     )
     with pytest.raises(ConfigError, match="of one token each"):
         make_order(make_config(data={"document_mask": True}), [open_stream(tmp_path, "train", 320)])
@@ -367,7 +382,13 @@ def test_files_beyond_two_to_the_31_tokens(dtype, width, tmp_path):
     )
     (tmp_path / "manifest.json").write_text(
         json.dumps(
-            {"identity": {}, "vocab_size": 5000, "tokens": {"train": length}, "dtype": dtype}
+            {
+                "identity": {},
+                "vocab_size": 5000,
+                "tokens": {"train": length},
+                "dtype": dtype,
+                "sha256": {},
+            }
         )
     )
     stream = open_stream(tmp_path, "train", 5000)

@@ -10,6 +10,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -19,10 +20,16 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import config
 import minimal
+from data import record
+from data.encode import is_validation
+from data.identity import identity
+from data.order import Permutation
+from data.prepare import prepare
+from data.tokens import Windows
 from model.llama import named_parameters
 from options import flatten
 from tests import cases
-from tests.conftest import REPO, prepare_one, rows, tables
+from tests.conftest import REPO, rows, tables, words
 
 # 4 ranks divide none of them. The embedding has two blocks of generators, of which ranks draw parts.
 MODEL = {"dim": 250, "n_layers": 2, "n_heads": 5, "n_kv_heads": 1, "ffn_dim": 75, "vocab_size": 323}
@@ -88,9 +95,24 @@ CASES = {
         "train": {"micro_batch_size": 1},
     },
     "float32, narrow stream": {"parallel": {"output_dtype": "bfloat16"}},
+    "growing": {  # an epoch has eight segments, and ends in the seventh step
+        "model": {"dim": 20, "n_layers": 1, "n_heads": 1, "ffn_dim": 8},
+        "train": {"steps": 9, "seq_len": 100, "global_batch_size": 40, "micro_batch_size": 4},
+    },
+    "few": {  # an epoch ends in the eighth step
+        "model": {"dim": 20, "n_layers": 1, "n_heads": 1, "ffn_dim": 8},
+        "train": {"steps": 12, "seq_len": 30, "global_batch_size": 10, "micro_batch_size": 1},
+    },
+}
+CASES["few, growing"] = CASES["few"]
+# The prepared text of a case, and data.order; of the others, all words in the global order.
+TEXTS = {
+    "growing": ("words", "growing"),
+    "few": ("few", "global"),
+    "few, growing": ("few", "growing"),
 }
 RANKS = {
-    1: ["plain", "tied", "bfloat16"],
+    1: ["plain", "tied", "bfloat16", *TEXTS],
     2: [*CASES, "long"],
     4: ["plain", "recomputed", "tied, recomputed"],
 }
@@ -101,6 +123,16 @@ LONG = {
     "log": {"every_steps": 1},
     "eval": {"batches": 1},
 }
+
+
+@contextlib.contextmanager
+def short_segments():
+    """Borders at 1024 tokens, doubling to 8192, then every 4096: a small text has several segments."""
+    with (
+        mock.patch.multiple(record, FIRST_BORDER=1 << 10, BORDER_STEP=1 << 12),
+        mock.patch.multiple(minimal, FIRST_BORDER=1 << 10, BORDER_STEP=1 << 12),
+    ):
+        yield
 
 
 def text_of(output: pathlib.Path, name: str, *changes: dict) -> str:
@@ -118,15 +150,13 @@ def text_of(output: pathlib.Path, name: str, *changes: dict) -> str:
 def run_both(paths: list[str]) -> list[tuple[list[dict], list[dict], list[str]]]:
     """For each TOML: train.py's rows, minimal.py's, and the names of parameters whose fresh shards differ."""
     found = []
-    with cases.process_group() as world:
+    with cases.process_group() as world, short_segments():
         for path in paths:
             cfg, printed = config.load(path), io.StringIO()
             cases.run_training(cfg, spread := cases.world_for(cfg, world))
             with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
                 options = minimal.read_options(path)
-                minimal.train(
-                    options, minimal.open_data(options.data, options.model.vocab_size), world.device
-                )
+                minimal.train(options, *minimal.open_data(options), world.device)
                 with torch.device("meta"):
                     model = minimal.Llama(options.model)
                 mesh = minimal.dist.init_device_mesh("cpu", (world.size,))
@@ -149,12 +179,32 @@ def run_both(paths: list[str]) -> list[tuple[list[dict], list[dict], list[str]]]
     return found
 
 
+def prepare_text(source: pathlib.Path, folder: pathlib.Path, order: str = "global") -> dict:
+    """[data] of the text that is prepared into a folder, to its end."""
+    section = {"source": str(source), "path": str(folder), "order": order}
+    with short_segments():
+        prepare(config.from_dict(tables(model=MODEL, data=section), "test.toml"), whole=True)
+    return {"data": section}
+
+
 @pytest.fixture(scope="module")
-def data(corpus, prepared, tmp_path_factory) -> dict:
-    folder = tmp_path_factory.mktemp("minimal") / "words"
-    source = {"source": str(corpus), "path": str(folder)}
-    prepare_one(config.from_dict(tables(model=MODEL, data=source), "test.toml"))
-    return {"data": source}
+def few(tmp_path_factory) -> pathlib.Path:
+    """About 40 documents of random words, without those that would be held out."""
+    path = tmp_path_factory.mktemp("few") / "few.jsonl"
+    texts = [words(number, 60) for number in range(40)]
+    kept = [json.dumps({"text": text}) + "\n" for text in texts if not is_validation(text)]
+    path.write_text("".join(kept))
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(corpus, few, tmp_path_factory) -> dict[tuple[str, str], dict]:
+    """[data] of each prepared text, by name and order."""
+    folder, sources = tmp_path_factory.mktemp("minimal"), {"words": corpus, "few": few}
+    return {
+        (name, order): prepare_text(sources[name], folder / f"{name}-{order}", order)
+        for name, order in [("words", "global"), *TEXTS.values()]
+    }
 
 
 @pytest.fixture(scope="module")
@@ -165,9 +215,9 @@ def trained(on_ranks, data, tmp_path_factory) -> tuple[dict, pathlib.Path]:
         paths = []
         for name in names:
             paths.append(output / f"{ranks} {name}.toml")
-            paths[-1].write_text(
-                text_of(output / str(ranks), name, data, LONG if name == "long" else CASES[name])
-            )
+            text = data[TEXTS.get(name, ("words", "global"))]
+            case = LONG if name == "long" else CASES[name]
+            paths[-1].write_text(text_of(output / str(ranks), name, text, case))
         for rank in on_ranks(ranks, run_both, [*map(str, paths)]):
             for name, result in zip(names, rank):
                 found.setdefault((ranks, name), []).append(result)
@@ -245,7 +295,8 @@ def run_alone(path: str) -> tuple[str, str]:
 
 def test_a_run_of_one_process_resumes_on_two(trained, on_ranks, data, corpus, tmp_path):
     """30 steps, of which one process does 15, on data that is found below prepared/: as train.py without a break."""
-    shutil.copytree(data["data"]["path"], tmp_path / "prepared" / "words")
+    folder = data["words", "global"]["data"]["path"]
+    shutil.copytree(folder, tmp_path / "prepared" / "words")
     schedule = {"data": {"source": str(corpus)}, "optim": {"schedule_steps": 30}}
     path, found = tmp_path / "long.toml", []
     for steps in (15, 30):
@@ -263,6 +314,154 @@ def test_a_run_of_one_process_resumes_on_two(trained, on_ranks, data, corpus, tm
     check_rows(found, trained[0][2, "long"][0][0])
     saved = sorted(p.name for p in (tmp_path / "long-minimal/checkpoints").iterdir())
     assert saved == [f"step-{step:08d}" for step in (10, 15, 20, 30)]
+
+
+def test_texts_have_what_their_cases_are_for(data):
+    manifests = {
+        key: json.loads(pathlib.Path(section["data"]["path"], "manifest.json").read_text())
+        for key, section in data.items()
+    }
+    assert len(manifests["words", "growing"]["segments"]) == 8
+    assert manifests["words", "growing"]["validation"][0] == "heldout"
+    for order in ("global", "growing"):
+        file, _, end = manifests["few", order]["validation"]
+        assert (file, end) == ("train", 1024) and end < manifests["few", order]["tokens"]["train"]
+
+
+class Positions:
+    """A text of which each token is its position."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, span: slice) -> torch.Tensor:
+        return torch.arange(span.start, span.stop)
+
+
+@pytest.mark.parametrize("held_out", [range(0), range(1038091, 1 << 20)])
+def test_segments_of_a_long_text(held_out):
+    """Of 2^31 tokens: at the borders of data/record.py, each segment in its permutation, then everything."""
+    length, text = 1000, Positions(1 << 31)
+    cfg = SimpleNamespace(
+        run=SimpleNamespace(seed=3),
+        train=SimpleNamespace(seq_len=length),
+        data=SimpleNamespace(order="growing"),
+    )
+    numbering = Windows(length, (held_out.start, held_out.stop) if held_out else None)
+    borders = [record.border_of(segment) for segment in range(16)]
+    assert borders[-1] == len(text)
+    ends = [0, *map(numbering.count, borders)]
+    for segment in range(len(ends) - 1):
+        first, end = ends[segment], ends[segment + 1]
+        order = Permutation(end - first, 3, 0, f"0/{segment}")
+        for index in (first, (first + end) // 2, end - 1):
+            begin = length * numbering(first + order(index - first))
+            tokens = minimal.window(cfg, text, held_out, index)
+            assert tokens.equal(torch.arange(begin, begin + length + 1))
+    for epoch in (1, 2):
+        begin = length * numbering(Permutation(ends[-1], 3, epoch)(7))
+        assert minimal.window(cfg, text, held_out, epoch * ends[-1] + 7)[0] == begin
+
+
+@pytest.mark.parametrize("order", ["global", "growing"])
+def test_an_epoch_has_every_window_but_those_with_validation_tokens(order):
+    held_out, text = range(1014, 1024), Positions(2500)
+    cfg = SimpleNamespace(
+        run=SimpleNamespace(seed=0),
+        train=SimpleNamespace(seq_len=30),
+        data=SimpleNamespace(order=order),
+    )
+    windows = [range(begin, begin + 31) for begin in range(0, 2500 - 30, 30)]
+    kept = [each.start for each in windows if not {*each} & {*held_out}]
+    assert len(kept) == len(windows) - 2
+    with short_segments():
+        for epoch in range(2):
+            samples = range(epoch * len(kept), (epoch + 1) * len(kept))
+            found = [int(minimal.window(cfg, text, held_out, number)[0]) for number in samples]
+            assert sorted(found) == kept and found != kept
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"source": "python-stdlib"},
+        {"order": "growing", "validation": "own.jsonl"},
+        {"text_field": "body", "max_tokens": 1000, "split": "a", "subset": "b"},
+        {"tokenizer": "sentencepiece.model"},
+        {"tokenizer": "json"},
+        {"tokenizer": "json/tokenizer.json"},
+    ],
+)
+def test_identity_is_the_trainers(tmp_path, monkeypatch, changes):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("json").mkdir()
+    pathlib.Path("json/tokenizer.json").write_text('{"model": {}}')
+    pathlib.Path("json/tokenizer_config.json").write_text('{"eos_token": "x"}')
+    pathlib.Path("sentencepiece.model").write_bytes(b"\nmodel")
+    for name in ("texts.jsonl", "own.jsonl"):
+        pathlib.Path(name).write_text('{"text": "a"}\n')
+    section = {"source": "texts.jsonl", **changes}
+    pathlib.Path("x.toml").write_text(text_of(tmp_path, "x", {"data": section}))
+    ours = minimal.identity(minimal.read_options("x.toml"))
+    present = {key: value for key, value in ours.items() if value is not None}
+    theirs = identity(config.load("x.toml"))
+    assert present == {key: value for key, value in theirs.items() if value is not None}
+
+
+def test_a_folder_of_an_earlier_version_names_no_validation_text(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(data["words", "global"]["data"]["path"], "words")
+    manifest = json.loads(pathlib.Path("words/manifest.json").read_text())
+    del manifest["validation"], manifest["segments"]
+    pathlib.Path("words/manifest.json").write_text(json.dumps(manifest))
+    section = {**data["words", "global"]["data"], "path": "words"}
+    pathlib.Path("x.toml").write_text(text_of(tmp_path, "x", {"data": section}))
+    tokens, validation = minimal.open_data(minimal.read_options("x.toml"))
+    assert len(tokens) == manifest["tokens"]["train"] and not validation
+
+
+def refusal(monkeypatch, capsys, folder: pathlib.Path, *changes: dict) -> str:
+    """What minimal.py prints of a configuration in a folder, before it exits with 2."""
+    monkeypatch.chdir(folder)
+    pathlib.Path("x.toml").write_text(text_of(folder, "x", *changes))
+    monkeypatch.setattr(sys, "argv", ["minimal.py", "x.toml"])
+    with pytest.raises(SystemExit) as ended:
+        minimal.main()
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_two_folders_that_match_are_both_named(data, corpus, tmp_path, monkeypatch, capsys):
+    for order, name in [("global", "a"), ("global", "b"), ("growing", "c")]:
+        folder = data["words", order]["data"]["path"]
+        shutil.copytree(folder, tmp_path / "prepared" / name)
+    said = refusal(monkeypatch, capsys, tmp_path, {"data": {"source": str(corpus)}})
+    assert "data.path must name one: prepared/a, prepared/b\n" in said
+
+
+@pytest.mark.parametrize("order", ["global", "growing"])
+@pytest.mark.parametrize("named", [False, True])
+def test_an_incomplete_folder(data, corpus, tmp_path, monkeypatch, capsys, order, named):
+    folder = tmp_path / "prepared" / "words"
+    shutil.copytree(data["words", order]["data"]["path"], folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["sha256"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    section = {"source": str(corpus), "order": order}
+    if named:
+        section["path"] = str(folder)
+    said = refusal(monkeypatch, capsys, tmp_path, {"data": section})
+    assert "`python -m data.prepare CONFIG` prepares it" in said
+
+
+def test_data_path_must_be_prepared_for_the_configuration(data, few, tmp_path, monkeypatch, capsys):
+    said = refusal(
+        monkeypatch, capsys, tmp_path, data["few", "global"], {"data": {"validation": str(few)}}
+    )
+    assert f"few-global: was prepared with validation = None, not '{few}'\n" in said
 
 
 @pytest.mark.parametrize(
@@ -288,7 +487,7 @@ def test_a_run_of_one_process_resumes_on_two(trained, on_ranks, data, corpus, tm
         ("model.qk_norm", "true"),
         ("model.rope_scaling.factor", "2"),
         ("data.document_mask", "true"),
-        ("data.order", '"growing"'),
+        ("data.order", '"other"'),
         ("data.messages_field", '"x"'),
         ("lora.rank", "2"),
         ("train.skip_nonfinite", "1"),
@@ -318,7 +517,8 @@ def test_what_is_not_implemented_is_refused(tmp_path, name, value):
         (None, "No such file"),
         ("[model]\nx\n", "line 2"),
         ("", "model.dim is missing"),
-        ("[lora]", "lora.* = {}"),
+        ("[lora]", "[lora]: not implemented"),
+        ("seed = 1", "[seed]: not implemented"),
         ((REPO / "configs/tiny.toml").read_text(), "python -m data.prepare"),
     ],
 )
@@ -338,19 +538,22 @@ def test_shipped_configurations():
         with contextlib.suppress(ValueError):
             minimal.read_options(str(path))
             accepted.add(path.stem)
-    assert accepted == {"tiny", "smollm2-135m", "tinyllama-1.1b"}
+    assert accepted == {"tiny", "smollm2-135m", "tinyllama-1.1b", "llama8b"}
 
 
 def test_defaults_are_those_of_the_trainer():
     for name, (_, field) in config.SCHEMA.options.items():
-        section, key = name.rsplit(".", 1)
-        if key in minimal.OPTIONS.get(section, {}):
-            ours = minimal.OPTIONS[section][key]
+        section = name.rsplit(".", 1)[0]
+        if name in minimal.OPTIONS:
+            ours = minimal.OPTIONS[name]
             ours = ours[0] if isinstance(ours, tuple) else ours
             theirs = [*field.default] if isinstance(field.default, tuple) else field.default
             assert theirs == ours or (ours is ... and not isinstance(theirs, int | str)), name
         else:  # absent unless given, and then refused or ignored
-            refused = section in ("lora", "model.rope_scaling") or name == "model.init_from"
+            refused = section in ("lora", "model.rope_scaling") or name in (
+                "model.init_from",
+                "data.messages_field",
+            )
             assert refused or name.startswith(minimal.IGNORED), name
 
 

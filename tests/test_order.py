@@ -13,11 +13,19 @@ import config
 from config import LONGEST_PERIOD, ConfigError
 from data.dataset import open_data
 from data.loader import DIGEST_MODULUS, sample_digest
-from data.order import OneSource, Order, Permutation, make_order, rank_samples
+from data.order import OneSource, Order, Permutation, SourceOrder, make_order, rank_samples
 from data.prepare import prepare
 from data.tokens import open_stream, window_count
 from tests import cases
 from tests.conftest import make_config, words
+
+
+def order_of(windows: list[int], mixture: object, seed: int) -> Order:
+    """Of prepared sources with so many windows."""
+    sources = [SourceOrder(seed, number, lambda window: window) for number in range(len(windows))]
+    for source, count in zip(sources, windows):
+        source.windows = count
+    return Order(sources, mixture)
 
 
 def test_a_window_has_a_target_for_its_last_token():
@@ -149,7 +157,7 @@ def test_every_sample_once_an_epoch_of_its_source():
     from data.mixture import Mixture
 
     windows = [101, 211, 7]
-    order = Order(windows, Mixture([2, 5, 1]), 3)
+    order = order_of(windows, Mixture([2, 5, 1]), 3)
     seen: list[list[list[int]]] = [[[], [], []] for _ in windows]
     for number in range(
         3 * 101 * 8 // 2 + 8
@@ -168,7 +176,7 @@ def test_a_run_reads_on_as_earlier_versions_did():
     digests of runs are compared. 40 bits of a sample's number and its tokens."""
     from data.mixture import Mixture
 
-    order = Order([101, 7], Mixture([0.7, 0.3]), 3)
+    order = order_of([101, 7], Mixture([0.7, 0.3]), 3)
     assert [tuple(order(number)) for number in (0, 1, 2, 3, 4, 5, 100, 10**6)] == [
         (0, 0, 30),
         (0, 0, 85),
@@ -188,7 +196,7 @@ def test_a_run_reads_on_as_earlier_versions_did():
 def test_sources_of_one_size_are_read_in_orders_of_their_own():
     from data.mixture import Mixture
 
-    order = Order([50, 50], Mixture([1, 1]), 3)
+    order = order_of([50, 50], Mixture([1, 1]), 3)
     read: list[list[int]] = [[], []]
     for number in range(100):
         source, _, window = order(number)

@@ -2,14 +2,17 @@
 
 import concurrent.futures.process
 import dataclasses
+import errno
 import io
 import itertools
 import json
 import os
 import pathlib
+import platform
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import unittest.mock
@@ -21,11 +24,17 @@ import config
 import files
 from checkpoint import compare
 from config import ConfigError
-from data.dataset import data_folders, identity, is_prepared, open_data, open_dataset, source_names
-from data.encode import is_validation, progress, report
+from data import encode
+from data.console import progress, report
+from data.cores import usable_cores
+from data.dataset import open_data, open_dataset
+from data.encode import is_validation, worker_count
+from data.folder import data_folders, is_prepared, source_names
+from data.identity import identity
 from data.prepare import main, prepare
+from data.record import MANIFEST, is_complete, read_manifest
 from data.tokenizer import Tokenizer, train_tokenizer
-from data.tokens import MANIFEST, open_stream, read_manifest
+from data.tokens import open_stream
 from lifecycle.checks import check_launch
 from lifecycle.command import Ranks
 from lifecycle.signals import Interruption
@@ -99,7 +108,7 @@ def test_name_of_a_mixture_s_tokenizer_made_before():
         {"source": "b/*.txt", "weight": 0.3, "max_tokens": 9},
     ]
     cfg = make_config(data={"sources": sources})
-    assert str(common_tokenizer(cfg, identity)) == "prepared/tokenizer-75cf6508cb91.model"
+    assert str(common_tokenizer(cfg)) == "prepared/tokenizer-75cf6508cb91.model"
 
 
 def test_identity_decides_the_folder(corpus):
@@ -140,7 +149,7 @@ def test_a_mixture_s_tokenizer_is_named_by_all_that_decides_the_text_it_is_train
     def name(first: dict, second: dict, rows: int = 320, **data) -> str:
         sources = [{"source": "a.jsonl", **first}, {"source": "b.jsonl", **second}]
         cfg = make_config(model={"vocab_size": rows}, data={"sources": sources, **data})
-        return common_tokenizer(cfg, identity).name
+        return common_tokenizer(cfg).name
 
     plain = {"weight": 0.7}, {"weight": 0.3}
     names = [
@@ -174,7 +183,7 @@ def test_an_identity_with_another_key_is_refused_in_both_directions(corpus, tmp_
     """A fork's option, which is in the identity only while it is on; one that is None counts as absent."""
     cfg = config_for(corpus, tmp_path)
     with_option = unittest.mock.patch(
-        "data.dataset.identity", lambda cfg: {**identity(cfg), "chat": "on", "turns": None}
+        "data.identity.identity", lambda cfg: {**identity(cfg), "chat": "on", "turns": None}
     )
     folder = prepare_one(cfg)
     with with_option, pytest.raises(ConfigError) as refused:
@@ -186,7 +195,7 @@ def test_an_identity_with_another_key_is_refused_in_both_directions(corpus, tmp_
     shutil.rmtree(folder)
     with (
         with_option,
-        unittest.mock.patch("data.prepare.identity", lambda cfg: {**identity(cfg), "chat": "on"}),
+        unittest.mock.patch("data.folder.identity", lambda cfg: {**identity(cfg), "chat": "on"}),
     ):
         prepare_one(cfg)
         assert prepare_one(cfg) == folder
@@ -229,8 +238,13 @@ def test_changed_source_is_noticed(corpus, tmp_path):
     shutil.copy(corpus, copy)
     prepare_one(config_for(copy, tmp_path))
     copy.write_text(copy.read_text() + json.dumps({"text": "more"}) + "\n")
-    with pytest.raises(ConfigError, match="changed since"):
+    with pytest.raises(ConfigError, match=r"copy\.jsonl: its text was changed after .*out was"):
         prepare_one(config_for(copy, tmp_path))
+    shutil.copy(corpus, copy)  # as it was, but for its time
+    before = read_manifest(tmp_path / "out")["files"]
+    prepare_one(config_for(copy, tmp_path))
+    after = read_manifest(tmp_path / "out")["files"]
+    assert after != before and [entry[3] for entry in after] == [entry[3] for entry in before]
     copy.unlink()  # no longer needed
     prepare_one(config_for(copy, tmp_path))
 
@@ -243,10 +257,7 @@ def test_max_tokens_and_wide_ids(corpus, tmp_path):
 class Endless:
     """A source that is not to be read for long."""
 
-    revision, write_tokens = None, None
-
-    def __init__(self, d: config.Data):
-        self.d = d
+    revision, lists_wrong_rows = None, False
 
     def __iter__(self):
         for i in range(100):
@@ -256,12 +267,15 @@ class Endless:
     def place(self):
         return None
 
-    share = place
+    share = files_to_record = place
+
+    def compare_with_text(self, *unused, **options):
+        return
 
 
 def test_beyond_max_tokens_nothing_is_read(with_tokenizer, monkeypatch):
     """But for what the processes that tokenize, here one, are handed ahead."""
-    monkeypatch.setattr("data.prepare.open_source", lambda d, place: Endless(d))
+    monkeypatch.setattr("data.prepare.open_source", lambda *unused: Endless())
     monkeypatch.setattr("data.encode.CHUNK", 1000)
     monkeypatch.setattr("os.sched_getaffinity", lambda *unused: {0})
     cfg = dataclasses.replace(
@@ -385,8 +399,9 @@ def test_a_second_that_prepares_waits_in_one_line(with_tokenizer, prepared, tmp_
     assert content(tmp_path / "out") == before
 
 
+@pytest.mark.parametrize("order", ["global", "growing"])
 def test_killed_before_any_of_its_file_system_events_it_resumes_and_ends_the_same(
-    with_tokenizer, prepared, tmp_path
+    with_tokenizer, prepared, tmp_path, monkeypatch, order
 ):
     """Dozens of kills: one at each event, and many of one preparation."""
     small = tmp_path / "small.jsonl"
@@ -394,10 +409,15 @@ def test_killed_before_any_of_its_file_system_events_it_resumes_and_ends_the_sam
     cfg = dataclasses.replace(
         with_tokenizer,
         data=dataclasses.replace(
-            with_tokenizer.data, source=str(small), path=str(tmp_path / "killed/out")
+            with_tokenizer.data,
+            source=str(small),
+            path=str(tmp_path / "killed/out"),
+            order=order,
         ),
     )
-    final = prepare_one(cfg).rename(tmp_path / "final")
+    for name, tokens in {"FIRST_BORDER": 4096, "BORDER_STEP": 4096}.items():
+        monkeypatch.setattr(f"data.record.{name}", tokens)  # as tests/kill_cases.py does
+    final = prepare(cfg, whole=True)[0].rename(tmp_path / "final")
     assert min(read_manifest(final)["documents"].values()) > 0
     shutil.rmtree(tmp_path / "killed")
     done = subprocess.run(
@@ -408,7 +428,7 @@ def test_killed_before_any_of_its_file_system_events_it_resumes_and_ends_the_sam
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["events"] > 20 and found["kills of one"] > 2, found
+    assert found["events"] > 50 and found["kills of one"] > 1, found
 
 
 @pytest.mark.parametrize("seconds, times", [(0.0, 4), (5.0, 2)])
@@ -421,14 +441,14 @@ def test_what_a_preparation_says_it_has_is_on_disk(with_tokenizer, monkeypatch, 
         name = pathlib.Path(os.readlink(f"/proc/self/fd/{handle}")).name
         synced[name.removeprefix(".").removesuffix(".tmp")] = os.fstat(handle).st_size
 
-    def write_atomic(path, text):
+    def write_atomic(path, text, *temporary):
         if path.name == MANIFEST:
             state = json.loads(text)
             for split, tokens in state["tokens"].items():
                 assert synced.get(f"{split}.bin", 0) == 2 * tokens
                 assert synced.get(f"{split}.ends.bin", 0) == 8 * state["documents"][split]
             said.add(state["tokens"]["train"])
-        write(path, text)
+        write(path, text, *temporary)
 
     def published(temporary, final):
         assert {
@@ -437,7 +457,7 @@ def test_what_a_preparation_says_it_has_is_on_disk(with_tokenizer, monkeypatch, 
         publish(temporary, final)
 
     for name, value in {
-        "data.encode.SYNC_SECONDS": seconds,
+        "data.prepare.SYNC_SECONDS": seconds,
         "data.encode.CHUNK": 20_000,
         "os.fsync": noting,
         "files.write_atomic": write_atomic,
@@ -450,10 +470,10 @@ def test_what_a_preparation_says_it_has_is_on_disk(with_tokenizer, monkeypatch, 
 
 KILLED = """
 import os, signal, sys, files, data.encode, data.prepare
-data.encode.SYNC_SECONDS, data.encode.CHUNK, write, seen = 0, 20_000, files.write_atomic, []
-def write_atomic(path, content):
-    write(path, content)
-    if path.name == data.tokens.MANIFEST:
+data.prepare.SYNC_SECONDS, data.encode.CHUNK, write, seen = 0, 20_000, files.write_atomic, []
+def write_atomic(path, content, *temporary):
+    write(path, content, *temporary)
+    if path.name == data.record.MANIFEST:
         seen.append(path)
         if len(seen) == 4:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -527,8 +547,8 @@ def test_a_mixture_s_tokenizer_reads_of_each_source_its_share(
             pass
         raise ConfigError("enough")
 
-    monkeypatch.setattr("data.prepare.open_source", endless)
-    monkeypatch.setattr("data.prepare.train_tokenizer", count)
+    monkeypatch.setattr("data.folder.open_source", endless)
+    monkeypatch.setattr("data.folder.train_tokenizer", count)
     sources = [
         {"source": str(corpus), "weight": 30.0},
         {"source": str(corpus.parent), "weight": 70.0},
@@ -572,11 +592,17 @@ def test_parts_of_one_source_have_names_of_their_own(corpus, prepared, tmp_path)
     )
 
 
-def test_what_has_nothing_held_out_is_refused_with_an_evaluation(corpus, tmp_path, prepared):
-    """A whole mixture; one of its sources alone may have none."""
-    texts = [text for text in (words(i, 60) for i in range(20)) if not is_validation(text)][:5]
+def without_held_out(tmp_path: pathlib.Path, count: int = 5) -> pathlib.Path:
+    """Texts none of which is held out by its hash."""
+    texts = [text for text in (words(i, 60) for i in range(2 * count)) if not is_validation(text)]
     few = tmp_path / "few.jsonl"
-    few.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    few.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:count]))
+    return few
+
+
+def test_a_folder_of_earlier_versions_without_validation_text(corpus, tmp_path, prepared):
+    """It trains as it did; an evaluation is refused, unless another source of the mixture has text for it."""
+    few = without_held_out(tmp_path)
 
     def check(*sources: pathlib.Path, **sections: dict) -> list[str]:
         cfg = make_config(
@@ -588,6 +614,10 @@ def test_what_has_nothing_held_out_is_refused_with_an_evaluation(corpus, tmp_pat
                 "tokenizer": str(prepared / "tokenizer.model"),
             },
         )
+        for folder in prepare(cfg):
+            manifest = read_manifest(folder)
+            manifest.pop("validation", None)
+            files.write_atomic(folder / MANIFEST, json.dumps(manifest))
         assert check_launch(
             cfg, Ranks(1, 1, 0, None), config.parse_arguments(["x.toml"]), Interruption()
         )
@@ -595,13 +625,73 @@ def test_what_has_nothing_held_out_is_refused_with_an_evaluation(corpus, tmp_pat
 
     assert check(few) == []
     [note] = check(corpus, few, eval={})
-    assert (
-        note.startswith(str(tmp_path / "mixed"))
-        and "few.jsonl" in note
-        and "it has no validation loss" in note
-    )
-    with pytest.raises(ConfigError, match=r"mixed/.*: none of its documents .* is held out"):
+    assert note.startswith(str(tmp_path / "mixed"))
+    assert "few.jsonl" in note and "it has no validation loss" in note
+    with pytest.raises(ConfigError, match=r"mixed/.*: holds no validation text; delete the folder"):
         check(few, eval={})
+
+
+@pytest.mark.parametrize("order", ["global", "growing"])
+def test_something_is_always_held_out(order, tmp_path, prepared):
+    """Of a text without a document for it the last hundredth; no window for training holds a token of it."""
+    tokenizer = str(prepared / "tokenizer.model")
+    cfg = config_for(without_held_out(tmp_path, 40), tmp_path, tokenizer=tokenizer, order=order)
+    folder = prepare(cfg, whole=True)[0]
+    manifest = read_manifest(folder)
+    tokens = manifest["tokens"]["train"]
+    assert manifest["tokens"]["heldout"] == 0
+    assert manifest["validation"] == ["train", tokens - tokens // 100, tokens]
+    stored = open_stream(folder, "train", 320)
+    (held,) = open_data(cfg, "heldout")
+    assert held.length == tokens // 100 > 20
+    assert held.read(0, held.length)[0] == (folder / "train.bin").read_bytes()[-2 * held.length :]
+    assert held.documents(0, held.length)[0][1] == 0
+    dataset = open_dataset(cfg)
+    count = (tokens - held.length - 1) // 32
+    windows = [dataset.order(number).window for number in range(count)]
+    assert sorted(windows) == [*range(count)] and 32 * count < tokens - held.length
+    assert dataset.order(count).epoch == 1 and stored.length == tokens
+
+
+def test_what_is_held_out_of_the_first_tokens_leaves_the_rest(tmp_path, prepared, monkeypatch):
+    """Windows that hold a token of it are left out, and those behind take their numbers."""
+    monkeypatch.setattr("data.record.FIRST_BORDER", 2000)
+    tokenizer = str(prepared / "tokenizer.model")
+    cfg = config_for(without_held_out(tmp_path, 40), tmp_path, tokenizer=tokenizer)
+    prepare_one(cfg)
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest["validation"] == ["train", 1980, 2000]
+    dataset, tokens = open_dataset(cfg), manifest["tokens"]["train"]
+    whole = [k for k in range((tokens - 1) // 32) if 32 * k + 32 < 1980 or 32 * k >= 2000]
+    places = [dataset.order(number) for number in range(2 * len(whole))]
+    assert sorted(place.window for place in places[: len(whole)]) == whole
+    assert {place.epoch for place in places[: len(whole)]} == {0} and places[-1].epoch == 1
+
+
+@pytest.mark.parametrize("order", ["global", "growing"])
+def test_validation_text_of_ones_own(order, corpus, tmp_path, prepared):
+    """Nothing else is held out; it is part of the identity, and watched as the source is."""
+    own = tmp_path / "own.jsonl"
+    texts = [f"validation {words(i, 20)}" for i in range(30)]
+    own.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokenizer = Tokenizer(prepared / "tokenizer.model")
+    cfg = config_for(
+        corpus, tmp_path, tokenizer=str(tokenizer.path), order=order, validation=str(own)
+    )
+    folder = prepare(cfg, whole=True)[0]
+    expected = [
+        i for text in texts for i in [*tokenizer.bos, *tokenizer.encode([text])[0], *tokenizer.eos]
+    ]
+    (held,) = open_data(cfg, "heldout")
+    assert held.read(0, held.length)[1].tolist() == expected
+    assert read_manifest(folder)["documents"]["train"] == len(corpus.read_text().splitlines())
+    assert identity(cfg)["validation"] == str(own)
+    own.write_text(own.read_text().replace("validation", "another"))
+    with pytest.raises(ConfigError, match=r"own\.jsonl: its text was changed"):
+        prepare(cfg)
+    missing = config_for(corpus, tmp_path / "new", validation="no-such-split")
+    with pytest.raises(ConfigError, match=r"validation = no-such-split: no such file"):
+        prepare(missing)
 
 
 def test_training_on_a_mixture_and_looking_at_it(corpus, tmp_path, write_config, capsys):
@@ -706,7 +796,7 @@ def test_an_error_is_printed_on_a_line_that_progress_left_clear(prepared, tmp_pa
     for name, value in {
         "data.encode.CHUNK": 100,
         "os.sched_getaffinity": lambda *unused: {0},
-        "data.encode.time": SimpleNamespace(monotonic=itertools.count().__next__),
+        "data.prepare.time": SimpleNamespace(monotonic=itertools.count().__next__),
         "sys.stderr": Terminal(),
     }.items():
         monkeypatch.setattr(name, value)
@@ -714,7 +804,7 @@ def test_an_error_is_printed_on_a_line_that_progress_left_clear(prepared, tmp_pa
         prepare_one(
             config_for(tmp_path / "in.jsonl", tmp_path, tokenizer=str(prepared / "tokenizer.model"))
         )
-    assert " tokens/s" in (shown := sys.stderr.getvalue()) and shown.endswith("\r\x1b[K\r"), shown
+    assert " tokens/s" in (shown := sys.stderr.getvalue()) and shown.endswith("\x1b[K\r"), shown
 
 
 @pytest.mark.parametrize("redirect", ["2>/dev/full", "2>&-"])
@@ -754,9 +844,9 @@ def test_a_full_disk_ends_in_a_line(corpus, prepared, write_config, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", limit, path], cwd=REPO, capture_output=True, text=True
     )
-    assert done.returncode == 2 and not (tmp_path / "out").exists()
-    assert done.stderr.splitlines()[-1].endswith("data could not be prepared: File too large"), (
-        done.stderr
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        f"{tmp_path / 'out'}: data could not be prepared: File too large"
     )
     assert main([str(path)]) == 0
 
@@ -791,16 +881,14 @@ def killed(*unused):
     raise Killed
 
 
-@pytest.mark.parametrize("where", ["_sha256", "files.publish"])
-def test_killed_at_the_end_it_resumes_at_the_end(where, corpus, prepared, tmp_path, monkeypatch):
+def test_killed_at_the_end_it_resumes_at_the_end(corpus, prepared, tmp_path, monkeypatch):
     cfg = config_for(corpus, tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(f"data.prepare.{where}", killed)
+        patched.setattr("data.prepare.sha256_of", killed)
         with pytest.raises(Killed):
             prepare_one(cfg)
-    monkeypatch.setattr("data.prepare._train_tokenizer", killed)
-    if where == "files.publish":
-        monkeypatch.setattr("data.prepare.write_tokens", killed)
+    monkeypatch.setattr("data.folder._train_tokenizer", killed)
+    monkeypatch.setattr("data.writer.TokenWriter.append", killed)
     assert content(prepare_one(cfg)) == content(prepared)
 
 
@@ -810,8 +898,8 @@ def test_a_mixture_goes_on_that_was_killed_as_its_tokenizer_was_written(
     """Between any two of its files: a tokenizer is not there before what says on which text it was trained."""
     cfg, write, written = mixture(tmp_path, corpus), files.write_atomic, []
 
-    def write_atomic(path, content):
-        write(path, content)
+    def write_atomic(path, content, *temporary):
+        write(path, content, *temporary)
         written.append(path.name)
         raise Killed
 
@@ -860,11 +948,11 @@ def test_a_network_that_fails_loses_nothing_that_was_read(
     )
     told = []
     monkeypatch.setattr(
-        "data.encode.progress",
+        "data.prepare.progress",
         lambda name, state, share, before, seconds: told.append(before) or "",
     )
     for name in "SYNC_SECONDS", "LOG_SECONDS":
-        monkeypatch.setattr(f"data.encode.{name}", 0.0)
+        monkeypatch.setattr(f"data.prepare.{name}", 0.0)
     monkeypatch.setattr("data.encode.CHUNK", 5000)
     given = {"tokenizer": str(prepared / "tokenizer.model")}
     cfg = config_for("owner/name", tmp_path, **given)
@@ -874,12 +962,10 @@ def test_a_network_that_fails_loses_nothing_that_was_read(
             ConfigError, match=f"source = owner/name: .*cannot be read: ConnectionError: {error}"
         ):
             prepare_one(cfg)
-        assert (
-            json.loads((tmp_path / ".out.tmp/manifest.json").read_text())["documents"]["train"] > 50
-        )
+        assert json.loads((tmp_path / "out/manifest.json").read_text())["documents"]["train"] > 50
         assert "what was read of owner/name stays" in capsys.readouterr().err
     reached[0] = len(texts)
-    kept = sum(json.loads((tmp_path / ".out.tmp/manifest.json").read_text())["tokens"].values())
+    kept = sum(json.loads((tmp_path / "out/manifest.json").read_text())["tokens"].values())
     folder = prepare_one(cfg)
     assert {*told} == {0, kept}  # a speed is of what is made now
     assert "resuming after" in capsys.readouterr().err
@@ -890,21 +976,24 @@ def test_a_network_that_fails_loses_nothing_that_was_read(
     reached[0] = 0
     with pytest.raises(ConfigError, match="no route"):
         prepare_one(config_for("owner/nowhere", tmp_path / "new", **given))
-    assert not (tmp_path / "new/.out.tmp").exists()
+    assert not (tmp_path / "new/out").exists()
 
 
-def test_a_killed_preparation_begins_anew_where_its_text_has_changed(
+def test_a_killed_preparation_whose_text_has_changed_is_refused_by_file(
     corpus, prepared, tmp_path, monkeypatch
 ):
     copy = tmp_path / "copy.jsonl"
     copy.write_text("".join(corpus.read_text().splitlines(True)[::-1]))
     cfg = config_for(copy, tmp_path, tokenizer=str(prepared / "tokenizer.model"))
     with monkeypatch.context() as patched:
-        patched.setattr("data.prepare._sha256", killed)
+        patched.setattr("data.prepare.sha256_of", killed)
         with pytest.raises(Killed):
             prepare_one(cfg)
+    before = content(tmp_path / "out")
     shutil.copy(corpus, copy)
-    assert (prepare_one(cfg) / "train.bin").read_bytes() == (prepared / "train.bin").read_bytes()
+    with pytest.raises(ConfigError, match=r"copy\.jsonl: its text was changed after"):
+        prepare_one(cfg)
+    assert content(tmp_path / "out") == before
 
 
 def test_text_that_changes_meanwhile_is_not_published(corpus, prepared, tmp_path, monkeypatch):
@@ -914,14 +1003,15 @@ def test_text_that_changes_meanwhile_is_not_published(corpus, prepared, tmp_path
     def append(*unused):
         with copy.open("a") as file:
             file.write(json.dumps({"text": "more"}) + "\n")
-        return "0"
 
-    monkeypatch.setattr("data.prepare._sha256", append)
-    with pytest.raises(
-        ConfigError, match=r"copy\.jsonl: changed while it was prepared; start again"
-    ):
+    def chunks(*arguments):
+        yield from encode.chunks(*arguments)
+        append()
+
+    monkeypatch.setattr("data.prepare.chunks", chunks)
+    with pytest.raises(ConfigError, match=r"copy\.jsonl: its text was changed after"):
         prepare_one(config_for(copy, tmp_path, tokenizer=str(prepared / "tokenizer.model")))
-    assert not (tmp_path / "out").exists() and not (tmp_path / ".out.tmp").exists()
+    assert not is_complete(read_manifest(tmp_path / "out"))
 
 
 def test_a_prepared_mixture_takes_no_lock_and_watches_its_text(corpus, tmp_path, monkeypatch):
@@ -949,7 +1039,16 @@ def test_sources_of_one_name_are_told_apart(corpus):
     assert len(set(source_names(given))) == 2 and source_names(make_config()) == []
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", "not JSON", '{"files": {"a": 1}}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]",
+        "{}",
+        "not JSON",
+        '{"files": {"a": 1}}',
+        '{"identity": {}, "vocab_size": 5, "tokens": {}, "dtype": "uint16"}',
+    ],
+)
 def test_somebody_elses_manifest_is_left_alone(content, corpus, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/manifest.json").write_text(content)
@@ -990,5 +1089,76 @@ def test_a_killed_process_of_the_pool_is_reported_and_loses_nothing(
             match=r"a process that tokenizes was killed \(is the host out of memory\?\)",
         ):
             prepare_one(with_tokenizer)
-    assert (tmp_path / ".out.tmp/manifest.json").exists()
+    assert (tmp_path / "out/manifest.json").exists()
     prepare_one(with_tokenizer)
+
+
+def test_a_file_system_that_does_not_sync_folders_is_used(with_tokenizer, monkeypatch, capsys):
+    """CIFS and gocryptfs refuse it, each with an error of its own; files are synced, and one line says so."""
+    fsync = os.fsync
+    for number in (errno.EINVAL, errno.EOPNOTSUPP):
+
+        def refusing(handle, number=number):
+            if stat.S_ISDIR(os.fstat(handle).st_mode):
+                raise OSError(number, os.strerror(number))
+            fsync(handle)
+
+        monkeypatch.setattr(os, "fsync", refusing)
+        files.warn_once.cache_clear()
+        folder = prepare_one(with_tokenizer)
+        assert capsys.readouterr().err.count("does not sync folders") == 1
+        assert is_complete(read_manifest(folder))
+        shutil.rmtree(folder)
+    monkeypatch.setattr(
+        os, "fsync", mock_error := unittest.mock.Mock(side_effect=OSError(5, "I/O"))
+    )
+    with pytest.raises(ConfigError, match="data could not be prepared: I/O"):
+        prepare_one(with_tokenizer)
+    assert mock_error.called
+
+
+@pytest.mark.parametrize(
+    "content, cores",
+    [
+        ({"cpu.max": "150000 100000"}, 2),
+        ({"cpu.max": "max 100000"}, 64),
+        ({"cpu.cfs_quota_us": "300000", "cpu.cfs_period_us": "100000"}, 3),
+        ({"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}, 64),
+        ({}, 64),
+    ],
+)
+def test_cores_are_those_that_a_container_may_use(content, cores, tmp_path, monkeypatch):
+    """Of versions 1 and 2 of control groups; the ranks' are not for processes that tokenize."""
+    for name, text in content.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr("data.cores._control_groups", lambda: [tmp_path / "inner", tmp_path])
+    monkeypatch.setattr("os.sched_getaffinity", lambda *unused: set(range(64)))
+    assert usable_cores() == cores
+    assert worker_count(ranks=8) == max(1, cores - 8)
+
+
+def test_what_killed_processes_left_is_removed_and_nothing_else(with_tokenizer, tmp_path):
+    """Of this machine, if the process is gone; and what an earlier version left."""
+    host, gone = platform.node(), subprocess.Popen(["true"])
+    gone.wait()
+    left = [f".out.{host}-{gone.pid}.tmp", ".out.tmp"]
+    stays = [f".out.{host}-{os.getppid()}.tmp", f".out.elsewhere-{gone.pid}.tmp", ".outer.tmp"]
+    for name in left + stays:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.bin").touch()
+    prepare_one(with_tokenizer)
+    assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.lock", *stays}
+
+
+def test_a_lock_that_is_held_too_long_is_not_waited_for(
+    with_tokenizer, tmp_path, monkeypatch, capsys
+):
+    """By a process that is stopped while it trains a tokenizer, perhaps."""
+    held = files.lock(tmp_path / ".out.lock")
+    monkeypatch.setattr("data.folder.BEGIN_SECONDS", 0.3)
+    monkeypatch.setattr("data.prepare.HOLDER_SECONDS", 0.3)
+    folder = prepare_one(with_tokenizer)
+    told = capsys.readouterr().err
+    assert f"{tmp_path / '.out.lock'}: held for 0 s: preparing {folder} too" in told
+    assert is_complete(read_manifest(folder))
+    held.release()

@@ -26,6 +26,7 @@ BLOCK = re.compile(r"^```(.*?)\n(.*?)^```", re.M | re.S)
 DOCS = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
 LABELS = {
     "fork",
+    "fork-source",
     "full-state",
     "message",
     "output",

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 
 from config import ConfigError
-from data import dataset, sources
-from data.dataset import open_source
+from data import identity, sources
 from data.encode import CHUNK, chunks
-from data.sources import _stdlib_files, file_stamps, local_files
+from data.identity import open_source
+from data.sources import file_stamps, local_files, stdlib_files
 from tests.conftest import REPO, config_for, make_config, words
 
 
@@ -81,7 +81,7 @@ def test_a_file_of_another_kind_is_refused_by_name(pattern, tmp_path):
 
 def test_hugging_face_source_without_network_says_so(tmp_path):
     code = (
-        "import sys; from data.sources import _stdlib_files; from data.dataset import open_source; import config; "
+        "import sys; from data.sources import stdlib_files; from data.identity import open_source; import config; "
         "from tests.conftest import make_config\n"
         "try: list(open_source(make_config(data={'source': 'nobody/nothing-here'}).data))\n"
         "except config.ConfigError as e: print(e)"
@@ -167,17 +167,21 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
 class Texts(list):
     """What chunks() needs of a source."""
 
+    lists_wrong_rows = False
+
     def place(self):
         return None
 
-    share = place
+    share = files_to_record = place
 
 
 def test_chunks_hold_all_texts_in_order():
     texts = Texts(words(i, 1 + i % 700) for i in range(900))
-    cut = [part for part, _ in chunks(texts)]
+    cut = [chunk.documents for chunk in chunks(texts, len) if not chunk.is_last]
     assert [text for chunk in cut for text in chunk] == texts and len(cut) > 3
-    assert all(sum(map(len, chunk[:-1])) < CHUNK for chunk in cut) and list(chunks(Texts())) == []
+    assert all(sum(map(len, chunk[:-1])) < CHUNK for chunk in cut) and [
+        chunk.documents for chunk in chunks(Texts(), len)
+    ] == [[]]
 
 
 @pytest.mark.parametrize(
@@ -185,8 +189,8 @@ def test_chunks_hold_all_texts_in_order():
     ["jsonl", "txt", "json.gz", "jsonl.zst", "parquet", "two parquets", "two files", "stdlib"],
 )
 def test_a_source_resumes_from_any_place(kind, corpus, tmp_path, monkeypatch):
-    some = _stdlib_files()[:40] if kind == "stdlib" else []
-    monkeypatch.setattr("data.sources._stdlib_files", lambda: some)
+    some = stdlib_files()[:40] if kind == "stdlib" else []
+    monkeypatch.setattr("data.sources.stdlib_files", lambda: some)
     texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()][:60]
     path = tmp_path / f"texts.{kind.split()[-1]}"
     if "parquet" in kind:
@@ -386,8 +390,8 @@ def test_a_source_that_is_code_is_identified_by_its_code(monkeypatch):
             yield "here", {"text": "1 4 9"}
 
     cfg = make_config(data={"source": "owner/name"})
-    assert "code" not in dataset.identity(cfg)
-    monkeypatch.setattr(dataset, "kind_of", lambda source: Squares)
-    before = dataset.identity(cfg)["code"]
-    monkeypatch.setattr(dataset.inspect, "getsource", lambda kind: "another")
-    assert len(before) == 64 and dataset.identity(cfg)["code"] != before
+    assert "code" not in identity.identity(cfg)
+    monkeypatch.setattr(identity, "kind_of", lambda d: Squares)
+    before = identity.identity(cfg)["code"]
+    monkeypatch.setattr(identity.inspect, "getsource", lambda kind: "another")
+    assert len(before) == 64 and identity.identity(cfg)["code"] != before

@@ -13,8 +13,9 @@ import pytest
 
 import config
 from config import ConfigError
-from data.dataset import open_dataset, open_source
+from data.dataset import open_dataset
 from data.encode import is_validation
+from data.identity import open_source
 from data.tokenizer import Tokenizer, train_tokenizer
 from data.tokens import open_stream
 from tests.conftest import REPO, config_for, make_config, prepare_one, words
