@@ -19,9 +19,8 @@ class BFloat16AdamW(torch.optim.Optimizer):
     draws the same ones.
     """
 
-    _step_supports_amp_scaling = (
-        True  # torch's flag for optimizers that read grad_scale and found_inf
-    )
+    # torch's flag for optimizers that read grad_scale and found_inf
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,

@@ -24,27 +24,16 @@ IGNORE = -100  # target id without a loss, as cross_entropy's ignore_index; data
 
 SELECTIVE = ("elementwise", "selective")  # values of recompute that save a part of each block
 HALF = "; float16 would need a loss scaler, which this trainer does without"
-POSITIVE = (
-    lambda v: isinstance(v, str) or v > 0,
-    "must be greater than 0",
-)  # or a keyword such as "auto"
+# a string is a keyword such as "auto"
+POSITIVE = (lambda v: isinstance(v, str) or v > 0, "must be greater than 0")
 EPSILON = (lambda v: v >= 1e-38, "must be at least 1e-38: float32 would make less of it 0")
-TIMEOUT = (
-    lambda v: 0 < v <= 1e8,
-    "must be greater than 0, and at most 1e8",
-)  # torch adds it to a clock's nanoseconds
+# torch adds it to a clock's nanoseconds
+TIMEOUT = (lambda v: 0 < v <= 1e8, "must be greater than 0, and at most 1e8")
 NOT_NEGATIVE = (lambda v: v >= 0, "must be at least 0")
 FRACTION = (lambda v: 0 <= v <= 1, "must lie between 0 and 1")
 BETAS = (lambda v: all(0 <= b < 1 for b in v), "both must lie in [0, 1)")
-PROJECTIONS = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-)  # of a block
+# of a block
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TARGETS = (
     lambda v: v and {*v} <= {*PROJECTIONS},
     f"must name projections: {', '.join(PROJECTIONS)}",

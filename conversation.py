@@ -11,9 +11,8 @@ from config import ConfigError
 from data.chat import Chat, Message, checked
 from files import printable
 
-Reply = Callable[
-    [list[int], int], Iterator[list[int]]
-]  # (prompt, tokens at most) -> one list of one token each
+# (prompt, tokens at most) -> one list of one token each
+Reply = Callable[[list[int], int], Iterator[list[int]]]
 
 
 def converse(folder: pathlib.Path, ends: list[int], context: int, most: int, reply: Reply) -> None:

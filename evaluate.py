@@ -93,9 +93,8 @@ def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
         cfg, world, dataset.identities(), dataset.tokenizer_files, evaluating=True
     )
     step = checkpointer.start
-    pretrained = open_pretrained(
-        cfg, step or 1
-    )  # of an import, step 0, the checkpoint has all weights, too
+    # of an import, step 0, the checkpoint has all weights, too
+    pretrained = open_pretrained(cfg, step or 1)
     model = meta_model(cfg.model, cfg.lora)
     parallelize(model, cfg, world)
     materialize(

@@ -102,18 +102,16 @@ def print_error(text: str) -> None:
     try:
         print(text, file=sys.stderr, flush=True)
     except (OSError, ValueError):
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), 2
-        )  # else Python would try to flush the line again at exit
+        # else Python would try to flush the line again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def lock(path: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:
     """Locks a file until release() or the end of this process, however it ends; an existing file is kept. timeout:
     seconds to wait, -1 to wait forever. Raises filelock.Timeout, and OSError if the file cannot be created or opened;
     on a file system without locks, prints a warning and locks nothing."""
-    handle = os.open(
-        path, os.O_RDWR | os.O_CREAT, 0o666
-    )  # filelock would wait for some files that cannot be created
+    # filelock would wait for some files that cannot be created
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     held = filelock.FileLock(path, timeout=timeout, thread_local=False)
     try:
         try:  # without flock (ENOSYS), filelock would take the file itself for a lock that is held

@@ -100,10 +100,8 @@ def generate(
     newest half, and one pass refills the cache of all rows. Every pass all-gathers the parameters, so all ranks must
     pass equal arguments and consume equally many tokens.
     """
-    rows, cache = (
-        [list(prompt) for prompt in prompts],
-        None,
-    )  # rows: the tokens that the model attends to
+    # rows: the tokens that the model attends to
+    rows, cache = ([list(prompt) for prompt in prompts], None)
     generators = [random.Random(f"{seed} {i}") for i in range(len(rows))]
     for done in range(count):
         for row in rows:
@@ -231,9 +229,8 @@ def log_sample(model: Llama, cfg: config.Config, world: World, dataset: Dataset)
         return
     prompt = "def " if "python-stdlib" in (dataset.names or [cfg.data.source]) else "The "
     can_encode = False
-    with contextlib.suppress(
-        ImportError, ConfigError, IndexError
-    ):  # IndexError: the data has no tokenizer
+    with contextlib.suppress(ImportError, ConfigError, IndexError):
+        # IndexError: the data has no tokenizer
         from data.tokenizer import Tokenizer
 
         tokenizer = Tokenizer(dataset.tokenizer_files[0].parent)
@@ -252,9 +249,8 @@ def log_sample(model: Llama, cfg: config.Config, world: World, dataset: Dataset)
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m generate", description=__doc__.splitlines()[0])
-    parser.error = lambda message: parser.exit(
-        2, f"{parser.prog}: {message}\n"
-    )  # one line, as every error here
+    # one line, as every error here
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
     parser.add_argument("checkpoint", type=pathlib.Path, metavar="CKPT_OR_RUN")
     said = parser.add_mutually_exclusive_group(required=True)
     said.add_argument(
@@ -302,18 +298,16 @@ def main(argv: list[str]) -> int:
     from model.build import meta_model
     from parallel.materialize import materialize
 
-    warnings.filterwarnings(
-        "ignore", message="torch.distributed is disabled"
-    )  # a single process is intended
+    # a single process is intended
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     try:
         if sys.stdout is None:
             raise OSError("is closed")
         folder = tools.find(args.checkpoint)
         cfg = tools.read_config(folder, args.base)
         tokenizer, context = Tokenizer(folder), cfg.train.seq_len
-        if (
-            settings := folder / "generation_config.json"
-        ).is_file():  # of an import: several tokens may end a text
+        if (settings := folder / "generation_config.json").is_file():
+            # of an import: several tokens may end a text
             tokenizer.eos = [*tokenizer.eos, *eos_tokens(settings)]
         rows = [encode(tokenizer, prompt) for prompt in args.prompt]
         if (largest := max(map(max, rows), default=0)) >= cfg.model.vocab_size:
@@ -337,9 +331,8 @@ def main(argv: list[str]) -> int:
         dtype = args.dtype or (cfg.parallel.param_dtype if device.type == "cuda" else "float32")
         model.to(getattr(torch, dtype)).eval()
         # pyrefly: ignore[missing-attribute]  # typeshed declares a TextIO, which lacks it
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # for characters that the terminal's encoding lacks
+        # for characters that the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
         if args.chat:
             if problem := config.lack_of("conversation.py", "data/chat.py", "data/template.py"):
                 raise ConfigError(f"--chat: {problem}")

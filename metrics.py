@@ -27,9 +27,8 @@ log = logging.getLogger("train")
 
 ACCENT = "\033[1;36m", "\033[0m"  # ANSI: bold cyan, and the default again
 NO_VALIDATION_TARGET = "no validation loss: no token of the validation data has a loss"
-ROWS_KEPT = (
-    2**24
-)  # bytes of rows that wait in memory while they cannot be written: tens of thousands
+# bytes of rows that wait in memory while they cannot be written: tens of thousands
+ROWS_KEPT = 2**24
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -66,9 +65,8 @@ def start_logging(folder: pathlib.Path, rank: int, color: bool) -> pathlib.Path:
     in_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     log.setLevel(logging.INFO)
     log.propagate = False
-    logging.raiseExceptions = (
-        False  # a full disk or a closed terminal is no reason to stop, nor to print tracebacks
-    )
+    # a full disk or a closed terminal is no reason to stop, nor to print tracebacks
+    logging.raiseExceptions = False
     console = logging.StreamHandler(sys.stdout)
     console.setFormatter(Accent() if color else None)
     log.handlers = [in_file, console] if rank == 0 else [in_file]
@@ -149,10 +147,8 @@ class Recorder:
 
     def restart_timer(self) -> None:
         self.began, self.steps, self.seconds = time.perf_counter(), 0, defaultdict(float)
-        self.loss, self.valid_tokens = (
-            torch.zeros(()),
-            0,
-        )  # sums since the last row; loss becomes a device tensor
+        # sums since the last row; loss becomes a device tensor
+        self.loss, self.valid_tokens = (torch.zeros(()), 0)
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -301,9 +297,8 @@ class Rows:
         path = folder / "metrics.jsonl"
         kept = [row for row in read_rows(path) if row["step"] <= start]
         files.write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self.file = path.open(
-            "ab", buffering=ROWS_KEPT
-        )  # has a lock: saves sync in their own thread
+        # has a lock: saves sync in their own thread
+        self.file = path.open("ab", buffering=ROWS_KEPT)
         self.board: Any = None
         if settings.tensorboard and config.has("board.py"):
             from board import Board

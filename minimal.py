@@ -88,14 +88,12 @@ class Block(nn.Module):
             for project in (a.q_proj, a.k_proj, a.v_proj)
         )
         q, k = rope(q, self.theta), rope(k, self.theta)
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=True
-        )  # (B, H, T, E)
+        # (B, H, T, E)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + a.o_proj(out.transpose(1, 2).flatten(2))  # (B, H, T, E) -> (B, T, H*E) -> (B, T, D)
         normed, f = self.feed_forward_norm(x), self.feed_forward
-        return x + f.down_proj(
-            F.silu(f.gate_proj(normed)) * f.up_proj(normed)
-        )  # (B, T, D) -> (B, T, F) -> (B, T, D)
+        # (B, T, D) -> (B, T, F) -> (B, T, D)
+        return x + f.down_proj(F.silu(f.gate_proj(normed)) * f.up_proj(normed))
 
 
 class Head(nn.Module):  # final norm, output matrix and loss, summed over the tokens: one FSDP unit
@@ -144,23 +142,18 @@ def shard(model: Llama, tied: bool, p: SimpleNamespace, mesh: dist.DeviceMesh) -
     )
     policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, cast_forward_inputs=False)
     for unit in units:
-        reshard = (
-            p.reshard_after_forward and model.head not in unit
-        )  # backward begins with the head
+        # backward begins with the head
+        reshard = p.reshard_after_forward and model.head not in unit
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    for module in (
-        model.embedding,
-        *model.blocks,
-    ):  # the policy's output_dtype would round the head's loss, too
+    for module in (model.embedding, *model.blocks):
+        # the policy's output_dtype would round the head's loss, too
         module.register_forward_hook(lambda module, inputs, output: output.to(out))
-    fully_shard(
-        model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False)
-    )  # last: the root's hooks
+    # last: the root's hooks
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     # Explicit prefetch: a unit's all-gather also issues those of the next n units; 0: as FSDP2 does by itself.
     forward = [unit[0] for unit in units]
-    backward = (
-        [forward[0], *reversed(forward[1:])] if tied else forward[::-1]
-    )  # begins with the head's unit
+    # begins with the head's unit
+    backward = [forward[0], *reversed(forward[1:])] if tied else forward[::-1]
     for i in range(len(units)):
         forward[i].set_modules_to_forward_prefetch(forward[i + 1 : i + 1 + p.prefetch_forward])
         backward[i].set_modules_to_backward_prefetch(backward[i + 1 : i + 1 + p.prefetch_backward])
@@ -171,9 +164,8 @@ def initialize(model: Llama, m: SimpleNamespace, seed: int, device: torch.device
     """Gives the shards storage and values. Each block of about 65,536 elements has a generator: equal on any mesh."""
     model.to_empty(device=device)
     if m.tie_embeddings:
-        model.head.weight = (
-            model.embedding.weight
-        )  # to_empty() unties them; FSDP2 holds the embedding's
+        # to_empty() unties them; FSDP2 holds the embedding's
+        model.head.weight = model.embedding.weight
     for name, parameter in model.named_parameters():
         local, rows, row_shape = parameter.detach().to_local(), len(parameter), parameter.shape[1:]
         first = math.ceil(rows / dist.get_world_size()) * dist.get_rank()  # of this rank
@@ -187,11 +179,8 @@ def initialize(model: Llama, m: SimpleNamespace, seed: int, device: torch.device
                 values.fill_(1.0)
             elif kind == "head" or (kind == "embedding" and m.tie_embeddings):
                 nn.init.trunc_normal_(values, 0.0, std, -3 * std, 3 * std, generator=generator)
-            elif kind in (
-                "o_proj",
-                "up_proj",
-                "down_proj",
-            ):  # smaller with depth: the residual stream should not grow
+            elif kind in ("o_proj", "up_proj", "down_proj"):
+                # smaller with depth: the residual stream should not grow
                 values.normal_(
                     0.0, 0.02 / math.sqrt(2 * (int(name.split(".")[1]) + 1)), generator=generator
                 )
@@ -217,9 +206,8 @@ def train(cfg: SimpleNamespace, tokens: Tensor, validation: range, device: torch
         model, cfg.model.tie_embeddings, cfg.parallel, dist.init_device_mesh(device.type, (ranks,))
     )
     initialize(model, cfg.model, cfg.run.seed, device)
-    named = dict(
-        model.named_parameters()
-    )  # after both, which replace parameters: AdamW must hold the last ones
+    # after both, which replace parameters: AdamW must hold the last ones
+    named = dict(model.named_parameters())
     groups = [
         {
             "params": [p for p in named.values() if p.ndim >= 2],
@@ -250,9 +238,8 @@ def train(cfg: SimpleNamespace, tokens: Tensor, validation: range, device: torch
             batch = torch.stack(
                 [window(cfg, tokens, validation, first + i) for i in range(micro)]
             ).to(device)
-            loss = model(
-                batch[:, :-1], batch[:, 1:]
-            )  # (B, T+1): inputs (B, T), and each one's next token as target
+            # (B, T+1): inputs (B, T), and each one's next token as target
+            loss = model(batch[:, :-1], batch[:, 1:])
             # FSDP2 averages gradients over ranks: times ranks it is their sum, over tokens_per_step the mean.
             (loss * ranks / tokens_per_step).backward()
             total += loss.detach()
@@ -276,13 +263,11 @@ def train(cfg: SimpleNamespace, tokens: Tensor, validation: range, device: torch
         if cfg.saves and (
             step == t.steps or step % (cfg.checkpoint.save_every_steps or t.steps) == 0
         ):
-            dcp.save(
-                tensors, checkpoint_id=folder / "saving"
-            )  # each rank's shards: model.NAME, optim.NAME.exp_avg
+            # each rank's shards: model.NAME, optim.NAME.exp_avg
+            dcp.save(tensors, checkpoint_id=folder / "saving")
             if rank == 0:
-                (folder / "saving").rename(
-                    folder / f"step-{step:08d}"
-                )  # has this name only when it is complete
+                # has this name only when it is complete
+                (folder / "saving").rename(folder / f"step-{step:08d}")
 
 
 def learning_rate(o: SimpleNamespace, end: int, step: int) -> float:

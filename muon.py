@@ -53,9 +53,8 @@ class Muon(torch.optim.Optimizer):
         super().__init__(
             [own] * bool(matrices) + (self.adamw.param_groups if self.adamw else []), {}
         )
-        self.state.update(
-            self.adamw.state if self.adamw else {}
-        )  # the same dictionaries, as are the groups
+        # the same dictionaries, as are the groups
+        self.state.update(self.adamw.state if self.adamw else {})
         for p in matrices:
             self.state[p] = {
                 "step": torch.zeros((), dtype=torch.float32, device=p.device),
@@ -135,9 +134,8 @@ class Shape:
         coordinates = [*itertools.product(*map(range, sizes))][self.replica * ranks :][:ranks]
         self.pieces = [(slice(None), *piece_of(p.shape, sizes, placements, c)) for c in coordinates]
         owners = [owner for owner, _ in owned]
-        self.owned = [
-            owners.count(self.replica * ranks + r) for r in range(ranks)
-        ]  # of this replica
+        # of this replica
+        self.owned = [owners.count(self.replica * ranks + r) for r in range(ranks)]
         self.shares = [sum(owner // ranks == r for owner in owners) for r in range(replicas)]
         self.first = sum(self.shares[: self.replica])  # this replica's first matrix
         self.between = (
@@ -153,9 +151,8 @@ class Shape:
         theirs = [n * own.numel() for n in self.owned]  # elements here of each owner's matrices
         x = exchange(x.flatten(), theirs, numel, self.group)
         full = x.new_empty((mine, *self.size))
-        for piece, part in zip(
-            self.pieces, x.split(numel)
-        ):  # what tp replicates comes from each of its ranks
+        for piece, part in zip(self.pieces, x.split(numel)):
+            # what tp replicates comes from each of its ranks
             full[piece] = part.view(full[piece].shape)
         for batch in full.split(max(1, BATCH // self.size.numel())) if mine else ():
             batch.copy_(newton_schulz(batch))
@@ -208,9 +205,8 @@ def owners(work: Sequence[int], ranks: int, replicas: int) -> list[int]:
 
 
 def by_shape(matrices: list[nn.Parameter]) -> list[Shape]:
-    (mesh,) = {getattr(p, "device_mesh", None) for p in matrices} or {
-        None
-    }  # one for all, of all ranks
+    # one for all, of all ranks
+    (mesh,) = {getattr(p, "device_mesh", None) for p in matrices} or {None}
     ranks, replicas, group = mesh.size() if mesh else 1, 1, None  # None: all ranks
     if mesh and mesh.mesh_dim_names[0] == "dp_replicate":
         replicas = mesh.size(0)  # without tp, FSDP2's group of shards is one

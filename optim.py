@@ -109,9 +109,8 @@ class FiniteGuard:
         self.limit, self.skipped, self.in_a_row = limit, skipped, in_a_row
         self.found = torch.zeros((), device=device)
         self.on_host = torch.zeros((), pin_memory=device.type == "cuda")
-        self.copied = torch.get_device_module(
-            device
-        ).Event()  # torch.cpu's does nothing: the host's copies are done
+        # torch.cpu's does nothing: the host's copies are done
+        self.copied = torch.get_device_module(device).Event()
         self.pending: int | None = None  # the step whose flag is being copied
         self.skips_by_itself = False
         if scales_by_itself(optimizer):

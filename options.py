@@ -119,9 +119,8 @@ class Schema:
             found = tomli.loads(f"value = {text}")
         except (ValueError, RecursionError):  # not TOML, or absurdly many digits or brackets
             return text
-        return (
-            found["value"] if len(found) == 1 else text
-        )  # the text has a line break and more keys
+        # the text has a line break and more keys
+        return found["value"] if len(found) == 1 else text
 
     def _nearest(self, name: str) -> str:
         """The right key in the wrong section, else the closest spelling."""

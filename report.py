@@ -41,9 +41,8 @@ CHARTS = (
 FROM_ZERO, LOGARITHMIC = ("lr", "tokens_per_second_per_device", "peak_memory_gib"), ("grad_norm",)
 BUCKETS = 1000  # a curve's width in units of its drawing: about the pixels of a wide screen
 COLORS = 4  # of the style sheet; further runs have the same ones, dashed
-LOGGED = re.compile(
-    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} "
-)  # the beginning of a record in a rank's log
+# the beginning of a record in a rank's log
+LOGGED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ")
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2024; --soft: #5f6b76; --line: #d9dee3; --page: #fff }
 .c0 { color: #1f6feb } .c1 { color: #d9480f } .c2 { color: #0b8457 } .c3 { color: #a626a4 }
@@ -183,9 +182,8 @@ def as_row(line: bytes) -> dict:
 
 
 def as_number(value: Any) -> float:
-    return (
-        float(value) if type(value) in (int, float) and abs(value) < 1e300 else math.nan
-    )  # no bool
+    # no bool
+    return float(value) if type(value) in (int, float) and abs(value) < 1e300 else math.nan
 
 
 def source(field: str, keys: Container[str]) -> str:
@@ -264,9 +262,8 @@ def path(x: np.ndarray, y: np.ndarray, kind: str) -> str:
     for i in thinned(x, y):
         point, finite = f"{x[i]:.1f},{y[i]:.1f}", not math.isnan(y[i])
         if finite:
-            words.append(
-                f"L{point}" if pen_down else f"M{point}h0"
-            )  # h0: a dot where no line follows
+            # h0: a dot where no line follows
+            words.append(f"L{point}" if pen_down else f"M{point}h0")
         pen_down = finite and "dots" not in kind
     return f'<path class="{kind}" d="{"".join(words)}"/>' if words else ""
 
@@ -482,9 +479,8 @@ def write_report(folders: list[pathlib.Path], out: pathlib.Path | None = None) -
     runs = options.together(*(functools.partial(Run, folder) for folder in folders))
     out = out or folders[0] / "report.html"
     try:
-        write_atomic(
-            out, page(runs).encode(errors="replace")
-        )  # names and texts may hold lone surrogates
+        # names and texts may hold lone surrogates
+        write_atomic(out, page(runs).encode(errors="replace"))
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written: {error.strerror}") from None
     return out
@@ -551,9 +547,8 @@ def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m report", description=__doc__.splitlines()[0])
-    parser.error = lambda message: parser.exit(
-        2, f"{parser.prog}: {message}\n"
-    )  # one line, as every error here
+    # one line, as every error here
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
     parser.add_argument("runs", type=pathlib.Path, nargs="+", metavar="RUN", help="a run's folder")
     parser.add_argument(
         "--out",

@@ -133,9 +133,8 @@ def open_wandb(
         "config": settings,
         "dir": str(folder),
     }
-    if (
-        rewind is not None
-    ):  # wandb ignores steps before its last one; only some of its servers can go back
+    if rewind is not None:
+        # wandb ignores steps before its last one; only some of its servers can go back
         return wandb.init(**given, resume_from=f"{run}?_step={rewind}")
     return wandb.init(**given, resume="allow")
 
@@ -145,9 +144,8 @@ def open_trackio(
 ) -> Any:
     import trackio
 
-    if (
-        rewind is not None
-    ):  # it would draw both rows of a step, and can remove a run only as a whole
+    if rewind is not None:
+        # it would draw both rows of a step, and can remove a run only as a whole
         for found in trackio.Api().runs(project):
             if found.name == run:
                 found.delete()
@@ -161,9 +159,8 @@ def send(folder: pathlib.Path, start: int, kept: int) -> None:
     settings = options.read_toml(str(folder / "config.toml"))
     name, project = settings["log"]["tracker"], settings["log"].get("project", "fsdp2")
     path = folder / "tracker.json"
-    held = files.lock(
-        folder / ".tracker.lock", timeout=-1
-    )  # a killed launch's process may still be sending
+    # a killed launch's process may still be sending
+    held = files.lock(folder / ".tracker.lock", timeout=-1)
     every = json.loads(path.read_bytes()) if path.exists() else {}
     state = every.setdefault(
         name, {"id": f"{settings['run']['name']}-{secrets.token_hex(4)}", "rows": 0, "step": 0}
@@ -198,11 +195,8 @@ def send(folder: pathlib.Path, start: int, kept: int) -> None:
 
 
 def main(folder: str, start: str, kept: str) -> int:
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGUSR1,
-    ):  # for the ranks, whose last rows are sent, too
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        # for the ranks, whose last rows are sent, too
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=end_in_time, daemon=True).start()
     try:

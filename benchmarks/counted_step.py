@@ -152,9 +152,8 @@ def kept_bytes(forward: GraphModule, x_shape: tuple[int, ...]) -> int:
 
 def count_block(m: config.Model, tokens: int, setting: str, documents: bool) -> dict:
     forward, backward = block_graphs(m, tokens, setting, documents)
-    again = (
-        len(nodes(backward, ATTENTION)) * 2 * tokens * m.n_heads * m.width_per_head
-    )  # half of all pairs: causal
+    # half of all pairs: causal
+    again = len(nodes(backward, ATTENTION)) * 2 * tokens * m.n_heads * m.width_per_head
     return {
         "recompute": setting,
         "document_mask": documents,
@@ -237,10 +236,8 @@ def count_kernels(graph: GraphModule) -> dict:
         with V.set_graph_handler(lowering):
             lowering.run(*inputs)
             code = lowering.codegen()[0].value
-            others = (
-                scheduler.ExternKernelSchedulerNode,
-                scheduler.NopKernelSchedulerNode,
-            )  # products, attention; none
+            # products, attention; none
+            others = (scheduler.ExternKernelSchedulerNode, scheduler.NopKernelSchedulerNode)
             moved = sum(
                 node.get_read_write_buffers_sizes()
                 for node in lowering.scheduler.nodes

@@ -26,6 +26,7 @@ from planner.svg import GRAY, Drawing
 REPO = pathlib.Path(__file__).parent.parent
 FIGURES = REPO / "docs/figures"
 TABLE = re.compile(r"(?<=<!-- benchmarks.figures: fit -->\n).*?(?=<!-- end -->)", re.S)
+# rows, by page
 FIT = {
     "README.md": [
         ("llama1b", 8, "H100"),
@@ -40,7 +41,7 @@ FIT = {
         ("qwen3-8b-chat-qlora", 1, "RTX4090"),
         ("llama3.1-8b-chat-lora", 1, "H100"),
     ],
-}  # rows, by page
+}
 MESHES = {
     "1 process": (1, []),
     "2 processes": (2, []),
@@ -246,10 +247,8 @@ def losses() -> str:
         page.text(left + at / last * 900, floor + 20, f"{at:g}", "middle")
     page.text(left + 900, floor + 40, "step", "end")
     for i, ((name, rows), color) in enumerate(zip(found.items(), LINES)):
-        dashes, thick = (
-            "" if i == 0 else f"{4 + 2 * i} {12 - i}",
-            5 - 0.9 * i,
-        )  # so that all are seen
+        # so that all are seen
+        dashes, thick = ("" if i == 0 else f"{4 + 2 * i} {12 - i}", 5 - 0.9 * i)
         places = [
             (left + step / last * 900, floor - (loss - low) / (high - low) * 250)
             for step, loss in rows

@@ -28,9 +28,8 @@ def bare_loop(
 ) -> list[list[int]]:
     tokens = torch.tensor(prompts, device=device)  # (B, T)
     for _ in range(count):
-        tokens = torch.cat(
-            [tokens, model(tokens)[:, -1].argmax(-1, keepdim=True)], dim=-1
-        )  # (B, T+1)
+        # (B, T+1)
+        tokens = torch.cat([tokens, model(tokens)[:, -1].argmax(-1, keepdim=True)], dim=-1)
     return tokens[:, PROMPT:].tolist()
 
 

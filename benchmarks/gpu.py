@@ -48,9 +48,10 @@ COMMON = [
     "--train.global_batch_size=16",
     "--checkpoint=off",
     "--eval=off",
+    # so that eight steps change the loss
     "--optim.warmup_steps=0",
     "--optim.schedule=constant",
-]  # so that eight steps change the loss
+]
 TINY = [
     "--model.dim=64",
     "--model.n_layers=1",
@@ -129,9 +130,8 @@ def polled(device: torch.device) -> Iterator[dict]:
             "--format=csv,noheader,nounits",
         ]
         while not over.wait(1):
-            with contextlib.suppress(
-                OSError, ValueError, subprocess.CalledProcessError
-            ):  # none, or "[N/A]"
+            with contextlib.suppress(OSError, ValueError, subprocess.CalledProcessError):
+                # none, or "[N/A]"
                 answer = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL)
                 samples.append([float(value) for value in answer.split(",")])
 
@@ -209,9 +209,8 @@ def run_group(
 ) -> None:
     """Starts processes, with these options too, until add() got a row for each arm of a group."""
     left = [{"group": group, "model": name, "arm": arm} for arm, (name, _) in GROUPS[group].items()]
-    allocator = (
-        os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "expandable_segments:True"
-    )  # as the launcher sets it
+    # as the launcher sets it
+    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "expandable_segments:True"
     while left and time.time() < deadline:
         first = len(GROUPS[group]) - len(left)
         command = [

@@ -36,10 +36,8 @@ from checkpoint.load import Reader
 from data.record import read_manifest
 
 REPO = pathlib.Path(__file__).parent.parent
-SAVE_EVERY, PATIENCE = (
-    2,
-    4,
-)  # steps; and so many checkpoints after its start a launch is killed in any case
+# steps; and so many checkpoints after its start a launch is killed in any case
+SAVE_EVERY, PATIENCE = (2, 4)
 SECONDS_TO_DIE = 1.0
 WORDS = (
     "the",
@@ -65,12 +63,10 @@ MARK = "KILL_STORM"  # in the environment of all that a launch starts, whatever 
 class Storm:
     """What has happened."""
 
-    moments: collections.Counter = dataclasses.field(
-        default_factory=collections.Counter
-    )  # of the kills
-    resumed: list[int] = dataclasses.field(
-        default_factory=list
-    )  # steps, of launches that came so far
+    # of the kills
+    moments: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    # steps, of launches that came so far
+    resumed: list[int] = dataclasses.field(default_factory=list)
     problems: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -374,12 +370,13 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         if list(folder.iterdir()):
             parser.error(f"{folder} is not empty")
+        # 2 MB for each kill: some seconds' work
         (folder / "texts.jsonl").write_text(
             "".join(
                 json.dumps({"text": " ".join(random.Random(i).choices(WORDS, k=60))}) + "\n"
                 for i in range(10_000 * args.kills if args.growing else 400)
             )
-        )  # 2 MB for each kill: some seconds' work
+        )
         straight, killed = (
             configure(folder, name, args.kills, args.growing) for name in ("straight", "killed")
         )

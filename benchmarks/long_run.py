@@ -74,10 +74,8 @@ def main() -> int:
             stdout=subprocess.DEVNULL,
             env={**os.environ, "PYTHON": sys.executable, "NPROC": str(args.ranks)},
         )
-        metrics, samples = (
-            pathlib.Path(folder) / "tiny/metrics.jsonl",
-            [],
-        )  # (step, MiB of all ranks)
+        # (step, MiB of all ranks)
+        metrics, samples = (pathlib.Path(folder) / "tiny/metrics.jsonl", [])
         while process.poll() is None:
             time.sleep(0.1)
             try:

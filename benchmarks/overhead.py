@@ -129,9 +129,8 @@ def measure(cfg: config.Config, world: World) -> dict[int, list[tuple[float, flo
             raise ArithmeticError(
                 f"step {step}: train.py's loss is {ours}, the bare loop's {theirs}"
             )
-    return {
-        step: pair for step, pair in run.seconds.items() if WARM_UP < step < last
-    }  # the last is due for a row
+    # the last is due for a row
+    return {step: pair for step, pair in run.seconds.items() if WARM_UP < step < last}
 
 
 def typical(steps: dict[str, list[float]]) -> float:

@@ -14,17 +14,14 @@ from model.loss import CHUNK
 from planner.devices import ATTENTION, OF_BANDWIDTH, Moment, device
 from planner.plan import GIB, RESERVED, Asked, planned
 
-FLASH_2 = (
-    330 / 720
-)  # FlashAttention 2, forward and backward, to products on an H100 of 700 W; both fall with its power
+# FlashAttention 2, forward and backward, to products on an H100 of 700 W; both fall with its power
+FLASH_2 = 330 / 720
 # Bytes of eager F.cross_entropy of float32 copies, a logit: that are there in backward, and that all its kernels move
 EAGER_LOSS, EAGER_LOSS_MOVES = 12, 36
 FOREACH, FUSED = 80, 28  # bytes a parameter that AdamW moves, by its foreach kernels and fused
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
-TITAN = (
-    "--parallel.prefetch_forward=0",
-    "--parallel.prefetch_backward=0",
-)  # leaves the order to FSDP2
+# leaves the order to FSDP2
+TITAN = ("--parallel.prefetch_forward=0", "--parallel.prefetch_backward=0")
 EAGER, FULL = "--parallel.compile=false", "--parallel.recompute=full"
 LLAMA_70B = *TITAN, "--train.micro_batch_size=16", "--train.global_batch_size=512"
 ADAPTERS = (
@@ -54,9 +51,8 @@ class Run:
     gpu: str
     gib: float | None
     speed: float | None  # tokens per second and GPU
-    logit: int = (
-        EAGER_LOSS  # bytes of each that the peer's loss has at once; 0: its loss is chunked
-    )
+    # bytes of each that the peer's loss has at once; 0: its loss is chunked
+    logit: int = EAGER_LOSS
     flash_2: bool = True
 
 

@@ -29,10 +29,8 @@ def main(argv: list[str]) -> int:
     for room in args.rooms or [*OPTIONAL, "all"]:
         with tempfile.TemporaryDirectory() as folder:
             copy = copy_tracked(pathlib.Path(folder, "repo"), OPTIONAL if room == "all" else [room])
-            for command in (
-                ["init", "--quiet"],
-                ["add", "--all"],
-            ):  # some tests ask git for the files
+            for command in (["init", "--quiet"], ["add", "--all"]):
+                # some tests ask git for the files
                 subprocess.run(["git", *command], cwd=copy, check=True)
             began, chosen = time.monotonic(), "" if room == "all" else "not slow"
             tests = [

@@ -129,9 +129,8 @@ def measure(
     if real:
         loader.close()
 
-    mean_loss = sums["loss"].item() / (
-        t.seq_len // world.cp * micro_batch_size * accumulation
-    )  # of this rank's tokens
+    # of this rank's tokens
+    mean_loss = sums["loss"].item() / (t.seq_len // world.cp * micro_batch_size * accumulation)
     timed = spread(seconds[1 + warm_up :])
     rate = config.tokens_per_step(cfg) / world.size / timed["median"]
     flops, peak = flops_per_token(model, t.seq_len), peak_flops(world.device)

@@ -126,9 +126,8 @@ def problems_of(
             for part in range(max(1, len(entry["sha256"])) if hashed else 1)
         ]
         problems = filter(None, manifest.in_threads(check, parts[share::shares]))
-        if problems := list(
-            dict.fromkeys(problems)
-        ):  # a wrong size is reported once, not once per part
+        if problems := list(dict.fromkeys(problems)):
+            # a wrong size is reported once, not once per part
             return problems
         name, step = NAME.fullmatch(folder.name), read_state(folder)["step"]
     except CorruptCheckpoint as error:
@@ -140,9 +139,8 @@ def problems_of(
     )
 
 
-problems_without_hashing = functools.partial(
-    problems_of, hashed=False
-)  # fast for a checkpoint of any size
+# fast for a checkpoint of any size
+problems_without_hashing = functools.partial(problems_of, hashed=False)
 
 
 def choose(

@@ -73,9 +73,8 @@ class Checkpointer:
         self.buffers: dict[
             str, Tensor
         ] = {}  # in host memory: the last shards that async_save copied
-        self.base: str | None = (
-            None  # the fingerprint of the adapters' frozen base, None without adapters
-        )
+        # the fingerprint of the adapters' frozen base, None without adapters
+        self.base: str | None = None
 
     def _problems_on_all_ranks(self, path: pathlib.Path) -> list[str]:
         """The problems of a checkpoint: rank 0 compares file sizes first, then each rank hashes its share."""
@@ -129,9 +128,8 @@ class Checkpointer:
         checkpoint of a launch cannot be written, and FloatingPointError if weights are not finite."""
         saver, settings = self.saver, self.cfg.checkpoint
         assert saver and settings, "save() is for steps in which is_due()"
-        saver.stopping = (
-            stopping  # the previous save may still be purging, which may read a lot of data
-        )
+        # the previous save may still be purging, which may read a lot of data
+        saver.stopping = stopping
         self.finish_pending_save(wait=True)
         tensors = tensors_of(model, optimizer)
         if settings.async_save:

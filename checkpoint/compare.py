@@ -10,9 +10,8 @@ from checkpoint.catalog import path_of, read_state
 from config import ConfigError
 
 ADAPTERS = r"lora\.(?!init_from$).*"
-OPTIMIZER_STATE = (
-    r"model\.freeze|optim\.(name|state_dtype)"  # these determine what state the optimizer has
-)
+# these determine what state the optimizer has
+OPTIMIZER_STATE = r"model\.freeze|optim\.(name|state_dtype)"
 # Those, and what determines weights and data order. The rest (steps, intervals, ranks, precision, learning rate) may
 # change.
 GUARDED = re.compile(
@@ -68,9 +67,8 @@ def check_same_run(cfg: config.Config, step: int, guarded: re.Pattern = GUARDED)
             f"with{'out' * bool(cfg.lora)} adapters; continue so, or choose another run.name"
         )
     if cfg.lora:
-        changed.pop(
-            "model.init_from", None
-        )  # the base may have moved: check_base() compares the weights themselves
+        # the base may have moved: check_base() compares the weights themselves
+        changed.pop("model.init_from", None)
     if problems := [
         f"{key} = {now}: {path_of(cfg, step)} was trained with {before}; {_instead(key)}"
         for key, (before, now) in changed.items()

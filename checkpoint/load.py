@@ -80,9 +80,8 @@ class ConfinedFiles(FileSystem):
 
     # pyrefly: ignore[bad-override]  # DCP declares the generator's own kind of context manager
     def create_stream(self, path: Any, mode: str) -> AbstractContextManager[IO[bytes]]:
-        return opened(
-            self.folder, os.path.relpath(path, self.folder)
-        )  # refuses a path that leads out of it
+        # refuses a path that leads out of it
+        return opened(self.folder, os.path.relpath(path, self.folder))
 
 
 class Reader(FileSystemReader):

@@ -17,13 +17,10 @@ from typing import IO
 from config import ConfigError
 
 MANIFEST, STATE = "manifest.json", "state.json"
-MANIFEST_LIMIT, STATE_LIMIT = (
-    256 * 2**20,
-    2**20,
-)  # bytes; a manifest of a million parts takes a third of its limit
-PART = (
-    64 * 2**20
-)  # bytes per SHA-256: parts of one file are hashed in parallel, on all cores and all ranks
+# bytes; a manifest of a million parts takes a third of its limit
+MANIFEST_LIMIT, STATE_LIMIT = (256 * 2**20, 2**20)
+# bytes per SHA-256: parts of one file are hashed in parallel, on all cores and all ranks
+PART = 64 * 2**20
 CHUNK = 2**20  # bytes per read
 DAMAGE = (
     errno.ENOENT,

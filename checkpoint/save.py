@@ -72,9 +72,8 @@ class Saver:
         def make_room() -> None:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-            size = sum(
-                t.numel() * t.element_size() for t in tensors.values()
-            )  # numel() of a DTensor is the full size
+            # numel() of a DTensor is the full size
+            size = sum(t.numel() * t.element_size() for t in tensors.values())
             # each shard also has a header, and an entry in the metadata
             needed, free = (
                 size + 4096 * len(tensors) * self.ranks,
@@ -110,9 +109,8 @@ class Saver:
             entries = self._on_all_ranks(lambda: hash_files(temporary, writer.files))
             self._on_all_ranks(publish, only=0)
         except SaveFailed as error:
-            self.planner = (
-                new_planner()
-            )  # ranks may have failed before or after they stored the plan
+            # ranks may have failed before or after they stored the plan
+            self.planner = new_planner()
             raise SaveFailed(f"{final}: {error}") from None
         finally:
             if self.rank == 0:  # a no-op once published
@@ -144,9 +142,8 @@ class Saver:
             return
         try:
             for step in reversed(self._on_all_ranks(lambda: catalog.steps(self.cfg), only=0)[0]):
-                if self._on_all_ranks(lambda: self.stopping, only=0)[
-                    0
-                ]:  # rank 0 decides: all ranks must agree
+                if self._on_all_ranks(lambda: self.stopping, only=0)[0]:
+                    # rank 0 decides: all ranks must agree
                     return
                 if good < last:
                     good += self._is_good(step)

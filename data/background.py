@@ -116,9 +116,8 @@ def main() -> None:
     sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
     os.nice(19)  # in the rank's session: in one of its own, Linux would share the cores evenly
     cfg = config.from_dict(json.loads(sys.stdin.readline()), "of the run that waits")
-    threading.Thread(
-        target=_end_with_stdin, daemon=True
-    ).start()  # where there is no die_with_parent()
+    # where there is no die_with_parent()
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
     code, problems = 0, []
     try:
         prepare_text(prepared_parts(cfg), worker_count(int(sys.argv[1])))

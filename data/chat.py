@@ -22,9 +22,8 @@ from data.messages import Message, checked
 from data.template import NONCHARACTERS, SETTINGS, Sandbox, bounded, find_template
 from data.tokenizer import SPACE, Tokenizer
 
-MOST_PROBLEMS = (
-    10  # conversations that are listed if they cannot be rendered: a template may fail on all
-)
+# conversations that are listed if they cannot be rendered: a template may fail on all
+MOST_PROBLEMS = 10
 
 Spans = list[tuple[int, int]]  # (first character, one past the last)
 
@@ -74,12 +73,10 @@ class Chat:
                     f"{tokenizer}: this version of sentencepiece cannot say which characters a token "
                     "stands for, as the loss mask needs; use 0.2.3 or later, or a tokenizer.json"
                 )
-        self.reserved = {*self.special.values()} - {
-            self.special.get(named.get("unk_token", ""))
-        }  # of unknown text
-        names: list[str] = sorted(
-            self.special, key=len, reverse=True
-        )  # a name that contains another counts
+        # of unknown text
+        self.reserved = {*self.special.values()} - {self.special.get(named.get("unk_token", ""))}
+        # a name that contains another counts
+        names: list[str] = sorted(self.special, key=len, reverse=True)
         self.pattern = re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
         self.heads = {name[:i] for name in names for i in range(1, len(name))}
         self.tails = {name[i:] for name in names for i in range(1, len(name))}
@@ -126,9 +123,8 @@ class Chat:
         ids, places = self.tokens(marked)
         learned, before, span = [], 0, 0
         for begin, end in places:
-            first = min(
-                begin, before
-            )  # offsets may leave out white space, which belongs to the token after it
+            # offsets may leave out white space, which belongs to the token after it
+            first = min(begin, before)
             while span < len(spans) and spans[span][1] <= first:
                 span += 1
             learned.append(span < len(spans) and spans[span][0] < max(end, first + 1))

@@ -21,9 +21,8 @@ from data.record import MANIFEST, damaged, is_complete, read_manifest, write_man
 from data.sources import Files, file_stamps, local_files
 from data.tokenizer import Tokenizer, tokenizer_hash, train_tokenizer
 
-BEGIN_SECONDS = (
-    900.0  # that another process may take to train a tokenizer: then it is not waited for
-)
+# that another process may take to train a tokenizer: then it is not waited for
+BEGIN_SECONDS = 900.0
 
 
 def prepared_parts(cfg: config.Config) -> list[tuple[pathlib.Path, config.Config]]:
@@ -210,9 +209,8 @@ def _begin(folder: pathlib.Path, cfg: config.Config) -> None:
         files.write_atomic(temporary / MANIFEST, json.dumps(manifest))
         files.publish(temporary, folder)
     except OSError:
-        if (
-            read_manifest(folder) is None
-        ):  # else another process was faster, where there are no locks
+        if read_manifest(folder) is None:
+            # else another process was faster, where there are no locks
             raise
         _is_begun(folder, cfg)
     finally:

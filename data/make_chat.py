@@ -78,9 +78,8 @@ def main(argv: list[str]) -> int:
     text = "\n".join(lines) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if (
-            not path.exists() or path.read_text() != text
-        ):  # a file that is written anew must be prepared anew
+        if not path.exists() or path.read_text() != text:
+            # a file that is written anew must be prepared anew
             files.write_atomic(path, text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None

@@ -16,9 +16,8 @@ from data.tokens import TokenStream
 def bytes_of_targets(cfg: config.Config, dataset: Dataset, rank: int, ranks: int) -> list[float]:
     """Of each source, this rank's share of the bytes that the validation targets encode; NaN if it cannot decode
     them, or they are answers in conversations."""
-    with contextlib.suppress(
-        ImportError, ConfigError, IndexError
-    ):  # IndexError: the data has no tokenizer
+    with contextlib.suppress(ImportError, ConfigError, IndexError):
+        # IndexError: the data has no tokenizer
         folder, masked = dataset.tokenizer_files[0].parent, cfg.data.document_mask
         if not cfg.data.messages_field:
             return [

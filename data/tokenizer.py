@@ -13,9 +13,8 @@ import config
 from config import ConfigError
 
 TOKENIZERS = ("tokenizer.model", "tokenizer.json")
-SPACE = (
-    "\u2581"  # sentencepiece writes a space as this character, and decodes the character to a space
-)
+# sentencepiece writes a space as this character, and decodes the character to a space
+SPACE = "\u2581"
 LINE = 1 << 14  # characters; a longer line is split for training
 
 
@@ -67,9 +66,8 @@ class Tokenizer:
     def __init__(self, path: str | pathlib.Path):
         self.path, self.files = path, tokenizer_files(path)
         self.model: Any
-        self.space: list[int] | None = (
-            None  # ids to write for SPACE, if the model would make a space of it
-        )
+        # ids to write for SPACE, if the model would make a space of it
+        self.space: list[int] | None = None
         if "tokenizer.json" in self.files:
             from data.tokenizer_json import JsonModel
 

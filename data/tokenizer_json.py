@@ -8,12 +8,8 @@ import sys
 
 from config import ConfigError
 
-EOS_NAMES = (
-    "<|end_of_text|>",
-    "</s>",
-    "<|endoftext|>",
-    "<eos>",
-)  # Llama 3; Llama 2; GPT-2 and SmolLM; Gemma
+# Llama 3; Llama 2; GPT-2 and SmolLM; Gemma
+EOS_NAMES = ("<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>")
 
 
 def choose_files(found: list[pathlib.Path]) -> dict[str, bytes]:
@@ -98,9 +94,8 @@ class JsonModel:
                 and (eos := self.inner.token_to_id(name)) is not None
             ):
                 self.eos = [eos]
-        self.inner.encode_special_tokens = (
-            True  # from now on their names in a text are encoded as plain text
-        )
+        # from now on their names in a text are encoded as plain text
+        self.inner.encode_special_tokens = True
 
     def decode(self, ids: list[int]) -> str:
         return self.inner.decode(ids)

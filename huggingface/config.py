@@ -22,16 +22,10 @@ KEYS = {
     "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
-ROPE_KEYS = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-)  # the same in both
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}  # by model_type; Qwen3 has qk_norm
+# the same in both
+ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+# by model_type; Qwen3 has qk_norm
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # The only values that the model supports; any other is refused. A key may be absent.
 ONLY = {
     "hidden_act": "silu",
@@ -131,9 +125,8 @@ def complete(given: Given) -> None:
     """Fills in options of [model] and [lora] from the folders that their init_from name; options already given must
     agree. Adds the commit to ids of the hub. Raises ConfigError if a folder cannot be read."""
     try:
-        with contextlib.suppress(
-            ConfigError
-        ):  # who reads it says why it cannot be had; a plan does not need it
+        with contextlib.suppress(ConfigError):
+            # who reads it says why it cannot be had; a plan does not need it
             hub.pin(given, "data.tokenizer")
         if "model.init_from" in given.values:
             _complete_model(given)
@@ -203,9 +196,8 @@ def _take_over(
         section, _, key = name.partition(".")
         ours = given.values.setdefault(name, value)
         given.origins.setdefault(name, str(path))
-        if ours != value and not (
-            name == "lora.targets" and {*ours} == {*value}
-        ):  # order does not matter
+        if ours != value and not (name == "lora.targets" and {*ours} == {*value}):
+            # order does not matter
             more = "; its weights have no more rows" if name == "model.vocab_size" else ""
             given.problems[name] = (
                 f"{given.origins[name]}: [{section}] {key} = {toml(ours)}: {path} has "

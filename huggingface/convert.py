@@ -124,9 +124,8 @@ def copy_from_base(folder: Path, base: Path) -> None:
         elif path.name == TOKENIZER_CONFIG and (
             template := hf_config.read_json(path).get("chat_template")
         ):
-            settings = hf_config.read_json(
-                folder / path.name
-            )  # made for transformers: of its class, no template
+            # made for transformers: of its class, no template
+            settings = hf_config.read_json(folder / path.name)
             write_json(folder / path.name, {"chat_template": template, **settings})
 
 
@@ -155,9 +154,8 @@ def token_ids(checkpoint: Path) -> dict[str, Any]:
         for key, ids in (("bos", tokenizer.bos), ("eos", tokenizer.eos))
         if ids
     }
-    if (
-        checkpoint / "chat_template.jinja"
-    ).is_file():  # of a run on conversations: an answer ends with its end of turn
+    if (checkpoint / "chat_template.jinja").is_file():
+        # of a run on conversations: an answer ends with its end of turn
         from data.chat import Chat
 
         ends = [*dict.fromkeys([*tokenizer.eos[:1], *Chat(checkpoint).end_of_turn()])]
@@ -197,9 +195,8 @@ def published(out: Path) -> Iterator[Path]:
             files.sync(path)
         files.publish(folder, out)  # replaces at most an empty folder
     finally:
-        shutil.rmtree(
-            temporary, ignore_errors=True
-        )  # before the release: another process may use it then
+        # before the release: another process may use it then
+        shutil.rmtree(temporary, ignore_errors=True)
         held.release()
         with contextlib.suppress(OSError):  # parents that were made for `out` and are empty
             for parent in made:
@@ -304,9 +301,8 @@ def import_folder(name: str, folder: Path) -> None:
         lambda: hf_weights.scan(source),
     )
     if (source / GENERATION).is_file():
-        hf_config.read_json(
-            source / GENERATION
-        )  # fail now, not in a later export, if it is malformed
+        # fail now, not in a later export, if it is malformed
+        hf_config.read_json(source / GENERATION)
     train = {"seq_len": length} if (length := context_length(source)) else {}
     cfg = config.from_dict(
         {"run": {"name": "imported"}, "model": {"init_from": name}, "train": {"steps": 1, **train}},
@@ -352,13 +348,11 @@ def main(argv: list[str]) -> int:
             )
     args = parser.parse_args(argv)
 
-    from checkpoint import (
-        catalog,
-    )  # here, as only a tool's main() may: model/ does not depend on checkpoint/
+    # here, as only a tool's main() may: model/ does not depend on checkpoint/
+    from checkpoint import catalog
 
-    warnings.filterwarnings(
-        "ignore", message="torch.distributed is disabled"
-    )  # a single process is intended
+    # a single process is intended
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     out, exporting = Path(os.path.abspath(args.out)), args.command == "export"
     try:
         if exporting and not 0 < args.shard_gib < math.inf:

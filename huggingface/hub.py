@@ -128,9 +128,8 @@ def fetch(name: str, files: list[str], size: int, cache: str) -> None:
         size,
     )
     print_error(f"fetching {name}: {size / GIB:,.2f} GiB into {cache}")
-    repo = str(
-        pathlib.Path(__file__).parent.parent
-    )  # as torchrun starts a rank, it need not be on Python's path
+    # as torchrun starts a rank, it need not be on Python's path
+    repo = str(pathlib.Path(__file__).parent.parent)
     code = f"import sys; sys.path.insert(0, {repo!r}); from huggingface import hub; hub.main(*sys.argv[1:])"
     with subprocess.Popen(
         [sys.executable, "-c", code, name, *files],
@@ -139,9 +138,8 @@ def fetch(name: str, files: list[str], size: int, cache: str) -> None:
         text=True,
     ) as child:
         assert child.stdout
-        problem = (
-            child.stdout.read().strip()
-        )  # it ends, too, when the pipes are closed by an exception here
+        # it ends, too, when the pipes are closed by an exception here
+        problem = child.stdout.read().strip()
     if child.returncode:
         raise ConfigError(
             problem

@@ -305,10 +305,8 @@ def open_model(folder: Path, m: config.Model) -> dict[str, Stored]:
     stored = matched(folder, found, shapes(m))
     if tied:
         embedding = stored["embedding.weight"]
-        with (
-            opened(tied.path) as file,
-            opened(embedding.path) as other,
-        ):  # mapped: compared without a copy
+        with opened(tied.path) as file, opened(embedding.path) as other:
+            # mapped: compared without a copy
             pair = file.get_tensor(tied.name), other.get_tensor(embedding.name)
         if pair[0].dtype != pair[1].dtype or not torch.equal(*pair):
             raise ConfigError(

@@ -1,7 +1,4 @@
 """Everything around a run's training: its folder, status and lock, stop requests, timeouts, launching its ranks."""
 
-INPUT_IS_WRONG, DOES_NOT_FIT, STOPPED = (
-    2,
-    3,
-    75,
-)  # exit codes; 75 is EX_TEMPFAIL: start again to resume
+# exit codes; 75 is EX_TEMPFAIL: start again to resume
+INPUT_IS_WRONG, DOES_NOT_FIT, STOPPED = (2, 3, 75)

@@ -39,9 +39,8 @@ def check_launch(
     together(
         lambda: config.mesh_shape(cfg, ranks.total), lambda: args.eval_only or check_folder(folder)
     )
-    if (
-        ranks.job and cfg.data.order == "global" and not is_prepared(cfg)
-    ):  # the job's GPUs would idle meanwhile
+    if ranks.job and cfg.data.order == "global" and not is_prepared(cfg):
+        # the job's GPUs would idle meanwhile
         command = shlex.join(["./run_train.sh", "-m", "data.prepare", args.config, *args.overrides])
         raise ConfigError(
             f"{args.config}: its data is not prepared, and none is inside a job; run {command} on the "
@@ -72,9 +71,8 @@ def check_launch(
         dataset.require(compare.data_before(cfg, start))
     if cfg.eval and dataset.has_validation():
         empty = [stream for stream in dataset.validation if stream.length < 2]
-        if len(empty) == len(
-            dataset.validation
-        ):  # some are from before a text always held out some
+        if len(empty) == len(dataset.validation):
+            # some are from before a text always held out some
             where = ", ".join(str(stream.path.parent) for stream in empty)
             raise ConfigError(
                 f"{where}: holds no validation text; delete the folder to prepare it anew, or "

@@ -67,6 +67,7 @@ class Ranks:
             return [sys.executable, TRAIN]
         # unhandled, USR1 would end torchrun and its ranks at once
         heard = "SIGINT,SIGHUP,SIGQUIT,SIGUSR1" + ",SIGTERM" * (not self.job)
+        # else each launch leaves a folder in the temporary directory
         torchrun = [
             sys.executable,
             "-m",
@@ -75,7 +76,7 @@ class Ranks:
             f"--max-restarts={self.restarts}",
             f"--signals-to-handle={heard}",
             "--log-dir=/dev/null",
-        ]  # else each launch leaves a folder in the temporary directory
+        ]
         if not self.job:
             return [*torchrun, "--standalone", TRAIN]
         from lifecycle.slurm import on_nodes

@@ -16,9 +16,8 @@ def descriptors(
     """How many file descriptors this rank will open to reach the others. Counted in /proc/self/fd: a gloo group of g
     ranks, g + 3; the store's client, 1, its server with a connection from every rank, ranks + 9."""
     size = math.prod(shape)
-    groups = [size] * (
-        2 if trains and cfg.checkpoint else 1
-    )  # the default group, and that of saves
+    # the default group, and that of saves
+    groups = [size] * (2 if trains and cfg.checkpoint else 1)
     # build_mesh() and fsdp_mesh(): the default group serves a dimension of all ranks, and cp or tp of 1 have none
     groups += [degree for degree in shape[:2] if degree != size] + [
         degree for degree in shape[2:] if 1 < degree < size
@@ -44,9 +43,8 @@ def raise_limit(
     needed, size = descriptors(cfg, shape, rank, trains) + files, math.prod(shape)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    needed += len(
-        os.listdir("/proc/self/fd")
-    )  # with that of the listing: gloo, too, opens one more for a moment
+    # with that of the listing: gloo, too, opens one more for a moment
+    needed += len(os.listdir("/proc/self/fd"))
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ConfigError(
             f"rank {rank} of {size} needs {needed:,} file descriptors or more, and its hard limit is {hard:,}: raise "

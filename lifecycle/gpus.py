@@ -22,9 +22,8 @@ def listed_gpus() -> int:
 
 def visible_gpus() -> int:
     if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return len(
-            [*itertools.takewhile(lambda name: name and name[0] != "-", chosen.split(","))]
-        )  # as CUDA does
+        # as CUDA does
+        return len([*itertools.takewhile(lambda name: name and name[0] != "-", chosen.split(","))])
     return listed_gpus()
 
 

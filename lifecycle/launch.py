@@ -18,18 +18,16 @@ from lifecycle.signals import SIGNALS, TWICE_SECONDS, Interrupted, Interruption
 
 def listen(handler: Callable | signal.Handlers) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-        if (
-            number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
-        ):  # as nohup leaves it
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            # as nohup leaves it
             signal.signal(number, handler)
 
 
 if __name__ == "__main__":
     interruption = Interruption()  # notes signals from now on: before the slow imports
     listen(interruption)
-    signal.pthread_sigmask(
-        signal.SIG_UNBLOCK, signal.valid_signals()
-    )  # run_train.sh blocks them until now
+    # run_train.sh blocks them until now
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
 
 import contextlib
 import os

@@ -19,11 +19,8 @@ from parallel.mesh import World, build_mesh
 from parallel.torch_patches import set_default_timeout
 from ranks import check_same_on_all_ranks, rank_and_size
 
-ON_THIS_NODE = (
-    "data.path",
-    "model.init_from",
-    "lora.init_from",
-)  # paths may differ: each node may have a local copy
+# paths may differ: each node may have a local copy
+ON_THIS_NODE = ("data.path", "model.init_from", "lora.init_from")
 
 
 def pick_device(cfg: config.Config, local_rank: int) -> torch.device:
@@ -32,9 +29,8 @@ def pick_device(cfg: config.Config, local_rank: int) -> torch.device:
     if cfg.run.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        listed = (
-            listed_gpus() if visible_gpus() else 0
-        )  # CUDA_VISIBLE_DEVICES may hide them: that is deliberate
+        # CUDA_VISIBLE_DEVICES may hide them: that is deliberate
+        listed = listed_gpus() if visible_gpus() else 0
         if cfg.run.device == "auto" and not listed:
             return torch.device("cpu")
         raise ConfigError(

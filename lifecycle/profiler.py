@@ -36,13 +36,8 @@ ROWS = {
     IDLE: r"",
 }
 HIDDEN = "communication, hidden"
-OUTER = (
-    COMMUNICATION,
-    "loss",
-    "optimizer",
-    "attention",
-    "matrix products",
-)  # also cover what is called within them
+# also cover what is called within them
+OUTER = (COMMUNICATION, "loss", "optimizer", "attention", "matrix products")
 
 
 class Profiler:
@@ -172,9 +167,8 @@ def follow_threads(
     each launch."""
     stretches, launches, stack, now = [], {}, [], 0.0  # stack: open events with their rows
     last = Event("", "", math.inf, math.inf, math.inf, None)
-    for event in sorted(
-        [*events, last], key=lambda e: (e.thread, e.begin, -e.end)
-    ):  # callers before callees
+    for event in sorted([*events, last], key=lambda e: (e.thread, e.begin, -e.end)):
+        # callers before callees
         while stack and (stack[-1][0].end <= event.begin or stack[-1][0].thread != event.thread):
             inner, row = stack.pop()
             stretches.append((now, inner.end, row))

@@ -22,9 +22,8 @@ class RankProcess:
         """Installs the signal handlers and parses the command line; exits with 2 if it is invalid. usage: of --help."""
         gc.disable()  # garbage collection during imports costs a fifth of their time and frees nothing
         self.stop = StopRequest()
-        if {"--dry-run", "--eval-only"} & set(
-            sys.argv
-        ):  # nothing to save: Ctrl-C ends the process at once
+        if {"--dry-run", "--eval-only"} & set(sys.argv):
+            # nothing to save: Ctrl-C ends the process at once
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         else:
             # From now on SIGTERM, SIGINT and SIGUSR1 set a flag. All ranks agree on it in each step (agree_on_stop()),
@@ -70,9 +69,8 @@ class RankProcess:
         # folder, since torchrun turns every exit code into 1. An evaluation does not touch the run's state.
         launch = self.args.launch if trains else None
         try:
-            if code := final_exit_code(
-                cfg, launch
-            ):  # torchrun restarts ranks even where that cannot help
+            if code := final_exit_code(cfg, launch):
+                # torchrun restarts ranks even where that cannot help
                 return code
             with distributed(cfg, trains) as world:
                 if trains:  # an explicit `resume = N` counts once, not again after a restart by torchrun or SLURM

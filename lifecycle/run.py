@@ -37,9 +37,8 @@ from ranks import all_gather_objects, on_rank_zero
 
 WAIT_SECONDS = 0.2  # between the ranks' agreements on a stop while they wait for text
 LOG_WAIT_SECONDS = 2.0  # a longer wait is logged
-COLLECT_EVERY_STEPS = (
-    100  # Python's garbage collection; automatic, it would stall each rank at a different time
-)
+# Python's garbage collection; automatic, it would stall each rank at a different time
+COLLECT_EVERY_STEPS = 100
 
 
 class Run:
@@ -112,9 +111,8 @@ class Run:
             from migrate.former import log_changes
 
             log_changes(path := path_of(self.cfg, self.step), read_state(path)["config"])
-        if warning := other_tokenizer(
-            self.cfg, self.step, tokenizer_files
-        ):  # which allow_changed may allow
+        if warning := other_tokenizer(self.cfg, self.step, tokenizer_files):
+            # which allow_changed may allow
             log.warning(warning)
         polled = (
             folder.stop_file(self.folder, self.launch)
@@ -271,9 +269,8 @@ class Run:
         if error is None:
             self._end()
             return
-        if (
-            self.checkpointer is None and self.launch is None
-        ):  # nothing has begun, and no launcher waits for a report
+        if self.checkpointer is None and self.launch is None:
+            # nothing has begun, and no launcher waits for a report
             self.watchdog.stop()
             return
         final, code, text = True, 1, str(error)  # final: a restart cannot help
@@ -285,9 +282,8 @@ class Run:
             # after the first step a restart may help: fragmentation, an evaluation, another process on the device
             final = self.checkpointer is None or self.step == self.checkpointer.start
             text = f"out of memory: {text}"
-            with contextlib.suppress(
-                Exception
-            ):  # there may be too little memory left for this, or no planner
+            with contextlib.suppress(Exception):
+                # there may be too little memory left for this, or no planner
                 from planner.advice import out_of_memory
 
                 text += "\n" + out_of_memory(self.cfg, self.world.size, words_without("--launch="))
@@ -336,9 +332,8 @@ class Run:
             text=text,
             final=final,
         )
-        if (
-            reported
-        ):  # the launcher prints the root cause at the end: here it goes only into the rank's file
+        if reported:
+            # the launcher prints the root cause at the end: here it goes only into the rank's file
             log.handlers = [
                 handler for handler in log.handlers if isinstance(handler, logging.FileHandler)
             ]

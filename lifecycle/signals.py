@@ -17,9 +17,8 @@ from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 TWICE_SECONDS = 5.0  # a second Ctrl-C within this time of the first quits at once
-FROZEN_SECONDS = (
-    20.0  # how long after a phase's timeout a process ends in which no Python thread can run
-)
+# how long after a phase's timeout a process ends in which no Python thread can run
+FROZEN_SECONDS = 20.0
 NOW = "now: rank {}, step {}, phase {} ({} phases begun)"  # a log's line on where the rank is
 
 
@@ -58,9 +57,8 @@ class StopRequest:
         self.received = 0  # a signal's number
         self.decided = 0  # the same, once all ranks have agreed
         self.file: pathlib.Path | None = None
-        self.standalone = (
-            False  # no launcher and no torchrun: this process handles a second Ctrl-C itself
-        )
+        # no launcher and no torchrun: this process handles a second Ctrl-C itself
+        self.standalone = False
         self.group, self.flag, self.work = None, None, None
         self.readiness = 0  # the greatest of any rank, as of the last finish_sync()
         self.text_differs = False  # between ranks, as of the last finish_sync()
@@ -158,9 +156,8 @@ class Watchdog:
         self.began = time.monotonic()
         self.deadline = self.began + seconds
         if self.line:
-            with contextlib.suppress(
-                OSError
-            ):  # microseconds: the page is in memory, the place on the disk exists
+            with contextlib.suppress(OSError):
+                # microseconds: the page is in memory, the place on the disk exists
                 text = NOW.format(self.rank, self.step, name, self.progress)
                 os.pwrite(self.line, text.ljust(99).encode(), self.line_at)
         # set again only where it would be too early or too late, not three times a step: it starts a thread

@@ -18,6 +18,5 @@ if __name__ == "__main__":
     try:
         main()
     except ChildFailedError as error:
-        sys.exit(
-            max(1, error.get_first_failure()[1].exitcode)
-        )  # negative if a signal ended the rank
+        # negative if a signal ended the rank
+        sys.exit(max(1, error.get_first_failure()[1].exitcode))

@@ -99,6 +99,7 @@ SYNONYMS = {
     "FP16": "FLOAT16",
     "HALF": "FLOAT16",
 }
+# keys whose value may be a table of the keys above
 NESTED = {
     "fsdp_config",
     "mixed_precision",
@@ -107,7 +108,7 @@ NESTED = {
     "cpu_offload",
     "dynamo_config",
     "parallelism_config",
-}  # keys whose value may be a table of the keys above
+}
 NUMBER = re.compile("[1-9][0-9]{0,8}")
 
 

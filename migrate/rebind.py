@@ -35,9 +35,8 @@ def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
             f"{entry} is not a parameter of the model, or the optimizer holds it already: "
             "rebind_optimizer must enclose the sharding"
         )
-    placeholder = torch.empty(
-        0
-    )  # stands in, so that each full weight is freed once its unit is sharded
+    # stands in, so that each full weight is freed once its unit is sharded
+    placeholder = torch.empty(0)
     for group in optimizer.param_groups:
         group["params"] = [placeholder] * len(group["params"])
     try:

@@ -25,9 +25,8 @@ from model.llama import Linear
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 aten = torch.ops.aten
-Scaled = tuple[
-    Tensor, Tensor
-]  # float8 values (M, N); inverse scale (1, 1), (M, 1) or (1, N) in float32
+# float8 values (M, N); inverse scale (1, 1), (M, 1) or (1, N) in float32
+Scaled = tuple[Tensor, Tensor]
 
 
 def float8_matrices(blocks: nn.Module, recipe: str, device_type: str) -> list[Linear]:
@@ -98,11 +97,8 @@ class Float8Weight(Tensor):
     # pyrefly: ignore[bad-override]  # Tensor's is a placeholder without a signature
     def __torch_dispatch__(cls, operator, types, args, kwargs=None):
         weight, *rest = args
-        if operator in (
-            aten.detach.default,
-            aten.alias.default,
-            aten.as_strided.default,
-        ):  # all that FSDP2 calls
+        if operator in (aten.detach.default, aten.alias.default, aten.as_strided.default):
+            # all that FSDP2 calls
             return cls(operator(weight.qdata, *rest), weight.dtype)
         raise TypeError(f"{operator} of a weight in 8 bits")
 
@@ -135,14 +131,10 @@ def product(left: Scaled, right: Scaled, dtype: torch.dtype, fast: bool = False)
     (a, a_scale), (b, b_scale) = left, right
     if not a.is_cuda:
         return (a.float() @ b.float() * (a_scale * b_scale)).to(dtype)
-    a, b, after = (
-        a.contiguous(),
-        b.t().contiguous().t(),
-        None,
-    )  # the only layouts that the kernels take
-    if (
-        b_scale.numel() > 1 and not fast
-    ):  # the rowwise kernel is slow here; apply power-of-two scales afterwards
+    # the only layouts that the kernels take
+    a, b, after = (a.contiguous(), b.t().contiguous().t(), None)
+    if b_scale.numel() > 1 and not fast:
+        # the rowwise kernel is slow here; apply power-of-two scales afterwards
         after, one = a_scale * b_scale, torch.ones((1, 1), device=a.device)
         a_scale, b_scale = one, one
     out = torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)

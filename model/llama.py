@@ -51,14 +51,12 @@ def rope_tables(m: config.Model, positions: Tensor) -> tuple[Tensor, Tensor]:
     precision could round it. rope_scaling is Llama 3.1's (https://arxiv.org/abs/2407.21783): it divides the low
     frequencies by `factor`, keeps the high ones and interpolates in between.
     """
-    half = torch.arange(
-        0, m.width_per_head, 2, dtype=torch.float32, device=positions.device
-    )  # (E/2)
+    # (E/2)
+    half = torch.arange(0, m.width_per_head, 2, dtype=torch.float32, device=positions.device)
     frequency = 1.0 / (m.rope_theta ** (half / m.width_per_head))
     if s := m.rope_scaling:
-        turns = (
-            s.original_max_position_embeddings * frequency / (2 * math.pi)
-        )  # per original context
+        # per original context
+        turns = s.original_max_position_embeddings * frequency / (2 * math.pi)
         keep = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0, 1)
         frequency = keep * frequency + (1 - keep) * frequency / s.factor
     angle = positions.float()[..., None] * frequency  # (..., T, E/2)
@@ -116,11 +114,8 @@ class Attention(nn.Module):
         mask: Tensor | BlockMask | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        heads = (
-            *x.shape[:2],
-            -1,
-            self.head_dim,
-        )  # -1: tensor parallelism leaves only the local heads
+        # -1: tensor parallelism leaves only the local heads
+        heads = (*x.shape[:2], -1, self.head_dim)
         q = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)  # (B, T, D) -> (B, H, T, E)
         k = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)  # (B, T, D) -> (B, K, T, E)
         v = self.v_proj(x).view(heads).transpose(1, 2)  # (B, T, D) -> (B, K, T, E)
@@ -128,9 +123,8 @@ class Attention(nn.Module):
         out = (
             self.attend(q, k, v, mask) if cache is None else attention(q, *cache.append(k, v), mask)
         )
-        return self.o_proj(
-            out.transpose(1, 2).flatten(2)
-        )  # (B, H, T, E) -> (B, T, H*E) -> (B, T, D)
+        # (B, H, T, E) -> (B, T, H*E) -> (B, T, D)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -143,9 +137,8 @@ class FeedForward(nn.Module):
         self.down_proj = Linear(m.ffn_dim, m.dim, out_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(
-            F.silu(self.gate_proj(x)) * self.up_proj(x)
-        )  # (B, T, D) -> (B, T, F) -> (B, T, D)
+        # (B, T, D) -> (B, T, F) -> (B, T, D)
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
@@ -264,9 +257,8 @@ class Llama(nn.Module):
             mask, positions, newest = cache.advance(tokens.shape[1])
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]  # (1, T)
-        cos, sin = (
-            table[:, None] for table in rope_tables(self.config, positions)
-        )  # (B or 1, 1, T, E)
+        # (B or 1, 1, T, E)
+        cos, sin = (table[:, None] for table in rope_tables(self.config, positions))
         x, terms = self.embedding(tokens), {}  # (B, T, D)
         for i, block in enumerate(self.blocks):
             x = block(x, cos, sin, mask, cache and cache.blocks[i])

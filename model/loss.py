@@ -16,9 +16,8 @@ from torch import Tensor
 
 from config import IGNORE
 
-LossSums = dict[
-    str, Tensor
-]  # summed over tokens. "loss" is minimized; any others are parts of it, only logged
+# summed over tokens. "loss" is minimized; any others are parts of it, only logged
+LossSums = dict[str, Tensor]
 # In tokens. Large on a GPU, as each chunk costs a pass over the (V, D) gradient: compiled at V = 128,256, bfloat16
 # logits take 2 GiB. Small on a CPU, so that the logits of a small vocabulary fit its cache.
 CHUNK = {"cpu": 256, "cuda": 2048, "cuda compiled": 8192}
@@ -50,9 +49,8 @@ def chunked_cross_entropy(
     x (N, D) and weight (V, D) have one dtype; targets (N) are IGNORE where there is none. Returns sums, not means:
     averaging means over unequal token counts would be wrong.
     """
-    compile = compile and (
-        x.is_cuda or x.dtype != torch.float32
-    )  # eager float32 is faster on a CPU
+    # eager float32 is faster on a CPU
+    compile = compile and (x.is_cuda or x.dtype != torch.float32)
     chunk = chunk or CHUNK["cuda compiled" if x.is_cuda and compile else x.device.type]
     total = _ChunkedCrossEntropy.apply(
         x, weight, targets, chunk, compile, shard or Shard(0), torch.is_grad_enabled()
@@ -148,9 +146,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if x_grad is not None:
                 torch.mm(slope, weight, out=x_grad[start : start + chunk])
             if w_grad is not None and x.is_cuda and x.dtype != torch.float32:
-                torch.addmm(
-                    w_grad, slope.T, part, out_dtype=torch.float32, out=w_grad
-                )  # a CPU must upcast first
+                # a CPU must upcast first
+                torch.addmm(w_grad, slope.T, part, out_dtype=torch.float32, out=w_grad)
             elif w_grad is not None:
                 w_grad.addmm_(slope.T.float(), part.float())
         ctx.save_for_backward(x_grad, w_grad)

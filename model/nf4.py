@@ -58,9 +58,8 @@ def codes_of(rows: Tensor) -> Tensor:
     magnitude = blocks.abs().amax(-1, keepdim=True).clamp(min=torch.finfo().tiny)
     scaled, book = blocks / magnitude, torch.tensor(CODE_BOOK)
     nearest = torch.zeros_like(scaled, dtype=torch.uint8)
-    for middle in (
-        (book[1:] + book[:-1]) / 2
-    ).tolist():  # several times faster than a search per weight
+    for middle in ((book[1:] + book[:-1]) / 2).tolist():
+        # several times faster than a search per weight
         nearest += scaled > middle
     first, second = nearest.flatten(1).unflatten(1, (-1, 2)).unbind(-1)
     return first << 4 | second
@@ -69,9 +68,8 @@ def codes_of(rows: Tensor) -> Tensor:
 def scales_of(rows: Tensor) -> Tensor:
     """The scales (R, scale_bytes(C)) of float32 weights (R, C)."""
     steps, ranges = [], []
-    for magnitude in (
-        rows.unflatten(1, (-1, BLOCK)).abs().amax(-1).split(RANGE, dim=1)
-    ):  # (R, up to 256)
+    for magnitude in rows.unflatten(1, (-1, BLOCK)).abs().amax(-1).split(RANGE, dim=1):
+        # (R, up to 256)
         low, high = magnitude.aminmax(dim=1, keepdim=True)
         step = (high - low) * (1 / 255)  # not / 255, which GPU and CPU round differently
         steps.append(
@@ -87,9 +85,8 @@ def byte_values(device: torch.device) -> Tensor:
     return torch.stack([book.repeat_interleave(16), book.repeat(16)], dim=1)
 
 
-kept_byte_values = functools.cache(
-    byte_values
-)  # copying a table from the host synchronizes: once per device
+# copying a table from the host synchronizes: once per device
+kept_byte_values = functools.cache(byte_values)
 
 
 def dequantize(
@@ -106,9 +103,8 @@ def dequantize(
     ranges = math.ceil(scales.shape[1] / (RANGE + 8))
     steps, low_and_step = scales.split([scales.shape[1] - 8 * ranges, 8 * ranges], dim=1)
     if any(place % 4 for place in (low_and_step.storage_offset(), *scales.stride()[:1])):
-        low_and_step = low_and_step.clone(
-            memory_format=torch.contiguous_format
-        )  # not aligned for float32
+        # not aligned for float32
+        low_and_step = low_and_step.clone(memory_format=torch.contiguous_format)
     values = byte_values(codes.device) if values is None else values
     function = compiled_dequantize() if compiled else _dequantize
     return function(codes, steps, low_and_step.view(torch.float32), values, dtype, first)
@@ -173,13 +169,10 @@ product.register_autograd(_gradient, setup_context=_keep_codes)
 class NF4Linear(Linear):
     """A frozen linear layer in NF4, in place of a plain one: `weight` holds the codes."""
 
-    weights_per_element: ClassVar = {
-        "weight": 2,
-        "scales": 0,
-    }  # for parameter_count(): how many weights it represents
-    parts: ClassVar = {
-        "scales": 0
-    }  # for tensor parallelism: sharded along dimension 0 if the codes are
+    # for parameter_count(): how many weights it represents
+    weights_per_element: ClassVar = {"weight": 2, "scales": 0}
+    # for tensor parallelism: sharded along dimension 0 if the codes are
+    parts: ClassVar = {"scales": 0}
     matmuls: ClassVar = {torch.ops.frozen.nf4_product.default}  # for activation checkpointing
 
     def __init__(self, plain: Linear):

@@ -9,9 +9,8 @@ import torch.distributed._functional_collectives  # registers the gradients of t
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-ops = (
-    torch.ops._c10d_functional
-)  # functional collectives: torch.compile traces them, DTensor uses them
+# functional collectives: torch.compile traces them, DTensor uses them
+ops = torch.ops._c10d_functional
 
 
 class Group(NamedTuple):
@@ -63,9 +62,8 @@ def gathered(gather: Callable[[Tensor], Tensor], part: Tensor, regather: bool) -
     def pack(tensor: Tensor) -> Tensor | tuple:
         nonlocal saved
         if tensor.untyped_storage()._cdata != storage:
-            return (
-                tensor.detach()
-            )  # saving the tensor itself would leak a reference cycle if backward never runs
+            # saving the tensor itself would leak a reference cycle if backward never runs
+            return tensor.detach()
         saved += 1
         return tensor.shape, tensor.stride(), tensor.storage_offset()
 

@@ -23,14 +23,12 @@ def apply_float8(model: Llama, p: config.Parallel, device_type: str) -> None:
     """Replaces linear layers of the blocks by Float8Linear ones, in place. Call it before fully_shard()."""
     use_float8(model.blocks, p.float8, device_type)
     if p.compile:
-        torch.compiler.allow_in_graph(
-            Product
-        )  # torch 2.11 loses its gradients when Dynamo traces into it
+        # torch 2.11 loses its gradients when Dynamo traces into it
+        torch.compiler.allow_in_graph(Product)
     replicated = replicated_parameters(model, p)
     for linear in tensorwise(model):
-        if (
-            linear.weight not in replicated
-        ):  # once there is storage, update_scales() makes Float8Shards of the shards
+        if linear.weight not in replicated:
+            # once there is storage, update_scales() makes Float8Shards of the shards
             weight = linear.weight.detach().as_subclass(MetaFloat8Weight)
             linear.weight = nn.Parameter(weight, linear.weight.requires_grad)
             linear.after_weight_update = update_scales

@@ -55,10 +55,8 @@ def unit_parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
 def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
     """Shards every unit in place: parameters become DTensors on fsdp_mesh(world), except those of `replicated`."""
     replicated = replicated_parameters(model, p)
-    mesh, pin = (
-        fsdp_mesh(world),
-        world.device.type == "cuda",
-    )  # pinned: the GPU's copies do not block the host
+    # pinned: the GPU's copies do not block the host
+    mesh, pin = (fsdp_mesh(world), world.device.type == "cuda")
     if replicated:
         from parallel.replicated import cast_at_access
 
@@ -147,9 +145,8 @@ def set_prefetch(model: Llama, p: config.Parallel) -> None:
     no unit ahead in forward, one in backward."""
     forward = [modules[0] for _, modules in units(model)]
     backward = forward[::-1]
-    if (
-        model.config.tie_embeddings
-    ):  # the tied unit holds the head: it is first in backward and still unsharded
+    if model.config.tie_embeddings:
+        # the tied unit holds the head: it is first in backward and still unsharded
         backward = [backward[-1], *backward[:-1]]
     for i, unit in enumerate(forward):
         unit.set_modules_to_forward_prefetch(forward[i + 1 : i + 1 + p.prefetch_forward])

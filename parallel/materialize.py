@@ -18,9 +18,8 @@ from ranks import on_each_rank
 
 RNG_BLOCK = 65536  # elements drawn from one generator, rounded to full rows
 CHECK_CHUNK = 2**24  # elements checked at a time, for NaN and between replicas
-Offsets = tuple[
-    int, ...
-]  # where a rectangle begins in its full parameter, one number per dimension
+# where a rectangle begins in its full parameter, one number per dimension
+Offsets = tuple[int, ...]
 
 
 def materialize(

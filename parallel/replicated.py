@@ -60,7 +60,6 @@ def cast_at_access(
                 and parameter.dtype != dtype
                 and parameter.is_floating_point()
             ):
-                parametrize.register_parametrization(
-                    module, name, Cast(dtype), unsafe=True
-                )  # unsafe: changes dtype
+                # unsafe: changes dtype
+                parametrize.register_parametrization(module, name, Cast(dtype), unsafe=True)
     share_classes(model)

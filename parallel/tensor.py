@@ -47,10 +47,8 @@ from parallel.mesh import World
 from parallel.optional_patches import share_classes
 from ranks import local_world_size
 
-COLWISE, ROWWISE = (
-    Shard(0),
-    Shard(1),
-)  # colwise, rowwise. For x @ weight.T: local output or input features
+# colwise, rowwise. For x @ weight.T: local output or input features
+COLWISE, ROWWISE = (Shard(0), Shard(1))
 # TP plan: each module's weight is sharded or replicated over tp. A projection's `parts` (its other parameters and
 # submodules, by name) are sharded along the same features as the projection, so that they need no collective of their
 # own: parts[name] is the dimension of its weight, 0 for output or 1 for input features, that the part shares.
@@ -95,9 +93,8 @@ def placements_with_tp(
     for name, placements in over_fsdp.items():
         *outer, shards = placements
         over_tp = placement_of(model, name)
-        assert over_tp, (
-            f"{name}: is not in TP_PLAN"
-        )  # apply_tensor_parallelism() refuses such a model
+        # apply_tensor_parallelism() refuses such a model
+        assert over_tp, f"{name}: is not in TP_PLAN"
         if over_tp == Shard(0):
             # FSDP2 shards tp's local rows: in the full tensor, one FSDP2 rank's rows are strided, not contiguous
             shards = _StridedShard(0, split_factor=world.tp)
@@ -194,9 +191,8 @@ class SequenceParallel:
         def wrapped(x: Tensor, *rest) -> Tensor | tuple:
             with gathered(self.gather, x, regather) as whole:
                 out = forward(whole, *rest)
-            if isinstance(
-                out, tuple
-            ):  # all ranks have all tokens in here: each counts its share of a term
+            if isinstance(out, tuple):
+                # all ranks have all tokens in here: each counts its share of a term
                 return out[0], {name: value / self.group.size for name, value in out[1].items()}
             return out
 
@@ -213,12 +209,10 @@ class SequenceParallel:
         def wrapped(tokens: Tensor) -> Tensor:
             index = tokens - self.group.rank * rows
             own = (index >= 0) & (index < rows)
-            found = self.scatter(
-                forward(index.where(own, 0)) * own[..., None]
-            )  # nonzero only on the owner
-            return (
-                found.clone()
-            )  # no view: an in-place operation on a unit's view would drop FSDP2's backward hooks
+            # nonzero only on the owner
+            found = self.scatter(forward(index.where(own, 0)) * own[..., None])
+            # no view: an in-place operation on a unit's view would drop FSDP2's backward hooks
+            return found.clone()
 
         return wrapped
 
@@ -232,9 +226,8 @@ class SequenceParallel:
             x: Tensor, targets: Tensor | None = None, terms: LossSums | None = None, **options
         ):
             found = forward(x, targets, terms and self.total(terms), **options)
-            return (
-                found if isinstance(found, tuple) else all_gather(found, -1, self.group)
-            )  # without targets: logits
+            # without targets: logits
+            return found if isinstance(found, tuple) else all_gather(found, -1, self.group)
 
         return wrapped
 
@@ -246,9 +239,8 @@ class VocabularyShard(loss.Shard):
     gather: Callable[[Tensor], Tensor]  # all-gather: (...) -> (ranks, ...)
 
     def combine(self, top: Tensor, sums: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        tops, sums, chosen = self.gather(torch.stack([top, sums, chosen])).unbind(
-            1
-        )  # (ranks, C, 1)
+        # (ranks, C, 1)
+        tops, sums, chosen = self.gather(torch.stack([top, sums, chosen])).unbind(1)
         highest = tops.amax(0)
         whole = (sums * (tops - highest).exp()).sum(0)
         # the last is inf if this rank's logits are far lower: softmax is 0

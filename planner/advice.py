@@ -11,17 +11,10 @@ from config import ConfigError
 from planner.devices import device
 from planner.plan import Asked, plan
 
-RECOMPUTE = (
-    "none",
-    "elementwise",
-    "selective",
-    "full",
-)  # each saves fewer activations than the one before
-BASES = (
-    "float32",
-    "bfloat16",
-    "nf4",
-)  # dtypes of an adapter's base, each smaller than the one before
+# each saves fewer activations than the one before
+RECOMPUTE = ("none", "elementwise", "selective", "full")
+# dtypes of an adapter's base, each smaller than the one before
+BASES = ("float32", "bfloat16", "nf4")
 Change = tuple[tuple[str, ...], int]  # (overrides, factor of the world size)
 
 

@@ -96,9 +96,8 @@ def shortened(kinds: Callable[[int], list[Kind] | None], blocks: int, edge: int)
     if blocks <= 2 * edge + 3 or not (every := kinds(blocks)):
         return None
     for period in range(1, blocks // 2):
-        if (
-            every[1:-period] == every[1 + period :]
-        ):  # the first block may differ: no unit is prefetched past it
+        if every[1:-period] == every[1 + period :]:
+            # the first block may differ: no unit is prefetched past it
             break
     else:
         return None

@@ -46,10 +46,8 @@ class PlanCheck:
 
     def row(self, step: int, step_seconds: float) -> dict[str, Any] | None:
         """Takes each training row; returns the plan's row, once. step_seconds: the mean over the row's steps."""
-        includes_compilation, self.first_row = (
-            self.first_row,
-            False,
-        )  # it covers this launch's first step
+        # it covers this launch's first step
+        includes_compilation, self.first_row = (self.first_row, False)
         if self.done or includes_compilation:
             return None
         self.measured.setdefault("step_seconds", step_seconds)
@@ -68,9 +66,8 @@ class PlanCheck:
         if self.process.poll() is None:
             return None
         self.done = True
-        if (
-            self.process.returncode == 2
-        ):  # this model cannot be planned, which is no fault of the run
+        if self.process.returncode == 2:
+            # this model cannot be planned, which is no fault of the run
             self.errors.seek(0)
             log.info("no plan of this run: %s", self.errors.read().strip())
             return None

@@ -57,9 +57,8 @@ COMPUTES = re.compile(
     r"mm(_|$)|mv_?$|dot$|conv(?!ert)|attention|linalg(?!_vector_norm)|fft|cdist|rnn|lstm|gru"
 )
 MOVES_NOTHING = {aten.empty.memory_format, aten._unsafe_view.default}
-FUSED = (
-    0.45  # bytes that Inductor's kernels move, relative to a block's eager operators in its dtype
-)
+# bytes that Inductor's kernels move, relative to a block's eager operators in its dtype
+FUSED = 0.45
 NF4_UNFUSED = 24  # bytes that eager nf4.dequantize() moves for each weight, to 16 bits
 
 
@@ -73,12 +72,10 @@ class Phase:
     # FLOP of "products", "float8", "attention", and of the "model", without recomputation; bytes "moved"
     work: Counter = field(default_factory=Counter)
     times: int = 1  # occurrences in a step, for several micro-batches
-    sent: Counter = field(
-        default_factory=Counter
-    )  # by (mesh dimension, collective, "number" or "bytes")
-    uncounted: Counter = field(
-        default_factory=Counter
-    )  # calls of operators whose FLOP are in no formula, by name
+    # by (mesh dimension, collective, "number" or "bytes")
+    sent: Counter = field(default_factory=Counter)
+    # calls of operators whose FLOP are in no formula, by name
+    uncounted: Counter = field(default_factory=Counter)
 
 
 @functools.cache
@@ -112,9 +109,8 @@ class Counted(TorchDispatchMode):
         ] = {}  # the products' inputs, in a compiled block without checkpointing
         self.recomputing = False  # in such a block's backward
         self.keeping: list[Tensor] | None = None  # in such a block's forward
-        self.share: float | None = (
-            None  # of the scores, that FlexAttention's mask keeps; None: SDPA, causal or not
-        )
+        # of the scores, that FlexAttention's mask keeps; None: SDPA, causal or not
+        self.share: float | None = None
         self.shares: dict[
             int, float
         ] = {}  # for backward: of the attention whose output this storage is
@@ -132,9 +128,8 @@ class Counted(TorchDispatchMode):
         self.phases.append(Phase(name, Counter(self.live), times=self.times))
 
     def set(self, key: int, kind: str, size: int) -> None:
-        size = (
-            0 if kind in self.on_host else -(-size // self.granularity) * self.granularity
-        )  # rounded up
+        # rounded up
+        size = 0 if kind in self.on_host else -(-size // self.granularity) * self.granularity
         before, was = self.storages.get(key, (kind, 0))
         self.storages[key] = kind, size
         self.live[before] -= was
@@ -200,9 +195,8 @@ class Counted(TorchDispatchMode):
             return function(*args)
 
     def __torch_dispatch__(self, operator, types, args: tuple = (), kwargs=None):
-        if operator is torch.ops.prim.device.default and isinstance(
-            args[0], FakeTensor
-        ):  # half of all calls
+        if operator is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            # half of all calls
             return args[0].fake_device
         kwargs = kwargs or {}
         if any(map(wraps_tensors, types)):
@@ -266,9 +260,8 @@ class Counted(TorchDispatchMode):
         """Counts a product of two matrices."""
         work, x = self.phases[-1].work, args["addmm" in operator.__name__]
         self.work("float8" if x.dtype in FLOAT8 else "products", 2 * x.shape[-1] * out.numel())
-        if (
-            str(operator) == NF4
-        ):  # its dequantized weights, during the product; eager, with intermediates
+        if str(operator) == NF4:
+            # its dequantized weights, during the product; eager, with intermediates
             codes, scales = args[1:3]
             weights = torch.empty(
                 2 * codes.numel() * (1 if self.fused else 5), dtype=x.dtype, device=x.device
@@ -290,9 +283,8 @@ class Counted(TorchDispatchMode):
         given = dict(zip((a.name for a in operator._schema.arguments), args)) | kwargs
         q, k, v = (given[name] for name in ("query", "key", "value"))
         if operator in ATTENTION:
-            if (
-                self.keeping is not None and k.shape[2] > q.shape[2]
-            ):  # all-gathered over cp, and not once more
+            if self.keeping is not None and k.shape[2] > q.shape[2]:
+                # all-gathered over cp, and not once more
                 self.keeping += [k, v]
             share = self.share if self.share is not None else 0.5 if given.get("is_causal") else 1.0
             self.shares[made[0].untyped_storage()._cdata] = share
@@ -331,9 +323,8 @@ class Counted(TorchDispatchMode):
         kind, by_fsdp = COLLECTIVES[operator], operator.namespace == "c10d"
         group = next((a for a in args if isinstance(a, torch.ScriptObject)), None)
         name = dist.ProcessGroup.unbox(group).group_name if group is not None else args[-1]
-        dimension = self.dimensions.get(
-            name, "replica" if kind == "all_to_all" else "dp_shard"
-        )  # muon.py's
+        # muon.py's
+        dimension = self.dimensions.get(name, "replica" if kind == "all_to_all" else "dp_shard")
         if by_fsdp and dimension == "cp":  # with dp_shard = 1, FSDP2 shards over cp alone
             dimension = "dp_shard"
         sent = self.phases[-1].sent

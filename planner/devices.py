@@ -76,9 +76,8 @@ def device(name: str) -> Device:
     for change in changes:
         rate, _, value = change.partition("=")
         try:
-            if (
-                rate not in rates or not 1e-6 <= float(value) <= 1e9
-            ):  # times are finite, and none is 0
+            if rate not in rates or not 1e-6 <= float(value) <= 1e9:
+                # times are finite, and none is 0
                 raise ValueError
         except ValueError:
             raise ConfigError(
@@ -104,9 +103,8 @@ def known_as(name: str, memory_gib: float) -> str | None:
 def data_sheet_peak(name: str) -> float | None:
     """The dense bfloat16 peak of a device by its name of CUDA, in FLOP/s; None if it is unknown."""
     peak = next((peak for part, peak in OTHER_PEAKS.items() if part in name), None)
-    if peak is None and (
-        known := known_as(name, 0)
-    ):  # devices of one name share a peak, whatever their memory
+    if peak is None and (known := known_as(name, 0)):
+        # devices of one name share a peak, whatever their memory
         peak = DEVICES[known].peak
     return peak and peak * 1e12
 

@@ -25,10 +25,8 @@ class PlannedMask(BlockMask):
     """Stands in for a BlockMask: what the plan needs of it."""
 
     def __init__(self, share: float, by_data: bool):
-        self.share, self.by_data = (
-            share,
-            by_data,
-        )  # of the scores that it keeps; whether that depends on data
+        # of the scores that it keeps; whether that depends on data
+        self.share, self.by_data = (share, by_data)
 
 
 class ZerosForData(TorchDispatchMode):
@@ -67,9 +65,8 @@ def planned_mask(
         for start in starts[every // 2 :: every]:
             queries = torch.arange(start, min(start + rows, Q_LEN))[:, None]
             pairs = mask_mod(first, heads, queries, keys).expand(H or 1, len(queries), KV_LEN)
-            blocks = (
-                F.pad(pairs.any(1), (0, -KV_LEN % columns)).unflatten(1, (-1, columns)).any(2)
-            )  # (H, blocks)
+            # (H, blocks)
+            blocks = F.pad(pairs.any(1), (0, -KV_LEN % columns)).unflatten(1, (-1, columns)).any(2)
             kept, total = kept + int(blocks.sum()), total + blocks.numel()
     return PlannedMask(kept / total, data.used)
 

@@ -14,9 +14,8 @@ from planner.simulate import Step, plus, simulate
 
 GIB = 2**30
 CONTEXT_GIB = 1.5  # CUDA's context and the buffers of cuBLAS, cuDNN and NCCL: an estimate
-RESERVED = (
-    1.03  # the allocator's reserved / allocated memory, with expandable segments: an estimate
-)
+# the allocator's reserved / allocated memory, with expandable segments: an estimate
+RESERVED = 1.03
 
 
 @dataclass(frozen=True)
@@ -26,9 +25,8 @@ class Asked:
     gpu: Device | None = None
     gpu_memory_gib: float | None = None  # overrides the GPU's
     gpus_per_node: int = 8
-    on_gpu: bool | None = (
-        None  # None: follows run.device; False: plans for a CPU, as a run on one does
-    )
+    # None: follows run.device; False: plans for a CPU, as a run on one does
+    on_gpu: bool | None = None
 
     @property
     def memory_gib(self) -> float | None:

@@ -137,9 +137,8 @@ def verdict(row: dict, cfg: config.Config, asked: Asked) -> str:
     found.append(
         f"{row['device_gib']:.4g}{f' of {limit:g}' if limit else ''} GiB at the peak ({row['peak_at']})"
     )
-    if (
-        row["step_seconds"] and row["fits"] and not row["host_gib"]
-    ):  # the time of copies to the host is not known
+    if row["step_seconds"] and row["fits"] and not row["host_gib"]:
+        # the time of copies to the host is not known
         hours = row["step_seconds"] * cfg.train.steps / 3600
         found += [
             f"{row['tokens_per_second_per_device']:,.0f} tokens/s per GPU",

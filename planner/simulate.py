@@ -66,9 +66,8 @@ def simulate(cfg: config.Config, ranks: int, on_gpu: bool = True, whole: bool = 
     p, blocks = cfg.parallel, cfg.model.n_layers
     if p.cp > 1:
         import parallel.context  # noqa: F401 - before the patches of what it imports: it would keep the stand-ins
-    edge = max(
-        p.prefetch_forward, p.prefetch_backward, 1
-    )  # blocks whose prefetch involves the embedding or the head
+    # blocks whose prefetch involves the embedding or the head
+    edge = max(p.prefetch_forward, p.prefetch_backward, 1)
     # drop what DTensor caches for an earlier simulation's meshes, whose process groups are destroyed
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
@@ -86,9 +85,8 @@ def simulate(cfg: config.Config, ranks: int, on_gpu: bool = True, whole: bool = 
             found, of_blocks = run(
                 replace(cfg, model=replace(cfg.model, n_layers=few.blocks)), world, on_gpu
             )
-            update = found.phases[
-                -1
-            ]  # of an optimizer by elements, unless it multiplies or sends matrices
+            # of an optimizer by elements, unless it multiplies or sends matrices
+            update = found.phases[-1]
             by_elements = not update.work["products"] and all(
                 kind == "all_reduce" for _, kind, _ in update.sent
             )
@@ -148,9 +146,8 @@ def extrapolated(
     for before, phase in order:  # each changes the memory that the last one leaves
         offset = plus(end, before.end, -1)
         end = plus(phase.end, offset)
-        if not phase.end[
-            "reductions"
-        ]:  # FSDP2 drops those of all replicated units at once, after backward
+        if not phase.end["reductions"]:
+            # FSDP2 drops those of all replicated units at once, after backward
             end["reductions"] = 0
         kind, _, block = phase.name.partition(" block ")
         name = f"{kind} block {next(numbers[kind])}" if block else phase.name
@@ -272,9 +269,8 @@ def values_refused(counted: Counted) -> Iterator[None]:
         while trace:
             frames, trace = [*frames, trace.tb_frame], trace.tb_next
         module = next(filter(None, map(counted.module_of, reversed(frames))), "the step")
-        traceback.clear_frames(
-            error.__traceback__
-        )  # torch 2.11's checkpoint() leaves its hooks set while they exist
+        # torch 2.11's checkpoint() leaves its hooks set while they exist
+        traceback.clear_frames(error.__traceback__)
         raise ConfigError(
             f"--dry-run: {error.func} in {module}, {counted.phases[-1].name}: a plan has shapes and no "
             "values, which this operator needs (or it has no fake implementation); the model trains, but "
@@ -284,9 +280,8 @@ def values_refused(counted: Counted) -> Iterator[None]:
 
 def without_storage(counted: Counted) -> list:
     """Patches for code that needs tensor values or another tensor class, or that bypasses the dispatcher."""
-    whole = (
-        ShardingPropagator._propagate_tensor_meta_non_cached
-    )  # DTensor's shape propagation: global shapes
+    # DTensor's shape propagation: global shapes
+    whole = ShardingPropagator._propagate_tensor_meta_non_cached
     resize = torch.UntypedStorage.resize_
     rounded = config.has("adamw_bfloat16.py")
     return [
@@ -327,9 +322,8 @@ def watch(model: Llama, counted: Counted, compiled: bool) -> Callable[[str], Non
         m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)
     ]
     sharded = [param for group in groups if group for param in group.fsdp_params]
-    deferred = (
-        "reductions" if counted.on_host else "gradients"
-    )  # on the device, also where sharded ones are offloaded
+    # on the device, also where sharded ones are offloaded
+    deferred = "reductions" if counted.on_host else "gradients"
 
     def begin(name: str) -> None:
         counted.mark((param.grad for param in model.parameters()), "gradients")
@@ -356,18 +350,16 @@ def watch(model: Llama, counted: Counted, compiled: bool) -> Callable[[str], Non
             counted.keeping = counted.kept[f"backward {name}"] = []
 
     def backward(name: str, gradient: Tensor) -> None:
-        if (
-            counted.phases[-1].name != f"backward {name}"
-        ):  # once, if the block returns terms of the loss, too
+        if counted.phases[-1].name != f"backward {name}":
+            # once, if the block returns terms of the loss, too
             begin(f"backward {name}")
 
     def after(name: str, module: nn.Module, args: tuple, output: Any) -> None:
         counted.keeping = None
         for tensor in tree_iter(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                counted.mark(
-                    [tensor], "working memory"
-                )  # also in float32: it leaves a compiled block's registers
+                # also in float32: it leaves a compiled block's registers
+                counted.mark([tensor], "working memory")
                 tensor.register_hook(functools.partial(backward, name))
 
     modules = {"embedding": model.embedding, "head": model.head}

@@ -142,7 +142,8 @@ def run_training(cfg: config.Config, world: World) -> None:
         Run(cfg, world, None, StopRequest()) as run,
         mock.patch("train.log_sample"),
         mock.patch.multiple("lifecycle.run.gc", freeze=mock.DEFAULT, unfreeze=mock.DEFAULT),
-    ):  # ranks.py has frozen
+    ):
+        # ranks.py has frozen
         train.train(cfg, world, run)
 
 
@@ -761,9 +762,8 @@ def full_state_round_trip(cases: dict[str, dict], snippet: str) -> dict[str, tup
             scope = {"model": build(cfg, world_for(cfg, world))}
             before = digests(dict(named_parameters(scope["model"])))
             exec(snippet[:scatter], scope)
-            scope["full"] = {
-                key: t.clone() for key, t in scope["full"].items()
-            }  # one CPU rank's are its parameters
+            # one CPU rank's are its parameters
+            scope["full"] = {key: t.clone() for key, t in scope["full"].items()}
             full = digests(scope["full"])
             with torch.no_grad():
                 for p in scope["model"].parameters():
@@ -932,9 +932,8 @@ class Collectives(TorchDispatchMode):
             kind = next((kind for kind in self.found if kind in name), None)
             if kind:
                 flat = [t for a in args for t in (a if isinstance(a, list | tuple) else [a])]
-                sizes = [
-                    t.nbytes for t in [*flat, result] if isinstance(t, torch.Tensor)
-                ]  # c10d's own write into one
+                # c10d's own write into one
+                sizes = [t.nbytes for t in [*flat, result] if isinstance(t, torch.Tensor)]
                 self.found[kind][0] += 1
                 self.found[kind][1] += max(sizes)
         return result
@@ -1186,10 +1185,11 @@ def generated(
             cfg = make_config(**sections)
             model = build(cfg, world_for(cfg, world))
             plain = Llama(cfg.model)
+            # tied, it has one name of two
             plain.load_state_dict(
                 {name: q.full_tensor() for name, q in named_parameters(model)},
                 strict=not cfg.model.tie_embeddings,
-            )  # tied, it has one name of two
+            )
             found.append(
                 tuple(
                     list(
@@ -1303,9 +1303,8 @@ def kept_bytes(cases: list[dict]) -> list[int]:
 def storages() -> dict[int, torch.UntypedStorage]:
     """Every storage that a Python object holds, by what stays the same where FSDP2 resizes it."""
     gc.collect()
-    tensors = [
-        o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)
-    ]  # no compiler's fakes
+    # no compiler's fakes
+    tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]
     return {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
 
 
@@ -1344,9 +1343,8 @@ def same_batch(
                 dist.all_reduce(total, group=ours.mesh.get_group("cp"))
             norms = [whole(p.grad).norm().item() for p in model.parameters() if p.grad is not None]
             found.append((total.item(), norms))
-            assert (
-                i != as_on_a_gpu or metrics.generated_kernel_count == 2
-            )  # of the first shape, of all
+            # of the first shape, of all
+            assert i != as_on_a_gpu or metrics.generated_kernel_count == 2
             del model
     return found
 

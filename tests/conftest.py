@@ -16,9 +16,8 @@ import pytest
 # One thread a process: the models are tiny, and on busy cores threads that wait for each other are twenty times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub of others
-os.environ.pop(
-    "PYTHONDONTWRITEBYTECODE", None
-)  # hundreds of processes would compile every module anew
+# hundreds of processes would compile every module anew
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import config
 from tests import rooms

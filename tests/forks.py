@@ -23,22 +23,19 @@ class RoutedFeedForward(FeedForward):
 
     def __init__(self, m, out_std: float):
         nn.Module.__init__(self)
-        self.router = Linear(
-            m.dim, EXPERTS
-        )  # first: selective checkpointing takes matmuls in this order
+        # first: selective checkpointing takes matmuls in this order
+        self.router = Linear(m.dim, EXPERTS)
         self.gate_proj, self.up_proj = Linear(m.dim, m.ffn_dim), Linear(m.dim, m.ffn_dim, out_std)
         self.down_proj = Linear(m.ffn_dim, m.dim, out_std)
-        self.over_sequence = lambda counts: (
-            counts
-        )  # with cp: summed over the ranks that share the sequence
+        # with cp: summed over the ranks that share the sequence
+        self.over_sequence = lambda counts: counts
 
     def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         logits = self.router(x).float()  # (B, T, experts)
         share = logits.softmax(-1)
         best, chosen = share.max(-1, keepdim=True)
-        counts = self.over_sequence(
-            F.one_hot(chosen[..., 0], EXPERTS).float().sum(1, keepdim=True)
-        )  # (B, 1, experts)
+        # (B, 1, experts)
+        counts = self.over_sequence(F.one_hot(chosen[..., 0], EXPERTS).float().sum(1, keepdim=True))
         balance = EXPERTS * (counts / counts.sum(-1, keepdim=True) * share).sum()
         z_loss = logits.logsumexp(-1).square().sum()
         out = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x) * best.to(x.dtype))

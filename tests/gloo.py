@@ -87,9 +87,8 @@ def _child(
             record.getMessage()
         )
         value = function(*arguments)
-        heard = [
-            text for text in heard if "No CUDA runtime is found" not in text
-        ]  # a CUDA build on a CPU
+        # a CUDA build on a CPU
+        heard = [text for text in heard if "No CUDA runtime is found" not in text]
         assert not heard, f"warnings, which a run would print: {heard}"
         results.put((rank, None, value))
     except BaseException:

@@ -124,9 +124,8 @@ class Request(BaseHTTPRequestHandler):
             hub.tokens.get(repo)
             and self.headers.get("Authorization") != f"Bearer {hub.tokens[repo]}"
         ):
-            return self.missing(
-                "Repo", 401
-            )  # as the hub says: no token, a wrong one or no such repository
+            # as the hub says: no token, a wrong one or no such repository
+            return self.missing("Repo", 401)
         sha = hub.branches.get((repo, revision), revision)
         if (files := hub.commits.get((repo, sha))) is None:
             return self.missing("Revision")

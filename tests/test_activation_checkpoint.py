@@ -25,18 +25,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:Fu
 
 SETTINGS = ["none", 2, "elementwise", "selective", "full"]
 BATCH, LENGTH, LAYERS = 2, 64, 4
-WIDTH, HEADS, KEYS, FFN = (
-    48,
-    4,
-    24,
-    80,
-)  # of tests.conftest.TINY; keys: width of all key heads, or of all value heads
-LLAMA_8B = {
-    "dim": 512,
-    "n_heads": 4,
-    "n_kv_heads": 1,
-    "ffn_dim": 1792,
-}  # its proportions, an eighth as wide
+# of tests.conftest.TINY; keys: width of all key heads, or of all value heads
+WIDTH, HEADS, KEYS, FFN = (48, 4, 24, 80)
+# its proportions, an eighth as wide
+LLAMA_8B = {"dim": 512, "n_heads": 4, "n_kv_heads": 1, "ffn_dim": 1792}
 
 
 def built(setting: str | int, compiled: bool = False, **sizes: int) -> Llama:
@@ -105,9 +97,8 @@ def test_bytes_kept_fall_in_the_order_of_the_settings():
     per_block = (none - full) / LAYERS
     assert none - second == pytest.approx(2 * per_block, rel=0.02)
     inputs = BATCH * LENGTH * WIDTH * 4
-    assert (
-        per_block > 10 * inputs > 0
-    )  # norms' inputs, q k v, attention's result, gate, up: many times the input
+    # norms' inputs, q k v, attention's result, gate, up: many times the input
+    assert per_block > 10 * inputs > 0
     assert full < none / 3
 
 
@@ -184,9 +175,8 @@ def test_of_what_torch_logs_of_policies_the_advice_on_those_alone_is_dropped(mon
     built("selective")
     log, heard = logging.getLogger("torch._higher_order_ops.wrap"), []
     monkeypatch.setattr(log, "disabled", False)
-    log.setLevel(
-        logging.WARNING
-    )  # whatever torch's own set-up of logs, in an earlier test, made it
+    # whatever torch's own set-up of logs, in an earlier test, made it
+    log.setLevel(logging.WARNING)
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())
     log.addHandler(handler)

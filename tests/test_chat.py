@@ -288,9 +288,8 @@ def test_special_tokens_that_a_message_spells_out_are_text(tokenizer, theirs, te
         talk(*texts), return_dict=True, sanitize_control_tokens=True
     )["input_ids"]
     assert ids == wanted and chat.tokenizer.decode(ids).count(texts[0]) == 1
-    assert (
-        sum(token in chat.special.values() for token in ids) == 4
-    )  # two turns, each with a begin and an end
+    # two turns, each with a begin and an end
+    assert sum(token in chat.special.values() for token in ids) == 4
     said = chat.tokenizer.decode([token for token, has_loss in zip(ids, learned) if has_loss])
     assert said == texts[1]
     unsafe = theirs.apply_chat_template(talk(*texts), return_dict=True)["input_ids"]
@@ -325,11 +324,10 @@ def test_a_sentencepiece_model_says_offsets_too(tmp_path, theirs):
         ["Question: the cat </s> ö\nAnswer: a dog ▁ ✓", "Question: b\nAnswer: c"]
     )
     assert ids == [1, *plain[0], 2, *plain[1], 2]
+    # " a" is one token
     assert spelled(
         chat.tokenizer, [token if has else ~token for token, has in zip(ids, learned)]
-    ) == (
-        "<s>Question: the cat </s> ö\nAnswer:« a dog ▁ ✓</s>»Question: b\nAnswer: «c</s>»"
-    )  # " a" is one token
+    ) == ("<s>Question: the cat </s> ö\nAnswer:« a dog ▁ ✓</s>»Question: b\nAnswer: «c</s>»")
     assert chat.end_of_turn() == [2]
 
 
@@ -413,9 +411,8 @@ def test_windows_are_those_of_best_fit_decreasing():
             assert max(lengths[members[a:b]].sum() for a, b in itertools.pairwise(starts)) <= room
             again, other = pack(lengths, room, seed=3), pack(lengths, room, seed=4)
             assert (again[0] == members).all() and len(other[1]) == len(starts)
-    assert not (
-        pack(np.full(100, 5), 10, 0)[0] == pack(np.full(100, 5), 10, 1)[0]
-    ).all()  # the seed mixes equals
+    # the seed mixes equals
+    assert not (pack(np.full(100, 5), 10, 0)[0] == pack(np.full(100, 5), 10, 1)[0]).all()
 
 
 @pytest.mark.parametrize("room", [2048, 8192])
@@ -574,9 +571,8 @@ def test_a_conversation_keeps_what_fits_and_ends_turns(tokenizer, monkeypatch, c
     monkeypatch.setattr("sys.stdin", io.StringIO("the cat\n" * 3))
     one = len(chat.prompt(talk("the cat")))
     three = len(chat.prompt(talk("the cat", "dog ö ✓", "the cat", "dog ö ✓", "the cat")))
-    conversation.converse(
-        tokenizer, [], three + 3, 4, reply
-    )  # the third no longer leaves room for four tokens
+    # the third no longer leaves room for four tokens
+    conversation.converse(tokenizer, [], three + 3, 4, reply)
     said = capsys.readouterr().out
     assert said.count("> dog ö ✓\n") == 2 and "(2 messages, the oldest, no longer fit" in said, said
     assert [ids for ids, _ in prompts] == [

@@ -74,9 +74,8 @@ def test_only_what_is_named_so_counts(tmp_path):
     from checkpoint import tools  # optional
 
     assert tools.find(config.run_folder(cfg)).name == "step-123456789"
-    with pytest.raises(
-        ConfigError, match=r"holds checkpoints, but \[checkpoint\] is off"
-    ):  # it would begin anew
+    with pytest.raises(ConfigError, match=r"holds checkpoints, but \[checkpoint\] is off"):
+        # it would begin anew
         chosen(make_config(run={"name": "r", "output_dir": str(tmp_path)}))
 
 
@@ -171,9 +170,10 @@ def test_a_large_file_has_a_hash_for_every_64_mib(tmp_path):
     [problem] = catalog.problems_of(folder)
     assert f"large: bytes {part} to {2 * part - 1}: expected SHA-256" in problem
     os.truncate(folder / "large", 5)
+    # told once
     assert catalog.problems_of(folder) == [
         f"{folder / 'large'}: expected {len(content)} bytes, found 5"
-    ]  # told once
+    ]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 16])
@@ -243,9 +243,8 @@ def test_links_alone_are_no_fresh_start(tmp_path):
 def test_verify_has_nothing_to_do(tmp_path, capsys):
     cfg = configured(tmp_path)
     for nothing in (tmp_path, tmp_path / "none"):
-        with pytest.raises(
-            ConfigError, match="is neither a checkpoint nor a run with one"
-        ):  # which run_tool() prints
+        with pytest.raises(ConfigError, match="is neither a checkpoint nor a run with one"):
+            # which run_tool() prints
             main(["verify", str(nothing)])
     fake(cfg, 10)
     assert main(["verify", str(catalog.path_of(cfg, 10))]) == 0
@@ -303,15 +302,13 @@ def test_other_data_is_refused(tmp_path):
         match=r"was trained on other data: source 1.sha256.train.bin was 1, is 3; choose",
     ):
         compare.check_same_data(cfg, 10, [data(3)])
-    with pytest.raises(
-        ConfigError, match="source 2.identity.source was None, is x; choose"
-    ):  # and that alone
+    with pytest.raises(ConfigError, match="source 2.identity.source was None, is x; choose"):
+        # and that alone
         compare.check_same_data(cfg, 10, [data(1), data(1)])
     for option in ("data.source", "data.max_tokens"):
         compare.check_same_data(configured(tmp_path, allow_changed=[option]), 10, [data(3)])
-    with pytest.raises(
-        ConfigError, match="was trained on other data"
-    ):  # the mask says nothing of the corpus
+    with pytest.raises(ConfigError, match="was trained on other data"):
+        # the mask says nothing of the corpus
         compare.check_same_data(
             configured(tmp_path, allow_changed=["data.document_mask"]), 10, [data(3)]
         )

@@ -137,6 +137,7 @@ def on_mesh(ranks: int, mesh: str, variant: str) -> dict:
         "vocab_size": 328,
     }
     sequences = 2 if variant == "two sequences" else 1
+    # 2 or more a step
     return {
         "model": {
             **heads,
@@ -147,7 +148,7 @@ def on_mesh(ranks: int, mesh: str, variant: str) -> dict:
         },
         "parallel": parallel,
         "train": {"global_batch_size": ranks * sequences, "micro_batch_size": sequences},
-    }  # 2 or more a step
+    }
 
 
 @pytest.fixture(scope="module")

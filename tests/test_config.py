@@ -51,9 +51,8 @@ def test_options_of_removed_rooms_are_refused_together(monkeypatch):
     assert [*error.value.problems] == [
         't.toml: [model] init_from = "x": needs huggingface/, which this copy of the repository does not have'
     ]
-    config.from_dict(
-        tables(model={"init_from": "x"}, parallel={"tp": 2}), "t.toml", saved=True
-    )  # for a tool
+    # for a tool
+    config.from_dict(tables(model={"init_from": "x"}, parallel={"tp": 2}), "t.toml", saved=True)
 
 
 def test_what_options_need_are_rooms():

@@ -132,9 +132,8 @@ def test_the_plan_keeps_the_keys_and_values_that_cp_has_gathered():
         return ends["forward block 2"] - ends["forward block 1"]
 
     for cp in 2, 4:
-        assert (
-            kept(cp) - kept(1) == 2 * 1024 * cp * 8 * 64 * 2
-        )  # K and V, tokens, heads, width, bytes
+        # K and V, tokens, heads, width, bytes
+        assert kept(cp) - kept(1) == 2 * 1024 * cp * 8 * 64 * 2
 
 
 def of_plan(model: str, setting: str, *overrides: str) -> float:

@@ -277,7 +277,6 @@ def test_a_launcher_killed_while_it_starts_its_ranks(tmp_path):
     )
     assert launcher.stdout.readline() == "forked\n"
     launcher.kill()
-    assert (
-        launcher.stdout.read() == "" and launcher.wait() == -signal.SIGKILL
-    )  # at its end when the rank has ended too
+    # at its end when the rank has ended too
+    assert launcher.stdout.read() == "" and launcher.wait() == -signal.SIGKILL
     assert not (tmp_path / "began").exists()

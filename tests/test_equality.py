@@ -21,13 +21,8 @@ STRATEGIES = {
     "NO_SHARD": {"dp_replicate": "auto", "dp_shard": 1},
 }
 NEEDS_FOUR = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-MODEL = {
-    "dim": 46,
-    "n_heads": 1,
-    "n_kv_heads": 1,
-    "ffn_dim": 75,
-    "vocab_size": 323,
-}  # 4 divides none of them
+# 4 divides none of them
+MODEL = {"dim": 46, "n_heads": 1, "n_kv_heads": 1, "ffn_dim": 75, "vocab_size": 323}
 STEPS = 3
 # The gradient's norm is above the limit; AdamW divides a gradient's size out again, but for one small against its eps.
 LIMIT, EPS = 0.3, 1e-2

@@ -86,9 +86,8 @@ def test_a_sample_begins_as_what_was_read_does(tmp_path, monkeypatch, source, na
     evaluate.log_sample(Untrained(), cfg, WORLD, SimpleNamespace(names=names, tokenizer_files=[]))
     monkeypatch.setattr("generate.parameter_count", lambda model: 70_553_706_496)
     evaluate.log_sample(Untrained(), cfg, WORLD, dataset)
-    assert found == [
-        prompt
-    ]  # none after few steps, without a tokenizer, or of a model whose all-gathers take seconds
+    # none after few steps, without a tokenizer, or of a model whose all-gathers take seconds
+    assert found == [prompt]
 
 
 def test_a_tokenizer_that_cannot_encode_the_prompt_fails_no_run(tmp_path, monkeypatch):

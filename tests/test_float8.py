@@ -22,13 +22,8 @@ from tests import cases, test_activation_checkpoint
 from tests.conftest import lacks, launch, make_config
 
 RECIPES = ["tensorwise", "rowwise"]
-MODEL = {
-    "dim": 64,
-    "n_heads": 4,
-    "n_kv_heads": 1,
-    "ffn_dim": 112,
-    "vocab_size": 323,
-}  # 3 divides no side of a matrix
+# 3 divides no side of a matrix
+MODEL = {"dim": 64, "n_heads": 4, "n_kv_heads": 1, "ffn_dim": 112, "vocab_size": 323}
 
 
 def case(recipe: str, model: dict | None = None, **parallel) -> dict:
@@ -258,9 +253,8 @@ def test_the_kernel_that_casts_a_gpu_s_shards_changes_no_bit(uneven):
 )  # monkeypatch would leave torch without this option
 def test_a_gpu_s_cast_moves_five_bytes_a_weight(monkeypatch):
     monkeypatch.setattr(Float8AllGather, "is_cuda", True, raising=False)
-    monkeypatch.setattr(
-        compile_fx.inductor_metrics_log, "isEnabledFor", lambda _: True
-    )  # it counts bytes only then
+    # it counts bytes only then
+    monkeypatch.setattr(compile_fx.inductor_metrics_log, "isEnabledFor", lambda _: True)
     metrics.reset()
     torch._dynamo.reset()
     for rows, columns, of in (38, 112, 114), (36, 112, 110), (4, 64, 16), (1, 32, 16), (0, 32, 32):
@@ -350,9 +344,8 @@ def test_tensorwise_gathers_a_byte_a_weight_and_reduces_its_scales_once():
     without, eight = (sent(recipe, global_batch_size=2) for recipe in ("none", "tensorwise"))
     assert without["all_gather"][1] - eight["all_gather"][1] == 2 * weights  # of two bytes, twice
     assert eight["all_reduce"] == (without["all_reduce"][0] + 1, without["all_reduce"][1] + 14 * 4)
-    assert (
-        sent("tensorwise", global_batch_size=6)["all_reduce"] == eight["all_reduce"]
-    )  # three micro-batches
+    # three micro-batches
+    assert sent("tensorwise", global_batch_size=6)["all_reduce"] == eight["all_reduce"]
     assert sent("rowwise", global_batch_size=2) == without
 
 

@@ -78,9 +78,8 @@ def test_the_worked_change_changes_losses_while_it_is_on_alone(fork, write_confi
     assert len(found["off"]) == 4 and found["off"] == found["original"]
     assert found["on two"] == pytest.approx(found["on"], rel=1e-5)
     last_on, last_off = found["on"][-1], found["off"][-1]
-    assert (
-        abs(last_on - last_off) > 2e-4 * last_off
-    )  # fresh blocks add little to the residual stream, so not at first
+    # fresh blocks add little to the residual stream, so not at first
+    assert abs(last_on - last_off) > 2e-4 * last_off
 
 
 @pytest.mark.slow

@@ -23,9 +23,8 @@ def test_the_full_model_comes_back(on_ranks, ranks):
     first, *others = on_ranks(ranks, cases.full_state_round_trip, CASES, SNIPPET)
     for name, (full, before, after, names) in first.items():
         assert after == before, name
-        assert set(full) == names, (
-            name
-        )  # those of a plain model's state_dict(), without the wrapper's
+        # those of a plain model's state_dict(), without the wrapper's
+        assert set(full) == names, name
         assert {key: full[key] for key in before} == before, name
     assert first["tied"][0]["embedding.weight"] == first["tied"][0]["head.weight"]
     for other in others:

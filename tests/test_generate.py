@@ -184,9 +184,8 @@ def test_the_limits_of_choosing():
         assert choose(logits, 0.0, 1.0, draws) == choose(logits, 1e-300, 1.0, draws) == [1, 0]
         assert choose(logits, 2.0, 1e-300, draws) == [1, 0]
     assert choose(logits, 1.0, 1.0, [1 - 2**-53] * 2) == [2, 1]  # the least likely
-    assert choose(torch.tensor([[0.0, -math.inf]]), 1.0, 1.0, [1 - 2**-53]) == [
-        0
-    ]  # what is impossible never
+    # what is impossible never
+    assert choose(torch.tensor([[0.0, -math.inf]]), 1.0, 1.0, [1 - 2**-53]) == [0]
 
 
 class Bytes:
@@ -381,9 +380,8 @@ def test_tool_refuses_an_id_that_the_model_has_no_row_for(checkpoint, capsys, mo
     for rows, refused in ((largest, True), (largest + 1, False)):
         small = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab_size=rows))
         monkeypatch.setattr("checkpoint.tools.read_config", lambda *_, found=small: found)
-        code, text, errors = run(
-            capsys, checkpoint, "--prompt", "the cat"
-        )  # its rows are not those of the checkpoint
+        # its rows are not those of the checkpoint
+        code, text, errors = run(capsys, checkpoint, "--prompt", "the cat")
         assert code == 2 and text == ""
         assert (f"has id {largest}, but the model's vocab_size is {rows}: " in errors) is refused, (
             errors
@@ -431,6 +429,7 @@ def test_a_missing_prompt_checkpoint_or_tokenizer_is_one_line(
 
 def test_interrupted_it_ends_its_line(checkpoint):
     """By Ctrl-C, on a terminal that has ASCII only, when the prompt has been printed."""
+    # sampled, an EOS token comes soon
     command = [
         sys.executable,
         "-m",
@@ -440,7 +439,7 @@ def test_interrupted_it_ends_its_line(checkpoint):
         "\N{SNOWMAN}",
         f"--tokens={10**6}",
         "--temperature=0",
-    ]  # sampled, an EOS token comes soon
+    ]
     process = subprocess.Popen(
         command,
         cwd=REPO,

@@ -66,21 +66,15 @@ def test_all_of_it_on_a_cpu(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "executable", warm_python())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    groups = [
-        "ceilings",
-        "1B",
-        "adapters",
-        "options",
-        "more",
-    ]  # of the others each starts one more process
+    # of the others each starts one more process
+    groups = ["ceilings", "1B", "adapters", "options", "more"]
     lines, report = run(tmp_path, capsys, "--seconds=400", "--only", *groups)
     check(lines, report, groups)
     rows = {row["arm"]: row for row in report["rows"]}
     assert report["what"] == "tiny sizes on a CPU: no figure of a GPU"
     assert "flash_attention_for_cpu" in str(rows["machine"]["attention_operators"])
-    products = rows["products of 8B"][
-        "tflops"
-    ]  # q and o, k and v, gate and up, down, head; the embedding is none
+    # q and o, k and v, gate and up, down, head; the embedding is none
+    products = rows["products of 8B"]["tflops"]
     assert {name.split(maxsplit=1)[1] for name in products} == {
         "64 x 64",
         "32 x 64",
@@ -158,10 +152,8 @@ def test_experiments_of_fsdp2_reach_the_model(monkeypatch, tmp_path):
     rows = 'echo "{\\"status\\": \\"ok\\"}"\n' * len(gpu.GROUPS["1B"])
     python.write_text(f'#!/bin/bash\necho "$@" > {tmp_path}/words\n{rows}')
     python.chmod(0o755)
-    for name in (
-        "set_reduce_scatter_max_input_buffers",
-        "set_separate_reduce_scatter_group",
-    ):  # from torch 2.13 on
+    for name in ("set_reduce_scatter_max_input_buffers", "set_separate_reduce_scatter_group"):
+        # from torch 2.13 on
         monkeypatch.setattr(
             FSDPModule, name, lambda self, value, name=name: called.append((name, value)), False
         )

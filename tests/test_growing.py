@@ -46,9 +46,8 @@ from tests.small_borders import VALUES
 
 TEXTS = [words(i, 5 + i % 80) + ("" if i % 7 else "\n\u00e9\u732b") for i in range(2400)]
 CUTS = [0, 1, 40, 1100, 1101, 1900, 2400]  # of them in six files
-BESIDE = (
-    "from tests.small_borders import shrink; shrink(); "  # of a process that prepares beside a test
-)
+# of a process that prepares beside a test
+BESIDE = "from tests.small_borders import shrink; shrink(); "
 
 
 @pytest.fixture(autouse=True)

@@ -111,9 +111,8 @@ def reference(kind: type = LlamaConfig, **changes) -> PreTrainedModel:
         ),
         dtype=torch.float32,
     )
-    for weight in (
-        p for p in model.parameters() if p.ndim == 1
-    ):  # which tell one norm from another
+    for weight in (p for p in model.parameters() if p.ndim == 1):
+        # which tell one norm from another
         torch.nn.init.normal_(weight, 1.0, 0.2)
     return model
 
@@ -161,9 +160,8 @@ def read(on_ranks, folders, tmp_path_factory) -> dict[int, tuple[pathlib.Path, d
     sources, found = {name: str(folder) for name, folder in folders.items()}, {}
     for mesh in (1, 2, 4, OVER_TP):
         output, ranks = tmp_path_factory.mktemp("read"), 4 if mesh == OVER_TP else mesh
-        chosen = {
-            name: sources[name] for name in MODELS if mesh != OVER_TP or name != "uneven"
-        }  # five heads
+        # five heads
+        chosen = {name: sources[name] for name in MODELS if mesh != OVER_TP or name != "uneven"}
         over = {"tp": 2} if mesh == OVER_TP else {}
         found[mesh] = output, on_ranks(ranks, hf_cases.read_and_save, chosen, str(output), over)
     return found
@@ -241,9 +239,8 @@ def test_the_export_loads_in_transformers_bit_for_bit(read, folders, tmp_path, c
             "tie_word_embeddings",
         ):
             assert getattr(ours.config, key) == getattr(theirs.config, key)
-        rope = {
-            key: value for key, value in theirs.config.rope_parameters.items() if key != "type"
-        }  # "old" has both
+        # "old" has both
+        rope = {key: value for key, value in theirs.config.rope_parameters.items() if key != "type"}
         assert ours.config.rope_parameters == rope and ours.config.dtype == dtype
     assert [p.name for p in (tmp_path / "one").glob("*.safetensors")] == ["model.safetensors"]
     files = sorted(p.name for p in (tmp_path / "many").glob("*.safetensors"))
@@ -270,9 +267,8 @@ def test_the_export_loads_in_transformers_bit_for_bit(read, folders, tmp_path, c
         and (tmp_path / "two" / INDEX).exists()
     )
     assert not list(tmp_path.glob(".*"))
-    assert (
-        len({path.stat().st_mode for path in tmp_path.glob("*/*")}) == 1
-    )  # who may read config.json may read weights
+    # who may read config.json may read weights
+    assert len({path.stat().st_mode for path in tmp_path.glob("*/*")}) == 1
     again = weights_to_read(config_from(str(tmp_path / "many")), 0)  # and we read what we write
     assert torch.equal(
         again.read("embedding.weight"), theirs.state_dict()["model.embed_tokens.weight"]
@@ -483,9 +479,8 @@ def test_a_folder_that_is_not_there(folders, tmp_path):
             ConfigError, match="init_from = .*has no config.json.* or the id of a repository"
         ):
             config_from(name)
-    cfg = make_config(
-        model={"init_from": str(tmp_path / "gone")}
-    )  # complete: it may go on from a checkpoint
+    # complete: it may go on from a checkpoint
+    cfg = make_config(model={"init_from": str(tmp_path / "gone")})
     with pytest.raises(ConfigError, match="gone: has neither model.safetensors"):
         weights_to_read(cfg, 0)
 
@@ -564,9 +559,8 @@ def test_options_that_config_json_does_not_have_are_exported_at_their_default_al
     source, out = read[1][0] / "sharded", tmp_path / "out"
     assert run(capsys, "export", source, tmp_path / "plain") == (0, "")
     with monkeypatch.context() as patched:
-        as_fork(
-            patched, freeze=("embedding*",), init_from="elsewhere"
-        )  # what is trained is not what is computed
+        # what is trained is not what is computed
+        as_fork(patched, freeze=("embedding*",), init_from="elsewhere")
         patched.setattr("huggingface.weights.weights_to_read", lambda *args, **kwargs: None)
         assert run(capsys, "export", source, tmp_path / "default") == (0, "")
         assert files_of(tmp_path / "default") == files_of(tmp_path / "plain")
@@ -641,9 +635,8 @@ def test_transformers_gives_the_same_ids(read, prepared, tmp_path, capsys):
     for text in texts:
         assert theirs(text)["input_ids"] == ours.bos + ours.encode([text])[0]
         assert theirs.decode(ours.encode([text])[0]) == text
-        assert (
-            theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True) == text
-        )  # line ends are none
+        # line ends are none
+        assert theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True) == text
     assert (
         [theirs.bos_token_id] == ours.bos
         and [theirs.eos_token_id] == ours.eos
@@ -740,10 +733,8 @@ def test_a_tokenizer_json_with_added_tokens_is_used_instead_of_the_model_next_to
     assert (
         ours.bos + ours.encode(["the cat<|1|> sat"])[0] == theirs("the cat<|1|> sat")["input_ids"]
     )
-    for rows, name in (
-        (size + 2, "tokenizer.json"),
-        (size, "tokenizer.model"),
-    ):  # a padding token may have no row
+    for rows, name in ((size + 2, "tokenizer.json"), (size, "tokenizer.model")):
+        # a padding token may have no row
         (tmp_path / "config.json").write_text(json.dumps({"vocab_size": rows}))
         assert name in Tokenizer(tmp_path).files
     (tmp_path / "config.json").unlink()
@@ -1302,9 +1293,8 @@ def test_a_disk_without_the_room_is_told_before_anything_is_written(
     read, folders, tmp_path, capsys, monkeypatch, command, options, width
 ):
     source = read[1][0] / "tied" if command == "export" else folders["tied"]
-    needed = width * sum(
-        p.numel() for p in in_transformers(folders["tied"]).parameters()
-    )  # a tied matrix once
+    # a tied matrix once
+    needed = width * sum(p.numel() for p in in_transformers(folders["tied"]).parameters())
     for free, code in ((needed - 1, 2), (needed, 0)):
         monkeypatch.setattr(
             shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free)
@@ -1343,9 +1333,8 @@ def test_a_damaged_checkpoint_is_not_exported(read, tmp_path, capsys):
     run_folder = shutil.copytree(read[2][0] / "single", tmp_path / "run")
     first = run_folder / "checkpoints/step-00000001"
     later = shutil.copytree(first, run_folder / "checkpoints/step-00000002")
-    code, error = run(
-        capsys, "export", run_folder, tmp_path / "out"
-    )  # its name does not fit its state
+    # its name does not fit its state
+    code, error = run(capsys, "export", run_folder, tmp_path / "out")
     assert code == 0 and "corrupt, skipped:" in error
     path = next(first.glob("*.distcp"))
     path.write_bytes(path.read_bytes()[:-1] + b"x")
@@ -1390,10 +1379,8 @@ def test_memory_is_bounded(on_ranks, folders, tmp_path):
     for peak, shard in on_ranks(2, hf_cases.read_peak, str(tmp_path / "hf")):
         assert shard == pytest.approx(sum(sizes) / 2, rel=0.01) and peak < shard + 80, peak
     commands = []
-    for name, source in (
-        ("small", folders["single"]),
-        ("large", tmp_path / "hf"),
-    ):  # the first loads code
+    for name, source in (("small", folders["single"]), ("large", tmp_path / "hf")):
+        # the first loads code
         commands += [
             ["import", str(source), str(tmp_path / f"{name}-in")],
             [
@@ -1406,9 +1393,8 @@ def test_memory_is_bounded(on_ranks, folders, tmp_path):
         ]
     *_, imported, exported = on_ranks(1, hf_cases.tool_peaks, commands)[0]
     assert imported < 2 * max(sizes) + 80 < 0.6 * sum(sizes), imported
-    assert exported < 0.04 * 1024 + 2 * max(sizes) + 80 < 0.75 * sum(sizes), (
-        exported
-    )  # a file, and reading a tensor
+    # a file, and reading a tensor
+    assert exported < 0.04 * 1024 + 2 * max(sizes) + 80 < 0.75 * sum(sizes), exported
 
 
 def test_what_is_not_a_number_is_not_imported(folders, tmp_path, capsys):

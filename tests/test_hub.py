@@ -254,9 +254,8 @@ def test_a_stop_ends_a_download_at_once(server, tmp_path):
     )
     assert reached.wait(60)
     child.send_signal(signal.SIGINT)
-    assert (
-        "KeyboardInterrupt" in child.communicate(timeout=20)[1]
-    )  # stderr is closed: the process that downloads ended
+    # stderr is closed: the process that downloads ended
+    assert "KeyboardInterrupt" in child.communicate(timeout=20)[1]
     go_on.set()
     server.fault = lambda request: None
     (folder,), _ = in_child("me/slow", **server.environment(tmp_path))

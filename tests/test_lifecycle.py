@@ -123,6 +123,7 @@ class Launched:
         self, path: pathlib.Path, nproc: int = 1, python: str = sys.executable, **env: str
     ):
         self.folder = path.parent / "outputs" / path.stem
+        # the tests may be under nohup
         self.process = subprocess.Popen(
             [REPO / "run_train.sh", path],
             stdout=subprocess.PIPE,
@@ -132,7 +133,7 @@ class Launched:
             env={**os.environ, "PYTHON": python, "NPROC": str(nproc), **env},
             start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
-        )  # the tests may be under nohup
+        )
         self.path = path
         self.all.append(self)
 
@@ -493,9 +494,8 @@ def test_going_back_to_a_checkpoint_is_done_once(write_config, tmp_path):
         launch_faulty("term in data:0:2", path, back, in_job=True).returncode == 75
         and saved(folder)[-1] == 5
     )
-    assert (
-        status(folder)["attempts_without_step"] == 0
-    )  # it made steps, though the run had been at step 8 before
+    # it made steps, though the run had been at step 8 before
+    assert status(folder)["attempts_without_step"] == 0
     done = launch_faulty("none", path, back, in_job=True, SLURM_RESTART_COUNT="1")
     assert done.returncode == 0 and "resuming after step 5" in done.stdout, (
         done.stdout + done.stderr
@@ -570,12 +570,10 @@ def test_steps_skipped_in_a_row_are_counted_across_launches(write_config, tmp_pa
         optim={"schedule_steps": 9},
         checkpoint={"save_every_steps": 2},
     )
-    assert (
-        launch_faulty("infinite loss:0:8", path, "--train.steps=2").returncode == 0
-    )  # four micro-batches a step
-    stopped = launch_faulty(
-        "term before step 1:0:1", path
-    )  # which is no step: it stands where it stood
+    # four micro-batches a step
+    assert launch_faulty("infinite loss:0:8", path, "--train.steps=2").returncode == 0
+    # which is no step: it stands where it stood
+    stopped = launch_faulty("term before step 1:0:1", path)
     assert stopped.returncode == 75 and status(tmp_path / "outputs/row")["step"] == 2, (
         stopped.stderr
     )
@@ -626,9 +624,8 @@ def test_a_node_may_have_its_own_copy_of_the_data_but_not_other_data(
 ):
     path, copy = write_config("copies"), tmp_path / "copy"
     shutil.copytree(prepared, copy)
-    (copy / "train.bin").write_bytes(
-        bytes((prepared / "train.bin").stat().st_size)
-    )  # so that its use shows
+    # so that its use shows
+    (copy / "train.bin").write_bytes(bytes((prepared / "train.bin").stat().st_size))
     done = launch_faulty("another copy:1", path, nproc=2, COPY=str(copy))
     assert done.returncode == 0, done.stdout + done.stderr
     cfg = config.load(str(path))
@@ -891,9 +888,8 @@ def test_a_finished_run_needs_no_writable_folder(write_config, monkeypatch, caps
     path = write_config("kept", train={"steps": 2}, checkpoint={})
     assert launch(path).returncode == 0
     monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK | os.X_OK)
-    monkeypatch.setenv(
-        "NPROC", "3"
-    )  # its batch divides over none of what is there now, which is no matter either
+    # its batch divides over none of what is there now, which is no matter either
+    monkeypatch.setenv("NPROC", "3")
     for words in [], ["--run.device=cuda"]:
         assert launch_here([str(path), *words], Interruption()) == 0
         assert (
@@ -914,9 +910,8 @@ def test_an_evaluation_without_a_checkpoint_is_refused_and_ends_by_ctrl_c(
         (interruption := Interruption())(signal.SIGINT)
         assert launch_here([path, *words], interruption) == code
     (interruption := Interruption())(signal.SIGINT)
-    assert (
-        launch_here([path, "--train.steps=0"], interruption) == 2
-    )  # wrong before the signal could end anything
+    # wrong before the signal could end anything
+    assert launch_here([path, "--train.steps=0"], interruption) == 2
     monkeypatch.setattr(
         "lifecycle.launch.check_launch", mock.Mock(side_effect=RuntimeError("ours"))
     )
@@ -1015,9 +1010,8 @@ def test_a_failure_that_cannot_be_reported_is_printed(tmp_path, monkeypatch, cap
     cfg = make_config(run={"name": "r", "output_dir": str(tmp_path)})
     run, other = (Run(cfg, SimpleNamespace(rank=rank), "x", StopRequest()) for rank in (0, 1))
     run.watchdog = other.watchdog = SimpleNamespace(step=3, name="data", progress=1)
-    monkeypatch.setattr(
-        "lifecycle.run.log.handlers", []
-    )  # where it may not write, its log could not be made either
+    # where it may not write, its log could not be made either
+    monkeypatch.setattr("lifecycle.run.log.handlers", [])
     monkeypatch.setattr("lifecycle.run.log.propagate", True)
     other._fail(1, "a disk that this node may not write to", False)
     assert caplog.messages == ["rank 1, step 3, phase data: a disk that this node may not write to"]
@@ -1438,10 +1432,8 @@ def test_without_a_launcher_torchrun_is_who_has_the_folder(tmp_path, monkeypatch
     """So that the ranks that it restarts do not go back again; and it has the exit code."""
     cfg = make_config(run={"name": "r", "output_dir": str(tmp_path)}, checkpoint={"resume": 2})
     config.run_folder(cfg).mkdir()
-    for name, alone in (
-        ("RANK", True),
-        ("TORCHELASTIC_RUN_ID", False),
-    ):  # RANK alone: another launcher of one rank
+    for name, alone in (("RANK", True), ("TORCHELASTIC_RUN_ID", False)):
+        # RANK alone: another launcher of one rank
         monkeypatch.setenv(name, "0")
         run = Run(cfg, SimpleNamespace(rank=0, size=1), None, StopRequest())
         run.attach(SimpleNamespace(start=2, cfg=cfg))

@@ -45,9 +45,8 @@ def reference(m: config.Model) -> LlamaForCausalLM:
     theirs = config_of(m, 256)
     theirs._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(theirs)
-    for weight in (
-        p for p in model.parameters() if p.ndim == 1
-    ):  # which tell one norm from another
+    for weight in (p for p in model.parameters() if p.ndim == 1):
+        # which tell one norm from another
         torch.nn.init.normal_(weight, 1.0, 0.2)
     return model
 

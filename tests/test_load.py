@@ -78,9 +78,8 @@ def test_bombs_in_the_metadata_are_refused(folder, tmp_path, bomb):
     with pytest.raises(ConfigError, match=r"refusing to unpickle [\w.]+: no part of a checkpoint"):
         restore(folder, Llama(make_config().model), None)
     assert not canary.exists()
-    if (
-        "getattr" not in bomb and bomb != "torch.load"
-    ):  # steps of one, and a second pickle: no canary
+    if "getattr" not in bomb and bomb != "torch.load":
+        # steps of one, and a second pickle: no canary
         pickle.loads((folder / ".metadata").read_bytes())
         assert canary.exists()
 

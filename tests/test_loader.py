@@ -43,9 +43,8 @@ def test_every_sample_once_an_epoch_for_any_split(prepared):
     loaders = [loader_of(cfg, stream, rank=rank, ranks=4) for rank in range(4)]
     alone = loader_of(cfg, stream)
     seen = [alone.order(k).window for k in range(3 * windows)]
-    assert seen == [
-        Permutation(windows, 5, k // windows)(k % windows) for k in range(3 * windows)
-    ]  # of the run's seed
+    # of the run's seed
+    assert seen == [Permutation(windows, 5, k // windows)(k % windows) for k in range(3 * windows)]
     epochs = [seen[i * windows : (i + 1) * windows] for i in range(3)]
     assert all(sorted(epoch) == list(range(windows)) for epoch in epochs)
     assert len(set(map(tuple, epochs))) == 3

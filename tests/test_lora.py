@@ -313,12 +313,13 @@ def case(base, strategy: str, variant: str) -> dict:
     changes = {**VARIANTS[variant]}
     parallel = {"param_dtype": "float32", **STRATEGIES[strategy], **changes.pop("parallel", {})}
     sizes = {**dict.fromkeys(tables()["model"]), "vocab_size": 320, "init_from": str(base)}
+    # 2 or more a step
     return {
         "model": sizes,
         "lora": {"rank": 3, **changes.pop("lora", {})},
         "parallel": parallel,
         "train": {"global_batch_size": 4 if "tp" in strategy else 8, "micro_batch_size": 1},
-    }  # 2 or more a step
+    }
 
 
 CASES = [
@@ -448,9 +449,8 @@ def test_weights_and_operations_are_counted_however_they_are_kept(base, dtype):
     """A frozen matrix has two products, an adapter's three; four bits are a weight too, its scales are none."""
     cfg = make_config(**{**case(base, "", ""), "lora": {"rank": 3, "base_dtype": dtype}})
     model, plain = meta_model(cfg.model, cfg.lora), meta_model(cfg.model)
-    adapters = (
-        2 * 3 * (64 + 128 + 2 * (64 + 64) + 128 + 64 + 2 * (64 + 128) + 128 + 64)
-    )  # of two blocks, q to down
+    # of two blocks, q to down
+    adapters = 2 * 3 * (64 + 128 + 2 * (64 + 64) + 128 + 64 + 2 * (64 + 128) + 128 + 64)
     assert parameter_count(model) == parameter_count(plain) + adapters
     matrices = parameter_count(plain) - 320 * 64 - 5 * 64  # without the embedding, and the norms
     assert flops_per_token(model, 32) == 4 * matrices + 6 * adapters + 6 * 2 * 4 * 32 * 32
@@ -788,11 +788,8 @@ def test_another_adapter_is_refused(base, adapter, corpus, prepared, tmp_path, c
         match='(?s)alpha = 5.0: .*has lora_alpha = 6.0; leave it out.*r = "four": must be',
     ):
         make_config(**run_of(base, corpus, prepared, folder, lora={"alpha": 5}))
-    complete = {
-        "rank": 4,
-        "alpha": 5,
-        "targets": PROJECTIONS,
-    }  # as a run's own config.toml, which may go on without it
+    # as a run's own config.toml, which may go on without it
+    complete = {"rank": 4, "alpha": 5, "targets": PROJECTIONS}
     with pytest.raises(ConfigError, match="alpha = 5: .*has lora_alpha = 6; leave it out"):
         weights_to_read(make_config(**run_of(base, corpus, prepared, adapter, lora=complete)), 0)
     (folder / "adapter_config.json").write_text(
@@ -849,9 +846,8 @@ def test_what_a_compiled_block_keeps_does_not_hang_on_how_its_base_is_kept(base)
 
 
 def build_fake(m: config.Model, lora: config.Lora | None):
-    with mock.patch.object(
-        torch.nn.Module, "to", lambda module, dtype: module
-    ):  # fakes are in bfloat16 already
+    with mock.patch.object(torch.nn.Module, "to", lambda module, dtype: module):
+        # fakes are in bfloat16 already
         return build_model(m, lora)
 
 

@@ -259,6 +259,5 @@ def test_no_gradients_are_computed_under_no_grad():
     x, weight, targets = problem(torch.float32, tokens=64)
     with torch.no_grad(), Shapes() as seen:
         chunked_cross_entropy(x, weight, targets, 32)
-    assert (
-        max(seen.largest.values()) == 32 * 97
-    )  # the chunk's logits, and no gradient of x or weight beside them
+    # the chunk's logits, and no gradient of x or weight beside them
+    assert max(seen.largest.values()) == 32 * 97

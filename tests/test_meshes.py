@@ -35,13 +35,8 @@ MESHES = {
     ranks: {name: mesh for name, mesh in meshes.items() if not lacks(parallel=mesh)}
     for ranks, meshes in MESHES.items()
 }
-MODEL = {
-    "dim": 46,
-    "n_heads": 4,
-    "n_kv_heads": 4,
-    "head_dim": 6,
-    "ffn_dim": 76,
-}  # 4 divides neither 46 nor 38
+# 4 divides neither 46 nor 38
+MODEL = {"dim": 46, "n_heads": 4, "n_kv_heads": 4, "head_dim": 6, "ffn_dim": 76}
 VARIANTS = {
     "plain": {},
     "documents": {"data": {"document_mask": True}},
@@ -265,9 +260,8 @@ def test_the_commands_of_the_documented_table_train(on_ranks, corpus, prepared, 
     for number, (ranks, _, options) in enumerate(TABLE):
         off = [] if "tensorboard" in options else ["--log.tensorboard=false"]
         off += ["--eval.batches=1"] if "eval" in options else ["--eval=off"]
-        wide = (
-            ["--model.dim=48", "--model.ffn_dim=80"] if "float8" in options else []
-        )  # sides that 16 divides
+        # sides that 16 divides
+        wide = ["--model.dim=48", "--model.ffn_dim=80"] if "float8" in options else []
         command = [*small, *wide, f"--run.name=r{number}", *off, *options.split()]
         if "compile" in options:  # half a minute each: so is a run above
             assert config.load(str(REPO / "configs/tiny.toml"), command).parallel.compile

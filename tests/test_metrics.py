@@ -228,9 +228,8 @@ def test_console_line(changes, loss):
     assert ("mfu" in line) == ("mfu" in changes)
     assert loss in line
     assert console_line({**ROW, **changes}, 10).endswith("left 0m06s")
-    assert "left 51240955760304" in console_line(
-        {**ROW, **changes}, 2**63 - 1
-    )  # a run without an end
+    # a run without an end
+    assert "left 51240955760304" in console_line({**ROW, **changes}, 2**63 - 1)
 
 
 @pytest.mark.parametrize("mfu", [None, 0.4321])

@@ -51,13 +51,8 @@ MESHES = {
     for ranks, meshes in MESHES.items()
 }
 
-ROUNDED = (
-    "alone",
-    "replicate 2",
-    "tp 2",
-    "dp 3",
-    "replicate 2 x tp 2",
-)  # also with a momentum in bfloat16
+# also with a momentum in bfloat16
+ROUNDED = ("alone", "replicate 2", "tp 2", "dp 3", "replicate 2 x tp 2")
 
 
 def sections(mesh: dict, **changes: dict) -> dict:

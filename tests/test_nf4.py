@@ -71,9 +71,8 @@ def test_some_columns_of_the_codes_are_those_columns():
     for first, last in (0, 100), (250, 300), (256, 258):
         part = nf4.dequantize(codes[:, 32 * first : 32 * last], scales, torch.float32, first)
         assert part.equal(whole[:, 64 * first : 64 * last])
-    assert nf4.dequantize(codes.bfloat16(), scales.bfloat16(), torch.float32).equal(
-        whole
-    )  # as torch 2.11 sends them
+    # as torch 2.11 sends them
+    assert nf4.dequantize(codes.bfloat16(), scales.bfloat16(), torch.float32).equal(whole)
     assert nf4.dequantize(codes, scales, torch.bfloat16).equal(whole.bfloat16())  # rounded once
 
 

@@ -98,9 +98,8 @@ def test_what_modules_derive_from_weights_follows_each_update(state_dtype):
         p.grad = torch.ones_like(p)
     before = model[1].weight.detach().clone()
     optimizer.step()
-    assert (
-        len(seen) == 1 and seen[0].equal(model[1].weight) and not seen[0].equal(before)
-    )  # once for both layers
+    # once for both layers
+    assert len(seen) == 1 and seen[0].equal(model[1].weight) and not seen[0].equal(before)
     optimizer.found_inf = torch.ones(())
     optimizer.step()
     assert len(seen) == 2 and seen[1].equal(seen[0])
@@ -257,9 +256,8 @@ def test_the_hash_is_even_and_repeats():
     assert len(bits.unique()) == len(bits) and torch.equal(torch.compile(hash32)(index), bits)
     for noise in (bits, bits >> 16, bits ^ bits.roll(1), hash32(index ^ 1234) ^ bits):
         share = torch.stack([noise >> n & 1 for n in range(16)]).double().mean(dim=1)
-        assert (
-            (share - 0.5).abs() < 5 * 0.5 / 256
-        ).all()  # five standard deviations of 65,536 draws
+        # five standard deviations of 65,536 draws
+        assert ((share - 0.5).abs() < 5 * 0.5 / 256).all()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -143,11 +143,8 @@ def test_weights_are_exact_where_they_can_be():
         and sum(whole_parts([0.123456789, math.pi, math.e])) == LONGEST_PERIOD
     )
     shares = [0.25 + 0.6 / LONGEST_PERIOD, 0.25 + 0.1 / LONGEST_PERIOD, 0.5 - 0.7 / LONGEST_PERIOD]
-    assert whole_parts(shares) == [
-        16_385,
-        16_384,
-        32_767,
-    ]  # what is cut off goes to the first, which lost most
+    # what is cut off goes to the first, which lost most
+    assert whole_parts(shares) == [16_385, 16_384, 32_767]
     with pytest.raises(ConfigError, match="a weight must be at least 1/65536 of the sum"):
         make_config(data={"sources": [{"source": "a", "weight": 1e-9}, {"source": "b"}]})
 
@@ -159,9 +156,8 @@ def test_every_sample_once_an_epoch_of_its_source():
     windows = [101, 211, 7]
     order = order_of(windows, Mixture([2, 5, 1]), 3)
     seen: list[list[list[int]]] = [[[], [], []] for _ in windows]
-    for number in range(
-        3 * 101 * 8 // 2 + 8
-    ):  # two of eight samples are the first source's, whose epochs are longest
+    for number in range(3 * 101 * 8 // 2 + 8):
+        # two of eight samples are the first source's, whose epochs are longest
         source, epoch, window = order(number)
         if epoch < 3:
             seen[source][epoch].append(window)

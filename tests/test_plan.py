@@ -64,13 +64,14 @@ def test_bytes_equal_those_of_real_tensors(on_ranks, ranks, options):
     every.append(
         {**every[-1], "parallel": {"replicated": ["blocks.0.*"], "param_dtype": "bfloat16"}}
     )
+    # one matrix, not two
     every.append(
         {
             **every[-1],
             "model": {"tie_embeddings": True, "freeze": ["embedding.weight"]},
             "parallel": {"replicated": ["embedding.weight"]},
         }
-    )  # one matrix, not two
+    )
     every.append(
         {
             "optim": {"state_dtype": "bfloat16"},
@@ -144,6 +145,7 @@ GPU = {
     "run": {"device": "cuda"},
     "model": {**WIDE, "n_layers": 7, "vocab_size": 328, "n_kv_heads": 2},
 }
+# each way on the first and the fifth
 MESHES = [
     {},
     {"dp_replicate": 2},
@@ -153,7 +155,7 @@ MESHES = [
     {"cp": 2, "tp": 2},
     {"dp_replicate": 2, "tp": 2},
     {"dp_replicate": 2, "cp": 2},
-]  # each way on the first and the fifth
+]
 WAYS = [
     {},
     {"recompute": "full", "sync_every_micro_batch": False},
@@ -233,9 +235,8 @@ def test_blocks_that_are_not_run_count_as_if_they_were(mesh, way, sections):
     options, with blocks of several kinds: test_plan_forks.py."""
     cfg = of_a_gpu(mesh, way, **sections)
     (short, blocks), whole = simulated(cfg), simulate(cfg, 8, whole=True)
-    assert blocks == ([5, 7] if "name" in sections.get("optim", {}) else [5]), (
-        blocks
-    )  # Muon's update needs them all
+    # Muon's update needs them all
+    assert blocks == ([5, 7] if "name" in sections.get("optim", {}) else [5]), blocks
     assert short.held == whole.held and [p.name for p in short.phases] == [
         p.name for p in whole.phases
     ]
@@ -290,9 +291,8 @@ def test_work_is_that_of_the_closed_form(cp):
     attention = 7 * 28 * 24 * 128 * 8192 * 8192 // cp
     if cp > 1:  # FlexAttention computes the diagonal's blocks in full
         attention = attention // 64 * 65
-    assert (
-        work["attention"] == attention
-    )  # one FLOP more in seven than the model's own: scores are computed again
+    # one FLOP more in seven than the model's own: scores are computed again
+    assert work["attention"] == attention
     m = cfg.model
     block = 2 * m.dim * (m.n_heads + m.n_kv_heads) * m.width_per_head + 3 * m.dim * m.ffn_dim
     assert work["products"] == 6 * 8192 // cp * (m.n_layers * block + m.vocab_size * m.dim)
@@ -314,18 +314,15 @@ def test_a_ring_of_several_nodes_goes_out_by_all_their_networks():
         (8, 4),
         (2, 1),
     ]
-    assert Cluster(device("H100"), 6, (1, 3, 1, 4)).within("tp") == (
-        4,
-        2,
-    )  # every other group is cut
+    # every other group is cut
+    assert Cluster(device("H100"), 6, (1, 3, 1, 4)).within("tp") == (4, 2)
     assert Cluster(device("H100"), 8, (1, 3, 1, 1)).within("dp_shard") == (3, 3)
     assert Cluster(device("H100"), 8, (1, 1, 2, 8)).within("cp") == (2, 1)  # tp fills the nodes
     phase = simulate_module.Phase(
         "x", sent=simulate_module.Counter({("dp_shard", "all_gather", "bytes"): 8e9})
     )
-    assert cluster.sending(phase, ("dp_shard",)) == pytest.approx(
-        7e9 / (0.8 * 40e9)
-    )  # four ranks of a node: 40 GB/s
+    # four ranks of a node: 40 GB/s
+    assert cluster.sending(phase, ("dp_shard",)) == pytest.approx(7e9 / (0.8 * 40e9))
     assert cluster.sending(phase, ("tp", "cp")) == 0
     assert Cluster(cluster.device, 8, (2, 2, 2, 2)).within("dp_replicate") == (2, 1)
     reduced = Phase("x", sent=Counter({("dp_shard", "all_reduce", "bytes"): 8e9}))
@@ -401,9 +398,8 @@ def test_the_update_waits_for_all_gradients_and_for_their_norm():
 def test_what_fsdp_sends_is_its_own_where_cp_is_all_that_shards():
     traffic = plan(make_config(parallel={"cp": 2, "dp_shard": 1}), 2)["traffic_per_step"]
     assert "all_gather" in traffic["dp_shard"] and traffic["dp_shard"]["ranks"] == 2
-    assert (
-        traffic["cp"]["all_gather"][0] == 2 * 2 * 4
-    )  # keys and values of two blocks, four micro-batches
+    # keys and values of two blocks, four micro-batches
+    assert traffic["cp"]["all_gather"][0] == 2 * 2 * 4
 
 
 def dry_run(capsys, *words: object) -> tuple[bool, str, str]:
@@ -425,9 +421,10 @@ def test_json_has_what_the_contract_names(capsys):
         and row["tokens_per_step"] == 128 * 8192
         and row["steps_per_epoch"] is None
     )
+    # samples
     prepared = plan_module.planned(config.load(str(CONFIGS / "llama8b.toml")), 8, Asked(), 32_000)[
         0
-    ]  # samples
+    ]
     assert prepared["steps_per_epoch"] == 32_000 / 128
     assert (
         row["peak_gib"] == pytest.approx(sum(row["parts_gib"].values()))
@@ -474,17 +471,12 @@ def test_printed_figures_are_those_of_the_json_in_their_units(capsys):
         m.n_heads * m.width_per_head,
     )
     block = 2 * m.dim * (m.n_heads + m.n_kv_heads) * m.width_per_head + 3 * m.dim * m.ffn_dim
-    matrices, attention = (
-        4 * block + m.vocab_size * m.dim,
-        4 * heads * length,
-    )  # a token's, half under the mask
-    parameters, tokens = (
-        matrices + 9 * m.dim,
-        8 * length,
-    )  # the output matrix is the embedding's, too
-    seconds = tokens * (
-        6 * matrices / 720e12 + 7 * attention / (720e12 * 376 / 720)
-    )  # scores are computed again
+    # a token's, half under the mask
+    matrices, attention = (4 * block + m.vocab_size * m.dim, 4 * heads * length)
+    # the output matrix is the embedding's, too
+    parameters, tokens = (matrices + 9 * m.dim, 8 * length)
+    # scores are computed again
+    seconds = tokens * (6 * matrices / 720e12 + 7 * attention / (720e12 * 376 / 720))
     assert row["step_seconds"] == pytest.approx(seconds, rel=1e-3) and lines["a step"].startswith(
         f"{seconds:.3g} s, "
     )
@@ -959,9 +951,8 @@ def test_several_numbers_of_ranks_are_compared(capsys):
 
 
 def test_the_drawing_is_the_plan(tmp_path, capsys):
-    (link := tmp_path / "link.svg").symlink_to(
-        "step.svg"
-    )  # what is named stays what it is: it may be a device, too
+    # what is named stays what it is: it may be a device, too
+    (link := tmp_path / "link.svg").symlink_to("step.svg")
     dry_run(capsys, CONFIGS / "llama8b.toml", "--world-size=8", "--gpu", "H100", "--plot", link)
     assert link.is_symlink()
     drawing = ET.parse(tmp_path / "step.svg")
@@ -1000,15 +991,13 @@ def test_the_drawing_is_the_plan(tmp_path, capsys):
         )
         for what in ("", " gathers")
     )
-    assert sent[0] / sent[1] == pytest.approx(
-        computed[0] / computed[1], rel=0.01
-    )  # pixels a millisecond
+    # pixels a millisecond
+    assert sent[0] / sent[1] == pytest.approx(computed[0] / computed[1], rel=0.01)
     assert any(
         t.startswith("backward head: activations") and t.endswith("of 53.63 GiB") for t in titles
     )
-    assert (
-        sum(t.startswith("forward block") and " gathers: " in t for t in titles) == 32
-    )  # the unit after each
+    # the unit after each
+    assert sum(t.startswith("forward block") and " gathers: " in t for t in titles) == 32
     assert sum(t.startswith("backward block") and " reduces: " in t for t in titles) == 32
 
 
@@ -1061,9 +1050,8 @@ def test_a_plan_is_of_gpus_whatever_the_device(capsys):
         for words in ((), ("--run.device=cpu",))
     )
     assert gpus == device_cpu
-    on_cpu = plan(
-        config.load(str(CONFIGS / "tiny.toml"), ["--run.device=cpu"]), 1
-    )  # as plan() alone follows it
+    # as plan() alone follows it
+    on_cpu = plan(config.load(str(CONFIGS / "tiny.toml"), ["--run.device=cpu"]), 1)
     assert on_cpu["peak_gib"] != gpus["peak_gib"]
 
 
@@ -1255,9 +1243,8 @@ def test_a_run_checks_its_plan(a_gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(plan_check, "LATER", 0.0)
     check = a_run(tmp_path)
     check.count_step()
-    assert (
-        check.row(1, 9.0) is None and check.process is None and not check.measured
-    )  # the first step makes the states
+    # the first step makes the states
+    assert check.row(1, 9.0) is None and check.process is None and not check.measured
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert {"--parallel.param_dtype=float32", "--gpus-per-node=4"} < {*check.command()}
     monkeypatch.delenv("LOCAL_WORLD_SIZE")

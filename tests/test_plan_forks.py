@@ -190,9 +190,8 @@ def test_grouped_products_are_counted(options, monkeypatch):
     excess = found - (row["counted_flops_per_token"] - attention)
     if options.get("recompute") == "full":
         assert excess == 2 * m.n_layers * again["full"]
-    elif (
-        options.get("recompute") == "selective"
-    ):  # of the experts one of three, of the others less than all
+    elif options.get("recompute") == "selective":
+        # of the experts one of three, of the others less than all
         assert (
             2 * m.n_layers * m.dim * m.ffn_dim
             < excess

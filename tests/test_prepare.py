@@ -73,9 +73,8 @@ def test_prepared_once(with_tokenizer, tmp_path, capsys):
     folder = prepare_one(with_tokenizer)
     before = {p: p.stat().st_mtime_ns for p in folder.iterdir()}
     told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1 and told[0].startswith(
-        f"prepared {folder}: "
-    )  # no progress of what takes no time
+    # no progress of what takes no time
+    assert len(told) == 1 and told[0].startswith(f"prepared {folder}: ")
     assert {p.name for p in tmp_path.iterdir()} == {"out", ".out.lock"}
     prepare_one(with_tokenizer)
     assert (
@@ -484,12 +483,13 @@ data.prepare.main(sys.argv[1:])
 
 def test_the_processes_of_a_killed_preparation_end_with_it(with_tokenizer, tmp_path, capsys):
     """kill -9 of the real thing, with its pool, when it has noted progress for the fourth time."""
+    # returns when all that hold the pipe have ended: the pool's too
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, written(with_tokenizer, tmp_path)],
         cwd=REPO,
         text=True,
         capture_output=True,
-    )  # returns when all that hold the pipe have ended: the pool's too
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     folder = prepare_one(with_tokenizer)
     assert "resuming after" in capsys.readouterr().err and not (tmp_path / ".out.tmp").exists()
@@ -729,12 +729,10 @@ def test_training_on_a_mixture_and_looking_at_it(corpus, tmp_path, write_config,
         assert json.loads(plan.stdout)["steps_per_epoch"] > 1
     assert data.show.main([str(path), "--step", "1"]) == 0
     shown = capsys.readouterr().out
-    assert (
-        data.show.main([str(path)]) == 0 and capsys.readouterr().out == shown
-    )  # the first step, unless it is said
-    assert (
-        shown.count(f"of {corpus}") == 6 and shown.count("other.jsonl") == 2
-    )  # three of four, of eight samples
+    # the first step, unless it is said
+    assert data.show.main([str(path)]) == 0 and capsys.readouterr().out == shown
+    # three of four, of eight samples
+    assert shown.count(f"of {corpus}") == 6 and shown.count("other.jsonl") == 2
     other = config.load(str(path), ['--data.sources=[{source = "python-stdlib"}]'])
     with pytest.raises(ConfigError, match=r"data\.sources"):
         compare.check_same_run(other, 1)

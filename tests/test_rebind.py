@@ -27,12 +27,10 @@ def test_rebound_trains_bitwise_as_made_after(on_ranks):
         assert expected["losses"][2] < expected["losses"][0]
         for ours in found.values():
             assert ours["losses"] == expected["losses"] and ours["weights"] == expected["weights"]
-            assert (
-                ours["alive"] == 0
-            )  # every full weight was freed while the model was being sharded
-            assert (
-                ours["before"] == ours["after"] == ours["end"]
-            )  # names in their order, hyper-parameters
+            # every full weight was freed while the model was being sharded
+            assert ours["alive"] == 0
+            # names in their order, hyper-parameters
+            assert ours["before"] == ours["after"] == ours["end"]
 
 
 def test_without_the_fix_nothing_is_learnt_and_it_is_refused(on_ranks):

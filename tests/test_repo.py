@@ -176,10 +176,8 @@ def commands(text: str) -> list[str]:
     ]
 
 
-ELSEWHERE = (
-    "benchmarks.counted_step",
-    "benchmarks.overhead",
-)  # run by a test that looks at what they print
+# run by a test that looks at what they print
+ELSEWHERE = ("benchmarks.counted_step", "benchmarks.overhead")
 
 
 def documented(tool: str) -> list[str]:
@@ -270,9 +268,8 @@ def test_dry_run_blocks_give_a_plan(clone):
         c for _, label, text in blocks() if label.split()[-1] == "dry-run" for c in commands(text)
     ]
     for command in found:
-        command = command.replace(
-            "--world-size 8,16,32", "--world-size 32"
-        )  # each of them looks for what to change
+        # each of them looks for what to change
+        command = command.replace("--world-size 8,16,32", "--world-size 32")
         done = run_in(
             clone, command if "--dry-run" in command else f"{command} --dry-run --world-size 8"
         )

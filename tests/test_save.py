@@ -472,9 +472,8 @@ def test_room_is_needed_for_all_shards(on_ranks, tmp_path):
     tensors = tensors_of(
         model := Llama(make_config().model), build_optimizer(model, make_config().optim)
     ).values()
-    needed = (
-        sum(t.nbytes for t in tensors) + 4096 * len(tensors) * 2
-    )  # with a header for each shard on two ranks
+    # with a header for each shard on two ranks
+    needed = sum(t.nbytes for t in tensors) + 4096 * len(tensors) * 2
     for refused, saved in on_ranks(2, save_with_little_room, tmp_path):
         assert f"OSError: needs {needed / 2**20:,.1f} MiB" in refused and saved == "saved"
 
@@ -503,9 +502,8 @@ def keep(folder, cases_of) -> list[tuple[list[int], list[str]]]:
                 catalog, "problems_of", side_effect=catalog.problems_of
             ) as looked:
                 saver.purge()
-            assert catalog.path_of(cfg, 40) not in [
-                call.args[0] for call in looked.call_args_list
-            ]  # just written
+            # just written
+            assert catalog.path_of(cfg, 40) not in [call.args[0] for call in looked.call_args_list]
             told = list(warnings)
             with mock.patch.object(
                 catalog, "problems_of", side_effect=catalog.problems_of

@@ -113,9 +113,8 @@ class Job:
                 running = "train.py" in (folder / "cmdline").read_text()
             except (OSError, ValueError):  # gone, or none of ours
                 continue
-            ours = (
-                environment.get("SLURM_CONF") == f"{self.cluster.folder}/slurm.conf"
-            )  # not another suite's cluster
+            # not another suite's cluster
+            ours = environment.get("SLURM_CONF") == f"{self.cluster.folder}/slurm.conf"
             if (
                 running
                 and ours
@@ -261,9 +260,8 @@ def test_scancel_saves_and_is_final(limited, endless, cluster):
 
 def test_the_time_limit_saves_and_requeues(limited, cluster, plain):
     limited.until(lambda: "asked to stop by SIGUSR1" in limited.log())
-    cluster.run(
-        "scontrol", "update", f"JobId={limited.number}", "TimeLimit=60"
-    )  # for its next life
+    # for its next life
+    cluster.run("scontrol", "update", f"JobId={limited.number}", "TimeLimit=60")
     for process in limited.ranks().values():
         os.kill(process, signal.SIGCONT)
     assert_equal(limited, plain)

@@ -55,9 +55,8 @@ def test_long_text_file_becomes_several_documents(tmp_path):
     path.write_text("\r\n".join(words(i, 40) for i in range(2000)), newline="")
     found = list(open_source(config_for(path, tmp_path).data))
     assert len(found) > 3 and "".join(found) == path.read_bytes().decode()
-    assert all(
-        piece.endswith("\r\n") for piece in found[:-1]
-    )  # no line is torn where its end is near
+    # no line is torn where its end is near
+    assert all(piece.endswith("\r\n") for piece in found[:-1])
 
 
 @pytest.mark.parametrize("pattern", ["", "*.txt"])
@@ -325,9 +324,8 @@ def test_a_bad_row_is_named_by_its_number_resumed_or_not(kind, told, tmp_path, m
     import pyarrow.parquet
 
     rows, source = {"text": ["a", "b", None]}, str(tmp_path / f"bad.{kind}")
-    (tmp_path / "bad.jsonl").write_text(
-        '{"text": "a"}\n\n{"text": "b"}\n{"text": 3}\n'
-    )  # empty lines are lines
+    # empty lines are lines
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n\n{"text": "b"}\n{"text": 3}\n')
     pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "bad.parquet")
     if kind == "hub":
         source = "owner/name"

@@ -444,9 +444,8 @@ def test_bos_and_eos_of_a_tokenizer_that_does_not_know_the_letter_a(tmp_path, co
     )
     made.save(str(tmp_path / "tokenizer.json"))
     assert (Tokenizer(tmp_path).bos, Tokenizer(tmp_path).eos) == ([0], [1])
-    (tmp_path / "tokenizer_config.json").write_text(
-        '{"eos_token": "cat"}'
-    )  # what stands around a text goes before
+    # what stands around a text goes before
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "cat"}')
     assert Tokenizer(tmp_path).eos == [1]
     content = json.loads((tmp_path / "tokenizer.json").read_text())
     content["model"]["unk_token"] = "missing"

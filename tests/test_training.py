@@ -125,9 +125,8 @@ def plain_loop(cfg: config.Config, weights: dict | None = None, optimizer_of=Non
         eps=o.eps,
         foreach=False,
     )
-    if (
-        o.state_dtype == "bfloat16"
-    ):  # against theory it is tested in test_optim; here it must not depend on the ranks
+    if o.state_dtype == "bfloat16":
+        # against theory it is tested in test_optim; here it must not depend on the ranks
         optimizer = build_optimizer(model, o, cfg.run.seed)
     if optimizer_of:
         optimizer = optimizer_of(model)
@@ -322,10 +321,8 @@ def test_auto_precision_is_decided_by_all_ranks_and_kept(on_ranks, prepared, cor
     wrote = {}
     for name, units in {"one without": [True, False], "all": [True, True]}.items():
         folder = tmp_path / name
-        for steps in (
-            1,
-            2,
-        ):  # the second resumes, and what follows evaluates, where devices would decide otherwise
+        for steps in (1, 2):
+            # the second resumes, and what follows evaluates, where devices would decide otherwise
             asked = on_ranks(2, cases.train_with_units, steps, sections, str(folder), units)
             opposite, units = units, [not all(units)] * 2
             saved = json.loads(
@@ -380,9 +377,8 @@ def test_deterministic_algorithms_are_asked_for(monkeypatch, deterministic):
     set_determinism(make_config(run={"deterministic": deterministic, "seed": 5}).run)
     assert asked == [True] * deterministic
     assert torch.initial_seed() == 5
-    assert (
-        torch.utils.deterministic.fill_uninitialized_memory is not deterministic
-    )  # no NaN into each new buffer
+    # no NaN into each new buffer
+    assert torch.utils.deterministic.fill_uninitialized_memory is not deterministic
 
 
 @pytest.mark.gpu
@@ -719,9 +715,8 @@ def test_a_failure_on_one_rank_is_told_and_ends_all(write_config, tmp_path):
     tokens = bytearray((copy / "train.bin").read_bytes())
     tokens[2 * (window * 32 + 5) + 1] = 0x7F
     (copy / "train.bin").write_bytes(tokens)
-    (
-        copy / "manifest.json"
-    ).touch()  # as if the file had been prepared so: its hash would tell at once
+    # as if the file had been prepared so: its hash would tell at once
+    (copy / "manifest.json").touch()
     done = launch(path, f"--data.path={copy}", nproc=2)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "failed first on rank 1, step 1, phase data:\n" in done.stderr, done.stderr

@@ -66,10 +66,8 @@ def test_right_models_pass_and_damage_is_named(on_ranks, ranks):
         if message is None:
             assert said == [""] * ranks
         else:
-            assert any(message in text for text in said), (
-                damage,
-                said,
-            )  # a rank that raises ends the others
+            # a rank that raises ends the others
+            assert any(message in text for text in said), (damage, said)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)

@@ -38,9 +38,8 @@ def test_it_has_what_it_was_given(tmp_path):
         waits = "threading.Timer(0.1, lambda: atexit.register(print, 'last')).start()"
         done = run("-c", f"import atexit, sys, threading; {waits}; {end}")
         assert (done.returncode, done.stdout) == (code, told) and done.stderr == "why\n" * code
-    done = run(
-        "-c", "import files", cwd=tmp_path, env={"PATH": os.environ["PATH"]}
-    )  # nothing of this repository
+    # nothing of this repository
+    done = run("-c", "import files", cwd=tmp_path, env={"PATH": os.environ["PATH"]})
     assert done.returncode == 1 and done.stderr.endswith(
         "ModuleNotFoundError: No module named 'files'\n"
     )

@@ -110,9 +110,8 @@ def main(listener: int) -> None:
 
     for name in PRELOADED:
         importlib.import_module(name)
-    for made in (
-        weakref.finalize._registry
-    ):  # of torch's libraries: each process would unregister them, in 0.04 s
+    for made in weakref.finalize._registry:
+        # of torch's libraries: each process would unregister them, in 0.04 s
         made.atexit = False
     # torchrun logs the names of nine methods that call it, and looks through all modules for each, for 0.02 s
     sys.modules["torch.distributed.elastic.rendezvous.dynamic_rendezvous"].get_method_name = (
@@ -120,22 +119,19 @@ def main(listener: int) -> None:
     )
     gc.collect()
     gc.freeze()
-    gc.freeze = gc.unfreeze = lambda: (
-        None
-    )  # what a run unfreezes is its own: else it would go through all this, 0.15 s
+    # what a run unfreezes is its own: else it would go through all this, 0.15 s
+    gc.freeze = gc.unfreeze = lambda: None
     client, request, files = accept(socket.socket(fileno=listener))
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, FORWARDED
-    )  # until it has taken over what its program blocks
+    # until it has taken over what its program blocks
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     if pid := os.fork():
         stand_between(client, pid, files)
     client.close()
     become(request, files)
     code = 0
     try:
-        run(
-            *request["argv"][1:]
-        )  # raises to the end of the program: as in a Python that was started
+        # raises to the end of the program: as in a Python that was started
+        run(*request["argv"][1:])
     except SystemExit as ended:
         if not isinstance(ended.code, int | None):
             raise
@@ -178,9 +174,8 @@ def become(request: dict, files: list[int]) -> None:
     import fcntl
 
     os.setsid()
-    moved = [
-        fcntl.fcntl(number, fcntl.F_DUPFD, 1000) for number in files
-    ]  # away from the numbers they shall have
+    # away from the numbers they shall have
+    moved = [fcntl.fcntl(number, fcntl.F_DUPFD, 1000) for number in files]
     for number, wanted in zip(moved, request["files"]):
         os.dup2(number, wanted)
     for number in {*files} - {*request["files"]} | {*moved}:
