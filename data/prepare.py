@@ -106,9 +106,14 @@ class Turn:
 
     def has_come(self, locks: contextlib.ExitStack) -> bool:
         """Whether this process may write. locks: takes the folder's lock. Raises ConfigError and OSError."""
+        manifest = read_manifest(self.folder)
+        if manifest is None:
+            raise ConfigError(
+                f"{self.folder}: another process removed it, since its text is wrong (that "
+                "process has said where) or to begin anew; start again"
+            )
         if not self.waits and self._take_lock(locks):
             return True
-        manifest = manifest_of(self.folder)
         holder = manifest.get("writer", "another process")
         if not self.waits:
             report(f"waiting for another process that prepares {self.folder}: {holder}")

@@ -29,7 +29,7 @@ from data.console import progress, report
 from data.cores import usable_cores
 from data.dataset import open_data, open_dataset
 from data.encode import is_validation, worker_count
-from data.folder import data_folders, is_prepared, source_names
+from data.folder import begin_all, data_folders, is_prepared, source_names
 from data.identity import identity
 from data.prepare import main, prepare
 from data.record import MANIFEST, is_complete, read_manifest
@@ -396,6 +396,20 @@ def test_a_second_that_prepares_waits_in_one_line(with_tokenizer, prepared, tmp_
         and error == f"waiting for another process that prepares {tmp_path / 'out'}\n"
     ), error
     assert content(tmp_path / "out") == before
+
+
+def test_a_second_that_waits_says_if_the_first_removed_the_folder(with_tokenizer, tmp_path):
+    """As the first does if its text is wrong from the first row on; this process plays it."""
+    begin_all(config.load(path := written(with_tokenizer, tmp_path)))
+    held = files.lock(tmp_path / ".out.lock")
+    second = subprocess.Popen(
+        [sys.executable, "-m", "data.prepare", path], cwd=REPO, stderr=subprocess.PIPE, text=True
+    )
+    assert "waiting for another process" in second.stderr.readline()
+    shutil.rmtree(tmp_path / "out")
+    error = second.communicate()[1]
+    held.release()
+    assert second.returncode == 2 and "out: another process removed it" in error, error
 
 
 @pytest.mark.parametrize("order", ["global", "growing"])
