@@ -322,12 +322,11 @@ class Preparation:
                 self.manifest.pop(key, None)
         self.manifest["sha256"] = sha256
         write_manifest(self.folder, self.manifest, indent=2)
-        if self.d.order == "global":
-            tokens = self.manifest["tokens"]
-            report(
-                f"prepared {self.folder}: {tokens['train']:,} tokens to train on, "
-                f"{tokens['heldout']:,} for validation"
-            )
+        tokens = self.manifest["tokens"]
+        report(
+            f"prepared {self.folder}: {tokens['train']:,} tokens to train on, "
+            f"{tokens['heldout']:,} for validation"
+        )
 
 
 def main(argv: list[str]) -> int:
