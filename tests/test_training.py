@@ -715,8 +715,10 @@ def test_a_failure_on_one_rank_is_told_and_ends_all(write_config, tmp_path):
     tokens = bytearray((copy / "train.bin").read_bytes())
     tokens[2 * (window * 32 + 5) + 1] = 0x7F
     (copy / "train.bin").write_bytes(tokens)
-    # as if the file had been prepared so: its hash would tell at once
-    (copy / "manifest.json").touch()
+    # As if the file had been prepared so: one written after its manifest is hashed, which would tell at once. The
+    # time is set, since two files written within a tick of the kernel's clock may have either order.
+    written = (copy / "train.bin").stat().st_mtime + 1
+    os.utime(copy / "manifest.json", (written, written))
     done = launch(path, f"--data.path={copy}", nproc=2)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "failed first on rank 1, step 1, phase data:\n" in done.stderr, done.stderr
