@@ -7,7 +7,7 @@ import pathlib
 
 from torch.utils.tensorboard import SummaryWriter
 
-import options
+import schema
 
 log = logging.getLogger("train")
 
@@ -23,7 +23,7 @@ class Board:
         if not self.writer:
             return
         try:
-            for key, value in options.flatten(row).items():
+            for key, value in schema.flatten(row).items():
                 if (
                     isinstance(value, int | float)
                     and math.isfinite(value)

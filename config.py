@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, replace
 from typing import Any, Literal, NoReturn
 
-import options
-from options import ConfigError, option, to_dict
+import schema
+from schema import ConfigError, option, to_dict
 
 DIGEST_MODULUS = 2**53  # of batch_digest: exact in JSON
 LONGEST_PERIOD = 1 << 16  # samples; the longest period of a mixture's order of sources
@@ -342,28 +342,28 @@ ROOMS = {
     'parallel.recompute = "elementwise"': ("parallel/selective.py", "parallel/matmul_order.py"),
     'parallel.recompute = "selective"': ("parallel/selective.py", "parallel/matmul_order.py"),
     "parallel.replicated": ("parallel/replicated.py", "parallel/optional_patches.py"),
-    "parallel.float8": ("parallel/float8.py", "model/float8.py"),
-    "model.init_from": ("huggingface/",),
-    "lora": ("model/lora.py", "huggingface/"),
-    'lora.base_dtype = "nf4"': ("model/nf4.py", "parallel/optional_patches.py"),
+    "parallel.float8": ("extras/float8/all_gather.py", "extras/float8/matmul.py"),
+    "model.init_from": ("extras/huggingface/",),
+    "lora": ("extras/lora/adapters.py", "extras/huggingface/"),
+    'lora.base_dtype = "nf4"': ("extras/lora/nf4.py", "parallel/optional_patches.py"),
     "data.sources": ("data/mixture.py",),
     "data.messages_field": (
-        "data/chat.py",
-        "data/messages.py",
-        "data/packing.py",
-        "data/template.py",
+        "extras/chat/conversations.py",
+        "extras/chat/messages.py",
+        "extras/chat/packing.py",
+        "extras/chat/template.py",
     ),
-    'optim.name = "muon"': ("muon.py",),
-    "optim.state_dtype": ("adamw_bfloat16.py",),
+    'optim.name = "muon"': ("extras/optimizers/muon.py",),
+    "optim.state_dtype": ("extras/optimizers/adamw_bfloat16.py",),
     "checkpoint.async_save": ("checkpoint/staging.py",),
-    "log.tracker": ("tracker.py",),
+    "log.tracker": ("extras/reports/tracker.py",),
     "log.tensorboard = true": (
         "board.py",
     ),  # if it is said: by default a copy without the file writes none
-    "profile": ("lifecycle/profiler.py",),
+    "profile": ("extras/reports/profiler.py",),
 }
 # Of --dry-run: compiled blocks are planned as if they were checkpointed.
-PLANNER = ("planner/", "parallel/selective.py", "parallel/matmul_order.py")
+PLANNER = ("extras/planner/", "parallel/selective.py", "parallel/matmul_order.py")
 
 
 # Derived numbers
@@ -426,7 +426,7 @@ def mesh_shape(cfg: Config, ranks: int) -> tuple[int, int, int, int]:
         raise ConfigError(
             f"[parallel] cp = {cp}, tp = {tp}: their product must divide the number of ranks, {ranks}"
         )
-    options.require(
+    schema.require(
         cfg,
         [
             (
@@ -462,7 +462,7 @@ def check_for_gpus(cfg: Config) -> None:
 
 
 def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
-    """The rules between options, as options.require() takes them."""
+    """The rules between options, as schema.require() takes them."""
     m, d, t, o, p, c, f = (
         cfg.model,
         cfg.data,
@@ -704,7 +704,7 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
     ]
 
 
-SCHEMA = options.Schema(Config)
+SCHEMA = schema.Schema(Config)
 
 
 def has(*rooms: str) -> bool:
@@ -722,7 +722,7 @@ def lack_of(*rooms: str) -> str:
     )
 
 
-def _lacking_rooms(given: options.Given, saved: bool) -> list[str]:
+def _lacking_rooms(given: schema.Given, saved: bool) -> list[str]:
     """A problem for each option whose files were removed. Of a checkpoint's options, only [lora] counts: how its run
     was parallelized, and where its first weights came from, does not matter to a tool that reads it."""
     found = []
@@ -733,7 +733,7 @@ def _lacking_rooms(given: options.Given, saved: bool) -> list[str]:
             for name, ours in given.values.items()
             if f"{name}.".startswith(f"{room}.")
             and (
-                options.toml(ours) == value
+                schema.toml(ours) == value
                 if value
                 else room in SCHEMA.tables or ours != SCHEMA.options[room][1].default
             )
@@ -742,28 +742,28 @@ def _lacking_rooms(given: options.Given, saved: bool) -> list[str]:
             section, _, key = used[0].rpartition(".")
             found.append(
                 f"{given.origins[used[0]]}: {f'[{section}] ' * bool(section)}{key} = "
-                f"{options.toml(given.values[used[0]])}: {problem}"
+                f"{schema.toml(given.values[used[0]])}: {problem}"
             )
     return found
 
 
 def load(path: str, overrides: Iterable[str] = ()) -> Config:
     """Reads a configuration file and the overrides on top of it. Raises ConfigError with every problem found."""
-    return from_dict(options.read_toml(path), path, overrides)
+    return from_dict(schema.read_toml(path), path, overrides)
 
 
 def from_dict(raw: dict, path: str, overrides: Iterable[str] = (), saved: bool = False) -> Config:
     """Like load(), from tables that have been read; `path` names their origin in errors. Options of an earlier version
     are read where they were saved, or belong to a run that has checkpoints."""
     given, former = SCHEMA.read(raw, path, overrides), {}
-    if has("migrate/"):
-        from migrate.former import renew
+    if has("extras/migrate/"):
+        from extras.migrate.former import renew
 
         former = renew(given)
     if lacking := _lacking_rooms(given, saved):
         raise ConfigError(*given.problems.values(), *lacking)
-    if has("huggingface/"):
-        from huggingface.config import complete
+    if has("extras/huggingface/"):
+        from extras.huggingface.config import complete
 
         complete(given)
     cfg = given.build()
@@ -777,7 +777,7 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = (), saved: bool =
             )
     if not saved and not os.path.isdir(run_folder(cfg) / "checkpoints"):
         given.problems = former | given.problems
-    options.require(cfg, _rules(cfg), given)
+    schema.require(cfg, _rules(cfg), given)
     return cfg
 
 
@@ -794,8 +794,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     mode = parser.add_mutually_exclusive_group()
     for flag in ("--dry-run", "--eval-only"):
         mode.add_argument(flag, action="store_true")
-    if has("planner/"):
-        from planner.arguments import add_arguments
+    if has("extras/planner/"):
+        from extras.planner.arguments import add_arguments
 
         add_arguments(parser, "--dry-run" in argv)
     args, args.overrides = parser.parse_known_args(argv)

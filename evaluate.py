@@ -20,7 +20,7 @@ from parallel.fsdp import reshard
 from parallel.materialize import materialize
 from parallel.mesh import World, storage_device
 from parallel.parallelize import parallelize
-from ranks import all_gather_objects
+from parallel.ranks import all_gather_objects
 
 
 @torch.no_grad()

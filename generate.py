@@ -32,7 +32,7 @@ from metrics import log
 from model.llama import Llama, parameter_count
 from parallel.fsdp import reshard
 from parallel.mesh import World
-from ranks import all_gather_objects
+from parallel.ranks import all_gather_objects
 
 SAMPLED_PARAMETERS = 20e9  # largest model of which a run logs a sample
 SAMPLED_STEPS = 100  # fewest steps of such a run: before, the text is noise
@@ -317,7 +317,7 @@ def main(argv: list[str]) -> int:
             )
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if cfg.lora:  # the checkpoint holds the adapters alone
-            from huggingface.weights import fingerprint, weights_to_read
+            from extras.huggingface.weights import fingerprint, weights_to_read
 
             base = weights_to_read(cfg, step=1)
             assert base and base.sums is not None  # as adapters have a base
@@ -334,9 +334,11 @@ def main(argv: list[str]) -> int:
         # for characters that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
         if args.chat:
-            if problem := config.lack_of("conversation.py", "data/chat.py", "data/template.py"):
+            if problem := config.lack_of(
+                "extras/chat/terminal.py", "extras/chat/conversations.py", "extras/chat/template.py"
+            ):
                 raise ConfigError(f"--chat: {problem}")
-            from conversation import converse
+            from extras.chat.terminal import converse
 
             converse(
                 folder,

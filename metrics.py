@@ -21,7 +21,7 @@ import torch
 import config
 import files
 from parallel.mesh import World
-from ranks import all_gather_objects, on_rank_zero
+from parallel.ranks import all_gather_objects, on_rank_zero
 
 log = logging.getLogger("train")
 
@@ -35,7 +35,7 @@ def peak_flops(device: torch.device) -> float | None:
     """Dense bfloat16 FLOP/s by the data sheet, in the plan's table; None, and so no MFU, for an unknown device."""
     if device.type != "cuda" or not config.has(*config.PLANNER):
         return None
-    from planner.devices import data_sheet_peak
+    from extras.planner.devices import data_sheet_peak
 
     return data_sheet_peak(torch.cuda.get_device_name(device))
 
@@ -131,7 +131,7 @@ class Recorder:
         self.phase, self.plan = phase, None
         self.rows = Rows(folder, cfg.log, start) if world.rank == 0 else None
         if self.rows and world.device.type == "cuda" and config.has(*config.PLANNER):
-            from planner.check import PlanCheck
+            from extras.planner.check import PlanCheck
 
             self.plan = PlanCheck(cfg, world, folder)
         self.restart_timer()
@@ -306,7 +306,7 @@ class Rows:
             self.board = Board(folder / "tensorboard", start)
         self.tracker: Any = None
         if settings.tracker:
-            from tracker import Tracker
+            from extras.reports.tracker import Tracker
 
             self.tracker = Tracker(folder, settings.tracker, start, len(kept))
 

@@ -38,7 +38,7 @@ def build_optimizer(
     it: AdamW, or for name = "muon" Muon, which leaves to AdamW what is not a matrix of a block."""
     names = {p: name for name, p in named_parameters(model) if p.requires_grad}
     if o.name == "muon":
-        from muon import Muon
+        from extras.optimizers.muon import Muon
 
         optimizer = Muon(
             names, o, seed, compile, lambda others: build_adamw(others, o, seed, compile)
@@ -65,7 +65,7 @@ def build_adamw(
         {"lr": o.lr, "betas": o.betas, "eps": o.eps},
     )
     if o.state_dtype == "bfloat16":
-        from adamw_bfloat16 import BFloat16AdamW
+        from extras.optimizers.adamw_bfloat16 import BFloat16AdamW
 
         optimizer = BFloat16AdamW(groups, names, seed, compile, **options)
     else:

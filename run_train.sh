@@ -62,13 +62,30 @@ make_venv() {
 choose_python() {  # takes the run's arguments; none: the Python must suit every tool
     if [[ -n ${PYTHON:-} ]]; then
         python=$(command -v "$PYTHON") || fail "PYTHON=$PYTHON: no such program"
-    elif python=$(command -v python3) && "$python" -m lifecycle.command --usable "$@" 2>/dev/null; then :
+    elif python=$(command -v python3) && "$python" -m launch.command --usable "$@" 2>/dev/null; then :
     else make_venv; fi
+}
+
+# A tool of extras/ has a short name: huggingface is extras.huggingface, report is extras.reports.report, and so is
+# data.make_chat extras.chat.make_chat.
+module_of() {
+    local name=$1 path=${1//.//} file
+    if [[ -e $repo/$path || -e $repo/$path.py ]]; then echo "$name"; return; fi
+    if [[ -e $repo/extras/$path || -e $repo/extras/$path.py ]]; then echo "extras.$name"; return; fi
+    for file in "$repo"/extras/*/"${path#data/}.py"; do
+        if [[ -e $file ]]; then
+            file=${file#"$repo"/}
+            file=${file%.py}
+            echo "${file//\//.}"
+            return
+        fi
+    done
+    echo "$name"  # of a package
 }
 
 case ${1:-} in
 --setup) choose_python; echo "$python"; exit ;;
--m) choose_python; exec "$python" "$@" ;;
+-m) choose_python; exec "$python" -m "$(module_of "${2:-}")" "${@:3}" ;;
 "" | --*) set -- "$repo/configs/tiny.toml" "$@" ;;
 esac
 help='' plan=''
@@ -84,4 +101,4 @@ if [[ -n $help$plan ]]; then exec "$python" "$repo/train.py" "$@"; fi
 # Block the signals until the launcher has its handlers. (This needs env of coreutils 8.31 or later.)
 blocked=(env --block-signal=TERM,INT,USR1,HUP)
 "${blocked[@]}" true 2>/dev/null || blocked=()
-exec "${blocked[@]}" "$python" -m lifecycle.launch "$@"
+exec "${blocked[@]}" "$python" -m launch.launch "$@"

@@ -41,8 +41,8 @@ from parallel.fsdp import set_gradient_sync, unshard_first_units
 from parallel.materialize import materialize
 from parallel.mesh import World, storage_device
 from parallel.parallelize import parallelize
+from parallel.ranks import on_each_rank
 from parallel.verify import check_optimizer, unit_table, verify_sharding
-from ranks import on_each_rank
 
 
 def train(cfg: Config, world: World, run: Run) -> None:

@@ -1,6 +1,6 @@
 """Measurements of what the trainer promises; each file is a command."""
 
-from options import positive
+from schema import positive
 
 
 def count(text: str) -> int:

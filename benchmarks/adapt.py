@@ -20,7 +20,7 @@ import tempfile
 import torch
 
 from benchmarks import count
-from options import positive
+from schema import positive
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
 LAST = 50

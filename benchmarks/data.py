@@ -18,7 +18,7 @@ import time
 from types import SimpleNamespace
 
 from benchmarks import count
-from options import positive
+from schema import positive
 
 
 def preparation(megabytes: int, repeat: int) -> None:

@@ -18,10 +18,10 @@ import tempfile
 from collections.abc import Callable
 
 import config
-from planner.devices import Moment, device
-from planner.plan import GIB, Asked, planned
-from planner.show import COLORS, SHADES, draw, ticks
-from planner.svg import GRAY, Drawing
+from extras.planner.devices import Moment, device
+from extras.planner.plan import GIB, Asked, planned
+from extras.planner.show import COLORS, SHADES, draw, ticks
+from extras.planner.svg import GRAY, Drawing
 
 REPO = pathlib.Path(__file__).parent.parent
 FIGURES = REPO / "docs/figures"

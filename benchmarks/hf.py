@@ -26,9 +26,9 @@ import torch  # noqa: E402
 
 import config  # noqa: E402
 from benchmarks import count  # noqa: E402
-from huggingface import config as hf_config  # noqa: E402
-from huggingface import convert as hf  # noqa: E402
-from huggingface import weights as hf_weights  # noqa: E402
+from extras.huggingface import config as hf_config  # noqa: E402
+from extras.huggingface import convert as hf  # noqa: E402
+from extras.huggingface import weights as hf_weights  # noqa: E402
 from model.build import meta_model  # noqa: E402
 
 MIB = 2**20
@@ -95,7 +95,7 @@ def read(folder: str, base_dtype: str | None = None) -> dict:
     from lifecycle.process_group import distributed
     from parallel.materialize import local_tensors, materialize
     from parallel.parallelize import parallelize
-    from ranks import all_gather_objects
+    from parallel.ranks import all_gather_objects
 
     cfg = config.from_dict(
         {

@@ -25,7 +25,7 @@ import numpy
 import config
 from benchmarks import count
 from data.identity import identity
-from options import positive
+from schema import positive
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
 RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2)

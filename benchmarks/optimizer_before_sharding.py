@@ -30,8 +30,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 import config
+from extras.migrate.rebind import rebind_optimizer
 from lifecycle.process_group import distributed
-from migrate.rebind import rebind_optimizer
 from model.llama import Block, Llama, parameter_count
 from parallel.materialize import materialize
 from parallel.mesh import World

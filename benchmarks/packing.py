@@ -14,7 +14,7 @@ import time
 import numpy as np
 
 from benchmarks import count
-from data.packing import pack
+from extras.chat.packing import pack
 
 
 def main() -> int:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.published
 
-Plans of our program with the peers' sizes, at the rates of planner/devices.py; nothing is set to meet a
+Plans of our program with the peers' sizes, at the rates of extras/planner/devices.py; nothing is set to meet a
 figure, and docs/published_runs.md names their sources. Prints a table in Markdown.
 """
 
@@ -10,9 +10,9 @@ import pathlib
 from dataclasses import dataclass
 
 import config
+from extras.planner.devices import ATTENTION, OF_BANDWIDTH, Moment, device
+from extras.planner.plan import GIB, RESERVED, Asked, planned
 from model.loss import CHUNK
-from planner.devices import ATTENTION, OF_BANDWIDTH, Moment, device
-from planner.plan import GIB, RESERVED, Asked, planned
 
 # FlashAttention 2, forward and backward, to products on an H100 of 700 W; both fall with its power
 FLASH_2 = 330 / 720

@@ -19,11 +19,11 @@ from collections import Counter
 import config
 from benchmarks import theory
 from config import ConfigError
+from extras.planner import advice
+from extras.planner.devices import device
+from extras.planner.plan import GIB, Asked, device_gib, plan
+from extras.planner.simulate import Step, simulate
 from model.build import meta_model
-from planner import advice
-from planner.devices import device
-from planner.plan import GIB, Asked, device_gib, plan
-from planner.simulate import Step, simulate
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 

@@ -85,7 +85,7 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
     replicated, numel = replicated_parameters(model, p), largest_shards(model, shards, tp)
     in_8_bits = set()
     if p.float8 == "tensorwise":  # rowwise all-gathers as without
-        from model.float8 import float8_matrices
+        from extras.float8.matmul import float8_matrices
 
         device = "cpu" if cfg.run.device == "cpu" else "cuda"  # a plan is made for GPUs
         in_8_bits = {m.weight for m in float8_matrices(model.blocks, p.float8, device)} - replicated
@@ -126,7 +126,7 @@ def of_muon(
     """Bytes of each all-to-all of a step on rank 0. For each shape (under tp, for each sharding) of the trained blocks'
     matrices: of M matrices, rank 0 owns m, its replica n, and rank 0 has e elements of each, of E. Then two of
     max(n e, m E) elements, within the replica, and one of max(R n e, M e) between R replicas."""
-    from muon import flop, owners
+    from extras.optimizers.muon import flop, owners
 
     if cfg.parallel.tp > 1:
         from parallel.tensor import placement_of

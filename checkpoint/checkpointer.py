@@ -14,7 +14,7 @@ from checkpoint.load import restore, tensors_of
 from checkpoint.save import SaveFailed, Saver
 from config import ConfigError
 from parallel.mesh import World, has_native_bfloat16
-from ranks import all_gather_objects, check_same_on_all_ranks, on_each_rank, on_rank_zero
+from parallel.ranks import all_gather_objects, check_same_on_all_ranks, on_each_rank, on_rank_zero
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 import config
-import options
+import schema
 from checkpoint.catalog import path_of, read_state
 from config import ConfigError
 
@@ -42,10 +42,10 @@ def changed_options(cfg: config.Config, step: int, names: re.Pattern) -> dict[st
 
     def words(value: Any) -> str:
         return (
-            value if isinstance(value, str) else "absent" if value is None else options.toml(value)
+            value if isinstance(value, str) else "absent" if value is None else schema.toml(value)
         )
 
-    older = {key for key, value in before.items() if value is not None} - options.flatten(
+    older = {key for key, value in before.items() if value is not None} - schema.flatten(
         saved, before
     ).keys()
     return {
@@ -95,14 +95,14 @@ def check_base(folder: pathlib.Path, init_from: str | None, base: str | None) ->
     """Raises ConfigError if a checkpoint's adapters were trained on a base with another fingerprint."""
     if (before := read_state(folder).get("base")) != base:
         raise ConfigError(
-            f"[model] init_from = {options.toml(init_from or '')}: its weights have the hash {base}, but "
+            f"[model] init_from = {schema.toml(init_from or '')}: its weights have the hash {base}, but "
             f"{folder} was trained on a base with {before}; name the folder with that base"
         )
 
 
 def by_source(fingerprint: list[dict]) -> dict[str, Any]:
     """The fingerprint of prepared data, {"source 1.sha256.train.bin": ..., ...}."""
-    return options.flatten({f"source {n}": entry for n, entry in enumerate(fingerprint, 1)})
+    return schema.flatten({f"source {n}": entry for n, entry in enumerate(fingerprint, 1)})
 
 
 def check_same_data(cfg: config.Config, step: int, fingerprint: list[dict]) -> None:

@@ -29,7 +29,7 @@ from checkpoint.catalog import NO_OPTIMIZER
 from checkpoint.manifest import CorruptCheckpoint, opened, read_manifest
 from config import ConfigError
 from model.llama import after_weight_update, named_parameters
-from ranks import on_each_rank
+from parallel.ranks import on_each_rank
 
 DCP = "torch.distributed.checkpoint"
 ALLOWED = {

@@ -45,7 +45,7 @@ class Preparer:
     def poll(self, is_needed: bool) -> None:
         """is_needed: text is missing; else only the last hashes are, and trouble is no more than reported. Raises
         ConfigError if the text is wrong, PreparingFailed if preparing failed otherwise."""
-        from ranks import rank_and_size
+        from parallel.ranks import rank_and_size
 
         if rank_and_size()[1] != 0:
             return
@@ -81,7 +81,7 @@ class Preparer:
             self.child.kill()
 
     def _start(self) -> None:
-        from ranks import local_world_size
+        from parallel.ranks import local_world_size
 
         # a rank of torchrun need not have it on Python's path
         repo = str(pathlib.Path(__file__).parent.parent)

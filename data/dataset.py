@@ -16,7 +16,7 @@ from data.tokens import open_stream, stream_of
 
 
 def open_data(cfg: config.Config, split: str) -> list[Any]:
-    """The TokenStream of each source, "train" or "heldout" (validation), or its conversations (data/packing.py:
+    """The TokenStream of each source, "train" or "heldout" (validation), or its conversations (extras/chat/packing.py:
     Packed). Raises ConfigError if one is not prepared as far as that, or for another configuration."""
     return [open_part(folder, part, split) for folder, part in prepared_parts(cfg)]
 
@@ -26,7 +26,7 @@ def open_part(folder: pathlib.Path, cfg: config.Config, split: str) -> Any:
     manifest = manifest_of(folder)
     check_identity(folder, manifest, cfg)
     if cfg.data.messages_field:
-        from data.packing import open_packed
+        from extras.chat.packing import open_packed
 
         return open_packed(folder, split, cfg)
     if split == "heldout" and cfg.data.order == "growing":
@@ -114,7 +114,7 @@ def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
             f"{cfg.model.vocab_size:,} rows"
         )
     if cfg.model.init_from:
-        from huggingface.tokenizer import note_on_tokenizer
+        from extras.huggingface.tokenizer import note_on_tokenizer
 
         notes += note_on_tokenizer(cfg.model.init_from, folders[0], tokenizer)
     names = source_names(cfg)

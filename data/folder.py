@@ -90,7 +90,7 @@ def begin_all(cfg: config.Config) -> list[tuple[pathlib.Path, config.Config]]:
 def begin_on_this_machine(cfg: config.Config) -> None:
     """Begins missing folders: of a machine with a disk of its own, the launcher has not. By its first rank. Raises
     ConfigError."""
-    from ranks import rank_and_size
+    from parallel.ranks import rank_and_size
 
     if rank_and_size()[1] != 0:
         return
@@ -199,7 +199,7 @@ def _begin(folder: pathlib.Path, cfg: config.Config) -> None:
     contents, vocab_size = _tokenizer_of(cfg)
     manifest = _first_record(cfg, tokenizer_hash(contents), vocab_size)
     if cfg.data.messages_field:
-        from data.template import files_of
+        from extras.chat.template import files_of
 
         contents |= files_of(cfg.data)
     try:

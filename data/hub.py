@@ -1,251 +1,214 @@
-"""Hugging Face datasets: streamed through `datasets` or, for growing text, read by file."""
+"""Repositories of the Hugging Face hub in place of folders: OWNER/NAME, or OWNER/NAME@REVISION. An id is pinned to a
+commit, whose files are fetched once, into the hub's own cache: only safetensors, JSON, chat templates and sentencepiece
+models, nothing that can run code."""
 
-import hashlib
+import functools
+import os
 import pathlib
+import re
 import shutil
+import signal
+import subprocess
+import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
 
-import config
-from config import ConfigError
-from data.console import report
-from data.sources import LOCAL, STDLIB, Files, Source, name_hash, readable
+from files import print_error
+from schema import ConfigError, Given, flatten, read_toml, toml
 
-# seconds during which a lost network is tried again: in a run, and before it
-PATIENCE, AT_FIRST = 300.0, 10.0
-T = TypeVar("T")
-
-
-class Hub(Source):
-    """A dataset, streamed. place(): [rows read, the state of `datasets`, revision]."""
-
-    reads = True
-
-    def __init__(self, d: config.Data, place: list | None = None, known: dict | None = None):
-        """known: "revision" as an earlier preparation recorded it."""
-        super().__init__(d, place)
-        with readable(
-            f"{d.source}: is neither {STDLIB} nor a local file, and as a Hugging Face dataset"
-        ):
-            import datasets
-            import huggingface_hub
-
-            # its errors are reported here, once
-            datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-            # pinned to a commit, so that a later resume reads the same version of the dataset
-            revision = known.get("revision") if known else None
-            if not place and not revision:
-                revision = huggingface_hub.HfApi().dataset_info(d.source).sha
-            self.row, state, self.revision = place or (0, None, revision)
-            self.data = datasets.load_dataset(
-                d.source, name=d.subset, split=d.split, streaming=True, revision=self.revision
-            )
-            if state:
-                self.data.load_state_dict(state)
-
-    def rows(self) -> Iterator[tuple[str, object]]:
-        with readable(f"{self.d.source}:"):
-            for row in self.data:
-                self.row += 1
-                yield f"{self.d.source}: row {self.row}", row
-
-    def place(self) -> list:
-        return [self.row, self.data.state_dict(), self.revision]
-
-    def share(self) -> float | None:
-        split = (self.data.info.splits or {}).get(self.d.split)
-        return self.row / split.num_examples if split and split.num_examples else None
+GIB = 2**30
+ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?")
+COMMIT = re.compile("[0-9a-f]{40}")
+CONFIG = ("*config.json",)
+SETTINGS = ("*.json", "*.jinja", "tokenizer.model")
+WEIGHTS = (*SETTINGS, "*.safetensors")
+LEFT_OUT = ("*/*", "consolidated*")  # other formats of the same weights
+SMALL = 2**24  # bytes; more are downloaded by a process of their own
 
 
-class HubFiles(Files):
-    """A dataset's data files at one commit, each fetched into the hub's cache while the one before is read.
-
-    files: of each [path, size in bytes, SHA-256 or git's SHA-1, digest of its documents or None].
-    """
-
-    def __init__(self, d: config.Data, place: list | None = None, known: dict | None = None):
-        """known: "files" and "revision" as an earlier preparation recorded them; absent: found now. Raises
-        ConfigError."""
-        self.revision = known.get("revision") if known else None
-        super().__init__(d, place, known)
-        self.fetches: dict[int, Fetch] = {}
-
-    def find(self) -> list[list]:
-        self.revision, files = find_files(self.d, self.revision)
-        return sorted(files, key=lambda entry: name_hash(entry[0]))
-
-    def path_of(self, number: int) -> pathlib.Path:
-        path = self._fetched(number).result()
-        following = number + 1
-        if following < self.stop and room_beside(path) > self.files[following][1]:
-            self._fetched(following)
-        return path
-
-    def _fetched(self, number: int) -> "Fetch":
-        if number not in self.fetches:
-            assert self.revision
-            name, size, digest, _ = self.files[number]
-            self.fetches[number] = Fetch(self.d.source, self.revision, name, size, digest)
-        return self.fetches[number]
-
-    def stamp_of(self, number: int, path: pathlib.Path) -> list:
-        return self.files[number][1:3]  # the commit's: path_of() compares the content with them
-
-    def compare_with_text(self, folder: pathlib.Path, refuse_new: bool = True) -> None:
-        """A commit does not change."""
-
-    def on_recorded(self, place: list) -> None:
-        """Removes the files before this place from the cache, where there is no room for those after it: only what
-        was fetched here, since another program may read the rest."""
-        for number in [number for number in self.fetches if number < place[0]]:
-            fetched = self.fetches.pop(number)
-            path = fetched.result()
-            left = self.begins[-1] - self.begins[place[0]]
-            if fetched.is_new and room_beside(path) < left:
-                path.resolve().unlink(missing_ok=True)
-                path.unlink(missing_ok=True)
+def is_id(name: str) -> bool:
+    """Whether an option names a repository. A local folder of that name comes first, and a file's name is none."""
+    return (
+        bool(ID.fullmatch(name))
+        and not name.endswith((".model", ".json"))
+        and not os.path.exists(name)
+    )
 
 
-class Fetch(threading.Thread):
-    """A file of a dataset's commit, brought into the hub's cache in the background."""
+def local(name: str, files: tuple[str, ...] = SETTINGS) -> pathlib.Path:
+    """The folder that an option names; of a repository the snapshot in the cache, with its files of these patterns.
+    Raises ConfigError."""
+    return snapshot(name, files) if is_id(name) else pathlib.Path(name)
 
-    def __init__(self, source: str, revision: str, name: str, size: int, digest: str):
-        super().__init__(daemon=True)
-        self.wanted = source, revision, name, size, digest
-        self.path: pathlib.Path | None = None
-        self.is_new = False  # it was not in the cache
-        self.error: BaseException | None = None
-        self.start()
 
-    def run(self) -> None:
+def absolute(name: str) -> str:
+    """The absolute path of a folder, and the id of a repository as it is."""
+    return name if is_id(name) else os.path.abspath(name)
+
+
+def parts(name: str) -> tuple[str, str | None]:
+    """(repository, revision) of an id."""
+    found = ID.fullmatch(name)
+    assert found, name
+    return found["repo"], found["revision"]
+
+
+def pin(given: Given, option: str) -> None:
+    """Adds the commit to an option that is an id: the commit that the run began with, from its config.toml, or else the
+    newest. A revision that is given is always looked up. Raises ConfigError."""
+    name = given.values.get(option)
+    if not name or not is_id(name) or COMMIT.fullmatch(parts(name)[1] or ""):
+        return
+    try:
+        given.values[option] = (
+            recorded(given, option) or f"{parts(name)[0]}@{snapshot(name, CONFIG).name}"
+        )
+    except ConfigError as error:
+        section, _, key = option.partition(".")
+        raise ConfigError(f"{given.origins[option]}: [{section}] {key} = {error}") from None
+
+
+def recorded(given: Given, option: str) -> str | None:
+    """The option in the run's config.toml, if that is the given repository at a commit."""
+    folder, name = (
+        given.values.get(f"run.{key}", given.schema.options[f"run.{key}"][1].default)
+        for key in ("output_dir", "name")
+    )
+    with suppress(ConfigError):
+        path = os.path.join(folder, name or pathlib.Path(given.path).stem, "config.toml")
+        before = str(flatten(read_toml(path)).get(option))
+        if before.startswith(f"{given.values[option]}@"):
+            return before
+    return None
+
+
+@functools.cache
+def snapshot(name: str, files: tuple[str, ...]) -> pathlib.Path:
+    """A repository's folder in the cache, called by its commit, with its files of these patterns. The hub is asked for
+    what the cache lacks, and for the commit of another revision. Raises ConfigError."""
+    hub, (repo, revision) = import_hub(name), parts(name)
+    hub.utils.disable_progress_bars()  # of this process
+    look = functools.partial(
+        hub.snapshot_download, repo, allow_patterns=[*files], ignore_patterns=[*LEFT_OUT]
+    )
+    with one_line(name, hub):
         try:
-            self.path, self.is_new = fetch(*self.wanted)
-        except BaseException as error:
-            self.error = error
-
-    def result(self) -> pathlib.Path:
-        """The file's path. Waits for it. Raises ConfigError."""
-        self.join()
-        if self.error:
-            raise self.error
-        assert self.path
-        return self.path
-
-
-def room_beside(path: pathlib.Path) -> int:
-    """Free bytes of a file's disk."""
-    return shutil.disk_usage(path.parent).free
-
-
-def find_files(d: config.Data, revision: str | None = None) -> tuple[str, list[list]]:
-    """(a dataset's commit, absent: the newest; its data files, as `datasets` resolves subset and split in it: of each
-    [path, size in bytes, SHA-256 or git's SHA-1]). Raises ConfigError, also for files of other kinds."""
-
-    def find() -> tuple[str, list[list]]:
-        import datasets
-        import huggingface_hub
-
-        datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-        api = huggingface_hub.HfApi()
-        commit = revision or api.dataset_info(d.source).sha
-        options = datasets.load_dataset_builder(d.source, d.subset, revision=commit).config
-        splits, root = options.data_files, f"hf://datasets/{d.source}@{commit}/"
-        if d.split not in splits:
-            raise ConfigError(f"[data] split = {d.split}: {d.source} has {', '.join(splits)}")
-        names = [str(name).removeprefix(root) for name in splits[d.split]]
-        other = next((name for name in names if not name.endswith(LOCAL) or "://" in name), None)
-        if other or getattr(options, "field", None):
+            found = look(revision=revision, dry_run=True)
+        except hub.errors.DryRunError as error:  # the hub cannot be reached, or refuses
+            with suppress(hub.errors.LocalEntryNotFoundError):
+                return pathlib.Path(look(revision=revision, local_files_only=True))
+            raise error.__cause__ or error from None
+        if not found:
             raise ConfigError(
-                f'[data] order = "growing": reads files of {", ".join(LOCAL)}, and {d.source} has '
-                f'{other or "its rows in a field of its files"}; set order = "global"'
+                f"{toml(name)}: has none of {', '.join(files)}, and nothing else is read"
             )
-        found = {
-            file.path: [file.path, file.size, file.lfs.sha256 if file.lfs else file.blob_id]
-            for i in range(0, len(names), 500)
-            for file in api.get_paths_info(
-                d.source, names[i : i + 500], revision=commit, repo_type="dataset"
+        commit = found[0].commit_hash
+        lacking = [file for file in found if file.will_download]
+        if (size := sum(file.file_size or 0 for file in lacking)) > SMALL:
+            fetch(
+                f"{repo}@{commit}",
+                [file.filename for file in lacking],
+                size,
+                hub.constants.HF_HUB_CACHE,
             )
+        return pathlib.Path(look(revision=commit))
+
+
+def fetch(name: str, files: list[str], size: int, cache: str) -> None:
+    """Downloads files of so many bytes in a process that ends with this one: a stop of this one would wait for threads
+    that download. Raises ConfigError."""
+    check_room(
+        next(
+            folder
+            for folder in (pathlib.Path(cache), *pathlib.Path(cache).parents)
+            if folder.exists()
+        ),
+        size,
+    )
+    print_error(f"fetching {name}: {size / GIB:,.2f} GiB into {cache}")
+    # as torchrun starts a rank, it need not be on Python's path
+    repo = str(pathlib.Path(__file__).parent.parent)
+    code = f"import sys; sys.path.insert(0, {repo!r}); from extras.huggingface import hub; hub.main(*sys.argv[1:])"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, name, *files],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+        assert child.stdout
+        # it ends, too, when the pipes are closed by an exception here
+        problem = child.stdout.read().strip()
+    if child.returncode:
+        raise ConfigError(
+            problem
+            or f"{toml(name)}: fetching it failed with exit code {child.returncode}; start again "
+            "to resume"
+        )
+
+
+def main(name: str, *files: str) -> NoReturn:
+    """The process that downloads. Prints its progress to stderr, a problem to stdout."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # for the process that waits
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=end_with_stdin, daemon=True).start()
+    hub, (repo, commit) = import_hub(name), parts(name)
+    try:
+        with one_line(name, hub):
+            hub.snapshot_download(repo, revision=commit, allow_patterns=[*files])
+    except ConfigError as error:
+        print(error, flush=True)
+        os._exit(2)
+    os._exit(0)
+
+
+def end_with_stdin() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
+@contextmanager
+def one_line(name: str, hub: Any) -> Iterator[None]:
+    """Turns any error of the hub's library into a ConfigError that says what to do."""
+    errors, page = hub.errors, f"{hub.constants.ENDPOINT}/{parts(name)[0]}"
+    log_in = "log in with `hf auth login` or HF_TOKEN"
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # of the network, too, whose libraries change
+        reasons = {
+            errors.OfflineModeIsEnabled: "HF_HUB_OFFLINE is set, and not all of its files are in "
+            f"{hub.constants.HF_HUB_CACHE}: fetch them where there is a network",
+            errors.GatedRepoError: f"is gated: ask for access on {page}, and {log_in}",
+            errors.RepositoryNotFoundError: f"does not exist, or is private: check the name, or {log_in}",
+            errors.RevisionNotFoundError: "has no such revision",
+            Exception: f"cannot be fetched: {type(error).__name__}: {str(error).partition(chr(10))[0]}; start again to "
+            "resume",
         }
-        return commit, [found[name] for name in names]
-
-    return patiently(
-        f"{d.source}: is neither {STDLIB} nor a local file, and as a Hugging Face dataset",
-        find,
-        AT_FIRST,
-    )
+        reason = next(reason for kind, reason in reasons.items() if isinstance(error, kind))
+        raise ConfigError(
+            f"{toml(name)}: is not on this machine; as a Hugging Face repository: {reason}"
+        ) from None
 
 
-def fetch(
-    source: str, revision: str, name: str, size: int, digest: str
-) -> tuple[pathlib.Path, bool]:
-    """(a file of a dataset's commit in the hub's cache, whether it had to be downloaded). Raises ConfigError."""
+def check_room(folder: pathlib.Path, needed: int) -> None:
+    if needed > (free := shutil.disk_usage(folder).free):
+        raise ConfigError(
+            f"{folder}: {needed / GIB:,.2f} GiB are needed, {free / GIB:,.2f} GiB are free"
+        )
 
-    def download() -> tuple[pathlib.Path, bool]:
+
+def import_hub(name: str) -> Any:
+    try:
         import huggingface_hub
-
-        huggingface_hub.logging.set_verbosity_error()  # its retries are reported here, once
-        huggingface_hub.utils.disable_progress_bars()
-        at = {"revision": revision, "repo_type": "dataset"}
-        cached = huggingface_hub.try_to_load_from_cache(source, name, **at)
-        try:
-            path = pathlib.Path(huggingface_hub.hf_hub_download(source, name, **at))
-        except huggingface_hub.errors.LocalEntryNotFoundError as error:
-            raise error.__cause__ or error from None  # which says why
-        is_new = str(path) != cached
-        if path.stat().st_size != size or (is_new and digest_of(path, digest) != digest):
-            path.resolve().unlink()
-            path.unlink(missing_ok=True)
-            raise OSError(f"what was downloaded is not the file of commit {revision[:12]}")
-        return path, is_new
-
-    return patiently(f"{source}: {name}", download, PATIENCE)
-
-
-def digest_of(path: pathlib.Path, like: str) -> str:
-    """A file's SHA-256 or, if `like` is one, git's SHA-1."""
-    found = (
-        hashlib.sha256() if len(like) == 64 else hashlib.sha1(b"blob %d\0" % path.stat().st_size)
-    )
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
-
-
-def patiently(what: str, call: Callable[[], T], seconds: float) -> T:
-    """Returns call(), repeated for so long if the network or the hub fails. Raises ConfigError."""
-    began, wait = time.monotonic(), 1.0
-    with readable(what):
-        while True:
-            try:
-                return call()
-            except Exception as error:
-                if is_lasting(error) or time.monotonic() + wait > began + seconds:
-                    raise
-                if wait == 1.0:
-                    why = f"{type(error).__name__}: " + str(error).partition("\n")[0]
-                    report(f"{what} cannot be read: {why}; trying again for {seconds:.0f} s")
-            time.sleep(wait)
-            wait = min(30.0, 2 * wait)
-
-
-def is_lasting(error: BaseException | None) -> bool:
-    """Whether the same call would fail again: not for want of a network, or because the hub is overloaded."""
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-
-    first, found = error, []
-    while error and error not in found:
-        found.append(error)
-        error = error.__cause__ or error.__context__
-    if any(isinstance(e, OfflineModeIsEnabled) for e in found):
-        return True
-    for e in found:
-        if isinstance(e, HfHubHTTPError):
-            return e.response.status_code < 500 and e.response.status_code not in (408, 429)
-    return isinstance(first, ConfigError | ValueError | FileNotFoundError) or (
-        isinstance(first, OSError)
-        and not isinstance(first, ConnectionError | TimeoutError)
-        and bool(first.errno)
-    )
+        import huggingface_hub.constants
+        import huggingface_hub.errors
+        import huggingface_hub.utils
+    except ImportError:
+        raise ConfigError(
+            f"{toml(name)}: is not on this machine; as a Hugging Face repository: needs huggingface_hub "
+            f"({sys.executable} -m pip install huggingface_hub)"
+        ) from None
+    return huggingface_hub

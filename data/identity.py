@@ -24,7 +24,7 @@ def kind_of(d: config.Data) -> type[Source]:
         return Files
     if problem := config.lack_of("data/hub.py"):
         raise ConfigError(f"[data] source = {d.source}: {problem}")
-    from data.hub import Hub, HubFiles
+    from data.hub_sources import Hub, HubFiles
 
     return HubFiles if d.order == "growing" else Hub
 
@@ -81,7 +81,7 @@ def identity(cfg: config.Config) -> dict:
     if d.validation:
         found["validation"] = d.validation
     if d.messages_field:
-        from data.template import identity_of
+        from extras.chat.template import identity_of
 
         found |= identity_of(d)
     if d.source == STDLIB:

@@ -219,7 +219,7 @@ class Preparation:
         template = self.manifest["identity"].get("chat_template")
         copy = TokenizerCopy(self.manifest["tokenizer"], template, self.folder)
         if self.d.messages_field:
-            from data.chat import encode_conversations
+            from extras.chat.conversations import encode_conversations
 
             return functools.partial(encode_conversations, copy, typecode)
         return functools.partial(encode_documents, copy, typecode)

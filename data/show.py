@@ -28,7 +28,7 @@ def samples(cfg: config.Config, step: int) -> Iterator[str]:
         )
     show = show_text
     if cfg.data.messages_field:
-        from data.packing import show_conversations as show
+        from extras.chat.packing import show_conversations as show
     order, tokenizer = dataset.order, Tokenizer(data_folders(cfg)[0])
     for number in range((step - 1) * t.global_batch_size, step * t.global_batch_size):
         source, epoch, window = order(number)

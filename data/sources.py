@@ -78,7 +78,7 @@ class Source(abc.ABC):
         """A row's document, "" if it has none. Raises ConfigError if the row is wrong."""
         field = self.column
         if self.d.messages_field:
-            from data.messages import as_document
+            from extras.chat.messages import as_document
 
             return as_document(where, field_of(row, field, "data.messages_field"), field)
         text = field_of(row, field, "data.text_field")

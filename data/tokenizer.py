@@ -21,9 +21,9 @@ LINE = 1 << 14  # characters; a longer line is split for training
 def local_path(name: str) -> pathlib.Path:
     """The folder or file that an option names; of a Hugging Face repository the folder in the hub's cache, with its
     tokenizer and settings, fetched if they are not there. Raises ConfigError."""
-    if not config.has("huggingface/"):
+    if not config.has("extras/huggingface/"):
         return pathlib.Path(name)
-    from huggingface.hub import local
+    from data.hub import local
 
     return local(name)
 

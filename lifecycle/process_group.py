@@ -16,8 +16,8 @@ import config
 from config import ConfigError
 from lifecycle.gpus import driver_version, listed_gpus, visible_gpus
 from parallel.mesh import World, build_mesh
+from parallel.ranks import check_same_on_all_ranks, rank_and_size
 from parallel.torch_patches import set_default_timeout
-from ranks import check_same_on_all_ranks, rank_and_size
 
 # paths may differ: each node may have a local copy
 ON_THIS_NODE = ("data.path", "model.init_from", "lora.init_from")

@@ -41,7 +41,7 @@ class RankProcess:
 
         try:
             if self.args.dry_run:
-                from planner.dry_run import dry_run
+                from extras.planner.dry_run import dry_run
 
                 code = 0 if dry_run(self.cfg, self.args) else DOES_NOT_FIT
             else:
@@ -62,7 +62,7 @@ class RankProcess:
         from lifecycle.folder import report_failure, resume_once
         from lifecycle.process_group import distributed
         from lifecycle.run import Run, final_exit_code, holder_of
-        from ranks import on_each_rank, on_rank_zero, rank_and_size
+        from parallel.ranks import on_each_rank, on_rank_zero, rank_and_size
 
         cfg, trains = self.cfg, not self.args.eval_only
         # The launcher's id for this launch: with it, failures are reported to the launcher through files of the run's

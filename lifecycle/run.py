@@ -27,13 +27,13 @@ from checkpoint.save import SaveFailed
 from config import ConfigError
 from data.background import PreparingFailed
 from data.loader import FAILED, READY, WAITING, Loader
+from launch.command import color_is_wanted, torchrun_id, words_without
 from lifecycle import INPUT_IS_WRONG, STOPPED, folder
-from lifecycle.command import color_is_wanted, torchrun_id, words_without
 from lifecycle.signals import FROZEN_SECONDS, StopRequest, Watchdog
 from metrics import log
 from optim import NoTargets
 from parallel.mesh import World
-from ranks import all_gather_objects, on_rank_zero
+from parallel.ranks import all_gather_objects, on_rank_zero
 
 WAIT_SECONDS = 0.2  # between the ranks' agreements on a stop while they wait for text
 LOG_WAIT_SECONDS = 2.0  # a longer wait is logged
@@ -107,8 +107,8 @@ class Run:
         self.watchdog.use_log(log_file, self.world.rank)
         for problem in checkpointer.problems:
             log.warning("corrupt, set aside: %s", problem)
-        if self.step and config.has("migrate/"):
-            from migrate.former import log_changes
+        if self.step and config.has("extras/migrate/"):
+            from extras.migrate.former import log_changes
 
             log_changes(path := path_of(self.cfg, self.step), read_state(path)["config"])
         if warning := other_tokenizer(self.cfg, self.step, tokenizer_files):
@@ -156,7 +156,7 @@ class Run:
         reading the next batch, if preparing its text does, after the step before was saved."""
         traced = contextlib.nullcontext
         if self.cfg.profile:
-            from lifecycle.profiler import Profiler
+            from extras.reports.profiler import Profiler
 
             traced = Profiler(self.cfg.profile, self.folder, self.world, first).traced
         gc.collect()
@@ -284,7 +284,7 @@ class Run:
             text = f"out of memory: {text}"
             with contextlib.suppress(Exception):
                 # there may be too little memory left for this, or no planner
-                from planner.advice import out_of_memory
+                from extras.planner.advice import out_of_memory
 
                 text += "\n" + out_of_memory(self.cfg, self.world.size, words_without("--launch="))
         elif isinstance(error, SaveFailed | PreparingFailed):
@@ -312,8 +312,8 @@ class Run:
         except OSError as error:  # without a status nobody would know: not a success
             log.error("%s/status.json cannot be written: %s", self.folder, error)
             raise SystemExit(1) from None
-        if self.step and config.has("report.py"):
-            from report import report_end
+        if self.step and config.has("extras/reports/report.py"):
+            from extras.reports.report import report_end
 
             report_end(self.cfg, state == "finished")
         self.lock.release()
@@ -354,10 +354,10 @@ class Run:
 
 def open_pretrained(cfg: config.Config, step: int) -> Any:
     """The weights of the Hugging Face folder model.init_from, as far as a run that resumes after `step` reads them
-    (huggingface/weights.py: Weights); None without that option."""
+    (extras/huggingface/weights.py: Weights); None without that option."""
     if not cfg.model.init_from:
         return None
-    from huggingface.weights import open_weights
+    from extras.huggingface.weights import open_weights
 
     return open_weights(cfg, step)
 

@@ -14,7 +14,7 @@ def build_model(m: config.Model, lora: config.Lora | None = None) -> Llama:
     parameter, or if every parameter is frozen."""
     model = Llama(m)
     if lora:
-        from model.lora import add_adapters
+        from extras.lora.adapters import add_adapters
 
         add_adapters(model, lora)
     names = dict(model.named_parameters())

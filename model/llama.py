@@ -2,7 +2,7 @@
 
 What parallel/ replaces in them: whole Linear layers (float8.py), Attention.attend and Llama.build_mask (context.py),
 Head.shard and the forward() of embedding, attention, feed-forward and head (tensor.py), Head.compile_loss
-(parallelize.py). model/lora.py sets Llama.saved, and adds parameters to Linear layers.
+(parallelize.py). extras/lora/adapters.py sets Llama.saved, and adds parameters to Linear layers.
 
 Shapes: B batch, T tokens, D model dimension (dim), H query heads, K key/value heads, E head dimension (head_dim),
 F feed-forward dimension, V vocabulary.

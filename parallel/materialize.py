@@ -14,7 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from config import ConfigError
 from model.llama import Llama, after_weight_update, named_parameters
-from ranks import on_each_rank
+from parallel.ranks import on_each_rank
 
 RNG_BLOCK = 65536  # elements drawn from one generator, rounded to full rows
 CHECK_CHUNK = 2**24  # elements checked at a time, for NaN and between replicas

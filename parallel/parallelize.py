@@ -19,7 +19,7 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
 
     # 0. Choose the matrices that multiply in float8: this changes what a block computes and what FSDP2 all-gathers.
     if cfg.parallel.float8 != "none":
-        from parallel.float8 import apply_float8
+        from extras.float8.all_gather import apply_float8
 
         apply_float8(model, cfg.parallel, world.device.type)
 

@@ -45,7 +45,7 @@ from parallel.collectives import (
 )
 from parallel.mesh import World
 from parallel.optional_patches import share_classes
-from ranks import local_world_size
+from parallel.ranks import local_world_size
 
 # colwise, rowwise. For x @ weight.T: local output or input features
 COLWISE, ROWWISE = (Shard(0), Shard(1))

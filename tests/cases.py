@@ -143,7 +143,7 @@ def run_training(cfg: config.Config, world: World) -> None:
         mock.patch("train.log_sample"),
         mock.patch.multiple("lifecycle.run.gc", freeze=mock.DEFAULT, unfreeze=mock.DEFAULT),
     ):
-        # ranks.py has frozen
+        # parallel/ranks.py has frozen
         train.train(cfg, world, run)
 
 
@@ -1315,7 +1315,7 @@ def same_batch(
     case of this number shards are cast to float8 by the kernel that a GPU's runs compile."""
     found, on_gpu = [], contextlib.nullcontext()
     if as_on_a_gpu is not None:
-        from parallel.float8 import Float8AllGather
+        from extras.float8.all_gather import Float8AllGather
 
         on_gpu = mock.patch.object(Float8AllGather, "is_cuda", True, create=True)
     with process_group() as world:
@@ -1393,7 +1393,7 @@ def scales_between(sections: dict) -> tuple[type, str]:
 def scales_of_a_run(sections: dict, output: str) -> list[bool]:
     """Whether every matrix' scale is that of its weights as they are, before and after each step of a run."""
     import train
-    from parallel.float8 import tensorwise
+    from extras.float8.all_gather import tensorwise
 
     found, training_step = [], train.training_step
 

@@ -18,7 +18,7 @@ from checkpoint.checkpointer import Checkpointer
 from checkpoint.load import restore, tensors_of
 from checkpoint.save import Saver
 from optim import build_optimizer
-from ranks import on_rank_zero
+from parallel.ranks import on_rank_zero
 from tests.cases import build, digests, process_group
 from tests.conftest import make_config
 

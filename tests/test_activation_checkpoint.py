@@ -158,7 +158,7 @@ def test_no_block_changes_a_tensor_in_place(base, float8):
     cfg = make_config(model={"dim": 64, "ffn_dim": 128, "init_from": base and "a folder"}, **lora)
     model = meta_model(cfg.model, cfg.lora)
     if float8 != "none":
-        from model.float8 import use_float8  # optional
+        from extras.float8.matmul import use_float8  # optional
 
         use_float8(model.blocks, float8, "cpu")
     model.to_empty(device="cpu")
@@ -311,7 +311,7 @@ def test_one_block_of_each_kind_is_run(monkeypatch):
 
 
 def test_the_plan_refuses_it_too(monkeypatch):
-    from planner.simulate import simulate  # optional
+    from extras.planner.simulate import simulate  # optional
 
     monkeypatch.setattr(FeedForward, "forward", FORWARDS["another order"][0])
     cfg = make_config(parallel={"recompute": "selective"})

@@ -566,7 +566,7 @@ def test_steps_and_intervals_may_change(tmp_path):
 def test_a_run_of_an_earlier_version_resumes_with_options_that_a_new_one_may_not_have(
     tmp_path, monkeypatch
 ):
-    from migrate import former  # optional
+    from extras.migrate import former  # optional
 
     raw = config.to_dict(cfg := configured(tmp_path))
     raw["model"]["freeze"] = raw["parallel"]["unsharded"] = ["embedding*"]

@@ -14,7 +14,7 @@ import pytest
 import tomli
 
 import config
-import options
+import schema
 from config import ConfigError
 from tests.conftest import REPO, TINY, launch, make_config, tables
 from tests.rooms import OPTIONAL
@@ -35,13 +35,13 @@ def test_shipped_configs_load_and_open_with_their_command(path):
 
 def test_options_of_removed_rooms_are_refused_together(monkeypatch):
     words = ["--parallel.tp=2", "--parallel.cp=1", "--lora.base_dtype=nf4", "--train.seq_len=-1"]
-    removed = {"parallel/tensor.py", "model/nf4.py", "huggingface/"}
+    removed = {"parallel/tensor.py", "extras/lora/nf4.py", "extras/huggingface/"}
     monkeypatch.setattr(config, "has", lambda file: file not in removed)
     with pytest.raises(ConfigError) as error:
         config.from_dict(tables(), "t.toml", words)
     for line in (
         "command line: [parallel] tp = 2: needs parallel/tensor.py, which this copy of the repository does not have",
-        'command line: [lora] base_dtype = "nf4": needs model/nf4.py, which this copy of the repository does not have',
+        'command line: [lora] base_dtype = "nf4": needs extras/lora/nf4.py, which this copy of the repository does not have',
     ):
         assert error.value.problems.count(line) == 1
     assert not any("cp" in problem.split(":")[1] for problem in error.value.problems)
@@ -80,7 +80,7 @@ def without(section: str, key: str | None = None) -> str:
     else:
         del raw[section][key]
     return "\n".join(
-        f"[{n}]\n" + "\n".join(f"{k} = {options.toml(v)}" for k, v in t.items())
+        f"[{n}]\n" + "\n".join(f"{k} = {schema.toml(v)}" for k, v in t.items())
         for n, t in raw.items()
     )
 
@@ -329,7 +329,7 @@ def test_what_is_not_said_means_what_it_always_meant():
         if f.default is MISSING
         else "-"
         if f.default is None
-        else options.toml(f.default).replace(", ", ",")
+        else schema.toml(f.default).replace(", ", ",")
         for name, (_, f) in config.SCHEMA.options.items()
     }
 
@@ -536,7 +536,7 @@ def test_what_is_wrong_beside_a_folder_that_cannot_be_read_is_told_too():
     ids=range(15),
 )
 def test_wrong_command_lines_are_told(program, arguments, told):
-    if told == "--dry-run" and not config.has("planner/"):
+    if told == "--dry-run" and not config.has("extras/planner/"):
         pytest.skip("needs planner")
     command = [sys.executable, "-m", program[:-3].replace("/", "."), *arguments]
     done = subprocess.run(
@@ -680,7 +680,7 @@ def test_relative_paths_are_the_callers(tmp_path):
 
 
 def test_an_override_may_hold_an_equals_sign():
-    raw = options.read_toml(str(CONFIGS[0]))
+    raw = schema.read_toml(str(CONFIGS[0]))
     assert (
         config.from_dict(raw, "x.toml", ["--data.source=/date=2024/x.jsonl"]).data.source
         == "/date=2024/x.jsonl"
@@ -698,8 +698,8 @@ def test_checks_together_tell_all_that_is_wrong():
         raise ConfigError(*problems)
 
     with pytest.raises(ConfigError, match="^a\nb\nc$"):
-        options.together(lambda: fail("a", "b"), lambda: 1, lambda: fail("c"), lambda: 2)
-    assert options.together(lambda: 1, lambda: 2) == [1, 2]
+        schema.together(lambda: fail("a", "b"), lambda: 1, lambda: fail("c"), lambda: 2)
+    assert schema.together(lambda: 1, lambda: 2) == [1, 2]
 
 
 def test_a_mistyped_number_of_layers_costs_nothing():

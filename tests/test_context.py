@@ -95,7 +95,7 @@ def test_activations_fall_as_1_over_tp_and_cp(of_a_block, setting):
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_plan_knows_what_a_block_keeps(of_a_block, setting):
     """Of the one that keeps other tensors with tp on any mesh, of the others on that with most ranks."""
-    from planner.simulate import simulate
+    from extras.planner.simulate import simulate
 
     for (cp, tp), kept in (
         of_a_block.items() if setting == "selective" else [max(of_a_block.items())]

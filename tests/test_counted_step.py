@@ -10,7 +10,7 @@ import torch
 
 import config
 from benchmarks import counted_step
-from planner.simulate import simulate
+from extras.planner.simulate import simulate
 from tests.conftest import REPO
 from tests.test_repo import documented
 

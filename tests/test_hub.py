@@ -15,14 +15,14 @@ from safetensors.torch import save
 
 import config
 from config import ConfigError
+from data import hub
 from data.tokenizer import local_path, tokenizer_files
-from huggingface import config as hf_config
-from huggingface import hub
-from huggingface.weights import hf_name, shapes
-from lifecycle.command import usable
-from options import Given
-from tests import hf_cases
+from extras.huggingface import config as hf_config
+from extras.huggingface.weights import hf_name, shapes
+from launch.command import usable
+from schema import Given
 from tests.conftest import REPO, launch, make_config, rows
+from tests.extras.huggingface import hf_cases
 from tests.hub import CUT, Hub
 
 # What no one may read: it can run code, or is the same in another format
@@ -145,8 +145,8 @@ CHILD = f"""
 import json, shutil, sys
 sys.path.insert(0, {str(REPO)!r})
 import config
-from huggingface import hub
-from options import ConfigError
+from data import hub
+from schema import ConfigError
 free = shutil.disk_usage
 for name in sys.argv[1:]:
     shutil.disk_usage = lambda folder: free(folder)._replace(free=9) if "full" in name else free(folder)

@@ -15,7 +15,7 @@ import pytest
 
 import config
 import data.arrow  # noqa: F401  for the client
-from data import hub as data_hub
+from data import hub_sources as data_hub
 from data.record import read_manifest
 from tests import order_model
 from tests.conftest import REPO, make_config, rows, words
@@ -40,7 +40,7 @@ CODE = """
 import json, sys
 import config
 from tests.conftest import make_config
-from data import hub
+from data import hub_sources as hub
 from data.identity import open_source
 
 def data(subset="en", split="train", source="me/texts", order="growing"):

@@ -26,8 +26,10 @@ import files
 from checkpoint import catalog
 from config import ConfigError
 from data.tokens import open_stream
-from lifecycle.checks import check_compiler
-from lifecycle.command import Ranks, usable
+from launch.checks import check_compiler
+from launch.command import Ranks, usable
+from launch.launch import exit_code, listen, mark_stopped, run_ranks
+from launch.launch import launch as launch_here
 from lifecycle.folder import (
     check_folder,
     failures,
@@ -39,8 +41,6 @@ from lifecycle.folder import (
     write_status,
 )
 from lifecycle.gpus import visible_gpus
-from lifecycle.launch import exit_code, listen, mark_stopped, run_ranks
-from lifecycle.launch import launch as launch_here
 from lifecycle.run import Run
 from lifecycle.signals import SIGNALS, Interruption, StopRequest, Watchdog, read_stop
 from tests.conftest import REPO, launch, loader_of, make_config, rows
@@ -912,9 +912,7 @@ def test_an_evaluation_without_a_checkpoint_is_refused_and_ends_by_ctrl_c(
     (interruption := Interruption())(signal.SIGINT)
     # wrong before the signal could end anything
     assert launch_here([path, "--train.steps=0"], interruption) == 2
-    monkeypatch.setattr(
-        "lifecycle.launch.check_launch", mock.Mock(side_effect=RuntimeError("ours"))
-    )
+    monkeypatch.setattr("launch.launch.check_launch", mock.Mock(side_effect=RuntimeError("ours")))
     with pytest.raises(RuntimeError, match="ours"):
         launch_here([path], Interruption())
 
@@ -1075,9 +1073,7 @@ def test_the_timer_for_a_frozen_process_is_rarely_set_and_never_fires_first(tmp_
 
 
 def test_a_compiler_is_looked_for_before_the_launch(monkeypatch):
-    monkeypatch.setattr(
-        "lifecycle.checks.shutil.which", lambda name: name if name == "mycc" else None
-    )
+    monkeypatch.setattr("launch.checks.shutil.which", lambda name: name if name == "mycc" else None)
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
     check_compiler(make_config())
@@ -1123,7 +1119,7 @@ esac
 """)
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    from lifecycle.slurm import requeue  # optional
+    from launch.slurm import requeue  # optional
 
     requeue("7", ahead)
     assert told in capsys.readouterr().err
@@ -1147,7 +1143,7 @@ def test_ranks_are_what_the_environment_says(monkeypatch, variables, nodes, loca
         if name.startswith("SLURM_") or name in ("NPROC", "MAX_RESTARTS")
     ]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr("lifecycle.command.visible_gpus", lambda: 0)
+    monkeypatch.setattr("launch.command.visible_gpus", lambda: 0)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert Ranks.from_environment() == Ranks(nodes, local, restarts, job)
@@ -1235,7 +1231,7 @@ def test_a_python_is_asked_for_what_the_run_needs_alone(prepared, write_config):
     ask = (
         "import importlib.util as u, runpy, sys; found = u.find_spec; sys.argv = ['', '--usable', *sys.argv[1:]]\n"
         "u.find_spec = lambda name, package=None: found(name, package) if name != 'datasets' else None\n"
-        "runpy.run_module('lifecycle.command', run_name='__main__')"
+        "runpy.run_module('launch.command', run_name='__main__')"
     )
     for arguments, code in ([write_config("r")], 0), ([], 1):
         assert subprocess.run([sys.executable, "-c", ask, *arguments], cwd=REPO).returncode == code
@@ -1243,7 +1239,7 @@ def test_a_python_is_asked_for_what_the_run_needs_alone(prepared, write_config):
 
 def test_one_process_has_torchrun_where_it_may_be_restarted():
     assert Ranks(1, 1, 0, None).command()[1:] == [str(REPO / "train.py")]
-    assert {"lifecycle.torchrun", "--max-restarts=3"} <= {*Ranks(1, 1, 3, "7").command()}
+    assert {"launch.torchrun", "--max-restarts=3"} <= {*Ranks(1, 1, 3, "7").command()}
 
 
 @pytest.mark.parametrize("before", ["finished", "preempted"])
@@ -1314,7 +1310,7 @@ def test_one_ctrl_c_while_the_ranks_start_is_one(tmp_path, monkeypatch, own_hand
         os.kill(os.getpid(), signal.SIGINT)
         return start(*arguments, **keywords)
 
-    monkeypatch.setattr("lifecycle.launch.subprocess.Popen", interrupted)
+    monkeypatch.setattr("launch.launch.subprocess.Popen", interrupted)
     file = stop_file(tmp_path, "x")
     program = (
         f"import pathlib, time\nwhile not pathlib.Path({str(file)!r}).read_text(): time.sleep(0.05)"
@@ -1391,7 +1387,7 @@ def test_a_second_ctrl_c_after_five_seconds_is_as_any_other_signal(
 ):
     """With the launcher, then without one. The clock is the test's."""
     monkeypatch.setattr(
-        "lifecycle.launch.time",
+        "launch.launch.time",
         SimpleNamespace(monotonic=iter([0.0, 0.0, seconds, seconds]).__next__),
     )
     program = (
@@ -1455,7 +1451,7 @@ def test_torchrun_exits_with_a_failed_ranks_code_and_says_nothing_itself(tmp_pat
         [
             warm_python(),
             "-m",
-            "lifecycle.torchrun",
+            "launch.torchrun",
             "--nproc-per-node=1",
             "--standalone",
             "--log-dir=/dev/null",
@@ -1472,7 +1468,7 @@ def test_torchrun_exits_with_a_failed_ranks_code_and_says_nothing_itself(tmp_pat
 
 def test_torchruns_name_is_the_same_for_all_ranks_that_it_starts_and_for_no_other(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    rank = [sys.executable, "-c", "from lifecycle.command import torchrun_id; print(torchrun_id())"]
+    rank = [sys.executable, "-c", "from launch.command import torchrun_id; print(torchrun_id())"]
     shell = ["bash", "-c", '"$@"; exit $?', "bash", *rank]  # another parent
     before = time.clock_gettime(time.CLOCK_BOOTTIME)
     ours, restarted, other = (
@@ -1492,7 +1488,7 @@ def test_torchruns_name_is_the_same_for_all_ranks_that_it_starts_and_for_no_othe
 @pytest.mark.parametrize("before, resume", [("6.0.a", 2), ("7.0.a", "auto"), (None, 2)])
 def test_an_attempt_that_never_took_the_folder_has_not_gone_back(tmp_path, capsys, before, resume):
     """Whatever else it was stopped or failed by before the next."""
-    from lifecycle.slurm import end_of_stopped  # optional
+    from launch.slurm import end_of_stopped  # optional
 
     cfg = make_config(run={"name": "r", "output_dir": str(tmp_path)}, checkpoint={"resume": 2})
     folder = config.run_folder(cfg)
@@ -1528,7 +1524,7 @@ def test_the_status_of_another_run_is_left_alone(tmp_path, capsys):
 
 
 def test_a_stopped_job_also_leaves_it_alone(tmp_path):
-    from lifecycle.slurm import end_of_stopped  # optional
+    from launch.slurm import end_of_stopped  # optional
 
     cfg = make_config(run={"name": "r", "output_dir": str(tmp_path)})
     folder = config.run_folder(cfg)

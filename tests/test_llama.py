@@ -52,7 +52,7 @@ def reference(m: config.Model) -> LlamaForCausalLM:
 
 
 def with_weights_of(theirs: LlamaForCausalLM, m: config.Model) -> Llama:
-    from huggingface.weights import hf_name  # optional
+    from extras.huggingface.weights import hf_name  # optional
 
     ours, state = Llama(m), theirs.state_dict()
     ours.load_state_dict({name: state[hf_name(name)] for name in ours.state_dict()})
@@ -161,7 +161,7 @@ def test_every_shipped_model_is_compared():
 
 def test_an_export_says_how_far_its_rotary_table_reaches():
     """As far as it is stretched, where the training was no longer than what it was stretched from."""
-    from huggingface import config as hf_config
+    from extras.huggingface import config as hf_config
 
     m = make_config(model={"rope_scaling": SCALING}).model
     said = {
@@ -315,7 +315,7 @@ def test_a_pattern_that_freezes_nothing_or_all_is_refused():
 
 
 def test_a_parameter_without_a_hugging_face_name_is_refused():
-    from huggingface.weights import hf_name
+    from extras.huggingface.weights import hf_name
 
     assert hf_name("blocks.12.feed_forward.up_proj.weight") == "model.layers.12.mlp.up_proj.weight"
     for name in ("blocks.0.attention.gate.weight", "scale", "head.bias"):

@@ -224,8 +224,8 @@ def test_a_checkpoint_of_one_mesh_goes_on_on_any_other(
                 [row[key] for row in wanted], rel=1e-5
             ), name
     stored = weights(tmp_path / "back/r", 6)
-    from huggingface import convert as hf  # optional
-    from huggingface.weights import hf_name
+    from extras.huggingface import convert as hf  # optional
+    from extras.huggingface.weights import hf_name
 
     assert hf.main(["export", str(tmp_path / "back/r"), str(tmp_path / "out")]) == 0, (
         capsys.readouterr().err

@@ -353,7 +353,7 @@ def test_the_environment_has_what_is_not_committed(tmp_path, monkeypatch):
 
 
 def test_unknown_devices_have_no_peak(monkeypatch):
-    pytest.importorskip("planner.devices", reason="needs planner")
+    pytest.importorskip("extras.planner.devices", reason="needs planner")
     assert metrics.peak_flops(torch.device("cpu")) is None
     for name, peak in [
         ("NVIDIA H200", 989e12),

@@ -27,7 +27,7 @@ from data.order import Permutation
 from data.prepare import prepare
 from data.tokens import Windows
 from model.llama import named_parameters
-from options import flatten
+from schema import flatten
 from tests import cases
 from tests.conftest import REPO, rows, tables, words
 

@@ -235,7 +235,7 @@ def test_a_second_moment_decays_in_bfloat16():
 
 def test_the_hash_is_the_one_that_is_named():
     """lowbias32 of hash-prospector, in Python's integers: a stored run draws the same bits in every version."""
-    from adamw_bfloat16 import hash32
+    from extras.optimizers.adamw_bfloat16 import hash32
 
     def lowbias32(x: int) -> int:
         x = (x ^ x >> 16) * 0x7FEB352D % 2**32
@@ -249,7 +249,7 @@ def test_the_hash_is_the_one_that_is_named():
 
 def test_the_hash_is_even_and_repeats():
     """Each of 16 bits is set half the time, alone and against its neighbour element and step; compiled it is equal."""
-    from adamw_bfloat16 import hash32
+    from extras.optimizers.adamw_bfloat16 import hash32
 
     index = torch.arange(1 << 16, dtype=torch.int32)
     bits = hash32(index)

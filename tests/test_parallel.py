@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 import config
-import ranks as ranks_module
 from config import ConfigError
 from lifecycle.process_group import shared_options
 from model.build import meta_model
 from model.llama import Linear, Llama, RMSNorm
+from parallel import ranks as ranks_module
 from parallel.fsdp import mixed_precision, replicated_parameters, unit_dtypes
 from parallel.materialize import draw, materialize
 from parallel.mesh import World, build_mesh
@@ -403,11 +403,11 @@ def test_tp_refuses_a_parameter_that_it_knows_no_place_for():
         parallelize(model, make_config(), alone)
         materialize(model, 0, torch.device("cpu"))
         assert verify_sharding(model, make_config().parallel, alone)[2]["unit"] == "blocks.1"
-    from planner.plan import plan  # optional
+    from extras.planner.plan import plan  # optional
 
     with (
-        mock.patch("planner.simulate.meta_model", forked),
-        mock.patch("planner.plan.meta_model", forked),
+        mock.patch("extras.planner.simulate.meta_model", forked),
+        mock.patch("extras.planner.plan.meta_model", forked),
     ):
         row, count = plan(make_config(), 2), sum(q.numel() for q in forked(cfg.model).parameters())
     assert row["parameters"] == count and row["parameter_bytes_per_rank"] == 4 * count / 2

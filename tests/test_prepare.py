@@ -35,8 +35,8 @@ from data.prepare import main, prepare
 from data.record import MANIFEST, is_complete, read_manifest
 from data.tokenizer import Tokenizer, train_tokenizer
 from data.tokens import open_stream
-from lifecycle.checks import check_launch
-from lifecycle.command import Ranks
+from launch.checks import check_launch
+from launch.command import Ranks
 from lifecycle.signals import Interruption
 from tests.conftest import REPO, config_for, launch, make_config, prepare_one, run_tool, words
 from tests.warm import warm_python

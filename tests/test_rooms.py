@@ -48,18 +48,18 @@ def test_the_core_trains_resumes_and_evaluates_as_the_whole_does(core, write_con
     [
         (["--parallel.tp=2"], "parallel/tensor.py"),
         (["--parallel.cp=2"], "parallel/context.py"),
-        (["--parallel.float8=rowwise"], "model/float8.py"),
+        (["--parallel.float8=rowwise"], "extras/float8/matmul.py"),
         (["--dry-run"], "planner"),
         (["--parallel.replicated=['embedding*']"], "parallel/replicated.py"),
         (["--parallel.recompute=selective"], "parallel/selective.py"),
         (["--parallel.recompute=elementwise"], "parallel/matmul_order.py"),
         (["--checkpoint.async_save=true"], "checkpoint/staging.py"),
-        (["--optim.name=muon"], "muon.py"),
+        (["--optim.name=muon"], "extras/optimizers/muon.py"),
         (["--data.sources=[{source = 'a.txt'}]"], "data/mixture.py"),
-        (["--profile.at_step=1", "--profile.steps=1"], "lifecycle/profiler.py"),
+        (["--profile.at_step=1", "--profile.steps=1"], "extras/reports/profiler.py"),
         (["--model.init_from=folder"], "huggingface"),
-        (["--lora.rank=2", "--model.init_from=folder"], "model/lora.py"),
-        (["--lora.base_dtype=nf4", "--model.init_from=folder"], "model/nf4.py"),
+        (["--lora.rank=2", "--model.init_from=folder"], "extras/lora/adapters.py"),
+        (["--lora.base_dtype=nf4", "--model.init_from=folder"], "extras/lora/nf4.py"),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )
@@ -88,7 +88,7 @@ def test_a_file_whose_room_was_removed_is_refused(core, write_config, tmp_path, 
 
 def test_a_slurm_job_without_its_room_is_refused(core, write_config):
     done = launch(write_config(), repo=core, SLURM_JOB_ID="7")
-    assert done.returncode == 2 and signs_of("lifecycle/slurm.py").search(done.stderr), done.stderr
+    assert done.returncode == 2 and signs_of("launch/slurm.py").search(done.stderr), done.stderr
     assert "SLURM_JOB_ID=7" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -125,30 +125,32 @@ def test_the_linter_takes_no_removed_room_for_a_package():
 
 def test_a_failure_for_another_reason_stays_one(monkeypatch):
     monkeypatch.setattr(
-        "tests.rooms.missing", lambda: ("model/nf4.py", "planner", "generate.py", "minimal.py")
+        "tests.rooms.missing",
+        lambda: ("extras/lora/nf4.py", "planner", "generate.py", "minimal.py"),
     )
     assert (
         needed(
-            "test.toml: [lora] base_dtype = nf4: needs model/nf4.py, which this copy of the repository does not "
+            "test.toml: [lora] base_dtype = nf4: needs extras/lora/nf4.py, which this copy of the repository does not "
             "have"
         )
-        == "model/nf4.py"
+        == "extras/lora/nf4.py"
     )
     assert (
         needed(
-            "[parallel] tp = 2: needs parallel/tensor.py and model/nf4.py and c.py, which this copy of the "
+            "[parallel] tp = 2: needs parallel/tensor.py and extras/lora/nf4.py and c.py, which this copy of the "
             "repository does not have"
         )
-        == "model/nf4.py"
+        == "extras/lora/nf4.py"
     )
     for error in (
         "No module named 'planner'",
-        "ModuleNotFoundError: No module named 'planner.show'",
+        "ModuleNotFoundError: No module named 'extras.planner.show'",
     ):
         assert needed(error) == "planner"
     assert needed("python: No module named generate") == "generate.py"
     assert (
-        needed("cannot import name 'nf4' from 'model' (/repo/model/__init__.py)") == "model/nf4.py"
+        needed("cannot import name 'nf4' from 'model' (/repo/model/__init__.py)")
+        == "extras/lora/nf4.py"
     )
     assert (
         needed("python: can't open file '/repo/minimal.py': [Errno 2] No such file or directory")
@@ -158,8 +160,8 @@ def test_a_failure_for_another_reason_stays_one(monkeypatch):
         "No module named 'torchao'",
         "No module named 'planners'",
         "planner: 3 != 4",
-        "model/nf4.py is wrong",
-        "needs model/lora.py, which this copy of the repository does not have",
+        "extras/lora/nf4.py is wrong",
+        "needs extras/lora/adapters.py, which this copy of the repository does not have",
         "no such file: /minimal.py",
     ):
         assert needed(error) is None, error

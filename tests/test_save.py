@@ -27,7 +27,7 @@ from checkpoint.save import SaveFailed, Saver, Writer, _all_finite
 from config import ConfigError
 from model.llama import Llama
 from optim import build_optimizer
-from ranks import all_gather_objects
+from parallel.ranks import all_gather_objects
 from tests import cases
 from tests.conftest import make_config
 

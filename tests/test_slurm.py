@@ -12,7 +12,7 @@ import time
 import pytest
 
 import config
-import lifecycle.slurm  # noqa: F401 - optional: without it every job is refused
+import launch.slurm
 from tests.conftest import REPO, launch, make_config, rows
 
 STEPS, SAVE_EVERY = 60, 20

@@ -488,7 +488,7 @@ def test_a_user_is_told_of_weights_trained_with_another_tokenizer(prepared, writ
 
 
 def test_an_epoch_is_unknown_until_the_tokenizer_is_there(corpus, write_config, tmp_path):
-    from planner.dry_run import samples_per_epoch
+    from extras.planner.dry_run import samples_per_epoch
 
     data = {"source": str(corpus), "tokenizer": str(tmp_path / "yet to come.model")}
     assert samples_per_epoch(config.load(str(write_config(data=data)))) is None

@@ -560,7 +560,9 @@ def test_a_run_leaves_what_the_contract_names(straight):
     assert environment["hosts"] == [platform.node()] and environment["ranks"] == 1
 
 
-@pytest.mark.skipif("report.py" in missing(), reason="needs report.py")
+@pytest.mark.skipif(
+    "extras/reports/report.py" in missing(), reason="needs extras/reports/report.py"
+)
 def test_a_run_of_a_hundred_steps_ends_with_a_sample_and_with_commands_that_work(
     write_config, tmp_path
 ):

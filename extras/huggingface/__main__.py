@@ -1,0 +1,7 @@
+"""`python -m huggingface export|import`: see extras/huggingface/convert.py."""
+
+import config
+from extras.huggingface.convert import main
+
+if __name__ == "__main__":
+    config.run_tool(main)

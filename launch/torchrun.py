@@ -1,0 +1,22 @@
+"""torchrun without its failure report: the launcher prints the root cause, and no traceback should bury it. Exits with
+the code of the rank that it found failed first, the lowest of several.
+
+    python -m launch.torchrun --nproc-per-node=8 --standalone train.py CONFIG      takes torchrun's arguments
+"""
+
+import gc
+import logging
+import sys
+
+if __name__ == "__main__":
+    gc.disable()  # as in train.py
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    gc.enable()
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    try:
+        main()
+    except ChildFailedError as error:
+        # negative if a signal ended the rank
+        sys.exit(max(1, error.get_first_failure()[1].exitcode))

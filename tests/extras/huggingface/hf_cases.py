@@ -1,0 +1,180 @@
+"""What tests/extras/huggingface/test_hf.py runs on several ranks."""
+
+import contextlib
+import dataclasses
+import io
+import os
+import pathlib
+import resource
+import signal
+
+import torch
+
+import config
+from config import ConfigError
+from extras.huggingface import convert as hf
+from extras.huggingface.weights import weights_to_read
+from lifecycle.run import open_pretrained
+from model.llama import named_parameters
+from optim import build_optimizer
+from parallel.materialize import local_tensors
+from tests.cases import build, digests, process_group, run_training, save, world_for
+from tests.conftest import make_config, rows, run_tool, tables
+
+
+def config_from(folder: str, **sections: dict) -> config.Config:
+    """TINY, but for the model: that comes from the folder."""
+    return config.from_dict({**tables(**sections), "model": {"init_from": folder}}, "test.toml")
+
+
+def tokens(vocab_size: int) -> torch.Tensor:
+    """(2, 40); among them the first of each half, as tp cuts the vocabulary."""
+    found = torch.randint(0, vocab_size, (2, 40), generator=torch.Generator().manual_seed(0))
+    found[:, :2] = torch.tensor([0, vocab_size // 2])
+    return found
+
+
+def read_and_save(
+    folders: dict[str, str], output: str, mesh: dict
+) -> dict[str, tuple[dict[str, str], list]]:
+    """(hashes of all parameters, logits) of each folder's model, which is saved below `output` too."""
+    found = {}
+    with process_group() as world:
+        for name, folder in folders.items():
+            cfg = config_from(
+                folder, run={"name": name, "output_dir": output}, checkpoint={}, parallel=mesh
+            )
+            model = build(cfg, world_for(cfg, world), weights_to_read(cfg, 0))
+            optimizer = build_optimizer(model, cfg.optim)
+            save(cfg, model, optimizer, 1)
+            with torch.no_grad():
+                found[name] = (
+                    digests(dict(named_parameters(model))),
+                    model(tokens(cfg.model.vocab_size)).tolist(),
+                )
+            del model, optimizer
+    return found
+
+
+def train_and_resume(folder: str, output: str, data: dict) -> list[dict]:
+    """Trains five steps from the folder, and a sixth from the checkpoint when the folder is gone."""
+    with process_group() as world:
+        cfg = config_from(
+            folder,
+            run={"name": "r", "output_dir": output},
+            train={"steps": 5},
+            optim={"schedule_steps": 6},
+            data=data,
+            checkpoint={},
+        )
+        run_training(cfg, world)
+        if world.rank == 0:
+            os.rename(folder, f"{folder}.gone")
+        torch.distributed.barrier()
+        again = config.load(f"{output}/r/config.toml", ["--train.steps=6"])
+        assert again == dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, steps=6))
+        run_training(again, world)
+        found = rows(config.run_folder(cfg)) if world.rank == 0 else []
+    return found
+
+
+def refused_on_one_rank(folder: str) -> list[str]:
+    """The errors of reading weights of which rank 1 cannot open its part of one, and of reading them as they are."""
+    found = []
+    with process_group() as world:
+        cfg = config_from(folder)
+        for lost in ("lost", None):
+            weights = weights_to_read(cfg, 0)
+            if world.rank == 1 and lost:
+                stored = weights.stored["head.weight"]
+                weights.stored["head.weight"] = dataclasses.replace(
+                    stored, path=stored.path.with_name(lost)
+                )
+            try:
+                build(cfg, world, weights)
+                found.append("none")
+            except ConfigError as error:
+                found.append(str(error))
+    return found
+
+
+def with_another_copy(copies: list[str]) -> str:
+    """The error of two ranks that read weights, each from its own folder."""
+    with process_group() as world:
+        try:
+            found = open_pretrained(config_from(copies[world.rank]), 0)
+            return str(
+                {stored.path.parent for stored in found.stored.values()}
+                == {pathlib.Path(copies[world.rank])}
+            )
+        except ConfigError as error:
+            return str(error)
+
+
+def read_on_machines(names: list[str], environments: list[dict[str, str]]) -> tuple[str, str]:
+    """(the folder that the first id's weights are read from, the error of reading the second's) of ranks two by two on
+    machines, each with its environment variables."""
+    node, local_rank = divmod(int(os.environ["RANK"]), 2)
+    os.environ |= {**environments[node], "LOCAL_RANK": str(local_rank)}
+    with process_group():
+        model = tables()["model"]
+        first, second = (
+            make_config(model={**model, "qk_norm": True, "norm_eps": 1e-5, "init_from": name})
+            for name in names
+        )
+        (folder,) = {stored.path.parent for stored in open_pretrained(first, 0).stored.values()}
+        try:
+            open_pretrained(second, 0)
+            return str(folder), ""
+        except ConfigError as error:
+            return str(folder), str(error)
+
+
+def read_peak(folder: str, **sections: dict) -> tuple[float, float]:
+    """(peak memory over what it was before, shard) in MiB, of reading into shards."""
+    from benchmarks.hf import measured
+    from model.build import meta_model
+    from parallel.materialize import materialize
+    from parallel.parallelize import parallelize
+
+    found = {}
+    with process_group() as world:
+        cfg = config_from(folder, **sections)
+        weights, model = weights_to_read(cfg, 0), meta_model(cfg.model, cfg.lora)
+        parallelize(model, cfg, world)
+        with measured(found):
+            materialize(model, 0, world.device, weights.read_into)
+        shard = sum(t.nbytes for _, t in local_tensors(model)) / 2**20
+        del model
+    return found["peak_over_it_mib"], shard
+
+
+def tool_peaks(commands: list[list[str]]) -> list[float]:
+    """Peak memory over what it was before, in MiB, of each call of the tool."""
+    from benchmarks.hf import tool
+
+    return [tool(*command)["peak_over_it_mib"] for command in commands]
+
+
+def with_small_files(commands: list[list[str]], limit: int) -> list[tuple[int, str]]:
+    """(exit code, stderr) of each, on a disk that is full after so many bytes of a file."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    found = []
+    for command in commands:
+        with contextlib.redirect_stderr(io.StringIO()) as error:
+            found.append((run_tool(hf.main, *command), error.getvalue()))
+    return found
+
+
+def killed(command: list[str]) -> None:
+    """The tool, killed at its fifth file."""
+    original, calls = hf.write_safetensors, []
+
+    def write_safetensors(*arguments) -> None:
+        calls.append(1)
+        if len(calls) == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(*arguments)
+
+    hf.write_safetensors = write_safetensors
+    hf.main(command)

@@ -1,0 +1,467 @@
+"""The page of a run: its curves against the rows, what it says of the run's folder, and that it needs nothing else."""
+
+import html.parser
+import json
+import logging
+import math
+import pathlib
+import random
+import re
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from extras.reports import report
+from lifecycle.run import Run
+from tests.conftest import launch, make_config, rows, run_tool
+
+NAMES = {
+    "Loss": "loss",
+    "Learning rate": "lr",
+    "Gradient norm": "grad_norm",
+    "Throughput": "tokens_per_second_per_device",
+    "Peak memory": "peak_memory_gib",
+}
+
+
+def train_row(step: int, **more) -> dict:
+    return {
+        "kind": "train",
+        "step": step,
+        "loss": 9 / step,
+        "grad_norm": 1 + 0.1 * (step % 3),
+        "lr": 1e-3 / step,
+        "tokens": 512 * step,
+        "tokens_per_second_per_device": 4000.0 + step,
+        "mfu": None,
+        "step_seconds": 0.1,
+        "peak_memory_gib": 2.5,
+        **more,
+    }
+
+
+def write_run(folder: pathlib.Path, found: list[dict], log: str = "", **files: str) -> pathlib.Path:
+    (folder / "logs").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    (folder / "logs" / "rank-0.log").write_text(log)
+    for name, text in files.items():
+        (folder / name.replace("_", ".")).write_text(text)
+    return folder
+
+
+class Page(html.parser.HTMLParser):
+    """Every figure's ticks and curves, the tables' rows, the text; asserts that elements are closed in their order."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.attributes, self.figures, self.rows, self.text = [], [], {}, [], ""
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attributes: list) -> None:
+        found = dict(attributes)
+        self.attributes.append((tag, found))
+        if tag not in ("meta",):
+            self.open.append(tag)
+        if tag == "figure":
+            self.figure = SimpleNamespace(x=[], y=[], curves={}, marks=[])
+        elif tag == "figcaption":
+            self.title = None
+        elif tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+        elif tag == "text":
+            self.place = found
+        elif tag == "line" and "x1" in found:
+            self.figure.marks.append((found["class"], float(found["x1"].rstrip("%"))))
+        elif tag == "path":
+            self.figure.curves[found["class"]] = found["d"]
+
+    def handle_startendtag(self, tag: str, attributes: list) -> None:
+        self.handle_starttag(tag, attributes)
+        self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        within = self.open[-1] if self.open else ""
+        if within != "style":
+            self.text += data
+        if within == "figcaption" and self.title is None:
+            self.title = data
+            self.figures[data] = self.figure
+        elif within in ("td", "th"):
+            self.rows[-1][-1] += data
+        elif within == "text" and data != "step":
+            value = float(data.rstrip("kMG")) * {"k": 1e3, "M": 1e6, "G": 1e9}.get(data[-1], 1)
+            axis, at = (self.figure.y, "y") if self.place["x"] == "-8" else (self.figure.x, "x")
+            axis.append((float(self.place[at].rstrip("%")), value))
+
+    def curve(
+        self, title: str, kind: str = "c0", log: bool = False
+    ) -> list[list[tuple[float, float]]]:
+        """The parts of a curve, as (step, value), read by the ticks as an eye would."""
+        figure = self.figures[title]
+        (x0, step0), (x1, step1) = figure.x[0], figure.x[-1]
+        (y0, low), (y1, high) = figure.y[0], figure.y[-1]
+        low, high = (math.log10(low), math.log10(high)) if log else (low, high)
+        parts = []
+        for pen, x, y in re.findall(r"([ML])([-\d.]+),([-\d.]+)", figure.curves[kind]):
+            step = step0 + (float(x) / 10 - x0) / (x1 - x0) * (step1 - step0)
+            value = low + (float(y) / 10 - y0) / (y1 - y0) * (high - low)
+            parts += [[]] * (pen == "M")
+            parts[-1] = [*parts[-1], (step, 10**value if log else value)]
+        return parts
+
+
+def page_of(*folders: pathlib.Path) -> Page:
+    return Page(report.write_report([*folders]).read_text())
+
+
+def test_the_curves_are_the_rows(tmp_path):
+    found = [train_row(step) for step in (1, 10, 20, 30, 40)]
+    run = write_run(
+        tmp_path / "r",
+        [
+            *found,
+            {"kind": "eval", "step": 20, "loss": 3.5},
+            {"kind": "eval", "step": 40, "loss": 2.5},
+        ],
+    )
+    page = page_of(run)
+    assert page.figures.keys() == NAMES.keys()
+    for title, name in NAMES.items():
+        (curve,) = page.curve(title)
+        size = max(row[name] for row in found)
+        assert [step for step, _ in curve] == pytest.approx([1, 10, 20, 30, 40], abs=0.1)
+        assert [value for _, value in curve] == pytest.approx(
+            [row[name] for row in found], abs=2e-3 * size
+        )
+    dots = [part[0] for part in page.curve("Loss", "c0 dots")]
+    assert dots == [pytest.approx((20, 3.5), abs=0.05), pytest.approx((40, 2.5), abs=0.05)]
+    assert ["validation loss", "2.5"] in page.rows and ["loss", "0.225"] in page.rows
+
+
+def test_the_mean_loss_is_drawn_where_rows_have_it(tmp_path):
+    found = [train_row(1), *(train_row(step, loss_mean=5.0 + step) for step in (2, 3))]
+    (curve,) = page_of(write_run(tmp_path / "r", found)).curve("Loss")
+    assert [value for _, value in curve] == pytest.approx([9, 7, 8], abs=0.02)
+
+
+def test_null_leaves_a_gap_and_a_lone_point_is_seen(tmp_path):
+    found = [train_row(step, loss=None if step in (3, 5) else 2.0 + step) for step in range(1, 9)]
+    page = page_of(write_run(tmp_path / "r", found))
+    assert [[round(step) for step, _ in part] for part in page.curve("Loss")] == [
+        [1, 2],
+        [4],
+        [6, 7, 8],
+    ]
+    assert page.figures["Loss"].curves["c0"].count("h0") == 3
+    (whole,) = page.curve("Learning rate")
+    assert len(whole) == 8
+
+
+def test_a_quantity_that_no_row_has_is_left_out(tmp_path):
+    found = [
+        {key: value for key, value in train_row(step, loss="?").items() if key != "peak_memory_gib"}
+        for step in (1, 2)
+    ]
+    assert page_of(write_run(tmp_path / "r", found)).figures.keys() == NAMES.keys() - {
+        "Loss",
+        "Peak memory",
+    }
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        [train_row(1)],
+        [{"kind": "eval", "step": 7, "loss": 2.0}],
+        [train_row(step, loss=0.0, lr=0.0) for step in (1, 2)],
+    ],
+)
+def test_a_single_row_and_a_constant_can_be_drawn(tmp_path, found):
+    assert page_of(write_run(tmp_path / "r", found)).figures["Loss"].curves
+
+
+def test_a_wide_range_of_gradient_norms_is_logarithmic(tmp_path):
+    found = [train_row(step, grad_norm=10.0 ** (step - 3)) for step in range(1, 9)]
+    (curve,) = page_of(write_run(tmp_path / "r", found)).curve("Gradient norm", log=True)
+    assert [value for _, value in curve] == pytest.approx(
+        [row["grad_norm"] for row in found], rel=0.03
+    )
+
+
+def test_rows_with_other_keys_or_in_scientific_notation_are_read_alike(tmp_path):
+    """The regular expression reads what json.loads() does."""
+    draw = random.Random(0)
+    found = [
+        train_row(step)
+        | {
+            "loss": draw.uniform(-1, 1) * 10.0 ** draw.randint(-30, 30),
+            "lr": draw.choice([0, 1e-12, 3]),
+        }
+        | draw.choice(
+            [
+                {},
+                {"loss_mean": draw.random()},
+                {"by_source": {"a": 1.0, "loss": 5.0}},
+                {"loss": None},
+                {"slowest_rank": {"peak_memory_gib": 9.0}},
+            ]
+        )
+        for step in range(1, 500)
+    ]
+    for row in found[::7]:  # in another order of keys, with a table first
+        table = {"kind": row.pop("kind"), "inner": {"lr": 7.0, "step": 9}, **row}
+        row.clear()
+        row.update(table)
+    run = write_run(tmp_path / "r", found)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(
+            '[1]\n{"kind": "train"}\nnull\n{"kind": "train", "step": 500, "loss": 1.0, "grad_norm": 1.0, "lr"'
+        )
+    read = report.Run(run).train
+    for name in report.FIELDS:
+        want = [row.get("loss_mean", row["loss"]) if name == "loss" else row[name] for row in found]
+        assert [*read[name]] == pytest.approx(
+            [math.nan if value is None else value for value in want], rel=0, abs=0, nan_ok=True
+        ), name
+
+
+def test_a_million_rows_take_seconds_and_keep_their_extremes(tmp_path):
+    draw = random.Random(0)
+    template = json.dumps(train_row(1, loss=-1.5, grad_norm=-2.5) | {"step": -3})
+    parts = re.split(r"-1\.5|-2\.5|-3", template)
+    spikes = {50_000 * i + draw.randrange(1, 40_000): 50.0 + i for i in range(20)}
+    dips = {50_000 * i + draw.randrange(1, 40_000): -5.0 - i for i in range(20)}
+    run = write_run(tmp_path / "r", [])
+    with (run / "metrics.jsonl").open("w") as file:
+        for step in range(1, 10**6 + 1):
+            loss = spikes.get(step) or dips.get(step) or 2 + draw.random()
+            file.write(f"{parts[0]}{step}{parts[1]}{loss}{parts[2]}{1.5}{parts[3]}\n")
+    began = time.process_time()
+    path = report.write_report([run])
+    seconds, size = time.process_time() - began, path.stat().st_size
+    assert seconds < 5 and size < 3e6, (seconds, size)
+    (curve,) = Page(path.read_text()).curve("Loss")
+    for step, loss in {**spikes, **dips}.items():
+        assert any(abs(at - step) < 1500 and abs(value - loss) < 0.1 for at, value in curve), (
+            step,
+            loss,
+        )
+
+
+def test_thinning_keeps_gaps(tmp_path):
+    found = [train_row(step, loss=None if step == 7000 else 2.0) for step in range(1, 10001)]
+    first, second = page_of(write_run(tmp_path / "r", found)).curve("Loss")
+    assert first[-1][0] == pytest.approx(7000, abs=20) and second[0][0] == pytest.approx(
+        7000, abs=20
+    )
+
+
+LOG = """2026-11-25 07:44:19,869 outputs/r: 5,048,576 parameters on 2 x cpu (1 replicas x 2 shards), bfloat16
+2026-11-25 07:44:19,869 2,048 tokens per step = 1 micro-batches x 1 x 8 sequences of 256; from fresh weights
+2026-11-25 07:44:20,172 step   1/300  loss  8.8482  grad   0.93
+2026-11-25 07:44:41,887 saved outputs/r/checkpoints/step-00000010
+2026-11-25 07:44:45,958 a sample:
+the former
+2026-11-25 07:45:19,869 outputs/r: 5,048,576 parameters on 2 x cpu (1 replicas x 2 shards), bfloat16
+2026-11-25 07:45:19,869 2,048 tokens per step = 1 micro-batches x 1 x 8 sequences of 256; resuming after step 10
+2026-11-25 07:45:41,887 saved outputs/r/checkpoints/step-00000020
+2026-11-25 07:45:45,958 a sample:
+def f(a<b):
+
+    return "&amp;"
+2026-11-25 07:46:45,958 stopped after step 20 by SIGTERM
+"""
+
+
+def test_what_the_folder_says_of_the_run(tmp_path):
+    run = write_run(
+        tmp_path / "r",
+        [
+            *(train_row(step) for step in range(1, 21)),
+            {
+                "kind": "eval",
+                "step": 20,
+                "loss": 3.25,
+                "bits_per_byte": None,
+                "loss_by_source": {"web": 3.5},
+            },
+            {
+                "kind": "plan",
+                "step": 5,
+                "peak_gib": 41.0,
+                "reserved_gib": 42.0,
+                "step_seconds": 2.2,
+                "planned_peak_gib": 40.0,
+                "planned_step_seconds": 2.0,
+            },
+        ],
+        LOG,
+        status_json=json.dumps({"state": "preempted", "step": 20, "time": "2026-11-25T07:46:46"}),
+        environment_json=json.dumps(
+            {"commit": "abc", "uncommitted": "a\nb\n", "hosts": ["n1", "n2"], "gpu": None}
+        ),
+        config_toml='[train]\nsteps = 300\n[data]\nsource = "web"\n',
+    )
+    (run / "checkpoints" / "step-00000015").mkdir(parents=True)
+    page = page_of(run)
+    for row in (
+        ["state", "stopped at step 20 of 300"],
+        ["time", "2026-11-25T07:46:46"],
+        ["launches", "2"],
+        ["resumed after steps", "10"],
+        ["saves", "3"],
+        ["tokens", "10,240"],
+        ["loss_by_source.web", "3.5"],
+        ["model", "5,048,576 parameters on 2 x cpu (1 replicas x 2 shards)"],
+        ["hosts", "n1 n2"],
+        ["commit", "abc"],
+        ["peak memory, GiB", "2.5"],
+        ["data.source", '"web"'],
+        ["uncommitted", "a diff of 2 lines, in environment.json"],
+        ["peak memory, GiB", "planned 40, measured 41 (+2.5%)"],
+        ["time of a step, s", "planned 2, measured 2.2 (+10.0%)"],
+    ):
+        assert row in page.rows, row
+    assert 'def f(a<b):\n\n    return "&amp;"\n' in page.text and "the former" not in page.text
+    assert sorted(page.figures["Loss"].marks) == [
+        ("c0 resumed", 50),
+        ("c0 saved", 50),
+        ("c0 saved", 75),
+        ("c0 saved", 100),
+    ]
+
+
+def test_several_runs_show_first_the_options_that_differ(tmp_path):
+    runs = [
+        write_run(
+            tmp_path / name,
+            [train_row(step, loss=loss) for step in (1, 2)],
+            config_toml=f"[optim]\nlr = {lr}\n[train]\nsteps = 2\n{more}",
+        )
+        for name, loss, lr, more in (("a", 3.0, 0.1, ""), ("b", 4.0, 0.2, "[lora]\nrank = 4\n"))
+    ]
+    page = page_of(*runs)
+    assert [value for _, value in page.curve("Loss", "c0")[0]] == pytest.approx([3, 3], abs=0.01)
+    assert [value for _, value in page.curve("Loss", "c1")[0]] == pytest.approx([4, 4], abs=0.01)
+    place = [
+        page.rows.index(row)
+        for row in (["optim.lr", "0.1", "0.2"], ["lora.rank", "-", "4"], ["train.steps", "2"])
+    ]
+    assert place == sorted(place) and ["", "a", "b"] in page.rows
+    assert (runs[0] / "report.html").exists() and not (runs[1] / "report.html").exists()
+
+
+def test_runs_of_one_name_are_told_apart_and_many_have_a_color(tmp_path):
+    runs = [write_run(tmp_path / str(i) / "r", [train_row(1), train_row(2)]) for i in range(8)]
+    page = page_of(*runs)
+    assert ["", *map(str, runs)] in page.rows and len(page.figures["Loss"].curves) == 8
+
+
+def test_the_page_is_escaped_and_refers_to_nothing_outside(tmp_path):
+    evil = '<script src="https://x.example/a.js">&"\'\udc80'
+    run = write_run(
+        tmp_path / "a<b>&\"'",
+        [train_row(1), {"kind": "eval", "step": 1, "loss": 2.0, evil: evil}],
+        f"2026-11-25 07:45:45,958 a sample:\n{evil[:-1]}\n",
+        environment_json=json.dumps({"command": [evil], evil: evil, "uncommitted": evil}),
+        status_json=json.dumps({"state": evil, "time": evil}),
+        config_toml=f"[data]\nsource = {json.dumps(evil[:-1])}\n",
+    )
+    page = page_of(run, run)
+    assert page.text.count("<script src=") > 8
+    assert {tag for tag, _ in page.attributes}.isdisjoint(
+        {"script", "link", "img", "iframe", "image", "use", "a"}
+    )
+    for _, found in page.attributes:
+        assert found.keys().isdisjoint({"href", "src", "xlink:href", "onload"})
+        assert not any("url(" in (value or "") for value in found.values())
+    assert "url(" not in report.STYLE and "@import" not in report.STYLE
+
+
+def test_invalid_input_is_exit_2_with_all_problems(tmp_path, capsys):
+    (empty := tmp_path / "empty").mkdir()
+    none = write_run(tmp_path / "none", [])
+    assert run_tool(report.main, tmp_path / "gone", empty, none) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"{tmp_path}/gone: is not a folder; name a run's, such as outputs/tiny",
+        f"{empty}: is not a run's folder: metrics.jsonl: No such file or directory",
+        f"{none}: metrics.jsonl has no rows yet",
+    ]
+    good = write_run(tmp_path / "good", [train_row(1)])
+    assert run_tool(report.main, good, "--out", tmp_path / "gone" / "x.html") == 2
+    assert (
+        capsys.readouterr().err
+        == f"{tmp_path}/gone/x.html: cannot be written: No such file or directory\n"
+    )
+    assert run_tool(report.main) == 2
+    assert run_tool(report.main, good, "--out", tmp_path / "x.html") == 0
+    assert capsys.readouterr().out == f"{tmp_path}/x.html\n" and not (good / "report.html").exists()
+
+
+def ended(folder: pathlib.Path, step: int = 2) -> None:
+    """A run's end on rank 0, as Run has it."""
+    run = Run(
+        make_config(run={"name": folder.name, "output_dir": str(folder.parent)}),
+        SimpleNamespace(rank=0, size=1),
+        None,
+        SimpleNamespace(decided=0, standalone=False),
+    )
+    run.watchdog, run.lock, run.step = (
+        SimpleNamespace(stop=lambda: None),
+        SimpleNamespace(release=lambda: None),
+        step,
+    )
+    run._end()
+
+
+def test_a_run_writes_its_own_and_a_failure_is_one_warning(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("train"), "propagate", True)
+    caplog.set_level("INFO", "train")
+    monkeypatch.setattr(report, "what_next", lambda cfg, path: f"next, {path}")
+    good, bad = write_run(tmp_path / "good", [train_row(2)]), write_run(tmp_path / "bad", [])
+    ended(good)
+    assert "finished at step 2" in page_of(good).text
+    ended(bad)
+    monkeypatch.setattr(report, "write_report", lambda folders: 1 / 0)
+    ended(good)
+    ended(bad, step=0)  # stopped before there was anything to see
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", f"next, {good}/report.html"),
+        ("WARNING", f"report.html: not written: {bad}: metrics.jsonl has no rows yet"),
+        ("INFO", "next, None"),
+        ("WARNING", "report.html: not written: division by zero"),
+        ("INFO", "next, None"),
+    ]
+    assert json.loads((bad / "status.json").read_text())["state"] == "finished"
+
+
+@pytest.mark.slow
+def test_real_launches_are_seen(write_config, tmp_path):
+    path = write_config("r", checkpoint={"save_every_steps": 2}, eval={"batches": 1})
+    first = launch(path)
+    assert (
+        first.returncode == 0 and f"finished: {tmp_path}/outputs/r/report.html; " in first.stdout
+    ), first.stderr
+    again = launch(path, "--train.steps=6")
+    assert again.returncode == 0, again.stderr
+    page = Page((folder := tmp_path / "outputs" / "r").joinpath("report.html").read_text())
+    text = {label: values for label, *values in page.rows}
+    assert (
+        text["launches"] == ["2"]
+        and text["resumed after steps"] == ["4"]
+        and text["saves"] == ["3"]
+    )
+    assert (
+        text["state"] == ["finished at step 6 of 6"] and "parameters on 1 x cpu" in text["model"][0]
+    )
+    (curve,) = page.curve("Loss")
+    want = [row.get("loss_mean", row["loss"]) for row in rows(folder)]
+    assert [value for _, value in curve] == pytest.approx(want, abs=0.01) and len(want) == 6
