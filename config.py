@@ -6,6 +6,7 @@ Needs no torch: a wrong configuration fails in milliseconds, with all its proble
 """
 
 import argparse
+import contextlib
 import fnmatch
 import os
 import pathlib
@@ -16,8 +17,10 @@ from dataclasses import MISSING, dataclass, replace
 from typing import Any, Literal, NoReturn
 
 import schema
+from data import hub
 from schema import ConfigError, option, to_dict
 
+EXTRAS = pathlib.Path(__file__).parent / "extras"
 DIGEST_MODULUS = 2**53  # of batch_digest: exact in JSON
 LONGEST_PERIOD = 1 << 16  # samples; the longest period of a mixture's order of sources
 IGNORE = -100  # target id without a loss, as cross_entropy's ignore_index; data writes it, model/loss.py reads it
@@ -100,7 +103,7 @@ class Model:
         False, "RMSNorm of each query's and key's head, before RoPE, as Qwen3 has it"
     )
     init_from: str | None = option(
-        None, "a Hugging Face folder, or id, to take weights and sizes from"
+        None, "a Hugging Face folder, or id, to take weights and sizes from", extra="huggingface"
     )
     freeze: tuple[str, ...] = option(
         (), "patterns of parameter names to freeze, such as 'embedding*'"
@@ -138,10 +141,12 @@ class Data:
     max_tokens: int | None = option(None, "tokens to prepare; absent: all", POSITIVE)
     document_mask: bool = option(False, "attend only within a document; positions restart in each")
     messages_field: str | None = option(
-        None, "column with a conversation's messages: train on what the assistant says"
+        None,
+        "column with a conversation's messages: train on what the assistant says",
+        extra="chat",
     )
     chat_template: str | None = option(
-        None, "a Jinja file that renders conversations; absent: the tokenizer's own"
+        None, "a Jinja file that renders conversations; absent: the tokenizer's own", extra="chat"
     )
     order: Literal["global", "growing"] = option(
         "global", "growing: train while the text is being prepared"
@@ -171,7 +176,7 @@ class Train:
 @dataclass(frozen=True)
 class Optim:
     name: Literal["adamw", "muon"] = option(
-        "adamw", "muon: Muon for the blocks' matrices, AdamW for the rest"
+        "adamw", "muon: Muon for the blocks' matrices, AdamW for the rest", extra="optimizers"
     )
     lr: float = option(3e-4, "peak learning rate", POSITIVE)
     muon_lr: float | None = option(
@@ -194,7 +199,9 @@ class Optim:
         None, "step at which the schedule ends; absent: train.steps", POSITIVE
     )
     min_lr_ratio: float = option(0.1, "final learning rate / lr", FRACTION)
-    state_dtype: Literal["float32", "bfloat16"] = option("float32", "dtype of moments and momentum")
+    state_dtype: Literal["float32", "bfloat16"] = option(
+        "float32", "dtype of moments and momentum", extra="optimizers"
+    )
 
 
 @dataclass(frozen=True)
@@ -246,22 +253,26 @@ class Parallel:
         False, "torch.compile each block, the loss and the update with bfloat16 states"
     )
     float8: Literal["none", "tensorwise", "rowwise"] = option(
-        "none", "matmuls of blocks in float8, scaled per tensor (all-gathered in float8) or row"
+        "none",
+        "matmuls of blocks in float8, scaled per tensor (all-gathered in float8) or row",
+        extra="float8",
     )
 
 
 @dataclass(frozen=True)
 class Lora:
-    rank: int = option(16, "rank of the adapters", POSITIVE)
+    rank: int = option(16, "rank of the adapters", POSITIVE, extra="lora")
     alpha: float | None = option(
-        None, "adapters are scaled by alpha / rank; absent: 2 x rank", POSITIVE
+        None, "adapters are scaled by alpha / rank; absent: 2 x rank", POSITIVE, extra="lora"
     )
-    targets: tuple[str, ...] = option(PROJECTIONS, "projections that get an adapter", TARGETS)
+    targets: tuple[str, ...] = option(
+        PROJECTIONS, "projections that get an adapter", TARGETS, extra="lora"
+    )
     base_dtype: Literal["bfloat16", "float32", "nf4"] = option(
-        "bfloat16", "dtype of the frozen weights"
+        "bfloat16", "dtype of the frozen weights", extra="lora"
     )
     init_from: str | None = option(
-        None, "a PEFT adapter folder to start from; sets rank, alpha and targets"
+        None, "a PEFT adapter folder to start from; sets rank, alpha and targets", extra="lora"
     )
 
     @property
@@ -304,15 +315,15 @@ class Log:
     every_steps: int = option(10, "steps between training rows", POSITIVE)
     tensorboard: bool = option(True, "also write tensorboard/")
     tracker: Literal["wandb", "trackio"] | None = option(
-        None, "also send the rows there; a package of your own"
+        None, "also send the rows there; a package of your own", extra="reports"
     )
     project: str | None = option(None, "the tracker's; without it: fsdp2")
 
 
 @dataclass(frozen=True)
 class Profile:
-    at_step: int = option(MISSING, "first step to trace", POSITIVE)
-    steps: int = option(3, "number of steps to trace", POSITIVE)
+    at_step: int = option(MISSING, "first step to trace", POSITIVE, extra="reports")
+    steps: int = option(3, "number of steps to trace", POSITIVE, extra="reports")
 
 
 @dataclass(frozen=True)
@@ -328,42 +339,6 @@ class Config:
     eval: Eval | None
     log: Log
     profile: Profile | None
-
-
-# The files that an option requires: `rm` removes what a copy of the repository does not use (tests/rooms.py:
-# OPTIONAL). A table counts if it is there, an option if it is not at its default, or has the value named here.
-ROOMS = {
-    "parallel.tp": (
-        "parallel/tensor.py",
-        "parallel/collectives.py",
-        "parallel/optional_patches.py",
-    ),
-    "parallel.cp": ("parallel/context.py", "parallel/collectives.py"),
-    'parallel.recompute = "elementwise"': ("parallel/selective.py", "parallel/matmul_order.py"),
-    'parallel.recompute = "selective"': ("parallel/selective.py", "parallel/matmul_order.py"),
-    "parallel.replicated": ("parallel/replicated.py", "parallel/optional_patches.py"),
-    "parallel.float8": ("extras/float8/all_gather.py", "extras/float8/matmul.py"),
-    "model.init_from": ("extras/huggingface/",),
-    "lora": ("extras/lora/adapters.py", "extras/huggingface/"),
-    'lora.base_dtype = "nf4"': ("extras/lora/nf4.py", "parallel/optional_patches.py"),
-    "data.sources": ("data/mixture.py",),
-    "data.messages_field": (
-        "extras/chat/conversations.py",
-        "extras/chat/messages.py",
-        "extras/chat/packing.py",
-        "extras/chat/template.py",
-    ),
-    'optim.name = "muon"': ("extras/optimizers/muon.py",),
-    "optim.state_dtype": ("extras/optimizers/adamw_bfloat16.py",),
-    "checkpoint.async_save": ("checkpoint/staging.py",),
-    "log.tracker": ("extras/reports/tracker.py",),
-    "log.tensorboard = true": (
-        "board.py",
-    ),  # if it is said: by default a copy without the file writes none
-    "profile": ("extras/reports/profiler.py",),
-}
-# Of --dry-run: compiled blocks are planned as if they were checkpointed.
-PLANNER = ("extras/planner/", "parallel/selective.py", "parallel/matmul_order.py")
 
 
 # Derived numbers
@@ -707,44 +682,32 @@ def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
 SCHEMA = schema.Schema(Config)
 
 
-def has(*rooms: str) -> bool:
-    """Whether optional rooms, files or folders, are in this copy of the repository."""
-    return all((pathlib.Path(__file__).parent / room).exists() for room in rooms)
+def has_extra(name: str) -> bool:
+    """Whether extras/NAME is in this copy of the repository: `rm -r` removes what is not wanted."""
+    return (EXTRAS / name / "__init__.py").exists()
 
 
-def lack_of(*rooms: str) -> str:
-    """What to say where rooms are needed that were removed; empty if all are there."""
-    gone = [room for room in rooms if not has(room)]
-    return (
-        f"needs {' and '.join(gone)}, which this copy of the repository does not have"
-        if gone
-        else ""
-    )
+def require_extra(name: str, wanted_by: str) -> None:
+    """Raises ConfigError if extras/NAME, which an option or a flag asks for, is not in this copy."""
+    if not has_extra(name):
+        raise ConfigError(f"{wanted_by}: {lack_of(name)}")
 
 
-def _lacking_rooms(given: schema.Given, saved: bool) -> list[str]:
-    """A problem for each option whose files were removed. Of a checkpoint's options, only [lora] counts: how its run
-    was parallelized, and where its first weights came from, does not matter to a tool that reads it."""
-    found = []
-    for key, files in ROOMS.items():
-        room, _, value = key.partition(" = ")
-        used = [
-            name
-            for name, ours in given.values.items()
-            if f"{name}.".startswith(f"{room}.")
-            and (
-                schema.toml(ours) == value
-                if value
-                else room in SCHEMA.tables or ours != SCHEMA.options[room][1].default
-            )
-        ]
-        if used and (problem := lack_of(*files)) and (room.startswith("lora") or not saved):
-            section, _, key = used[0].rpartition(".")
-            found.append(
-                f"{given.origins[used[0]]}: {f'[{section}] ' * bool(section)}{key} = "
-                f"{schema.toml(given.values[used[0]])}: {problem}"
-            )
-    return found
+def lack_of(extra: str) -> str:
+    return f"needs extras/{extra}, which this copy of the repository does not have"
+
+
+def _missing_extras(given: schema.Given, saved: bool) -> list[str]:
+    """A problem for each extra that an option needs and this copy lacks. Of a checkpoint's options only [lora] counts:
+    how its run was parallelized, and where its first weights came from, does not matter to a tool that reads it."""
+    problems: dict[str, str] = {}
+    for name, value in given.values.items():
+        extra = SCHEMA.extra_of(name, value)
+        if extra is None or has_extra(extra) or (saved and extra != "lora"):
+            continue
+        option = f"{schema.place(name)} = {schema.toml(value)}"
+        problems.setdefault(extra, f"{given.origins[name]}: {option}: {lack_of(extra)}")
+    return [*problems.values()]
 
 
 def load(path: str, overrides: Iterable[str] = ()) -> Config:
@@ -753,16 +716,16 @@ def load(path: str, overrides: Iterable[str] = ()) -> Config:
 
 
 def from_dict(raw: dict, path: str, overrides: Iterable[str] = (), saved: bool = False) -> Config:
-    """Like load(), from tables that have been read; `path` names their origin in errors. Options of an earlier version
-    are read where they were saved, or belong to a run that has checkpoints."""
-    given, former = SCHEMA.read(raw, path, overrides), {}
-    if has("extras/migrate/"):
-        from extras.migrate.former import renew
-
-        former = renew(given)
-    if lacking := _lacking_rooms(given, saved):
-        raise ConfigError(*given.problems.values(), *lacking)
-    if has("extras/huggingface/"):
+    """Like load(), from tables that have been read; `path` names their origin in errors. saved: they are a
+    checkpoint's."""
+    given = SCHEMA.read(raw, path, overrides)
+    missing = _missing_extras(given, saved)
+    if missing:
+        raise ConfigError(*given.problems.values(), *missing)
+    with contextlib.suppress(ConfigError):
+        # whoever reads the tokenizer reports why it cannot be had; a plan does not need it
+        hub.pin(given, "data.tokenizer")
+    if has_extra("huggingface"):
         from extras.huggingface.config import complete
 
         complete(given)
@@ -775,8 +738,6 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = (), saved: bool =
             given.problems.setdefault(
                 "run.name", f"{path}: the file's name is the run's name: {NAME[1]}; set run.name"
             )
-    if not saved and not os.path.isdir(run_folder(cfg) / "checkpoints"):
-        given.problems = former | given.problems
     schema.require(cfg, _rules(cfg), given)
     return cfg
 
@@ -794,13 +755,13 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     mode = parser.add_mutually_exclusive_group()
     for flag in ("--dry-run", "--eval-only"):
         mode.add_argument(flag, action="store_true")
-    if has("extras/planner/"):
+    if has_extra("planner"):
         from extras.planner.arguments import add_arguments
 
         add_arguments(parser, "--dry-run" in argv)
     args, args.overrides = parser.parse_known_args(argv)
-    if args.dry_run and (problem := lack_of(*PLANNER)):
-        parser.error(f"--dry-run: {problem}")
+    if args.dry_run and not has_extra("planner"):
+        parser.error(f"--dry-run: {lack_of('planner')}")
     if unknown := [word for word in args.overrides if not re.match("--[^=]+=", word)]:
         parser.error(
             f"{', '.join(unknown)}: unknown; CONFIG comes first, then options as --section.key=value, in one "
@@ -848,3 +809,12 @@ def from_command_line(
 
         print_error(str(error))
         sys.exit(2)
+
+
+def words_without(*options: str) -> list[str]:
+    """The command line of this launch, without options that begin so."""
+    return [
+        word.removeprefix(f"{os.getcwd()}/")
+        for word in sys.argv[1:]
+        if not word.startswith(options)
+    ]

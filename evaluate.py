@@ -3,21 +3,27 @@
 ./run_train.sh configs/tiny.toml --eval-only        prints the evaluation row as JSON; writes nothing
 """
 
+import contextlib
+import functools
 import math
+import pathlib
 
 import torch
 
 import config
 import metrics
 from checkpoint.checkpointer import Checkpointer
+from config import ConfigError
 from data.dataset import Dataset, open_dataset
-from data.loader import validation_batches
+from data.loader import validation_batches, validation_tokens
+from data.tokenizer import Tokenizer
+from data.tokens import TokenStream
 from files import print_error, print_line
-from lifecycle.run import Run, open_pretrained
+from lifecycle.run import Run
 from model.build import meta_model
 from model.llama import Llama
 from parallel.fsdp import reshard
-from parallel.materialize import materialize
+from parallel.materialize import materialize, open_pretrained
 from parallel.mesh import World, storage_device
 from parallel.parallelize import parallelize
 from parallel.ranks import all_gather_objects
@@ -29,7 +35,7 @@ def evaluate(
 ) -> dict | None:
     """Mean loss over the validation tokens, and the sum of their losses in bits per byte of the text that they encode,
     for a mixture also by source: {"loss": ..., "bits_per_byte": ..., "loss_by_source": {...}, ...}. Bits per byte of
-    data without a tokenizer, or without data/text_bytes.py, are NaN. A loss without any target is None. The result is
+    data without a tokenizer are NaN. A loss without any target is None. The result is
     None if the run was asked to stop meanwhile."""
     streams = dataset.validation
     sums = torch.zeros(len(streams), dtype=torch.float64, device=world.device)
@@ -56,11 +62,7 @@ def evaluate(
     model.train()
     if run.stopping:
         return None
-    text_bytes = [math.nan] * len(streams)
-    if config.has("data/text_bytes.py"):
-        from data.text_bytes import bytes_of_targets
-
-        text_bytes = bytes_of_targets(cfg, dataset, world.rank, world.size)
+    text_bytes = bytes_of_targets(cfg, dataset, world.rank, world.size)
     ranks = all_gather_objects((sums.tolist(), counts.tolist(), text_bytes))
     losses, targets = (added([rank[i] for rank in ranks[:: world.tp]]) for i in (0, 1))
     bits, text = [nats / math.log(2) for nats in losses], added([rank[2] for rank in ranks])
@@ -114,9 +116,47 @@ def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
         print_line(metrics.as_json({"kind": "eval", "step": step, **found}))
 
 
-def log_sample(model: Llama, cfg: config.Config, world: World, dataset: Dataset) -> None:
-    """Logs text that the model generates, in a copy that can."""
-    if config.has("generate.py"):
-        import generate
+def bytes_of_targets(cfg: config.Config, dataset: Dataset, rank: int, ranks: int) -> list[float]:
+    """Of each source, this rank's share of the bytes that the validation targets encode; NaN if it cannot decode
+    them, or they are answers in conversations."""
+    with contextlib.suppress(ImportError, ConfigError, IndexError):
+        # IndexError: the data has no tokenizer
+        folder, masked = dataset.tokenizer_files[0].parent, cfg.data.document_mask
+        if not cfg.data.messages_field:
+            return [
+                target_bytes(stream, validation_tokens(stream, cfg), masked, folder, rank, ranks)
+                for stream in dataset.validation
+            ]
+    return [math.nan] * len(dataset.validation)
 
-        generate.log_sample(model, cfg, world, dataset)
+
+@functools.cache
+def target_bytes(
+    stream: TokenStream, stop: int, masked: bool, folder: pathlib.Path, rank: int, size: int
+) -> int:
+    """UTF-8 bytes of the text that a stream's tokens 1 ... stop-1 encode, in every size-th document; the sum over the
+    ranks is that of the whole. BOS and EOS have none, nor has a character that `stop` cuts. masked: the first token of
+    a document is no target. Raises ConfigError if documents or tokenizer cannot be read."""
+    tokenizer, total = Tokenizer(folder), 0
+    for _, begin, end in stream.documents(0, stop)[rank::size]:
+        ids = stream.read(begin, end)[1].tolist()
+        first = ids[:1] if masked or begin == 0 else []
+        text = text_before(tokenizer, ids, stop - begin)
+        total += len(text.encode()) - len(tokenizer.decode(first).encode())
+    return total
+
+
+def text_before(tokenizer: Tokenizer, ids: list[int], count: int) -> str:
+    """The text of a document's first `count` tokens, without a character that the last of them begins. That decodes to
+    U+FFFD, as a U+FFFD of the text itself does."""
+    whole = tokenizer.decode(ids)
+    if count >= len(ids):
+        return whole
+    cut = tokenizer.decode(ids[:count])
+    length = 0
+    while length < min(len(whole), len(cut)) and whole[length] == cut[length]:
+        length += 1
+    ends_inside = cut + tokenizer.decode(ids[count:]) != whole
+    if length == len(cut) and cut.endswith("\ufffd") and ends_inside:
+        length -= 1
+    return whole[:length]

@@ -128,6 +128,13 @@ def lock(path: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:
     return held
 
 
+def python_command(statements: str) -> list[str]:
+    """The command of a process of its own that runs statements with this repository's modules. They need not be on
+    Python's path: a rank that torchrun starts has them because its script, train.py, lies beside them."""
+    repo = str(pathlib.Path(__file__).parent)
+    return [sys.executable, "-c", f"import sys; sys.path.insert(0, {repo!r}); {statements}"]
+
+
 def die_with_parent(parent: int | None = None) -> None:
     """Makes Linux kill this process when its parent dies, even if it is stopped: no rank outlives a killed launcher and
     keeps the folder's lock. parent: its pid, if known before the fork; it may have died since."""

@@ -293,7 +293,7 @@ def main(argv: list[str]) -> int:
         if not holds:
             parser.error(f"{flag} {value}: must be {rule}")
 
-    from checkpoint import compare, load, tools
+    from checkpoint import catalog, compare, load
     from data.tokenizer import Tokenizer
     from model.build import meta_model
     from parallel.materialize import materialize
@@ -303,8 +303,8 @@ def main(argv: list[str]) -> int:
     try:
         if sys.stdout is None:
             raise OSError("is closed")
-        folder = tools.find(args.checkpoint)
-        cfg = tools.read_config(folder, args.base)
+        folder = catalog.find(args.checkpoint)
+        cfg = catalog.read_config(folder, args.base)
         tokenizer, context = Tokenizer(folder), cfg.train.seq_len
         if (settings := folder / "generation_config.json").is_file():
             # of an import: several tokens may end a text
@@ -334,10 +334,7 @@ def main(argv: list[str]) -> int:
         # for characters that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
         if args.chat:
-            if problem := config.lack_of(
-                "extras/chat/terminal.py", "extras/chat/conversations.py", "extras/chat/template.py"
-            ):
-                raise ConfigError(f"--chat: {problem}")
+            config.require_extra("chat", "--chat")
             from extras.chat.terminal import converse
 
             converse(

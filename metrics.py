@@ -20,11 +20,31 @@ import torch
 
 import config
 import files
+import schema
 from parallel.mesh import World
 from parallel.ranks import all_gather_objects, on_rank_zero
 
 log = logging.getLogger("train")
 
+# Dense bfloat16 TFLOP/s by the data sheets, by part of the device's name of CUDA; the longest that matches counts.
+PEAK_TFLOPS = {
+    "A100": 312,
+    "A800": 312,
+    "H100": 989,
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H800": 989,
+    "H200": 989,
+    "H200 NVL": 835,
+    "GH200": 989,
+    "B200": 2250,
+    "GB200": 2500,
+    "L40S": 362,
+    "RTX 3090": 71,
+    "RTX 4090": 165,
+    "RTX 5090": 209,
+    "MI300X": 1307,
+}
 ACCENT = "\033[1;36m", "\033[0m"  # ANSI: bold cyan, and the default again
 NO_VALIDATION_TARGET = "no validation loss: no token of the validation data has a loss"
 # bytes of rows that wait in memory while they cannot be written: tens of thousands
@@ -32,12 +52,16 @@ ROWS_KEPT = 2**24
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bfloat16 FLOP/s by the data sheet, in the plan's table; None, and so no MFU, for an unknown device."""
-    if device.type != "cuda" or not config.has(*config.PLANNER):
-        return None
-    from extras.planner.devices import data_sheet_peak
+    """Dense bfloat16 FLOP/s by the data sheet; None, and so no MFU, for an unknown device."""
+    return data_sheet_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
-    return data_sheet_peak(torch.cuda.get_device_name(device))
+
+def data_sheet_peak(name: str) -> float | None:
+    """The dense bfloat16 peak of a device by its name of CUDA, such as "NVIDIA A100-SXM4-80GB", in FLOP/s."""
+    if "Laptop" in name or "MIG" in name:  # another chip, or a slice, of the same name
+        return None
+    known = [chip for chip in PEAK_TFLOPS if chip in name]
+    return PEAK_TFLOPS[max(known, key=len)] * 1e12 if known else None
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -130,7 +154,7 @@ class Recorder:
         )
         self.phase, self.plan = phase, None
         self.rows = Rows(folder, cfg.log, start) if world.rank == 0 else None
-        if self.rows and world.device.type == "cuda" and config.has(*config.PLANNER):
+        if self.rows and world.device.type == "cuda" and config.has_extra("planner"):
             from extras.planner.check import PlanCheck
 
             self.plan = PlanCheck(cfg, world, folder)
@@ -300,9 +324,7 @@ class Rows:
         # has a lock: saves sync in their own thread
         self.file = path.open("ab", buffering=ROWS_KEPT)
         self.board: Any = None
-        if settings.tensorboard and config.has("board.py"):
-            from board import Board
-
+        if settings.tensorboard:
             self.board = Board(folder / "tensorboard", start)
         self.tracker: Any = None
         if settings.tracker:
@@ -375,3 +397,38 @@ def console_line(row: dict, steps: int) -> str:
         f"grad {row['grad_norm']:5.2f}  {row['tokens_per_second_per_device']:>6,.0f} {per}  "
         f"{row['peak_memory_gib']:4.1f} GiB  left {left}"
     )
+
+
+log = logging.getLogger("train")
+
+
+class Board:
+    """Every finite number of a row, by its kind and name. If it fails, training goes on without it."""
+
+    def __init__(self, folder: pathlib.Path, start: int):
+        """Drops what it has of steps after `start`."""
+        from torch.utils.tensorboard import (
+            SummaryWriter,  # a package that a run without it need not have
+        )
+
+        self.writer: SummaryWriter | None = SummaryWriter(folder, purge_step=start + 1)
+
+    def write(self, row: dict) -> None:
+        if not self.writer:
+            return
+        try:
+            for key, value in schema.flatten(row).items():
+                if (
+                    isinstance(value, int | float)
+                    and math.isfinite(value)
+                    and key not in ("step", "batch_digest")
+                ):
+                    self.writer.add_scalar(f"{row['kind']}/{key}", value, row["step"])
+        except Exception as error:  # it re-raises whatever its writer thread raised
+            self.writer = None
+            log.warning("TensorBoard: %s; it gets no more rows of this launch", error)
+
+    def close(self) -> None:
+        if self.writer:
+            with contextlib.suppress(Exception):
+                self.writer.close()

@@ -42,9 +42,17 @@ def together(*checks: Callable[[], Any]) -> list[Any]:
     return found
 
 
-def option(default: Any, doc: str, rule: tuple = (lambda v: True, ""), note: str = "") -> Any:
-    """A dataclass field. rule: (predicate, the requirement in words); note: added to the error for a wrong type."""
-    return field(default=default, metadata={"doc": doc, "rule": rule, "note": note})
+def option(
+    default: Any,
+    doc: str,
+    rule: tuple = (lambda v: True, ""),
+    note: str = "",
+    extra: str | None = None,
+) -> Any:
+    """A dataclass field. rule: (predicate, the requirement in words); note: added to the error for a wrong type; extra:
+    what the option needs where it is not at its default, or its table, off by default, is on."""
+    metadata = {"doc": doc, "rule": rule, "note": note, "extra": extra}
+    return field(default=default, metadata=metadata)
 
 
 class Schema:
@@ -89,6 +97,17 @@ class Schema:
         if not holds(fitted):
             raise ValueError(rule)
         return fitted
+
+    def extra_of(self, name: str, value: Any) -> str | None:
+        """The extra that an option of this value needs, or a table that is given without options."""
+        if name in self.tables:
+            extras = {f.metadata["extra"] for _, f in self.section(name).values()}
+            return next(iter(extras), None)
+        _, option_field = self.options[name]
+        _, is_off_by_default = self.tables[name.rpartition(".")[0]]
+        if value == option_field.default and not is_off_by_default:
+            return None
+        return option_field.metadata["extra"]
 
     def read(self, raw: dict, path: str, overrides: Iterable[str] = ()) -> "Given":
         """Reads the tables of a file, with the command line's overrides on top. `path` names their origin in errors."""

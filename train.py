@@ -24,8 +24,9 @@ from checkpoint.compare import data_before
 from config import Config
 from data.dataset import open_dataset
 from data.loader import Batch, Loader
-from evaluate import evaluate, evaluate_newest, log_sample
-from lifecycle.run import Run, open_pretrained
+from evaluate import evaluate, evaluate_newest
+from generate import log_sample
+from lifecycle.run import Run
 from metrics import Recorder
 from model.build import meta_model
 from model.llama import Llama, flops_per_token, parameter_count
@@ -38,7 +39,7 @@ from optim import (
     set_learning_rate,
 )
 from parallel.fsdp import set_gradient_sync, unshard_first_units
-from parallel.materialize import materialize
+from parallel.materialize import materialize, open_pretrained
 from parallel.mesh import World, storage_device
 from parallel.parallelize import parallelize
 from parallel.ranks import on_each_rank

@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         train(folder, "base", f"--train.steps={args.base_steps}", *options)
         subprocess.run(
-            [sys.executable, "-m", "huggingface", "export", folder / "base", folder / "hf"],
+            [sys.executable, "-m", "extras.huggingface", "export", folder / "base", folder / "hf"],
             check=True,
             cwd=REPO,
             stdout=sys.stderr,

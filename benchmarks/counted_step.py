@@ -39,8 +39,11 @@ from config import ConfigError
 from model.attention import mask_mod
 from model.llama import Llama, rope_tables
 from model.loss import softmax_parts, to_slope
-from parallel.activation_checkpoint import apply_activation_checkpointing
-from parallel.selective import ATTENTION, MATRIX_PRODUCTS
+from parallel.activation_checkpoint import (
+    ATTENTION,
+    MATRIX_PRODUCTS,
+    apply_activation_checkpointing,
+)
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 MODELS = ("llama1b", "llama3b", "llama8b", "llama70b")

@@ -31,7 +31,7 @@ from data.prepare import prepare
 from lifecycle import folder
 from lifecycle.process_group import distributed
 from lifecycle.run import Run
-from lifecycle.signals import StopRequest
+from lifecycle.stop import StopRequest
 from metrics import read_rows
 from model.build import meta_model
 from parallel.materialize import materialize

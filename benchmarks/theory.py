@@ -10,7 +10,7 @@ import config
 from model.llama import Llama, named_parameters
 from model.loss import CHUNK
 from optim import build_optimizer
-from parallel.activation_checkpoint import is_checkpointed
+from parallel.activation_checkpoint import KEEP_EVERY, is_checkpointed
 from parallel.fsdp import (
     all_gather_dtype,
     replicated_parameters,
@@ -18,7 +18,6 @@ from parallel.fsdp import (
     unit_parameters,
     units,
 )
-from parallel.selective import KEEP_EVERY
 
 
 def largest_shards(model: Llama, shards: int, tp: int) -> dict[nn.Parameter, int]:

@@ -8,9 +8,8 @@ Exits with 0 if all are good, 1 if any is not (it names each bad file), 2 if the
 import argparse
 import pathlib
 
-from checkpoint.catalog import problems_of
+from checkpoint.catalog import checkpoints_of, problems_of
 from checkpoint.manifest import read_manifest
-from checkpoint.tools import checkpoints_of
 from config import ConfigError, run_tool
 from files import print_line
 

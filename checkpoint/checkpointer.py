@@ -7,6 +7,7 @@ from concurrent import futures
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import config
 from checkpoint import catalog, compare
@@ -133,8 +134,6 @@ class Checkpointer:
         self.finish_pending_save(wait=True)
         tensors = tensors_of(model, optimizer)
         if settings.async_save:
-            from checkpoint.staging import staged
-
             tensors = staged(tensors, self.buffers, self.world.device)
         content = {
             **dataclasses.asdict(state),
@@ -193,3 +192,29 @@ def resolve_param_dtype(cfg: config.Config, world: World) -> config.Config:
             "bfloat16" if all(all_gather_objects(has_native_bfloat16(world.device))) else "float32"
         )
     return dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, param_dtype=dtype))
+
+
+def staged(
+    tensors: dict[str, Tensor], buffers: dict[str, Tensor], device: torch.device
+) -> dict[str, Tensor]:
+    """Copies the tensors to host memory, sharded as they are. The next save reuses the buffers: faulting in fresh pages
+    would take as long as the copy itself."""
+    local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    for name, t in local.items():
+        if name not in buffers:
+            held = buffers[name] = torch.empty_like(t, device="cpu")
+            if t.is_cuda and held.nbytes:
+                # pinned in place: torch's pinned allocator rounds up to powers of two
+                torch.cuda.check_error(
+                    # pyrefly: ignore[missing-attribute]  # cudart() is not None with a GPU
+                    torch.cuda.cudart().cudaHostRegister(held.data_ptr(), held.nbytes, 0)
+                )
+        buffers[name].copy_(t, non_blocking=True)
+    torch.get_device_module(device).synchronize()  # of torch.cpu: does nothing
+    # Not DTensor.from_local: that would move the copy back to the mesh's device.
+    return {
+        name: DTensor(buffers[name], t._spec, requires_grad=False)
+        if isinstance(t, DTensor)
+        else buffers[name]
+        for name, t in tensors.items()
+    }

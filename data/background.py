@@ -7,7 +7,6 @@ wrong, as JSON.
 
 import json
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -83,12 +82,9 @@ class Preparer:
     def _start(self) -> None:
         from parallel.ranks import local_world_size
 
-        # a rank of torchrun need not have it on Python's path
-        repo = str(pathlib.Path(__file__).parent.parent)
-        code = f"import sys; sys.path.insert(0, {repo!r}); {CHILD}"
         self.problems = tempfile.TemporaryFile()  # noqa: SIM115  closed with this object
         self.child = subprocess.Popen(
-            [sys.executable, "-c", code, str(max(1, local_world_size()))],
+            [*files.python_command(CHILD), str(max(1, local_world_size()))],
             stdin=subprocess.PIPE,  # open as long as this process lives
             stdout=self.problems,
         )

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
-from files import print_error
+from files import print_error, python_command
 from schema import ConfigError, Given, flatten, read_toml, toml
 
 GIB = 2**30
@@ -128,11 +128,9 @@ def fetch(name: str, files: list[str], size: int, cache: str) -> None:
         size,
     )
     print_error(f"fetching {name}: {size / GIB:,.2f} GiB into {cache}")
-    # as torchrun starts a rank, it need not be on Python's path
-    repo = str(pathlib.Path(__file__).parent.parent)
-    code = f"import sys; sys.path.insert(0, {repo!r}); from extras.huggingface import hub; hub.main(*sys.argv[1:])"
+    command = python_command("from data import hub; hub.main(*sys.argv[1:])")
     with subprocess.Popen(
-        [sys.executable, "-c", code, name, *files],
+        [*command, name, *files],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

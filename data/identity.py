@@ -22,8 +22,6 @@ def kind_of(d: config.Data) -> type[Source]:
     """The class that reads a source. Raises ConfigError."""
     if d.source == STDLIB or local_files(d.source) is not None:
         return Files
-    if problem := config.lack_of("data/hub.py"):
-        raise ConfigError(f"[data] source = {d.source}: {problem}")
     from data.hub_sources import Hub, HubFiles
 
     return HubFiles if d.order == "growing" else Hub

@@ -300,8 +300,6 @@ class Files(Source):
                 yield from json_row(path, number, line)
 
     def _by_arrow(self, path: pathlib.Path) -> Iterator[tuple[str, object]]:
-        if problem := config.lack_of("data/arrow.py"):
-            raise ConfigError(f"[data] source = {path}: {problem}")
         from data import arrow
 
         with readable(f"{path}:"):

@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-import config
 from config import ConfigError
+from data.hub import local
 
 TOKENIZERS = ("tokenizer.model", "tokenizer.json")
 # sentencepiece writes a space as this character, and decodes the character to a space
@@ -21,10 +21,6 @@ LINE = 1 << 14  # characters; a longer line is split for training
 def local_path(name: str) -> pathlib.Path:
     """The folder or file that an option names; of a Hugging Face repository the folder in the hub's cache, with its
     tokenizer and settings, fetched if they are not there. Raises ConfigError."""
-    if not config.has("extras/huggingface/"):
-        return pathlib.Path(name)
-    from data.hub import local
-
     return local(name)
 
 
@@ -42,8 +38,6 @@ def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
             raise ConfigError(f"{path}: holds neither tokenizer.model nor tokenizer.json")
         if len(found) == 1 and not (content := found[0].read_bytes()).lstrip().startswith(b"{"):
             return {"tokenizer.model": content}
-        if problem := config.lack_of("data/tokenizer_json.py"):
-            raise ConfigError(f"{found[-1]}: {problem}")
         from data.tokenizer_json import choose_files
 
         return choose_files(found)

@@ -13,9 +13,9 @@ from checkpoint import catalog, compare
 from config import ConfigError
 from files import print_line
 from launch.command import Ranks
+from launch.interruption import Interruption
 from lifecycle.folder import check_folder, read_status
 from lifecycle.gpus import visible_gpus
-from lifecycle.signals import Interruption
 from schema import together
 
 

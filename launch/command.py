@@ -6,13 +6,13 @@ python -m launch.command --usable [CONFIG ...]     exits with 0 if this Python c
 import contextlib
 import os
 import pathlib
-import platform
 import re
 import sys
 from dataclasses import dataclass
 
 import config
 from config import ConfigError
+from launch.slurm import on_nodes
 from lifecycle.gpus import visible_gpus
 
 TORCH = ((2, 11), (2, 15))  # oldest and newest supported versions
@@ -49,8 +49,7 @@ class Ranks:
                 )
             return int(text)
 
-        if (job := env.get("SLURM_JOB_ID")) and (problem := config.lack_of("launch/slurm.py")):
-            raise ConfigError(f"run_train.sh: SLURM_JOB_ID={job}: {problem}")
+        job = env.get("SLURM_JOB_ID")
         local = env.get("NPROC") or env.get("SLURM_GPUS_ON_NODE") or str(visible_gpus())
         local = "1" if local == "0" and not env.get("NPROC") else local  # no GPU
         nodes = env.get("SLURM_NNODES", "1") if job else "1"
@@ -79,8 +78,6 @@ class Ranks:
         ]
         if not self.job:
             return [*torchrun, "--standalone", TRAIN]
-        from launch.slurm import on_nodes
-
         return [*on_nodes(torchrun, self.nodes, self.job, self.attempt), TRAIN]
 
     def environment(self) -> dict[str, str]:
@@ -114,30 +111,6 @@ def commits(cfg: config.Config) -> list[str]:
     ]
 
 
-def torchrun_id() -> str | None:
-    """Names this node's torchrun process, which stays when it restarts its ranks; None without torchrun."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None
-    parent, started = os.getppid(), ""
-    with contextlib.suppress(OSError):  # in a container every torchrun may have the same number
-        started = pathlib.Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-    return f"torchrun-{platform.node()}-{parent}-{started}".replace(".", "-")
-
-
-def words_without(*options: str) -> list[str]:
-    """The command line of this launch, without options that begin so."""
-    return [
-        word.removeprefix(f"{os.getcwd()}/")
-        for word in sys.argv[1:]
-        if not word.startswith(options)
-    ]
-
-
-def color_is_wanted() -> bool:
-    """Whether stdout is a terminal, and NO_COLOR (no-color.org) is not set."""
-    return os.isatty(1) and not os.environ.get("NO_COLOR")
-
-
 def usable(argv: list[str]) -> bool:
     """Whether this Python can run these arguments, or without any, everything. Imports none of the packages."""
     import importlib.metadata
@@ -151,9 +124,7 @@ def usable(argv: list[str]) -> bool:
         if argv and not (args := config.parse_arguments(argv)).dry_run:
             cfg = config.load(args.config, args.overrides)
             needed.append("numpy")  # torch.distributed's object collectives need it
-            needed += ["tensorboard"] * (
-                cfg.log.tensorboard and config.has("board.py") and not args.eval_only
-            )
+            needed += ["tensorboard"] * (cfg.log.tensorboard and not args.eval_only)
             needed += ["safetensors"] * (cfg.model.init_from is not None)
             if not is_prepared(cfg):
                 needed += preparing

@@ -13,7 +13,7 @@ of the time limit and requeues the job; after TERM (scancel) SLURM decides.
 import signal
 from collections.abc import Callable
 
-from lifecycle.signals import SIGNALS, TWICE_SECONDS, Interrupted, Interruption
+from launch.interruption import Interrupted, Interruption
 
 
 def listen(handler: Callable | signal.Handlers) -> None:
@@ -45,7 +45,8 @@ from config import ConfigError
 from files import die_with_parent, print_error
 from launch.checks import check_launch
 from launch.command import Ranks, commits
-from lifecycle import INPUT_IS_WRONG, STOPPED
+from launch.slurm import end_of_stopped
+from lifecycle import INPUT_IS_WRONG, SIGNALS, STOPPED, TWICE_SECONDS
 from lifecycle.folder import (
     failures,
     holder,
@@ -212,8 +213,6 @@ def launch(argv: list[str], interruption: Interruption) -> int:
         print_error("stopped before the run began")
         code = STOPPED
     if code == STOPPED and ranks.job:  # pyrefly: ignore[unbound-name]  # as above
-        from launch.slurm import end_of_stopped
-
         return end_of_stopped(
             cfg,  # pyrefly: ignore[unbound-name]  # as above
             ranks.job,

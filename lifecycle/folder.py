@@ -19,7 +19,7 @@ import filelock
 import config
 import files
 from config import ConfigError
-from lifecycle.signals import NOW
+from lifecycle.watchdog import NOW
 
 
 def read_status(folder: pathlib.Path) -> dict:

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import platform
+import resource
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -121,17 +122,20 @@ def set_determinism(run: config.Run) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False
 
 
+def raise_file_limit() -> None:
+    """Raises this process's limit of open files, usually 1,024, to the hard one: gloo keeps a connection to each other
+    rank of each group."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 @contextlib.contextmanager
-def distributed(cfg: config.Config, trains: bool = True) -> Iterator[World]:
-    """Initializes the process group, and destroys it on exit. trains: and does not only evaluate. Raises ConfigError
-    for a mesh or device that is invalid or unavailable, if the process may open too few files, and if ranks have
-    different devices or options."""
+def distributed(cfg: config.Config) -> Iterator[World]:
+    """Initializes the process group, and destroys it on exit. Raises ConfigError for a mesh or device that is invalid
+    or unavailable, and if ranks have different devices or options."""
     rank, local_rank, size = rank_and_size()
     shape = config.mesh_shape(cfg, size)
-    if config.has("lifecycle/descriptors.py"):
-        from lifecycle.descriptors import raise_limit
-
-        raise_limit(cfg, shape, rank, trains)
+    raise_file_limit()
     timeout = datetime.timedelta(seconds=config.longest_timeout(cfg))
     store = (
         next(dist.rendezvous("env://", timeout=timeout))[0]

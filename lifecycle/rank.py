@@ -11,7 +11,7 @@ import config
 from config import ConfigError
 from files import die_with_parent
 from lifecycle import DOES_NOT_FIT, INPUT_IS_WRONG
-from lifecycle.signals import StopRequest
+from lifecycle.stop import StopRequest
 
 
 class RankProcess:
@@ -72,7 +72,7 @@ class RankProcess:
             if code := final_exit_code(cfg, launch):
                 # torchrun restarts ranks even where that cannot help
                 return code
-            with distributed(cfg, trains) as world:
+            with distributed(cfg) as world:
                 if trains:  # an explicit `resume = N` counts once, not again after a restart by torchrun or SLURM
                     # rank 0 decides for all: each may see a different state of a shared disk
                     cfg = replace(

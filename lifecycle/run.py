@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,20 +20,20 @@ import torch.distributed as dist
 import config
 import files
 import metrics
-from checkpoint.catalog import path_of, read_state
+from checkpoint.catalog import path_of
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.compare import other_tokenizer
 from checkpoint.save import SaveFailed
 from config import ConfigError
 from data.background import PreparingFailed
 from data.loader import FAILED, READY, WAITING, Loader
-from launch.command import color_is_wanted, torchrun_id, words_without
 from lifecycle import INPUT_IS_WRONG, STOPPED, folder
-from lifecycle.signals import FROZEN_SECONDS, StopRequest, Watchdog
+from lifecycle.stop import StopRequest
+from lifecycle.watchdog import FROZEN_SECONDS, Watchdog
 from metrics import log
 from optim import NoTargets
 from parallel.mesh import World
-from parallel.ranks import all_gather_objects, on_rank_zero
+from parallel.ranks import all_gather_objects, on_rank_zero, torchrun_id
 
 WAIT_SECONDS = 0.2  # between the ranks' agreements on a stop while they wait for text
 LOG_WAIT_SECONDS = 2.0  # a longer wait is logged
@@ -107,10 +107,6 @@ class Run:
         self.watchdog.use_log(log_file, self.world.rank)
         for problem in checkpointer.problems:
             log.warning("corrupt, set aside: %s", problem)
-        if self.step and config.has("extras/migrate/"):
-            from extras.migrate.former import log_changes
-
-            log_changes(path := path_of(self.cfg, self.step), read_state(path)["config"])
         if warning := other_tokenizer(self.cfg, self.step, tokenizer_files):
             # which allow_changed may allow
             log.warning(warning)
@@ -286,7 +282,9 @@ class Run:
                 # there may be too little memory left for this, or no planner
                 from extras.planner.advice import out_of_memory
 
-                text += "\n" + out_of_memory(self.cfg, self.world.size, words_without("--launch="))
+                text += "\n" + out_of_memory(
+                    self.cfg, self.world.size, config.words_without("--launch=")
+                )
         elif isinstance(error, SaveFailed | PreparingFailed):
             final = False
         elif not isinstance(error, FloatingPointError | NoTargets):
@@ -312,7 +310,7 @@ class Run:
         except OSError as error:  # without a status nobody would know: not a success
             log.error("%s/status.json cannot be written: %s", self.folder, error)
             raise SystemExit(1) from None
-        if self.step and config.has("extras/reports/report.py"):
+        if self.step and config.has_extra("reports"):
             from extras.reports.report import report_end
 
             report_end(self.cfg, state == "finished")
@@ -352,16 +350,6 @@ class Run:
         exit_immediately(1)
 
 
-def open_pretrained(cfg: config.Config, step: int) -> Any:
-    """The weights of the Hugging Face folder model.init_from, as far as a run that resumes after `step` reads them
-    (extras/huggingface/weights.py: Weights); None without that option."""
-    if not cfg.model.init_from:
-        return None
-    from extras.huggingface.weights import open_weights
-
-    return open_weights(cfg, step)
-
-
 def holder_of(launch: str | None) -> str | None:
     """Who has a run's folder while this process does: the launcher, or torchrun without one."""
     return launch or torchrun_id()
@@ -380,3 +368,8 @@ def exit_immediately(code: int) -> NoReturn:
             stream.flush()
     logging.shutdown()
     os._exit(code)
+
+
+def color_is_wanted() -> bool:
+    """Whether stdout is a terminal, and NO_COLOR (no-color.org) is not set."""
+    return os.isatty(1) and not os.environ.get("NO_COLOR")

@@ -35,6 +35,7 @@ from torch.distributed.fsdp import (
 import config
 from model.llama import Llama
 from parallel.mesh import World, fsdp_mesh
+from parallel.torch_patches import allow_integer_parameters
 
 
 def units(model: Llama) -> list[tuple[str, list[nn.Module]]]:
@@ -68,8 +69,6 @@ def apply_fsdp(model: Llama, p: config.Parallel, world: World) -> None:
     offload = CPUOffloadPolicy(pin_memory=pin) if p.cpu_offload else OffloadPolicy()
     allowed = contextlib.nullcontext()
     if not all(param.is_floating_point() for param in model.parameters()):  # NF4's codes
-        from parallel.optional_patches import allow_integer_parameters
-
         allowed = allow_integer_parameters()
     with allowed:
         for name, modules in units(model):

@@ -6,12 +6,14 @@ With FSDP2 alone all CPU ranks would draw the same random shard, and the model w
 import hashlib
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+import config
 from config import ConfigError
 from model.llama import Llama, after_weight_update, named_parameters
 from parallel.ranks import on_each_rank
@@ -145,3 +147,13 @@ def draw(
             )
         out[row - offsets[0] :][:count] = values[(slice(within, within + count), *columns)]
         row += count
+
+
+def open_pretrained(cfg: config.Config, step: int) -> Any:
+    """The weights of the Hugging Face folder model.init_from, as far as a run that resumes after `step` reads them
+    (extras/huggingface/weights.py: Weights); None without that option."""
+    if not cfg.model.init_from:
+        return None
+    from extras.huggingface.weights import open_weights
+
+    return open_weights(cfg, step)

@@ -4,7 +4,7 @@ import torch
 
 import config
 from model.llama import Llama
-from parallel.activation_checkpoint import apply_activation_checkpointing
+from parallel.activation_checkpoint import apply_activation_checkpointing, check_matmul_order
 from parallel.fsdp import apply_fsdp
 from parallel.mesh import World
 
@@ -13,8 +13,6 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
     """Parallelizes a model on the meta device, in place. Call materialize() afterwards for storage and values."""
     # While the model is plain: does a block call its matmuls in the order that selective checkpointing counts on?
     if cfg.parallel.recompute in config.SELECTIVE:
-        from parallel.matmul_order import check_matmul_order
-
         check_matmul_order(model, cfg.parallel.recompute, cfg.train.seq_len)
 
     # 0. Choose the matrices that multiply in float8: this changes what a block computes and what FSDP2 all-gathers.

@@ -1,6 +1,9 @@
 """How ranks agree: every rank's objects on all, decisions of rank 0, every rank's errors on all."""
 
+import contextlib
 import os
+import pathlib
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -66,3 +69,13 @@ def check_same_on_all_ranks(what: str, ours: dict[str, Any]) -> None:
     for rank, found in enumerate(all_gather_objects(differ)):
         if found:
             raise ConfigError(f"rank {rank} has {'; '.join(found)}: all nodes need the same {what}")
+
+
+def torchrun_id() -> str | None:
+    """Names this node's torchrun process, which stays when it restarts its ranks; None without torchrun."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    parent, started = os.getppid(), ""
+    with contextlib.suppress(OSError):  # in a container every torchrun may have the same number
+        started = pathlib.Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"torchrun-{platform.node()}-{parent}-{started}".replace(".", "-")

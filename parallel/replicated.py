@@ -9,7 +9,7 @@ from torch.nn.utils import parametrize
 import config
 from config import ConfigError
 from model.llama import Llama, named_parameters
-from parallel.optional_patches import share_classes
+from parallel.torch_patches import share_classes
 
 
 def matching_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:

@@ -44,8 +44,8 @@ from parallel.collectives import (
     reduce_scatter,
 )
 from parallel.mesh import World
-from parallel.optional_patches import share_classes
 from parallel.ranks import local_world_size
+from parallel.torch_patches import share_classes
 
 # colwise, rowwise. For x @ weight.T: local output or input features
 COLWISE, ROWWISE = (Shard(0), Shard(1))

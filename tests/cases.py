@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
 import files
+import generate
 from checkpoint.catalog import path_of
 from checkpoint.load import Reader, restore, tensors_of
 from checkpoint.save import Saver
@@ -47,24 +48,11 @@ def process_group():
     return distributed(make_config(train={"global_batch_size": 24, "micro_batch_size": 1}))
 
 
-def open_descriptors(sections: dict, limits: tuple[int, int]) -> tuple[int, int, int]:
-    """(open files before the process group, with every group of a run, and as announced before), under these soft and
-    hard limits."""
-    from lifecycle.descriptors import descriptors
-
+def file_limits(limits: tuple[int, int]) -> tuple[int, int]:
+    """The (soft, hard) limit of open files of a rank that was started with these limits."""
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    cfg = make_config(
-        train={"global_batch_size": 24, "micro_batch_size": 1}, checkpoint={}, parallel=sections
-    )
-    before = len(os.listdir("/proc/self/fd"))
-    with distributed(cfg) as world:
-        fsdp_mesh(world)
-        Saver(cfg, 0, [])
-        return (
-            before,
-            len(os.listdir("/proc/self/fd")),
-            before + descriptors(cfg, world.mesh.shape, world.rank),
-        )
+    with process_group():
+        return resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 def device_error(types: list[str]) -> str:
@@ -135,7 +123,7 @@ def run_training(cfg: config.Config, world: World) -> None:
     import train
     from checkpoint.checkpointer import resolve_param_dtype
     from lifecycle.run import Run
-    from lifecycle.signals import StopRequest
+    from lifecycle.stop import StopRequest
 
     cfg = resolve_param_dtype(cfg, world)
     with (
@@ -196,7 +184,7 @@ def phases_of(sections: dict, output: str) -> set[tuple[str, str]]:
     """(what a run does, the phase whose time limit it has) of two launches, the second of one more step."""
     from checkpoint.checkpointer import Checkpointer
     from data.loader import Loader
-    from lifecycle.signals import Watchdog
+    from lifecycle.watchdog import Watchdog
 
     found, now, phase = set(), [], Watchdog.phase
 
@@ -505,7 +493,6 @@ def not_finite_at_the_end() -> list[str]:
 def samples_by_who_has_the_tokenizer(who: list[list[int]]) -> list[bool]:
     """Whether this rank generates the sample, which all ranks must or none, where these ranks can load the tokenizer;
     of the others the first cannot, and the second's does not encode."""
-    import evaluate
 
     found = []
     with (
@@ -523,7 +510,7 @@ def samples_by_who_has_the_tokenizer(who: list[list[int]]) -> list[bool]:
             )
             tokenizer.return_value.encode.return_value = [[1]]
             generated.reset_mock()
-            evaluate.log_sample(
+            generate.log_sample(
                 torch.nn.Identity(), make_config(train={"steps": 100}), world, dataset
             )
             found.append(generated.called)
@@ -1144,7 +1131,7 @@ def train_with_units(steps: int, sections: dict, output: str, units: list[bool])
     from checkpoint.checkpointer import resolve_param_dtype
     from evaluate import evaluate_newest
     from lifecycle.run import Run
-    from lifecycle.signals import StopRequest
+    from lifecycle.stop import StopRequest
 
     computed, forward = set(), torch.nn.functional.linear
 

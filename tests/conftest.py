@@ -5,6 +5,8 @@ import json
 import os
 import pathlib
 import random
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,11 +22,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub of others
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import config
-from tests import rooms
 from tests.gloo import run_on_ranks
 from tests.warm import warm_python
 
-REPO = rooms.REPO
+REPO = pathlib.Path(__file__).parent.parent
 
 TINY = {
     "model": {
@@ -43,78 +44,16 @@ TINY = {
 }
 
 
-# The longest files first: run two at a time they should not end one by one. Those before test_plan start ranks or
-# whole launches in most of their tests, and are slow as a whole.
-SLOW = (
-    "test_slurm",
-    "test_meshes",
-    "test_lora",
-    "test_lifecycle",
-    "test_float8",
-    "test_checkpoint",
-    "test_training",
-    "test_repo",
-    "test_rooms",
-    "test_crashes",
-    "test_order",
-    "test_minimal",
-    "test_equality",
-    "test_collectives",
-    "test_rebind",
-    "test_parallel",
-    "test_plan",
-    "test_plan_forks",
-    "test_fork_docs",
-    "test_growing",
-    "test_tracker",
-    "test_context",
-    "test_chat",
-    "test_prepare",
-    "test_hf",
-    "test_benchmarks",
-    "test_gpu_benchmark",
-)
-LONGEST = ("test_plan", "test_slurm", "test_meshes")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    place = {name: number for number, name in enumerate(dict.fromkeys(LONGEST + SLOW))}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    """The longest files first: run two at a time they should not end one by one. A test that starts ranks or a launch
+    is slow."""
     for item in items:
-        if item.path.stem in SLOW[: SLOW.index("test_plan")] or {"write_config", "on_ranks"} & {
-            *item.fixturenames
-        }:
+        if {"write_config", "on_ranks"} & {*item.fixturenames}:
             item.add_marker("slow")
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
-    report = yield
-    if rooms.missing() and call.excinfo:
-        rooms.skip_for_lack(report, f"{call.excinfo.value}\n{report.capstderr}")
-    return report
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector: pytest.Collector):
-    report = yield
-    if rooms.missing() and report.failed:
-        rooms.skip_for_lack(report, str(report.longrepr))
-    return report
-
-
-def pytest_terminal_summary(terminalreporter) -> None:
-    if rooms.missing():
-        skipped = [
-            report
-            for report in terminalreporter.stats.get("skipped", [])
-            if rooms.LACK in str(report.longrepr)
-        ]
-        files = sum(isinstance(report, pytest.CollectReport) for report in skipped)
-        terminalreporter.write_line(
-            f"not in this copy: {', '.join(rooms.missing())}. What needs them was skipped: {files} test files, "
-            f"{len(skipped) - files} tests, and cases of tests that have several"
-        )
+    order = {"first": 0, "early": 1, None: 2}
+    items.sort(
+        key=lambda item: order[next((m.name for m in item.iter_markers() if m.name in order), None)]
+    )
 
 
 def pytest_collection_finish() -> None:
@@ -180,18 +119,37 @@ def make_config(**sections: dict | None) -> config.Config:
     return config.from_dict(tables(**sections), "test.toml")
 
 
+def needs_extra(*names: str) -> pytest.MarkDecorator:
+    """Skips a test where one of these folders of extras/ was removed."""
+    removed = [name for name in names if not config.has_extra(name)]
+    return pytest.mark.skipif(bool(removed), reason=f"needs extras/{', extras/'.join(removed)}")
+
+
 def available(cases: dict) -> dict:
-    """Those cases, sections by name, that need no removed room: for a table whose cases all run in one launch."""
+    """The cases, sections by name, that need no removed extra: for a table whose cases all run in one launch."""
     return {name: sections for name, sections in cases.items() if not lacks(**sections)}
 
 
-def lacks(**sections: dict | None) -> str | None:
-    """The removed room that a configuration needs."""
+def lacks(**sections: dict | None) -> bool:
+    """Whether a configuration needs an extra that was removed."""
     try:
         make_config(**sections)
     except config.ConfigError as error:
-        return rooms.needed(str(error))
-    return None
+        return re.search(config.lack_of(r"\w+"), str(error)) is not None
+    return False
+
+
+def copy_tracked(folder: pathlib.Path, without: tuple[str, ...] = ()) -> pathlib.Path:
+    """The repository as a newcomer has it, tracked files alone, and without these folders."""
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True
+    ).stdout.split()
+    for name in tracked:
+        removed = any(name.startswith(f"{path}/") for path in without)
+        if not removed and (REPO / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPO / name, folder / name)
+    return folder
 
 
 def run_tool(main: Callable, *words: object) -> int:

@@ -17,8 +17,8 @@ import torch  # noqa: E402
 import checkpoint.save  # noqa: E402
 import config  # noqa: E402
 from data.loader import Loader  # noqa: E402
-from lifecycle import signals  # noqa: E402
-from lifecycle.signals import StopRequest  # noqa: E402
+from lifecycle import watchdog  # noqa: E402
+from lifecycle.stop import StopRequest  # noqa: E402
 from model.llama import Block, Llama  # noqa: E402
 
 what, on_rank, at_step = [*os.environ["FAULT"].split(":"), "0", "3"][:3]
@@ -96,7 +96,7 @@ FAULTS = {
     "none": lambda: None,
     "hang in data": lambda: before(Loader, "__next__", lambda: time.sleep(1000)),
     "frozen in data": lambda: (
-        setattr(signals, "FROZEN_SECONDS", 3.0),
+        setattr(watchdog, "FROZEN_SECONDS", 3.0),
         before(Loader, "__next__", freeze),
     ),
     "slow save and hang": lambda: (

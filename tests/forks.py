@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
-import config
 from model.llama import Block, FeedForward, Linear
-from tests.rooms import missing
+from parallel import context
 
 EXPERTS = 4
 
@@ -64,20 +63,16 @@ def routed() -> Iterator[None]:
     with contextlib.ExitStack() as changes:
         changes.enter_context(mock.patch("model.llama.FeedForward", RoutedFeedForward))
         changes.enter_context(mock.patch.object(Block, "forward", routed_block))
-        if not {*config.ROOMS["parallel.tp"]} & {*missing()}:
-            changes.enter_context(
-                mock.patch.dict(
-                    "parallel.tensor.TP_PLAN", {"blocks.*.feed_forward.router": Replicate()}
-                )
+        changes.enter_context(
+            mock.patch.dict(
+                "parallel.tensor.TP_PLAN", {"blocks.*.feed_forward.router": Replicate()}
             )
-        if not {*config.ROOMS["parallel.cp"]} & {*missing()}:
-            from parallel import context
-
-            changes.enter_context(
-                mock.patch.object(
-                    context,
-                    "apply_context_parallelism",
-                    partial(routed_context_parallelism, context.apply_context_parallelism),
-                )
+        )
+        changes.enter_context(
+            mock.patch.object(
+                context,
+                "apply_context_parallelism",
+                partial(routed_context_parallelism, context.apply_context_parallelism),
             )
+        )
         yield

@@ -22,6 +22,8 @@ from tests.conftest import REPO
 from tests.test_repo import documented
 from tests.warm import warm_python
 
+pytestmark = pytest.mark.early
+
 PINNED = (REPO / "requirements.txt").read_text().split("\n")[0].removeprefix("torch==")
 NUMBER = r"-?\d+\.\d+"
 SMALL = [

@@ -21,6 +21,8 @@ from optim import build_optimizer
 from tests import cases
 from tests.conftest import content, launch, make_config, rows, seal
 
+pytestmark = [pytest.mark.early, pytest.mark.slow]
+
 
 def configured(tmp_path, **keys):
     return make_config(run={"name": "r", "output_dir": str(tmp_path)}, checkpoint=keys)
@@ -71,9 +73,8 @@ def test_only_what_is_named_so_counts(tmp_path):
     (root / "step-00000300").symlink_to(root / "step-00000010")
     assert catalog.steps(cfg) == [9, 10, 123456789]
     assert chosen(cfg) == (123456789, {})
-    from checkpoint import tools  # optional
 
-    assert tools.find(config.run_folder(cfg)).name == "step-123456789"
+    assert catalog.find(config.run_folder(cfg)).name == "step-123456789"
     with pytest.raises(ConfigError, match=r"holds checkpoints, but \[checkpoint\] is off"):
         # it would begin anew
         chosen(make_config(run={"name": "r", "output_dir": str(tmp_path)}))
@@ -561,37 +562,6 @@ def test_steps_and_intervals_may_change(tmp_path):
     raw["train"]["steps"], raw["log"]["every_steps"], raw["train"]["micro_batch_size"] = 99, 7, 1
     raw["optim"]["lr"], raw["parallel"]["recompute"], raw["data"]["path"] = 1.0, "full", "elsewhere"
     compare.check_same_run(config.from_dict(raw, "changed.toml"), 10)
-
-
-def test_a_run_of_an_earlier_version_resumes_with_options_that_a_new_one_may_not_have(
-    tmp_path, monkeypatch
-):
-    from extras.migrate import former  # optional
-
-    raw = config.to_dict(cfg := configured(tmp_path))
-    raw["model"]["freeze"] = raw["parallel"]["unsharded"] = ["embedding*"]
-    raw["parallel"]["reshard_after_forward"] = 4
-    del raw["parallel"]["replicated"]
-    with pytest.raises(ConfigError) as new:
-        config.from_dict(raw, "x.toml")
-    unsharded, reshard = sorted(new.value.problems, reverse=True)
-    assert (
-        unsharded.startswith("x.toml: [parallel] unsharded = ")
-        and 'write replicated = ["embedding*"]' in unsharded
-    )
-    assert (
-        "[parallel] reshard_after_forward = 4: " in reshard
-        and "write reshard_after_forward = true" in reshard
-    )
-    folder, logged = fake(cfg, 10), []
-    p = config.from_dict(raw, "x.toml").parallel
-    assert (p.replicated, p.reshard_after_forward) == (("embedding*",), True)
-    monkeypatch.setattr(former.log, "warning", lambda text, *words: logged.append(text % words))
-    former.log_changes(folder, raw)
-    assert logged == [
-        f"{folder} was trained by an earlier version with parallel.reshard_after_forward = 4, and "
-        "resumes with true"
-    ]
 
 
 def test_any_number_of_ranks_reads_any(on_ranks, tmp_path):

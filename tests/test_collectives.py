@@ -10,8 +10,10 @@ import config
 from benchmarks.theory import collectives
 from model.build import meta_model
 from tests import cases
-from tests.conftest import REPO, lacks, make_config
+from tests.conftest import REPO, make_config
 from tests.test_equality import STRATEGIES
+
+pytestmark = [pytest.mark.early, pytest.mark.slow]
 
 UNEVEN = {"dim": 50, "n_heads": 5, "n_kv_heads": 1, "ffn_dim": 75, "vocab_size": 323}
 VARIANTS = {
@@ -102,11 +104,6 @@ MESHES = {
     "replicas x tp": {"dp_replicate": 2, "tp": 2},
     "replicas x cp": {"dp_replicate": 2, "cp": 2},
     "replicas x tp, no shards": {"dp_replicate": "auto", "dp_shard": 1, "tp": 2},
-}
-MESHES = {
-    name: mesh
-    for name, mesh in MESHES.items()
-    if not lacks(parallel={**mesh, "tp": 2 if "tp" in mesh else 1})
 }
 OVER_MESHES = {
     "": {},

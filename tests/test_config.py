@@ -17,7 +17,6 @@ import config
 import schema
 from config import ConfigError
 from tests.conftest import REPO, TINY, launch, make_config, tables
-from tests.rooms import OPTIONAL
 from tests.warm import warm_python
 
 CONFIGS = sorted((REPO / "configs").glob("*.toml"))
@@ -33,30 +32,39 @@ def test_shipped_configs_load_and_open_with_their_command(path):
     )
 
 
-def test_options_of_removed_rooms_are_refused_together(monkeypatch):
-    words = ["--parallel.tp=2", "--parallel.cp=1", "--lora.base_dtype=nf4", "--train.seq_len=-1"]
-    removed = {"parallel/tensor.py", "extras/lora/nf4.py", "extras/huggingface/"}
-    monkeypatch.setattr(config, "has", lambda file: file not in removed)
+def test_options_of_removed_extras_are_refused_together(monkeypatch):
+    words = [
+        "--optim.name=adamw",
+        "--parallel.float8=rowwise",
+        "--lora.base_dtype=nf4",
+        "--train.seq_len=-1",
+    ]
+    monkeypatch.setattr(config, "has_extra", lambda name: False)
     with pytest.raises(ConfigError) as error:
         config.from_dict(tables(), "t.toml", words)
-    for line in (
-        "command line: [parallel] tp = 2: needs parallel/tensor.py, which this copy of the repository does not have",
-        'command line: [lora] base_dtype = "nf4": needs extras/lora/nf4.py, which this copy of the repository does not have',
-    ):
-        assert error.value.problems.count(line) == 1
-    assert not any("cp" in problem.split(":")[1] for problem in error.value.problems)
-    assert "command line: [train] seq_len = -1: must be greater than 0" in error.value.problems
+    lacking = "which this copy of the repository does not have"
+    assert sorted(error.value.problems) == [
+        f'command line: [lora] base_dtype = "nf4": needs extras/lora, {lacking}',
+        f'command line: [parallel] float8 = "rowwise": needs extras/float8, {lacking}',
+        "command line: [train] seq_len = -1: must be greater than 0",
+    ]
     with pytest.raises(ConfigError) as error:
         config.from_dict({**tables(), "model": {"init_from": "x"}}, "t.toml")
     assert [*error.value.problems] == [
-        't.toml: [model] init_from = "x": needs huggingface/, which this copy of the repository does not have'
+        f't.toml: [model] init_from = "x": needs extras/huggingface, {lacking}'
     ]
-    # for a tool
-    config.from_dict(tables(model={"init_from": "x"}, parallel={"tp": 2}), "t.toml", saved=True)
+    with pytest.raises(ConfigError, match="lora = {}: needs extras/lora, "):
+        config.from_dict({**tables(), "lora": {}}, "t.toml")
+    # for a tool that reads a checkpoint
+    saved = tables(model={"init_from": "x"}, parallel={"float8": "rowwise"})
+    config.from_dict(saved, "t.toml", saved=True)
 
 
-def test_what_options_need_are_rooms():
-    assert {file.rstrip("/") for files in config.ROOMS.values() for file in files} <= {*OPTIONAL}
+def test_what_options_need_are_folders_of_extras():
+    needed = {field.metadata["extra"] for _, field in config.SCHEMA.options.values()}
+    assert needed - {None} == {"chat", "float8", "huggingface", "lora", "optimizers", "reports"}
+    for extra in needed - {None}:
+        assert config.has_extra(extra) or not (REPO / "extras" / extra).exists()
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
@@ -536,7 +544,7 @@ def test_what_is_wrong_beside_a_folder_that_cannot_be_read_is_told_too():
     ids=range(15),
 )
 def test_wrong_command_lines_are_told(program, arguments, told):
-    if told == "--dry-run" and not config.has("extras/planner/"):
+    if told == "--dry-run" and not config.has_extra("planner"):
         pytest.skip("needs planner")
     command = [sys.executable, "-m", program[:-3].replace("/", "."), *arguments]
     done = subprocess.run(

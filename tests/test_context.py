@@ -11,7 +11,9 @@ from model.attention import attention, make_mask
 from parallel.context import local_mask_mod
 from parallel.mesh import World, build_mesh
 from tests import cases
-from tests.conftest import lacks, make_config
+from tests.conftest import make_config
+
+pytestmark = pytest.mark.early
 
 
 @pytest.mark.parametrize("ranks, draws", [(2, 40), (4, 24)])
@@ -65,8 +67,6 @@ def of_a_block(on_ranks):
     """{(cp, tp): {recompute: bytes that a block keeps of two sequences}}: what a second pair of them adds."""
     found = {}
     for cp, tp in (1, 1), (1, 2), (2, 1), (2, 2):
-        if lacks(parallel={"cp": cp, "tp": tp}):
-            continue
         runs = [
             {
                 "model": MODEL,

@@ -22,6 +22,8 @@ from tests.cases import digests
 from tests.conftest import REPO
 from tests.crash_cases import Call, Disk, File, Tree, configured, write_tree
 
+pytestmark = [pytest.mark.early, pytest.mark.slow]
+
 
 @pytest.fixture(scope="module", params=[[], [1, 2]], ids=["the first save", "a later save"])
 def save(request, on_ranks, tmp_path_factory):

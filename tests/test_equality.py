@@ -13,6 +13,8 @@ from parallel.materialize import materialize
 from tests import cases
 from tests.conftest import make_config
 
+pytestmark = [pytest.mark.early, pytest.mark.slow]
+
 STRATEGIES = {
     "FULL_SHARD": {},
     "SHARD_GRAD_OP": {"reshard_after_forward": False},

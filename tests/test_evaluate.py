@@ -12,6 +12,7 @@ import torch
 
 import config
 import evaluate
+import generate
 import schema
 from config import ConfigError
 from data.dataset import open_data
@@ -78,14 +79,14 @@ def test_a_sample_begins_as_what_was_read_does(tmp_path, monkeypatch, source, na
     monkeypatch.setattr("generate.reshard", lambda model: None)
     cfg = make_config(data={"source": source}, train={"steps": 100})
     dataset = SimpleNamespace(names=names, tokenizer_files=[tmp_path / "t"])
-    evaluate.log_sample(Untrained(), cfg, WORLD, dataset)
+    generate.log_sample(Untrained(), cfg, WORLD, dataset)
     assert found == [prompt]
-    evaluate.log_sample(
+    generate.log_sample(
         Untrained(), replace(cfg, train=replace(cfg.train, steps=99)), WORLD, dataset
     )
-    evaluate.log_sample(Untrained(), cfg, WORLD, SimpleNamespace(names=names, tokenizer_files=[]))
+    generate.log_sample(Untrained(), cfg, WORLD, SimpleNamespace(names=names, tokenizer_files=[]))
     monkeypatch.setattr("generate.parameter_count", lambda model: 70_553_706_496)
-    evaluate.log_sample(Untrained(), cfg, WORLD, dataset)
+    generate.log_sample(Untrained(), cfg, WORLD, dataset)
     # none after few steps, without a tokenizer, or of a model whose all-gathers take seconds
     assert found == [prompt]
 
@@ -97,7 +98,7 @@ def test_a_tokenizer_that_cannot_encode_the_prompt_fails_no_run(tmp_path, monkey
     monkeypatch.setattr("data.tokenizer.Tokenizer", lambda folder: SimpleNamespace(encode=encode))
     monkeypatch.setattr("generate.continue_text", lambda *_: pytest.fail("must not be called"))
     dataset = SimpleNamespace(names=[], tokenizer_files=[tmp_path / "t"])
-    evaluate.log_sample(Untrained(), make_config(train={"steps": 100}), WORLD, dataset)
+    generate.log_sample(Untrained(), make_config(train={"steps": 100}), WORLD, dataset)
 
 
 def test_all_ranks_generate_the_sample_or_none_does(on_ranks):
@@ -142,7 +143,7 @@ def byte_level(path) -> str:
 @pytest.mark.parametrize("trained", [True, False])
 def test_bytes_of_targets_are_those_of_the_text(tmp_path, trained, masked):
     """Of any number of tokens, the sum over the ranks equals what the bytes of the single tokens give."""
-    from data.text_bytes import target_bytes
+    from evaluate import target_bytes
 
     texts = write_texts(tmp_path / "t.jsonl", 0)
     cfg = make_config(

@@ -8,10 +8,11 @@ import subprocess
 import pytest
 
 import config
-from tests.conftest import REPO, launch, rows, tables
-from tests.rooms import copy_tracked, missing
+from tests.conftest import REPO, copy_tracked, launch, rows, tables
 from tests.test_repo import BLOCK, commands
 from tests.warm import warm_python
+
+pytestmark = pytest.mark.early
 
 PAGE = (REPO / "docs/fork.md").read_text()
 START, CHANGE, TOKENS = [
@@ -24,8 +25,6 @@ START, CHANGE, TOKENS = [
 def fork(tmp_path_factory, corpus, prepared):
     """A copy in which the page's commands have run: of the quick tests one, of the change's those on one and two ranks,
     and runs of two steps on a small corpus."""
-    if gone := missing():
-        pytest.skip(f"needs {gone[0]}")
     copy = copy_tracked(tmp_path_factory.mktemp("fork") / "repo")
     (copy / "outputs").mkdir()
     (copy / "outputs/relu2.diff").write_text(DIFF)
@@ -147,19 +146,17 @@ def test_what_the_page_names_exists():
     files = pairs = others = 0
     for quoted in re.findall("`([^`]+)`", text):
         file, _, name = " ".join(quoted.split()).partition(": ")
-        if any(f"{file}/".startswith(f"{room}/") for room in missing()):
-            continue
         if re.fullmatch(r"[\w/.]+\.(py|md)", file) and ("/" in file or (REPO / file).exists()):
             assert (REPO / file).exists(), quoted
             files += 1
             if name:
                 assert re.search(rf"\b{re.escape(name)}\b", code[file]), quoted
                 pairs += 1
-        elif not quoted.endswith((".py", ".bin", ".diff", ".toml", '"')) and not missing():
+        elif not quoted.endswith((".py", ".bin", ".diff", ".toml", '"')):
             assert {*re.findall(r"[A-Za-z_]\w{3,}", quoted)} <= words | {
                 "balance",
                 "z_loss",
                 "z_weight",
             }, quoted
             others += 1
-    assert missing() or (files > 60 and pairs > 25 and others > 50), (files, pairs, others)
+    assert files > 60 and pairs > 25 and others > 50, (files, pairs, others)

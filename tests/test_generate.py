@@ -18,7 +18,7 @@ import torch
 
 import config
 import generate as tool
-from checkpoint import load, tools
+from checkpoint import catalog, load
 from config import ConfigError
 from data.tokenizer import Tokenizer
 from files import printable
@@ -322,7 +322,7 @@ def test_tool_writes_from_a_checkpoint_and_from_its_run(checkpoint, capsys):
 )
 def test_tool_samples_as_each_option_says(checkpoint, capsys, changes):
     """Alone among the defaults, each gives the text that recomputing every token gives."""
-    tokenizer, model = Tokenizer(checkpoint), Llama(tools.read_config(checkpoint).model)
+    tokenizer, model = Tokenizer(checkpoint), Llama(catalog.read_config(checkpoint).model)
     load.restore(checkpoint, model, None)
     options, expected = {"tokens": 128, "temperature": 0.8, "top-p": 1.0, "seed": 0, **changes}, ""
     for row, prompt in enumerate(("the cat", "a dog sat")):
@@ -376,10 +376,10 @@ def test_tool_reports_when_text_outgrows_the_window(checkpoint, capsys):
 
 
 def test_tool_refuses_an_id_that_the_model_has_no_row_for(checkpoint, capsys, monkeypatch):
-    cfg, largest = tools.read_config(checkpoint), max(encode(Tokenizer(checkpoint), "the cat"))
+    cfg, largest = catalog.read_config(checkpoint), max(encode(Tokenizer(checkpoint), "the cat"))
     for rows, refused in ((largest, True), (largest + 1, False)):
         small = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab_size=rows))
-        monkeypatch.setattr("checkpoint.tools.read_config", lambda *_, found=small: found)
+        monkeypatch.setattr("checkpoint.catalog.read_config", lambda *_, found=small: found)
         # its rows are not those of the checkpoint
         code, text, errors = run(capsys, checkpoint, "--prompt", "the cat")
         assert code == 2 and text == ""

@@ -17,6 +17,8 @@ from tests import cases
 from tests.conftest import REPO, make_config
 from tests.warm import warm_python
 
+pytestmark = pytest.mark.early
+
 
 def run(folder, capsys, *arguments: str) -> tuple[list[str], dict]:
     """(lines printed, content of the JSON file)."""

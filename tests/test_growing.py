@@ -44,6 +44,8 @@ from tests import order_model
 from tests.conftest import REPO, data_rank, launch, make_config, rows, run_tool, words
 from tests.small_borders import VALUES
 
+pytestmark = pytest.mark.early
+
 TEXTS = [words(i, 5 + i % 80) + ("" if i % 7 else "\n\u00e9\u732b") for i in range(2400)]
 CUTS = [0, 1, 40, 1100, 1101, 1900, 2400]  # of them in six files
 # of a process that prepares beside a test

@@ -28,8 +28,10 @@ from config import ConfigError
 from data.tokens import open_stream
 from launch.checks import check_compiler
 from launch.command import Ranks, usable
+from launch.interruption import Interruption
 from launch.launch import exit_code, listen, mark_stopped, run_ranks
 from launch.launch import launch as launch_here
+from lifecycle import SIGNALS
 from lifecycle.folder import (
     check_folder,
     failures,
@@ -42,9 +44,12 @@ from lifecycle.folder import (
 )
 from lifecycle.gpus import visible_gpus
 from lifecycle.run import Run
-from lifecycle.signals import SIGNALS, Interruption, StopRequest, Watchdog, read_stop
-from tests.conftest import REPO, launch, loader_of, make_config, rows
+from lifecycle.stop import StopRequest, read_stop
+from lifecycle.watchdog import Watchdog
+from tests.conftest import REPO, launch, loader_of, make_config, needs_extra, rows
 from tests.warm import warm_python
+
+pytestmark = [pytest.mark.early, pytest.mark.slow]
 
 FOREVER = {"train": {"steps": 100000}, "optim": {"schedule_steps": 100000}, "checkpoint": {}}
 TIMEOUTS = {
@@ -526,7 +531,7 @@ def test_out_of_memory_says_what_to_change(write_config):
     done = launch_faulty("out of memory:0:2", write_config("large", **FOREVER), restarts=1)
     assert done.stdout.count("from fresh weights") == 1, done.stdout  # a restart would not help
     told = r"phase first step:\nout of memory: Tried to allocate 9 GiB\.\n"
-    if config.has(*config.PLANNER):
+    if config.has_extra("planner"):
         told += (
             r"to need less, try one of: --train\.micro_batch_size=1 --parallel\.recompute=\w+ .*, or more ranks\n"
             r"what each would need, and how fast it would be: \./run_train\.sh .*/large\.toml --dry-run "
@@ -689,7 +694,9 @@ def test_ranks_need_no_output(write_config, tmp_path):
     assert done.returncode == 0 and status(tmp_path / "outputs/silent")["state"] == "finished"
 
 
-@pytest.mark.parametrize("option", ["--dry-run"] * config.has(*config.PLANNER) + ["--eval-only"])
+@pytest.mark.parametrize(
+    "option", [pytest.param("--dry-run", marks=needs_extra("planner")), "--eval-only"]
+)
 def test_ctrl_c_ends_what_has_nothing_to_save_in_silence(option):
     """While it loads torch, by when it has long been listening."""
     process = subprocess.Popen(
@@ -1047,7 +1054,7 @@ def test_the_timer_for_a_frozen_process_is_rarely_set_and_never_fires_first(tmp_
     now, timers = [1000.0], []
     with (
         mock.patch(
-            "lifecycle.signals.time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
+            "lifecycle.watchdog.time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
         ),
         mock.patch(
             "faulthandler.dump_traceback_later",
@@ -1362,7 +1369,7 @@ def test_only_the_first_signal_counts(own_handlers):
 )
 def test_without_a_launcher_a_second_ctrl_c_quits_and_nothing_else_does(first, second, ends):
     program = (
-        "import os; from lifecycle.signals import StopRequest; stop = StopRequest(); stop.standalone = True; "
+        "import os; from lifecycle.stop import StopRequest; stop = StopRequest(); stop.standalone = True; "
         f"stop.listen(); [os.kill(os.getpid(), number) for number in ({first:d}, {second:d})]"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=REPO).returncode == ends
@@ -1396,8 +1403,8 @@ def test_a_second_ctrl_c_after_five_seconds_is_as_any_other_signal(
     )
     assert run_ranks([sys.executable, "-c", program], tmp_path, "x", Interruption()) == code
     program = (
-        "import os, types; from lifecycle import signals; signals.time = types.SimpleNamespace(monotonic=iter("
-        f"[0.0, 0.0, {seconds}, {seconds}]).__next__); stop = signals.StopRequest(); stop.standalone = True; "
+        "import os, types; from lifecycle import stop as module; module.time = types.SimpleNamespace(monotonic=iter("
+        f"[0.0, 0.0, {seconds}, {seconds}]).__next__); stop = module.StopRequest(); stop.standalone = True; "
         "stop.listen(); [os.kill(os.getpid(), 2) for _ in range(2)]"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=REPO).returncode == code
@@ -1468,7 +1475,7 @@ def test_torchrun_exits_with_a_failed_ranks_code_and_says_nothing_itself(tmp_pat
 
 def test_torchruns_name_is_the_same_for_all_ranks_that_it_starts_and_for_no_other(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    rank = [sys.executable, "-c", "from launch.command import torchrun_id; print(torchrun_id())"]
+    rank = [sys.executable, "-c", "from parallel.ranks import torchrun_id; print(torchrun_id())"]
     shell = ["bash", "-c", '"$@"; exit $?', "bash", *rank]  # another parent
     before = time.clock_gettime(time.CLOCK_BOOTTIME)
     ours, restarted, other = (

@@ -13,9 +13,11 @@ import config
 from data.tokens import open_stream
 from model.llama import Llama
 from tests import cases
-from tests.conftest import REPO, lacks, make_config
+from tests.conftest import REPO, make_config
 from tests.conftest import rows as metrics_rows
 from tests.test_training import plain_loop, weights, with_data
+
+pytestmark = [pytest.mark.first, pytest.mark.slow]
 
 STEPS = 3
 MESHES = {  # by the number of ranks
@@ -30,10 +32,6 @@ MESHES = {  # by the number of ranks
         "replicate 2 x cp 2": {"dp_replicate": 2, "dp_shard": 1, "cp": 2},
     },
     8: {"dp 2 x cp 2 x tp 2": {"cp": 2, "tp": 2}},
-}
-MESHES = {
-    ranks: {name: mesh for name, mesh in meshes.items() if not lacks(parallel=mesh)}
-    for ranks, meshes in MESHES.items()
 }
 # 4 divides neither 46 nor 38
 MODEL = {"dim": 46, "n_heads": 4, "n_kv_heads": 4, "head_dim": 6, "ffn_dim": 76}
@@ -177,8 +175,6 @@ def test_a_run_does_not_depend_on_the_mesh(trained, expected, heldout_loss, rank
 
 
 def test_bfloat16_is_not_float32(trained):
-    if room := lacks(parallel={"tp": 2}):
-        pytest.skip(f"needs {room}")
     assert trained[0]["bfloat16, tp 2"][0]["loss"] != trained[0]["plain, tp 2"][0]["loss"]
 
 

@@ -19,6 +19,8 @@ from data.tokens import open_stream, window_count
 from tests import cases
 from tests.conftest import make_config, words
 
+pytestmark = [pytest.mark.early, pytest.mark.slow]
+
 
 def order_of(windows: list[int], mixture: object, seed: int) -> Order:
     """Of prepared sources with so many windows."""

@@ -19,7 +19,9 @@ from parallel.mesh import World, build_mesh
 from parallel.parallelize import parallelize
 from parallel.verify import verify_sharding
 from tests import cases
-from tests.conftest import available, lacks, make_config
+from tests.conftest import make_config
+
+pytestmark = [pytest.mark.early, pytest.mark.slow]
 
 # 3 ranks divide none of these dimensions; a vocabulary of 320 over 3, a norm of 48 over 5 ranks leave uneven shards
 MODELS = {
@@ -93,20 +95,18 @@ def test_weights_do_not_depend_on_the_mesh(on_ranks):
         }
         (expected,) = on_ranks(1, cases.weight_hashes, {"alone": sections}, True)[0].values()
         replicas = {"dp_replicate": 2, "dp_shard": 1, "tp": 2}
-        meshes = available(
-            {
-                str(mesh): {**sections, "parallel": mesh}
-                for mesh in (
-                    {"dp_replicate": 2},
-                    {"tp": 2},
-                    {"tp": 4},
-                    {"cp": 2},
-                    {"cp": 4},
-                    {"cp": 2, "tp": 2},
-                    replicas,
-                )
-            }
-        )
+        meshes = {
+            str(mesh): {**sections, "parallel": mesh}
+            for mesh in (
+                {"dp_replicate": 2},
+                {"tp": 2},
+                {"tp": 4},
+                {"cp": 2},
+                {"cp": 4},
+                {"cp": 2, "tp": 2},
+                replicas,
+            )
+        }
         for found in on_ranks(4, cases.weight_hashes, meshes, True):
             assert found == dict.fromkeys(meshes, expected)
 
@@ -183,11 +183,6 @@ def test_degrees_and_the_mesh_of_fsdp(on_ranks):
         (1, 2, 1, 2): ["dp_shard"],
         (2, 1, 1, 2): ["dp_replicate", "dp_shard"],
         (1, 1, 2, 2): ["dp_shard_cp"],
-    }
-    shapes = {
-        shape: names
-        for shape, names in shapes.items()
-        if not lacks(parallel={"cp": shape[2], "tp": shape[3]})
     }
     sections = {"model": {"qk_norm": True}, "train": {"seq_len": 16}}
     plain = Llama(make_config(**sections).model)

@@ -37,9 +37,11 @@ from data.tokenizer import Tokenizer, train_tokenizer
 from data.tokens import open_stream
 from launch.checks import check_launch
 from launch.command import Ranks
-from lifecycle.signals import Interruption
+from launch.interruption import Interruption
 from tests.conftest import REPO, config_for, launch, make_config, prepare_one, run_tool, words
 from tests.warm import warm_python
+
+pytestmark = pytest.mark.early
 
 
 def test_validation_documents_are_chosen_by_their_text(corpus, prepared):
@@ -736,7 +738,7 @@ def test_training_on_a_mixture_and_looking_at_it(corpus, tmp_path, write_config,
         sum(n * loss for n, loss in zip(counts, losses)) / sum(counts), rel=1e-6
     )
     assert row["loss"] != pytest.approx(sum(losses) / 2, rel=1e-6)
-    if config.has(*config.PLANNER):
+    if config.has_extra("planner"):
         plan = subprocess.run(
             [warm_python(), "train.py", path, "--dry-run", "--json"], cwd=REPO, capture_output=True
         )

@@ -16,9 +16,10 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import config
-from tests.conftest import REPO, launch, make_config
-from tests.rooms import copy_tracked, missing
+from tests.conftest import REPO, copy_tracked, launch, make_config
 from tests.warm import warm_python
+
+pytestmark = [pytest.mark.early, pytest.mark.slow]
 
 # Each code block is labelled, and a test does with it what its label says.
 
@@ -94,11 +95,8 @@ def test_relative_links_lead_somewhere():
             file = (path.parent / target).resolve() if target else path
             where = f"{path.name}: {''.join(link)}"
             assert file.is_relative_to(repo), where
-            if not any(f"{file.relative_to(repo)}/".startswith(f"{room}/") for room in missing()):
-                assert file.exists(), where
-                assert not anchor or (file.suffix == ".md" and anchor in slugs(file.read_text())), (
-                    where
-                )
+            assert file.exists(), where
+            assert not anchor or (file.suffix == ".md" and anchor in slugs(file.read_text())), where
             checked += 1
     assert checked > 20
     assert slugs("# `a.b`: c, d\n## Two\n## Two\n") == ["ab-c-d", "two", "two-1"]
@@ -113,10 +111,7 @@ def test_options_named_in_pages_exist():
             r"`(?:--)?([a-z]+)\.([a-z_0-9]+)(?=[`= ])", path.read_text()
         ):
             other = (
-                key in ("py", "bin")
-                or key in functions
-                or (REPO / section / f"{key}.py").exists()
-                or (f"{section}/{key}.py" in missing())
+                key in ("py", "bin") or key in functions or (REPO / section / f"{key}.py").exists()
             )
             if section in config.SCHEMA.tables and not other:
                 assert f"{section}.{key}" in known, f"{path.name}: {section}.{key}"
@@ -144,8 +139,6 @@ def wordings(node: ast.AST) -> list[str]:
 
 def test_quoted_messages_are_those_of_the_code():
     """A line is a message; … stands for a value, or for what is left out."""
-    if gone := missing():
-        pytest.skip(f"needs {gone[0]}")
     said = re.findall('"([^"]*)"', re.sub(r"\$\w+", "\0", (REPO / "run_train.sh").read_text()))
     for name in subprocess.run(
         ["git", "ls-files", "*.py"], cwd=REPO, capture_output=True, text=True

@@ -77,7 +77,7 @@ SAVES = [
 
 def save_often(folder) -> list[tuple]:
     """(error, plans made, bytes sent for the plan, digests of what was to be saved) of each of SAVES."""
-    from checkpoint import plan_cache  # optional
+    from checkpoint import save
 
     found, write, gather = [], Writer.write_data, dist.gather_object
     cfg = uneven(folder)
@@ -98,9 +98,9 @@ def save_often(folder) -> list[tuple]:
 
         with (
             mock.patch.object(
-                plan_cache,
+                save,
                 "create_default_global_save_plan",
-                wraps=plan_cache.create_default_global_save_plan,
+                wraps=save.create_default_global_save_plan,
             ) as planned,
             mock.patch.object(Writer, "write_data", failing),
             mock.patch.object(dist, "gather_object", gathered),

@@ -15,6 +15,8 @@ import config
 import launch.slurm
 from tests.conftest import REPO, launch, make_config, rows
 
+pytestmark = [pytest.mark.first, pytest.mark.slow]
+
 STEPS, SAVE_EVERY = 60, 20
 NO_CLUSTER = 77  # what slurm_cluster.sh exits with where there can be none
 

@@ -10,7 +10,7 @@ from generate import Cache
 from model.build import build_model
 from model.llama import Llama, added
 from tests import cases, forks
-from tests.conftest import available, make_config, rows
+from tests.conftest import make_config, rows
 from tests.test_training import plain_loop, weights, with_data
 
 MODEL = {"dim": 46, "n_heads": 4, "n_kv_heads": 2, "head_dim": 6, "ffn_dim": 76}
@@ -41,7 +41,6 @@ RUNS = {
         "cp 2 x tp 2": {"parallel": {"cp": 2, "tp": 2, "recompute": 2}},
     },
 }
-RUNS = {ranks: found for ranks, runs in RUNS.items() if (found := available(runs))}
 
 
 @pytest.fixture(scope="module")

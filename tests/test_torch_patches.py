@@ -35,7 +35,7 @@ def with_integers() -> nn.Module:
 
 
 def test_frozen_integers_are_sharded():
-    from parallel.optional_patches import allow_integer_parameters  # optional
+    from parallel.torch_patches import allow_integer_parameters  # optional
 
     with cases.fake_process_group(2) as world:
         module = with_integers()
@@ -57,7 +57,7 @@ class Doubled(nn.Module):
 
 def test_modules_parametrized_alike_share_a_class():
     """What it is for: test_parallel.py, test_all_layers_share_one_compiled_graph."""
-    from parallel.optional_patches import share_classes  # optional
+    from parallel.torch_patches import share_classes  # optional
 
     first, second, other = model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     for module, name in (first, "weight"), (second, "weight"), (other, "bias"):
@@ -95,7 +95,7 @@ def heard_while_compiling() -> list[str]:
 
 
 def test_the_advice_on_policies_is_dropped():
-    from parallel.selective import drop_advice_on_policies  # optional
+    from parallel.activation_checkpoint import drop_advice_on_policies  # optional
 
     log = logging.getLogger(WRAP)
     with mock.patch.object(log, "filters", []):

@@ -6,7 +6,6 @@ import torch
 from parallel import verify
 from parallel.verify import checksums, unit_table
 from tests import cases
-from tests.conftest import lacks
 
 REPLICAS = {"parallel": {"dp_replicate": 2}, "train": {"micro_batch_size": 1}}
 TWO_REPLICAS = {"parallel": {"dp_replicate": 2}}
@@ -53,7 +52,6 @@ CASES = {
         ),
     ],
 }
-CASES = {ranks: [case for case in found if not lacks(**case[0])] for ranks, found in CASES.items()}
 
 
 @pytest.mark.parametrize("ranks", CASES)

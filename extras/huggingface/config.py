@@ -1,6 +1,5 @@
 """Converts config.json (Llama, Qwen3) and PEFT's adapter_config.json to and from our options. Needs no torch."""
 
-import contextlib
 import json
 import os
 import pathlib
@@ -125,9 +124,6 @@ def complete(given: Given) -> None:
     """Fills in options of [model] and [lora] from the folders that their init_from name; options already given must
     agree. Adds the commit to ids of the hub. Raises ConfigError if a folder cannot be read."""
     try:
-        with contextlib.suppress(ConfigError):
-            # who reads it says why it cannot be had; a plan does not need it
-            hub.pin(given, "data.tokenizer")
         if "model.init_from" in given.values:
             _complete_model(given)
         if "lora.init_from" in given.values:

@@ -206,10 +206,10 @@ def published(out: Path) -> Iterator[Path]:
 def export_checkpoint(
     source: Path, folder: Path, dtype: str, limit: int, adapter: bool, base: str | None
 ) -> None:
-    from checkpoint import compare, load, tools
+    from checkpoint import catalog, compare, load
 
-    checkpoint = tools.find(source)
-    cfg, reader = tools.read_config(checkpoint, base), load.Reader(checkpoint)
+    checkpoint = catalog.find(source)
+    cfg, reader = catalog.read_config(checkpoint, base), load.Reader(checkpoint)
     hf_config.check_rendered(cfg.model, cfg.lora if adapter else None)
     model = meta_model(cfg.model, cfg.lora)
     load.check_tensors(reader, model, None)

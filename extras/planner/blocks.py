@@ -15,9 +15,8 @@ import config
 from extras.planner.masks import flex_attention_patches
 from model.build import meta_model
 from model.llama import named_parameters
-from parallel.activation_checkpoint import is_checkpointed
+from parallel.activation_checkpoint import cast, is_checkpointed
 from parallel.fsdp import replicated_parameters, unit_dtypes
-from parallel.matmul_order import cast
 from parallel.mesh import World
 
 Kind = tuple  # equal for blocks that are alike

@@ -95,7 +95,7 @@ class PlanCheck:
         )
         return [
             sys.executable,
-            str(pathlib.Path(__file__).parents[1] / "train.py"),
+            str(pathlib.Path(__file__).parents[2] / "train.py"),
             str(self.folder / "config.toml"),
             f"--parallel.param_dtype={self.cfg.parallel.param_dtype}",
             "--dry-run",

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from parallel.selective import ATTENTION, GROUPED, MATRIX_PRODUCTS
+from parallel.activation_checkpoint import ATTENTION, GROUPED, MATRIX_PRODUCTS
 
 aten, c10d, functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
 NF4 = (

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 import config
 from config import ConfigError
 from extras.planner.counted import Phase
+from metrics import PEAK_TFLOPS
 
 LATENCY = 10e-6  # seconds per collective
 HOP = 1e-6  # seconds more per node of its ring
@@ -37,29 +38,18 @@ class Device:
 # Memory, peak, bandwidth, link and watts: NVIDIA's data sheets. Products: 720 for H100 and H200, whose best shape
 # reaches 788; less at 500 W, as power grows with the clock's cube; for most others about 0.8 of the peak.
 DEVICES = {
-    "A100-40": Device(39.4, 312, 250, 1.56, 300, 25, 400, 0),
-    "A100-80": Device(79.2, 312, 250, 2.04, 300, 25, 400, 0),
-    "H100": Device(79.1, 989, 720, 3.35, 450, 50, 700),
+    "A100-40": Device(39.4, PEAK_TFLOPS["A100"], 250, 1.56, 300, 25, 400, 0),
+    "A100-80": Device(79.2, PEAK_TFLOPS["A100"], 250, 2.04, 300, 25, 400, 0),
+    "H100": Device(79.1, PEAK_TFLOPS["H100"], 720, 3.35, 450, 50, 700),
     "H100-96": Device(
-        94.5, 989, 640, 2.4, 450, 50, 500
+        94.5, PEAK_TFLOPS["H100"], 640, 2.4, 450, 50, 500
     ),  # HBM2e, 500 W: the one in torchtitan's tables
-    "H200": Device(139.8, 989, 720, 4.8, 450, 50, 700),
-    "B200": Device(178.4, 2250, 1750, 8.0, 900, 50, 1000),
-    "L40S": Device(44.4, 362, 230, 0.86, 32, 12, 350),
-    "RTX3090": Device(23.6, 71, 60, 0.94, 16, 3, 350, 0),
-    "RTX4090": Device(23.5, 165, 140, 1.01, 32, 3, 450),
-    "RTX5090": Device(31.4, 209, 175, 1.79, 64, 3, 575),
-}
-# Dense bfloat16 peaks in TFLOP/s by data sheets, by part of the name, of devices that have no plan: for MFU.
-OTHER_PEAKS = {
-    "H100 PCIe": 756,
-    "H100 NVL": 835,
-    "H200 NVL": 835,
-    "H800": 989,
-    "GH200": 989,
-    "GB200": 2500,
-    "A800": 312,
-    "MI300X": 1307,
+    "H200": Device(139.8, PEAK_TFLOPS["H200"], 720, 4.8, 450, 50, 700),
+    "B200": Device(178.4, PEAK_TFLOPS["B200"], 1750, 8.0, 900, 50, 1000),
+    "L40S": Device(44.4, PEAK_TFLOPS["L40S"], 230, 0.86, 32, 12, 350),
+    "RTX3090": Device(23.6, PEAK_TFLOPS["RTX 3090"], 60, 0.94, 16, 3, 350, 0),
+    "RTX4090": Device(23.5, PEAK_TFLOPS["RTX 4090"], 140, 1.01, 32, 3, 450),
+    "RTX5090": Device(31.4, PEAK_TFLOPS["RTX 5090"], 175, 1.79, 64, 3, 575),
 }
 # Rate of attention, forward and backward, relative to that of products (less power slows both): cuDNN's TFLOP/s on an
 # H200. True: heads are at least 128 wide.
@@ -98,15 +88,6 @@ def known_as(name: str, memory_gib: float) -> str | None:
         return None
     same = [key for key in DEVICES if key.split("-")[0] in words]
     return min(same, key=lambda key: abs(DEVICES[key].memory - memory_gib), default=None)
-
-
-def data_sheet_peak(name: str) -> float | None:
-    """The dense bfloat16 peak of a device by its name of CUDA, in FLOP/s; None if it is unknown."""
-    peak = next((peak for part, peak in OTHER_PEAKS.items() if part in name), None)
-    if peak is None and (known := known_as(name, 0)):
-        # devices of one name share a peak, whatever their memory
-        peak = DEVICES[known].peak
-    return peak and peak * 1e12
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,11 @@ from extras.planner.counted import FORMULAS, Counted
 from extras.planner.masks import everywhere, flex_attention_patches
 from model.llama import Llama
 from model.loss import CHUNK
-from parallel.activation_checkpoint import apply_activation_checkpointing, is_checkpointed
-from parallel.selective import checkpoint_selectively
+from parallel.activation_checkpoint import (
+    apply_activation_checkpointing,
+    checkpoint_selectively,
+    is_checkpointed,
+)
 
 
 def gpu_code_paths(cfg: config.Config, counted: Counted) -> list:

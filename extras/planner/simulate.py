@@ -283,7 +283,7 @@ def without_storage(counted: Counted) -> list:
     # DTensor's shape propagation: global shapes
     whole = ShardingPropagator._propagate_tensor_meta_non_cached
     resize = torch.UntypedStorage.resize_
-    rounded = config.has("extras/optimizers/adamw_bfloat16.py")
+    rounded = config.has_extra("optimizers")
     return [
         *[
             mock.patch(

@@ -26,7 +26,6 @@ import config
 import schema
 from config import ConfigError, run_tool
 from files import print_line, write_atomic
-from launch.command import words_without
 
 log = logging.getLogger("train")
 
@@ -509,7 +508,7 @@ def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
         f"{what}: {shlex.join(['./run_train.sh', *words])}"
         for offered, what, *words in (
             (
-                cfg.log.tensorboard and config.has("board.py"),
+                cfg.log.tensorboard,
                 "curves",
                 "-m",
                 "tensorboard.main",
@@ -517,7 +516,7 @@ def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
                 cfg.run.output_dir,
             ),
             (
-                saved and config.has("generate.py"),
+                saved,
                 "text from it",
                 "-m",
                 "generate",
@@ -527,11 +526,11 @@ def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
             (
                 saved,
                 f"more steps{stretched}",
-                *words_without("--launch=", "--train.steps="),
+                *config.words_without("--launch=", "--train.steps="),
                 f"--train.steps={2 * cfg.train.steps}",
             ),
             (
-                saved and config.has("extras/huggingface/"),
+                saved and config.has_extra("huggingface"),
                 "export",
                 "-m",
                 "huggingface",

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import files
 import schema
 
+PROCESS = "from extras.reports.tracker import main; sys.exit(main(*sys.argv[1:]))"
 CLOSE_SECONDS = 5.0  # for the last rows, at the end of a run
 HELD_SECONDS = 5.0  # an evaluation that takes no longer is sent with the row of its step
 
@@ -36,7 +37,7 @@ class Tracker:
         with self.log.open("ab") as output:
             # nothing is ever written to its stdin: once this is closed, or this process has died, no row follows
             self.process = subprocess.Popen(
-                [sys.executable, __file__, folder, str(start), str(kept)],
+                [*files.python_command(PROCESS), folder, str(start), str(kept)],
                 stderr=output,
                 stdin=subprocess.PIPE,
             )
@@ -204,7 +205,3 @@ def main(folder: str, start: str, kept: str) -> int:
     except BaseException as error:
         fail(f"{type(error).__name__}: {' '.join(str(error).split())}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

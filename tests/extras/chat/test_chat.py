@@ -39,6 +39,8 @@ from tests import cases
 from tests.conftest import REPO, data_rank, launch, loader_of, make_config, rows, run_tool, words
 from tests.test_tokenizer import sentencepiece_model
 
+pytestmark = pytest.mark.early
+
 CHATML = """{% for message in messages %}
 {{ '<|im_start|>' + message.role + '\n' -}}
 {% if message.role == 'assistant' %}

@@ -19,7 +19,9 @@ from lifecycle import process_group
 from model.build import meta_model
 from model.llama import Linear, Llama
 from tests import cases, test_activation_checkpoint
-from tests.conftest import lacks, launch, make_config
+from tests.conftest import launch, make_config
+
+pytestmark = [pytest.mark.early, pytest.mark.slow]
 
 RECIPES = ["tensorwise", "rowwise"]
 # 3 divides no side of a matrix
@@ -313,12 +315,7 @@ STRATEGIES = [
 def test_what_is_sent_equals_the_formula(on_ranks, ranks, real):
     from benchmarks.theory import collectives
 
-    sections = [
-        case(recipe, **options)
-        for recipe in RECIPES
-        for options in STRATEGIES
-        if not lacks(parallel=options)
-    ]
+    sections = [case(recipe, **options) for recipe in RECIPES for options in STRATEGIES]
     sections += [case("tensorwise", {"freeze": ["*k_proj*"]}, replicated=["*k_proj*"])]
     for s in sections:
         s["train"] |= {"global_batch_size": 4 if real else 8}

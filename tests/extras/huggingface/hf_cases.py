@@ -14,10 +14,9 @@ import config
 from config import ConfigError
 from extras.huggingface import convert as hf
 from extras.huggingface.weights import weights_to_read
-from lifecycle.run import open_pretrained
 from model.llama import named_parameters
 from optim import build_optimizer
-from parallel.materialize import local_tensors
+from parallel.materialize import local_tensors, open_pretrained
 from tests.cases import build, digests, process_group, run_training, save, world_for
 from tests.conftest import make_config, rows, run_tool, tables
 

@@ -27,7 +27,7 @@ from transformers import (
 import config
 import files
 from benchmarks.hf import configuration, make_folder
-from checkpoint import catalog, tools
+from checkpoint import catalog
 from checkpoint.__main__ import main as checkpoint_tool
 from checkpoint.load import restore
 from config import ConfigError
@@ -40,7 +40,7 @@ from extras.huggingface.tokenizer import fast_tokenizer_files, read_sentencepiec
 from extras.huggingface.weights import Stored, Weights, hf_name, weights_to_read
 from launch.checks import check_launch
 from launch.command import Ranks
-from lifecycle.signals import Interruption
+from launch.interruption import Interruption
 from model.llama import Llama, named_parameters
 from optim import build_optimizer, learning_rate
 from tests import cases
@@ -48,6 +48,8 @@ from tests.conftest import REPO, TINY, launch, loader_of, make_config, run_tool,
 from tests.extras.huggingface import hf_cases
 from tests.extras.huggingface.hf_cases import config_from
 from tests.test_tokenizer import sentencepiece_model
+
+pytestmark = pytest.mark.early
 
 ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 LLAMA3 = {
@@ -293,7 +295,7 @@ def test_an_imported_checkpoint(folders, tmp_path, capsys, name):
     assert ours.config.max_position_embeddings == 64  # as it was
     assert (ours.generation_config.bos_token_id, ours.generation_config.eos_token_id) == (1, 2)
     # no run resumes from it, and the message has what to do instead
-    cfg = tools.read_config(tmp_path / "checkpoint")
+    cfg = catalog.read_config(tmp_path / "checkpoint")
     model = Llama(cfg.model)
     with pytest.raises(ConfigError, match="without the state of an optimizer.*model.init_from"):
         restore(tmp_path / "checkpoint", model, build_optimizer(model, cfg.optim))
@@ -550,8 +552,8 @@ def as_fork(monkeypatch, lora: config.Lora | None = None, stretch: float = 1.0, 
         model = Windowed(**{**vars(cfg.model), "rope_scaling": rope, **changes})
         return dataclasses.replace(cfg, lora=lora, model=model)
 
-    as_read = tools.read_config
-    monkeypatch.setattr(tools, "read_config", read_config)
+    as_read = catalog.read_config
+    monkeypatch.setattr(catalog, "read_config", read_config)
 
 
 def test_options_that_config_json_does_not_have_are_exported_at_their_default_alone(

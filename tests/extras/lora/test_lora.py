@@ -25,9 +25,10 @@ from model.llama import flops_per_token, named_parameters, parameter_count
 from optim import learning_rate
 from parallel.materialize import materialize
 from tests import cases
-from tests.conftest import content, lacks, launch, loader_of, make_config, run_tool, tables
-from tests.rooms import missing
+from tests.conftest import content, launch, loader_of, make_config, run_tool, tables
 from tests.test_training import with_data
+
+pytestmark = [pytest.mark.early, pytest.mark.slow]
 
 WIDTHS = {
     "hidden_size": 64,
@@ -70,14 +71,6 @@ RUNS = {  # by the number of ranks: how the base is kept, [parallel], [train]
         ),
         "dp 2 x tp 2, nf4, qwen3": ("nf4", {"tp": 2, "recompute": "selective"}, {}),
     },
-}
-RUNS = {
-    ranks: {
-        name: run
-        for name, run in runs.items()
-        if not lacks(parallel=run[1]) and (run[0] != "nf4" or "extras/lora/nf4.py" not in missing())
-    }
-    for ranks, runs in RUNS.items()
 }
 
 
@@ -336,7 +329,7 @@ def test_collectives_equal_the_formula(on_ranks, base, ranks):
     """On torch's fake process group, and some on real ranks. What is frozen never travels as a gradient."""
     from benchmarks.theory import collectives
 
-    chosen = [name for name in (CASES if ranks else REAL) if not lacks(**case(base, *name))]
+    chosen = CASES if ranks else REAL
     every = [case(base, *name) for name in chosen]
     counted = on_ranks(1 if ranks else 4, cases.count_collectives, every, ranks)[0]
     wrong = {}

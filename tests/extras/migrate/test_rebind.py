@@ -12,6 +12,8 @@ from parallel.verify import check_optimizer
 from tests.conftest import make_config
 from tests.extras.migrate import rebind_cases
 
+pytestmark = [pytest.mark.early, pytest.mark.slow]
+
 PLAIN = {}
 TIED = {"model": {"tie_embeddings": True}}
 RECOMPUTED = {"parallel": {"recompute": "full"}}

@@ -23,7 +23,7 @@ from optim import build_optimizer, learning_rate, set_learning_rate
 from parallel.materialize import local_rectangle
 from parallel.verify import check_optimizer
 from tests import cases, forks
-from tests.conftest import lacks, make_config
+from tests.conftest import make_config
 from tests.test_training import plain_loop, weights, with_data
 
 # 3 and 4 do not divide the rows; of the keys' four, the last of three ranks has none
@@ -45,10 +45,6 @@ MESHES = {  # by the number of ranks
         "replicate 2 x tp 2": {"dp_replicate": 2, "dp_shard": 1, "tp": 2},
         "dp 2 x cp 2": {"cp": 2},
     },
-}
-MESHES = {
-    ranks: {name: mesh for name, mesh in meshes.items() if not lacks(parallel=mesh)}
-    for ranks, meshes in MESHES.items()
 }
 
 # also with a momentum in bfloat16
@@ -287,8 +283,6 @@ def test_the_plan_counts_what_it_sends_holds_and_multiplies():
         (8, {"cp": 2, "tp": 2}),
         (1, {}),
     ):
-        if lacks(parallel=mesh):
-            continue
         sizes = {**MODEL, "n_layers": 7 if ranks == 1 else 2, "head_dim": 16}
         cfg = make_config(
             **sections(

@@ -39,6 +39,8 @@ from tests import cases
 from tests.conftest import REPO, TINY, launch, make_config
 from tests.test_training import UNEVEN
 
+pytestmark = pytest.mark.first
+
 CONFIGS = REPO / "configs"
 
 

@@ -21,6 +21,8 @@ from model import attention as llama_attention
 from model import llama
 from tests.conftest import make_config
 
+pytestmark = pytest.mark.early
+
 GPU = {
     "run": {"device": "cuda"},
     "train": {"seq_len": 256, "global_batch_size": 16, "micro_batch_size": 1},

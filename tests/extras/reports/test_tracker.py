@@ -14,6 +14,8 @@ from extras.reports.tracker import Tracker
 from launch.checks import check_tracker
 from tests.conftest import launch, make_config, rows
 
+pytestmark = pytest.mark.early
+
 # wandb keeps a run's history by its id, ignores a step before the last one, and cuts the history for resume_from.
 # trackio keeps every row, and removes a run as a whole.
 FAKE = """

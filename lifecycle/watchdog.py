@@ -1,0 +1,80 @@
+"""The watchdog, which ends a process without progress."""
+
+import contextlib
+import faulthandler
+import os
+import pathlib
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+# how long after a phase's timeout a process ends in which no Python thread can run
+FROZEN_SECONDS = 20.0
+NOW = "now: rank {}, step {}, phase {} ({} phases begun)"  # a log's line on where the rank is
+
+
+class Watchdog:
+    """Tracks the current phase of this rank, and calls give_up when it exceeds its timeout.
+
+    A thread cannot do that while the main thread holds Python's lock (the GIL), as Inductor's kernel launches do, which
+    block when a GPU hangs and its queue is full. Then a C thread of faulthandler appends all threads' stacks to the log
+    and ends the process. It knows neither step nor phase: each phase is written over the log's line NOW.
+    """
+
+    def __init__(self, give_up: Callable[[str], None]):
+        """give_up: called in another thread with the main thread's stack and what happened; must not return."""
+        self.step, self.name, self.progress, self.deadline = 0, "start", 0, float("inf")
+        self.began, self.give_up, self.main = time.monotonic(), give_up, threading.get_ident()
+        self.ended, self.rank = False, 0
+        self.stacks, self.line_at = 2, 0  # stderr, until there is a log
+        self.line: int | None = None  # the log's file descriptor
+        self.fires = float("-inf")  # when the C thread would end the process
+        threading.Thread(target=self._run, daemon=True, name="watchdog").start()
+
+    def use_log(self, path: pathlib.Path, rank: int) -> None:
+        """Adds the line NOW to the rank's log, and has stacks written to this log. A full disk stops nothing."""
+        with contextlib.suppress(OSError):
+            self.rank, self.line = rank, os.open(path, os.O_WRONLY)
+            self.line_at = os.lseek(self.line, 0, os.SEEK_END)
+            os.write(self.line, b" " * 99 + b"\n")
+            self.stacks = os.open(path, os.O_WRONLY | os.O_APPEND)
+        self.fires = float("-inf")
+
+    def phase(self, name: str, seconds: float, step: int | None = None) -> None:
+        """The main thread begins a phase, and must begin the next within `seconds`."""
+        self.step, self.name, self.progress = (
+            self.step if step is None else step,
+            name,
+            self.progress + 1,
+        )
+        self.began = time.monotonic()
+        self.deadline = self.began + seconds
+        if self.line:
+            with contextlib.suppress(OSError):
+                # microseconds: the page is in memory, the place on the disk exists
+                text = NOW.format(self.rank, self.step, name, self.progress)
+                os.pwrite(self.line, text.ljust(99).encode(), self.line_at)
+        # set again only where it would be too early or too late, not three times a step: it starts a thread
+        if not FROZEN_SECONDS / 2 <= self.fires - self.deadline <= FROZEN_SECONDS * 1.25:
+            self.end_if_frozen(seconds + FROZEN_SECONDS)
+
+    def end_if_frozen(self, seconds: float) -> None:
+        """Ends the process in `seconds`, unless the next phase begins."""
+        self.fires = time.monotonic() + seconds
+        faulthandler.dump_traceback_later(seconds, exit=True, file=self.stacks)
+
+    def stop(self) -> None:
+        self.ended = True
+        faulthandler.cancel_dump_traceback_later()
+
+    def _run(self) -> None:
+        while not self.ended:
+            time.sleep(0.2)
+            if time.monotonic() > self.deadline and not self.ended:
+                stack = "".join(traceback.format_stack(sys._current_frames()[self.main]))
+                seconds = time.monotonic() - self.began
+                self.give_up(
+                    f"{stack}no progress for {seconds:.0f} s: another rank is gone or hangs, or this one does"
+                )
