@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up and runs the tests, on CPU:   ./tests/run.sh [pytest arguments]
-# Only ruff, its formatter and the type checker:       ./tests/run.sh --lint
+# Only the linter, the formatter, the checks of style and the type checker:   ./tests/run.sh --lint
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -20,6 +20,7 @@ if [[ -n $packages ]]; then
 fi
 "$python" -m ruff check .
 "$python" -m ruff format --check --quiet . || { echo "not in the formatter's layout: $python -m ruff format ."; exit 1; }
+"$python" tests/style.py
 "$python" -m pyrefly check --summary=none --python-interpreter-path "$("$python" -c 'import sys; print(sys.executable)')"
 if [[ ${1:-} == --lint ]]; then exit; fi
 # two tests at a time: most wait for a process of theirs

@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import inspect
 import io
-import json
 import re
 import statistics
 import sys
@@ -14,13 +13,10 @@ from unittest import mock
 import pytest
 import torch
 
-import config
-from benchmarks import adapt, figures, muon, overhead, transformers_step
-from data.dataset import open_dataset
+from benchmarks import figures, overhead, transformers_step
 from parallel.materialize import materialize
 from tests.conftest import REPO
 from tests.test_repo import documented
-from tests.warm import warm_python
 
 pytestmark = pytest.mark.early
 
@@ -63,45 +59,13 @@ def test_overhead(on_ranks, corpus, prepared):
         assert any(line.startswith(f"short: {count} steps {kind}:") for line in lines)
 
 
-def test_where_a_curve_reaches_a_loss():
-    curve = [(10, 5.0), (20, 4.0), (30, 4.5), (40, 3.0)]
-    assert [muon.reaches(curve, loss) for loss in (4.5, 4.0, 3.6, 2.0)] == [
-        15,
-        20,
-        pytest.approx(36),
-        None,
-    ]
-
-
-def test_characters_of_a_text_are_read_as_data(tmp_path):
-    """Nine tenths to train on."""
-    text = "To be,\nor not" * 1000
-    options = [
-        f"--{option}" for option in (*muon.NANOGPT, *muon.characters(text, tmp_path / "characters"))
-    ]
-    dataset = open_dataset(config.load(str(REPO / "configs/tiny.toml"), options))
-    streams = [part[0].read(0, part[0].length)[1] for part in (dataset.train, dataset.validation)]
-    assert (
-        "".join(sorted({*text})[i] for ids in streams for i in ids.tolist()) == text
-        and len(streams[0]) == 11_700
-    )
-
-
 @pytest.mark.parametrize(
     "name, options",
     [
-        ("adapt", ["--steps", "--rank", "--lr"]),
         ("checkpoint", ["--mib", "--repeat"]),
         ("counted_step", ["--tokens"]),
-        ("data", ["--tokens", "--seconds", "--prepare-mb"]),
-        ("generate", ["--tokens", "--rows"]),
-        ("hf", ["--mib"]),
         ("kill_storm", ["--kills"]),
-        ("long_run", ["--steps", "--saves"]),
-        ("muon", ["--steps", "--choose-steps", "--seeds", "--lr"]),
         ("overhead", ["--steps"]),
-        ("packing", ["--conversations"]),
-        ("short_runs", ["--runs"]),
         ("step", ["--steps"]),
         ("transformers_step", ["--steps"]),
     ],
@@ -162,42 +126,6 @@ def test_the_ratio_is_of_medians():
     pairs = [(2.0, 1.0), (4.0, 5.0), (900.0, 2.0)]
     assert transformers_step.ratio(pairs) == 2.0 == 4.0 / statistics.median([1.0, 5.0, 2.0])
     assert transformers_step.interval([(3.0, 2.0)] * 50) == (1.5, 1.5)
-
-
-@pytest.mark.slow
-def test_adapters_beside_full_fine_tuning(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(sys, "executable", warm_python())
-    small = [
-        "--model.dim=64",
-        "--model.n_heads=1",
-        "--model.n_kv_heads=1",
-        "--model.ffn_dim=64",
-        "--model.n_layers=1",
-        "--model.vocab_size=400",
-        "--data.max_tokens=200000",
-        "--train.seq_len=32",
-        "--run.device=cpu",
-    ]
-    arguments = [
-        "--base-steps=3",
-        "--steps=2",
-        "--rank=2",
-        "--lr=1e-3",
-        "--lora-lr=1e-2",
-        "--suffix=h",
-        f"--folder={tmp_path}",
-        *small,
-    ]
-    assert adapt.main(arguments) == 0
-    full, lora, nf4 = map(json.loads, capfd.readouterr().out.splitlines())
-    assert [row["what"] for row in (full, lora, nf4)] == ["full", "LoRA, bfloat16", "LoRA, nf4"]
-    # one base, one first batch; in 4 bits it is another
-    assert (
-        full["first"]
-        == pytest.approx(lora["first"], rel=1e-3)
-        == pytest.approx(nf4["first"], rel=0.05)
-    )
-    assert nf4["to the one before"] == pytest.approx(nf4["loss"] / lora["loss"], abs=1e-3)
 
 
 @pytest.mark.skipif(

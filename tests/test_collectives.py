@@ -1,4 +1,4 @@
-"""What a step sends, counted while it runs, against the closed formula in benchmarks/theory.py: equal to the byte."""
+"""What a step sends, counted while it runs, against the closed formula in tests/theory.py: equal to the byte."""
 
 import itertools
 import subprocess
@@ -7,11 +7,11 @@ import sys
 import pytest
 
 import config
-from benchmarks.theory import collectives
 from model.build import meta_model
 from tests import cases
 from tests.conftest import REPO, make_config
 from tests.test_equality import STRATEGIES
+from tests.theory import collectives
 
 pytestmark = [pytest.mark.early, pytest.mark.slow]
 

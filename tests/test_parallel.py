@@ -280,7 +280,6 @@ def test_prefetch_order(on_ranks):
 
 
 def test_short_lives_end_in_order(on_ranks):
-    """benchmarks/short_runs.py does it fifty times, through the launcher."""
     for _ in range(3):
         on_ranks(2, cases.start_and_end)
 

@@ -313,7 +313,7 @@ STRATEGIES = [
 
 @pytest.mark.parametrize("ranks, real", [(2, True), (4, False)])
 def test_what_is_sent_equals_the_formula(on_ranks, ranks, real):
-    from benchmarks.theory import collectives
+    from tests.theory import collectives
 
     sections = [case(recipe, **options) for recipe in RECIPES for options in STRATEGIES]
     sections += [case("tensorwise", {"freeze": ["*k_proj*"]}, replicated=["*k_proj*"])]
@@ -329,7 +329,7 @@ def test_what_is_sent_equals_the_formula(on_ranks, ranks, real):
 
 def test_tensorwise_gathers_a_byte_a_weight_and_reduces_its_scales_once():
     """Two blocks of seven matrices, two ranks, one micro-batch: a block's forward and backward. Norms stay."""
-    from benchmarks.theory import collectives
+    from tests.theory import collectives
 
     def sent(recipe: str, **train) -> dict[str, tuple[int, int]]:
         cfg = make_config(

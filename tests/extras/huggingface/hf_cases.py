@@ -7,12 +7,16 @@ import os
 import pathlib
 import resource
 import signal
+import time
+from collections.abc import Iterator
 
 import torch
 
 import config
 from config import ConfigError
+from extras.huggingface import config as hf_config
 from extras.huggingface import convert as hf
+from extras.huggingface import weights as hf_weights
 from extras.huggingface.weights import weights_to_read
 from model.llama import named_parameters
 from optim import build_optimizer
@@ -129,9 +133,64 @@ def read_on_machines(names: list[str], environments: list[dict[str, str]]) -> tu
             return str(folder), str(error)
 
 
+def resident_mib(field: str) -> float:
+    """VmRSS: now; VmHWM: the most since it was last reset."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
+
+
+@contextlib.contextmanager
+def measured(figures: dict) -> Iterator[None]:
+    """Adds what the block took: MiB resident before it, the peak above that, and seconds."""
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    before, began = resident_mib("VmRSS"), time.perf_counter()
+    yield
+    figures |= {
+        "before_mib": before,
+        "peak_over_it_mib": resident_mib("VmHWM") - before,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def configuration(mib: int) -> config.Config:
+    dim = 64 * max(1, round(32 * (mib / 2100) ** 0.5))
+    model = {
+        "dim": dim,
+        "n_layers": 8,
+        "n_heads": dim // 64,
+        "n_kv_heads": dim // 64,
+        "ffn_dim": 64 * (11 * dim // 256),
+        "vocab_size": 16 * dim,
+    }
+    return config.from_dict(
+        {
+            "run": {"name": "r", "device": "cpu"},
+            "model": model,
+            "train": {"steps": 1},
+            "parallel": {"param_dtype": "float32"},
+        },
+        "benchmark",
+    )
+
+
+def make_folder(folder: pathlib.Path, cfg: config.Config) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = hf_weights.shapes(cfg.model)
+    folder.mkdir()
+    hf.write_weights(
+        folder,
+        cfg.model,
+        lambda name: torch.randn(shapes[name], generator=generator),
+        torch.float32,
+        512 * 2**20,
+    )
+    hf.write_json(
+        folder / "config.json", hf_config.render(cfg.model, cfg.train.seq_len, "float32", {})
+    )
+
+
 def read_peak(folder: str, **sections: dict) -> tuple[float, float]:
     """(peak memory over what it was before, shard) in MiB, of reading into shards."""
-    from benchmarks.hf import measured
     from model.build import meta_model
     from parallel.materialize import materialize
     from parallel.parallelize import parallelize
@@ -150,9 +209,15 @@ def read_peak(folder: str, **sections: dict) -> tuple[float, float]:
 
 def tool_peaks(commands: list[list[str]]) -> list[float]:
     """Peak memory over what it was before, in MiB, of each call of the tool."""
-    from benchmarks.hf import tool
+    from checkpoint import load, save  # noqa: F401  not part of what is measured
 
-    return [tool(*command)["peak_over_it_mib"] for command in commands]
+    peaks = []
+    for command in commands:
+        figures: dict = {}
+        with measured(figures):
+            assert hf.main([*command]) == 0
+        peaks.append(figures["peak_over_it_mib"])
+    return peaks
 
 
 def with_small_files(commands: list[list[str]], limit: int) -> list[tuple[int, str]]:

@@ -26,7 +26,6 @@ from transformers import (
 
 import config
 import files
-from benchmarks.hf import configuration, make_folder
 from checkpoint import catalog
 from checkpoint.__main__ import main as checkpoint_tool
 from checkpoint.load import restore
@@ -46,7 +45,7 @@ from optim import build_optimizer, learning_rate
 from tests import cases
 from tests.conftest import REPO, TINY, launch, loader_of, make_config, run_tool, seal, tables, words
 from tests.extras.huggingface import hf_cases
-from tests.extras.huggingface.hf_cases import config_from
+from tests.extras.huggingface.hf_cases import config_from, configuration, make_folder
 from tests.test_tokenizer import sentencepiece_model
 
 pytestmark = pytest.mark.early
@@ -1371,7 +1370,7 @@ def test_a_full_disk_and_a_kill_leave_nothing_half(on_ranks, read, folders, tmp_
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-# Memory; benchmarks/hf.py measures it at full size
+# Memory
 
 
 def test_memory_is_bounded(on_ranks, folders, tmp_path):

@@ -327,7 +327,7 @@ REAL = [("kept", ""), ("cp x tp", ""), ("replicas", "nf4"), ("tp", "nf4")]
 @pytest.mark.parametrize("ranks", [4, None])
 def test_collectives_equal_the_formula(on_ranks, base, ranks):
     """On torch's fake process group, and some on real ranks. What is frozen never travels as a gradient."""
-    from benchmarks.theory import collectives
+    from tests.theory import collectives
 
     chosen = CASES if ranks else REAL
     every = [case(base, *name) for name in chosen]
