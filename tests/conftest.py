@@ -139,6 +139,19 @@ def lacks(**sections: dict | None) -> bool:
     return False
 
 
+def shipped_configs() -> list[pathlib.Path]:
+    """configs/*.toml, but those that need a removed extra."""
+    paths = []
+    for path in sorted((REPO / "configs").glob("*.toml")):
+        try:
+            config.load(str(path))
+        except config.ConfigError as error:
+            if re.search(config.lack_of(r"\w+"), str(error)):
+                continue
+        paths.append(path)
+    return paths
+
+
 def copy_tracked(folder: pathlib.Path, without: tuple[str, ...] = ()) -> pathlib.Path:
     """The repository as a newcomer has it, tracked files alone, and without these folders."""
     tracked = subprocess.run(

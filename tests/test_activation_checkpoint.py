@@ -18,7 +18,7 @@ from parallel import parallelize
 from parallel.activation_checkpoint import apply_activation_checkpointing
 from parallel.materialize import materialize
 from tests.cases import storages
-from tests.conftest import make_config
+from tests.conftest import make_config, needs_extra
 
 # counted below once each, whether or not torch shows these hooks what a policy keeps
 pytestmark = pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")
@@ -151,14 +151,21 @@ class InPlace(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("base, float8", [(None, "none"), (None, "rowwise"), ("nf4", "none")])
+@pytest.mark.parametrize(
+    "base, float8",
+    [
+        (None, "none"),
+        pytest.param(None, "rowwise", marks=needs_extra("float8")),
+        pytest.param("nf4", "none", marks=needs_extra("lora", "huggingface")),
+    ],
+)
 def test_no_block_changes_a_tensor_in_place(base, float8):
     """Recomputed, it would be changed twice, compiled or not."""
     lora = {"lora": {"base_dtype": base}} if base else {}
     cfg = make_config(model={"dim": 64, "ffn_dim": 128, "init_from": base and "a folder"}, **lora)
     model = meta_model(cfg.model, cfg.lora)
     if float8 != "none":
-        from extras.float8.matmul import use_float8  # optional
+        from extras.float8.matmul import use_float8
 
         use_float8(model.blocks, float8, "cpu")
     model.to_empty(device="cpu")
@@ -310,8 +317,9 @@ def test_one_block_of_each_kind_is_run(monkeypatch):
     )
 
 
+@needs_extra("planner")
 def test_the_plan_refuses_it_too(monkeypatch):
-    from extras.planner.simulate import simulate  # optional
+    from extras.planner.simulate import simulate
 
     monkeypatch.setattr(FeedForward, "forward", FORWARDS["another order"][0])
     cfg = make_config(parallel={"recompute": "selective"})

@@ -1,7 +1,6 @@
 """Every configuration in configs/ loads; every malformed one is refused, with all its problems, and creates nothing."""
 
 import dataclasses
-import json
 import os
 import pathlib
 import re
@@ -16,10 +15,10 @@ import tomli
 import config
 import schema
 from config import ConfigError
-from tests.conftest import REPO, TINY, launch, make_config, tables
+from tests.conftest import REPO, TINY, launch, make_config, needs_extra, shipped_configs, tables
 from tests.warm import warm_python
 
-CONFIGS = sorted((REPO / "configs").glob("*.toml"))
+CONFIGS = shipped_configs()
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
@@ -287,7 +286,13 @@ MALFORMED = {
 }
 
 
-@pytest.mark.parametrize("case", MALFORMED)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=needs_extra("reports")) if case.startswith("profile") else case
+        for case in MALFORMED
+    ],
+)
 def test_malformed_file_is_refused_and_says_where(case, tmp_path):
     content, named = MALFORMED[case]
     path = tmp_path / "bad.toml"
@@ -486,6 +491,7 @@ def test_all_problems_at_once(tmp_path):
     ]
 
 
+@needs_extra("huggingface", "lora")
 def test_what_is_wrong_beside_a_folder_that_cannot_be_read_is_told_too():
     for table in "model", "lora":
         raw = tables(
@@ -518,25 +524,28 @@ def test_what_is_wrong_beside_a_folder_that_cannot_be_read_is_told_too():
         ),
         ("train.py", ["tiny.toml", "--=5", "--two"], "--=5, --two: unknown"),
         ("train.py", ["tiny.toml", "other.toml"], "other.toml: unknown; CONFIG comes first"),
-        (
+        pytest.param(
             "data/prepare.py",
             ["tiny.toml", "--dry-run"],
             "--dry-run and --eval-only require ./run_train.sh CONFIG",
+            marks=needs_extra("planner"),
         ),
         (
             "data/show.py",
             ["tiny.toml", "--eval-only"],
             "--dry-run and --eval-only require ./run_train.sh CONFIG",
         ),
-        (
+        pytest.param(
             "train.py",
             ["tiny.toml", "--dry-run", "--gpu-memory-gib=inf"],
             "inf must be finite, above 0",
+            marks=needs_extra("planner"),
         ),
-        (
+        pytest.param(
             "train.py",
             ["tiny.toml", "--dry-run", "--world-size=2,x"],
             "x must be an integer, above 0",
+            marks=needs_extra("planner"),
         ),
         ("train.py", ["tiny.toml", f"--train.steps={'9' * 5000}"], "must be an integer"),
         ("train.py", ["tiny.toml", f"--train.steps={'[' * 3000}"], "must be an integer"),
@@ -597,6 +606,7 @@ def test_mesh_shape():
         config.mesh_shape(make_config(), 3)
 
 
+@needs_extra("huggingface", "lora")
 @pytest.mark.parametrize(
     "sizes, tp",
     [
@@ -671,13 +681,13 @@ def test_it_may_be_called_through_a_link_and_with_any_cdpath(tmp_path):
     link.symlink_to(REPO / "run_train.sh")
     for script, cwd in ((link, tmp_path), (f"{REPO.name}/run_train.sh", REPO.parent)):
         done = subprocess.run(
-            ["bash", script, REPO / "configs/tiny.toml", "--dry-run", "--json"],
+            ["bash", script, "-m", "checkpoint", "--help"],
             cwd=cwd,
             capture_output=True,
             text=True,
             env={**os.environ, "PYTHON": warm_python(), "CDPATH": f"{REPO.parent}:."},
         )
-        assert done.returncode == 0 and json.loads(done.stdout), done.stderr
+        assert done.returncode == 0 and "verify" in done.stdout, done.stderr
 
 
 def test_relative_paths_are_the_callers(tmp_path):

@@ -11,7 +11,7 @@ from model.attention import attention, make_mask
 from parallel.context import local_mask_mod
 from parallel.mesh import World, build_mesh
 from tests import cases
-from tests.conftest import make_config
+from tests.conftest import make_config, needs_extra
 
 pytestmark = pytest.mark.early
 
@@ -92,6 +92,7 @@ def test_activations_fall_as_1_over_tp_and_cp(of_a_block, setting):
         assert kept[setting] == (alone + kept_too * (tp > 1)) / (cp * tp) > 0, (cp, tp)
 
 
+@needs_extra("planner")
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_plan_knows_what_a_block_keeps(of_a_block, setting):
     """Of the one that keeps other tensors with tp on any mesh, of the others on that with most ranks."""

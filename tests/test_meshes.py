@@ -220,7 +220,9 @@ def test_a_checkpoint_of_one_mesh_goes_on_on_any_other(
                 [row[key] for row in wanted], rel=1e-5
             ), name
     stored = weights(tmp_path / "back/r", 6)
-    from extras.huggingface import convert as hf  # optional
+    if not config.has_extra("huggingface"):
+        return
+    from extras.huggingface import convert as hf
     from extras.huggingface.weights import hf_name
 
     assert hf.main(["export", str(tmp_path / "back/r"), str(tmp_path / "out")]) == 0, (

@@ -18,7 +18,7 @@ from data.encode import is_validation
 from data.identity import open_source
 from data.tokenizer import Tokenizer, train_tokenizer
 from data.tokens import open_stream
-from tests.conftest import REPO, config_for, make_config, prepare_one, words
+from tests.conftest import REPO, config_for, make_config, needs_extra, prepare_one, words
 
 HOSTILE = [
     "",
@@ -487,6 +487,7 @@ def test_a_user_is_told_of_weights_trained_with_another_tokenizer(prepared, writ
     assert told.startswith(f"{folders['other']} has another tokenizer than {prepared}")
 
 
+@needs_extra("planner")
 def test_an_epoch_is_unknown_until_the_tokenizer_is_there(corpus, write_config, tmp_path):
     from extras.planner.dry_run import samples_per_epoch
 

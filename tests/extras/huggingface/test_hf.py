@@ -46,6 +46,7 @@ from tests import cases
 from tests.conftest import REPO, TINY, launch, loader_of, make_config, run_tool, seal, tables, words
 from tests.extras.huggingface import hf_cases
 from tests.extras.huggingface.hf_cases import config_from, configuration, make_folder
+from tests.test_llama import SCALING
 from tests.test_tokenizer import sentencepiece_model
 
 pytestmark = pytest.mark.early
@@ -1406,3 +1407,27 @@ def test_what_is_not_a_number_is_not_imported(folders, tmp_path, capsys):
     code, error = run(capsys, "import", folder, tmp_path / "out")
     assert code == 2 and "model.norm.weight holds values that are not finite" in error
     assert not (tmp_path / "out").exists()
+
+
+def test_an_export_says_how_far_its_rotary_table_reaches():
+    """As far as it is stretched, where the training was no longer than what it was stretched from."""
+    from extras.huggingface import config as hf_config
+
+    m = make_config(model={"rope_scaling": SCALING}).model
+    said = {
+        n: hf_config.render(m, n, "float32", {})["max_position_embeddings"]
+        for n in (8, 32, 33, 999)
+    }
+    assert said == {8: 256, 32: 256, 33: 33, 999: 999}
+    assert hf_config.render(make_config().model, 32, "float32", {})["max_position_embeddings"] == 32
+
+
+def test_a_parameter_without_a_hugging_face_name_is_refused():
+    from extras.huggingface.weights import hf_name
+
+    assert hf_name("blocks.12.feed_forward.up_proj.weight") == "model.layers.12.mlp.up_proj.weight"
+    for name in ("blocks.0.attention.gate.weight", "scale", "head.bias"):
+        with pytest.raises(
+            ConfigError, match=f"{name}: has no name in a Hugging Face folder.*NAMES"
+        ):
+            hf_name(name)

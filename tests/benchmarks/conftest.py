@@ -1,0 +1,6 @@
+"""Benchmarks compare the core with extras: without one of these they are not tested."""
+
+import config
+
+NEEDED = ("huggingface", "migrate", "optimizers", "planner")
+collect_ignore_glob = [] if all(map(config.has_extra, NEEDED)) else ["test_*.py"]
