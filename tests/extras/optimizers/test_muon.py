@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import config
-from benchmarks import theory
 from benchmarks.simulate import sent
 from checkpoint.load import Reader, check_tensors
 from config import ConfigError
@@ -22,7 +21,7 @@ from model.llama import named_parameters
 from optim import build_optimizer, learning_rate, set_learning_rate
 from parallel.materialize import local_rectangle
 from parallel.verify import check_optimizer
-from tests import cases, forks
+from tests import cases, forks, theory
 from tests.conftest import make_config
 from tests.test_training import plain_loop, weights, with_data
 
