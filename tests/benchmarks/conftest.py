@@ -2,5 +2,5 @@
 
 import config
 
-NEEDED = ("huggingface", "migrate", "optimizers", "planner")
+NEEDED = ("float8", "huggingface", "lora", "migrate", "optimizers", "planner")
 collect_ignore_glob = [] if all(map(config.has_extra, NEEDED)) else ["test_*.py"]

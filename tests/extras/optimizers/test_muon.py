@@ -11,18 +11,16 @@ import pytest
 import torch
 
 import config
-from benchmarks.simulate import sent
 from checkpoint.load import Reader, check_tensors
 from config import ConfigError
 from extras.optimizers import muon
-from extras.planner.simulate import simulate
 from model.build import meta_model
 from model.llama import named_parameters
 from optim import build_optimizer, learning_rate, set_learning_rate
 from parallel.materialize import local_rectangle
 from parallel.verify import check_optimizer
 from tests import cases, forks, theory
-from tests.conftest import make_config
+from tests.conftest import make_config, needs_extra
 from tests.test_training import plain_loop, weights, with_data
 
 # 3 and 4 do not divide the rows; of the keys' four, the last of three ranks has none
@@ -271,8 +269,12 @@ def test_owners_of_llama8b_have_equal_work(ranks, replicas):
     assert max(of_replicas) <= (1.1 if ranks < 512 else 1.3) * sum(work) / replicas
 
 
+@needs_extra("planner")
 def test_the_plan_counts_what_it_sends_holds_and_multiplies():
     """On GPUs, which compute in bfloat16: by the theory; all blocks run, also on a single one, which sends nothing."""
+    from benchmarks.simulate import sent
+    from extras.planner.simulate import simulate
+
     for ranks, mesh in (
         (8, {}),
         (8, {"dp_replicate": 2}),

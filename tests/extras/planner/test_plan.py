@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import config
 import metrics
-from benchmarks import published, theory
+from benchmarks import published
 from benchmarks import simulate as benchmark
 from extras.planner import advice, show
 from extras.planner import check as plan_check
@@ -35,7 +35,7 @@ from parallel import materialize
 from parallel.mesh import World, build_mesh
 from parallel.parallelize import parallelize
 from parallel.verify import verify_sharding
-from tests import cases
+from tests import cases, theory
 from tests.conftest import REPO, TINY, launch, make_config
 from tests.test_training import UNEVEN
 
