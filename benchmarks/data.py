@@ -88,6 +88,7 @@ def main() -> int:
     import torch
 
     import config
+    from data.dataset import Dataset
     from data.loader import Loader
     from data.order import make_order
     from data.tokens import open_stream
@@ -123,12 +124,8 @@ def main() -> int:
                 {"model": model, "train": train, "run": {"seed": seed}}, "benchmark"
             )
             streams = [open_stream(folder, "train", 32000)]
-            loader = Loader(
-                cfg,
-                SimpleNamespace(train=streams, order=make_order(cfg, streams), growing=None),
-                world,
-                1,
-            )
+            dataset = Dataset(cfg, make_order(cfg, streams), [*streams])
+            loader = Loader(cfg, dataset, world, 1)
             next(loader)  # rank 0 of 8: eight samples a step
             starts.append(time.perf_counter() - began)
             began, tokens, cpu = time.perf_counter(), 0, time.process_time()
