@@ -14,9 +14,9 @@ import sys
 
 import filelock
 
-# of a parent folder that we cannot have created
+# Errors of syncing a parent folder that we cannot have created.
 NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL)
-# of a file system that syncs files but not folders: CIFS, gocryptfs
+# Errors of syncing a folder on a file system that syncs files alone: CIFS, gocryptfs.
 NO_FOLDERS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
@@ -60,8 +60,9 @@ def write_atomic(
 def read_json(path: pathlib.Path) -> dict:
     """The object in a JSON file; {} if there is none, or none that can be read."""
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads(path.read_text())
-        return found if isinstance(found, dict) else {}
+        value = json.loads(path.read_text())
+        if isinstance(value, dict):
+            return value
     return {}
 
 
@@ -84,9 +85,13 @@ def publish(temporary: pathlib.Path, final: pathlib.Path) -> None:
 
 def printable(text: str) -> str:
     """Text that is safe on a terminal: control characters other than line ends and tabs are escaped."""
-    return "".join(
-        c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text
-    )
+    safe = []
+    for character in text:
+        if character.isprintable() or character in "\n\t":
+            safe.append(character)
+        else:
+            safe.append(character.encode("unicode_escape").decode())
+    return "".join(safe)
 
 
 def print_line(text: str) -> None:

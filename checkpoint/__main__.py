@@ -22,8 +22,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "folder", type=pathlib.Path, metavar="DIR", help="a checkpoint, or a run's folder"
     )
-    found, bad = checkpoints_of(parser.parse_args(argv).folder), 0
-    for path in found:
+    checkpoints = checkpoints_of(parser.parse_args(argv).folder)
+    bad = 0
+    for path in checkpoints:
         try:
             problems = problems_of(path)
         except ConfigError as error:  # unreadable here, but not necessarily corrupt
@@ -33,10 +34,9 @@ def main(argv: list[str]) -> int:
             print_line("\n  ".join([f"{path}: BAD", *problems]))
         else:
             files = read_manifest(path)
-            print_line(
-                f"{path}: good, {len(files)} files, {sum(f['size'] for f in files.values()):,} bytes"
-            )
-    print_line(f"{len(found) - bad} good, {bad} bad")
+            size = sum(entry["size"] for entry in files.values())
+            print_line(f"{path}: good, {len(files)} files, {size:,} bytes")
+    print_line(f"{len(checkpoints) - bad} good, {bad} bad")
     return 1 if bad else 0
 
 

@@ -44,33 +44,32 @@ def readable() -> Iterator[None]:
 
 @readable()
 def step_folders(folder: pathlib.Path, links: bool = False) -> list[tuple[int, pathlib.Path]]:
-    """(step, path) of every folder named like a checkpoint, good or bad, ascending; links=True: of symlinks with such
-    names instead. Raises ConfigError if the folder cannot be read."""
-    named = [
-        (NAME.fullmatch(entry.name), entry)
-        for entry in (folder.iterdir() if folder.is_dir() else ())
-    ]
-    return sorted(
-        (int(name[1]), entry)
-        for name, entry in named
-        if name and entry.is_symlink() == links and (links or entry.is_dir())
-    )
+    """(step, path) of every folder named like a checkpoint, good or bad, in ascending order. With
+    links=True those of symlinks with such names instead. Raises ConfigError if the folder cannot
+    be read."""
+    if not folder.is_dir():
+        return []
+    steps_and_paths = []
+    for entry in folder.iterdir():
+        name = NAME.fullmatch(entry.name)
+        is_wanted = entry.is_symlink() if links else entry.is_dir() and not entry.is_symlink()
+        if name and is_wanted:
+            steps_and_paths.append((int(name[1]), entry))
+    return sorted(steps_and_paths)
 
 
 def steps(cfg: config.Config) -> list[int]:
-    """Steps of the run's checkpoints, ascending. Raises ConfigError if symlinks come after them: neither a fresh start
-    nor going back must be silent."""
-    found = [step for step, _ in step_folders(root(cfg))]
-    if links := [
-        path.name
-        for step, path in step_folders(root(cfg), links=True)
-        if step > max(found, default=-1)
-    ]:
+    """Steps of the run's checkpoints, in ascending order. Raises ConfigError if symlinks have later
+    steps: a run must not silently start over, or from an older checkpoint."""
+    saved = [step for step, _ in step_folders(root(cfg))]
+    newest = max(saved, default=-1)
+    later_links = [path.name for step, path in step_folders(root(cfg), links=True) if step > newest]
+    if later_links:
         raise ConfigError(
-            f"{root(cfg)}: {', '.join(links)}: links are not followed; move the checkpoints themselves "
-            "here, or the links away"
+            f"{root(cfg)}: {', '.join(later_links)}: links are not followed; move the checkpoints "
+            "themselves here, or the links away"
         )
-    return found
+    return saved
 
 
 def read_state(folder: pathlib.Path) -> dict:
@@ -84,59 +83,72 @@ def read_state(folder: pathlib.Path) -> dict:
 
 
 def saved_param_dtype(cfg: config.Config) -> str | None:
-    """The param_dtype of the run's newest checkpoint whose state can be read, or of the one that `resume` names; None
-    without any."""
-    resume = cfg.checkpoint.resume if cfg.checkpoint else None
+    """The param_dtype of the run's newest checkpoint whose state can be read, or of the one that
+    `resume` names; None without any."""
+    resume = resume_option(cfg)
     for step in reversed(steps(cfg)):
-        if step and (step == resume or not isinstance(resume, int)):
-            with contextlib.suppress(CorruptCheckpoint):
-                return config.SCHEMA.complete(read_state(path_of(cfg, step))["config"])[
-                    "parallel.param_dtype"
-                ]
+        is_import = step == 0
+        if is_import or (isinstance(resume, int) and step != resume):
+            continue
+        with contextlib.suppress(CorruptCheckpoint):
+            saved = read_state(path_of(cfg, step))["config"]
+            return config.SCHEMA.complete(saved)["parallel.param_dtype"]
     return None
+
+
+def resume_option(cfg: config.Config) -> str | int | None:
+    """checkpoint.resume: "auto", "never" or a step; None without [checkpoint]."""
+    return cfg.checkpoint.resume if cfg.checkpoint else None
 
 
 def problems_of(
     folder: pathlib.Path, share: int = 0, shares: int = 1, hashed: bool = True
 ) -> list[str]:
-    """Everything wrong with a checkpoint, one line each: file, expected, found. Reads every byte (hashed=False: only
-    compares sizes); each of `shares` callers reads its share. Raises ConfigError if it cannot be read."""
-
-    def check(name: str, part: int) -> str | None:
-        size, digests = files[name]["size"], files[name]["sha256"]
-        try:
-            if (found := manifest.size_of(folder, name)) != size:
-                return f"{folder / name}: expected {size} bytes, found {found}"
-            if (
-                hashed
-                and size
-                and (found := manifest.hash_part(folder, name, part)) != digests[part]
-            ):
-                return (
-                    f"{folder / name}: bytes {part * PART} to {min((part + 1) * PART, size) - 1}: expected SHA-256 "
-                    f"{digests[part]}, found {found}"
-                )
-        except CorruptCheckpoint as error:
-            return str(error)
-
+    """Everything wrong with a checkpoint, one line each: file, expected, found. Reads every byte
+    (hashed=False: only compares sizes). Each of `shares` callers reads its share. Raises
+    ConfigError if it cannot be read."""
     try:
         files = manifest.read_manifest(folder)
-        parts = [
-            (name, part)
-            for name, entry in sorted(files.items())
-            for part in range(max(1, len(entry["sha256"])) if hashed else 1)
-        ]
-        problems = filter(None, manifest.in_threads(check, parts[share::shares]))
-        if problems := list(dict.fromkeys(problems)):
-            # a wrong size is reported once, not once per part
+        parts = []
+        for name, entry in sorted(files.items()):
+            count = max(1, len(entry["sha256"])) if hashed else 1
+            parts += [(folder, name, entry, part, hashed) for part in range(count)]
+        problems = manifest.in_threads(problem_of_part, parts[share::shares])
+        # a wrong size is reported once, not once per part
+        problems = list(dict.fromkeys(filter(None, problems)))
+        if problems:
             return problems
-        name, step = NAME.fullmatch(folder.name), read_state(folder)["step"]
+        step = read_state(folder)["step"]
     except CorruptCheckpoint as error:
         return [str(error)]
+    name = NAME.fullmatch(folder.name)
+    if name and int(name[1]) != step:
+        return [f"{folder}: expected step {int(name[1])}, found step {step}"]
+    return []
+
+
+def problem_of_part(
+    folder: pathlib.Path, name: str, entry: dict, part: int, hashed: bool
+) -> str | None:
+    """What is wrong with the part-th 64 MiB of a file, by its entry in the manifest."""
+    expected_size = entry["size"]
+    try:
+        size = manifest.size_of(folder, name)
+        if size != expected_size:
+            return f"{folder / name}: expected {expected_size} bytes, found {size}"
+        if not hashed or size == 0:
+            return None
+        expected_digest = entry["sha256"][part]
+        digest = manifest.hash_part(folder, name, part)
+    except CorruptCheckpoint as error:
+        return str(error)
+    if digest == expected_digest:
+        return None
+    begin = part * PART
+    end = min(begin + PART, size)
     return (
-        [f"{folder}: expected step {int(name[1])}, found step {step}"]
-        if name and int(name[1]) != step
-        else []
+        f"{folder / name}: bytes {begin} to {end - 1}: expected SHA-256 {expected_digest}, "
+        f"found {digest}"
     )
 
 
@@ -146,72 +158,89 @@ problems_without_hashing = functools.partial(problems_of, hashed=False)
 
 def choose(
     cfg: config.Config,
-    found: list[int],
+    saved: list[int],
     problems_with: Callable[[pathlib.Path], list[str]],
     evaluating: bool = False,
 ) -> tuple[int, dict[int, list[str]]]:
-    """(the newest good step, 0 without any checkpoint; the problems of newer ones, by step): of the run's steps(), or
-    of the step alone that `resume` names.
+    """(newest good step; problems of the newer ones, by step) of the run's steps(), or of the one
+    step that `resume` names. The step is 0 for a run without checkpoints.
 
-    To resume: raises ConfigError if `resume` contradicts what is on disk, or if every checkpoint is bad: a run never
-    silently starts over. To evaluate (evaluating=True): if there is no good one.
+    To resume, raises ConfigError if `resume` contradicts what is on disk, or if every checkpoint is
+    bad: a run never silently starts over. To evaluate (evaluating=True), if there is no good one.
     """
-    resume = cfg.checkpoint.resume if cfg.checkpoint else None
-    if evaluating and not found:
+    corrupt: dict[int, list[str]] = {}
+    for step in reversed(candidates(cfg, saved, evaluating)):
+        problems = problems_with(path_of(cfg, step))
+        if problems:
+            corrupt[step] = problems
+        elif step or evaluating:
+            return step, corrupt
+        else:  # step 0 is an import
+            raise ConfigError(f"{path_of(cfg, step)}: {NO_OPTIMIZER}")
+    if not corrupt:
+        return 0, {}
+    lines = [problem for problems in corrupt.values() for problem in problems]
+    raise ConfigError(
+        *lines,
+        f"{root(cfg)}: no good checkpoint of {', '.join(map(str, corrupt))}; choose another with "
+        "checkpoint.resume, or move the damaged ones away to begin anew",
+    )
+
+
+def candidates(cfg: config.Config, saved: list[int], evaluating: bool) -> list[int]:
+    """The steps of `saved` that a run may resume from, or evaluate. Raises ConfigError if `resume`
+    contradicts what is on disk."""
+    resume = resume_option(cfg)
+    if evaluating and not saved:
         raise ConfigError(f"{root(cfg)}: holds no checkpoint to evaluate")
-    if found and not evaluating and resume in (None, "never"):
+    if saved and not evaluating and resume in (None, "never"):
         setting = 'resume = "never"' if resume else "is off"
         raise ConfigError(
             f"{root(cfg)}: holds checkpoints, but [checkpoint] {setting}; resume from them with "
             'checkpoint.resume = "auto", choose another run.name, or move them away'
         )
-    if isinstance(resume, int):
-        if resume not in found:
-            raise ConfigError(
-                f"[checkpoint] resume = {resume}: {root(cfg)} has no such checkpoint; it has "
-                f"{', '.join(map(str, found)) or 'none'}"
-            )
-        found = [resume]
-    bad: dict[int, list[str]] = {}
-    for step in reversed(found):
-        if problems := problems_with(path_of(cfg, step)):
-            bad[step] = problems
-        elif step or evaluating:
-            return step, bad
-        else:  # step 0 is an import
-            raise ConfigError(f"{path_of(cfg, step)}: {NO_OPTIMIZER}")
-    if bad:
+    if not isinstance(resume, int):
+        return saved
+    if resume not in saved:
+        steps_there = ", ".join(map(str, saved)) or "none"
         raise ConfigError(
-            *(problem for problems in bad.values() for problem in problems),
-            (
-                f"{root(cfg)}: no good checkpoint of {', '.join(map(str, bad))}; choose another with "
-                f"checkpoint.resume, or "
-                "move the damaged ones away to begin anew"
-            ),
+            f"[checkpoint] resume = {resume}: {root(cfg)} has no such checkpoint; it has "
+            f"{steps_there}"
         )
-    return 0, {}
+    return [resume]
 
 
-def set_aside(cfg: config.Config, step: int, bad: Iterable[int]) -> None:
-    """Renames the checkpoints after the step that training resumes from, and the bad ones. Rank 0 only."""
+def set_aside(cfg: config.Config, step: int, corrupt: Iterable[int]) -> None:
+    """Renames the checkpoints after the step that training resumes from, and the corrupt ones. Rank
+    0 only."""
     for other, folder in step_folders(root(cfg)):
-        if other > step or other in bad:
-            ending, n = "corrupt" if other in bad else "superseded", 0
-            while (
-                target := folder.with_name(f"{folder.name}{f'.{n}' if n else ''}.{ending}")
-            ).exists():
-                n += 1
-            folder.rename(target)
+        if other in corrupt:
+            folder.rename(unused_name(folder, "corrupt"))
+        elif other > step:
+            folder.rename(unused_name(folder, "superseded"))
+
+
+def unused_name(folder: pathlib.Path, ending: str) -> pathlib.Path:
+    """step-00000100.corrupt, or step-00000100.1.corrupt where that exists, and so on."""
+    path = folder.with_name(f"{folder.name}.{ending}")
+    number = 0
+    while path.exists():
+        number += 1
+        path = folder.with_name(f"{folder.name}.{number}.{ending}")
+    return path
 
 
 def remove(cfg: config.Config, step: int) -> None:
-    """Removes a checkpoint. Renames it first, so that a partly removed one does not look complete."""
+    """Removes a checkpoint. Renames it first, so that a partly removed one does not look
+    complete."""
     shutil.rmtree(path_of(cfg, step).rename(temporary_of(cfg, step)))
 
 
 def remove_unfinished(cfg: config.Config) -> None:
     """Removes what a killed save or removal left behind. Rank 0 only, while no save is running."""
-    for entry in list(root(cfg).iterdir()) if root(cfg).is_dir() else ():
+    if not root(cfg).is_dir():
+        return
+    for entry in list(root(cfg).iterdir()):
         if TEMPORARY.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
 
@@ -221,22 +250,23 @@ def remove_unfinished(cfg: config.Config) -> None:
 
 @readable()
 def checkpoints_of(path: pathlib.Path) -> list[pathlib.Path]:
-    """The folder itself if it is a checkpoint, good or bad, else the checkpoints of the run in it, ascending. Raises
-    ConfigError if there is none, or the folder cannot be read."""
-    if path.is_dir() and (
-        NAME.fullmatch(path.name) or (path / STATE).exists() or (path / ".metadata").exists()
-    ):
+    """The folder itself if it is a checkpoint, good or bad, else the checkpoints of the run in it,
+    in ascending order. Raises ConfigError if there is none, or the folder cannot be read."""
+    holds_checkpoint = (path / STATE).exists() or (path / ".metadata").exists()
+    if path.is_dir() and (NAME.fullmatch(path.name) or holds_checkpoint):
         return [path]
-    if found := step_folders(path / "checkpoints") or step_folders(path):
-        return [folder for _, folder in found]
+    folders = step_folders(path / "checkpoints") or step_folders(path)
+    if folders:
+        return [folder for _, folder in folders]
     raise ConfigError(f"{path}: is neither a checkpoint nor a run with one")
 
 
 def find(path: pathlib.Path) -> pathlib.Path:
-    """`path` itself if it is a checkpoint, else its run's newest good one; verifies it and prints skipped ones to
-    stderr. Raises ConfigError if there is none, or none is good."""
+    """`path` itself if it is a checkpoint, else its run's newest good one. Verifies it, and prints
+    to stderr which ones it skips. Raises ConfigError if there is none, or none is good."""
     for folder in reversed(checkpoints_of(path)):
-        if not (problems := problems_of(folder)):
+        problems = problems_of(folder)
+        if not problems:
             return folder
         for problem in problems:
             print_error(f"corrupt, skipped: {problem}")
@@ -244,23 +274,26 @@ def find(path: pathlib.Path) -> pathlib.Path:
 
 
 def read_config(folder: pathlib.Path, base: str | None = None) -> config.Config:
-    """The configuration that a checkpoint was trained with, for using its weights. Drops model.init_from, which may be
-    gone or changed, unless adapters need it as their base. `base`: the current path of that base.
-    Raises ConfigError."""
+    """The configuration that a checkpoint was trained with, for using its weights. Drops
+    model.init_from, which may be gone or changed, unless adapters need it as their base. `base`:
+    the current path of that base. Raises ConfigError."""
     tables = read_state(folder)["config"]
-    if base and not tables.get("lora"):
+    has_adapters = bool(tables.get("lora"))
+    if base and not has_adapters:
         raise ConfigError(f"--base: {folder} has no [lora]: its weights are whole")
     trained_on = None
-    if isinstance(model := tables.get("model"), dict):
-        trained_on = model.pop("init_from", None) if base or not tables.get("lora") else None
+    model = tables.get("model")
+    if isinstance(model, dict):
         if base:
+            trained_on = model.get("init_from")
             model["init_from"] = base
+        elif not has_adapters:
+            model.pop("init_from", None)
     try:
         return config.from_dict(tables, str(folder / STATE), saved=True)
     except ConfigError as error:
-        if base and all(
-            problem.startswith(f"{folder / STATE}: [model]") for problem in error.problems
-        ):
+        origin = f"{folder / STATE}: [model]"
+        if base and all(problem.startswith(origin) for problem in error.problems):
             raise ConfigError(
                 f"--base {base}: is another model than {trained_on}, for which {folder} has adapters; "
                 "name the folder with that one"

@@ -68,25 +68,22 @@ class Checkpointer:
         self.before_publishing: Callable[[], None] = lambda: None
         self.report: Callable[[int, str | None], None] = lambda step, problem: None
         self.background = futures.ThreadPoolExecutor(1, "saver")
-        self.pending: tuple[int, futures.Future] | None = (
-            None  # (step, its save) until it is reported
-        )
-        self.buffers: dict[
-            str, Tensor
-        ] = {}  # in host memory: the last shards that async_save copied
-        # the fingerprint of the adapters' frozen base, None without adapters
+        # (step, its save) until that is reported
+        self.pending: tuple[int, futures.Future] | None = None
+        # in host memory: the shards that async_save copied last
+        self.buffers: dict[str, Tensor] = {}
+        # the fingerprint of the adapters' frozen base; None without adapters
         self.base: str | None = None
 
     def _problems_on_all_ranks(self, path: pathlib.Path) -> list[str]:
-        """The problems of a checkpoint: rank 0 compares file sizes first, then each rank hashes its share."""
-        share = self.world.rank, self.world.size
-        return on_rank_zero(lambda: catalog.problems_without_hashing(path)) or [
-            problem
-            for problems in all_gather_objects(
-                on_each_rank(lambda: catalog.problems_of(path, *share))
-            )
-            for problem in problems
-        ]
+        """The problems of a checkpoint. Rank 0 compares file sizes first, then each rank hashes its
+        share."""
+        rank, ranks = self.world.rank, self.world.size
+        problems = on_rank_zero(lambda: catalog.problems_without_hashing(path))
+        if problems:
+            return problems
+        ours = on_each_rank(lambda: catalog.problems_of(path, rank, ranks))
+        return [problem for problems in all_gather_objects(ours) for problem in problems]
 
     def tidy(self) -> None:
         """Renames checkpoints that are corrupt or later than `start`, and removes unfinished saves. Rank 0 only, under
@@ -109,9 +106,12 @@ class Checkpointer:
         folder = catalog.path_of(self.cfg, self.start)
         on_rank_zero(lambda: compare.check_base(folder, self.cfg.model.init_from, self.base))
         restore(folder, model, optimizer)
-        known = on_rank_zero(lambda: catalog.read_state(folder))
-        state = {f.name: known[f.name] for f in dataclasses.fields(State) if f.name in known}
-        return State(**{"tokens": self.start * config.tokens_per_step(self.cfg), **state})
+        saved = on_rank_zero(lambda: catalog.read_state(folder))
+        state: dict[str, int] = {"tokens": self.start * config.tokens_per_step(self.cfg)}
+        for field in dataclasses.fields(State):
+            if field.name in saved:  # a version before it did not save it
+                state[field.name] = saved[field.name]
+        return State(**state)
 
     def is_due(self, step: int, stopping: bool) -> bool:
         if not (self.saver and self.cfg.checkpoint):
@@ -160,7 +160,9 @@ class Checkpointer:
         and the next save tries again; with `required`, raises SaveFailed instead."""
         if not self.pending or not (wait or self.pending[1].done()):
             return
-        (step, save), self.pending, problem = self.pending, None, None
+        step, save = self.pending
+        self.pending = None
+        problem = None
         try:
             save.result()
         except SaveFailed as error:
@@ -182,39 +184,43 @@ class Checkpointer:
 
 
 def resolve_param_dtype(cfg: config.Config, world: World) -> config.Config:
-    """The configuration with param_dtype = "auto" resolved: to what the run's checkpoint was trained with, or without
-    one to bfloat16 if every rank's device supports it natively, since emulated bfloat16 is slower than float32."""
+    """The configuration with param_dtype = "auto" resolved: to what the run's checkpoint was trained
+    with, or without one to bfloat16 if every rank's device supports it natively, since emulated
+    bfloat16 is slower than float32."""
     if cfg.parallel.param_dtype != "auto":
         return cfg
     dtype = on_rank_zero(lambda: catalog.saved_param_dtype(cfg))
     if dtype is None:
-        dtype = (
-            "bfloat16" if all(all_gather_objects(has_native_bfloat16(world.device))) else "float32"
-        )
+        is_native = all(all_gather_objects(has_native_bfloat16(world.device)))
+        dtype = "bfloat16" if is_native else "float32"
     return dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, param_dtype=dtype))
 
 
 def staged(
     tensors: dict[str, Tensor], buffers: dict[str, Tensor], device: torch.device
 ) -> dict[str, Tensor]:
-    """Copies the tensors to host memory, sharded as they are. The next save reuses the buffers: faulting in fresh pages
-    would take as long as the copy itself."""
-    local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
-    for name, t in local.items():
+    """Copies the tensors to host memory, sharded as they are, for async_save. The next save reuses the
+    buffers: faulting in fresh pages would take as long as the copy itself."""
+    copies: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if name not in buffers:
-            held = buffers[name] = torch.empty_like(t, device="cpu")
-            if t.is_cuda and held.nbytes:
-                # pinned in place: torch's pinned allocator rounds up to powers of two
-                torch.cuda.check_error(
-                    # pyrefly: ignore[missing-attribute]  # cudart() is not None with a GPU
-                    torch.cuda.cudart().cudaHostRegister(held.data_ptr(), held.nbytes, 0)
-                )
-        buffers[name].copy_(t, non_blocking=True)
+            buffers[name] = host_buffer(shard)
+        copies[name] = buffers[name].copy_(shard, non_blocking=True)
+        if isinstance(tensor, DTensor):
+            # not DTensor.from_local: that would move the copy back to the mesh's device
+            copies[name] = DTensor(buffers[name], tensor._spec, requires_grad=False)
     torch.get_device_module(device).synchronize()  # of torch.cpu: does nothing
-    # Not DTensor.from_local: that would move the copy back to the mesh's device.
-    return {
-        name: DTensor(buffers[name], t._spec, requires_grad=False)
-        if isinstance(t, DTensor)
-        else buffers[name]
-        for name, t in tensors.items()
-    }
+    return copies
+
+
+def host_buffer(shard: Tensor) -> Tensor:
+    """An empty tensor like a shard in host memory, pinned if the shard is on a GPU."""
+    buffer = torch.empty_like(shard, device="cpu")
+    if shard.is_cuda and buffer.nbytes:
+        # pinned in place: torch's pinned allocator rounds up to powers of two
+        torch.cuda.check_error(
+            # pyrefly: ignore[missing-attribute]  # cudart() is not None with a GPU
+            torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
+        )
+    return buffer

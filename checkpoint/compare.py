@@ -10,15 +10,15 @@ from checkpoint.catalog import path_of, read_state
 from config import ConfigError
 
 ADAPTERS = r"lora\.(?!init_from$).*"
-# these determine what state the optimizer has
+# Options that determine which state the optimizer has.
 OPTIMIZER_STATE = r"model\.freeze|optim\.(name|state_dtype)"
-# Those, and what determines weights and data order. The rest (steps, intervals, ranks, precision, learning rate) may
-# change.
+# These, and what determines weights and data order. The rest (steps, intervals, ranks, precision,
+# learning rate) may change.
 GUARDED = re.compile(
     rf"model\..*|{ADAPTERS}|{OPTIMIZER_STATE}|data\.(?!path$).*|run\.seed|"
     r"train\.(seq_len|global_batch_size)"
 )
-# Those that determine parameter shapes: even if allowed to change, the checkpoint would not load.
+# Options that determine parameter shapes: even if allowed to change, the checkpoint would not load.
 SHAPES = re.compile(r"model\.(dim|n_layers|ffn_dim|vocab_size|tie_embeddings)|lora\.(rank|targets)")
 # Options that change the prepared data: allowing one of them to change also allows other data.
 PREPARED = re.compile(
@@ -26,58 +26,85 @@ PREPARED = re.compile(
     r"chat_template)|"
     r"model\.vocab_size"
 )
-# Options that determine the outputs for given weights: an evaluation with other values would be silently wrong.
+# Options that determine the outputs for given weights: an evaluation with other values would be
+# silently wrong.
 SAME_OUTPUTS = re.compile(rf"model\.(?!init_from$|freeze$).*|{ADAPTERS}")
 
 
 def changed_options(cfg: config.Config, step: int, names: re.Pattern) -> dict[str, tuple[str, str]]:
-    """{option: (value in the checkpoint, value now)} of options matching `names` that differ, as text."""
+    """{option: (value in the checkpoint, value now)}, as text, of the options matching `names` that
+    differ. An option that the checkpoint does not mention had its default."""
     saved = read_state(path_of(cfg, step))["config"]
-    before, now = config.SCHEMA.complete(saved), config.SCHEMA.complete(config.to_dict(cfg))
-    if (
-        len({o["model.head_dim"] or o["model.dim"] // o["model.n_heads"] for o in (before, now)})
-        == 1
-    ):
-        before["model.head_dim"] = now["model.head_dim"]  # the same width, given or derived
+    before = config.SCHEMA.complete(saved)
+    now = config.SCHEMA.complete(config.to_dict(cfg))
+    if _head_width(before) == _head_width(now):
+        before["model.head_dim"] = now["model.head_dim"]  # stated or derived, it is the same
+    mentioned = schema.flatten(saved, before)
+    changed = {}
+    for key in sorted(before | now):
+        old_value = before.get(key)
+        new_value = now.get(key)
+        if old_value == new_value or not names.fullmatch(key):
+            continue
+        old_text = _as_text(old_value)
+        if old_value is not None and key not in mentioned:
+            old_text += ", the default"
+        changed[key] = (old_text, _as_text(new_value))
+    return changed
 
-    def words(value: Any) -> str:
-        return (
-            value if isinstance(value, str) else "absent" if value is None else schema.toml(value)
-        )
 
-    older = {key for key, value in before.items() if value is not None} - schema.flatten(
-        saved, before
-    ).keys()
-    return {
-        key: (words(before.get(key)) + ", the default" * (key in older), words(now.get(key)))
-        for key in sorted(before | now)
-        if names.fullmatch(key) and before.get(key) != now.get(key)
-    }
+def _head_width(options: dict[str, Any]) -> int:
+    return options["model.head_dim"] or options["model.dim"] // options["model.n_heads"]
+
+
+def _as_text(value: Any) -> str:
+    if value is None:
+        return "absent"
+    return value if isinstance(value, str) else schema.toml(value)
 
 
 def check_same_run(cfg: config.Config, step: int, guarded: re.Pattern = GUARDED) -> None:
-    """Raises ConfigError naming every option of `guarded` (default: those that determine weights and data order) that
-    differs from the checkpoint's. An option newer than the checkpoint counts as its default there."""
-    allowed = cfg.checkpoint.allow_changed if cfg.checkpoint else ()
-    exists = path_of(cfg, step).is_dir()  # a step of 0 is an imported checkpoint, or none
-    changed = changed_options(cfg, step, guarded) if exists else {}
-    if exists and bool(read_state(path_of(cfg, step))["config"].get("lora")) != bool(cfg.lora):
+    """Raises ConfigError naming every option of `guarded` (default: those that determine weights and
+    data order) that differs from the checkpoint's. An option newer than the checkpoint counts as
+    its default there."""
+    folder = path_of(cfg, step)
+    if not folder.is_dir():  # step 0 is an imported checkpoint, or none
+        return
+    changed = changed_options(cfg, step, guarded)
+    had_adapters = bool(read_state(folder)["config"].get("lora"))
+    if cfg.lora and not had_adapters:
         raise ConfigError(
-            f"[lora] is {'on' if cfg.lora else 'off'}: {path_of(cfg, step)} was trained "
-            f"with{'out' * bool(cfg.lora)} adapters; continue so, or choose another run.name"
+            f"[lora] is on: {folder} was trained without adapters; continue so, or choose another "
+            "run.name"
+        )
+    if had_adapters and not cfg.lora:
+        raise ConfigError(
+            f"[lora] is off: {folder} was trained with adapters; continue so, or choose another "
+            "run.name"
         )
     if cfg.lora:
         # the base may have moved: check_base() compares the weights themselves
         changed.pop("model.init_from", None)
-    if problems := [
-        f"{key} = {now}: {path_of(cfg, step)} was trained with {before}; {_instead(key)}"
+    problems = [
+        f"{key} = {now}: {folder} was trained with {before}; {_advice(key)}"
         for key, (before, now) in changed.items()
-        if key not in allowed
-    ]:
+        if key not in allowed_changes(cfg)
+    ]
+    if problems:
         raise ConfigError(*problems)
 
 
-def _instead(key: str) -> str:
+def allowed_changes(cfg: config.Config) -> tuple[str, ...]:
+    """checkpoint.allow_changed."""
+    return cfg.checkpoint.allow_changed if cfg.checkpoint else ()
+
+
+def may_read_other_data(cfg: config.Config) -> bool:
+    """Whether allow_changed names an option that changes the prepared data."""
+    return any(PREPARED.fullmatch(key) for key in allowed_changes(cfg))
+
+
+def _advice(key: str) -> str:
     """Advice for an option that differs from the checkpoint's."""
     if key not in config.SCHEMA.options:
         return "this version has no such option"
@@ -88,15 +115,19 @@ def _instead(key: str) -> str:
         )
     if SHAPES.fullmatch(key):
         return "its weights have those shapes; continue so, or choose another run.name"
-    return f'continue with that, choose another run.name, or allow it: checkpoint.allow_changed = ["{key}"]'
+    return (
+        "continue with that, choose another run.name, or allow it: "
+        f'checkpoint.allow_changed = ["{key}"]'
+    )
 
 
 def check_base(folder: pathlib.Path, init_from: str | None, base: str | None) -> None:
     """Raises ConfigError if a checkpoint's adapters were trained on a base with another fingerprint."""
-    if (before := read_state(folder).get("base")) != base:
+    before = read_state(folder).get("base")
+    if before != base:
         raise ConfigError(
-            f"[model] init_from = {schema.toml(init_from or '')}: its weights have the hash {base}, but "
-            f"{folder} was trained on a base with {before}; name the folder with that base"
+            f"[model] init_from = {schema.toml(init_from or '')}: its weights have the hash {base}, "
+            f"but {folder} was trained on a base with {before}; name the folder with that base"
         )
 
 
@@ -106,55 +137,55 @@ def by_source(fingerprint: list[dict]) -> dict[str, Any]:
 
 
 def check_same_data(cfg: config.Config, step: int, fingerprint: list[dict]) -> None:
-    """Raises ConfigError, naming what differs, if the prepared data is not the data the checkpoint was trained on."""
-    before = read_state(path_of(cfg, step)).get("data") if step else None
-    # of growing text, which part is compared as it is read
-    used = ("segments", "validation_hash")
-    before = before and [{k: v for k, v in entry.items() if k not in used} for entry in before]
-    allowed = cfg.checkpoint.allow_changed if cfg.checkpoint else ()
-    if not before or before == fingerprint or any(map(PREPARED.fullmatch, allowed)):
+    """Raises ConfigError, naming what differs, if the prepared data is not the data the checkpoint
+    was trained on."""
+    trained_on = data_before(cfg, step)
+    if not trained_on:
         return
-    old, new = by_source(before), by_source(fingerprint)
-    differ = [key for key in sorted(old | new) if old.get(key) != new.get(key)]
-    # a different identity explains different content
-    changed = [
-        f"{key} was {old.get(key)}, is {new.get(key)}"
-        for key in [key for key in differ if ".identity." in key] or differ
-    ]
-    option = (
-        "data.tokenizer"
-        if all(".identity.tokenizer " in text for text in changed)
-        else "data.source"
-    )
+    for entry in trained_on:  # of growing text, these are compared as it is read
+        entry.pop("segments", None)
+        entry.pop("validation_hash", None)
+    if trained_on == fingerprint:
+        return
+    old = by_source(trained_on)
+    new = by_source(fingerprint)
+    differing = [key for key in sorted(old | new) if old.get(key) != new.get(key)]
+    # a different identity explains different hashes
+    identities = [key for key in differing if ".identity." in key]
+    named = identities or differing
+    changes = [f"{key} was {old.get(key)}, is {new.get(key)}" for key in named]
+    is_tokenizer = all(key.endswith(".identity.tokenizer") for key in named)
+    option = "data.tokenizer" if is_tokenizer else "data.source"
     raise ConfigError(
-        f"{path_of(cfg, step)}: was trained on other data: {'; '.join(changed)}; choose another "
+        f"{path_of(cfg, step)}: was trained on other data: {'; '.join(changes)}; choose another "
         f'run.name, or allow it: checkpoint.allow_changed = ["{option}"]'
     )
 
 
 def data_before(cfg: config.Config, step: int) -> list[dict] | None:
-    """What a checkpoint was trained on, as Dataset.fingerprint(); None if it may be something else now."""
-    allowed = cfg.checkpoint.allow_changed if cfg.checkpoint else ()
-    if not step or any(map(PREPARED.fullmatch, allowed)):
+    """What a checkpoint was trained on, as Dataset.fingerprint(); None if it may be something else
+    now."""
+    if step == 0 or may_read_other_data(cfg):
         return None
     return read_state(path_of(cfg, step)).get("data")
 
 
 def other_tokenizer(cfg: config.Config, step: int, files: list[pathlib.Path]) -> str | None:
-    """A warning if the data was prepared with another tokenizer (these files) than the checkpoint's, else None."""
+    """A warning if the data was prepared with another tokenizer (these files) than the checkpoint's,
+    else None."""
     folder = path_of(cfg, step)
-    theirs = [path.read_bytes() for path in folder.glob("tokenizer.*") if path.is_file()]
-    if theirs and not any(path.read_bytes() in theirs for path in files):
-        return (
-            f"{', '.join(map(str, files))}: is not the tokenizer that {folder} was trained with, to whose weights "
-            f'its tokens mean other words; data.tokenizer = "{folder}" names the one that is'
-        )
-    return None
+    saved = [path.read_bytes() for path in folder.glob("tokenizer.*") if path.is_file()]
+    if not saved or any(path.read_bytes() in saved for path in files):
+        return None
+    return (
+        f"{', '.join(map(str, files))}: is not the tokenizer that {folder} was trained with, to "
+        "whose weights its tokens mean other words; "
+        f'data.tokenizer = "{folder}" names the one that is'
+    )
 
 
 def check_same_tokenizer(cfg: config.Config, step: int, files: list[pathlib.Path]) -> None:
     """Raises ConfigError if an evaluation would use another tokenizer than the checkpoint's."""
-    if (warning := other_tokenizer(cfg, step, files)) and not (
-        cfg.checkpoint and "data.tokenizer" in cfg.checkpoint.allow_changed
-    ):
+    warning = other_tokenizer(cfg, step, files)
+    if warning and "data.tokenizer" not in allowed_changes(cfg):
         raise ConfigError(warning)

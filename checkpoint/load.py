@@ -26,28 +26,24 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from checkpoint.catalog import NO_OPTIMIZER
-from checkpoint.manifest import CorruptCheckpoint, opened, read_manifest
+from checkpoint.manifest import CorruptCheckpoint, open_file, read_manifest
 from config import ConfigError
 from model.llama import after_weight_update, named_parameters
 from parallel.ranks import on_each_rank
 
 DCP = "torch.distributed.checkpoint"
+# The types that .metadata consists of, besides dtypes.
 ALLOWED = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     (f"{DCP}.filesystem", "_StorageInfo"),
-    *(
-        (f"{DCP}.metadata", name)
-        for name in (
-            "Metadata",
-            "TensorStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "MetadataIndex",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
+    (f"{DCP}.metadata", "Metadata"),
+    (f"{DCP}.metadata", "TensorStorageMetadata"),
+    (f"{DCP}.metadata", "ChunkStorageMetadata"),
+    (f"{DCP}.metadata", "TensorProperties"),
+    (f"{DCP}.metadata", "MetadataIndex"),
+    (f"{DCP}.metadata", "StorageMeta"),
+    (f"{DCP}.metadata", "_MEM_FORMAT_ENCODING"),
 }
 
 
@@ -81,7 +77,7 @@ class ConfinedFiles(FileSystem):
     # pyrefly: ignore[bad-override]  # DCP declares the generator's own kind of context manager
     def create_stream(self, path: Any, mode: str) -> AbstractContextManager[IO[bytes]]:
         # refuses a path that leads out of it
-        return opened(self.folder, os.path.relpath(path, self.folder))
+        return open_file(self.folder, os.path.relpath(path, self.folder))
 
 
 class Reader(FileSystemReader):
@@ -92,7 +88,7 @@ class Reader(FileSystemReader):
         self.fs = ConfinedFiles(folder)
         path = folder / ".metadata"
         try:
-            with opened(folder, path.name) as file:
+            with open_file(folder, path.name) as file:
                 self.metadata = MetadataUnpickler(file).load()
             _check_metadata(self.metadata, path, read_manifest(folder))
         except ConfigError:
@@ -111,7 +107,8 @@ def _check_metadata(metadata: Metadata, path: pathlib.Path, files: dict[str, dic
     that the manifest lists."""
     assert isinstance(metadata, Metadata)
     for index, info in metadata.storage_data.items():
-        size, end = files.get(info.relative_path, {"size": 0})["size"], info.offset + info.length
+        size = files.get(info.relative_path, {"size": 0})["size"]
+        end = info.offset + info.length
         if not (info.offset >= 0 and info.length > 0 and end <= size):
             raise CorruptCheckpoint(
                 f"{path}: {index.fqn} is said to lie at bytes {info.offset} to {end} of "
@@ -132,28 +129,27 @@ def _check_metadata(metadata: Metadata, path: pathlib.Path, files: dict[str, dic
 
 def is_covered(item: TensorStorageMetadata) -> bool:
     """Whether the chunks of a tensor lie inside it and have as many elements as it has."""
-    inside = all(
-        start >= 0 and length >= 0 and start + length <= size
-        for chunk in item.chunks
-        for start, length, size in zip(chunk.offsets, chunk.sizes, item.size)
-    )
-    return inside and sum(math.prod(chunk.sizes) for chunk in item.chunks) == math.prod(item.size)
+    elements = 0
+    for chunk in item.chunks:
+        for start, length, size in zip(chunk.offsets, chunk.sizes, item.size):
+            if start < 0 or length < 0 or start + length > size:
+                return False
+        elements += math.prod(chunk.sizes)
+    return elements == math.prod(item.size)
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """The tensors of a checkpoint by name: "model.<parameter>" and "optim.<parameter>.<state>", of
     the parameters that the model's pattern `saved` matches."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, parameter in named_parameters(model):
         if not fnmatch.fnmatchcase(name, getattr(model, "saved", "*")):
             continue
-        found[f"model.{name}"] = parameter.detach()
+        tensors[f"model.{name}"] = parameter.detach()
         if optimizer is not None:
-            found |= {
-                f"optim.{name}.{key}": value
-                for key, value in optimizer.state.get(parameter, {}).items()
-            }
-    return found
+            for key, value in optimizer.state.get(parameter, {}).items():
+                tensors[f"optim.{name}.{key}"] = value
+    return tensors
 
 
 def restore(
@@ -169,31 +165,22 @@ def restore(
 def check_tensors(
     reader: Reader, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Tensor]:
-    """Returns tensors_of() the model, which may be on the meta device, and the optimizer. Raises ConfigError if the
-    checkpoint's have other names, shapes or dtypes; without an optimizer, only its weights are compared."""
-    folder, wanted, stored = (
-        reader.path,
-        tensors_of(model, optimizer),
-        reader.metadata.state_dict_metadata,
-    )
-    if optimizer is not None and stored and all(name.startswith("model.") for name in stored):
-        raise ConfigError(f"{folder}: {NO_OPTIMIZER}")
-    theirs, ours = (
-        {
-            f"{name.rpartition('.')[2]} ({dtype})"
-            for name, dtype in dtypes.items()
-            if name.startswith("optim.")
-        }
-        for dtypes in (
-            {name: item.properties.dtype for name, item in stored.items()},
-            {name: tensor.dtype for name, tensor in wanted.items()},
-        )
-    )
-    if optimizer is not None and theirs != ours:
-        raise ConfigError(
-            f"{folder}: holds {', '.join(sorted(theirs))} of another optimizer, this run's has "
-            f"{', '.join(sorted(ours)) or 'no state'}"
-        )
+    """Returns tensors_of() the model, which may be on the meta device, and the optimizer. Raises
+    ConfigError if the checkpoint's have other names, shapes or dtypes. Without an optimizer, only
+    its weights are compared."""
+    folder = reader.path
+    wanted = tensors_of(model, optimizer)
+    stored = reader.metadata.state_dict_metadata
+    if optimizer is not None:
+        if stored and all(name.startswith("model.") for name in stored):
+            raise ConfigError(f"{folder}: {NO_OPTIMIZER}")
+        theirs = state_kinds({name: item.properties.dtype for name, item in stored.items()})
+        ours = state_kinds({name: tensor.dtype for name, tensor in wanted.items()})
+        if theirs != ours:
+            raise ConfigError(
+                f"{folder}: holds {', '.join(theirs)} of another optimizer, this run's has "
+                f"{', '.join(ours) or 'no state'}"
+            )
     problems = [f"{folder}: has no {name}" for name in wanted.keys() - stored.keys()]
     problems += [
         f"{folder}: has {name}, which this model does not"
@@ -210,6 +197,15 @@ def check_tensors(
     if problems:
         raise ConfigError(*sorted(problems))
     return wanted
+
+
+def state_kinds(dtypes: dict[str, torch.dtype]) -> list[str]:
+    """The kinds of optimizer state among tensors of these names, such as "exp_avg (torch.float32)"."""
+    kinds = set()
+    for name, dtype in dtypes.items():
+        if name.startswith("optim."):
+            kinds.add(f"{name.rpartition('.')[2]} ({dtype})")
+    return sorted(kinds)
 
 
 def read_tensors(reader: Reader, tensors: dict[str, Tensor]) -> None:

@@ -7,7 +7,7 @@ import pathlib
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -44,16 +44,15 @@ class Saver:
     def __init__(self, cfg: config.Config, verified: int, extra_files: list[pathlib.Path]):
         """verified: a step whose checkpoint is known to be good. extra_files (the tokenizer) are copied into each."""
         assert cfg.checkpoint  # without [checkpoint] nothing is saved
-        self.cfg, self.options, self.verified, self.extra_files = (
-            cfg,
-            cfg.checkpoint,
-            {verified},
-            extra_files,
-        )
+        self.cfg = cfg
+        self.options = cfg.checkpoint
+        self.verified = {verified}
+        self.extra_files = extra_files
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)  # every rank is a member
         self.group = group
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.ranks = dist.get_world_size()
         self.planner = CachedPlans()
         self.stopping = False  # the run is stopping: purging is left to the next launch
 
@@ -64,50 +63,36 @@ class Saver:
         state: dict,
         before_publishing: Callable[[], None] = lambda: None,
     ) -> None:
-        """Writes the checkpoint of a step; `state` must be JSON-serializable. before_publishing: called on rank 0; an
-        OSError fails the save. Raises FloatingPointError if an update from finite gradients made weights or moments
-        non-finite: these are never saved."""
-        final, temporary = catalog.path_of(self.cfg, step), catalog.temporary_of(self.cfg, step)
+        """Writes the checkpoint of a step. `state` must be JSON-serializable. before_publishing is
+        called on rank 0; an OSError of it fails the save. Raises FloatingPointError if an update
+        from finite gradients made weights or moments non-finite: these are never saved."""
+        final = catalog.path_of(self.cfg, step)
+        temporary = catalog.temporary_of(self.cfg, step)
         writer = Writer(temporary)
 
-        def make_room() -> None:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            # numel() of a DTensor is the full size
-            size = sum(t.numel() * t.element_size() for t in tensors.values())
-            # each shard also has a header, and an entry in the metadata
-            needed, free = (
-                size + 4096 * len(tensors) * self.ranks,
-                shutil.disk_usage(temporary).free,
-            )
-            if needed > free:
-                raise OSError(f"needs {needed / MIB:,.1f} MiB, {free / MIB:,.1f} MiB are free")
+        def write_shards() -> None:
+            dcp.save(tensors, storage_writer=writer, planner=self.planner, process_group=self.group)
 
         def publish() -> None:
-            hashed = {name: entry for of_rank in entries for name, entry in of_rank.items()}
-            write_manifest(temporary, self.extra_files, state, hashed)
+            entries = {}
+            for entries_of_rank in entries_by_rank:
+                entries |= entries_of_rank
+            write_manifest(temporary, self.extra_files, state, entries)
             before_publishing()
             files.publish(temporary, final)
 
         try:
-            self._on_all_ranks(make_room, only=0)
+            self._on_all_ranks(lambda: self._make_folder(temporary, tensors), only=0)
             with ThreadPoolExecutor(1) as pool:  # overlaps the NaN/Inf check with the write
                 finite = pool.submit(_all_finite, tensors)
-                self._on_all_ranks(
-                    lambda: dcp.save(
-                        tensors,
-                        storage_writer=writer,
-                        planner=self.planner,
-                        process_group=self.group,
-                    )
-                )
+                self._on_all_ranks(write_shards)
             if not all(self._on_all_ranks(finite.result)):
                 raise FloatingPointError(
                     f"step {step}: the update made weights that are not finite, and they were not "
                     "saved; a lower optim.lr or a longer warm-up may help"
                 )
             # each rank hashes the files that it wrote, while they are still in its page cache
-            entries = self._on_all_ranks(lambda: hash_files(temporary, writer.files))
+            entries_by_rank = self._on_all_ranks(lambda: hash_files(temporary, writer.files))
             self._on_all_ranks(publish, only=0)
         except SaveFailed as error:
             # ranks may have failed before or after they stored the plan
@@ -118,9 +103,21 @@ class Saver:
                 shutil.rmtree(temporary, ignore_errors=True)
         self.verified.add(step)
 
+    def _make_folder(self, temporary: pathlib.Path, tensors: dict[str, Tensor]) -> None:
+        """Makes the folder to write to, empty. Raises OSError if the disk has too little room."""
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        # numel() of a DTensor is the full size
+        size = sum(t.numel() * t.element_size() for t in tensors.values())
+        # each shard also has a header, and an entry in the metadata
+        needed = size + 4096 * len(tensors) * self.ranks
+        free = shutil.disk_usage(temporary).free
+        if needed > free:
+            raise OSError(f"needs {needed / MIB:,.1f} MiB, {free / MIB:,.1f} MiB are free")
+
     def _on_all_ranks(self, work: Callable[[], Any], only: int | None = None) -> list:
-        """Runs `work` on all ranks, or only on rank `only`. Returns its results by rank. Raises SaveFailed on all ranks
-        if it failed on any."""
+        """Runs `work` on all ranks, or only on rank `only`. Returns its results by rank. Raises
+        SaveFailed on all ranks if it failed on any."""
         value = problem = None
         try:
             if only in (None, self.rank):
@@ -131,33 +128,40 @@ class Saver:
             problem = f"rank {self.rank}: {type(error).__name__}: {error}"
         answers: list = [None] * self.ranks
         dist.all_gather_object(answers, (value, problem), group=self.group)
-        if problems := [problem for _, problem in answers if problem]:
+        problems = [problem for _, problem in answers if problem]
+        if problems:
             raise SaveFailed(problems[0])
         return [value for value, _ in answers]
 
+    def _on_rank_zero(self, work: Callable[[], Any]) -> Any:
+        """The result of `work` on rank 0, on all ranks. Raises SaveFailed on all if it failed."""
+        return self._on_all_ranks(work, only=0)[0]
+
     def purge(self) -> None:
-        """Removes the checkpoints before the last keep_last good ones, except milestones. Those that this launch has
-        not verified yet are verified before they count."""
-        last, every, good = self.options.keep_last, self.options.keep_every_steps, 0
-        if not last:
+        """Removes the checkpoints before the last keep_last good ones, except milestones. Those that
+        this launch has not verified yet are verified before they count."""
+        keep_last = self.options.keep_last
+        if not keep_last:
             return
+        good = 0
         try:
-            for step in reversed(self._on_all_ranks(lambda: catalog.steps(self.cfg), only=0)[0]):
-                if self._on_all_ranks(lambda: self.stopping, only=0)[0]:
-                    # rank 0 decides: all ranks must agree
+            for step in reversed(self._on_rank_zero(lambda: catalog.steps(self.cfg))):
+                if self._on_rank_zero(lambda: self.stopping):  # all ranks must agree
                     return
-                if good < last:
+                is_milestone = config.is_due(step, self.options.keep_every_steps)
+                if good < keep_last:
                     good += self._is_good(step)
-                elif not config.is_due(step, every):
-                    self._on_all_ranks(lambda step=step: catalog.remove(self.cfg, step), only=0)
+                elif not is_milestone:
+                    self._on_rank_zero(lambda step=step: catalog.remove(self.cfg, step))
         except SaveFailed as error:  # the new checkpoint is safe; the next purge tries again
             log.warning("old checkpoints could not be removed: %s", error)
 
     def _is_good(self, step: int) -> bool:
         if step not in self.verified:
             path = catalog.path_of(self.cfg, step)
-            found = self._on_all_ranks(lambda: catalog.problems_of(path, self.rank, self.ranks))
-            if problems := [problem for rank in found for problem in rank]:
+            by_rank = self._on_all_ranks(lambda: catalog.problems_of(path, self.rank, self.ranks))
+            problems = [problem for problems in by_rank for problem in problems]
+            if problems:
                 log.warning("kept, but not counted as a checkpoint: %s", "; ".join(problems))
                 return False
             self.verified.add(step)
@@ -165,16 +169,23 @@ class Saver:
 
 
 def _all_finite(tensors: dict[str, Tensor]) -> bool:
-    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
-    # aminmax() propagates NaN and infinity, in a tenth of isfinite()'s time; stacked, they need a single device sync
-    extremes = [part.float() for t in local if t.numel() for part in t.aminmax()]
-    return bool(torch.stack(extremes).isfinite().all()) if extremes else True
+    """Whether this rank's shards hold neither NaN nor infinity."""
+    extremes = []
+    for tensor in tensors.values():
+        shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if shard.numel():
+            # aminmax() propagates NaN and infinity, in a tenth of isfinite()'s time
+            smallest, largest = shard.aminmax()
+            extremes += [smallest.float(), largest.float()]
+    if not extremes:
+        return True
+    return bool(torch.stack(extremes).isfinite().all())  # stacked: a single device sync
 
 
 class Writer(FileSystemWriter):
-    """A DCP storage writer with one file per rank. Unlike FileSystemWriter, it holds one tensor at a time in host
-    memory instead of pinning all of them (pytorch issue 195982), reports failed writes (issue 191391), and keeps the
-    folder's path, which will change, out of the metadata."""
+    """A DCP storage writer with one file per rank. Unlike FileSystemWriter, it holds one tensor at a
+    time in host memory instead of pinning all of them (pytorch issue 195982), reports failed writes
+    (issue 191391), and keeps the folder's path, which will change, out of the metadata."""
 
     def __init__(self, folder: pathlib.Path):
         super().__init__(folder, thread_count=1, overwrite=False)
@@ -183,32 +194,20 @@ class Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = []
         if plan.items:
-            self.files = [name := f"{plan.storage_data.prefix}0.distcp"]
-            # torch's zip files have a CRC-32 of each tensor that no reader checks; the manifest's SHA-256 replaces it
+            name = f"{plan.storage_data.prefix}0.distcp"
+            self.files = [name]
+            # torch's zip files have a CRC-32 of each tensor, which no reader checks. The manifest's
+            # SHA-256 replaces it.
             with (
                 (pathlib.Path(self.path) / name).open("wb") as file,
                 # pyrefly: ignore[missing-attribute]  # torch adds patch() at run time
                 torch_config.patch("save.compute_crc32", False),
             ):
                 for item in plan.items:
-                    begin = file.tell()
                     tensor = planner.resolve_data(item)
                     assert isinstance(tensor, Tensor)
-                    tensor = tensor.detach().cpu()
-                    # for a view, torch.save would write its entire storage
-                    whole = (
-                        tensor.clone()
-                        if tensor.untyped_storage().nbytes() != tensor.nbytes
-                        else tensor
-                    )
-                    try:
-                        torch.save(whole, file)
-                    except (
-                        RuntimeError
-                    ) as error:  # torch hides a full disk behind "unexpected pos 704 vs 598"
-                        raise (
-                            error.__context__ if isinstance(error.__context__, OSError) else error
-                        ) from None
+                    begin = file.tell()
+                    _save_tensor(tensor, file)
                     size = file.tell() - begin
                     results.append(WriteResult(item.index, size, _StorageInfo(name, begin, size)))
                 file.flush()
@@ -221,24 +220,41 @@ class Writer(FileSystemWriter):
         return StorageMeta(save_id=self.save_id)
 
 
+def _save_tensor(tensor: Tensor, file: IO[bytes]) -> None:
+    """torch.save() of a tensor's own elements. Raises OSError."""
+    tensor = tensor.detach().cpu()
+    is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
+    if is_view:  # torch.save would write the entire storage
+        tensor = tensor.clone()
+    try:
+        torch.save(tensor, file)
+    except RuntimeError as error:  # torch hides a full disk behind "unexpected pos 704 vs 598"
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
 def write_manifest(
-    folder: pathlib.Path, extra_files: list[pathlib.Path], state: dict, hashed: dict[str, dict]
+    folder: pathlib.Path, extra_files: list[pathlib.Path], state: dict, entries: dict[str, dict]
 ) -> None:
-    """Completes a checkpoint whose tensors are written and hashed: adds state, tokenizer, manifest; syncs each file."""
+    """Completes a checkpoint whose tensors are written and hashed (`entries` of the manifest): adds
+    state, tokenizer and manifest, and syncs each file."""
     for path in extra_files:
         shutil.copyfile(path, folder / path.name)
     (folder / STATE).write_text(json.dumps(state, indent=2))
     names = [path.name for path in extra_files] + [STATE, ".metadata"]
-    (folder / MANIFEST).write_bytes(render_manifest(hashed | hash_files(folder, names)))
+    (folder / MANIFEST).write_bytes(render_manifest(entries | hash_files(folder, names)))
     for name in [*names[:-1], MANIFEST]:  # DCP has already synced .metadata
         files.sync(folder / name)
 
 
 class CachedPlans(DefaultSavePlanner):
-    """Plans a run's first save and reuses the plan: gathering, making and sending one takes rank 0 ten seconds for
-    Llama 3 8B on 512 ranks, while all wait. If its tensors have changed, a rank sends its plan again.
+    """Plans a run's first save and reuses the plan. Gathering, making and sending one takes rank 0 ten
+    seconds for Llama 3 8B on 512 ranks, while all wait. A rank whose tensors have changed sends its
+    plan again.
 
-    DCP's own enable_plan_caching caches on the class, for all savers of a process, and in torch 2.11 also failed plans.
+    DCP's own enable_plan_caching caches on the class, for all savers of a process, and in torch
+    2.11 also failed plans.
     """
 
     def __init__(self) -> None:
@@ -247,8 +263,11 @@ class CachedPlans(DefaultSavePlanner):
         self.final_plan: SavePlan | None = None
 
     def create_local_plan(self) -> SavePlan:
-        before, self.local_plan = self.local_plan, super().create_local_plan()
-        return SavePlan([], usable=False) if self.local_plan == before else self.local_plan
+        previous = self.local_plan
+        self.local_plan = super().create_local_plan()
+        if self.local_plan == previous:
+            return SavePlan([], usable=False)  # rank 0 has it
+        return self.local_plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         if not any(plan.usable for plan in all_plans):
@@ -258,8 +277,8 @@ class CachedPlans(DefaultSavePlanner):
         all_plans, self.metadata = create_default_global_save_plan(
             self._dedup_save_plans(all_plans)
         )
-        # DCP's own check takes time quadratic in the ranks. It also looks for overlaps, which chunks computed from the
-        # same placements on all ranks cannot have.
+        # DCP's own check takes time quadratic in the ranks. It also looks for overlaps, which chunks
+        # computed from the same placements on all ranks cannot have.
         for name, item in self.metadata.state_dict_metadata.items():
             assert isinstance(item, TensorStorageMetadata)  # all that is saved are tensors
             if not is_covered(item):

@@ -152,14 +152,16 @@ def resolve(name: str, value: Any, machines: str) -> tuple[str, dict[str, Any], 
             {},
             f"no such key is known{nearest(name, [*RULES, *(f'fsdp_{key}' for key in FSDP)])}",
         )
-    row, text = RULES[name], word(value)
-    null = "implied: not set there, so the default here stands" if text == "NULL" else None
-    effect = (
-        row.get(text)
-        or null
-        or row.get("number" if NUMBER.fullmatch(text) else "any")
-        or row.get("any")
-    )
+    row = RULES[name]
+    text = word(value)
+    if text in row:
+        effect = row[text]
+    elif text == "NULL":
+        effect = "implied: not set there, so the default here stands"
+    elif NUMBER.fullmatch(text) and "number" in row:
+        effect = row["number"]
+    else:
+        effect = row.get("any")
     if not effect:
         known = [value for value in row if not value.isdigit()] or [*row]
         return "unknown", {}, f"known values are {', '.join(known)}{nearest(text, known)}"
@@ -169,12 +171,11 @@ def resolve(name: str, value: Any, machines: str) -> tuple[str, dict[str, Any], 
             {},
             f"num_machines is {show(machines)}, not a number of replicas; set it, convert again",
         )
-    settings, colon, remark = effect.format(
-        key=name, value=text.lower(), machines=machines
-    ).partition(": ")
+    effect = effect.format(key=name, value=text.lower(), machines=machines)
+    kind, colon, remark = effect.partition(": ")
     if colon:
-        return settings, {}, remark
-    settings, _, remark = settings.partition("; ")
+        return kind, {}, remark
+    settings, _, remark = effect.partition("; ")
     options = tomli.loads(settings.replace(", ", "\n"))
     return "kept" if name in options else "renamed", options, remark
 
@@ -192,37 +193,43 @@ def entries(table: dict, where: str = "") -> Iterator[tuple[str, str, Any]]:
 
 def convert(raw: dict) -> tuple[dict[str, Any], list[str], list[str]]:
     """(our options, a comment on every key, the comments that report problems)."""
-    given = {name: value for _, name, value in entries(raw) if word(value) != "NULL"}
-    options, sources, comments, problems = {}, {}, [], []
+    named = {name: value for _, name, value in entries(raw) if word(value) != "NULL"}
+    machines = str(named.get("num_machines", "missing"))
+    options: dict[str, Any] = {}
+    set_by: dict[str, str] = {}  # option -> the key that set it first
+    comments = []
+    problems = []
     for where, name, value in entries(raw):
-        kind, settings, remark = resolve(name, value, str(given.get("num_machines", "missing")))
+        kind, settings, remark = resolve(name, value, machines)
         for option, setting in settings.items():
-            first, source = (
-                options.setdefault(option, setting),
-                sources.setdefault(option, show(where)),
-            )
-            if first != setting:
-                kind, remark = (
-                    "contradiction",
-                    f"{source} says {option} = {json.dumps(first)}; keep one of the two",
-                )
-        sets = ", ".join(
-            f"{option} = {json.dumps(setting)}" for option, setting in settings.items()
-        )
-        comments.append(
-            ": ".join(filter(None, (f"{show(where)} = {show(value)}", kind, sets, remark)))
-        )
+            if option not in options:
+                options[option] = setting
+                set_by[option] = show(where)
+            elif options[option] != setting:
+                kind = "contradiction"
+                first = json.dumps(options[option])
+                remark = f"{set_by[option]} says {option} = {first}; keep one of the two"
+        comment = comment_on(f"{show(where)} = {show(value)}", kind, settings, remark)
+        comments.append(comment)
         if kind in ("unknown", "no equivalent", "contradiction"):
-            problems.append(comments[-1])
-    if not {"mixed_precision", "param_dtype"} & given.keys():
+            problems.append(comment)
+    if "mixed_precision" not in named and "param_dtype" not in named:
         options["param_dtype"] = "float32"
         comments.append("param_dtype = float32, as no other precision is named there")
-    if options.get("param_dtype") == "bfloat16" and "reduce_dtype" not in given:
+    if options.get("param_dtype") == "bfloat16" and "reduce_dtype" not in named:
         options["reduce_dtype"] = "float32"
         comments.append(
-            "reduce_dtype = float32, where FSDP1 and Accelerate would reduce gradients in bfloat16 as well"
+            "reduce_dtype = float32, where FSDP1 and Accelerate would reduce gradients in bfloat16 "
+            "as well"
         )
     return options, comments, problems
+
+
+def comment_on(entry: str, kind: str, settings: dict[str, Any], remark: str) -> str:
+    """The line on an entry: what became of it, the options that it sets, and why."""
+    set_options = [f"{option} = {json.dumps(value)}" for option, value in settings.items()]
+    texts = [entry, kind, ", ".join(set_options), remark]
+    return ": ".join(text for text in texts if text)
 
 
 def read(path: str) -> dict:
@@ -235,11 +242,13 @@ def read(path: str) -> dict:
 
     class Loader(yaml.BaseLoader):
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-            for i, (key, _) in enumerate(node.value):
-                if key.value in [earlier.value for earlier, _ in node.value[:i]]:
+            seen = []
+            for key, _ in node.value:
+                if key.value in seen:
                     raise ConfigError(
                         f"line {key.start_mark.line + 1}: {show(key.value)} stands twice; keep one"
                     )
+                seen.append(key.value)
             return super().construct_mapping(node, deep=True)
 
     try:
@@ -260,10 +269,9 @@ def read(path: str) -> dict:
         raise ConfigError(f"cannot be read as YAML: {' '.join(str(error).split())}") from None
     if not raw or not isinstance(raw, dict):
         raise ConfigError("is empty, or holds no keys; `accelerate config` writes such a file")
-    part = raw.get("fsdp_config")
-    if not (part and isinstance(part, dict)) and not any(
-        name in FSDP for _, name, _ in entries(raw)
-    ):
+    table = raw.get("fsdp_config")
+    has_table = isinstance(table, dict) and table
+    if not has_table and not any(name in FSDP for _, name, _ in entries(raw)):
         raise ConfigError(
             "has no FSDP part: neither a table fsdp_config nor FullyShardedDataParallel's arguments"
         )

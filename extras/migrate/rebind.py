@@ -27,14 +27,16 @@ def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
             "before anything steps it, loads into it or makes its state (as optim.build_optimizer does)"
         )
     # by object, not by storage: on meta all storages have the same (null) address
-    known = {id(p): name for name, p in named_parameters(model)}
-    names = [known.pop(id(p), "") for _, p in optimizer_entries(optimizer)]
-    if "" in names:
-        entry, _ = optimizer_entries(optimizer)[names.index("")]
-        raise ValueError(
-            f"{entry} is not a parameter of the model, or the optimizer holds it already: "
-            "rebind_optimizer must enclose the sharding"
-        )
+    name_of = {id(parameter): name for name, parameter in named_parameters(model)}
+    names = []
+    for entry, parameter in optimizer_entries(optimizer):
+        name = name_of.pop(id(parameter), None)
+        if name is None:
+            raise ValueError(
+                f"{entry} is not a parameter of the model, or the optimizer holds it already: "
+                "rebind_optimizer must enclose the sharding"
+            )
+        names.append(name)
     # stands in, so that each full weight is freed once its unit is sharded
     placeholder = torch.empty(0)
     for group in optimizer.param_groups:
@@ -42,11 +44,13 @@ def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
     try:
         yield
     finally:  # after an exception too: parameters not yet sharded are rebound unchanged
-        found, wanted = dict(named_parameters(model)), iter(names)
+        parameters = dict(named_parameters(model))
+        rebound = iter([parameters.get(name, placeholder) for name in names])
         for group in optimizer.param_groups:
-            group["params"] = [found.get(next(wanted), placeholder) for _ in group["params"]]
-    if gone := [name for name in names if name not in found]:
+            group["params"] = [next(rebound) for _ in group["params"]]
+    missing = [name for name in names if name not in parameters]
+    if missing:
         raise ValueError(
-            f"the model has no {', '.join(gone)} any more, which the optimizer held: within "
+            f"the model has no {', '.join(missing)} any more, which the optimizer held: within "
             "rebind_optimizer parameters may be replaced, but not renamed, tied or removed"
         )
