@@ -159,13 +159,13 @@ def scaled_weight(weight: Tensor, inverse_scale: Tensor | None, rowwise: bool, d
     return scaled(weight, E4M3, rowwise, dim)
 
 
-def scaled_matmul(left: Scaled, right: Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def scaled_matmul(x: Scaled, y: Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """(M, K) @ (K, N) -> (M, N).
 
     fast: use_fast_accum (sums with fewer bits), as torchao does in forward only.
     """
-    a, a_scale = left
-    b, b_scale = right
+    a, a_scale = x
+    b, b_scale = y
     if not a.is_cuda:
         return (a.float() @ b.float() * (a_scale * b_scale)).to(dtype)
     # the only layouts that the kernels take
@@ -190,9 +190,9 @@ class Float8Matmul(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, inverse_scale)
         ctx.rowwise = rowwise
-        left = scaled(x, E4M3, rowwise, 1)
-        right = scaled_weight(weight, inverse_scale, rowwise, 1).t()
-        return scaled_matmul(left, right, x.dtype, fast=True)
+        a = scaled(x, E4M3, rowwise, 1)
+        b = scaled_weight(weight, inverse_scale, rowwise, 1).t()
+        return scaled_matmul(a, b, x.dtype, fast=True)
 
     @staticmethod
     # pyrefly: ignore[bad-override]  # torch passes one gradient per output
@@ -203,13 +203,13 @@ class Float8Matmul(torch.autograd.Function):
         x_grad = None
         weight_grad = None
         if ctx.needs_input_grad[0]:
-            left = scaled(grad, grad_dtype, rowwise, 1)
-            right = scaled_weight(weight, inverse_scale, rowwise, 0)
-            x_grad = scaled_matmul(left, right, x.dtype)  # (M, N) @ (N, K)
+            a = scaled(grad, grad_dtype, rowwise, 1)
+            b = scaled_weight(weight, inverse_scale, rowwise, 0)
+            x_grad = scaled_matmul(a, b, x.dtype)  # (M, N) @ (N, K)
         if ctx.needs_input_grad[1]:
-            left = scaled(grad, grad_dtype, rowwise, 0).t()
-            right = scaled(x, E4M3, rowwise, 0)
-            weight_grad = scaled_matmul(left, right, x.dtype)  # (N, M) @ (M, K)
+            a = scaled(grad, grad_dtype, rowwise, 0).t()
+            b = scaled(x, E4M3, rowwise, 0)
+            weight_grad = scaled_matmul(a, b, x.dtype)  # (N, M) @ (M, K)
         return x_grad, weight_grad, None, None
 
 
