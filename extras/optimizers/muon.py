@@ -183,17 +183,20 @@ class MatrixSet:
         self.first_owned = sum(self.owned_by_replica[: self.replica])
 
     def orthogonalized(self, x: Tensor) -> Tensor:
-        """This rank's shards (n, r, c) of the matrices that its replica owns -> of all, orthogonal."""
+        """Orthogonalizes the matrices that this replica owns, and exchanges them between replicas.
+
+        Takes this rank's shards of these matrices (n, r, c), returns its shards of all (all, r, c).
+        """
         shard_shape = x.shape[1:]
         owned = self.owned_by_rank[self.rank]
-        # elements that this rank has of each rank's matrices, and each rank of this rank's
+        # elements that this rank holds of each rank's matrices, and each rank of this rank's
         sent = [n * shard_shape.numel() for n in self.owned_by_rank]
         received = []
         for _, rows, columns in self.shards:
             received.append(owned * (rows.stop - rows.start) * (columns.stop - columns.start))
 
         x = exchange(x.flatten(), sent, received, self.shard_group)
-        full = x.new_empty((owned, *self.shape))
+        full = x.new_empty((owned, *self.shape))  # (owned, R, C)
         for shard, values in zip(self.shards, x.split(received)):
             # what tp replicates comes from each of its ranks
             full[shard] = values.view(full[shard].shape)
@@ -205,7 +208,7 @@ class MatrixSet:
 
         replicas = len(self.owned_by_replica)
         if replicas > 1:
-            sent = [len(x)] * replicas
+            sent = [len(x)] * replicas  # the same to each
             received = [n * shard_shape.numel() for n in self.owned_by_replica]
             x = exchange(x.repeat(replicas), sent, received, self.replica_group)
         return x.view(len(self.matrices), *shard_shape)
