@@ -91,7 +91,7 @@ class Muon(torch.optim.Optimizer):
         if self.adamw:
             self.adamw.step()
         for matrix_set in self.matrix_sets:
-            group = self.param_groups[0]
+            group = self.param_groups[0]  # of all matrices
             lr = group["lr"] * self.lr_ratio
             decay = 1 - lr * group["weight_decay"]
             scale = lr * RMS * math.sqrt(max(matrix_set.shape))
