@@ -38,7 +38,7 @@ from benchmarks import count
 from config import ConfigError
 from model.attention import mask_mod
 from model.llama import Llama, rope_tables
-from model.loss import softmax_parts, to_slope
+from model.loss import logits_gradient, softmax_parts
 from parallel.activation_checkpoint import (
     ATTENTION,
     MATRIX_PRODUCTS,
@@ -266,7 +266,7 @@ def count_loss(vocabulary: int) -> list[dict]:
         index, column = torch.empty(LOSS_TOKENS, 1, dtype=torch.long), torch.empty(LOSS_TOKENS, 1)
         traced = [
             (softmax_parts, graphs_of(softmax_parts, logits, index)),
-            (to_slope, graphs_of(to_slope, logits, index, None, *[column] * 5)),
+            (logits_gradient, graphs_of(logits_gradient, logits, index, None, *[column] * 5)),
         ]
     for function, (graph,) in traced:
         found.append({"function": function.__name__, **count_kernels(graph)})

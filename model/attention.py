@@ -1,6 +1,6 @@
-"""Attention kernels, the causal document mask, and what the model needs of a KV cache.
+"""Attention, its masks, and the KV cache that generation hands to it.
 
-Shapes: B batch, T tokens, S cached positions (columns), H query heads, K key/value heads, E head dimension.
+Shapes: B batch, T tokens, S cached positions, H query heads, K key/value heads, E head dimension.
 """
 
 import functools
@@ -13,51 +13,68 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+    """Grouped-query attention of q (B, H, T, E) to k and v (B, K, T, E); returns (B, H, T, E).
+
+    mask comes from make_mask(). None is the plain causal mask.
+    """
+    grouped = q.shape[1] != k.shape[1]
+    if isinstance(mask, BlockMask):
+        flex = flex_attention
+        # Eager flex_attention materializes the score matrix. In a compiled block it is compiled
+        # with the block. Its backward cannot be compiled on a CPU, where only tests come here.
+        if q.is_cuda and not torch.compiler.is_compiling():
+            flex = _compiled(flex_attention)
+        return flex(q, k, v, block_mask=mask, enable_gqa=grouped)
+
+    if grouped and q.is_cuda and q.dtype == torch.float32:
+        # No fused kernel of torch 2.11 to 2.13 supports GQA in float32, and the unfused one saves
+        # the score matrix. Repeated keys and values cost little in comparison.
+        groups = q.shape[1] // k.shape[1]
+        k = k.repeat_interleave(groups, dim=1)  # (B, K, T, E) -> (B, H, T, E)
+        v = v.repeat_interleave(groups, dim=1)
+        grouped = False
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+    )
+
+
 def mask_mod(documents: Tensor | None) -> Callable[..., Tensor]:
-    """A FlexAttention mask_mod: causal, and within the query's document if document numbers (B, T) are given."""
+    """FlexAttention's mask_mod(b, h, q, k): may the query at q attend to the key at k?
+
+    Causal. With document numbers (B, T), a query attends only to its own document.
+    """
 
     def rule(b: Tensor, h: Tensor | None, q: Tensor, k: Tensor) -> Tensor:
-        return q >= k if documents is None else (q >= k) & (documents[b, q] == documents[b, k])
+        causal = q >= k
+        if documents is None:
+            return causal
+        return causal & (documents[b, q] == documents[b, k])
 
     return rule
 
 
 def document_mask(documents: Tensor) -> Tensor | BlockMask:
+    """The mask of full sequences with document numbers (B, T)."""
     batch, length = documents.shape
     return make_mask(mask_mod(documents), batch, length, length, documents.device)
 
 
 def make_mask(
-    rule: Callable, batch: int, queries: int, keys: int, device: torch.device
+    rule: Callable[..., Tensor], batch: int, queries: int, keys: int, device: torch.device
 ) -> Tensor | BlockMask:
-    """Builds the mask for attention(): on a GPU a BlockMask (https://arxiv.org/abs/2412.05496), which needs no (Q, T)
-    tensor; elsewhere booleans (B, 1, Q, T), True where a query attends. batch = 1 broadcasts over the batch."""
+    """Builds the mask for attention() from a mask_mod. batch = 1 broadcasts over the batch.
+
+    On a GPU the mask is a BlockMask (https://arxiv.org/abs/2412.05496), which needs no tensor of
+    queries x keys. Elsewhere it is booleans (B, 1, queries, keys), True where a query attends.
+    """
     if device.type == "cuda":
         return _compiled(create_block_mask)(rule, batch, None, queries, keys, device)
-    row, query, key = (torch.arange(n, device=device) for n in (batch, queries, keys))
-    return rule(row[:, None, None], None, query[:, None], key).expand(batch, -1, -1)[:, None]
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
-    """Grouped-query attention of q (B, H, T, E) over k and v (B, K, T, E) with this mask; causal if it is None."""
-    grouped = q.shape[1] != k.shape[1]
-    if isinstance(mask, BlockMask):
-        # Eager flex_attention materializes the score matrix; inside a compiled block it is compiled with the block.
-        # Its backward cannot be compiled on a CPU; only tests run this branch on one.
-        flex = (
-            _compiled(flex_attention)
-            if q.is_cuda and not torch.compiler.is_compiling()
-            else flex_attention
-        )
-        return flex(q, k, v, block_mask=mask, enable_gqa=grouped)
-    if grouped and q.is_cuda and q.dtype == torch.float32:
-        # No fused kernel of torch 2.11 to 2.13 supports GQA in float32, and the unfused one saves the score matrix.
-        # Repeated keys and values cost little in comparison.
-        groups = q.shape[1] // k.shape[1]
-        k, v, grouped = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), False
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
-    )
+    b = torch.arange(batch, device=device)[:, None, None]  # (B, 1, 1)
+    q = torch.arange(queries, device=device)[:, None]  # (queries, 1)
+    k = torch.arange(keys, device=device)  # (keys)
+    mask = rule(b, None, q, k)  # (queries, keys), with documents (B, queries, keys)
+    return mask.expand(batch, -1, -1)[:, None]  # (B, 1, queries, keys)
 
 
 @functools.cache
@@ -69,14 +86,17 @@ class KVCache(Protocol):
     """The keys and values of one block, in generation (generate.py)."""
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends k and v (B, K, T, E) as new columns; returns all columns so far (B, K, S, E)."""
+        """Appends the new tokens' k and v (B, K, T, E); returns all so far (B, K, S, E)."""
 
 
 class Cache(Protocol):
-    """The KV caches of all blocks: a pass computes only the new tokens."""
+    """The KV caches of all blocks: a pass computes only the tokens that they do not hold yet."""
 
     blocks: list[KVCache]
 
     def advance(self, new: int) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Starts a pass over `new` columns. Returns its mask, None or (B, 1, 1, S); positions (B, T); and, within
-        these columns, the index of each row's newest token (B, 1)."""
+        """Begins a pass over `new` tokens. Returns (mask, positions, newest).
+
+        mask is None (causal) or (B, 1, 1, S). positions are (B, T). newest (B, 1) is the index of
+        each row's newest token among the new ones: shorter rows are padded.
+        """

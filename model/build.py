@@ -10,27 +10,36 @@ from model.llama import Llama
 
 
 def build_model(m: config.Model, lora: config.Lora | None = None) -> Llama:
-    """The model on torch's default device, uninitialized. Raises ConfigError if a pattern in `freeze` matches no
-    parameter, or if every parameter is frozen."""
+    """The model on torch's default device, uninitialized.
+
+    Raises ConfigError if a pattern in `freeze` matches no parameter, or if every parameter is
+    frozen.
+    """
     model = Llama(m)
     if lora:
         from extras.lora.adapters import add_adapters
 
         add_adapters(model, lora)
-    names = dict(model.named_parameters())
-    for pattern in m.freeze:
-        if not (found := fnmatch.filter(names, pattern)):
-            raise ConfigError(
-                f"[model] freeze: {pattern!r} matches none of {', '.join([*names][:3])}, ..."
-            )
-        for name in found:
-            names[name].requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in names.values()):
-        raise ConfigError("[model] freeze: nothing is left to train")
+    freeze(model, m.freeze)
     return model
 
 
+def freeze(model: Llama, patterns: tuple[str, ...]) -> None:
+    """Freezes the parameters whose names match a pattern."""
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        names = fnmatch.filter(parameters, pattern)
+        if not names:
+            raise ConfigError(
+                f"[model] freeze: {pattern!r} matches none of {', '.join([*parameters][:3])}, ..."
+            )
+        for name in names:
+            parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ConfigError("[model] freeze: nothing is left to train")
+
+
 def meta_model(m: config.Model, lora: config.Lora | None = None) -> Llama:
-    """build_model() on the meta device: without storage, so that no rank ever holds the full model."""
+    """build_model() on the meta device: without storage, so no rank ever holds the full model."""
     with torch.device("meta"):
         return build_model(m, lora)

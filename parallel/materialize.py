@@ -15,7 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 import config
 from config import ConfigError
-from model.llama import Llama, after_weight_update, named_parameters
+from model.llama import Linear, Llama, after_weight_update, named_parameters
 from parallel.ranks import on_each_rank
 
 RNG_BLOCK = 65536  # elements drawn from one generator, rounded to full rows
@@ -63,7 +63,7 @@ def initialize(
             local_rectangle(parameter)[1],
             model.get_submodule(name.rpartition(".")[0]),
         )
-        if hasattr(module, "quantize"):
+        if isinstance(module, Linear) and module.quantize:
             module.quantize(name, offsets, tensors[name], read_or_draw)
         else:
             read_or_draw(name, offsets, tensors[name], parameter.shape)

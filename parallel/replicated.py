@@ -8,7 +8,7 @@ from torch.nn.utils import parametrize
 
 import config
 from config import ConfigError
-from model.llama import Llama, named_parameters
+from model.llama import Linear, Llama, named_parameters
 from parallel.torch_patches import share_classes
 
 
@@ -22,9 +22,9 @@ def matching_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:
             raise ConfigError(
                 f"[parallel] replicated: {pattern!r} matches none of {', '.join([*names][:3])}, ..."
             )
-        # a module with quantize() computes its parameters from the same rows, which a rank reads once: all or none
+        # a quantized layer computes its parameters from the same rows, which a rank reads once: all or none
         paths = {name.rpartition(".")[0] for name in matching}
-        modules = {path for path in paths if hasattr(model.get_submodule(path), "quantize")}
+        modules = {path for path in paths if is_quantized(model.get_submodule(path))}
         matching += [name for name in names if name.rpartition(".")[0] in modules]
         if trained := [name for name in matching if names[name].requires_grad]:
             raise ConfigError(
@@ -33,6 +33,10 @@ def matching_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:
             )
         found |= {names[name] for name in matching}
     return found
+
+
+def is_quantized(module: nn.Module) -> bool:
+    return isinstance(module, Linear) and module.quantize is not None
 
 
 class Cast(nn.Module):

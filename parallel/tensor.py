@@ -31,7 +31,7 @@ from torch.nn.utils import parametrize
 from config import ConfigError
 from files import print_error
 from model import loss
-from model.llama import Head, Llama
+from model.llama import Head, Linear, Llama
 from model.loss import LossSums
 from parallel.activation_checkpoint import is_checkpointed
 from parallel.collectives import (
@@ -49,9 +49,8 @@ from parallel.torch_patches import share_classes
 
 # colwise, rowwise. For x @ weight.T: local output or input features
 COLWISE, ROWWISE = (Shard(0), Shard(1))
-# TP plan: each module's weight is sharded or replicated over tp. A projection's `parts` (its other parameters and
-# submodules, by name) are sharded along the same features as the projection, so that they need no collective of their
-# own: parts[name] is the dimension of its weight, 0 for output or 1 for input features, that the part shares.
+# TP plan: each module's weight is sharded or replicated over tp. What a projection's `sharded_with_weight` names (its
+# other parameters and submodules) is sharded along the same features, and so needs no collective of its own.
 TP_PLAN = {
     "embedding": Shard(0),
     "blocks.*.attention_norm": Replicate(),
@@ -70,11 +69,12 @@ TP_PLAN = {
 def placement_of(model: Llama, parameter: str) -> Placement | None:
     """The placement over tp of the parameter of this name; None if the TP plan has no entry."""
     module = parameter.removesuffix(".weight")
-    projection, _, part = module.rpartition(".")
-    parts = getattr(model.get_submodule(projection), "parts", {})
-    if part in parts:
-        placement = placement_of(model, projection)
-        return placement if placement == Shard(parts[part]) else Replicate()
+    path, _, name = module.rpartition(".")
+    projection = model.get_submodule(path)
+    if isinstance(projection, Linear) and name in projection.sharded_with_weight:
+        placement = placement_of(model, path)
+        same_features = placement == Shard(projection.sharded_with_weight[name])
+        return placement if same_features else Replicate()
     return next(
         (
             placement
@@ -166,7 +166,7 @@ def shard_weights(model: Llama, world: World) -> None:
                 sharded_weights[weight] = nn.Parameter(sharded, weight.requires_grad)
             parametrize.register_parametrization(module, name, ToLocal(placement), unsafe=True)
             module.parametrizations[name].original = sharded_weights[weight]
-        if hasattr(module, "first_input") and placement_of(model, f"{path}.weight") == ROWWISE:
+        if isinstance(module, Linear) and placement_of(model, f"{path}.weight") == ROWWISE:
             module.first_input = world.mesh.get_local_rank("tp") * (module.in_features // world.tp)
 
 

@@ -1387,7 +1387,7 @@ def scales_of_a_run(sections: dict, output: str) -> list[bool]:
     def right(model: Llama) -> bool:
         largest = [linear.weight.full_tensor().abs().max() for linear in tensorwise(model)]
         return all(
-            torch.allclose(linear.scale, m / 448)
+            torch.allclose(linear.inverse_scale, m / 448)
             for linear, m in zip(tensorwise(model), largest, strict=True)
         )
 

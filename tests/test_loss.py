@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import IGNORE
 from model.llama import Llama
-from model.loss import chunked_cross_entropy, softmax_parts, to_slope
+from model.loss import chunked_cross_entropy, logits_gradient, softmax_parts
 from parallel.tensor import VocabularyShard
 from tests.conftest import make_config
 
@@ -76,9 +76,9 @@ def test_compiled_the_gradient_overwrites_the_logits_without_a_second_buffer():
     own = (torch.arange(48)[:, None] % 5 > 0).float()  # 0.0: the target is in another rank's part
     scale = torch.rand(48, 1)
     exponentials, *columns = softmax_parts(logits.clone(), index)
-    expected = to_slope(logits.clone(), index, exponentials, *columns, own, scale)
+    expected = logits_gradient(logits.clone(), index, exponentials, *columns, own, scale)
     torch._dynamo.reset()
-    in_place = torch.compile(to_slope, fullgraph=True)
+    in_place = torch.compile(logits_gradient, fullgraph=True)
     found, (code,) = run_and_get_code(in_place, logits, index, None, *columns, own, scale)
     assert torch.equal(found, expected)
     assert found.data_ptr() == logits.data_ptr()

@@ -8,7 +8,7 @@ from config import ConfigError
 from data.tokens import open_stream
 from generate import Cache
 from model.build import build_model
-from model.llama import Llama, added
+from model.llama import Llama, add_terms
 from tests import cases, forks
 from tests.conftest import make_config, rows
 from tests.test_training import plain_loop, weights, with_data
@@ -126,4 +126,4 @@ def test_a_fork_with_terms_generates(corpus):
 )
 def test_a_term_that_would_lose_precision_is_refused(value, name):
     with pytest.raises(ConfigError, match=rf"blocks.3 returns {name} of torch.*float32 scalar"):
-        added({}, {name: value}, "blocks.3")
+        add_terms({}, {name: value}, "blocks.3")

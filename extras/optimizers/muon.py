@@ -1,15 +1,18 @@
-"""Muon for the blocks' matrices, the same on any mesh; AdamW for the rest: optim.name = "muon" (optional).
+"""optim.name = "muon": Muon for the blocks' matrices, the same on any mesh, and AdamW for the rest.
 
-Muon (https://kellerjordan.github.io/posts/muon/) replaces a matrix's momentum by a nearly orthogonal matrix, for which
-it needs the full one, where each rank has a piece. The momentum is sharded as its parameter. In a step, all matrices of
-one shape go to their owners by one all-to-all; these orthogonalize them in batches, and another returns the pieces.
-Both run within a replica, which owns its share of the matrices; a third exchanges the shares.
+Muon (https://kellerjordan.github.io/posts/muon/) replaces a matrix's momentum by a nearly
+orthogonal matrix. It needs the full momentum for that, of which each rank holds a shard, as of its
+parameter. In a step, one all-to-all sends all matrices of one shape to their owners. The owners
+orthogonalize them in batches, and a second all-to-all returns the shards. Both run within a
+replica, which owns its share of the matrices. A third exchanges the shares between replicas.
+
+Shapes: R rows and C columns of a matrix; r rows and c columns of this rank's shard of it.
 """
 
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,232 +21,297 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 import config
+from extras.optimizers import adamw_bfloat16
+from optim import build_adamw, local_tensor
 
-# Of https://github.com/KellerJordan/Muon: the steepest quintic at 0 whose iterates stay near 1. Singular values end up
-# within about 0.7 ... 1.2, not at 1, which trains as well.
-A, B, C, ITERATIONS, EPS = 3.4445, -4.7750, 2.0315, 5, 1e-7
-RMS = 0.2  # of an update's elements, about AdamW's, so that its learning rate fits: https://arxiv.org/abs/2502.16982
+# Newton-Schulz of https://github.com/KellerJordan/Muon: x -> A x + B x^3 + C x^5 is the steepest
+# quintic at 0 whose iterates stay near 1. Singular values end up within about 0.7 ... 1.2, not at
+# 1, which trains as well.
+A = 3.4445
+B = -4.7750
+C = 2.0315
+ITERATIONS = 5
+EPS = 1e-7
+# RMS of an update's elements. It is about AdamW's, so that AdamW's learning rate fits:
+# https://arxiv.org/abs/2502.16982
+RMS = 0.2
 BATCH = 2**27  # elements that are orthogonalized at a time
 
 
 class Muon(torch.optim.Optimizer):
-    """Weight decay is AdamW's. It leaves skipping a step to its caller: the host waits for the gradient norm."""
+    """Muon with AdamW's weight decay, and AdamW for parameters that are not matrices of a block.
 
-    def __init__(
-        self,
-        names: dict[nn.Parameter, str],
-        o: config.Optim,
-        seed: int,
-        compile: bool,
-        adamw: Callable[[dict[nn.Parameter, str]], torch.optim.Optimizer],
-    ):
-        """names: of the trained parameters. adamw: makes the optimizer of those that are not matrices of a block."""
-        matrices = {
-            p: name for p, name in names.items() if p.ndim == 2 and name.startswith("blocks.")
-        }
-        others = {p: name for p, name in names.items() if p not in matrices}
-        self.adamw = adamw(others) if others else None
+    It leaves skipping a step to its caller: the host waits for the gradient norm.
+    """
+
+    def __init__(self, names: dict[nn.Parameter, str], o: config.Optim, seed: int, compile: bool):
+        """names: of the trained parameters."""
+        matrices = {}
+        others = {}
+        for p, name in names.items():
+            if p.ndim == 2 and name.startswith("blocks."):
+                matrices[p] = name
+            else:
+                others[p] = name
+        self.adamw = build_adamw(others, o, seed, compile) if others else None
         self.lr_ratio = (o.muon_lr or o.lr) / o.lr  # the schedule sets the rate of all groups
-        own = {
-            "params": [*matrices],
-            "lr": o.lr,
-            "momentum": o.muon_momentum,
-            "weight_decay": o.weight_decay,
-        }
-        super().__init__(
-            [own] * bool(matrices) + (self.adamw.param_groups if self.adamw else []), {}
-        )
-        # the same dictionaries, as are the groups
-        self.state.update(self.adamw.state if self.adamw else {})
+
+        groups = []
+        if matrices:
+            groups.append(
+                {
+                    "params": [*matrices],
+                    "lr": o.lr,
+                    "momentum": o.muon_momentum,
+                    "weight_decay": o.weight_decay,
+                }
+            )
+        if self.adamw:
+            groups += self.adamw.param_groups
+        super().__init__(groups, {})
+        if self.adamw:
+            self.state.update(self.adamw.state)  # the same dictionaries, as are the groups
         for p in matrices:
             self.state[p] = {
                 "step": torch.zeros((), dtype=torch.float32, device=p.device),
                 "momentum": torch.zeros_like(p, dtype=getattr(torch, o.state_dtype)),
             }
-        self.shapes = by_shape([*matrices])
-        self.place: dict[nn.Parameter, Tensor] = {}
-        if o.state_dtype == "bfloat16":
-            from extras.optimizers.adamw_bfloat16 import shard_offset
 
-            self.place = {p: shard_offset(p, f"{seed} {name}") for p, name in matrices.items()}
-        self.update = (
-            torch.compile(update_bfloat16, fullgraph=True, dynamic=True)
-            if compile
-            else update_bfloat16
-        )
+        self.matrix_sets = by_shape([*matrices])
+        self.offsets: dict[nn.Parameter, Tensor] = {}  # of momenta in bfloat16
+        if o.state_dtype == "bfloat16":
+            for p, name in matrices.items():
+                self.offsets[p] = adamw_bfloat16.shard_offset(p, f"{seed} {name}")
+        self.update = update_bfloat16
+        if compile:
+            self.update = torch.compile(update_bfloat16, fullgraph=True, dynamic=True)
 
     @torch.no_grad()
     def step(self) -> None:  # pyrefly: ignore[bad-override]  # without a closure: nothing here passes one
         if self.adamw:
             self.adamw.step()
-        for shape in self.shapes:
-            group = self.param_groups[0]
+        for matrix_set in self.matrix_sets:
+            group = self.param_groups[0]  # of all matrices
             lr = group["lr"] * self.lr_ratio
-            decay, scale = 1 - lr * group["weight_decay"], lr * RMS * math.sqrt(max(shape.size))
-            for p, direction in zip(
-                shape.matrices, shape.orthogonalized(self._directions(shape, group["momentum"]))
-            ):
+            decay = 1 - lr * group["weight_decay"]
+            scale = lr * RMS * math.sqrt(max(matrix_set.shape))
+            directions = self._directions(matrix_set, group["momentum"])
+            updates = matrix_set.orthogonalized(directions)
+            for p, update in zip(matrix_set.matrices, updates):
                 if p.grad is not None:
-                    local(p).mul_(decay).add_(direction, alpha=-scale)
+                    local_tensor(p).mul_(decay).add_(update, alpha=-scale)
 
-    def _directions(self, shape: "Shape", beta: float) -> Tensor:
-        """Updates the momenta of one shape's matrices. Returns Nesterov's directions of those that this replica owns:
-        (n, rows, columns) of this rank's pieces."""
-        p = local(shape.matrices[0])
-        found = p.new_zeros((shape.shares[shape.replica], *p.shape), dtype=shape.dtype)
-        for i, p in enumerate(shape.matrices, -shape.first):
+    def _directions(self, matrix_set: "MatrixSet", beta: float) -> Tensor:
+        """Updates the momenta of a set's matrices.
+
+        Returns Nesterov's directions of the n matrices that this replica owns: this rank's shards
+        of them, (n, r, c).
+        """
+        owned = matrix_set.owned_by_replica[matrix_set.replica]
+        shard = local_tensor(matrix_set.matrices[0])
+        directions = shard.new_zeros((owned, *shard.shape), dtype=matrix_set.dtype)
+        for i, p in enumerate(matrix_set.matrices):
             if p.grad is None:
                 continue
-            grad, state = local(p.grad), self.state[p]
+            grad = local_tensor(p.grad)
+            state = self.state[p]
             state["step"] += 1
             if not grad.numel():  # with fewer rows than ranks, some shards are empty
                 continue
-            momentum = local(state["momentum"])
-            if self.place:
-                momentum = self.update(momentum, grad, state["step"], self.place[p], beta)
+            momentum = local_tensor(state["momentum"])
+            if self.offsets:
+                momentum = self.update(momentum, grad, state["step"], self.offsets[p], beta)
             else:
                 momentum.lerp_(grad, 1 - beta)
-            if 0 <= i < len(found):
-                found[i] = grad.lerp(momentum, beta)
-        return found
+            i_owned = i - matrix_set.first_owned
+            if 0 <= i_owned < owned:
+                directions[i_owned] = grad.lerp(momentum, beta)
+        return directions
 
 
 def update_bfloat16(
-    momentum: Tensor, grad: Tensor, step: Tensor, place: Tensor, beta: float
+    momentum: Tensor, grad: Tensor, step: Tensor, offset: Tensor, beta: float
 ) -> Tensor:
-    """Updates a momentum (R, C) in bfloat16, rounded stochastically; returns it as it was before rounding."""
-    from extras.optimizers.adamw_bfloat16 import random_bits, stochastic_round
-
+    """Updates a momentum (r, c) in bfloat16, rounded stochastically; returns it before rounding."""
     exact = momentum.float().lerp(grad, 1 - beta)
-    momentum.copy_(stochastic_round(exact, random_bits(momentum, step, place) & 0xFFFF))
+    bits = adamw_bfloat16.random_bits(momentum, step, offset)
+    momentum.copy_(adamw_bfloat16.stochastic_round(exact, bits & 0xFFFF))
     return exact
 
 
-class Shape:
-    """Matrices of one shape, sharded alike, in the order of their owners; and which pieces of them go where."""
+class MatrixSet:
+    """Matrices of one shape, sharded alike, in the order of their owners.
+
+    The ranks of a mesh are numbered replica by replica.
+    """
 
     def __init__(
-        self, owned: list[tuple[int, nn.Parameter]], sizes: Sequence[int], replicas: int, group: Any
+        self,
+        matrices: list[nn.Parameter],
+        owners: list[int],
+        mesh_shape: Sequence[int],
+        replicas: int,
+        shard_group: dist.ProcessGroup | None,
     ):
-        """owned: (owner, matrix), sorted by owner. sizes: of the mesh, its ranks in order. group: of this replica."""
-        self.matrices, self.group = [p for _, p in owned], group
-        p, ranks = self.matrices[0], math.prod(sizes) // replicas
-        self.size, self.dtype = p.shape, torch.bfloat16 if local(p).is_cuda else torch.float32
-        self.replica, self.rank = divmod(dist.get_rank() if ranks * replicas > 1 else 0, ranks)
-        placements = p.placements if isinstance(p, DTensor) else (Replicate(),)
-        coordinates = [*itertools.product(*map(range, sizes))][self.replica * ranks :][:ranks]
-        self.pieces = [(slice(None), *piece_of(p.shape, sizes, placements, c)) for c in coordinates]
-        owners = [owner for owner, _ in owned]
-        # of this replica
-        self.owned = [owners.count(self.replica * ranks + r) for r in range(ranks)]
-        self.shares = [sum(owner // ranks == r for owner in owners) for r in range(replicas)]
-        self.first = sum(self.shares[: self.replica])  # this replica's first matrix
-        self.between = (
-            p.device_mesh.get_group(0) if isinstance(p, DTensor) and replicas > 1 else None
-        )
+        """owners: the rank that owns each matrix, ascending. shard_group: this replica's ranks."""
+        first = matrices[0]
+        ranks = math.prod(mesh_shape) // replicas  # of a replica
+        rank = dist.get_rank() if ranks * replicas > 1 else 0
+        self.matrices = matrices
+        self.shape = first.shape
+        self.dtype = torch.bfloat16 if local_tensor(first).is_cuda else torch.float32
+        self.replica = rank // ranks
+        self.rank = rank % ranks  # in this replica
+        self.shard_group = shard_group
+        self.replica_group = None
+        placements = (Replicate(),)
+        if isinstance(first, DTensor):
+            placements = first.placements
+            if replicas > 1:
+                self.replica_group = first.device_mesh.get_group(0)
+
+        # for each rank of this replica, the index of its shards in a batch of full matrices
+        coordinates = list(itertools.product(*[range(size) for size in mesh_shape]))
+        self.shards = []
+        for coordinate in coordinates[self.replica * ranks :][:ranks]:
+            rows, columns = shard_of(self.shape, mesh_shape, placements, coordinate)
+            self.shards.append((slice(None), rows, columns))
+        # numbers of matrices, which lie in this order in `matrices`
+        self.owned_by_rank = [owners.count(self.replica * ranks + i) for i in range(ranks)]
+        replica_of = [owner // ranks for owner in owners]
+        self.owned_by_replica = [replica_of.count(i) for i in range(replicas)]
+        self.first_owned = sum(self.owned_by_replica[: self.replica])
 
     def orthogonalized(self, x: Tensor) -> Tensor:
-        """This rank's pieces (n, rows, columns) of the replica's share of matrices -> those of all, orthogonalized."""
-        mine, own = self.owned[self.rank], x.shape[1:]
-        numel = [
-            mine * math.prod(side.stop - side.start for side in piece) for _, *piece in self.pieces
-        ]
-        theirs = [n * own.numel() for n in self.owned]  # elements here of each owner's matrices
-        x = exchange(x.flatten(), theirs, numel, self.group)
-        full = x.new_empty((mine, *self.size))
-        for piece, part in zip(self.pieces, x.split(numel)):
+        """Orthogonalizes the matrices that this replica owns, and exchanges them between replicas.
+
+        Takes this rank's shards of these matrices (n, r, c), returns its shards of all (all, r, c).
+        """
+        shard_shape = x.shape[1:]
+        owned = self.owned_by_rank[self.rank]
+        # elements that this rank holds of each rank's matrices, and each rank of this rank's
+        sent = [n * shard_shape.numel() for n in self.owned_by_rank]
+        received = []
+        for _, rows, columns in self.shards:
+            received.append(owned * (rows.stop - rows.start) * (columns.stop - columns.start))
+
+        x = exchange(x.flatten(), sent, received, self.shard_group)
+        full = x.new_empty((owned, *self.shape))  # (owned, R, C)
+        for shard, values in zip(self.shards, x.split(received)):
             # what tp replicates comes from each of its ranks
-            full[piece] = part.view(full[piece].shape)
-        for batch in full.split(max(1, BATCH // self.size.numel())) if mine else ():
-            batch.copy_(newton_schulz(batch))
-        x = torch.cat([full[piece].flatten() for piece in self.pieces])
-        x = exchange(x, numel, theirs, self.group)
-        if (replicas := len(self.shares)) > 1:
-            x = exchange(
-                x.repeat(replicas),
-                [len(x)] * replicas,
-                [n * own.numel() for n in self.shares],
-                self.between,
-            )
-        return x.view(len(self.matrices), *own)
+            full[shard] = values.view(full[shard].shape)
+        if owned:
+            for batch in full.split(max(1, BATCH // self.shape.numel())):
+                batch.copy_(newton_schulz(batch))
+        x = torch.cat([full[shard].flatten() for shard in self.shards])
+        x = exchange(x, received, sent, self.shard_group)
+
+        replicas = len(self.owned_by_replica)
+        if replicas > 1:
+            sent = [len(x)] * replicas  # the same to each
+            received = [n * shard_shape.numel() for n in self.owned_by_replica]
+            x = exchange(x.repeat(replicas), sent, received, self.replica_group)
+        return x.view(len(self.matrices), *shard_shape)
 
 
 def newton_schulz(x: Tensor) -> Tensor:
-    """(N, rows, columns) -> nearly U V^T of each matrix's singular value decomposition U S V^T."""
+    """(N, R, C) -> nearly U V^T of each matrix's singular value decomposition U S V^T."""
     if x.shape[1] > x.shape[2]:
         return newton_schulz(x.mT).mT
-    x = (
-        x
-        / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32).clamp(min=EPS)
-    ).to(x.dtype)
+    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32)
+    x = (x / norm.clamp(min=EPS)).to(x.dtype)
     for _ in range(ITERATIONS):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
+        gram = x @ x.mT  # (N, R, R)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=B, alpha=C)
+        x = torch.baddbmm(x, polynomial, x, beta=A)
     return x
 
 
 def flop(shape: Sequence[int]) -> int:
-    """Of a matrix's newton_schulz()."""
+    """Floating-point operations of a matrix's newton_schulz()."""
     short, long = sorted(shape)
     return ITERATIONS * (4 * short**2 * long + 2 * short**3)
 
 
 def owners(work: Sequence[int], ranks: int, replicas: int) -> list[int]:
-    """The rank that owns each matrix, given its work: the largest first, each to the rank with the least so far. Rank 0
-    has most, and replicas have equal shares, since ranks are dealt out to them by their work."""
-    found, loads = [0] * len(work), [(0, rank) for rank in range(ranks)]
-    for i in sorted(range(len(work)), key=lambda i: -work[i]):
-        load, found[i] = loads[0]
-        heapq.heapreplace(loads, (load + work[i], found[i]))
-    order = {
-        rank: n
-        for n, (_, rank) in enumerate(sorted(loads, key=lambda entry: (-entry[0], entry[1])))
-    }
+    """The rank that owns each matrix, given its work: the largest first, to the least loaded rank.
+
+    Then ranks are numbered so that rank 0 has most, and that replicas have about equal shares: they
+    are dealt out to the replicas by their load.
+    """
+    loads = [(0, i) for i in range(ranks)]
+    assigned = [0] * len(work)
+    for matrix in sorted(range(len(work)), key=lambda i: -work[i]):
+        load, i = loads[0]
+        assigned[matrix] = i
+        heapq.heapreplace(loads, (load + work[matrix], i))
+
+    rank_of = {}
+    loads.sort(key=lambda entry: (-entry[0], entry[1]))
+    for n, (_, i) in enumerate(loads):
+        rank_of[i] = n % replicas * (ranks // replicas) + n // replicas
+    return [rank_of[i] for i in assigned]
+
+
+def by_shape(matrices: list[nn.Parameter]) -> list[MatrixSet]:
+    """The sets of matrices of one shape and sharding."""
+    if not matrices:
+        return []
+    # all matrices are on one mesh, of all ranks, or in one process
+    mesh = matrices[0].device_mesh if isinstance(matrices[0], DTensor) else None
+    mesh_shape = mesh.shape if mesh else (1,)
+    ranks = math.prod(mesh_shape)
+    replicas = 1
+    shard_group: Any = None  # all ranks
+    if mesh and "dp_replicate" in (mesh.mesh_dim_names or ()):
+        replicas = mesh.size(0)
+        if mesh.ndim == 2:  # without tp, FSDP2's group of shards is one
+            shard_group = mesh.get_group(1)
+        else:
+            shard_group, _ = dist.new_subgroups(ranks // replicas)
+
+    work = [flop(p.shape) for p in matrices]
+    owner_of = dict(zip(matrices, owners(work, ranks, replicas)))
+    alike: dict[tuple, list[nn.Parameter]] = {}
+    for p in sorted(matrices, key=lambda p: owner_of[p]):
+        placements = p.placements if isinstance(p, DTensor) else None
+        alike.setdefault((p.shape, placements), []).append(p)
     return [
-        order[rank] % replicas * (ranks // replicas) + order[rank] // replicas for rank in found
+        MatrixSet(same, [owner_of[p] for p in same], mesh_shape, replicas, shard_group)
+        for same in alike.values()
     ]
 
 
-def by_shape(matrices: list[nn.Parameter]) -> list[Shape]:
-    # one for all, of all ranks
-    (mesh,) = {getattr(p, "device_mesh", None) for p in matrices} or {None}
-    ranks, replicas, group = mesh.size() if mesh else 1, 1, None  # None: all ranks
-    if mesh and mesh.mesh_dim_names[0] == "dp_replicate":
-        replicas = mesh.size(0)  # without tp, FSDP2's group of shards is one
-        group = mesh.get_group(1) if mesh.ndim == 2 else dist.new_subgroups(ranks // replicas)[0]
-    found: dict[tuple, list[tuple[int, nn.Parameter]]] = {}
-    who = owners([flop(p.shape) for p in matrices], ranks, replicas)
-    for owner, p in sorted(zip(who, matrices), key=lambda pair: pair[0]):
-        found.setdefault((p.shape, getattr(p, "placements", None)), []).append((owner, p))
-    return [Shape(owned, mesh.shape if mesh else (1,), replicas, group) for owned in found.values()]
-
-
-def piece_of(
+def shard_of(
     shape: Sequence[int],
-    sizes: Sequence[int],
+    mesh_shape: Sequence[int],
     placements: Sequence[Placement],
     coordinate: Sequence[int],
-) -> tuple[slice, ...]:
-    """The rows and columns that the rank at a coordinate of the mesh has. The last dimension, tp, shards first."""
-    begin, end = [0, 0], [*shape]
-    for size, placement, at in reversed([*zip(sizes, placements, coordinate)]):
-        if not placement.is_replicate():
-            dim = placement.dim  # pyrefly: ignore[missing-attribute]  # shards have it
-            start, step = begin[dim], math.ceil((end[dim] - begin[dim]) / size)
-            begin[dim], end[dim] = (min(start + n * step, end[dim]) for n in (at, at + 1))
-    return tuple(map(slice, begin, end))
+) -> tuple[slice, slice]:
+    """The rows and columns of a matrix that the rank at a coordinate of the mesh has."""
+    begin = [0, 0]
+    end = [*shape]
+    # the last dimension, tp, shards first
+    for size, placement, i in reversed([*zip(mesh_shape, placements, coordinate)]):
+        if placement.is_replicate():
+            continue
+        dim = placement.dim  # pyrefly: ignore[missing-attribute]  # shards have it
+        chunk = math.ceil((end[dim] - begin[dim]) / size)
+        stop = end[dim]
+        end[dim] = min(begin[dim] + (i + 1) * chunk, stop)
+        begin[dim] = min(begin[dim] + i * chunk, stop)
+    return slice(begin[0], end[0]), slice(begin[1], end[1])
 
 
 def exchange(
-    x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None
+    x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Sends consecutive parts of x, of these lengths, to the ranks of a group; returns what they send, in order."""
-    if len(send) == 1:
+    """All-to-all of flat slices: the i-th `sent` elements of x go to rank i of the group.
+
+    Returns what this rank receives, in the order of the ranks.
+    """
+    if len(sent) == 1:
         return x
-    found = x.new_empty(sum(receive))
-    dist.all_to_all_single(found, x, receive, send, group)
-    return found
-
-
-def local(t: Tensor) -> Tensor:
-    return t.to_local() if isinstance(t, DTensor) else t
+    out = x.new_empty(sum(received))
+    dist.all_to_all_single(out, x, received, sent, group)
+    return out

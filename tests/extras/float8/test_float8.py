@@ -14,7 +14,13 @@ import config
 from config import ConfigError
 from extras.float8 import matmul as float8
 from extras.float8.all_gather import Float8AllGather, Float8Shard
-from extras.float8.matmul import Float8Linear, Product, float8_linear, float8_matrices, use_float8
+from extras.float8.matmul import (
+    Float8Linear,
+    Float8Matmul,
+    float8_linear,
+    float8_matrices,
+    use_float8,
+)
 from lifecycle import process_group
 from model.build import meta_model
 from model.llama import Linear, Llama
@@ -151,8 +157,8 @@ def test_a_gpu_s_kernel_gets_the_layouts_that_it_takes(recipe):
             needs_input_grad=(True, True),
             save_for_backward=lambda *tensors: None,
         )
-        out = Product.forward(context, x, weight, None, recipe == "rowwise")
-        return [out, *Product.backward(context, grad)[:2]]
+        out = Float8Matmul.forward(context, x, weight, None, recipe == "rowwise")
+        return [out, *Float8Matmul.backward(context, grad)[:2]]
 
     expected = gradients(x, weight, grad)
     with mock.patch.object(torch, "_scaled_mm", scaled_mm):

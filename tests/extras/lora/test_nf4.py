@@ -89,7 +89,7 @@ def test_the_product_and_its_gradient_are_those_of_the_weights():
     codes, scales = quantize(torch.randn(24, 128, generator=torch.Generator().manual_seed(1)))
     weights, kept = nf4.dequantize(codes, scales, torch.float32), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        out = nf4.product(x, codes, scales, 0, False)
+        out = nf4.nf4_matmul(x, codes, scales, 0, False)
     assert {t.dtype for t in kept} == {torch.uint8}  # 4 bits a weight between forward and backward
     out.square().sum().backward()
     again = x.detach().requires_grad_()
@@ -113,7 +113,7 @@ def test_compiled_it_is_one_kernel(columns):
     ):
         metrics.reset()
         found = nf4.dequantize(
-            c, s, torch.float32, at, nf4.kept_byte_values(c.device), compiled=True
+            c, s, torch.float32, at, nf4.cached_byte_values(c.device), compiled=True
         )
         torch.testing.assert_close(found, nf4.dequantize(c, s, torch.float32, at))
         assert metrics.generated_kernel_count == 1

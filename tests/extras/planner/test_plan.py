@@ -858,10 +858,10 @@ def test_weights_in_4_bits_cost_what_is_moved_to_make_them():
         counted.begin("operators")
         weights = nf4.dequantize(codes, scales, x.dtype)
         counted.begin("product")
-        nf4.product(x, codes, scales, 0, False)
+        nf4.nf4_matmul(x, codes, scales, 0, False)
         counted.begin("compiled")
         counted.fused = True
-        nf4.product(x, codes, scales, 0, True)
+        nf4.nf4_matmul(x, codes, scales, 0, True)
     operators, product, compiled = (phase.work["moved"] for phase in counted.phases[1:])
     assert product == pytest.approx(operators, rel=0.01)
     assert compiled == codes.nbytes + scales.nbytes + weights.nbytes
