@@ -2,7 +2,8 @@
 
     python minimal.py configs/tiny.toml                                   one process
     torchrun --nproc-per-node 8 minimal.py configs/smollm2-135m.toml      one process per GPU
-Reads the TOML and the data that `python -m data.prepare CONFIG` made of it; resumes from its own newest checkpoint.
+
+Reads the TOML, and the text that `python -m data.prepare CONFIG` prepared; resumes from its own newest checkpoint.
 Shapes: B sequences of a micro-batch, T tokens of a sequence, D model width, H query heads, K key/value heads,
 E head width, F feed-forward width, V vocabulary. m, p, o, t: the sections [model], [parallel], [optim], [train].
 """
@@ -64,9 +65,8 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(heads).transpose(1, 2)  # (B, T, D) -> (B, K, T, E)
         q, k = rope(q, self.rope_theta), rope(k, self.rope_theta)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.o_proj(
-            out.transpose(1, 2).flatten(2)
-        )  # (B, H, T, E) -> (B, T, H*E) -> (B, T, D)
+        out = out.transpose(1, 2).flatten(2)  # (B, H, T, E) -> (B, T, H*E)
+        return self.o_proj(out)  # (B, T, D)
 
 
 class FeedForward(nn.Module):
@@ -132,7 +132,7 @@ def shard(model: Llama, p: SimpleNamespace, mesh: dist.DeviceMesh) -> None:
         if p.recompute != "none":  # inside the unit, so that backward does not repeat FSDP2's hooks
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         fsdp(block, reshard_after_forward=p.reshard_after_forward)
-    # The root: embedding and head, which may share a weight. Backward begins with it: no reshard before.
+    # The root unit: embedding and head, which may share a weight. Unsharded until backward, which begins with it.
     fsdp(model, reshard_after_forward=False)
     # Explicit prefetch: after a unit's all-gather, issue those of the next n units in the pass. They
     # overlap with its compute. With n = 0 FSDP2 does so by itself, in backward alone, for one unit.
@@ -152,7 +152,7 @@ def initialize(model: Llama, m: SimpleNamespace, seed: int, device: torch.device
         model.head.weight = model.embedding.weight
     for name, parameter in model.named_parameters():
         module = name.split(".")[-2]
-        # Each rank draws all of it, and keeps its shard. (train.py draws the blocks of rows that its shard needs.)
+        # Each rank draws all rows and keeps its shard. Each block of rows has a generator, so a rank could draw less.
         full = torch.empty(parameter.shape, device=device)
         for number, block in enumerate(full.split(max(1, 65536 // full[0].numel()))):
             key = hashlib.blake2b(f"{seed}/{name}/{number}".encode(), digest_size=8).digest()
@@ -167,7 +167,7 @@ def initialize(model: Llama, m: SimpleNamespace, seed: int, device: torch.device
                 block.normal_(0.0, 0.02 / math.sqrt(2 * (layer + 1)), generator=generator)
             else:
                 block.normal_(0.0, 1.0 if module == "embedding" else 0.02, generator=generator)
-        shards = full.chunk(dist.get_world_size())  # fewer than ranks where rows do not suffice
+        shards = full.chunk(dist.get_world_size())  # fewer than ranks if there are fewer rows
         if dist.get_rank() < len(shards):
             parameter.to_local().copy_(shards[dist.get_rank()])
 
@@ -257,8 +257,9 @@ def train(cfg: SimpleNamespace, tokens: Tensor, validation: range, device: torch
     shard(model, p, dist.init_device_mesh(device.type, (ranks,)))
     initialize(model, cfg.model, cfg.run.seed, device)
     optimizer = build_optimizer(model, cfg.optim)  # last: the two lines above replace parameters
-    named = dict(model.named_parameters())
-    state = {"model": named, "optim": {name: optimizer.state[p] for name, p in named.items()}}
+
+    weights = dict(model.named_parameters())
+    state = {"model": weights, "optim": {name: optimizer.state[w] for name, w in weights.items()}}
     folder = Path(cfg.run.output_dir, f"{cfg.run.name}-minimal", "checkpoints")
     newest = max(folder.glob("step-*"), default=None)
     if newest:
@@ -266,7 +267,7 @@ def train(cfg: SimpleNamespace, tokens: Tensor, validation: range, device: torch
     first_step = int(newest.name.removeprefix("step-")) + 1 if newest else 1
 
     micro_batch = t.micro_batch_size or math.ceil(t.global_batch_size / ranks)
-    assert t.global_batch_size % (micro_batch * ranks) == 0, "no multiple of the micro-batches"
+    assert t.global_batch_size % (micro_batch * ranks) == 0, "micro-batches do not fill a step"
     tokens_per_step = t.global_batch_size * t.seq_len
     for step in range(first_step, t.steps + 1):
         loss_sum = torch.zeros((), device=device)
@@ -275,7 +276,7 @@ def train(cfg: SimpleNamespace, tokens: Tensor, validation: range, device: torch
             samples = [read_sample(cfg, tokens, validation, first + i) for i in range(micro_batch)]
             batch = torch.stack(samples).to(device)  # (B, T+1)
             loss = model(batch[:, :-1], batch[:, 1:])  # the target of a token is the next one
-            # FSDP2 averages over ranks; so scaled, that is the gradient of the global batch's mean
+            # FSDP2 averages gradients over ranks. Scaled so, that is the gradient of the global batch's mean loss.
             (loss * ranks / tokens_per_step).backward()
             loss_sum += loss.detach()
         dist.all_reduce(loss_sum)
@@ -327,7 +328,7 @@ def read_options(path: str) -> SimpleNamespace:
             setattr(options, option, toml.get(section, {}).pop(option, default))
     rest = []
     for section, table in toml.items():
-        unread = table if section in dict(OPTIONS) else ["*"]
+        unread = table if hasattr(cfg, section) else ["*"]
         rest += [f"{section}.{option}" for option in unread]
     refused = [name for name in rest if not name.startswith(IGNORED)]
     if refused:
@@ -356,7 +357,7 @@ def open_data(cfg: SimpleNamespace) -> tuple[Tensor, range]:
     matching = {}
     for file in sorted(Path(cfg.data.path or "prepared").rglob("manifest.json")):
         manifest = json.loads(file.read_text())
-        if "sha256" in manifest and absent | manifest["identity"] == identity:  # hashed last
+        if "sha256" in manifest and absent | manifest["identity"] == identity:  # it is complete
             matching[str(file.parent)] = manifest
     if len(matching) != 1:
         names = ", ".join(matching) or "none; `python -m data.prepare CONFIG` prepares one"

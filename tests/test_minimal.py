@@ -310,6 +310,28 @@ def test_a_run_of_one_process_resumes_on_two(trained, on_ranks, data, corpus, tm
     assert saved == [f"step-{step:08d}" for step in (10, 15, 20, 30)]
 
 
+def run_to_infinity(path: str) -> tuple[str, list[dict]]:
+    """(the error, the rows) of a run whose first update makes the weights NaN."""
+    options, printed = minimal.read_options(path), io.StringIO()
+    with cases.process_group() as world, contextlib.redirect_stdout(printed):
+        try:
+            with mock.patch.object(minimal, "learning_rate", return_value=float("nan")):
+                minimal.train(options, *minimal.open_data(options), world.device)
+            error = ""
+        except RuntimeError as caught:
+            error = str(caught)
+    return error, [*map(json.loads, printed.getvalue().splitlines())]
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run(on_ranks, data, tmp_path):
+    path = tmp_path / "infinite.toml"
+    path.write_text(text_of(tmp_path, "infinite", data["words", "global"]))
+    results = on_ranks(2, run_to_infinity, str(path))
+    assert all("non-finite" in error for error, _ in results)
+    assert [row["step"] for row in results[0][1]] == [1] and not results[1][1]
+    assert not (tmp_path / "infinite-minimal").exists()
+
+
 def test_texts_have_what_their_cases_are_for(data):
     manifests = {
         key: json.loads(pathlib.Path(section["data"]["path"], "manifest.json").read_text())
