@@ -371,9 +371,9 @@ def open_data(cfg: SimpleNamespace) -> tuple[Tensor, range]:
 
 def main() -> None:
     try:
-        cfg = read_options(sys.argv[1])
+        cfg = read_options(*sys.argv[1:])
         tokens, validation = open_data(cfg)
-    except (IndexError, OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         print(f"usage: minimal.py CONFIG\n{error}", file=sys.stderr)
         sys.exit(2)
     device = torch.device("cpu")
