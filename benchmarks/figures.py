@@ -269,7 +269,7 @@ def recompute() -> str:
         )
         kept = max(moment.phase.peak["activations"] for moment in moments) / GIB
         products = sum(
-            moment.phase.work["products"] + moment.phase.work["attention"] for moment in moments
+            moment.phase.work["matmuls"] + moment.phase.work["attention"] for moment in moments
         )
         found.append((mode, kept, products, row))
     least = min(products for _, _, products, _ in found)

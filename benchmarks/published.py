@@ -169,7 +169,7 @@ def after_terms(
         more["A"] = flop / (gpu.products * 1e12) * (1 / FLASH_2 - 1 / ATTENTION[True])
     if p.tp > 1 and run.speed:  # the peer's blocks are in float8, which ours cannot be
         flop = sum(
-            x.phase.work["products"] * x.phase.times for x in moments if "block" in x.phase.name
+            x.phase.work["matmuls"] * x.phase.times for x in moments if "block" in x.phase.name
         )
         more["F"] = flop / (gpu.products * 1e12) * (1 / gpu.float8 - 1)
     words = [

@@ -40,7 +40,7 @@ def compare(cfg: config.Config, ranks: int) -> tuple[str, bool]:
     """(a line of the table, whether the plan is right)."""
     model, began = meta_model(cfg.model, cfg.lora), time.perf_counter()
     planned, between = plan(cfg, ranks), time.perf_counter()
-    step, end = simulate(cfg, ranks, whole=True), time.perf_counter()
+    step, end = simulate(cfg, ranks, all_blocks=True), time.perf_counter()
     peak = step.peak().peak.total() / GIB
     formula = theory.collectives(cfg, model, ranks)
     equal = planned["collectives_per_step"] == sent(step) == formula
@@ -81,16 +81,15 @@ def suggestion(words: list[str], ranks: int, share: float) -> tuple[str, float, 
     tried = [*advice.tried(ranks, args, asked)]
     if (found := advice.fastest(tried)) is None:
         return f"nothing of {len(tried)} changes", memory, math.inf, []
-    (overrides, times), best = found
+    change, best = found
     faster = [
         advice.words(*each)
         for each in tried
         if each[1]["fits"] and advice.speed(each[1]) > advice.speed(best)
     ]
-    step = simulate(
-        config.load(args.config, [*args.overrides, *overrides]), ranks * times, whole=True
-    )
-    return advice.words((overrides, times), best), memory, device_gib(step), faster
+    changed = config.load(args.config, [*args.overrides, *change.overrides])
+    step = simulate(changed, ranks * change.times, all_blocks=True)
+    return advice.words(change, best), memory, device_gib(step), faster
 
 
 def main(argv: list[str]) -> int:

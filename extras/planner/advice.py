@@ -1,10 +1,16 @@
-"""Suggests changes where a plan does not fit: plans each change, and names the fastest that fits."""
+"""Suggests changes where a plan does not fit: plans each change, and names the fastest that fits.
+
+The last part of the story, called by dry_run.py, and by a run that is out of memory. alternatives()
+lists what would need less memory, changes() orders it into changes of one option or of several,
+tried() makes the plan of each.
+"""
 
 import math
 import shlex
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import config
 from config import ConfigError
@@ -15,130 +21,148 @@ from extras.planner.plan import Asked, plan
 RECOMPUTE = ("none", "elementwise", "selective", "full")
 # dtypes of an adapter's base, each smaller than the one before
 BASES = ("float32", "bfloat16", "nf4")
-Change = tuple[tuple[str, ...], int]  # (overrides, factor of the world size)
+# options that combinations change, each combination one more of them than the one before
+COMBINED = (
+    "train.micro_batch_size",
+    "parallel.recompute",
+    "parallel.reshard_after_forward",
+    "parallel.sync_every_micro_batch",
+    "optim.state_dtype",
+    "lora.base_dtype",
+)
+
+
+class Change(NamedTuple):
+    overrides: tuple[str, ...]  # --section.key=value
+    times: int = 1  # factor of the world size
+
+
+def alternatives(cfg: config.Config, ranks: int, gpus_per_node: int) -> dict[str, list]:
+    """The values of each option that need less memory than its value now, the least memory last."""
+    p = cfg.parallel
+    dp_size = math.prod(config.mesh_shape(cfg, ranks)[:2])
+    sequences = config.micro_batch_size(cfg, dp_size)
+    return {
+        "train.micro_batch_size": [sequences >> n for n in range(1, sequences.bit_length())],
+        "parallel.reshard_after_forward": after((False, True), p.reshard_after_forward),
+        "parallel.prefetch_forward": [1] if p.prefetch_forward > 1 else [],
+        "parallel.prefetch_backward": [1] if p.prefetch_backward > 1 else [],
+        "parallel.sync_every_micro_batch": after((False, True), p.sync_every_micro_batch),
+        "parallel.recompute": after(RECOMPUTE, p.recompute),
+        "optim.state_dtype": after(("float32", "bfloat16"), cfg.optim.state_dtype),
+        "lora.base_dtype": after(BASES, cfg.lora.base_dtype) if cfg.lora else [],
+        "parallel.tp": [n for n in (2, 4, 8) if n > p.tp and gpus_per_node % n == 0],
+        "parallel.cp": [n for n in (2, 4, 8) if n > p.cp and n <= ranks],
+        "parallel.cpu_offload": after((False, True), p.cpu_offload),
+    }
+
+
+def after(values: Sequence, current: Any) -> list:
+    """The values after the current one; if it is not among them, all but the first."""
+    first = values.index(current) + 1 if current in values else 1
+    return list(values[first:])
+
+
+def override(option: str, value: Any) -> str:
+    # TOML writes true, not True
+    return f"--{option}={str(value).lower()}"
 
 
 def changes(cfg: config.Config, ranks: int, gpus_per_node: int) -> Iterator[Change]:
-    """Single changes first, then growing combinations."""
-    p, sequences = (
-        cfg.parallel,
-        config.micro_batch_size(cfg, math.prod(config.mesh_shape(cfg, ranks)[:2])),
-    )
-    smaller = [
-        f"--train.micro_batch_size={sequences >> n}" for n in range(1, sequences.bit_length())
-    ]
-    less = [
-        f"--parallel.recompute={mode}"
-        for mode in (
-            RECOMPUTE[RECOMPUTE.index(p.recompute) + 1 :]
-            if p.recompute in RECOMPUTE
-            else RECOMPUTE[1:]
-        )
-    ]
-    reshard = ["--parallel.reshard_after_forward=true"] * (not p.reshard_after_forward)
-    ahead = [
-        f"--parallel.{name}=1"
-        for name in ("prefetch_forward", "prefetch_backward")
-        if getattr(p, name) > 1
-    ]
-    sync = ["--parallel.sync_every_micro_batch=true"] * (not p.sync_every_micro_batch)
-    moments = ["--optim.state_dtype=bfloat16"] * (cfg.optim.state_dtype != "bfloat16")
-    bases = (
-        [f"--lora.base_dtype={name}" for name in BASES[BASES.index(cfg.lora.base_dtype) + 1 :]]
-        if cfg.lora
-        else []
-    )
-    together = [
-        name for names in (smaller, less, reshard, sync, moments, bases) for name in names[-1:]
-    ]
-    shared = [
-        f"--parallel.{name}={degree}"
-        for name in ("tp", "cp")
-        for degree in (2, 4, 8)
-        if getattr(p, name) < degree
-        and (gpus_per_node % degree == 0 if name == "tp" else degree <= ranks)
-    ]
-    offload = ["--parallel.cpu_offload=true"] * (not p.cpu_offload)
-    for name in (*smaller, *reshard, *ahead, *sync, *less, *moments, *bases, *shared, *offload):
-        yield (name,), 1
-    yield from (((), times) for times in (2, 4, 8))
+    """Changes of one option first, then growing combinations."""
+    single = {}
+    for option, values in alternatives(cfg, ranks, gpus_per_node).items():
+        single[option] = [override(option, value) for value in values]
+    for overrides in single.values():
+        for each in overrides:
+            yield Change((each,))
+    for times in (2, 4, 8):
+        yield Change((), times)
+
+    together = [single[option][-1] for option in COMBINED if single[option]]
     for n in range(2, len(together) + 1):
-        yield tuple(together[:n]), 1
-    for name in (*shared, *offload):
-        yield (*together, name), 1
-    for names in ([], *([name] for name in shared if ".tp=" in name)):
-        yield from (((*together, *names), times) for times in (2, 4, 8, 16, 32, 64))
+        yield Change(tuple(together[:n]))
+    for option in ("parallel.tp", "parallel.cp", "parallel.cpu_offload"):
+        for each in single[option]:
+            yield Change((*together, each))
+    with_more_ranks = [tuple(together)]
+    with_more_ranks += [(*together, each) for each in single["parallel.tp"]]
+    for overrides in with_more_ranks:
+        for times in (2, 4, 8, 16, 32, 64):
+            yield Change(overrides, times)
 
 
 def tried(ranks: int, args: Namespace, asked: Asked) -> Iterator[tuple[Change, dict]]:
-    """The valid changes, each with its plan: every single change; if none of them fits without offload, combinations
-    up to the first that does. Speeds assume an H100 if no GPU is given."""
+    """The valid changes, each with its plan: every change of one option, then combinations.
+
+    Combinations are tried if no change of one option fits without offload, up to the first that
+    does. Speeds assume an H100 if no GPU is given.
+    """
     asked = replace(asked, gpu=asked.gpu or device("H100"), gpu_memory_gib=asked.memory_gib)
-    fits = False
-    for overrides, times in changes(
-        config.load(args.config, args.overrides), ranks, asked.gpus_per_node
-    ):
-        if fits and len(overrides) + (times > 1) > 1:
+    cfg = config.load(args.config, args.overrides)
+    one_fits = False
+    for change in changes(cfg, ranks, asked.gpus_per_node):
+        # the world size is an option, too
+        options = len(change.overrides) + (change.times > 1)
+        if one_fits and options > 1:
             return
         try:
-            found = plan(
-                config.load(args.config, [*args.overrides, *overrides]), ranks * times, asked
-            )
-        except ConfigError:  # for example, a degree that does not divide the heads or the batch
+            changed = config.load(args.config, [*args.overrides, *change.overrides])
+            row = plan(changed, ranks * change.times, asked)
+        except ConfigError:
+            # for example, a degree that does not divide the heads or the batch
             continue
-        fits |= found["fits"] and speed(found) > 0
-        yield (overrides, times), found
+        if row["fits"] and speed(row) > 0:
+            one_fits = True
+        yield change, row
 
 
-def words(change: Change, found: dict) -> str:
-    return " ".join([*change[0], *[f"--world-size {found['world_size']}"] * (change[1] > 1)])
+def words(change: Change, row: dict) -> str:
+    """The change as arguments of the command line. row: its plan."""
+    arguments = [*change.overrides]
+    if change.times > 1:
+        arguments.append(f"--world-size {row['world_size']}")
+    return " ".join(arguments)
 
 
-def speed(found: dict) -> float:
-    """Tokens/s per GPU to rank plans by; 0 with offload, since the plan lacks the time of host copies."""
-    return 0.0 if found["host_gib"] else found["tokens_per_second_per_device"]
+def speed(row: dict) -> float:
+    """Tokens/s per GPU to rank plans by; 0 with offload, whose copies the plan does not time."""
+    return 0.0 if row["host_gib"] else row["tokens_per_second_per_device"]
 
 
 def fastest(tried: Iterable[tuple[Change, dict]]) -> tuple[Change, dict] | None:
-    return max(
-        (each for each in tried if each[1]["fits"]), key=lambda each: speed(each[1]), default=None
-    )
+    fitting = [(change, row) for change, row in tried if row["fits"]]
+    return max(fitting, key=lambda each: speed(each[1]), default=None)
 
 
 def advise(ranks: int, args: Namespace, asked: Asked) -> str:
-    found = [*tried(ranks, args, asked)]
-    lines = [
-        f"{ranks} ranks: what would change it, by the plan"
-        + ("" if asked.gpu else " (speeds: an H100's)")
-    ]
-    for change, plan_ in found:
-        rate = f"{speed(plan_):,.0f}" if speed(plan_) else "unknown"
+    """A line for each change that was tried, and the fastest that fits."""
+    plans = list(tried(ranks, args, asked))
+    assumed = "" if asked.gpu else " (speeds: an H100's)"
+    lines = [f"{ranks} ranks: what would change it, by the plan{assumed}"]
+    for change, row in plans:
+        rate = f"{speed(row):,.0f}" if speed(row) else "unknown"
+        fits = "fits" if row["fits"] else ""
         lines.append(
-            f"  {plan_['device_gib']:9.1f} GiB {rate:>9} tok/s a GPU   {'fits' * plan_['fits']:<6}"
-            f"{words(change, plan_)}"
+            f"  {row['device_gib']:9.1f} GiB {rate:>9} tok/s a GPU   {fits:<6}{words(change, row)}"
         )
-    best = fastest(found)
-    return "\n".join(
-        [
-            *lines,
-            f"the fastest that fits: {words(*best)}"
-            if best
-            else "nothing on this list fits: take GPUs with more memory, or a smaller model",
-        ]
-    )
+    best = fastest(plans)
+    if best is None:
+        lines.append("nothing on this list fits: take GPUs with more memory, or a smaller model")
+    else:
+        lines.append(f"the fastest that fits: {words(*best)}")
+    return "\n".join(lines)
 
 
 def out_of_memory(cfg: config.Config, ranks: int, words: list[str]) -> str:
-    """What to do when a run is out of memory: the first change of each option to try, and the dry run that plans them.
-    words: the run's command line."""
-    single = [
-        names[0] for names, _ in changes(cfg, ranks, gpus_per_node=min(ranks, 8)) if len(names) == 1
-    ]
-    first = {name.partition("=")[0]: name for name in reversed(single)}
-    command = shlex.join(
-        ["./run_train.sh", *words, "--dry-run", f"--world-size={ranks}", "--gpu-memory-gib"]
-    )
+    """What to do when a run is out of memory: the first change of each option to try, and the dry
+    run that plans them. words: the run's command line."""
+    first = []
+    for option, values in alternatives(cfg, ranks, gpus_per_node=min(ranks, 8)).items():
+        if values:
+            first.append(override(option, values[0]))
+    dry_run = ["./run_train.sh", *words, "--dry-run", f"--world-size={ranks}", "--gpu-memory-gib"]
     return (
-        f"to need less, try one of: {' '.join(reversed(first.values()))}, or more ranks\n"
-        f"what each would need, and how fast it would be: {command} G"
+        f"to need less, try one of: {' '.join(first)}, or more ranks\n"
+        f"what each would need, and how fast it would be: {shlex.join(dry_run)} G"
     )

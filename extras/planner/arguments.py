@@ -1,4 +1,4 @@
-"""The arguments of --dry-run. Needs no torch."""
+"""The arguments of --dry-run, with which the story begins: config.py adds them. Needs no torch."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,21 +8,30 @@ from schema import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser, planning: bool) -> None:
-    """Adds what --dry-run takes. planning: whether it is given; without it these are an error of the command line."""
+    """Adds the arguments that require --dry-run. planning: whether it is given, else each errs."""
 
     def add(flag: str, **options: Any) -> None:
         if not planning:
-            takes = 0 if "action" in options else None  # values: none, or one
-            options = {"action": NeedsDryRun, "nargs": takes, "dest": options.get("dest")}
+            # None: it is followed by a value
+            values = 0 if "action" in options else None
+            options = {"action": NeedsDryRun, "nargs": values, "dest": options.get("dest")}
         parser.add_argument(flag, **options)
 
-    for flag in ("--gpu", "--plot"):
-        add(flag)
+    add("--gpu")
+    add("--plot")
     add("--json", action="store_true")
     add("--config", action="store_true", dest="show_config")
-    add("--world-size", type=lambda text: [positive(n, int) for n in text.split(",")])
+    add("--world-size", type=world_sizes)
     add("--gpu-memory-gib", type=positive)
-    add("--gpus-per-node", type=lambda text: positive(text, int))
+    add("--gpus-per-node", type=positive_integer)
+
+
+def positive_integer(text: str) -> int:
+    return positive(text, int)
+
+
+def world_sizes(text: str) -> list[int]:
+    return [positive_integer(number) for number in text.split(",")]
 
 
 class NeedsDryRun(argparse.Action):

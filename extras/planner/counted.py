@@ -1,4 +1,12 @@
-"""Counts memory, work and communication of the operators on fake tensors while the real program runs."""
+"""Counts memory, work and communication of the operators on fake tensors as the real program runs.
+
+Counted sees every operator below autograd and FSDP2, with its inputs and outputs. simulate.py runs
+a step under it and tells it where each phase begins; plan.py and devices.py turn the phases into
+GiB and seconds. Sizes are bytes of this rank, work is FLOP (two for each multiplication and
+addition) or bytes moved. Formulas stand where they are used.
+
+Shapes: B sequences, H heads, S positions of a sequence (of queries or of keys), D width of a head.
+"""
 
 import functools
 import re
@@ -8,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -23,19 +31,21 @@ from torch.utils.flop_counter import flop_registry
 
 from parallel.activation_checkpoint import ATTENTION, GROUPED, MATRIX_PRODUCTS
 
-aten, c10d, functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
-NF4 = (
-    "frozen.nf4_product.default"  # by name: extras/lora/nf4.py, which defines it, may not be loaded
-)
+aten = torch.ops.aten
+c10d = torch.ops.c10d
+functional = torch.ops._c10d_functional
+# by name: extras/lora/nf4.py, which defines it, may not be loaded
+NF4 = "frozen.nf4_product.default"
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-PRODUCTS = MATRIX_PRODUCTS | {
+MATMULS = MATRIX_PRODUCTS | {
     aten._scaled_mm.default,
     aten.mm.out,
     aten.mm.dtype,
     aten.addmm_.default,
     aten.addmm.dtype_out,
 }
-# What compiled blocks save too, since it is expensive to compute again.
+# Other matmuls, with a formula of torch's. Compiled blocks save their results too: they are
+# expensive to recompute.
 FORMULAS = {aten.bmm.default, aten.baddbmm.default, aten.convolution.default}
 BACKWARD_OF_ATTENTION = {
     aten._scaled_dot_product_flash_attention_backward.default,
@@ -52,41 +62,107 @@ COLLECTIVES = {
     functional.all_reduce.default: "all_reduce",
     c10d.alltoall_base_.default: "all_to_all",
 }
-# Namespaces whose operators are counted: by a formula or, if they compute little, by the bytes that they move.
+# Namespaces whose operators are counted, by a formula or by the bytes that they move.
 KNOWN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp", "frozen", "profiler"}
-# Operators of theirs that compute more than they move, and of which only some have a formula.
+# Operators of aten that compute more than they move. Only some of them have a formula.
 COMPUTES = re.compile(
     r"mm(_|$)|mv_?$|dot$|conv(?!ert)|attention|linalg(?!_vector_norm)|fft|cdist|rnn|lstm|gru"
 )
 MOVES_NOTHING = {aten.empty.memory_format, aten._unsafe_view.default}
 # bytes that Inductor's kernels move, relative to a block's eager operators in its dtype
 FUSED = 0.45
-NF4_UNFUSED = 24  # bytes that eager nf4.dequantize() moves for each weight, to 16 bits
+# bytes that eager nf4.dequantize() moves for each weight, to 16 bits
+NF4_UNFUSED = 24
+# memory of eager nf4.dequantize(), weights and intermediates, relative to the weights
+NF4_INTERMEDIATES = 5
 
 
 @dataclass
 class Phase:
     """A part of the step: a unit's forward or backward, or the update."""
 
-    name: str  # such as "forward block 3"
-    peak: Counter = field(default_factory=Counter)  # bytes by kind, when their sum is highest
-    end: Counter = field(default_factory=Counter)  # bytes by kind, when the phase ends
-    # FLOP of "products", "float8", "attention", and of the "model", without recomputation; bytes "moved"
+    # such as "forward block 3"
+    name: str
+    # bytes by kind, when their sum is highest
+    peak: Counter = field(default_factory=Counter)
+    # bytes by kind, when the phase ends
+    end: Counter = field(default_factory=Counter)
+    # FLOP of "matmuls", "float8" and "attention"; of these the "model", without recomputation; and
+    # bytes "moved"
     work: Counter = field(default_factory=Counter)
-    times: int = 1  # occurrences in a step, for several micro-batches
+    # occurrences in a step, for several micro-batches
+    times: int = 1
     # by (mesh dimension, collective, "number" or "bytes")
     sent: Counter = field(default_factory=Counter)
     # calls of operators whose FLOP are in no formula, by name
     uncounted: Counter = field(default_factory=Counter)
 
 
+class ModuleState(NamedTuple):
+    """What a module holds between steps: parameters, gradients, optimizer state."""
+
+    size: Counter  # bytes of the tensors by kind, and of float8 "scales"
+    on_device: Counter  # by how much live memory grew when they were counted, as allocated
+
+
 @functools.cache
 def wraps_tensors(kind: type) -> bool:
-    """Whether operators on tensors of a class call others on those inside: a DTensor, or what FSDP2 all-gathers by the
-    class's own methods (extras/float8/all_gather.py)."""
-    return hasattr(kind, "__tensor_flatten__") or (
-        hasattr(kind, "fsdp_pre_all_gather") and not issubclass(kind, FakeTensor)
-    )
+    """Whether operators on tensors of this class call others on the tensors inside.
+
+    A DTensor does, and so does what FSDP2 all-gathers by methods of the class
+    (extras/float8/all_gather.py).
+    """
+    if hasattr(kind, "__tensor_flatten__"):
+        return True
+    return hasattr(kind, "fsdp_pre_all_gather") and not issubclass(kind, FakeTensor)
+
+
+def local_shard(t: Any) -> Any:
+    """A DTensor's tensor on this rank; anything else as it is."""
+    return t._local_tensor if isinstance(t, DTensor) else t
+
+
+def fake_tensors(tree: Any) -> list[FakeTensor]:
+    return [t for t in tree_iter(tree) if isinstance(t, FakeTensor)]
+
+
+def is_known(operator: Any) -> bool:
+    """Whether the operator is one of torch's or ours: not a fork's, not of higher order."""
+    return isinstance(operator, OpOverload) and operator.namespace in KNOWN
+
+
+def computes_much(operator: Any) -> bool:
+    """Whether an operator without a formula may compute more than it moves, judged by its name."""
+    if not is_known(operator):
+        return True
+    return operator.namespace == "aten" and bool(COMPUTES.search(operator.overloadpacket.__name__))
+
+
+def moves_bytes(operator: OpOverload) -> bool:
+    """Whether a known operator reads and writes memory: no view, allocation or collective."""
+    if operator.is_view or operator in MOVES_NOTHING:
+        return False
+    return operator.namespace in ("aten", "fsdp")
+
+
+def is_attention(operator: Any) -> bool:
+    if operator in BACKWARD_OF_ATTENTION:
+        return True
+    return operator in ATTENTION and isinstance(operator, OpOverload)
+
+
+def flop_by_formula(operator: Any, args: tuple, kwargs: dict, result: Any) -> int:
+    """FLOP by the shapes, with torch's formula; 0 if there is none."""
+    if not isinstance(operator, OpOverload):
+        return 0
+    if operator == GROUPED:
+        # (tokens, in) by (groups, in, out): each token in one group, whatever the groups' sizes
+        tokens, weights = args[:2]
+        return 2 * tokens.numel() * weights.shape[-1]
+    formula = flop_registry.get(operator.overloadpacket)
+    if formula is None:
+        return 0
+    return formula(*args, **kwargs, out_val=result)
 
 
 class Counted(TorchDispatchMode):
@@ -97,240 +173,302 @@ class Counted(TorchDispatchMode):
     def __init__(
         self, fake: FakeTensorMode, dimensions: dict[str, str], on_host: set[str], granularity: int
     ):
-        """dimensions: mesh dimension by process group name. on_host: kinds in host memory, which are not counted.
-        granularity: bytes that the allocator rounds up to."""
+        """dimensions: mesh dimension by process group name. on_host: kinds in host memory, which
+        are not counted. granularity: bytes that the allocator rounds up to."""
         super().__init__()
+        self.fake = fake
+        self.dimensions = dimensions
+        self.on_host = on_host
         self.granularity = granularity
-        self.fake, self.dimensions, self.on_host = fake, dimensions, on_host
-        self.phases, self.times = [Phase("start")], 1
-        self.live: Counter = Counter()  # bytes on the device by kind
-        self.storages: dict[int, tuple[str, int]] = {}  # kind and bytes
-        self.paused = self.fused = False  # inside unseen(); inside a compiled block
-        self.kept: dict[
-            str, list[Tensor]
-        ] = {}  # the products' inputs, in a compiled block without checkpointing
-        self.recomputing = False  # in such a block's backward
-        self.keeping: list[Tensor] | None = None  # in such a block's forward
-        # of the scores, that FlexAttention's mask keeps; None: SDPA, causal or not
-        self.share: float | None = None
-        self.shares: dict[
-            int, float
-        ] = {}  # for backward: of the attention whose output this storage is
-        self.by_data = False  # whether the share of some mask depends on data
+
+        self.phases = [Phase("start")]
+        # occurrences in a step of the phases that begin now
+        self.times = 1
+        # bytes on the device by kind
+        self.live: Counter = Counter()
+        # kind and bytes of each live storage, by its address
+        self.storages: dict[int, tuple[str, int]] = {}
+        # inside run_uncounted()
+        self.paused = False
+
+        # inside a compiled block
+        self.fused = False
+        # compiled blocks without activation checkpointing: they save the inputs of their matmuls
+        self.saving_blocks: set[nn.Module] = set()
+        # these inputs, by the phase that drops them
+        self.saved_inputs: dict[str, list[Tensor]] = {}
+        # the list of them for the block whose forward runs; None outside such a forward
+        self.saving: list[Tensor] | None = None
+        # in the backward of such a block, while gpu_paths.save_matmuls() lets it run forward again
+        self.recomputing = False
+
+        # share of the scores that the mask of the FlexAttention that runs keeps; None for SDPA
+        self.mask_share: float | None = None
+        # whether the share of some mask depends on data
+        self.mask_depends_on_data = False
+        # share of the scores that attention computed, by its output's storage, for its backward
+        self.shares: dict[int, float] = {}
+
+        # of the model's modules, to say where an operator is called
         self.names: dict[nn.Module, str] = {}
-        self.first: dict[str, str] = {}  # where an uncounted operator is called first
+        # module and phase of the first call of each operator that is in no formula
+        self.first_calls: dict[str, str] = {}
 
     def begin(self, name: str) -> None:
-        """Begins the next phase. Working memory that the last one leaves is activations, saved for backward."""
+        """Begins a phase. Working memory that the previous one leaves becomes activations."""
         for key, (kind, size) in list(self.storages.items()):
             if kind == "working memory":
-                self.set(key, "activations", size)
-        self.kept.pop(self.phases[-1].name, None)
+                self.set_storage(key, "activations", size)
+        self.saved_inputs.pop(self.phases[-1].name, None)
         self.phases[-1].end = Counter(self.live)
         self.phases.append(Phase(name, Counter(self.live), times=self.times))
 
-    def set(self, key: int, kind: str, size: int) -> None:
+    def set_storage(self, key: int, kind: str, size: int) -> None:
+        """Sets kind and bytes of a storage, and the phase's peak if memory has grown beyond it."""
         # rounded up
-        size = 0 if kind in self.on_host else -(-size // self.granularity) * self.granularity
-        before, was = self.storages.get(key, (kind, 0))
-        self.storages[key] = kind, size
-        self.live[before] -= was
-        self.live[kind] += size
-        if size > was and self.live.total() > self.phases[-1].peak.total():
+        allocated = -(-size // self.granularity) * self.granularity
+        if kind in self.on_host:
+            allocated = 0
+        former_kind, former = self.storages.get(key, (kind, 0))
+        self.storages[key] = kind, allocated
+        self.live[former_kind] -= former
+        self.live[kind] += allocated
+        if allocated > former and self.live.total() > self.phases[-1].peak.total():
             self.phases[-1].peak = Counter(self.live)
 
-    def mark(self, tensors: Iterable[Any], kind: str) -> None:
-        """Sets the kind of these tensors' storages; starts to count those that were not counted yet."""
-        for t in tensors:
-            t = t._local_tensor if isinstance(t, DTensor) else t
-            if isinstance(t, FakeTensor) and t.fake_mode is self.fake:
-                storage = t.untyped_storage()
-                if storage._cdata not in self.storages:
-                    weakref.finalize(storage, self.drop, storage._cdata)
-                self.set(storage._cdata, kind, storage.nbytes())
-
-    def held(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Counter, Counter]:
-        """Bytes between steps of a module's parameters, gradients, optimizer state and float8 scales; and what those
-        that exist by now take of the device, as the allocator rounds them. Call it for parts before the whole."""
-        own, before, exact = [*module.parameters()], Counter(self.live), Counter()
-        states = [
-            t
-            for param in own
-            for t in tree_iter(optimizer.state.get(param, {}))
-            if isinstance(t, Tensor)
-        ]
-        trained = [param for param in own if param.requires_grad]
-        gradients = [param.grad for param in own]
-        for kind, tensors in (
-            ("parameters", own),
-            ("optimizer state", states),
-            ("gradients", gradients),
-        ):
-            self.mark(tensors, kind)
-        for kind, tensors in (
-            ("parameters", own),
-            ("optimizer state", states),
-            ("gradients", trained),
-        ):
-            exact[kind] = sum(
-                t._local_tensor.nbytes if isinstance(t, DTensor) else t.nbytes for t in tensors
-            )
-        exact["scales"] = 4 * sum(
-            hasattr(getattr(param, "_local_tensor", param), "fsdp_pre_all_gather") for param in own
-        )
-        return exact, self.live - before  # without the working memory that they counted as before
-
-    def drop(self, key: int) -> None:
+    def drop_storage(self, key: int) -> None:
         kind, size = self.storages.pop(key)
         self.live[kind] -= size
         self.shares.pop(key, None)
 
+    def mark(self, tensors: Iterable[Any], kind: str) -> None:
+        """Sets the kind of the tensors' storages, and counts those that were not counted yet."""
+        for t in map(local_shard, tensors):
+            if isinstance(t, FakeTensor) and t.fake_mode is self.fake:
+                storage = t.untyped_storage()
+                if storage._cdata not in self.storages:
+                    weakref.finalize(storage, self.drop_storage, storage._cdata)
+                self.set_storage(storage._cdata, kind, storage.nbytes())
+
+    def mark_state(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> ModuleState:
+        """Marks a module's parameters, gradients and optimizer state, and returns their bytes.
+
+        Call it for the blocks before the model. Gradients need not exist yet: that of a trained
+        parameter counts with the parameter's size.
+        """
+        before = Counter(self.live)
+        params = [*module.parameters()]
+        trained = [param for param in params if param.requires_grad]
+        optimizer_state = []
+        for param in params:
+            state = tree_iter(optimizer.state.get(param, {}))
+            optimizer_state += [t for t in state if isinstance(t, Tensor)]
+        self.mark(params, "parameters")
+        self.mark(optimizer_state, "optimizer state")
+        self.mark([param.grad for param in params], "gradients")
+
+        size: Counter = Counter()
+        size["parameters"] = sum(local_shard(t).nbytes for t in params)
+        size["optimizer state"] = sum(local_shard(t).nbytes for t in optimizer_state)
+        size["gradients"] = sum(local_shard(t).nbytes for t in trained)
+        # a scale in float32 for each float8 weight
+        size["scales"] = 4 * sum(hasattr(local_shard(t), "fsdp_pre_all_gather") for t in params)
+        # the difference of Counters drops what was working memory before
+        return ModuleState(size, self.live - before)
+
     def resized(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Counts storage.resize_(), which bypasses the dispatcher: FSDP2 frees all-gathered parameters by it."""
+        """Counts storage.resize_(), which bypasses the dispatcher. FSDP2 frees parameters by it."""
         if storage._cdata in self.storages:
-            self.set(storage._cdata, "gathered units", storage.nbytes())
+            self.set_storage(storage._cdata, "gathered units", storage.nbytes())
         return storage
 
-    def unseen(self, function: Callable, *args: Any) -> Any:
+    def run_uncounted(self, function: Callable, *args: Any) -> Any:
         """function(*args), uncounted."""
         with mock.patch.object(self, "paused", True):
             return function(*args)
 
     def __torch_dispatch__(self, operator, types, args: tuple = (), kwargs=None):
         if operator is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            # half of all calls
+            # a shortcut for half of all calls
             return args[0].fake_device
-        kwargs = kwargs or {}
         if any(map(wraps_tensors, types)):
-            return NotImplemented  # they first: operators on their inner tensors come back here
+            # the class goes first: operators on the tensors inside come back here
+            return NotImplemented
+        kwargs = kwargs or {}
         result = operator(*args, **kwargs)
-        made = [t for t in tree_iter(result) if isinstance(t, FakeTensor)]
-        if self.paused or any(t.fake_mode is not self.fake for t in made):
+        outputs = fake_tensors(result)
+        if self.paused or any(t.fake_mode is not self.fake for t in outputs):
             return result
-        read = [t for t in tree_iter((args, kwargs)) if isinstance(t, FakeTensor)]
-        new = [t for t in made if t.untyped_storage()._cdata not in self.storages]
+        inputs = fake_tensors((args, kwargs))
+        new = [t for t in outputs if t.untyped_storage()._cdata not in self.storages]
         if operator in COLLECTIVES:
-            self.send(operator, args, [*read, *made])
-        elif operator in PRODUCTS or str(operator) == NF4:
-            self.multiply(operator, args, made[0])
-        elif operator in BACKWARD_OF_ATTENTION or (
-            operator in ATTENTION and isinstance(operator, OpOverload)
-        ):
-            self.attend(operator, args, kwargs, made)
-        elif flop := self.flop(operator, args, kwargs, result):
-            self.work("attention" if "attention" in operator.__name__ else "products", flop)
-            if self.keeping is not None:  # parameters and gathered units stay in any case
-                kept = [
-                    t
-                    for t in read
-                    if self.storages.get(t.untyped_storage()._cdata, ("",))[0]
-                    in ("working memory", "activations")
-                ]
-                self.mark(kept, "working memory")
-                self.keeping += kept
+            self.count_collective(operator, args, [*inputs, *outputs])
+        elif operator in MATMULS or str(operator) == NF4:
+            self.count_matmul(operator, args, outputs[0])
+        elif is_attention(operator):
+            self.count_attention(operator, args, kwargs, outputs)
+        elif flop := flop_by_formula(operator, args, kwargs, result):
+            self.count_formula(operator, flop, inputs)
         else:
-            is_known = isinstance(operator, OpOverload) and operator.namespace in KNOWN
-            if not is_known or (
-                operator.namespace == "aten" and COMPUTES.search(operator.overloadpacket.__name__)
-            ):
-                self.leave_out(str(operator).removesuffix(".default"))
-            if not is_known or (
-                operator.namespace in ("aten", "fsdp")
-                and not operator.is_view
-                and operator not in MOVES_NOTHING
-            ):
-                # pyrefly: ignore[unsupported-operation]  # a fraction, where typeshed's Counter holds an int
-                self.phases[-1].work["moved"] += sum(
-                    t.nbytes for t in [*read, *made] if t.dtype != torch.float32 or not self.fused
-                ) * (FUSED if self.fused else 1)
-            if self.fused and is_known and operator != aten.empty.memory_format:
+            self.count_bytes(operator, inputs, outputs)
+            if self.fused and is_known(operator) and operator != aten.empty.memory_format:
+                # in a compiled block float32 stays in registers
                 new = [t for t in new if t.dtype != torch.float32]
         self.mark(new, "working memory")
         return result
 
-    def work(self, kind: str, flop: int) -> None:
-        """Counts FLOP. The model's are those of forward and backward, with five of attention's matmuls in backward as
-        four; not those of a forward that runs again during backward, which has gradients, unlike backward itself."""
-        self.phases[-1].work[kind] += flop
-        backward, again = torch._C._current_graph_task_id() != -1, torch.is_grad_enabled()
-        if not (backward and again):
-            self.phases[-1].work["model"] += (
-                flop * 4 // 5 if backward and kind == "attention" else flop
-            )
+    def add_flop(self, kind: str, flop: int) -> None:
+        """Adds FLOP to the phase, and to the model's where the model itself does them.
 
-    def multiply(self, operator: Any, args: tuple, out: Tensor) -> None:
-        """Counts a product of two matrices."""
-        work, x = self.phases[-1].work, args["addmm" in operator.__name__]
-        self.work("float8" if x.dtype in FLOAT8 else "products", 2 * x.shape[-1] * out.numel())
+        The model's are those of forward and backward, with attention's five matmuls in backward as
+        four, as one recomputes the scores. A forward that runs again during backward does not
+        count. It has gradients enabled, unlike backward itself.
+        """
+        work = self.phases[-1].work
+        work[kind] += flop
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward and torch.is_grad_enabled():
+            return
+        if in_backward and kind == "attention":
+            flop = flop * 4 // 5
+        work["model"] += flop
+
+    def count_matmul(self, operator: Any, args: tuple, out: Tensor) -> None:
+        """Counts x @ weights, (m, k) by (k, n): 2 * k * m * n FLOP."""
+        # addmm(total, x, weights)
+        x = args[1] if "addmm" in operator.__name__ else args[0]
+        kind = "float8" if x.dtype in FLOAT8 else "matmuls"
+        self.add_flop(kind, 2 * x.shape[-1] * out.numel())
         if str(operator) == NF4:
-            # its dequantized weights, during the product; eager, with intermediates
-            codes, scales = args[1:3]
-            weights = torch.empty(
-                2 * codes.numel() * (1 if self.fused else 5), dtype=x.dtype, device=x.device
-            )
-            self.mark([weights], "working memory")
-            work["moved"] += (
-                codes.nbytes + scales.nbytes + weights.nbytes
-                if self.fused
-                else NF4_UNFUSED * 2 * codes.numel()
-            )
-        elif self.keeping is not None:
-            self.mark([x], "working memory")  # also in float32: it is kept
-            self.keeping.append(x)
+            _, codes, scales = args[:3]
+            self.count_dequantization(x, codes, scales)
+        elif self.saving is not None:
+            # the input in float32, too: it is saved, so it leaves the registers
+            self.mark([x], "working memory")
+            self.saving.append(x)
 
-    def attend(
-        self, operator: OpOverload, args: tuple, kwargs: dict, made: list[FakeTensor]
+    def count_dequantization(self, x: Tensor, codes: Tensor, scales: Tensor) -> None:
+        """Counts the weights in the dtype of x that exist during a matmul with NF4 weights.
+
+        codes: two weights in each byte.
+        """
+        count = 2 * codes.numel()
+        work = self.phases[-1].work
+        if self.fused:
+            weights = torch.empty(count, dtype=x.dtype, device=x.device)
+            self.mark([weights], "working memory")
+            work["moved"] += codes.nbytes + scales.nbytes + weights.nbytes
+        else:
+            temporaries = torch.empty(count * NF4_INTERMEDIATES, dtype=x.dtype, device=x.device)
+            self.mark([temporaries], "working memory")
+            work["moved"] += NF4_UNFUSED * count
+
+    def count_attention(
+        self, operator: OpOverload, args: tuple, kwargs: dict, outputs: list[FakeTensor]
     ) -> None:
-        """Counts attention. SDPA skips scores only if it is causal, half of them: not those that a mask hides."""
-        given = dict(zip((a.name for a in operator._schema.arguments), args)) | kwargs
-        q, k, v = (given[name] for name in ("query", "key", "value"))
+        """Counts attention: for each matmul 2 * B * H * S_queries * S_keys * D FLOP * share.
+
+        share: of the scores that are computed. SDPA skips half of them if it is causal. It computes
+        those that a mask tensor hides.
+        """
+        names = (argument.name for argument in operator._schema.arguments)
+        arguments = dict(zip(names, args)) | kwargs
+        # (B, H, S, D) each
+        q, k, v = (arguments[name] for name in ("query", "key", "value"))
         if operator in ATTENTION:
-            if self.keeping is not None and k.shape[2] > q.shape[2]:
-                # all-gathered over cp, and not once more
-                self.keeping += [k, v]
-            share = self.share if self.share is not None else 0.5 if given.get("is_causal") else 1.0
-            self.shares[made[0].untyped_storage()._cdata] = share
+            if self.saving is not None and k.shape[2] > q.shape[2]:
+                # all-gathered over cp: saved, so that backward does not gather them again
+                self.saving += [k, v]
+            share = self.mask_share
+            if share is None:
+                share = 0.5 if arguments.get("is_causal") else 1.0
+            self.shares[outputs[0].untyped_storage()._cdata] = share
+            # queries by keys, scores by values
             matmuls = 2
         else:
-            share = self.shares.get(given["out"].untyped_storage()._cdata, 1.0)
-            matmuls = 5  # backward recomputes the scores
-        self.work("attention", int(2 * matmuls * share * q.numel() * k.shape[2]))
+            share = self.shares.get(arguments["out"].untyped_storage()._cdata, 1.0)
+            # dV, dP, dQ, dK, and the scores, recomputed
+            matmuls = 5
+        self.add_flop("attention", int(2 * matmuls * share * q.numel() * k.shape[2]))
 
-    def flop(self, operator: Any, args: tuple, kwargs: dict, result: Any) -> int:
-        """FLOP by the shapes, of torch's formula; 0 if there is none."""
-        if not isinstance(operator, OpOverload):
-            return 0
-        if operator == GROUPED:  # whatever the groups' sizes
-            return 2 * args[0].numel() * args[1].shape[-1]
-        formula = flop_registry.get(operator.overloadpacket)
-        return formula(*args, **kwargs, out_val=result) if formula else 0
+    def count_formula(self, operator: OpOverload, flop: int, inputs: list[FakeTensor]) -> None:
+        """Counts another operator that computes much, such as bmm."""
+        kind = "attention" if "attention" in operator.__name__ else "matmuls"
+        self.add_flop(kind, flop)
+        if self.saving is None:
+            return
+        # parameters and gathered units stay in any case
+        for t in inputs:
+            memory, _ = self.storages.get(t.untyped_storage()._cdata, ("", 0))
+            if memory in ("working memory", "activations"):
+                self.mark([t], "working memory")
+                self.saving.append(t)
 
-    def leave_out(self, name: str) -> None:
-        if name not in self.first:
-            module, phase = self.module_of(sys._getframe()), self.phases[-1].name
-            self.first[name] = f"{module} ({phase})" if module else phase
-        self.phases[-1].uncounted[name] += 1
+    def count_bytes(
+        self, operator: Any, inputs: list[FakeTensor], outputs: list[FakeTensor]
+    ) -> None:
+        """Counts the bytes that an operator without a formula moves, and names it if it computes."""
+        if computes_much(operator):
+            self.count_call(str(operator).removesuffix(".default"))
+        if is_known(operator) and not moves_bytes(operator):
+            return
+        tensors = [*inputs, *outputs]
+        if self.fused:
+            # in a compiled block float32 stays in registers
+            moved = FUSED * sum(t.nbytes for t in tensors if t.dtype != torch.float32)
+        else:
+            moved = sum(t.nbytes for t in tensors)
+        # a fraction, where typeshed's Counter holds an int
+        # pyrefly: ignore[unsupported-operation]
+        self.phases[-1].work["moved"] += moved
+
+    def count_call(self, name: str) -> None:
+        """Counts a call of an operator whose FLOP are in no formula; notes where the first is."""
+        phase = self.phases[-1]
+        if name not in self.first_calls:
+            module = self.module_of(sys._getframe())
+            self.first_calls[name] = f"{module} ({phase.name})" if module else phase.name
+        phase.uncounted[name] += 1
 
     def module_of(self, frame: FrameType | None) -> str | None:
-        """The name of the innermost module whose code runs in this frame or around it; None in backward."""
+        """The name of the innermost module whose code runs in the frame or around it, if any is.
+
+        In backward no module's code runs.
+        """
         while frame is not None:
-            if isinstance(module := frame.f_locals.get("self"), nn.Module) and module in self.names:
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and module in self.names:
                 return self.names[module]
             frame = frame.f_back
         return None
 
-    def send(self, operator: Any, args: tuple, tensors: list[Tensor]) -> None:
+    def count_collective(self, operator: Any, args: tuple, buffers: list[Tensor]) -> None:
+        """Counts a collective over a mesh dimension, by its larger buffer."""
         if self.recomputing:
             return
-        kind, by_fsdp = COLLECTIVES[operator], operator.namespace == "c10d"
-        group = next((a for a in args if isinstance(a, torch.ScriptObject)), None)
-        name = dist.ProcessGroup.unbox(group).group_name if group is not None else args[-1]
-        # extras/optimizers/muon.py's
-        dimension = self.dimensions.get(name, "replica" if kind == "all_to_all" else "dp_shard")
-        if by_fsdp and dimension == "cp":  # with dp_shard = 1, FSDP2 shards over cp alone
-            dimension = "dp_shard"
+        kind = COLLECTIVES[operator]
+        dimension = self.dimension_of(operator, args)
         sent = self.phases[-1].sent
         sent[dimension, kind, "number"] += 1
-        sent[dimension, kind, "bytes"] += max(t.nbytes for t in tensors)
+        sent[dimension, kind, "bytes"] += max(t.nbytes for t in buffers)
         if dimension in ("dp_shard", "dp_replicate"):
-            self.mark(tensors, "gathered units" if kind == "all_gather" else "reductions")
+            self.mark(buffers, "gathered units" if kind == "all_gather" else "reductions")
+
+    def dimension_of(self, operator: Any, args: tuple) -> str:
+        """The mesh dimension of a collective.
+
+        "replica" is all ranks of a replica: extras/optimizers/muon.py sends matrices among them.
+        """
+        group = next((a for a in args if isinstance(a, torch.ScriptObject)), None)
+        # a functional collective has the group's name as its last argument
+        name = args[-1]
+        if group is not None:
+            name = dist.ProcessGroup.unbox(group).group_name
+        if name not in self.dimensions:
+            return "replica" if COLLECTIVES[operator] == "all_to_all" else "dp_shard"
+        dimension = self.dimensions[name]
+        is_of_fsdp = operator.namespace == "c10d"
+        if is_of_fsdp and dimension == "cp":
+            # with dp_shard = 1, FSDP2 shards over cp alone
+            return "dp_shard"
+        return dimension

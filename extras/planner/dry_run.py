@@ -1,8 +1,11 @@
-"""Plans a run before it starts: memory, communication, step time. Needs no GPU; takes seconds on a laptop.
+"""Plans a run before it starts: memory, communication, step time. Needs no GPU; takes seconds on a
+laptop.
 
-    ./run_train.sh configs/llama70b.toml --dry-run --world-size 64,256 --gpu H200 [--gpus-per-node 8] [--plot step.svg]
+    ./run_train.sh configs/llama70b.toml --dry-run --world-size 64,256 --gpu H200 [--gpus-per-node
+    8] [--plot step.svg]
 
-plan.py makes a plan, show.py prints it, advice.py suggests changes where it does not fit.
+This is the command, where the story ends: plan.py makes the plan of each world size, show.py
+renders it, advice.py suggests changes where it does not fit.
 """
 
 import json
@@ -17,60 +20,87 @@ from data.dataset import open_data
 from data.folder import is_prepared
 from data.order import make_order
 from extras.planner.advice import advise
-from extras.planner.devices import device
+from extras.planner.devices import Moment, device
 from extras.planner.plan import Asked, planned
 from extras.planner.show import compared, draw, table, verdict
 from files import print_line
 
 
 def dry_run(cfg: config.Config, args: Namespace) -> bool:
-    """Prints the plans; returns False if one does not fit into the memory given. Raises ConfigError for an invalid
-    world size, GPU or plot path."""
+    """Prints the plans. Returns False if one does not fit into the memory given.
+
+    Raises ConfigError for an invalid world size, GPU or plot path.
+    """
     gpu = None if args.gpu is None else device(args.gpu)
     asked = Asked(gpu, args.gpu_memory_gib, args.gpus_per_node or 8, on_gpu=True)
-    p, epoch, found, problems = cfg.parallel, samples_per_epoch(cfg), [], []
-    fewest = math.prod(
-        degree for degree in (p.dp_replicate, p.dp_shard, p.cp, p.tp) if degree != "auto"
-    )
-    for ranks in args.world_size or [fewest]:
-        try:
-            found.append(planned(cfg, ranks, asked, epoch))
-        except ConfigError as error:
-            problems += [f"--world-size {ranks}: {problem}" for problem in error.problems]
-    if problems:
-        raise ConfigError(*problems)
-    rows = [row for row, _ in found]
+    plans = plan_each(cfg, args.world_size or [fewest_ranks(cfg.parallel)], asked)
+    rows = [row for row, _ in plans]
     if args.plot is not None:
+        row, moments = plans[0]
+        title = f"{cfg.run.name} on {row['world_size']} x {args.gpu or 'GPU'}"
         try:
-            title = f"{cfg.run.name} on {rows[0]['world_size']} x {args.gpu or 'GPU'}"
-            draw(rows[0], found[0][1], args.plot, title, asked.memory_gib)
+            draw(row, moments, args.plot, title, asked.memory_gib)
         except OSError as error:
             raise ConfigError(f"--plot {args.plot}: {error.strerror}") from None
     if args.json:
         print_line(json.dumps(rows if len(rows) > 1 else rows[0]))
     else:
-        print_line("\n".join(verdict(row, cfg, asked) for row in rows) + "\n")
-        if args.show_config:
-            print_line(config.to_toml(cfg))
-        print_line("\n".join(table(row, cfg, asked) for row in rows))
-        if len(rows) > 1:
-            print_line(compared(rows))
-    for row in rows if asked.memory_gib else ():  # on stderr, so that --json stays JSON
+        print_tables(rows, cfg, asked, args.show_config)
+    if asked.memory_gib:
+        print_advice(rows, cfg, args, asked)
+    return all(row["fits"] is not False for row in rows)
+
+
+def fewest_ranks(p: config.Parallel) -> int:
+    """The smallest world size of the mesh."""
+    degrees = (p.dp_replicate, p.dp_shard, p.cp, p.tp)
+    return math.prod(degree for degree in degrees if degree != "auto")
+
+
+def plan_each(
+    cfg: config.Config, world_sizes: list[int], asked: Asked
+) -> list[tuple[dict, list[Moment]]]:
+    """The plan of each world size. Raises one ConfigError with the problems of all."""
+    epoch = samples_per_epoch(cfg)
+    plans = []
+    problems = []
+    for ranks in world_sizes:
+        try:
+            plans.append(planned(cfg, ranks, asked, epoch))
+        except ConfigError as error:
+            problems += [f"--world-size {ranks}: {problem}" for problem in error.problems]
+    if problems:
+        raise ConfigError(*problems)
+    return plans
+
+
+def print_tables(rows: list[dict], cfg: config.Config, asked: Asked, show_config: bool) -> None:
+    print_line("\n".join(verdict(row, cfg, asked) for row in rows) + "\n")
+    if show_config:
+        print_line(config.to_toml(cfg))
+    print_line("\n".join(table(row, cfg, asked) for row in rows))
+    if len(rows) > 1:
+        print_line(compared(rows))
+
+
+def print_advice(rows: list[dict], cfg: config.Config, args: Namespace, asked: Asked) -> None:
+    """Prints what to change where a plan does not fit: on stderr, so that --json stays JSON."""
+    for row in rows:
         if args.json:
             print(verdict(row, cfg, asked), file=sys.stderr)
         if not row["fits"]:
             print(advise(row["world_size"], args, asked), file=sys.stderr)
-    return all(row["fits"] is not False for row in rows)
 
 
 def samples_per_epoch(cfg: config.Config) -> float | None:
-    """Samples until every source has been read once; None if the data is not prepared, or its tokenizer is missing."""
+    """Samples until every source has been read once; None if data or tokenizer is missing."""
     if cfg.data.tokenizer and not os.path.exists(cfg.data.tokenizer):
         return None
     if not is_prepared(cfg):
         return None
     order = make_order(cfg, open_data(cfg, "train"))
-    return max(
-        (source.windows or 0) * order.mixture.period / weight
-        for source, weight in zip(order.sources, order.mixture.weights)
-    )
+    # a source gives `weight` of every `period` samples
+    samples = []
+    for source, weight in zip(order.sources, order.mixture.weights):
+        samples.append((source.windows or 0) * order.mixture.period / weight)
+    return max(samples)

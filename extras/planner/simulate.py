@@ -1,10 +1,15 @@
-"""Simulates one training step of rank 0 at any world size, on tensors without storage: memory, work, communication.
+"""Simulates one training step of rank 0 at any world size, on tensors without storage: memory,
+work, communication.
 
-The real program runs on torch's fake tensors and fake process group: the model on meta, parallelize(), the optimizer.
-Counted sees every operator with its inputs and outputs, so this file does not describe the model a second time. Only a
-few of the identical blocks run; the others are counted as copies of those in the middle.
+This is where a plan begins. The real program runs on torch's fake tensors and fake process group:
+the model on meta, parallelize(), the optimizer. Counted (counted.py) sees every operator with its
+inputs and outputs, so this file does not describe the model a second time. Only a few of the
+identical blocks run (blocks.py). The others are counted as copies of those in the middle.
 
-A GPU's step takes the GPU's code paths, and counts what is compiled as such: gpu_paths.py.
+A GPU's step takes the GPU's code paths, and counts what is compiled as such: gpu_paths.py. plan.py
+makes the plan of the step that simulate() returns.
+
+Shapes: B sequences of a micro-batch, S tokens of a sequence, T = S / cp of them on a rank.
 """
 
 import contextlib
@@ -12,7 +17,7 @@ import functools
 import itertools
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -35,8 +40,8 @@ from torch.utils._pytree import tree_iter
 
 import config
 from config import ConfigError
-from extras.planner.blocks import kinds_of_blocks, shortened
-from extras.planner.counted import Counted, Phase
+from extras.planner.blocks import Shorter, kinds_of_blocks, shortened
+from extras.planner.counted import Counted, ModuleState, Phase
 from extras.planner.gpu_paths import gpu_code_paths, one_kernel
 from model.build import meta_model
 from model.llama import Llama, after_weight_update
@@ -46,126 +51,169 @@ from parallel.materialize import allocate
 from parallel.mesh import World, build_mesh
 from parallel.parallelize import parallelize
 
+# the allocator of a GPU rounds each block up to so many bytes
+CUDA_GRANULARITY = 512
+
 
 @dataclass(frozen=True)
 class Step:
     phases: list[Phase]
-    held: Counter  # bytes of this rank's parameters, gradients and optimizer state between steps
+    # bytes of this rank's parameters, gradients and optimizer state between steps
+    held: Counter
     optimizer: str
-    state_is_made: bool  # for every trainable parameter
-    first: dict[str, str]  # where each uncounted operator is called first
-    masks_by_data: bool  # whether what a mask of FlexAttention keeps depends on data
+    # whether the optimizer has made its state for every trainable parameter
+    state_is_made: bool
+    # module and phase of the first call of each operator that is in no formula
+    first_calls: dict[str, str]
+    # whether what a mask of FlexAttention keeps depends on data
+    masks_depend_on_data: bool
 
     def peak(self) -> Phase:
         return max(self.phases, key=lambda phase: phase.peak.total())
 
 
-def simulate(cfg: config.Config, ranks: int, on_gpu: bool = True, whole: bool = False) -> Step:
-    """No process group may exist yet. whole: run every block. Raises ConfigError for an invalid mesh, and for a model
-    whose shapes depend on values."""
-    p, blocks = cfg.parallel, cfg.model.n_layers
-    if p.cp > 1:
-        import parallel.context  # noqa: F401 - before the patches of what it imports: it would keep the stand-ins
-    # blocks whose prefetch involves the embedding or the head
-    edge = max(p.prefetch_forward, p.prefetch_backward, 1)
-    # drop what DTensor caches for an earlier simulation's meshes, whose process groups are destroyed
+def simulate(cfg: config.Config, ranks: int, on_gpu: bool = True, all_blocks: bool = False) -> Step:
+    """One step of rank 0. No process group may exist yet. all_blocks: run every block.
+
+    Raises ConfigError for an invalid mesh, and for a model whose shapes depend on values.
+    """
+    if cfg.parallel.cp > 1:
+        # before the patches of functions that it imports: it would keep the replacements
+        import parallel.context  # noqa: F401
+    # drop what DTensor caches for an earlier simulation's meshes, whose process groups are
+    # destroyed
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        world = World(
-            0, ranks, torch.device("cpu"), build_mesh("cpu", config.mesh_shape(cfg, ranks))
-        )
-        few = (
-            None
-            if whole
-            else shortened(functools.partial(kinds_of_blocks, cfg, world, on_gpu), blocks, edge)
-        )
-        if few:
-            found, of_blocks = run(
-                replace(cfg, model=replace(cfg.model, n_layers=few.blocks)), world, on_gpu
-            )
-            # of an optimizer by elements, unless it multiplies or sends matrices
-            update = found.phases[-1]
-            by_elements = not update.work["products"] and all(
-                kind == "all_reduce" for _, kind, _ in update.sent
-            )
-            if by_elements and repeats(found.phases, few.middle):
-                more, taken = (
-                    sum(counts, Counter()) for counts in zip(*(of_blocks[i] for i in few.middle))
-                )
-                return extrapolated(
-                    found, more, taken, few.middle, (blocks - few.blocks) // len(few.middle), blocks
-                )
-        return run(cfg, world, on_gpu)[0]
+        mesh = build_mesh("cpu", config.mesh_shape(cfg, ranks))
+        world = World(0, ranks, torch.device("cpu"), mesh)
+        step = None
+        if not all_blocks:
+            step = simulate_fewer_blocks(cfg, world, on_gpu)
+        if step is None:
+            step, _ = run(cfg, world, on_gpu)
+        return step
     finally:
         dist.destroy_process_group()
 
 
+def simulate_fewer_blocks(cfg: config.Config, world: World, on_gpu: bool) -> Step | None:
+    """The step by running a few blocks; None if that would not give the same."""
+    p = cfg.parallel
+    blocks = cfg.model.n_layers
+    # blocks whose prefetch involves the embedding or the head
+    edge = max(p.prefetch_forward, p.prefetch_backward, 1)
+    kinds_of = functools.partial(kinds_of_blocks, cfg, world, on_gpu)
+    shorter = shortened(kinds_of, blocks, edge)
+    if shorter is None:
+        return None
+    shorter_model = replace(cfg.model, n_layers=shorter.blocks)
+    step, states = run(replace(cfg, model=shorter_model), world, on_gpu)
+    update = step.phases[-1]
+    if not is_elementwise(update) or not repeats(step.phases, shorter.middle):
+        return None
+    return extrapolated(step, states, shorter, blocks)
+
+
+def is_elementwise(update: Phase) -> bool:
+    """Whether the optimizer works element by element: it neither multiplies nor sends matrices."""
+    if update.work["matmuls"]:
+        return False
+    return all(kind == "all_reduce" for _, kind, _ in update.sent)
+
+
 def repeats(phases: list[Phase], middle: range) -> bool:
-    """Whether the middle blocks work and send as do as many that follow them: what tells blocks apart, but not in
-    their forward's operators, shows here."""
+    """Whether the middle blocks work and send as do as many that follow them.
 
-    def of_blocks(first: int) -> list[tuple]:
-        names = {
-            f"{way} block {first + i}": (way, i)
-            for way in ("forward", "backward")
-            for i in range(len(middle))
-        }
-        found = [(names[phase.name], phase) for phase in phases if phase.name in names]
-        return sorted(
-            (
-                name,
-                phase.times,
-                *(
-                    sorted((+counts).items())
-                    for counts in (phase.work, phase.sent, phase.uncounted)
-                ),
-            )
-            for name, phase in found
-        )
-
-    return of_blocks(middle.start) == of_blocks(middle.stop)
+    Blocks whose forward has the same operators may still differ, for example in backward. That
+    shows here.
+    """
+    following = range(middle.stop, middle.stop + len(middle))
+    return counts_of_blocks(phases, middle) == counts_of_blocks(phases, following)
 
 
-def extrapolated(
-    step: Step, more: Counter, taken: Counter, middle: range, times: int, blocks: int
-) -> Step:
-    """The step of a model of so many blocks, by `times` more copies of the middle ones. more, taken: what these hold,
-    see held()."""
-    order = []  # of the phases in the longer step, each with the one that it follows in this one
-    for before, phase in zip([Phase("start"), *step.phases], step.phases):
-        order.append((before, phase))
-        if phase.name in (f"forward block {middle[-1]}", f"backward block {middle[0]}"):
-            order += order[-len(middle) :] * times
+def counts_of_blocks(phases: list[Phase], blocks: range) -> list[tuple]:
+    """What is counted in each phase of these blocks but for memory, in a form that compares."""
+    counts = []
+    for phase in phases:
+        direction, _, block = phase.name.partition(" block ")
+        if not block or int(block) not in blocks:
+            continue
+        counters = (phase.work, phase.sent, phase.uncounted)
+        # + drops zeros
+        nonzero = [sorted((+counter).items()) for counter in counters]
+        counts.append((direction, blocks.index(int(block)), phase.times, *nonzero))
+    return sorted(counts)
+
+
+def extrapolated(step: Step, states: list[ModuleState], shorter: Shorter, blocks: int) -> Step:
+    """The step of a model with so many blocks, by more copies of the middle ones.
+
+    states: of each block of the shorter model.
+    """
+    middle = shorter.middle
+    copies = (blocks - shorter.blocks) // len(middle)
+    size = sum((states[i].size for i in middle), Counter())
+    on_device = sum((states[i].on_device for i in middle), Counter())
     numbers = {
         "forward": itertools.cycle(range(blocks)),
         "backward": itertools.cycle(reversed(range(blocks))),
     }
-    found, end = [], plus(Counter(), taken, times)
-    for before, phase in order:  # each changes the memory that the last one leaves
-        offset = plus(end, before.end, -1)
-        end = plus(phase.end, offset)
+    phases = []
+    # bytes on the device by kind, before each phase
+    live = plus(Counter(), on_device, copies)
+    for before, phase in with_copies(step.phases, middle, copies):
+        # a phase changes memory as it does in the shorter step
+        offset = plus(live, before.end, -1)
+        live = plus(phase.end, offset)
         if not phase.end["reductions"]:
             # FSDP2 drops those of all replicated units at once, after backward
-            end["reductions"] = 0
-        kind, _, block = phase.name.partition(" block ")
-        name = f"{kind} block {next(numbers[kind])}" if block else phase.name
-        found.append(replace(phase, name=name, peak=plus(phase.peak, offset), end=end))
-    held = plus(step.held, more, times)
-    update = found[-1]  # its work grows with the trained parameters
-    share = held["gradients"] / step.held["gradients"]
-    scales = {
-        key: more["scales"] for key in update.sent if key == ("dp_shard", "all_reduce", "bytes")
-    }
-    found[-1] = replace(
+            live["reductions"] = 0
+        name = phase.name
+        direction, _, block = name.partition(" block ")
+        if block:
+            name = f"{direction} block {next(numbers[direction])}"
+        phases.append(replace(phase, name=name, peak=plus(phase.peak, offset), end=live))
+    held = plus(step.held, size, copies)
+    growth = held["gradients"] / step.held["gradients"]
+    phases[-1] = extrapolated_update(phases[-1], growth, copies * size["scales"])
+    return replace(step, phases=phases, held=held)
+
+
+def with_copies(phases: list[Phase], middle: range, copies: int) -> list[tuple[Phase, Phase]]:
+    """The phases of the longer step, each with the one that it follows in the shorter step."""
+    last_of_forward = f"forward block {middle[-1]}"
+    last_of_backward = f"backward block {middle[0]}"
+    order = []
+    before = Phase("start")
+    for phase in phases:
+        order.append((before, phase))
+        if phase.name in (last_of_forward, last_of_backward):
+            order += order[-len(middle) :] * copies
+        before = phase
+    return order
+
+
+def extrapolated_update(update: Phase, growth: float, scales: int) -> Phase:
+    """The update of a model with more blocks: its work grows with the trained parameters.
+
+    growth: their number, relative to that of the shorter model. scales: bytes of float8 scales that
+    it has more.
+    """
+    sent = Counter(update.sent)
+    all_reduced = ("dp_shard", "all_reduce", "bytes")
+    if all_reduced in sent:
+        sent[all_reduced] += scales
+    return replace(
         update,
         end=Counter({**update.end, "gradients": 0}),
-        sent=plus(update.sent, scales, times),
-        work=Counter({kind: share * work for kind, work in update.work.items()}),
-        uncounted=Counter({name: round(share * calls) for name, calls in update.uncounted.items()}),
+        sent=sent,
+        work=Counter({kind: growth * work for kind, work in update.work.items()}),
+        uncounted=Counter(
+            {name: round(growth * calls) for name, calls in update.uncounted.items()}
+        ),
     )
-    return replace(step, phases=found, held=held)
 
 
 def plus(a: Counter, b: Mapping, times: int = 1) -> Counter:
@@ -173,91 +221,142 @@ def plus(a: Counter, b: Mapping, times: int = 1) -> Counter:
     return Counter({key: a.get(key, 0) + times * b.get(key, 0) for key in {**a, **b}})
 
 
-def run(
-    cfg: config.Config, world: World, on_gpu: bool
-) -> tuple[Step, list[tuple[Counter, Counter]]]:
-    """The step, and what each block holds, see Counted.held()."""
-    p, sequences = cfg.parallel, config.micro_batch_size(cfg, world.dp_size)
-    dimensions = {
-        str(world.mesh[name].get_group().group_name): name
-        for name in ("dp_replicate", "cp", "tp")
-        if world.mesh[name].size() > 1
-    }
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    on_host = {"parameters", "optimizer state", "gradients"} if p.cpu_offload else set()
-    counted = Counted(fake, dimensions, on_host, granularity=512 if on_gpu else 1)
+def run(cfg: config.Config, world: World, on_gpu: bool) -> tuple[Step, list[ModuleState]]:
+    """The step with every block, and the state of each block."""
+    p = cfg.parallel
+    counted = counter_for(world, p, on_gpu)
+    patches = without_storage(counted)
+    if on_gpu:
+        patches += gpu_code_paths(cfg, counted)
     with contextlib.ExitStack() as stack:
-        for patch in [
-            values_refused(counted),
-            *without_storage(counted),
-            *(gpu_code_paths(cfg, counted) if on_gpu else ()),
-        ]:
+        stack.enter_context(values_refused(counted))
+        for patch in patches:
             stack.enter_context(patch)
-        model = meta_model(cfg.model, cfg.lora)
-        parallelize(model, replace(cfg, parallel=replace(p, compile=False)), world)
-        counted.names = {
-            module: name.replace("_checkpoint_wrapped_module.", "")
-            for name, module in model.named_modules()
-        }
-        model.head.compile_loss = p.compile and on_gpu
-        stack.enter_context(fake)
+        model = sharded_meta_model(cfg, world, counted, on_gpu)
+
+        stack.enter_context(counted.fake)
         stack.enter_context(counted)
         allocate(model, torch.device("cpu"))
-        with mock.patch(
-            "torch.compile", lambda update, **unused: functools.partial(one_kernel, counted, update)
-        ):
-            optimizer = build_optimizer(model, cfg.optim, compile=p.compile)
-        stateless = [
-            param
-            for param in model.parameters()
-            if param.requires_grad and not optimizer.state.get(param)
-        ]
+        optimizer = optimizer_on_fakes(model, cfg, counted)
+        trained = [param for param in model.parameters() if param.requires_grad]
+        state_is_made = all(optimizer.state.get(param) for param in trained)
         after_weight_update(model)
-        begin = watch(model, counted, p.compile and on_gpu)
-        # Micro-batches that are alike run once; with sync_every_micro_batch, with gradients of an earlier one.
-        accumulation = config.accumulation_steps(cfg, world.dp_size)
-        passes = (
-            {True: accumulation} if p.sync_every_micro_batch else {False: accumulation - 1, True: 1}
-        )
-        if accumulation > 1 and p.sync_every_micro_batch:
-            for param in model.parameters():
-                param.grad = torch.zeros_like(param) if param.requires_grad else None
-        *of_blocks, (held, _) = [
-            counted.held(module, optimizer) for module in (*model.blocks, model)
-        ]
-        for last, counted.times in [(last, times) for last, times in passes.items() if times]:
-            begin("batch")
-            unshard_first_units(model, p)
-            set_gradient_sync(model, p, world, last)
-            ids = torch.zeros(sequences, cfg.train.seq_len // world.cp, dtype=torch.int64)
-            documents = (
-                torch.zeros(sequences, cfg.train.seq_len, dtype=torch.int64)
-                if cfg.data.document_mask
-                else None
-            )
-            positions = torch.zeros_like(ids) if world.cp > 1 or cfg.data.document_mask else None
-            model(ids, ids, positions, documents)[0]["loss"].backward()
-        counted.times = 1
-        begin("update")
-        if p.cpu_offload:
-            counted.on_host.add("working memory")  # the norm and the update are computed there
-        clip_gradients(model, optimizer, cfg.train.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        begin("end")
-    return Step(
-        counted.phases[1:-1],
-        held,
-        type(optimizer).__name__,
-        not stateless,
-        counted.first,
-        counted.by_data,
-    ), of_blocks
+        hooks = PhaseHooks(model, counted, compiled=p.compile and on_gpu)
+
+        if p.sync_every_micro_batch and config.accumulation_steps(cfg, world.dp_size) > 1:
+            # the micro-batch that runs stands for those that add to gradients of earlier ones
+            for param in trained:
+                param.grad = torch.zeros_like(param)
+        states = [counted.mark_state(block, optimizer) for block in model.blocks]
+        held = counted.mark_state(model, optimizer).size
+        run_step(model, optimizer, cfg, world, hooks)
+    step = Step(
+        # without "start" and "end"
+        phases=counted.phases[1:-1],
+        held=held,
+        optimizer=type(optimizer).__name__,
+        state_is_made=state_is_made,
+        first_calls=counted.first_calls,
+        masks_depend_on_data=counted.mask_depends_on_data,
+    )
+    return step, states
+
+
+def run_step(
+    model: Llama,
+    optimizer: torch.optim.Optimizer,
+    cfg: config.Config,
+    world: World,
+    hooks: "PhaseHooks",
+) -> None:
+    """A step as training_step() in train.py runs it, in phases."""
+    p = cfg.parallel
+    counted = hooks.counted
+    accumulation = config.accumulation_steps(cfg, world.dp_size)
+    for is_last, times in distinct_micro_batches(p, accumulation):
+        counted.times = times
+        hooks.begin("batch")
+        unshard_first_units(model, p)
+        set_gradient_sync(model, p, world, is_last)
+        # alive during the update too, as in a run
+        inputs = micro_batch_inputs(cfg, world)
+        model(*inputs)[0]["loss"].backward()
+    counted.times = 1
+    hooks.begin("update")
+    if p.cpu_offload:
+        # the norm and the update are computed there
+        counted.on_host.add("working memory")
+    clip_gradients(model, optimizer, cfg.train.max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    hooks.begin("end")
+
+
+def counter_for(world: World, p: config.Parallel, on_gpu: bool) -> Counted:
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    dimensions = {}
+    for name in ("dp_replicate", "cp", "tp"):
+        mesh = world.mesh[name]
+        if mesh.size() > 1:
+            dimensions[str(mesh.get_group().group_name)] = name
+    on_host = set()
+    if p.cpu_offload:
+        on_host = {"parameters", "optimizer state", "gradients"}
+    return Counted(fake, dimensions, on_host, granularity=CUDA_GRANULARITY if on_gpu else 1)
+
+
+def sharded_meta_model(cfg: config.Config, world: World, counted: Counted, on_gpu: bool) -> Llama:
+    """The model on meta, parallelized, but not compiled: compiled blocks run eagerly."""
+    model = meta_model(cfg.model, cfg.lora)
+    eager = replace(cfg.parallel, compile=False)
+    parallelize(model, replace(cfg, parallel=eager), world)
+    for name, module in model.named_modules():
+        counted.names[module] = name.replace("_checkpoint_wrapped_module.", "")
+    model.head.compile_loss = cfg.parallel.compile and on_gpu
+    return model
+
+
+def optimizer_on_fakes(model: Llama, cfg: config.Config, counted: Counted) -> torch.optim.Optimizer:
+    """The optimizer, whose update is counted as one kernel where it would be compiled."""
+
+    def compiled(update, **unused):
+        return functools.partial(one_kernel, counted, update)
+
+    with mock.patch("torch.compile", compiled):
+        return build_optimizer(model, cfg.optim, compile=cfg.parallel.compile)
+
+
+def distinct_micro_batches(p: config.Parallel, accumulation: int) -> list[tuple[bool, int]]:
+    """(whether it is the step's last, occurrences in a step) of each micro-batch that runs.
+
+    Micro-batches that are alike run once.
+    """
+    if p.sync_every_micro_batch:
+        return [(True, accumulation)]
+    if accumulation == 1:
+        return [(True, 1)]
+    return [(False, accumulation - 1), (True, 1)]
+
+
+def micro_batch_inputs(cfg: config.Config, world: World) -> tuple:
+    """The arguments of the model: tokens, targets, positions and document numbers."""
+    sequences = config.micro_batch_size(cfg, world.dp_size)
+    # (B, T): the values do not matter, so the targets are the tokens
+    tokens = torch.zeros(sequences, cfg.train.seq_len // world.cp, dtype=torch.int64)
+    documents = None
+    if cfg.data.document_mask:
+        # (B, S)
+        documents = torch.zeros(sequences, cfg.train.seq_len, dtype=torch.int64)
+    positions = None
+    if world.cp > 1 or cfg.data.document_mask:
+        # (B, T)
+        positions = torch.zeros_like(tokens)
+    return tokens, tokens, positions, documents
 
 
 @contextlib.contextmanager
 def values_refused(counted: Counted) -> Iterator[None]:
-    """Turns torch's errors about operators that need values, which fake tensors lack, into a ConfigError."""
+    """Turns errors of operators that need values, which fake tensors lack, into a ConfigError."""
     try:
         yield
     except (
@@ -265,109 +364,123 @@ def values_refused(counted: Counted) -> Iterator[None]:
         DynamicOutputShapeException,
         UnsupportedOperatorException,
     ) as error:
-        frames, trace = [], error.__traceback__
-        while trace:
-            frames, trace = [*frames, trace.tb_frame], trace.tb_next
-        module = next(filter(None, map(counted.module_of, reversed(frames))), "the step")
-        # torch 2.11's checkpoint() leaves its hooks set while they exist
+        module = module_that_raised(error, counted)
+        # torch 2.11's checkpoint() leaves its hooks set while the frames exist
         traceback.clear_frames(error.__traceback__)
         raise ConfigError(
-            f"--dry-run: {error.func} in {module}, {counted.phases[-1].name}: a plan has shapes and no "
-            "values, which this operator needs (or it has no fake implementation); the model trains, but "
-            "cannot be planned; torch's grouped_mm(), or a multiplication by a mask, has fixed shapes"
+            f"--dry-run: {error.func} in {module}, {counted.phases[-1].name}: a plan has shapes "
+            "and no values, which this operator needs (or it has no fake implementation); the "
+            "model trains, but cannot be planned; torch's grouped_mm(), or a multiplication by a "
+            "mask, has fixed shapes"
         ) from None
 
 
+def module_that_raised(error: BaseException, counted: Counted) -> str:
+    """The name of the module whose code raised the error, or "the step"."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in reversed(frames):
+        module = counted.module_of(frame)
+        if module:
+            return module
+    return "the step"
+
+
 def without_storage(counted: Counted) -> list:
-    """Patches for code that needs tensor values or another tensor class, or that bypasses the dispatcher."""
-    # DTensor's shape propagation: global shapes
-    whole = ShardingPropagator._propagate_tensor_meta_non_cached
+    """Patches for code that needs values or another tensor class, or bypasses the dispatcher."""
+    # it works on global shapes, of which this rank holds a shard
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
     resize = torch.UntypedStorage.resize_
-    rounded = config.has_extra("optimizers")
-    return [
-        *[
+
+    def as_fake_subclass(tensor: FakeTensor, kind: type) -> FakeTensor:
+        tensor.__class__ = fake_class(kind)
+        return tensor
+
+    patches = [
+        mock.patch.object(FakeTensor, "as_subclass", as_fake_subclass),
+        mock.patch.object(
+            ShardingPropagator,
+            propagate.__name__,
+            lambda *args: counted.run_uncounted(propagate, *args),
+        ),
+        mock.patch.object(
+            torch.UntypedStorage, "resize_", lambda *args: counted.resized(resize(*args))
+        ),
+    ]
+    if config.has_extra("optimizers"):
+        patches.append(
             mock.patch(
                 "extras.optimizers.adamw_bfloat16.shard_offset",
                 lambda *unused: torch.zeros(4, dtype=torch.int32),
             )
-        ]
-        * rounded,
-        mock.patch.object(
-            FakeTensor,
-            "as_subclass",
-            lambda t, kind: setattr(t, "__class__", fake_class(kind)) or t,
-        ),
-        mock.patch.object(
-            ShardingPropagator, whole.__name__, lambda *args: counted.unseen(whole, *args)
-        ),
-        mock.patch.object(
-            torch.UntypedStorage, "resize_", lambda *of: counted.resized(resize(*of))
-        ),
-    ]
+        )
+    return patches
 
 
 @functools.cache
 def fake_class(kind: type) -> type:
-    """A tensor class, such as extras/float8/all_gather.py's Float8Shard, as a class of fake tensors."""
-    return type(
-        f"Fake{kind.__name__}",
-        (*(base for base in kind.__bases__ if base is not Tensor), FakeTensor),
-        {},
-    )
+    """A tensor class, such as Float8Shard of extras/float8, as a class of fake tensors."""
+    bases = [base for base in kind.__bases__ if base is not Tensor]
+    return type(f"Fake{kind.__name__}", (*bases, FakeTensor), {})
 
 
-def watch(model: Llama, counted: Counted, compiled: bool) -> Callable[[str], None]:
-    """Adds hooks that begin a phase at the forward and at the backward of embedding, head and each block. Returns what
-    begins a phase of any name."""
-    groups = [
-        m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)
-    ]
-    sharded = [param for group in groups if group for param in group.fsdp_params]
-    # on the device, also where sharded ones are offloaded
-    deferred = "reductions" if counted.on_host else "gradients"
+class PhaseHooks:
+    """Begins a phase at the forward and at the backward of embedding, head and each block."""
 
-    def begin(name: str) -> None:
-        counted.mark((param.grad for param in model.parameters()), "gradients")
-        # FSDP2 accumulates in the unsharded parameters' own gradients where these have the dtype of the reduction
-        counted.mark((param.unsharded_accumulated_grad for param in sharded), deferred)
-        counted.mark(
-            (param.unsharded_param.grad for param in sharded if hasattr(param, "_unsharded_param")),
-            deferred,
-        )
-        counted.mark(
-            (getattr(param, "_sharded_post_forward_param_data", None) for param in sharded),
-            "gathered units",
-        )
-        counted.mark(
-            (t for param in sharded for t in getattr(param, "all_gather_outputs", ())),
-            "gathered units",
-        )
-        counted.begin(name)
-        counted.fused = compiled and "block" in name
+    def __init__(self, model: Llama, counted: Counted, compiled: bool):
+        """compiled: whether blocks are counted as compiled."""
+        self.model = model
+        self.counted = counted
+        self.compiled = compiled
+        # FSDP2's parameters
+        self.sharded = []
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                group = module._get_fsdp_state()._fsdp_param_group
+                if group:
+                    self.sharded += group.fsdp_params
+        # unsharded gradients are on the device, also where sharded ones are offloaded
+        self.kind_of_unsharded = "reductions" if counted.on_host else "gradients"
 
-    def before(name: str, module: nn.Module, args: tuple) -> None:
-        begin(f"forward {name}")
-        if getattr(module, "keeps_inputs", False):
-            counted.keeping = counted.kept[f"backward {name}"] = []
+        modules = {"embedding": model.embedding, "head": model.head}
+        for i, block in enumerate(model.blocks):
+            modules[f"block {i}"] = block
+        for name, module in modules.items():
+            before = functools.partial(self.before_forward, name)
+            module.register_forward_pre_hook(before, prepend=True)
+            module.register_forward_hook(functools.partial(self.after_forward, name))
 
-    def backward(name: str, gradient: Tensor) -> None:
-        if counted.phases[-1].name != f"backward {name}":
-            # once, if the block returns terms of the loss, too
-            begin(f"backward {name}")
+    def begin(self, name: str) -> None:
+        """Marks gradients and FSDP2's buffers that the previous phase has left; begins a phase."""
+        mark = self.counted.mark
+        mark((param.grad for param in self.model.parameters()), "gradients")
+        # FSDP2 accumulates gradients in one of these: in the second, if it has the reduction's dtype
+        for param in self.sharded:
+            mark([param.unsharded_accumulated_grad], self.kind_of_unsharded)
+        for param in self.sharded:
+            if hasattr(param, "_unsharded_param"):
+                mark([param.unsharded_param.grad], self.kind_of_unsharded)
+        for param in self.sharded:
+            mark([getattr(param, "_sharded_post_forward_param_data", None)], "gathered units")
+        for param in self.sharded:
+            mark(getattr(param, "all_gather_outputs", ()), "gathered units")
+        self.counted.begin(name)
+        self.counted.fused = self.compiled and "block" in name
 
-    def after(name: str, module: nn.Module, args: tuple, output: Any) -> None:
-        counted.keeping = None
+    def before_forward(self, name: str, module: nn.Module, args: tuple) -> None:
+        self.begin(f"forward {name}")
+        if module in self.counted.saving_blocks:
+            self.counted.saving = []
+            self.counted.saved_inputs[f"backward {name}"] = self.counted.saving
+
+    def after_forward(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
+        self.counted.saving = None
         for tensor in tree_iter(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 # also in float32: it leaves a compiled block's registers
-                counted.mark([tensor], "working memory")
-                tensor.register_hook(functools.partial(backward, name))
+                self.counted.mark([tensor], "working memory")
+                tensor.register_hook(functools.partial(self.before_backward, name))
 
-    modules = {"embedding": model.embedding, "head": model.head}
-    for name, module in [
-        *modules.items(),
-        *((f"block {i}", block) for i, block in enumerate(model.blocks)),
-    ]:
-        module.register_forward_pre_hook(functools.partial(before, name), prepend=True)
-        module.register_forward_hook(functools.partial(after, name))
-    return begin
+    def before_backward(self, name: str, gradient: Tensor) -> None:
+        # once, also if the block returns terms of the loss
+        if self.counted.phases[-1].name != f"backward {name}":
+            self.begin(f"backward {name}")

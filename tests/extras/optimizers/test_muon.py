@@ -306,7 +306,7 @@ def test_the_plan_counts_what_it_sends_holds_and_multiplies():
         work = [muon.flop(p.shape) for p in matrices]
         owned = sum(w for w, owner in zip(work, muon.owners(work, ranks, replicas)) if owner == 0)
         assert (
-            step.phases[-1].work["products"] == owned and step.state_is_made and not step.first
+            step.phases[-1].work["matmuls"] == owned and step.state_is_made and not step.first_calls
         ), mesh
 
 

@@ -236,7 +236,7 @@ def test_blocks_that_are_not_run_count_as_if_they_were(mesh, way, sections):
     """Equal in what is sent and held; each phase's peak within 1 %, but for more gradients' norms in the update. Other
     options, with blocks of several kinds: test_plan_forks.py."""
     cfg = of_a_gpu(mesh, way, **sections)
-    (short, blocks), whole = simulated(cfg), simulate(cfg, 8, whole=True)
+    (short, blocks), whole = simulated(cfg), simulate(cfg, 8, all_blocks=True)
     # Muon's update needs them all
     assert blocks == ([5, 7] if "name" in sections.get("optim", {}) else [5]), blocks
     assert short.held == whole.held and [p.name for p in short.phases] == [
@@ -245,9 +245,7 @@ def test_blocks_that_are_not_run_count_as_if_they_were(mesh, way, sections):
     for a, b in zip(short.phases, whole.phases):
         assert +a.sent == +b.sent and a.times == b.times, a.name
         assert a.peak.total() == pytest.approx(b.peak.total(), rel=0.01, abs=2**16), a.name
-        assert (
-            a.work["products"] == b.work["products"] and a.work["attention"] == b.work["attention"]
-        )
+        assert a.work["matmuls"] == b.work["matmuls"] and a.work["attention"] == b.work["attention"]
         assert a.work["moved"] == pytest.approx(b.work["moved"], rel=0.05, abs=2**16), a.name
     assert short.peak().name == whole.peak().name
 
@@ -297,7 +295,7 @@ def test_work_is_that_of_the_closed_form(cp):
     assert work["attention"] == attention
     m = cfg.model
     block = 2 * m.dim * (m.n_heads + m.n_kv_heads) * m.width_per_head + 3 * m.dim * m.ffn_dim
-    assert work["products"] == 6 * 8192 // cp * (m.n_layers * block + m.vocab_size * m.dim)
+    assert work["matmuls"] == 6 * 8192 // cp * (m.n_layers * block + m.vocab_size * m.dim)
 
 
 def test_kinds_of_one_size_stand_in_one_order_in_every_run():
@@ -342,7 +340,7 @@ def test_each_node_of_a_ring_costs_a_moment():
 @pytest.mark.parametrize(
     "kind, work, at_best",
     [
-        ("products", 720e12, 720 / (0.8 * 989)),
+        ("matmuls", 720e12, 720 / (0.8 * 989)),
         ("float8", 2 * 720e12, 720 / (0.8 * 989)),
         ("moved", 0.9 * 3.35e12, 0.9),
     ],
@@ -1182,7 +1180,10 @@ def test_the_benchmark_of_whole_steps(capsys, monkeypatch):
     monkeypatch.setattr(
         advice,
         "changes",
-        lambda *unused: [(("--parallel.reshard_after_forward=true",), 1), ((), 4)],
+        lambda *unused: [
+            advice.Change(("--parallel.reshard_after_forward=true",)),
+            advice.Change((), times=4),
+        ],
     )
     few = "--model.n_layers=5", "--train.global_batch_size=256"
     assert (
@@ -1384,7 +1385,7 @@ def test_a_plan_that_is_off_is_warned_of(tmp_path, caplog):
     for peak, planned, warnings in ((10.4, 0.9, 0), (10.6, 0.9, 1), (9.4, 0.7, 2), (10.0, None, 0)):
         caplog.clear()
         with caplog.at_level("INFO", "train"):
-            check.tell({**found, "peak_gib": peak, "planned_step_seconds": planned})
+            check.log_comparison({**found, "peak_gib": peak, "planned_step_seconds": planned})
         assert sum("off the plan" in message for message in caplog.messages) == warnings, (
             caplog.messages
         )

@@ -132,7 +132,7 @@ def test_the_plan_is_that_of_all_blocks(name, monkeypatch):
     short = simulate(cfg, 8)
     assert (found[-1] == 14) is (name in IN_FULL), found
     if name not in IN_FULL:
-        equal(short, simulate(cfg, 8, whole=True))
+        equal(short, simulate(cfg, 8, all_blocks=True))
 
 
 class Experts(nn.Module):
@@ -188,7 +188,7 @@ def test_grouped_products_are_counted(options, monkeypatch):
         "selective": m.dim * (2 * m.n_heads * m.width_per_head // 2 + m.ffn_dim),
         "full": block,
     }
-    found = sum(phase.work["products"] * phase.times for phase in step.phases) / tokens
+    found = sum(phase.work["matmuls"] * phase.times for phase in step.phases) / tokens
     excess = found - (row["counted_flops_per_token"] - attention)
     if options.get("recompute") == "full":
         assert excess == 2 * m.n_layers * again["full"]
@@ -203,7 +203,7 @@ def test_grouped_products_are_counted(options, monkeypatch):
         assert excess == pytest.approx(0, abs=2 * m.n_layers * 4 * m.dim)  # at most the router's
     if options in ({}, {"recompute": "selective"}):
         found = blocks_run(monkeypatch)
-        equal(step, simulate(cfg, 8, whole=True))
+        equal(step, simulate(cfg, 8, all_blocks=True))
         assert found == [14] and len(step.phases) > 2 * 14
 
 
@@ -227,7 +227,7 @@ def test_flop_are_those_of_torchs_own_counter():
     counted = Counted(FakeTensorMode(), {}, set(), 1)
     with counted.fake, counted:
         work()
-    assert counted.phases[-1].work["products"] == torchs.get_total_flops() > 0
+    assert counted.phases[-1].work["matmuls"] == torchs.get_total_flops() > 0
     assert not counted.phases[-1].uncounted
 
 
@@ -375,7 +375,7 @@ def test_each_block_attends_as_its_mask_lets_it(fork, kinds, options, monkeypatc
                 phase.work["attention"]
                 == 2 * matmuls * shares[int(i) % len(shares)] * 1024 * 1024 * 64
             ), phase.name
-    equal(step, simulate(cfg, 8, whole=True))
+    equal(step, simulate(cfg, 8, all_blocks=True))
     assert len(found) == 2 and found[0] < layers  # the second was asked for
     row = plan(of_a_gpu(**LONG), 1, Asked(device("H100")))
     assert (
@@ -487,7 +487,7 @@ def test_blocks_with_terms_of_the_loss_are_planned(options, monkeypatch):
     assert found[-1] < 14
     backward = [phase.name for phase in step.phases if phase.name.startswith("backward block")]
     assert backward == [f"backward block {i}" for i in reversed(range(14))] * (len(backward) // 14)
-    equal(step, simulate(of_a_gpu(parallel=options), 8, whole=True))
+    equal(step, simulate(of_a_gpu(parallel=options), 8, all_blocks=True))
 
 
 def test_blocks_that_differ_in_backward_alone_all_run(monkeypatch):
@@ -517,6 +517,6 @@ def test_blocks_that_differ_in_backward_alone_all_run(monkeypatch):
     found, step = blocks_run(monkeypatch), simulate(of_a_gpu(), 8)
     assert found == [5, 14]
     work = [
-        phase.work["products"] for phase in step.phases if phase.name.startswith("backward block")
+        phase.work["matmuls"] for phase in step.phases if phase.name.startswith("backward block")
     ]
     assert [work[i] > work[i + 1] for i in range(13)] == [True, False] * 6 + [True]
