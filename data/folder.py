@@ -16,7 +16,7 @@ import config
 import files
 from config import ConfigError
 from data.console import report
-from data.identity import check_identity, identity, open_source, own_validation, short_hash
+from data.identity import check_identity, identity, open_source, short_hash, validation_source
 from data.record import MANIFEST, damaged, is_complete, read_manifest, write_manifest
 from data.sources import Files, file_stamps, local_files
 from data.tokenizer import Tokenizer, tokenizer_hash, train_tokenizer
@@ -155,7 +155,7 @@ def _is_begun(folder: pathlib.Path, cfg: config.Config) -> bool:
 def _check_text(folder: pathlib.Path, manifest: dict, d: config.Data) -> None:
     """Raises ConfigError if the text of a complete folder was changed; it may be gone."""
     before = json.dumps(manifest)
-    for source, prefix in ((d, ""), (own_validation(d), "validation_")):
+    for source, prefix in ((d, ""), (validation_source(d), "validation_")):
         recorded = manifest.get(f"{prefix}files")
         if not (source and recorded and local_files(source.source)):
             continue

@@ -30,7 +30,7 @@ from data.encode import (
     worker_count,
 )
 from data.folder import as_config_error, begin_all, lock_of, sha256_of, sweep
-from data.identity import check_identity, open_source, own_validation
+from data.identity import check_identity, open_source, validation_source
 from data.record import (
     MANIFEST,
     damaged,
@@ -196,7 +196,7 @@ class Preparation:
         )
         self.manifest = self.writer.manifest
         check_identity(folder, self.manifest, cfg)
-        self.validation = own_validation(self.d)
+        self.validation = validation_source(self.d)
         self.encode = self._encoder()
         self.source = self._open(self.d, "")
         self.tokens_before = sum(self.manifest["tokens"].values())
@@ -270,13 +270,13 @@ class Preparation:
                 for_validation = is_held_out and not self.writer.has_validation
                 self.writer.append("heldout" if for_validation else "train", ids)
         prefix = "validation_" if self.reads_validation() else ""
-        self.manifest[f"{prefix}place"] = chunk.place
+        self.manifest[f"{prefix}place"] = chunk.resume_state
         self.manifest[f"{prefix}files"] = chunk.source.files_to_record()
-        self._show(chunk.share)
+        self._show(chunk.fraction_read)
         if self.writer.is_due or time.monotonic() > self.last_record + SYNC_SECONDS:
             self.writer.record()
             self.last_record = time.monotonic()
-            chunk.source.on_recorded(chunk.place)
+            chunk.source.on_recorded(chunk.resume_state)
 
     def _show(self, share: float | None) -> None:
         """A line of progress, now and then."""

@@ -265,10 +265,10 @@ class Endless:
             yield words(i, 100)
         raise AssertionError("is read on")
 
-    def place(self):
+    def resume_state(self):
         return None
 
-    share = files_to_record = place
+    fraction_read = files_to_record = resume_state
 
     def compare_with_text(self, *unused, **options):
         return
