@@ -23,8 +23,9 @@ def decompressed(file: io.BufferedReader, suffix: str) -> io.BufferedReader:
 def parquet_rows(
     path: pathlib.Path, column: str, read: int
 ) -> Iterator[tuple[int, int, dict[str, object]]]:
-    """Yields (number of the row from 1, rows of the file, {column: value}) of all rows after the first `read`. A file
-    without the column has one row, which names its columns. Raises whatever pyarrow raises."""
+    """Yields (number of the row from 1, rows of the file, {column: value}) of all rows after the
+    first `read`. A file without the column has one row, which names its columns. Raises whatever
+    pyarrow raises."""
     import pyarrow.parquet
 
     file = pyarrow.parquet.ParquetFile(path)

@@ -1,6 +1,7 @@
 """Documents -> token ids, in order, by several processes.
 
-Not by sentencepiece's threads: they build the lists of ids under the GIL, and gain only a sixth on two cores.
+Not by sentencepiece's threads: they build the lists of ids under the GIL, and gain only a sixth on
+two cores.
 """
 
 import array
@@ -60,7 +61,8 @@ def is_validation(text: str) -> bool:
 def chunks(
     source: Source, encode: Callable[[list[str]], Encoded], target: Any = None
 ) -> Iterator[Chunk]:
-    """Yields a source's documents in chunks. The last chunk has none, but the problem that ends the source, if any."""
+    """Yields a source's documents in chunks. The last chunk has none, but the problem that ends the
+    source, if any."""
     documents: list[str] = []
     size = 0  # characters
     problem = None
@@ -88,7 +90,8 @@ def chunks(
 
 @dataclass(frozen=True)
 class TokenizerCopy:
-    """A tokenizer in a folder of prepared data. Copies are equal if their files are, so that each process loads one."""
+    """A tokenizer in a folder of prepared data. Copies are equal if their files are, so that each
+    process loads one."""
 
     sha256: str
     template: str | None  # SHA-256 of the chat template
@@ -105,8 +108,8 @@ def load_tokenizer(copy: TokenizerCopy) -> Tokenizer:
 
 
 def encode_documents(copy: TokenizerCopy, typecode: str, documents: list[str]) -> Encoded:
-    """Tokenizes documents, each between BOS and EOS. typecode: of the array module, for the width of an id. Raises
-    ConfigError."""
+    """Tokenizes documents, each between BOS and EOS. typecode: of the array module, for the width
+    of an id. Raises ConfigError."""
     tokenizer = load_tokenizer(copy)
     encoded = []
     for text, ids in zip(documents, tokenizer.encode(documents)):
@@ -116,8 +119,8 @@ def encode_documents(copy: TokenizerCopy, typecode: str, documents: list[str]) -
 
 
 def encode_in_order(chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chunk, Encoded]]:
-    """Yields each chunk with what its encode() returns. workers: processes; 0 encodes in this one. Replaces processes
-    that are killed. Raises ConfigError and OSError."""
+    """Yields each chunk with what its encode() returns. workers: processes; 0 encodes in this one.
+    Replaces processes that are killed. Raises ConfigError and OSError."""
     if workers == 0:
         for chunk in chunks:
             yield chunk, chunk.encode(chunk.documents)
@@ -151,7 +154,8 @@ def encode_in_order(chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chu
 
 
 def _report_loss(losses: int) -> None:
-    """losses: processes that were killed over the same chunk. Raises OSError if they are too many."""
+    """losses: processes that were killed over the same chunk. Raises OSError if they are too
+    many."""
     lost = "a process that tokenizes was killed (is the host out of memory?)"
     if losses == MOST_LOSSES:
         raise OSError(errno.ENOMEM, f"{lost}; the same command resumes here")
@@ -174,8 +178,8 @@ def _submit(pool: ProcessPoolExecutor, chunk: Chunk) -> Future:
 
 
 def _start_worker() -> None:
-    """Initializes a process of the pool. It leaves Ctrl-C to the parent, and ends when the parent does, even by kill
-    -9."""
+    """Initializes a process of the pool. It leaves Ctrl-C to the parent, and ends when the parent
+    does, even by kill -9."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None  # this is not the main process

@@ -32,7 +32,8 @@ T = TypeVar("T")
 
 
 class HubState(NamedTuple):
-    """Where streaming a dataset stopped. A manifest stores it as a list of these fields in this order."""
+    """Where streaming a dataset stopped. A manifest stores it as a list of these fields in this
+    order."""
 
     row: int  # rows read
     datasets_state: dict  # IterableDataset.state_dict()
@@ -45,7 +46,8 @@ class Hub(Source):
     is_identified_by_code = False
 
     def __init__(self, d: config.Data, state: Any = None, record: dict | None = None):
-        """The commit is that of the state or the record; without these, the newest. Raises ConfigError."""
+        """The commit is that of the state or the record; without these, the newest. Raises
+        ConfigError."""
         super().__init__(d, state, record)
         before = HubState(*state) if state else None
         self.row = before.row if before else 0  # rows read
@@ -85,10 +87,12 @@ class Hub(Source):
 
 
 class HubFiles(Files):
-    """A dataset's data files at one commit, each fetched into the hub's cache while the one before is read."""
+    """A dataset's data files at one commit, each fetched into the hub's cache while the one before
+    is read."""
 
     def __init__(self, d: config.Data, state: Any = None, record: dict | None = None):
-        """The commit and its files are those of the record or, without one, the newest. Raises ConfigError."""
+        """The commit and its files are those of the record or, without one, the newest. Raises
+        ConfigError."""
         super().__init__(d, state, record)
         self.fetches: dict[int, Fetch] = {}  # by the number of the file
 
@@ -111,15 +115,16 @@ class HubFiles(Files):
         return self.fetches[number]
 
     def with_current_version(self, file: SourceFile) -> SourceFile:
-        """A commit does not change: path_of() compares what was downloaded with its size and hash."""
+        """A commit does not change: path_of() compares what was downloaded with its size and
+        hash."""
         return file
 
     def compare_with_text(self, folder: pathlib.Path, refuse_new: bool = True) -> None:
         """A commit does not change."""
 
     def on_recorded(self, state: FilesState) -> None:
-        """Removes the files before this state from the cache if there is no room for those after it. Files that were in
-        the cache before stay, since another program may read them."""
+        """Removes the files before this state from the cache if there is no room for those after
+        it. Files that were in the cache before stay, since another program may read them."""
         unread_bytes = self.bytes_before[-1] - self.bytes_before[state.file]
         done = [number for number in self.fetches if number < state.file]
         for number in done:
@@ -169,8 +174,8 @@ def not_local(source: str) -> str:
 
 
 def find_files(d: config.Data, revision: str | None = None) -> tuple[str, list[SourceFile]]:
-    """(a dataset's commit, its data files as `datasets` resolves subset and split). revision: None for the newest
-    commit. Raises ConfigError, also for files of other kinds."""
+    """(a dataset's commit, its data files as `datasets` resolves subset and split). revision: None
+    for the newest commit. Raises ConfigError, also for files of other kinds."""
     look_up = functools.partial(_find_files, d, revision)
     return with_retries(not_local(d.source), look_up, FIRST_RETRY_SECONDS)
 
@@ -199,8 +204,8 @@ def _find_files(d: config.Data, revision: str | None) -> tuple[str, list[SourceF
 
 
 def _check_kinds(d: config.Data, names: list[str], has_field: bool) -> None:
-    """Raises ConfigError if a dataset's files are not of the kinds that Files reads. has_field: its JSON files hold the
-    rows in a field."""
+    """Raises ConfigError if a dataset's files are not of the kinds that Files reads. has_field: its
+    JSON files hold the rows in a field."""
     unreadable = [name for name in names if not name.endswith(TEXT_SUFFIXES) or "://" in name]
     if unreadable:
         problem = unreadable[0]
@@ -215,7 +220,8 @@ def _check_kinds(d: config.Data, names: list[str], has_field: bool) -> None:
 
 
 def fetch(source: str, revision: str, file: SourceFile) -> tuple[pathlib.Path, bool]:
-    """(a file of a dataset's commit in the hub's cache, whether it had to be downloaded). Raises ConfigError."""
+    """(a file of a dataset's commit in the hub's cache, whether it had to be downloaded). Raises
+    ConfigError."""
     download = functools.partial(_fetch, source, revision, file)
     return with_retries(f"{source}: {file.path}", download, RETRY_SECONDS)
 
@@ -255,8 +261,8 @@ def hash_like(expected: str, path: pathlib.Path) -> str:
 
 
 def with_retries(what: str, call: Callable[[], T], seconds: float) -> T:
-    """Returns call(), retried for so long while the network or the hub fails. what: names it in messages. Raises
-    ConfigError."""
+    """Returns call(), retried for so long while the network or the hub fails. what: names it in
+    messages. Raises ConfigError."""
     end = time.monotonic() + seconds
     pause = 1.0
     is_reported = False
@@ -279,7 +285,8 @@ def with_retries(what: str, call: Callable[[], T], seconds: float) -> T:
 
 
 def is_lasting(error: Exception) -> bool:
-    """Whether the same call would fail again: the reason is neither a lost network nor an overloaded hub."""
+    """Whether the same call would fail again: the reason is neither a lost network nor an
+    overloaded hub."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     causes = causes_of(error)

@@ -1,4 +1,5 @@
-"""What determines prepared data: the class that reads a source, and the identity of a folder of token files."""
+"""What determines prepared data: the class that reads a source, and the identity of a folder of
+token files."""
 
 import hashlib
 import inspect
@@ -27,7 +28,8 @@ def kind_of(d: config.Data) -> type[Source]:
 
 
 def open_source(d: config.Data, state: Any = None, record: dict | None = None) -> Source:
-    """Opens [data] source, with the arguments of Source. Raises ConfigError if it does not exist."""
+    """Opens [data] source, with the arguments of Source. Raises ConfigError if it does not
+    exist."""
     return kind_of(d)(d, state, record)
 
 
@@ -37,8 +39,8 @@ def short_hash(value: object) -> str:
 
 
 def validation_source(d: config.Data) -> config.Data | None:
-    """The options of the source that data.validation names: files or, of a Hugging Face dataset, a split. None without
-    that option. Raises ConfigError."""
+    """The options of the source that data.validation names: files or, of a Hugging Face dataset, a
+    split. None without that option. Raises ConfigError."""
     if not d.validation:
         return None
     is_file = local_files(d.validation) is not None
@@ -55,7 +57,8 @@ def validation_source(d: config.Data) -> config.Data | None:
 
 
 def identity(cfg: config.Config) -> dict:
-    """Everything that determines a source's prepared files. Raises ConfigError if the tokenizer cannot be read."""
+    """Everything that determines a source's prepared files. Raises ConfigError if the tokenizer
+    cannot be read."""
     d = cfg.data
     if d.tokenizer:
         tokenizer = tokenizer_hash(tokenizer_files(d.tokenizer))
@@ -91,11 +94,12 @@ def identity(cfg: config.Config) -> dict:
 
 
 def check_identity(folder: pathlib.Path, manifest: dict, cfg: config.Config) -> None:
-    """Raises ConfigError naming every option in which a prepared folder differs from its source's configuration."""
+    """Raises ConfigError naming every option in which a prepared folder differs from its source's
+    configuration."""
     before = manifest["identity"]
     now = identity(cfg)
     problems = []
-    # the keys of both, so that an option which only one of them has is noticed; absent counts as None
+    # the keys of both: an option may be in one of them only; absent counts as None
     for key in before | now:
         if before.get(key) != now.get(key):
             problems.append(

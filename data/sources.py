@@ -1,4 +1,4 @@
-"""Text sources: iterate over a source's documents in order, from the beginning or from where reading stopped."""
+"""Text sources: iterate over documents in order, from the beginning or where reading stopped."""
 
 import abc
 import codecs
@@ -51,10 +51,10 @@ class BadRow:
 
 
 class Source(abc.ABC):
-    """Text, read document by document. Iterating yields the non-empty documents, always in the same order.
+    """Text. Iterating yields the non-empty documents, always in the same order.
 
-    A new source subclasses this and defines the three abstract methods. data/identity.py: kind_of() chooses it. The
-    methods that follow them are optional hooks of sources that read files.
+    A new source subclasses this and defines the three abstract methods. data/identity.py: kind_of()
+    chooses it. The methods that follow them are optional hooks of sources that read files.
     """
 
     # Whether the code of the class is part of the prepared data's identity. False if the class only
@@ -64,8 +64,9 @@ class Source(abc.ABC):
     lists_wrong_rows = False
 
     def __init__(self, d: config.Data, state: Any = None, record: dict | None = None):
-        """d: the options of the source. state: the result of resume_state(), as read from JSON; None starts at the
-        beginning. record: "files" and "revision" as an earlier preparation recorded them in its manifest."""
+        """d: the options of the source. state: the result of resume_state(), as read from JSON;
+        None starts at the beginning. record: "files" and "revision" as an earlier preparation
+        recorded them in its manifest."""
         self.d = d
         self.column = d.messages_field or d.text_field  # the field of a row that holds the text
         self.is_resumed = state is not None
@@ -75,8 +76,8 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def rows(self) -> Iterator[tuple[str, object]]:
-        """Yields (where the row stands, for messages; the row) from the resume state on. A row is a dictionary that
-        holds `column`, or a BadRow."""
+        """Yields (where the row stands, for messages; the row) from the resume state on. A row is a
+        dictionary that holds `column`, or a BadRow."""
 
     @abc.abstractmethod
     def resume_state(self) -> Any:
@@ -95,12 +96,13 @@ class Source(abc.ABC):
         return None
 
     def on_recorded(self, state: Any) -> None:
-        """Called when the documents before a resume state are on disk. They will not be read again."""
+        """Called when the documents before a resume state are on disk. They will not be read
+        again."""
         return
 
     def compare_with_text(self, folder: pathlib.Path, refuse_new: bool = True) -> None:
-        """Raises ConfigError if text that was prepared into `folder` has changed since. refuse_new: also if files were
-        added to the source."""
+        """Raises ConfigError if text that was prepared into `folder` has changed since. refuse_new:
+        also if files were added to the source."""
         return
 
     def document(self, where: str, row: object) -> str:
@@ -126,7 +128,8 @@ class Source(abc.ABC):
         return text
 
     def __iter__(self) -> Iterator[str]:
-        """Raises ConfigError with a line for each wrong row of the file in which the first one stands."""
+        """Raises ConfigError with a line for each wrong row of the file in which the first one
+        stands."""
         documents = 0
         for where, row in self.rows():
             try:
@@ -198,7 +201,8 @@ class Files(Source):
     lists_wrong_rows = True
 
     def __init__(self, d: config.Data, state: Any = None, record: dict | None = None):
-        """The files are those of the record or, without one, those found now. Raises ConfigError if there are none."""
+        """The files are those of the record or, without one, those found now. Raises ConfigError if
+        there are none."""
         super().__init__(d, state, record)
         recorded = record.get("files") if record else None
         if recorded:
@@ -297,8 +301,9 @@ class Files(Source):
         return read / max(1, self.bytes_before[-1])
 
     def compare_with_text(self, folder: pathlib.Path, refuse_new: bool = True) -> None:
-        """Reads the files again whose size or mtime has changed, as far as they were read, and compares the digests of
-        their documents. Stores the new version of a file with the same documents. A file that was read may be gone."""
+        """Reads the files again whose size or mtime has changed, as far as they were read, and
+        compares the digests of their documents. Stores the new version of a file with the same
+        documents. A file that was read may be gone."""
         now = {file.path: file for file in self.list_files()}
         if refuse_new:
             self._refuse_new_files(now, folder)
@@ -342,8 +347,8 @@ class Files(Source):
         )
 
     def _read_again(self, number: int) -> "Files | None":
-        """Reads a file from its beginning to where this source has read it. Returns the reader, None if a row is
-        wrong."""
+        """Reads a file from its beginning to where this source has read it. Returns the reader,
+        None if a row is wrong."""
         documents = self.state.documents if number == self.state.file else None
         again = Files(self.d, FilesState(file=number), {"files": self.files})
         again.end = number + 1
@@ -373,7 +378,8 @@ def read_json_lines(path: pathlib.Path, row: int, byte: int) -> Iterator[FileRow
 
 
 def read_compressed_json_lines(path: pathlib.Path, row: int) -> Iterator[FileRow]:
-    """Decompresses again what was read. The bytes are those of the compressed file. Raises ConfigError."""
+    """Decompresses again what was read. The bytes are those of the compressed file. Raises
+    ConfigError."""
     with readable(f"{path}:"), path.open("rb") as file:
         for number, line in numbered_lines(decompressed(file, path.suffix)):
             if number > row:
@@ -388,8 +394,8 @@ def read_parquet(path: pathlib.Path, row: int, size: int, column: str) -> Iterat
 
 
 def read_text(path: pathlib.Path, row: int, byte: int, column: str) -> Iterator[FileRow]:
-    """One document; of a long file several, so that some can be held out for validation. They end at the end of a line
-    if one is near. Only whole characters are cut off."""
+    """One document; of a long file several, so that some can be held out for validation. They end
+    at the end of a line if one is near. Only whole characters are cut off."""
     with path.open("rb") as file:
         file.seek(byte)
         while True:
@@ -398,7 +404,7 @@ def read_text(path: pathlib.Path, row: int, byte: int, column: str) -> Iterator[
                 return
             is_end = not file.peek(1)
             try:
-                # before the end, the bytes of a character that is cut are left for the next document
+                # leaves the bytes of a character that is cut to the next document
                 text, used = codecs.utf_8_decode(raw, "strict", is_end)
             except UnicodeDecodeError as error:
                 line = row + raw.count(b"\n", 0, error.start) + 1
@@ -423,8 +429,8 @@ def read_python(path: pathlib.Path, byte: int, size: int, column: str) -> Iterat
 
 
 def numbered_lines(file: IO[bytes], number: int = 0) -> Iterator[tuple[int, bytes | None]]:
-    """Yields the lines that aren't blank, None for one that is too long, with their numbers as an editor counts them.
-    number: of the last line that was read before."""
+    """Yields the lines that aren't blank, None for one that is too long, with their numbers as an
+    editor counts them. number: of the last line that was read before."""
     while True:
         line = file.readline(LARGEST_ROW + 1)
         if not line:
@@ -450,8 +456,8 @@ def parse_json(line: bytes | None) -> object:
 
 @contextlib.contextmanager
 def readable(source: str) -> Iterator[None]:
-    """Turns any exception of the libraries called inside into ConfigError. An OSError that a retry may mend stays one.
-    source: its name in the message."""
+    """Turns any exception of the libraries called inside into ConfigError. An OSError that a retry
+    may mend stays one. source: its name in the message."""
     try:
         yield
     except ConfigError:
@@ -469,8 +475,8 @@ def readable(source: str) -> Iterator[None]:
 
 
 def local_files(source: str) -> list[pathlib.Path] | None:
-    """The files of a file name, folder or glob pattern; None for the id of a Hugging Face dataset: [OWNER/]NAME without
-    a file suffix. Raises ConfigError."""
+    """The files of a file name, folder or glob pattern; None for the id of a Hugging Face dataset:
+    [OWNER/]NAME without a file suffix. Raises ConfigError."""
     path = pathlib.Path(source)
     with readable(f"{source}:"):
         if path.is_dir():
@@ -502,7 +508,8 @@ def matching_files(pattern: str) -> list[pathlib.Path]:
 
 
 def check_folders(pattern: pathlib.Path) -> None:
-    """Raises OSError if a folder of the pattern may not be searched or listed: glob() would skip it."""
+    """Raises OSError if a folder of the pattern may not be searched or listed: glob() would skip
+    it."""
     for part in (pattern, *pattern.parents):
         if not glob.has_magic(str(part)):
             continue
@@ -514,7 +521,8 @@ def check_folders(pattern: pathlib.Path) -> None:
 
 
 def fixed_folder(source: str) -> pathlib.Path:
-    """The folder that the names of a local source's files are relative to: what stands before a pattern."""
+    """The folder that the names of a local source's files are relative to: what stands before a
+    pattern."""
     path = pathlib.Path(source)
     if path.is_dir():
         return path
@@ -524,7 +532,8 @@ def fixed_folder(source: str) -> pathlib.Path:
 
 
 def name_hash(name: str) -> bytes:
-    """Decides the reading order of growing text, which depends on the files' names within the source alone."""
+    """Decides the reading order of growing text, which depends on the files' names within the
+    source alone."""
     return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
 
 
@@ -535,14 +544,16 @@ def source_file(path: pathlib.Path) -> SourceFile:
 
 
 def source_files(source: str) -> list[SourceFile]:
-    """The files of a local source as they are now, by name; none of a Hugging Face dataset. Raises ConfigError."""
+    """The files of a local source as they are now, by name; none of a Hugging Face dataset. Raises
+    ConfigError."""
     paths = local_files(source) or []
     with readable(f"{source}:"):
         return [source_file(path) for path in paths]
 
 
 def file_stamps(source: str) -> list[list]:
-    """[path, size in bytes, mtime in ns] of each file of a local source, to detect changes. Raises ConfigError."""
+    """[path, size in bytes, mtime in ns] of each file of a local source, to detect changes. Raises
+    ConfigError."""
     return [[file.path, file.size, file.version] for file in source_files(source)]
 
 
@@ -551,7 +562,8 @@ def stdlib_folder() -> pathlib.Path:
 
 
 def stdlib_files() -> list[pathlib.Path]:
-    """Real text that every machine has. Excludes tests: some are deliberately broken, and some systems omit them."""
+    """Real text that every machine has. Excludes tests: some are deliberately broken, and some
+    systems omit them."""
     root = stdlib_folder()
     excluded = {"site-packages", "dist-packages", "test", "tests"}
     return [
