@@ -143,8 +143,7 @@ def encode_in_order(chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chu
                 pool.shutdown(cancel_futures=True)
                 _report_loss(losses)
                 pool = _start_pool(workers)
-                for i, (chunk, _) in enumerate(ahead):
-                    ahead[i] = (chunk, _submit(pool, chunk))
+                ahead = collections.deque((chunk, _submit(pool, chunk)) for chunk, _ in ahead)
                 continue
             losses = 0
             ahead.popleft()

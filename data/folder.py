@@ -18,7 +18,7 @@ from config import ConfigError
 from data.console import report
 from data.identity import check_identity, identity, open_source, short_hash, validation_source
 from data.record import MANIFEST, damaged, is_complete, read_manifest, write_manifest
-from data.sources import Files, file_stamps, local_files
+from data.sources import Files, FilesState, file_stamps, local_files
 from data.tokenizer import Tokenizer, tokenizer_hash, train_tokenizer
 
 # that another process may take to train a tokenizer: then it is not waited for
@@ -160,7 +160,7 @@ def _check_text(folder: pathlib.Path, manifest: dict, d: config.Data) -> None:
         if not (source and recorded and local_files(source.source)):
             continue
         known = {"files": [[*entry, ""][:4] for entry in recorded]}
-        end = [len(recorded), 0, 0, 0, ""]
+        end = FilesState(file=len(recorded))
         reader = Files(source, manifest.get(f"{prefix}place") or end, known)
         reader.compare_with_text(folder)
         manifest[f"{prefix}files"] = reader.files

@@ -1,5 +1,4 @@
-"""What determines prepared data: the class that reads a source, and the identity of a folder of
-token files."""
+"""What determines prepared data: the class that reads a source, and the identity of a folder."""
 
 import hashlib
 import inspect

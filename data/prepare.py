@@ -40,7 +40,7 @@ from data.record import (
     read_manifest,
     write_manifest,
 )
-from data.sources import Source, file_stamps, local_files
+from data.sources import Source, local_files, source_files
 from data.writer import Overtaken, TokenWriter, segment_hashes
 
 # of each source its folder, and what it is prepared for
@@ -68,7 +68,7 @@ def is_small(source: str) -> bool:
     """Whether text takes a second or two to prepare: too little to train on is refused before ranks start."""
     if not local_files(source):
         return False
-    return sum(size for _, size, _ in file_stamps(source)) <= SMALL
+    return sum(file.size for file in source_files(source)) <= SMALL
 
 
 def prepare_text(parts: Parts, workers: int) -> None:

@@ -307,7 +307,7 @@ class Files(Source):
         now = {file.path: file for file in self.list_files()}
         if refuse_new:
             self._refuse_new_files(now, folder)
-        changed = []
+        problems = []
         for number, file in enumerate(self.files[: self.state.file + 1]):
             is_under_way = number == self.state.file
             if is_under_way and not self.state.documents:
@@ -317,20 +317,17 @@ class Files(Source):
                 continue
             again = self._read_again(number)
             if again is None or again.digest_of(number) != self.digest_of(number):
-                changed.append(file.path)
+                problems.append(
+                    f"{file.path}: its text was changed after {folder} was prepared from it; "
+                    "restore it, delete the folder to prepare all anew, or name another data.path"
+                )
                 continue
             self.files[number] = file._replace(size=current.size, version=current.version)
             if is_under_way:
                 # the same documents may end at another byte
                 self.state = again.state
-        if changed:
-            raise ConfigError(
-                *(
-                    f"{path}: its text was changed after {folder} was prepared from it; restore "
-                    "it, delete the folder to prepare all anew, or name another data.path"
-                    for path in changed
-                )
-            )
+        if problems:
+            raise ConfigError(*problems)
 
     def _refuse_new_files(self, now: dict[str, SourceFile], folder: pathlib.Path) -> None:
         """Raises ConfigError if files were added to the source. now: its files by path."""
@@ -456,7 +453,7 @@ def parse_json(line: bytes | None) -> object:
 
 @contextlib.contextmanager
 def readable(source: str) -> Iterator[None]:
-    """Turns any exception of the libraries called inside into ConfigError. An OSError that a retry
+    """Turns any exception of the libraries called inside into a ConfigError. An OSError that a retry
     may mend stays one. source: its name in the message."""
     try:
         yield

@@ -1,5 +1,4 @@
-"""Text <-> token ids: a sentencepiece model from a file, or trained here; tokenizer.json by
-tokenizer_json.py."""
+"""Text <-> token ids: a sentencepiece model, from a file or trained here, or a tokenizer.json."""
 
 import collections
 import hashlib
@@ -50,8 +49,11 @@ def tokenizer_hash(contents: dict[str, bytes]) -> str:
 
 
 class Tokenizer:
-    """Text <-> ids, by sentencepiece or `tokenizers`. Lossless for byte-level models (Llama 3's)
-    and those trained here (but trained on text without a space, these decode a space as SPACE)."""
+    """Text <-> ids, by sentencepiece or `tokenizers`.
+
+    Lossless for byte-level models (Llama 3's), and for those trained here. One that was trained on
+    text without a space is not: it decodes a space as SPACE.
+    """
 
     def __init__(self, path: str | pathlib.Path):
         """path: as of tokenizer_files(). Raises ConfigError."""
