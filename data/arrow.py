@@ -1,46 +1,60 @@
 """Files that pyarrow reads, which comes with `datasets`: parquet, and compressed JSON lines."""
 
 import io
-import itertools
 import pathlib
 from collections.abc import Iterator
+from typing import Any
 
-COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BUFFER = 1 << 16  # bytes
-ROWS, BATCH_BYTES = 1024, 1 << 24  # of a parquet file, read at a time: no more than either
+# of a parquet file, read at a time: no more than either
+BATCH_ROWS = 1024
+BATCH_BYTES = 1 << 24
 
 
 def decompressed(file: io.BufferedReader, suffix: str) -> io.BufferedReader:
-    """The content of an open compressed file."""
+    """Opens the decompressed bytes of an open compressed file."""
     import pyarrow
 
-    return io.BufferedReader(pyarrow.CompressedInputStream(file, COMPRESSED[suffix]), BUFFER)
+    stream = pyarrow.CompressedInputStream(file, COMPRESSIONS[suffix])
+    return io.BufferedReader(stream, BUFFER)
 
 
 def parquet_rows(
-    path: pathlib.Path, field: str, read: int
+    path: pathlib.Path, column: str, read: int
 ) -> Iterator[tuple[int, int, dict[str, object]]]:
-    """Yields (number of the row from 1, rows of the file, row) of all rows after the first `read`. Raises whatever
+    """Yields (number of the row from 1, rows of the file, {column: value}) of all rows after the
+    first `read`. A file without the column has one row, which names its columns. Raises whatever
     pyarrow raises."""
     import pyarrow.parquet
 
-    table = pyarrow.parquet.ParquetFile(path)
-    metadata = table.metadata
-    rows = metadata.num_rows
-    if field not in table.schema_arrow.names:
-        if rows:
-            yield 1, rows, dict.fromkeys(table.schema_arrow.names)
+    file = pyarrow.parquet.ParquetFile(path)
+    metadata = file.metadata
+    names = file.schema_arrow.names
+    if column not in names:
+        if metadata.num_rows:
+            yield 1, metadata.num_rows, dict.fromkeys(names)
         return
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    ends = list(itertools.accumulate(group.num_rows for group in groups))
-    first_group = sum(end <= read for end in ends)
-    position = ends[first_group - 1] if first_group else 0  # rows before the next batch
-    largest = max(
-        (group.total_byte_size // group.num_rows for group in groups if group.num_rows), default=1
-    )
-    batch_rows = max(1, min(ROWS, BATCH_BYTES // max(1, largest)))
-    for batch in table.iter_batches(batch_rows, list(range(first_group, len(groups))), [field]):
+    # row groups that were read are not opened again
+    first_group = 0
+    position = 0  # rows before the next batch
+    while first_group < len(groups) and position + groups[first_group].num_rows <= read:
+        position += groups[first_group].num_rows
+        first_group += 1
+    row_bytes = max([1, *map(mean_row_bytes, groups)])
+    batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
+    unread_groups = list(range(first_group, len(groups)))
+    for batch in file.iter_batches(batch_rows, unread_groups, [column]):
         skipped = max(0, read - position)
-        for number, value in enumerate(batch[field][skipped:].to_pylist(), position + skipped + 1):
-            yield number, rows, {field: value}
+        values = batch[column][skipped:].to_pylist()
+        for number, value in enumerate(values, position + skipped + 1):
+            yield number, metadata.num_rows, {column: value}
         position += batch.num_rows
+
+
+def mean_row_bytes(group: Any) -> int:
+    """Bytes of a row of a row group on average, from its pyarrow.parquet.RowGroupMetaData."""
+    if not group.num_rows:
+        return 0
+    return group.total_byte_size // group.num_rows

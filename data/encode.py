@@ -1,5 +1,8 @@
-"""Documents -> token ids, in order, by processes: sentencepiece's threads build the lists of ids under the GIL and gain
-only a sixth on two cores."""
+"""Documents -> token ids, in order, by several processes.
+
+Not by sentencepiece's threads: they build the lists of ids under the GIL, and gain only a sixth on
+two cores.
+"""
 
 import array
 import collections
@@ -31,21 +34,22 @@ AHEAD = 3  # chunks per process that are read ahead
 MOST_LOSSES = 3  # times that a process is killed over the same chunk before preparing fails
 MOST_WORKERS = 64  # one process that reads cannot feed more
 
-Encoded = list[tuple[bool, bytes]]  # of each document: whether its hash holds it out; its ids
+# of each document: whether its hash holds it out for validation; its ids as bytes
+Encoded = list[tuple[bool, bytes]]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Documents that a process tokenizes together."""
+    """Documents of a source that a process tokenizes together."""
 
     documents: list[str]
-    encode: Callable[[list[str]], Encoded]  # runs in a process
-    target: Any  # what the caller writes them to
+    encode: Callable[[list[str]], Encoded]  # runs in the process
+    target: Any  # the caller's: where the ids go
     source: Source
-    place: Any = None  # of the source, after the last of them
-    share: float | None = None  # of the source that is read, after them
-    is_last: bool = False  # of the source, with no documents
-    problem: ConfigError | None = None  # what is wrong with the source there
+    resume_state: Any = None  # of the source, after the last document
+    fraction_read: float | None = None  # of the source, with these documents
+    is_last: bool = False  # ends the source, and has no documents
+    problem: ConfigError | None = None  # in place of the documents that follow
 
 
 def is_validation(text: str) -> bool:
@@ -57,37 +61,46 @@ def is_validation(text: str) -> bool:
 def chunks(
     source: Source, encode: Callable[[list[str]], Encoded], target: Any = None
 ) -> Iterator[Chunk]:
-    """Yields a source's documents, and last a chunk without any: with what is wrong, if the source ends with that."""
+    """Yields a source's documents in chunks. The last chunk has none, but the problem that ends the
+    source, if any."""
     documents: list[str] = []
-    size = 0
+    size = 0  # characters
     problem = None
+
+    def chunk() -> Chunk:
+        state = source.resume_state()
+        return Chunk(documents, encode, target, source, state, source.fraction_read())
+
     try:
         for document in source:
             documents.append(document)
             size += len(document)
             if size >= CHUNK:
-                yield Chunk(documents, encode, target, source, source.place(), source.share())
-                documents, size = [], 0
+                yield chunk()
+                documents = []
+                size = 0
     except ConfigError as error:
         problem = error
-    # after a wrong row the place is right if the source looked for more of them
-    if documents and (not problem or source.lists_wrong_rows):
-        yield Chunk(documents, encode, target, source, source.place(), source.share())
+    # after a wrong row, the state of a source that lists them is still that of the last document
+    has_state = problem is None or source.lists_wrong_rows
+    if documents and has_state:
+        yield chunk()
     yield Chunk([], encode, target, source, is_last=True, problem=problem)
 
 
 @dataclass(frozen=True)
 class TokenizerCopy:
-    """A tokenizer in a folder of prepared data. Of equal content, one is loaded."""
+    """A tokenizer in a folder of prepared data. Copies are equal if their files are, so that each
+    process loads one."""
 
     sha256: str
-    template: str | None  # the SHA-256 of a chat template
+    template: str | None  # SHA-256 of the chat template
     folder: pathlib.Path = field(compare=False)
 
 
 @functools.lru_cache(2)
 def load_tokenizer(copy: TokenizerCopy) -> Tokenizer:
-    """Once a process, whatever the folder. Raises ConfigError if it is another one."""
+    """Loads a tokenizer, once per process. Raises ConfigError if its files have changed."""
     tokenizer = Tokenizer(copy.folder)
     if tokenizer_hash(tokenizer.files) != copy.sha256:
         raise damaged(copy.folder / "tokenizer", "was changed since the folder was begun")
@@ -95,21 +108,19 @@ def load_tokenizer(copy: TokenizerCopy) -> Tokenizer:
 
 
 def encode_documents(copy: TokenizerCopy, typecode: str, documents: list[str]) -> Encoded:
-    """Returns for each document whether its hash holds it out, and its ids between BOS and EOS as bytes, in the width
-    of array's typecode. Raises ConfigError."""
+    """Tokenizes documents, each between BOS and EOS. typecode: of the array module, for the width
+    of an id. Raises ConfigError."""
     tokenizer = load_tokenizer(copy)
-    return [
-        (
-            is_validation(text),
-            array.array(typecode, [*tokenizer.bos, *ids, *tokenizer.eos]).tobytes(),
-        )
-        for text, ids in zip(documents, tokenizer.encode(documents))
-    ]
+    encoded = []
+    for text, ids in zip(documents, tokenizer.encode(documents)):
+        tokens = array.array(typecode, [*tokenizer.bos, *ids, *tokenizer.eos])
+        encoded.append((is_validation(text), tokens.tobytes()))
+    return encoded
 
 
 def encode_in_order(chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chunk, Encoded]]:
-    """Yields each chunk with what its encode() returns. workers: processes; 0: this one. A process that is killed is
-    replaced. Raises ConfigError and OSError."""
+    """Yields each chunk with what its encode() returns. workers: processes; 0 encodes in this one.
+    Replaces processes that are killed. Raises ConfigError and OSError."""
     if workers == 0:
         for chunk in chunks:
             yield chunk, chunk.encode(chunk.documents)
@@ -119,7 +130,8 @@ def encode_in_order(chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chu
     losses = 0
     try:
         while True:
-            for chunk in itertools.islice(chunks, max(0, AHEAD * workers - len(ahead))):
+            free = max(0, AHEAD * workers - len(ahead))
+            for chunk in itertools.islice(chunks, free):
                 ahead.append((chunk, _submit(pool, chunk)))
             if not ahead:
                 return
@@ -141,7 +153,8 @@ def encode_in_order(chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chu
 
 
 def _report_loss(losses: int) -> None:
-    """losses: of processes over the same chunk. Raises OSError if they are too many."""
+    """losses: processes that were killed over the same chunk. Raises OSError if they are too
+    many."""
     lost = "a process that tokenizes was killed (is the host out of memory?)"
     if losses == MOST_LOSSES:
         raise OSError(errno.ENOMEM, f"{lost}; the same command resumes here")
@@ -156,14 +169,16 @@ def _start_pool(workers: int) -> ProcessPoolExecutor:
 def _submit(pool: ProcessPoolExecutor, chunk: Chunk) -> Future:
     try:
         return pool.submit(chunk.encode, chunk.documents)
-    except BrokenProcessPool as error:  # since the last look
+    except BrokenProcessPool as error:
+        # encode_in_order() meets the error in the future's result
         broken: Future = Future()
         broken.set_exception(error)
         return broken
 
 
 def _start_worker() -> None:
-    """Initializes a pool's process: it leaves Ctrl-C to the parent, and ends with the parent, even by kill -9."""
+    """Initializes a process of the pool. It leaves Ctrl-C to the parent, and ends when the parent
+    does, even by kill -9."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None  # this is not the main process
@@ -173,9 +188,10 @@ def _start_worker() -> None:
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-    files.die_with_parent(parent.pid)  # on Linux, also if it is stopped
+    # on Linux, also if this process is stopped
+    files.die_with_parent(parent.pid)
 
 
 def worker_count(ranks: int = 0) -> int:
-    """How many processes tokenize beside `ranks` that train on this machine."""
+    """How many processes tokenize next to so many ranks that train on this machine."""
     return min(MOST_WORKERS, max(1, usable_cores() - ranks))

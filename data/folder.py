@@ -21,9 +21,9 @@ import config
 import files
 from config import ConfigError
 from data.console import report
-from data.identity import check_identity, identity, open_source, own_validation, short_hash
+from data.identity import check_identity, identity, open_source, short_hash, validation_source
 from data.record import MANIFEST, damaged, is_complete, read_manifest, write_manifest
-from data.sources import Files, file_stamps, local_files
+from data.sources import Files, FilesState, file_stamps, local_files
 from data.tokenizer import Tokenizer, tokenizer_hash, train_tokenizer
 
 # that another process may take to train a tokenizer: then it is not waited for
@@ -292,7 +292,7 @@ def _check_text(folder: pathlib.Path, manifest: dict, d: config.Data) -> None:
     """Raises ConfigError if the text of a complete folder was changed; it may be gone."""
     before = json.dumps(manifest)
     _compare_with_source(folder, manifest, d, "")
-    validation = own_validation(d)
+    validation = validation_source(d)
     if validation:
         _compare_with_source(folder, manifest, validation, "validation_")
     if json.dumps(manifest) != before:  # files were copied, and their text is equal
@@ -306,9 +306,9 @@ def _compare_with_source(folder: pathlib.Path, manifest: dict, d: config.Data, p
     recorded = manifest.get(f"{prefix}files")
     if not recorded or not local_files(d.source):
         return
-    known = {"files": [[*entry, ""][:4] for entry in recorded]}
-    end = [len(recorded), 0, 0, 0, ""]
-    reader = Files(d, manifest.get(f"{prefix}place") or end, known)
+    record = {"files": [[*entry, ""][:4] for entry in recorded]}
+    end = FilesState(file=len(recorded))
+    reader = Files(d, manifest.get(f"{prefix}place") or end, record)
     reader.compare_with_text(folder)
     manifest[f"{prefix}files"] = reader.files
 

@@ -1,49 +1,72 @@
 """Hugging Face datasets: streamed through `datasets` or, for growing text, read by file."""
 
+import functools
 import hashlib
 import pathlib
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import config
 from config import ConfigError
 from data.console import report
-from data.sources import LOCAL, STDLIB, Files, Source, name_hash, readable
+from data.sources import (
+    STDLIB,
+    TEXT_SUFFIXES,
+    Files,
+    FilesState,
+    Source,
+    SourceFile,
+    name_hash,
+    readable,
+)
 
-# seconds during which a lost network is tried again: in a run, and before it
-PATIENCE, AT_FIRST = 300.0, 10.0
+# how long a lost network is retried: in a run, and before it
+RETRY_SECONDS = 300.0
+FIRST_RETRY_SECONDS = 10.0
+LONGEST_PAUSE = 30.0  # seconds between two tries
+PATHS_PER_REQUEST = 500
 T = TypeVar("T")
 
 
+class HubState(NamedTuple):
+    """Where streaming a dataset stopped. A manifest stores it as a list of these fields in this
+    order."""
+
+    row: int  # rows read
+    datasets_state: dict  # IterableDataset.state_dict()
+    revision: str
+
+
 class Hub(Source):
-    """A dataset, streamed. place(): [rows read, the state of `datasets`, revision]."""
+    """A dataset, streamed."""
 
-    reads = True
+    is_identified_by_code = False
 
-    def __init__(self, d: config.Data, place: list | None = None, known: dict | None = None):
-        """known: "revision" as an earlier preparation recorded it."""
-        super().__init__(d, place)
-        with readable(
-            f"{d.source}: is neither {STDLIB} nor a local file, and as a Hugging Face dataset"
-        ):
+    def __init__(self, d: config.Data, state: Any = None, record: dict | None = None):
+        """The commit is that of the state or the record; without these, the newest. Raises
+        ConfigError."""
+        super().__init__(d, state, record)
+        before = HubState(*state) if state else None
+        self.row = before.row if before else 0  # rows read
+        with readable(not_local(d.source)):
             import datasets
             import huggingface_hub
 
             # its errors are reported here, once
             datasets.logging.set_verbosity(datasets.logging.CRITICAL)
             # pinned to a commit, so that a later resume reads the same version of the dataset
-            revision = known.get("revision") if known else None
-            if not place and not revision:
-                revision = huggingface_hub.HfApi().dataset_info(d.source).sha
-            self.row, state, self.revision = place or (0, None, revision)
+            if before:
+                self.revision = before.revision
+            elif not self.revision:
+                self.revision = huggingface_hub.HfApi().dataset_info(d.source).sha
             self.data = datasets.load_dataset(
                 d.source, name=d.subset, split=d.split, streaming=True, revision=self.revision
             )
-            if state:
-                self.data.load_state_dict(state)
+            if before and before.datasets_state:
+                self.data.load_state_dict(before.datasets_state)
 
     def rows(self) -> Iterator[tuple[str, object]]:
         with readable(f"{self.d.source}:"):
@@ -51,69 +74,75 @@ class Hub(Source):
                 self.row += 1
                 yield f"{self.d.source}: row {self.row}", row
 
-    def place(self) -> list:
-        return [self.row, self.data.state_dict(), self.revision]
+    def resume_state(self) -> HubState:
+        assert self.revision
+        return HubState(self.row, self.data.state_dict(), self.revision)
 
-    def share(self) -> float | None:
-        split = (self.data.info.splits or {}).get(self.d.split)
-        return self.row / split.num_examples if split and split.num_examples else None
+    def fraction_read(self) -> float | None:
+        splits = self.data.info.splits or {}
+        split = splits.get(self.d.split)
+        if not split or not split.num_examples:
+            return None
+        return self.row / split.num_examples
 
 
 class HubFiles(Files):
-    """A dataset's data files at one commit, each fetched into the hub's cache while the one before is read.
+    """A dataset's data files at one commit, each fetched into the hub's cache while the one before
+    is read."""
 
-    files: of each [path, size in bytes, SHA-256 or git's SHA-1, digest of its documents or None].
-    """
-
-    def __init__(self, d: config.Data, place: list | None = None, known: dict | None = None):
-        """known: "files" and "revision" as an earlier preparation recorded them; absent: found now. Raises
+    def __init__(self, d: config.Data, state: Any = None, record: dict | None = None):
+        """The commit and its files are those of the record or, without one, the newest. Raises
         ConfigError."""
-        self.revision = known.get("revision") if known else None
-        super().__init__(d, place, known)
-        self.fetches: dict[int, Fetch] = {}
+        super().__init__(d, state, record)
+        self.fetches: dict[int, Fetch] = {}  # by the number of the file
 
-    def find(self) -> list[list]:
+    def list_files(self) -> list[SourceFile]:
         self.revision, files = find_files(self.d, self.revision)
-        return sorted(files, key=lambda entry: name_hash(entry[0]))
+        return sorted(files, key=lambda file: name_hash(file.path))
 
     def path_of(self, number: int) -> pathlib.Path:
-        path = self._fetched(number).result()
+        path = self._fetch(number).result()
         following = number + 1
-        if following < self.stop and room_beside(path) > self.files[following][1]:
-            self._fetched(following)
+        if following < self.end and free_bytes(path) > self.files[following].size:
+            self._fetch(following)
         return path
 
-    def _fetched(self, number: int) -> "Fetch":
+    def _fetch(self, number: int) -> "Fetch":
+        """The fetch of a file, which begins here unless it has begun."""
         if number not in self.fetches:
             assert self.revision
-            name, size, digest, _ = self.files[number]
-            self.fetches[number] = Fetch(self.d.source, self.revision, name, size, digest)
+            self.fetches[number] = Fetch(self.d.source, self.revision, self.files[number])
         return self.fetches[number]
 
-    def stamp_of(self, number: int, path: pathlib.Path) -> list:
-        return self.files[number][1:3]  # the commit's: path_of() compares the content with them
+    def with_current_version(self, file: SourceFile) -> SourceFile:
+        """A commit does not change: path_of() compares what was downloaded with its size and
+        hash."""
+        return file
 
     def compare_with_text(self, folder: pathlib.Path, refuse_new: bool = True) -> None:
         """A commit does not change."""
 
-    def on_recorded(self, place: list) -> None:
-        """Removes the files before this place from the cache, where there is no room for those after it: only what
-        was fetched here, since another program may read the rest."""
-        for number in [number for number in self.fetches if number < place[0]]:
+    def on_recorded(self, state: FilesState) -> None:
+        """Removes the files before this state from the cache if there is no room for those after
+        it. Files that were in the cache before stay, since another program may read them."""
+        unread_bytes = self.bytes_before[-1] - self.bytes_before[state.file]
+        done = [number for number in self.fetches if number < state.file]
+        for number in done:
             fetched = self.fetches.pop(number)
             path = fetched.result()
-            left = self.begins[-1] - self.begins[place[0]]
-            if fetched.is_new and room_beside(path) < left:
+            if fetched.is_new and free_bytes(path) < unread_bytes:
                 path.resolve().unlink(missing_ok=True)
                 path.unlink(missing_ok=True)
 
 
 class Fetch(threading.Thread):
-    """A file of a dataset's commit, brought into the hub's cache in the background."""
+    """Brings a file of a dataset's commit into the hub's cache, in the background."""
 
-    def __init__(self, source: str, revision: str, name: str, size: int, digest: str):
+    def __init__(self, source: str, revision: str, file: SourceFile):
         super().__init__(daemon=True)
-        self.wanted = source, revision, name, size, digest
+        self.source = source
+        self.revision = revision
+        self.file = file
         self.path: pathlib.Path | None = None
         self.is_new = False  # it was not in the cache
         self.error: BaseException | None = None
@@ -121,12 +150,12 @@ class Fetch(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.path, self.is_new = fetch(*self.wanted)
+            self.path, self.is_new = fetch(self.source, self.revision, self.file)
         except BaseException as error:
             self.error = error
 
     def result(self) -> pathlib.Path:
-        """The file's path. Waits for it. Raises ConfigError."""
+        """Waits for the file. Returns its path. Raises ConfigError."""
         self.join()
         if self.error:
             raise self.error
@@ -134,118 +163,152 @@ class Fetch(threading.Thread):
         return self.path
 
 
-def room_beside(path: pathlib.Path) -> int:
+def free_bytes(path: pathlib.Path) -> int:
     """Free bytes of a file's disk."""
     return shutil.disk_usage(path.parent).free
 
 
-def find_files(d: config.Data, revision: str | None = None) -> tuple[str, list[list]]:
-    """(a dataset's commit, absent: the newest; its data files, as `datasets` resolves subset and split in it: of each
-    [path, size in bytes, SHA-256 or git's SHA-1]). Raises ConfigError, also for files of other kinds."""
+def not_local(source: str) -> str:
+    """Names a dataset in messages, also for those who meant a file."""
+    return f"{source}: is neither {STDLIB} nor a local file, and as a Hugging Face dataset"
 
-    def find() -> tuple[str, list[list]]:
-        import datasets
-        import huggingface_hub
 
-        datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-        api = huggingface_hub.HfApi()
-        commit = revision or api.dataset_info(d.source).sha
-        options = datasets.load_dataset_builder(d.source, d.subset, revision=commit).config
-        splits, root = options.data_files, f"hf://datasets/{d.source}@{commit}/"
-        if d.split not in splits:
-            raise ConfigError(f"[data] split = {d.split}: {d.source} has {', '.join(splits)}")
-        names = [str(name).removeprefix(root) for name in splits[d.split]]
-        other = next((name for name in names if not name.endswith(LOCAL) or "://" in name), None)
-        if other or getattr(options, "field", None):
-            raise ConfigError(
-                f'[data] order = "growing": reads files of {", ".join(LOCAL)}, and {d.source} has '
-                f'{other or "its rows in a field of its files"}; set order = "global"'
-            )
-        found = {
-            file.path: [file.path, file.size, file.lfs.sha256 if file.lfs else file.blob_id]
-            for i in range(0, len(names), 500)
-            for file in api.get_paths_info(
-                d.source, names[i : i + 500], revision=commit, repo_type="dataset"
-            )
-        }
-        return commit, [found[name] for name in names]
+def find_files(d: config.Data, revision: str | None = None) -> tuple[str, list[SourceFile]]:
+    """(a dataset's commit, its data files as `datasets` resolves subset and split). revision: None
+    for the newest commit. Raises ConfigError, also for files of other kinds."""
+    look_up = functools.partial(_find_files, d, revision)
+    return with_retries(not_local(d.source), look_up, FIRST_RETRY_SECONDS)
 
-    return patiently(
-        f"{d.source}: is neither {STDLIB} nor a local file, and as a Hugging Face dataset",
-        find,
-        AT_FIRST,
+
+def _find_files(d: config.Data, revision: str | None) -> tuple[str, list[SourceFile]]:
+    import datasets
+    import huggingface_hub
+
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    api = huggingface_hub.HfApi()
+    commit = revision or api.dataset_info(d.source).sha
+    options = datasets.load_dataset_builder(d.source, d.subset, revision=commit).config
+    splits = options.data_files
+    if d.split not in splits:
+        raise ConfigError(f"[data] split = {d.split}: {d.source} has {', '.join(splits)}")
+    root = f"hf://datasets/{d.source}@{commit}/"
+    names = [str(name).removeprefix(root) for name in splits[d.split]]
+    _check_kinds(d, names, has_field=bool(getattr(options, "field", None)))
+    files = {}
+    for i in range(0, len(names), PATHS_PER_REQUEST):
+        request = names[i : i + PATHS_PER_REQUEST]
+        for file in api.get_paths_info(d.source, request, revision=commit, repo_type="dataset"):
+            version = file.lfs.sha256 if file.lfs else file.blob_id
+            files[file.path] = SourceFile(file.path, file.size, version)
+    return commit, [files[name] for name in names]
+
+
+def _check_kinds(d: config.Data, names: list[str], has_field: bool) -> None:
+    """Raises ConfigError if a dataset's files are not of the kinds that Files reads. has_field: its
+    JSON files hold the rows in a field."""
+    unreadable = [name for name in names if not name.endswith(TEXT_SUFFIXES) or "://" in name]
+    if unreadable:
+        problem = unreadable[0]
+    elif has_field:
+        problem = "its rows in a field of its files"
+    else:
+        return
+    raise ConfigError(
+        f'[data] order = "growing": reads files of {", ".join(TEXT_SUFFIXES)}, and {d.source} has '
+        f'{problem}; set order = "global"'
     )
 
 
-def fetch(
-    source: str, revision: str, name: str, size: int, digest: str
-) -> tuple[pathlib.Path, bool]:
-    """(a file of a dataset's commit in the hub's cache, whether it had to be downloaded). Raises ConfigError."""
-
-    def download() -> tuple[pathlib.Path, bool]:
-        import huggingface_hub
-
-        huggingface_hub.logging.set_verbosity_error()  # its retries are reported here, once
-        huggingface_hub.utils.disable_progress_bars()
-        at = {"revision": revision, "repo_type": "dataset"}
-        cached = huggingface_hub.try_to_load_from_cache(source, name, **at)
-        try:
-            path = pathlib.Path(huggingface_hub.hf_hub_download(source, name, **at))
-        except huggingface_hub.errors.LocalEntryNotFoundError as error:
-            raise error.__cause__ or error from None  # which says why
-        is_new = str(path) != cached
-        if path.stat().st_size != size or (is_new and digest_of(path, digest) != digest):
-            path.resolve().unlink()
-            path.unlink(missing_ok=True)
-            raise OSError(f"what was downloaded is not the file of commit {revision[:12]}")
-        return path, is_new
-
-    return patiently(f"{source}: {name}", download, PATIENCE)
+def fetch(source: str, revision: str, file: SourceFile) -> tuple[pathlib.Path, bool]:
+    """(a file of a dataset's commit in the hub's cache, whether it had to be downloaded). Raises
+    ConfigError."""
+    download = functools.partial(_fetch, source, revision, file)
+    return with_retries(f"{source}: {file.path}", download, RETRY_SECONDS)
 
 
-def digest_of(path: pathlib.Path, like: str) -> str:
-    """A file's SHA-256 or, if `like` is one, git's SHA-1."""
-    found = (
-        hashlib.sha256() if len(like) == 64 else hashlib.sha1(b"blob %d\0" % path.stat().st_size)
-    )
+def _fetch(source: str, revision: str, file: SourceFile) -> tuple[pathlib.Path, bool]:
+    import huggingface_hub
+
+    huggingface_hub.logging.set_verbosity_error()  # its retries are reported here, once
+    huggingface_hub.utils.disable_progress_bars()
+    commit = {"revision": revision, "repo_type": "dataset"}
+    cached = huggingface_hub.try_to_load_from_cache(source, file.path, **commit)
+    try:
+        path = pathlib.Path(huggingface_hub.hf_hub_download(source, file.path, **commit))
+    except huggingface_hub.errors.LocalEntryNotFoundError as error:
+        raise error.__cause__ or error from None  # which says why
+    is_new = str(path) != cached
+    is_right = path.stat().st_size == file.size
+    if is_right and is_new:
+        expected = str(file.version)
+        is_right = hash_like(expected, path) == expected
+    if not is_right:
+        path.resolve().unlink()
+        path.unlink(missing_ok=True)
+        raise OSError(f"what was downloaded is not the file of commit {revision[:12]}")
+    return path, is_new
+
+
+def hash_like(expected: str, path: pathlib.Path) -> str:
+    """A file's SHA-256 or, if `expected` is one, git's SHA-1."""
+    digest = hashlib.sha256()
+    if len(expected) != 64:
+        digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size)
     with path.open("rb") as file:
         while block := file.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
+            digest.update(block)
+    return digest.hexdigest()
 
 
-def patiently(what: str, call: Callable[[], T], seconds: float) -> T:
-    """Returns call(), repeated for so long if the network or the hub fails. Raises ConfigError."""
-    began, wait = time.monotonic(), 1.0
+def with_retries(what: str, call: Callable[[], T], seconds: float) -> T:
+    """Returns call(), retried for so long while the network or the hub fails. what: names it in
+    messages. Raises ConfigError."""
+    end = time.monotonic() + seconds
+    pause = 1.0
+    is_reported = False
     with readable(what):
         while True:
             try:
                 return call()
             except Exception as error:
-                if is_lasting(error) or time.monotonic() + wait > began + seconds:
+                if is_lasting(error) or time.monotonic() + pause > end:
                     raise
-                if wait == 1.0:
-                    why = f"{type(error).__name__}: " + str(error).partition("\n")[0]
-                    report(f"{what} cannot be read: {why}; trying again for {seconds:.0f} s")
-            time.sleep(wait)
-            wait = min(30.0, 2 * wait)
+                if not is_reported:
+                    first_line = str(error).partition("\n")[0]
+                    report(
+                        f"{what} cannot be read: {type(error).__name__}: {first_line}; trying "
+                        f"again for {seconds:.0f} s"
+                    )
+                    is_reported = True
+            time.sleep(pause)
+            pause = min(LONGEST_PAUSE, 2 * pause)
 
 
-def is_lasting(error: BaseException | None) -> bool:
-    """Whether the same call would fail again: not for want of a network, or because the hub is overloaded."""
+def is_lasting(error: Exception) -> bool:
+    """Whether the same call would fail again: the reason is neither a lost network nor an
+    overloaded hub."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    first, found = error, []
-    while error and error not in found:
-        found.append(error)
-        error = error.__cause__ or error.__context__
-    if any(isinstance(e, OfflineModeIsEnabled) for e in found):
+    causes = causes_of(error)
+    if any(isinstance(cause, OfflineModeIsEnabled) for cause in causes):
         return True
-    for e in found:
-        if isinstance(e, HfHubHTTPError):
-            return e.response.status_code < 500 and e.response.status_code not in (408, 429)
-    return isinstance(first, ConfigError | ValueError | FileNotFoundError) or (
-        isinstance(first, OSError)
-        and not isinstance(first, ConnectionError | TimeoutError)
-        and bool(first.errno)
-    )
+    for cause in causes:
+        if isinstance(cause, HfHubHTTPError):
+            status = cause.response.status_code
+            return status < 500 and status not in (408, 429)
+    if isinstance(error, ConfigError | ValueError | FileNotFoundError):
+        return True
+    if isinstance(error, ConnectionError | TimeoutError):
+        return False
+    # an OSError with a number is of this machine: a full disk, perhaps
+    return isinstance(error, OSError) and bool(error.errno)
+
+
+def causes_of(error: BaseException) -> list[BaseException]:
+    """An exception, and those that led to it."""
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return causes

@@ -32,7 +32,7 @@ from data.encode import (
     worker_count,
 )
 from data.folder import as_config_error, begin_all, lock_of, sha256_of, sweep
-from data.identity import check_identity, open_source, own_validation
+from data.identity import check_identity, open_source, validation_source
 from data.record import (
     MANIFEST,
     damaged,
@@ -42,7 +42,7 @@ from data.record import (
     read_manifest,
     write_manifest,
 )
-from data.sources import Source, file_stamps, local_files
+from data.sources import Source, local_files, source_files
 from data.writer import Overtaken, TokenWriter, segment_hashes
 
 # as source_folders() of data/folder.py returns them
@@ -79,7 +79,7 @@ def is_small(source: str) -> bool:
     little to train on is refused by then."""
     if not local_files(source):
         return False
-    return sum(size for _, size, _ in file_stamps(source)) <= SMALL
+    return sum(file.size for file in source_files(source)) <= SMALL
 
 
 def prepare_text(sources: SourceFolders, workers: int) -> None:
@@ -228,7 +228,7 @@ class Preparation:
         )
         self.manifest = self.writer.manifest
         check_identity(folder, self.manifest, cfg)
-        self.validation = own_validation(self.d)  # the options of a validation source, or None
+        self.validation = validation_source(self.d)  # the options of a validation source, or None
         self.encode = self._encoder()
         self.source = self._open(self.d, "")
         documents = sum(self.manifest["documents"].values())
@@ -253,11 +253,11 @@ class Preparation:
 
     def _open(self, d: config.Data, prefix: str) -> Source:
         """A source where the record ends. prefix: of its entries in the manifest."""
-        known = {
+        record = {
             "files": self.manifest.get(f"{prefix}files"),
             "revision": self.manifest.get("revision"),
         }
-        source = open_source(d, self.manifest.get(f"{prefix}place"), known)
+        source = open_source(d, self.manifest.get(f"{prefix}place"), record)
         source.compare_with_text(self.folder)
         return source
 
@@ -319,13 +319,13 @@ class Preparation:
     def _note_progress(self, chunk: Chunk) -> None:
         """After a chunk was appended: notes where to resume, and records that if it is due."""
         prefix = "validation_" if self.reads_validation() else ""
-        self.manifest[f"{prefix}place"] = chunk.place
+        self.manifest[f"{prefix}place"] = chunk.resume_state
         self.manifest[f"{prefix}files"] = chunk.source.files_to_record()
-        self._log_progress(chunk.share)
+        self._log_progress(chunk.fraction_read)
         if self.writer.is_due or self._sync_is_due():
             self.writer.record()
             self.last_record = time.monotonic()
-            chunk.source.on_recorded(chunk.place)
+            chunk.source.on_recorded(chunk.resume_state)
 
     def _log_progress(self, share: float | None) -> None:
         """A line of progress, now and then. share: of the source that is read; None if unknown."""

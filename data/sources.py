@@ -1,4 +1,4 @@
-"""Text sources: iterate over a source's documents in order, from the beginning or from where reading stopped."""
+"""Text sources: iterate over documents in order, from the beginning or where reading stopped."""
 
 import abc
 import codecs
@@ -14,13 +14,14 @@ import re
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import config
 from config import ConfigError
+from data.arrow import decompressed, parquet_rows
 
 STDLIB = "python-stdlib"
-LOCAL = (
+TEXT_SUFFIXES = (
     ".jsonl",
     ".json",
     ".parquet",
@@ -30,13 +31,16 @@ LOCAL = (
     ".jsonl.zst",
     ".json.zst",
 )
-BY_ARROW = (".parquet", ".gz", ".zst")
+COMPRESSED_SUFFIXES = (".gz", ".zst")
+# a source that ends with one of these is a file, not the id of a Hugging Face dataset
+FILE_SUFFIXES = (*TEXT_SUFFIXES, ".csv", ".tsv", ".gz", ".zst", ".zip", ".xz", ".arrow")
+DATASET_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 TEXT_BYTES = 1 << 16  # a longer .txt file becomes several documents
 LARGEST_ROW = 64 << 20  # bytes; tokenizing takes some 50 times as much memory
-# errors of a disk or a machine, not of a file
-MAY_PASS = (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-MOST_PROBLEMS = 1000  # bad rows that are listed
-FIRST_PROBLEMS = 10  # the same, of a file that has no good row before them
+# errors of a disk or a machine, not of a file: a retry may help
+TRANSIENT_ERRORS = (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+MOST_PROBLEMS = 1000  # wrong rows that one error lists
+FIRST_PROBLEMS = 10  # the same, if no good row came before them
 
 
 @dataclass(frozen=True)
@@ -47,43 +51,72 @@ class BadRow:
 
 
 class Source(abc.ABC):
-    """Iterates over the non-empty documents. Subclasses define what is abstract."""
+    """Text. Iterating yields the non-empty documents, always in the same order.
 
-    # whether its text stands in files: else the class's code is part of the data's identity
-    reads = False
-    # whether rows() may be asked for more after a wrong row, to list them all
+    A new source subclasses this and defines the three abstract methods. data/identity.py: kind_of()
+    chooses it. The methods that follow them are optional hooks of sources that read files.
+    """
+
+    # Whether the code of the class is part of the prepared data's identity. False if the class only
+    # reads text that is stored elsewhere: then a change of the reader changes no text.
+    is_identified_by_code = True
+    # Whether rows() can continue after a wrong row. Then one error lists all wrong rows of a file.
     lists_wrong_rows = False
-    revision: str | None = None  # commit of a Hugging Face dataset
 
-    def __init__(self, d: config.Data, place: Any = None):
-        """place: as place() returned it, to resume there."""
+    def __init__(self, d: config.Data, state: Any = None, record: dict | None = None):
+        """d: the options of the source. state: the result of resume_state(), as read from JSON;
+        None starts at the beginning. record: "files" and "revision" as an earlier preparation
+        recorded them in its manifest."""
         self.d = d
-        self.column = d.messages_field or d.text_field
-        self.resumed = place is not None
-        self.problems: list[str] = []
+        self.column = d.messages_field or d.text_field  # the field of a row that holds the text
+        self.is_resumed = state is not None
+        self.problems: list[str] = []  # of wrong rows; no document is yielded after the first
+        # the commit of a Hugging Face dataset, for the manifest
+        self.revision: str | None = record.get("revision") if record else None
 
     @abc.abstractmethod
     def rows(self) -> Iterator[tuple[str, object]]:
-        """Yields (where, row)."""
+        """Yields (where the row stands, for messages; the row) from the resume state on. A row is a
+        dictionary that holds `column`, or a BadRow."""
 
     @abc.abstractmethod
-    def place(self) -> Any:
-        """Where to resume after the last document, as JSON."""
+    def resume_state(self) -> Any:
+        """Where to resume after the last document that was yielded, as JSON."""
 
     @abc.abstractmethod
-    def share(self) -> float | None:
-        """The fraction read so far, from 0 to 1; None if unknown."""
+    def fraction_read(self) -> float | None:
+        """How much of the source was read, from 0 to 1; None if unknown."""
+
+    def on_document(self, document: str) -> None:
+        """Called before a document is yielded."""
+        return
+
+    def files_to_record(self) -> "list[SourceFile] | None":
+        """The files that it reads, for the manifest; None if it reads no files."""
+        return None
+
+    def on_recorded(self, state: Any) -> None:
+        """Called when the documents before a resume state are on disk. They will not be read
+        again."""
+        return
+
+    def compare_with_text(self, folder: pathlib.Path, refuse_new: bool = True) -> None:
+        """Raises ConfigError if text that was prepared into `folder` has changed since. refuse_new:
+        also if files were added to the source."""
+        return
 
     def document(self, where: str, row: object) -> str:
         """A row's document, "" if it has none. Raises ConfigError if the row is wrong."""
-        field = self.column
+        if isinstance(row, BadRow):
+            raise ConfigError(row.problem)
         if self.d.messages_field:
             from extras.chat.messages import as_document
 
-            return as_document(where, field_of(row, field, "data.messages_field"), field)
-        text = field_of(row, field, "data.text_field")
+            messages = field_of(row, self.column, "data.messages_field")
+            return as_document(where, messages, self.column)
+        text = field_of(row, self.column, "data.text_field")
         if not isinstance(text, str):
-            raise ConfigError(f"field {field!r} must be text, not {type(text).__name__}")
+            raise ConfigError(f"field {self.column!r} must be text, not {type(text).__name__}")
         try:
             size = len(text.encode())
         except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell
@@ -94,52 +127,37 @@ class Source(abc.ABC):
             raise ConfigError(f"is longer than {LARGEST_ROW >> 20} MiB; split it")
         return text
 
-    def accept(self, document: str) -> None:
-        """Called before a document is yielded: what came before the next one is read."""
-        return
-
-    def files_to_record(self) -> list | None:
-        """The files that it reads, with what is known of each; None if it reads no files."""
-        return None
-
-    def on_recorded(self, place: Any) -> None:
-        """Called when the documents before a place are on disk: they will not be read again."""
-        return
-
-    def compare_with_text(self, folder: pathlib.Path, refuse_new: bool = True) -> None:
-        """Raises ConfigError if text that `folder` was prepared from has changed since."""
-        return
-
     def __iter__(self) -> Iterator[str]:
-        """Raises ConfigError with a line for each bad row: of the file in which the first one is."""
+        """Raises ConfigError with a line for each wrong row of the file in which the first one
+        stands."""
         documents = 0
         for where, row in self.rows():
             try:
-                if isinstance(row, BadRow):
-                    raise ConfigError(row.problem)
                 document = self.document(where, row)
             except ConfigError as error:
                 self.problems += [f"{where}: {problem}" for problem in error.problems]
-                most = MOST_PROBLEMS if documents or self.resumed else FIRST_PROBLEMS
                 if not self.lists_wrong_rows:
                     break
-                if len(self.problems) >= most:
+                limit = FIRST_PROBLEMS
+                if documents or self.is_resumed:
+                    limit = MOST_PROBLEMS
+                if len(self.problems) >= limit:
                     self.problems.append(f"{where}: the file was not read beyond this row")
                     break
                 continue
             if document and not self.problems:
                 documents += 1
-                self.accept(document)
+                self.on_document(document)
                 yield document
         if self.problems:
             raise ConfigError(*self.problems)
-        if not documents and not self.resumed:
+        if not documents and not self.is_resumed:
             kind = "conversation" if self.d.messages_field else "text"
             raise ConfigError(f"[data] source = {self.d.source}: holds no {kind}")
 
 
 def field_of(row: object, field: str, option: str) -> object:
-    """A column of a row. Raises ConfigError. option: names the column."""
+    """A column of a row. option: the one that names the column. Raises ConfigError."""
     if not isinstance(row, dict):
         kind = type(row).__name__
         raise ConfigError(f"has no field {field!r} ({option}), but is of type {kind}")
@@ -148,280 +166,360 @@ def field_of(row: object, field: str, option: str) -> object:
     return row[field]
 
 
+class SourceFile(NamedTuple):
+    """A file of a source. A manifest stores it as a list of these fields in this order."""
+
+    path: str  # of a Hugging Face dataset: the name within it
+    size: int  # bytes
+    version: int | str  # mtime in ns; of a Hugging Face dataset: SHA-256 or git's SHA-1
+    digest: str | None = None  # of its documents, once they are read
+
+
+class FilesState(NamedTuple):
+    """Where reading files stopped. A manifest stores it as a list of these fields in this order."""
+
+    file: int = 0  # number of the file that is read next
+    documents: int = 0  # read of this file
+    row: int = 0  # rows read of this file, or lines
+    byte: int = 0  # bytes read of this file
+    digest: str = ""  # of the documents read of this file
+
+
+class FileRow(NamedTuple):
+    """A row of a file, and how far the file is read with it."""
+
+    number: int  # rows read, or lines
+    byte: int  # bytes read
+    where: str  # for messages
+    value: object
+
+
 class Files(Source):
-    """Files, one after the other.
+    """Local files, one after the other."""
 
-    files: of each [path, size in bytes, mtime in ns, digest of its documents or None while it isn't read].
-    place(): [number of the file, documents read of it, rows, bytes, digest of these documents].
-    """
-
-    reads = True
+    is_identified_by_code = False
     lists_wrong_rows = True
 
-    def __init__(self, d: config.Data, place: list | None = None, known: dict | None = None):
-        """known: "files" as an earlier preparation recorded them; absent: found now. Raises ConfigError if there are
-        none."""
-        super().__init__(d, place)
-        recorded = known.get("files") if known else None
-        self.files: list[Any] = [[*entry, None][:4] for entry in recorded or self.find()]
+    def __init__(self, d: config.Data, state: Any = None, record: dict | None = None):
+        """The files are those of the record or, without one, those found now. Raises ConfigError if
+        there are none."""
+        super().__init__(d, state, record)
+        recorded = record.get("files") if record else None
+        if recorded:
+            self.files = [SourceFile(*entry) for entry in recorded]
+        else:
+            self.files = self.list_files()
         if not self.files:
-            kinds = ", ".join(LOCAL)
+            kinds = ", ".join(TEXT_SUFFIXES)
             raise ConfigError(
                 f"[data] source = {d.source}: no such file (or folder, or pattern) of {kinds}"
             )
-        self.begins = [0, *itertools.accumulate(entry[1] for entry in self.files)]  # bytes before
-        self.number, self.documents, self.row, self.byte, digest = place or [0, 0, 0, 0, ""]
-        self.digest = bytes.fromhex(digest)
-        self.stop = len(self.files)  # the number of the first file that is not read
-        self.position = self.row, self.byte  # after the row that rows() yielded last
+        self.state = FilesState(*state) if state else FilesState()
+        self.end = len(self.files)  # the number of the first file that is not read
+        # bytes of the files before each file, and of all files
+        self.bytes_before = [0, *itertools.accumulate(file.size for file in self.files)]
+        self.last_row: FileRow | None = None  # that rows() yielded
 
-    def find(self) -> list[list]:
+    def list_files(self) -> list[SourceFile]:
         """The files in reading order: by name or, growing, by the hash of the name."""
         if self.d.source == STDLIB:
-            root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-            stamps = [stamp(path) for path in stdlib_files()]
+            root = stdlib_folder()
+            files = [source_file(path) for path in stdlib_files()]
         else:
             root = fixed_folder(self.d.source)
-            stamps = file_stamps(self.d.source)
+            files = source_files(self.d.source)
         if self.d.order == "growing":
-            stamps.sort(key=lambda entry: name_hash(os.path.relpath(entry[0], root)))
-        return stamps
+            files.sort(key=lambda file: name_hash(os.path.relpath(file.path, root)))
+        return files
 
     def path_of(self, number: int) -> pathlib.Path:
         """A file's path, once it can be read. Raises ConfigError."""
-        path = pathlib.Path(self.files[number][0])
+        path = pathlib.Path(self.files[number].path)
         if not path.exists():
             raise ConfigError(f"{path}: is missing, and was not read yet")
         return path
 
+    def with_current_version(self, file: SourceFile) -> SourceFile:
+        """The file with the size and the version that it has now."""
+        now = source_file(pathlib.Path(file.path))
+        return file._replace(size=now.size, version=now.version)
+
     def rows(self) -> Iterator[tuple[str, object]]:
-        while self.number < self.stop:
-            path = self.path_of(self.number)
-            entry = self.files[self.number]
-            if not self.row and not self.byte:
-                entry[1:3] = self.stamp_of(self.number, path)  # it may have changed until now
-            yield from self.rows_of(path)
+        while self.state.file < self.end:
+            number = self.state.file
+            path = self.path_of(number)
+            is_begun = self.state.row or self.state.byte
+            if not is_begun:
+                # it may have changed since it was listed
+                self.files[number] = self.with_current_version(self.files[number])
+            for row in self._rows_of(path):
+                self.last_row = row
+                yield row.where, row.value
             if self.problems:
                 return
-            entry[3] = self.digest.hex()
-            self.number += 1
-            self.documents, self.row, self.byte, self.digest = 0, 0, 0, b""
-            self.position = 0, 0
+            self.files[number] = self.files[number]._replace(digest=self.state.digest)
+            self.state = FilesState(file=number + 1)
 
-    def stamp_of(self, number: int, path: pathlib.Path) -> list:
-        """[size, mtime] of a file."""
-        return stamp(path)[1:]
+    def _rows_of(self, path: pathlib.Path) -> Iterator[FileRow]:
+        """Yields the rows of the current file that were not read yet. Raises ConfigError."""
+        row = self.state.row
+        byte = self.state.byte
+        size = self.files[self.state.file].size
+        if self.d.source == STDLIB:
+            return read_python(path, byte, size, self.column)
+        if not path.name.endswith(TEXT_SUFFIXES):
+            raise ConfigError(f"[data] source = {path}: must be one of {', '.join(TEXT_SUFFIXES)}")
+        if path.suffix == ".txt":
+            return read_text(path, row, byte, self.column)
+        if path.suffix == ".parquet":
+            return read_parquet(path, row, size, self.column)
+        if path.suffix in COMPRESSED_SUFFIXES:
+            return read_compressed_json_lines(path, row)
+        return read_json_lines(path, row, byte)
 
-    def accept(self, document: str) -> None:
-        self.documents += 1
-        self.row, self.byte = self.position
-        self.digest = hashlib.blake2b(self.digest + document.encode(), digest_size=16).digest()
+    def on_document(self, document: str) -> None:
+        assert self.last_row
+        before = bytes.fromhex(self.state.digest)
+        digest = hashlib.blake2b(before + document.encode(), digest_size=16).hexdigest()
+        self.state = self.state._replace(
+            documents=self.state.documents + 1,
+            row=self.last_row.number,
+            byte=self.last_row.byte,
+            digest=digest,
+        )
 
-    def place(self) -> list:
-        return [self.number, self.documents, self.row, self.byte, self.digest.hex()]
+    def resume_state(self) -> FilesState:
+        return self.state
 
-    def files_to_record(self) -> list | None:
+    def files_to_record(self) -> list[SourceFile] | None:
         return self.files
 
-    def share(self) -> float | None:
-        if self.number >= len(self.files):
+    def fraction_read(self) -> float | None:
+        if self.state.file >= len(self.files):
             return 1.0
-        return (self.begins[self.number] + self.byte) / max(1, self.begins[-1])
+        read = self.bytes_before[self.state.file] + self.state.byte
+        return read / max(1, self.bytes_before[-1])
 
     def compare_with_text(self, folder: pathlib.Path, refuse_new: bool = True) -> None:
-        """Compares what was read of each file that has another size or mtime than when it was read, by the digest of
-        its documents, and takes over the new stamp. folder: was prepared from it. refuse_new: files, too, that the
-        source did not have. Raises ConfigError naming the files whose text has changed."""
-        now = {entry[0]: entry[1:3] for entry in self.find()}
-        added = sorted(now.keys() - {entry[0] for entry in self.files})
-        if refuse_new and added and len(added) < len(now):  # none in common: it was moved
-            more = f" and {len(added) - 3:,} more" if len(added) > 3 else ""
-            raise ConfigError(
-                f"[data] source = {self.d.source}: {', '.join(added[:3])}{more} came after "
-                f"{folder} was begun; move what is new away, delete the folder to prepare all "
-                "anew, or name another data.path"
-            )
-        changed = []
-        for number in range(min(self.number + 1, len(self.files))):
-            path, *recorded, digest = self.files[number]
-            under_way = number == self.number
-            if path not in now or now[path] == recorded:  # the text of a file may be gone
+        """Reads the files again whose size or mtime has changed, as far as they were read, and
+        compares the digests of their documents. Stores the new version of a file with the same
+        documents. A file that was read may be gone."""
+        now = {file.path: file for file in self.list_files()}
+        if refuse_new:
+            self._refuse_new_files(now, folder)
+        problems = []
+        for number, file in enumerate(self.files[: self.state.file + 1]):
+            is_under_way = number == self.state.file
+            if is_under_way and not self.state.documents:
                 continue
-            if under_way and not self.documents:
+            current = now.get(file.path)
+            if current is None or (current.size, current.version) == (file.size, file.version):
                 continue
-            again = Files(self.d, [number, 0, 0, 0, ""], {"files": self.files})
-            again.stop = number + 1
-            read = (self.documents, self.digest.hex()) if under_way else (None, digest)
-            if not again.reads_as(*read):
-                changed.append(path)
-            elif under_way:
-                self.row, self.byte = again.row, again.byte
-                self.position = again.row, again.byte
-            self.files[number][1:3] = now[path]
-        if changed:
-            raise ConfigError(
-                *(
-                    f"{path}: its text was changed after {folder} was prepared from it; restore "
-                    "it, delete the folder to prepare all anew, or name another data.path"
-                    for path in changed
+            again = self._read_again(number)
+            if again is None or again.digest_of(number) != self.digest_of(number):
+                problems.append(
+                    f"{file.path}: its text was changed after {folder} was prepared from it; "
+                    "restore it, delete the folder to prepare all anew, or name another data.path"
                 )
-            )
+                continue
+            self.files[number] = file._replace(size=current.size, version=current.version)
+            if is_under_way:
+                # the same documents may end at another byte
+                self.state = again.state
+        if problems:
+            raise ConfigError(*problems)
 
-    def reads_as(self, documents: int | None, digest: str | None) -> bool:
-        """Whether the first `documents` of the file, None: all of them, have this digest."""
-        number = self.number
+    def _refuse_new_files(self, now: dict[str, SourceFile], folder: pathlib.Path) -> None:
+        """Raises ConfigError if files were added to the source. now: its files by path."""
+        new = sorted(now.keys() - {file.path for file in self.files})
+        was_moved = len(new) == len(now)  # no file in common
+        if not new or was_moved:
+            return
+        names = ", ".join(new[:3])
+        if len(new) > 3:
+            names += f" and {len(new) - 3:,} more"
+        raise ConfigError(
+            f"[data] source = {self.d.source}: {names} came after {folder} was begun; move what is "
+            "new away, delete the folder to prepare all anew, or name another data.path"
+        )
+
+    def _read_again(self, number: int) -> "Files | None":
+        """Reads a file from its beginning to where this source has read it. Returns the reader,
+        None if a row is wrong."""
+        documents = self.state.documents if number == self.state.file else None
+        again = Files(self.d, FilesState(file=number), {"files": self.files})
+        again.end = number + 1
         try:
-            for _ in itertools.islice(self, documents):
+            for _ in itertools.islice(again, documents):
                 pass
         except ConfigError:
-            return False
-        if documents is None:
-            return self.files[number][3] == digest
-        return self.documents == documents and self.digest.hex() == digest
+            return None
+        return again
 
-    def rows_of(self, path: pathlib.Path) -> Iterator[tuple[str, object]]:
-        """The rows of a file, from where reading stopped. Keeps `position` after each of them."""
-        if not path.name.endswith(LOCAL) and self.d.source != STDLIB:
-            raise ConfigError(f"[data] source = {path}: must be one of {', '.join(LOCAL)}")
-        if path.suffix == ".txt":
-            return self._text(path)
-        if path.suffix == ".py":
-            return self._python(path)
-        if path.suffix in BY_ARROW:
-            return self._by_arrow(path)
-        return self._json_lines(path)
+    def digest_of(self, number: int) -> str | None:
+        """The digest of the documents that were read of a file."""
+        if number == self.state.file:
+            return self.state.digest
+        return self.files[number].digest
 
-    def _json_lines(self, path: pathlib.Path) -> Iterator[tuple[str, object]]:
-        """Reads line by line and not through `datasets`, whose errors name neither line nor field."""
-        with path.open("rb") as file:
-            file.seek(self.byte)
-            for number, line in numbered_lines(file, self.row):
-                self.position = number, file.tell()
-                yield from json_row(path, number, line)
 
-    def _by_arrow(self, path: pathlib.Path) -> Iterator[tuple[str, object]]:
-        from data import arrow
+# One reader for each kind of file. row, byte: how far it is read.
 
-        with readable(f"{path}:"):
-            if path.suffix == ".parquet":
-                yield from self._parquet(path, arrow)
-            else:
-                yield from self._compressed_lines(path, arrow)
 
-    def _compressed_lines(self, path: pathlib.Path, arrow: Any) -> Iterator[tuple[str, object]]:
-        read = self.row
-        with path.open("rb") as file:
-            for number, line in numbered_lines(arrow.decompressed(file, path.suffix), 0):
-                if number > read:
-                    self.position = number, file.tell()
-                    yield from json_row(path, number, line)
+def read_json_lines(path: pathlib.Path, row: int, byte: int) -> Iterator[FileRow]:
+    """Reads line by line and not through `datasets`, whose errors name neither line nor field."""
+    with path.open("rb") as file:
+        file.seek(byte)
+        for number, line in numbered_lines(file, row):
+            yield FileRow(number, file.tell(), f"{path}: line {number}", parse_json(line))
 
-    def _parquet(self, path: pathlib.Path, arrow: Any) -> Iterator[tuple[str, object]]:
-        size = self.files[self.number][1]
-        for number, rows, row in arrow.parquet_rows(path, self.column, self.row):
-            self.position = number, size * number // rows
-            yield f"{path}: row {number}", row
 
-    def _text(self, path: pathlib.Path) -> Iterator[tuple[str, object]]:
-        """A file is one document; a long one is split, at a line end if one is near, so that a part is validation."""
-        row, byte = self.row, self.byte
-        with path.open("rb") as file:
+def read_compressed_json_lines(path: pathlib.Path, row: int) -> Iterator[FileRow]:
+    """Decompresses again what was read. The bytes are those of the compressed file. Raises
+    ConfigError."""
+    with readable(f"{path}:"), path.open("rb") as file:
+        for number, line in numbered_lines(decompressed(file, path.suffix)):
+            if number > row:
+                yield FileRow(number, file.tell(), f"{path}: line {number}", parse_json(line))
+
+
+def read_parquet(path: pathlib.Path, row: int, size: int, column: str) -> Iterator[FileRow]:
+    """Takes rows for equally long to tell the bytes read. Raises ConfigError."""
+    with readable(f"{path}:"):
+        for number, rows, value in parquet_rows(path, column, row):
+            yield FileRow(number, size * number // rows, f"{path}: row {number}", value)
+
+
+def read_text(path: pathlib.Path, row: int, byte: int, column: str) -> Iterator[FileRow]:
+    """One document; of a long file several, so that some can be held out for validation. They end
+    at the end of a line if one is near. Only whole characters are cut off."""
+    with path.open("rb") as file:
+        file.seek(byte)
+        while True:
+            raw = file.read(TEXT_BYTES) + file.readline(TEXT_BYTES)
+            if not raw:
+                return
+            is_end = not file.peek(1)
+            try:
+                # leaves the bytes of a character that is cut to the next document
+                text, used = codecs.utf_8_decode(raw, "strict", is_end)
+            except UnicodeDecodeError as error:
+                line = row + raw.count(b"\n", 0, error.start) + 1
+                problem = BadRow(f"is not UTF-8: {error.reason}")
+                yield FileRow(line, byte, f"{path}: line {line}", problem)
+                return
+            row += raw.count(b"\n")
+            byte += used
             file.seek(byte)
-            while raw := file.read(TEXT_BYTES) + file.readline(TEXT_BYTES):
-                try:  # leaves a partial character at the end
-                    text, used = codecs.utf_8_decode(raw, "strict", not file.peek(1))
-                except UnicodeDecodeError as error:
-                    line = row + raw.count(10, 0, error.start) + 1
-                    yield f"{path}: line {line}", BadRow(f"is not UTF-8: {error.reason}")
-                    return
-                row += raw.count(b"\n")
-                byte += used
-                file.seek(byte)
-                self.position = row, byte
-                yield str(path), {self.column: text}
-
-    def _python(self, path: pathlib.Path) -> Iterator[tuple[str, object]]:
-        if not self.byte:
-            with contextlib.suppress(UnicodeDecodeError):
-                text = path.read_bytes().decode()
-                self.position = 1, max(1, self.files[self.number][1])
-                yield str(path), {self.column: text}
+            yield FileRow(row, byte, str(path), {column: text})
 
 
-def numbered_lines(file: Any, number: int) -> Iterator[tuple[int, bytes | None]]:
-    """The lines of an open file, counted as an editor counts them, after `number` that were read; None for one that is
-    too long."""
-    while line := file.readline(LARGEST_ROW + 1):
+def read_python(path: pathlib.Path, byte: int, size: int, column: str) -> Iterator[FileRow]:
+    """A module is one document. Skips those in other encodings than UTF-8."""
+    if byte:
+        return
+    try:
+        text = path.read_bytes().decode()
+    except UnicodeDecodeError:
+        return
+    yield FileRow(1, max(1, size), str(path), {column: text})
+
+
+def numbered_lines(file: IO[bytes], number: int = 0) -> Iterator[tuple[int, bytes | None]]:
+    """Yields the lines that aren't blank, None for one that is too long, with their numbers as an
+    editor counts them. number: of the last line that was read before."""
+    while True:
+        line = file.readline(LARGEST_ROW + 1)
+        if not line:
+            return
         number += 1
-        if len(line) <= LARGEST_ROW:
+        if len(line) > LARGEST_ROW:
+            while line and not line.endswith(b"\n"):
+                line = file.readline(LARGEST_ROW)
+            yield number, None
+        elif line.strip():
             yield number, line
-            continue
-        while line and not line.endswith(b"\n"):
-            line = file.readline(LARGEST_ROW)
-        yield number, None
 
 
-def json_row(path: pathlib.Path, number: int, line: bytes | None) -> Iterator[tuple[str, object]]:
-    """Where a line is, and its row, if it isn't empty."""
-    where = f"{path}: line {number}"
+def parse_json(line: bytes | None) -> object:
+    """The row of a line that numbered_lines() yields, or BadRow."""
     if line is None:
-        yield where, BadRow(f"is longer than {LARGEST_ROW >> 20} MiB; split it")
-    elif line.strip():
-        try:
-            yield where, json.loads(line)
-        except (ValueError, RecursionError) as error:
-            yield where, BadRow(f"is not valid JSON: {error}")
+        return BadRow(f"is longer than {LARGEST_ROW >> 20} MiB; split it")
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return BadRow(f"is not valid JSON: {error}")
 
 
 @contextlib.contextmanager
-def readable(what: object) -> Iterator[None]:
-    """Turns any exception of the libraries called inside into ConfigError, unless it may pass. what: names the source
-    in its message."""
+def readable(source: str) -> Iterator[None]:
+    """Turns any exception of the libraries called inside into a ConfigError. An OSError that a retry
+    may mend stays one. source: its name in the message."""
     try:
         yield
     except ConfigError:
         raise
-    except OSError as error:
-        if error.errno in MAY_PASS:
-            raise OSError(error.errno, error.strerror, str(what).rstrip(":")) from None
-        raise _unreadable(what, error) from None
     except Exception as error:
-        raise _unreadable(what, error) from None
+        if isinstance(error, OSError) and error.errno in TRANSIENT_ERRORS:
+            raise OSError(error.errno, error.strerror, source.rstrip(":")) from None
+        first_line = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"[data] source = {source} cannot be read: {type(error).__name__}: {first_line}"
+        ) from None
 
 
-def _unreadable(what: object, error: Exception) -> ConfigError:
-    first_line = str(error).partition("\n")[0]
-    return ConfigError(
-        f"[data] source = {what} cannot be read: {type(error).__name__}: {first_line}"
-    )
+# Local files
 
 
 def local_files(source: str) -> list[pathlib.Path] | None:
-    """The files of a file name, folder or glob pattern; None for the id of a Hugging Face dataset: [OWNER/]NAME without
-    a file suffix. Raises ConfigError."""
+    """The files of a file name, folder or glob pattern; None for the id of a Hugging Face dataset:
+    [OWNER/]NAME without a file suffix. Raises ConfigError."""
     path = pathlib.Path(source)
-    suffixes = (*LOCAL, ".csv", ".tsv", ".gz", ".zst", ".zip", ".xz", ".arrow")
     with readable(f"{source}:"):
         if path.is_dir():
-            return sorted(p for p in path.iterdir() if p.name.endswith(LOCAL) and not p.is_dir())
+            return sorted(file for file in path.iterdir() if is_text_file(file))
         if path.exists():
             return [path]
-        if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source) and not source.endswith(suffixes):
+        if DATASET_ID.fullmatch(source) and not source.endswith(FILE_SUFFIXES):
             return None
-        for part in (path, *path.parents):  # glob() skips folders that it may not search or list
-            if glob.has_magic(str(part)):
-                for folder in glob.glob(f"{part.parent}/", recursive=True):
-                    os.stat(f"{folder}.")
-                    if glob.has_magic(part.name) or part.parent.name == "**":
-                        os.listdir(folder)
-        matches = sorted(map(pathlib.Path, glob.glob(source, recursive=True)))
-        # each file of a folder once, also where a link to a folder above it leads ** around
-        folders = {folder: folder.resolve() for folder in {path.parent for path in matches}}
-        return sorted({folders[path.parent] / path.name: path for path in matches[::-1]}.values())
+        return matching_files(source)
+
+
+def is_text_file(path: pathlib.Path) -> bool:
+    return path.name.endswith(TEXT_SUFFIXES) and not path.is_dir()
+
+
+def matching_files(pattern: str) -> list[pathlib.Path]:
+    """The files that match a glob pattern. Raises OSError."""
+    check_folders(pathlib.Path(pattern))
+    matches = sorted(pathlib.Path(name) for name in glob.glob(pattern, recursive=True))
+    real_folders: dict[pathlib.Path, pathlib.Path] = {}
+    # by their real paths: ** may follow a link to a folder above it, and find a file twice
+    files: dict[pathlib.Path, pathlib.Path] = {}
+    for path in matches:
+        folder = path.parent
+        if folder not in real_folders:
+            real_folders[folder] = folder.resolve()
+        files.setdefault(real_folders[folder] / path.name, path)
+    return list(files.values())
+
+
+def check_folders(pattern: pathlib.Path) -> None:
+    """Raises OSError if a folder of the pattern may not be searched or listed: glob() would skip
+    it."""
+    for part in (pattern, *pattern.parents):
+        if not glob.has_magic(str(part)):
+            continue
+        must_be_listed = glob.has_magic(part.name) or part.parent.name == "**"
+        for folder in glob.glob(f"{part.parent}/", recursive=True):
+            os.stat(f"{folder}.")
+            if must_be_listed:
+                os.listdir(folder)
 
 
 def fixed_folder(source: str) -> pathlib.Path:
-    """The folder that the names of a local source's files are relative to: what stands before a pattern."""
+    """The folder that the names of a local source's files are relative to: what stands before a
+    pattern."""
     path = pathlib.Path(source)
     if path.is_dir():
         return path
@@ -431,29 +529,42 @@ def fixed_folder(source: str) -> pathlib.Path:
 
 
 def name_hash(name: str) -> bytes:
-    """Decides the reading order of growing text: it depends on the files' names within the source alone."""
+    """Decides the reading order of growing text, which depends on the files' names within the
+    source alone."""
     return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
 
 
-def stamp(path: pathlib.Path) -> list:
-    """[path, size in bytes, mtime in ns] of a file. Raises OSError."""
+def source_file(path: pathlib.Path) -> SourceFile:
+    """A local file as it is now. Raises OSError."""
     status = path.stat()
-    return [str(path), status.st_size, status.st_mtime_ns]
+    return SourceFile(str(path), status.st_size, status.st_mtime_ns)
+
+
+def source_files(source: str) -> list[SourceFile]:
+    """The files of a local source as they are now, by name; none of a Hugging Face dataset. Raises
+    ConfigError."""
+    paths = local_files(source) or []
+    with readable(f"{source}:"):
+        return [source_file(path) for path in paths]
 
 
 def file_stamps(source: str) -> list[list]:
-    """The stamp of each of a local source's files, to detect changes."""
-    paths = local_files(source) or ()
-    with readable(f"{source}:"):
-        return [stamp(path) for path in paths]
+    """[path, size in bytes, mtime in ns] of each file of a local source, to detect changes. Raises
+    ConfigError."""
+    return [[file.path, file.size, file.version] for file in source_files(source)]
+
+
+def stdlib_folder() -> pathlib.Path:
+    return pathlib.Path(sysconfig.get_paths()["stdlib"])
 
 
 def stdlib_files() -> list[pathlib.Path]:
-    """Real text that every machine has. Excludes tests: some are deliberately broken, and some systems omit them."""
-    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    left_out = {"site-packages", "dist-packages", "test", "tests"}
+    """Real text that every machine has. Excludes tests: some are deliberately broken, and some
+    systems omit them."""
+    root = stdlib_folder()
+    excluded = {"site-packages", "dist-packages", "test", "tests"}
     return [
         path
         for path in sorted(root.rglob("*.py"))
-        if not left_out.intersection(path.relative_to(root).parts)
+        if not excluded.intersection(path.relative_to(root).parts)
     ]

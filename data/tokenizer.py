@@ -1,4 +1,4 @@
-"""Text <-> token ids: a sentencepiece model from a file, or trained here; tokenizer.json by tokenizer_json.py."""
+"""Text <-> token ids: a sentencepiece model, from a file or trained here, or a tokenizer.json."""
 
 import collections
 import hashlib
@@ -6,41 +6,37 @@ import io
 import os
 import pathlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from config import ConfigError
 from data.hub import local
+from data.tokenizer_json import JsonModel, choose_file, json_files
 
 TOKENIZERS = ("tokenizer.model", "tokenizer.json")
 # sentencepiece writes a space as this character, and decodes the character to a space
 SPACE = "\u2581"
-LINE = 1 << 14  # characters; a longer line is split for training
-
-
-def local_path(name: str) -> pathlib.Path:
-    """The folder or file that an option names; of a Hugging Face repository the folder in the hub's cache, with its
-    tokenizer and settings, fetched if they are not there. Raises ConfigError."""
-    return local(name)
+LONGEST_LINE = 1 << 14  # characters; a longer line is split for training
 
 
 def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
-    """Content, by file name, of tokenizer.model, or of tokenizer.json and (if present) tokenizer_config.json.
-    `path`: the file, a folder that holds one, or the id of a Hugging Face repository. Raises ConfigError."""
-    path = local_path(str(path))
+    """The bytes, by file name, of tokenizer.model, or of tokenizer.json and (if present)
+    tokenizer_config.json. path: the file, a folder that holds one, or the id of a Hugging Face
+    repository. Raises ConfigError."""
+    path = local(str(path))
     try:
-        found = (
-            [path / name for name in TOKENIZERS if (path / name).exists()]
-            if path.is_dir()
-            else [path]
-        )
-        if not found:
+        candidates = [path]
+        if path.is_dir():
+            candidates = [path / name for name in TOKENIZERS if (path / name).exists()]
+        if not candidates:
             raise ConfigError(f"{path}: holds neither tokenizer.model nor tokenizer.json")
-        if len(found) == 1 and not (content := found[0].read_bytes()).lstrip().startswith(b"{"):
-            return {"tokenizer.model": content}
-        from data.tokenizer_json import choose_files
-
-        return choose_files(found)
+        file = candidates[0]
+        if len(candidates) == 2:
+            file = choose_file(*candidates)
+        content = file.read_bytes()
+        if content.lstrip().startswith(b"{"):
+            return json_files(file, content)
+        return {"tokenizer.model": content}
     except OSError as error:
         raise ConfigError(
             f"{error.filename or path}: tokenizer cannot be read: {error.strerror}"
@@ -48,42 +44,55 @@ def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
 
 
 def tokenizer_hash(contents: dict[str, bytes]) -> str:
-    """SHA-256 of a tokenizer's files, as tokenizer_files() returns them."""
+    """SHA-256 of a tokenizer. contents: of tokenizer_files()."""
     return hashlib.sha256(b"".join(contents.values())).hexdigest()
 
 
 class Tokenizer:
-    """Text <-> ids, by sentencepiece or `tokenizers`; lossless for models trained here (unless on text without a space,
-    which they then decode as SPACE) and byte-level ones (Llama 3's).
-    bos, eos: the ids before and after a document, one or none each. Raises ConfigError."""
+    """Text <-> ids, by sentencepiece or `tokenizers`.
+
+    Lossless for byte-level models (Llama 3's), and for those trained here. One that was trained on
+    text without a space is not: it decodes a space as SPACE.
+    """
 
     def __init__(self, path: str | pathlib.Path):
-        self.path, self.files = path, tokenizer_files(path)
-        self.model: Any
-        # ids to write for SPACE, if the model would make a space of it
+        """path: as of tokenizer_files(). Raises ConfigError."""
+        self.path = path
+        self.files = tokenizer_files(path)
+        self.model: Any  # JsonModel or sentencepiece.SentencePieceProcessor
+        self.vocab_size: int
+        # the ids before and after a document: one of each, or none
+        self.bos: list[int]
+        self.eos: list[int]
+        # how SPACE is encoded, if the model would decode it to a space
         self.space: list[int] | None = None
         if "tokenizer.json" in self.files:
-            from data.tokenizer_json import JsonModel
-
             self.model = JsonModel(path, self.files)
-            self.vocab_size, self.bos, self.eos = self.model.size, self.model.bos, self.model.eos
+            self.vocab_size = self.model.vocab_size
+            self.bos = self.model.bos
+            self.eos = self.model.eos
         else:
             self._load_sentencepiece(self.files["tokenizer.model"])
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids; BOS, EOS and ids outside the vocabulary decode to nothing."""
+        """Text of ids. BOS, EOS and ids outside the vocabulary decode to nothing."""
         return self.model.decode([i for i in ids if 0 <= i < self.vocab_size])
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each text, without BOS and EOS. Names of special tokens in a text are encoded as plain text."""
-        ids = self.model.encode(texts)
+        """Ids of each text, without BOS and EOS. Names of special tokens in a text are encoded as
+        plain text."""
+        encoded = self.model.encode(texts)
         for i, text in enumerate(texts):
             if self.space and SPACE in text:
                 first, *rest = self.model.encode(text.split(SPACE))
-                ids[i] = first + [token for part in rest for token in (*self.space, *part)]
-        return ids
+                ids = first
+                for segment in rest:
+                    ids += self.space + segment
+                encoded[i] = ids
+        return encoded
 
     def _load_sentencepiece(self, content: bytes) -> None:
+        """content: of tokenizer.model. Raises ConfigError."""
         import sentencepiece
 
         self.model = sentencepiece.SentencePieceProcessor()
@@ -94,40 +103,44 @@ class Tokenizer:
             self.vocab_size = 0
         if not self.vocab_size:
             raise ConfigError(
-                f"{self.path}: is no tokenizer (an HTML page, git-lfs pointer or tiktoken vocabulary?): "
-                f"it begins with {content[:24]!r}"
+                f"{self.path}: is no tokenizer (an HTML page, git-lfs pointer or tiktoken "
+                f"vocabulary?): it begins with {content[:24]!r}"
             )
-        self.bos, self.eos = (
-            [i] if i >= 0 else [] for i in (self.model.bos_id(), self.model.eos_id())
-        )
-        # SPACE as byte tokens, which decode() keeps; only if the model has byte fallback and adds no dummy prefix (a
-        # vocabulary of another script has no "a", only its byte)
-        space = [self.model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
-        exact = self.model.unk_id() not in space and self.model.encode("a", out_type=str)[0] in (
-            "a",
-            "<0x61>",
-        )
-        self.space = space if exact else None
+        bos = self.model.bos_id()
+        eos = self.model.eos_id()
+        # sentencepiece returns -1 for a token that a model lacks
+        self.bos = [bos] if bos >= 0 else []
+        self.eos = [eos] if eos >= 0 else []
+        self.space = self._space_bytes()
+
+    def _space_bytes(self) -> list[int] | None:
+        """SPACE as byte tokens of a sentencepiece model, which decode to SPACE. None for a model
+        without byte fallback, and for one that adds a space in front of a text: encode() would add
+        it to each segment of a text, too."""
+        ids = [self.model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
+        if self.model.unk_id() in ids:
+            return None
+        first_entry = self.model.encode("a", out_type=str)[0]
+        # a vocabulary of another script has "a" only as a byte
+        return ids if first_entry in ("a", "<0x61>") else None
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Trains a BPE model. Returns the model file's content. Raises ConfigError, naming a vocabulary size that works if
-    this one does not."""
+    """Trains a BPE model with sentencepiece. Returns the bytes of its file. Raises ConfigError,
+    which names a vocabulary size that works if this one does not."""
     import sentencepiece
 
-    # Read before training: sentencepiece would turn an error of the source, or Ctrl-C, into a RuntimeError.
-    model, lines = io.BytesIO(), collections.deque()
+    model = io.BytesIO()
+    # All texts are read before training: sentencepiece would turn an error of the source, or
+    # Ctrl-C, into a RuntimeError.
+    lines: collections.deque[str | None] = collections.deque()
     for text in texts:
-        for line in text.splitlines():
-            if "\0" not in line:
-                # split, since sentencepiece silently drops lines longer than max_sentence_length (bytes)
-                lines.extend(line[i : i + LINE] for i in range(0, len(line), LINE))
+        lines.extend(training_lines(text))
     lines.append(None)  # the end
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(
-                lines.popleft, None
-            ),  # frees each line when sentencepiece has copied it
+            # frees each line once sentencepiece has copied it
+            sentence_iterator=iter(lines.popleft, None),
             model_writer=model,
             vocab_size=max(vocab_size, 3),
             model_type="bpe",
@@ -137,19 +150,37 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
             remove_extra_whitespaces=False,
             add_dummy_prefix=False,
             allow_whitespace_only_pieces=True,
-            user_defined_symbols=[
-                "\n"
-            ],  # training sees single lines, so it would learn no entry for the line end
-            max_sentence_length=4 * LINE,
+            # training sees single lines, so it would learn no entry for the line end
+            user_defined_symbols=["\n"],
+            max_sentence_length=4 * LONGEST_LINE,  # bytes
             num_threads=os.cpu_count() or 1,
             minloglevel=2,
         )
     except RuntimeError as error:
-        if most := re.search(r"value <= (\d+)", str(error)):
-            text = f"the text is too little to train so large a tokenizer; the largest that works is {most[1]}"
-        elif least := re.search(r"required_chars. \d+ vs (\d+)", str(error)):
-            text = f"too small for a tokenizer of this text; the smallest that works is {least[1]}"
-        else:
-            text = f"no tokenizer could be trained: {error}"
-        raise ConfigError(f"[model] vocab_size = {vocab_size}: {text}") from None
+        reason = training_problem(str(error))
+        raise ConfigError(f"[model] vocab_size = {vocab_size}: {reason}") from None
     return model.getvalue()
+
+
+def training_lines(text: str) -> Iterator[str]:
+    """Yields the lines of a text that sentencepiece can train on. It would silently drop lines that
+    are too long, so these are split; it cannot read a null character."""
+    for line in text.splitlines():
+        if "\0" in line:
+            continue
+        for i in range(0, len(line), LONGEST_LINE):
+            yield line[i : i + LONGEST_LINE]
+
+
+def training_problem(error: str) -> str:
+    """What an error of sentencepiece's training means for the vocabulary size."""
+    largest = re.search(r"value <= (\d+)", error)
+    if largest:
+        return (
+            "the text is too little to train so large a tokenizer; the largest that works is "
+            f"{largest[1]}"
+        )
+    smallest = re.search(r"required_chars. \d+ vs (\d+)", error)
+    if smallest:
+        return f"too small for a tokenizer of this text; the smallest that works is {smallest[1]}"
+    return f"no tokenizer could be trained: {error}"

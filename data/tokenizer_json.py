@@ -1,107 +1,134 @@
-"""Tokenizers of the `tokenizers` library: tokenizer.json, and BOS and EOS, which it does not name."""
+"""Tokenizers of the `tokenizers` library: tokenizer.json, and BOS and EOS, which it does not
+name."""
 
 import contextlib
 import json
 import math
 import pathlib
 import sys
+from typing import Any
 
 from config import ConfigError
 
 # Llama 3; Llama 2; GPT-2 and SmolLM; Gemma
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<|endoftext|>", "<eos>")
+PROBES = 100  # vocabulary entries that are tried as text
 
 
-def choose_files(found: list[pathlib.Path]) -> dict[str, bytes]:
-    """Content, by file name, of what a tokenizer needs: found is a tokenizer.json, or a tokenizer.model and, if its
-    folder holds one, the tokenizer.json next to it. Raises OSError."""
-    # A sentencepiece model begins with a line feed, the tag of its first field; Llama 3's file does not. A
-    # tokenizer.json next to one is used if a fine-tune has added tokens that its model has rows for.
-    path = (
-        found[0]
-        if found[0].read_bytes()[:1] == b"\n" and not has_added_tokens(found[-1])
-        else found[-1]
-    )
-    content = path.read_bytes()
-    if not content.lstrip().startswith(b"{"):
-        return {"tokenizer.model": content}
+def choose_file(model: pathlib.Path, tokenizer_json: pathlib.Path) -> pathlib.Path:
+    """Which of a folder's two files is its tokenizer: tokenizer.model if it is a sentencepiece
+    model, unless a fine-tune has added tokens to tokenizer.json. Raises OSError."""
+    # the tag of a sentencepiece model's first field; Llama 3's tokenizer.model is a list of base64
+    is_sentencepiece = model.read_bytes()[:1] == b"\n"
+    if is_sentencepiece and not has_added_tokens(tokenizer_json):
+        return model
+    return tokenizer_json
+
+
+def json_files(path: pathlib.Path, content: bytes) -> dict[str, bytes]:
+    """The bytes, by file name, of a tokenizer.json and, if there is one, the tokenizer_config.json
+    next to it. content: of the file at `path`. Raises OSError."""
+    contents = {"tokenizer.json": content}
     settings = path.with_name("tokenizer_config.json")
-    return {
-        "tokenizer.json": content,
-        **({settings.name: settings.read_bytes()} if settings.exists() else {}),
-    }
+    if settings.exists():
+        contents[settings.name] = settings.read_bytes()
+    return contents
 
 
 def has_added_tokens(path: pathlib.Path) -> bool:
-    """Whether a tokenizer.json has tokens beyond its model's vocabulary, and the folder's config.json, if any, rows for
-    them: a padding token may have none. Raises OSError."""
+    """Whether a tokenizer.json has tokens beyond its model's vocabulary that the language model has
+    embeddings for, by the config.json next to it, if any: a padding token may have none. Raises
+    OSError."""
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-        content, settings = json.loads(path.read_bytes()), path.with_name("config.json")
-        rows = json.loads(settings.read_bytes())["vocab_size"] if settings.exists() else math.inf
-        last = max(token["id"] for token in content["added_tokens"])
-        return len(content["model"]["vocab"]) <= last < rows
+        tokenizer = json.loads(path.read_bytes())
+        rows = math.inf
+        settings = path.with_name("config.json")
+        if settings.exists():
+            rows = json.loads(settings.read_bytes())["vocab_size"]
+        last = max(token["id"] for token in tokenizer["added_tokens"])
+        return len(tokenizer["model"]["vocab"]) <= last < rows
     return False
 
 
 class JsonModel:
-    """A tokenizer.json's model, with the methods of sentencepiece's.
-    inner: a tokenizers.Tokenizer. bos, eos: the ids before and after a document. Raises ConfigError."""
+    """A tokenizer.json's model, with the methods of sentencepiece's that Tokenizer calls."""
 
     def __init__(self, path: str | pathlib.Path, files: dict[str, bytes]):
-        """path: names the tokenizer in messages. files: as choose_files() returns them."""
-        try:
-            import tokenizers
-        except ImportError:
-            install = f"{sys.executable} -m pip install tokenizers"
-            raise ConfigError(f"{path}: needs the package `tokenizers`: {install}") from None
+        """path: names the tokenizer in messages. files: of json_files(). Raises ConfigError."""
         self.path = path
-        try:
-            self.inner = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
-        except Exception as error:  # tokenizers raises Exception itself
+        self.inner = self._load(files["tokenizer.json"])
+        ids = self.inner.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = max(ids, default=-1) + 1
+        if not 0 < self.vocab_size < 2**31:
             raise ConfigError(
-                f"{path}: is no tokenizer.json that `tokenizers` can read: {error}"
-            ) from None
-        self.inner.no_truncation()
-        self.inner.no_padding()
-        if getattr(self.inner.model, "dropout", None):
-            self.inner.model.dropout = None  # the same text, the same ids
-        self.size = max(self.inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        if not 0 < self.size < 2**31:
-            raise ConfigError(
-                f"{path}: has {self.size} ids; they must be at least one, and fit in 31 bits"
+                f"{path}: has {self.vocab_size} ids; they must be at least one, and fit in 31 bits"
             )
         try:
-            named = json.loads(files.get("tokenizer_config.json", b"{}")).get("eos_token")
+            settings = json.loads(files.get("tokenizer_config.json", b"{}"))
+            eos_setting = settings.get("eos_token")
         except (ValueError, AttributeError, RecursionError):
             raise ConfigError(
                 f"{path}: tokenizer_config.json beside it is no JSON object"
             ) from None
-        # BOS and EOS are what the post-processor adds around a text (here the first that yields any tokens). If it adds
-        # no EOS: the token that tokenizer_config.json names, else the first of EOS_NAMES
-        probes = ("a", *sorted(self.inner.get_vocab(with_added_tokens=False))[:100])
-        probe, plain = next(
-            ((text, ids) for text in probes for ids in self.encode([text]) if ids), (None, [])
-        )
-        if probe is None:
-            raise ConfigError(f"{path}: makes nothing of any text that was tried")
-        ids = self.inner.encode(probe).ids
-        before = next((i for i in range(len(ids)) if ids[i : i + len(plain)] == plain), 0)
-        self.bos, self.eos = ids[:before], ids[before + len(plain) :]
-        for name in (named.get("content") if isinstance(named, dict) else named, *EOS_NAMES):
-            if (
-                not self.eos
-                and isinstance(name, str)
-                and (eos := self.inner.token_to_id(name)) is not None
-            ):
-                self.eos = [eos]
-        # from now on their names in a text are encoded as plain text
+        # the ids before and after a document
+        self.bos, self.eos = self._post_processed()
+        if not self.eos:
+            self.eos = self._named_eos(eos_setting)
+        # from now on the names of special tokens in a text are encoded as plain text
         self.inner.encode_special_tokens = True
+
+    def _load(self, content: bytes) -> Any:
+        """The tokenizers.Tokenizer, without settings that would cut, pad or vary the ids of a
+        text."""
+        try:
+            import tokenizers
+        except ImportError:
+            install = f"{sys.executable} -m pip install tokenizers"
+            raise ConfigError(f"{self.path}: needs the package `tokenizers`: {install}") from None
+        try:
+            inner = tokenizers.Tokenizer.from_str(content.decode())
+        except Exception as error:  # tokenizers raises Exception itself
+            raise ConfigError(
+                f"{self.path}: is no tokenizer.json that `tokenizers` can read: {error}"
+            ) from None
+        inner.no_truncation()
+        inner.no_padding()
+        if getattr(inner.model, "dropout", None):
+            inner.model.dropout = None
+        return inner
+
+    def _post_processed(self) -> tuple[list[int], list[int]]:
+        """(the ids that the post-processor adds before a text, those that it adds after it). Raises
+        ConfigError."""
+        entries = sorted(self.inner.get_vocab(with_added_tokens=False))
+        for probe in ("a", *entries[:PROBES]):
+            (plain,) = self.encode([probe])
+            if plain:
+                ids = self.inner.encode(probe).ids
+                starts = [i for i in range(len(ids)) if ids[i : i + len(plain)] == plain]
+                before = starts[0] if starts else 0
+                return ids[:before], ids[before + len(plain) :]
+        raise ConfigError(f"{self.path}: makes nothing of any text that was tried")
+
+    def _named_eos(self, setting: Any) -> list[int]:
+        """The id of the token that tokenizer_config.json names, else of the first of EOS_NAMES;
+        none if the vocabulary has no such token. setting: "eos_token" there: a name, or an object
+        that holds it."""
+        if isinstance(setting, dict):
+            setting = setting.get("content")
+        for name in (setting, *EOS_NAMES):
+            if isinstance(name, str):
+                eos = self.inner.token_to_id(name)
+                if eos is not None:
+                    return [eos]
+        return []
 
     def decode(self, ids: list[int]) -> str:
         return self.inner.decode(ids)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
+        """Raises ConfigError."""
         try:
             return [self.inner.encode(text, add_special_tokens=False).ids for text in texts]
-        except Exception as error:  # e.g. an unknown word, if the vocabulary has no UNK entry
+        except Exception as error:  # an unknown word, perhaps, if the vocabulary has no UNK entry
             raise ConfigError(f"{self.path}: its tokenizer fails on a text: {error}") from None

@@ -17,6 +17,7 @@ import config
 import data.arrow  # noqa: F401  for the client
 from data import hub_sources as data_hub
 from data.record import read_manifest
+from data.sources import SourceFile
 from tests import order_model
 from tests.conftest import REPO, make_config, rows, words
 from tests.hub import CUT, LOST, Hub
@@ -42,6 +43,7 @@ import config
 from tests.conftest import make_config
 from data import hub_sources as hub
 from data.identity import open_source
+from data.sources import SourceFile
 
 def data(subset="en", split="train", source="me/texts", order="growing"):
     return make_config(data={"source": source, "subset": subset, "split": split, "order": order}).data
@@ -54,7 +56,7 @@ def texts(d, found=None):
     return [*open_source(d, None, found)]
 
 def fetched(found, number=0):
-    path, _ = hub.fetch("me/texts", found["revision"], *found["files"][number])
+    path, _ = hub.fetch("me/texts", found["revision"], SourceFile(*found["files"][number]))
     return path.read_text()[:20]
 
 for line in sys.stdin:
@@ -163,7 +165,7 @@ def test_files_hold_the_text_that_datasets_reads(client, kind):
     """In the order of their names' hashes."""
     arguments = "" if kind == "jsonl" else f"None, source='me/{kind}', "
     found = client.ask(f"find(data({arguments}))")
-    assert all(path.endswith(kind) and len(digest) == 40 for path, _, digest in found["files"])
+    assert all(path.endswith(kind) and len(digest) == 40 for path, _, digest, _ in found["files"])
     texts = client.ask(f"texts(data({arguments}))")
     assert sorted(texts) == sorted(TEXTS)
     if kind != "zst":  # for which `datasets` needs another package
@@ -222,7 +224,7 @@ def test_a_file_that_changes_in_mid_download_is_not_read(client, hub):
             return CUT if len(seen) == 1 else None
 
     hub.fault = change
-    client.ask("setattr(hub, 'PATIENCE', 10.0)")
+    client.ask("setattr(hub, 'RETRY_SECONDS', 10.0)")
     assert client.ask("fetched(found, 1)") == good[:20].decode() and len(seen) == 3
     printed = client.printed()
     assert printed.count("trying again for 10 s") == 1 and (
@@ -233,7 +235,7 @@ def test_a_file_that_changes_in_mid_download_is_not_read(client, hub):
     files = hub.commits[REPOSITORY, client.ask("found['revision']")]
     files["en/train-02.jsonl"] += b"\n"
     hub.fault = lambda request: None
-    client.ask("setattr(hub, 'PATIENCE', 0.0)")
+    client.ask("setattr(hub, 'RETRY_SECONDS', 0.0)")
     assert client.ask("fetched(found, 1)")["refused"].endswith(
         f"what was downloaded is not the file of commit {client.ask('found')['revision'][:12]}"
     )
@@ -242,7 +244,7 @@ def test_a_file_that_changes_in_mid_download_is_not_read(client, hub):
 def test_a_lost_network_is_waited_for(client, hub):
     content = json_lines(["late"] * 9)
     in_new_commit(client, hub, "03", content)
-    client.ask("setattr(hub, 'PATIENCE', 60.0)")
+    client.ask("setattr(hub, 'RETRY_SECONDS', 60.0)")
     client.printed()
     hub.close()
     threading.Timer(2, hub.open).start()
@@ -281,11 +283,11 @@ def test_files_are_fetched_ahead_and_removed_where_room_is_short(tmp_path, monke
     """The next file is fetched while one is read; one whose text is recorded goes, if it was fetched here."""
     calls = []
 
-    def fetch(source: str, revision: str, name: str, size: int, digest: str):
-        path = tmp_path / name
+    def fetch(source: str, revision: str, file: SourceFile):
+        path = tmp_path / file.path
         is_new = not path.exists()
-        path.write_bytes(json_lines([f"text of {name}"]))
-        calls.append(name)
+        path.write_bytes(json_lines([f"text of {file.path}"]))
+        calls.append(file.path)
         return path, is_new
 
     names = [f"{n}.jsonl" for n in range(5)]
@@ -293,23 +295,23 @@ def test_files_are_fetched_ahead_and_removed_where_room_is_short(tmp_path, monke
     monkeypatch.setattr(
         data_hub,
         "find_files",
-        lambda d, revision: ("commit", [[name, 100, "0" * 40, None] for name in names]),
+        lambda d, revision: ("commit", [SourceFile(name, 100, "0" * 40) for name in names]),
     )
     (tmp_path / order_model.reading_order(names)[0]).write_text("of another program")
     d = make_config(data={"source": "me/x", "order": "growing"}).data
     room = {"bytes": 10_000}
-    monkeypatch.setattr(data_hub, "room_beside", lambda path: room["bytes"])
+    monkeypatch.setattr(data_hub, "free_bytes", lambda path: room["bytes"])
     source = data_hub.HubFiles(d)
     reader = iter(source)
     read = [next(reader), next(reader)]
     for thread in source.fetches.values():
         thread.join()
     assert calls == order_model.reading_order(names)[:3]
-    source.on_recorded(source.place())  # enough room: all stay
+    source.on_recorded(source.resume_state())  # enough room: all stay
     assert len(list(tmp_path.iterdir())) == 3
     room["bytes"] = 150  # less than the rest: and the next is still fetched ahead, 100 bytes
     read += [next(reader), next(reader)]
-    source.on_recorded(source.place())
+    source.on_recorded(source.resume_state())
     left = {path.name for path in tmp_path.iterdir()}
     assert order_model.reading_order(names)[0] in left  # was there before
     assert not left & {*order_model.reading_order(names)[2:3]}

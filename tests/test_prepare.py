@@ -31,7 +31,7 @@ from data.dataset import open_data, open_dataset
 from data.encode import is_validation, worker_count
 from data.folder import begin_all, data_folders, is_prepared, source_names
 from data.identity import identity
-from data.prepare import main, prepare
+from data.prepare import Preparation, main, prepare
 from data.record import MANIFEST, is_complete, read_manifest
 from data.tokenizer import Tokenizer, train_tokenizer
 from data.tokens import open_stream
@@ -250,6 +250,24 @@ def test_changed_source_is_noticed(corpus, tmp_path):
     prepare_one(config_for(copy, tmp_path))
 
 
+def test_text_that_changed_while_it_was_prepared_stays_refused(corpus, tmp_path, monkeypatch):
+    """What the first attempt records is not taken for the changed text by the next."""
+    copy = tmp_path / "copy.jsonl"
+    shutil.copy(corpus, copy)
+    complete = Preparation.complete
+
+    def change_and_complete(preparation):
+        copy.write_text(copy.read_text().replace('"text": "', '"text": "not ', 1))
+        complete(preparation)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Preparation, "complete", change_and_complete)
+        with pytest.raises(ConfigError, match=r"copy\.jsonl: its text was changed after"):
+            prepare_one(config_for(copy, tmp_path))
+    with pytest.raises(ConfigError, match=r"copy\.jsonl: its text was changed after"):
+        prepare_one(config_for(copy, tmp_path))
+
+
 def test_max_tokens_and_wide_ids(corpus, tmp_path):
     folder = prepare_one(config_for(corpus, tmp_path, max_tokens=1000))
     assert 1000 <= open_stream(folder, "train", 320).length < 1100
@@ -265,10 +283,10 @@ class Endless:
             yield words(i, 100)
         raise AssertionError("is read on")
 
-    def place(self):
+    def resume_state(self):
         return None
 
-    share = files_to_record = place
+    fraction_read = files_to_record = resume_state
 
     def compare_with_text(self, *unused, **options):
         return

@@ -168,10 +168,10 @@ class Texts(list):
 
     lists_wrong_rows = False
 
-    def place(self):
+    def resume_state(self):
         return None
 
-    share = files_to_record = place
+    fraction_read = files_to_record = resume_state
 
 
 def test_chunks_hold_all_texts_in_order():
@@ -227,9 +227,9 @@ def test_a_source_resumes_from_any_place(kind, corpus, tmp_path, monkeypatch):
     for read in (0, 1, len(whole) // 2, len(whole) - 1, len(whole)):
         source = open_source(d)
         assert list(itertools.islice(source, read)) == whole[:read]
-        place, share = json.loads(json.dumps(source.place())), source.share()
+        state, share = json.loads(json.dumps(source.resume_state())), source.fraction_read()
         assert 0 <= share <= 1 and (share == 0) == (read == 0)
-        assert list(open_source(d, place)) == whole[read:]
+        assert list(open_source(d, state)) == whole[read:]
 
 
 def test_a_long_parquet_resumes_in_any_of_its_batches(tmp_path):
@@ -243,7 +243,7 @@ def test_a_long_parquet_resumes_in_any_of_its_batches(tmp_path):
     for read in (1000, 1024, 1500, 2900):
         source = open_source(d)
         assert list(itertools.islice(source, read)) == texts[:read]
-        assert list(open_source(d, source.place())) == texts[read:]
+        assert list(open_source(d, source.resume_state())) == texts[read:]
 
 
 def test_a_hub_source_resumes_and_knows_its_size(monkeypatch):
@@ -276,8 +276,8 @@ def test_a_hub_source_resumes_and_knows_its_size(monkeypatch):
     d = make_config(data={"source": "owner/name"}).data
     whole, source = list(open_source(d)), open_source(d)
     newest[0] = "second"
-    assert list(itertools.islice(source, 1500)) == whole[:1500] and source.share() == 0.5
-    assert list(open_source(d, json.loads(json.dumps(source.place())))) == whole[1500:]
+    assert list(itertools.islice(source, 1500)) == whole[:1500] and source.fraction_read() == 0.5
+    assert list(open_source(d, json.loads(json.dumps(source.resume_state())))) == whole[1500:]
     assert (
         asked == ["first"] * 3
         and source.revision == "first"
@@ -285,7 +285,7 @@ def test_a_hub_source_resumes_and_knows_its_size(monkeypatch):
     )
     for unknown in ({}, {"train": datasets.SplitInfo("train", num_examples=0)}, None):
         source.data.info.splits = unknown
-        assert source.share() is None
+        assert source.fraction_read() is None
 
 
 def test_empty_files_are_skipped(tmp_path):
@@ -337,9 +337,9 @@ def test_a_bad_row_is_named_by_its_number_resumed_or_not(kind, told, tmp_path, m
     d = config_for(source, tmp_path).data
     begun = open_source(d)
     assert list(itertools.islice(begun, 2)) == ["a", "b"]
-    for place in (None, json.loads(json.dumps(begun.place()))):
+    for state in (None, json.loads(json.dumps(begun.resume_state()))):
         with pytest.raises(ConfigError) as caught:
-            list(open_source(d, place))
+            list(open_source(d, state))
         assert str(caught.value) == f"{source}: {told}"
 
 
@@ -367,7 +367,7 @@ def test_text_without_line_ends_is_cut_between_characters(unit, tmp_path):
     assert "".join(found) == text and max(len(piece.encode()) for piece in found) <= 2 << 16
     source = open_source(d)
     next(iter(source))
-    assert "".join(open_source(d, source.place())) == text[len(found[0]) :]
+    assert "".join(open_source(d, source.resume_state())) == text[len(found[0]) :]
 
 
 @pytest.mark.parametrize(

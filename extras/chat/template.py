@@ -20,7 +20,7 @@ import jinja2.sandbox
 
 import config
 from config import ConfigError
-from data.tokenizer import local_path
+from data.hub import local
 
 TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
 SECONDS, BYTES = 5.0, 1 << 30  # processor time and memory that rendering one conversation may take
@@ -51,7 +51,7 @@ def identity_of(d: config.Data) -> dict[str, str | None]:
 def find_template(tokenizer: str | pathlib.Path, given: str | None = None) -> str:
     """The text of data.chat_template or, if that is absent, of the tokenizer's own template: chat_template.jinja beside
     it, else chat_template of its tokenizer_config.json. Raises ConfigError."""
-    found = local_path(str(tokenizer))
+    found = local(str(tokenizer))
     folder = found if found.is_dir() else found.parent
     path = pathlib.Path(given) if given else folder / TEMPLATE
     try:

@@ -16,7 +16,7 @@ from safetensors.torch import save
 import config
 from config import ConfigError
 from data import hub
-from data.tokenizer import local_path, tokenizer_files
+from data.tokenizer import tokenizer_files
 from extras.huggingface import config as hf_config
 from extras.huggingface.weights import hf_name, shapes
 from launch.command import usable
@@ -283,7 +283,7 @@ def test_what_is_an_id(tmp_path, monkeypatch):
         "a/b.json",
         "~/a",
     ):
-        assert not hub.is_id(name) and local_path(name) == pathlib.Path(name)
+        assert not hub.is_id(name) and hub.local(name) == pathlib.Path(name)
     (tmp_path / "Qwen/Qwen3-0.6B").mkdir(parents=True)
     assert not hub.is_id("Qwen/Qwen3-0.6B") and hub.local("Qwen/Qwen3-0.6B") == pathlib.Path(
         "Qwen/Qwen3-0.6B"
