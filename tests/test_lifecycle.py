@@ -70,7 +70,7 @@ def launch_faulty(
 ) -> subprocess.CompletedProcess:
     """The launcher, as run_train.sh calls it, with tests/faulty.py for train.py."""
     program = (
-        "import sys; from lifecycle import command, launch; "
+        "import sys; from launch import command, launch; "
         "command.TRAIN = sys.argv.pop(1); asked = launch.Interruption(); launch.listen(asked); "
         "sys.exit(launch.launch(sys.argv[1:], asked))"
     )
@@ -200,7 +200,7 @@ def test_a_signal_to_anyone_saves_and_stops_all(write_config, whom, number, npro
         {
             "launcher": lambda: run.process.pid,
             "rank": lambda: run.processes(r"/train\.py$")[-1],
-            "torchrun": lambda: run.processes(r"^lifecycle\.torchrun$")[-1],
+            "torchrun": lambda: run.processes(r"^launch\.torchrun$")[-1],
         }[whom](),
         number,
     )
@@ -242,7 +242,7 @@ def test_a_signal_to_the_launcher_that_has_only_begun(write_config, number, seco
     run = Launched(write_config("earliest", **FOREVER))
     command = pathlib.Path(f"/proc/{run.process.pid}/cmdline")
     run.wait_for(
-        lambda: command.read_text().startswith(f"{sys.executable}\0-m\0lifecycle.launch\0")
+        lambda: command.read_text().startswith(f"{sys.executable}\0-m\0launch.launch\0")
     )
     time.sleep(seconds)
     run.process.send_signal(number)
