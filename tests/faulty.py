@@ -11,6 +11,8 @@ import sys
 import time
 
 gc.disable()  # while importing, as train.py does, which enables it
+# this script's folder has an `extras` of its own: that of the tests
+sys.path[0] = str(pathlib.Path(__file__).parent.parent)
 
 import torch  # noqa: E402
 
