@@ -8,12 +8,13 @@ import shlex
 import shutil
 import sys
 from argparse import Namespace
-from typing import TYPE_CHECKING
 
 import config
 from checkpoint import catalog, compare
 from config import ConfigError
+from data.dataset import Dataset, open_dataset
 from data.folder import is_prepared
+from data.prepare import prepare
 from files import print_line
 from launch.command import Ranks
 from launch.interruption import Interruption
@@ -21,30 +22,23 @@ from lifecycle.folder import check_folder, read_status
 from lifecycle.gpus import visible_gpus
 from schema import together
 
-if TYPE_CHECKING:
-    from data.dataset import Dataset
-
 
 def check_launch(
     cfg: config.Config, ranks: Ranks, args: Namespace, interruption: Interruption
 ) -> bool:
     """Runs all checks and prepares the data. Returns whether there is anything left to do. Raises
     ConfigError."""
-    # Imports from higher layers, as in a tool's main(). Local: torch takes seconds to load, and few
-    # launches need it.
-    from data.dataset import open_dataset
-    from data.prepare import prepare
-
     interruption.allow()  # to verify a checkpoint reads every byte, and preparing may take hours
     folder = config.run_folder(cfg)
     if not args.eval_only and is_finished(cfg, folder):
         return False
-    together(
-        lambda: config.mesh_shape(cfg, ranks.total), lambda: args.eval_only or check_folder(folder)
-    )
+    if args.eval_only:
+        config.mesh_shape(cfg, ranks.total)
+    else:
+        together(lambda: config.mesh_shape(cfg, ranks.total), lambda: check_folder(folder))
     if ranks.job:
         check_prepared(cfg, args)
-    *_, (start, _) = together(
+    results = together(
         lambda: check_device(cfg, ranks.local),
         lambda: check_patterns(cfg),
         lambda: check_compiler(cfg),
@@ -53,6 +47,7 @@ def check_launch(
             cfg, catalog.steps(cfg), catalog.problems_without_hashing, args.eval_only
         ),
     )
+    start, _ = results[-1]
     if args.eval_only:
         compare.check_same_run(cfg, start, compare.SAME_OUTPUTS)
         dataset = open_dataset(cfg, train=False)
@@ -108,7 +103,7 @@ def check_prepared(cfg: config.Config, args: Namespace) -> None:
     )
 
 
-def check_validation(cfg: config.Config, dataset: "Dataset") -> None:
+def check_validation(cfg: config.Config, dataset: Dataset) -> None:
     """Raises ConfigError if no source holds validation text, as of data from before a text always
     held out some."""
     if not (cfg.eval and dataset.has_validation()):

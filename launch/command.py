@@ -1,8 +1,9 @@
 """The command that starts the ranks, plain Python or torchrun, and their environment. For SLURM's
 part see slurm.py.
 
-python -m launch.command --usable [CONFIG ...]     exits with 0 if this Python can run it (without:
-any run)
+    python -m launch.command --usable [CONFIG ...]
+
+Exits with 0 if this Python can run these arguments, or without any, every configuration.
 """
 
 import importlib.metadata
@@ -135,6 +136,7 @@ def usable(argv: list[str]) -> bool:
 
 
 def has_supported_torch() -> bool:
+    """Whether torch is installed in a version of TORCH."""
     try:
         major, minor = importlib.metadata.version("torch").split(".")[:2]
         return TORCH[0] <= (int(major), int(minor)) <= TORCH[1]

@@ -37,7 +37,8 @@ LOG_WAIT_SECONDS = 2.0  # a longer wait is logged
 # Python's garbage collection; automatic, it would stall each rank at a different time
 COLLECT_EVERY_STEPS = 100
 RESTART_SECONDS = 30  # for the ranks before a restart to exit
-# phases that are not part of a step: the device finishes the step before them
+# Phases that are not part of a step. They begin once the device has finished the steps queued on it,
+# whose time would else count as that of the phase.
 OUTSIDE_STEPS = ("evaluation", "save")
 
 
@@ -64,6 +65,7 @@ class Run:
         self.cfg = cfg
         self.world = world
         self.launch = launch
+        # recorded in the status: whose ranks have the folder (folder.py)
         self.holder = holder_of(launch)
         self.stop = stop  # run.stop.agreed: whether all ranks stop after this step
         self.folder = config.run_folder(cfg)
