@@ -1,11 +1,12 @@
 """A run's folder: status.json, the lock, and the files through which launcher and ranks
 communicate. Needs no torch.
 
-status.json          the run's state, for users and other programs .lock                held by rank
-0 until its process ends .stop-LAUNCH         created empty by the launcher; any content asks this
-launch's ranks to save and stop .failure-LAUNCH-N    why rank N failed, as JSON
+status.json          the run's state, for users and other programs
+.lock                held by rank 0 until its process ends
+.stop-LAUNCH         created empty by the launcher; any content asks this launch's ranks to stop
+.failure-LAUNCH-N    why rank N failed, as JSON
 
-A launch is one start of the launcher (run_train.sh). LAUNCH is its id, new each time; in a SLURM
+A launch is one start of the launcher (run_train.sh). LAUNCH is its id, new each time. In a SLURM
 job the id begins with the job's number and requeue count: "7.0.3f2a...". Ranks that torchrun
 restarts belong to the same launch. The holder is whose ranks last took the folder: a launch, or a
 torchrun process that was started without the launcher.

@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -85,15 +85,14 @@ def shared_options(cfg: config.Config) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in ON_THIS_NODE}
 
 
-def agree_on_device(
-    store: dist.Store, rank: int, size: int, pick: Callable[[], torch.device]
-) -> torch.device:
+def agree_on_device(cfg: config.Config, store: dist.Store) -> torch.device:
     """This rank's device. Raises the ConfigErrors of all ranks on every rank, or one if their types
     differ. Through the store: a process group with NCCL on some ranks only would hang."""
+    rank, local_rank, size = rank_and_size()
     device = None
     report: dict[str, Any] = {"type": None, "host": platform.node(), "problems": ()}
     try:
-        device = pick()
+        device = pick_device(cfg, local_rank)
         report["type"] = device.type
     except ConfigError as error:
         report["problems"] = error.problems
@@ -122,8 +121,8 @@ def problems_of_devices(reports: list[dict]) -> list[str]:
     another type."""
     problems = []
     for report in reports:
-        for problem in report["problems"]:
-            problems.append(f"{report['host']}: {problem}" if len(reports) > 1 else problem)
+        host = f"{report['host']}: " if len(reports) > 1 else ""
+        problems += [f"{host}{problem}" for problem in report["problems"]]
     if problems:
         return list(dict.fromkeys(problems))
     first = reports[0]
@@ -158,7 +157,7 @@ def raise_file_limit() -> None:
 def distributed(cfg: config.Config) -> Iterator[World]:
     """Initializes the process group, and destroys it on exit. Raises ConfigError for a mesh or
     device that is invalid or unavailable, and if ranks have different devices or options."""
-    rank, local_rank, size = rank_and_size()
+    rank, _, size = rank_and_size()
     shape = config.mesh_shape(cfg, size)
     raise_file_limit()
     timeout = datetime.timedelta(seconds=config.longest_timeout(cfg))
@@ -166,7 +165,7 @@ def distributed(cfg: config.Config) -> Iterator[World]:
         store, *_ = next(dist.rendezvous("env://", timeout=timeout))
     else:
         store = dist.HashStore()
-    device = agree_on_device(store, rank, size, lambda: pick_device(cfg, local_rank))
+    device = agree_on_device(cfg, store)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     set_determinism(cfg.run)
@@ -178,8 +177,8 @@ def distributed(cfg: config.Config) -> Iterator[World]:
     check_same_on_all_ranks("configuration and options", shared_options(cfg))
     yield World(rank, size, device, build_mesh(device.type, shape))
     # Not reached after an exception: the other ranks may never reach the barrier, so the process
-    # just exits. Free FSDP2's buffers first: gloo aborted in one of five runs that destroyed the
-    # group while they were alive.
+    # just exits.
+    # Frees FSDP2's buffers: gloo aborted in one of five runs that destroyed the group before.
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
