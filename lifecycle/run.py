@@ -130,8 +130,8 @@ class Run:
     def wait_for_text(self, loader: Loader) -> None:
         """Before the first step: waits until every rank can read its first batch and, if an
         evaluation is due, the validation text. Collective."""
-        self.text = NextText(loader, self.stop, self.step)
-        self.text.start_sync()
+        self.text = NextText(loader, self.stop)
+        self.text.begin_step(self.step)
         self.agree_on_stop()
 
     def steps(self, first: int, last: int) -> Iterator[int]:
@@ -150,8 +150,7 @@ class Run:
             if self.stop.agreed:
                 break
             self._begin("first step" if step == first else "step", step)  # the first compiles
-            self.text.step = step
-            self.text.start_sync()
+            self.text.begin_step(step)
             with traced(step):
                 yield step
             self.step = step
@@ -161,6 +160,7 @@ class Run:
         gc.unfreeze()
         self.text.raise_failure()
         if self.stop.agreed and self.step >= first and not self.cfg.checkpoint:
+            # not a success: the exit code is that of a process that the signal ended
             raise KeyboardInterrupt(
                 f"stopped after step {self.step} by signal {self.stop.signal}; without "
                 "[checkpoint] nothing was saved"

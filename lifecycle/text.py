@@ -17,11 +17,14 @@ class NextText:
     """The text after the current step: the next batch, and before it the validation text if an
     evaluation is due. Its state goes into the all-reduce of the stop flag."""
 
-    def __init__(self, loader: Loader, stop: StopRequest, step: int):
-        """step: the last step that has begun."""
+    def __init__(self, loader: Loader, stop: StopRequest):
         self.loader = loader
         self.stop = stop
+        self.step = 0  # the last step that has begun
+
+    def begin_step(self, step: int) -> None:
         self.step = step
+        self.start_sync()
 
     def start_sync(self) -> None:
         """Starts the all-reduce of the stop flag, with the state of this rank's text."""
