@@ -49,11 +49,23 @@ def check_launch(
     )
     start, _ = results[-1]
     if args.eval_only:
-        compare.check_same_run(cfg, start, compare.SAME_OUTPUTS)
-        dataset = open_dataset(cfg, train=False)
-        compare.check_same_tokenizer(cfg, start, dataset.tokenizer_files)
-        check_validation(cfg, dataset)
-        return True
+        check_evaluation(cfg, start)
+    else:
+        prepare_training(cfg, start)
+    return True
+
+
+def check_evaluation(cfg: config.Config, start: int) -> None:
+    """Raises ConfigError if the checkpoint of step `start` cannot be evaluated on the data."""
+    compare.check_same_run(cfg, start, compare.SAME_OUTPUTS)
+    dataset = open_dataset(cfg, train=False)
+    compare.check_same_tokenizer(cfg, start, dataset.tokenizer_files)
+    check_validation(cfg, dataset)
+
+
+def prepare_training(cfg: config.Config, start: int) -> None:
+    """Prepares the data and makes the run's folder. Raises ConfigError if that fails, or if training
+    cannot resume after step `start` on this data."""
     compare.check_same_run(cfg, start)
     if cfg.model.init_from and (cfg.lora or not start):
         from extras.huggingface.weights import weights_to_read
@@ -64,11 +76,11 @@ def check_launch(
     compare.check_same_data(cfg, start, dataset.identities())
     dataset.require(compare.data_before(cfg, start))
     check_validation(cfg, dataset)
+    folder = config.run_folder(cfg)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"[run] output_dir: {folder} cannot be made: {error.strerror}") from None
-    return True
 
 
 def is_finished(cfg: config.Config, folder: pathlib.Path) -> bool:

@@ -180,18 +180,19 @@ def exit_code(folder: pathlib.Path, launch: str, ranks: int, returned: int) -> i
     returned: the exit code of the ranks' command, negative if a signal ended it."""
     status = read_status(folder)
     took_folder = status.get("launch") == launch
-    # else the logs may be those of another launch
-    failed = failures(folder, launch, read_logs_of=range(ranks) if took_folder else ())
+    # the logs may be those of another launch
+    read_logs_of = range(ranks) if took_folder else ()
+    reports = failures(folder, launch, read_logs_of)
     remove_traces(folder, launch)
     if took_folder and status["state"] == "finished":
         return 0
     if took_folder and status["state"] == "preempted":
         return STOPPED
-    if not took_folder and not failed and -returned in SIGNALS:  # before the ranks had handlers
+    if not took_folder and not reports and -returned in SIGNALS:  # before the ranks had handlers
         return STOPPED
 
-    if failed:
-        code = failed[0]["exit_code"]
+    if reports:
+        code = reports[0]["exit_code"]
     elif returned > 0:
         code = returned
     else:
@@ -206,7 +207,7 @@ def exit_code(folder: pathlib.Path, launch: str, ranks: int, returned: int) -> i
             if not took_folder:  # the folder is another run's
                 print_error(str(error))
                 return INPUT_IS_WRONG
-    print_root_cause(folder, failed, ranks, returned)
+    print_root_cause(folder, reports, ranks, returned)
     return code
 
 
@@ -231,14 +232,14 @@ def mark_failed(folder: pathlib.Path, launch: str, status: dict, code: int) -> N
         print_error(f"{folder}/status.json: {error}")
 
 
-def print_root_cause(folder: pathlib.Path, failed: list[dict], ranks: int, returned: int) -> None:
+def print_root_cause(folder: pathlib.Path, reports: list[dict], ranks: int, returned: int) -> None:
     """Prints why the ranks failed: the first of their reports, else the signal that ended their
     command."""
     if (folder / "logs").exists():
         print_error(f"the log of every rank is in {folder}/logs")
-    if failed:
-        first = failed[0]
-        silent = sorted(set(range(ranks)) - {failure["rank"] for failure in failed})
+    if reports:
+        first = reports[0]
+        silent = sorted(set(range(ranks)) - {report["rank"] for report in reports})
         if silent and not first["final"]:
             listed = ", ".join(map(str, silent[:8]))
             if len(silent) > 8:
