@@ -54,13 +54,13 @@ def evaluate(
             )
             sums[i] += found["loss"]
             counts[i] += valid
-            run.agree_on_stop()
-            if run.stopping:
+            run.stop.finish_sync()
+            if run.stop.agreed:
                 break
         phase = "evaluation batch"
     reshard(model)
     model.train()
-    if run.stopping:
+    if run.stop.agreed:
         return None
     text_bytes = bytes_of_targets(cfg, dataset, world.rank, world.size)
     ranks = all_gather_objects((sums.tolist(), counts.tolist(), text_bytes))

@@ -12,8 +12,6 @@ import resource
 import subprocess
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,7 +24,8 @@ from parallel.ranks import all_gather_objects, on_rank_zero
 
 log = logging.getLogger("train")
 
-# Dense bfloat16 TFLOP/s by the data sheets, by part of the device's name of CUDA; the longest that matches counts.
+# Dense bfloat16 TFLOP/s by the data sheets, by part of the device's name of CUDA; the longest that
+# matches counts.
 PEAK_TFLOPS = {
     "A100": 312,
     "A800": 312,
@@ -45,7 +44,7 @@ PEAK_TFLOPS = {
     "RTX 5090": 209,
     "MI300X": 1307,
 }
-ACCENT = "\033[1;36m", "\033[0m"  # ANSI: bold cyan, and the default again
+ACCENT, NO_ACCENT = "\033[1;36m", "\033[0m"  # ANSI: bold cyan, and the default again
 NO_VALIDATION_TARGET = "no validation loss: no token of the validation data has a loss"
 # bytes of rows that wait in memory while they cannot be written: tens of thousands
 ROWS_KEPT = 2**24
@@ -53,15 +52,20 @@ ROWS_KEPT = 2**24
 
 def peak_flops(device: torch.device) -> float | None:
     """Dense bfloat16 FLOP/s by the data sheet; None, and so no MFU, for an unknown device."""
-    return data_sheet_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    return data_sheet_peak(torch.cuda.get_device_name(device))
 
 
 def data_sheet_peak(name: str) -> float | None:
-    """The dense bfloat16 peak of a device by its name of CUDA, such as "NVIDIA A100-SXM4-80GB", in FLOP/s."""
+    """The dense bfloat16 peak of a device by its name of CUDA, such as "NVIDIA A100-SXM4-80GB", in
+    FLOP/s."""
     if "Laptop" in name or "MIG" in name:  # another chip, or a slice, of the same name
         return None
     known = [chip for chip in PEAK_TFLOPS if chip in name]
-    return PEAK_TFLOPS[max(known, key=len)] * 1e12 if known else None
+    if not known:
+        return None
+    return PEAK_TFLOPS[max(known, key=len)] * 1e12
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -75,45 +79,36 @@ class Accent(logging.Formatter):
     """For a terminal: the loss of a step in color."""
 
     def format(self, record: logging.LogRecord) -> str:
-        begin, end = ACCENT
-        return re.sub(
-            r"^(step .*?loss +)([^\s,]+)", rf"\g<1>{begin}\2{end}", super().format(record)
-        )
+        line = super().format(record)
+        return re.sub(r"^(step .*?loss +)([^\s,]+)", rf"\g<1>{ACCENT}\2{NO_ACCENT}", line)
 
 
 def start_logging(folder: pathlib.Path, rank: int, color: bool) -> pathlib.Path:
-    """Every rank logs to logs/rank-N.log; rank 0 also to the console, the others redirect stdout and stderr to it.
-    Returns the log's path."""
+    """Every rank logs to logs/rank-N.log; rank 0 also to the console, the others redirect stdout
+    and stderr to it. Returns the log's path."""
     (folder / "logs").mkdir(exist_ok=True)
-    in_file = logging.FileHandler(path := folder / "logs" / f"rank-{rank}.log")
+    path = folder / "logs" / f"rank-{rank}.log"
+    in_file = logging.FileHandler(path)
     in_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     log.setLevel(logging.INFO)
     log.propagate = False
     # a full disk or a closed terminal is no reason to stop, nor to print tracebacks
     logging.raiseExceptions = False
-    console = logging.StreamHandler(sys.stdout)
-    console.setFormatter(Accent() if color else None)
-    log.handlers = [in_file, console] if rank == 0 else [in_file]
-    for stream in () if rank == 0 else (sys.stdout, sys.stderr):
+    if rank == 0:
+        console = logging.StreamHandler(sys.stdout)
+        console.setFormatter(Accent() if color else None)
+        log.handlers = [in_file, console]
+        return path
+    log.handlers = [in_file]
+    for stream in (sys.stdout, sys.stderr):
         stream.flush()
-        os.dup2(in_file.stream.fileno(), stream.fileno())  # pyrefly: ignore[missing-attribute]  # it is open
+        # pyrefly: ignore[missing-attribute]  # it is open
+        os.dup2(in_file.stream.fileno(), stream.fileno())
     return path
 
 
 def environment(hosts: list[str], device: torch.device) -> dict:
     """The machines and versions of a launch. hosts: the host of each rank."""
-
-    def git(*words: str) -> str | None:
-        with contextlib.suppress(OSError, subprocess.CalledProcessError):
-            return subprocess.check_output(
-                ["git", *words],
-                cwd=pathlib.Path(__file__).parent,
-                text=True,
-                errors="replace",
-                stderr=subprocess.DEVNULL,
-            ).strip()
-        return None
-
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -123,7 +118,7 @@ def environment(hosts: list[str], device: torch.device) -> dict:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "hosts": sorted({*hosts}),
+        "hosts": sorted(set(hosts)),
         "machine": platform.machine(),
         "gpu": gpu,
         "cores": os.cpu_count(),
@@ -132,8 +127,24 @@ def environment(hosts: list[str], device: torch.device) -> dict:
     }
 
 
+def git(*words: str) -> str | None:
+    """The output of a git command in this repository; None if it fails."""
+    try:
+        output = subprocess.check_output(
+            ["git", *words],
+            cwd=pathlib.Path(__file__).parent,
+            text=True,
+            errors="replace",
+            stderr=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return output.strip()
+
+
 class Recorder:
-    """Times the steps and reports them. All ranks must call it alike; rank 0 writes rows and console."""
+    """Counts the steps and reports them. All ranks must call it alike; rank 0 writes rows and
+    console."""
 
     def __init__(
         self,
@@ -142,48 +153,40 @@ class Recorder:
         folder: pathlib.Path,
         start: int,
         flops_per_token: int,
-        phase: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        seconds: dict[str, float],
     ):
-        """start: the step that training resumes after; phase: the watchdog's, entered with what is timed."""
-        self.cfg, self.world, self.folder, self.start, self.flops_per_token = (
-            cfg,
-            world,
-            folder,
-            start,
-            flops_per_token,
-        )
-        self.phase, self.plan = phase, None
-        self.rows = Rows(folder, cfg.log, start) if world.rank == 0 else None
-        if self.rows and world.device.type == "cuda" and config.has_extra("planner"):
-            from extras.planner.check import PlanCheck
+        """start: the step that training resumes after; seconds: Run.seconds, of which "data", the
+        wait for the loader, is part of the steps, and "evaluation" and "save" are not."""
+        self.cfg = cfg
+        self.world = world
+        self.folder = folder
+        self.start = start
+        self.flops_per_token = flops_per_token
+        self.seconds = seconds
+        self.rows: Rows | None = None  # on rank 0
+        self.plan: Any = None  # on rank 0 of a run on GPUs: extras.planner.check.PlanCheck
+        if world.rank == 0:
+            self.rows = Rows(folder, cfg.log, start)
+            if world.device.type == "cuda" and config.has_extra("planner"):
+                from extras.planner.check import PlanCheck
 
-            self.plan = PlanCheck(cfg, world, folder)
-        self.restart_timer()
+                self.plan = PlanCheck(cfg, world, folder)
+        self._begin_row()
+
+    def _begin_row(self) -> None:
+        """Begins to count the steps of the next row."""
+        self.began = time.perf_counter()
+        self.seconds_before = self.seconds.copy()
+        self.steps = 0
+        self.loss = torch.zeros(())  # the sum over the steps, on the device from the first step on
+        self.valid_tokens = 0
+
+    def _seconds_since_row(self, phase: str) -> float:
+        return self.seconds[phase] - self.seconds_before[phase]
 
     def has_evaluation(self, step: int) -> bool:
         """Whether the rows on disk hold an evaluation of this step. Collective."""
-        return on_rank_zero(
-            lambda: any(
-                row["kind"] == "eval" and row["step"] == step
-                for row in read_rows(self.folder / "metrics.jsonl")
-            )
-        )
-
-    def restart_timer(self) -> None:
-        self.began, self.steps, self.seconds = time.perf_counter(), 0, defaultdict(float)
-        # sums since the last row; loss becomes a device tensor
-        self.loss, self.valid_tokens = (torch.zeros(()), 0)
-
-    @contextlib.contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        """Times its body as a phase of the watchdog: "data", the wait for the loader, or "evaluation" or "save", which
-        are no part of the steps. Before these the device finishes the training that is queued on it, which is."""
-        if phase != "data":
-            torch.get_device_module(self.world.device).synchronize()
-        began = time.perf_counter()
-        with self.phase(phase):
-            yield
-        self.seconds[phase] += time.perf_counter() - began
+        return on_rank_zero(lambda: has_row(self.folder / "metrics.jsonl", "eval", step))
 
     def log_step(
         self,
@@ -193,11 +196,13 @@ class Recorder:
         sums: dict[str, torch.Tensor],
         scalars: dict[str, Any],
     ) -> None:
-        """Counts a step. If a row is due, waits for the device, gathers every rank's figures and writes the row.
+        """Counts a step. If a row is due, waits for the device, gathers every rank's figures and
+        writes the row.
 
-        tokens: trained on so far; batch: a data.loader.Batch; sums, scalars (or dictionaries of them): as
-        training_step() returns them. The row holds them by name, the sums as means over the step's tokens, and as
-        loss_mean the mean loss over the tokens of all steps since the last row. Without a target a mean is None.
+        tokens: trained on so far; batch: a data.loader.Batch; sums, scalars (or dictionaries of
+        them): as training_step() returns them. The row holds them by name, the sums as means over
+        the step's tokens, and as loss_mean the mean loss over the tokens of all steps since the
+        last row. Without a target a mean is None.
         """
         self.steps += 1
         if batch.valid_tokens:  # else the sum holds no loss, only a block's terms, if any
@@ -205,100 +210,137 @@ class Recorder:
             self.valid_tokens += batch.valid_tokens
         if self.plan:
             self.plan.count_step()
-        if step not in (1, self.cfg.train.steps) and step % self.cfg.log.every_steps:
+        is_due = step % self.cfg.log.every_steps == 0 or step in (1, self.cfg.train.steps)
+        if not is_due:
             return
-        # item() waits until the device is done
-        ours = {
+        row = self._train_row(step, tokens, batch, sums, scalars)
+        if self.rows:
+            self.rows.write(row)
+            log.info(console_line(row, self.cfg.train.steps))
+            plan_row = self.plan.row(step, row["step_seconds"]) if self.plan else None
+            if plan_row:
+                self.rows.write(plan_row)
+        self._begin_row()
+
+    def _train_row(
+        self,
+        step: int,
+        tokens: int,
+        batch: Any,
+        sums: dict[str, torch.Tensor],
+        scalars: dict[str, Any],
+    ) -> dict[str, Any]:
+        """The row of the steps since the last one. Waits for the device. Collective."""
+        world = self.world
+        # item() waits until the device is done: before the clock is read
+        counted = {
             "sums": {name: value.item() for name, value in sums.items()},
             "loss": self.loss.item(),
             "digest": batch.digest,
         }
-        total = time.perf_counter() - self.began - self.seconds["evaluation"] - self.seconds["save"]
-        figures = {
-            "step_seconds": total / self.steps,
-            "data_seconds": self.seconds["data"] / self.steps,
-            "peak_memory_gib": peak_memory_gib(self.world.device),
-        }
-        ranks = all_gather_objects(ours | figures)
+        figures = self._figures()
+        ranks = all_gather_objects(counted | figures)
+        # tp ranks have the same sums, cp ranks those of their part of the sequence
+        summing_ranks = ranks[:: world.tp]
+        means = {}
+        for name in sums:
+            means[name] = mean([rank["sums"][name] for rank in summing_ranks], batch.valid_tokens)
+        # the ranks of a tp or cp group have the same samples
+        digest = sum(rank["digest"] for rank in ranks[:: world.cp * world.tp])
+
         slowest = {name: max(rank[name] for rank in ranks) for name in figures}
-        w, peak = self.world, peak_flops(self.world.device)
-        rate = config.tokens_per_step(self.cfg) / w.size / slowest["step_seconds"]
+        rate = config.tokens_per_step(self.cfg) / world.size / slowest["step_seconds"]
+        peak = peak_flops(world.device)
         row = {
             "kind": "train",
             "step": step,
-            # tp ranks have the same sums, cp ranks those of their part of the sequence
-            **{
-                name: mean([rank["sums"][name] for rank in ranks[:: w.tp]], batch.valid_tokens)
-                for name in sums
-            },
-            "loss_mean": mean([rank["loss"] for rank in ranks[:: w.tp]], self.valid_tokens),
+            **means,
+            "loss_mean": mean([rank["loss"] for rank in summing_ranks], self.valid_tokens),
             **{name: as_numbers(value) for name, value in scalars.items()},
             "tokens": tokens,
             "tokens_per_second_per_device": rate,
             "mfu": rate * self.flops_per_token / peak if peak else None,
             **figures,
-            **({"slowest_rank": slowest} if self.world.size > 1 else {}),
-            "batch_digest": sum(rank["digest"] for rank in ranks[:: w.cp * w.tp])
-            % config.DIGEST_MODULUS,
         }
-        if self.rows:
-            self.rows.write(row)
-            log.info(console_line(row, self.cfg.train.steps))
-            if self.plan and (found := self.plan.row(step, figures["step_seconds"])):
-                self.rows.write(found)
-        self.restart_timer()
+        if world.size > 1:
+            row["slowest_rank"] = slowest
+        row["batch_digest"] = digest % config.DIGEST_MODULUS
+        return row
 
-    def log_evaluation(self, step: int, found: dict | None) -> None:
-        """found: the result of evaluate(), None if it was stopped."""
-        if self.rows and found is not None:
-            self.rows.write({"kind": "eval", "step": step, **found})
-            bits = found["bits_per_byte"]
-            if found["loss"] is None:
-                log.warning("step %d  %s", step, NO_VALIDATION_TARGET)
-                return
-            log.info(
-                "step %d  validation loss %.4f%s",
-                step,
-                found["loss"],
-                "" if math.isnan(bits) else f", {bits:.4f} bits per byte",
-            )
+    def _figures(self) -> dict[str, float]:
+        """This rank's time per step since the last row, without evaluations and saves, and its
+        memory."""
+        seconds = time.perf_counter() - self.began
+        seconds -= self._seconds_since_row("evaluation") + self._seconds_since_row("save")
+        return {
+            "step_seconds": seconds / self.steps,
+            "data_seconds": self._seconds_since_row("data") / self.steps,
+            "peak_memory_gib": peak_memory_gib(self.world.device),
+        }
+
+    def log_evaluation(self, step: int, result: dict | None) -> None:
+        """result: that of evaluate(), None if it was stopped."""
+        if self.rows is None or result is None:
+            return
+        self.rows.write({"kind": "eval", "step": step, **result})
+        if result["loss"] is None:
+            log.warning("step %d  %s", step, NO_VALIDATION_TARGET)
+            return
+        line = f"step {step}  validation loss {result['loss']:.4f}"
+        if not math.isnan(result["bits_per_byte"]):
+            line += f", {result['bits_per_byte']:.4f} bits per byte"
+        log.info(line)
 
     def log_start(self, parameters: int, units: str, notes: list[str]) -> None:
-        """Logs the model's size, its parallelism and where it starts from; notes on the data; the table of units."""
+        """Logs the model's size, its parallelism and where it starts from; notes on the data; the
+        table of units."""
         if self.rows is None:
             return
-        w, m, p, t, lora = (
-            self.world,
-            self.cfg.model,
-            self.cfg.parallel,
-            self.cfg.train,
-            self.cfg.lora,
-        )
+        world = self.world
+        parallel = self.cfg.parallel
+        mesh = f"{world.dp_replicate} replicas x {world.dp_shard} shards"
+        if world.cp * world.tp > 1:
+            mesh += f" x cp {world.cp} x tp {world.tp}"
         log.info(
-            f"{self.folder}: {parameters:,} parameters on {w.size} x {w.device.type} ({w.dp_replicate} replicas x "
-            f"{w.dp_shard} shards{f' x cp {w.cp} x tp {w.tp}' * (w.cp * w.tp > 1)}), {p.param_dtype}"
+            f"{self.folder}: {parameters:,} parameters on {world.size} x {world.device.type} "
+            f"({mesh}), {parallel.param_dtype}"
         )
+        log.info(", ".join(self._options()))
+        if self.start:
+            origin = f"resuming after step {self.start}"
+        elif self.cfg.model.init_from:
+            origin = f"from the weights of {self.cfg.model.init_from}"
+        else:
+            origin = "from fresh weights"
+        micro_batches = config.accumulation_steps(self.cfg, world.dp_size)
+        sequences = config.micro_batch_size(self.cfg, world.dp_size)
         log.info(
-            f"recompute {p.recompute}, prefetch {p.prefetch_forward} forward, {p.prefetch_backward} backward "
-            f"(0: implicit){', compiled' * p.compile}{f', float8 {p.float8}' * (p.float8 != 'none')}"
-            f"{', offloaded to the host' * p.cpu_offload}"
-            f"{f', adapters of rank {lora.rank} over a base in {lora.base_dtype}' if lora else ''}"
-            f"{', reduced once a step' * (not p.sync_every_micro_batch)}"
-        )
-        log.info(
-            f"{config.tokens_per_step(self.cfg):,} tokens per step = "
-            f"{config.accumulation_steps(self.cfg, w.dp_size)} micro-batches x {w.dp_size} data ranks x "
-            f"{config.micro_batch_size(self.cfg, w.dp_size)} sequences of {t.seq_len}; "
-            + (
-                f"resuming after step {self.start}"
-                if self.start
-                else f"from the weights of {m.init_from}"
-                if m.init_from
-                else "from fresh weights"
-            )
+            f"{config.tokens_per_step(self.cfg):,} tokens per step = {micro_batches} micro-batches x "
+            f"{world.dp_size} data ranks x {sequences} sequences of {self.cfg.train.seq_len}; {origin}"
         )
         for text in (*notes, units):
             log.info(text)
+
+    def _options(self) -> list[str]:
+        """What a run does for memory and speed."""
+        parallel = self.cfg.parallel
+        lora = self.cfg.lora
+        options = [
+            f"recompute {parallel.recompute}",
+            f"prefetch {parallel.prefetch_forward} forward",
+            f"{parallel.prefetch_backward} backward (0: implicit)",
+        ]
+        if parallel.compile:
+            options.append("compiled")
+        if parallel.float8 != "none":
+            options.append(f"float8 {parallel.float8}")
+        if parallel.cpu_offload:
+            options.append("offloaded to the host")
+        if lora:
+            options.append(f"adapters of rank {lora.rank} over a base in {lora.base_dtype}")
+        if not parallel.sync_every_micro_batch:
+            options.append("reduced once a step")
+        return options
 
     def sync(self) -> None:
         """Syncs the rows written so far to disk. Rank 0 only. Raises OSError."""
@@ -313,8 +355,9 @@ class Recorder:
 
 
 class Rows:
-    """Writes metrics.jsonl, flushing each row, on rank 0. Rows that it cannot write stay in the file's
-    buffer, and the next flush writes them."""
+    """Writes metrics.jsonl, flushing each row, on rank 0. Rows that it cannot write stay in the
+    file's buffer, and the next flush writes them. Also sends them to TensorBoard and the
+    tracker."""
 
     def __init__(self, folder: pathlib.Path, settings: config.Log, start: int):
         """Drops the rows of steps after `start`, so that (kind, step) stays unique."""
@@ -323,10 +366,10 @@ class Rows:
         files.write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
         # has a lock: saves sync in their own thread
         self.file = path.open("ab", buffering=ROWS_KEPT)
-        self.board: Any = None
+        self.board: Board | None = None
         if settings.tensorboard:
             self.board = Board(folder / "tensorboard", start)
-        self.tracker: Any = None
+        self.tracker: Any = None  # extras.reports.tracker.Tracker, a process that follows the file
         if settings.tracker:
             from extras.reports.tracker import Tracker
 
@@ -348,68 +391,20 @@ class Rows:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self.file.close()
-        for other in filter(None, (self.board, self.tracker)):
-            other.close()
-
-
-def read_rows(path: pathlib.Path) -> list[dict]:
-    """Rows of a metrics.jsonl. Skips invalid lines, such as a last one that a kill truncated."""
-    rows = []
-    for line in path.read_bytes().split(b"\n") if path.exists() else ():
-        with contextlib.suppress(ValueError):
-            row = json.loads(line)
-            if (
-                isinstance(row, dict)
-                and isinstance(row.get("kind"), str)
-                and type(row.get("step")) is int
-            ):
-                rows.append(row)
-    return rows
-
-
-def mean(sums: list[float], count: int) -> float | None:
-    """The sum of the sums over the count; None for a count of 0."""
-    return sum(sums) / count if count else None
-
-
-def as_numbers(value: Any) -> Any:
-    """A scalar tensor as a number, also inside of dictionaries."""
-    return (
-        {key: as_numbers(inner) for key, inner in value.items()}
-        if isinstance(value, dict)
-        else float(value)
-    )
-
-
-def as_json(row: dict) -> str:
-    """One line of JSON; non-finite numbers become null."""
-    return json.dumps(json.loads(json.dumps(row), parse_constant=lambda name: None))
-
-
-def console_line(row: dict, steps: int) -> str:
-    """At most 100 columns for up to 9,999,999 steps. Its loss is the mean over the steps since the last line."""
-    loss = "   none" if row["loss_mean"] is None else f"{row['loss_mean']:7.4f}"
-    per = "tokens/s/device" if row["mfu"] is None else f"tok/s/GPU  mfu {row['mfu']:5.1%}"
-    minutes, seconds = divmod(round((steps - row["step"]) * row["step_seconds"]), 60)
-    left = f"{minutes // 60}h{minutes % 60:02}m" if minutes >= 60 else f"{minutes}m{seconds:02}s"
-    return (
-        f"step {row['step']:>{len(str(steps))}}/{steps}  loss {loss}  "
-        f"grad {row['grad_norm']:5.2f}  {row['tokens_per_second_per_device']:>6,.0f} {per}  "
-        f"{row['peak_memory_gib']:4.1f} GiB  left {left}"
-    )
-
-
-log = logging.getLogger("train")
+        if self.board:
+            self.board.close()
+        if self.tracker:
+            self.tracker.close()
 
 
 class Board:
-    """Every finite number of a row, by its kind and name. If it fails, training goes on without it."""
+    """TensorBoard: every finite number of a row, by its kind and name. If it fails, training
+    continues without it."""
 
     def __init__(self, folder: pathlib.Path, start: int):
-        """Drops what it has of steps after `start`."""
-        from torch.utils.tensorboard import (
-            SummaryWriter,  # a package that a run without it need not have
-        )
+        """Drops the numbers of steps after `start`."""
+        # a package that a run without it need not have
+        from torch.utils.tensorboard import SummaryWriter
 
         self.writer: SummaryWriter | None = SummaryWriter(folder, purge_step=start + 1)
 
@@ -418,11 +413,9 @@ class Board:
             return
         try:
             for key, value in schema.flatten(row).items():
-                if (
-                    isinstance(value, int | float)
-                    and math.isfinite(value)
-                    and key not in ("step", "batch_digest")
-                ):
+                if key in ("step", "batch_digest"):
+                    continue
+                if isinstance(value, int | float) and math.isfinite(value):
                     self.writer.add_scalar(f"{row['kind']}/{key}", value, row["step"])
         except Exception as error:  # it re-raises whatever its writer thread raised
             self.writer = None
@@ -432,3 +425,66 @@ class Board:
         if self.writer:
             with contextlib.suppress(Exception):
                 self.writer.close()
+
+
+def read_rows(path: pathlib.Path) -> list[dict]:
+    """Rows of a metrics.jsonl. Skips invalid lines, such as a last one that a kill truncated."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_bytes().split(b"\n"):
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if is_row(row):
+                rows.append(row)
+    return rows
+
+
+def is_row(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return isinstance(value.get("kind"), str) and type(value.get("step")) is int
+
+
+def has_row(path: pathlib.Path, kind: str, step: int) -> bool:
+    """Whether a metrics.jsonl holds a row of this kind and step."""
+    return any(row["kind"] == kind and row["step"] == step for row in read_rows(path))
+
+
+def mean(sums: list[float], count: int) -> float | None:
+    """The sum of the sums over the count; None for a count of 0."""
+    if not count:
+        return None
+    return sum(sums) / count
+
+
+def as_numbers(value: Any) -> Any:
+    """A scalar tensor as a number, also inside of dictionaries."""
+    if isinstance(value, dict):
+        return {key: as_numbers(inner) for key, inner in value.items()}
+    return float(value)
+
+
+def as_json(row: dict) -> str:
+    """One line of JSON; non-finite numbers become null."""
+    return json.dumps(json.loads(json.dumps(row), parse_constant=lambda name: None))
+
+
+def console_line(row: dict, steps: int) -> str:
+    """At most 100 columns for up to 9,999,999 steps. Its loss is the mean over the steps since the
+    last line."""
+    loss = "   none"
+    if row["loss_mean"] is not None:
+        loss = f"{row['loss_mean']:7.4f}"
+    unit = "tokens/s/device"
+    if row["mfu"] is not None:
+        unit = f"tok/s/GPU  mfu {row['mfu']:5.1%}"
+    minutes, seconds = divmod(round((steps - row["step"]) * row["step_seconds"]), 60)
+    time_left = f"{minutes}m{seconds:02}s"
+    if minutes >= 60:
+        time_left = f"{minutes // 60}h{minutes % 60:02}m"
+    return (
+        f"step {row['step']:>{len(str(steps))}}/{steps}  loss {loss}  "
+        f"grad {row['grad_norm']:5.2f}  {row['tokens_per_second_per_device']:>6,.0f} {unit}  "
+        f"{row['peak_memory_gib']:4.1f} GiB  left {time_left}"
+    )

@@ -1,8 +1,9 @@
-"""Trains a Llama-style model with FSDP2: one run, read from top to bottom. minimal.py is the same idea on one page.
+"""Trains a Llama-style model with FSDP2: one run, read from top to bottom. minimal.py is the same
+idea on one page.
 
-./run_train.sh configs/tiny.toml --train.steps=50        sets up, prepares the data, starts the processes
-torchrun --nproc-per-node 8 train.py configs/llama8b.toml     the processes alone, on prepared data
-python train.py configs/llama8b.toml --dry-run --world-size 8 [--gpu H100] [--json]     the plan only
+./run_train.sh configs/tiny.toml --train.steps=50        sets up, prepares the data, starts ranks
+torchrun --nproc-per-node 8 train.py configs/llama8b.toml     the ranks alone, on prepared data
+python train.py configs/llama8b.toml --dry-run --world-size 8 [--gpu H100] [--json]    the plan only
 python train.py configs/tiny.toml --eval-only            evaluates the run's newest checkpoint
 """
 
@@ -47,10 +48,12 @@ from parallel.verify import check_optimizer, unit_table, verify_sharding
 
 
 def train(cfg: Config, world: World, run: Run) -> None:
-    # Open the data and choose the checkpoint to resume from. Nothing is written before both are validated.
+    # Open the data and choose the checkpoint to resume from. Nothing is written before both are
+    # validated.
     dataset = open_dataset(cfg)
-    checkpointer = Checkpointer(cfg, world, dataset.identities(), dataset.tokenizer_files)
-    checkpointer.fingerprint = dataset.fingerprint
+    checkpointer = Checkpointer(
+        cfg, world, dataset.identities(), dataset.tokenizer_files, report=run.log_save
+    )
     start = checkpointer.start  # the step to resume after, 0 for a new run
     on_each_rank(lambda: dataset.require(data_before(cfg, start)))
     pretrained = open_pretrained(cfg, start)  # the weights of a Hugging Face folder, or None
@@ -58,64 +61,70 @@ def train(cfg: Config, world: World, run: Run) -> None:
 
     # 1. Build the plain model on the meta device, so that no rank ever holds the full model.
     model = meta_model(cfg.model, cfg.lora)
-    # 2. Parallelize: float8, tensor and context parallelism, activation checkpointing, compilation, FSDP2.
+    # 2. Parallelize: float8, tensor and context parallelism, activation checkpointing, compilation,
+    #    FSDP2.
     parallelize(model, cfg, world)
     # 3. Each rank initializes its own shards, or reads them from the Hugging Face folder.
     device = storage_device(cfg, world)
     materialize(model, cfg.run.seed, device, pretrained.read_into if pretrained else None)
-    # 4. Build the optimizer after 2. and 3., which replace every parameter. An optimizer built earlier would hold the
-    #    old parameters, which get no gradients: the model would never learn.
+    # 4. Build the optimizer after 2. and 3., which replace every parameter. An optimizer built
+    #    earlier would hold the old parameters, which get no gradients: the model would never learn.
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, cfg.parallel.compile)
-    # 5. When resuming, load weights and optimizer state, which overwrite those from above. Then verify everything.
+    # 5. When resuming, load weights and optimizer state, which overwrite those from above. Then
+    #    verify everything.
     with run.phase("restore"):
         state = checkpointer.restore(model, optimizer, pretrained.base() if pretrained else None)
     units = verify_sharding(model, cfg.parallel, world)
     check_optimizer(model, optimizer)
-    run.claim_folder(dataset.tokenizer_files)  # from here on, things are written
 
+    # From here on, things are written.
+    run.claim_folder(dataset.tokenizer_files)
+    flops = flops_per_token(model, cfg.train.seq_len)
+    recorder = Recorder(cfg, world, run.folder, start, flops, run.seconds)
+    recorder.log_start(parameter_count(model), unit_table(units), dataset.notes)
     guard = FiniteGuard(
         optimizer, device, cfg.train.skip_nonfinite, state.skipped_steps, state.skipped_in_a_row
     )
     targetless = TargetlessSteps(state.targetless_steps, state.targetless_in_a_row)
-    recorder = Recorder(
-        cfg, world, run.folder, start, flops_per_token(model, cfg.train.seq_len), run.phase
-    )
-    recorder.log_start(parameter_count(model), unit_table(units), dataset.notes)
-    # metrics are flushed to disk before a checkpoint is published
-    checkpointer.before_publishing = recorder.sync
     loader = Loader(cfg, dataset, world, start + 1)
-    run.wait_for_text(loader, recorder.timed)
-    is_due = start > 0 and config.evaluation_is_due(cfg, start) and not run.stopping
+    run.wait_for_text(loader)
+    is_due = start > 0 and config.evaluation_is_due(cfg, start) and not run.stop.agreed
     if is_due and not recorder.has_evaluation(start):  # the previous launch was stopped before it
-        with recorder.timed("evaluation"):
+        with run.phase("evaluation"):
             recorder.log_evaluation(start, evaluate(model, cfg, world, dataset, run))
 
-    for step in run.steps(start + 1, cfg.train.steps):  # to the last one, or until run.stopping
+    # until all steps are trained, or all ranks agree to stop
+    for step in run.steps(start + 1, cfg.train.steps):
         # explicit prefetch: these all-gathers overlap with loading the batch
         unshard_first_units(model, cfg.parallel)
-        with recorder.timed("data"):
+        with run.phase("data"):
             batch = next(loader)
         sums, scalars = training_step(model, optimizer, guard, batch, step, cfg, world)
 
-        # The host waits for the device only in steps in which a metrics row, an evaluation or a checkpoint is due.
+        # The host waits for the device only in steps in which a metrics row, an evaluation or a
+        # checkpoint is due.
         tokens = state.tokens + (step - start) * config.tokens_per_step(cfg)
         recorder.log_step(step, tokens, batch, sums, scalars)
         targetless.count(step, batch.valid_tokens)  # raises after too many in a row
         # SIGTERM to any rank: all save after the same step, this one or the next
-        run.agree_on_stop(recorder.timed)
-        if config.evaluation_is_due(cfg, step) and not run.stopping:
-            with recorder.timed("evaluation"):
+        run.agree_on_stop()
+        if config.evaluation_is_due(cfg, step) and not run.stop.agreed:
+            with run.phase("evaluation"):
                 recorder.log_evaluation(step, evaluate(model, cfg, world, dataset, run))
         # every save_every_steps, at the last step, and when stopping
-        if checkpointer.is_due(step, run.stopping):
-            with recorder.timed("save"):
+        if checkpointer.is_due(step, run.stop.agreed):
+            with run.phase("save"):
                 counts = *guard.counts(), targetless.total, targetless.in_a_row
-                checkpointer.save(State(step, tokens, *counts), model, optimizer, run.stopping)
-        checkpointer.finish_pending_save()  # async_save writes in the background: reported once it is done
+                state_now = State(step, tokens, *counts)
+                data = dataset.fingerprint(step)
+                # recorder.sync: metrics are flushed to disk before the checkpoint is published
+                checkpointer.save(state_now, model, optimizer, run.stop.agreed, data, recorder.sync)
+        # async_save writes in the background: reported once it is done
+        checkpointer.finish_pending_save()
 
     guard.check()  # raises if the last step's gradient was not finite
     loader.close()
-    if not run.stopping:
+    if not run.stop.agreed:
         checkpointer.purge()  # removes what keep_last and keep_every_steps do not keep
         log_sample(model, cfg, world, dataset)
     recorder.close()
@@ -130,35 +139,36 @@ def training_step(
     cfg: Config,
     world: World,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """One optimizer step. Returns what a metrics row reports, by name: sums over this rank's tokens, such as the loss,
-    and scalars that are equal on all ranks. Tensors stay on the device: the host does not wait for this step."""
+    """One optimizer step. Returns what a metrics row reports, by name: sums over this rank's
+    tokens, such as the loss, and scalars that are equal on all ranks. Tensors stay on the device:
+    the host does not wait for this step."""
     lr = learning_rate(cfg.optim, config.schedule_steps(cfg), step)
     set_learning_rate(optimizer, lr)
-    # FSDP2 averages gradients over ranks. Multiplying by the number of ranks gives the sum; dividing by the step's
-    # valid tokens, over all ranks and micro-batches, gives the mean over tokens. Each rank's loader counts them without
-    # a collective: the order of the data is a function of the step.
+    # FSDP2 averages gradients over ranks. Multiplying by the number of ranks gives the sum;
+    # dividing by the step's valid tokens, over all ranks and micro-batches, gives the mean over
+    # tokens. Each rank's loader counts them without a collective: the order of the data is a
+    # function of the step.
     scale = world.fsdp_size / max(1, batch.valid_tokens)
     sums: dict[str, Tensor] = {}
-    for i, micro_batch in enumerate(batch.micro_batches, 1):
-        set_gradient_sync(
-            model, cfg.parallel, world, last_micro_batch=i == len(batch.micro_batches)
-        )
+    for number, micro_batch in enumerate(batch.micro_batches, 1):
+        is_last = number == len(batch.micro_batches)
+        set_gradient_sync(model, cfg.parallel, world, last_micro_batch=is_last)
         tensors = (tensor.to(world.device, non_blocking=True) for tensor in micro_batch)
         # (tokens, targets, positions, documents) -> sums over the tokens
         losses, _ = model(*tensors)
-        # A non-finite loss can have finite gradients. A factor of NaN makes them, and so the global norm, NaN: every
-        # rank skips the step.
+        # A non-finite loss can have finite gradients. A factor of NaN makes them, and so the global
+        # norm, NaN: every rank skips the step.
         scale_or_nan = torch.where(losses["loss"].isfinite(), scale, math.nan)
         (losses["loss"] * scale_or_nan).backward()
         for name, value in losses.items():
             sums[name] = sums.get(name, 0) + value.detach()
-    # Returns the norm before clipping. A fused optimizer multiplies by the clipping factor in its update, which saves a
-    # pass over the gradients: hence the argument.
+    # Returns the norm before clipping. A fused optimizer multiplies by the clipping factor in its
+    # update, which saves a pass over the gradients: hence the argument.
     grad_norm = clip_gradients(model, optimizer, cfg.train.max_grad_norm)
-    # Without a target in the global batch, all ranks leave weights and optimizer state as they are: the gradients are
-    # zero, but weight decay and momentum would still change the weights.
-    # A fused optimizer is always called: the device leaves weights and state alone if the norm is not finite. For any
-    # other, the host waits for the norm, and skips the step.
+    # Without a target in the global batch, all ranks leave weights and optimizer state as they are:
+    # the gradients are zero, but weight decay and momentum would still change the weights.
+    # A fused optimizer is always called: the device leaves weights and state alone if the norm is
+    # not finite. For any other, the host waits for the norm, and skips the step.
     if batch.valid_tokens and guard.may_update(step, grad_norm):
         optimizer.step()
     optimizer.zero_grad()
@@ -166,4 +176,5 @@ def training_step(
 
 
 if __name__ == "__main__":
-    process.main(train, evaluate_newest)  # pyrefly: ignore[unbound-name]  # bound above, under the same condition
+    # pyrefly: ignore[unbound-name]  # bound above, under the same condition
+    process.main(train, evaluate_newest)

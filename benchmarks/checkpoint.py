@@ -103,7 +103,7 @@ def main() -> int:
                     os.fsync(file.fileno())
 
             def save(checkpointer: Checkpointer, step: int) -> None:
-                checkpointer.save(State(step), model, optimizer, stopping=False)
+                checkpointer.save(State(step), model, optimizer, stopping=False, data=[])
 
             def finish(checkpointer: Checkpointer) -> None:
                 checkpointer.report = lambda step, problem: print(problem) if problem else None

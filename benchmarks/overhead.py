@@ -53,7 +53,7 @@ class Alternating(Run):
 
     def __init__(self, cfg: config.Config, world: World, bare_step: Callable[[int], None]):
         super().__init__(cfg, world, LAUNCH, StopRequest())
-        self.bare_step, self.seconds = bare_step, {}
+        self.bare_step, self.seconds_of_steps = bare_step, {}
 
     def steps(self, *of: Any) -> Iterator[int]:
         began = self._now()
@@ -62,7 +62,7 @@ class Alternating(Run):
             between = self._now()
             self.bare_step(step)
             end = self._now()
-            self.seconds[step] = [(b - a, c - b) for a, b, c in zip(began, between, end)]
+            self.seconds_of_steps[step] = [(b - a, c - b) for a, b, c in zip(began, between, end)]
             began = end
 
     def _now(self) -> tuple[float, float]:
@@ -130,7 +130,7 @@ def measure(cfg: config.Config, world: World) -> dict[int, list[tuple[float, flo
                 f"step {step}: train.py's loss is {ours}, the bare loop's {theirs}"
             )
     # the last is due for a row
-    return {step: pair for step, pair in run.seconds.items() if WARM_UP < step < last}
+    return {step: pair for step, pair in run.seconds_of_steps.items() if WARM_UP < step < last}
 
 
 def typical(steps: dict[str, list[float]]) -> float:

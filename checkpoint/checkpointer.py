@@ -41,8 +41,10 @@ class Checkpointer:
         data: list[dict],
         tokenizer_files: list[pathlib.Path],
         evaluating: bool = False,
+        report: Callable[[int, str | None], None] = lambda step, problem: None,
     ):
-        """Chooses the checkpoint to resume from, or to evaluate; writes nothing. data: the data's identities.
+        """Chooses the checkpoint to resume from, or to evaluate; writes nothing. data: the data's identities. report:
+        called on rank 0 after a save with its step and its problem, None if it succeeded.
         Raises ConfigError if the folder is another run's, none of its checkpoints is good, or ranks have different
         data."""
         self.cfg, self.world = cfg, world
@@ -61,12 +63,7 @@ class Checkpointer:
         self.saver = (
             Saver(cfg, self.start, tokenizer_files) if cfg.checkpoint and not evaluating else None
         )
-        # Set by others: what tells the data from another run's that was read up to a step.
-        self.fingerprint: Callable[[int], list[dict]] = lambda step: data
-        # Set by others, called on rank 0: before a checkpoint is published, where an OSError fails the save; and after
-        # a save, with its problem or None.
-        self.before_publishing: Callable[[], None] = lambda: None
-        self.report: Callable[[int, str | None], None] = lambda step, problem: None
+        self.report = report
         self.background = futures.ThreadPoolExecutor(1, "saver")
         # (step, its save) until that is reported
         self.pending: tuple[int, futures.Future] | None = None
@@ -123,10 +120,20 @@ class Checkpointer:
         )
 
     def save(
-        self, state: State, model: nn.Module, optimizer: torch.optim.Optimizer, stopping: bool
+        self,
+        state: State,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        stopping: bool,
+        data: list[dict],
+        before_publishing: Callable[[], None] = lambda: None,
     ) -> None:
         """With async_save, training waits only for the copy of the shards to host memory. Raises SaveFailed if the last
-        checkpoint of a launch cannot be written, and FloatingPointError if weights are not finite."""
+        checkpoint of a launch cannot be written, and FloatingPointError if weights are not finite.
+
+        stopping: whether the run stops after this step; data: what tells the data from another run's that was read up
+        to this step; before_publishing: called on rank 0 before the checkpoint is published, where an OSError fails the
+        save."""
         saver, settings = self.saver, self.cfg.checkpoint
         assert saver and settings, "save() is for steps in which is_due()"
         # the previous save may still be purging, which may read a lot of data
@@ -138,7 +145,7 @@ class Checkpointer:
         content = {
             **dataclasses.asdict(state),
             "config": config.to_dict(self.cfg),
-            "data": self.fingerprint(state.step),
+            "data": data,
             "base": self.base,
             "ranks": self.world.size,
             "torch": torch.__version__,
@@ -147,7 +154,7 @@ class Checkpointer:
         def work(saver: Saver) -> None:
             # the current device is per thread, and DCP uses it; torch.cpu has the function too, and it does nothing
             torch.get_device_module(self.world.device).set_device(self.world.device)
-            saver.write(state.step, tensors, content, self.before_publishing)
+            saver.write(state.step, tensors, content, before_publishing)
             saver.purge()  # a no-op if the run is stopping
 
         self.pending = state.step, self.background.submit(work, saver)

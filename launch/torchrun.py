@@ -1,7 +1,9 @@
-"""torchrun without its failure report: the launcher prints the root cause, and no traceback should bury it. Exits with
-the code of the rank that it found failed first, the lowest of several.
+"""torchrun without its failure report: the launcher prints the root cause, and no traceback should
+bury it. Exits with the code of the rank that it found failed first, the lowest of several.
 
-    python -m launch.torchrun --nproc-per-node=8 --standalone train.py CONFIG      takes torchrun's arguments
+    python -m launch.torchrun --nproc-per-node=8 --standalone train.py CONFIG
+
+Takes torchrun's arguments.
 """
 
 import gc

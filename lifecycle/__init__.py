@@ -1,4 +1,5 @@
-"""A run inside its ranks: its folder, status and lock, stop requests, timeouts. launch/ starts the ranks."""
+"""A run inside its ranks: its folder, status and lock, stop requests, timeouts. launch/ starts the
+ranks."""
 
 import signal
 

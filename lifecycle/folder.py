@@ -1,9 +1,15 @@
-"""A run's folder: status.json, the lock, and the files through which launcher and ranks communicate. Needs no torch.
+"""A run's folder: status.json, the lock, and the files through which launcher and ranks
+communicate. Needs no torch.
 
 status.json          the run's state, for users and other programs
 .lock                held by rank 0 until its process ends
-.stop-LAUNCH         created empty by the launcher; any content asks this launch's ranks to save and stop
+.stop-LAUNCH         created empty by the launcher; any content asks this launch's ranks to stop
 .failure-LAUNCH-N    why rank N failed, as JSON
+
+A launch is one start of the launcher (run_train.sh). LAUNCH is its id, new each time. In a SLURM
+job the id begins with the job's number and requeue count: "7.0.3f2a...". Ranks that torchrun
+restarts belong to the same launch. The holder is whose ranks last took the folder: a launch, or a
+torchrun process that was started without the launcher.
 """
 
 import contextlib
@@ -13,6 +19,8 @@ import os
 import pathlib
 import re
 import time
+from collections.abc import Iterable
+from typing import Any
 
 import filelock
 
@@ -27,21 +35,24 @@ def read_status(folder: pathlib.Path) -> dict:
     return files.read_json(folder / "status.json")
 
 
-def write_status(folder: pathlib.Path, state: str, step: int, launch: str | None, **more) -> None:
-    """Replaces status.json atomically. launch: the launcher's id, without one torchrun's. Raises OSError."""
+def write_status(
+    folder: pathlib.Path, state: str, step: int, launch: str | None, **details: Any
+) -> None:
+    """Replaces status.json atomically. launch: the launcher's id, without one torchrun's. Raises
+    OSError."""
     status = {
         "state": state,
         "step": step,
         "launch": launch,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        **more,
+        **details,
     }
     files.write_atomic(folder / "status.json", json.dumps(status) + "\n")
 
 
 def lock(folder: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:
-    """Locks the folder until release() or the end of this process. Raises ConfigError if another run still holds the
-    lock after `timeout` seconds."""
+    """Locks the folder until release() or the end of this process. Raises ConfigError if another
+    run still holds the lock after `timeout` seconds."""
     try:
         return files.lock(folder / ".lock", timeout)
     except PermissionError:
@@ -55,11 +66,14 @@ def lock(folder: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:
 
 
 def check_folder(folder: pathlib.Path, timeout: float = 0) -> None:
-    """Raises ConfigError if the run's folder cannot be created, or if another run still holds its lock after `timeout`
-    seconds. Creates nothing."""
-    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    inside = [folder / name for name in ("checkpoints", "logs", "tensorboard")]
-    for path in (existing, *(path for path in inside if path.exists())):
+    """Raises ConfigError if the run's folder cannot be created, or if another run still holds its
+    lock after `timeout` seconds. Creates nothing."""
+    existing = folder
+    while not existing.exists():
+        existing = existing.absolute().parent
+    for path in (existing, folder / "checkpoints", folder / "logs", folder / "tensorboard"):
+        if not path.exists():
+            continue
         if not path.is_dir():
             raise ConfigError(f"[run] output_dir: {path} is a file; a run needs a folder there")
         if not os.access(path, os.W_OK | os.X_OK):
@@ -72,69 +86,99 @@ def check_folder(folder: pathlib.Path, timeout: float = 0) -> None:
 
 
 def holder(status: dict) -> str | None:
-    """The launch, or torchrun process without a launcher, whose ranks last took the run's folder; None if neither."""
+    """Whose ranks last took the folder: a launch, or a torchrun process without a launcher; None if
+    neither."""
     return status.get("holder", status.get("launch"))
 
 
 def resume_once(cfg: config.Config, launch: str | None) -> config.Checkpoint | None:
-    """[checkpoint], but with resume = N replaced by "auto" (the newest checkpoint) if this launch (or torchrun process)
-    has already resumed from N, before torchrun restarted its ranks or SLURM requeued its job."""
+    """[checkpoint], but with resume = N replaced by "auto" (the newest checkpoint) if this launch
+    has already resumed from N, before torchrun restarted its ranks or SLURM requeued its job.
+    launch: or a torchrun process."""
     if not (launch and cfg.checkpoint and isinstance(cfg.checkpoint.resume, int)):
         return cfg.checkpoint
-    before = holder(read_status(config.run_folder(cfg))) or ""
-    (job, *attempt), (its_job, *its_attempt) = launch.split(".")[:2], before.split(".")[:2]
-    if launch == before or (attempt and job == its_job and attempt != its_attempt):
+    last = holder(read_status(config.run_folder(cfg))) or ""
+    if launch == last or is_later_attempt(launch, last):
         return dataclasses.replace(cfg.checkpoint, resume="auto")
     return cfg.checkpoint
+
+
+def is_later_attempt(launch: str, earlier: str) -> bool:
+    """Whether two launches are different attempts of one SLURM job: JOB.REQUEUES.ID."""
+    job, *attempt = launch.split(".")[:2]
+    earlier_job, *earlier_attempt = earlier.split(".")[:2]
+    return bool(attempt) and job == earlier_job and attempt != earlier_attempt
 
 
 def stop_file(folder: pathlib.Path, launch: str) -> pathlib.Path:
     return folder / f".stop-{launch}"
 
 
-def report_failure(folder: pathlib.Path, launch: str | None, rank: int, **report) -> bool:
-    """Writes a rank's failure to a file for the launcher: torchrun ends the other ranks, and has one exit code. Returns
-    whether it could be written.
+def report_failure(folder: pathlib.Path, launch: str | None, rank: int, **report: Any) -> bool:
+    """Writes a rank's failure to a file for the launcher: torchrun ends the other ranks, and has
+    one exit code. Returns whether it could be written.
 
-    report: step, phase, progress (how many phases this rank has begun, comparable between ranks), exit_code, text,
-    final (a restart would not help).
+    report: step, phase, progress (how many phases this rank has begun, comparable between ranks),
+    exit_code, text, final (a restart would not help).
     """
-    with contextlib.suppress(OSError):
-        (folder / f".failure-{launch}-{rank}").write_text(
-            json.dumps({"rank": rank, "time": time.time(), **report})
-        )
+    path = folder / f".failure-{launch}-{rank}"
+    try:
+        path.write_text(json.dumps({"rank": rank, "time": time.time(), **report}))
         return True
-    return False
+    except OSError:
+        return False
 
 
-def failures(folder: pathlib.Path, launch: str | None, ranks: int = 0) -> list[dict]:
-    """The failures that a launch's ranks reported, the root cause first: that of the rank with the least progress (if
-    one hangs, the others begin another phase and wait there), else the earliest. Of those of the first `ranks` without
-    a report, also the logs are read: the watchdog of one that could not run Python left its stacks there."""
-    found = []
+def failures(
+    folder: pathlib.Path, launch: str | None, read_logs_of: Iterable[int] = ()
+) -> list[dict]:
+    """The failures that a launch's ranks reported, the root cause first: that of the rank with the
+    least progress (if one hangs, the others begin another phase and wait there), else the earliest.
+
+    read_logs_of: ranks whose logs are read if they reported nothing.
+    """
+    failed = []
     for path in folder.glob(f".failure-{launch}-*"):
         with contextlib.suppress(OSError, ValueError):  # a full disk may have truncated it
-            found.append(json.loads(path.read_text()))
-    for rank in {*range(ranks)} - {failure["rank"] for failure in found}:
-        with contextlib.suppress(OSError):
-            log = (path := folder / "logs" / f"rank-{rank}.log").read_text(errors="replace")
-            *_, last = [None, *re.finditer(re.escape(NOW).replace(r"\{\}", "(.*)"), log)]
-            if last and "\nTimeout (" in log[last.end() :]:
-                found.append(
-                    {
-                        "rank": rank,
-                        "step": int(last[2]),
-                        "phase": last[3],
-                        "progress": int(last[4]),
-                        "exit_code": 1,
-                        "time": path.stat().st_mtime,
-                        "final": False,
-                        "text": log[last.end() :].partition("\nTimeout (")[2].partition("\n")[2]
-                        + "no progress, and no thread could run to report it: the main thread holds "
-                        "Python's lock (the GIL), as in a kernel launch that waits for a hanging GPU",
-                    }
-                )
-    return sorted(found, key=lambda f: (f["progress"], f["time"]))
+            failed.append(json.loads(path.read_text()))
+    reported = {failure["rank"] for failure in failed}
+    for rank in read_logs_of:
+        if rank not in reported:
+            frozen = failure_in_log(folder / "logs" / f"rank-{rank}.log", rank)
+            if frozen:
+                failed.append(frozen)
+    return sorted(failed, key=lambda failure: (failure["progress"], failure["time"]))
+
+
+def failure_in_log(path: pathlib.Path, rank: int) -> dict | None:
+    """The failure of a rank that could not run Python any more: the watchdog's C thread left its
+    stacks in the log, below the line on where the rank was. None if it left none."""
+    try:
+        log = path.read_text(errors="replace")
+        time_of_failure = path.stat().st_mtime
+    except OSError:
+        return None
+    pattern = re.escape(NOW).replace(r"\{\}", "(.*)")
+    lines = list(re.finditer(pattern, log))
+    if not lines:
+        return None
+    last = lines[-1]
+    _, timeout, stacks = log[last.end() :].partition("\nTimeout (")
+    if not timeout:
+        return None
+    _, step, phase, progress = last.groups()
+    return {
+        "rank": rank,
+        "step": int(step),
+        "phase": phase,
+        "progress": int(progress),
+        "exit_code": 1,
+        "time": time_of_failure,
+        "final": False,
+        "text": stacks.partition("\n")[2]
+        + "no progress, and no thread could run to report it: the main thread holds "
+        "Python's lock (the GIL), as in a kernel launch that waits for a hanging GPU",
+    }
 
 
 def remove_traces(folder: pathlib.Path, launch: str) -> None:
@@ -144,8 +188,8 @@ def remove_traces(folder: pathlib.Path, launch: str) -> None:
 
 
 def sweep(folder: pathlib.Path, launch: str | None) -> None:
-    """Removes what killed launches left behind, and the failure reports of ranks that torchrun restarts. The caller
-    holds the lock."""
+    """Removes what killed launches left behind, and the failure reports of ranks that torchrun
+    restarts. The caller holds the lock."""
     for path in (*folder.glob(".stop-*"), *folder.glob(".failure-*")):
         if path.name != f".stop-{launch}":
             path.unlink(missing_ok=True)

@@ -1,18 +1,17 @@
-"""This machine's GPUs, by CUDA_VISIBLE_DEVICES and nvidia-smi: without torch, which takes seconds to import."""
+"""This machine's GPUs, by CUDA_VISIBLE_DEVICES and nvidia-smi: without torch, which takes seconds
+to import."""
 
-import itertools
 import os
 import shutil
 import subprocess
 
 
-def nvidia_smi(option: str) -> list[str]:
+def nvidia_smi(options: str) -> list[str]:
     """Lines of its output; none where the program is missing or fails."""
     if not shutil.which("nvidia-smi"):
         return []
-    return subprocess.run(
-        ["nvidia-smi", *option.split()], capture_output=True, text=True
-    ).stdout.splitlines()
+    done = subprocess.run(["nvidia-smi", *options.split()], capture_output=True, text=True)
+    return done.stdout.splitlines()
 
 
 def listed_gpus() -> int:
@@ -21,11 +20,19 @@ def listed_gpus() -> int:
 
 
 def visible_gpus() -> int:
-    if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        # as CUDA does
-        return len([*itertools.takewhile(lambda name: name and name[0] != "-", chosen.split(","))])
-    return listed_gpus()
+    """How many GPUs a process sees: as CUDA does, those of CUDA_VISIBLE_DEVICES before the first
+    invalid name."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return listed_gpus()
+    count = 0
+    for name in chosen.split(","):
+        if not name or name.startswith("-"):
+            break
+        count += 1
+    return count
 
 
 def driver_version() -> str:
-    return next(iter(nvidia_smi("--query-gpu=driver_version --format=csv,noheader")), "unknown")
+    lines = nvidia_smi("--query-gpu=driver_version --format=csv,noheader")
+    return lines[0] if lines else "unknown"

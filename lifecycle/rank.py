@@ -1,4 +1,5 @@
-"""One rank's process, from its first line to its exit code: signal handlers, arguments, what to run, how it ended."""
+"""One rank's process, from its first line to its exit code: signal handlers, arguments, what to
+run, how it ended."""
 
 import gc
 import signal
@@ -15,29 +16,32 @@ from lifecycle.stop import StopRequest
 
 
 class RankProcess:
-    """Made before torch is imported, which takes seconds: an invalid configuration fails within milliseconds, and a
-    signal is never missed."""
+    """Made before torch is imported, which takes seconds: an invalid configuration fails within
+    milliseconds, and a signal is never missed."""
 
     def __init__(self, usage: str):
-        """Installs the signal handlers and parses the command line; exits with 2 if it is invalid. usage: of --help."""
-        gc.disable()  # garbage collection during imports costs a fifth of their time and frees nothing
+        """Installs the signal handlers and parses the command line; exits with 2 if it is invalid.
+        usage: of --help."""
+        # garbage collection during imports costs a fifth of their time and frees nothing
+        gc.disable()
         self.stop = StopRequest()
         if {"--dry-run", "--eval-only"} & set(sys.argv):
             # nothing to save: Ctrl-C ends the process at once
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         else:
-            # From now on SIGTERM, SIGINT and SIGUSR1 set a flag. All ranks agree on it in each step (agree_on_stop()),
-            # save and stop; during start-up they stop before step 1.
+            # From now on SIGTERM, SIGINT and SIGUSR1 set a flag. All ranks agree on it in each step
+            # (agree_on_stop()), save and stop; during start-up they stop before step 1.
             self.stop.listen()
         self.args, self.cfg = config.from_command_line(sys.argv[1:], usage)
         if self.args.launch:
             die_with_parent()
 
     def main(self, train: Callable, evaluate: Callable) -> NoReturn:
-        """Runs train(cfg, world, run), or evaluate(cfg, world, run) for --eval-only, or plans; exits."""
+        """Runs train(cfg, world, run), or evaluate(cfg, world, run) for --eval-only, or plans;
+        exits."""
         gc.freeze()  # objects created by imports stay alive: exclude them from collections
         gc.enable()
-        from lifecycle.run import exit_immediately
+        from lifecycle.failure import exit_immediately
 
         try:
             if self.args.dry_run:
@@ -49,57 +53,66 @@ class RankProcess:
         except ConfigError as error:
             print(error, file=sys.stderr)
             code = INPUT_IS_WRONG
-        except (
-            SystemExit
-        ) as failure:  # a failed rank does not wait for the others in torch's teardown
-            exit_immediately(failure.code)  # pyrefly: ignore[bad-argument-type]  # a number, never a text
+        except SystemExit as failure:
+            # a failed rank does not wait for the others in torch's teardown
+            # pyrefly: ignore[bad-argument-type]  # a number, never a text
+            exit_immediately(failure.code)
         sys.exit(code)
 
     def run(self, work: Callable) -> int:
-        """Trains or evaluates on all ranks. Returns the exit code. Raises a ConfigError that no launcher waits for."""
-        from checkpoint.checkpointer import resolve_param_dtype
-        from data.folder import begin_on_this_machine
-        from lifecycle.folder import report_failure, resume_once
-        from lifecycle.process_group import distributed
-        from lifecycle.run import Run, final_exit_code, holder_of
-        from parallel.ranks import on_each_rank, on_rank_zero, rank_and_size
+        """Trains or evaluates on all ranks. Returns the exit code. Raises a ConfigError that no
+        launcher waits for."""
+        from lifecycle.failure import final_exit_code
+        from lifecycle.folder import report_failure
+        from parallel.ranks import rank_and_size
 
-        cfg, trains = self.cfg, not self.args.eval_only
-        # The launcher's id for this launch: with it, failures are reported to the launcher through files of the run's
-        # folder, since torchrun turns every exit code into 1. An evaluation does not touch the run's state.
-        launch = self.args.launch if trains else None
+        # The launcher's id for this launch: with it, failures are reported to the launcher through
+        # files of the run's folder, since torchrun turns every exit code into 1. An evaluation does
+        # not touch the run's state.
+        launch = None if self.args.eval_only else self.args.launch
         try:
-            if code := final_exit_code(cfg, launch):
-                # torchrun restarts ranks even where that cannot help
+            code = final_exit_code(self.cfg, launch)
+            if code:  # torchrun restarts ranks even where that cannot help
                 return code
-            with distributed(cfg) as world:
-                if trains:  # an explicit `resume = N` counts once, not again after a restart by torchrun or SLURM
-                    # rank 0 decides for all: each may see a different state of a shared disk
-                    cfg = replace(
-                        cfg,
-                        checkpoint=on_rank_zero(lambda: resume_once(self.cfg, holder_of(launch))),
-                    )
-                cfg = resolve_param_dtype(cfg, world)
-                if trains and cfg.data.order == "growing":
-                    on_each_rank(lambda: begin_on_this_machine(cfg))
-                with Run(cfg, world, launch, self.stop) as run:
-                    work(cfg, world, run)
-            return run.exit_code
+            return self.run_on_all_ranks(work, launch)
         except ConfigError as error:
-            # Raised before the run exists: this node lacks the device, or its options differ from rank 0's.
-            if not (
-                launch
-                and report_failure(
-                    config.run_folder(cfg),
-                    launch,
-                    rank_and_size()[0],
-                    step=0,
-                    phase="start",
-                    progress=0,
-                    exit_code=INPUT_IS_WRONG,
-                    text=str(error),
-                    final=True,
-                )
-            ):
+            # Raised before the run exists: this node lacks the device, or its options differ from
+            # rank 0's.
+            rank, _, _ = rank_and_size()
+            is_reported = launch is not None and report_failure(
+                config.run_folder(self.cfg),
+                launch,
+                rank,
+                step=0,
+                phase="start",
+                progress=0,
+                exit_code=INPUT_IS_WRONG,
+                text=str(error),
+                final=True,
+            )
+            if not is_reported:
                 raise
             return INPUT_IS_WRONG
+
+    def run_on_all_ranks(self, work: Callable, launch: str | None) -> int:
+        """Trains or evaluates with the process group of all ranks. Returns the exit code."""
+        from checkpoint.checkpointer import resolve_param_dtype
+        from data.folder import begin_on_this_machine
+        from lifecycle.folder import resume_once
+        from lifecycle.process_group import distributed
+        from lifecycle.run import Run, holder_of
+        from parallel.ranks import on_each_rank, on_rank_zero
+
+        cfg = self.cfg
+        with distributed(cfg) as world:
+            if not self.args.eval_only:
+                # An explicit `resume = N` counts once, not again after a restart by torchrun or
+                # SLURM. Rank 0 decides for all: each may see a different state of a shared disk.
+                holder = holder_of(launch)
+                cfg = replace(cfg, checkpoint=on_rank_zero(lambda: resume_once(self.cfg, holder)))
+            cfg = resolve_param_dtype(cfg, world)
+            if not self.args.eval_only and cfg.data.order == "growing":
+                on_each_rank(lambda: begin_on_this_machine(cfg))
+            with Run(cfg, world, launch, self.stop) as run:
+                work(cfg, world, run)
+        return run.exit_code

@@ -1,4 +1,5 @@
-"""A context manager around one training run: locks its folder, watches its ranks, and records how it ended."""
+"""A context manager around one training run: locks its folder, watches its ranks, and records how
+it ended."""
 
 import contextlib
 import gc
@@ -8,12 +9,10 @@ import os
 import pathlib
 import platform
 import signal
-import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from typing import NoReturn
+from collections.abc import Iterator
 
+import filelock
 import torch
 import torch.distributed as dist
 
@@ -23,15 +22,13 @@ import metrics
 from checkpoint.catalog import path_of
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.compare import other_tokenizer
-from checkpoint.save import SaveFailed
-from config import ConfigError
-from data.background import PreparingFailed
-from data.loader import FAILED, READY, WAITING, Loader
-from lifecycle import INPUT_IS_WRONG, STOPPED, folder
+from data.loader import Loader
+from lifecycle import STOPPED, folder
+from lifecycle.failure import Failure, exit_immediately, failure_of
 from lifecycle.stop import StopRequest
+from lifecycle.text import NextText
 from lifecycle.watchdog import FROZEN_SECONDS, Watchdog
 from metrics import log
-from optim import NoTargets
 from parallel.mesh import World
 from parallel.ranks import all_gather_objects, on_rank_zero, torchrun_id
 
@@ -39,6 +36,10 @@ WAIT_SECONDS = 0.2  # between the ranks' agreements on a stop while they wait fo
 LOG_WAIT_SECONDS = 2.0  # a longer wait is logged
 # Python's garbage collection; automatic, it would stall each rank at a different time
 COLLECT_EVERY_STEPS = 100
+RESTART_SECONDS = 30  # for the ranks before a restart to exit
+# Phases that are not part of a step. They begin once the device has finished the steps queued on it,
+# whose time would else count as that of the phase.
+OUTSIDE_STEPS = ("evaluation", "save")
 
 
 class Run:
@@ -52,80 +53,68 @@ class Run:
             for step in run.steps(1, 300):
                 with run.phase("data"):
                     ...
+                run.agree_on_stop()
 
-    On exit it writes status.json. An exception is logged, reported to the launcher and turned into SystemExit with the
-    exit code; an error that a restart would not fix is logged without a traceback.
+    On exit it writes status.json. An exception is logged, reported to the launcher and turned into
+    SystemExit with the exit code; an error that a restart would not fix is logged without a
+    traceback.
     """
 
     def __init__(self, cfg: config.Config, world: World, launch: str | None, stop: StopRequest):
         """launch: the launcher's id for this launch, None without a launcher."""
+        self.cfg = cfg
+        self.world = world
+        self.launch = launch
+        # recorded in the status: whose ranks have the folder (folder.py)
         self.holder = holder_of(launch)
-        self.cfg, self.world, self.launch, self.stop = cfg, world, launch, stop
+        self.stop = stop  # run.stop.agreed: whether all ranks stop after this step
         self.folder = config.run_folder(cfg)
         self.step = 0  # the last step trained, by this launch or an earlier one
+        self.timeouts = phase_timeouts(cfg)
+        self.seconds = dict.fromkeys(self.timeouts, 0.0)  # spent in each phase() so far
+        # set by attach(), claim_folder() and wait_for_text()
         self.checkpointer: Checkpointer | None = None
-        self.lock = None
-        start, step, save = (
-            cfg.run.start_timeout_seconds,
-            cfg.run.step_timeout_seconds,
-            cfg.run.save_timeout_seconds,
-        )
-        # a save waits for the previous one, and may then have to verify every checkpoint that it keeps
-        kept = cfg.checkpoint.keep_last or 0 if cfg.checkpoint else 0
-        self.timeouts = {
-            "start": start,
-            "first step": start,
-            "first evaluation batch": start,
-            "end": start,
-            "step": step,
-            "data": step,
-            "evaluation": step,
-            "evaluation batch": step,
-            "restore": save,
-            "save": save * (2 + kept),
-        }
+        self.lock: filelock.BaseFileLock | None = None  # on rank 0
+        self.text: NextText | None = None
 
     def __enter__(self) -> "Run":
         self.watchdog = Watchdog(self._give_up)
-        self._phase("start")
+        self._begin("start")
         return self
 
     def attach(self, checkpointer: Checkpointer) -> None:
         """Sets where the run resumes, and how it saves."""
-        self.checkpointer, self.step = checkpointer, checkpointer.start
+        self.checkpointer = checkpointer
+        self.step = checkpointer.start
         self.stop.standalone = self.holder is None and self.world.size == 1
 
     def claim_folder(self, tokenizer_files: list[pathlib.Path]) -> None:
-        """Takes over the run's folder: the lock, the status, a log per rank. Nothing is created or changed before this,
-        so invalid input loses nothing."""
+        """Takes over the run's folder: the lock, the status, a log per rank. Nothing is created or
+        changed before this, so invalid input loses nothing."""
         checkpointer = self.checkpointer
         assert checkpointer, "attach() comes before claim_folder()"
-        checkpointer.report = self._log_save
         hosts = all_gather_objects(platform.node())
         on_rank_zero(lambda: self._take_folder(checkpointer, tokenizer_files, hosts))
         log_file = metrics.start_logging(self.folder, self.world.rank, color_is_wanted())
         self.watchdog.use_log(log_file, self.world.rank)
         for problem in checkpointer.problems:
             log.warning("corrupt, set aside: %s", problem)
-        if warning := other_tokenizer(self.cfg, self.step, tokenizer_files):
-            # which allow_changed may allow
+        warning = other_tokenizer(self.cfg, self.step, tokenizer_files)
+        if warning:  # allow_changed may allow it
             log.warning(warning)
-        polled = (
-            folder.stop_file(self.folder, self.launch)
-            if self.launch and self.world.rank == 0
-            else None
-        )
-        self.stop.connect(dist.group.WORLD, polled)
+        stop_file = None
+        if self.launch and self.world.rank == 0:
+            stop_file = folder.stop_file(self.folder, self.launch)
+        self.stop.connect(dist.group.WORLD, stop_file)
 
     def _take_folder(
         self, checkpointer: Checkpointer, tokenizer_files: list[pathlib.Path], hosts: list[str]
     ) -> None:
-        # after a torchrun restart, the previous ranks may take a moment to exit, perhaps on another node
-        seconds = (
-            30
-            if self.holder and folder.read_status(self.folder).get("launch") == self.holder
-            else 0
-        )
+        status = folder.read_status(self.folder)
+        # after a torchrun restart, the previous ranks may take a moment to exit, perhaps on another
+        # node
+        is_restart = self.holder is not None and status.get("launch") == self.holder
+        seconds = RESTART_SECONDS if is_restart else 0
         folder.check_folder(self.folder, seconds)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = folder.lock(self.folder, seconds)
@@ -133,23 +122,22 @@ class Run:
         folder.sweep(self.folder, self.launch)
         folder.write_status(self.folder, "running", self.step, self.holder)
         files.write_atomic(self.folder / "config.toml", config.to_toml(self.cfg))
-        files.write_atomic(
-            self.folder / "environment.json",
-            json.dumps(metrics.environment(hosts, self.world.device), indent=2),
-        )
+        environment = metrics.environment(hosts, self.world.device)
+        files.write_atomic(self.folder / "environment.json", json.dumps(environment, indent=2))
         for path in tokenizer_files:
             files.write_atomic(self.folder / path.name, path.read_bytes())
 
-    def wait_for_text(self, loader: Loader, timed: Callable | None = None) -> None:
-        """Before the first step: waits until every rank can read its first batch and, if an evaluation is due, the
-        validation text. Collective. timed: as agree_on_stop() takes it."""
-        self.loader, self.begun = loader, self.step  # the last step that has begun
-        self._start_sync()
-        self.agree_on_stop(timed)
+    def wait_for_text(self, loader: Loader) -> None:
+        """Before the first step: waits until every rank can read its first batch and, if an
+        evaluation is due, the validation text. Collective."""
+        self.text = NextText(loader, self.stop)
+        self.text.begin_step(self.step)
+        self.agree_on_stop()
 
     def steps(self, first: int, last: int) -> Iterator[int]:
-        """Yields each step to train, up to `last` or until all ranks agree to stop. Raises what keeps a rank from
-        reading the next batch, if preparing its text does, after the step before was saved."""
+        """Yields each step to train, up to `last` or until all ranks agree to stop. If a rank
+        cannot read its next batch, raises why after the step before was saved."""
+        assert self.text, "wait_for_text() comes before steps()"
         traced = contextlib.nullcontext
         if self.cfg.profile:
             from extras.reports.profiler import Profiler
@@ -159,11 +147,10 @@ class Run:
         gc.freeze()
         gc.disable()
         for step in range(first, last + 1):
-            if self.stopping:
+            if self.stop.agreed:
                 break
-            self._phase("first step" if step == first else "step", step)  # the first compiles
-            self.begun = step
-            self._start_sync()
+            self._begin("first step" if step == first else "step", step)  # the first compiles
+            self.text.begin_step(step)
             with traced(step):
                 yield step
             self.step = step
@@ -171,95 +158,70 @@ class Run:
                 gc.collect()
         gc.enable()
         gc.unfreeze()
-        if self.stop.readiness == FAILED:
-            failures = list(filter(None, all_gather_objects(self.loader.failure)))
-            raise next((e for e in failures if isinstance(e, ConfigError)), failures[0])
-        if self.stopping and self.step >= first and not self.cfg.checkpoint:
+        self.text.raise_failure()
+        if self.stop.agreed and self.step >= first and not self.cfg.checkpoint:
+            # not a success: the exit code is that of a process that the signal ended
             raise KeyboardInterrupt(
-                f"stopped after step {self.step} by signal {self.stop.decided}; without "
+                f"stopped after step {self.step} by signal {self.stop.signal}; without "
                 "[checkpoint] nothing was saved"
             )
-        self._phase("end")
+        self._begin("end")
 
-    def _start_sync(self) -> None:
-        """Starts the all-reduce of the stop flag, and of whether the text that comes next can be read."""
-        readiness = self.loader.readiness(self.begun)
-        text = self.loader.text_hash(self.begun) if readiness == READY else 0
-        self.stop.start_sync(readiness, text)
-
-    def _finish_sync(self) -> None:
-        self.stop.finish_sync()
-        if self.stop.text_differs:
-            self.loader.failure = self._difference_of_text()
-            self.stop.readiness = FAILED
-
-    def _difference_of_text(self) -> ConfigError:
-        """Which nodes have prepared other text than the first one. Collective."""
-        growing = self.loader.dataset.growing
-        assert growing
-        segments = growing.segments(self.begun + 1)
-        (_, first), *others = all_gather_objects((platform.node(), segments))
-        problems = []
-        for host, theirs in others:
-            for stream, ours, their in zip(growing.sources, first, theirs):
-                differ = [i for i, pair in enumerate(zip(ours, their)) if pair[0] != pair[1]]
-                if differ:
-                    problems.append(
-                        f"{host} has other text in segment {differ[0]} of {stream.folder} than "
-                        "rank 0's node: the sources on their disks differ"
-                    )
-        validation = "the nodes have prepared other validation text than rank 0's"
-        return ConfigError(*(dict.fromkeys(problems) or [validation]))
-
-    def agree_on_stop(self, timed: Callable | None = None) -> None:
-        """Finishes the all-reduce of the stop flags, if one is under way: it began with the step and overlaps it, so a
-        signal during a step may count one step later. Then waits until every rank has its next batch, or all agree to
-        stop. Collective. timed: given the name of a phase, a context manager that times it."""
-        self._finish_sync()
-        if self.stop.readiness != WAITING or self.stopping:
+    def agree_on_stop(self) -> None:
+        """Finishes the all-reduce of the stop flags. It began with the step and overlaps it, so a
+        signal during a step may count one step later. Then waits until every rank can read its next
+        batch, or all agree to stop. Collective."""
+        assert self.text, "wait_for_text() comes before agree_on_stop()"
+        self.text.finish_sync()
+        if not self.stop.waits_for_text or self.stop.agreed:
             return
-        began, is_logged = time.monotonic(), False
-        with (timed or self.phase)("data"):
-            while self.stop.readiness == WAITING and not self.stopping:
-                self._phase("data")  # the wait has a limit of its own: GrowingText.look()
+        began = time.monotonic()
+        is_logged = False
+        with self.phase("data"):
+            while self.stop.waits_for_text and not self.stop.agreed:
+                self._begin("data")  # the wait has a limit of its own: GrowingText.poll()
                 time.sleep(WAIT_SECONDS)
                 if not is_logged and time.monotonic() > began + LOG_WAIT_SECONDS:
                     is_logged = True
-                    log.info("waiting for text: %s", self.loader.waits_for(self.begun + 1))
-                self._start_sync()
-                self._finish_sync()
-
-    @property
-    def stopping(self) -> bool:
-        """Whether all ranks have agreed to stop, as of the last agree_on_stop(): the same on all ranks."""
-        return self.stop.decided > 0 or self.stop.readiness == FAILED
+                    log.info("waiting for text: %s", self.text.description())
+                self.text.start_sync()
+                self.text.finish_sync()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Gives its body its own timeout, and its name in a failure report."""
-        before = self.watchdog.name
-        self._phase(name)
+        """Gives its body a timeout, and its name in a failure report. Adds its time to
+        `seconds`."""
+        if name in OUTSIDE_STEPS:
+            torch.get_device_module(self.world.device).synchronize()
+        began = time.perf_counter()
+        phase_before = self.watchdog.name
+        self._begin(name)
         yield
-        self._phase(before)
+        self._begin(phase_before)
+        self.seconds[name] += time.perf_counter() - began
 
-    def _phase(self, name: str, step: int | None = None) -> None:
-        self.watchdog.phase(name, self.timeouts[name], step)
+    def _begin(self, phase: str, step: int | None = None) -> None:
+        self.watchdog.phase(phase, self.timeouts[phase], step)
 
-    def _log_save(self, step: int, problem: str | None) -> None:
-        """Logs how the save of a step ended, on rank 0; problem: why it failed, None if it succeeded."""
+    def log_save(self, step: int, problem: str | None) -> None:
+        """Logs how the save of a step ended, on rank 0. problem: why it failed, None if it
+        succeeded."""
         if problem:
             log.error("not saved, training continues: %s", problem)
         else:
             log.info("saved %s", path_of(self.cfg, step))
         with contextlib.suppress(OSError):
-            saved = folder.read_status(self.folder).get("step", 0) if problem else step
-            more = {"not_saved": problem} if problem else {}
-            folder.write_status(self.folder, "running", saved, self.holder, **more)
+            if problem:
+                saved = folder.read_status(self.folder).get("step", 0)
+                folder.write_status(self.folder, "running", saved, self.holder, not_saved=problem)
+            else:
+                folder.write_status(self.folder, "running", step, self.holder)
 
     @property
     def exit_code(self) -> int:
-        """This process's exit code. A launcher reads STOPPED from the status; torchrun would take it for a failure."""
-        return STOPPED if self.stop.decided and self.stop.standalone else 0
+        """This process's exit code. A launcher reads STOPPED from the status; torchrun would take
+        it for a failure."""
+        return STOPPED if self.stop.signal and self.stop.standalone else 0
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if error is None:
@@ -269,43 +231,24 @@ class Run:
             # nothing has begun, and no launcher waits for a report
             self.watchdog.stop()
             return
-        final, code, text = True, 1, str(error)  # final: a restart cannot help
-        if isinstance(error, ConfigError):
-            code = INPUT_IS_WRONG
-        elif isinstance(error, KeyboardInterrupt):
-            code = 128 + (self.stop.decided or signal.SIGINT)
-        elif isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
-            # after the first step a restart may help: fragmentation, an evaluation, another process on the device
-            final = self.checkpointer is None or self.step == self.checkpointer.start
-            text = f"out of memory: {text}"
-            with contextlib.suppress(Exception):
-                # there may be too little memory left for this, or no planner
-                from extras.planner.advice import out_of_memory
-
-                text += "\n" + out_of_memory(
-                    self.cfg, self.world.size, config.words_without("--launch=")
-                )
-        elif isinstance(error, SaveFailed | PreparingFailed):
-            final = False
-        elif not isinstance(error, FloatingPointError | NoTargets):
-            final, text = False, "".join(traceback.format_exception(error)).rstrip()
-        self._fail(code, text, final)
+        is_first_step = self.checkpointer is None or self.step == self.checkpointer.start
+        failure = failure_of(error, self.cfg, self.world.size, self.stop.signal, is_first_step)
+        self._fail(failure)
         if self.checkpointer:  # a save in the background is valid, whatever failed here
-            self._phase("save")
+            self._begin("save")
             self.checkpointer.wait()
         self.watchdog.stop()
-        raise SystemExit(code) from None
+        raise SystemExit(failure.exit_code) from None
 
     def _end(self) -> None:
         self.watchdog.stop()
         if self.lock is None:  # not rank 0, or nothing has begun
             return
-        if self.stop.decided:
-            log.info(
-                "stopped after step %d by %s", self.step, signal.Signals(self.stop.decided).name
-            )
+        state = "preempted" if self.stop.signal else "finished"
+        if self.stop.signal:
+            name = signal.Signals(self.stop.signal).name
+            log.info("stopped after step %d by %s", self.step, name)
         try:
-            state = "preempted" if self.stop.decided else "finished"
             folder.write_status(self.folder, state, self.step, self.holder)
         except OSError as error:  # without a status nobody would know: not a success
             log.error("%s/status.json cannot be written: %s", self.folder, error)
@@ -317,57 +260,72 @@ class Run:
         self.lock.release()
         logging.shutdown()
 
-    def _fail(self, code: int, text: str, final: bool) -> None:
-        rank, at = self.world.rank, self.watchdog
-        reported = self.launch and folder.report_failure(
+    def _fail(self, failure: Failure) -> None:
+        """Reports a failure to the launcher, logs it, and records it in the status."""
+        now = self.watchdog
+        is_reported = self.launch is not None and folder.report_failure(
             self.folder,
             self.launch,
-            rank,
-            step=at.step,
-            phase=at.name,
-            progress=at.progress,
-            exit_code=code,
-            text=text,
-            final=final,
+            self.world.rank,
+            step=now.step,
+            phase=now.name,
+            progress=now.progress,
+            exit_code=failure.exit_code,
+            text=failure.text,
+            final=failure.final,
         )
-        if reported:
+        if is_reported:
             # the launcher prints the root cause at the end: here it goes only into the rank's file
             log.handlers = [
                 handler for handler in log.handlers if isinstance(handler, logging.FileHandler)
             ]
-        if log.handlers or not reported:
-            log.error("rank %d, step %d, phase %s: %s", rank, at.step, at.name, text)
+        if log.handlers or not is_reported:
+            rank = self.world.rank
+            log.error("rank %d, step %d, phase %s: %s", rank, now.step, now.name, failure.text)
         if self.lock is not None:
             with contextlib.suppress(OSError):
                 step = folder.read_status(self.folder).get("step", 0)
-                folder.write_status(self.folder, "failed", step, self.holder, exit_code=code)
+                folder.write_status(
+                    self.folder, "failed", step, self.holder, exit_code=failure.exit_code
+                )
 
     def _give_up(self, text: str) -> None:
+        """What the watchdog's thread does about a phase that exceeds its timeout."""
         self.watchdog.end_if_frozen(self.cfg.run.save_timeout_seconds + FROZEN_SECONDS)
-        self._fail(1, text, final=False)
+        self._fail(Failure(1, text, final=False))
         if self.checkpointer:
             self.checkpointer.wait(self.cfg.run.save_timeout_seconds)
         exit_immediately(1)
 
 
+def phase_timeouts(cfg: config.Config) -> dict[str, float]:
+    """Seconds that each phase of a run may take, by name."""
+    start = cfg.run.start_timeout_seconds
+    step = cfg.run.step_timeout_seconds
+    save = cfg.run.save_timeout_seconds
+    kept = 0
+    if cfg.checkpoint and cfg.checkpoint.keep_last:
+        kept = cfg.checkpoint.keep_last
+    return {
+        "start": start,
+        "first step": start,
+        "first evaluation batch": start,
+        "end": start,
+        "step": step,
+        "data": step,
+        "evaluation": step,
+        "evaluation batch": step,
+        "restore": save,
+        # a save waits for the previous one, and may then have to verify every checkpoint that it
+        # keeps
+        "save": save * (2 + kept),
+    }
+
+
 def holder_of(launch: str | None) -> str | None:
-    """Who has a run's folder while this process does: the launcher, or torchrun without one."""
+    """Who holds a run's folder while this process does: the launch, or without a launcher the
+    torchrun process."""
     return launch or torchrun_id()
-
-
-def final_exit_code(cfg: config.Config, launch: str | None) -> int | None:
-    """The exit code of this launch's final failure, if torchrun restarted it although that cannot help; else None."""
-    failures = folder.failures(config.run_folder(cfg), launch) if launch else []
-    return next((failure["exit_code"] for failure in failures if failure["final"]), None)
-
-
-def exit_immediately(code: int) -> NoReturn:
-    """Exits a failed process immediately: teardown would wait for ranks that are gone."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    logging.shutdown()
-    os._exit(code)
 
 
 def color_is_wanted() -> bool:

@@ -1,5 +1,15 @@
 """Stop requests: all ranks stop after the same step.
 
+How a stop travels from the signal to the step:
+1. A signal comes to the launcher. Before the ranks run, launch/interruption.py notes it. While they
+   run, launch.py: StopForwarder writes its number into the stop file in the run's folder.
+2. Rank 0 reads the stop file in each step. Its number becomes `received` there. On a rank that gets
+   a signal itself, the handler sets `received`.
+3. Each step begins with start_sync(), an all-reduce of `received`. Within the step, finish_sync()
+   takes the greatest of all ranks as `signal`. From then on, `agreed` is true on all ranks.
+4. train.py saves after this step, and run.steps() ends. The run's status becomes "preempted", which
+   the launcher turns into the exit code STOPPED.
+
 Imports torch in only one method: signal handlers are installed before the slow import of torch.
 """
 
@@ -13,21 +23,34 @@ from lifecycle import SIGNALS, TWICE_SECONDS
 
 
 class StopRequest:
-    """Stops all ranks at the same step, after a signal to any of them or a request in the launcher's file.
+    """Stops all ranks at the same step, after a signal to any of them or a request in the
+    launcher's file.
 
-    A rank that stopped on its own would leave the others hanging in a collective. So the flag is all-reduced on the
-    host, overlapped with the step: nothing waits for it, and it never waits for the device.
+    A rank that stopped on its own would leave the others hanging in a collective. So the flag is
+    all-reduced on the host, overlapped with the step: nothing waits for it, and it never waits for
+    the device. What each rank knows of the text that it reads next goes into the same all-reduce
+    (text.py).
     """
 
     def __init__(self) -> None:
-        self.received = 0  # a signal's number
-        self.decided = 0  # the same, once all ranks have agreed
-        self.file: pathlib.Path | None = None
+        self.received = 0  # the signal that this rank knows of, by its number
+        self.signal = 0  # the signal that all ranks have agreed to stop by
+        self.file: pathlib.Path | None = None  # the launcher's
         # no launcher and no torchrun: this process handles a second Ctrl-C itself
         self.standalone = False
-        self.group, self.flag, self.work = None, None, None
-        self.readiness = 0  # the greatest of any rank, as of the last finish_sync()
-        self.text_differs = False  # between ranks, as of the last finish_sync()
+        self.group: Any = None  # of all ranks, over gloo
+        self.flags: Any = None  # the tensor that is being all-reduced
+        self.work: Any = None  # its all-reduce, with several ranks
+        # as of the last finish_sync(), the same on all ranks:
+        self.waits_for_text = False  # the text that some rank reads next is not prepared yet
+        self.text_failed = False  # some rank cannot read it: why, its loader knows
+        self.text_differs = False  # between ranks
+
+    @property
+    def agreed(self) -> bool:
+        """Whether all ranks stop after this step: by a signal, or because one cannot read its next
+        batch."""
+        return self.signal > 0 or self.text_failed
 
     def listen(self) -> None:
         """Installs the handlers; the first signal counts."""
@@ -46,34 +69,48 @@ class StopRequest:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher blocks them until now
 
     def connect(self, group: Any, file: pathlib.Path | None) -> None:
-        """Sets the gloo group of all ranks and, on rank 0, the launcher's file. Before this, no stop is decided."""
-        self.group, self.file = group, file
+        """Sets the gloo group of all ranks and, on rank 0, the launcher's file. Before this, no
+        stop is agreed on."""
+        self.group = group
+        self.file = file
 
-    def start_sync(self, readiness: int = 0, text: int = 0) -> None:
-        """Starts the all-reduce of the stop flag, and of what each rank reads next: Loader.readiness(), text_hash()."""
+    def start_sync(
+        self, waits_for_text: bool = False, text_failed: bool = False, text_hash: int = 0
+    ) -> None:
+        """Starts the all-reduce of the stop flag, and of what this rank knows of the text that it
+        reads next."""
         import torch
         import torch.distributed as dist
 
         if self.group is None:
             return
-        # open() instead of stat(): NFS fetches a file's new content on open, and caches its absence.
+        # open() instead of stat(): NFS fetches a file's new content on open, and caches its
+        # absence.
         if self.file and not self.received:
             self.received = read_stop(self.file)
-        self.flag = torch.tensor([self.received, readiness, text, -text])  # their maxima
+        # maxima are taken: the last two differ in more than the sign if the hashes do
+        flags = [self.received, waits_for_text, text_failed, text_hash, -text_hash]
+        self.flags = torch.tensor(flags)
         if self.group.size() > 1:
             self.work = dist.all_reduce(
-                self.flag, dist.ReduceOp.MAX, group=self.group, async_op=True
+                self.flags, dist.ReduceOp.MAX, group=self.group, async_op=True
             )
 
-    def finish_sync(self) -> bool:
-        """Waits for the all-reduce. Returns whether any rank had been asked to stop by the last start_sync()."""
+    def finish_sync(self) -> None:
+        """Waits for the all-reduce, if one is under way. A signal after its start_sync() counts at
+        the next."""
+        if self.flags is None:
+            return
         if self.work:
             self.work.wait()
-        if self.flag is not None:
-            received, self.readiness, greatest, least = self.flag.tolist()
-            self.text_differs = self.readiness == 0 and greatest != -least
-            self.flag, self.work, self.decided = None, None, max(self.decided, received)
-        return self.decided > 0
+        received, waits, failed, greatest, negative_least = self.flags.tolist()
+        self.flags = None
+        self.work = None
+        self.signal = max(self.signal, received)
+        self.waits_for_text = bool(waits)
+        self.text_failed = bool(failed)
+        # a rank that waits or failed has no hash
+        self.text_differs = not waits and not failed and greatest != -negative_least
 
 
 def read_stop(file: pathlib.Path) -> int:
@@ -82,4 +119,6 @@ def read_stop(file: pathlib.Path) -> int:
         text = file.read_bytes().strip()
     except OSError:
         return 0
-    return int(text) if text.isdigit() else signal.SIGTERM if text else 0
+    if not text:
+        return 0
+    return int(text) if text.isdigit() else signal.SIGTERM

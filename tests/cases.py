@@ -154,14 +154,14 @@ def timed_as(sections: dict, output: str) -> set[tuple[str, tuple[str, ...]]]:
     import train
     from checkpoint.checkpointer import Checkpointer
     from data.loader import Loader
-    from metrics import Recorder
+    from lifecycle.run import Run
 
-    found, now, timed = set(), [], Recorder.timed
+    found, now, phase = set(), [], Run.phase
 
     @contextlib.contextmanager
-    def noted(recorder: Recorder, what: str):
-        now.append(what)
-        with timed(recorder, what):
+    def noted(run: Run, name: str):
+        now.append(name)
+        with phase(run, name):
             yield
         now.pop()
 
@@ -171,7 +171,7 @@ def timed_as(sections: dict, output: str) -> set[tuple[str, tuple[str, ...]]]:
     cfg = make_config(**sections, run={"name": "timed", "output_dir": output})
     with (
         process_group() as world,
-        mock.patch.object(Recorder, "timed", noted),
+        mock.patch.object(Run, "phase", noted),
         mock.patch.object(Loader, "__next__", noting("load", Loader.__next__)),
         mock.patch.object(Checkpointer, "save", noting("save", Checkpointer.save)),
         mock.patch.object(train, "evaluate", noting("evaluate", train.evaluate)),

@@ -13,6 +13,8 @@ import time
 # as of train.py: Python put tests/ here, whose extras/ would hide the repository's
 sys.path[0] = str(pathlib.Path(__file__).parent.parent)
 gc.disable()  # while importing, as train.py does, which enables it
+# this script's folder has an `extras` of its own: that of the tests
+sys.path[0] = str(pathlib.Path(__file__).parent.parent)
 
 import torch  # noqa: E402
 

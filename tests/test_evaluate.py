@@ -47,9 +47,7 @@ def test_a_source_without_a_target_has_no_loss_and_leaves_the_mean_alone(monkeyp
     monkeypatch.setattr(evaluate, "reshard", lambda model: None)
     run = SimpleNamespace(
         phase=lambda name: contextlib.nullcontext(),
-        agree_on_stop=lambda: None,
-        stopping=False,
-        stop=SimpleNamespace(start_sync=lambda: None),
+        stop=SimpleNamespace(start_sync=lambda: None, finish_sync=lambda: None, agreed=False),
     )
     for streams, loss in ((["a", "b"], 3.0), (["b"], None)):
         dataset = SimpleNamespace(validation=streams, names=streams, tokenizer_files=[])

@@ -32,6 +32,7 @@ from launch.interruption import Interruption
 from launch.launch import exit_code, listen, mark_stopped, run_ranks
 from launch.launch import launch as launch_here
 from lifecycle import SIGNALS
+from lifecycle.failure import Failure
 from lifecycle.folder import (
     check_folder,
     failures,
@@ -70,7 +71,7 @@ def launch_faulty(
 ) -> subprocess.CompletedProcess:
     """The launcher, as run_train.sh calls it, with tests/faulty.py for train.py."""
     program = (
-        "import sys; from lifecycle import command, launch; "
+        "import sys; from launch import command, launch; "
         "command.TRAIN = sys.argv.pop(1); asked = launch.Interruption(); launch.listen(asked); "
         "sys.exit(launch.launch(sys.argv[1:], asked))"
     )
@@ -200,7 +201,7 @@ def test_a_signal_to_anyone_saves_and_stops_all(write_config, whom, number, npro
         {
             "launcher": lambda: run.process.pid,
             "rank": lambda: run.processes(r"/train\.py$")[-1],
-            "torchrun": lambda: run.processes(r"^lifecycle\.torchrun$")[-1],
+            "torchrun": lambda: run.processes(r"^launch\.torchrun$")[-1],
         }[whom](),
         number,
     )
@@ -241,9 +242,7 @@ def test_a_signal_to_the_launcher_that_has_only_begun(write_config, number, seco
     """While its Python starts, then imports."""
     run = Launched(write_config("earliest", **FOREVER))
     command = pathlib.Path(f"/proc/{run.process.pid}/cmdline")
-    run.wait_for(
-        lambda: command.read_text().startswith(f"{sys.executable}\0-m\0lifecycle.launch\0")
-    )
+    run.wait_for(lambda: command.read_text().startswith(f"{sys.executable}\0-m\0launch.launch\0"))
     time.sleep(seconds)
     run.process.send_signal(number)
     code, output = run.end()
@@ -1003,10 +1002,10 @@ def test_a_failed_save_leaves_the_step_of_the_last_good_one(tmp_path):
         StopRequest(),
     )
     run.folder.mkdir()
-    run._log_save(2, None)
-    run._log_save(4, "no space")
+    run.log_save(2, None)
+    run.log_save(4, "no space")
     assert status(run.folder)["step"] == 2 and status(run.folder)["not_saved"] == "no space"
-    run._log_save(6, None)
+    run.log_save(6, None)
     assert status(run.folder)["step"] == 6 and "not_saved" not in status(run.folder)
 
 
@@ -1018,15 +1017,15 @@ def test_a_failure_that_cannot_be_reported_is_printed(tmp_path, monkeypatch, cap
     # where it may not write, its log could not be made either
     monkeypatch.setattr("lifecycle.run.log.handlers", [])
     monkeypatch.setattr("lifecycle.run.log.propagate", True)
-    other._fail(1, "a disk that this node may not write to", False)
+    other._fail(Failure(1, "a disk that this node may not write to", False))
     assert caplog.messages == ["rank 1, step 3, phase data: a disk that this node may not write to"]
     monkeypatch.setattr("lifecycle.run.log.propagate", False)
     console = io.StringIO()
     monkeypatch.setattr("lifecycle.run.log.handlers", [logging.StreamHandler(console)])
-    run._fail(1, "the disk is gone", False)
+    run._fail(Failure(1, "the disk is gone", False))
     assert console.getvalue() == "rank 0, step 3, phase data: the disk is gone\n"
     run.folder.mkdir()
-    run._fail(1, "it is there again", False)
+    run._fail(Failure(1, "it is there again", False))
     assert (
         "again" not in console.getvalue()
         and failures(run.folder, "x")[0]["text"] == "it is there again"
@@ -1377,10 +1376,10 @@ def test_without_a_launcher_a_second_ctrl_c_quits_and_nothing_else_does(first, s
 
 def test_the_first_step_of_any_launch_has_the_time_to_compile():
     run = mock.MagicMock(step=4)
-    run.stopping, run.cfg.profile = False, None
+    run.stop.agreed, run.cfg.profile = False, None
     with mock.patch("lifecycle.run.gc"):
         assert list(Run.steps(run, 5, 7)) == [5, 6, 7]
-    assert run._phase.call_args_list == [
+    assert run._begin.call_args_list == [
         mock.call("first step", 5),
         mock.call("step", 6),
         mock.call("step", 7),
@@ -1443,7 +1442,7 @@ def test_without_a_launcher_torchrun_is_who_has_the_folder(tmp_path, monkeypatch
         assert run.stop.standalone is alone and (run.holder is None) is alone
         write_status(run.folder, "failed", 5, None)  # of an earlier torchrun
         assert resume_once(cfg, run.holder).resume == 2
-        run._log_save(6, None)
+        run.log_save(6, None)
         assert resume_once(cfg, run.holder).resume == (2 if alone else "auto")
         assert status(run.folder)["launch"] == run.holder
         again = Run(cfg, SimpleNamespace(rank=0, size=1), None, StopRequest()).holder

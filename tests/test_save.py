@@ -240,7 +240,7 @@ def overwrite_while_saving(folder) -> tuple[bool, bool]:
                 value.add_(step)
             before = cases.digests(tensors_of(model, optimizer))
             released.clear()
-            checkpointer.save(State(step), model, optimizer, stopping=False)
+            checkpointer.save(State(step), model, optimizer, stopping=False, data=[])
             checkpointer.finish_pending_save()
             under_way = len(reported) < step and not catalog.path_of(cfg, step).exists()
             with torch.no_grad():
@@ -285,7 +285,7 @@ def order_of_a_save_behind_the_training(folder) -> list[str]:
             mock.patch.object(torch.cpu, "set_device", chosen),
         ):
             for step in (1, 2):
-                checkpointer.save(State(step), model, optimizer, stopping=False)
+                checkpointer.save(State(step), model, optimizer, stopping=False, data=[])
                 checkpointer.finish_pending_save(wait=True)
     return events
 
@@ -312,7 +312,7 @@ def save_while_saving(folder) -> list[bool]:
                 saved.append(cases.digests(tensors_of(model, optimizer)))
                 if step == 2:
                     threading.Timer(0.5, released.set).start()
-                checkpointer.save(State(step), model, optimizer, stopping=False)
+                checkpointer.save(State(step), model, optimizer, stopping=False, data=[])
             checkpointer.finish_pending_save(wait=True)
         found = []
         for step in (1, 2):
@@ -328,7 +328,7 @@ def test_a_save_does_not_touch_what_the_one_before_still_writes(on_ranks, tmp_pa
 def resume_with_another_optimizer(folder) -> str:
     """The error, of one that no option names: a fork's."""
     with ready(folder) as (cfg, model, optimizer, checkpointer):
-        checkpointer.save(State(1), model, optimizer, stopping=True)
+        checkpointer.save(State(1), model, optimizer, stopping=True, data=[])
         for state in optimizer.state.values():
             del state["exp_avg_sq"]
         try:
@@ -354,9 +354,10 @@ def save_what_may_not_be_published(folder) -> tuple[list[str], list[int]]:
 
     problems = []
     with ready(folder) as (cfg, model, optimizer, checkpointer):
-        checkpointer.before_publishing = refuse
         checkpointer.report = lambda step, problem: problems.append(problem)
-        checkpointer.save(State(1), model, optimizer, stopping=False)
+        checkpointer.save(
+            State(1), model, optimizer, stopping=False, data=[], before_publishing=refuse
+        )
         checkpointer.finish_pending_save(wait=True)
         return problems, catalog.steps(cfg)
 
@@ -375,7 +376,7 @@ def save_with_a_nan_on_rank_one(folder) -> tuple[str, list[str]]:
             with torch.no_grad():
                 next(model.parameters()).to_local()[-1, -1] = float("nan")
         try:
-            checkpointer.save(State(1), model, optimizer, stopping=True)
+            checkpointer.save(State(1), model, optimizer, stopping=True, data=[])
         except FloatingPointError as error:
             return str(error), catalog.steps(cfg)
     return "none", []
@@ -403,14 +404,14 @@ def fail_and_continue(folder) -> list:
                     return original(*arguments)
 
                 Writer.write_data = failing
-                checkpointer.save(State(step), model, optimizer, stopping=False)
+                checkpointer.save(State(step), model, optimizer, stopping=False, data=[])
                 checkpointer.finish_pending_save(wait=True)
                 found.append(sorted(p.name for p in catalog.root(cfg).iterdir()))
             Writer.write_data = lambda *arguments: (_ for _ in ()).throw(OSError(28, told))
             with pytest.raises(
                 SaveFailed, match="the last checkpoint was not saved.*rank 0: .*no space for rank 0"
             ):
-                checkpointer.save(State(4), model, optimizer, stopping=True)
+                checkpointer.save(State(4), model, optimizer, stopping=True, data=[])
             Writer.write_data = original
     return found
 
@@ -459,7 +460,7 @@ def save_with_little_room(folder) -> list[str]:
         for free in (size - 1, 2**30):
             shutil.disk_usage = lambda path, free=free: real(path)._replace(free=free)
             try:
-                checkpointer.save(State(1), model, optimizer, stopping=True)
+                checkpointer.save(State(1), model, optimizer, stopping=True, data=[])
                 found.append("saved")
             except SaveFailed as error:
                 found.append(str(error))
@@ -568,7 +569,7 @@ def purge_what_cannot_be_removed(folder) -> tuple[list, list[int], list[int]]:
             catalog, "remove", side_effect=PermissionError(13, "Permission denied")
         ):
             for step in (1, 2):
-                checkpointer.save(State(step), model, optimizer, stopping=False)
+                checkpointer.save(State(step), model, optimizer, stopping=False, data=[])
                 checkpointer.finish_pending_save(wait=True)
             checkpointer.purge()
         found = catalog.steps(cfg)
@@ -588,9 +589,9 @@ def stop_while_purging(folder) -> list[int]:
     with ready(folder, async_save=True, keep_last=1) as (cfg, model, optimizer, checkpointer):
         cases.save(cfg, model, optimizer, 1)
         with mock.patch.object(Saver, "purge", lambda saver: (released.wait(60), purge(saver))[1]):
-            checkpointer.save(State(2), model, optimizer, stopping=False)
+            checkpointer.save(State(2), model, optimizer, stopping=False, data=[])
             threading.Timer(0.5, released.set).start()
-            checkpointer.save(State(3), model, optimizer, stopping=True)
+            checkpointer.save(State(3), model, optimizer, stopping=True, data=[])
         return catalog.steps(cfg)
 
 
@@ -613,7 +614,7 @@ def gather_while_saving(folder, where) -> tuple[list[int], list[int]]:
             write(*arguments, **keywords)
 
         with mock.patch.object(owner, name, noted):
-            checkpointer.save(State(1), model, optimizer, stopping=False)
+            checkpointer.save(State(1), model, optimizer, stopping=False, data=[])
             began.wait(60)
             time.sleep(0.5 * rank)
             found = all_gather_objects(rank)

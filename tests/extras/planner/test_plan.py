@@ -1237,7 +1237,7 @@ def test_resident_memory_is_what_the_system_says():
 def test_a_run_on_a_cpu_makes_no_plan(tmp_path):
     """It would take a core from the training, and a process's resident memory holds more than a plan knows of."""
     world = SimpleNamespace(rank=0, size=1, cp=1, tp=1, device=torch.device("cpu"))
-    recorder = metrics.Recorder(make_config(), world, tmp_path, 0, 1)
+    recorder = metrics.Recorder(make_config(), world, tmp_path, 0, 1, Counter())
     assert recorder.plan is None
     recorder.close()
 
@@ -1281,7 +1281,7 @@ def test_a_plan_that_fails_is_told_of_and_a_found_one_is_a_row(
     ):
         (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
         world = SimpleNamespace(rank=0, size=1, cp=1, tp=1, device=torch.device("cuda"))
-        recorder = metrics.Recorder(make_config(), world, tmp_path, 0, 1)
+        recorder = metrics.Recorder(make_config(), world, tmp_path, 0, 1, Counter())
         monkeypatch.setattr(recorder.plan, "command", lambda words=words: words)
         for step in range(1, 5):
             recorder.log_step(

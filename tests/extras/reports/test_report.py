@@ -412,7 +412,7 @@ def ended(folder: pathlib.Path, step: int = 2) -> None:
         make_config(run={"name": folder.name, "output_dir": str(folder.parent)}),
         SimpleNamespace(rank=0, size=1),
         None,
-        SimpleNamespace(decided=0, standalone=False),
+        SimpleNamespace(signal=0, standalone=False),
     )
     run.watchdog, run.lock, run.step = (
         SimpleNamespace(stop=lambda: None),
