@@ -1,5 +1,4 @@
-"""Hugging Face weights of Llama and Qwen3: mapping names, and reading tensors into a rank's local
-shards.
+"""Hugging Face weights of Llama and Qwen3: names, and reading tensors into local shards.
 
 Conversion only renames: both sides use the half-split RoPE layout, so no rows are permuted.
 """
@@ -347,8 +346,8 @@ def _pickled_advice(folder: Path) -> str:
     if not names:
         return ""
     return (
-        f"; {', '.join(sorted(names))}: pickled files can run code and are not read; load them with "
-        "transformers and save_pretrained() what you trust"
+        f"; {', '.join(sorted(names))}: pickled files can run code and are not read; load them "
+        "with transformers and save_pretrained() what you trust"
     )
 
 
