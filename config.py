@@ -481,6 +481,7 @@ def _rules(cfg: Config) -> Iterator[Rule]:
     yield from _recompute_rules(cfg)
     yield from _tp_and_cp_rules(cfg)
     yield from _lora_rules(cfg)
+    yield from _nf4_rules(cfg)
     yield from _float8_rules(cfg)
     yield from _checkpoint_rules(cfg)
     yield from _profile_rules(cfg)
@@ -692,9 +693,9 @@ def _tp_and_cp_rules(cfg: Config) -> Iterator[Rule]:
 
 def _lora_rules(cfg: Config) -> Iterator[Rule]:
     lora = cfg.lora
+    m = cfg.model
     if lora is None:
         return
-    m = cfg.model
     yield Rule(
         "lora.rank model.init_from",
         m.init_from,
@@ -718,19 +719,25 @@ def _lora_rules(cfg: Config) -> Iterator[Rule]:
         lora.rank <= largest_rank,
         f"must not exceed the smallest side of its matrices, {largest_rank}",
     )
-    if lora.base_dtype == "nf4":
-        # the lengths of the rows that a rank holds
-        row_lengths = {
-            "dim": m.dim,
-            "n_heads x head_dim over tp": attention_dim / cfg.parallel.tp,
-            "ffn_dim over tp": m.ffn_dim / cfg.parallel.tp,
-        }
-        shown = ", ".join(f"{name} = {length:g}" for name, length in row_lengths.items())
-        yield Rule(
-            "lora.base_dtype model.dim model.n_heads model.ffn_dim model.head_dim parallel.tp",
-            all(length % 64 == 0 for length in row_lengths.values()),
-            f"its blocks of 64 weights must come out even: {shown}",
-        )
+
+
+def _nf4_rules(cfg: Config) -> Iterator[Rule]:
+    m = cfg.model
+    tp = cfg.parallel.tp
+    if cfg.lora is None or cfg.lora.base_dtype != "nf4":
+        return
+    # the row lengths of a rank's matrices
+    row_lengths = {
+        "dim": m.dim,
+        "n_heads x head_dim over tp": m.n_heads * m.width_per_head / tp,
+        "ffn_dim over tp": m.ffn_dim / tp,
+    }
+    shown = ", ".join(f"{name} = {length:g}" for name, length in row_lengths.items())
+    yield Rule(
+        "lora.base_dtype model.dim model.n_heads model.ffn_dim model.head_dim parallel.tp",
+        all(length % 64 == 0 for length in row_lengths.values()),
+        f"its blocks of 64 weights must come out even: {shown}",
+    )
 
 
 def _float8_rules(cfg: Config) -> Iterator[Rule]:

@@ -38,8 +38,7 @@ import tomli
 
 
 class ConfigError(Exception):
-    """The user's input is invalid (a file, an option, the data). Holds every problem, one line
-    each."""
+    """The user's input is invalid (a file, an option, the data). Holds every problem as a line."""
 
     def __init__(self, *problems: str):
         super().__init__("\n".join(problems))
@@ -68,11 +67,14 @@ class Constraint(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A rule between options, evaluated. options: "option.to_change other.option_it_reads ...", the
-    names of all options that the rule reads, first the one that its error shows."""
+    """A rule between options, evaluated for a configuration.
+
+    options: the names of all options that it reads, first the one that its error shows, as in
+    "model.n_kv_heads model.n_heads".
+    """
 
     options: str
-    holds: Any
+    holds: Any  # as the condition of an if
     requirement: str
 
 
@@ -85,8 +87,8 @@ def option(
 ) -> Any:
     """A dataclass field. default: MISSING if the option is required.
 
-    note: added to the error for a wrong type. extra: the folder in extras/ that the option needs,
-    unless it is at its default; in a table that is off by default, whatever its value is.
+    note: the end of the error for a wrong type. extra: the folder in extras/ that the option needs
+    unless it is at its default. In a table that is off by default, it needs it at any value.
     """
     metadata = {"doc": doc, "constraint": constraint, "note": note, "extra": extra}
     return field(default=default, metadata=metadata)
@@ -155,8 +157,8 @@ class Schema:
         """The value of --name=text: the text itself if the option is a string, else TOML, else a
         word such as auto."""
         if name in self.options:
-            types_allowed = members(self.options[name].annotation)
-            if all(kind is str or typing.get_origin(kind) is Literal for kind in types_allowed):
+            kinds = members(self.options[name].annotation)
+            if all(kind is str or typing.get_origin(kind) is Literal for kind in kinds):
                 return text
         try:
             parsed = tomli.loads(f"value = {text}")
@@ -210,9 +212,8 @@ class Schema:
         if name in self.tables:
             if not self.tables[name].is_optional:
                 return None
-            first, *_ = self.section(
-                name
-            ).values()  # an optional table has the same extra throughout
+            # all options of an optional table need the same extra
+            first = next(iter(self.section(name).values()))
             return first.field.metadata["extra"]
         option_field = self.options[name].field
         table = self.tables[name.rpartition(".")[0]]
@@ -281,8 +282,7 @@ def _help_line(key: str, option: Option) -> str:
 
 @dataclass
 class Given:
-    """The user's input, by option: the valid values, the origin of each, the problems of the
-    others.
+    """The user's input by option: valid values, their origins, and the problems of the others.
 
     Of a file my.toml with [train] steps = 10, and --train.seq_len=0 on the command line:
 
@@ -296,10 +296,8 @@ class Given:
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
-    raw: dict[str, Any] = field(default_factory=dict)  # before add() converted them
 
     def add(self, name: str, value: Any) -> None:
-        self.raw[name] = value
         try:
             self.values[name] = self.schema.fit(name, value)
         except ValueError as error:
@@ -331,10 +329,13 @@ class Given:
 
 
 def require(built: Any, rules: Iterable[Rule], given: Given | None = None) -> None:
-    """Raises ConfigError with given's problems and the violated rules. Skips a rule that reads an
-    option which is itself invalid."""
-    problems = [*given.problems.values()] if given else []
-    invalid = set(given.problems) if given else set()
+    """Raises ConfigError with given's problems and the violated rules. Skips rules that read an
+    invalid option."""
+    problems = []
+    invalid = set()
+    if given:
+        problems += given.problems.values()
+        invalid |= given.problems.keys()
     for rule in rules:
         names = rule.options.split()
         if rule.holds or invalid & set(names):

@@ -39,6 +39,11 @@ def read_sentencepiece(path: Path) -> Any:
     return model
 
 
+def _texts(model: Any, entry_type: int) -> list[str]:
+    """The vocabulary entries of a type."""
+    return [entry.piece for entry in model.pieces if entry.type == entry_type]
+
+
 def inexpressible(model: Any) -> list[str]:
     """The properties of a ModelProto for which tokenizer.json would give other ids or other text.
     (The trainer's other settings, such as split_digits, shaped the vocabulary, and change nothing
@@ -49,7 +54,7 @@ def inexpressible(model: Any) -> list[str]:
     model_type = trainer.ModelType.Name(trainer.model_type)
     prefix = normalizer.add_dummy_prefix
     vocabulary = {entry.piece for entry in model.pieces}
-    user_defined = [entry.piece for entry in model.pieces if entry.type == kind.USER_DEFINED]
+    user_defined = _texts(model, kind.USER_DEFINED)
     merged = [e for e in model.pieces if e.type == kind.NORMAL and len(e.piece) > 1]
     scores = {entry.score for entry in merged}
     characters = set("".join(entry.piece for entry in merged))
@@ -70,7 +75,7 @@ def inexpressible(model: Any) -> list[str]:
         "user-defined symbols with spaces": any(
             " " in piece or SPACE in piece for piece in user_defined
         ),
-        "entries of type UNUSED": any(entry.type == kind.UNUSED for entry in model.pieces),
+        "entries of type UNUSED": _texts(model, kind.UNUSED),
         # of equal scores the leftmost merge comes first; each merge of tokenizer.json has a rank of
         # its own
         "entries with equal scores": len(scores) < len(merged),
@@ -84,19 +89,37 @@ def fast_tokenizer_files(model: Any) -> dict[str, dict]:
     if inexpressible(model):
         return {}
     kind = model.SentencePiece
-    vocab = {entry.piece: i for i, entry in enumerate(model.pieces)}
-    unknown = next((entry.piece for entry in model.pieces if entry.type == kind.UNKNOWN), None)
+    unknown = next(iter(_texts(model, kind.UNKNOWN)), None)
     # as sentencepiece's bos_id(): by name, which an edited model may have changed without
     # trainer_spec.bos_id
-    control = {entry.piece for entry in model.pieces if entry.type == kind.CONTROL}
+    control = _texts(model, kind.CONTROL)
     bos = model.trainer_spec.bos_piece
     if bos not in control:
         bos = None
     eos = model.trainer_spec.eos_piece
     if eos not in control:
         eos = None
+    settings = {
+        # not LlamaTokenizer, which would replace normalizer, decoder and template with its own
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": unknown,
+        "bos_token": bos,
+        "eos_token": eos,
+        "add_eos_token": False,
+        "add_bos_token": bos is not None,
+        "clean_up_tokenization_spaces": False,
+    }
+    return {
+        "tokenizer.json": _tokenizer_json(model, unknown, bos),
+        "tokenizer_config.json": settings,
+    }
+
+
+def _tokenizer_json(model: Any, unknown: str | None, bos: str | None) -> dict:
+    """unknown, bos: the vocabulary entries for unknown text and for a text's beginning, if any."""
+    vocab = {entry.piece: i for i, entry in enumerate(model.pieces)}
     normalizer, decoder = _normalizer_and_decoder(model.normalizer_spec.add_dummy_prefix)
-    tokenizer = {
+    return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -112,23 +135,12 @@ def fast_tokenizer_files(model: Any) -> dict[str, dict]:
             "continuing_subword_prefix": None,
             "end_of_word_suffix": None,
             "fuse_unk": True,
-            "byte_fallback": any(entry.type == kind.BYTE for entry in model.pieces),
+            "byte_fallback": bool(_texts(model, model.SentencePiece.BYTE)),
             "ignore_merges": False,
             "vocab": vocab,
             "merges": _merges(model, vocab),
         },
     }
-    settings = {
-        # not LlamaTokenizer, which would replace normalizer, decoder and template with its own
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "unk_token": unknown,
-        "bos_token": bos,
-        "eos_token": eos,
-        "add_eos_token": False,
-        "add_bos_token": bos is not None,
-        "clean_up_tokenization_spaces": False,
-    }
-    return {"tokenizer.json": tokenizer, "tokenizer_config.json": settings}
 
 
 def _merges(model: Any, vocab: dict[str, int]) -> list[list[str]]:
