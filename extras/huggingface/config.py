@@ -110,21 +110,22 @@ def read(path: pathlib.Path, schema: Schema) -> dict[str, Any]:
     problems += _unsupported(path, theirs, rope_key, rope)
 
     is_qwen3 = theirs.get("model_type") == "qwen3"
+    # Qwen3's defaults of these two are those of one size: it must have both
     if not is_qwen3:
         theirs.setdefault("num_key_value_heads", theirs.get("num_attention_heads"))
+    has_head_dim = is_qwen3 or "head_dim" in theirs
     options = {}
     for key, their_key in KEYS.items():
-        options[f"model.{key}"] = Entry(their_key, theirs.get(their_key))
-    # absent, it is dim / n_heads; but Qwen3's default is that of one size
-    if "head_dim" not in theirs and not is_qwen3:
-        del options["model.head_dim"]
+        if key != "head_dim" or has_head_dim:
+            options[f"model.{key}"] = Entry(their_key, theirs.get(their_key))
     options["model.qk_norm"] = Entry("model_type", is_qwen3)
     rope_theta = rope.get("rope_theta", theirs["rope_theta"])
     options["model.rope_theta"] = Entry("rope_theta", rope_theta)
     if rope_type == "llama3":
         for key in ROPE_KEYS:
             options[f"model.rope_scaling.{key}"] = Entry(f"{rope_key}.{key}", rope.get(key))
-    fitted = _fit(path, schema, options, problems)
+    fitted, invalid = _fit(path, schema, options)
+    problems += invalid
     if problems:
         raise ConfigError(*problems)
     return fitted
@@ -172,11 +173,12 @@ def read_adapter(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def _fit(
-    path: pathlib.Path, schema: Schema, entries: dict[str, Entry], problems: list[str]
-) -> dict[str, Any]:
-    """The values of a file by option, fitted to the schema. Adds to `problems` what is missing or
-    invalid, and leaves it out."""
+    path: pathlib.Path, schema: Schema, entries: dict[str, Entry]
+) -> tuple[dict[str, Any], list[str]]:
+    """The values of a file by option, converted by the schema, and a problem for each that is
+    missing or invalid."""
     fitted = {}
+    problems = []
     for name, (key, value) in entries.items():
         try:
             fitted[name] = schema.fit(name, value)
@@ -185,7 +187,7 @@ def _fit(
                 problems.append(f"{path}: {key} is missing")
             else:
                 problems.append(f"{path}: {key} = {toml(value)}: {error}")
-    return fitted
+    return fitted, problems
 
 
 # Completing a configuration
@@ -233,8 +235,10 @@ def _complete_model(given: Given) -> None:
             f"{given.origins[rope]}: [model] rope_scaling is off: {path} and its weights have it; "
             "leave it out"
         )
+    # options of rope_scaling that are given must be the file's
+    theirs = dict.fromkeys(ours, "absent") | theirs
     advice = "; leave it out, or, to resume from the run's checkpoint, move that file away"
-    _take_over(given, path, dict.fromkeys(ours, "absent") | theirs, KEYS, advice)
+    _take_over(given, path, theirs, KEYS, advice)
 
 
 def _complete_adapter(given: Given) -> None:
@@ -246,8 +250,7 @@ def _complete_adapter(given: Given) -> None:
     entries = {}
     for key, their_key in ADAPTER_KEYS.items():
         entries[f"lora.{key}"] = Entry(their_key, theirs.get(their_key))
-    problems: list[str] = []
-    fitted = _fit(path, given.schema, entries, problems)
+    fitted, problems = _fit(path, given.schema, entries)
     _take_over(given, path, fitted, ADAPTER_KEYS, "; leave it out")
     if problems:
         raise ConfigError(*problems)

@@ -34,7 +34,7 @@ from checkpoint import catalog, compare, load, manifest, save
 from config import ConfigError
 from data import hub
 from data.hub import GIB, check_room
-from data.tokenizer import Tokenizer
+from data.tokenizer import TOKENIZERS, Tokenizer
 from extras.huggingface import config as hf_config
 from extras.huggingface import weights as hf_weights
 from extras.huggingface.tokenizer import fast_tokenizer_files, inexpressible, read_sentencepiece
@@ -153,25 +153,24 @@ def copy_from_base(folder: Path, base: Path) -> None:
 
 
 def read_vocabularies(folder: Path) -> list[bytes]:
-    """The contents of tokenizer.json and tokenizer.model, of those that are there."""
-    return [path.read_bytes() for path in vocabulary_files(folder)]
-
-
-def vocabulary_files(folder: Path) -> list[Path]:
-    paths = [folder / name for name in hf_weights.TOKENIZER_FILES[:2]]
-    return [path for path in paths if path.is_file()]
+    """The contents of tokenizer.json and tokenizer.model, as far as they exist."""
+    return [path.read_bytes() for path in existing(folder, *TOKENIZERS)]
 
 
 def copied_files(folder: Path) -> list[Path]:
     """The files of a checkpoint or a Hugging Face folder that are copied unchanged."""
-    paths = [folder / name for name in (*hf_weights.TOKENIZER_FILES, GENERATION)]
+    return existing(folder, *hf_weights.TOKENIZER_FILES, GENERATION)
+
+
+def existing(folder: Path, *names: str) -> list[Path]:
+    paths = [folder / name for name in names]
     return [path for path in paths if path.is_file()]
 
 
 def token_ids(checkpoint: Path) -> dict[str, Any]:
     """bos_token_id and eos_token_id of the checkpoint's tokenizer; empty if it has none or cannot
     be loaded."""
-    if not vocabulary_files(checkpoint):
+    if not existing(checkpoint, *TOKENIZERS):
         return {}
     try:
         tokenizer = Tokenizer(checkpoint)

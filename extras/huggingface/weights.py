@@ -49,7 +49,6 @@ NAMES = {
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"
-# of these, the first two hold the vocabulary
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
