@@ -249,8 +249,8 @@ def is_new_or_empty(folder: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Source:
-    """A checkpoint that is exported."""
+class SavedModel:
+    """The model of a checkpoint: its configuration, and its parameters by name."""
 
     path: Path
     cfg: config.Config
@@ -276,26 +276,26 @@ class Source:
         )
 
 
-def open_source(checkpoint_or_run: Path, base: str | None) -> Source:
+def open_saved(checkpoint_or_run: Path, base: str | None) -> SavedModel:
     """Raises ConfigError. base: where the base of adapters lies now."""
     path = catalog.find(checkpoint_or_run)
     cfg = catalog.read_config(path, base)
-    return Source(path, cfg, meta_model(cfg.model, cfg.lora), load.Reader(path))
+    return SavedModel(path, cfg, meta_model(cfg.model, cfg.lora), load.Reader(path))
 
 
-def export_model(source: Source, folder: Path, dtype: str, limit: int) -> None:
+def export_model(saved: SavedModel, folder: Path, dtype: str, limit: int) -> None:
     """Writes a model's Hugging Face folder; adapters are merged into their base. limit: bytes of
     tensors in a file. Raises ConfigError."""
-    cfg = source.cfg
+    cfg = saved.cfg
     base = hf_weights.weights_to_read(cfg, step=1)
     seq_len = cfg.train.seq_len
-    write_tokenizer(folder, source.path)
+    write_tokenizer(folder, saved.path)
     if base:
         assert cfg.model.init_from  # where the base is
         base_folder = hub.local(cfg.model.init_from)
         seq_len = max(seq_len, context_length(base_folder) or 0)
         copy_from_base(folder, base_folder)
-    ids = token_ids(source.path)
+    ids = token_ids(saved.path)
     if not (folder / GENERATION).is_file():
         write_json(folder / GENERATION, ids)
     # that of an import may list several EOS tokens
@@ -303,26 +303,26 @@ def export_model(source: Source, folder: Path, dtype: str, limit: int) -> None:
     write_json(folder / "config.json", hf_config.render(cfg.model, seq_len, dtype, ids))
 
     def read(name: str) -> Tensor:
-        return source.read_merged(name, base) if base else source.read(name)
+        return saved.read_merged(name, base) if base else saved.read(name)
 
     write_weights(folder, cfg.model, read, getattr(torch, dtype), limit)
     if base:
         assert base.sums is not None  # read to be compared
-        compare.check_base(source.path, cfg.model.init_from, hf_weights.fingerprint([base.sums]))
+        compare.check_base(saved.path, cfg.model.init_from, hf_weights.fingerprint([base.sums]))
 
 
-def export_adapter(source: Source, folder: Path, dtype: str) -> None:
+def export_adapter(saved: SavedModel, folder: Path, dtype: str) -> None:
     """Writes PEFT's folder of a run's adapters. Raises ConfigError."""
-    cfg = source.cfg
+    cfg = saved.cfg
     if cfg.lora is None:
         raise ConfigError(
             f"--adapter: the run {cfg.run.name} has no [lora]; export it whole, without --adapter"
         )
     assert cfg.model.init_from  # adapters have a base
     tensors = {}
-    for name, _ in source.model.named_parameters():
+    for name, _ in saved.model.named_parameters():
         if hf_weights.is_adapter(name):
-            tensors[hf_weights.hf_name(name)] = source.read(name).to(getattr(torch, dtype))
+            tensors[hf_weights.hf_name(name)] = saved.read(name).to(getattr(torch, dtype))
     write_safetensors(folder / hf_weights.PEFT_WEIGHTS, tensors)
     settings = hf_config.render_adapter(cfg.lora, cfg.model.init_from)
     write_json(folder / hf_config.ADAPTER, settings)
@@ -440,13 +440,13 @@ def check_output(out: Path, is_export: bool) -> None:
 
 
 def export_command(args: argparse.Namespace, folder: Path) -> None:
-    source = open_source(args.source, args.base)
-    hf_config.check_rendered(source.cfg.model, source.cfg.lora if args.adapter else None)
-    load.check_tensors(source.reader, source.model, None)
+    saved = open_saved(args.source, args.base)
+    hf_config.check_rendered(saved.cfg.model, saved.cfg.lora if args.adapter else None)
+    load.check_tensors(saved.reader, saved.model, None)
     if args.adapter:
-        export_adapter(source, folder, args.dtype)
+        export_adapter(saved, folder, args.dtype)
     else:
-        export_model(source, folder, args.dtype, int(args.shard_gib * GIB))
+        export_model(saved, folder, args.dtype, int(args.shard_gib * GIB))
 
 
 def main(argv: list[str]) -> int:
