@@ -420,17 +420,17 @@ def mesh_shape(cfg: Config, ranks: int) -> tuple[int, int, int, int]:
         dp_replicate = max(1, dp_size // int(dp_shard))
     if dp_shard == "auto":
         dp_shard = max(1, dp_size // dp_replicate)
-    other_degrees = f"dp_replicate = {p.dp_replicate}"
+    cp_and_tp = ""
     if cp * tp > 1:
-        other_degrees += f", cp = {cp} and tp = {tp}"
+        cp_and_tp = f", cp = {cp} and tp = {tp}"
     micro_batch = t.micro_batch_size or 1
     sequences_per_pass = micro_batch * dp_size
     rules = [
         Rule(
             "parallel.dp_shard",
             dp_replicate * dp_shard * cp * tp == ranks,
-            f"times {other_degrees} must equal the number of ranks, {ranks}; "
-            "set one of the first two to auto",
+            f"times dp_replicate = {p.dp_replicate}{cp_and_tp} must equal the number of ranks, "
+            f"{ranks}; set one of the first two to auto",
         ),
         Rule(
             "train.global_batch_size",
