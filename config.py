@@ -2,7 +2,8 @@
 
     python train.py --help          # every option with its type, default and meaning
 
-Needs no torch: a wrong configuration fails in milliseconds, with all its problems, before any process starts.
+Needs no torch: a wrong configuration fails in milliseconds, with all its problems, before any
+process starts.
 """
 
 import argparse
@@ -12,40 +13,50 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import MISSING, dataclass, replace
-from typing import Any, Literal, NoReturn
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, dataclass
+from typing import Literal, NoReturn
 
 import schema
 from data import hub
-from schema import ConfigError, option, to_dict
+from schema import ConfigError, Constraint, Rule, option, to_dict
 
 EXTRAS = pathlib.Path(__file__).parent / "extras"
-DIGEST_MODULUS = 2**53  # of batch_digest: exact in JSON
-LONGEST_PERIOD = 1 << 16  # samples; the longest period of a mixture's order of sources
-IGNORE = -100  # target id without a loss, as cross_entropy's ignore_index; data writes it, model/loss.py reads it
-
-SELECTIVE = ("elementwise", "selective")  # values of recompute that save a part of each block
-HALF = "; float16 would need a loss scaler, which this trainer does without"
-# a string is a keyword such as "auto"
-POSITIVE = (lambda v: isinstance(v, str) or v > 0, "must be greater than 0")
-EPSILON = (lambda v: v >= 1e-38, "must be at least 1e-38: float32 would make less of it 0")
-# torch adds it to a clock's nanoseconds
-TIMEOUT = (lambda v: 0 < v <= 1e8, "must be greater than 0, and at most 1e8")
-NOT_NEGATIVE = (lambda v: v >= 0, "must be at least 0")
-FRACTION = (lambda v: 0 <= v <= 1, "must lie between 0 and 1")
-BETAS = (lambda v: all(0 <= b < 1 for b in v), "both must lie in [0, 1)")
-# of a block
+# Of batch_digest: exact in JSON.
+DIGEST_MODULUS = 2**53
+# Samples: the longest period of a mixture's order of sources.
+LONGEST_PERIOD = 1 << 16
+# Target id without a loss, cross_entropy's ignore_index: data/ writes it, model/loss.py reads it.
+IGNORE = -100
+# Values of recompute that save a part of each block.
+SELECTIVE = ("elementwise", "selective")
+# The matrices of a block, in order.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-TARGETS = (
+
+# What the values of options must satisfy. A string is a keyword such as "auto".
+POSITIVE = Constraint(lambda v: isinstance(v, str) or v > 0, "must be greater than 0")
+NOT_NEGATIVE = Constraint(lambda v: v >= 0, "must be at least 0")
+AT_LEAST_ONE = Constraint(lambda v: v >= 1, ">= 1")
+FRACTION = Constraint(lambda v: 0 <= v <= 1, "must lie between 0 and 1")
+MOMENTUM = Constraint(lambda v: 0 <= v < 1, "must lie in [0, 1)")
+BETAS = Constraint(lambda v: all(0 <= beta < 1 for beta in v), "both must lie in [0, 1)")
+EPSILON = Constraint(
+    lambda v: v >= 1e-38, "must be at least 1e-38: float32 would make less of it 0"
+)
+# torch adds a timeout to a clock's nanoseconds.
+TIMEOUT = Constraint(lambda v: 0 < v <= 1e8, "must be greater than 0, and at most 1e8")
+TARGETS = Constraint(
     lambda v: v and {*v} <= {*PROJECTIONS},
     f"must name projections: {', '.join(PROJECTIONS)}",
 )
 # A run's name is the name of one folder, and is used without quoting.
-NAME = (
+NAME = Constraint(
     lambda v: re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{,199}", v),
-    "may hold only letters, digits, '.', '_' and '-', at most 200, and must not begin with '.' or '-'",
+    "may hold only letters, digits, '.', '_' and '-', at most 200, and must not begin with '.' or "
+    "'-'",
 )
+# Added to the error for a wrong dtype.
+NO_FLOAT16 = "; float16 would need a loss scaler, which this trainer does without"
 
 
 @dataclass(frozen=True)
@@ -70,11 +81,10 @@ class Run:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's frequency table: https://arxiv.org/abs/2407.21783, section 3.4.1 and its reference code."""
+    """Llama 3.1's frequency table: https://arxiv.org/abs/2407.21783, section 3.4.1, and Meta's
+    reference code."""
 
-    factor: float = option(
-        MISSING, "new context length / original context length", (lambda v: v >= 1, ">= 1")
-    )
+    factor: float = option(MISSING, "new context length / original context length", AT_LEAST_ONE)
     low_freq_factor: float = option(
         1.0, "frequencies of longer waves than original / this are divided", POSITIVE
     )
@@ -182,9 +192,7 @@ class Optim:
     muon_lr: float | None = option(
         None, "of Muon's matrices; absent: lr, since updates are as large", POSITIVE
     )
-    muon_momentum: float = option(
-        0.95, "Nesterov momentum of Muon", (lambda v: 0 <= v < 1, "must lie in [0, 1)")
-    )
+    muon_momentum: float = option(0.95, "Nesterov momentum of Muon", MOMENTUM)
     betas: tuple[float, float] = option((0.9, 0.95), "beta1 and beta2 of AdamW", BETAS)
     eps: float = option(1e-8, "epsilon of AdamW", EPSILON)
     weight_decay: float = option(
@@ -224,13 +232,13 @@ class Parallel:
         1, "units all-gathered ahead in backward; 0: implicit prefetch", NOT_NEGATIVE
     )
     param_dtype: Literal["auto", "float32", "bfloat16"] = option(
-        "bfloat16", "of all-gather and compute; auto: bfloat16 where native on all", note=HALF
+        "bfloat16", "of all-gather and compute; auto: bfloat16 where native on all", note=NO_FLOAT16
     )
     reduce_dtype: Literal["float32", "bfloat16"] = option(
-        "float32", "dtype of gradient reduction", note=HALF
+        "float32", "dtype of gradient reduction", note=NO_FLOAT16
     )
     output_dtype: Literal["float32", "bfloat16"] | None = option(
-        None, "between units; absent: param_dtype", note=HALF
+        None, "between units; absent: param_dtype", note=NO_FLOAT16
     )
     keep_fp32: tuple[str, ...] = option(
         (), "patterns of units to compute in float32, such as 'blocks.[01]'"
@@ -277,7 +285,8 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        return (2 * self.rank if self.alpha is None else self.alpha) / self.rank
+        alpha = 2 * self.rank if self.alpha is None else self.alpha
+        return alpha / self.rank
 
 
 @dataclass(frozen=True)
@@ -363,7 +372,10 @@ def is_due(step: int, every: int | None) -> bool:
 
 
 def evaluation_is_due(cfg: Config, step: int) -> bool:
-    return cfg.eval is not None and (step >= cfg.train.steps or is_due(step, cfg.eval.every_steps))
+    if cfg.eval is None:
+        return False
+    is_last_step = step >= cfg.train.steps
+    return is_last_step or is_due(step, cfg.eval.every_steps)
 
 
 def schedule_steps(cfg: Config) -> int:
@@ -371,10 +383,10 @@ def schedule_steps(cfg: Config) -> int:
 
 
 def longest_timeout(cfg: Config) -> float:
-    """The process groups' timeout in seconds, a last resort: each rank's watchdog times its own phases."""
-    return 60 + max(
-        cfg.run.start_timeout_seconds, cfg.run.step_timeout_seconds, cfg.run.save_timeout_seconds
-    )
+    """The process groups' timeout in seconds. It is a last resort: each rank's watchdog times its
+    own phases."""
+    r = cfg.run
+    return 60 + max(r.start_timeout_seconds, r.step_timeout_seconds, r.save_timeout_seconds)
 
 
 def run_folder(cfg: Config) -> pathlib.Path:
@@ -389,294 +401,403 @@ def unit_names(model: Model) -> list[str]:
 
 
 def mesh_shape(cfg: Config, ranks: int) -> tuple[int, int, int, int]:
-    """(dp_replicate, dp_shard, cp, tp). Raises ConfigError if the ranks or the global batch do not divide evenly."""
-    p, t, cp, tp = cfg.parallel, cfg.train, cfg.parallel.cp, cfg.parallel.tp
-    dp_size = max(1, ranks // (cp * tp))
-    dp_replicate = (
-        max(1, dp_size // int(p.dp_shard)) if p.dp_replicate == "auto" else p.dp_replicate
-    )
-    dp_shard = max(1, dp_size // dp_replicate) if p.dp_shard == "auto" else p.dp_shard
-    per_pass = (t.micro_batch_size or 1) * dp_size
+    """(dp_replicate, dp_shard, cp, tp). Raises ConfigError if the ranks or the global batch do not
+    divide evenly."""
+    p = cfg.parallel
+    t = cfg.train
+    cp = p.cp
+    tp = p.tp
     if ranks % (cp * tp):
         raise ConfigError(
-            f"[parallel] cp = {cp}, tp = {tp}: their product must divide the number of ranks, {ranks}"
+            f"[parallel] cp = {cp}, tp = {tp}: their product must divide the number of ranks, "
+            f"{ranks}"
         )
-    schema.require(
-        cfg,
-        [
-            (
-                "parallel.dp_shard",
-                dp_replicate * dp_shard * cp * tp == ranks,
-                f"times dp_replicate = {p.dp_replicate}"
-                + f", cp = {cp} and tp = {tp}" * (cp * tp > 1)
-                + f" must equal the number of ranks, {ranks}; set one of the first two to auto",
-            ),
-            (
-                "train.global_batch_size",
-                t.global_batch_size % per_pass == 0,
-                f"must be a multiple of micro_batch_size x data ranks = "
-                f"{t.micro_batch_size or 1} x {dp_size} = {per_pass}",
-            ),
-        ],
-    )
+    dp_size = ranks // (cp * tp)
+    dp_replicate = p.dp_replicate
+    dp_shard = p.dp_shard
+    # at most one of the two is "auto": a rule
+    if dp_replicate == "auto":
+        dp_replicate = max(1, dp_size // int(dp_shard))
+    if dp_shard == "auto":
+        dp_shard = max(1, dp_size // dp_replicate)
+    cp_and_tp = ""
+    if cp * tp > 1:
+        cp_and_tp = f", cp = {cp} and tp = {tp}"
+    micro_batch = t.micro_batch_size or 1
+    sequences_per_pass = micro_batch * dp_size
+    rules = [
+        Rule(
+            "parallel.dp_shard",
+            dp_replicate * dp_shard * cp * tp == ranks,
+            f"times dp_replicate = {p.dp_replicate}{cp_and_tp} must equal the number of ranks, "
+            f"{ranks}; set one of the first two to auto",
+        ),
+        Rule(
+            "train.global_batch_size",
+            t.global_batch_size % sequences_per_pass == 0,
+            "must be a multiple of micro_batch_size x data ranks = "
+            f"{micro_batch} x {dp_size} = {sequences_per_pass}",
+        ),
+    ]
+    schema.require(cfg, rules)
     return dp_replicate, dp_shard, cp, tp
 
 
 def check_for_gpus(cfg: Config) -> None:
-    """Raises ConfigError for what a CPU supports and a GPU does not: narrow heads, uncompiled float8."""
-    if cfg.parallel.float8 != "none" and not cfg.parallel.compile:
+    """Raises ConfigError for what a CPU supports and a GPU does not: narrow heads, and float8 that
+    is not compiled."""
+    p = cfg.parallel
+    if p.float8 != "none" and not p.compile:
         raise ConfigError(
-            f'[parallel] float8 = "{cfg.parallel.float8}": requires compile = true on a GPU: '
+            f'[parallel] float8 = "{p.float8}": requires compile = true on a GPU: '
             "rounding to 8 bits, uncompiled, takes longer than the matmuls save"
         )
-    if (cfg.parallel.cp > 1 or cfg.data.document_mask) and cfg.model.width_per_head < 16:
+    needs_flex_attention = p.cp > 1 or cfg.data.document_mask
+    head_dim = cfg.model.width_per_head
+    if needs_flex_attention and head_dim < 16:
         raise ConfigError(
-            f"[model] head_dim: heads are {cfg.model.width_per_head} wide; on a GPU, context parallelism "
-            "and document masks need 16 or more (FlexAttention)"
+            f"[model] head_dim: heads are {head_dim} wide; on a GPU, context parallelism and "
+            "document masks need 16 or more (FlexAttention)"
         )
 
 
-def _rules(cfg: Config) -> list[tuple[str, Any, str]]:
-    """The rules between options, as schema.require() takes them."""
-    m, d, t, o, p, c, f = (
-        cfg.model,
-        cfg.data,
-        cfg.train,
-        cfg.optim,
-        cfg.parallel,
-        cfg.checkpoint,
-        cfg.profile,
+# Rules between options
+#
+#     yield Rule("option.to_change other.option", holds, "what the value must satisfy")
+#
+# The first name is the option that the error shows. The others are all further options that the
+# rule reads: a rule is skipped while one of its options is invalid by itself.
+
+
+def _rules(cfg: Config) -> Iterator[Rule]:
+    """Every rule between options, in the order in which problems are listed."""
+    yield from _model_rules(cfg)
+    yield from _data_rules(cfg)
+    yield from _mixture_rules(cfg)
+    yield from _train_rules(cfg)
+    yield from _schedule_rules(cfg)
+    yield from _muon_rules(cfg)
+    yield from _fsdp_rules(cfg)
+    yield from _recompute_rules(cfg)
+    yield from _tp_and_cp_rules(cfg)
+    yield from _lora_rules(cfg)
+    yield from _nf4_rules(cfg)
+    yield from _float8_rules(cfg)
+    yield from _checkpoint_rules(cfg)
+    yield from _profile_rules(cfg)
+
+
+def _model_rules(cfg: Config) -> Iterator[Rule]:
+    m = cfg.model
+    yield Rule(
+        "model.n_kv_heads model.n_heads",
+        m.n_heads % m.n_kv_heads == 0,
+        f"must divide n_heads = {m.n_heads}",
     )
-    lora, attention_dim = cfg.lora, m.n_heads * m.width_per_head
-    sides = {
-        "q_proj": (m.dim, attention_dim),
-        "o_proj": (m.dim, attention_dim),
-        "k_proj": (m.dim, kv := m.n_kv_heads * m.width_per_head),
-        "v_proj": (m.dim, kv),
-    }
-    largest_rank = min(
-        min(sides.get(name, (m.dim, m.ffn_dim))) for name in (lora.targets if lora else PROJECTIONS)
+    yield Rule(
+        "model.n_heads model.dim model.head_dim",
+        m.head_dim or m.dim % m.n_heads == 0,
+        f"must divide dim = {m.dim}, or head_dim be given",
     )
-    rows = {
-        "dim": m.dim,
-        "n_heads x head_dim over tp": attention_dim / p.tp,
-        "ffn_dim over tp": m.ffn_dim / p.tp,
-    }
-    nf4, rope, end = lora and lora.base_dtype == "nf4", m.rope_scaling, schedule_steps(cfg)
-    units = unit_names(m) if p.keep_fp32 else [""]  # of a mistyped n_layers they may be too many
+    yield Rule(
+        "model.head_dim" if m.head_dim else "model.dim model.n_heads",
+        m.width_per_head % 2 == 0,
+        f"makes heads {m.width_per_head} wide; their width must be even",
+    )
+    if m.rope_scaling:
+        yield Rule(
+            "model.rope_scaling.low_freq_factor model.rope_scaling.high_freq_factor",
+            m.rope_scaling.low_freq_factor < m.rope_scaling.high_freq_factor,
+            f"must be below high_freq_factor = {m.rope_scaling.high_freq_factor}",
+        )
+
+
+def _data_rules(cfg: Config) -> Iterator[Rule]:
+    d = cfg.data
+    if d.sources:
+        yield Rule(
+            "data.validation data.sources",
+            d.validation is None,
+            "is an option of each source in [[data.sources]]",
+        )
+        yield Rule(
+            "data.source data.sources",
+            d.source == Data.source,
+            "is incompatible with [[data.sources]]",
+        )
+    if d.messages_field:
+        yield Rule(
+            "data.messages_field data.tokenizer data.sources",
+            d.tokenizer,
+            "needs data.tokenizer: that of the model, with the special tokens of its chat template",
+        )
+        yield Rule(
+            "data.messages_field data.order",
+            d.order == "global",
+            'is incompatible with order = "growing": windows are planned over all conversations',
+        )
+        yield Rule(
+            "data.document_mask data.messages_field",
+            d.document_mask,
+            "is implied by messages_field: attention stays inside a conversation",
+        )
+    if d.chat_template:
+        yield Rule(
+            "data.chat_template data.messages_field", d.messages_field, "requires messages_field"
+        )
+
+
+def _mixture_rules(cfg: Config) -> Iterator[Rule]:
+    d = cfg.data
+    texts_read = set()
+    for s in d.sources:
+        path = os.path.realpath(s.source) if os.path.exists(s.source) else s.source
+        subset = s.subset or d.subset
+        split = s.split or d.split
+        text_field = s.text_field or d.text_field
+        max_tokens = s.max_tokens or d.max_tokens
+        texts_read.add((path, subset, split, text_field, max_tokens))
+    yield Rule(
+        "data.sources",
+        len(texts_read) == len(d.sources),
+        "names one source twice; add their weights",
+    )
+    total_weight = sum(s.weight for s in d.sources)
+    yield Rule(
+        "data.sources",
+        all(s.weight * LONGEST_PERIOD >= total_weight for s in d.sources),
+        f"a weight must be at least 1/{LONGEST_PERIOD} of the sum of all",
+    )
+
+
+def _train_rules(cfg: Config) -> Iterator[Rule]:
+    t = cfg.train
+    if t.micro_batch_size:
+        yield Rule(
+            "train.micro_batch_size train.global_batch_size",
+            t.global_batch_size % t.micro_batch_size == 0,
+            f"must divide global_batch_size = {t.global_batch_size}",
+        )
+
+
+def _schedule_rules(cfg: Config) -> Iterator[Rule]:
+    o = cfg.optim
+    end = schedule_steps(cfg)
     schedule = (
         "optim.schedule optim.schedule_steps train.steps optim.warmup_steps optim.decay_steps"
     )
-    total_weight = sum(s.weight for s in d.sources)
-    wide_blocks = [
-        name
-        for pattern in p.keep_fp32
-        for name in fnmatch.filter(units, pattern)
-        if "blocks" in name
-    ]
-    # what each source of a mixture reads, with its defaults from [data]
-    read = {
-        (
-            os.path.realpath(s.source) if os.path.exists(s.source) else s.source,
-            s.subset or d.subset,
-            s.split or d.split,
-            s.text_field or d.text_field,
-            s.max_tokens or d.max_tokens,
+    yield Rule(
+        f"optim.warmup_steps {schedule}",
+        o.warmup_steps <= end,
+        f"must not exceed the schedule's length, {end} (optim.schedule_steps, else train.steps)",
+    )
+    if o.schedule == "wsd":
+        yield Rule(schedule, o.decay_steps, "needs optim.decay_steps")
+    if o.decay_steps:
+        yield Rule(
+            f"optim.decay_steps {schedule}", o.schedule == "wsd", 'requires schedule = "wsd"'
         )
-        for s in d.sources
-    }
-    return [
-        (
-            "model.n_kv_heads model.n_heads",
-            m.n_heads % m.n_kv_heads == 0,
-            f"must divide n_heads = {m.n_heads}",
-        ),
-        (
-            "model.n_heads model.dim model.head_dim",
-            m.head_dim or m.dim % m.n_heads == 0,
-            f"must divide dim = {m.dim}, or head_dim be given",
-        ),
-        (
-            "model.head_dim" if m.head_dim else "model.dim model.n_heads",
-            m.width_per_head % 2 == 0,
-            f"makes heads {m.width_per_head} wide; their width must be even",
-        ),
-        (
-            "model.rope_scaling.low_freq_factor model.rope_scaling.high_freq_factor",
-            not rope or rope.low_freq_factor < rope.high_freq_factor,
-            f"must be below high_freq_factor = {rope and rope.high_freq_factor}",
-        ),
-        (
-            "data.validation data.sources",
-            not d.sources or not d.validation,
-            "is an option of each source in [[data.sources]]",
-        ),
-        (
-            "data.source data.sources",
-            not d.sources or d.source == Data.source,
-            "is incompatible with [[data.sources]]",
-        ),
-        (
-            "data.messages_field data.tokenizer data.sources",
-            not d.messages_field or d.tokenizer,
-            "needs data.tokenizer: that of the model, with the special tokens of its chat template",
-        ),
-        (
-            "data.messages_field data.order",
-            not d.messages_field or d.order == "global",
-            'is incompatible with order = "growing": windows are planned over all conversations',
-        ),
-        (
-            "data.document_mask data.messages_field",
-            not d.messages_field or d.document_mask,
-            "is implied by messages_field: attention stays inside a conversation",
-        ),
-        (
-            "data.chat_template data.messages_field",
-            not d.chat_template or d.messages_field,
-            "requires messages_field",
-        ),
-        ("data.sources", len(read) == len(d.sources), "names one source twice; add their weights"),
-        (
-            "data.sources",
-            all(s.weight * LONGEST_PERIOD >= total_weight for s in d.sources),
-            f"a weight must be at least 1/{LONGEST_PERIOD} of the sum of all",
-        ),
-        (
-            "train.micro_batch_size train.global_batch_size",
-            t.global_batch_size % (t.micro_batch_size or 1) == 0,
-            f"must divide global_batch_size = {t.global_batch_size}",
-        ),
-        (
-            f"optim.warmup_steps {schedule}",
-            o.warmup_steps <= end,
-            f"must not exceed the schedule's length, {end} (optim.schedule_steps, else train.steps)",
-        ),
-        (schedule, o.schedule != "wsd" or o.decay_steps, "needs optim.decay_steps"),
-        (
+        yield Rule(
             f"optim.decay_steps {schedule}",
-            not o.decay_steps or o.schedule == "wsd",
-            'requires schedule = "wsd"',
-        ),
-        (
-            f"optim.decay_steps {schedule}",
-            not o.decay_steps or o.warmup_steps + o.decay_steps <= end,
+            o.warmup_steps + o.decay_steps <= end,
             f"with warmup_steps = {o.warmup_steps} must fit into the schedule's length, {end}",
-        ),
-        (
+        )
+
+
+def _muon_rules(cfg: Config) -> Iterator[Rule]:
+    o = cfg.optim
+    if o.name == "muon":
+        yield Rule(
             "optim.name parallel.cpu_offload lora.rank",
-            o.name != "muon" or not (p.cpu_offload or lora),
-            "is incompatible with cpu_offload (the host would orthogonalize the matrices) and with [lora]",
-        ),
-        *(
-            (
-                f"optim.{key} optim.name",
-                o.name == "muon" or getattr(o, key) == getattr(Optim, key),
-                'requires name = "muon"',
-            )
-            for key in ("muon_lr", "muon_momentum")
-        ),
-        (
-            "parallel.dp_replicate parallel.dp_shard",
-            not p.dp_replicate == p.dp_shard == "auto",
-            'only one of dp_replicate and dp_shard may be "auto", and dp_shard is unless it is given',
-        ),
-        (
+            not cfg.parallel.cpu_offload and cfg.lora is None,
+            "is incompatible with cpu_offload (the host would orthogonalize the matrices) and with "
+            "[lora]",
+        )
+    else:
+        yield Rule("optim.muon_lr optim.name", o.muon_lr is None, 'requires name = "muon"')
+        yield Rule(
+            "optim.muon_momentum optim.name",
+            o.muon_momentum == Optim.muon_momentum,
+            'requires name = "muon"',
+        )
+
+
+def _fsdp_rules(cfg: Config) -> Iterator[Rule]:
+    p = cfg.parallel
+    yield Rule(
+        "parallel.dp_replicate parallel.dp_shard",
+        p.dp_replicate != "auto" or p.dp_shard != "auto",
+        'only one of dp_replicate and dp_shard may be "auto", and dp_shard is unless it is given',
+    )
+    if p.keep_fp32:  # else no unit is named: of a mistyped n_layers there may be too many
+        units = unit_names(cfg.model)
+        examples = [*units[:3], "...", units[-1]]
+        yield Rule(
             "parallel.keep_fp32 model.n_layers",
             all(fnmatch.filter(units, pattern) for pattern in p.keep_fp32),
-            f"a pattern matches no unit; they are {', '.join([*units[:3], '...', units[-1]])}",
-        ),
-        (
+            f"a pattern matches no unit; they are {', '.join(examples)}",
+        )
+    if p.replicated:
+        yield Rule(
             "parallel.replicated parallel.cpu_offload",
-            not (p.replicated and p.cpu_offload),
-            "is incompatible with cpu_offload, which would leave replicated parameters on the host for good",
-        ),
-        (
+            not p.cpu_offload,
+            "is incompatible with cpu_offload, which would leave replicated parameters on the host "
+            "for good",
+        )
+
+
+def _recompute_rules(cfg: Config) -> Iterator[Rule]:
+    p = cfg.parallel
+    if isinstance(p.recompute, int):
+        yield Rule(
             "parallel.recompute model.n_layers",
-            isinstance(p.recompute, str) or p.recompute <= m.n_layers,
-            f"every n-th of {m.n_layers} blocks: n must not exceed them",
-        ),
-        (
+            p.recompute <= cfg.model.n_layers,
+            f"every n-th of {cfg.model.n_layers} blocks: n must not exceed them",
+        )
+    if p.tp > 1 and p.compile:
+        yield Rule(
             "parallel.recompute parallel.tp parallel.compile",
-            p.tp == 1 or not p.compile or p.recompute in ("none", *SELECTIVE),
-            f"must be one of none, {', '.join(SELECTIVE)} with tp = {p.tp} and compile: torch 2.13 fails on the others",
-        ),
-        *(
-            (
-                f"model.{name} parallel.tp",
-                getattr(m, name) % p.tp == 0,
-                f"must be a multiple of parallel.tp = {p.tp}",
-            )
-            for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
-        ),
-        (
+            p.recompute in ("none", *SELECTIVE),
+            f"must be one of none, {', '.join(SELECTIVE)} with tp = {p.tp} and compile: "
+            "torch 2.13 fails on the others",
+        )
+
+
+def _tp_and_cp_rules(cfg: Config) -> Iterator[Rule]:
+    p = cfg.parallel
+    seq_len = cfg.train.seq_len
+    for key in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
+        yield Rule(
+            f"model.{key} parallel.tp",
+            getattr(cfg.model, key) % p.tp == 0,
+            f"must be a multiple of parallel.tp = {p.tp}",
+        )
+    if p.cp > 1:
+        yield Rule(
             "train.seq_len parallel.cp",
-            p.cp == 1 or t.seq_len % (2 * p.cp) == 0,
+            seq_len % (2 * p.cp) == 0,
             f"must be a multiple of 2 x parallel.cp = {2 * p.cp}: each rank has two chunks",
-        ),
-        (
-            "train.seq_len parallel.cp parallel.tp",
-            t.seq_len % (p.cp * p.tp) == 0,
-            f"must be a multiple of parallel.cp x parallel.tp = {p.cp * p.tp}",
-        ),
-        (
+        )
+    yield Rule(
+        "train.seq_len parallel.cp parallel.tp",
+        seq_len % (p.cp * p.tp) == 0,
+        f"must be a multiple of parallel.cp x parallel.tp = {p.cp * p.tp}",
+    )
+    if p.replicated:
+        yield Rule(
             "parallel.replicated parallel.tp",
-            p.tp == 1 or not p.replicated,
+            p.tp == 1,
             "requires tp = 1: tp shards every matrix",
-        ),
-        (
-            "lora.rank model.init_from",
-            not lora or m.init_from,
-            "adapters need a base: name its Hugging Face folder, model.init_from",
-        ),
-        (
-            "lora.rank lora.targets model.dim model.n_heads model.n_kv_heads model.ffn_dim model.head_dim",
-            not lora or lora.rank <= largest_rank,
-            f"must not exceed the smallest side of its matrices, {largest_rank}",
-        ),
-        (
-            "lora.base_dtype model.dim model.n_heads model.ffn_dim model.head_dim parallel.tp",
-            not nf4 or all(width % 64 == 0 for width in rows.values()),
-            "its blocks of 64 weights must come out even: "
-            + ", ".join(f"{k} = {v:g}" for k, v in rows.items()),
-        ),
-        (
-            "parallel.float8 parallel.tp",
-            p.float8 == "none" or p.tp == 1,
-            f"requires tp = 1, not {p.tp}: each rank would scale its part of a matrix by itself",
-        ),
-        (
-            "parallel.float8 parallel.keep_fp32 model.n_layers",
-            p.float8 == "none" or not wide_blocks,
-            f"is incompatible with {', '.join(wide_blocks[:3])} in keep_fp32: its matmuls would be in 8 bits",
-        ),
-        (
+        )
+
+
+def _lora_rules(cfg: Config) -> Iterator[Rule]:
+    lora = cfg.lora
+    m = cfg.model
+    if lora is None:
+        return
+    yield Rule(
+        "lora.rank model.init_from",
+        m.init_from,
+        "adapters need a base: name its Hugging Face folder, model.init_from",
+    )
+    attention_dim = m.n_heads * m.width_per_head
+    kv_dim = m.n_kv_heads * m.width_per_head
+    smaller_side = {
+        "q_proj": min(m.dim, attention_dim),
+        "k_proj": min(m.dim, kv_dim),
+        "v_proj": min(m.dim, kv_dim),
+        "o_proj": min(m.dim, attention_dim),
+        "gate_proj": min(m.dim, m.ffn_dim),
+        "up_proj": min(m.dim, m.ffn_dim),
+        "down_proj": min(m.dim, m.ffn_dim),
+    }
+    largest_rank = min(smaller_side[name] for name in lora.targets)
+    yield Rule(
+        "lora.rank lora.targets model.dim model.n_heads model.n_kv_heads model.ffn_dim "
+        "model.head_dim",
+        lora.rank <= largest_rank,
+        f"must not exceed the smallest side of its matrices, {largest_rank}",
+    )
+
+
+def _nf4_rules(cfg: Config) -> Iterator[Rule]:
+    m = cfg.model
+    tp = cfg.parallel.tp
+    if cfg.lora is None or cfg.lora.base_dtype != "nf4":
+        return
+    # the row lengths of a rank's matrices
+    row_lengths = {
+        "dim": m.dim,
+        "n_heads x head_dim over tp": m.n_heads * m.width_per_head / tp,
+        "ffn_dim over tp": m.ffn_dim / tp,
+    }
+    shown = ", ".join(f"{name} = {length:g}" for name, length in row_lengths.items())
+    yield Rule(
+        "lora.base_dtype model.dim model.n_heads model.ffn_dim model.head_dim parallel.tp",
+        all(length % 64 == 0 for length in row_lengths.values()),
+        f"its blocks of 64 weights must come out even: {shown}",
+    )
+
+
+def _float8_rules(cfg: Config) -> Iterator[Rule]:
+    p = cfg.parallel
+    if p.float8 == "none":
+        return
+    yield Rule(
+        "parallel.float8 parallel.tp",
+        p.tp == 1,
+        f"requires tp = 1, not {p.tp}: each rank would scale its part of a matrix by itself",
+    )
+    float32_blocks = []
+    for pattern in p.keep_fp32:
+        matching_units = fnmatch.filter(unit_names(cfg.model), pattern)
+        float32_blocks += [name for name in matching_units if name.startswith("blocks.")]
+    yield Rule(
+        "parallel.float8 parallel.keep_fp32 model.n_layers",
+        not float32_blocks,
+        f"is incompatible with {', '.join(float32_blocks[:3])} in keep_fp32: "
+        "its matmuls would be in 8 bits",
+    )
+    if p.float8 == "tensorwise":
+        yield Rule(
             "parallel.float8 parallel.cpu_offload",
-            p.float8 != "tensorwise" or not p.cpu_offload,
-            'is incompatible with cpu_offload: a shard copied to the GPU loses its scale; "rowwise" needs none',
-        ),
-        (
-            "train.seq_len parallel.cp parallel.float8",
-            p.float8 == "none" or t.seq_len % (16 * p.cp) == 0,
-            f"must be a multiple of 16 x parallel.cp = {16 * p.cp} with float8: "
-            "its kernels sum over tokens by sixteens",
-        ),
-        (
-            "parallel.float8 lora.rank",
-            p.float8 == "none" or not lora,
-            "is incompatible with [lora]: a frozen base is kept in bfloat16 or in 4 bits (lora.base_dtype)",
-        ),
-        (
+            not p.cpu_offload,
+            "is incompatible with cpu_offload: a shard copied to the GPU loses its scale; "
+            '"rowwise" needs none',
+        )
+    yield Rule(
+        "train.seq_len parallel.cp parallel.float8",
+        cfg.train.seq_len % (16 * p.cp) == 0,
+        f"must be a multiple of 16 x parallel.cp = {16 * p.cp} with float8: "
+        "its kernels sum over tokens by sixteens",
+    )
+    yield Rule(
+        "parallel.float8 lora.rank",
+        cfg.lora is None,
+        "is incompatible with [lora]: a frozen base is kept in bfloat16 or in 4 bits "
+        "(lora.base_dtype)",
+    )
+
+
+def _checkpoint_rules(cfg: Config) -> Iterator[Rule]:
+    if cfg.checkpoint:
+        yield Rule(
             "checkpoint.allow_changed",
-            not c or all(name in SCHEMA.options for name in c.allow_changed),
+            all(name in SCHEMA.options for name in cfg.checkpoint.allow_changed),
             "names no option; write section.key",
-        ),
-        (
+        )
+
+
+def _profile_rules(cfg: Config) -> Iterator[Rule]:
+    profile = cfg.profile
+    steps = cfg.train.steps
+    if profile:
+        yield Rule(
             "profile.at_step profile.steps train.steps",
-            not f or f.at_step + f.steps - 1 <= t.steps,
-            f"with profile.steps = {f and f.steps} must end by train.steps = {t.steps}",
-        ),
-    ]
+            profile.at_step + profile.steps - 1 <= steps,
+            f"with profile.steps = {profile.steps} must end by train.steps = {steps}",
+        )
 
 
 SCHEMA = schema.Schema(Config)
@@ -688,7 +809,7 @@ def has_extra(name: str) -> bool:
 
 
 def require_extra(name: str, wanted_by: str) -> None:
-    """Raises ConfigError if extras/NAME, which an option or a flag asks for, is not in this copy."""
+    """Raises ConfigError if extras/NAME, which an option or a flag needs, is not in this copy."""
     if not has_extra(name):
         raise ConfigError(f"{wanted_by}: {lack_of(name)}")
 
@@ -698,30 +819,38 @@ def lack_of(extra: str) -> str:
 
 
 def _missing_extras(given: schema.Given, saved: bool) -> list[str]:
-    """A problem for each extra that an option needs and this copy lacks. Of a checkpoint's options only [lora] counts:
-    how its run was parallelized, and where its first weights came from, does not matter to a tool that reads it."""
-    problems: dict[str, str] = {}
+    """A problem for each extra that an option needs and this copy lacks. It shows the first such
+    option.
+
+    Of a checkpoint's options (saved) only [lora] counts: a tool that reads it does not depend on
+    how its run was parallelized, nor on where its first weights came from.
+    """
+    problems: dict[str, str] = {}  # by extra
     for name, value in given.values.items():
         extra = SCHEMA.extra_of(name, value)
-        if extra is None or has_extra(extra) or (saved and extra != "lora"):
+        if extra is None or has_extra(extra):
             continue
-        option = f"{schema.place(name)} = {schema.toml(value)}"
-        problems.setdefault(extra, f"{given.origins[name]}: {option}: {lack_of(extra)}")
+        if saved and extra != "lora":
+            continue
+        assignment = f"{schema.toml_name(name)} = {schema.toml(value)}"
+        problems.setdefault(extra, f"{given.origins[name]}: {assignment}: {lack_of(extra)}")
     return [*problems.values()]
 
 
 def load(path: str, overrides: Iterable[str] = ()) -> Config:
-    """Reads a configuration file and the overrides on top of it. Raises ConfigError with every problem found."""
+    """Reads a configuration file, with overrides on top. Raises ConfigError with every problem."""
     return from_dict(schema.read_toml(path), path, overrides)
 
 
 def from_dict(raw: dict, path: str, overrides: Iterable[str] = (), saved: bool = False) -> Config:
-    """Like load(), from tables that have been read; `path` names their origin in errors. saved: they are a
-    checkpoint's."""
+    """Like load(), from tables that have been read; `path` names their origin in errors.
+
+    saved: the tables are a checkpoint's.
+    """
     given = SCHEMA.read(raw, path, overrides)
-    missing = _missing_extras(given, saved)
-    if missing:
-        raise ConfigError(*given.problems.values(), *missing)
+    missing_extras = _missing_extras(given, saved)
+    if missing_extras:
+        raise ConfigError(*given.problems.values(), *missing_extras)
     with contextlib.suppress(ConfigError):
         # whoever reads the tokenizer reports why it cannot be had; a plan does not need it
         hub.pin(given, "data.tokenizer")
@@ -729,15 +858,15 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = (), saved: bool =
         from extras.huggingface.config import complete
 
         complete(given)
+    if "data.messages_field" in given.values:
+        given.values.setdefault("data.document_mask", True)
+    given.values.setdefault("run.name", pathlib.Path(path).stem)
     cfg = given.build()
-    if cfg.data.messages_field and "data.document_mask" not in given.values:
-        cfg = replace(cfg, data=replace(cfg.data, document_mask=True))
-    if "run.name" not in given.values:
-        cfg = replace(cfg, run=replace(cfg.run, name=pathlib.Path(path).stem))
-        if not NAME[0](cfg.run.name):
-            given.problems.setdefault(
-                "run.name", f"{path}: the file's name is the run's name: {NAME[1]}; set run.name"
-            )
+    if not NAME.holds(cfg.run.name):
+        given.problems.setdefault(
+            "run.name",
+            f"{path}: the file's name is the run's name: {NAME.requirement}; set run.name",
+        )
     schema.require(cfg, _rules(cfg), given)
     return cfg
 
@@ -748,7 +877,8 @@ def to_toml(cfg: Config) -> str:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Parses the command line of train.py and of the tools that take a CONFIG. Exits with 2 if it is invalid."""
+    """Parses the command line of train.py and of the tools that take a CONFIG. Exits with 2 if it
+    is invalid."""
     parser = argparse.ArgumentParser(prog="run_train.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("--launch")  # the launcher's id for this launch
@@ -762,17 +892,21 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     args, args.overrides = parser.parse_known_args(argv)
     if args.dry_run and not has_extra("planner"):
         parser.error(f"--dry-run: {lack_of('planner')}")
-    if unknown := [word for word in args.overrides if not re.match("--[^=]+=", word)]:
+    unknown = [word for word in args.overrides if not re.match("--[^=]+=", word)]
+    if unknown:
         parser.error(
-            f"{', '.join(unknown)}: unknown; CONFIG comes first, then options as --section.key=value, in one "
-            "word"
+            f"{', '.join(unknown)}: unknown; CONFIG comes first, then options as "
+            "--section.key=value, in one word"
         )
     return args
 
 
 def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
-    """Runs a tool's main() with the command line. Invalid input ends it with 2 and a line for each problem, Ctrl-C with
-    130, as in a shell, and neither with a traceback."""
+    """Runs a tool's main() with the command line, and exits with its result.
+
+    Invalid input exits with 2 and prints a line for each problem; Ctrl-C exits with 130, as in a
+    shell. Neither prints a traceback.
+    """
     try:
         sys.exit(main(sys.argv[1:]))
     except ConfigError as error:
@@ -787,21 +921,23 @@ def run_tool(main: Callable[[list[str]], int]) -> NoReturn:
 def from_command_line(
     argv: list[str], usage: str, tool: bool = False
 ) -> tuple[argparse.Namespace, Config]:
-    """A program's arguments and configuration; a tool has no dry run and no evaluation. Prints every problem and exits
-    with 2 if the command line is invalid; exits with 0 after --help."""
-    if {"--help", "-h"} & set(argv):
+    """A program's arguments and configuration. tool: it has no dry run and no evaluation.
+
+    Prints every problem and exits with 2 if the command line or the configuration is invalid. Exits
+    with 0 after --help.
+    """
+    if "--help" in argv or "-h" in argv:
         from files import print_line  # here: its imports take as long as all of this
 
-        sys.exit(
-            print_line(
-                f"{usage.strip()}\n\nOptions, in the file or as --section.key=value:\n\n{SCHEMA.help()}"
-            )
-        )
+        print_line(f"{usage.strip()}\n\nOptions, in the file or as --section.key=value:\n")
+        print_line(SCHEMA.help())
+        sys.exit()
     args = parse_arguments(argv)
     try:
         if tool and (args.dry_run or args.eval_only):
             raise ConfigError(
-                "--dry-run and --eval-only require ./run_train.sh CONFIG: no tool (-m) supports them"
+                "--dry-run and --eval-only require ./run_train.sh CONFIG: no tool (-m) supports "
+                "them"
             )
         return args, load(args.config, args.overrides)
     except ConfigError as error:
@@ -812,9 +948,6 @@ def from_command_line(
 
 
 def words_without(*options: str) -> list[str]:
-    """The command line of this launch, without options that begin so."""
-    return [
-        word.removeprefix(f"{os.getcwd()}/")
-        for word in sys.argv[1:]
-        if not word.startswith(options)
-    ]
+    """The command line of this launch, without the options that begin with one of these."""
+    words = [word for word in sys.argv[1:] if not word.startswith(options)]
+    return [word.removeprefix(f"{os.getcwd()}/") for word in words]

@@ -1,6 +1,20 @@
-"""TOML tables and `--section.key=value` -> frozen dataclasses: reports all problems at once, suggests keys, --help.
+"""TOML tables and `--section.key=value` -> frozen dataclasses. Reports every problem at once.
 
-Defines no options itself: a Schema takes them from dataclasses whose fields option() creates. Needs no torch.
+Defines no options itself: a Schema collects those of dataclasses whose fields option() creates.
+Needs no torch.
+
+    @dataclass(frozen=True)
+    class Train:
+        steps: int = option(MISSING, "optimizer steps", POSITIVE)
+        seq_len: int = option(2048, "tokens per sequence", POSITIVE)
+
+    @dataclass(frozen=True)
+    class Config:
+        train: Train
+
+    schema = Schema(Config)
+    given = schema.read({"train": {"steps": 10}}, "my.toml", ["--train.seq_len=4096"])
+    given.build()  # Config(train=Train(steps=10, seq_len=4096))
 """
 
 import argparse
@@ -8,21 +22,23 @@ import contextlib
 import dataclasses
 import difflib
 import json
+import math
+import operator
 import pathlib
 import re
 import types
 import typing
 from collections.abc import Callable, Container, Iterable
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from functools import partial, reduce
+from functools import partial
 from types import NoneType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import tomli
 
 
 class ConfigError(Exception):
-    """The user's input is invalid (a file, an option, the data). Carries every problem found, one line each."""
+    """The user's input is invalid (a file, an option, the data). Holds every problem as a line."""
 
     def __init__(self, *problems: str):
         super().__init__("\n".join(problems))
@@ -30,231 +46,304 @@ class ConfigError(Exception):
 
 
 def together(*checks: Callable[[], Any]) -> list[Any]:
-    """Runs all checks and returns their results. Raises one ConfigError with the problems of all of them."""
-    problems, found = [], []
+    """Runs all checks and returns their results. Raises a ConfigError with the problems of all."""
+    problems = []
+    results = []
     for check in checks:
         try:
-            found.append(check())
+            results.append(check())
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(*problems)
-    return found
+    return results
+
+
+class Constraint(NamedTuple):
+    """What the value of one option must satisfy: a predicate, and the same in words."""
+
+    holds: Callable[[Any], Any]
+    requirement: str
+
+
+class Rule(NamedTuple):
+    """A rule between options, evaluated for a configuration.
+
+    options: the names of all options that it reads, first the one that its error shows, as in
+    "model.n_kv_heads model.n_heads".
+    """
+
+    options: str
+    holds: Any  # as the condition of an if
+    requirement: str
 
 
 def option(
     default: Any,
     doc: str,
-    rule: tuple = (lambda v: True, ""),
+    constraint: Constraint | None = None,
     note: str = "",
     extra: str | None = None,
 ) -> Any:
-    """A dataclass field. rule: (predicate, the requirement in words); note: added to the error for a wrong type; extra:
-    what the option needs where it is not at its default, or its table, off by default, is on."""
-    metadata = {"doc": doc, "rule": rule, "note": note, "extra": extra}
+    """A dataclass field. default: MISSING if the option is required.
+
+    note: the end of the error for a wrong type. extra: the folder in extras/ that the option needs
+    unless it is at its default. In a table that is off by default, it needs it at any value.
+    """
+    metadata = {"doc": doc, "constraint": constraint, "note": note, "extra": extra}
     return field(default=default, metadata=metadata)
 
 
+class Option(NamedTuple):
+    annotation: Any
+    field: Field  # as option() made it
+
+
+class Table(NamedTuple):
+    kind: type  # the dataclass
+    is_optional: bool  # its field allows None: off unless given
+
+
 class Schema:
-    """The options of a dataclass, {"run.seed": (annotation, field), ...}, and its tables: the fields whose type is a
-    dataclass, {"run": (dataclass, optional), ...}. A table that allows None is off by default. Table "" is the root."""
+    """The options and tables of a dataclass whose fields are options or dataclasses, by name.
+
+    For the example above, schema.options has the keys "train.steps" and "train.seq_len", and
+    schema.tables the keys "" (the root) and "train".
+    """
 
     def __init__(self, kind: type):
-        self.options, self.tables = {}, {}
-        self._add(kind, "", False)
+        self.options: dict[str, Option] = {}
+        self.tables: dict[str, Table] = {}
+        self._add(kind, "", is_optional=False)
 
-    def _add(self, kind: type, table: str, optional: bool) -> None:
-        self.tables[table] = kind, optional
-        for key, hint in typing.get_type_hints(kind).items():
-            name, inner = f"{table}.{key}".strip("."), members(hint)[0]
+    def _add(self, kind: type, table: str, is_optional: bool) -> None:
+        self.tables[table] = Table(kind, is_optional)
+        for key, annotation in typing.get_type_hints(kind).items():
+            name = f"{table}.{key}".strip(".")
+            inner = members(annotation)[0]
             if is_dataclass(inner):
-                self._add(inner, name, NoneType in typing.get_args(hint))
+                self._add(inner, name, NoneType in typing.get_args(annotation))
             else:
-                self.options[name] = hint, kind.__dataclass_fields__[key]
+                self.options[name] = Option(annotation, kind.__dataclass_fields__[key])
 
-    def fit(self, name: str, value: Any) -> Any:
-        """The value converted for the dataclass. Raises ValueError saying what it must be."""
-        if name in self.tables and value == {}:
-            return value
-        if name in self.tables:
-            off = "; off removes it from the command line" if self.tables[name][1] else ""
-            raise ValueError(f"must be a table, written [{name}]{off}")
-        if name not in self.options:
-            raise ValueError(
-                f"unknown {'section' if value == {} else 'option'}{self._nearest(name)}"
-            )
-        hint, f = self.options[name]
-        holds, rule = f.metadata["rule"]
-        try:
-            fitted = _fit(value, hint)
-        except TypeError:
-            limits = ", neither empty nor infinite nor out of range" * (
-                type(value) in members(hint)
-            )
-            raise ValueError(f"must be {_describe(hint)}{limits}{f.metadata['note']}") from None
-        except ConfigError as error:  # of tables in a list
-            raise ValueError("; ".join(error.problems)) from None
-        if not holds(fitted):
-            raise ValueError(rule)
-        return fitted
-
-    def extra_of(self, name: str, value: Any) -> str | None:
-        """The extra that an option of this value needs, or a table that is given without options."""
-        if name in self.tables:
-            extras = {f.metadata["extra"] for _, f in self.section(name).values()}
-            return next(iter(extras), None)
-        _, option_field = self.options[name]
-        _, is_off_by_default = self.tables[name.rpartition(".")[0]]
-        if value == option_field.default and not is_off_by_default:
-            return None
-        return option_field.metadata["extra"]
+    def section(self, table: str) -> dict[str, Option]:
+        """The options of one table, by key."""
+        section = {}
+        for name, option in self.options.items():
+            prefix, _, key = name.rpartition(".")
+            if prefix == table:
+                section[key] = option
+        return section
 
     def read(self, raw: dict, path: str, overrides: Iterable[str] = ()) -> "Given":
-        """Reads the tables of a file, with the command line's overrides on top. `path` names their origin in errors."""
-        values, given = flatten(raw, self.options), Given(self, path)
+        """Reads the tables of a file, with the command line's overrides on top. `path` names their
+        origin in errors."""
+        given = Given(self, path)
+        values = flatten(raw, self.options)
         given.origins = dict.fromkeys(values, path)
         for override in overrides:
-            name, _, text = override[2:].partition("=")
-            found = flatten({name: self._parse(name, text)}, self.options)
-            if text == "off" and name in self.tables and self.tables[name][1]:
-                values = {
-                    key: value
-                    for key, value in values.items()
-                    if not f"{key}.".startswith(f"{name}.")
-                }
+            name, _, text = override.removeprefix("--").partition("=")
+            overriding = flatten({name: self._parse(name, text)}, self.options)
+            given.origins |= dict.fromkeys(overriding, "command line")
+            if text == "off" and name in self.tables and self.tables[name].is_optional:
+                values = {key: value for key, value in values.items() if not is_in(key, name)}
             else:
-                values |= found
-            given.origins |= dict.fromkeys(found, "command line")
+                values |= overriding
         for name, value in values.items():
             given.add(name, value)
         return given
 
     def _parse(self, name: str, text: str) -> Any:
-        """The value of --name=text: the text itself if the option is a string, else TOML, else a word such as auto."""
-        hint, _ = self.options.get(name, (None, None))
-        if hint and all(m is str or typing.get_origin(m) is Literal for m in members(hint)):
-            return text
+        """The value of --name=text: the text itself if the option is a string, else TOML, else a
+        word such as auto."""
+        if name in self.options:
+            kinds = members(self.options[name].annotation)
+            if all(kind is str or typing.get_origin(kind) is Literal for kind in kinds):
+                return text
         try:
-            found = tomli.loads(f"value = {text}")
+            parsed = tomli.loads(f"value = {text}")
         except (ValueError, RecursionError):  # not TOML, or absurdly many digits or brackets
             return text
-        # the text has a line break and more keys
-        return found["value"] if len(found) == 1 else text
+        if len(parsed) > 1:  # the text has a line break and more keys
+            return text
+        return parsed["value"]
 
-    def _nearest(self, name: str) -> str:
+    def fit(self, name: str, value: Any) -> Any:
+        """The value converted for the dataclass. Raises ValueError saying what it must be."""
+        if name in self.tables:
+            if value == {}:
+                return value
+            off = ""
+            if self.tables[name].is_optional:
+                off = "; off removes it from the command line"
+            raise ValueError(f"must be a table, written [{name}]{off}")
+        if name not in self.options:
+            kind = "section" if value == {} else "option"
+            raise ValueError(f"unknown {kind}{self._suggestion(name)}")
+        annotation, option_field = self.options[name]
+        try:
+            fitted = _fit(value, annotation)
+        except TypeError:
+            requirement = f"must be {_describe(annotation)}"
+            if type(value) in members(annotation):
+                requirement += ", neither empty nor infinite nor out of range"
+            raise ValueError(requirement + option_field.metadata["note"]) from None
+        except ConfigError as error:  # of tables in a list
+            raise ValueError("; ".join(error.problems)) from None
+        constraint = option_field.metadata["constraint"]
+        if constraint and not constraint.holds(fitted):
+            raise ValueError(constraint.requirement)
+        return fitted
+
+    def _suggestion(self, name: str) -> str:
         """The right key in the wrong section, else the closest spelling."""
-        elsewhere = [
-            known for known in self.options if known.endswith(f".{name.rpartition('.')[2]}")
-        ]
-        return (
-            nearest(elsewhere[0] if elsewhere else name, [*self.tables, *self.options])
-            or f"; there are {', '.join([*self.tables][1:] or self.options)}"
-        )
+        key = name.rpartition(".")[2]
+        same_key = [known for known in self.options if known.endswith(f".{key}")]
+        target = same_key[0] if same_key else name
+        suggestion = nearest(target, [*self.tables, *self.options])
+        if suggestion:
+            return suggestion
+        tables = [table for table in self.tables if table]
+        return f"; there are {', '.join(tables or self.options)}"
 
-    def section(self, table: str) -> dict[str, tuple[Any, Field]]:
-        """The options of one table, by key."""
-        return {
-            name.rpartition(".")[2]: row
-            for name, row in self.options.items()
-            if name.rpartition(".")[0] == table
-        }
+    def extra_of(self, name: str, value: Any) -> str | None:
+        """The extra that an option with this value needs. `name` may be a table that is given
+        without options."""
+        if name in self.tables:
+            if not self.tables[name].is_optional:
+                return None
+            # all options of an optional table need the same extra
+            first = next(iter(self.section(name).values()))
+            return first.field.metadata["extra"]
+        option_field = self.options[name].field
+        table = self.tables[name.rpartition(".")[0]]
+        if value == option_field.default and not table.is_optional:
+            return None
+        return option_field.metadata["extra"]
 
     def complete(self, tables: dict) -> dict[str, Any]:
-        """Every option's value, by name, from tables that to_dict() made. A missing option gets its default: the tables
-        may be older than it. A key that is no longer an option is kept as is."""
-        found = {
-            name: None if f.default is MISSING else f.default
-            for name, (_, f) in self.options.items()
-        }
+        """Every option's value, by name, from tables that to_dict() made.
+
+        An option that the tables lack, because they are older than it, gets its default. A key that
+        is no longer an option is kept as is.
+        """
+        values = {}
+        for name, option in self.options.items():
+            default = option.field.default
+            values[name] = None if default is MISSING else default
         for name, value in flatten(tables, self.options).items():
             try:
-                found[name] = self.fit(name, value)
+                values[name] = self.fit(name, value)
             except ValueError:  # rejected by a newer rule
-                found[name] = value
-        return found
+                values[name] = value
+        return values
 
     def to_toml(self, tables: dict) -> str:
         """Tables as TOML text, which read() reads back as equal ones."""
-        flat, lines = flatten(tables, self.options), []
+        values = flatten(tables, self.options)
+        lines = []
         for table in self.tables:
-            inside = {key: f"{table}.{key}" for key in self.section(table)}
-            rows = [f"{key} = {toml(flat[name])}" for key, name in inside.items() if name in flat]
-            lines += [f"\n[{table}]", *rows] if rows or table in flat else []
+            rows = []
+            for key in self.section(table):
+                name = f"{table}.{key}"
+                if name in values:
+                    rows.append(f"{key} = {toml(values[name])}")
+            if rows or table in values:
+                lines += ["", f"[{table}]", *rows]
         return "\n".join(lines).strip() + "\n"
 
     def help(self) -> str:
         """Every option with its default, type and meaning."""
         lines = []
-        for table, (_, optional) in self.tables.items():
-            lines += [f"\n[{table}]{'   (off unless given)' * optional}"] if table else []
-            for key, (hint, f) in self.section(table).items():
-                default = (
-                    "required"
-                    if f.default is MISSING
-                    else "absent"
-                    if f.default is None
-                    else toml(f.default)
-                )
-                lines.append(
-                    f"  {key} = {default}".ljust(42) + f" # {_describe(hint)}: {f.metadata['doc']}"
-                )
-            lines += [
-                f"\n[[{table}.{key}]]   (one table each)\n{Schema(inner).help()}"
-                for key, (hint, _) in self.section(table).items()
-                for inner in typing.get_args(hint)
-                if is_dataclass(inner)
-            ]
+        for table, (_, is_optional) in self.tables.items():
+            if table:
+                off = "   (off unless given)" if is_optional else ""
+                lines += ["", f"[{table}]{off}"]
+            options = self.section(table)
+            lines += [_help_line(key, option) for key, option in options.items()]
+            for key, option in options.items():
+                for inner in typing.get_args(option.annotation):
+                    if is_dataclass(inner):
+                        lines += ["", f"[[{table}.{key}]]   (one table each)", Schema(inner).help()]
         return "\n".join(lines).strip("\n")
+
+
+def _help_line(key: str, option: Option) -> str:
+    default = option.field.default
+    if default is MISSING:
+        shown = "required"
+    elif default is None:
+        shown = "absent"
+    else:
+        shown = toml(default)
+    meaning = f"{_describe(option.annotation)}: {option.field.metadata['doc']}"
+    return f"  {key} = {shown}".ljust(42) + f" # {meaning}"
 
 
 @dataclass
 class Given:
-    """The user's input, by option: the valid values, the origin of each, and the problems of the others."""
+    """The user's input by option: valid values, their origins, and the problems of the others.
+
+    Of a file my.toml with [train] steps = 10, and --train.seq_len=0 on the command line:
+
+        values    {"train.steps": 10}
+        origins   {"train.steps": "my.toml", "train.seq_len": "command line"}
+        problems  {"train.seq_len": "command line: [train] seq_len = 0: must be greater than 0"}
+    """
 
     schema: Schema
-    path: str
+    path: str  # of the file
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
-    raw: dict[str, Any] = field(default_factory=dict)  # as given, before add() fitted it
 
     def add(self, name: str, value: Any) -> None:
-        self.raw[name] = value
         try:
             self.values[name] = self.schema.fit(name, value)
         except ValueError as error:
-            self.problems[name] = f"{self.origins[name]}: {place(name)} = {toml(value)}: {error}"
+            origin = self.origins[name]
+            self.problems[name] = f"{origin}: {toml_name(name)} = {toml(value)}: {error}"
+
+    def has_table(self, table: str) -> bool:
+        """Whether the table, or an option in it, is given."""
+        return any(is_in(name, table) for name in self.values)
 
     def build(self, table: str = "") -> Any:
         """The dataclass, with placeholders for invalid or missing values: `problems` names them."""
-        kind, optional = self.schema.tables[table]
-        if optional and not any(f"{name}.".startswith(f"{table}.") for name in self.values):
+        kind, is_optional = self.schema.tables[table]
+        if is_optional and not self.has_table(table):
             return None
-        found = {}
+        arguments = {}
         for f in fields(kind):
             name = f"{table}.{f.name}".strip(".")
-            found[f.name] = (
-                self.build(name) if name in self.schema.tables else self.values.get(name, f.default)
-            )
-            if found[f.name] is MISSING:
-                self.problems.setdefault(
-                    name, f"{self.path}: {place(name)}: is missing, and has no default"
-                )
-                found[f.name] = 1  # required options are numbers; no rule reads this one
-        return kind(**found)
+            if name in self.schema.tables:
+                arguments[f.name] = self.build(name)
+                continue
+            value = self.values.get(name, f.default)
+            if value is MISSING:
+                problem = f"{self.path}: {toml_name(name)}: is missing, and has no default"
+                self.problems.setdefault(name, problem)
+                value = 1  # required options are numbers; no rule reads this one
+            arguments[f.name] = value
+        return kind(**arguments)
 
 
-def require(built: Any, rules: list[tuple[str, Any, str]], given: Given | None = None) -> None:
-    """Raises ConfigError with given's problems and the violated rules: ("option.to_change others.it_reads", holds, the
-    requirement in words). Skips rules that read an option which is itself invalid."""
-    problems = [*given.problems.values()] if given else []
-    for names, holds, demand in rules:
-        name = names.split()[0]
-        if not holds and not (given and given.problems.keys() & set(names.split())):
-            origin = f"{given.origins.get(name, given.path)}: " if given else ""
-            problems.append(
-                f"{origin}{place(name)} = {toml(reduce(getattr, name.split('.'), built))}: {demand}"
-            )
+def require(built: Any, rules: Iterable[Rule], given: Given | None = None) -> None:
+    """Raises ConfigError with given's problems and the violated rules. Skips rules that read an
+    invalid option."""
+    problems = []
+    invalid = set()
+    if given:
+        problems += given.problems.values()
+        invalid |= given.problems.keys()
+    for rule in rules:
+        names = rule.options.split()
+        if rule.holds or invalid & set(names):
+            continue
+        name = names[0]
+        value = operator.attrgetter(name)(built)
+        origin = f"{given.origins.get(name, given.path)}: " if given else ""
+        problems.append(f"{origin}{toml_name(name)} = {toml(value)}: {rule.requirement}")
     if problems:
         raise ConfigError(*problems)
 
@@ -262,11 +351,11 @@ def require(built: Any, rules: list[tuple[str, Any, str]], given: Given | None =
 def positive(text: str, kind: type = float) -> Any:
     """A positive finite number, as a type for argparse."""
     with contextlib.suppress(ValueError):
-        if 0 < (number := kind(text)) < float("inf"):
+        number = kind(text)
+        if 0 < number < math.inf:
             return number
-    raise argparse.ArgumentTypeError(
-        f"{text} must be {'an integer' if kind is int else 'finite'}, above 0"
-    )
+    requirement = "an integer" if kind is int else "finite"
+    raise argparse.ArgumentTypeError(f"{text} must be {requirement}, above 0")
 
 
 def nearest(text: str, known: Iterable[str]) -> str:
@@ -275,21 +364,19 @@ def nearest(text: str, known: Iterable[str]) -> str:
 
 
 def read_toml(path: str) -> dict:
-    """The tables of a file. Raises ConfigError if it cannot be read, is not valid TOML, or is empty."""
+    """The tables of a file. Raises ConfigError if it cannot be read, is not TOML, or is empty."""
     try:
         text = pathlib.Path(path).read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'is not UTF-8'}"
-        ) from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: cannot be read: is not UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     try:
         raw = tomli.loads(text)
     except (ValueError, RecursionError) as error:  # tomli's own error is a ValueError
-        hint = (
-            "; it begins with a byte order mark, save it without"
-            if text.startswith("\ufeff")
-            else ""
-        )
+        hint = ""
+        if text.startswith("\ufeff"):
+            hint = "; it begins with a byte order mark, save it without"
         problem = str(error).partition("; use sys.")[0]  # drops Python's advice to programmers
         raise ConfigError(f"{path}: is not valid TOML: {problem}{hint}") from None
     if not raw:
@@ -299,14 +386,17 @@ def read_toml(path: str) -> dict:
 
 def to_dict(built: Any) -> dict:
     """A dataclass as plain tables, without None values."""
-    return dataclasses.asdict(
-        built,
-        dict_factory=lambda items: {
-            key: [*value] if isinstance(value, tuple) else value
-            for key, value in items
-            if value is not None
-        },
-    )
+    return dataclasses.asdict(built, dict_factory=_to_table)
+
+
+def _to_table(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = {}
+    for key, value in items:
+        if isinstance(value, tuple):
+            value = [*value]
+        if value is not None:
+            table[key] = value
+    return table
 
 
 def flatten(table: dict, leaves: Container[str] = (), prefix: str = "") -> dict[str, Any]:
@@ -314,9 +404,22 @@ def flatten(table: dict, leaves: Container[str] = (), prefix: str = "") -> dict[
     flat = {}
     for key, value in table.items():
         name = prefix + key
-        inside = isinstance(value, dict) and value and name not in leaves
-        flat |= flatten(value, leaves, f"{name}.") if inside else {name: value}
+        if isinstance(value, dict) and value and name not in leaves:
+            flat |= flatten(value, leaves, f"{name}.")
+        else:
+            flat[name] = value
     return flat
+
+
+def is_in(name: str, table: str) -> bool:
+    """Whether an option belongs to a table, or to one inside it. A table belongs to itself."""
+    return f"{name}.".startswith(f"{table}.")
+
+
+def toml_name(name: str) -> str:
+    """train.steps -> [train] steps."""
+    section, _, key = name.rpartition(".")
+    return f"[{section}] {key}" if section else key
 
 
 def toml(value: Any) -> str:
@@ -324,76 +427,83 @@ def toml(value: Any) -> str:
     if is_dataclass(value):
         value = to_dict(value)
     if isinstance(value, dict):
-        keys = {
-            key: key if re.fullmatch("[A-Za-z0-9_-]+", key) else json.dumps(key) for key in value
-        }
-        return "{" + ", ".join(f"{keys[key]} = {toml(v)}" for key, v in value.items()) + "}"
+        pairs = [f"{_toml_key(key)} = {toml(item)}" for key, item in value.items()]
+        return "{" + ", ".join(pairs) + "}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(toml, value))}]"
+        return "[" + ", ".join(map(toml, value)) + "]"
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
 
 
-def members(hint: Any) -> tuple:
+def _toml_key(key: str) -> str:
+    is_bare = re.fullmatch("[A-Za-z0-9_-]+", key)
+    return key if is_bare else json.dumps(key)
+
+
+def members(annotation: Any) -> tuple:
     """The types that an annotation allows, None left out."""
-    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return tuple(m for m in typing.get_args(hint) if m is not NoneType) if union else (hint,)
+    if typing.get_origin(annotation) not in (typing.Union, types.UnionType):
+        return (annotation,)
+    return tuple(kind for kind in typing.get_args(annotation) if kind is not NoneType)
 
 
-# type: (description, predicate of a valid value)
+def _is_text(value: Any) -> bool:
+    """Whether a file can hold the value as a string option."""
+    if not isinstance(value, str) or value == "" or "\0" in value:
+        return False
+    # an argument that is not UTF-8 has surrogates in Python
+    return value == value.encode(errors="ignore").decode()
+
+
 SCALARS = {
-    bool: ("true or false", lambda v: isinstance(v, bool)),
-    int: ("an integer", lambda v: type(v) is int and abs(v) < 2**63),  # bool is an int in Python
-    float: ("a number", lambda v: type(v) in (int, float) and abs(v) < 1e300),  # no nan, no inf
-    str: (
-        "text",
-        lambda v: (
-            isinstance(v, str) and v and "\0" not in v and v == v.encode(errors="ignore").decode()
-        ),
-    ),
+    bool: Constraint(lambda v: isinstance(v, bool), "true or false"),
+    # bool is an int in Python
+    int: Constraint(lambda v: type(v) is int and abs(v) < 2**63, "an integer"),
+    # no nan, no inf
+    float: Constraint(lambda v: type(v) in (int, float) and abs(v) < 1e300, "a number"),
+    str: Constraint(_is_text, "text"),
 }
 
 
-def _fit(value: Any, hint: Any) -> Any:
-    """The value converted to the annotation. Raises TypeError if it does not fit, and ConfigError if it is an invalid
-    table, or a list with one."""
-    for member in members(hint):
-        origin, args = typing.get_origin(member), typing.get_args(member)
-        if member in SCALARS and SCALARS[member][1](value):
+def _fit(value: Any, annotation: Any) -> Any:
+    """The value converted to the annotation. Raises TypeError if it does not fit, and ConfigError
+    if it is an invalid table, or a list with one."""
+    for member in members(annotation):
+        origin = typing.get_origin(member)
+        args = typing.get_args(member)
+        if member in SCALARS and SCALARS[member].holds(value):
             return member(value)
         if origin is Literal and value in args:
             return value
-        if (
-            origin is tuple
-            and isinstance(value, list)
-            and (args[-1] is ... or len(args) == len(value))
-        ):
-            return tuple(together(*(partial(_fit, v, args[0]) for v in value)))
+        if origin is tuple and isinstance(value, list):
+            any_length = args[-1] is ...
+            if any_length or len(args) == len(value):
+                return tuple(together(*(partial(_fit, item, args[0]) for item in value)))
         if is_dataclass(member) and isinstance(value, dict):
-            given = Schema(member).read(value, toml(value))
-            built = given.build()
-            if given.problems:
-                raise ConfigError(*given.problems.values())
-            return built
+            return _fit_table(value, member)
     raise TypeError
 
 
-def _describe(hint: Any) -> str:
+def _fit_table(table: dict, kind: Any) -> Any:
+    given = Schema(kind).read(table, toml(table))
+    built = given.build()
+    if given.problems:
+        raise ConfigError(*given.problems.values())
+    return built
+
+
+def _describe(annotation: Any) -> str:
+    """What an option of this annotation must be, in words."""
     words = []
-    for member in members(hint):
-        origin, args = typing.get_origin(member), typing.get_args(member)
+    for member in members(annotation):
+        origin = typing.get_origin(member)
+        args = typing.get_args(member)
         if origin is Literal:
             words += [f'"{word}"' for word in args]
         elif origin is tuple:
-            words.append(
-                f"a list{'' if args[-1] is ... else f' of {len(args)}'}, of {_describe(args[0])} each"
-            )
+            length = "" if args[-1] is ... else f" of {len(args)}"
+            words.append(f"a list{length}, of {_describe(args[0])} each")
         elif is_dataclass(member):
             words.append(f"a table of {', '.join(f.name for f in fields(member))}")
         else:
-            words.append(SCALARS[member][0])
+            words.append(SCALARS[member].requirement)
     return " or ".join(words)
-
-
-def place(name: str) -> str:
-    section, _, key = name.rpartition(".")
-    return f"[{section}] {key}" if section else key

@@ -54,6 +54,8 @@ def test_options_of_removed_extras_are_refused_together(monkeypatch):
     ]
     with pytest.raises(ConfigError, match="lora = {}: needs extras/lora, "):
         config.from_dict({**tables(), "lora": {}}, "t.toml")
+    # a table that is on anyway, and empty
+    config.from_dict({**tables(), "optim": {}, "log": {}}, "t.toml")
     # for a tool that reads a checkpoint
     saved = tables(model={"init_from": "x"}, parallel={"float8": "rowwise"})
     config.from_dict(saved, "t.toml", saved=True)

@@ -1,1 +1,4 @@
-"""Hugging Face folders, in and out: config.json, weights, tokenizer. A run reads one where model.init_from names it."""
+"""Hugging Face folders, in and out: config.json, weights, tokenizer.
+
+A run reads one where model.init_from names it.
+"""

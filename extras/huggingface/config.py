@@ -1,15 +1,19 @@
-"""Converts config.json (Llama, Qwen3) and PEFT's adapter_config.json to and from our options. Needs no torch."""
+"""Converts config.json (Llama, Qwen3) and PEFT's adapter_config.json to and from our options.
+
+Needs no torch.
+"""
 
 import json
 import os
 import pathlib
-from collections.abc import Callable
-from dataclasses import MISSING, Field, fields, is_dataclass
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, NamedTuple
 
 from data import hub
 from schema import ConfigError, Given, Schema, toml
 
+# our option in [model] -> key in config.json
 KEYS = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -34,206 +38,14 @@ ONLY = {
     "quantization_config": None,
     "use_sliding_window": False,
 }
-
-
-def read_json(path: pathlib.Path) -> dict:
-    """A JSON object of a Hugging Face folder. Raises ConfigError."""
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
-        ) from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: must hold a JSON object")
-    return content
-
-
-def read(path: pathlib.Path, schema: Schema) -> dict[str, Any]:
-    """The options of [model] in a config.json, {"model.dim": 64, ...}, with transformers' defaults. Raises ConfigError
-    naming every value that is invalid or that this model does not support.
-
-    RoPE settings are read in both spellings: rope_theta and rope_scaling or, since transformers 5, rope_parameters.
-    """
-    content, problems = read_json(path), []
-    theirs = {
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "rope_theta": 10000.0,
-        **{key: value for key, value in content.items() if value is not None},
-    }
-    qk_norm = theirs.get("model_type") == "qwen3"
-    if not qk_norm:  # Qwen3's defaults of head_dim and num_key_value_heads are those of one size: both must be there
-        theirs.setdefault("num_key_value_heads", theirs.get("num_attention_heads"))
-    named = [[ARCHITECTURES["qwen3" if qk_norm else "llama"]]]  # the only value of architectures
-    spelling = "rope_scaling" if theirs.get("rope_scaling") else "rope_parameters"
-    rope = theirs.get(spelling) or {}
-    if not isinstance(rope, dict):
-        problems.append(f"{path}: {spelling} = {toml(rope)}: must be an object")
-        rope = {}
-    rope = {key: value for key, value in rope.items() if value is not None}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    kinds = kinds if isinstance(kinds := theirs.get("layer_types", []), list) else [kinds]
-    demands = [
-        ("model_type", theirs.get("model_type"), [*ARCHITECTURES]),
-        ("architectures", theirs.get("architectures") or named[0], named),
-        *((key, theirs.get(key), [only, None]) for key, only in ONLY.items()),
-        *(("layer_types", other, ["full_attention"]) for other in kinds),
-        (f"{spelling}.partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0]),
-        (f"{spelling}.rope_type", kind, ["default", "llama3"]),
-    ]
-    problems += [
-        f"{path}: {key} = {toml(value)}: only {' and '.join(map(toml, known))} can be read"
-        for key, value, known in demands
-        if value not in known
-    ]
-    found = {
-        f"model.{key}": (their_key, theirs.get(their_key))
-        for key, their_key in KEYS.items()
-        if their_key in theirs or key != "head_dim" or qk_norm
-    }
-    found["model.qk_norm"] = "model_type", qk_norm
-    found["model.rope_theta"] = "rope_theta", rope.get("rope_theta", theirs["rope_theta"])
-    if kind == "llama3":
-        found |= {
-            f"model.rope_scaling.{key}": (f"{spelling}.{key}", rope.get(key)) for key in ROPE_KEYS
-        }
-    options = _fitted(path, schema, found, problems)
-    if problems:
-        raise ConfigError(*problems)
-    return options
-
-
-def _fitted(
-    path: pathlib.Path, schema: Schema, found: dict[str, tuple[str, Any]], problems: list[str]
-) -> dict[str, Any]:
-    """{option: value} of {option: (key in the file, value)}. Adds every value that is missing or invalid to `problems`
-    and leaves it out."""
-    options = {}
-    for name, (key, value) in found.items():
-        try:
-            options[name] = schema.fit(name, value)
-        except ValueError as error:
-            problems.append(
-                f"{path}: {key} {'is missing' if value is None else f'= {toml(value)}: {error}'}"
-            )
-    return options
-
-
-def complete(given: Given) -> None:
-    """Fills in options of [model] and [lora] from the folders that their init_from name; options already given must
-    agree. Adds the commit to ids of the hub. Raises ConfigError if a folder cannot be read."""
-    try:
-        if "model.init_from" in given.values:
-            _complete_model(given)
-        if "lora.init_from" in given.values:
-            _complete_adapter(given)
-    except ConfigError as error:
-        raise ConfigError(*given.problems.values(), *error.problems) from None
-    if any(f"{name}.".startswith("lora.") for name in given.values):
-        _normalize(given.values, given.schema.section("lora"))
-
-
-def _normalize(values: dict[str, Any], lora: dict[str, tuple[Any, Field]]) -> None:
-    """Of a run with adapters: another spelling is no change of its options, and paths work from anywhere."""
-    (_, rank), (_, targets) = lora["rank"], lora["targets"]
-    assert isinstance(targets.default, tuple)  # all projections, in order
-    values.setdefault("lora.alpha", 2.0 * values.get("lora.rank", rank.default))
-    if "lora.targets" in values:
-        values["lora.targets"] = tuple(
-            name for name in targets.default if name in values["lora.targets"]
-        )
-    for name in {"model.init_from", "lora.init_from"} & values.keys():
-        values[name] = hub.absolute(values[name])
-
-
-def _complete_model(given: Given) -> None:
-    values, rope = given.values, "model.rope_scaling"
-    # a complete table, as in a run's own config.toml, needs no folder: its run may resume from a checkpoint
-    complete = {
-        f"model.{key}"
-        for key, (_, f) in given.schema.section("model").items()
-        if f.default is MISSING
-    }
-    try:
-        hub.pin(given, "model.init_from")
-        path = hub.local(values["model.init_from"], hub.CONFIG) / "config.json"
-        if not os.path.exists(path):  # unlike Path.exists(), False where access is denied
-            raise ConfigError(
-                f"{given.origins['model.init_from']}: [model] init_from = "
-                f"{toml(values['model.init_from'])}: has no config.json; it must be a Hugging Face "
-                "folder on this machine, or the id of a repository, OWNER/NAME"
-            )
-    except ConfigError:
-        if complete <= values.keys():
-            return
-        raise
-    theirs = read(path, given.schema)
-    ours = {name for name in values if name.startswith(f"{rope}.")}
-    if rope in given.origins and not ours and f"{rope}.factor" in theirs:
-        given.problems[rope] = (
-            f"{given.origins[rope]}: [model] rope_scaling is off: {path} and its weights have it; "
-            "leave it out"
-        )
-    _take_over(
-        given,
-        path,
-        dict.fromkeys(ours, "absent") | theirs,
-        KEYS,
-        "; leave it out, or, to resume from the run's checkpoint, move that file away",
-    )
-
-
-def _take_over(
-    given: Given, path: pathlib.Path, theirs: dict[str, Any], keys: dict[str, str], advice: str
-) -> None:
-    """Adds a file's options to the given ones; one that is given must be equal. keys: our keys -> the file's."""
-    for name, value in theirs.items():
-        section, _, key = name.partition(".")
-        ours = given.values.setdefault(name, value)
-        given.origins.setdefault(name, str(path))
-        if ours != value and not (name == "lora.targets" and {*ours} == {*value}):
-            # order does not matter
-            more = "; its weights have no more rows" if name == "model.vocab_size" else ""
-            given.problems[name] = (
-                f"{given.origins[name]}: [{section}] {key} = {toml(ours)}: {path} has "
-                f"{keys.get(key, key)} = {toml(value)}{more}{advice}"
-            )
-
-
-def render(m: Any, seq_len: int, dtype: str, token_ids: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of a config.Model. RoPE settings and dtype appear twice, in the spellings of transformers 5 and
-    of older versions. token_ids: bos_token_id and eos_token_id, if known.
-
-    max_position_embeddings is seq_len, trained or imported. With rope_scaling, and seq_len within
-    original_max_position_embeddings, it is factor times the latter.
-    """
-    rope, stretched, kind = {"rope_type": "default"}, 0, "qwen3" if m.qk_norm else "llama"
-    if s := m.rope_scaling:
-        rope = {"rope_type": "llama3", **{key: getattr(s, key) for key in ROPE_KEYS}}
-        if seq_len <= s.original_max_position_embeddings:
-            stretched = int(s.factor * s.original_max_position_embeddings)
-    return {
-        "architectures": [ARCHITECTURES[kind]],
-        "model_type": kind,
-        **{theirs: getattr(m, key) for key, theirs in KEYS.items()},
-        "head_dim": m.width_per_head,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        **({"use_sliding_window": False} if m.qk_norm else {"mlp_bias": False}),
-        "max_position_embeddings": max(seq_len, stretched),
-        "rope_theta": m.rope_theta,
-        "rope_scaling": rope if m.rope_scaling else None,
-        "rope_parameters": {**rope, "rope_theta": m.rope_theta},
-        "bos_token_id": token_ids.get("bos_token_id"),
-        "eos_token_id": token_ids.get("eos_token_id"),
-        "dtype": dtype,
-        "torch_dtype": dtype,
-    }
-
+# transformers' values for keys that are absent
+DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0}
 
 ADAPTER = "adapter_config.json"
-# The only values of PEFT's options that adapters support here; any other is refused. A key may be absent.
+# our option in [lora] -> key in adapter_config.json
+ADAPTER_KEYS = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules"}
+# The only values of PEFT's options that adapters support here; any other is refused. A key may be
+# absent.
 ONLY_ADAPTER = {
     "peft_type": ["LORA"],
     "bias": ["none"],
@@ -252,44 +64,301 @@ ONLY_ADAPTER = {
     "layer_replication": [[]],
     "trainable_token_indices": [[]],
 }
-ADAPTER_KEYS = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules"}
+
+
+def read_json(path: pathlib.Path) -> dict:
+    """A JSON object of a Hugging Face folder. Raises ConfigError."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: cannot be read: {reason}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: must hold a JSON object")
+    return value
+
+
+# Reading
+
+
+class Entry(NamedTuple):
+    """A value of a Hugging Face file, and its key there."""
+
+    key: str
+    value: Any
+
+
+def read(path: pathlib.Path, schema: Schema) -> dict[str, Any]:
+    """The options of [model] in a config.json, {"model.dim": 64, ...}, with transformers' defaults.
+
+    Reads RoPE settings in both spellings: rope_theta and rope_scaling or, since transformers 5,
+    rope_parameters. Raises ConfigError naming every value that is invalid or that this model does
+    not support.
+    """
+    entries = {key: value for key, value in read_json(path).items() if value is not None}
+    theirs = DEFAULTS | entries
+    problems = []
+
+    rope_key = "rope_scaling" if theirs.get("rope_scaling") else "rope_parameters"
+    rope = theirs.get(rope_key) or {}
+    if not isinstance(rope, dict):
+        problems.append(f"{path}: {rope_key} = {toml(rope)}: must be an object")
+        rope = {}
+    rope = {key: value for key, value in rope.items() if value is not None}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    rope["rope_type"] = rope_type
+    problems += _unsupported(path, theirs, rope_key, rope)
+
+    is_qwen3 = theirs.get("model_type") == "qwen3"
+    # Qwen3's defaults of these two are those of one size: it must have both
+    if not is_qwen3:
+        theirs.setdefault("num_key_value_heads", theirs.get("num_attention_heads"))
+    has_head_dim = is_qwen3 or "head_dim" in theirs
+    options = {}
+    for key, their_key in KEYS.items():
+        if key != "head_dim" or has_head_dim:
+            options[f"model.{key}"] = Entry(their_key, theirs.get(their_key))
+    options["model.qk_norm"] = Entry("model_type", is_qwen3)
+    rope_theta = rope.get("rope_theta", theirs["rope_theta"])
+    options["model.rope_theta"] = Entry("rope_theta", rope_theta)
+    if rope_type == "llama3":
+        for key in ROPE_KEYS:
+            options[f"model.rope_scaling.{key}"] = Entry(f"{rope_key}.{key}", rope.get(key))
+    fitted, invalid = _fit(path, schema, options)
+    problems += invalid
+    if problems:
+        raise ConfigError(*problems)
+    return fitted
+
+
+def _unsupported(path: pathlib.Path, theirs: dict, rope_key: str, rope: dict) -> list[str]:
+    """A problem for each value of a config.json that the model does not support."""
+    problems = []
+
+    def check(key: str, value: Any, supported: list) -> None:
+        if value not in supported:
+            words = " and ".join(map(toml, supported))
+            problems.append(f"{path}: {key} = {toml(value)}: only {words} can be read")
+
+    model_type = theirs.get("model_type")
+    architectures = [ARCHITECTURES["qwen3" if model_type == "qwen3" else "llama"]]
+    check("model_type", model_type, [*ARCHITECTURES])
+    check("architectures", theirs.get("architectures") or architectures, [architectures])
+    for key, only in ONLY.items():
+        check(key, theirs.get(key), [only, None])
+    layer_types = theirs.get("layer_types", [])
+    if not isinstance(layer_types, list):
+        layer_types = [layer_types]
+    for layer_type in layer_types:
+        check("layer_types", layer_type, ["full_attention"])
+    rotary_factor = rope.get("partial_rotary_factor", 1.0)
+    check(f"{rope_key}.partial_rotary_factor", rotary_factor, [1.0])
+    check(f"{rope_key}.rope_type", rope["rope_type"], ["default", "llama3"])
+    return problems
 
 
 def read_adapter(folder: pathlib.Path) -> dict[str, Any]:
-    """The adapter_config.json of a PEFT folder. Raises ConfigError for values that are not supported here."""
-    theirs, path = read_json(folder / ADAPTER), folder / ADAPTER
-    if problems := [
-        f"{path}: {key} = {json.dumps(theirs[key])}: only {json.dumps(known[0])} can be read"
-        for key, known in ONLY_ADAPTER.items()
-        if theirs.get(key) not in (*known, None)
-    ]:
+    """The adapter_config.json of a PEFT folder. Raises ConfigError for unsupported values."""
+    path = folder / ADAPTER
+    theirs = read_json(path)
+    problems = []
+    for key, supported in ONLY_ADAPTER.items():
+        value = theirs.get(key)
+        if value is not None and value not in supported:
+            only = json.dumps(supported[0])
+            problems.append(f"{path}: {key} = {json.dumps(value)}: only {only} can be read")
+    if problems:
         raise ConfigError(*problems)
     return theirs
 
 
+def _fit(
+    path: pathlib.Path, schema: Schema, entries: dict[str, Entry]
+) -> tuple[dict[str, Any], list[str]]:
+    """The values of a file by option, converted by the schema, and a problem for each that is
+    missing or invalid."""
+    fitted = {}
+    problems = []
+    for name, (key, value) in entries.items():
+        try:
+            fitted[name] = schema.fit(name, value)
+        except ValueError as error:
+            if value is None:
+                problems.append(f"{path}: {key} is missing")
+            else:
+                problems.append(f"{path}: {key} = {toml(value)}: {error}")
+    return fitted, problems
+
+
+# Completing a configuration
+
+
+def complete(given: Given) -> None:
+    """Fills in options of [model] and [lora] from the folders that their init_from name; options
+    that are given must agree. Pins ids of the hub to a commit. Raises ConfigError if a folder
+    cannot be read."""
+    try:
+        if "model.init_from" in given.values:
+            _complete_model(given)
+        if "lora.init_from" in given.values:
+            _complete_adapter(given)
+    except ConfigError as error:
+        raise ConfigError(*given.problems.values(), *error.problems) from None
+    if given.has_table("lora"):
+        _normalize_adapter(given)
+
+
+def _complete_model(given: Given) -> None:
+    values = given.values
+    try:
+        hub.pin(given, "model.init_from")
+        path = hub.local(values["model.init_from"], hub.CONFIG) / "config.json"
+        if not os.path.exists(path):  # unlike Path.exists(), False where access is denied
+            raise ConfigError(
+                f"{given.origins['model.init_from']}: [model] init_from = "
+                f"{toml(values['model.init_from'])}: has no config.json; it must be a Hugging Face "
+                "folder on this machine, or the id of a repository, OWNER/NAME"
+            )
+    except ConfigError:
+        options = given.schema.section("model")
+        required = {f"model.{key}" for key in options if options[key].field.default is MISSING}
+        # a run's own config.toml is complete: resuming from a checkpoint needs no folder
+        if required <= values.keys():
+            return
+        raise
+    theirs = read(path, given.schema)
+    rope = "model.rope_scaling"
+    ours = {name for name in values if name.startswith(f"{rope}.")}
+    is_off = rope in given.origins and not ours
+    if is_off and f"{rope}.factor" in theirs:
+        given.problems[rope] = (
+            f"{given.origins[rope]}: [model] rope_scaling is off: {path} and its weights have it; "
+            "leave it out"
+        )
+    # options of rope_scaling that are given must be the file's
+    theirs = dict.fromkeys(ours, "absent") | theirs
+    advice = "; leave it out, or, to resume from the run's checkpoint, move that file away"
+    _take_over(given, path, theirs, KEYS, advice)
+
+
 def _complete_adapter(given: Given) -> None:
-    """A complete table, as in a run's own config.toml, needs no folder: its run may resume from a checkpoint."""
-    path = pathlib.Path(given.values["lora.init_from"], ADAPTER)
+    # a run's own config.toml is complete: resuming from a checkpoint needs no folder
     if {f"lora.{key}" for key in ADAPTER_KEYS} <= given.values.keys():
         return
-    theirs, problems = read_adapter(path.parent), []
-    found = {
-        f"lora.{key}": (their_key, theirs.get(their_key)) for key, their_key in ADAPTER_KEYS.items()
-    }
-    _take_over(
-        given, path, _fitted(path, given.schema, found, problems), ADAPTER_KEYS, "; leave it out"
-    )
+    path = pathlib.Path(given.values["lora.init_from"], ADAPTER)
+    theirs = read_adapter(path.parent)
+    entries = {}
+    for key, their_key in ADAPTER_KEYS.items():
+        entries[f"lora.{key}"] = Entry(their_key, theirs.get(their_key))
+    fitted, problems = _fit(path, given.schema, entries)
+    _take_over(given, path, fitted, ADAPTER_KEYS, "; leave it out")
     if problems:
         raise ConfigError(*problems)
 
 
+def _take_over(
+    given: Given, path: pathlib.Path, theirs: dict[str, Any], keys: dict[str, str], advice: str
+) -> None:
+    """Adds a file's options to the given ones; one that is given must be equal.
+
+    keys: our keys -> the file's. advice: the end of the error for an option that differs.
+    """
+    for name, value in theirs.items():
+        ours = given.values.setdefault(name, value)
+        given.origins.setdefault(name, str(path))
+        if ours == value:
+            continue
+        if name == "lora.targets" and {*ours} == {*value}:  # order does not matter
+            continue
+        reason = "; its weights have no more rows" if name == "model.vocab_size" else ""
+        section, _, key = name.partition(".")
+        given.problems[name] = (
+            f"{given.origins[name]}: [{section}] {key} = {toml(ours)}: {path} has "
+            f"{keys.get(key, key)} = {toml(value)}{reason}{advice}"
+        )
+
+
+def _normalize_adapter(given: Given) -> None:
+    """Gives a run with adapters one spelling: alpha is set, targets are in order, paths are
+    absolute.
+
+    Resuming compares these options with the checkpoint's.
+    """
+    values = given.values
+    options = given.schema.section("lora")
+    rank = values.get("lora.rank", options["rank"].field.default)
+    values.setdefault("lora.alpha", 2.0 * rank)
+    if "lora.targets" in values:
+        projections = options["targets"].field.default
+        assert isinstance(projections, tuple)  # all, in the order of a block
+        targets = values["lora.targets"]
+        values["lora.targets"] = tuple(name for name in projections if name in targets)
+    for name in ("model.init_from", "lora.init_from"):
+        if name in values:
+            values[name] = hub.absolute(values[name])
+
+
+# Writing
+
+
+def render(m: Any, seq_len: int, dtype: str, token_ids: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a config.Model.
+
+    RoPE settings and dtype appear twice, in the spellings of transformers 5 and of older versions.
+    token_ids: bos_token_id and eos_token_id, if known.
+    """
+    model_type = "qwen3" if m.qk_norm else "llama"
+    rope = _render_rope(m)
+    keys = {their_key: getattr(m, key) for key, their_key in KEYS.items()}
+    config = {
+        "architectures": [ARCHITECTURES[model_type]],
+        "model_type": model_type,
+        **keys,
+        "head_dim": m.width_per_head,
+        "hidden_act": "silu",
+        "attention_bias": False,
+    }
+    if m.qk_norm:
+        config["use_sliding_window"] = False
+    else:
+        config["mlp_bias"] = False
+    return config | {
+        "max_position_embeddings": _context_length(m, seq_len),
+        "rope_theta": m.rope_theta,
+        "rope_scaling": rope if m.rope_scaling else None,
+        "rope_parameters": {**rope, "rope_theta": m.rope_theta},
+        "bos_token_id": token_ids.get("bos_token_id"),
+        "eos_token_id": token_ids.get("eos_token_id"),
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+
+
+def _render_rope(m: Any) -> dict[str, Any]:
+    if m.rope_scaling is None:
+        return {"rope_type": "default"}
+    factors = {key: getattr(m.rope_scaling, key) for key in ROPE_KEYS}
+    return {"rope_type": "llama3", **factors}
+
+
+def _context_length(m: Any, seq_len: int) -> int:
+    """max_position_embeddings: seq_len, trained or imported. With rope_scaling, and seq_len within
+    original_max_position_embeddings, it is factor times the latter."""
+    scaling = m.rope_scaling
+    if scaling is None or seq_len > scaling.original_max_position_embeddings:
+        return seq_len
+    return max(seq_len, int(scaling.factor * scaling.original_max_position_embeddings))
+
+
 def render_adapter(lora: Any, base: str) -> dict[str, Any]:
-    """PEFT's adapter_config.json of a config.Lora."""
-    name, _, commit = base.partition("@") if hub.is_id(base) else (base, "", "")
+    """PEFT's adapter_config.json of a config.Lora. base: the folder or id of the base model."""
+    commit = ""
+    if hub.is_id(base):
+        base, _, commit = base.partition("@")
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": name,
+        "base_model_name_or_path": base,
         "revision": commit or None,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
@@ -302,59 +371,61 @@ def render_adapter(lora: Any, base: str) -> dict[str, Any]:
     }
 
 
-class Recorded:
-    """Options that record, in `names`, which of them are read: {"dim", "rope_scaling.factor", ...}."""
-
-    def __init__(self, options: Any, names: set[str], table: str = ""):
-        self.options, self.names, self.table = options, names, table
-
-    def __getattr__(self, key: str) -> Any:
-        value, name = getattr(self.options, key), self.table + key
-        self.names.add(name)
-        return Recorded(value, self.names, f"{name}.") if is_dataclass(value) else value
+# What a file would not say
 
 
 def check_rendered(m: Any, lora: Any = None) -> None:
-    """Raises ConfigError naming every option of a config.Model, and of a config.Lora if given, that has another value
-    than its default and that render(), or render_adapter(), does not write: what is computed elsewhere would differ."""
-    problems = _not_rendered(
-        "model",
-        m,
-        lambda m: render(m, 1, "float32", {}),
-        "config.json",
-        "render()",
-        ("init_from", "freeze"),
-    )
+    """Raises ConfigError naming every option of a config.Model, and of a config.Lora if given, that
+    differs from its default and that render(), or render_adapter(), does not write: what is
+    computed elsewhere would differ."""
+    written: set[str] = set()
+    render(Recorded(m, written), 1, "float32", {})
+    written |= {"init_from", "freeze"}  # where weights come from, and which are trained
+    problems = _not_written("model", m, written, "config.json", "render()")
     if lora:
-        problems += _not_rendered(
-            "lora",
-            lora,
-            lambda lora: render_adapter(lora, ""),
-            ADAPTER,
-            "render_adapter()",
-            ("init_from", "base_dtype"),
-        )
+        written = set()
+        render_adapter(Recorded(lora, written), "")
+        written |= {"init_from", "base_dtype"}  # where weights come from, and how they are stored
+        problems += _not_written("lora", lora, written, ADAPTER, "render_adapter()")
     if problems:
         raise ConfigError(*problems)
 
 
-def _not_rendered(
-    section: str, options: Any, render: Callable, file: str, function: str, exempt: tuple[str, ...]
+class Recorded:
+    """Options that record which of them are read: names is {"dim", "rope_scaling.factor", ...}."""
+
+    def __init__(self, options: Any, names: set[str], table: str = ""):
+        self.options = options
+        self.names = names
+        self.table = table
+
+    def __getattr__(self, key: str) -> Any:
+        name = self.table + key
+        self.names.add(name)
+        value = getattr(self.options, key)
+        if is_dataclass(value):
+            return Recorded(value, self.names, f"{name}.")
+        return value
+
+
+def _not_written(
+    section: str, options: Any, written: set[str], file: str, function: str
 ) -> list[str]:
-    """exempt: options that say where weights come from, how they are kept, and which are trained."""
-    problems, names = [], set()
-    render(Recorded(options, names))
+    """A problem for each option that differs from its default and that function does not write."""
+    return [
+        f"[{section}] {name} = {toml(value)}: is not written into {file}, without which others "
+        f"would compute something else; write it in extras/huggingface/config.py: {function}"
+        for name, value in _changed_options(options, written)
+    ]
 
-    def look(options: Any, table: str) -> None:
-        for f in fields(options):
-            value, name = getattr(options, f.name), table + f.name
-            if name in names and is_dataclass(value):
-                look(value, f"{name}.")
-            elif name not in {*names, *exempt} and value != f.default:
-                problems.append(
-                    f"[{section}] {name} = {toml(value)}: is not written into {file}, without which others "
-                    f"would compute something else; write it in extras/huggingface/config.py: {function}"
-                )
 
-    look(options, "")
-    return problems
+def _changed_options(options: Any, written: set[str], table: str = "") -> Iterator[tuple[str, Any]]:
+    """(name, value) of each option that differs from its default and is not among `written`."""
+    for f in fields(options):
+        name = table + f.name
+        value = getattr(options, f.name)
+        if name not in written:
+            if value != f.default:
+                yield name, value
+        elif is_dataclass(value):
+            yield from _changed_options(value, written, f"{name}.")

@@ -36,7 +36,7 @@ from extras.huggingface import config as hf_config
 from extras.huggingface import convert as hf
 from extras.huggingface import tokenizer as hf_tokenizer
 from extras.huggingface.tokenizer import fast_tokenizer_files, read_sentencepiece
-from extras.huggingface.weights import Stored, Weights, hf_name, weights_to_read
+from extras.huggingface.weights import StoredTensor, Weights, hf_name, weights_to_read
 from launch.checks import check_launch
 from launch.command import Ranks
 from launch.interruption import Interruption
@@ -379,7 +379,9 @@ def test_copies_that_differ_in_any_sixteenth_are_told_apart(tmp_path):
 
     def digest(content: bytes) -> str:
         path.write_bytes(content)
-        return Weights({"head.weight": Stored(path, HEAD, "F32", [])}).file_digests()[path.name]
+        return Weights({"head.weight": StoredTensor(path, HEAD, "F32", [])}).file_digests()[
+            path.name
+        ]
 
     first, part = bytes(size), size // 16
     found = {digest(first[: i * part] + b"\1" * part + first[(i + 1) * part :]) for i in range(16)}
