@@ -143,9 +143,9 @@ def read_windows(
                     documents[row, max(begin - first, 0) :] = number
     tensors = inputs_and_targets(rows, documents)
     if world.cp > 1:
-        from parallel.context import own_part
+        from parallel.context import shard_sequences
 
-        tensors = own_part(tensors, world)
+        tensors = shard_sequences(tensors, world)
     return contents, tuple(
         tensor.pin_memory() for tensor in tensors
     ) if world.device.type == "cuda" else tensors

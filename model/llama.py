@@ -12,7 +12,9 @@ for ones. Values are torchtitan's (https://github.com/pytorch/torchtitan); only 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -73,6 +75,19 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class Linear(nn.Linear):
     """x @ weight.T without bias, in the weight's dtype: x is cast to it."""
+
+    # Of a quantized layer, its method that computes the stored tensors: see NF4Linear.quantize().
+    quantize: Callable[..., None] | None = None
+    # Activation checkpointing: operators other than mm and addmm that compute the output.
+    matmuls: ClassVar[frozenset] = frozenset()
+    # Selective activation checkpointing: True saves the output, False recomputes it, None lets the
+    # layer's number decide.
+    keep_output: bool | None = None
+    # Tensor parallelism: parameters and submodules (by name) that are sharded with the weight, and
+    # along which of its dimensions: 0, output features, or 1, input features.
+    sharded_with_weight: Mapping[str, int] = MappingProxyType({})
+    # Tensor parallelism: index of the first input feature that the local weight multiplies.
+    first_input = 0
 
     def __init__(self, inputs: int, outputs: int, init_std: float = 0.02):
         super().__init__(inputs, outputs, bias=False)
@@ -155,6 +170,9 @@ class Block(nn.Module):
     __init__ assigns Linear layers in the order in which forward calls them: selective activation checkpointing saves
     every n-th output, and numbers the layers in the order of named_modules() (check_matmul_order refuses another).
     """
+
+    # Selective activation checkpointing: operators whose first result in the block is saved.
+    keep_first: frozenset = frozenset()
 
     def __init__(self, m: config.Model, layer: int):
         super().__init__()

@@ -184,7 +184,7 @@ class Product(torch.autograd.Function):
 class Float8Linear(Linear):
     """A linear layer that multiplies in float8, with the weight of the plain one that it replaces."""
 
-    matmuls: ClassVar = {aten._scaled_mm.default}  # for activation checkpointing
+    matmuls: ClassVar = frozenset({aten._scaled_mm.default})  # for activation checkpointing
 
     def __init__(self, plain: Linear, recipe: str):
         with torch.device("meta"):

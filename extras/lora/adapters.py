@@ -44,7 +44,7 @@ def add_adapter(projection: Linear, lora: config.Lora) -> None:
     projection.lora_scale = lora.scale
     projection.register_forward_hook(add_product)
     # For tensor parallelism: A shares the projection's input features, B its output features.
-    projection.parts = {**getattr(projection, "parts", {}), "lora_a": 1, "lora_b": 0}
+    projection.sharded_with_weight = {**projection.sharded_with_weight, "lora_a": 1, "lora_b": 0}
     # For activation checkpointing: A x is small. B A x is as large as the base's output but cheap to recompute.
     projection.lora_a.keep_output, projection.lora_b.keep_output = True, False
 

@@ -12,6 +12,7 @@ like any parameter and does not cast them (torch 2.11 does, to the unit's dtype,
 import functools
 import math
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -172,8 +173,10 @@ class NF4Linear(Linear):
     # for parameter_count(): how many weights it represents
     weights_per_element: ClassVar = {"weight": 2, "scales": 0}
     # for tensor parallelism: sharded along dimension 0 if the codes are
-    parts: ClassVar = {"scales": 0}
-    matmuls: ClassVar = {torch.ops.frozen.nf4_product.default}  # for activation checkpointing
+    sharded_with_weight = MappingProxyType({"scales": 0})
+    matmuls: ClassVar = frozenset(
+        {torch.ops.frozen.nf4_product.default}
+    )  # for activation checkpointing
 
     def __init__(self, plain: Linear):
         with torch.device("meta"):
@@ -185,13 +188,13 @@ class NF4Linear(Linear):
             nn.Parameter(codes, requires_grad=False),
             nn.Parameter(scales, requires_grad=False),
         )
-        self.first_input = 0  # the first local input feature; set by parallel/tensor.py
 
     def forward(self, x: Tensor) -> Tensor:
         return product(
             x, self.weight, self.scales, self.first_input // BLOCK, torch.compiler.is_compiling()
         )
 
+    # pyrefly: ignore[bad-override-mutable-attribute]  # of a class, never set
     def quantize(
         self,
         name: str,

@@ -15,7 +15,7 @@ import config
 from extras.planner.masks import flex_attention_patches
 from model.build import meta_model
 from model.llama import named_parameters
-from parallel.activation_checkpoint import cast, is_checkpointed
+from parallel.activation_checkpoint import cast_parameters, is_checkpointed
 from parallel.fsdp import replicated_parameters, unit_dtypes
 from parallel.mesh import World
 
@@ -70,7 +70,9 @@ def kinds_of_blocks(
                 block.register_forward_hook(lambda *unused: kinds.append((*operators.found,)))
             tokens = torch.zeros(1, cfg.train.seq_len // world.cp, dtype=torch.int64, device="meta")
             with torch.no_grad(), operators:
-                functional_call(model, cast(model, getattr(torch, p.param_dtype)), tokens)
+                functional_call(
+                    model, cast_parameters(model, getattr(torch, p.param_dtype)), tokens
+                )
         except (
             Exception
         ):  # a fork's block may need more than meta tensors; then every block runs, and shows why

@@ -21,14 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from parallel.activation_checkpoint import ATTENTION, GROUPED, MATRIX_PRODUCTS
+from parallel.activation_checkpoint import ATTENTION, GROUPED_MM, LINEAR_MATMULS
 
 aten, c10d, functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
 NF4 = (
     "frozen.nf4_product.default"  # by name: extras/lora/nf4.py, which defines it, may not be loaded
 )
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-PRODUCTS = MATRIX_PRODUCTS | {
+PRODUCTS = LINEAR_MATMULS | {
     aten._scaled_mm.default,
     aten.mm.out,
     aten.mm.dtype,
@@ -300,7 +300,7 @@ class Counted(TorchDispatchMode):
         """FLOP by the shapes, of torch's formula; 0 if there is none."""
         if not isinstance(operator, OpOverload):
             return 0
-        if operator == GROUPED:  # whatever the groups' sizes
+        if operator == GROUPED_MM:  # whatever the groups' sizes
             return 2 * args[0].numel() * args[1].shape[-1]
         formula = flop_registry.get(operator.overloadpacket)
         return formula(*args, **kwargs, out_val=result) if formula else 0
