@@ -9,9 +9,9 @@ The option `recompute` names a mode:
                     norms, RoPE and the activation function
     "selective"     every block saves the outputs of attention and of every second matmul
 
-The last two are selective: a policy decides for each operator whether its output is saved. It knows
-the matmuls of linear layers by their number, in the order in which forward calls them. This must be
-the order of named_modules(): check_matmul_order() verifies it at the end of this file.
+The last two are selective: a policy decides for each operator whether to save its output. It tells
+the matmuls of linear layers apart by their number, in the order in which forward calls them. This
+must be the order of named_modules(), which check_matmul_order() verifies.
 """
 
 import contextlib
@@ -57,7 +57,8 @@ def apply_activation_checkpointing(model: Llama, recompute: str | int) -> None:
         if recompute in config.SELECTIVE:
             model.blocks[i] = checkpoint_selectively(block, recompute)
         else:
-            model.blocks[i] = checkpoint_wrapper(block, preserve_rng_state=False)  # no dropout
+            # There is no dropout, so recomputation needs no RNG state.
+            model.blocks[i] = checkpoint_wrapper(block, preserve_rng_state=False)
 
 
 def is_checkpointed(recompute: str | int, layer: int) -> bool:
@@ -77,14 +78,19 @@ def checkpoint_selectively(block: Block, recompute: str, always_save: Collection
     recomputed. A layer's `keep_output` and a block's `keep_first` overrule this (model/llama.py).
     always_save: operators whose output both modes save in any case.
     """
-    linears = [module for module in block.modules() if isinstance(module, nn.Linear)]
-    keep_output = [linear.keep_output if isinstance(linear, Linear) else None for linear in linears]
-    counted = [i for i, keep in enumerate(keep_output) if keep is None]
     every = KEEP_EVERY[recompute]
-    # The last matmul feeds only the residual add, so backward does not read its output. The
+    saved = set()  # numbers of the matmuls
+    undecided = []
+    linears = [module for module in block.modules() if isinstance(module, nn.Linear)]
+    for number, linear in enumerate(linears):
+        keep_output = linear.keep_output if isinstance(linear, Linear) else None
+        if keep_output is None:
+            undecided.append(number)
+        elif keep_output:
+            saved.add(number)
+    # Not the last one: it feeds only the residual add, so backward does not read its output. The
     # compiler would drop it. Eager mode would save it for nothing.
-    saved = set(counted[:-1:every])
-    saved.update(i for i, keep in enumerate(keep_output) if keep)
+    saved.update(undecided[:-1:every])
     drop_advice_on_policies()
     contexts = partial(
         save_expensive_ops, matmuls_of(block), saved, every, block.keep_first, always_save
@@ -106,10 +112,10 @@ def save_expensive_ops(
 ) -> tuple:
     """Contexts of one block's forward and of its recomputation, for checkpoint()'s context_fn.
 
-    matmuls: operators that linear layers call. saved: the numbers of the calls, from 0, to save.
-    every: n, to save every n-th grouped matmul from the first on. That may include the last one,
-    because a router's gradient reads its output.
-    keep_first: operators whose first output in the block is saved. always_save: all outputs.
+    matmuls: the operators of linear layers. saved: the numbers of the calls to save.
+    every: n, for every n-th grouped matmul from the first on. It may be the last one, because a
+    router's gradient reads its output.
+    keep_first: operators whose first output is saved. always_save: whose every output is.
     """
     counters = defaultdict(itertools.count)
 

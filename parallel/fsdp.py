@@ -6,24 +6,24 @@ In each micro-batch a unit goes through
 
     all-gather -> forward -> reshard -> all-gather -> backward -> reshard -> reduce-scatter
 
-where the reduce-scatter averages gradients. HSDP then all-reduces them over the replicas.
-Two units differ:
+The reduce-scatter averages gradients. With HSDP, an all-reduce over the replicas follows.
+Exceptions:
 
-- The head stays unsharded between forward and backward, because backward begins with it. A tied
-  unit stays unsharded until the end of backward, which computes the embedding's gradient last.
+- The head stays unsharded between forward and backward, because backward begins with it. If it is
+  tied, its unit stays unsharded until the end of backward, where the embedding's gradient comes.
 - An untied embedding is not all-gathered in backward: the gradient of a lookup reads no weight.
+- With reshard_after_forward = false, every unit stays unsharded until its backward.
+- With sync_every_micro_batch = false, only the step's last micro-batch reduces gradients.
+- The parameters that `replicated` names belong to no unit: FSDP2 ignores them.
 
-So do three options: reshard_after_forward = false keeps every unit unsharded until its backward,
-`replicated` excludes parameters, and sync_every_micro_batch = false reduces gradients only in the
-step's last micro-batch. The root holds no parameter. It has FSDP2's hooks around the forward and
-the backward of the full model.
+The root holds no parameter. Its hooks prepare and finish the forward and the backward of the model.
 
-Prefetch: by default (depth 0) FSDP2 issues a unit's all-gather when the host reaches the unit. In
-backward it also issues the next unit's. On a GPU the host runs ahead of the device, so that an
-all-gather overlaps with the previous unit's computation. Explicit prefetch of depth n
-(prefetch_forward, prefetch_backward) also issues the all-gathers of the next n units. This helps
-if the host is slow relative to the kernels, or if a unit computes for less time than its
-all-gather takes (several nodes: depth 2). It costs memory for n more unsharded units.
+Prefetch: at depth 0 FSDP2 issues a unit's all-gather when the host reaches the unit, and in
+backward also that of the next unit. On a GPU the host runs ahead of the device, so an all-gather
+overlaps with the previous unit's computation. Explicit prefetch of depth n (prefetch_forward,
+prefetch_backward) also issues the all-gathers of the next n units. This helps if the host is slow
+relative to the kernels, or if a unit computes for less time than its all-gather takes (several
+nodes: depth 2). It costs memory for n more unsharded units.
 """
 
 import contextlib

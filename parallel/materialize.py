@@ -32,7 +32,7 @@ ReadShard = Callable[[str, ShardOffset, Tensor], bool | None]
 def materialize(
     model: Llama, seed: int, device: torch.device, read: ReadShard | None = None
 ) -> None:
-    """Gives every tensor of a meta model storage on `device`, and values. It may be sharded or not.
+    """Gives every tensor of a meta model, sharded or not, storage on `device` and values.
 
     Parameters that `read` does not have are initialized at random. Each block of about 65,536
     elements (full rows) has a generator of its own, seeded by (seed, name, block). A rank draws the
@@ -153,9 +153,9 @@ def draw(
     seed: int,
     name: str,
 ) -> None:
-    """Initializes `out`, a shard of the parameter `name` of this full shape.
+    """Initializes `out`, a shard of a parameter with this full shape.
 
-    distribution: as Llama.init_distribution() returns it.
+    distribution: what Llama.init_distribution() returns.
     """
     if distribution is None:
         out.fill_(1.0)

@@ -178,8 +178,8 @@ def shard_weights(model: Llama, world: World) -> None:
             placement = placement_of(model, f"{path}.{name}")
             assert placement, "check_tp_plan() refuses the model"
             if weight not in sharded:
-                shard = distribute_tensor(weight, mesh, [placement], src_data_rank=None)
-                sharded[weight] = nn.Parameter(shard, weight.requires_grad)
+                dtensor = distribute_tensor(weight, mesh, [placement], src_data_rank=None)
+                sharded[weight] = nn.Parameter(dtensor, weight.requires_grad)
             # unsafe: torch does not check the parametrized weight's type and shape
             parametrize.register_parametrization(module, name, ToLocal(placement), unsafe=True)
             module.parametrizations[name].original = sharded[weight]
@@ -219,8 +219,10 @@ class SequenceParallel:
     sharded: bool = True
 
     def set_mode(self, model: Llama, args: tuple, options: dict) -> None:
-        """Forward pre-hook of the model. With a cache, activations are not sharded: a pass may
-        have a single token."""
+        """Forward pre-hook of the model.
+
+        With a cache, activations are not sharded: a pass may have a single token.
+        """
         self.sharded = options.get("cache") is None
 
     def gather(self, x: Tensor) -> Tensor:

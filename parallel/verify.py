@@ -46,17 +46,16 @@ def verify_sharding(model: Llama, p: config.Parallel, world: World) -> list[dict
             if param not in replicated:
                 name = names[param]
                 shards.append(checked_shard(param, name, mesh, placements[name]))
-        row = unit_row(unit, shards, unit_dtypes(p, unit)[0], world)
-        if model.head in modules or not p.reshard_after_forward:
-            row["policy"] = "kept through backward"
-        else:
-            row["policy"] = "freed after forward"
-        rows.append(row)
+        param_dtype, _ = unit_dtypes(p, unit)
+        is_kept = model.head in modules or not p.reshard_after_forward
+        rows.append(unit_row(unit, shards, param_dtype, is_kept, world))
     for param, name in names.items():
         if param not in owned:
             fault = "belongs to no unit: the root keeps it gathered through forward and backward"
             raise sharding_error(name, fault)
 
+    # Replicas are equal over each dimension that does not shard a parameter; those of the option
+    # `replicated` on all ranks.
     for dim in range(mesh.ndim):
         replicas = {}
         for param, name in names.items():
@@ -83,8 +82,10 @@ def expected_placements(
     return mesh, {name: placements for name, _ in named_parameters(model)}
 
 
-def unit_row(unit: str, shards: list[DTensor], param_dtype: torch.dtype, world: World) -> dict:
-    """A unit's row of the unit map, without its policy."""
+def unit_row(
+    unit: str, shards: list[DTensor], param_dtype: torch.dtype, is_kept: bool, world: World
+) -> dict:
+    """A unit's row of the unit map. is_kept: it stays unsharded between forward and backward."""
     gathered_bytes = 0
     for param in shards:
         numel = param.numel()
@@ -96,6 +97,7 @@ def unit_row(unit: str, shards: list[DTensor], param_dtype: torch.dtype, world: 
         "parameters": sum(param.numel() for param in shards),
         "local_bytes": sum(param.to_local().nbytes for param in shards),
         "gathered_bytes": gathered_bytes,
+        "policy": "kept through backward" if is_kept else "freed after forward",
     }
 
 
