@@ -41,7 +41,7 @@ from model.llama import Llama, rope_tables
 from model.loss import logits_gradient, softmax_parts
 from parallel.activation_checkpoint import (
     ATTENTION,
-    MATRIX_PRODUCTS,
+    LINEAR_MATMULS,
     apply_activation_checkpointing,
 )
 
@@ -136,7 +136,7 @@ def nodes(graph: GraphModule, operators: set) -> list[torch.fx.Node]:
 def product_flops(graph: GraphModule) -> int:
     shapes = [
         [argument.meta["val"].shape for argument in node.args[-2:]]
-        for node in nodes(graph, MATRIX_PRODUCTS)
+        for node in nodes(graph, LINEAR_MATMULS)
     ]
     return sum(2 * rows * inner * columns for (rows, inner), (_, columns) in shapes)
 
@@ -160,8 +160,8 @@ def count_block(m: config.Model, tokens: int, setting: str, documents: bool) -> 
     return {
         "recompute": setting,
         "document_mask": documents,
-        "products_forward": len(nodes(forward, MATRIX_PRODUCTS)),
-        "products_backward": len(nodes(backward, MATRIX_PRODUCTS)),
+        "products_forward": len(nodes(forward, LINEAR_MATMULS)),
+        "products_backward": len(nodes(backward, LINEAR_MATMULS)),
         "kept_bytes_per_token": kept_bytes(forward, (1, tokens, m.dim)) // tokens,
         # backward itself takes two products for one of forward
         "recomputed_flops_per_token": (product_flops(backward) - 2 * product_flops(forward))
@@ -247,7 +247,7 @@ def count_kernels(graph: GraphModule) -> dict:
                 if not isinstance(node, others)
             )
     return {
-        "products": len(nodes(graph, MATRIX_PRODUCTS)),
+        "products": len(nodes(graph, LINEAR_MATMULS)),
         "triton": len(re.findall(r"^\s*triton_\w+\.run\(", code, re.M)),
         "bytes": moved,
     }

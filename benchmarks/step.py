@@ -33,7 +33,7 @@ from metrics import peak_flops, peak_memory_gib
 from model.build import meta_model
 from model.llama import Llama, flops_per_token, parameter_count
 from optim import FiniteGuard, build_optimizer
-from parallel.context import own_part
+from parallel.context import shard_sequences
 from parallel.fsdp import unshard_first_units
 from parallel.materialize import materialize
 from parallel.mesh import World, storage_device
@@ -91,7 +91,7 @@ def random_batch(cfg: config.Config, world: World, accumulation: int) -> Batch:
     ids = torch.randint(cfg.model.vocab_size, (size, length + 1), generator=generator)
     tensors = inputs_and_targets(ids)
     if world.cp > 1:
-        tensors = own_part(tensors, world)
+        tensors = shard_sequences(tensors, world)
     micro_batch = tuple(tensor.to(world.device) for tensor in tensors)
     return Batch([micro_batch] * accumulation, accumulation * size * length * world.dp_size, 0)
 

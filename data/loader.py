@@ -182,9 +182,9 @@ def read_spans(
                 documents[row, max(begin - start, 0) :] = number
     tensors = inputs_and_targets(rows, documents)
     if world.cp > 1:
-        from parallel.context import own_part
+        from parallel.context import shard_sequences
 
-        tensors = own_part(tensors, world)
+        tensors = shard_sequences(tensors, world)
     if world.device.type == "cuda":
         tensors = tuple(tensor.pin_memory() for tensor in tensors)
     return samples, tensors

@@ -1,8 +1,21 @@
-"""Activation checkpointing: which blocks discard their activations after forward and recompute them in backward."""
+"""Activation checkpointing: blocks discard activations in forward and recompute them in backward.
+
+The option `recompute` names a mode:
+
+    "none"          no block is checkpointed
+    "full"          every block saves only its input
+    n               of every n blocks, the last saves only its input; the others save everything
+    "elementwise"   every block saves the outputs of attention and of its matmuls, and recomputes
+                    norms, RoPE and the activation function
+    "selective"     every block saves the outputs of attention and of every second matmul
+
+The last two are selective: a policy decides for each operator whether to save its output. It tells
+the matmuls of linear layers apart by their number, in the order in which forward calls them. This
+must be the order of named_modules(), which check_matmul_order() verifies.
+"""
 
 import contextlib
 import itertools
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from functools import partial
@@ -19,29 +32,12 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import config
 from config import ConfigError
-from model.llama import Llama
-
-
-def is_checkpointed(setting: str | int, layer: int) -> bool:
-    """Whether the block of this index (from 0) is checkpointed. setting: the option `recompute`, either a mode, which
-    is for every block, or n for the last of every n blocks."""
-    return setting != "none" and (isinstance(setting, str) or layer % setting == setting - 1)
-
-
-def apply_activation_checkpointing(model: Llama, setting: str | int) -> None:
-    """Wraps blocks in place. "none": no block. "full": every block saves only its input. n: every n-th block does; the
-    others save everything. "elementwise" and "selective": every block saves a part."""
-    wrap = partial(checkpoint_wrapper, preserve_rng_state=False)  # no dropout: no RNG state
-    if setting in config.SELECTIVE:
-        wrap = partial(checkpoint_selectively, setting=setting)
-    for layer, block in enumerate(model.blocks):
-        if is_checkpointed(setting, layer):
-            model.blocks[layer] = wrap(block)
-
+from model.llama import Block, Linear, Llama
+from parallel.torch_patches import drop_advice_on_policies
 
 aten = torch.ops.aten
-MATRIX_PRODUCTS = {aten.mm.default, aten.addmm.default}
-GROUPED = aten._grouped_mm.default  # of a mixture of experts: F.grouped_mm()
+LINEAR_MATMULS = {aten.mm.default, aten.addmm.default}
+GROUPED_MM = aten._grouped_mm.default  # F.grouped_mm(), of a mixture of experts
 ATTENTION = {
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
@@ -50,164 +46,144 @@ ATTENTION = {
     aten._efficient_attention_forward.default,
     torch.ops.higher_order.flex_attention,  # with a document mask
 }
-KEEP_EVERY = {"elementwise": 1, "selective": 2}  # mode -> n: every n-th matrix product is saved
+KEEP_EVERY = {"elementwise": 1, "selective": 2}  # mode -> n: every n-th matmul's output is saved
 
 
-def matmuls_of(module: nn.Module) -> set:
-    """The operators of its linear layers: MATRIX_PRODUCTS, and what layers of other kinds name as `matmuls`."""
-    return MATRIX_PRODUCTS.union(*(getattr(layer, "matmuls", ()) for layer in module.modules()))
+def apply_activation_checkpointing(model: Llama, recompute: str | int) -> None:
+    """Wraps the blocks that the option `recompute` checkpoints, in place."""
+    for i, block in enumerate(model.blocks):
+        if not is_checkpointed(recompute, i):
+            continue
+        if recompute in config.SELECTIVE:
+            model.blocks[i] = checkpoint_selectively(block, recompute)
+        else:
+            # There is no dropout, so recomputation needs no RNG state.
+            model.blocks[i] = checkpoint_wrapper(block, preserve_rng_state=False)
 
 
-def checkpoint_selectively(block: nn.Module, setting: str, also: Collection = ()) -> nn.Module:
-    """The block, wrapped.
+def is_checkpointed(recompute: str | int, layer: int) -> bool:
+    """Whether the option `recompute` checkpoints the block of this index."""
+    if isinstance(recompute, str):
+        return recompute != "none"
+    return layer % recompute == recompute - 1
 
-    "elementwise": it saves attention and matrix products; it recomputes norms, RoPE and activation function.
-    "selective": it saves attention and every second matrix product; it recomputes the rest.
-    Matrix products are those of linear layers and, numbered apart, grouped ones; batched ones (bmm) are recomputed.
-    also: operators that both settings save in any case.
 
-    A linear layer's attribute `keep_output` decides for its output in both modes: True, it is saved; False, it is
-    recomputed; absent, the layers without it are numbered. A block's `keep_first` names operators whose first result
-    in the block is saved.
+# Selective checkpointing: what a block saves
+
+
+def checkpoint_selectively(block: Block, recompute: str, always_save: Collection = ()) -> nn.Module:
+    """The block, wrapped: "elementwise" and "selective" save attention and every n-th matmul.
+
+    Matmuls of linear layers and grouped matmuls are counted separately. Batched ones (bmm) are
+    recomputed. A layer's `keep_output` and a block's `keep_first` overrule this (model/llama.py).
+    always_save: operators whose output both modes save in any case.
     """
-    layers = {
-        name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)
-    }
-    linears, keeps = (
-        [*layers],
-        {name: getattr(layer, "keep_output", None) for name, layer in layers.items()},
-    )
-    kept = {*[name for name in linears if keeps[name] is None][: -1 : KEEP_EVERY[setting]]}
-    kept |= {name for name in linears if keeps[name]}
-    contexts = partial(
-        _save_expensive_ops,
-        matmuls_of(block),
-        {linears.index(name) for name in kept},
-        KEEP_EVERY[setting],
-        getattr(block, "keep_first", ()),
-        also,
-    )
+    every = KEEP_EVERY[recompute]
+    saved = set()  # numbers of the matmuls
+    undecided = []
+    linears = [module for module in block.modules() if isinstance(module, nn.Linear)]
+    for number, linear in enumerate(linears):
+        keep_output = linear.keep_output if isinstance(linear, Linear) else None
+        if keep_output is None:
+            undecided.append(number)
+        elif keep_output:
+            saved.add(number)
+    # Not the last one: it feeds only the residual add, so backward does not read its output. The
+    # compiler would drop it. Eager mode would save it for nothing.
+    saved.update(undecided[:-1:every])
     drop_advice_on_policies()
+    contexts = partial(
+        save_expensive_ops, matmuls_of(block), saved, every, block.keep_first, always_save
+    )
     return checkpoint_wrapper(block, preserve_rng_state=False, context_fn=contexts)
 
 
-def _save_expensive_ops(
-    matmuls: set, kept: set[int], every: int, keep_first: Collection, also: Collection
-):
-    """Contexts for one block's forward and recomputation. kept: indices of matrix products in call order, which is the
-    order of named_modules(): see check_matmul_order. The last is never saved: it feeds only the residual add, so
-    backward does not read it (the partitioner drops it when compiled; eager mode would save it for nothing). Of grouped
-    products each n-th is saved from the first on (every = n), also the last: a router's gradient reads it.
-    keep_first: operators whose first result is saved; also: operators whose every result is saved.
+def matmuls_of(module: nn.Module) -> set:
+    """LINEAR_MATMULS, and the `matmuls` that linear layers in the module declare."""
+    matmuls = set(LINEAR_MATMULS)
+    for layer in module.modules():
+        if isinstance(layer, Linear):
+            matmuls.update(layer.matmuls)
+    return matmuls
+
+
+def save_expensive_ops(
+    matmuls: set, saved: set[int], every: int, keep_first: Collection, always_save: Collection
+) -> tuple:
+    """Contexts of one block's forward and of its recomputation, for checkpoint()'s context_fn.
+
+    matmuls: the operators of linear layers. saved: the numbers of the calls to save.
+    every: n, for every n-th grouped matmul from the first on. It may be the last one, because a
+    router's gradient reads its output.
+    keep_first: operators whose first output is saved. always_save: whose every output is.
     """
-    numbers = defaultdict(itertools.count)  # calls so far per kind, counted apart in recomputation
+    counters = defaultdict(itertools.count)
+
+    def number_of(call: Any, context) -> int:
+        """The number of such calls before this one, in forward or in recomputation."""
+        return next(counters[call, context.is_recompute])
 
     def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
-        if operator in ATTENTION or operator in also:
+        if operator in ATTENTION or operator in always_save:
             return CheckpointPolicy.MUST_SAVE
-        if operator in matmuls and next(numbers["product", context.is_recompute]) in kept:
+        if operator in matmuls and number_of("matmul", context) in saved:
             return CheckpointPolicy.MUST_SAVE
-        if operator == GROUPED and next(numbers["grouped", context.is_recompute]) % every == 0:
+        if operator == GROUPED_MM and number_of("grouped", context) % every == 0:
             return CheckpointPolicy.MUST_SAVE
-        if operator in keep_first and next(numbers[operator, context.is_recompute]) == 0:
+        if operator in keep_first and number_of(operator, context) == 0:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
 
-def drop_advice_on_policies() -> None:
-    """Drops what torch logs, in all versions, for every selective checkpointing policy that it compiles: not to change
-    a tensor in place. No block does. Test: test_torch_patches.py, test_the_advice_on_policies_is_dropped."""
-    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_advice_on_policies)
+# Selective checkpointing: the order of the matmuls
 
 
-def _is_no_advice_on_policies(record: logging.LogRecord) -> bool:
-    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
+def check_matmul_order(model: Llama, recompute: str, seq_len: int) -> None:
+    """Verifies that forward calls a block's matmuls in the order that selective modes count on.
 
-
-def check_matmul_order(model: Llama, setting: str, seq_len: int) -> None:
-    """For the modes of recomputation that number matmuls: raises ConfigError if a block's forward does not call each
-    nn.Linear once, in the order of named_modules(), with no other matmul in between. Runs one block of each kind, in
-    the model's forward on the meta device: call it while the model is plain."""
-    where = f'[parallel] recompute = "{setting}": numbers the matmuls of a block'
+    A block must call each nn.Linear once, in the order of named_modules(), and no other matmul in
+    between. Raises ConfigError if a block does not. Runs the plain model's forward on the meta
+    device.
+    """
+    where = f'[parallel] recompute = "{recompute}": numbers the matmuls of a block'
     advice = 'or use recompute = "none", "full" or every n-th block'
-    outputs: dict[tuple, tuple] = {}
     names = {module: name for name, module in model.named_modules()}
-    with contextlib.ExitStack() as stack:
-        for block in model.blocks:
-            stack.enter_context(
-                mock.patch.object(block, "forward", partial(_once, outputs, block, block.forward))
-            )
-        order = stack.enter_context(MatmulOrder(matmuls_of(model)))
-        for hook in (
-            register_module_forward_pre_hook(order.enter),
-            register_module_forward_hook(order.leave),
-        ):
-            stack.callback(hook.remove)
-        try:
-            tokens = torch.zeros(1, seq_len, dtype=torch.int64, device="meta")
-            functional_call(model, cast(model, torch.bfloat16), tokens)
-        except (
-            RuntimeError
-        ) as error:  # also NotImplementedError: shapes or branches that depend on values
-            raise ConfigError(
-                f"{where}, whose order is unknown: {order.operator} in {names[order.running[-1]]} fails "
-                "on the meta device, without values; take an operator whose shapes do not depend on "
-                f"them, {advice}"
-            ) from error
-    for block, _ in outputs.values():
-        inside = {*block.modules()}
-        due = [names[module] for module in block.modules() if isinstance(module, nn.Linear)]
-        found = [names[module] for module in order.matmuls if module in inside]
-        for n, (name, called) in enumerate(
-            itertools.zip_longest(due, found, fillvalue="nothing"), 1
-        ):
-            if name != called:
+    order = MatmulOrder(matmuls_of(model))
+    try:
+        blocks = run_on_meta(model, order, seq_len)
+    except RuntimeError as error:
+        # Also NotImplementedError, for shapes and branches that depend on values.
+        raise ConfigError(
+            f"{where}, whose order is unknown: {order.operator} in {names[order.running[-1]]} "
+            "fails on the meta device, without values; take an operator whose shapes do not "
+            f"depend on them, {advice}"
+        ) from error
+    for block in blocks:
+        modules = set(block.modules())
+        expected = [names[module] for module in block.modules() if isinstance(module, nn.Linear)]
+        called = [names[module] for module in order.matmuls if module in modules]
+        pairs = itertools.zip_longest(expected, called, fillvalue="nothing")
+        for number, (expected_name, called_name) in enumerate(pairs, 1):
+            if called_name != expected_name:
                 raise ConfigError(
-                    f"{where} in the order of named_modules(), but number {n} of {names[block]} is of "
-                    f"{called} in forward, of {name} in that order; assign the linear layers in __init__ "
-                    f"in the order in which forward calls them, each once and with no matmul in between, "
-                    f"{advice}"
+                    f"{where} in the order of named_modules(), but number {number} of "
+                    f"{names[block]} is of {called_name} in forward, of {expected_name} in that "
+                    "order; assign the linear layers in __init__ in the order in which forward "
+                    f"calls them, each once and with no matmul in between, {advice}"
                 )
 
 
-def cast(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The parameters, in the dtype that they compute in: grouped_mm() takes no others."""
-    return {
-        name: p.detach().to(dtype) for name, p in model.named_parameters() if p.is_floating_point()
-    }
-
-
-def _once(outputs: dict[tuple, tuple], block: nn.Module, forward: Callable, *args, **kwargs) -> Any:
-    """forward() of the first block of its kind; for the others its output, since meta tensors have no values. Blocks
-    of a kind have equal modules and attributes, but for tensors and floats, such as an init_std."""
-    kind = tuple(
-        (
-            name,
-            type(module),
-            *(
-                (key, value)
-                for key, value in vars(module).items()
-                if value is None or isinstance(value, int | str)
-            ),
-        )
-        for name, module in block.named_modules()
-    )
-    if kind not in outputs:
-        outputs[kind] = block, forward(*args, **kwargs)
-    return outputs[kind][1]
-
-
 class MatmulOrder(TorchDispatchMode):
-    """Records, for each matmul, the innermost module that runs, and the last operator."""
+    """Records the innermost running module of each matmul."""
 
-    def __init__(self, operators: set):
+    def __init__(self, matmul_operators: set):
         super().__init__()
-        self.operators = operators
-        self.running: list[nn.Module] = []
+        self.matmul_operators = matmul_operators
+        self.running: list[nn.Module] = []  # the innermost last
         self.matmuls: list[nn.Module] = []
-        self.operator: Any = None
+        self.operator: Any = None  # the last one called, for the error if it fails
 
     def enter(self, module: nn.Module, args: tuple) -> None:
         self.running.append(module)
@@ -217,6 +193,56 @@ class MatmulOrder(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         self.operator = operator
-        if operator in self.operators:
+        if operator in self.matmul_operators:
             self.matmuls.append(self.running[-1])
         return operator(*args, **(kwargs or {}))
+
+
+def run_on_meta(model: Llama, order: MatmulOrder, seq_len: int) -> list[nn.Module]:
+    """Runs the model's forward on the meta device, recorded by `order`.
+
+    Runs one block of each kind and returns these blocks.
+    """
+    first_of_kind: dict[tuple, nn.Module] = {}
+    outputs: dict[tuple, Any] = {}
+
+    def run_first_of_kind(block: nn.Module, forward: Callable, *args, **kwargs) -> Any:
+        # The output of the first block stands for the others', since meta tensors have no values.
+        kind = kind_of(block)
+        if kind not in outputs:
+            first_of_kind[kind] = block
+            outputs[kind] = forward(*args, **kwargs)
+        return outputs[kind]
+
+    with contextlib.ExitStack() as stack:
+        for block in model.blocks:
+            forward = partial(run_first_of_kind, block, block.forward)
+            stack.enter_context(mock.patch.object(block, "forward", forward))
+        stack.enter_context(order)
+        stack.callback(register_module_forward_pre_hook(order.enter).remove)
+        stack.callback(register_module_forward_hook(order.leave).remove)
+        tokens = torch.zeros(1, seq_len, dtype=torch.int64, device="meta")
+        functional_call(model, cast_parameters(model, torch.bfloat16), tokens)
+    return list(first_of_kind.values())
+
+
+def kind_of(block: nn.Module) -> tuple:
+    """Equal for blocks with equal modules and attributes, except tensors and floats (init_std)."""
+    kind = []
+    for name, module in block.named_modules():
+        attributes = [
+            (key, value)
+            for key, value in vars(module).items()
+            if value is None or isinstance(value, int | str)
+        ]
+        kind.append((name, type(module), *attributes))
+    return tuple(kind)
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The parameters in the dtype that they compute in, by name: grouped_mm() needs bfloat16."""
+    parameters = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            parameters[name] = parameter.detach().to(dtype)
+    return parameters

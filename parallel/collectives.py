@@ -1,4 +1,7 @@
-"""Differentiable collectives for tensors that are sharded along one dimension. They work under torch.compile, too."""
+"""Differentiable collectives for tensors that are sharded along one dimension.
+
+They also work under torch.compile.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,12 +12,12 @@ import torch.distributed._functional_collectives  # registers the gradients of t
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-# functional collectives: torch.compile traces them, DTensor uses them
+# The functional collectives, which torch.compile traces and DTensor uses.
 ops = torch.ops._c10d_functional
 
 
 class Group(NamedTuple):
-    """One mesh dimension, in the form that the operators below take."""
+    """The process group of one mesh dimension, in the form that torch's operators take."""
 
     rank: int
     size: int
@@ -28,54 +31,82 @@ def group_of(mesh: DeviceMesh) -> Group:
 
 def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     """Every rank's x, concatenated along dim in rank order."""
-    found = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), group.size, group.name))
-    return found if dim == 0 else torch.cat(found.chunk(group.size), dim)
+    full = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), group.size, group.name))
+    if dim == 0:
+        return full
+    return torch.cat(full.chunk(group.size), dim)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     """This rank's shard, along dim, of the sum of all ranks' x."""
-    x = x if dim == 0 else torch.cat(x.chunk(group.size, dim))
+    if dim != 0:
+        x = torch.cat(x.chunk(group.size, dim))
     return ops.wait_tensor(ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name))
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
-    """The sum of all ranks' x. For use without gradients: they would be summed, too."""
+    """The sum of all ranks' x. For use without gradients: backward would sum them, too."""
     return ops.wait_tensor(ops.all_reduce(x, "sum", group.name))
 
 
 @contextlib.contextmanager
-def gathered(gather: Callable[[Tensor], Tensor], part: Tensor, regather: bool) -> Iterator[Tensor]:
-    """Yields gather(part). With regather, operations within it save only the local part; backward all-gathers it again
-    (https://arxiv.org/abs/2205.05198, section 4.2.2): activation memory falls with the number of ranks.
+def all_gathered(
+    gather: Callable[[Tensor], Tensor], shard: Tensor, regather: bool
+) -> Iterator[Tensor]:
+    """Yields gather(shard). With regather, what autograd saves of it within the context is freed.
 
-    A checkpointed block does that anyway: it recomputes the all-gather. In a compiled one the compiler decides.
+    Autograd then keeps only the local shard, and backward all-gathers it again
+    (https://arxiv.org/abs/2205.05198, section 4.2.2). Activation memory falls with the number of
+    ranks. A checkpointed block needs no regather, since it recomputes the all-gather. In a compiled
+    block the compiler decides.
     """
-    whole = gather(part)
+    full = gather(shard)
     if not regather or torch.compiler.is_compiling():
-        yield whole
+        yield full
         return
-    # Autograd saves `whole` itself and views of it, all in one storage. Its address, an integer that keeps none alive,
-    # tells them from other tensors. Once as many are restored as were saved, what backward all-gathered is dropped.
-    storage, saved, restored, again = whole.untyped_storage()._cdata, 0, 0, None
-    part = part.detach()
+    regathered = _Regathered(gather, shard.detach(), full)
+    with torch.autograd.graph.saved_tensors_hooks(regathered.pack, regathered.unpack):
+        yield full
 
-    def pack(tensor: Tensor) -> Tensor | tuple:
-        nonlocal saved
-        if tensor.untyped_storage()._cdata != storage:
-            # saving the tensor itself would leak a reference cycle if backward never runs
+
+class View(NamedTuple):
+    """Where a saved tensor lies in the all-gathered tensor's storage."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    storage_offset: int
+
+
+class _Regathered:
+    """Saved-tensor hooks: save views of an all-gathered tensor without its storage.
+
+    The first view that backward unpacks all-gathers the shard again. The result is dropped when
+    backward has unpacked as many views as forward packed.
+    """
+
+    def __init__(self, gather: Callable[[Tensor], Tensor], shard: Tensor, full: Tensor):
+        self.gather = gather
+        self.shard = shard
+        # Identifies the storage by its address. A reference would keep the memory.
+        self.storage = full.untyped_storage()._cdata
+        self.packed = 0  # views
+        self.unpacked = 0
+        self.full: Tensor | None = None  # all-gathered again
+
+    def pack(self, tensor: Tensor) -> Tensor | View:
+        if tensor.untyped_storage()._cdata != self.storage:
+            # Saving the tensor itself would leak a reference cycle if backward never runs.
             return tensor.detach()
-        saved += 1
-        return tensor.shape, tensor.stride(), tensor.storage_offset()
+        self.packed += 1
+        return View(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-    def unpack(packed: Tensor | tuple) -> Tensor:
-        nonlocal restored, again
-        if isinstance(packed, Tensor):
-            return packed
-        again = gather(part) if again is None else again
-        view, restored = again.as_strided(*packed), restored + 1
-        if restored % saved == 0:
-            again = None
-        return view
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield whole
+    def unpack(self, saved: Tensor | View) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        if self.full is None:
+            self.full = self.gather(self.shard)
+        tensor = self.full.as_strided(*saved)
+        self.unpacked += 1
+        if self.unpacked % self.packed == 0:  # backward may run several times
+            self.full = None
+        return tensor

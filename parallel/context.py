@@ -1,8 +1,12 @@
-"""Context parallelism: each rank has a part of every sequence. Its queries attend to the full sequence's keys, values.
+"""Context parallelism: each rank holds a part of every sequence, and attends to the full sequence.
 
-These are all-gathered over cp, as in Llama 3 (https://arxiv.org/abs/2407.21783, section 3.3.2): GQA makes them small,
-and any mask works. Zig-zag chunking balances causal work: of 2 x cp chunks, rank i has chunks i and 2 cp - 1 - i. This
-helps because FlexAttention skips fully masked blocks.
+Keys and values are all-gathered over cp, as in Llama 3 (https://arxiv.org/abs/2407.21783, section
+3.3.2). GQA makes them small, and any mask works. Zig-zag sharding balances causal attention: of
+2 cp chunks of a sequence, rank i holds chunks i and 2 cp - 1 - i. FlexAttention skips fully masked
+blocks, so all ranks compute equally many.
+
+Shapes: B batch, T tokens of the full sequence, T / cp tokens of this rank, H query heads, K
+key/value heads, E head dimension.
 """
 
 import functools
@@ -14,35 +18,47 @@ from torch import Tensor
 from model.attention import BlockMask, attention, make_mask, mask_mod
 from model.llama import Llama
 from parallel.activation_checkpoint import is_checkpointed
-from parallel.collectives import Group, all_gather, gathered, group_of
+from parallel.collectives import Group, all_gather, all_gathered, group_of
 from parallel.mesh import World
 
 
-def own_cp_positions(world: World, seq_len: int) -> Tensor:
-    """Positions (T / cp) in the sequence of this rank's tokens."""
-    chunks, rank = torch.arange(seq_len).chunk(2 * world.cp), world.mesh.get_local_rank("cp")
+def local_positions(world: World, seq_len: int) -> Tensor:
+    """The positions (T / cp) in the full sequence of this rank's tokens."""
+    chunks = torch.arange(seq_len).chunk(2 * world.cp)
+    rank = world.mesh.get_local_rank("cp")
     return torch.cat([chunks[rank], chunks[-1 - rank]])
 
 
-def own_part(tensors: tuple[Tensor, ...], world: World) -> tuple[Tensor, ...]:
-    """Of what inputs_and_targets() returns of full sequences (data/loader.py), this rank's tokens: inputs, targets and
-    positions (B, T / cp). Documents stay full, since the mask needs the document of every key."""
-    inputs, targets, *where = tensors
-    own = own_cp_positions(world, inputs.shape[1])
-    # repeat(), not expand(): an expanded tensor could not be pinned
-    positions = where[0][:, own] if where else own.repeat(len(inputs), 1)
-    return inputs[:, own], targets[:, own], positions, *where[1:]
+def shard_sequences(tensors: tuple[Tensor, ...], world: World) -> tuple[Tensor, ...]:
+    """This rank's tokens of full sequences, as inputs_and_targets() in data/loader.py returns them.
+
+    tensors: inputs and targets; under a document mask also positions and documents; (B, T) each.
+    Returns inputs, targets and positions (B, T / cp). Documents stay full, since the mask needs the
+    document of every key.
+    """
+    inputs, targets, *of_documents = tensors
+    local = local_positions(world, inputs.shape[1])
+    if of_documents:
+        positions, documents = of_documents
+        return inputs[:, local], targets[:, local], positions[:, local], documents
+    # repeat(), not expand(): an expanded tensor cannot be pinned.
+    positions = local.repeat(len(inputs), 1)
+    return inputs[:, local], targets[:, local], positions
 
 
 def apply_context_parallelism(
     model: Llama, recompute: str | int, seq_len: int, world: World
 ) -> None:
-    """Replaces each block's attention, in place: local queries attend to all-gathered keys and values."""
-    cp_positions = own_cp_positions(world, seq_len).to(world.device)
-    causal = local_mask(None, cp_positions, seq_len)
-    model.build_mask = lambda documents: (
-        causal if documents is None else local_mask(documents, cp_positions, seq_len)
-    )
+    """Replaces each block's attention, in place: local queries, all-gathered keys and values."""
+    positions = local_positions(world, seq_len).to(world.device)
+    causal_mask = local_mask(None, positions, seq_len)
+
+    def build_mask(documents: Tensor | None) -> Tensor | BlockMask:
+        if documents is None:
+            return causal_mask
+        return local_mask(documents, positions, seq_len)
+
+    model.build_mask = build_mask
     for i, block in enumerate(model.blocks):
         block.attention.attend = functools.partial(
             context_parallel_attention,
@@ -51,37 +67,43 @@ def apply_context_parallelism(
         )
 
 
-def local_mask(documents: Tensor | None, cp_positions: Tensor, seq_len: int) -> Tensor | BlockMask:
-    """The mask of local queries (T / cp) over all keys (T). documents (B, T): of the full sequence; None: causal."""
+def local_mask(documents: Tensor | None, positions: Tensor, seq_len: int) -> Tensor | BlockMask:
+    """The mask of local queries at these positions (T / cp) over all keys (T).
+
+    documents (B, T) of the full sequence; None for plain causal attention.
+    """
     batch = 1 if documents is None else len(documents)
     return make_mask(
-        local_mask_mod(documents, cp_positions),
-        batch,
-        len(cp_positions),
-        seq_len,
-        cp_positions.device,
+        local_mask_mod(documents, positions), batch, len(positions), seq_len, positions.device
     )
 
 
-def local_mask_mod(documents: Tensor | None, cp_positions: Tensor) -> Callable[..., Tensor]:
-    rule = mask_mod(documents)
-    return lambda b, h, q, k: rule(b, h, cp_positions[q], k)
+def local_mask_mod(documents: Tensor | None, positions: Tensor) -> Callable[..., Tensor]:
+    """mask_mod() of the full sequence, as a function of the local query's index."""
+    full_mask_mod = mask_mod(documents)
+    return lambda b, h, q, k: full_mask_mod(b, h, positions[q], k)
 
 
 def context_parallel_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask, group: Group, regather: bool
 ) -> Tensor:
-    """attention() of local q (B, H, T, E) over the full sequence; k and v (B, K, T, E) are local, too."""
-    with gathered(
-        functools.partial(all_gather_sequence, group=group), torch.cat([k, v], dim=1), regather
-    ) as whole:
-        keys, values = whole.chunk(2, dim=1)  # (B, K, cp T, E) each
+    """attention() of local queries to the full sequence's keys and values.
+
+    q (B, H, T / cp, E), k and v (B, K, T / cp, E) are local. Returns (B, H, T / cp, E).
+    """
+    gather = functools.partial(all_gather_sequence, group=group)
+    local = torch.cat([k, v], dim=1)  # (B, 2 K, T / cp, E), for one collective
+    with all_gathered(gather, local, regather) as full:
+        keys, values = full.chunk(2, dim=1)  # (B, 2 K, T, E) -> (B, K, T, E) each
         return attention(q, keys, values, mask)
 
 
-def all_gather_sequence(part: Tensor, group: Group) -> Tensor:
-    """All-gathers every rank's (B, K, T, E) into (B, K, cp T, E), reordered from zig-zag to sequence order."""
-    ranks = [rank.chunk(2, dim=2) for rank in all_gather(part, 0, group).chunk(group.size)]
-    return torch.cat(
-        [*(first for first, _ in ranks), *(second for _, second in reversed(ranks))], dim=2
-    )
+def all_gather_sequence(x: Tensor, group: Group) -> Tensor:
+    """All-gathers x (B, K, T / cp, E) to (B, K, T, E), from zig-zag into sequence order."""
+    early_chunks = []
+    late_chunks = []
+    for shard in all_gather(x, 0, group).chunk(group.size):  # (cp B, ...) -> (B, K, T / cp, E)
+        early, late = shard.chunk(2, dim=2)  # (B, K, T / (2 cp), E) each
+        early_chunks.append(early)
+        late_chunks.append(late)
+    return torch.cat([*early_chunks, *reversed(late_chunks)], dim=2)

@@ -1,20 +1,24 @@
-"""The mesh: which ranks shard, replicate, and split sequences and matrices; and this process's place in it."""
+"""The device mesh: which ranks replicate, shard, and split sequences and matrices."""
 
 from dataclasses import dataclass
 
 import torch
-import torch.testing._internal.distributed.fake_pg  # registers the backend "fake": see build_mesh()
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake" for build_mesh()
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import config
 
-MESH_DIMS = ("dp_replicate", "dp_shard", "cp", "tp")  # outermost first: tp ranks are adjacent
+# Outermost first, so that tp ranks are adjacent.
+MESH_DIMS = ("dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True)
 class World:
-    """This process, its device and the mesh. The cp and tp ranks of one data-parallel rank process the same samples:
-    to split or average over samples, use dp_rank and dp_size, not rank and size."""
+    """This process, its device and the mesh.
+
+    All cp and tp ranks of a data-parallel rank process the same samples. To split samples or to
+    average over them, use dp_rank and dp_size, not rank and size.
+    """
 
     rank: int
     size: int
@@ -43,7 +47,7 @@ class World:
 
     @property
     def fsdp_size(self) -> int:
-        """Ranks that FSDP2 averages gradients over: not tp's, which have one loss."""
+        """Ranks that FSDP2 averages gradients over. tp ranks do not count: they share a loss."""
         return self.dp_size * self.cp
 
     @property
@@ -52,29 +56,27 @@ class World:
 
 
 def build_mesh(device_type: str, shape: tuple[int, int, int, int]) -> DeviceMesh:
-    # A dimension of size 1 would still create one process group per rank, with sockets of its own. No collective ever
-    # runs over cp or tp of 1: the backend of torch's own tests, which communicates with nobody, does for them.
-    alone: dict = {
-        name: "fake"
-        for name, degree in zip(MESH_DIMS, shape)
-        if degree == 1 and name in ("cp", "tp")
-    }
-    return init_device_mesh(device_type, shape, mesh_dim_names=MESH_DIMS, backend_override=alone)
+    """The mesh of this shape, with the dimensions MESH_DIMS."""
+    backends: dict = {}
+    for name, degree in zip(MESH_DIMS, shape):
+        if name in ("cp", "tp") and degree == 1:
+            # Each rank would get a process group of its own, with sockets, in which no collective
+            # ever runs. torch's backend for tests, which does not communicate, takes its place.
+            backends[name] = "fake"
+    return init_device_mesh(device_type, shape, mesh_dim_names=MESH_DIMS, backend_override=backends)
 
 
 def fsdp_mesh(world: World) -> DeviceMesh:
-    """The mesh for FSDP2: dp_shard flattened with cp, because cp does not shard parameters. HSDP puts dp_replicate in
-    front of it; a dp_replicate of 1 is left out, because it would cost an all-reduce over one rank."""
-    shards = (
-        world.mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
-        if world.cp > 1
-        else world.mesh["dp_shard"]
-    )
-    return (
-        DeviceMesh._concatenate([world.mesh["dp_replicate"], shards])
-        if world.dp_replicate > 1
-        else shards
-    )
+    """The mesh for FSDP2: (shards,), or (replicas, shards) for HSDP.
+
+    The shard dimension is dp_shard flattened with cp, because cp does not shard parameters itself.
+    """
+    shards = world.mesh["dp_shard"]
+    if world.cp > 1:
+        shards = world.mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+    if world.dp_replicate == 1:
+        return shards  # a dimension of size 1 would cost an all-reduce over one rank
+    return DeviceMesh._concatenate([world.mesh["dp_replicate"], shards])
 
 
 def storage_device(cfg: config.Config, world: World) -> torch.device:
@@ -83,7 +85,8 @@ def storage_device(cfg: config.Config, world: World) -> torch.device:
 
 
 def has_native_bfloat16(device: torch.device) -> bool:
+    """Whether the device computes in bfloat16 itself, without emulation."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    found = torch.cpu.get_capabilities()
-    return found.get("avx512_bf16", False) or found.get("amx_bf16", False)
+    capabilities = torch.cpu.get_capabilities()
+    return capabilities.get("avx512_bf16", False) or capabilities.get("amx_bf16", False)

@@ -1,4 +1,4 @@
-"""Parallelizes a plain model: the order of the steps, on one screen, with the reason for each."""
+"""Parallelizes a plain model: each step in order, with the reason for its place in that order."""
 
 import torch
 
@@ -10,43 +10,49 @@ from parallel.mesh import World
 
 
 def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
-    """Parallelizes a model on the meta device, in place. Call materialize() afterwards for storage and values."""
-    # While the model is plain: does a block call its matmuls in the order that selective checkpointing counts on?
-    if cfg.parallel.recompute in config.SELECTIVE:
-        check_matmul_order(model, cfg.parallel.recompute, cfg.train.seq_len)
+    """Parallelizes a model on the meta device, in place. Call materialize() afterwards.
 
-    # 0. Choose the matrices that multiply in float8: this changes what a block computes and what FSDP2 all-gathers.
-    if cfg.parallel.float8 != "none":
+    Raises ConfigError for a model that an option cannot parallelize.
+    """
+    p = cfg.parallel
+
+    # Selective checkpointing identifies matmuls by their order in forward. The check of that order
+    # needs the plain model.
+    if p.recompute in config.SELECTIVE:
+        check_matmul_order(model, p.recompute, cfg.train.seq_len)
+
+    # 0. Float8 changes what a linear layer computes, and what FSDP2 all-gathers for it.
+    if p.float8 != "none":
         from extras.float8.all_gather import apply_float8
 
-        apply_float8(model, cfg.parallel, world.device.type)
+        apply_float8(model, p, world.device.type)
 
-    # 1. Tensor and context parallelism change what a block computes, so they come before the steps that wrap, compile
-    #    and shard it. FSDP2 shards each weight's local tp shard further.
+    # 1. Tensor and context parallelism change what a block computes, so they precede the steps
+    #    that wrap, compile and shard the block. FSDP2 shards the local tp shards further.
     if world.tp > 1:
         from parallel.tensor import apply_tensor_parallelism
 
-        apply_tensor_parallelism(model, cfg.parallel.recompute, world)
+        apply_tensor_parallelism(model, p.recompute, world)
     if world.cp > 1:
         from parallel.context import apply_context_parallelism
 
-        apply_context_parallelism(model, cfg.parallel.recompute, cfg.train.seq_len, world)
+        apply_context_parallelism(model, p.recompute, cfg.train.seq_len, world)
 
-    # 2. Activation checkpointing next: its wrapper is compiled and sharded with the block. Wrapped around a sharded
-    #    block instead, recomputation would run the unit's FSDP hooks again.
-    apply_activation_checkpointing(model, cfg.parallel.recompute)
+    # 2. Activation checkpointing precedes FSDP2. Wrapped around a sharded block instead, the
+    #    recomputation would run FSDP2's hooks a second time.
+    apply_activation_checkpointing(model, p.recompute)
 
-    # 3. Compile each block in place: all layers share one compiled graph, parameter names do not change, and the
-    #    all-gathers stay between blocks, where computation can hide them. In the head, only the elementwise part of
-    #    the chunked cross entropy is compiled.
-    if cfg.parallel.compile:
-        # Blocks that differ in dtype or in frozen parameters are recompilations of one graph, each with and without
-        # gradients. torch's default limit is 8.
+    # 3. Compile each block in place. All blocks share one graph, parameter names do not change,
+    #    and all-gathers stay between the blocks, where computation hides them. The head compiles
+    #    only the elementwise part of its chunked cross entropy.
+    if p.compile:
+        # Blocks with different dtypes or frozen parameters recompile the shared graph, each with
+        # and without gradients. torch allows 8 recompilations by default.
         torch._dynamo.config.recompile_limit = 64
         for block in model.blocks:
             block.compile(fullgraph=True)
         model.head.compile_loss = True
 
-    # 4. FSDP2 last: it replaces parameters by new objects (DTensors), and materialize() those once more. Build whatever
-    #    holds parameters, such as the optimizer, after both.
-    apply_fsdp(model, cfg.parallel, world)
+    # 4. FSDP2 comes last: it replaces every parameter by a DTensor. materialize() replaces them
+    #    once more, so build the optimizer after both.
+    apply_fsdp(model, p, world)

@@ -1,4 +1,4 @@
-"""How ranks agree: every rank's objects on all, decisions of rank 0, every rank's errors on all."""
+"""How ranks agree: all-gathered objects, decisions of rank 0, errors that every rank raises."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from schema import toml
 
 
 def rank_and_size() -> tuple[int, int, int]:
-    """(rank, local rank, world size) as torchrun sets them; a plain `python train.py` runs one rank."""
+    """(rank, local rank, world size) as torchrun sets them; (0, 0, 1) without torchrun."""
     return (
         int(os.getenv("RANK", "0")),
         int(os.getenv("LOCAL_RANK", "0")),
@@ -28,54 +28,77 @@ def local_world_size() -> int:
     return int(os.getenv("LOCAL_WORLD_SIZE", "0"))
 
 
-def on_rank_zero(work: Callable[[], Any]) -> Any:
-    """Runs `work` on rank 0; returns its result, or raises its ConfigError, on every rank. For decisions that ranks
-    must agree on: each may see a different state of a shared disk."""
-    answer = [on_each_rank(lambda: work() if dist.get_rank() == 0 else None)]
-    dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
-    return answer[0]
+def torchrun_id() -> str | None:
+    """Identifies this node's torchrun process, which outlives its ranks. None without torchrun."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    parent = os.getppid()
+    # Every container's torchrun may have the same process id, so its start time is added.
+    start_time = ""
+    with contextlib.suppress(OSError):
+        stat = pathlib.Path(f"/proc/{parent}/stat").read_text()
+        # The command's name, in parentheses, may contain spaces. starttime is field 22 of proc(5).
+        fields_after_name = stat.rpartition(")")[2].split()
+        start_time = fields_after_name[19]
+    return f"torchrun-{platform.node()}-{parent}-{start_time}".replace(".", "-")
 
 
 def all_gather_objects(value: Any) -> list:
-    """Every rank's `value`, in rank order, over gloo: does not wait for the GPU. Without a process group: [value]."""
+    """Every rank's `value`, in rank order; [value] without a process group.
+
+    Runs over gloo, and so does not wait for the GPU.
+    """
     if not dist.is_initialized():
         return [value]
-    found: list = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    values: list = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def on_each_rank(work: Callable[[], Any]) -> Any:
-    """Runs `work` on this rank; returns its result, or raises the ConfigErrors of all ranks on every rank."""
-    result, problems = None, ()
+    """Runs `work` on this rank and returns its result.
+
+    If `work` raises a ConfigError on any rank, every rank raises the problems of all ranks.
+    """
+    result = None
+    problems: tuple[str, ...] = ()
     try:
         result = work()
     except ConfigError as error:
         problems = error.problems
-    if problems := [problem for rank in all_gather_objects(problems) for problem in rank]:
-        raise ConfigError(*dict.fromkeys(problems))
+    all_problems: list[str] = []
+    for rank_problems in all_gather_objects(problems):
+        all_problems.extend(rank_problems)
+    if all_problems:
+        raise ConfigError(*dict.fromkeys(all_problems))  # a problem of several ranks once
     return result
 
 
-def check_same_on_all_ranks(what: str, ours: dict[str, Any]) -> None:
-    """Raises ConfigError on every rank if any rank's values, by name, differ from rank 0's: the shards of one model
-    would silently be trained in two ways."""
-    first = on_rank_zero(lambda: ours)
-    differ = [
-        f"{name} = {toml(ours.get(name, 'absent'))}, rank 0 {toml(first.get(name, 'absent'))}"
-        for name in {**first, **ours}
-        if ours.get(name) != first.get(name)
-    ]
-    for rank, found in enumerate(all_gather_objects(differ)):
-        if found:
-            raise ConfigError(f"rank {rank} has {'; '.join(found)}: all nodes need the same {what}")
+def on_rank_zero(work: Callable[[], Any]) -> Any:
+    """Runs `work` on rank 0. Every rank returns its result, or raises its ConfigError.
+
+    For decisions that ranks must agree on: each may see a different state of a shared disk.
+    """
+    result = on_each_rank(lambda: work() if dist.get_rank() == 0 else None)
+    objects = [result]
+    dist.broadcast_object_list(objects, src=0, device=torch.device("cpu"))
+    return objects[0]
 
 
-def torchrun_id() -> str | None:
-    """Names this node's torchrun process, which stays when it restarts its ranks; None without torchrun."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None
-    parent, started = os.getppid(), ""
-    with contextlib.suppress(OSError):  # in a container every torchrun may have the same number
-        started = pathlib.Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-    return f"torchrun-{platform.node()}-{parent}-{started}".replace(".", "-")
+def check_same_on_all_ranks(subject: str, values: dict[str, Any]) -> None:
+    """Raises ConfigError on every rank if any rank's values, by name, differ from rank 0's.
+
+    Shards of one model would otherwise silently be trained in two ways.
+    """
+    expected = on_rank_zero(lambda: values)
+    differences = []
+    for name in {**expected, **values}:
+        if values.get(name) != expected.get(name):
+            ours = toml(values.get(name, "absent"))
+            theirs = toml(expected.get(name, "absent"))
+            differences.append(f"{name} = {ours}, rank 0 {theirs}")
+    for rank, rank_differences in enumerate(all_gather_objects(differences)):
+        if rank_differences:
+            raise ConfigError(
+                f"rank {rank} has {'; '.join(rank_differences)}: all nodes need the same {subject}"
+            )

@@ -1,4 +1,4 @@
-"""The option `replicated`: frozen parameters that every rank holds in full, and that FSDP2 ignores."""
+"""The option `replicated`: frozen parameters that every rank stores in full. FSDP2 ignores them."""
 
 import fnmatch
 
@@ -8,35 +8,46 @@ from torch.nn.utils import parametrize
 
 import config
 from config import ConfigError
-from model.llama import Linear, Llama, named_parameters
-from parallel.torch_patches import share_classes
+from model.llama import Llama, named_parameters
+from parallel.materialize import is_quantized
 
 
 def matching_parameters(model: Llama, p: config.Parallel) -> set[nn.Parameter]:
-    """The frozen parameters that `replicated` names. Raises ConfigError for a pattern that matches nothing, or that
-    matches a trainable parameter: its gradient would not be reduced."""
-    names, found = dict(named_parameters(model)), set()
+    """The parameters that the patterns of `replicated` match.
+
+    Raises ConfigError for a pattern that matches nothing, or that matches a trainable parameter:
+    its gradient would not be reduced.
+    """
+    parameters = dict(named_parameters(model))
+    replicated: set[nn.Parameter] = set()
     for pattern in p.replicated:
-        matching = fnmatch.filter(names, pattern)
+        matching = fnmatch.filter(parameters, pattern)
         if not matching:
+            first_names = ", ".join(list(parameters)[:3])
             raise ConfigError(
-                f"[parallel] replicated: {pattern!r} matches none of {', '.join([*names][:3])}, ..."
+                f"[parallel] replicated: {pattern!r} matches none of {first_names}, ..."
             )
-        # a quantized layer computes its parameters from the same rows, which a rank reads once: all or none
-        paths = {name.rpartition(".")[0] for name in matching}
-        modules = {path for path in paths if is_quantized(model.get_submodule(path))}
-        matching += [name for name in names if name.rpartition(".")[0] in modules]
-        if trained := [name for name in matching if names[name].requires_grad]:
+        matching = with_quantized_siblings(model, matching, list(parameters))
+        trained = [name for name in matching if parameters[name].requires_grad]
+        if trained:
             raise ConfigError(
-                f"[parallel] replicated: {pattern!r} matches {', '.join(trained[:3])}, which is trained: "
-                "freeze it (model.freeze) or shard it"
+                f"[parallel] replicated: {pattern!r} matches {', '.join(trained[:3])}, "
+                "which is trained: freeze it (model.freeze) or shard it"
             )
-        found |= {names[name] for name in matching}
-    return found
+        replicated.update(parameters[name] for name in matching)
+    return replicated
 
 
-def is_quantized(module: nn.Module) -> bool:
-    return isinstance(module, Linear) and module.quantize is not None
+def with_quantized_siblings(model: Llama, names: list[str], all_names: list[str]) -> list[str]:
+    """`names`, and the other parameters of the quantized layers among them.
+
+    A rank reads the rows of a weight once, to compute all of the layer's parameters from them. So
+    these are replicated together.
+    """
+    module_of = {name: name.rpartition(".")[0] for name in all_names}
+    modules = {module_of[name] for name in names}
+    quantized = {path for path in modules if is_quantized(model.get_submodule(path))}
+    return names + [name for name in all_names if module_of[name] in quantized]
 
 
 class Cast(nn.Module):
@@ -51,19 +62,16 @@ class Cast(nn.Module):
 
 
 def cast_at_access(
-    model: Llama, replicated: set[nn.Parameter], units: list[tuple[list[nn.Module], torch.dtype]]
+    modules: list[nn.Module], replicated: set[nn.Parameter], dtype: torch.dtype
 ) -> None:
-    """Casts replicated parameters to their unit's param_dtype at each access, as FSDP2 casts sharded ones. The stored
-    dtype stays, so that a checkpoint does not depend on what is sharded. units: (modules, param_dtype) of each."""
-    for module, dtype in [
-        (m, dtype) for modules, dtype in units for root in modules for m in root.modules()
-    ]:
+    """Casts the replicated parameters of a unit's modules to this dtype at each access.
+
+    They are stored in their own dtype, so that a checkpoint does not depend on what is sharded.
+    """
+    for module in list(nn.ModuleList(modules).modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if (
-                parameter in replicated
-                and parameter.dtype != dtype
-                and parameter.is_floating_point()
-            ):
-                # unsafe: changes dtype
+            if parameter not in replicated:
+                continue
+            if parameter.is_floating_point() and parameter.dtype != dtype:
+                # unsafe: torch does not check that the dtype stays
                 parametrize.register_parametrization(module, name, Cast(dtype), unsafe=True)
-    share_classes(model)

@@ -1,12 +1,17 @@
-"""Tensor parallelism (https://arxiv.org/abs/1909.08053): each rank holds a shard of every matrix and computes with it.
+"""Tensor parallelism (https://arxiv.org/abs/1909.08053): ranks compute with shards of matrices.
 
-It includes sequence parallelism (https://arxiv.org/abs/2205.05198): outside attention and feed-forward, where tokens do
-not interact, activations are sharded along the sequence. A block's forward over tp is
+It includes sequence parallelism (https://arxiv.org/abs/2205.05198). Outside attention and
+feed-forward, tokens do not interact, so activations are sharded along the sequence. Each of the two
+sublayers of a block computes
 
-    norm -> all-gather -> colwise linear, local heads, rowwise linear -> reduce-scatter -> + residual -> norm -> ...
+    norm -> all-gather -> colwise linear -> local heads or features -> rowwise linear
+         -> reduce-scatter -> + residual
 
-The embedding and the head are sharded over the vocabulary. Modules compute on plain tensors: local shards of weights,
-and the activations that the functions below all-gather.
+The embedding and the head are sharded over the vocabulary. Modules compute with plain tensors: the
+local shards of the weights, and activations that the functions below all-gather.
+
+Shapes: B batch, T tokens of the sequence, T / tp tokens of this rank, D model dimension, V
+vocabulary, C tokens of a chunk of the loss.
 """
 
 import fnmatch
@@ -31,14 +36,14 @@ from torch.nn.utils import parametrize
 from config import ConfigError
 from files import print_error
 from model import loss
-from model.llama import Head, Linear, Llama
+from model.llama import Embedding, Head, Linear, Llama, named_parameters
 from model.loss import LossSums
 from parallel.activation_checkpoint import is_checkpointed
 from parallel.collectives import (
     Group,
     all_gather,
+    all_gathered,
     all_reduce,
-    gathered,
     group_of,
     ops,
     reduce_scatter,
@@ -47,10 +52,11 @@ from parallel.mesh import World
 from parallel.ranks import local_world_size
 from parallel.torch_patches import share_classes
 
-# colwise, rowwise. For x @ weight.T: local output or input features
-COLWISE, ROWWISE = (Shard(0), Shard(1))
-# TP plan: each module's weight is sharded or replicated over tp. What a projection's `sharded_with_weight` names (its
-# other parameters and submodules) is sharded along the same features, and so needs no collective of its own.
+# Of x @ weight.T: colwise shards the output features, rowwise the input features.
+COLWISE = Shard(0)
+ROWWISE = Shard(1)
+# The placement of each module's weight over tp. What a Linear layer's `sharded_with_weight` names
+# (model/llama.py) is sharded along the same features, and so needs no collective of its own.
 TP_PLAN = {
     "embedding": Shard(0),
     "blocks.*.attention_norm": Replicate(),
@@ -66,195 +72,255 @@ TP_PLAN = {
 }
 
 
-def placement_of(model: Llama, parameter: str) -> Placement | None:
-    """The placement over tp of the parameter of this name; None if the TP plan has no entry."""
-    module = parameter.removesuffix(".weight")
-    path, _, name = module.rpartition(".")
-    projection = model.get_submodule(path)
-    if isinstance(projection, Linear) and name in projection.sharded_with_weight:
-        placement = placement_of(model, path)
-        same_features = placement == Shard(projection.sharded_with_weight[name])
-        return placement if same_features else Replicate()
-    return next(
-        (
-            placement
-            for pattern, placement in TP_PLAN.items()
-            if fnmatch.fnmatchcase(module, pattern)
-        ),
-        None,
-    )
-
-
-def placements_with_tp(
-    model: Llama, mesh: DeviceMesh, over_fsdp: dict[str, tuple[Placement, ...]], world: World
-) -> tuple[DeviceMesh, dict[str, tuple[Placement, ...]]]:
-    """For parallel/verify.py: FSDP2's mesh and placements by parameter name, both with tp as the last dimension."""
-    found: dict[str, tuple[Any, ...]] = {}  # _StridedShard is no Placement to a type checker
-    for name, placements in over_fsdp.items():
-        *outer, shards = placements
-        over_tp = placement_of(model, name)
-        # apply_tensor_parallelism() refuses such a model
-        assert over_tp, f"{name}: is not in TP_PLAN"
-        if over_tp == Shard(0):
-            # FSDP2 shards tp's local rows: in the full tensor, one FSDP2 rank's rows are strided, not contiguous
-            shards = _StridedShard(0, split_factor=world.tp)
-        found[name] = (*outer, shards, over_tp)
-    return DeviceMesh._concatenate([mesh, world.mesh["tp"]]), found
-
-
 def apply_tensor_parallelism(model: Llama, recompute: str | int, world: World) -> None:
-    """Shards weights, activations and loss over tp, in place. Parameters become DTensors on the mesh dimension tp.
-    Raises ConfigError for parameters that the TP plan does not list."""
-    if unknown := [
-        name for name, _ in model.named_parameters() if placement_of(model, name) is None
-    ]:
-        raise ConfigError(
-            f"[parallel] tp = {world.tp}: {', '.join(unknown[:3])}: TP_PLAN in parallel/tensor.py does "
-            "not say how tp places it"
-        )
-    for name, projection in ("attention", "o_proj"), ("feed_forward", "down_proj"):
-        if not all(hasattr(getattr(block, name), projection) for block in model.blocks):
-            raise ConfigError(
-                f"[parallel] tp = {world.tp}: a block's {name} has no {projection}, whose outputs tp sums"
-                ": name the module that takes its place in apply_tensor_parallelism, parallel/tensor.py"
-            )
-    for warning in tp_warnings(world) if world.rank == 0 else ():
-        print_error(warning)
+    """Shards weights, activations and the loss over tp, in place.
+
+    Parameters become DTensors on the mesh dimension tp. Raises ConfigError for a model that the TP
+    plan does not cover.
+    """
+    check_tp_plan(model, world)
+    if world.rank == 0:
+        for warning in tp_warnings(world):
+            print_error(warning)
     shard_weights(model, world)
+
     tp = SequenceParallel(group_of(world.mesh["tp"]))
     model.register_forward_pre_hook(tp.set_mode, with_kwargs=True)
     model.embedding.forward = tp.vocab_parallel_embedding(model.embedding)
     for i, block in enumerate(model.blocks):
-        attention, feed_forward = block.attention, block.feed_forward
-        for module, last in (attention, attention.o_proj), (feed_forward, feed_forward.down_proj):
-            module.forward = tp.all_gather_input(
-                module.forward, regather=not is_checkpointed(recompute, i)
-            )
-            last.register_forward_hook(lambda module, args, out: tp.scatter(out))
-        # For activation checkpointing: o_proj's output is unreduced and of the full sequence, so save what the first
-        # reduce-scatter makes of it: recomputing that would communicate again. Backward does not read the second's.
-        attention.o_proj.keep_output = False
-        block.keep_first = {ops.reduce_scatter_tensor.default}
-    model.head.norm.register_forward_hook(lambda module, args, out: tp.gather(out))
+        regather = not is_checkpointed(recompute, i)
+        for sublayer, rowwise in (
+            (block.attention, block.attention.o_proj),
+            (block.feed_forward, block.feed_forward.down_proj),
+        ):
+            sublayer.forward = tp.all_gather_input(sublayer.forward, regather)
+            rowwise.register_forward_hook(tp.scatter_output)
+        # For selective checkpointing: o_proj's output is a partial sum of the full sequence. Save
+        # the result of its reduce-scatter instead, which would communicate again if recomputed.
+        # Backward does not read the result of the block's second reduce-scatter.
+        block.attention.o_proj.keep_output = False
+        block.keep_first = frozenset({ops.reduce_scatter_tensor.default})
+    model.head.norm.register_forward_hook(tp.gather_output)
     model.head.forward = tp.vocab_parallel_head(model.head)
     share_classes(model)
 
 
+def check_tp_plan(model: Llama, world: World) -> None:
+    """Raises ConfigError if the plan lacks a parameter, or a block lacks a rowwise projection."""
+    unknown = [name for name, _ in model.named_parameters() if placement_of(model, name) is None]
+    if unknown:
+        raise ConfigError(
+            f"[parallel] tp = {world.tp}: {', '.join(unknown[:3])}: TP_PLAN in parallel/tensor.py "
+            "does not say how tp places it"
+        )
+    for sublayer, projection in ("attention", "o_proj"), ("feed_forward", "down_proj"):
+        for block in model.blocks:
+            if projection not in dict(block.get_submodule(sublayer).named_children()):
+                raise ConfigError(
+                    f"[parallel] tp = {world.tp}: a block's {sublayer} has no {projection}, whose "
+                    "outputs tp sums: name the module that takes its place in "
+                    "apply_tensor_parallelism, parallel/tensor.py"
+                )
+
+
+def tp_warnings(world: World) -> list[str]:
+    """A warning if tp groups span machines: every block waits for their collectives."""
+    ranks_here = local_world_size()
+    if ranks_here % world.tp == 0:
+        return []
+    return [
+        f"warning: parallel.tp = {world.tp} does not divide the {ranks_here} ranks of a machine: "
+        "its groups span machines, and every block waits for the network in between"
+    ]
+
+
+# Weights
+
+
+def placement_of(model: Llama, parameter: str) -> Placement | None:
+    """The placement over tp of the parameter of this name; None if the TP plan has no entry."""
+    path = parameter.removesuffix(".weight")
+    parent_path, _, name = path.rpartition(".")
+    parent = model.get_submodule(parent_path)
+    if isinstance(parent, Linear) and name in parent.sharded_with_weight:
+        placement = placement_of(model, parent_path)
+        if placement == Shard(parent.sharded_with_weight[name]):
+            return placement
+        return Replicate()
+    for pattern, placement in TP_PLAN.items():
+        if fnmatch.fnmatchcase(path, pattern):
+            return placement
+    return None
+
+
 class ToLocal(nn.Module):
-    """Parametrization: from a DTensor over tp to its local tensor, which the module computes with."""
+    """Parametrization: the module computes with the local tensor of a DTensor over tp."""
 
     def __init__(self, placement: Placement):
         super().__init__()
-        # Replicated weights see local tokens (a block's norms), local heads (those of queries and keys) or local
-        # features (adapters): their gradient is Partial.
-        self.gradient = (Partial(),) if placement.is_replicate() else (placement,)
+        self.grad_placement = placement
+        if placement.is_replicate():
+            # A replicated weight sees local tokens (a block's norms), local heads (the norms of
+            # queries and keys) or local features (adapters). So its local gradient is a part of
+            # the sum.
+            self.grad_placement = Partial()
 
     def forward(self, weight: DTensor) -> Tensor:
-        return weight.to_local(grad_placements=self.gradient)
+        return weight.to_local(grad_placements=(self.grad_placement,))
 
 
 def shard_weights(model: Llama, world: World) -> None:
-    sharded_weights: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
+    """Replaces every parameter by a DTensor over tp, parametrized to its local tensor."""
+    mesh = world.mesh["tp"]
+    sharded: dict[nn.Parameter, nn.Parameter] = {}  # so that tied weights stay tied
     for path, module in list(model.named_modules()):
         for name, weight in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             placement = placement_of(model, f"{path}.{name}")
-            assert placement  # as above
-            if weight not in sharded_weights:
-                sharded = distribute_tensor(
-                    weight, world.mesh["tp"], [placement], src_data_rank=None
-                )
-                sharded_weights[weight] = nn.Parameter(sharded, weight.requires_grad)
+            assert placement, "check_tp_plan() refuses the model"
+            if weight not in sharded:
+                dtensor = distribute_tensor(weight, mesh, [placement], src_data_rank=None)
+                sharded[weight] = nn.Parameter(dtensor, weight.requires_grad)
+            # unsafe: torch does not check the parametrized weight's type and shape
             parametrize.register_parametrization(module, name, ToLocal(placement), unsafe=True)
-            module.parametrizations[name].original = sharded_weights[weight]
+            module.parametrizations[name].original = sharded[weight]
         if isinstance(module, Linear) and placement_of(model, f"{path}.weight") == ROWWISE:
-            module.first_input = world.mesh.get_local_rank("tp") * (module.in_features // world.tp)
+            module.first_input = mesh.get_local_rank() * (module.in_features // world.tp)
+
+
+def placements_with_tp(
+    model: Llama, mesh: DeviceMesh, fsdp_placements: tuple[Placement, ...], world: World
+) -> tuple[DeviceMesh, dict[str, tuple[Placement, ...]]]:
+    """FSDP2's mesh with tp as its last dimension, and each parameter's placements on it, by name.
+
+    For parallel/verify.py. mesh and fsdp_placements: without tp.
+    """
+    *replicas, shards = fsdp_placements
+    placements: dict[str, Any] = {}  # Any: to a type checker _StridedShard is not a Placement
+    for name, _ in named_parameters(model):
+        placement = placement_of(model, name)
+        assert placement, "check_tp_plan() refuses the model"
+        if placement == Shard(0):
+            # FSDP2 shards tp's local rows. In the full tensor, an FSDP2 rank's rows are strided.
+            strided = _StridedShard(0, split_factor=world.tp)
+            placements[name] = (*replicas, strided, placement)
+        else:
+            placements[name] = (*replicas, shards, placement)
+    return DeviceMesh._concatenate([mesh, world.mesh["tp"]]), placements
+
+
+# Activations
 
 
 @dataclass
 class SequenceParallel:
-    """Collectives on activations (B, T, D) around a module. Between modules, T is this rank's part of the sequence."""
+    """Collectives on activations: (B, T / tp, D) between modules, (B, T, D) within them."""
 
     group: Group
     sharded: bool = True
 
     def set_mode(self, model: Llama, args: tuple, options: dict) -> None:
-        """Before each forward pass: with a cache, activations are not sharded: a single token cannot be split."""
+        """Forward pre-hook of the model.
+
+        With a cache, activations are not sharded: a pass may have a single token.
+        """
         self.sharded = options.get("cache") is None
 
     def gather(self, x: Tensor) -> Tensor:
-        return all_gather(x, 1, self.group) if self.sharded else x
+        """(B, T / tp, D) -> (B, T, D)"""
+        if not self.sharded:
+            return x
+        return all_gather(x, 1, self.group)
 
     def scatter(self, x: Tensor) -> Tensor:
-        return reduce_scatter(x, 1, self.group) if self.sharded else all_reduce(x, self.group)
+        """Partial sums (B, T, D) -> sums (B, T / tp, D)"""
+        if not self.sharded:
+            return all_reduce(x, self.group)
+        return reduce_scatter(x, 1, self.group)
+
+    def gather_output(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        """Forward hook."""
+        return self.gather(output)
+
+    def scatter_output(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        """Forward hook."""
+        return self.scatter(output)
 
     def all_gather_input(self, forward: Callable, regather: bool) -> Callable:
-        def wrapped(x: Tensor, *rest) -> Tensor | tuple:
-            with gathered(self.gather, x, regather) as whole:
-                out = forward(whole, *rest)
-            if isinstance(out, tuple):
-                # all ranks have all tokens in here: each counts its share of a term
-                return out[0], {name: value / self.group.size for name, value in out[1].items()}
-            return out
+        """The forward of attention or feed-forward, which now takes the local tokens.
 
-        return wrapped
+        regather: see all_gathered().
+        """
 
-    def total(self, terms: LossSums) -> LossSums:
-        """The blocks' terms of the loss over all tp ranks. Each rank backpropagates through its own tokens' share."""
-        ours = torch.stack([*terms.values()])
-        return dict(zip(terms, ours + (all_reduce(ours.detach(), self.group) - ours.detach())))
+        def forward_of_local_tokens(x: Tensor, *args) -> Tensor | tuple:
+            with all_gathered(self.gather, x, regather) as full:
+                output = forward(full, *args)
+            if isinstance(output, tuple):
+                # A fork's (x, terms): all ranks add up all tokens, so each counts its share.
+                x, terms = output
+                return x, {name: term / self.group.size for name, term in terms.items()}
+            return output
 
-    def vocab_parallel_embedding(self, embedding: nn.Embedding) -> Callable:
-        rows, forward = embedding.num_embeddings // self.group.size, embedding.forward
+        return forward_of_local_tokens
 
-        def wrapped(tokens: Tensor) -> Tensor:
-            index = tokens - self.group.rank * rows
-            own = (index >= 0) & (index < rows)
-            # nonzero only on the owner
-            found = self.scatter(forward(index.where(own, 0)) * own[..., None])
-            # no view: an in-place operation on a unit's view would drop FSDP2's backward hooks
-            return found.clone()
+    def vocab_parallel_embedding(self, embedding: Embedding) -> Callable:
+        """The embedding's forward, from all tokens (B, T) to the local ones' x (B, T / tp, D)."""
+        rows = embedding.num_embeddings // self.group.size
+        first_row = self.group.rank * rows
+        local_forward = embedding.forward
 
-        return wrapped
+        def forward(tokens: Tensor) -> Tensor:
+            row = tokens - first_row
+            is_local = (row >= 0) & (row < rows)
+            # Zeros for the rows of other ranks, which the reduce-scatter adds.
+            x = local_forward(row.where(is_local, 0)) * is_local[..., None]  # (B, T, D)
+            # clone(): the result must not be a view. An in-place operation on a view that a unit
+            # returns would drop FSDP2's backward hooks.
+            return self.scatter(x).clone()
+
+        return forward
 
     def vocab_parallel_head(self, head: Head) -> Callable:
-        rows, forward = len(head.weight), head.forward
-        head.shard = VocabularyShard(
-            self.group.rank * rows, lambda x: all_gather(x[None], 0, self.group)
-        )
+        """The head's forward with local rows of the vocabulary. Every rank gets the same loss."""
+        first_row = self.group.rank * len(head.weight)
+        local_forward = head.forward
+        head.shard = VocabularyShard(first_row, lambda x: all_gather(x[None], 0, self.group))
 
-        def wrapped(
+        def forward(
             x: Tensor, targets: Tensor | None = None, terms: LossSums | None = None, **options
-        ):
-            found = forward(x, targets, terms and self.total(terms), **options)
-            # without targets: logits
-            return found if isinstance(found, tuple) else all_gather(found, -1, self.group)
+        ) -> Tensor | tuple[LossSums, Tensor]:
+            if terms:
+                terms = self.sum_terms(terms)
+            output = local_forward(x, targets, terms, **options)
+            if isinstance(output, tuple):
+                return output
+            return all_gather(output, -1, self.group)  # logits (B, T, V / tp) -> (B, T, V)
 
-        return wrapped
+        return forward
+
+    def sum_terms(self, terms: LossSums) -> LossSums:
+        """The blocks' terms of the loss, summed over all tp ranks.
+
+        Gradients flow only into this rank's terms: each rank backpropagates its own share.
+        """
+        local = torch.stack(list(terms.values()))
+        other_ranks = all_reduce(local.detach(), self.group) - local.detach()
+        return dict(zip(terms, local + other_ranks))
 
 
 @dataclass(frozen=True)
 class VocabularyShard(loss.Shard):
-    """Each rank has rows of the vocabulary, and all get the same loss."""
+    """Each rank holds some rows of the vocabulary. All ranks get the same loss."""
 
-    gather: Callable[[Tensor], Tensor]  # all-gather: (...) -> (ranks, ...)
+    gather: Callable[[Tensor], Tensor]  # all-gathers (...) to (tp, ...)
 
-    def combine(self, top: Tensor, sums: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        # (ranks, C, 1)
-        tops, sums, chosen = self.gather(torch.stack([top, sums, chosen])).unbind(1)
-        highest = tops.amax(0)
-        whole = (sums * (tops - highest).exp()).sum(0)
-        # the last is inf if this rank's logits are far lower: softmax is 0
-        return whole.log() + highest, chosen.sum(0), whole * (highest - top).exp()
-
-
-def tp_warnings(world: World) -> list[str]:
-    """A warning if tp groups span machines: every block waits for their collectives."""
-    here = local_world_size()
-    return (
-        [
-            f"warning: parallel.tp = {world.tp} does not divide the {here} ranks of a machine: its groups span machines"
-            ", and every block waits for the network in between"
-        ]
-        if here % world.tp
-        else []
-    )
+    def combine(
+        self, row_max: Tensor, exp_sum: Tensor, target_logit: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As loss.Shard.combine(): (C, 1) each."""
+        local = torch.stack([row_max, exp_sum, target_logit])  # (3, C, 1)
+        row_maxes, exp_sums, target_logits = self.gather(local).unbind(1)  # (tp, C, 1) each
+        full_max = row_maxes.amax(0)
+        full_sum = (exp_sums * (row_maxes - full_max).exp()).sum(0)  # relative to full_max
+        # inf if this rank's logits are far lower than the largest: their softmax is 0
+        relative_to_local = full_sum * (full_max - row_max).exp()
+        return full_sum.log() + full_max, target_logits.sum(0), relative_to_local

@@ -1,7 +1,11 @@
-"""What reaches into torch because no argument of torch does it, each for the versions that need it, with its test."""
+"""Workarounds that reach into torch where it has no option.
+
+Each names the versions that need it, and the test that fails without it.
+"""
 
 import contextlib
 import datetime
+import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
 from unittest import mock
@@ -13,17 +17,24 @@ from torch.nn.utils import parametrize
 
 
 def set_default_timeout(timeout: datetime.timedelta) -> None:
-    """Sets the timeout of groups that DeviceMesh creates: in all versions these take torch's default, 30 minutes, not
-    that of init_process_group(). Test: test_parallel.py, test_all_process_groups_have_the_runs_timeout."""
+    """Sets the timeout of the process groups that DeviceMesh creates.
+
+    In all versions they use torch's default of 30 minutes, not the timeout of init_process_group().
+    Test: test_parallel.py, test_all_process_groups_have_the_runs_timeout.
+    """
     dist.distributed_c10d.default_pg_timeout = timeout
 
 
 @contextlib.contextmanager
 def allow_integer_parameters() -> Iterator[None]:
-    """Within it, fully_shard() accepts frozen integer parameters, such as NF4 codes. torch 2.11 first creates every
-    sharded parameter with requires_grad=True, which fails for integers, and only then copies the original's flag; 2.12
-    does not. Test: test_torch_patches.py, test_frozen_integers_are_sharded."""
-    if torch.__version__ >= (2, 12):  # pyrefly: ignore[unsupported-operation]  # TorchVersion allows it
+    """Within this context fully_shard() accepts frozen integer parameters, such as NF4 codes.
+
+    torch 2.11 creates every sharded parameter with requires_grad=True, which fails for integers,
+    before it copies the original's flag. Later versions do not need this.
+    Test: test_torch_patches.py, test_frozen_integers_are_sharded.
+    """
+    # pyrefly: ignore[unsupported-operation]  # TorchVersion allows it
+    if torch.__version__ >= (2, 12):
         yield
         return
     from torch.distributed.fsdp._fully_shard import _fsdp_param
@@ -31,19 +42,36 @@ def allow_integer_parameters() -> Iterator[None]:
     def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
         return nn.Parameter(data, requires_grad and data.is_floating_point())
 
-    with mock.patch.object(
-        _fsdp_param, "nn", SimpleNamespace(Parameter=parameter, Module=nn.Module)
-    ):
+    patched_nn = SimpleNamespace(Parameter=parameter, Module=nn.Module)
+    with mock.patch.object(_fsdp_param, "nn", patched_nn):
         yield
 
 
 def share_classes(model: nn.Module) -> None:
-    """Gives modules of one class, parametrized alike (tp and casts of unsharded parameters do that), one class again:
-    torch creates a class for each, and torch.compile would compile a graph for each class, in all versions
-    (parametrize.py: _inject_new_class). Tests: test_torch_patches.py, test_modules_parametrized_alike_share_a_class;
-    test_parallel.py, test_all_layers_share_one_compiled_graph."""
+    """Gives modules of one class that are parametrized alike one class again.
+
+    In all versions torch creates a class for each parametrized module (parametrize.py:
+    _inject_new_class), and torch.compile would compile a graph for each class. Tensor parallelism
+    and casts of replicated parameters parametrize modules.
+    Tests: test_torch_patches.py, test_modules_parametrized_alike_share_a_class;
+    test_parallel.py, test_all_layers_share_one_compiled_graph.
+    """
     shared: dict[tuple, type] = {}
     for module in model.modules():
         if parametrize.is_parametrized(module):
-            own = type(module)
-            module.__class__ = shared.setdefault((*own.__bases__, *module.parametrizations), own)
+            module_class = type(module)
+            alike = (*module_class.__bases__, *module.parametrizations)
+            module.__class__ = shared.setdefault(alike, module_class)
+
+
+def drop_advice_on_policies() -> None:
+    """Drops the advice that torch logs for each selective checkpointing policy that it compiles.
+
+    All versions advise not to change a tensor in place. No block does.
+    Test: test_torch_patches.py, test_the_advice_on_policies_is_dropped.
+    """
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_not_advice_on_policies)
+
+
+def _is_not_advice_on_policies(record: logging.LogRecord) -> bool:
+    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()

@@ -266,7 +266,7 @@ def own_inputs(rows: torch.Tensor, world: World) -> tuple[torch.Tensor, ...]:
         return tensors
     from parallel import context  # optional
 
-    return context.own_part(tensors, world)
+    return context.shard_sequences(tensors, world)
 
 
 def build(cfg: config.Config, world: World, weights: Any = None) -> Llama:
@@ -1197,7 +1197,7 @@ def attention_over_cp(draws: int) -> float:
     from torch.nn.functional import scaled_dot_product_attention
 
     from parallel.collectives import group_of
-    from parallel.context import context_parallel_attention, local_mask, own_cp_positions
+    from parallel.context import context_parallel_attention, local_mask, local_positions
 
     worst = 0.0
     with process_group() as world:
@@ -1212,7 +1212,7 @@ def attention_over_cp(draws: int) -> float:
                 for heads in (keys * groups, keys, keys, keys * groups)
             )
             documents = torch.randint(0, 5, (batch, length), generator=generator).sort(dim=1).values
-            cp_positions = own_cp_positions(ours, length)
+            cp_positions = local_positions(ours, length)
             if draw % 2:
                 mask = local_mask(documents, cp_positions, length)
                 whole = (

@@ -132,13 +132,13 @@ def test_tp_groups_that_span_machines_are_told(monkeypatch):
 
 def test_a_pass_without_backward_leaves_nothing():
     """What is kept for it goes with its result, a kept result of an operator too."""
-    from parallel.collectives import gathered
+    from parallel.collectives import all_gathered
 
     def kept() -> weakref.ref:
         def gather(x: torch.Tensor) -> torch.Tensor:
             return x * 1.0
 
-        with gathered(gather, torch.randn(8, 8, requires_grad=True), True) as whole:
+        with all_gathered(gather, torch.randn(8, 8, requires_grad=True), True) as whole:
             torch.softmax(whole, -1)
         return weakref.ref(gather)
 
@@ -148,7 +148,7 @@ def test_a_pass_without_backward_leaves_nothing():
 
 
 def test_what_backward_gathers_again_goes_when_it_was_used():
-    from parallel.collectives import gathered
+    from parallel.collectives import all_gathered
 
     found = []
 
@@ -157,7 +157,7 @@ def test_what_backward_gathers_again_goes_when_it_was_used():
         return whole
 
     part = torch.randn(8, 8, requires_grad=True)
-    with gathered(gather, part, True) as whole:
+    with all_gathered(gather, part, True) as whole:
         result = (whole.square() * whole).sum()
     for times in 2, 3:
         result.backward(retain_graph=True)

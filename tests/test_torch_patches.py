@@ -1,4 +1,4 @@
-"""Each patch of parallel/torch_patches.py and optional_patches.py, in the versions of torch that need it: without it
+"""Each patch of parallel/torch_patches.py, in the versions of torch that need it: without it
 these tests fail.
 
 That of set_default_timeout() needs several ranks: test_parallel.py, test_all_process_groups_have_the_runs_timeout.
@@ -35,7 +35,7 @@ def with_integers() -> nn.Module:
 
 
 def test_frozen_integers_are_sharded():
-    from parallel.torch_patches import allow_integer_parameters  # optional
+    from parallel.torch_patches import allow_integer_parameters
 
     with cases.fake_process_group(2) as world:
         module = with_integers()
@@ -57,7 +57,7 @@ class Doubled(nn.Module):
 
 def test_modules_parametrized_alike_share_a_class():
     """What it is for: test_parallel.py, test_all_layers_share_one_compiled_graph."""
-    from parallel.torch_patches import share_classes  # optional
+    from parallel.torch_patches import share_classes
 
     first, second, other = model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     for module, name in (first, "weight"), (second, "weight"), (other, "bias"):
@@ -95,7 +95,7 @@ def heard_while_compiling() -> list[str]:
 
 
 def test_the_advice_on_policies_is_dropped():
-    from parallel.activation_checkpoint import drop_advice_on_policies  # optional
+    from parallel.torch_patches import drop_advice_on_policies
 
     log = logging.getLogger(WRAP)
     with mock.patch.object(log, "filters", []):

@@ -20,7 +20,7 @@ import config
 from extras.planner.masks import flex_attention_patches
 from model.build import meta_model
 from model.llama import Llama, named_parameters
-from parallel.activation_checkpoint import cast, is_checkpointed
+from parallel.activation_checkpoint import cast_parameters, is_checkpointed
 from parallel.fsdp import replicated_parameters, unit_dtypes
 from parallel.mesh import World
 
@@ -111,7 +111,7 @@ def forward_operators(
     # the blocks are all that matters
     model.head.forward = lambda x, *unused, **options: x
     tokens = torch.zeros(1, cfg.train.seq_len // world.cp, dtype=torch.int64, device="meta")
-    parameters = cast(model, getattr(torch, cfg.parallel.param_dtype))
+    parameters = cast_parameters(model, getattr(torch, cfg.parallel.param_dtype))
     with torch.no_grad(), operators:
         functional_call(model, parameters, tokens)
     return calls_of_block

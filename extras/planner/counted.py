@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from parallel.activation_checkpoint import ATTENTION, GROUPED, MATRIX_PRODUCTS
+from parallel.activation_checkpoint import ATTENTION, GROUPED_MM, LINEAR_MATMULS
 
 aten = torch.ops.aten
 c10d = torch.ops.c10d
@@ -37,7 +37,7 @@ functional = torch.ops._c10d_functional
 # by name: extras/lora/nf4.py, which defines it, may not be loaded
 NF4 = "frozen.nf4_product.default"
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-MATMULS = MATRIX_PRODUCTS | {
+MATMULS = LINEAR_MATMULS | {
     aten._scaled_mm.default,
     aten.mm.out,
     aten.mm.dtype,
@@ -155,7 +155,7 @@ def flop_by_formula(operator: Any, args: tuple, kwargs: dict, result: Any) -> in
     """FLOP by the shapes, with torch's formula; 0 if there is none."""
     if not isinstance(operator, OpOverload):
         return 0
-    if operator == GROUPED:
+    if operator == GROUPED_MM:
         # (tokens, in) by (groups, in, out): each token in one group, whatever the groups' sizes
         tokens, weights = args[:2]
         return 2 * tokens.numel() * weights.shape[-1]

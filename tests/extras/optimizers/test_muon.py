@@ -17,7 +17,7 @@ from extras.optimizers import muon
 from model.build import meta_model
 from model.llama import named_parameters
 from optim import build_optimizer, learning_rate, set_learning_rate
-from parallel.materialize import local_rectangle
+from parallel.materialize import shard_shape_and_offset
 from parallel.verify import check_optimizer
 from tests import cases, forks, theory
 from tests.conftest import make_config, needs_extra
@@ -132,7 +132,7 @@ def updates(every: dict[str, dict], steps: tuple[int, ...]) -> dict[tuple[str, i
             for step in range(1, max(steps) + 1):
                 set_learning_rate(optimizer, learning_rate(cfg.optim, 20, step))
                 for name, p in named_parameters(model):
-                    shape, offsets = local_rectangle(p)
+                    shape, offsets = shard_shape_and_offset(p)
                     p.grad = torch.zeros_like(p)
                     p.grad.to_local().copy_(
                         gradient(name, p.shape, step)[
