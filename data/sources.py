@@ -363,7 +363,7 @@ class Files(Source):
         return self.files[number].digest
 
 
-# One reader for each kind of file. row, byte: how far it is read.
+# Readers, one for each kind of file. row, byte: how far a file was read before.
 
 
 def read_json_lines(path: pathlib.Path, row: int, byte: int) -> Iterator[FileRow]:
@@ -375,8 +375,8 @@ def read_json_lines(path: pathlib.Path, row: int, byte: int) -> Iterator[FileRow
 
 
 def read_compressed_json_lines(path: pathlib.Path, row: int) -> Iterator[FileRow]:
-    """Decompresses again what was read. The bytes are those of the compressed file. Raises
-    ConfigError."""
+    """Decompresses the rows that were read before, too, and skips them. FileRow.byte counts in the
+    compressed file. Raises ConfigError."""
     with readable(f"{path}:"), path.open("rb") as file:
         for number, line in numbered_lines(decompressed(file, path.suffix)):
             if number > row:
@@ -384,15 +384,15 @@ def read_compressed_json_lines(path: pathlib.Path, row: int) -> Iterator[FileRow
 
 
 def read_parquet(path: pathlib.Path, row: int, size: int, column: str) -> Iterator[FileRow]:
-    """Takes rows for equally long to tell the bytes read. Raises ConfigError."""
+    """FileRow.byte is an estimate, as if all rows were equally long. Raises ConfigError."""
     with readable(f"{path}:"):
         for number, rows, value in parquet_rows(path, column, row):
             yield FileRow(number, size * number // rows, f"{path}: row {number}", value)
 
 
 def read_text(path: pathlib.Path, row: int, byte: int, column: str) -> Iterator[FileRow]:
-    """One document; of a long file several, so that some can be held out for validation. They end
-    at the end of a line if one is near. Only whole characters are cut off."""
+    """Yields one document, or several of a long file, so that some can be held out for validation.
+    These end between two lines if a line ends nearby, otherwise between two characters."""
     with path.open("rb") as file:
         file.seek(byte)
         while True:
@@ -415,7 +415,7 @@ def read_text(path: pathlib.Path, row: int, byte: int, column: str) -> Iterator[
 
 
 def read_python(path: pathlib.Path, byte: int, size: int, column: str) -> Iterator[FileRow]:
-    """A module is one document. Skips those in other encodings than UTF-8."""
+    """Yields the module as one document, unless its encoding is not UTF-8."""
     if byte:
         return
     try:
@@ -453,8 +453,8 @@ def parse_json(line: bytes | None) -> object:
 
 @contextlib.contextmanager
 def readable(source: str) -> Iterator[None]:
-    """Turns any exception of the libraries called inside into a ConfigError. An OSError that a retry
-    may mend stays one. source: its name in the message."""
+    """Turns any exception of the libraries called inside into a ConfigError. An OSError that a
+    retry may mend stays one. source: its name in the message."""
     try:
         yield
     except ConfigError:

@@ -33,10 +33,10 @@ def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
         file = candidates[0]
         if len(candidates) == 2:
             file = choose_file(*candidates)
-        content = file.read_bytes()
-        if content.lstrip().startswith(b"{"):
-            return json_files(file, content)
-        return {"tokenizer.model": content}
+        file_bytes = file.read_bytes()
+        if file_bytes.lstrip().startswith(b"{"):
+            return json_files(file, file_bytes)
+        return {"tokenizer.model": file_bytes}
     except OSError as error:
         raise ConfigError(
             f"{error.filename or path}: tokenizer cannot be read: {error.strerror}"
