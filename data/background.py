@@ -1,8 +1,9 @@
-"""The process that prepares text beside a run: one on each machine, started by its first rank.
+"""The process that prepares text in the background of a run: one on each machine, started by the
+machine's first rank.
 
-It is told the configuration, as JSON in a line of stdin, and the number of this machine's ranks. It ends with its
-starter. Exit codes: 0 all is prepared; 2 the text is wrong, 1 it failed otherwise: then stdout is a list of what is
-wrong, as JSON.
+It reads the configuration as a line of JSON from stdin, gets the number of this machine's ranks as
+its argument, and ends with the rank that started it. Exit codes: 0 all is prepared; 2 the text is
+wrong; 1 it failed otherwise. Unless it is 0, stdout is a JSON list of what is wrong.
 """
 
 import json
@@ -13,17 +14,18 @@ import sys
 import tempfile
 import threading
 import time
-from typing import Any
+from typing import IO
 
 import config
 import files
 from config import ConfigError
 from data.console import report
 from data.encode import worker_count
-from data.folder import prepared_parts
+from data.folder import source_folders
 from data.prepare import prepare_text
 
-LONGEST_PAUSE = 60.0  # seconds between two starts of a process that is killed
+FIRST_PAUSE = 1.0  # seconds between two starts of a process that is killed; doubles each time
+LONGEST_PAUSE = 60.0
 CHILD = "from data.background import main; main()"
 
 
@@ -32,61 +34,64 @@ class PreparingFailed(Exception):
 
 
 class Preparer:
-    """Starts the process, and again if it is killed."""
+    """Starts the process, and starts it again if it is killed."""
 
     def __init__(self, cfg: config.Config):
         self.cfg = cfg
         self.child: subprocess.Popen | None = None
-        self.problems: Any = None  # a file with what the child says at its end
-        self.pause, self.next_start = 1.0, 0.0
+        self.output: IO[bytes] | None = None  # the child's stdout, a temporary file
+        self.pause = FIRST_PAUSE
+        self.next_start = 0.0  # the earliest time of the next start, by time.monotonic()
         self.is_replaced = False
 
     def poll(self, is_needed: bool) -> None:
-        """is_needed: text is missing; else only the last hashes are, and trouble is no more than reported. Raises
-        ConfigError if the text is wrong, PreparingFailed if preparing failed otherwise."""
-        from parallel.ranks import rank_and_size
+        """Starts the process if none runs. Does nothing but on the machine's first rank.
 
-        if rank_and_size()[1] != 0:
+        is_needed: text is missing; otherwise only the last hashes are, and a failure is only
+        logged. Raises ConfigError if the text is wrong, PreparingFailed if preparing failed
+        otherwise.
+        """
+        from parallel.ranks import rank_and_size  # imports torch, which the launcher does without
+
+        _, local_rank, _ = rank_and_size()
+        if local_rank != 0:
             return
-        code = self.child.poll() if self.child else 0
-        if code is None or time.monotonic() < self.next_start:
+        exit_code = self.child.poll() if self.child else 0
+        is_running = exit_code is None
+        if is_running or time.monotonic() < self.next_start:
             return
-        if code > 0:
-            self._fail(code, is_needed)
+        if exit_code > 0:
+            self._fail(exit_code, is_needed)
             return
-        if code < 0 and not self.is_replaced:
+        was_killed = exit_code < 0
+        if was_killed and not self.is_replaced:
             report(
-                f"the process that prepares text was killed by signal {-code} (is the host out of "
-                "memory?); starting another"
+                f"the process that prepares text was killed by signal {-exit_code} (is the host "
+                "out of memory?); starting another"
             )
         self._start()
 
-    def _fail(self, code: int, is_needed: bool) -> None:
-        self.problems.seek(0)
-        problems = json.loads(self.problems.read() or b"[]")
-        if is_needed and code == 2 and problems:
+    def _fail(self, exit_code: int, is_needed: bool) -> None:
+        assert self.output
+        self.output.seek(0)
+        problems = json.loads(self.output.read() or b"[]")
+        if is_needed and exit_code == 2 and problems:
             raise ConfigError(*problems)
-        text = "; ".join(problems) or f"the process that prepares text ended with code {code}"
+        text = "; ".join(problems) or f"the process that prepares text ended with code {exit_code}"
         if is_needed:
             raise PreparingFailed(text)
         report(text)
         self.next_start = float("inf")
 
-    def replace(self) -> None:
-        """Kills the process, once: the next poll() starts another."""
-        if self.child and not self.is_replaced:
-            self.is_replaced = True
-            report("the process that prepares text stands still; starting another")
-            self.child.kill()
-
     def _start(self) -> None:
         from parallel.ranks import local_world_size
 
-        self.problems = tempfile.TemporaryFile()  # noqa: SIM115  closed with this object
+        self.output = tempfile.TemporaryFile()  # noqa: SIM115  closed with this object
+        ranks = max(1, local_world_size())
         self.child = subprocess.Popen(
-            [*files.python_command(CHILD), str(max(1, local_world_size()))],
+            [*files.python_command(CHILD), str(ranks)],
             stdin=subprocess.PIPE,  # open as long as this process lives
-            stdout=self.problems,
+            stdout=self.output,
         )
         assert self.child.stdin
         self.child.stdin.write(json.dumps(config.to_dict(self.cfg)).encode() + b"\n")
@@ -94,8 +99,15 @@ class Preparer:
         self.next_start = time.monotonic() + self.pause
         self.pause = min(LONGEST_PAUSE, 2 * self.pause)
 
+    def replace(self) -> None:
+        """Kills a process that may be stopped, once: the next poll() starts another."""
+        if self.child and not self.is_replaced:
+            self.is_replaced = True
+            report("the process that prepares text stands still; starting another")
+            self.child.kill()
+
     def close(self) -> None:
-        """Ends the process, also if it is stopped."""
+        """Ends the process, even if it is stopped."""
         if self.child:
             self.child.kill()
             self.child.wait()
@@ -108,21 +120,26 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # they are for the rank
         signal.signal(number, signal.SIG_IGN)
     files.die_with_parent()
-    # the pool of a process that is killed leaves semaphores, which Python's tracker removes, with a warning
+    # the pool of a process that is killed leaves semaphores, which Python's tracker removes, with a
+    # warning
     sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
     os.nice(19)  # in the rank's session: in one of its own, Linux would share the cores evenly
     cfg = config.from_dict(json.loads(sys.stdin.readline()), "of the run that waits")
     # where there is no die_with_parent()
     threading.Thread(target=_end_with_stdin, daemon=True).start()
-    code, problems = 0, []
+    ranks = int(sys.argv[1])
+    exit_code = 0
+    problems = []
     try:
-        prepare_text(prepared_parts(cfg), worker_count(int(sys.argv[1])))
+        prepare_text(source_folders(cfg), worker_count(ranks))
     except ConfigError as error:
-        code, problems = 2, error.problems
+        exit_code = 2
+        problems = error.problems
     except OSError as error:
-        code, problems = 1, [f"{error.filename}: text could not be prepared: {error.strerror}"]
+        exit_code = 1
+        problems = [f"{error.filename}: text could not be prepared: {error.strerror}"]
     print(json.dumps(problems))
-    sys.exit(code)
+    sys.exit(exit_code)
 
 
 def _end_with_stdin() -> None:

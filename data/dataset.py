@@ -1,27 +1,149 @@
-"""The prepared data of a configuration: which folders hold it, and whether they were prepared for it."""
+"""A configuration's prepared data, opened: what a run trains on and is evaluated on.
+
+open_dataset() checks that each source's folder was prepared for the configuration and opens its
+streams; Dataset.span() says which tokens of which stream a sample is.
+"""
 
 import functools
 import pathlib
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import config
 from config import ConfigError
-from data.folder import data_folders, prepared_parts, source_names
+from data.folder import data_folders, source_folders, source_names
 from data.growing import GrowingText
 from data.identity import check_identity
-from data.order import make_order
+from data.order import Order, make_order
 from data.record import manifest_of, validation_range
-from data.tokens import open_stream, stream_of
+from data.tokens import Span, TextStream, open_stream, stream_of, window_span
 
 
-def open_data(cfg: config.Config, split: str) -> list[Any]:
-    """The TokenStream of each source, "train" or "heldout" (validation), or its conversations (extras/chat/packing.py:
-    Packed). Raises ConfigError if one is not prepared as far as that, or for another configuration."""
-    return [open_part(folder, part, split) for folder, part in prepared_parts(cfg)]
+@dataclass
+class Dataset:
+    """The opened data of a run. Each list is by source; without a mixture there is one."""
+
+    cfg: config.Config
+    order: Order | None = None  # None if only the validation data was opened
+    train: list[TextStream] = field(default_factory=list)  # empty with data.order = "growing"
+    growing: GrowingText | None = None  # in place of `train` with data.order = "growing"
+    folders: list[pathlib.Path] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)  # of a mixture's sources; else empty
+    tokenizer_files: list[pathlib.Path] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # warnings for the user
+
+    def span(self, number: int) -> Span:
+        """The tokens of a sample of the run: seq_len inputs and their targets, shifted by one."""
+        assert self.order
+        position = self.order(number)
+        stream = self._training_stream(position.source)
+        return window_span(stream, position.window, self.cfg.train.seq_len)
+
+    def _training_stream(self, source: int) -> TextStream:
+        if self.growing:
+            return self.growing.stream(source)
+        return self.train[source]
+
+    @functools.cached_property
+    def validation(self) -> list[TextStream]:
+        """The validation streams. Raises ConfigError if one is missing, or not prepared yet."""
+        return open_data(self.cfg, "heldout")
+
+    def has_validation(self) -> bool:
+        """Whether the validation streams can be opened: of growing text, not from the beginning."""
+        return self.growing is None or self.growing.has_validation()
+
+    def identities(self) -> list[dict]:
+        """What tells the data from another run's before any of it is read, by source."""
+        keys = ("identity", "tokenizer") if self.growing else ("identity", "tokens", "sha256")
+        identities = []
+        for folder in self.folders:
+            manifest = manifest_of(folder)
+            identities.append({key: manifest.get(key) for key in keys})
+        return identities
+
+    def fingerprint(self, step: int) -> list[dict]:
+        """What tells the data that the steps up to `step` have read from another run's; by
+        source."""
+        fingerprint = self.identities()
+        if self.growing:
+            segments = self.growing.segments(step)
+            validation_hashes = self.growing.validation_hashes()
+            for source, entry in enumerate(fingerprint):
+                entry["segments"] = segments[source]
+                entry["validation_hash"] = validation_hashes[source]
+        return fingerprint
+
+    def require(self, fingerprint: list[dict] | None) -> None:
+        """Refuses growing text other than that of a checkpoint's fingerprint(); what isn't prepared
+        yet is compared when it is. Raises ConfigError."""
+        if not self.growing or not fingerprint:
+            return
+        for source, entry in zip(self.growing.sources, fingerprint):
+            source.require(entry["segments"], entry["validation_hash"])
 
 
-def open_part(folder: pathlib.Path, cfg: config.Config, split: str) -> Any:
+def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
+    """Opens the training data and, with [eval], the validation data; train=False: only the latter.
+
+    Raises ConfigError if the data is not prepared, was prepared for another configuration, or is
+    known to be too small for one batch.
+    """
+    dataset = Dataset(cfg, folders=data_folders(cfg), names=source_names(cfg))
+    first_folder = dataset.folders[0]
+    if cfg.data.order == "growing":
+        for folder, source_cfg in source_folders(cfg):
+            check_identity(folder, manifest_of(folder), source_cfg)
+        dataset.growing = GrowingText(cfg, dataset.folders)
+        dataset.order = dataset.growing.order
+    elif train:
+        dataset.train = open_data(cfg, "train")
+        dataset.order = make_order(cfg, dataset.train)
+    templates = first_folder.glob("chat_template.jinja")
+    dataset.tokenizer_files = sorted([*first_folder.glob("tokenizer*"), *templates])
+    dataset.notes = _notes(dataset)
+    if not train or (cfg.eval and dataset.has_validation()):
+        for stream in dataset.validation:
+            if stream.length < 2:
+                dataset.notes.append(
+                    f"{stream.path}: holds no validation text: it has no validation loss"
+                )
+    return dataset
+
+
+def _notes(dataset: Dataset) -> list[str]:
+    """What a launch logs of the training data and the tokenizer."""
+    cfg = dataset.cfg
+    folder = dataset.folders[0]
+    notes = []
+    if cfg.data.messages_field:
+        from extras.chat.packing import Packed
+
+        for stream in dataset.train:
+            assert isinstance(stream, Packed)
+            notes.append(stream.summary())
+    entries = manifest_of(folder)["vocab_size"]
+    if entries < cfg.model.vocab_size:
+        notes.append(
+            f"the tokenizer of {folder} has {entries:,} entries, the model "
+            f"{cfg.model.vocab_size:,} rows"
+        )
+    if cfg.model.init_from:
+        from extras.huggingface.tokenizer import note_on_tokenizer
+
+        notes += note_on_tokenizer(cfg.model.init_from, folder, dataset.tokenizer_files)
+    return notes
+
+
+def open_data(cfg: config.Config, split: str) -> list[TextStream]:
+    """Opens the stream of each source, "train" or "heldout" (validation). Raises ConfigError if one
+    is not prepared as far as that, or for another configuration."""
+    streams = []
+    for folder, source_cfg in source_folders(cfg):
+        streams.append(_open_source(folder, source_cfg, split))
+    return streams
+
+
+def _open_source(folder: pathlib.Path, cfg: config.Config, split: str) -> TextStream:
     """open_data() of one source."""
     manifest = manifest_of(folder)
     check_identity(folder, manifest, cfg)
@@ -38,88 +160,3 @@ def open_part(folder: pathlib.Path, cfg: config.Config, split: str) -> Any:
             )
         return stream_of(folder, manifest, split, cfg.model.vocab_size)
     return open_stream(folder, split, cfg.model.vocab_size)
-
-
-@dataclass
-class Dataset:
-    """A configuration's data, opened: prepared, or being prepared."""
-
-    cfg: config.Config
-    folders: list[pathlib.Path]  # of each source; without a mixture, [data] is the only one
-    train: list[Any]  # of each source a TokenStream, Packed or GrowingStream
-    order: Any  # sample number -> data.order.Place
-    growing: GrowingText | None  # with data.order = "growing": how far the text is
-    names: list[str]  # of a mixture's sources
-    tokenizer_files: list[pathlib.Path]
-    notes: list[str]  # warnings for the user
-
-    @functools.cached_property
-    def validation(self) -> list[Any]:
-        """The validation text of each source. Raises ConfigError if it is missing, or not prepared yet."""
-        return open_data(self.cfg, "heldout")
-
-    def has_validation(self) -> bool:
-        """Whether it can be opened: of growing text, not from the beginning."""
-        return self.growing is None or self.growing.has_validation()
-
-    def identities(self) -> list[dict]:
-        """What tells the data from another run's before any of it is read, by source."""
-        keys = ("identity", "tokenizer") if self.growing else ("identity", "tokens", "sha256")
-        manifests = map(manifest_of, self.folders)
-        return [{key: manifest.get(key) for key in keys} for manifest in manifests]
-
-    def fingerprint(self, step: int) -> list[dict]:
-        """What tells the data from another run's that the steps up to `step` have read, by source."""
-        sources = self.identities()
-        if self.growing:
-            for source, stream in zip(sources, self.growing.streams):
-                source["segments"] = self.growing.segments(step)[stream.number]
-                source["validation_hash"] = stream.manifest.get("validation_hash")
-        return sources
-
-    def require(self, fingerprint: list[dict] | None) -> None:
-        """Refuses growing text other than a checkpoint was trained on; what isn't prepared yet is compared when it is.
-        Raises ConfigError."""
-        if not (self.growing and fingerprint):
-            return
-        for stream, before in zip(self.growing.streams, fingerprint):
-            stream.require(before["segments"], before["validation_hash"])
-
-
-def open_dataset(cfg: config.Config, train: bool = True) -> Dataset:
-    """Opens the training data and, with [eval], the validation data; train=False: only the latter. Raises ConfigError
-    if it is not prepared, was prepared for another configuration, or is known to be too small for one batch."""
-    folders = data_folders(cfg)
-    training: list[Any] = []
-    growing: GrowingText | None = None
-    order: Any = None
-    if cfg.data.order == "growing":
-        for folder, part in prepared_parts(cfg):
-            check_identity(folder, manifest_of(folder), part)
-        growing = GrowingText(cfg, folders)
-        training = [*growing.streams]
-        order = growing.order
-    elif train:
-        training = open_data(cfg, "train")
-        order = make_order(cfg, training)
-    manifests = list(map(manifest_of, folders))
-    tokenizer = sorted([*folders[0].glob("tokenizer*"), *folders[0].glob("chat_template.jinja")])
-    notes = []
-    if cfg.data.messages_field:
-        notes += [packed.summary() for packed in training]
-    entries = manifests[0]["vocab_size"]
-    if entries < cfg.model.vocab_size:
-        notes.append(
-            f"the tokenizer of {folders[0]} has {entries:,} entries, the model "
-            f"{cfg.model.vocab_size:,} rows"
-        )
-    if cfg.model.init_from:
-        from extras.huggingface.tokenizer import note_on_tokenizer
-
-        notes += note_on_tokenizer(cfg.model.init_from, folders[0], tokenizer)
-    names = source_names(cfg)
-    dataset = Dataset(cfg, folders, training, order, growing, names, tokenizer, notes)
-    if (cfg.eval or not train) and (not train or dataset.has_validation()):
-        empty = [str(stream.path) for stream in dataset.validation if stream.length < 2]
-        notes += [f"{path}: holds no validation text: it has no validation loss" for path in empty]
-    return dataset

@@ -1,7 +1,10 @@
-"""Folders of token files: begun with a tokenizer and a record of no text, found again, and checked."""
+"""The folder of each source's token files: its name, its beginning, and checks of one that exists.
+
+A folder begins with a tokenizer and a record of no text; data/prepare.py fills it. With it, this
+file has what decides a folder's name: the sources of a mixture and the tokenizer they share.
+"""
 
 import contextlib
-import functools
 import glob
 import hashlib
 import json
@@ -10,7 +13,9 @@ import pathlib
 import platform
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import config
 import files
@@ -23,78 +28,113 @@ from data.tokenizer import Tokenizer, tokenizer_hash, train_tokenizer
 
 # that another process may take to train a tokenizer: then it is not waited for
 BEGIN_SECONDS = 900.0
+# a source of a mixture has these options of its own, or else those of [data]
+SOURCE_OPTIONS = ("subset", "split", "text_field", "max_tokens", "validation")
+
+# Names
 
 
-def prepared_parts(cfg: config.Config) -> list[tuple[pathlib.Path, config.Config]]:
-    """The folder of each source, and the configuration that it is prepared for. Raises ConfigError if a mixture's
-    tokenizer has not been trained yet."""
-    root, parts = pathlib.Path(cfg.data.path or "prepared"), [cfg]
-    if cfg.data.sources:
-        from data.mixture import prepared_sources
-
-        parts = prepared_sources(cfg)
-    elif cfg.data.path:
+def source_folders(cfg: config.Config) -> list[tuple[pathlib.Path, config.Config]]:
+    """The folder of each source, and the configuration of this source alone, which the folder is
+    prepared for. Raises ConfigError if a mixture's tokenizer has not been trained yet."""
+    root = pathlib.Path(cfg.data.path or "prepared")
+    if cfg.data.path and not cfg.data.sources:
         return [(root, cfg)]
-    return [
-        (
-            root / f"{re.sub('[^A-Za-z0-9._-]+', '-', part.data.source).strip('-.')[-100:]}-"
-            f"{short_hash(identity(part))}",
-            part,
-        )
-        for part in parts
-    ]
+    source_cfgs = [cfg]
+    if cfg.data.sources:
+        tokenizer = cfg.data.tokenizer or str(common_tokenizer(cfg))
+        if not has_tokenizer(cfg):
+            raise ConfigError(
+                f"{tokenizer}: no prepared data; `python -m data.prepare CONFIG` makes it"
+            )
+        source_cfgs = sources_of(cfg, tokenizer)
+    return [(root / _folder_name(source_cfg), source_cfg) for source_cfg in source_cfgs]
+
+
+def _folder_name(cfg: config.Config) -> str:
+    """{source}-{hash}, of one source. Raises ConfigError."""
+    name = re.sub("[^A-Za-z0-9._-]+", "-", cfg.data.source).strip("-.")
+    return f"{name[-100:]}-{short_hash(identity(cfg))}"
+
+
+def sources_of(cfg: config.Config, tokenizer: str | None) -> list[config.Config]:
+    """The configuration of each source of a mixture alone, with this tokenizer."""
+    source_cfgs = []
+    for source in cfg.data.sources:
+        options: dict[str, Any] = {
+            "sources": (),
+            "path": None,
+            "tokenizer": tokenizer,
+            "source": source.source,
+        }
+        for name in SOURCE_OPTIONS:
+            options[name] = getattr(source, name) or getattr(cfg.data, name)
+        source_cfgs.append(replace(cfg, data=replace(cfg.data, **options)))
+    return source_cfgs
+
+
+def common_tokenizer(cfg: config.Config) -> pathlib.Path:
+    """The file of the tokenizer that is trained on all sources, if the mixture names none."""
+    identities = [identity(source_cfg) for source_cfg in sources_of(cfg, None)]
+    weights = [source.weight for source in cfg.data.sources]
+    digest = short_hash([identities, weights])
+    return pathlib.Path(cfg.data.path or "prepared") / f"tokenizer-{digest}.model"
+
+
+def has_tokenizer(cfg: config.Config) -> bool:
+    """Whether the folders' names are known: a mixture's tokenizer, on which they depend, may have
+    to be trained."""
+    if cfg.data.tokenizer or not cfg.data.sources:
+        return True
+    # unlike pathlib's, no error for an unreadable folder
+    return os.path.exists(common_tokenizer(cfg))
 
 
 def data_folders(cfg: config.Config) -> list[pathlib.Path]:
-    return [folder for folder, _ in prepared_parts(cfg)]
+    """The folder of each source. Raises ConfigError."""
+    return [folder for folder, _ in source_folders(cfg)]
+
+
+def source_names(cfg: config.Config) -> list[str]:
+    """The names of a mixture's sources; the names of their folders if two sources have the same
+    name."""
+    names = [source.source for source in cfg.data.sources]
+    if len(set(names)) < len(names):
+        return [folder.name for folder in data_folders(cfg)]
+    return names
 
 
 def is_prepared(cfg: config.Config) -> bool:
     """Whether all folders are complete, even if for another configuration. Raises ConfigError."""
-    return is_tokenizer_there(cfg) and all(
-        is_complete(read_manifest(folder)) for folder in data_folders(cfg)
-    )
+    if not has_tokenizer(cfg):
+        return False
+    return all(is_complete(read_manifest(folder)) for folder in data_folders(cfg))
 
 
-def is_tokenizer_there(cfg: config.Config) -> bool:
-    """Whether the folders' names are known: a mixture's tokenizer, which is part of them, may have to be trained."""
-    if not cfg.data.sources:
-        return True
-    from data.mixture import has_tokenizer
-
-    return has_tokenizer(cfg)
-
-
-def source_names(cfg: config.Config) -> list[str]:
-    """The names of a mixture's sources; the names of their folders if two sources have the same name."""
-    names = [s.source for s in cfg.data.sources]
-    return names if len(set(names)) == len(names) else [folder.name for folder in data_folders(cfg)]
+# Beginning
 
 
 def begin_all(cfg: config.Config) -> list[tuple[pathlib.Path, config.Config]]:
-    """Begins the folder of each source, or checks the one that is there. Returns them, and what each is prepared for.
+    """Begins the folder of each source, or checks the one that exists. Returns source_folders().
     Raises ConfigError."""
     if cfg.data.sources and not cfg.data.tokenizer:
         _train_common_tokenizer(cfg)
-    parts = prepared_parts(cfg)
-    for folder, part in parts:
+    sources = source_folders(cfg)
+    for folder, source_cfg in sources:
         with as_config_error(folder):
-            under_lock(
-                folder,
-                functools.partial(_is_begun, folder, part),
-                functools.partial(_begin, folder, part),
-            )
-    return parts
+            _begin_or_check(folder, source_cfg)
+    return sources
 
 
 def begin_on_this_machine(cfg: config.Config) -> None:
-    """Begins missing folders: of a machine with a disk of its own, the launcher has not. By its first rank. Raises
-    ConfigError."""
-    from parallel.ranks import rank_and_size
+    """On the machine's first rank: begins folders that are missing, as on a machine with a disk of
+    its own, where the launcher did not begin them. Raises ConfigError."""
+    from parallel.ranks import rank_and_size  # imports torch, which the launcher does without
 
-    if rank_and_size()[1] != 0:
+    _, local_rank, _ = rank_and_size()
+    if local_rank != 0:
         return
-    if not (is_tokenizer_there(cfg) and all(map(read_manifest, data_folders(cfg)))):
+    if not has_tokenizer(cfg) or not all(map(read_manifest, data_folders(cfg))):
         begin_all(cfg)
 
 
@@ -110,29 +150,125 @@ def as_config_error(path: pathlib.Path) -> Iterator[None]:
 
 
 def lock_of(path: pathlib.Path) -> pathlib.Path:
-    """The lock file next to what is prepared: hidden, and never removed."""
+    """The lock file next to what is prepared: hidden, and never removed. Raises ConfigError."""
     if not path.name:
         raise ConfigError(f"[data] path = {path}: is the current folder or /; name one in it")
     return path.with_name(f".{path.name}.lock")
 
 
-def under_lock(path: pathlib.Path, made: Callable[[], bool], make: Callable[[], None]) -> None:
-    """make() unless made(), with the lock of `path`. Raises ConfigError and OSError."""
-    lock = lock_of(path)
-    if made():
-        return
+@contextlib.contextmanager
+def _exclusive(path: pathlib.Path) -> Iterator[None]:
+    """Holds the lock of what is prepared at `path`; goes on without it if another process holds it
+    for BEGIN_SECONDS. Raises ConfigError and OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
+    lock_file = lock_of(path)
+    lock = None
+    try:
+        lock = files.lock(lock_file)
+    except TimeoutError:
+        report(f"waiting for another process that prepares {path}")
         try:
-            stack.callback(files.lock(lock).release)
-        except TimeoutError:
-            report(f"waiting for another process that prepares {path}")
-            try:
-                stack.callback(files.lock(lock, timeout=BEGIN_SECONDS).release)
-            except TimeoutError:  # it is stopped, perhaps
-                report(f"{lock}: held for {BEGIN_SECONDS:.0f} s: preparing {path} too")
-        if not made():  # else another process made it meanwhile
-            make()
+            lock = files.lock(lock_file, timeout=BEGIN_SECONDS)
+        except TimeoutError:  # the other process is stopped, perhaps
+            report(f"{lock_file}: held for {BEGIN_SECONDS:.0f} s: preparing {path} too")
+    try:
+        yield
+    finally:
+        if lock:
+            lock.release()
+
+
+def _begin_or_check(folder: pathlib.Path, cfg: config.Config) -> None:
+    """begin_all() of one source. Raises ConfigError and OSError."""
+    lock_of(folder)  # raises for a path without a name, before it is looked at
+    if _is_begun(folder, cfg):
+        return
+    with _exclusive(folder):
+        if not _is_begun(folder, cfg):  # else another process began it meanwhile
+            _begin(folder, cfg)
+
+
+def _begin(folder: pathlib.Path, cfg: config.Config) -> None:
+    """Makes a folder next to it, then renames: the folder exists with its record, or not at all.
+    Raises ConfigError and OSError."""
+    sweep(folder)
+    temporary = folder.with_name(f".{folder.name}.{files.process_name()}.tmp")
+    contents, vocab_size = _tokenizer_of(cfg)
+    manifest = _first_record(cfg, tokenizer_hash(contents), vocab_size)
+    if cfg.data.messages_field:
+        from extras.chat.template import files_of
+
+        contents |= files_of(cfg.data)
+    try:
+        temporary.mkdir()
+        for name, content in contents.items():
+            files.write_atomic(temporary / name, content)
+        files.write_atomic(temporary / MANIFEST, json.dumps(manifest))
+        files.publish(temporary, folder)
+    except OSError:
+        if read_manifest(folder) is None:
+            raise
+        # another process was faster, where there are no locks
+        _is_begun(folder, cfg)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _first_record(cfg: config.Config, tokenizer: str, vocab_size: int) -> dict:
+    """The manifest of a folder without text. tokenizer: its hash. Raises ConfigError."""
+    source = open_source(cfg.data)
+    # of conversations, the sign of a token says that it has no loss
+    is_wide = vocab_size > 1 << 16 or cfg.data.messages_field
+    return {
+        "identity": identity(cfg),
+        "files": source.files_to_record() or [],
+        "revision": source.revision,
+        "vocab_size": vocab_size,
+        "dtype": "int32" if is_wide else "uint16",
+        "tokenizer": tokenizer,
+        "tokens": {"train": 0, "heldout": 0},
+        "documents": {"train": 0, "heldout": 0},
+        "segments": [],
+        "place": None,
+    }
+
+
+def sweep(folder: pathlib.Path) -> None:
+    """Removes what killed processes of this machine left of a folder, and of a preparation of
+    earlier versions."""
+    _remove(folder.with_name(f".{folder.name}.tmp"))  # of earlier versions
+    _sweep_temporaries(folder.parent, f".{folder.name}.{platform.node()}-")
+    _sweep_temporaries(folder, f".{MANIFEST}.{platform.node()}-")
+
+
+def _sweep_temporaries(folder: pathlib.Path, prefix: str) -> None:
+    """Removes {prefix}{pid}.tmp of each process that has ended."""
+    for path in folder.glob(f"{glob.escape(prefix)}*.tmp"):
+        pid = path.name.removeprefix(prefix).removesuffix(".tmp")
+        if not _is_alive(pid):
+            _remove(path)
+
+
+def _remove(path: pathlib.Path) -> None:
+    """Removes a file or folder, if it exists."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _is_alive(pid: str) -> bool:
+    """Whether a process of this machine has this number."""
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, ValueError):
+        return False
+    except OSError:  # another user's
+        return True
+    return True
+
+
+# Checks
 
 
 def _is_begun(folder: pathlib.Path, cfg: config.Config) -> bool:
@@ -155,28 +291,37 @@ def _is_begun(folder: pathlib.Path, cfg: config.Config) -> bool:
 def _check_text(folder: pathlib.Path, manifest: dict, d: config.Data) -> None:
     """Raises ConfigError if the text of a complete folder was changed; it may be gone."""
     before = json.dumps(manifest)
-    for source, prefix in ((d, ""), (own_validation(d), "validation_")):
-        recorded = manifest.get(f"{prefix}files")
-        if not (source and recorded and local_files(source.source)):
-            continue
-        known = {"files": [[*entry, ""][:4] for entry in recorded]}
-        end = [len(recorded), 0, 0, 0, ""]
-        reader = Files(source, manifest.get(f"{prefix}place") or end, known)
-        reader.compare_with_text(folder)
-        manifest[f"{prefix}files"] = reader.files
-    if json.dumps(manifest) != before:  # copied, and found equal
+    _compare_with_source(folder, manifest, d, "")
+    validation = own_validation(d)
+    if validation:
+        _compare_with_source(folder, manifest, validation, "validation_")
+    if json.dumps(manifest) != before:  # files were copied, and their text is equal
         with contextlib.suppress(OSError):  # of a disk that can only be read
             write_manifest(folder, manifest, indent=2)
 
 
+def _compare_with_source(folder: pathlib.Path, manifest: dict, d: config.Data, prefix: str) -> None:
+    """Compares a source's files with what the manifest has of them, and takes over new stamps.
+    prefix: of the source's entries in the manifest. Raises ConfigError."""
+    recorded = manifest.get(f"{prefix}files")
+    if not recorded or not local_files(d.source):
+        return
+    known = {"files": [[*entry, ""][:4] for entry in recorded]}
+    end = [len(recorded), 0, 0, 0, ""]
+    reader = Files(d, manifest.get(f"{prefix}place") or end, known)
+    reader.compare_with_text(folder)
+    manifest[f"{prefix}files"] = reader.files
+
+
 def _check_hashes(folder: pathlib.Path, manifest: dict) -> None:
-    """Raises ConfigError if a file is missing, or newer than the manifest and not what this says."""
+    """Raises ConfigError if a file is missing, or was changed after the manifest was written."""
     written_last = folder / MANIFEST
     for name, digest in manifest["sha256"].items():
         path = folder / name
         if not path.exists():
             raise damaged(path, "is missing")
-        # Hashes only files newer than the manifest: hashing terabytes before each start would stall a cluster.
+        # Hashes only files newer than the manifest: hashing terabytes before each start would stall
+        # a cluster.
         if path.stat().st_mtime_ns > written_last.stat().st_mtime_ns:
             report(f"{path}: was copied or changed since it was prepared; comparing its hash")
             if sha256_of(path) != digest:
@@ -185,90 +330,22 @@ def _check_hashes(folder: pathlib.Path, manifest: dict) -> None:
 
 
 def sha256_of(path: pathlib.Path) -> str:
+    """Raises OSError."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        digest = hashlib.sha256()
         while block := file.read(1 << 24):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _begin(folder: pathlib.Path, cfg: config.Config) -> None:
-    """Makes a folder: beside it, then renamed, so that it is there with its record, or not at all."""
-    sweep(folder)
-    temporary = folder.with_name(f".{folder.name}.{files.process_name()}.tmp")
-    contents, vocab_size = _tokenizer_of(cfg)
-    manifest = _first_record(cfg, tokenizer_hash(contents), vocab_size)
-    if cfg.data.messages_field:
-        from extras.chat.template import files_of
-
-        contents |= files_of(cfg.data)
-    try:
-        temporary.mkdir()
-        for name, content in contents.items():
-            files.write_atomic(temporary / name, content)
-        files.write_atomic(temporary / MANIFEST, json.dumps(manifest))
-        files.publish(temporary, folder)
-    except OSError:
-        if read_manifest(folder) is None:
-            # else another process was faster, where there are no locks
-            raise
-        _is_begun(folder, cfg)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _first_record(cfg: config.Config, tokenizer: str, vocab_size: int) -> dict:
-    """The manifest of a folder without text. tokenizer: its hash. Raises ConfigError."""
-    source = open_source(cfg.data)
-    is_wide = vocab_size > 1 << 16 or cfg.data.messages_field  # a sign stands for no loss
-    return {
-        "identity": identity(cfg),
-        "files": source.files_to_record() or [],
-        "revision": source.revision,
-        "vocab_size": vocab_size,
-        "dtype": "int32" if is_wide else "uint16",
-        "tokenizer": tokenizer,
-        "tokens": {"train": 0, "heldout": 0},
-        "documents": {"train": 0, "heldout": 0},
-        "segments": [],
-        "place": None,
-    }
-
-
-def sweep(folder: pathlib.Path) -> None:
-    """Removes what killed processes of this machine left of a folder, and of a preparation of earlier versions."""
-    former = folder.with_name(f".{folder.name}.tmp")
-    beginnings = f".{folder.name}.{platform.node()}-"
-    records = f".{MANIFEST}.{platform.node()}-"
-    left = [(former, "")]
-    left += [(path, beginnings) for path in folder.parent.glob(f"{glob.escape(beginnings)}*.tmp")]
-    left += [(path, records) for path in folder.glob(f"{glob.escape(records)}*.tmp")]
-    for path, prefix in left:
-        number = path.name.removeprefix(prefix).removesuffix(".tmp")
-        if path == former or not _is_alive(number):
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-
-
-def _is_alive(number: str) -> bool:
-    """Whether a process of this machine has this number."""
-    try:
-        os.kill(int(number), 0)
-    except (ProcessLookupError, ValueError):
-        return False
-    except OSError:  # another user's
-        return True
-    return True
 
 
 # Tokenizers
 
 
 def _tokenizer_of(cfg: config.Config) -> tuple[dict[str, bytes], int]:
-    """(the content of the files of a source's tokenizer by name, its vocabulary's size). Raises ConfigError."""
-    name, rows = cfg.data.tokenizer, cfg.model.vocab_size
+    """(the content of the files of a source's tokenizer by name, its vocabulary's size). Raises
+    ConfigError."""
+    name = cfg.data.tokenizer
+    rows = cfg.model.vocab_size
     if not name:
         return {"tokenizer.model": _train_tokenizer([cfg])}, rows
     tokenizer = Tokenizer(name)
@@ -283,30 +360,27 @@ def _tokenizer_of(cfg: config.Config) -> tuple[dict[str, bytes], int]:
 
 
 def _train_common_tokenizer(cfg: config.Config) -> None:
-    """Trains the tokenizer of a mixture that names none, if it is missing. Raises ConfigError if a source is to be
-    prepared with it that has changed since."""
-    from data.mixture import common_tokenizer, sources_of
-
+    """Trains the tokenizer of a mixture that names none, if it is missing. Raises ConfigError if a
+    source is to be prepared with it that has changed since."""
     path = common_tokenizer(cfg)
-    stamps = path.with_suffix(".json")
-    now = {source.source: file_stamps(source.source) for source in cfg.data.sources}
-
-    def make() -> None:
-        content = _train_tokenizer(sources_of(cfg, None), [s.weight for s in cfg.data.sources])
-        for target, text in ((stamps, json.dumps(now)), (path, content)):
-            temporary = target.with_name(f".{target.name}.{files.process_name()}.tmp")
-            files.write_atomic(target, text, temporary)
-
+    stamps_path = path.with_suffix(".json")
+    stamps = {source.source: file_stamps(source.source) for source in cfg.data.sources}
     with as_config_error(path):
-        under_lock(path, path.exists, make)
-    before = files.read_json(stamps)
-    changed = [
-        part.data.source
-        for folder, part in prepared_parts(cfg)
-        if now[part.data.source]
-        and now[part.data.source] != before.get(part.data.source)
-        and read_manifest(folder) is None  # else its own record tells which text has changed
-    ]
+        if not path.exists():
+            with _exclusive(path):
+                if not path.exists():  # else another process trained it meanwhile
+                    weights = [source.weight for source in cfg.data.sources]
+                    content = _train_tokenizer(sources_of(cfg, None), weights)
+                    _write_common(stamps_path, json.dumps(stamps))
+                    _write_common(path, content)
+    trained_on = files.read_json(stamps_path)
+    changed = []
+    for folder, source_cfg in source_folders(cfg):
+        source = source_cfg.data.source
+        is_changed = stamps[source] and stamps[source] != trained_on.get(source)
+        if is_changed and read_manifest(folder) is None:
+            # else the folder's own record tells which text has changed
+            changed.append(source)
     if changed:
         raise ConfigError(
             f"{path}: {', '.join(changed)} changed since this tokenizer was trained on it; delete "
@@ -314,25 +388,42 @@ def _train_common_tokenizer(cfg: config.Config) -> None:
         )
 
 
-def _train_tokenizer(parts: list[config.Config], weights: Sequence[float] = (1.0,)) -> bytes:
-    """Trains on the start of each source, in proportion to its weight: 2,000 characters per vocabulary entry, at least
-    4 million; more text hardly changes a BPE vocabulary. 800 if training waits for it. Returns the model file's
-    content. Raises ConfigError."""
-    size = parts[0].model.vocab_size
-    characters = max(4_000_000, size * (800 if parts[0].data.order == "growing" else 2_000))
-    names = ", ".join(part.data.source for part in parts)
+def _write_common(path: pathlib.Path, content: bytes | str) -> None:
+    """Writes a file that several processes may write at once. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{files.process_name()}.tmp")
+    files.write_atomic(path, content, temporary)
+
+
+def _train_tokenizer(
+    source_cfgs: Sequence[config.Config], weights: Sequence[float] = (1.0,)
+) -> bytes:
+    """Trains on the start of each source, in proportion to its weight.
+
+    On 2,000 characters per vocabulary entry, at least 4 million: more text hardly changes a BPE
+    vocabulary. On 800 if training waits for it. Returns the model file's content. Raises
+    ConfigError.
+    """
+    vocab_size = source_cfgs[0].model.vocab_size
+    per_entry = 800 if source_cfgs[0].data.order == "growing" else 2_000
+    characters = max(4_000_000, vocab_size * per_entry)
+    names = ", ".join(source_cfg.data.source for source_cfg in source_cfgs)
     report(
-        f"training a tokenizer of {size:,} vocabulary entries on up to {characters / 1e6:,.0f} MB "
-        f"of {names}"
+        f"training a tokenizer of {vocab_size:,} vocabulary entries on up to "
+        f"{characters / 1e6:,.0f} MB of {names}"
     )
+    return train_tokenizer(_sample(source_cfgs, weights, characters), vocab_size)
 
-    def sample() -> Iterator[str]:
-        for part, weight in zip(parts, weights):
-            read = 0
-            for text in open_source(part.data):
-                yield text
-                read += len(text)
-                if read >= characters * (weight / sum(weights)):
-                    break
 
-    return train_tokenizer(sample(), size)
+def _sample(
+    source_cfgs: Sequence[config.Config], weights: Sequence[float], characters: int
+) -> Iterator[str]:
+    """Yields documents from the start of each source, in all as many characters, or a little
+    more."""
+    for source_cfg, weight in zip(source_cfgs, weights):
+        share = characters * (weight / sum(weights))
+        read = 0
+        for text in open_source(source_cfg.data):
+            yield text
+            read += len(text)
+            if read >= share:
+                break

@@ -1,7 +1,8 @@
-"""data.order = "growing": training reads text up to the last recorded border while the rest is being prepared.
+"""data.order = "growing": a run trains on the text that is recorded while the rest is prepared.
 
-Segment i holds the windows that end between borders i-1 and i (data/record.py), the last one those up to the text's
-end. A sample depends on the text and the seed alone, and waits for its segment alone.
+A segment is the text between two borders (data/record.py). Segment i holds the windows that end
+between borders i-1 and i, the last segment those up to the text's end. Which window a sample is
+depends on the text and the seed alone, and is known once the sample's segment is recorded.
 """
 
 import bisect
@@ -9,11 +10,11 @@ import os
 import pathlib
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import config
 from config import ConfigError
 from data.background import Preparer, PreparingFailed
+from data.mixture import Mixture
 from data.order import Order, SourceOrder, make_mixture, problems_of
 from data.record import (
     MANIFEST,
@@ -26,34 +27,161 @@ from data.record import (
     read_manifest,
     validation_range,
 )
-from data.tokens import WIDTH, TokenStream, Windows, stream_of
+from data.tokens import END_BYTES, WIDTH, TokenStream, Windows, stream_of
 
 
-class GrowingStream:
-    """A source's training stream, up to the last border that is recorded."""
+class GrowingText:
+    """The sources of a run, how far they are prepared, and the process that prepares them."""
 
-    def __init__(self, folder: pathlib.Path, cfg: config.Config, number: int, mixture: Any):
+    def __init__(self, cfg: config.Config, folders: Sequence[pathlib.Path]):
+        """folders: of the sources, begun. Raises ConfigError."""
+        self.cfg = cfg
+        self.mixture = make_mixture(cfg)
+        self.sources = [
+            GrowingSource(folder, cfg, number, self.mixture)
+            for number, folder in enumerate(folders)
+        ]
+        self.order = Order([source.order for source in self.sources], self.mixture)
+        # of each source: where its samples are in a period of the mixture
+        self.positions: list[list[int]] = [[] for _ in folders]
+        for position, (source, _) in enumerate(self.mixture.table):
+            self.positions[source].append(position)
+        self.preparer = Preparer(cfg)
+        self.waited = 0.0  # seconds that a run has waited since anything was recorded
+        self.last_progress: list[tuple[bool, int]] = []
+        self.last_poll = time.monotonic()
+
+    def stream(self, source: int) -> TokenStream:
+        """A source's training stream, as far as it is recorded now."""
+        stream = self.sources[source].stream
+        assert stream, "covers() was not asked"
+        return stream
+
+    def covers(self, step: int) -> bool:
+        """Whether a step's batch can be read, on all ranks."""
+        return all(self._covers_source(source, step) for source in self.sources)
+
+    def _covers_source(self, source: "GrowingSource", step: int) -> bool:
+        return source.order.covers(self._last_sample(source, step))
+
+    def _last_sample(self, source: "GrowingSource", step: int) -> int:
+        """The number, within a source, of its last sample up to a step; -1: it has none."""
+        samples = step * self.cfg.train.global_batch_size
+        periods, position = divmod(samples, self.mixture.period)
+        in_last_period = bisect.bisect_left(self.positions[source.number], position)
+        return periods * self.mixture.weights[source.number] + in_last_period - 1
+
+    def has_validation(self) -> bool:
+        return all(source.has_validation() for source in self.sources)
+
+    def segments(self, step: int) -> list[list[str]]:
+        """The hashes of the segments that decide the samples up to a step, by source."""
+        hashes = []
+        for source in self.sources:
+            sample = max(0, self._last_sample(source, step))
+            count = source.segments_up_to(sample)
+            hashes.append(source.manifest["segments"][:count])
+        return hashes
+
+    def validation_hashes(self) -> list[str | None]:
+        """By source; None: it is not decided yet what the validation text is."""
+        return [source.manifest.get("validation_hash") for source in self.sources]
+
+    def poll(self, is_waiting: bool) -> None:
+        """Reads the records again, and keeps a process running that prepares what is missing.
+
+        is_waiting: whether the run waits for text. Raises ConfigError if the text cannot be
+        prepared, PreparingFailed if nothing is recorded for run.start_timeout_seconds of waiting.
+        """
+        for source in self.sources:
+            source.refresh()
+        if not all(is_complete(source.manifest) for source in self.sources):
+            is_needed = not all(source.is_recorded for source in self.sources)
+            self.preparer.poll(is_needed)
+        self._count_waiting(is_waiting)
+        limit = self.cfg.run.start_timeout_seconds
+        if self.waited > limit / 2:
+            self.preparer.replace()  # it may be stopped
+        if self.waited > limit:
+            writer = self.sources[0].manifest.get("writer", "a process that prepares")
+            folders = ", ".join(str(source.folder) for source in self.sources)
+            raise PreparingFailed(
+                f"{folders}: nothing was recorded for {self.waited:.0f} s "
+                f"(run.start_timeout_seconds), last by {writer}; the same command resumes"
+            )
+
+    def _count_waiting(self, is_waiting: bool) -> None:
+        """Adds the time since the last poll to `waited`, unless something was recorded since."""
+        now = time.monotonic()
+        progress = [progress_of(source.manifest) for source in self.sources]
+        if is_waiting and progress == self.last_progress:
+            # counts a second at most: a longer gap means that this process was suspended
+            self.waited += min(1.0, now - self.last_poll)
+        else:
+            self.waited = 0.0
+        self.last_progress = progress
+        self.last_poll = now
+
+    def waits_for(self, step: int) -> str:
+        """What a step waits for, for a log."""
+        missing = [source for source in self.sources if not self._covers_source(source, step)]
+        return "; ".join(source.waits_for() for source in missing or self.sources)
+
+    def close(self) -> None:
+        self.preparer.close()
+
+
+class GrowingSource:
+    """One source's training text, up to the last border that is recorded.
+
+    What can be read: `stream` and `order`, which refresh() extends.
+    """
+
+    def __init__(self, folder: pathlib.Path, cfg: config.Config, number: int, mixture: Mixture):
         """number: of the source in the mixture. Raises ConfigError."""
-        self.folder, self.cfg, self.number, self.mixture = folder, cfg, number, mixture
-        self.path = folder / "train.bin"
+        self.folder = folder
+        self.cfg = cfg
+        self.number = number
+        self.mixture = mixture
         self.manifest = manifest_of(folder)
+        self.manifest_stamp: tuple[int, ...] = (0,)  # of the manifest that was read last
         self.order = SourceOrder(cfg.run.seed, number, Windows(cfg.train.seq_len))
-        self.stream: TokenStream | None = None
-        self.required: tuple[Sequence[str], str | None] = (), None  # as require() was told
-        self.stamp: tuple[int, ...] = (0,)  # of the manifest that was read last
-        self._read_to_record()
+        self.stream: TokenStream | None = None  # None: no segment can be read yet
+        # as require() was told
+        self.required_segments: Sequence[str] = ()
+        self.required_validation: str | None = None
+        self._extend()
 
     @property
     def is_recorded(self) -> bool:
-        """Whether all of the text is: no step waits for it any more."""
+        """Whether all of the text is recorded: no step waits for it any more."""
         return self.order.windows is not None
 
+    def has_validation(self) -> bool:
+        """Whether it is decided what the validation text is, and all of it is recorded."""
+        return validation_range(self.manifest) is not None
+
+    def segments_up_to(self, sample: int) -> int:
+        """How many segments' text decides which windows the samples up to this one are."""
+        ends = self.order.segment_ends
+        return min(bisect.bisect_right(ends, sample) + 1, len(ends))
+
+    def require(self, segments: Sequence[str], validation_hash: str | None) -> None:
+        """Refuses text other than a checkpoint was trained on, as soon as it is prepared.
+
+        segments: hashes of those that the checkpoint has used. Raises ConfigError.
+        """
+        self.required_segments = segments
+        self.required_validation = validation_hash
+        self._check_required()
+
     def refresh(self) -> None:
-        """Looks how far the text is recorded now. Raises ConfigError if the folder is gone, or is another one."""
+        """Reads how far the text is recorded now. Raises ConfigError if the folder is gone, or was
+        replaced by another one."""
         if is_complete(self.manifest):
             return
-        stamp = self._stamp_of_record()
-        if stamp == self.stamp:
+        stamp = self._current_stamp()
+        if stamp == self.manifest_stamp:
             return
         manifest = read_manifest(self.folder)
         if manifest is None:
@@ -64,70 +192,52 @@ class GrowingStream:
                     f"{self.folder}: was begun anew, with another {key}, while a run reads it"
                 )
         self._check_segments(manifest["segments"], self.manifest["segments"])
-        if progress_of(manifest) >= progress_of(self.manifest) and self._is_there(manifest):
-            self.stamp = stamp
+        is_newer = progress_of(manifest) >= progress_of(self.manifest)
+        if is_newer and self._is_visible(manifest):
+            self.manifest_stamp = stamp
             self.manifest = manifest
-            self._read_to_record()
+            self._extend()
 
-    def _stamp_of_record(self) -> tuple[int, ...]:
-        """Changes with the record."""
+    def _current_stamp(self) -> tuple[int, ...]:
+        """Changes whenever the manifest does."""
         try:
             status = (self.folder / MANIFEST).stat()
         except FileNotFoundError:
             return ()
         except OSError:  # of a network's file system: it may pass
-            return self.stamp
+            return self.manifest_stamp
         return status.st_mtime_ns, status.st_ino, status.st_size
 
-    def require(self, segments: Sequence[str], validation_hash: str | None) -> None:
-        """Text other than a checkpoint was trained on is refused, as soon as it is prepared. segments: their hashes.
-        Raises ConfigError."""
-        self.required = segments, validation_hash
-        self._check_required()
-
-    def _check_required(self) -> None:
-        segments, before = self.required
-        self._check_segments(self.manifest["segments"], segments)
-        now = self.manifest.get("validation_hash")
-        if before and now and before != now:
-            raise ConfigError(
-                f"{self.folder}: its validation text is another than when the run began; restore "
-                "it and prepare it anew, or choose another run.name"
-            )
-
-    def _check_segments(self, now: Sequence[str], before: Sequence[str]) -> None:
-        """Raises ConfigError if segments that were read have other text now. now, before: their hashes."""
-        for segment, (new, old) in enumerate(zip(now, before)):
-            if new != old:
-                raise ConfigError(
-                    f"{self.folder}: segment {segment} has other text than when it was trained on; "
-                    "restore the source and prepare it anew, or choose another run.name"
-                )
-
-    def _is_there(self, manifest: dict) -> bool:
-        """Whether the recorded bytes are visible here: a network's file system may show the manifest first."""
+    def _is_visible(self, manifest: dict) -> bool:
+        """Whether this machine sees the recorded bytes: a network's file system may show the
+        manifest first."""
         width = WIDTH[manifest["dtype"]]
-        sizes = {}
-        for split, tokens in manifest["tokens"].items():
-            sizes[f"{split}.bin"] = tokens * width
-            sizes[f"{split}.ends.bin"] = 8 * manifest["documents"][split]
         try:
-            return all(os.stat(self.folder / name).st_size >= size for name, size in sizes.items())
+            for split, tokens in manifest["tokens"].items():
+                ids = self.folder / f"{split}.bin"
+                ends = self.folder / f"{split}.ends.bin"
+                if os.stat(ids).st_size < tokens * width:
+                    return False
+                if os.stat(ends).st_size < manifest["documents"][split] * END_BYTES:
+                    return False
         except OSError:
             return False
+        return True
 
-    def _read_to_record(self) -> None:
-        """Makes the segments readable that the manifest covers."""
+    def _extend(self) -> None:
+        """Extends `stream` and `order` by the segments that the manifest now records. Raises
+        ConfigError if all text is there, and too little to train on."""
         manifest = self.manifest
         # until it is decided what is held out, the first tokens may become validation text
         is_decided = validation_range(manifest) or holds_out_documents(manifest)
         if self.is_recorded or not manifest["segments"] or not is_decided:
             return
         self._check_required()
-        # opened again: a network's file system shows new content to a new open() only
+        # opened again: a network's file system shows new bytes to a new open() only
         stream = stream_of(self.folder, manifest, "train", self.cfg.model.vocab_size)
         windows = stream.training_windows(self.cfg.train.seq_len)
-        self.stream, self.order.numbering = stream, windows
+        self.stream = stream
+        self.order.numbering = windows
         segments = len(manifest["segments"])
         for segment in range(len(self.order.segment_ends), segments):
             is_last = has_ended(manifest) and segment == segments - 1
@@ -140,109 +250,28 @@ class GrowingStream:
                 raise ConfigError(*problems)
             self.order.windows = count
 
-    def segments_needed(self, index: int) -> int:
-        """How many segments' text decides which windows the samples up to this index are."""
-        ends = self.order.segment_ends
-        return min(bisect.bisect_right(ends, index) + 1, len(ends))
-
-    def span(self, window: int, seq_len: int) -> tuple[TokenStream, int, int]:
-        """As TokenStream.span()."""
-        assert self.stream
-        return self.stream.span(window, seq_len)
-
-    def has_validation(self) -> bool:
-        """Whether it is decided what the validation text is, and all of it is there."""
-        return validation_range(self.manifest) is not None
-
-
-class GrowingText:
-    """The sources of a run, how far they are prepared, and the process that prepares them."""
-
-    def __init__(self, cfg: config.Config, folders: Sequence[pathlib.Path]):
-        """Raises ConfigError."""
-        self.cfg = cfg
-        self.mixture = make_mixture(cfg)
-        self.streams = [
-            GrowingStream(folder, cfg, number, self.mixture)
-            for number, folder in enumerate(folders)
-        ]
-        self.order = Order([stream.order for stream in self.streams], self.mixture)
-        # of each source's samples in a period
-        self.positions: list[list[int]] = [[] for _ in folders]
-        for position, (source, _) in enumerate(self.mixture.table):
-            self.positions[source].append(position)
-        self.preparer = Preparer(cfg)
-        self.waited = 0.0  # seconds without a record, while a run waits for one
-        self.last_record: Any = None
-        self.last_poll = time.monotonic()
-
-    def _last_index(self, source: int, step: int) -> int:
-        """The index of a source's last sample up to a step; -1: it has none."""
-        period, position = divmod(step * self.cfg.train.global_batch_size, self.mixture.period)
-        before = bisect.bisect_left(self.positions[source], position)
-        return period * self.mixture.parts[source] + before - 1
-
-    def covers(self, step: int) -> bool:
-        """Whether a step's batch can be read, on all ranks."""
-        return all(
-            stream.is_recorded or stream.order.covers(self._last_index(stream.number, step))
-            for stream in self.streams
-        )
-
-    def has_validation(self) -> bool:
-        return all(stream.has_validation() for stream in self.streams)
-
-    def segments(self, step: int) -> list[list[str]]:
-        """Of each source, the hashes of the segments that decide the samples up to a step."""
-        used = []
-        for stream in self.streams:
-            index = self._last_index(stream.number, step)
-            used.append(stream.manifest["segments"][: stream.segments_needed(max(0, index))])
-        return used
-
-    def validation_hashes(self) -> list[str]:
-        return [stream.manifest.get("validation_hash", "") for stream in self.streams]
-
-    def poll(self, waits: bool) -> None:
-        """Reads the records again, and sees to it that what is missing is being prepared. waits: whether a run waits
-        for it. Raises ConfigError if the text cannot be prepared, PreparingFailed if it isn't for too long."""
-        for stream in self.streams:
-            stream.refresh()
-        if not all(is_complete(stream.manifest) for stream in self.streams):
-            is_needed = not all(stream.is_recorded for stream in self.streams)
-            self.preparer.poll(is_needed)
-        record = [progress_of(stream.manifest) for stream in self.streams]
-        # counts a second at most: a longer gap means that this process was suspended
-        now = time.monotonic()
-        if waits and record == self.last_record:
-            self.waited += min(1.0, now - self.last_poll)
-        else:
-            self.waited = 0.0
-        self.last_record, self.last_poll = record, now
-        limit = self.cfg.run.start_timeout_seconds
-        if self.waited > limit / 2:
-            self.preparer.replace()  # it may be stopped
-        if self.waited > limit:
-            writer = self.streams[0].manifest.get("writer", "a process that prepares")
-            folders = ", ".join(str(stream.folder) for stream in self.streams)
-            raise PreparingFailed(
-                f"{folders}: nothing was recorded for {self.waited:.0f} s "
-                f"(run.start_timeout_seconds), last by {writer}; the same command resumes"
+    def _check_required(self) -> None:
+        self._check_segments(self.manifest["segments"], self.required_segments)
+        before = self.required_validation
+        now = self.manifest.get("validation_hash")
+        if before and now and before != now:
+            raise ConfigError(
+                f"{self.folder}: its validation text is another than when the run began; restore "
+                "it and prepare it anew, or choose another run.name"
             )
 
-    def waits_for(self, step: int) -> str:
-        """What a step waits for, for a log."""
-        missing = [
-            stream
-            for stream in self.streams
-            if not stream.order.covers(self._last_index(stream.number, step))
-        ]
-        return "; ".join(
-            f"{stream.folder}: segment {len(stream.order.segment_ends)}, "
-            f"{stream.manifest['tokens']['train']:,} of "
-            f"{border_of(len(stream.order.segment_ends)):,} tokens prepared"
-            for stream in missing or self.streams
-        )
+    def _check_segments(self, now: Sequence[str], before: Sequence[str]) -> None:
+        """Raises ConfigError if a segment that was read has other text now. now, before: hashes."""
+        for segment, (new, old) in enumerate(zip(now, before)):
+            if new != old:
+                raise ConfigError(
+                    f"{self.folder}: segment {segment} has other text than when it was trained on; "
+                    "restore the source and prepare it anew, or choose another run.name"
+                )
 
-    def close(self) -> None:
-        self.preparer.close()
+    def waits_for(self) -> str:
+        """Which segment is prepared next, and how far it is, for a log."""
+        segment = len(self.order.segment_ends)
+        tokens = self.manifest["tokens"]["train"]
+        end = border_of(segment)
+        return f"{self.folder}: segment {segment}, {tokens:,} of {end:,} tokens prepared"

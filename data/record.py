@@ -1,19 +1,19 @@
 """The record of a folder of token files, manifest.json: what is prepared, and how far it is synced.
 
-Segment: the tokens of a text between two borders; growing text is read segment by segment.
-Complete: all text is there, and the record has the SHA-256 of every file ("sha256").
+Growing text is read segment by segment: a segment is the text between two borders.
+A record is complete when all text is prepared: it then has the SHA-256 of every file ("sha256").
 """
 
 import json
 import pathlib
 from dataclasses import dataclass
-from typing import Any
 
 import files
 from config import ConfigError
 
 MANIFEST = "manifest.json"
-FIRST_BORDER, BORDER_STEP = 1 << 20, 1 << 28  # tokens
+FIRST_BORDER = 1 << 20  # tokens
+BORDER_STEP = 1 << 28  # tokens; up to twice as many, borders double
 HOLD_OUT_BEFORE = 1 << 24  # train tokens: growing text holds out documents that begin before
 
 
@@ -25,12 +25,9 @@ def border_of(segment: int) -> int:
     return end
 
 
-def damaged(path: pathlib.Path, problem: str) -> ConfigError:
-    return ConfigError(f"{path}: {problem}; delete {path.parent} to prepare it again")
-
-
 def read_manifest(folder: pathlib.Path) -> dict | None:
-    """A folder's manifest, None if it has none. Raises ConfigError if it cannot be read, or is another program's."""
+    """A folder's manifest, None if it has none. Raises ConfigError if it cannot be read, or is not
+    one of prepared data."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_bytes())
@@ -40,9 +37,7 @@ def read_manifest(folder: pathlib.Path) -> dict | None:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):
         manifest = None
-    required = {"identity", "vocab_size", "tokens", "dtype"}
-    is_ours = isinstance(manifest, dict) and required <= manifest.keys()
-    if not is_ours or not ({"sha256", "segments"} & manifest.keys()):
+    if not _is_of_prepared_data(manifest):
         raise ConfigError(
             f"{path}: is no manifest of prepared data; move {folder} away, or name another "
             "data.path"
@@ -50,8 +45,16 @@ def read_manifest(folder: pathlib.Path) -> dict | None:
     return manifest
 
 
+def _is_of_prepared_data(manifest: object) -> bool:
+    if not isinstance(manifest, dict):
+        return False
+    if not {"identity", "vocab_size", "tokens", "dtype"} <= manifest.keys():
+        return False
+    return "sha256" in manifest or "segments" in manifest
+
+
 def manifest_of(folder: pathlib.Path) -> dict:
-    """A prepared folder's manifest. Raises ConfigError if it has none, too."""
+    """A prepared folder's manifest. As read_manifest(), but raises ConfigError if there is none."""
     manifest = read_manifest(folder)
     if manifest is None:
         raise ConfigError(
@@ -61,7 +64,7 @@ def manifest_of(folder: pathlib.Path) -> dict:
 
 
 def complete_manifest(folder: pathlib.Path) -> dict:
-    """manifest_of(), and a ConfigError if the text is still being prepared."""
+    """As manifest_of(), but raises ConfigError if the text is still being prepared."""
     manifest = manifest_of(folder)
     if not is_complete(manifest):
         tokens = manifest["tokens"]["train"]
@@ -72,10 +75,10 @@ def complete_manifest(folder: pathlib.Path) -> dict:
     return manifest
 
 
-def write_manifest(folder: pathlib.Path, manifest: dict, **layout: Any) -> None:
-    """Replaces a folder's manifest, which other processes may do at the same time. Raises OSError."""
+def write_manifest(folder: pathlib.Path, manifest: dict, indent: int | None = None) -> None:
+    """Replaces a folder's manifest; other processes may do so at the same time. Raises OSError."""
     temporary = folder / f".{MANIFEST}.{files.process_name()}.tmp"
-    files.write_atomic(folder / MANIFEST, json.dumps(manifest, **layout), temporary)
+    files.write_atomic(folder / MANIFEST, json.dumps(manifest, indent=indent), temporary)
 
 
 def is_complete(manifest: dict | None) -> bool:
@@ -88,31 +91,39 @@ def has_ended(manifest: dict) -> bool:
 
 
 def progress_of(manifest: dict) -> tuple[bool, int]:
-    """Grows from record to record."""
+    """(complete, tokens). Grows from record to record."""
     return is_complete(manifest), sum(manifest["tokens"].values())
 
 
 @dataclass(frozen=True)
-class ValidationRange:
-    """Where a folder's validation text stands: tokens first ... end-1 of a file.
+class TokenRange:
+    """Tokens first ... end-1 of one of a folder's token files."""
 
-    Usually all of heldout.bin. Of a text without a document that is held out: some of train.bin.
-    """
-
-    split: str  # the file: "heldout" or "train"
+    split: str  # "train" or "heldout": names the file
     first: int
     end: int
 
 
-def validation_range(manifest: dict) -> ValidationRange | None:
-    """None if it isn't decided yet, since too little is prepared."""
+def validation_range(manifest: dict) -> TokenRange | None:
+    """Which tokens are a folder's validation text: all of heldout.bin or, if no document was held
+    out, some of train.bin. None if it isn't decided yet, since too little is prepared."""
     if "validation" in manifest:
-        return ValidationRange(*manifest["validation"])
+        return TokenRange(*manifest["validation"])
     if is_complete(manifest):  # of a version that held out documents alone
-        return ValidationRange("heldout", 0, manifest["tokens"].get("heldout", 0))
+        return TokenRange("heldout", 0, manifest["tokens"].get("heldout", 0))
     return None
 
 
+def training_range(manifest: dict) -> TokenRange:
+    """All of train.bin, validation text in it included."""
+    return TokenRange("train", 0, manifest["tokens"]["train"])
+
+
 def holds_out_documents(manifest: dict) -> bool:
-    """Whether heldout.bin has an input and its target: then no token of train.bin will be for validation."""
+    """Whether heldout.bin has an input and its target: then all of train.bin is trained on."""
     return manifest["tokens"]["heldout"] >= 2
+
+
+def damaged(path: pathlib.Path, problem: str) -> ConfigError:
+    """The error of a file of prepared data that is not as it was written."""
+    return ConfigError(f"{path}: {problem}; delete {path.parent} to prepare it again")

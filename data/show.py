@@ -9,47 +9,72 @@ import argparse
 import io
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import config
 from config import ConfigError, run_tool
-from data.dataset import data_folders, open_dataset
+from data.dataset import Dataset, open_dataset
 from data.tokenizer import Tokenizer
+from data.tokens import Span
 from files import print_line, printable
 
 
 def samples(cfg: config.Config, step: int) -> Iterator[str]:
     """Yields the text to print for each sample of a step (from 1). Raises ConfigError."""
-    t, dataset = cfg.train, open_dataset(cfg)
+    dataset = open_dataset(cfg)
     if dataset.growing and not dataset.growing.covers(step):
+        missing = dataset.growing.waits_for(step)
         raise ConfigError(
-            f"--step {step}: its text is not prepared yet ({dataset.growing.waits_for(step)}); `python "
-            "-m data.prepare CONFIG` prepares it"
+            f"--step {step}: its text is not prepared yet ({missing}); `python -m data.prepare "
+            "CONFIG` prepares it"
         )
-    show = show_text
+    tokenizer = Tokenizer(dataset.folders[0])
+    batch_size = cfg.train.global_batch_size
+    for number in range((step - 1) * batch_size, step * batch_size):
+        span = dataset.span(number)
+        lines = [heading(dataset, step, number, span)]
+        for line in lines_of(cfg, span, tokenizer):
+            lines.append(printable(line))
+        yield "\n".join(lines)
+
+
+def heading(dataset: Dataset, step: int, number: int, span: Span) -> str:
+    """Names a sample: where the order took it from."""
+    assert dataset.order
+    source, epoch, window = dataset.order(number)
+    sources = dataset.cfg.data.sources
+    of_source = f" of {sources[source].source}" if sources else ""
+    last = span.stop - 1  # a target only
+    return (
+        f"=== step {step}, sample {number}: epoch {epoch}{of_source}, window {window}, tokens "
+        f"{span.start} to {last}"
+    )
+
+
+def lines_of(cfg: config.Config, span: Span, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yields the lines of a sample's documents or conversations."""
     if cfg.data.messages_field:
-        from extras.chat.packing import show_conversations as show
-    order, tokenizer = dataset.order, Tokenizer(data_folders(cfg)[0])
-    for number in range((step - 1) * t.global_batch_size, step * t.global_batch_size):
-        source, epoch, window = order(number)
-        stream, first, stop = dataset.train[source].span(window, t.seq_len)
-        last = stop - 1  # a target only
-        of = f" of {cfg.data.sources[source].source}" if cfg.data.sources else ""
-        lines = [
-            f"=== step {step}, sample {number}: epoch {epoch}{of}, window {window}, tokens {first} to "
-            f"{last}"
-        ]
-        yield "\n".join([*lines, *map(printable, show(stream, first, stop, tokenizer))])
+        from extras.chat.packing import Packed, show_conversations
+
+        assert isinstance(span.stream, Packed)
+        return show_conversations(span.stream, span.start, span.stop, tokenizer)
+    return show_text(span, tokenizer)
 
 
-def show_text(stream: Any, first: int, stop: int, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yields the lines of each document in a window."""
-    _, ids = stream.read(first, stop)
-    for document, start, end in stream.documents(first, stop):
-        begins, ends = max(start, first), min(end, stop)
-        cut = " (begins before)" * (start < first) + " (continues)" * (end > stop)
-        yield f"--- document {document}, {ends - begins} of its {end - start} tokens{cut}"
-        yield tokenizer.decode(ids[begins - first : ends - first].tolist())
+def show_text(span: Span, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yields two lines for each document in a window: what of it is in the window, and its text."""
+    stream, start, stop = span
+    _, ids = stream.read(start, stop)
+    for number, document_start, document_stop in stream.documents(start, stop):
+        first = max(document_start, start)
+        end = min(document_stop, stop)
+        size = document_stop - document_start
+        line = f"--- document {number}, {end - first} of its {size} tokens"
+        if document_start < start:
+            line += " (begins before)"
+        if document_stop > stop:
+            line += " (continues)"
+        yield line
+        yield tokenizer.decode(ids[first - start : end - start].tolist())
 
 
 def main(argv: list[str]) -> int:

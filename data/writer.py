@@ -1,8 +1,9 @@
-"""Appends documents to a folder's token files, and records how far they are synced: what a reader may read, and where a
-killed preparation resumes.
+"""Appends documents to a folder's token files, and records how far they are synced: what a reader
+may read, and where a killed preparation resumes.
 
-Writers can't hurt each other, also where locks don't exist. Each begins at the record, and what stands behind it is a
-function of the text, so two write equal bytes. One that finds a record ahead of its own gives up before it writes.
+Writers can't hurt each other, even where locks don't exist. Each begins at the record, and the
+bytes after it are a function of the text, so two writers write equal bytes. A writer that finds a
+record ahead of its own gives up before it writes.
 """
 
 import bisect
@@ -15,46 +16,54 @@ import files
 from config import ConfigError
 from data import record
 from data.record import holds_out_documents, manifest_of, progress_of, write_manifest
-from data.tokens import WIDTH
+from data.tokens import END_BYTES, WIDTH
 
 BUFFER = 1 << 20  # bytes of a file that wait to be written
+READ_BYTES = 1 << 24  # of a file that is hashed, at a time
 SPLITS = ("train", "heldout")
 
 
 class Overtaken(Exception):
-    """Another process has recorded more of a folder, or has begun it anew: what this one would write may be wrong."""
+    """Another process has recorded more of a folder, or has begun the folder anew: what this one
+    would write may be wrong."""
 
 
 class TokenWriter:
     """Writes a folder's token files from its record on.
 
-    train.bin, heldout.bin: ids. *.ends.bin: of each document, the position after its last token, 8 bytes little-endian.
-    `tokens` and `documents` are the manifest's own dictionaries.
+    train.bin, heldout.bin: ids. *.ends.bin: for each document, the position after its last token,
+    8 bytes little-endian. `tokens` and `documents` are the manifest's own dictionaries: append()
+    counts in the manifest, record() writes it.
     """
 
     def __init__(self, folder: pathlib.Path, growing: bool, whole_documents: bool = False):
-        """growing: the first tokens decide what is held out. whole_documents: no document is held out in part. Raises
-        ConfigError and OSError."""
-        self.folder, self.growing, self.whole_documents = folder, growing, whole_documents
+        """growing: the first tokens decide what is held out. whole_documents: no document is held
+        out in part. Raises ConfigError and OSError."""
+        self.folder = folder
+        self.growing = growing
+        self.whole_documents = whole_documents
         self.manifest = manifest_of(folder)
         self.recorded = progress_of(self.manifest)  # by this process, or before it
         self.width = WIDTH[self.manifest["dtype"]]
-        self.tokens = self.manifest["tokens"]
-        self.documents = self.manifest["documents"]
+        self.tokens: dict[str, int] = self.manifest["tokens"]  # by split
+        self.documents: dict[str, int] = self.manifest["documents"]  # by split
         self.is_due = False  # a reader may be waiting for what was appended
         self.bin: dict[str, TokenFile] = {}
         self.ends: dict[str, TokenFile] = {}
         for split in SPLITS:
+            ends_size = END_BYTES * self.documents[split]
             self.bin[split] = TokenFile(folder / f"{split}.bin", self.width * self.tokens[split])
-            self.ends[split] = TokenFile(folder / f"{split}.ends.bin", 8 * self.documents[split])
+            self.ends[split] = TokenFile(folder / f"{split}.ends.bin", ends_size)
         self.files = [*self.bin.values(), *self.ends.values()]
-        hashes = self.manifest["segments"]
-        self.next_border = record.border_of(len(hashes))
-        last_border = record.border_of(len(hashes) - 1) if hashes else 0
+        # the segment that is being written
+        segments = len(self.manifest["segments"])
+        self.next_border = record.border_of(segments)
         self.segment_hash = hashlib.sha256()  # of train.bin, from the last border on
         if not self.manifest.get("ended"):
+            last_border = record.border_of(segments - 1) if segments else 0
+            begin = self.width * last_border
             end = self.width * self.tokens["train"]
-            self.bin["train"].hash_into(self.segment_hash, last_border * self.width, end)
+            self.bin["train"].hash_into(self.segment_hash, begin, end)
 
     def close(self) -> None:
         for file in self.files:
@@ -72,31 +81,35 @@ class TokenWriter:
         self.bin[split].append(ids)
         self.tokens[split] += len(ids) // self.width
         self.documents[split] += 1
-        self.ends[split].append(self.tokens[split].to_bytes(8, "little"))
+        self.ends[split].append(self.tokens[split].to_bytes(END_BYTES, "little"))
         is_beyond = self.growing and self.tokens["train"] >= record.HOLD_OUT_BEFORE
         if is_beyond and not self.has_validation:
             self.decide_validation()
 
     def _hash(self, ids: bytes) -> None:
-        """Adds tokens to the segment's hash, and lists it at a border."""
+        """Adds tokens to the segment's hash; at a border, lists it and begins the next."""
         position = self.tokens["train"]
         while position + len(ids) // self.width >= self.next_border:
-            before = (self.next_border - position) * self.width
-            self.segment_hash.update(ids[:before])
+            size = (self.next_border - position) * self.width
+            self.segment_hash.update(ids[:size])
             self.manifest["segments"].append(self.segment_hash.hexdigest())
             self.segment_hash = hashlib.sha256()
-            position, ids = self.next_border, ids[before:]
+            position = self.next_border
+            ids = ids[size:]
             self.next_border = record.border_of(len(self.manifest["segments"]))
             self.is_due = True
         self.segment_hash.update(ids)
 
     def decide_validation(self) -> None:
-        """Holds out what stands in heldout.bin or, of a text without such a document, the last hundredth of its first
-        tokens: in conversations, the last ones of these."""
+        """Holds out what is in heldout.bin. If no document is held out, holds out the last
+        hundredth of the first tokens: of conversations, the last ones in these tokens."""
         if holds_out_documents(self.manifest):
-            split, first, end = "heldout", 0, self.tokens["heldout"]
+            split = "heldout"
+            first = 0
+            end = self.tokens["heldout"]
         else:
-            split, end = "train", min(record.FIRST_BORDER, self.tokens["train"])
+            split = "train"
+            end = min(record.FIRST_BORDER, self.tokens["train"])
             first = max(0, end - max(2, end // 100))
             if self.whole_documents:
                 first, end = self._document_borders(first, end)
@@ -108,10 +121,11 @@ class TokenWriter:
 
     def _document_borders(self, first: int, end: int) -> tuple[int, int]:
         """The range of documents that end in tokens first ... end."""
-        ends = [0, *self.ends["train"].integers()]
-        last = bisect.bisect_right(ends, end) - 1
-        before = bisect.bisect_right(ends, first) - 1
-        return ends[min(before, max(0, last - 1))], ends[last]
+        borders = [0, *self.ends["train"].integers()]
+        last = bisect.bisect_right(borders, end) - 1
+        before = bisect.bisect_right(borders, first) - 1
+        before = min(before, max(0, last - 1))  # at least one document, if there is one
+        return borders[before], borders[last]
 
     def end(self) -> None:
         """Ends the text, and records that. Raises Overtaken and OSError."""
@@ -125,17 +139,18 @@ class TokenWriter:
         self.record()
 
     def check_record(self) -> None:
-        """Raises Overtaken if another process has begun the folder anew, or recorded more than this one."""
+        """Raises Overtaken if another process has begun the folder anew, or recorded more than this
+        one."""
         for file in self.files:
             if not file.is_in_place():
                 raise Overtaken(f"{file.path}: was deleted or replaced while it was written")
-        now = manifest_of(self.folder)
+        manifest = manifest_of(self.folder)
         for key in ("identity", "tokenizer"):
-            if now.get(key) != self.manifest.get(key):
+            if manifest.get(key) != self.manifest.get(key):
                 raise Overtaken(f"{self.folder}: was begun anew while it was written")
-        if progress_of(now) > self.recorded:
-            holder = now.get("writer", "another process")
-            raise Overtaken(f"{self.folder}: {holder} has prepared more of it")
+        if progress_of(manifest) > self.recorded:
+            writer = manifest.get("writer", "another process")
+            raise Overtaken(f"{self.folder}: {writer} has prepared more of it")
 
     def record(self) -> None:
         """Syncs the files, then says so in the manifest. Raises Overtaken and OSError."""
@@ -153,15 +168,16 @@ class TokenFile:
 
     def __init__(self, path: pathlib.Path, size: int):
         """size: recorded bytes. Raises ConfigError if the file has fewer."""
-        self.path, self.size = path, size
+        self.path = path
+        self.size = size  # bytes that are recorded or written; `pending` follows
         self.pending = bytearray()
         self.handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        there = os.fstat(self.handle).st_size
-        if there < size:
+        size_on_disk = os.fstat(self.handle).st_size
+        if size_on_disk < size:
             os.close(self.handle)
             raise ConfigError(
-                f"{path}: has {there} bytes, its manifest says {size}: it was cut or changed; "
-                f"delete {path.parent} to prepare it again"
+                f"{path}: has {size_on_disk} bytes, its manifest says {size}: it was cut or "
+                f"changed; delete {path.parent} to prepare it again"
             )
 
     def append(self, raw: bytes) -> None:
@@ -183,45 +199,51 @@ class TokenFile:
     def is_in_place(self) -> bool:
         """Whether the path still leads to the file that is open."""
         try:
-            there, ours = self.path.stat(), os.fstat(self.handle)
+            at_path = self.path.stat()
+            is_open = os.fstat(self.handle)
         except OSError:
             return False
-        return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+        return os.path.samestat(at_path, is_open)
 
     def cut_rest(self) -> None:
         """Ends the file where writing ended."""
         self.write()
         os.ftruncate(self.handle, self.size)
 
-    def hash_into(self, digest: Any, offset: int, end: int) -> None:
-        """Adds bytes offset ... end-1 to a hash."""
+    def hash_into(self, digest: Any, begin: int, end: int) -> None:
+        """Adds bytes begin ... end-1 to a hash of hashlib."""
         self.write()
-        while block := os.pread(self.handle, min(1 << 24, end - offset), offset):
+        offset = begin
+        while block := os.pread(self.handle, min(READ_BYTES, end - offset), offset):
             digest.update(block)
             offset += len(block)
 
     def integers(self) -> list[int]:
-        """Its content, of numbers of 8 bytes."""
+        """The numbers in it, of END_BYTES each."""
         self.write()
-        content = os.pread(self.handle, self.size, 0)
-        return [int.from_bytes(content[i : i + 8], "little") for i in range(0, self.size, 8)]
+        raw = os.pread(self.handle, self.size, 0)
+        offsets = range(0, self.size, END_BYTES)
+        return [int.from_bytes(raw[i : i + END_BYTES], "little") for i in offsets]
 
 
 def segment_hashes(folder: pathlib.Path, manifest: dict) -> tuple[list[str], str]:
-    """(the SHA-256 of each segment of train.bin, that of all of it), of an ended text as it is on disk."""
-    width, end = WIDTH[manifest["dtype"]], manifest["tokens"]["train"]
-    whole, hashes = hashlib.sha256(), []
+    """(the SHA-256 of each segment of train.bin, that of the file), of an ended text as it is on
+    disk."""
+    width = WIDTH[manifest["dtype"]]
+    tokens = manifest["tokens"]["train"]
+    file_hash = hashlib.sha256()
+    hashes = []
     with (folder / "train.bin").open("rb") as file:
-        position = 0
+        position = 0  # tokens
         for segment in range(len(manifest["segments"])):
             segment_hash = hashlib.sha256()
-            border = min(end, record.border_of(segment))
+            border = min(tokens, record.border_of(segment))
             while position < border:
-                block = file.read(min(1 << 24, (border - position) * width))
+                block = file.read(min(READ_BYTES, (border - position) * width))
                 if not block:
                     break
-                whole.update(block)
+                file_hash.update(block)
                 segment_hash.update(block)
                 position += len(block) // width
             hashes.append(segment_hash.hexdigest())
-    return hashes, whole.hexdigest()
+    return hashes, file_hash.hexdigest()

@@ -201,7 +201,7 @@ class Run:
         (_, first), *others = all_gather_objects((platform.node(), segments))
         problems = []
         for host, theirs in others:
-            for stream, ours, their in zip(growing.streams, first, theirs):
+            for stream, ours, their in zip(growing.sources, first, theirs):
                 differ = [i for i, pair in enumerate(zip(ours, their)) if pair[0] != pair[1]]
                 if differ:
                     problems.append(

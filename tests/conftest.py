@@ -209,11 +209,11 @@ def loader_of(
     cp: int = 1,
 ):
     """The Loader of a data rank, for these streams."""
+    from data.dataset import Dataset
     from data.loader import Loader
     from data.order import make_order
 
-    order = make_order(cfg, streams)
-    dataset = SimpleNamespace(train=streams, order=order, growing=None)
+    dataset = Dataset(cfg, make_order(cfg, streams), [*streams])
     return Loader(cfg, dataset, data_rank(rank, ranks, cp), first_step)
 
 

@@ -19,8 +19,8 @@ import config
 import data.encode
 import data.prepare
 import data.record
-from data.growing import GrowingStream
-from data.order import OneSource
+from data.growing import GrowingSource
+from data.mixture import Mixture
 from data.prepare import prepare
 from data.record import read_manifest
 
@@ -101,7 +101,7 @@ def main(path: str, final: str) -> None:
                 written = (folder / name).read_bytes()[:size] if size else b""
                 assert written == expected[name][:size], (last, name)
         if cfg.data.order == "growing":
-            source = GrowingStream(folder, cfg, 0, OneSource())
+            source = GrowingSource(folder, cfg, 0, Mixture([1.0]))
             segments = len(source.order.segment_ends)
             assert segments in (0, len(manifest["segments"])), last
 

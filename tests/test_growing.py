@@ -31,10 +31,10 @@ from data import background, growing, record, sources
 from data.background import PreparingFailed
 from data.dataset import open_data, open_dataset
 from data.folder import begin_all
-from data.growing import GrowingStream
+from data.growing import GrowingSource
 from data.identity import open_source
 from data.loader import FAILED, READY, WAITING, Loader
-from data.order import OneSource
+from data.mixture import Mixture
 from data.prepare import Preparation, main, prepare, prepare_text
 from data.record import is_complete, read_manifest
 from data.tokenizer import Tokenizer, train_tokenizer
@@ -125,7 +125,7 @@ def whole(corpora, prepared, tmp_path_factory) -> tuple[pathlib.Path, list[int]]
         data = {"source": str(corpora["jsonl"]), "order": "growing", "tokenizer": tokenizer}
         cfg = make_config(data={**data, "path": str(folder)})
         prepare(cfg, whole=True)
-        epoch = GrowingStream(folder, cfg, 0, OneSource()).order.windows
+        epoch = GrowingSource(folder, cfg, 0, Mixture([1.0])).order.windows
         return folder, digests(cfg, epoch // 8 + 30)
 
 
@@ -194,8 +194,8 @@ def test_the_order_is_that_of_the_documentation_s_model(tokens, held_out, seq_le
         run={"seed": 3},
         train={"seq_len": seq_len, "global_batch_size": 1, "micro_batch_size": None},
     )
-    mixture = SimpleNamespace(parts=(1, 1, 1), period=3)
-    source = GrowingStream(folder, cfg, 2, mixture)
+    mixture = SimpleNamespace(weights=(1, 1, 1), period=3)
+    source = GrowingSource(folder, cfg, 2, mixture)
     windows_an_epoch = source.order.windows
     count = 3 * windows_an_epoch
     found = [source.order.locate(index) for index in range(count)]
@@ -224,7 +224,7 @@ def test_the_real_borders(tmp_path, monkeypatch):
     assert [record.border_of(i) for i in range(30)] == [order_model.border(i) for i in range(30)]
     tokens = 2**21 + 2**20 + 12_345
     cfg = make_config(train={"seq_len": 2048, "global_batch_size": 1, "micro_batch_size": None})
-    source = GrowingStream(fake_folder(tmp_path / "f", tokens), cfg, 0, OneSource())
+    source = GrowingSource(fake_folder(tmp_path / "f", tokens), cfg, 0, Mixture([1.0]))
     count = source.order.windows + 50
     assert [source.order.locate(i) for i in range(count)] == order_model.growing_samples(
         tokens, 2048, 0, 0, None, count
@@ -288,7 +288,7 @@ def test_a_source_that_waits_reads_what_is_recorded_alone(corpora, configured, w
 
         def recorded(writer):
             record(writer)
-            source = GrowingStream(tmp_path / "new", cfg, 0, OneSource())
+            source = GrowingSource(tmp_path / "new", cfg, 0, Mixture([1.0]))
             readable = source.order.segment_ends[-1] // 8 if source.order.segment_ends else 0
             seen.append(readable)
             text = growing.GrowingText(cfg, [tmp_path / "new"])
@@ -473,7 +473,7 @@ def test_wrong_rows_end_it_with_their_lines_and_mended_it_goes_on(
     cfg = configured(pattern, tmp_path / "p")
     good = configured(corpora[kind], tmp_path / "good")
     prepare(good, whole=True)
-    steps = GrowingStream(tmp_path / "good", good, 0, OneSource()).order.windows // 8
+    steps = GrowingSource(tmp_path / "good", good, 0, Mixture([1.0])).order.windows // 8
     expected = digests(good, steps)
     prepare(cfg)
     loader, found = Loader(cfg, open_dataset(cfg), data_rank(), 1), []
@@ -632,7 +632,7 @@ def test_a_folder_that_is_deleted_or_begun_anew_is_noticed(
     prepare(cfg)
     writer = TokenWriter(tmp_path / "p", growing=True)
     writer.append("train", bytes(20))
-    source = GrowingStream(tmp_path / "p", cfg, 0, OneSource())
+    source = GrowingSource(tmp_path / "p", cfg, 0, Mixture([1.0]))
     shutil.rmtree(tmp_path / "p")
     with pytest.raises(Overtaken, match=r"was deleted or replaced while it was written"):
         writer.record()
@@ -656,7 +656,7 @@ def test_a_record_is_trusted_once_its_bytes_are_there(corpora, configured, whole
     folder, expected = whole
     cfg = configured(corpora["jsonl"], tmp_path / "p")
     prepare(cfg)
-    source = GrowingStream(tmp_path / "p", cfg, 0, OneSource())
+    source = GrowingSource(tmp_path / "p", cfg, 0, Mixture([1.0]))
     manifest = content(folder)["manifest.json"]
     for name, bytes_ in content(folder).items():
         (tmp_path / "p" / name).write_bytes(bytes_[:1000] if name == "train.bin" else bytes_)
@@ -919,7 +919,7 @@ def test_passing_trouble_of_a_disk_is_not_the_text_s_fault(
 ):
     cfg = configured(corpora["jsonl"], tmp_path / "p")
     prepare(cfg)
-    source = GrowingStream(tmp_path / "p", cfg, 0, OneSource())
+    source = GrowingSource(tmp_path / "p", cfg, 0, Mixture([1.0]))
     stat = pathlib.Path.stat
 
     def stale(path, **options):

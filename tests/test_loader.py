@@ -17,7 +17,7 @@ import torch
 import config
 from config import IGNORE, ConfigError
 from data.loader import sample_digest, validation_batches
-from data.order import Permutation, Place, make_order
+from data.order import Permutation, SamplePosition, make_order
 from data.record import read_manifest
 from data.tokenizer import Tokenizer
 from data.tokens import TokenStream, open_stream, window_count
@@ -42,7 +42,7 @@ def test_every_sample_once_an_epoch_for_any_split(prepared):
     assert windows % 8  # the tail of an epoch goes into the next one's first batch
     loaders = [loader_of(cfg, stream, rank=rank, ranks=4) for rank in range(4)]
     alone = loader_of(cfg, stream)
-    seen = [alone.order(k).window for k in range(3 * windows)]
+    seen = [alone.dataset.order(k).window for k in range(3 * windows)]
     # of the run's seed
     assert seen == [Permutation(windows, 5, k // windows)(k % windows) for k in range(3 * windows)]
     epochs = [seen[i * windows : (i + 1) * windows] for i in range(3)]
@@ -77,7 +77,7 @@ def test_targets_are_the_next_tokens(prepared):
     loader = loader_of(make_config(), stream)
     inputs, targets = next(loader).micro_batches[0]
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    _, ids = stream.read(loader.order(0).window * 32, loader.order(0).window * 32 + 33)
+    _, ids = stream.read(*loader.dataset.span(0)[1:])
     assert torch.equal(inputs[0], ids[:-1]) and torch.equal(targets[0], ids[1:])
     loader.close()
 
@@ -126,7 +126,7 @@ def stream_of(ids: list[int], folder: pathlib.Path) -> TokenStream:
 
 
 def test_a_negative_id_is_named(tmp_path):
-    """It would count as a target that does not count."""
+    """It would be taken for IGNORE."""
     stream = stream_of([0, 4, IGNORE, 4], tmp_path)
     assert stream.read(0, 2)[1].tolist() == [0, 4]
     with pytest.raises(
@@ -399,10 +399,9 @@ def test_files_beyond_two_to_the_31_tokens(dtype, width, tmp_path):
     loader = loader_of(make_config(model={"vocab_size": 5000}), stream)
     last = window_count(length, 32) - 1
     loader.close()
-    loader.order = lambda number: Place(0, 0, last)
-    assert (
-        loader.span(0) == (stream, 32 * last, 32 * last + 33) and 2**31 < 32 * last + 33 <= length
-    )
+    loader.dataset.order = lambda number: SamplePosition(0, 0, last)
+    assert loader.dataset.span(0) == (stream, 32 * last, 32 * last + 33)
+    assert 2**31 < 32 * last + 33 <= length
     targets = loader.batch(1).micro_batches[0][1]
     assert targets[0].tolist() == stream.read(32 * last + 1, 32 * last + 33)[1].tolist()
 
@@ -423,7 +422,7 @@ def test_under_a_document_mask_positions_and_documents_come_along(prepared):
             assert {x.dtype for x in (inputs, targets, positions, documents)} == {torch.int64}
             assert {tuple(x.shape) for x in (inputs, targets, positions, documents)} == {(4, 100)}
             for row in range(4):
-                _, first, stop = loader.span(number)
+                _, first, stop = loader.dataset.span(number)
                 ids, place, document = (
                     stream.read(first, stop)[1].tolist(),
                     0,

@@ -13,7 +13,8 @@ import config
 from config import LONGEST_PERIOD, ConfigError
 from data.dataset import open_data
 from data.loader import DIGEST_MODULUS, sample_digest
-from data.order import OneSource, Order, Permutation, SourceOrder, make_order, rank_samples
+from data.mixture import Mixture, integer_weights
+from data.order import Order, Permutation, SourceOrder, make_order, rank_samples
 from data.prepare import prepare
 from data.tokens import open_stream, window_count
 from tests import cases
@@ -109,10 +110,8 @@ WEIGHTS = [
 
 @pytest.mark.parametrize("shares", WEIGHTS, ids=str)
 def test_mixture_is_true_to_its_weights_at_every_prefix(shares):
-    from data.mixture import Mixture
-
     mixture = Mixture(shares)
-    exact = [Fraction(part, mixture.period) for part in mixture.parts]
+    exact = [Fraction(part, mixture.period) for part in mixture.weights]
     given = [Fraction(repr(weight)) / sum(Fraction(repr(w)) for w in shares) for weight in shares]
     assert all(abs(a - b) <= Fraction(1, LONGEST_PERIOD) for a, b in zip(exact, given))
     counts = [0] * len(shares)
@@ -123,38 +122,29 @@ def test_mixture_is_true_to_its_weights_at_every_prefix(shares):
         for count, share in zip(counts, exact):
             assert abs(count - share * (number + 1)) < 1
     far = 10**15 * mixture.period
-    assert mixture(far + 1)[1] == mixture(1)[1] + 10**15 * mixture.parts[mixture(1)[0]]
+    assert mixture(far + 1)[1] == mixture(1)[1] + 10**15 * mixture.weights[mixture(1)[0]]
 
 
-def test_one_source_is_a_mixture_of_one():
-    from data.mixture import Mixture
-
-    one, mixture = OneSource(), Mixture([0.3])
-    assert (one.period, [*one.parts]) == (mixture.period, mixture.parts)
-    assert [one(number) for number in (0, 1, 2, 10**15)] == [
-        mixture(number) for number in (0, 1, 2, 10**15)
-    ]
+def test_of_one_source_a_sample_keeps_its_number():
+    mixture = Mixture([0.3])
+    numbers = (0, 1, 2, 10**15)
+    assert [mixture(number) for number in numbers] == [(0, number) for number in numbers]
 
 
 def test_weights_are_exact_where_they_can_be():
-    from data.mixture import whole_parts
-
-    assert whole_parts([0.7, 0.2, 0.1]) == [7, 2, 1] and whole_parts([1 / 3, 2 / 3]) == [1, 2]
-    assert (
-        whole_parts([30, 10]) == [3, 1]
-        and sum(whole_parts([0.123456789, math.pi, math.e])) == LONGEST_PERIOD
-    )
+    assert integer_weights([0.7, 0.2, 0.1]) == [7, 2, 1]
+    assert integer_weights([1 / 3, 2 / 3]) == [1, 2]
+    assert integer_weights([30, 10]) == [3, 1]
+    assert sum(integer_weights([0.123456789, math.pi, math.e])) == LONGEST_PERIOD
     shares = [0.25 + 0.6 / LONGEST_PERIOD, 0.25 + 0.1 / LONGEST_PERIOD, 0.5 - 0.7 / LONGEST_PERIOD]
     # what is cut off goes to the first, which lost most
-    assert whole_parts(shares) == [16_385, 16_384, 32_767]
+    assert integer_weights(shares) == [16_385, 16_384, 32_767]
     with pytest.raises(ConfigError, match="a weight must be at least 1/65536 of the sum"):
         make_config(data={"sources": [{"source": "a", "weight": 1e-9}, {"source": "b"}]})
 
 
 def test_every_sample_once_an_epoch_of_its_source():
     """Prime numbers of samples, in a mixture; three epochs of each."""
-    from data.mixture import Mixture
-
     windows = [101, 211, 7]
     order = order_of(windows, Mixture([2, 5, 1]), 3)
     seen: list[list[list[int]]] = [[[], [], []] for _ in windows]
@@ -172,8 +162,6 @@ def test_every_sample_once_an_epoch_of_its_source():
 def test_a_run_reads_on_as_earlier_versions_did():
     """Written down in November 2026: a run that a later version resumes must go on in the order in which it began, and
     digests of runs are compared. 40 bits of a sample's number and its tokens."""
-    from data.mixture import Mixture
-
     order = order_of([101, 7], Mixture([0.7, 0.3]), 3)
     assert [tuple(order(number)) for number in (0, 1, 2, 3, 4, 5, 100, 10**6)] == [
         (0, 0, 30),
@@ -192,8 +180,6 @@ def test_a_run_reads_on_as_earlier_versions_did():
 
 
 def test_sources_of_one_size_are_read_in_orders_of_their_own():
-    from data.mixture import Mixture
-
     order = order_of([50, 50], Mixture([1, 1]), 3)
     read: list[list[int]] = [[], []]
     for number in range(100):

@@ -102,7 +102,7 @@ def test_identity_and_name_of_folders_made_before():
 
 
 def test_name_of_a_mixture_s_tokenizer_made_before():
-    from data.mixture import common_tokenizer
+    from data.folder import common_tokenizer
 
     sources = [
         {"source": "a.jsonl", "weight": 0.7},
@@ -145,7 +145,7 @@ def test_another_python_has_another_library(monkeypatch):
 
 
 def test_a_mixture_s_tokenizer_is_named_by_all_that_decides_the_text_it_is_trained_on():
-    from data.mixture import common_tokenizer
+    from data.folder import common_tokenizer
 
     def name(first: dict, second: dict, rows: int = 320, **data) -> str:
         sources = [{"source": "a.jsonl", **first}, {"source": "b.jsonl", **second}]
@@ -165,7 +165,7 @@ def test_a_mixture_s_tokenizer_is_named_by_all_that_decides_the_text_it_is_train
 
 
 def test_what_a_source_leaves_out_is_that_of_the_table():
-    from data.mixture import sources_of
+    from data.folder import sources_of
 
     given = {"subset": "en", "split": "test", "text_field": "body", "max_tokens": 9}
     own = {"subset": "de", "split": "dev", "text_field": "content", "max_tokens": 7}

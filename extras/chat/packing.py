@@ -106,10 +106,6 @@ class Packed:
         """As TokenStream.training_windows(): all."""
         return Windows(seq_len)
 
-    def span(self, window: int, length: int) -> "tuple[Packed, int, int]":
-        """As TokenStream.span()."""
-        return self, window * length, (window + 1) * length + 1
-
     def conversations(self, window: int) -> list[tuple[int, int, int]]:
         """(number, first token, one past its last in this window) of each in a window, by the stream's tokens."""
         found = []

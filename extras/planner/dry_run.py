@@ -71,6 +71,6 @@ def samples_per_epoch(cfg: config.Config) -> float | None:
         return None
     order = make_order(cfg, open_data(cfg, "train"))
     return max(
-        (source.windows or 0) * order.mixture.period / part
-        for source, part in zip(order.sources, order.mixture.parts)
+        (source.windows or 0) * order.mixture.period / weight
+        for source, weight in zip(order.sources, order.mixture.weights)
     )

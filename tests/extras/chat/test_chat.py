@@ -29,6 +29,7 @@ from data.loader import validation_batches
 from data.prepare import prepare
 from data.record import holds_out_documents, is_complete, read_manifest, validation_range
 from data.tokenizer import train_tokenizer
+from data.tokens import window_span
 from data.writer import TokenWriter
 from extras.chat.conversations import Chat, spelled
 from extras.chat.messages import checked
@@ -440,7 +441,7 @@ def test_a_window_has_each_conversation_with_what_follows_from_it(chats):
     assert dataset.notes[0].startswith(said) and f" {packed.document_count} conversations" in said
     tokens = learned = 0
     for window in range(packed.windows):
-        stream, first, stop = packed.span(window, 128)
+        stream, first, stop = window_span(packed, window, 128)
         raw, ids = stream.read(first, stop)
         documents = stream.documents(first, stop)
         assert stop - first == 129 == len(ids) and documents[-1][1] - first == len(raw) // 4 <= 128
@@ -669,7 +670,7 @@ def test_what_says_nothing_is_left_out_and_counted(tokenizer, tmp_path):
     assert packed.document_count == 30 and packed.cut > 5
     assert f"{packed.cut} cut at a window's end; 4 left out" in packed.summary()
     for window in range(packed.windows):  # cut at its end: begins with its first token
-        assert packed.read(*packed.span(window, 24)[1:])[1][0] == ~1
+        assert packed.read(*window_span(packed, window, 24)[1:])[1][0] == ~1
 
 
 def test_a_hundred_steps_in_a_row_without_a_target_end_the_run(tokenizer, tmp_path, write_config):
