@@ -3,12 +3,14 @@
 ./run_train.sh configs/tiny.toml --eval-only        prints the evaluation row as JSON; writes nothing
 """
 
-import contextlib
 import functools
 import math
 import pathlib
+from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch import Tensor
 
 import config
 import metrics
@@ -33,27 +35,21 @@ from parallel.ranks import all_gather_objects
 def evaluate(
     model: Llama, cfg: config.Config, world: World, dataset: Dataset, run: Run
 ) -> dict | None:
-    """Mean loss over the validation tokens, and the sum of their losses in bits per byte of the text that they encode,
-    for a mixture also by source: {"loss": ..., "bits_per_byte": ..., "loss_by_source": {...}, ...}. Bits per byte of
-    data without a tokenizer are NaN. A loss without any target is None. The result is
-    None if the run was asked to stop meanwhile."""
-    streams = dataset.validation
-    sums = torch.zeros(len(streams), dtype=torch.float64, device=world.device)
-    counts = torch.zeros(len(streams), dtype=torch.int64, device=world.device)
+    """The mean loss over the validation tokens, None if no token has one, and the sum of their losses
+    in bits per byte of the text that they encode, NaN for data without a tokenizer. For a mixture
+    also by source: {"loss": ..., "bits_per_byte": ..., "loss_by_source": {...}, ...}. Returns None
+    if the run was asked to stop meanwhile."""
+    sums = torch.zeros(len(dataset.validation), dtype=torch.float64, device=world.device)
+    counts = torch.zeros(len(dataset.validation), dtype=torch.int64, device=world.device)
     model.eval()
     phase = "first evaluation batch"  # the first may compile
-    for i, tensors in (
-        (i, batch)
-        for i, stream in enumerate(streams)
-        for batch in validation_batches(stream, cfg, world)
-    ):
+    for source, tensors in batches_of_sources(cfg, world, dataset):
         with run.phase(phase):
             run.stop.start_sync()
-            found, valid = model(
-                *(tensor.to(world.device, non_blocking=True) for tensor in tensors)
-            )
-            sums[i] += found["loss"]
-            counts[i] += valid
+            on_device = [tensor.to(world.device, non_blocking=True) for tensor in tensors]
+            terms, valid_tokens = model(*on_device)
+            sums[source] += terms["loss"]
+            counts[source] += valid_tokens
             run.stop.finish_sync()
             if run.stop.agreed:
                 break
@@ -63,29 +59,53 @@ def evaluate(
     if run.stop.agreed:
         return None
     text_bytes = bytes_of_targets(cfg, dataset, world.rank, world.size)
-    ranks = all_gather_objects((sums.tolist(), counts.tolist(), text_bytes))
-    losses, targets = (added([rank[i] for rank in ranks[:: world.tp]]) for i in (0, 1))
-    bits, text = [nats / math.log(2) for nats in losses], added([rank[2] for rank in ranks])
-    # sums over sums, not means of means; a mask may leave no target
-    found = {
-        name: [
-            part / whole if whole else missing
-            for part, whole in zip([*parts, sum(parts)], [*of, sum(of)])
-        ]
-        for name, parts, of, missing in (
-            ("loss", losses, targets, None),
-            ("bits_per_byte", bits, text, math.nan),
-        )
-    }
-    return {name: means[-1] for name, means in found.items()} | {
-        f"{name}_by_source": dict(zip(dataset.names, means))
-        for name, means in found.items()
-        if dataset.names
-    }
+    by_rank = all_gather_objects((sums.tolist(), counts.tolist(), text_bytes))
+    data_ranks = by_rank[:: world.tp]  # the ranks of a tp group have the same sums
+    losses = sum_over_ranks([losses for losses, _, _ in data_ranks])
+    targets = sum_over_ranks([targets for _, targets, _ in data_ranks])
+    sizes = sum_over_ranks([sizes for _, _, sizes in by_rank])
+    return results(dataset.names, losses, targets, sizes)
 
 
-def added(of_ranks: list[list[float]]) -> list[float]:
-    return [sum(of_source) for of_source in zip(*of_ranks)]
+def batches_of_sources(
+    cfg: config.Config, world: World, dataset: Dataset
+) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    """(index of the source, a batch of its validation text) of all sources."""
+    for source, stream in enumerate(dataset.validation):
+        for batch in validation_batches(stream, cfg, world):
+            yield source, batch
+
+
+def sum_over_ranks(by_rank: list[list[float]]) -> list[float]:
+    """[[value of each source] of each rank] -> [sum of each source]."""
+    return [sum(of_source) for of_source in zip(*by_rank)]
+
+
+def results(
+    names: list[str], losses: list[float], targets: list[float], sizes: list[float]
+) -> dict[str, Any]:
+    """The evaluation's part of a row, from each source's summed loss in nats, its number of targets
+    and the bytes of text that these encode. Sums over sums, not means of means."""
+    row: dict[str, Any] = {
+        "loss": ratio(sum(losses), sum(targets), missing=None),
+        "bits_per_byte": ratio(to_bits(sum(losses)), sum(sizes), missing=math.nan),
+    }
+    if names:  # a mixture
+        row["loss_by_source"] = {}
+        row["bits_per_byte_by_source"] = {}
+        for name, loss, count, size in zip(names, losses, targets, sizes):
+            row["loss_by_source"][name] = ratio(loss, count, missing=None)
+            row["bits_per_byte_by_source"][name] = ratio(to_bits(loss), size, missing=math.nan)
+    return row
+
+
+def to_bits(nats: float) -> float:
+    return nats / math.log(2)
+
+
+def ratio(amount: float, count: float, missing: float | None) -> float | None:
+    """amount / count; `missing` for a count of 0, which a mask may leave."""
+    return amount / count if count else missing
 
 
 def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
@@ -106,57 +126,63 @@ def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
         pretrained.read_into if pretrained else None,
     )
     checkpointer.restore(model, None, pretrained.base() if pretrained else None)
-    found = evaluate(model, cfg, world, dataset, run)
-    assert found is not None  # only a training run stops between batches
+    result = evaluate(model, cfg, world, dataset, run)
+    assert result is not None  # only a training run stops between batches
     if world.rank == 0:
         for problem in checkpointer.problems:
             print_error(f"corrupt, skipped: {problem}")
-        if found["loss"] is None:
+        if result["loss"] is None:
             print_error(metrics.NO_VALIDATION_TARGET)
-        print_line(metrics.as_json({"kind": "eval", "step": step, **found}))
+        print_line(metrics.as_json({"kind": "eval", "step": step, **result}))
 
 
 def bytes_of_targets(cfg: config.Config, dataset: Dataset, rank: int, ranks: int) -> list[float]:
-    """Of each source, this rank's share of the bytes that the validation targets encode; NaN if it cannot decode
-    them, or they are answers in conversations."""
-    with contextlib.suppress(ImportError, ConfigError, IndexError):
-        # IndexError: the data has no tokenizer
-        folder, masked = dataset.tokenizer_files[0].parent, cfg.data.document_mask
-        if not cfg.data.messages_field:
-            return [
-                target_bytes(stream, validation_tokens(stream, cfg), masked, folder, rank, ranks)
-                for stream in dataset.validation
-            ]
-    return [math.nan] * len(dataset.validation)
+    """Of each source, this rank's share of the bytes that the validation targets encode. NaN if it
+    cannot decode them, or they are answers in conversations."""
+    unknown = [math.nan] * len(dataset.validation)
+    if cfg.data.messages_field or not dataset.tokenizer_files:
+        return unknown
+    folder = dataset.tokenizer_files[0].parent
+    is_masked = cfg.data.document_mask
+    sizes: list[float] = []
+    try:
+        for stream in dataset.validation:
+            stop = validation_tokens(stream, cfg)
+            sizes.append(target_bytes(stream, stop, is_masked, folder, rank, ranks))
+    except (ImportError, ConfigError):  # no package for the tokenizer, or no documents
+        return unknown
+    return sizes
 
 
 @functools.cache
 def target_bytes(
-    stream: TokenStream, stop: int, masked: bool, folder: pathlib.Path, rank: int, size: int
+    stream: TokenStream, stop: int, masked: bool, folder: pathlib.Path, rank: int, ranks: int
 ) -> int:
-    """UTF-8 bytes of the text that a stream's tokens 1 ... stop-1 encode, in every size-th document; the sum over the
-    ranks is that of the whole. BOS and EOS have none, nor has a character that `stop` cuts. masked: the first token of
-    a document is no target. Raises ConfigError if documents or tokenizer cannot be read."""
-    tokenizer, total = Tokenizer(folder), 0
-    for _, begin, end in stream.documents(0, stop)[rank::size]:
+    """UTF-8 bytes of the text that a stream's tokens 1 ... stop-1 encode, in every ranks-th document.
+    The sum over the ranks is that of the entire text. BOS and EOS have none, nor has a character
+    that `stop` cuts. masked: the first token of a document is not a target. Raises ConfigError if
+    documents or tokenizer cannot be read."""
+    tokenizer = Tokenizer(folder)
+    total = 0
+    for _, begin, end in stream.documents(0, stop)[rank::ranks]:
         ids = stream.read(begin, end)[1].tolist()
-        first = ids[:1] if masked or begin == 0 else []
-        text = text_before(tokenizer, ids, stop - begin)
-        total += len(text.encode()) - len(tokenizer.decode(first).encode())
+        total += len(text_before(tokenizer, ids, stop - begin).encode())
+        if masked or begin == 0:
+            total -= len(tokenizer.decode(ids[:1]).encode())
     return total
 
 
 def text_before(tokenizer: Tokenizer, ids: list[int], count: int) -> str:
-    """The text of a document's first `count` tokens, without a character that the last of them begins. That decodes to
-    U+FFFD, as a U+FFFD of the text itself does."""
-    whole = tokenizer.decode(ids)
+    """The text of a document's first `count` tokens, without a character that the last of them only
+    begins. The tokenizer decodes that to U+FFFD, but the text itself may contain U+FFFD, too."""
+    text = tokenizer.decode(ids)
     if count >= len(ids):
-        return whole
-    cut = tokenizer.decode(ids[:count])
+        return text
+    prefix = tokenizer.decode(ids[:count])
     length = 0
-    while length < min(len(whole), len(cut)) and whole[length] == cut[length]:
+    while length < min(len(text), len(prefix)) and text[length] == prefix[length]:
         length += 1
-    ends_inside = cut + tokenizer.decode(ids[count:]) != whole
-    if length == len(cut) and cut.endswith("\ufffd") and ends_inside:
+    cuts_a_character = prefix + tokenizer.decode(ids[count:]) != text
+    if length == len(prefix) and prefix.endswith("\ufffd") and cuts_a_character:
         length -= 1
-    return whole[:length]
+    return text[:length]

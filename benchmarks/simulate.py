@@ -4,7 +4,7 @@
     python -m benchmarks.simulate configs/llama8b.toml --suggestions 20
 
 Of each number of ranks: the peak by the plan, which runs few blocks, and by the whole step; collectives and bytes by
-the plan, the step and the closed forms (theory.py), which must be equal; the smallest shard, and what a checkpoint's
+the plan, the step and the closed forms (tests/theory.py), which must be equal; the smallest shard, and what a checkpoint's
 files hold. --suggestions: of so many random configurations that do not fit, does what the plan suggests fit a whole
 step, and is it the fastest that would?
 """
@@ -17,13 +17,13 @@ import time
 from collections import Counter
 
 import config
-from benchmarks import theory
 from config import ConfigError
 from extras.planner import advice
 from extras.planner.devices import device
 from extras.planner.plan import GIB, Asked, device_gib, plan
 from extras.planner.simulate import Step, simulate
 from model.build import meta_model
+from tests import theory
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 

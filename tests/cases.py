@@ -497,7 +497,7 @@ def samples_by_who_has_the_tokenizer(who: list[list[int]]) -> list[bool]:
     found = []
     with (
         process_group() as world,
-        mock.patch("data.tokenizer.Tokenizer") as tokenizer,
+        mock.patch("generate.Tokenizer") as tokenizer,
         mock.patch("generate.continue_text", return_value="") as generated,
         mock.patch("generate.reshard"),
     ):

@@ -69,7 +69,7 @@ def test_a_source_without_a_target_has_no_loss_and_leaves_the_mean_alone(monkeyp
 def test_a_sample_begins_as_what_was_read_does(tmp_path, monkeypatch, source, names, prompt):
     found = []
     monkeypatch.setattr(
-        "data.tokenizer.Tokenizer", lambda folder: SimpleNamespace(encode=lambda texts: [[1]])
+        "generate.Tokenizer", lambda folder: SimpleNamespace(encode=lambda texts: [[1]])
     )
     monkeypatch.setattr(
         "generate.continue_text", lambda model, tokenizer, begin, *_: found.append(begin) or ""
@@ -93,7 +93,7 @@ def test_a_tokenizer_that_cannot_encode_the_prompt_fails_no_run(tmp_path, monkey
     def encode(texts: list[str]) -> list[list[int]]:
         raise ConfigError("its tokenizer fails on a text")
 
-    monkeypatch.setattr("data.tokenizer.Tokenizer", lambda folder: SimpleNamespace(encode=encode))
+    monkeypatch.setattr("generate.Tokenizer", lambda folder: SimpleNamespace(encode=encode))
     monkeypatch.setattr("generate.continue_text", lambda *_: pytest.fail("must not be called"))
     dataset = SimpleNamespace(names=[], tokenizer_files=[tmp_path / "t"])
     generate.log_sample(Untrained(), make_config(train={"steps": 100}), WORLD, dataset)

@@ -1,11 +1,12 @@
-"""data.messages_field: conversations as training data, of which only the assistant's tokens have a loss.
+"""data.messages_field: conversations as training data; only the assistant's tokens have a loss.
 
-A chat template renders each conversation as transformers does, and the text is tokenized as a whole. The assistant's
-characters are those of the template's {% generation %} blocks or, if it has none, what each of the assistant's turns
-adds to the text; a token that holds one of them has a loss. In token files a token without a loss is stored as its
-complement, -1 - id: the sign is the loss mask.
+A chat template renders each conversation as transformers does, and the full text is tokenized. The
+assistant's characters are those in the template's {% generation %} blocks. If the template has no
+such block, they are what each of the assistant's turns adds to the text. A token that holds one of
+these characters has a loss. Token files store a token without a loss as its complement, -1 - id, so
+the sign is the loss mask.
 
-Special tokens are the template's alone: one that a message spells out is encoded as plain text.
+Special tokens come from the template alone. The name of one in a message is encoded as plain text.
 """
 
 import array
@@ -14,261 +15,378 @@ import itertools
 import json
 import pathlib
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from config import ConfigError
 from data.encode import Encoded, TokenizerCopy, is_validation
 from data.tokenizer import SPACE, Tokenizer
 from extras.chat.messages import Message, checked
-from extras.chat.template import NONCHARACTERS, SETTINGS, Sandbox, bounded, find_template
+from extras.chat.template import (
+    NONCHARACTERS,
+    SETTINGS,
+    Marks,
+    Sandbox,
+    bounded,
+    find_template,
+)
 
-# conversations that are listed if they cannot be rendered: a template may fail on all
-MOST_PROBLEMS = 10
+# after so many conversations that cannot be rendered, encoding stops: a template may fail on all
+MAX_PROBLEMS = 10
 
-Spans = list[tuple[int, int]]  # (first character, one past the last)
+Spans = list[tuple[int, int]]  # (first character, one past the last), in order
+
+
+class Rendering(NamedTuple):
+    """The text that a template makes of a conversation."""
+
+    text: str
+    blocks: Spans  # the characters of {% generation %} blocks
+    guarded: str  # the text with a guard in each name of a special token that a message contains
+
+
+class Tokens(NamedTuple):
+    """Token ids of a text, and the characters of each."""
+
+    ids: list[int]
+    offsets: Spans
+
+    def extend(self, tokens: "Tokens", position: int) -> None:
+        """Appends the tokens of the text that begins at this position."""
+        self.ids.extend(tokens.ids)
+        for begin, end in tokens.offsets:
+            self.offsets.append((position + begin, position + end))
 
 
 class Chat:
     """A tokenizer and a chat template: conversations -> ids. Raises ConfigError."""
 
     def __init__(self, tokenizer: str | pathlib.Path, template: str | None = None):
-        """tokenizer: as Tokenizer's; template: a Jinja file, absent: the tokenizer's own."""
+        """tokenizer: as for Tokenizer. template: a Jinja file; None: the tokenizer's own."""
         self.tokenizer = Tokenizer(tokenizer)
-        self.fast = "tokenizer.json" in self.tokenizer.files
-        self.model = self.tokenizer.model.inner if self.fast else self.tokenizer.model
-        self.special: dict[str, int]  # ids by name
-        if self.fast:
-            self.special = {
-                t.content: i
-                for i, t in self.model.get_added_tokens_decoder().items()
-                if t.special and len(t.content) > 1
-            }
-            settings = json.loads(self.tokenizer.files.get(SETTINGS, b"{}"))
-            named = {
-                key: value["content"] if isinstance(value, dict) else value
-                for key, value in settings.items()
-                if key.endswith("_token")
-                and (
-                    isinstance(value, str)
-                    or (isinstance(value, dict) and isinstance(value.get("content"), str))
-                )
-            }
+        self.is_json = "tokenizer.json" in self.tokenizer.files
+        # special: ids by name. variables: names by the template's variable for them
+        if self.is_json:
+            self.model = self.tokenizer.model.inner
+            self.special = json_special_tokens(self.model)
+            variables = json_token_variables(self.tokenizer.files.get(SETTINGS, b"{}"))
         else:
-            pieces = {i: self.model.id_to_piece(i) for i in range(self.tokenizer.vocab_size)}
-            self.special = {piece: i for i, piece in pieces.items() if self.model.is_control(i)}
-            ids = {
-                "bos_token": self.model.bos_id(),
-                "eos_token": self.model.eos_id(),
-                "unk_token": self.model.unk_id(),
-                "pad_token": self.model.pad_id(),
-            }
-            named = {key: pieces[i] for key, i in ids.items() if i >= 0}
-            if self.tokenizer.space is None:
-                raise ConfigError(
-                    f"{tokenizer}: this sentencepiece model adds a space before every text, and does not "
-                    "say whether after a special token, too; name its tokenizer.json"
-                )
-            if not hasattr(self.model, "encode_as_offset_mapping"):
-                raise ConfigError(
-                    f"{tokenizer}: this version of sentencepiece cannot say which characters a token "
-                    "stands for, as the loss mask needs; use 0.2.3 or later, or a tokenizer.json"
-                )
-        # of unknown text
-        self.reserved = {*self.special.values()} - {self.special.get(named.get("unk_token", ""))}
-        # a name that contains another counts
-        names: list[str] = sorted(self.special, key=len, reverse=True)
-        self.pattern = re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
-        self.heads = {name[:i] for name in names for i in range(1, len(name))}
-        self.tails = {name[i:] for name in names for i in range(1, len(name))}
+            self.model = self.tokenizer.model
+            self._check_sentencepiece()
+            self.special = sentencepiece_special_tokens(self.model)
+            variables = sentencepiece_token_variables(self.model)
+        # ids that only a name may become; any unknown text becomes UNK
+        unk = self.special.get(variables.get("unk_token", ""))
+        self.reserved = set(self.special.values()) - {unk}
+
+        # a name that contains another one comes first
+        names = sorted(self.special, key=len, reverse=True)
+        alternatives = "|".join(map(re.escape, names)) or "(?!)"  # (?!) never matches
+        self.pattern = re.compile(f"({alternatives})")
+        # parts of names
+        self.prefixes: set[str] = set()
+        self.suffixes: set[str] = set()
+        for name in names:
+            for i in range(1, len(name)):
+                self.prefixes.add(name[:i])
+                self.suffixes.add(name[i:])
+
         self.sandbox = Sandbox()
         text = find_template(tokenizer, template)
         with bounded():
-            self.template = self.sandbox.from_string(text, named)
+            self.template = self.sandbox.from_string(text, variables)
 
-    def rendered(self, messages: list[Message], prompt: bool = False) -> tuple[str, Spans]:
-        """The text, and the characters of its {% generation %} blocks; prompt: up to where the assistant speaks."""
-        begin, end, _ = self.sandbox.marks
-        text = self.template.render(
-            messages=messages, tools=None, documents=None, add_generation_prompt=prompt
-        )
-        parts, spans, at = re.split(f"([{begin}{end}])", text), [], 0
-        for part in parts:
-            if part == begin:
-                spans.append((at, at))
-            elif part == end:
-                spans[-1] = (spans[-1][0], at)
-            else:
-                at += len(part)
-        return "".join(part for part in parts if part not in (begin, end)), spans
+    def _check_sentencepiece(self) -> None:
+        """Raises ConfigError for a model that cannot tokenize between special tokens, or lacks
+        offsets."""
+        if self.tokenizer.space is None:
+            raise ConfigError(
+                f"{self.tokenizer.path}: this sentencepiece model adds a space before every text, "
+                "and does not say whether after a special token, too; name its tokenizer.json"
+            )
+        if not hasattr(self.model, "encode_as_offset_mapping"):
+            raise ConfigError(
+                f"{self.tokenizer.path}: this version of sentencepiece cannot say which characters "
+                "a token stands for, as the loss mask needs; use 0.2.3 or later, or a "
+                "tokenizer.json"
+            )
 
     def encode(self, messages: list[Message]) -> tuple[list[int], list[bool]]:
-        """The ids of a conversation, and which have a loss: none if the assistant says nothing in a turn, or has no
-        turn. The messages as checked() returns them."""
-        turns = [message for message in messages if message["role"] == "assistant"]
-        if not turns or not all(
-            (turn.get("content") or "").strip() or turn.get("tool_calls") for turn in turns
-        ):
+        """The ids of a conversation, and which of them have a loss.
+
+        messages: as checked() returns them. Both lists are empty if the assistant has no turn, or
+        one without text and tool calls.
+        """
+        if not assistant_always_speaks(messages):
             return [], []
-        whole, spans, marked = self.marked(messages)
+        rendering = self._render_guarded(messages)
+        spans = rendering.blocks
         if not self.sandbox.has_blocks:
             with bounded():
-                spans = self.turns(messages, whole)
-        for first, stop in spans:
-            after = self.pattern.match(whole, stop)
-            if after and not whole[first:stop].rstrip().endswith(tuple(self.special)):
-                raise ConfigError(
-                    f"the chat template ends the assistant's turn before {after[0]}, and no model would "
-                    "learn to end its turn; put that into the {% generation %} block"
-                )
-        ids, places = self.tokens(marked)
-        learned, before, span = [], 0, 0
-        for begin, end in places:
-            # offsets may leave out white space, which belongs to the token after it
-            first = min(begin, before)
-            while span < len(spans) and spans[span][1] <= first:
-                span += 1
-            learned.append(span < len(spans) and spans[span][0] < max(end, first + 1))
-            before = end
-        return (ids, learned) if any(learned) else ([], [])
+                spans = self._assistant_spans(messages, rendering.text)
+        self._check_ends_of_turns(rendering.text, spans)
+        ids, offsets = self._tokenize_guarded(rendering.guarded)
+        has_loss = overlap(offsets, spans)
+        if not any(has_loss):
+            return [], []
+        return ids, has_loss
 
     def prompt(self, messages: list[Message]) -> list[int]:
         """The ids of a conversation up to where the assistant speaks."""
-        return self.tokens(self.marked(messages, prompt=True)[2])[0]
+        rendering = self._render_guarded(messages, prompt=True)
+        return self._tokenize_guarded(rendering.guarded).ids
 
     def end_of_turn(self) -> list[int]:
-        """The special token that ends an assistant's turn; none if the template has none."""
-        ids, learned = self.encode(
-            [{"role": role, "content": "a"} for role in ("user", "assistant")]
+        """The special token that ends an assistant's turn; empty if the template has none."""
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+        ids, has_loss = self.encode(messages)
+        learned = itertools.compress(ids, has_loss)
+        ends = [token for token in learned if token in self.special.values()]
+        return ends[-1:]
+
+    # Rendering
+
+    def _render(self, messages: list[Message], prompt: bool = False) -> tuple[str, Spans]:
+        """The text, and the characters of its {% generation %} blocks.
+
+        prompt: up to where the assistant speaks.
+        """
+        begin, end, _ = self.sandbox.marks
+        marked = self.template.render(
+            messages=messages, tools=None, documents=None, add_generation_prompt=prompt
         )
-        last = [
-            token
-            for token, has_loss in zip(ids, learned)
-            if has_loss and token in self.special.values()
-        ]
-        return last[-1:]
+        text = ""
+        blocks = []
+        for piece in re.split(f"([{begin}{end}])", marked):
+            if piece == begin:
+                blocks.append((len(text), len(text)))
+            elif piece == end:
+                blocks[-1] = (blocks[-1][0], len(text))
+            else:
+                text += piece
+        return text, blocks
 
-    def turns(self, messages: list[Message], whole: str) -> Spans:
-        """The assistant's characters by prefixes: what its turn adds after the prompt for it, up to its last special
-        token where only white space follows."""
-        spans = []
-        for i, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before, after = (
-                    self.rendered(messages[:i], True)[0],
-                    self.rendered(messages[: i + 1])[0],
-                )
-                if not (whole.startswith(after) and after.startswith(before)):
-                    raise ConfigError(
-                        f"the chat template renders the first {i + 1} messages differently once others follow, or adds "
-                        "no prompt before the assistant's turn (some leave out earlier reasoning): what the assistant "
-                        "said is unclear; mark it with {% generation %} in a template of your own, data.chat_template"
-                    )
-                ends = [
-                    found.end() for found in self.pattern.finditer(whole, len(before), len(after))
-                ]
-                only_space = ends and not whole[ends[-1] : len(after)].strip()
-                spans.append((len(before), ends[-1] if only_space else len(after)))
-        return spans
-
-    def marked(self, messages: list[Message], prompt: bool = False) -> tuple[str, Spans, str]:
-        """rendered(), and the text with a guard in each special token that a message spells out."""
-        said = json.dumps(messages, ensure_ascii=False)
-        self.sandbox.marks = "".join([c for c in NONCHARACTERS if c not in said][:3])
-        if len(self.sandbox.marks) < 3:
+    def _render_guarded(self, messages: list[Message], prompt: bool = False) -> Rendering:
+        """Renders the messages as they are and, if they differ, with guards."""
+        characters = json.dumps(messages, ensure_ascii=False)
+        unused = [c for c in NONCHARACTERS if c not in characters]
+        if len(unused) < len(Marks._fields):
             raise ConfigError("has all of Unicode's noncharacters U+FDD0 to U+FDEF")
-        safe = self.guarded(messages)
+        self.sandbox.marks = Marks(*unused[: len(Marks._fields)])
+        guarded_messages = self._guard(messages)
         with bounded():
-            whole, spans = self.rendered(messages, prompt)
-            marked = self.rendered(safe, prompt)[0] if safe != messages else whole
-        if marked.replace(self.sandbox.marks[2], "") != whole:
+            text, blocks = self._render(messages, prompt)
+            guarded = text
+            if guarded_messages != messages:
+                guarded, _ = self._render(guarded_messages, prompt)
+        if guarded.replace(self.sandbox.marks.guard, "") != text:
             raise ConfigError(
                 "spells out a special token, and the chat template renders the message differently "
                 "without it; leave it out"
             )
-        return whole, spans, marked
+        return Rendering(text, blocks, guarded)
 
-    def guarded(self, value: Any) -> Any:
-        """Messages whose strings have a guard, a character that the text lacks, in each special token that they spell
-        out, and where they begin or end like one, which what the template writes beside them could complete."""
+    def _guard(self, value: Any) -> Any:
+        """The messages with guards in their strings, so that no string makes a special token.
+
+        A guard splits each name of a special token. It also stands before a string that begins like
+        the end of a name, and after one that ends like a beginning: the template's text next to it
+        could complete the name.
+        """
         if isinstance(value, list):
-            return [self.guarded(entry) for entry in value]
+            return [self._guard(entry) for entry in value]
         if isinstance(value, dict):
-            return {
-                self.guarded(key): part if key == "role" else self.guarded(part)
-                for key, part in value.items()
-            }
-        if not isinstance(value, str) or not (body := value.strip()):
+            guarded = {}
+            for key, entry in value.items():
+                guarded[self._guard(key)] = entry if key == "role" else self._guard(entry)
+            return guarded
+        if not isinstance(value, str) or not value.strip():
             return value
-        guard, reach = self.sandbox.marks[2], range(1, 1 + max(map(len, self.heads), default=0))
-        while (
-            broken := self.pattern.sub(lambda name: f"{name[0][0]}{guard}{name[0][1:]}", body)
-        ) != body:
-            body = broken
-        body = guard * any(body[:n] in self.tails for n in reach) + body
-        body += guard * any(body[-n:] in self.heads for n in reach)
-        return value.replace(value.strip(), body)
+        text = value.strip()  # a template may strip it, too
+        guard = self.sandbox.marks.guard
+        # once more, since names may overlap
+        while self.pattern.search(text):
+            text = self.pattern.sub(lambda name: f"{name[0][0]}{guard}{name[0][1:]}", text)
+        lengths = range(1, max(map(len, self.special), default=1))
+        may_end_a_name = any(text[:n] in self.suffixes for n in lengths)
+        may_begin_a_name = any(text[-n:] in self.prefixes for n in lengths)
+        if may_end_a_name:
+            text = guard + text
+        if may_begin_a_name:
+            text += guard
+        return value.replace(value.strip(), text)
 
-    def tokens(self, marked: str) -> tuple[list[int], Spans]:
-        """The ids of a text with guards, which it does not contain, and the characters of each."""
-        guard = self.sandbox.marks[2]
-        if self.fast and guard not in marked:
-            found = self._offsets(marked, special=True)
-        else:
-            found = self._split(marked, "")
-            # Between special tokens, as if each part stood alone; is that the same for this tokenizer? By the twin that
-            # has a letter for each guard, and so spells out none.
-            if (
-                self.fast
-                and self._split(marked, "a")[0]
-                != self._offsets(marked.replace(guard, "a"), special=True)[0]
-            ):
+    def _assistant_spans(self, messages: list[Message], text: str) -> Spans:
+        """The assistant's characters in a text without {% generation %} blocks, by prefixes.
+
+        A turn's characters are those that it adds after the prompt for it. White space after its
+        last special token is left out.
+        """
+        spans = []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before, _ = self._render(messages[:i], prompt=True)
+            after, _ = self._render(messages[: i + 1])
+            if not (text.startswith(after) and after.startswith(before)):
                 raise ConfigError(
-                    "spells out a special token, and this tokenizer encodes the text between two special "
-                    "tokens differently where it stands alone; leave the conversation out"
+                    f"the chat template renders the first {i + 1} messages differently once others "
+                    "follow, or adds no prompt before the assistant's turn (some leave out earlier "
+                    "reasoning): what the assistant said is unclear; mark it with {% generation %} "
+                    "in a template of your own, data.chat_template"
                 )
-        written = [self.special[name] for name in self.pattern.findall(marked)]
-        if [token for token in found[0] if token in self.reserved] != [
-            i for i in written if i in self.reserved
-        ]:
-            raise ConfigError("its tokenizer makes special tokens of other text than their names")
-        return found
+            end = len(after)
+            special = list(self.pattern.finditer(after, len(before)))
+            if special and not after[special[-1].end() :].strip():
+                end = special[-1].end()
+            spans.append((len(before), end))
+        return spans
 
-    def _split(self, marked: str, instead: str) -> tuple[list[int], Spans]:
-        ids, places, at = [], [], 0
-        for number, part in enumerate(self.pattern.split(marked)):
-            part = part.replace(self.sandbox.marks[2], instead)
-            more, where = (
-                ([self.special[part]], [(0, len(part))]) if number % 2 else self._offsets(part)
-            )
-            ids += more
-            places += [(at + begin, at + end) for begin, end in where]
-            at += len(part)
-        return ids, places
-
-    def _offsets(self, text: str, special: bool = False) -> tuple[list[int], Spans]:
-        """The ids of a text and the characters of each; special: names of special tokens become those."""
-        if self.fast:
-            self.model.encode_special_tokens = not special
-            try:
-                found = self.model.encode(text, add_special_tokens=False)
-            except Exception as error:  # e.g. an unknown word, if the vocabulary has no UNK entry
+    def _check_ends_of_turns(self, text: str, spans: Spans) -> None:
+        """Raises ConfigError if a special token ends a turn but is not in the turn's span."""
+        for begin, end in spans:
+            special = self.pattern.match(text, end)
+            if special and not text[begin:end].rstrip().endswith(tuple(self.special)):
                 raise ConfigError(
-                    f"{self.tokenizer.path}: its tokenizer fails on a text: {error}"
-                ) from None
-            finally:
-                self.model.encode_special_tokens = True
-            return found.ids, found.offsets
-        ids, places, at = [], [], 0
-        for number, part in enumerate(text.split(SPACE)):  # as Tokenizer.encode() does
+                    f"the chat template ends the assistant's turn before {special[0]}, and no "
+                    "model would learn to end its turn; put that into the {% generation %} block"
+                )
+
+    # Tokenizing
+
+    def _tokenize_guarded(self, guarded: str) -> Tokens:
+        """The tokens of a text with guards. Neither ids nor offsets count the guards."""
+        guard = self.sandbox.marks.guard
+        if self.is_json and guard not in guarded:
+            tokens = self._tokenize(guarded, special=True)
+        else:
+            tokens = self._tokenize_by_pieces(guarded, guard_becomes="")
+            if self.is_json:
+                self._check_pieces(guarded)
+        names = [self.special[name] for name in self.pattern.findall(guarded)]
+        expected = [token for token in names if token in self.reserved]
+        reserved = [token for token in tokens.ids if token in self.reserved]
+        if reserved != expected:
+            raise ConfigError("its tokenizer makes special tokens of other text than their names")
+        return tokens
+
+    def _check_pieces(self, guarded: str) -> None:
+        """Raises ConfigError if this tokenizer does not encode the text between special tokens as
+        if it stood alone.
+
+        Compares the two on the text with a letter for each guard, which splits names, too.
+        """
+        by_pieces = self._tokenize_by_pieces(guarded, guard_becomes="a")
+        at_once = self._tokenize(guarded.replace(self.sandbox.marks.guard, "a"), special=True)
+        if by_pieces.ids != at_once.ids:
+            raise ConfigError(
+                "spells out a special token, and this tokenizer encodes the text between two "
+                "special tokens differently where it stands alone; leave the conversation out"
+            )
+
+    def _tokenize_by_pieces(self, guarded: str, guard_becomes: str) -> Tokens:
+        """Encodes the text between special tokens as if each piece stood alone."""
+        tokens = Tokens([], [])
+        position = 0
+        for number, piece in enumerate(self.pattern.split(guarded)):
+            piece = piece.replace(self.sandbox.marks.guard, guard_becomes)
+            if number % 2:  # split() returns text and names in turn
+                piece_tokens = Tokens([self.special[piece]], [(0, len(piece))])
+            else:
+                piece_tokens = self._tokenize(piece)
+            tokens.extend(piece_tokens, position)
+            position += len(piece)
+        return tokens
+
+    def _tokenize(self, text: str, special: bool = False) -> Tokens:
+        """special: whether names of special tokens become those; for a tokenizer.json only."""
+        if not self.is_json:
+            return self._tokenize_by_sentencepiece(text)
+        self.model.encode_special_tokens = not special
+        try:
+            encoding = self.model.encode(text, add_special_tokens=False)
+        except Exception as error:  # e.g. an unknown word, if the vocabulary has no UNK entry
+            raise ConfigError(
+                f"{self.tokenizer.path}: its tokenizer fails on a text: {error}"
+            ) from None
+        finally:
+            self.model.encode_special_tokens = True
+        return Tokens(encoding.ids, encoding.offsets)
+
+    def _tokenize_by_sentencepiece(self, text: str) -> Tokens:
+        """Writes SPACE as byte tokens, as Tokenizer.encode() does."""
+        space = self.tokenizer.space or []
+        space_tokens = Tokens(space, [(0, 1)] * len(space))
+        tokens = Tokens([], [])
+        position = 0
+        for number, piece in enumerate(text.split(SPACE)):
             if number:
-                ids += (space := self.tokenizer.space or [])
-                places += [(at, at + 1)] * len(space)
-                at += 1
-            found = self.model.encode_as_offset_mapping(part)
-            ids += found["ids"]
-            places += [(at + begin, at + end) for begin, end in found["offsets"]]
-            at += len(part)
-        return ids, places
+                tokens.extend(space_tokens, position)
+                position += 1
+            encoding = self.model.encode_as_offset_mapping(piece)
+            tokens.extend(Tokens(encoding["ids"], encoding["offsets"]), position)
+            position += len(piece)
+        return tokens
+
+
+def json_special_tokens(model: Any) -> dict[str, int]:
+    """Ids of the special tokens of a tokenizer.json, by name."""
+    special = {}
+    for token_id, token in model.get_added_tokens_decoder().items():
+        if token.special and len(token.content) > 1:
+            special[token.content] = token_id
+    return special
+
+
+def json_token_variables(settings: bytes) -> dict[str, str]:
+    """bos_token, eos_token and so on of a tokenizer_config.json."""
+    variables = {}
+    for key, value in json.loads(settings).items():
+        if isinstance(value, dict):
+            value = value.get("content")
+        if key.endswith("_token") and isinstance(value, str):
+            variables[key] = value
+    return variables
+
+
+def sentencepiece_special_tokens(model: Any) -> dict[str, int]:
+    """Ids of the control tokens of a sentencepiece model, by name."""
+    control = filter(model.is_control, range(model.vocab_size()))
+    return {model.id_to_piece(token): token for token in control}
+
+
+def sentencepiece_token_variables(model: Any) -> dict[str, str]:
+    ids = {
+        "bos_token": model.bos_id(),
+        "eos_token": model.eos_id(),
+        "unk_token": model.unk_id(),
+        "pad_token": model.pad_id(),
+    }
+    return {key: model.id_to_piece(token) for key, token in ids.items() if token >= 0}
+
+
+def assistant_always_speaks(messages: list[Message]) -> bool:
+    """Whether there is a turn of the assistant, and each has text or tool calls."""
+    turns = [message for message in messages if message["role"] == "assistant"]
+    for turn in turns:
+        text = turn.get("content") or ""
+        if not text.strip() and not turn.get("tool_calls"):
+            return False
+    return bool(turns)
+
+
+def overlap(offsets: Spans, spans: Spans) -> list[bool]:
+    """Which tokens hold a character of a span."""
+    overlaps = []
+    previous_end = 0
+    span = 0
+    for begin, end in offsets:
+        # offsets may leave out white space, which belongs to the token after it
+        first = min(begin, previous_end)
+        while span < len(spans) and spans[span][1] <= first:
+            span += 1
+        overlaps.append(span < len(spans) and spans[span][0] < max(end, first + 1))
+        previous_end = end
+    return overlaps
 
 
 @functools.lru_cache(2)
@@ -278,41 +396,51 @@ def load_chat(copy: TokenizerCopy) -> Chat:
 
 
 def encode_conversations(copy: TokenizerCopy, typecode: str, documents: list[str]) -> Encoded:
-    """data.encode.encode_documents() of conversations: ids are complemented where they have no loss, and there are none
-    if the conversation is left out. Raises ConfigError."""
+    """data.encode.encode_documents() for conversations.
+
+    An id without a loss is complemented. A conversation that is left out has no ids. Raises
+    ConfigError with the problems of all conversations, or of the first MAX_PROBLEMS.
+    """
     chat = load_chat(copy)
-    encoded, problems = [], []
+    encoded = []
+    problems = []
     for document in documents:
         where, messages = json.loads(document)
         try:
-            ids, learned = chat.encode(checked(messages))
+            ids, has_loss = chat.encode(checked(messages))
         except ConfigError as error:
             problems += [f"{where}: {problem}" for problem in error.problems]
-            if len(problems) >= MOST_PROBLEMS:
+            if len(problems) >= MAX_PROBLEMS:
                 break
             continue
-        stored = array.array(
-            typecode, [token if has_loss else ~token for token, has_loss in zip(ids, learned)]
-        )
-        encoded.append((is_validation(json.dumps(messages)), stored.tobytes()))
+        signed = [token if learned else ~token for token, learned in zip(ids, has_loss)]
+        stored = array.array(typecode, signed).tobytes()
+        encoded.append((is_validation(json.dumps(messages)), stored))
     if problems:
         raise ConfigError(*problems)
     return encoded
 
 
 def spelled(tokenizer: Tokenizer, stored: list[int]) -> str:
-    """The text of ids as token files store them, special tokens included; what has a loss is between « and »."""
-    parts = []
+    """The text of ids as token files store them, with the names of special tokens. Text that has a
+    loss is between « and »."""
+    text = ""
     for has_loss, run in itertools.groupby(stored, lambda token: token >= 0):
-        ids = [token if has_loss else ~token for token in run]
-        if "tokenizer.json" in tokenizer.files:
-            text = tokenizer.model.inner.decode(ids, skip_special_tokens=False)
-        else:  # decodes control tokens to nothing
-            text = "".join(
-                "".join(tokenizer.model.id_to_piece([*group]))
-                if control
-                else tokenizer.decode([*group])
-                for control, group in itertools.groupby(ids, tokenizer.model.is_control)
-            )
-        parts.append(f"«{text}»" if has_loss else text)
-    return "".join(parts)
+        if has_loss:
+            text += f"«{decode_with_special(tokenizer, list(run))}»"
+        else:
+            text += decode_with_special(tokenizer, [~token for token in run])
+    return text
+
+
+def decode_with_special(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """The text of ids, with the names of special tokens."""
+    if "tokenizer.json" in tokenizer.files:
+        return tokenizer.model.inner.decode(ids, skip_special_tokens=False)
+    text = ""
+    for is_control, run in itertools.groupby(ids, tokenizer.model.is_control):
+        if is_control:  # decodes to nothing
+            text += "".join(map(tokenizer.model.id_to_piece, run))
+        else:
+            text += tokenizer.decode(list(run))
+    return text

@@ -1,8 +1,9 @@
-"""Conversations to try chat fine-tuning on, without a network: questions about Python's standard library.
+"""Conversations to try chat fine-tuning on, offline: questions about Python's standard library.
 
     python -m data.make_chat outputs/chat.jsonl
 
-What a function does, by the first line of its docstring, and which arguments it takes. {"messages": [...]} a line.
+Each asks what a function does, which the first line of its docstring answers, or which arguments it
+takes. Each line of the file is {"messages": [...]}.
 """
 
 import ast
@@ -10,76 +11,88 @@ import collections
 import json
 import pathlib
 import random
-import re
 from collections.abc import Iterator
 
 import files
 from config import ConfigError, run_tool
 from data.sources import stdlib_files
 
-ANSWER = range(20, 120)  # characters of a docstring's first line
-OFTEN = 2  # times that an answer may be given: docstrings repeat
+ANSWER_LENGTHS = range(20, 120)  # characters of a docstring's first line
+MAX_REPEATS = 2  # of an answer: many docstrings are equal
+
+Message = dict[str, str]
 
 
 def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
-    """(name, function) of a module's functions and its classes' methods, without private ones."""
+    """(name, function) of a module's public functions and of its public classes' public methods."""
     for node in tree.body:
-        inner = (
-            [(f"{node.name}.{f.name}", f) for f in node.body if isinstance(f, ast.FunctionDef)]
-            if isinstance(node, ast.ClassDef)
-            else [(node.name, node)]
-            if isinstance(node, ast.FunctionDef)
-            else []
-        )
-        yield from ((name, f) for name, f in inner if not re.search(r"(^|\.)_", name))
+        if isinstance(node, ast.FunctionDef) and is_public(node):
+            yield node.name, node
+        if isinstance(node, ast.ClassDef) and is_public(node):
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and is_public(method):
+                    yield f"{node.name}.{method.name}", method
+
+
+def is_public(node: ast.FunctionDef | ast.ClassDef) -> bool:
+    return not node.name.startswith("_")
 
 
 def answers() -> Iterator[tuple[str, str, str]]:
     """(name, what it does, which arguments it takes) of the library's functions."""
-    given = collections.Counter()
+    times_seen = collections.Counter()
     for path in stdlib_files():
         try:
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError):
             continue
         for name, function in functions(tree):
-            answer = (ast.get_docstring(function) or "").partition("\n")[0].strip()
-            given[answer] += 1
-            if len(answer) in ANSWER and answer.endswith(".") and given[answer] <= OFTEN:
-                arguments = [a.arg for a in function.args.args if a.arg not in ("self", "cls")]
-                takes = (
-                    f"It takes {', '.join(arguments)}." if arguments else "It takes no arguments."
-                )
-                yield f"{path.stem}.{name}", answer, takes
+            docstring = ast.get_docstring(function) or ""
+            purpose = docstring.partition("\n")[0].strip()
+            times_seen[purpose] += 1
+            is_sentence = len(purpose) in ANSWER_LENGTHS and purpose.endswith(".")
+            if is_sentence and times_seen[purpose] <= MAX_REPEATS:
+                yield f"{path.stem}.{name}", purpose, describe_arguments(function)
 
 
-def conversations() -> Iterator[list[dict[str, str]]]:
-    """Of one to three functions each; after every other answer, which arguments the function takes."""
+def describe_arguments(function: ast.FunctionDef) -> str:
+    names = [argument.arg for argument in function.args.args]
+    names = [name for name in names if name not in ("self", "cls")]
+    if not names:
+        return "It takes no arguments."
+    return f"It takes {', '.join(names)}."
+
+
+def conversations() -> Iterator[list[Message]]:
+    """Conversations about one to three functions each. About every other one of the functions they
+    also ask which arguments it takes."""
     draw = random.Random(0)
-    left = [*answers()]
-    draw.shuffle(left)
-    while left:
-        turns = []
-        for name, does, takes in [left.pop() for _ in range(min(len(left), draw.randint(1, 3)))]:
-            turns += [f"What does {name} do?", does]
-            turns += ["Which arguments does it take?", takes] * draw.randint(0, 1)
-        yield [
-            {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)
-        ]
+    remaining = list(answers())
+    draw.shuffle(remaining)
+    while remaining:
+        messages = []
+        for _ in range(min(len(remaining), draw.randint(1, 3))):
+            name, purpose, arguments = remaining.pop()
+            messages += exchange(f"What does {name} do?", purpose)
+            if draw.randint(0, 1):
+                messages += exchange("Which arguments does it take?", arguments)
+        yield messages
+
+
+def exchange(question: str, answer: str) -> list[Message]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def main(argv: list[str]) -> int:
     if len(argv) != 1 or argv[0].startswith("-"):
         raise ConfigError("usage: python -m data.make_chat FILE.jsonl")
-    path, lines = (
-        pathlib.Path(argv[0]),
-        [json.dumps({"messages": messages}) for messages in conversations()],
-    )
+    path = pathlib.Path(argv[0])
+    lines = [json.dumps({"messages": messages}) for messages in conversations()]
     text = "\n".join(lines) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # leave an equal file alone: a newer one would have to be prepared again
         if not path.exists() or path.read_text() != text:
-            # a file that is written anew must be prepared anew
             files.write_atomic(path, text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None

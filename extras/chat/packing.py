@@ -1,16 +1,20 @@
-"""Conversations in windows: whole, several to one, planned once for all ranks from lengths, window length and seed.
+"""Conversations in windows: several to one, none split over two, padded at the end.
 
-Best-fit decreasing (https://doi.org/10.1137/0203025) over the histogram of lengths, as in https://arxiv.org/abs/2107.02027:
-each conversation, the longest first, goes into the window with the least free space that holds it. Windows of one
-history are kept as a range, so the plan costs a pass over the conversations and some work per length. Of equal lengths
-a hash of (seed, number) decides.
+All ranks plan the windows once, from the lengths, the window length and the seed. The plan is
+best-fit decreasing (https://doi.org/10.1137/0203025) over the histogram of lengths, as in
+https://arxiv.org/abs/2107.02027: each conversation, the longest first, goes into the window with
+the least free space that holds it. Windows of one history are kept as a range, so the plan costs a
+pass over the conversations and a little work per length. A hash of (seed, number) orders
+conversations of equal length.
+
+S: sequence length.
 """
 
 import hashlib
 import pathlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -21,50 +25,31 @@ from data.tokenizer import Tokenizer
 from data.tokens import TokenStream, Windows, open_stream, pread
 from extras.chat.conversations import spelled
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # imported where it is used: preparing data needs no torch
     from torch import Tensor
 
+TOKEN_BYTES = 4  # int32: a token without a loss is negative
 SAMPLED = 2000  # conversations whose tokens with a loss are counted at a launch
 
 
 def pack(lengths: np.ndarray, room: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Plans windows of `room` tokens for conversations of these lengths, from 1 to `room`. Returns (members, starts):
-    window w holds conversations members[starts[w] : starts[w + 1]]."""
+    """Plans windows of `room` tokens for conversations of these lengths, from 1 to `room`.
+
+    Returns (members, starts): window w holds conversations members[starts[w] : starts[w + 1]].
+    """
+    # sort keys: 24 bits of length, 40 of hash
     longest_first = (room - lengths).astype(np.uint64) << np.uint64(40)
     order = np.argsort(longest_first | hashes(len(lengths), seed), kind="stable")
     counts = np.bincount(lengths, minlength=room + 1).tolist()
-    window = np.empty(len(lengths), np.int32)  # of each conversation, in `order`
-    # (first window, count), by free space
-    ranges: list[list[tuple[int, int]]] = [[] for _ in range(room + 1)]
-    free = windows = placed = 0  # free: bit s is set if ranges[s] is not empty
-    for length in range(room, 0, -1):
-        left = counts[length]
-        while left:
-            if fitting := free >> length:
-                space = length + (fitting & -fitting).bit_length() - 1  # the least that fits
-                first, count = ranges[space].pop()
-                if not ranges[space]:
-                    free ^= 1 << space
-            else:
-                space, first, count = room, windows, -(-left // (room // length))
-                windows += count
-            taken = min(count, left)
-            for rest, begin, of in (
-                (space, first + taken, count - taken),
-                (space - length, first, taken),
-            ):
-                if of and rest:
-                    ranges[rest].append((begin, of))
-                    free |= 1 << rest
-            window[placed : placed + taken] = np.arange(first, first + taken, dtype=np.int32)
-            placed, left = placed + taken, left - taken
-    starts = np.zeros(windows + 1, np.int64)
-    np.cumsum(np.bincount(window, minlength=windows), out=starts[1:])
-    return order[np.argsort(window, kind="stable")].astype(np.int32), starts
+    window = best_fit_decreasing(counts, room)  # of each conversation, in `order`
+    starts = np.concatenate(([0], np.cumsum(np.bincount(window))))
+    members = order[np.argsort(window, kind="stable")].astype(np.int32)
+    return members, starts
 
 
 def hashes(count: int, seed: int) -> np.ndarray:
-    """A hash of 40 bits for each number below count, by splitmix64: numpy's own generators may change."""
+    """A hash of 40 bits for each number below count, by splitmix64
+    (https://doi.org/10.1145/2660193.2660195): numpy's own generators may change."""
     key = int.from_bytes(hashlib.blake2b(f"packing {seed}".encode(), digest_size=8).digest(), "big")
     x = np.arange(count, dtype=np.uint64) + np.uint64(key)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -72,17 +57,87 @@ def hashes(count: int, seed: int) -> np.ndarray:
     return (x ^ (x >> np.uint64(31))) >> np.uint64(24)
 
 
+class WindowRange(NamedTuple):
+    """Windows first ... first+count-1, which have equal free space."""
+
+    first: int
+    count: int
+    space: int  # tokens
+
+
+class FreeSpace:
+    """The windows that have free space, by how much."""
+
+    def __init__(self, room: int):
+        self.ranges: list[list[WindowRange]] = [[] for _ in range(room + 1)]  # by space
+        self.spaces = 0  # bit s is set if ranges[s] is not empty
+
+    def add(self, windows: WindowRange) -> None:
+        if windows.count and windows.space:
+            self.ranges[windows.space].append(windows)
+            self.spaces |= 1 << windows.space
+
+    def take_best_fit(self, length: int) -> WindowRange | None:
+        """Removes and returns a range of the windows with the least space that holds `length`
+        tokens."""
+        fitting = self.spaces >> length
+        if not fitting:
+            return None
+        lowest_bit = fitting & -fitting
+        space = length + lowest_bit.bit_length() - 1
+        windows = self.ranges[space].pop()
+        if not self.ranges[space]:
+            self.spaces ^= 1 << space
+        return windows
+
+
+def best_fit_decreasing(counts: list[int], room: int) -> np.ndarray:
+    """The window of each conversation, the longest first. counts[n]: conversations of n tokens."""
+    window = np.empty(sum(counts), np.int32)
+    free = FreeSpace(room)
+    opened_windows = 0
+    placed = 0  # conversations
+    for length in range(room, 0, -1):
+        remaining = counts[length]
+        while remaining:
+            windows = free.take_best_fit(length)
+            if windows is None:
+                per_window = room // length
+                windows = WindowRange(opened_windows, -(-remaining // per_window), room)
+                opened_windows += windows.count
+            first, count, space = windows
+            # one conversation to each window
+            filled = min(count, remaining)
+            window[placed : placed + filled] = np.arange(first, first + filled, dtype=np.int32)
+            free.add(WindowRange(first + filled, count - filled, space))
+            free.add(WindowRange(first, filled, space - length))
+            placed += filled
+            remaining -= filled
+    return window
+
+
+class Conversation(NamedTuple):
+    """A conversation in a window. Positions are those in the token stream."""
+
+    number: int
+    begin: int  # first token
+    end: int  # one past the last token in the window
+
+
 @dataclass(frozen=True)
 class Packed:
-    """A split's conversations in windows, as a TokenStream of windows that do not overlap: window k is tokens k*S ...
-    k*S+S-1, padded at its end. Nothing is copied: reading window k reads its conversations."""
+    """A TextStream (data/tokens.py) of the windows of a split, which do not overlap.
 
-    stream: TokenStream
+    Window k is tokens k*S ... k*S+S-1, padded at its end. Nothing is copied: reading a window reads
+    its conversations from the token file.
+    """
+
+    stream: TokenStream  # the token file
     seq_len: int
-    members: np.ndarray
-    starts: np.ndarray
-    left_out: int
-    cut: int
+    members: np.ndarray  # numbers of conversations in the token file, window by window
+    starts: np.ndarray  # of each window in `members`, and one more
+    left_out: int  # conversations without an assistant's turn, or with an empty one
+    cut: int  # conversations longer than a window
     filled: int  # tokens that the windows hold
 
     @property
@@ -95,75 +150,93 @@ class Packed:
 
     @property
     def length(self) -> int:
-        # one more, as a stream's last target
-        return self.windows * self.seq_len + bool(self.windows)
+        if not self.windows:
+            return 0
+        return self.windows * self.seq_len + 1  # one more, as a stream's last target
 
     @property
     def document_count(self) -> int:
         return len(self.members)
 
     def training_windows(self, seq_len: int) -> Windows:
-        """As TokenStream.training_windows(): all."""
+        """As TextStream.training_windows(): all."""
         return Windows(seq_len)
 
-    def conversations(self, window: int) -> list[tuple[int, int, int]]:
-        """(number, first token, one past its last in this window) of each in a window, by the stream's tokens."""
-        found = []
-        for number in self.members[self.starts[window] : self.starts[window + 1]].tolist():
-            begin = self.stream.end(number - 1) if number else 0
-            found.append((number, begin, min(self.stream.end(number), begin + self.seq_len)))
-        return found
+    def conversation(self, number: int) -> Conversation:
+        begin = self.stream.end(number - 1) if number else 0
+        end = min(self.stream.end(number), begin + self.seq_len)
+        return Conversation(number, begin, end)
+
+    def conversations(self, window: int) -> list[Conversation]:
+        """The conversations in a window, in order."""
+        numbers = self.members[self.starts[window] : self.starts[window + 1]]
+        return [self.conversation(number) for number in numbers.tolist()]
 
     def stored(self, begin: int, end: int) -> np.ndarray:
-        """The stream's tokens begin ... end-1, complements where they have no loss."""
-        return np.frombuffer(pread(self.stream.file, 4 * begin, 4 * end, f"token {end}"), "<i4")
+        """The token file's tokens begin ... end-1. Those without a loss are complements."""
+        raw = pread(self.stream.file, TOKEN_BYTES * begin, TOKEN_BYTES * end, f"token {end}")
+        return np.frombuffer(raw, "<i4")
 
     def read(self, start: int, stop: int) -> "tuple[bytes, Tensor]":
-        """(the bytes, the ids (stop - start)) of one window: complements where a token has no loss, -1 for padding."""
+        """(the bytes, the ids (stop - start)) of one window.
+
+        A token without a loss is its complement, padding is -1. Raises ConfigError if an id is
+        outside the model's vocabulary.
+        """
         import torch
 
-        raw = b"".join(
-            self.stored(begin, end).tobytes()
-            for _, begin, end in self.conversations(start // self.seq_len)
-        )
-        found = torch.full((stop - start,), -1)
-        found[: len(raw) // 4] = ids = torch.frombuffer(bytearray(raw), dtype=torch.int32).to(
-            torch.int64
-        )
-        if (largest := int(torch.maximum(ids, ~ids).max())) >= self.stream.vocab_size:
+        conversations = self.conversations(start // self.seq_len)
+        raw = b"".join(self.stored(c.begin, c.end).tobytes() for c in conversations)
+        tokens = torch.frombuffer(bytearray(raw), dtype=torch.int32).to(torch.int64)
+        largest = int(torch.maximum(tokens, ~tokens).max())
+        if largest >= self.stream.vocab_size:
             raise damaged(
                 self.path, f"has id {largest}, but [model] vocab_size = {self.stream.vocab_size}"
             )
-        return raw, found
+        ids = torch.full((stop - start,), -1)
+        ids[: len(tokens)] = tokens
+        return raw, ids
 
     def documents(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """(place in the window, first token, one past its last) of each of a window's conversations, and of the
-        padding, by this stream's tokens."""
-        found, at = [], start
-        for place, (_, begin, end) in enumerate(self.conversations(start // self.seq_len)):
-            found.append((place, at, at + end - begin))
-            at += end - begin
-        return [*found, (len(found), at, stop)]
+        """(index in the window, first token, one past the last) of each conversation in a window,
+        and of the padding. Positions are those in this stream."""
+        documents = []
+        position = start
+        conversations = self.conversations(start // self.seq_len)
+        for index, conversation in enumerate(conversations):
+            end = position + conversation.end - conversation.begin
+            documents.append((index, position, end))
+            position = end
+        documents.append((len(conversations), position, stop))  # padding
+        return documents
 
     def targets_without_loss(self, start: int, stop: int) -> int:
-        """Of the seq_len targets of a window: those that are no token of the assistant, padding, and the ends."""
+        """How many of a window's seq_len targets have no loss: tokens that are not the assistant's,
+        padding, and each conversation's first token."""
+        _, ids = self.read(start, stop)
         firsts = [begin - start for _, begin, _ in self.documents(start, stop)[:-1]]
-        ids = self.read(start, stop)[1]
-        return self.seq_len - int((ids >= 0).sum()) + int((ids[firsts] >= 0).sum())
+        has_loss = ids >= 0
+        targets = int(has_loss.sum()) - int(has_loss[firsts].sum())
+        return self.seq_len - targets
 
     def summary(self) -> str:
-        """What a launch logs."""
+        """The line that a launch logs."""
         step = max(1, -(-self.document_count // SAMPLED))
-        learned = tokens = 0
+        learned = 0
+        tokens = 0
         for number in np.sort(self.members)[::step].tolist():
-            begin = self.stream.end(number - 1) if number else 0
-            ids = self.stored(begin, min(self.stream.end(number), begin + self.seq_len))
-            learned, tokens = learned + int((ids >= 0).sum()), tokens + len(ids)
+            conversation = self.conversation(number)
+            ids = self.stored(conversation.begin, conversation.end)
+            learned += int((ids >= 0).sum())
+            tokens += len(ids)
+        about = "about " if step > 1 else ""
+        full = self.filled / (self.windows * self.seq_len)
         return (
-            f"{self.path.parent}: {self.document_count:,} conversations in {self.windows:,} windows of "
-            f"{self.seq_len:,} tokens, {self.filled / (self.windows * self.seq_len):.1%} full; {self.cut:,} cut at "
-            f"a window's end; {self.left_out:,} left out, without an assistant's turn or with an empty one; "
-            f"{'about ' * (step > 1)}{learned / tokens:.0%} of the tokens have a loss"
+            f"{self.path.parent}: {self.document_count:,} conversations in {self.windows:,} "
+            f"windows of {self.seq_len:,} tokens, {full:.1%} full; "
+            f"{self.cut:,} cut at a window's end; {self.left_out:,} left out, without an "
+            f"assistant's turn or with an empty one; {about}{learned / tokens:.0%} of the tokens "
+            "have a loss"
         )
 
 
@@ -172,28 +245,28 @@ def open_packed(folder: pathlib.Path, split: str, cfg: config.Config) -> Packed:
     manifest = complete_manifest(folder)
     validation = validation_range(manifest)
     assert validation
-    from_train = validation.split == "train"  # validation is some of train.bin's conversations
-    stream = open_stream(folder, "train" if from_train else split, cfg.model.vocab_size)
+    # of few conversations, those for validation are at the end of train.bin
+    one_file = validation.split == "train"
+    stream = open_stream(folder, "train" if one_file else split, cfg.model.vocab_size)
     ends = np.empty(0, np.int64)
     if stream.document_count:
         ends = np.fromfile(stream.path.with_suffix(".ends.bin"), "<i8")
-    lengths = np.diff(ends, prepend=0)
     numbers = np.arange(len(ends))
-    if from_train:
+    if one_file:
         is_validation = (ends > validation.first) & (ends <= validation.end)
         numbers = numbers[is_validation == (split == "heldout")]
-    left_out, room = manifest.get("left_out", 0), cfg.train.seq_len
+    left_out = manifest.get("left_out", 0)
     if split == "train" and not len(numbers):
-        why = f"all {left_out:,} were left out, without an assistant's turn or with an empty one"
+        reason = f"all {left_out:,} were left out, without an assistant's turn or with an empty one"
         if any(manifest["documents"].values()):
-            why = "what there is, is held out for validation; bring more"
-        raise ConfigError(f"{folder}: holds no conversation to train on: {why}")
-    lengths = lengths[numbers]
-    cut = int((lengths > room).sum())
-    np.minimum(lengths, room, out=lengths)
-    members, starts = pack(lengths, room, cfg.run.seed)
-    filled = int(lengths.sum())
-    return Packed(stream, room, numbers[members], starts, left_out, cut, filled)
+            reason = "what there is, is held out for validation; bring more"
+        raise ConfigError(f"{folder}: holds no conversation to train on: {reason}")
+    seq_len = cfg.train.seq_len
+    lengths = np.diff(ends, prepend=0)[numbers]
+    cut = int((lengths > seq_len).sum())
+    lengths = np.minimum(lengths, seq_len)
+    members, starts = pack(lengths, seq_len, cfg.run.seed)
+    return Packed(stream, seq_len, numbers[members], starts, left_out, cut, int(lengths.sum()))
 
 
 def show_conversations(
@@ -202,8 +275,10 @@ def show_conversations(
     """Yields the lines of each conversation in a window."""
     for number, begin, end in stream.conversations(first // stream.seq_len):
         ids = stream.stored(begin, end)
+        length = stream.stream.end(number) - begin
+        learned = int((ids >= 0).sum())
         yield (
-            f"--- conversation {number}, {end - begin} of its {stream.stream.end(number) - begin} tokens, "
-            f"{int((ids >= 0).sum())} with a loss, between « and »"
+            f"--- conversation {number}, {end - begin} of its {length} tokens, "
+            f"{learned} with a loss, between « and »"
         )
         yield spelled(tokenizer, ids.tolist())

@@ -1,4 +1,7 @@
-"""Chat templates: Jinja programs by others, rendered as transformers renders them, in a sandbox with bounds."""
+"""Chat templates: Jinja programs by others, rendered as transformers renders them.
+
+They run in a sandbox, with bounds on time and memory.
+"""
 
 import contextlib
 import datetime
@@ -10,7 +13,7 @@ import resource
 import signal
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.ext
@@ -22,22 +25,36 @@ import config
 from config import ConfigError
 from data.hub import local
 
-TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
-SECONDS, BYTES = 5.0, 1 << 30  # processor time and memory that rendering one conversation may take
+TEMPLATE = "chat_template.jinja"
+SETTINGS = "tokenizer_config.json"
+SECONDS = 5.0  # processor time that rendering one conversation may take
+BYTES = 1 << 30  # memory that it may take
 LARGEST = 1 << 63  # integer that a template may multiply
+LARGEST_EXPONENT = 64
 NONCHARACTERS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # no text has a use for them
 
 
+class Marks(NamedTuple):
+    """Three characters that a conversation does not contain."""
+
+    begin: str  # of a {% generation %} block
+    end: str
+    guard: str  # splits the name of a special token in a message, see Chat._guard()
+
+
 def files_of(d: config.Data) -> dict[str, bytes]:
-    """The template of a configuration's data, by its file's name. Raises ConfigError, also if it is no template."""
+    """The template of a configuration's data, by the name of its file.
+
+    Raises ConfigError if there is no template or it has a syntax error.
+    """
     assert d.tokenizer  # config.py requires it
-    text = find_template(d.tokenizer, d.chat_template)
+    template = find_template(d.tokenizer, d.chat_template)
     try:
         with bounded():
-            Sandbox().from_string(text)
+            Sandbox().from_string(template)
     except ConfigError as error:
         raise ConfigError(f"{d.chat_template or d.tokenizer}: {error}") from None
-    return {TEMPLATE: text.encode()}
+    return {TEMPLATE: template.encode()}
 
 
 def identity_of(d: config.Data) -> dict[str, str | None]:
@@ -48,54 +65,65 @@ def identity_of(d: config.Data) -> dict[str, str | None]:
     }
 
 
-def find_template(tokenizer: str | pathlib.Path, given: str | None = None) -> str:
-    """The text of data.chat_template or, if that is absent, of the tokenizer's own template: chat_template.jinja beside
-    it, else chat_template of its tokenizer_config.json. Raises ConfigError."""
-    found = local(str(tokenizer))
-    folder = found if found.is_dir() else found.parent
-    path = pathlib.Path(given) if given else folder / TEMPLATE
+def find_template(tokenizer: str | pathlib.Path, chat_template: str | None = None) -> str:
+    """The text of a Jinja file, data.chat_template, or else of the tokenizer's own template.
+
+    The latter is chat_template.jinja next to the tokenizer, or chat_template in its
+    tokenizer_config.json. Raises ConfigError.
+    """
+    folder = local(str(tokenizer))
+    if not folder.is_dir():
+        folder = folder.parent
+    path = pathlib.Path(chat_template) if chat_template else folder / TEMPLATE
+    template = None
     try:
-        if given or path.exists():
+        if chat_template or path.exists():
             return path.read_bytes().decode()
         path = folder / SETTINGS
-        found = json.loads(path.read_bytes()).get("chat_template") if path.exists() else None
+        if path.exists():
+            template = json.loads(path.read_bytes()).get("chat_template")
     except OSError as error:
         raise ConfigError(f"{path}: chat template cannot be read: {error.strerror}") from None
     except (ValueError, AttributeError, RecursionError):
         raise ConfigError(
             f"{path}: chat template cannot be read: is not UTF-8, or no JSON object"
         ) from None
-    if isinstance(found, list):  # several, by name
-        found = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}.get(
-            "default"
-        )
-    if not isinstance(found, str):
+    if isinstance(template, list):
+        template = default_template(template)
+    if not isinstance(template, str):
         raise ConfigError(
             f"{tokenizer}: has no chat template; name a Jinja file, data.chat_template"
         )
-    return found
+    return template
+
+
+def default_template(named_templates: list) -> object:
+    """The template named "default" of a tokenizer_config.json that lists several; None without."""
+    template = None
+    for entry in named_templates:
+        if isinstance(entry, dict) and entry.get("name") == "default":
+            template = entry.get("template")
+    return template
 
 
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
-    """Bounds processor time and memory. Turns whatever the body raises into ConfigError. Main thread only."""
+    """Bounds processor time and memory of the body, and raises its errors as ConfigError.
 
-    def end(*_: object) -> None:
+    Main thread only, as it sets a signal handler.
+    """
+
+    def on_timeout(*_: object) -> None:
         raise TimeoutError(f"takes more than {SECONDS:g} seconds")
 
-    handler, (soft, hard) = (
-        signal.signal(signal.SIGPROF, end),
-        resource.getrlimit(resource.RLIMIT_AS),
-    )
-    limit = (
-        int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        + BYTES
-    )
+    handler = signal.signal(signal.SIGPROF, on_timeout)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])  # in use now
+    limit = pages * resource.getpagesize() + BYTES
+    if soft != resource.RLIM_INFINITY:
+        limit = min(soft, limit)
     try:
-        resource.setrlimit(
-            resource.RLIMIT_AS,
-            (limit if soft == resource.RLIM_INFINITY else min(soft, limit), hard),
-        )
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
         signal.setitimer(signal.ITIMER_PROF, SECONDS, SECONDS)
         yield
     except ConfigError:
@@ -103,10 +131,12 @@ def bounded() -> Iterator[None]:
     except MemoryError:
         raise ConfigError(f"the chat template takes more than {BYTES >> 20:,} MiB") from None
     except Exception as error:
-        text = str(error).strip().partition("\n")[0]
-        line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        first_line = str(error).strip().partition("\n")[0]
+        where = ""
+        if isinstance(error, jinja2.TemplateSyntaxError):
+            where = f", line {error.lineno}"
         raise ConfigError(
-            f"the chat template fails{line}: {type(error).__name__}: {text}"
+            f"the chat template fails{where}: {type(error).__name__}: {first_line}"
         ) from None
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -115,7 +145,7 @@ def bounded() -> Iterator[None]:
 
 
 class Generation(jinja2.ext.Extension):
-    """{% generation %}: encloses what it renders in two marks."""
+    """{% generation %}: encloses the text that it renders in two marks."""
 
     tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
 
@@ -128,20 +158,24 @@ class Generation(jinja2.ext.Extension):
 
     def enclosed(self, caller: Any) -> str:
         assert isinstance(self.environment, Sandbox)
-        begin, end, _ = self.environment.marks
-        return begin + caller() + end
+        marks = self.environment.marks
+        return marks.begin + caller() + marks.end
 
 
 class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """What transformers gives a chat template: no files, no attribute that leads to Python's internals."""
+    """The environment that transformers gives a chat template.
 
-    # no signal ends the multiplication of integers as long as memory
+    It has no files, and no attribute that leads to Python's internals.
+    """
+
+    # no signal interrupts a multiplication of integers as large as memory
     intercepted_binops = frozenset({"*", "**"})
-    has_blocks = False  # {% generation %}
-    marks = NONCHARACTERS[:3]  # begin and end of a block; guard, see Chat.guarded()
+    has_blocks = False  # whether the template has a {% generation %} block
+    marks = Marks(*NONCHARACTERS[:3])  # set for each conversation
 
     def __init__(self) -> None:
-        if tuple(map(int, re.findall(r"\d+", jinja2.__version__)[:3])) < (3, 1, 6):
+        version = re.findall(r"\d+", jinja2.__version__)[:3]
+        if tuple(map(int, version)) < (3, 1, 6):
             raise ConfigError(
                 f"chat templates need jinja2 3.1.6 or later, whose sandbox has no known holes, not "
                 f"{jinja2.__version__}: {sys.executable} -m pip install -U jinja2"
@@ -149,36 +183,47 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
         )
-
-        def raise_exception(message: object) -> None:
-            raise jinja2.TemplateError(str(message))
-
-        def tojson(
-            value: Any,
-            ensure_ascii: bool = False,
-            indent: Any = None,
-            separators: Any = None,
-            sort_keys: bool = False,
-        ) -> str:
-            return json.dumps(
-                value,
-                ensure_ascii=ensure_ascii,
-                indent=indent,
-                separators=separators,
-                sort_keys=sort_keys,
-            )
-
         self.filters["tojson"] = tojson
-        added: dict[str, Any] = {
+        functions: dict[str, Any] = {
             "raise_exception": raise_exception,
-            "strftime_now": lambda pattern: datetime.datetime.now().strftime(pattern),
+            "strftime_now": strftime_now,
         }
-        self.globals.update(added)
+        self.globals.update(functions)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if any(
-            isinstance(v, int) and abs(v) > (64 if operator == "**" and v is right else LARGEST)
-            for v in (left, right)
-        ):
+        largest_right = LARGEST_EXPONENT if operator == "**" else LARGEST
+        if exceeds(left, LARGEST) or exceeds(right, largest_right):
             raise jinja2.sandbox.SecurityError(f"{operator} of a number as large as that")
         return super().call_binop(context, operator, left, right)
+
+
+def exceeds(value: object, limit: int) -> bool:
+    return isinstance(value, int) and abs(value) > limit
+
+
+# Functions of templates, with the names and defaults of transformers' own
+
+
+def raise_exception(message: object) -> None:
+    raise jinja2.TemplateError(str(message))
+
+
+def strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
+
+
+def tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike jinja2's, does not escape characters of HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
