@@ -156,7 +156,9 @@ def timed_as(sections: dict, output: str) -> set[tuple[str, tuple[str, ...]]]:
     from data.loader import Loader
     from lifecycle.run import Run
 
-    found, now, phase = set(), [], Run.phase
+    found = set()
+    now = []
+    phase = Run.phase
 
     @contextlib.contextmanager
     def noted(run: Run, name: str):
@@ -186,7 +188,9 @@ def phases_of(sections: dict, output: str) -> set[tuple[str, str]]:
     from data.loader import Loader
     from lifecycle.watchdog import Watchdog
 
-    found, now, phase = set(), [], Watchdog.phase
+    found = set()
+    now = []
+    phase = Watchdog.phase
 
     def begun(watchdog: Watchdog, name: str, *arguments) -> None:
         now[:] = [name]
@@ -218,7 +222,10 @@ def phases_of(sections: dict, output: str) -> set[tuple[str, str]]:
 
 def rows_synced_before_publishing(sections: dict, output: str) -> list[tuple[str, list[int]]]:
     """(each checkpoint, the steps whose rows are on disk when it is published)."""
-    found, synced, fsync, publish = [], [], os.fsync, files.publish
+    found = []
+    synced = []
+    fsync = os.fsync
+    publish = files.publish
 
     def noting(handle: int) -> None:
         fsync(handle)
@@ -834,7 +841,9 @@ class Live(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.sizes, self.now, self.most = {}, 0, 0
+        self.sizes = {}
+        self.now = 0
+        self.most = 0
 
     def note(self, storage: torch.UntypedStorage, size: int) -> None:
         self.now += size - self.sizes.get(storage._cdata, 0)
@@ -1108,7 +1117,9 @@ def host_reads(sections: dict, output: str) -> tuple[list[list[str]], list[str]]
     """(what the host reads from the device within each training_step() of a run, what reading its loss is seen as)."""
     import train
 
-    reads, control, training_step = [], [], train.training_step
+    reads = []
+    control = []
+    training_step = train.training_step
 
     def counted(model, optimizer, guard, *rest):
         with HostReads(guard.on_host) as seen:

@@ -330,7 +330,9 @@ def record_a_save(
     calls, the folder after it, and each step's tensors."""
     root, tokenizer = pathlib.Path(output) / "root", made_up_tokenizer(output)
     root.mkdir()
-    cfg, calls, wrote = configured(root, keep_last=1), [], {}
+    cfg = configured(root, keep_last=1)
+    calls = []
+    wrote = {}
     with process_group() as world:
         model = build(cfg, world)
         optimizer = build_optimizer(model, cfg.optim)
@@ -361,7 +363,9 @@ def record_a_replacement(folder: pathlib.Path) -> tuple[Tree, list[Call]]:
 def stale_listing(folder: pathlib.Path) -> Iterator[None]:
     """From now on this process is shown the folder's names as they are now, as a client of a network file system may
     be that has them cached."""
-    listdir, scandir, iterdir = os.listdir, os.scandir, pathlib.Path.iterdir
+    listdir = os.listdir
+    scandir = os.scandir
+    iterdir = pathlib.Path.iterdir
     with scandir(folder) as entries:
         old = list(entries)
 
@@ -378,17 +382,17 @@ def stale_listing(folder: pathlib.Path) -> Iterator[None]:
     try:
         yield
     finally:
-        os.listdir, os.scandir, pathlib.Path.iterdir = listdir, scandir, iterdir
+        os.listdir = listdir
+        os.scandir = scandir
+        pathlib.Path.iterdir = iterdir
 
 
 def enter_with_a_stale_listing(output: str) -> dict:
     """Two ranks save steps 1 to 3 and keep two; rank 1 goes on seeing steps 1 and 2. They start again, and save a
     fourth. What this rank did and saw."""
-    cfg, tokenizer, found = (
-        configured(pathlib.Path(output), keep_last=2),
-        made_up_tokenizer(output),
-        {},
-    )
+    cfg = configured(pathlib.Path(output), keep_last=2)
+    tokenizer = made_up_tokenizer(output)
+    found = {}
     with process_group() as world, contextlib.ExitStack() as until_end:
         model = build(cfg, world)
         optimizer = build_optimizer(model, cfg.optim)

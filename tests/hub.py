@@ -33,7 +33,10 @@ class Hub:
         self.branches: dict[tuple[str, str], str] = {}  # (repository, branch): commit
         self.tokens: dict[str, str] = {}  # of private repositories
         self.fault: Callable[[Request], int | None] = lambda request: None
-        self.retry_after, self.requests, self.port = 1, [], 0  # seconds
+        # seconds
+        self.retry_after = 1
+        self.requests = []
+        self.port = 0
         self.open()
 
     def open(self) -> None:

@@ -25,13 +25,18 @@ def offences(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def multiplies_text(node: ast.BinOp) -> bool:
-    """Whether text is multiplied: but a character, as "-" * 80 or " " * indent; or a list by a condition."""
-    for side, other in ((node.left, node.right), (node.right, node.left)):
+    """Whether text is multiplied by what may be a condition, or a list by one. A character times a
+    count is fine, as "-" * width, and so is text times a number."""
+    for side, factor in ((node.left, node.right), (node.right, node.left)):
+        if isinstance(factor, ast.Constant):
+            continue
         if isinstance(side, ast.JoinedStr):
             return True
         if isinstance(side, ast.Constant) and isinstance(side.value, str):
             return len(side.value) > 1
-        if isinstance(side, ast.List) and isinstance(other, ast.Compare | ast.BoolOp | ast.UnaryOp):
+        if isinstance(side, ast.List) and isinstance(
+            factor, ast.Compare | ast.BoolOp | ast.UnaryOp
+        ):
             return True
     return False
 

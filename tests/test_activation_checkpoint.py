@@ -24,9 +24,14 @@ from tests.conftest import make_config, needs_extra
 pytestmark = pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")
 
 SETTINGS = ["none", 2, "elementwise", "selective", "full"]
-BATCH, LENGTH, LAYERS = 2, 64, 4
+BATCH = 2
+LENGTH = 64
+LAYERS = 4
 # of tests.conftest.TINY; keys: width of all key heads, or of all value heads
-WIDTH, HEADS, KEYS, FFN = (48, 4, 24, 80)
+WIDTH = 48
+HEADS = 4
+KEYS = 24
+FFN = 80
 # its proportions, an eighth as wide
 LLAMA_8B = {"dim": 512, "n_heads": 4, "n_kv_heads": 1, "ffn_dim": 1792}
 

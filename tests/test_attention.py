@@ -37,8 +37,12 @@ def numbered(lengths: list[list[int]]) -> torch.Tensor:
 
 def test_no_groups_in_float32_on_a_gpu(monkeypatch):
     """Where they would take the path that keeps all scores; the result is the same."""
-    q, k, v = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 16)
-    expected, asked, kernel = attention.attention(q, k, v, None), [], F.scaled_dot_product_attention
+    q = torch.randn(2, 4, 8, 16)
+    k = torch.randn(2, 2, 8, 16)
+    v = torch.randn(2, 2, 8, 16)
+    expected = attention.attention(q, k, v, None)
+    asked = []
+    kernel = F.scaled_dot_product_attention
 
     def noting(q, k, v, enable_gqa, **keywords):
         asked.append((q.shape[1], k.shape[1], enable_gqa))

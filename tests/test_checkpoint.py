@@ -520,11 +520,9 @@ def test_an_evaluation_with_another_tokenizer_is_refused(tmp_path):
 
 def test_tokens_of_another_tokenizer_are_told(write_config, corpus, tmp_path):
     """To who evaluates on them, as an error; to who allows to go on with them, as a warning."""
-    path, other, told = (
-        write_config("words", checkpoint={}),
-        tmp_path / "other.jsonl",
-        "is not the tokenizer that",
-    )
+    path = write_config("words", checkpoint={})
+    other = tmp_path / "other.jsonl"
+    told = "is not the tokenizer that"
     lines = corpus.read_text().splitlines(keepends=True)
     other.write_text("".join(lines[: len(lines) * 3 // 4]))
     words = (f"--data.source={other}", f"--data.path={tmp_path / 'other'}")

@@ -129,7 +129,9 @@ POWER_CUTS = {  # of what is not synced: does a change of names survive, and wha
 @pytest.mark.parametrize("what", POWER_CUTS)
 def test_power_cut_at_every_call_of_a_save(save, tmp_path, what):
     """Always the old checkpoint or the new one; and the new one for certain once the save has reported success."""
-    wrote, known, found = save[3], {}, []
+    wrote = save[3]
+    known = {}
+    found = []
     survives, content = POWER_CUTS[what](random.Random(what))
     for disk in prefixes(save):
         tree = disk.left(survives, content)

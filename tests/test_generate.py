@@ -77,7 +77,9 @@ def recomputed(
     seed: int,
 ) -> list[int]:
     """The same text without a cache: every token from a pass over the row's whole window."""
-    tokens, begin, draw = list(prompt), 0, random.Random(f"{seed} {row}")
+    tokens = list(prompt)
+    begin = 0
+    draw = random.Random(f"{seed} {row}")
     for _ in range(count):
         if len(tokens) - begin > context:
             begin = len(tokens) - (context + 1) // 2

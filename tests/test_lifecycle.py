@@ -1277,7 +1277,9 @@ def test_a_status_that_cannot_be_written_is_told(tmp_path, monkeypatch, capsys):
         "x",
         StopRequest(),
     )
-    run.watchdog, run.lock, console = mock.Mock(), mock.Mock(), io.StringIO()
+    run.watchdog = mock.Mock()
+    run.lock = mock.Mock()
+    console = io.StringIO()
     monkeypatch.setattr("lifecycle.run.log.handlers", [logging.StreamHandler(console)])
     with pytest.raises(SystemExit, match="1"):
         run._end()

@@ -415,7 +415,9 @@ def test_under_a_document_mask_positions_and_documents_come_along(prepared):
     cfg = make_config(data={"document_mask": True}, train={"seq_len": 100, "micro_batch_size": 4})
     stream = open_stream(prepared, "train", 320)
     ends = {end for _, _, end in stream.documents(0, stream.length)}
-    loader, number, seen = loader_of(cfg, stream), 0, set()
+    loader = loader_of(cfg, stream)
+    number = 0
+    seen = set()
     for step in (1, 2, 3):
         batch, valid = loader.batch(step), 0
         for inputs, targets, positions, documents in batch.micro_batches:
@@ -423,11 +425,9 @@ def test_under_a_document_mask_positions_and_documents_come_along(prepared):
             assert {tuple(x.shape) for x in (inputs, targets, positions, documents)} == {(4, 100)}
             for row in range(4):
                 _, first, stop = loader.dataset.span(number)
-                ids, place, document = (
-                    stream.read(first, stop)[1].tolist(),
-                    0,
-                    sum(end <= first for end in ends),
-                )
+                ids = stream.read(first, stop)[1].tolist()
+                place = 0
+                document = sum(end <= first for end in ends)
                 for i in range(100):
                     if i and first + i in ends:
                         place, document = 0, document + 1

@@ -238,7 +238,9 @@ def test_logits_of_the_whole_batch_never_exist(monkeypatch):
     """A full training step: no tensor of tokens x vocabulary is made, in float32 or otherwise."""
     import model.llama
 
-    chunk, tokens, vocab = 16, 128, 997
+    chunk = 16
+    tokens = 128
+    vocab = 997
     monkeypatch.setattr(
         model.llama,
         "chunked_cross_entropy",

@@ -467,7 +467,11 @@ def test_killed_before_any_of_its_file_system_events_it_resumes_and_ends_the_sam
 @pytest.mark.parametrize("seconds, times", [(0.0, 4), (5.0, 2)])
 def test_what_a_preparation_says_it_has_is_on_disk(with_tokenizer, monkeypatch, seconds, times):
     """So that a power cut leaves no more in the manifest than in the files, and no folder that is not whole."""
-    synced, said, fsync, write, publish = {}, set(), os.fsync, files.write_atomic, files.publish
+    synced = {}
+    said = set()
+    fsync = os.fsync
+    write = files.write_atomic
+    publish = files.publish
 
     def noting(handle):
         fsync(handle)
@@ -928,7 +932,9 @@ def test_a_mixture_goes_on_that_was_killed_as_its_tokenizer_was_written(
     corpus, tmp_path, monkeypatch
 ):
     """Between any two of its files: a tokenizer is not there before what says on which text it was trained."""
-    cfg, write, written = mixture(tmp_path, corpus), files.write_atomic, []
+    cfg = mixture(tmp_path, corpus)
+    write = files.write_atomic
+    written = []
 
     def write_atomic(path, content, *temporary):
         write(path, content, *temporary)

@@ -79,7 +79,9 @@ def save_often(folder) -> list[tuple]:
     """(error, plans made, bytes sent for the plan, digests of what was to be saved) of each of SAVES."""
     from checkpoint import save
 
-    found, write, gather = [], Writer.write_data, dist.gather_object
+    found = []
+    write = Writer.write_data
+    gather = dist.gather_object
     cfg = uneven(folder)
     with cases.process_group() as world:
         last, sent = world.rank == world.size - 1, []

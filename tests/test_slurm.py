@@ -71,7 +71,10 @@ class Cluster:
 
 class Job:
     def __init__(self, cluster: Cluster, number: str, log: pathlib.Path, folder: pathlib.Path):
-        self.cluster, self.number, self.log_file, self.folder = cluster, number, log, folder
+        self.cluster = cluster
+        self.number = number
+        self.log_file = log
+        self.folder = folder
 
     def shows(self, field: str) -> str:
         """A field of `scontrol show job`: JobState, Restarts, ExitCode, ..."""

@@ -14,11 +14,9 @@ from tests.conftest import make_config, rows
 from tests.test_training import plain_loop, weights, with_data
 
 MODEL = {"dim": 46, "n_heads": 4, "n_kv_heads": 2, "head_dim": 6, "ffn_dim": 76}
-ALONE, FULL, EVERY = (
-    {"micro_batch_size": 1},
-    {"recompute": "full"},
-    {"sync_every_micro_batch": False},
-)
+ALONE = {"micro_batch_size": 1}
+FULL = {"recompute": "full"}
+EVERY = {"sync_every_micro_batch": False}
 RUNS = {
     1: {
         "alone": {},

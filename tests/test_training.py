@@ -115,7 +115,9 @@ def plain_loop(cfg: config.Config, weights: dict | None = None, optimizer_of=Non
     """The run as a textbook has it: one process, the whole batch at once, mean cross entropy, torch's AdamW, or what
     optimizer_of makes for the model; under a document mask each piece of a document by itself. The last step's weights
     go into `weights`. With the blocks' own terms of the loss (tests/forks.py), each by its name."""
-    m, t, o = cfg.model, cfg.train, cfg.optim
+    m = cfg.model
+    t = cfg.train
+    o = cfg.optim
     model = Llama(m)
     materialize(model, cfg.run.seed, torch.device("cpu"))
     for name, parameter in model.named_parameters():

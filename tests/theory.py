@@ -174,7 +174,9 @@ def over_tp_and_cp(
     adapter has whole on all ranks is reduced as a norm is. Compiled, what is not recomputed is not gathered again but
     kept.
     """
-    p, m, t = cfg.parallel, cfg.model, cfg.train
+    p = cfg.parallel
+    m = cfg.model
+    t = cfg.train
     tokens, names = sequences * t.seq_len // cp, config.unit_names(m)
     trained = {name: q for name, q in named_parameters(model) if q.requires_grad}
     flows = model.embedding.weight.requires_grad  # does a gradient flow into what comes next?

@@ -14,7 +14,11 @@ from extras.planner.simulate import simulate
 from tests.conftest import REPO
 from tests.test_repo import documented
 
-TOKENS, DIM, HEADS, KEYS, FFN = 1024, 2048, 32, 512, 8192
+TOKENS = 1024
+DIM = 2048
+HEADS = 32
+KEYS = 512
+FFN = 8192
 Q = O = 2 * TOKENS * DIM * DIM  # FLOPs of the products
 K, UP = 2 * TOKENS * DIM * KEYS, 2 * TOKENS * DIM * FFN
 ATTENTION = 2 * (DIM + 2 * HEADS)  # its output; logsumexp in float32

@@ -150,7 +150,9 @@ def test_processes(monkeypatch, tmp_path, script, expected):
 
 def test_experiments_of_fsdp2_reach_the_model(monkeypatch, tmp_path):
     """From the command line to each process, from there to each arm, and from there to FSDP2."""
-    python, given, called = tmp_path / "python", [], []
+    python = tmp_path / "python"
+    given = []
+    called = []
     rows = 'echo "{\\"status\\": \\"ok\\"}"\n' * len(gpu.GROUPS["1B"])
     python.write_text(f'#!/bin/bash\necho "$@" > {tmp_path}/words\n{rows}')
     python.chmod(0o755)

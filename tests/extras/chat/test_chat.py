@@ -349,7 +349,9 @@ def test_each_token_s_loss_is_that_of_transformers(tokenizer, theirs, name, tmp_
     here(cfg)
     torch.manual_seed(0)
     model = reference(cfg.model)
-    ours, wanted, total = with_weights_of(model, cfg.model), {}, 0.0
+    ours = with_weights_of(model, cfg.model)
+    wanted = {}
+    total = 0.0
     with torch.no_grad():
         for messages in given:
             found = theirs.apply_chat_template(
@@ -364,7 +366,10 @@ def test_each_token_s_loss_is_that_of_transformers(tokenizer, theirs, name, tmp_
             wanted[tuple(ids.tolist())] = losses[mask[1:]]
             total += losses[mask[1:]].sum().item()
         (packed,) = open_dataset(cfg).train
-        loader, seen, sums, valid = loader_of(cfg, packed), 0, 0.0, 0
+        loader = loader_of(cfg, packed)
+        seen = 0
+        sums = 0.0
+        valid = 0
         steps = packed.windows // 4
         for batch in (next(loader) for _ in range(steps)):
             for inputs, targets, positions, documents in batch.micro_batches:

@@ -75,7 +75,9 @@ def test_the_product_and_its_gradients_are_those_of_plain_casts(recipe, dtype):
         torch.float8_e4m3fn,
         torch.float8_e4m3fn if recipe == "rowwise" else torch.float8_e5m2,
     )
-    rows, grads, w = x.detach().flatten(0, 1), grad.flatten(0, 1), weight.detach()
+    rows = x.detach().flatten(0, 1)
+    grads = grad.flatten(0, 1)
+    w = weight.detach()
     expected = {
         "out": (out, rounded(rows, e4m3, recipe, 1) @ rounded(w, e4m3, recipe, 1).T),
         "x": (x.grad, rounded(grads, of_grad, recipe, 1) @ rounded(w, e4m3, recipe, 0)),

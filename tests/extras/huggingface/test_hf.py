@@ -1031,11 +1031,9 @@ def only_pickled(folder: pathlib.Path) -> None:
 
 
 INDEX = "model.safetensors.index.json"
-NORM, HEAD, EMBEDDING = (
-    "model.layers.0.input_layernorm.weight",
-    "lm_head.weight",
-    "model.embed_tokens.weight",
-)
+NORM = "model.layers.0.input_layernorm.weight"
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 WRONG = {  # what is done to the folder "single", or another that the name begins with, and what the error names
     "architecture": (
         settings(architectures=["MistralForCausalLM"], model_type="mistral"),
@@ -1312,7 +1310,10 @@ def test_a_disk_without_the_room_is_told_before_anything_is_written(
 
 def test_what_appears_is_on_disk(read, folders, tmp_path, capsys, monkeypatch):
     """So that a power cut leaves no folder that is there and not whole."""
-    synced, published, fsync, publish = {}, [], os.fsync, files.publish
+    synced = {}
+    published = []
+    fsync = os.fsync
+    publish = files.publish
 
     def noting(handle):
         fsync(handle)

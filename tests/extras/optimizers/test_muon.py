@@ -249,7 +249,9 @@ def test_fifty_updates_are_those_of_torchs_muon():
 @pytest.mark.parametrize("ranks, replicas", [(8, 1), (8, 2), (64, 1), (64, 8), (512, 1), (512, 64)])
 def test_owners_of_llama8b_have_equal_work(ranks, replicas):
     """To 10 % of the mean; on 512 ranks, more than matrices, the most is one matrix's, as in any such assignment."""
-    dim, kv, ffn = 4096, 1024, 14336
+    dim = 4096
+    kv = 1024
+    ffn = 14336
     block = [(dim, dim), (kv, dim), (kv, dim), (dim, dim), (ffn, dim), (ffn, dim), (dim, ffn)]
     work = [muon.flop(shape) for shape in block * 32]
     assert (

@@ -846,7 +846,9 @@ def test_weights_in_4_bits_cost_what_is_moved_to_make_them():
     """Uncompiled what dequantize()'s operators move, compiled what one kernel must read and write."""
     from extras.lora import nf4  # optional
 
-    counted, rows, columns = Counted(FakeTensorMode(), {}, set(), 1), 512, 4096
+    counted = Counted(FakeTensorMode(), {}, set(), 1)
+    rows = 512
+    columns = 4096
     with counted.fake, counted:
         x, codes = (
             torch.empty(8, columns, dtype=torch.bfloat16),

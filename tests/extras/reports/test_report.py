@@ -55,7 +55,11 @@ class Page(html.parser.HTMLParser):
 
     def __init__(self, text: str):
         super().__init__()
-        self.open, self.attributes, self.figures, self.rows, self.text = [], [], {}, [], ""
+        self.open = []
+        self.attributes = []
+        self.figures = {}
+        self.rows = []
+        self.text = ""
         self.feed(text)
         self.close()
         assert not self.open
@@ -414,11 +418,9 @@ def ended(folder: pathlib.Path, step: int = 2) -> None:
         None,
         SimpleNamespace(signal=0, standalone=False),
     )
-    run.watchdog, run.lock, run.step = (
-        SimpleNamespace(stop=lambda: None),
-        SimpleNamespace(release=lambda: None),
-        step,
-    )
+    run.watchdog = SimpleNamespace(stop=lambda: None)
+    run.lock = SimpleNamespace(release=lambda: None)
+    run.step = step
     run._end()
 
 
