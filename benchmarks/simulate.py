@@ -3,10 +3,11 @@
     python -m benchmarks.simulate configs/llama70b.toml --world-size 256,16384 [--section.key=value ...]
     python -m benchmarks.simulate configs/llama8b.toml --suggestions 20
 
-Of each number of ranks: the peak by the plan, which runs few blocks, and by the whole step; collectives and bytes by
-the plan, the step and the closed forms (tests/theory.py), which must be equal; the smallest shard, and what a
-checkpoint's files hold. --suggestions: of so many random configurations that do not fit, does what the plan suggests fit a whole
-step, and is it the fastest that would?
+Of each number of ranks: the peak by the plan, which runs few blocks, and by the whole step;
+collectives and bytes by the plan, the step and the closed forms (tests/theory.py), which must be
+equal; the smallest shard, and what a checkpoint's files hold. --suggestions: of so many random
+configurations that do not fit, does what the plan suggests fit a whole step, and is it the fastest
+that would?
 """
 
 import argparse
