@@ -35,10 +35,10 @@ from parallel.ranks import all_gather_objects
 def evaluate(
     model: Llama, cfg: config.Config, world: World, dataset: Dataset, run: Run
 ) -> dict | None:
-    """The mean loss over the validation tokens, None if no token has one, and the sum of their losses
-    in bits per byte of the text that they encode, NaN for data without a tokenizer. For a mixture
-    also by source: {"loss": ..., "bits_per_byte": ..., "loss_by_source": {...}, ...}. Returns None
-    if the run was asked to stop meanwhile."""
+    """The mean loss over the validation tokens, None if no token has one, and the sum of their
+    losses in bits per byte of the text that they encode, NaN for data without a tokenizer. For a
+    mixture also by source: {"loss": ..., "bits_per_byte": ..., "loss_by_source": {...}, ...}.
+    Returns None if the run was asked to stop meanwhile."""
     sums = torch.zeros(len(dataset.validation), dtype=torch.float64, device=world.device)
     counts = torch.zeros(len(dataset.validation), dtype=torch.int64, device=world.device)
     model.eval()
@@ -158,10 +158,10 @@ def bytes_of_targets(cfg: config.Config, dataset: Dataset, rank: int, ranks: int
 def target_bytes(
     stream: TokenStream, stop: int, masked: bool, folder: pathlib.Path, rank: int, ranks: int
 ) -> int:
-    """UTF-8 bytes of the text that a stream's tokens 1 ... stop-1 encode, in every ranks-th document.
-    The sum over the ranks is that of the entire text. BOS and EOS have none, nor has a character
-    that `stop` cuts. masked: the first token of a document is not a target. Raises ConfigError if
-    documents or tokenizer cannot be read."""
+    """UTF-8 bytes of the text that a stream's tokens 1 ... stop-1 encode, in every ranks-th
+    document. The sum over the ranks is that of the entire text. BOS and EOS have none, nor has a
+    character that `stop` cuts. masked: the first token of a document is not a target. Raises
+    ConfigError if documents or tokenizer cannot be read."""
     tokenizer = Tokenizer(folder)
     total = 0
     for _, begin, end in stream.documents(0, stop)[rank::ranks]:

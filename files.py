@@ -1,5 +1,5 @@
-"""Atomic, durable writes: files and folders appear complete or not at all, and survive a power cut. Also locks, and
-processes that end with their parent."""
+"""Atomic, durable writes: files and folders appear complete or not at all, and survive a power cut.
+Also locks, and processes that end with their parent."""
 
 import contextlib
 import errno
@@ -47,8 +47,9 @@ def process_name() -> str:
 def write_atomic(
     path: pathlib.Path, content: bytes | str, temporary: pathlib.Path | None = None
 ) -> None:
-    """Replaces a file atomically: a reader, also after a crash, sees either the old content or the new one. Raises
-    OSError. temporary: where it is written first, if several processes may write it at once."""
+    """Replaces a file atomically: a reader, also after a crash, sees either the old content or the
+    new one. Raises OSError. temporary: where it is written first, if several processes may write it
+    at once."""
     temporary = temporary or path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -67,7 +68,8 @@ def read_json(path: pathlib.Path) -> dict:
 
 
 def publish(temporary: pathlib.Path, final: pathlib.Path) -> None:
-    """Renames a folder whose files are synced to its final name. On OSError, which it raises, the old name remains."""
+    """Renames a folder whose files are synced to its final name. On OSError, which it raises, the
+    old name remains."""
     sync(temporary)
     for folder in final.absolute().parents:  # each may have been created just now, too
         try:
@@ -84,7 +86,8 @@ def publish(temporary: pathlib.Path, final: pathlib.Path) -> None:
 
 
 def printable(text: str) -> str:
-    """Text that is safe on a terminal: control characters other than line ends and tabs are escaped."""
+    """Text that is safe on a terminal: control characters other than line ends and tabs are
+    escaped."""
     safe = []
     for character in text:
         if character.isprintable() or character in "\n\t":
@@ -103,7 +106,8 @@ def print_line(text: str) -> None:
 
 
 def print_error(text: str) -> None:
-    """Prints a line to stderr. It is not an error if its terminal is closed, or its reader has ended."""
+    """Prints a line to stderr. It is not an error if its terminal is closed, or its reader has
+    ended."""
     try:
         print(text, file=sys.stderr, flush=True)
     except (OSError, ValueError):
@@ -112,9 +116,10 @@ def print_error(text: str) -> None:
 
 
 def lock(path: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:
-    """Locks a file until release() or the end of this process, however it ends; an existing file is kept. timeout:
-    seconds to wait, -1 to wait forever. Raises filelock.Timeout, and OSError if the file cannot be created or opened;
-    on a file system without locks, prints a warning and locks nothing."""
+    """Locks a file until release() or the end of this process, however it ends; an existing file is
+    kept. timeout: seconds to wait, -1 to wait forever. Raises filelock.Timeout, and OSError if the
+    file cannot be created or opened; on a file system without locks, prints a warning and locks
+    nothing."""
     # filelock would wait for some files that cannot be created
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     held = filelock.FileLock(path, timeout=timeout, thread_local=False)
@@ -134,15 +139,17 @@ def lock(path: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:
 
 
 def python_command(statements: str) -> list[str]:
-    """The command of a process of its own that runs statements with this repository's modules. They need not be on
-    Python's path: a rank that torchrun starts has them because its script, train.py, lies beside them."""
+    """The command of a process of its own that runs statements with this repository's modules. They
+    need not be on Python's path: a rank that torchrun starts has them because its script, train.py,
+    lies beside them."""
     repo = str(pathlib.Path(__file__).parent)
     return [sys.executable, "-c", f"import sys; sys.path.insert(0, {repo!r}); {statements}"]
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Makes Linux kill this process when its parent dies, even if it is stopped: no rank outlives a killed launcher and
-    keeps the folder's lock. parent: its pid, if known before the fork; it may have died since."""
+    """Makes Linux kill this process when its parent dies, even if it is stopped: no rank outlives a
+    killed launcher and keeps the folder's lock. parent: its pid, if known before the fork; it may
+    have died since."""
     if sys.platform == "linux":
         import ctypes
 

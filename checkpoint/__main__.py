@@ -2,7 +2,8 @@
 
     python -m checkpoint verify DIR      DIR: a checkpoint, or a run (verifies all of its checkpoints)
 
-Exits with 0 if all are good, 1 if any is not (it names each bad file), 2 if there is nothing to verify.
+Exits with 0 if all are good, 1 if any is not (it names each bad file), 2 if there is nothing to
+verify.
 """
 
 import argparse

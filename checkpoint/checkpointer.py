@@ -1,4 +1,5 @@
-"""A run's view of checkpoints: choosing where to resume or what to evaluate, restoring, saving when due, reporting."""
+"""A run's view of checkpoints: choosing where to resume or what to evaluate, restoring, saving when
+due, reporting."""
 
 import dataclasses
 import pathlib
@@ -20,7 +21,8 @@ from parallel.ranks import all_gather_objects, check_same_on_all_ranks, on_each_
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """Training state saved besides weights and optimizer state; the data order is a function of the step."""
+    """Training state saved besides weights and optimizer state; the data order is a function of the
+    step."""
 
     step: int = 0
     tokens: int = 0  # trained on so far; batch size and sequence length may have changed on the way
@@ -31,8 +33,8 @@ class State:
 
 
 class Checkpointer:
-    """All ranks must call its methods together, except tidy() and wait(). Without [checkpoint], and where a run is only
-    evaluated, it saves nothing."""
+    """All ranks must call its methods together, except tidy() and wait(). Without [checkpoint], and
+    where a run is only evaluated, it saves nothing."""
 
     def __init__(
         self,
@@ -43,10 +45,10 @@ class Checkpointer:
         evaluating: bool = False,
         report: Callable[[int, str | None], None] = lambda step, problem: None,
     ):
-        """Chooses the checkpoint to resume from, or to evaluate; writes nothing. data: the data's identities. report:
-        called on rank 0 after a save with its step and its problem, None if it succeeded.
-        Raises ConfigError if the folder is another run's, none of its checkpoints is good, or ranks have different
-        data."""
+        """Chooses the checkpoint to resume from, or to evaluate; writes nothing. data: the data's
+        identities. report: called on rank 0 after a save with its step and its problem, None if it
+        succeeded. Raises ConfigError if the folder is another run's, none of its checkpoints is
+        good, or ranks have different data."""
         self.cfg, self.world = cfg, world
         check_same_on_all_ranks("prepared data", compare.by_source(data))
         self.found = on_rank_zero(lambda: catalog.steps(cfg))
@@ -83,8 +85,9 @@ class Checkpointer:
         return [problem for problems in all_gather_objects(ours) for problem in problems]
 
     def tidy(self) -> None:
-        """Renames checkpoints that are corrupt or later than `start`, and removes unfinished saves. Rank 0 only, under
-        the run's lock. Raises ConfigError if another run has saved here since `start` was chosen."""
+        """Renames checkpoints that are corrupt or later than `start`, and removes unfinished saves.
+        Rank 0 only, under the run's lock. Raises ConfigError if another run has saved here since
+        `start` was chosen."""
         if catalog.steps(self.cfg) != self.found:
             raise ConfigError(
                 f"{catalog.root(self.cfg)}: another run has worked here meanwhile; start again"
@@ -95,8 +98,9 @@ class Checkpointer:
     def restore(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, base: str | None = None
     ) -> State:
-        """Loads the chosen checkpoint, if any, into model and optimizer. base: the fingerprint of the frozen weights
-        that adapters are trained on. Raises ConfigError if it is not that of the checkpoint's adapters."""
+        """Loads the chosen checkpoint, if any, into model and optimizer. base: the fingerprint of
+        the frozen weights that adapters are trained on. Raises ConfigError if it is not that of the
+        checkpoint's adapters."""
         self.base = base
         if self.start not in self.found:
             return State()
@@ -128,12 +132,13 @@ class Checkpointer:
         data: list[dict],
         before_publishing: Callable[[], None] = lambda: None,
     ) -> None:
-        """With async_save, training waits only for the copy of the shards to host memory. Raises SaveFailed if the last
-        checkpoint of a launch cannot be written, and FloatingPointError if weights are not finite.
+        """With async_save, training waits only for the copy of the shards to host memory. Raises
+        SaveFailed if the last checkpoint of a launch cannot be written, and FloatingPointError if
+        weights are not finite.
 
-        stopping: whether the run stops after this step; data: what tells the data from another run's that was read up
-        to this step; before_publishing: called on rank 0 before the checkpoint is published, where an OSError fails the
-        save."""
+        stopping: whether the run stops after this step; data: what tells the data from another
+        run's that was read up to this step; before_publishing: called on rank 0 before the
+        checkpoint is published, where an OSError fails the save."""
         saver, settings = self.saver, self.cfg.checkpoint
         assert saver and settings, "save() is for steps in which is_due()"
         # the previous save may still be purging, which may read a lot of data
@@ -152,7 +157,8 @@ class Checkpointer:
         }
 
         def work(saver: Saver) -> None:
-            # the current device is per thread, and DCP uses it; torch.cpu has the function too, and it does nothing
+            # the current device is per thread, and DCP uses it; torch.cpu has the function too, and
+            # it does nothing
             torch.get_device_module(self.world.device).set_device(self.world.device)
             saver.write(state.step, tensors, content, before_publishing)
             saver.purge()  # a no-op if the run is stopping
@@ -163,8 +169,9 @@ class Checkpointer:
             self.finish_pending_save(wait=True, required=last)
 
     def finish_pending_save(self, wait: bool = False, required: bool = False) -> None:
-        """Reports the previous save once it is done; wait=True blocks until it is. After a failure, training continues
-        and the next save tries again; with `required`, raises SaveFailed instead."""
+        """Reports the previous save once it is done; wait=True blocks until it is. After a failure,
+        training continues and the next save tries again; with `required`, raises SaveFailed
+        instead."""
         if not self.pending or not (wait or self.pending[1].done()):
             return
         step, save = self.pending
@@ -180,7 +187,8 @@ class Checkpointer:
             self.report(step, problem)
 
     def purge(self) -> None:
-        """At the end of training: removes the checkpoints that keep_last and keep_every_steps do not keep."""
+        """At the end of training: removes the checkpoints that keep_last and keep_every_steps do
+        not keep."""
         if self.saver:
             self.saver.purge()
 
@@ -191,9 +199,9 @@ class Checkpointer:
 
 
 def resolve_param_dtype(cfg: config.Config, world: World) -> config.Config:
-    """The configuration with param_dtype = "auto" resolved: to what the run's checkpoint was trained
-    with, or without one to bfloat16 if every rank's device supports it natively, since emulated
-    bfloat16 is slower than float32."""
+    """The configuration with param_dtype = "auto" resolved: to what the run's checkpoint was
+    trained with, or without one to bfloat16 if every rank's device supports it natively, since
+    emulated bfloat16 is slower than float32."""
     if cfg.parallel.param_dtype != "auto":
         return cfg
     dtype = on_rank_zero(lambda: catalog.saved_param_dtype(cfg))
@@ -206,8 +214,8 @@ def resolve_param_dtype(cfg: config.Config, world: World) -> config.Config:
 def staged(
     tensors: dict[str, Tensor], buffers: dict[str, Tensor], device: torch.device
 ) -> dict[str, Tensor]:
-    """Copies the tensors to host memory, sharded as they are, for async_save. The next save reuses the
-    buffers: faulting in fresh pages would take as long as the copy itself."""
+    """Copies the tensors to host memory, sharded as they are, for async_save. The next save reuses
+    the buffers: faulting in fresh pages would take as long as the copy itself."""
     copies: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor

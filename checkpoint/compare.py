@@ -1,4 +1,5 @@
-"""Compares a checkpoint with the run that wants to use it: options, prepared data, tokenizer, base of adapters."""
+"""Compares a checkpoint with the run that wants to use it: options, prepared data, tokenizer, base
+of adapters."""
 
 import pathlib
 import re
@@ -64,9 +65,9 @@ def _as_text(value: Any) -> str:
 
 
 def check_same_run(cfg: config.Config, step: int, guarded: re.Pattern = GUARDED) -> None:
-    """Raises ConfigError naming every option of `guarded` (default: those that determine weights and
-    data order) that differs from the checkpoint's. An option newer than the checkpoint counts as
-    its default there."""
+    """Raises ConfigError naming every option of `guarded` (default: those that determine weights
+    and data order) that differs from the checkpoint's. An option newer than the checkpoint counts
+    as its default there."""
     folder = path_of(cfg, step)
     if not folder.is_dir():  # step 0 is an imported checkpoint, or none
         return
@@ -122,7 +123,8 @@ def _advice(key: str) -> str:
 
 
 def check_base(folder: pathlib.Path, init_from: str | None, base: str | None) -> None:
-    """Raises ConfigError if a checkpoint's adapters were trained on a base with another fingerprint."""
+    """Raises ConfigError if a checkpoint's adapters were trained on a base with another
+    fingerprint."""
     before = read_state(folder).get("base")
     if before != base:
         raise ConfigError(
@@ -171,8 +173,8 @@ def data_before(cfg: config.Config, step: int) -> list[dict] | None:
 
 
 def other_tokenizer(cfg: config.Config, step: int, files: list[pathlib.Path]) -> str | None:
-    """A warning if the data was prepared with another tokenizer (these files) than the checkpoint's,
-    else None."""
+    """A warning if the data was prepared with another tokenizer (these files) than the
+    checkpoint's, else None."""
     folder = path_of(cfg, step)
     saved = [path.read_bytes() for path in folder.glob("tokenizer.*") if path.is_file()]
     if not saved or any(path.read_bytes() in saved for path in files):

@@ -1,8 +1,9 @@
 """Loads a checkpoint into a model's and optimizer's shards without executing code from it.
 
 torch.distributed.checkpoint reads .metadata with a bare pickle.load and non-tensor values with
-torch.load(weights_only=False): both can execute code that a file names. Here .metadata may name only the types that it
-consists of, every value must be a tensor, and every path in it must be a file of this folder.
+torch.load(weights_only=False): both can execute code that a file names. Here .metadata may name
+only the types that it consists of, every value must be a tensor, and every path in it must be a
+file of this folder.
 """
 
 import fnmatch
@@ -48,7 +49,8 @@ ALLOWED = {
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Unpickles only what .metadata consists of. Raises CorruptCheckpoint for other names, before resolving them."""
+    """Unpickles only what .metadata consists of. Raises CorruptCheckpoint for other names, before
+    resolving them."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
@@ -62,7 +64,8 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 def _memory_format(kind: Any, name: str) -> _MEM_FORMAT_ENCODING:
-    """Stands in for getattr(_MEM_FORMAT_ENCODING, name), as Python 3.11.0 to 3.11.3 pickle a member of an enum."""
+    """Stands in for getattr(_MEM_FORMAT_ENCODING, name), as Python 3.11.0 to 3.11.3 pickle a member
+    of an enum."""
     if kind is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
         raise CorruptCheckpoint("refusing to unpickle builtins.getattr: no part of a checkpoint")
     return _MEM_FORMAT_ENCODING[name]
@@ -81,7 +84,8 @@ class ConfinedFiles(FileSystem):
 
 
 class Reader(FileSystemReader):
-    """DCP's FileSystemReader, confined to a folder. Reads and checks .metadata on construction. Raises ConfigError."""
+    """DCP's FileSystemReader, confined to a folder. Reads and checks .metadata on construction.
+    Raises ConfigError."""
 
     def __init__(self, folder: pathlib.Path):
         super().__init__(folder)
@@ -103,8 +107,8 @@ class Reader(FileSystemReader):
 
 
 def _check_metadata(metadata: Metadata, path: pathlib.Path, files: dict[str, dict]) -> None:
-    """Raises CorruptCheckpoint unless every entry is a tensor, its chunks cover it, and each chunk lies inside a file
-    that the manifest lists."""
+    """Raises CorruptCheckpoint unless every entry is a tensor, its chunks cover it, and each chunk
+    lies inside a file that the manifest lists."""
     assert isinstance(metadata, Metadata)
     for index, info in metadata.storage_data.items():
         size = files.get(info.relative_path, {"size": 0})["size"]
@@ -155,8 +159,8 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dic
 def restore(
     folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> None:
-    """Loads a checkpoint, saved by any number of ranks, into this model's shards. Raises ConfigError if it cannot be
-    read, or if names, shapes or dtypes differ."""
+    """Loads a checkpoint, saved by any number of ranks, into this model's shards. Raises
+    ConfigError if it cannot be read, or if names, shapes or dtypes differ."""
     reader = on_each_rank(lambda: Reader(folder))
     read_tensors(reader, check_tensors(reader, model, optimizer))
     after_weight_update(model)
@@ -200,7 +204,8 @@ def check_tensors(
 
 
 def state_kinds(dtypes: dict[str, torch.dtype]) -> list[str]:
-    """The kinds of optimizer state among tensors of these names, such as "exp_avg (torch.float32)"."""
+    """The kinds of optimizer state among tensors of these names, such as "exp_avg
+    (torch.float32)"."""
     kinds = set()
     for name, dtype in dtypes.items():
         if name.startswith("optim."):

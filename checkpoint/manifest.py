@@ -1,6 +1,8 @@
-"""The manifest of a checkpoint: size and SHA-256 of every file; and safe opening of untrusted files.
+"""The manifest of a checkpoint: size and SHA-256 of every file; and safe opening of untrusted
+files.
 
-torch.distributed.checkpoint has no checksums: of 40 bit flips in its files, 38 load silently as wrong numbers.
+torch.distributed.checkpoint has no checksums: of 40 bit flips in its files, 38 load silently as
+wrong numbers.
 """
 
 import contextlib

@@ -34,15 +34,18 @@ log = logging.getLogger("train")
 
 
 class SaveFailed(Exception):
-    """At least one rank could not write a checkpoint; earlier ones are untouched. Raised on all ranks."""
+    """At least one rank could not write a checkpoint; earlier ones are untouched. Raised on all
+    ranks."""
 
 
 class Saver:
-    """Writes and removes a run's checkpoints. All ranks must call its methods together, from one thread at a time (any
-    thread: it has its own process group). They raise SaveFailed on all ranks or on none."""
+    """Writes and removes a run's checkpoints. All ranks must call its methods together, from one
+    thread at a time (any thread: it has its own process group). They raise SaveFailed on all ranks
+    or on none."""
 
     def __init__(self, cfg: config.Config, verified: int, extra_files: list[pathlib.Path]):
-        """verified: a step whose checkpoint is known to be good. extra_files (the tokenizer) are copied into each."""
+        """verified: a step whose checkpoint is known to be good. extra_files (the tokenizer) are
+        copied into each."""
         assert cfg.checkpoint  # without [checkpoint] nothing is saved
         self.cfg = cfg
         self.options = cfg.checkpoint
@@ -138,8 +141,8 @@ class Saver:
         return self._on_all_ranks(work, only=0)[0]
 
     def purge(self) -> None:
-        """Removes the checkpoints before the last keep_last good ones, except milestones. Those that
-        this launch has not verified yet are verified before they count."""
+        """Removes the checkpoints before the last keep_last good ones, except milestones. Those
+        that this launch has not verified yet are verified before they count."""
         keep_last = self.options.keep_last
         if not keep_last:
             return
@@ -183,9 +186,9 @@ def _all_finite(tensors: dict[str, Tensor]) -> bool:
 
 
 class Writer(FileSystemWriter):
-    """A DCP storage writer with one file per rank. Unlike FileSystemWriter, it holds one tensor at a
-    time in host memory instead of pinning all of them (pytorch issue 195982), reports failed writes
-    (issue 191391), and keeps the folder's path, which will change, out of the metadata."""
+    """A DCP storage writer with one file per rank. Unlike FileSystemWriter, it holds one tensor at
+    a time in host memory instead of pinning all of them (pytorch issue 195982), reports failed
+    writes (issue 191391), and keeps the folder's path, which will change, out of the metadata."""
 
     def __init__(self, folder: pathlib.Path):
         super().__init__(folder, thread_count=1, overwrite=False)
@@ -249,9 +252,9 @@ def write_manifest(
 
 
 class CachedPlans(DefaultSavePlanner):
-    """Plans a run's first save and reuses the plan. Gathering, making and sending one takes rank 0 ten
-    seconds for Llama 3 8B on 512 ranks, while all wait. A rank whose tensors have changed sends its
-    plan again.
+    """Plans a run's first save and reuses the plan. Gathering, making and sending one takes rank 0
+    ten seconds for Llama 3 8B on 512 ranks, while all wait. A rank whose tensors have changed sends
+    its plan again.
 
     DCP's own enable_plan_caching caches on the class, for all savers of a process, and in torch
     2.11 also failed plans.
@@ -277,8 +280,8 @@ class CachedPlans(DefaultSavePlanner):
         all_plans, self.metadata = create_default_global_save_plan(
             self._dedup_save_plans(all_plans)
         )
-        # DCP's own check takes time quadratic in the ranks. It also looks for overlaps, which chunks
-        # computed from the same placements on all ranks cannot have.
+        # DCP's own check takes time quadratic in the ranks. It also looks for overlaps, which
+        # chunks computed from the same placements on all ranks cannot have.
         for name, item in self.metadata.state_dict_metadata.items():
             assert isinstance(item, TensorStorageMetadata)  # all that is saved are tensors
             if not is_covered(item):

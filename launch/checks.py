@@ -64,8 +64,8 @@ def check_evaluation(cfg: config.Config, start: int) -> None:
 
 
 def prepare_training(cfg: config.Config, start: int) -> None:
-    """Prepares the data and makes the run's folder. Raises ConfigError if that fails, or if training
-    cannot resume after step `start` on this data."""
+    """Prepares the data and makes the run's folder. Raises ConfigError if that fails, or if
+    training cannot resume after step `start` on this data."""
     compare.check_same_run(cfg, start)
     if cfg.model.init_from and (cfg.lora or not start):
         from extras.huggingface.weights import weights_to_read

@@ -37,8 +37,8 @@ LOG_WAIT_SECONDS = 2.0  # a longer wait is logged
 # Python's garbage collection; automatic, it would stall each rank at a different time
 COLLECT_EVERY_STEPS = 100
 RESTART_SECONDS = 30  # for the ranks before a restart to exit
-# Phases that are not part of a step. They begin once the device has finished the steps queued on it,
-# whose time would else count as that of the phase.
+# Phases that are not part of a step. They begin once the device has finished the steps queued on
+# it, whose time would else count as that of the phase.
 OUTSIDE_STEPS = ("evaluation", "save")
 
 

@@ -91,7 +91,8 @@ def softmax_parts(logits: Tensor, index: Tensor) -> tuple[Tensor | None, Tensor,
 
 
 class ChunkSoftmax(NamedTuple):
-    """What logits_gradient() needs of a chunk: logits and exponentials (C, V), the others (C, 1)."""
+    """What logits_gradient() needs of a chunk: logits and exponentials (C, V), the others (C,
+    1)."""
 
     logits: Tensor
     index: Tensor  # the target's local row, or any where the target is not local

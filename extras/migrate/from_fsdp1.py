@@ -1,9 +1,11 @@
-"""FSDP1 or Accelerate settings in YAML -> our [parallel] table in TOML, with a comment on what became of every key.
+"""FSDP1 or Accelerate settings in YAML -> our [parallel] table in TOML, with a comment on what
+became of every key.
 
     python -m migrate.from_fsdp1 accelerate.yaml
 
-Reads the output of `accelerate config`, or FullyShardedDataParallel's keyword arguments as YAML. Exits with 1 if a key
-or value is unknown, contradicts another or has no equivalent (stderr repeats those), with 2 if it cannot read the file.
+Reads the output of `accelerate config`, or FullyShardedDataParallel's keyword arguments as YAML.
+Exits with 1 if a key or value is unknown, contradicts another or has no equivalent (stderr repeats
+those), with 2 if it cannot read the file.
 """
 
 import argparse
@@ -20,8 +22,9 @@ import config
 from config import ConfigError, run_tool
 from schema import nearest
 
-# Keys | their values | our options and a remark, or why there are none. Values are as word() normalizes them. A digit
-# next to a name is torch's enum value; `number` is any integer above 0. FSDP keys come first, also with prefix fsdp_.
+# Keys | their values | our options and a remark, or why there are none. Values are as word()
+# normalizes them. A digit next to a name is torch's enum value; `number` is any integer above 0.
+# FSDP keys come first, also with prefix fsdp_.
 FSDP_TABLE = """
 version | 1 2 | implied: FSDP2, always
 sharding_strategy | FULL_SHARD 1 | dp_replicate = 1, dp_shard = "auto", reshard_after_forward = true
@@ -131,7 +134,8 @@ RULES = FSDP | rules(ACCELERATE_TABLE)
 
 
 def word(value: Any) -> str:
-    """A value in normalized spelling: `ShardingStrategy._hybrid_shard` becomes HYBRID_SHARD, `no` FALSE."""
+    """A value in normalized spelling: `ShardingStrategy._hybrid_shard` becomes HYBRID_SHARD, `no`
+    FALSE."""
     if not isinstance(value, str):
         return "[...]" if value else "NULL"
     bare = re.sub(r"^[A-Za-z_][\w.]*\.", "", value.strip()).strip("_").replace("-", "_").upper()
@@ -233,8 +237,8 @@ def comment_on(entry: str, kind: str, settings: dict[str, Any], remark: str) -> 
 
 
 def read(path: str) -> dict:
-    """The file's tables, each scalar as a string. Nothing in it is executed. Aliases are refused: a few of them could
-    expand to gigabytes. Raises ConfigError if there is nothing to convert."""
+    """The file's tables, each scalar as a string. Nothing in it is executed. Aliases are refused: a
+    few of them could expand to gigabytes. Raises ConfigError if there is nothing to convert."""
     try:
         import yaml
     except ModuleNotFoundError:

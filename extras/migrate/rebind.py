@@ -1,7 +1,9 @@
-"""Rebinds an optimizer that was built before sharding; parallel/verify.py detects one that was not rebound.
+"""Rebinds an optimizer that was built before sharding; parallel/verify.py detects one that was not
+rebound.
 
-fully_shard() replaces every parameter. An optimizer built before keeps the old ones: the full weights stay in memory,
-and step() silently updates nothing (docs/optimizer_before_sharding.md). train.py builds its optimizer after sharding.
+fully_shard() replaces every parameter. An optimizer built before keeps the old ones: the full
+weights stay in memory, and step() silently updates nothing (docs/optimizer_before_sharding.md).
+train.py builds its optimizer after sharding.
 """
 
 import contextlib
@@ -16,10 +18,12 @@ from parallel.verify import optimizer_entries
 
 @contextlib.contextmanager
 def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """`with rebind_optimizer(model, optimizer): parallelize(model, cfg, world)` rebinds an optimizer without state to
-    the new parameters of the same names. Order, groups and settings stay. materialize() may follow.
+    """`with rebind_optimizer(model, optimizer): parallelize(model, cfg, world)` rebinds an
+    optimizer without state to the new parameters of the same names. Order, groups and settings
+    stay. materialize() may follow.
 
-    Raises ValueError for an optimizer that cannot be rebound, and for a parameter name that is gone afterwards.
+    Raises ValueError for an optimizer that cannot be rebound, and for a parameter name that is gone
+    afterwards.
     """
     if optimizer.state:
         raise ValueError(

@@ -407,7 +407,8 @@ class Counted(TorchDispatchMode):
     def count_bytes(
         self, operator: Any, inputs: list[FakeTensor], outputs: list[FakeTensor]
     ) -> None:
-        """Counts the bytes that an operator without a formula moves, and names it if it computes."""
+        """Counts the bytes that an operator without a formula moves, and names it if it
+        computes."""
         if computes_much(operator):
             self.count_call(str(operator).removesuffix(".default"))
         if is_known(operator) and not moves_bytes(operator):

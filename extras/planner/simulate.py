@@ -453,7 +453,8 @@ class PhaseHooks:
         """Marks gradients and FSDP2's buffers that the previous phase has left; begins a phase."""
         mark = self.counted.mark
         mark((param.grad for param in self.model.parameters()), "gradients")
-        # FSDP2 accumulates gradients in one of these: in the second, if it has the reduction's dtype
+        # FSDP2 accumulates gradients in one of these: in the second, if it has the reduction's
+        # dtype
         for param in self.sharded:
             mark([param.unsharded_accumulated_grad], self.kind_of_unsharded)
         for param in self.sharded:
