@@ -132,7 +132,7 @@ def shard(model: Llama, p: SimpleNamespace, mesh: dist.DeviceMesh) -> None:
         if p.recompute != "none":  # inside the unit, so that backward does not repeat FSDP2's hooks
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         fsdp(block, reshard_after_forward=p.reshard_after_forward)
-    # The root unit: embedding and head, which may share a weight. Unsharded until backward, which begins with it.
+    # The root unit, with which backward begins: embedding and head. train.py makes two units of them unless tied.
     fsdp(model, reshard_after_forward=False)
     # Explicit prefetch: after a unit's all-gather, issue those of the next n units in the pass. They
     # overlap with its compute. With n = 0 FSDP2 does so by itself, in backward alone, for one unit.

@@ -193,7 +193,7 @@ class NoTargets(Exception):
     """
 
 
-class TargetlessSteps:
+class StepsWithoutTarget:
     """Counts the steps in which no token has a loss: in the run so far, and in a row at its end.
 
     Such steps update nothing.

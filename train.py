@@ -33,7 +33,7 @@ from model.build import meta_model
 from model.llama import Llama, flops_per_token, parameter_count
 from optim import (
     FiniteGuard,
-    TargetlessSteps,
+    StepsWithoutTarget,
     build_optimizer,
     clip_gradients,
     learning_rate,
@@ -48,6 +48,8 @@ from parallel.verify import check_optimizer, unit_table, verify_sharding
 
 
 def train(cfg: Config, world: World, run: Run) -> None:
+    """One run. lifecycle/rank.py calls it on every rank, inside of the process group and of `run`,
+    which watches the rank and records how the run ends."""
     # Open the data and choose the checkpoint to resume from. Nothing is written before both are
     # validated.
     dataset = open_dataset(cfg)
@@ -55,7 +57,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
         cfg, world, dataset.identities(), dataset.tokenizer_files, report=run.log_save
     )
     start = checkpointer.start  # the step to resume after, 0 for a new run
-    on_each_rank(lambda: dataset.require(data_before(cfg, start)))
+    on_each_rank(lambda: dataset.require_same_text(data_before(cfg, start)))  # growing text only
     pretrained = open_pretrained(cfg, start)  # the weights of a Hugging Face folder, or None
     run.attach(checkpointer)
 
@@ -82,10 +84,11 @@ def train(cfg: Config, world: World, run: Run) -> None:
     flops = flops_per_token(model, cfg.train.seq_len)
     recorder = Recorder(cfg, world, run.folder, start, flops, run.seconds)
     recorder.log_start(parameter_count(model), unit_table(units), dataset.notes)
+    # skips updates whose gradient is not finite; counts steps in which no token has a target
     guard = FiniteGuard(
         optimizer, device, cfg.train.skip_nonfinite, state.skipped_steps, state.skipped_in_a_row
     )
-    targetless = TargetlessSteps(state.targetless_steps, state.targetless_in_a_row)
+    without_target = StepsWithoutTarget(state.targetless_steps, state.targetless_in_a_row)
     loader = Loader(cfg, dataset, world, start + 1)
     run.wait_for_text(loader)
     is_due = start > 0 and config.evaluation_is_due(cfg, start) and not run.stop.agreed
@@ -105,7 +108,7 @@ def train(cfg: Config, world: World, run: Run) -> None:
         # checkpoint is due.
         tokens = state.tokens + (step - start) * config.tokens_per_step(cfg)
         recorder.log_step(step, tokens, batch, sums, scalars)
-        targetless.count(step, batch.valid_tokens)  # raises after too many in a row
+        without_target.count(step, batch.valid_tokens)  # raises after too many in a row
         # SIGTERM to any rank: all save after the same step, this one or the next
         run.agree_on_stop()
         if config.evaluation_is_due(cfg, step) and not run.stop.agreed:
@@ -114,8 +117,15 @@ def train(cfg: Config, world: World, run: Run) -> None:
         # every save_every_steps, at the last step, and when stopping
         if checkpointer.is_due(step, run.stop.agreed):
             with run.phase("save"):
-                counts = *guard.counts(), targetless.total, targetless.in_a_row
-                state_now = State(step, tokens, *counts)
+                skipped, skipped_in_a_row = guard.counts()
+                state_now = State(
+                    step=step,
+                    tokens=tokens,
+                    skipped_steps=skipped,
+                    skipped_in_a_row=skipped_in_a_row,
+                    targetless_steps=without_target.total,
+                    targetless_in_a_row=without_target.in_a_row,
+                )
                 data = dataset.fingerprint(step)
                 # recorder.sync: metrics are flushed to disk before the checkpoint is published
                 checkpointer.save(state_now, model, optimizer, run.stop.agreed, data, recorder.sync)

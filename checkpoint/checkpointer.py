@@ -136,9 +136,9 @@ class Checkpointer:
         SaveFailed if the last checkpoint of a launch cannot be written, and FloatingPointError if
         weights are not finite.
 
-        stopping: whether the run stops after this step; data: what tells the data from another
-        run's that was read up to this step; before_publishing: called on rank 0 before the
-        checkpoint is published, where an OSError fails the save."""
+        stopping: whether the run stops after this step. data: Dataset.fingerprint() of this step.
+        before_publishing: called on rank 0 before the checkpoint is published; an OSError of it
+        fails the save."""
         saver, settings = self.saver, self.cfg.checkpoint
         assert saver and settings, "save() is for steps in which is_due()"
         # the previous save may still be purging, which may read a lot of data

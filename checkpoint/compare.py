@@ -111,7 +111,7 @@ def _advice(key: str) -> str:
         return "this version has no such option"
     if re.fullmatch(OPTIMIZER_STATE, key):
         return (
-            "continue with that, or start another run from these weights (python -m huggingface "
+            "continue with that, or start another run from these weights (./run_train.sh -m huggingface "
             "export, model.init_from): the optimizer's state is of what was trained, and how"
         )
     if SHAPES.fullmatch(key):

@@ -62,8 +62,8 @@ class Dataset:
         return identities
 
     def fingerprint(self, step: int) -> list[dict]:
-        """What tells the data that the steps up to `step` have read from another run's; by
-        source."""
+        """Identifies the data that the steps up to `step` have read, by source: a run that resumes
+        compares it, to notice that it would read other data."""
         fingerprint = self.identities()
         if self.growing:
             segments = self.growing.segments(step)
@@ -73,7 +73,7 @@ class Dataset:
                 entry["validation_hash"] = validation_hashes[source]
         return fingerprint
 
-    def require(self, fingerprint: list[dict] | None) -> None:
+    def require_same_text(self, fingerprint: list[dict] | None) -> None:
         """Refuses growing text other than that of a checkpoint's fingerprint(); what isn't prepared
         yet is compared when it is. Raises ConfigError."""
         if not self.growing or not fingerprint:

@@ -74,7 +74,7 @@ def prepare_training(cfg: config.Config, start: int) -> None:
     prepare(cfg)
     dataset = open_dataset(cfg)
     compare.check_same_data(cfg, start, dataset.identities())
-    dataset.require(compare.data_before(cfg, start))
+    dataset.require_same_text(compare.data_before(cfg, start))
     check_validation(cfg, dataset)
     folder = config.run_folder(cfg)
     try:

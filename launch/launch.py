@@ -43,7 +43,7 @@ from launch.slurm import end_of_stopped
 from lifecycle import INPUT_IS_WRONG, SIGNALS, STOPPED, TWICE_SECONDS
 from lifecycle.folder import (
     failures,
-    holder,
+    last_holder,
     lock,
     read_status,
     remove_traces,
@@ -147,11 +147,11 @@ class StopForwarder:
 
 
 def run_ranks(
-    command: list[str], folder: pathlib.Path, launch: str, interruption: Interruption
+    command: list[str], folder: pathlib.Path, launch_id: str, interruption: Interruption
 ) -> int:
     """Runs the ranks' command until it exits and forwards stop requests, including one received
     earlier. Returns its exit code."""
-    file = stop_file(folder, launch)
+    file = stop_file(folder, launch_id)
     file.touch()
     forwarder = StopForwarder(file, interruption)
     listen(forwarder)
@@ -173,17 +173,17 @@ def run_ranks(
     return returned
 
 
-def exit_code(folder: pathlib.Path, launch: str, ranks: int, returned: int) -> int:
+def exit_code(folder: pathlib.Path, launch_id: str, ranks: int, returned: int) -> int:
     """The launch's exit code, from its ranks' status and failure files. Marks the run as failed if
     they could not, and prints the root cause last, below the output of all ranks and torchrun.
 
     returned: the exit code of the ranks' command, negative if a signal ended it."""
     status = read_status(folder)
-    took_folder = status.get("launch") == launch
+    took_folder = status.get("launch") == launch_id
     # the logs may be those of another launch
     read_logs_of = range(ranks) if took_folder else ()
-    reports = failures(folder, launch, read_logs_of)
-    remove_traces(folder, launch)
+    reports = failures(folder, launch_id, read_logs_of)
+    remove_traces(folder, launch_id)
     if took_folder and status["state"] == "finished":
         return 0
     if took_folder and status["state"] == "preempted":
@@ -202,7 +202,7 @@ def exit_code(folder: pathlib.Path, launch: str, ranks: int, returned: int) -> i
             folder.rmdir()  # only if it is empty: it was created for this launch
     else:
         try:
-            mark_failed(folder, launch, status, code)
+            mark_failed(folder, launch_id, status, code)
         except ConfigError as error:
             if not took_folder:  # the folder is another run's
                 print_error(str(error))
@@ -211,21 +211,21 @@ def exit_code(folder: pathlib.Path, launch: str, ranks: int, returned: int) -> i
     return code
 
 
-def mark_failed(folder: pathlib.Path, launch: str, status: dict, code: int) -> None:
+def mark_failed(folder: pathlib.Path, launch_id: str, status: dict, code: int) -> None:
     """Records that a launch failed. status: that of the run. Raises ConfigError if another launch
     holds the folder."""
     # ranks killed with torchrun may take a moment to exit, and hold the lock until then
-    timeout = 30 if status.get("launch") == launch else 0
+    timeout = 30 if status.get("launch") == launch_id else 0
     try:
         held = lock(folder, timeout)
         write_status(
             folder,
             "failed",
             status.get("step", 0),
-            launch,
+            launch_id,
             exit_code=code,
             # ranks that never took the folder have not resumed from checkpoint.resume = N
-            holder=holder(status),
+            holder=last_holder(status),
         )
         held.release()
     except OSError as error:  # a full disk, perhaps
@@ -258,7 +258,7 @@ def print_root_cause(folder: pathlib.Path, reports: list[dict], ranks: int, retu
 
 
 def requeue_or_mark(
-    cfg: config.Config, job: str | None, launch: str, status_before: dict, number: int
+    cfg: config.Config, job: str | None, launch_id: str, status_before: dict, number: int
 ) -> int:
     """Records that a launch was stopped, and requeues its job if it has to. Returns the exit code.
 
@@ -266,22 +266,22 @@ def requeue_or_mark(
     without one."""
     if job:
         ahead_of_limit = number == signal.SIGUSR1
-        return end_of_stopped(cfg, job, launch, status_before, ahead_of_limit)
-    mark_stopped(config.run_folder(cfg), launch)
+        return end_of_stopped(cfg, job, launch_id, status_before, ahead_of_limit)
+    mark_stopped(config.run_folder(cfg), launch_id)
     return STOPPED
 
 
-def mark_stopped(folder: pathlib.Path, launch: str) -> None:
+def mark_stopped(folder: pathlib.Path, launch_id: str) -> None:
     """Records that a launch was stopped, unless its ranks did, the run is finished or another
     launch holds it."""
-    if read_status(folder).get("launch") == launch:
+    if read_status(folder).get("launch") == launch_id:
         return  # its ranks recorded it; the next launch may have begun, and may hold the lock
     with contextlib.suppress(ConfigError, OSError):
         folder.mkdir(parents=True, exist_ok=True)
         held = lock(folder)
         status = read_status(folder)
         if status.get("state") != "finished":
-            write_status(folder, "preempted", status.get("step", 0), holder(status))
+            write_status(folder, "preempted", status.get("step", 0), last_holder(status))
         held.release()
 
 

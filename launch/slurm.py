@@ -9,7 +9,7 @@ import config
 from config import ConfigError
 from files import print_error
 from lifecycle import STOPPED
-from lifecycle.folder import holder, lock, read_status, write_status
+from lifecycle.folder import last_holder, lock, read_status, write_status
 
 IDLE_ATTEMPTS = 3  # attempts of a job in a row without a step
 
@@ -54,7 +54,7 @@ def on_nodes(torchrun: list[str], nodes: int, job: str, attempt: list[str]) -> l
 
 
 def end_of_stopped(
-    cfg: config.Config, job: str, launch: str, status_before: dict, ahead_of_limit: bool
+    cfg: config.Config, job: str, launch_id: str, status_before: dict, ahead_of_limit: bool
 ) -> int:
     """Records that a job's launch was stopped, unless the run is finished or another launch holds
     it, and requeues the job if it has to. Returns the exit code: a failure after the third attempt
@@ -69,12 +69,12 @@ def end_of_stopped(
         held = lock(folder)
         status = read_status(folder)
         if status.get("state") != "finished":
-            attempts = attempts_without_step(cfg, launch, status_before, status)
+            attempts = attempts_without_step(cfg, launch_id, status_before, status)
             write_status(
                 folder,
                 "preempted" if attempts < IDLE_ATTEMPTS else "failed",
                 status.get("step", 0),
-                holder(status),
+                last_holder(status),
                 attempts_without_step=attempts,
             )
         held.release()
@@ -89,14 +89,14 @@ def end_of_stopped(
 
 
 def attempts_without_step(
-    cfg: config.Config, launch: str, status_before: dict, status: dict
+    cfg: config.Config, launch_id: str, status_before: dict, status: dict
 ) -> int:
     """How many attempts of a job in a row, up to this launch, trained no step. status: the run's
     after the launch."""
     start = status_before.get("step", 0)
     if cfg.checkpoint and isinstance(cfg.checkpoint.resume, int):
         start = cfg.checkpoint.resume  # the run restarted from there
-    has_trained = status.get("launch") == launch and status.get("step", 0) > start
+    has_trained = status.get("launch") == launch_id and status.get("step", 0) > start
     if has_trained:
         return 0
     return status_before.get("attempts_without_step", 0) + 1

@@ -57,12 +57,12 @@ def out_of_memory_text(text: str, cfg: config.Config, ranks: int) -> str:
     return text
 
 
-def final_exit_code(cfg: config.Config, launch: str | None) -> int | None:
+def final_exit_code(cfg: config.Config, launch_id: str | None) -> int | None:
     """The exit code of this launch's final failure, if torchrun restarted it although that cannot
     help; else None."""
-    if not launch:
+    if not launch_id:
         return None
-    for failure in failures(config.run_folder(cfg), launch):
+    for failure in failures(config.run_folder(cfg), launch_id):
         if failure["final"]:
             return failure["exit_code"]
     return None

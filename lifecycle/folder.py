@@ -38,8 +38,7 @@ def read_status(folder: pathlib.Path) -> dict:
 def write_status(
     folder: pathlib.Path, state: str, step: int, launch: str | None, **details: Any
 ) -> None:
-    """Replaces status.json atomically. launch: the launcher's id, without one torchrun's. Raises
-    OSError."""
+    """Replaces status.json atomically. launch: the holder that writes it. Raises OSError."""
     status = {
         "state": state,
         "step": step,
@@ -85,43 +84,43 @@ def check_folder(folder: pathlib.Path, timeout: float = 0) -> None:
         lock(folder, timeout).release()
 
 
-def holder(status: dict) -> str | None:
+def last_holder(status: dict) -> str | None:
     """Whose ranks last took the folder: a launch, or a torchrun process without a launcher; None if
     neither."""
     return status.get("holder", status.get("launch"))
 
 
-def resume_once(cfg: config.Config, launch: str | None) -> config.Checkpoint | None:
+def resume_once(cfg: config.Config, holder: str | None) -> config.Checkpoint | None:
     """[checkpoint], but with resume = N replaced by "auto" (the newest checkpoint) if this launch
     has already resumed from N, before torchrun restarted its ranks or SLURM requeued its job.
-    launch: or a torchrun process."""
-    if not (launch and cfg.checkpoint and isinstance(cfg.checkpoint.resume, int)):
+    holder: this launch, or the torchrun process of these ranks."""
+    if not (holder and cfg.checkpoint and isinstance(cfg.checkpoint.resume, int)):
         return cfg.checkpoint
-    last = holder(read_status(config.run_folder(cfg))) or ""
-    if launch == last or is_later_attempt(launch, last):
+    last = last_holder(read_status(config.run_folder(cfg))) or ""
+    if holder == last or is_later_attempt(holder, last):
         return dataclasses.replace(cfg.checkpoint, resume="auto")
     return cfg.checkpoint
 
 
-def is_later_attempt(launch: str, earlier: str) -> bool:
+def is_later_attempt(launch_id: str, earlier: str) -> bool:
     """Whether two launches are different attempts of one SLURM job: JOB.REQUEUES.ID."""
-    job, *attempt = launch.split(".")[:2]
+    job, *attempt = launch_id.split(".")[:2]
     earlier_job, *earlier_attempt = earlier.split(".")[:2]
     return bool(attempt) and job == earlier_job and attempt != earlier_attempt
 
 
-def stop_file(folder: pathlib.Path, launch: str) -> pathlib.Path:
-    return folder / f".stop-{launch}"
+def stop_file(folder: pathlib.Path, launch_id: str) -> pathlib.Path:
+    return folder / f".stop-{launch_id}"
 
 
-def report_failure(folder: pathlib.Path, launch: str | None, rank: int, **report: Any) -> bool:
+def report_failure(folder: pathlib.Path, launch_id: str | None, rank: int, **report: Any) -> bool:
     """Writes a rank's failure to a file for the launcher: torchrun ends the other ranks, and has
     one exit code. Returns whether it could be written.
 
     report: step, phase, progress (how many phases this rank has begun, comparable between ranks),
     exit_code, text, final (a restart would not help).
     """
-    path = folder / f".failure-{launch}-{rank}"
+    path = folder / f".failure-{launch_id}-{rank}"
     try:
         path.write_text(json.dumps({"rank": rank, "time": time.time(), **report}))
         return True
@@ -130,7 +129,7 @@ def report_failure(folder: pathlib.Path, launch: str | None, rank: int, **report
 
 
 def failures(
-    folder: pathlib.Path, launch: str | None, read_logs_of: Iterable[int] = ()
+    folder: pathlib.Path, launch_id: str | None, read_logs_of: Iterable[int] = ()
 ) -> list[dict]:
     """The failures that a launch's ranks reported, the root cause first: that of the rank with the
     least progress (if one hangs, the others begin another phase and wait there), else the earliest.
@@ -138,7 +137,7 @@ def failures(
     read_logs_of: ranks whose logs are read if they reported nothing.
     """
     failed = []
-    for path in folder.glob(f".failure-{launch}-*"):
+    for path in folder.glob(f".failure-{launch_id}-*"):
         with contextlib.suppress(OSError, ValueError):  # a full disk may have truncated it
             failed.append(json.loads(path.read_text()))
     reported = {failure["rank"] for failure in failed}
@@ -181,15 +180,15 @@ def failure_in_log(path: pathlib.Path, rank: int) -> dict | None:
     }
 
 
-def remove_traces(folder: pathlib.Path, launch: str) -> None:
+def remove_traces(folder: pathlib.Path, launch_id: str) -> None:
     """Removes the files through which launcher and ranks of one launch communicated."""
-    for path in (stop_file(folder, launch), *folder.glob(f".failure-{launch}-*")):
+    for path in (stop_file(folder, launch_id), *folder.glob(f".failure-{launch_id}-*")):
         path.unlink(missing_ok=True)
 
 
-def sweep(folder: pathlib.Path, launch: str | None) -> None:
+def sweep(folder: pathlib.Path, launch_id: str | None) -> None:
     """Removes what killed launches left behind, and the failure reports of ranks that torchrun
     restarts. The caller holds the lock."""
     for path in (*folder.glob(".stop-*"), *folder.glob(".failure-*")):
-        if path.name != f".stop-{launch}":
+        if path.name != f".stop-{launch_id}":
             path.unlink(missing_ok=True)

@@ -69,19 +69,19 @@ class RankProcess:
         # The launcher's id for this launch: with it, failures are reported to the launcher through
         # files of the run's folder, since torchrun turns every exit code into 1. An evaluation does
         # not touch the run's state.
-        launch = None if self.args.eval_only else self.args.launch
+        launch_id = None if self.args.eval_only else self.args.launch
         try:
-            code = final_exit_code(self.cfg, launch)
+            code = final_exit_code(self.cfg, launch_id)
             if code:  # torchrun restarts ranks even where that cannot help
                 return code
-            return self.run_on_all_ranks(work, launch)
+            return self.run_on_all_ranks(work, launch_id)
         except ConfigError as error:
             # Raised before the run exists: this node lacks the device, or its options differ from
             # rank 0's.
             rank, _, _ = rank_and_size()
-            is_reported = launch is not None and report_failure(
+            is_reported = launch_id is not None and report_failure(
                 config.run_folder(self.cfg),
-                launch,
+                launch_id,
                 rank,
                 step=0,
                 phase="start",
@@ -94,7 +94,7 @@ class RankProcess:
                 raise
             return INPUT_IS_WRONG
 
-    def run_on_all_ranks(self, work: Callable, launch: str | None) -> int:
+    def run_on_all_ranks(self, work: Callable, launch_id: str | None) -> int:
         """Trains or evaluates with the process group of all ranks. Returns the exit code."""
         from checkpoint.checkpointer import resolve_param_dtype
         from data.folder import begin_on_this_machine
@@ -108,11 +108,11 @@ class RankProcess:
             if not self.args.eval_only:
                 # An explicit `resume = N` counts once, not again after a restart by torchrun or
                 # SLURM. Rank 0 decides for all: each may see a different state of a shared disk.
-                holder = holder_of(launch)
+                holder = holder_of(launch_id)
                 cfg = replace(cfg, checkpoint=on_rank_zero(lambda: resume_once(self.cfg, holder)))
             cfg = resolve_param_dtype(cfg, world)
             if not self.args.eval_only and cfg.data.order == "growing":
                 on_each_rank(lambda: begin_on_this_machine(cfg))
-            with Run(cfg, world, launch, self.stop) as run:
+            with Run(cfg, world, launch_id, self.stop) as run:
                 work(cfg, world, run)
         return run.exit_code

@@ -56,17 +56,16 @@ class Run:
                 run.agree_on_stop()
 
     On exit it writes status.json. An exception is logged, reported to the launcher and turned into
-    SystemExit with the exit code; an error that a restart would not fix is logged without a
-    traceback.
+    SystemExit with the exit code; an expected error is logged without a traceback.
     """
 
-    def __init__(self, cfg: config.Config, world: World, launch: str | None, stop: StopRequest):
-        """launch: the launcher's id for this launch, None without a launcher."""
+    def __init__(self, cfg: config.Config, world: World, launch_id: str | None, stop: StopRequest):
+        """launch_id: the launcher's id for this launch, None without a launcher."""
         self.cfg = cfg
         self.world = world
-        self.launch = launch
+        self.launch_id = launch_id
         # recorded in the status: whose ranks have the folder (folder.py)
-        self.holder = holder_of(launch)
+        self.holder = holder_of(launch_id)
         self.stop = stop  # run.stop.agreed: whether all ranks stop after this step
         self.folder = config.run_folder(cfg)
         self.step = 0  # the last step trained, by this launch or an earlier one
@@ -103,8 +102,8 @@ class Run:
         if warning:  # allow_changed may allow it
             log.warning(warning)
         stop_file = None
-        if self.launch and self.world.rank == 0:
-            stop_file = folder.stop_file(self.folder, self.launch)
+        if self.launch_id and self.world.rank == 0:
+            stop_file = folder.stop_file(self.folder, self.launch_id)
         self.stop.connect(dist.group.WORLD, stop_file)
 
     def _take_folder(
@@ -119,7 +118,7 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = folder.lock(self.folder, seconds)
         checkpointer.tidy()
-        folder.sweep(self.folder, self.launch)
+        folder.sweep(self.folder, self.launch_id)
         folder.write_status(self.folder, "running", self.step, self.holder)
         files.write_atomic(self.folder / "config.toml", config.to_toml(self.cfg))
         environment = metrics.environment(hosts, self.world.device)
@@ -227,7 +226,7 @@ class Run:
         if error is None:
             self._end()
             return
-        if self.checkpointer is None and self.launch is None:
+        if self.checkpointer is None and self.launch_id is None:
             # nothing has begun, and no launcher waits for a report
             self.watchdog.stop()
             return
@@ -263,9 +262,9 @@ class Run:
     def _fail(self, failure: Failure) -> None:
         """Reports a failure to the launcher, logs it, and records it in the status."""
         now = self.watchdog
-        is_reported = self.launch is not None and folder.report_failure(
+        is_reported = self.launch_id is not None and folder.report_failure(
             self.folder,
-            self.launch,
+            self.launch_id,
             self.world.rank,
             step=now.step,
             phase=now.name,
@@ -322,10 +321,10 @@ def phase_timeouts(cfg: config.Config) -> dict[str, float]:
     }
 
 
-def holder_of(launch: str | None) -> str | None:
+def holder_of(launch_id: str | None) -> str | None:
     """Who holds a run's folder while this process does: the launch, or without a launcher the
     torchrun process."""
-    return launch or torchrun_id()
+    return launch_id or torchrun_id()
 
 
 def color_is_wanted() -> bool:

@@ -35,7 +35,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.received = 0  # the signal that this rank knows of, by its number
         self.signal = 0  # the signal that all ranks have agreed to stop by
-        self.file: pathlib.Path | None = None  # the launcher's
+        self.file: pathlib.Path | None = None  # the stop file, which rank 0 reads
         # no launcher and no torchrun: this process handles a second Ctrl-C itself
         self.standalone = False
         self.group: Any = None  # of all ranks, over gloo
@@ -88,7 +88,8 @@ class StopRequest:
         # absence.
         if self.file and not self.received:
             self.received = read_stop(self.file)
-        # maxima are taken: the last two differ in more than the sign if the hashes do
+        # Of all ranks the greatest is taken. That of -hash is minus the least hash: all ranks have
+        # the same hash if greatest and least are equal.
         flags = [self.received, waits_for_text, text_failed, text_hash, -text_hash]
         self.flags = torch.tensor(flags)
         if self.group.size() > 1:
@@ -103,14 +104,14 @@ class StopRequest:
             return
         if self.work:
             self.work.wait()
-        received, waits, failed, greatest, negative_least = self.flags.tolist()
+        received, waits, failed, greatest_hash, minus_least_hash = self.flags.tolist()
         self.flags = None
         self.work = None
         self.signal = max(self.signal, received)
         self.waits_for_text = bool(waits)
         self.text_failed = bool(failed)
         # a rank that waits or failed has no hash
-        self.text_differs = not waits and not failed and greatest != -negative_least
+        self.text_differs = not waits and not failed and greatest_hash != -minus_least_hash
 
 
 def read_stop(file: pathlib.Path) -> int:

@@ -42,7 +42,8 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
     #    recomputation would run FSDP2's hooks a second time.
     apply_activation_checkpointing(model, p.recompute)
 
-    # 3. Compile each block in place. All blocks share one graph, parameter names do not change,
+    # 3. Compile each block in place, after activation checkpointing, which thereby is a part of the
+    #    graph, and before FSDP2, whose hooks are not. All blocks share one graph, parameter names do not change,
     #    and all-gathers stay between the blocks, where computation hides them. The head compiles
     #    only the elementwise part of its chunked cross entropy.
     if p.compile:

@@ -197,7 +197,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"It lacks {len(missing)}: {', '.join(missing[:8])}. "
             f"It holds {len(foreign)} others: {', '.join(foreign[:8])}. "
             "Made before sharding it would keep the full weights and never train the model: make "
-            "it after sharding, or shard within migrate.rebind.rebind_optimizer(model, optimizer)"
+            "it after sharding, or shard within extras.migrate.rebind.rebind_optimizer(model, optimizer)"
         )
     if 0 < len(stateless) < len(trainable):
         raise RuntimeError(

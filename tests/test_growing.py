@@ -748,15 +748,15 @@ def test_a_resume_on_other_text_is_refused(corpora, configured, whole, tmp_path)
     dataset = open_dataset(cfg)
     used = dataset.fingerprint(step=40)
     assert 2 < len(used[0]["segments"]) < len(read_manifest(folder)["segments"])
-    dataset.require(used)
+    dataset.require_same_text(used)
     changed = json.loads(json.dumps(used))
     changed[0]["segments"][1] = "another"
     with pytest.raises(ConfigError, match="segment 1 has other text than when it was trained on"):
-        dataset.require(changed)
+        dataset.require_same_text(changed)
     new = configured(corpora["jsonl"], tmp_path / "new")
     prepare(new)
     loader = Loader(new, open_dataset(new), data_rank(), 41)
-    loader.dataset.require(changed)
+    loader.dataset.require_same_text(changed)
     with pytest.raises(ConfigError, match="segment 1 has other text than when it was trained on"):
         next_digest(loader, 41)
     loader.close()
@@ -894,7 +894,7 @@ def test_other_validation_text_than_a_run_began_with_is_refused(configured, corp
     prepare(cfg, whole=True)
     changed = open_dataset(cfg)
     with pytest.raises(ConfigError, match="its validation text is another than when the run began"):
-        changed.require(before)
+        changed.require_same_text(before)
     loaders.append(Loader(cfg, changed, data_rank(), 1))
     first, second = ([loader.text_hash(step) for step in (1, 2)] for loader in loaders)
     assert first[0] == second[0] and first[1] != second[1]  # an evaluation is due after step 2

@@ -1,6 +1,6 @@
 """Conversations to try chat fine-tuning on, offline: questions about Python's standard library.
 
-    python -m data.make_chat outputs/chat.jsonl
+    ./run_train.sh -m data.make_chat outputs/chat.jsonl
 
 Each asks what a function does, which the first line of its docstring answers, or which arguments it
 takes. Each line of the file is {"messages": [...]}.
@@ -85,7 +85,7 @@ def exchange(question: str, answer: str) -> list[Message]:
 
 def main(argv: list[str]) -> int:
     if len(argv) != 1 or argv[0].startswith("-"):
-        raise ConfigError("usage: python -m data.make_chat FILE.jsonl")
+        raise ConfigError("usage: ./run_train.sh -m data.make_chat FILE.jsonl")
     path = pathlib.Path(argv[0])
     lines = [json.dumps({"messages": messages}) for messages in conversations()]
     text = "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""`python -m huggingface export|import`: see extras/huggingface/convert.py."""
+"""`./run_train.sh -m huggingface export|import`: see extras/huggingface/convert.py."""
 
 import config
 from extras.huggingface.convert import main

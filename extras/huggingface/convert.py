@@ -1,8 +1,8 @@
 """Hugging Face folders of Llama and Qwen3 models, from checkpoints and into them.
 
-    python -m huggingface export CKPT_OR_RUN OUT [--dtype bfloat16] [--shard-gib 2] [--adapter]
+    ./run_train.sh -m huggingface export CKPT_OR_RUN OUT [--dtype bfloat16] [--shard-gib 2] [--adapter]
                                                  [--base HF_DIR]
-    python -m huggingface import HF_DIR OUT
+    ./run_train.sh -m huggingface import HF_DIR OUT
 
 Export reads a checkpoint of any world size, or a run's newest good one. It writes config.json,
 generation_config.json, safetensors and the tokenizer, with one output file in memory. Import writes
@@ -402,7 +402,7 @@ def write_checkpoint(
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m huggingface", description=__doc__.splitlines()[0]
+        prog="run_train.sh -m huggingface", description=__doc__.splitlines()[0]
     )
     commands = parser.add_subparsers(required=True, dest="command", metavar="{export,import}")
     export = commands.add_parser(

@@ -1,7 +1,7 @@
 """FSDP1 or Accelerate settings in YAML -> our [parallel] table in TOML, with a comment on what
 became of every key.
 
-    python -m migrate.from_fsdp1 accelerate.yaml
+    ./run_train.sh -m migrate.from_fsdp1 accelerate.yaml
 
 Reads the output of `accelerate config`, or FullyShardedDataParallel's keyword arguments as YAML.
 Exits with 1 if a key or value is unknown, contradicts another or has no equivalent (stderr repeats
@@ -284,7 +284,7 @@ def read(path: str) -> dict:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m migrate.from_fsdp1", description=__doc__.partition("\n")[0]
+        prog="run_train.sh -m migrate.from_fsdp1", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("file", metavar="ACCELERATE.yaml")
     path = parser.parse_args(argv).file
