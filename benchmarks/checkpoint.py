@@ -2,9 +2,13 @@
 
     python benchmarks/checkpoint.py --mib 1024 [--folder F] [--repeat 5]
 
-In one process, on the state of a Llama of about that size (weights and AdamW's moments). Next to each other in each
-repetition, so that a slow moment of the disk hits both: a raw fsynced write of the same bytes; SHA-256 of them on all
-cores; a plain copy of the state in memory; a save; an asynchronous save's stall and total; verifying; reading.
+In one process, on the state of a Llama of about that size (weights and AdamW's moments). Each
+repetition times one after another, so that a slow moment of the disk affects all of them:
+
+- a copy of the state in memory, a raw write of it with fsync, and its SHA-256 on all cores
+- a save, verifying it, and reading it
+- an asynchronous save's stall, and the rest of it
+
 Prints medians, and the ratios that matter.
 """
 
@@ -79,7 +83,7 @@ def main() -> int:
         os.makedirs(args.folder, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         cfg = configuration(args.mib, folder)
-        behind = dataclasses.replace(
+        async_cfg = dataclasses.replace(
             cfg, checkpoint=dataclasses.replace(cfg.checkpoint, async_save=True)
         )
         with distributed(cfg) as world:
@@ -93,7 +97,8 @@ def main() -> int:
             ]
             size = sum(t.nbytes for t in tensors)
             copies = [torch.zeros_like(t, device="cpu") for t in tensors]
-            now, later = (Checkpointer(c, world, [], []) for c in (cfg, behind))
+            blocking = Checkpointer(cfg, world, [], [])
+            asynchronous = Checkpointer(async_cfg, world, [], [])
             raw = pathlib.Path(folder) / "raw"
 
             def write() -> None:
@@ -113,33 +118,33 @@ def main() -> int:
                 for held, tensor in zip(copies, tensors):
                     held.copy_(tensor)
 
-            save(later, 1)  # takes the memory for its copies once
-            finish(later)
+            save(asynchronous, 1)  # takes the memory for its copies once
+            finish(asynchronous)
             for step in range(2, 2 + 2 * args.repeat, 2):
                 timed("copy in memory", copy)
                 timed("raw write", write)
                 timed("hash", lambda: hash_files(raw.parent, ["raw"]))
                 raw.unlink()
-                timed("save", lambda step=step: (save(now, step), finish(now)))
+                timed("save", lambda step=step: (save(blocking, step), finish(blocking)))
                 timed("verify", lambda step=step: catalog.problems_of(catalog.path_of(cfg, step)))
                 timed(
                     "read", lambda step=step: restore(catalog.path_of(cfg, step), model, optimizer)
                 )
-                timed("async stall", lambda step=step: save(later, step + 1))
-                timed("async rest", lambda: finish(later))
+                timed("async stall", lambda step=step: save(asynchronous, step + 1))
+                timed("async rest", lambda: finish(asynchronous))
                 sync(catalog.root(cfg))
             parameters = parameter_count(model)
         shutil.rmtree(catalog.root(cfg))
 
     median = {name: statistics.median(values) for name, values in seconds.items()}
     print(
-        f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores, {parameters:,} parameters, "
-        f"{size / 2**20:,.0f} MiB of state, medians of {args.repeat}"
+        f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores, {parameters:,} "
+        f"parameters, {size / 2**20:,.0f} MiB of state, medians of {args.repeat}"
     )
     for name, value in median.items():
         print(
-            f"{name:<15} {value:8.3f} s {size / value / 1e9:8.2f} GB/s   ({min(seconds[name]):.3f} to "
-            f"{max(seconds[name]):.3f})"
+            f"{name:<15} {value:8.3f} s {size / value / 1e9:8.2f} GB/s   "
+            f"({min(seconds[name]):.3f} to {max(seconds[name]):.3f})"
         )
     ratios = {
         "save / (raw write + hash)": [
