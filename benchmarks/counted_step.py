@@ -220,8 +220,8 @@ def pretended_h100() -> Iterator[None]:
 
 
 def count_kernels(graph: GraphModule) -> dict:
-    """Kernels that Inductor generates from a graph, and the bytes that they move between matmuls and
-    attention."""
+    """Kernels that Inductor generates from a graph, and the bytes that these move, between matmuls
+    and attention."""
     from torch._inductor import compile_fx, scheduler
     from torch._inductor.debug import DebugContext
     from torch._inductor.graph import GraphLowering

@@ -2,7 +2,7 @@
 
 python -m benchmarks.figures            writes docs/figures/ and the table in README.md, by the plan
 python -m benchmarks.figures --check    exits with 1 and names what differs
-python -m benchmarks.figures --train    trains configs/tiny.toml on five meshes first: a quarter of an hour
+python -m benchmarks.figures --train    trains configs/tiny.toml on five meshes first: 15 minutes
 """
 
 import argparse
@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable
 
 import config
+from extras.planner.counted import Phase
 from extras.planner.devices import Moment, device
 from extras.planner.plan import GIB, Asked, planned
 from extras.planner.show import COLORS, SHADES, draw, ticks
@@ -81,6 +82,12 @@ def prefetch() -> str:
     page = Drawing(1200, 330)
     left = 100
     scale = 1080 / 16  # units per ms
+
+    def span(begin: float, end: float) -> tuple[float, float]:
+        """(x, width) of a time in seconds, cut off at 16 ms."""
+        x = left + 1e3 * begin * scale
+        return x, left + min(16.0, 1e3 * end) * scale - x
+
     page.text(
         left,
         24,
@@ -107,18 +114,13 @@ def prefetch() -> str:
         page.text(left - 10, top + 58, "all-gathers", "end", 12)
         for moment in moments:
             name = moment.phase.name
-            begin, end = first_16_ms(moment.begin, moment.end)
-            x = left + begin * scale
-            width = (end - begin) * scale
+            x, width = span(moment.begin, moment.end)
             if width > 0:
                 page.box(x, top + 18, width, 20, SHADES["forward"], name, "#fff")
                 if "block" in name:
-                    middle = left + (begin + end) / 2 * scale
-                    page.text(middle, top + 33, name.split()[-1], "middle", 12, "#fff")
+                    page.text(x + width / 2, top + 33, name.split()[-1], "middle", 12, "#fff")
             if "gathers" in moment.sends:
-                begin, end = first_16_ms(*moment.sends["gathers"])
-                x = left + begin * scale
-                width = (end - begin) * scale
+                x, width = span(*moment.sends["gathers"])
                 if width > 0:
                     page.box(x, top + 44, width, 20, COLORS["gathered units"], name, GRAY)
         total = 1e3 * row["step_seconds"]
@@ -131,14 +133,9 @@ def prefetch() -> str:
     return page.svg()
 
 
-def first_16_ms(begin: float, end: float) -> tuple[float, float]:
-    """A span of seconds in milliseconds, cut off at 16."""
-    return 1e3 * begin, min(16.0, 1e3 * end)
-
-
 def context() -> str:
     """What a GPU's memory holds as GPUs are added, and as the sequence is sharded."""
-    bars = [
+    bars = [  # (name, ranks, cp)
         ("8 GPUs", 8, 1),
         ("16 GPUs", 16, 1),
         ("64 GPUs", 64, 1),
@@ -150,19 +147,8 @@ def context() -> str:
     floor = 340
     tall = 270  # the highest bar
     limit = device("H100").memory
-    peaks = []  # (name, row, phase of the peak)
-    for name, ranks, cp in bars:
-        row, moments = plan_of(
-            "llama8b",
-            ranks,
-            "--train.seq_len=32768",
-            "--train.micro_batch_size=1",
-            f"--train.global_batch_size={ranks}",
-            f"--parallel.cp={cp}",
-        )
-        phases = [moment.phase for moment in moments]
-        peaks.append((name, row, max(phases, key=lambda phase: phase.peak.total())))
-    most = max(row["device_gib"] for _, row, _ in peaks)
+    peaks = [peak_of_long_sequences(ranks, cp) for _, ranks, cp in bars]
+    most = max(row["device_gib"] for row, _ in peaks)
     page.text(
         left,
         24,
@@ -177,7 +163,7 @@ def context() -> str:
         left + 900, floor - limit / most * tall - 6, f"an H100's memory: {limit:g} GiB", "end"
     )
     page.text(left - 8, 50, "GiB", "end")
-    for i, (name, row, phase) in enumerate(peaks):
+    for i, ((name, _, _), (row, phase)) in enumerate(zip(bars, peaks)):
         x = left + 40 + 178 * i
         y = float(floor)
         for kind, color in COLORS.items():
@@ -196,8 +182,22 @@ def context() -> str:
     return page.svg()
 
 
+def peak_of_long_sequences(ranks: int, cp: int) -> tuple[dict, Phase]:
+    """(row, phase of the peak) of Llama 3 8B's plan."""
+    row, moments = plan_of(
+        "llama8b",
+        ranks,
+        "--train.seq_len=32768",
+        "--train.micro_batch_size=1",
+        f"--train.global_batch_size={ranks}",
+        f"--parallel.cp={cp}",
+    )
+    phases = [moment.phase for moment in moments]
+    return row, max(phases, key=lambda phase: phase.peak.total())
+
+
 def mesh() -> str:
-    """Sixteen ranks as two replicas x two shards x cp 2 x tp 2, in the order of parallel/mesh.py."""
+    """Sixteen ranks as 2 replicas x 2 shards x cp 2 x tp 2, in the order of parallel/mesh.py."""
     page = Drawing(1000, 330)
     size = 92  # of a rank's square
     page.text(20, 26, "16 ranks: dp_replicate = 2, dp_shard = 2, cp = 2, tp = 2", size=17)

@@ -1,19 +1,26 @@
-"""What a GPU can do, and what each option makes of it: the figures of docs/performance.md, in ten minutes.
+"""What a GPU can do, and what each option changes: the figures of docs/performance.md.
 
     ./run_train.sh -m benchmarks.gpu [--seconds 600] [--json gpu.json] [--only GROUP ...]
-    ./run_train.sh -m benchmarks.gpu --tiny        tiny sizes, to see that all of it runs; so it is without a GPU
+    ./run_train.sh -m benchmarks.gpu --tiny        tiny sizes, to see that all of it runs
 
-First ceilings: what matrix products, attention, loss and update reach alone (benchmarks/kernels.py). Then arms:
-train.py's step as configured, with options changed, and benchmarks/overhead.py's bare loop. What time does not allow is
-skipped, so the most telling come first; --only takes some groups of arms, of ceilings 1B 3B 8B adapters options more.
-Each group is a process of its own, and so is what is left of it after a crash, or where memory was not freed. The JSON
-file is replaced after every arm. Clocks and power are read, nothing is set. --reduce-scatter-buffers=2 and
---separate-reduce-scatter-group try what FSDP2 has for slow networks; on several GPUs benchmarks.step does.
+Without a GPU the sizes are always tiny.
 
-An arm trains on one random micro-batch: 3 steps to warm up (the first compiles), 8 timed; then 1 and 8 of three times
-that micro-batch. The slope between the two medians is a micro-batch's time; the intercept is the optimizer's, with what
-each step's synchronization costs. Speed and MFU are of a step of 16 sequences made of these two: so many each of eight
-GPUs takes of the configurations' 128, and arms with other micro-batches compare.
+First it measures ceilings: what matmuls, attention, loss and update reach alone
+(benchmarks/kernels.py). Then arms: train.py's step as configured, with options changed, and
+benchmarks/overhead.py's bare loop. What time does not allow is skipped, so the most informative
+come first. --only selects groups: ceilings 1B 3B 8B adapters options more. The JSON file is
+replaced after every arm. Clocks and power are read, never set. --reduce-scatter-buffers=2 and
+--separate-reduce-scatter-group try FSDP2's settings for slow networks; on several GPUs
+benchmarks.step does.
+
+Each group runs in a process of its own. A new process continues the group after a crash, or where
+memory was not freed.
+
+An arm trains on one random micro-batch: 3 steps to warm up (the first compiles), 8 timed. Then 1
+and 8 of three times that micro-batch. The slope between the two medians is a micro-batch's time.
+The intercept is the optimizer's, with the cost of each step's synchronization. Speed and MFU are of
+a step of 16 sequences, composed of these two. One of eight GPUs takes as many of the
+configurations' 128. So arms with other micro-batches can be compared.
 """
 
 import argparse

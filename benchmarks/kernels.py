@@ -1,7 +1,7 @@
-"""What the parts of a step reach alone on the device that is there: benchmarks/gpu.py's ceilings.
+"""What the parts of a step reach alone on this device: benchmarks/gpu.py's ceilings.
 
-Each function takes a configuration, the process's World and the seconds that one timing may take, and returns figures.
-Random data: products of zeros draw less power, and so run faster.
+Each function takes a configuration, the process's World and the seconds that one timing may take.
+It returns figures. Data is random, as matmuls of zeros draw less power, and so run faster.
 """
 
 import platform
@@ -76,7 +76,8 @@ def machine(cfg: Config, world: World, each: float) -> dict:
         }
         if facts["capability"][0] == 9 and "cudnn" not in str(facts["attention_operators"]):
             facts["marked"] = (
-                "attention does not run on cuDNN, the fastest of torch's here: is an older one loaded?"
+                "attention does not run on cuDNN, the fastest of torch's here: "
+                "is an older one loaded?"
             )
     return facts
 

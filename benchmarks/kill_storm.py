@@ -193,8 +193,8 @@ def wait_for_the_moment(
     save_seconds: float,
     chance: random.Random,
 ) -> None:
-    """Waits until the launch is to be killed: inside one of its first saves, or at any time. Returns
-    in any case after MAX_SAVES checkpoints."""
+    """Waits until the launch is to be killed: inside one of its first saves, or at any time.
+    Returns in any case after MAX_SAVES checkpoints."""
     oldest = newest_step(cfg)
     chosen_save = chance.randrange(MAX_SAVES - 1)
     saves_begun = 0

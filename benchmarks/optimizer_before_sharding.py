@@ -1,19 +1,21 @@
-"""What an optimizer that was made before sharding costs: bytes that every rank retains, and whether it trains at all.
+"""What an optimizer made before sharding costs: bytes that every rank retains, and does it train?
 
     python -m benchmarks.optimizer_before_sharding
     python -m benchmarks.optimizer_before_sharding --ranks 1 2 3 4 --plot docs/optimizer_before_sharding.png
     python -m benchmarks.optimizer_before_sharding --ranks 2 --json
 
-Four ways to the same three steps of float32 AdamW, on CPU processes over gloo that it starts itself, no prefetch:
+Compares four ways to the same three steps of float32 AdamW, without prefetch, on CPU processes over
+gloo that it starts itself:
 
     after     FSDP2, the optimizer made after sharding, as train.py does
     before    FSDP2, the optimizer made before sharding
     rebind    FSDP2, the optimizer made before, sharding within migrate.rebind.rebind_optimizer
     fsdp1     FullyShardedDataParallel(use_orig_params=True), the optimizer made before
 
-Counted are the storages, each once, of explicit sets of tensors: the model's parameters, what else the optimizer's
-groups hold, the gradients of both, and the optimizer's state; after the update of the second step, before and after
-zero_grad(). Activations, buffers of collectives and the peak while sharding are not in it.
+Counts the storages, each once, of explicit sets of tensors: the model's parameters, further tensors
+in the optimizer's groups, the gradients of both, and the optimizer's state. It does so after the
+update of the second step, before and after zero_grad(). Activations, buffers of collectives and the
+peak while sharding are not counted.
 """
 
 import argparse
@@ -64,7 +66,7 @@ SETTINGS = {
 
 
 def full_model(cfg: config.Config) -> Llama:
-    """The whole model with its values, as code that knows nothing of sharding makes it; the same on every rank."""
+    """The full model with its values, as code without sharding makes it, equal on every rank."""
     model = Llama(cfg.model)
     materialize(model, cfg.run.seed, torch.device("cpu"))
     return model
@@ -151,7 +153,8 @@ def measure(arm: str, cfg: config.Config, world: World) -> dict:
 
 
 def on_this_rank(arms: list[str], settings: dict) -> list[dict]:
-    """Every arm after the other in one process group. An arm that torch does not run here says why."""
+    """Every arm after the other in one process group. For an fsdp1 arm that torch cannot run here
+    the row has the reason."""
     cfg = config.from_dict(settings, "benchmark")
     rows = []
     with distributed(cfg) as world:
@@ -228,7 +231,8 @@ def to_text(rows: list[dict]) -> str:
 
 
 def plot(rows: list[dict], path: str) -> None:
-    """Bars of the measured bytes by arm and number of ranks; the formula as marks on `before`'s bars."""
+    """Bars of the measured bytes by arm and number of ranks. Marks on `before`'s bars show the
+    formula."""
     import matplotlib
 
     matplotlib.use("Agg")

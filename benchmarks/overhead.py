@@ -50,7 +50,7 @@ WARM_UP = 10  # steps
 
 
 class Alternating(Run):
-    """A run that calls bare_step(step) after each of its own steps, and notes the seconds of both."""
+    """A run that calls bare_step(step) after each of its own steps, and times both."""
 
     def __init__(self, cfg: config.Config, world: World, bare_step: Callable[[int], None]):
         super().__init__(cfg, world, LAUNCH, StopRequest())

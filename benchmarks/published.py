@@ -1,9 +1,9 @@
-"""The plan against runs that others have published, before and after what their programs do otherwise.
+"""The plan against published runs, with and without terms for what their programs do otherwise.
 
     python -m benchmarks.published
 
-Plans of our program with the peers' sizes, at the rates of extras/planner/devices.py; nothing is set to meet a
-figure, and docs/published_runs.md names their sources. Prints a table in Markdown.
+Plans our program with the peers' sizes, at the rates of extras/planner/devices.py. Nothing is
+fitted to a figure. docs/published_runs.md names the sources. Prints a table in Markdown.
 """
 
 import pathlib

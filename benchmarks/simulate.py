@@ -1,12 +1,13 @@
-"""The plan against a whole simulated step: every block run, on fake tensors, as rank 0 of any number of ranks.
+"""The plan against a fully simulated step: every block, on fake tensors, as rank 0 of many ranks.
 
-    python -m benchmarks.simulate configs/llama70b.toml --world-size 256,16384 [--section.key=value ...]
+    python -m benchmarks.simulate configs/llama70b.toml --world-size 256,16384
     python -m benchmarks.simulate configs/llama8b.toml --suggestions 20
 
-Of each number of ranks: the peak by the plan, which runs few blocks, and by the whole step; collectives and bytes by
-the plan, the step and the closed forms (theory.py), which must be equal; the smallest shard, and what a checkpoint's
-files hold. --suggestions: of so many random configurations that do not fit, does what the plan suggests fit a whole
-step, and is it the fastest that would?
+Prints for each number of ranks the peak by the plan, which runs few blocks, and by the full step.
+Also collectives and bytes by the plan, the step and the closed forms (theory.py), which must be
+equal, the smallest shard, and the size of a checkpoint's files. --suggestions: draws so many random
+configurations that do not fit. Does what the plan suggests fit by a full step, and is it the
+fastest that would? Further options override the configuration's.
 """
 
 import argparse
@@ -79,7 +80,7 @@ def drawn(seed: int, folder: str) -> tuple[list[str], int, float]:
 
 
 def suggestion(words: list[str], ranks: int, share: float) -> tuple[str, float, float, list[str]]:
-    """(what the plan suggests for a GPU that is too small, GiB of that GPU, GiB by a simulated step,
+    """(what the plan suggests for a GPU that is too small, GiB of that GPU, GiB by a full step,
     faster changes that fit)."""
     args = config.parse_arguments(words)
     memory = share * plan(config.load(args.config, args.overrides), ranks)["device_gib"]
@@ -110,8 +111,8 @@ def main(argv: list[str]) -> int:
     try:
         if args.world_size:
             print(
-                "  ranks  plan GiB  step GiB      off  collectives  MiB a rank sends  smallest shard"
-                "  MiB it saves  plan s  step s"
+                "  ranks  plan GiB  step GiB      off  collectives  MiB a rank sends"
+                "  smallest shard  MiB it saves  plan s  step s"
             )
         for ranks in args.world_size:
             line, fine = compare(config.load(args.config, overrides), ranks)
@@ -125,7 +126,8 @@ def main(argv: list[str]) -> int:
             if faster:
                 verdict += f", FASTER: {faster}"
             print(
-                f"{seed:3} {ranks} ranks of {memory:6.2f} GiB: {name} takes {needed:.2f}, {verdict}",
+                f"{seed:3} {ranks} ranks of {memory:6.2f} GiB: {name} takes {needed:.2f}, "
+                f"{verdict}",
                 flush=True,
             )
     except ConfigError as error:

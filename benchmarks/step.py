@@ -49,8 +49,8 @@ EXPERIMENTS = {
 
 
 def add_experiments(parser: argparse.ArgumentParser) -> None:
-    """Options for FSDP2's experimental settings, which may help where steps wait for reductions. See
-    experiments()."""
+    """Options for FSDP2's experimental settings, which may help where steps wait for reductions.
+    See experiments()."""
     parser.add_argument(
         "--reduce-scatter-buffers", type=count, help="in flight at a time; FSDP2 has one"
     )

@@ -1,14 +1,15 @@
-"""Times the training step against transformers' LlamaForCausalLM in a plain loop: same sizes, weights and batches.
+"""Times the training step against transformers' LlamaForCausalLM in a plain loop.
 
     ./run_train.sh -m benchmarks.transformers_step
     torchrun --nproc-per-node 2 -m benchmarks.transformers_step --parallel.dp_replicate=2 --parallel.dp_shard=1
     torchrun --nproc-per-node 2 -m benchmarks.transformers_step --steps 100 --parallel.reshard_after_forward=false
 
-Of configs/tiny.toml, in float32, with a rank's batch as one micro-batch, on random tokens. Ours is
-train.py's training_step(), without rows, evaluation or checkpoints. Theirs is forward with labels,
-backward, torch's clip_grad_norm_ and fused AdamW, on several ranks under DistributedDataParallel.
-They take turns, step by step, and of several ranks the slowest counts. Fails where losses differ.
-Needs transformers (tests/requirements.txt).
+Both have the sizes of configs/tiny.toml, the same weights and batches of random tokens. They train
+in float32, with a rank's batch as one micro-batch. Ours is train.py's training_step(), without
+rows, evaluation or checkpoints. Theirs is forward with labels, backward, torch's clip_grad_norm_
+and fused AdamW, on several ranks under DistributedDataParallel. They take turns, step by step, and
+of several ranks the slowest counts. Fails where losses differ. Needs transformers
+(tests/requirements.txt).
 """
 
 import argparse
