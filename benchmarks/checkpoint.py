@@ -1,10 +1,14 @@
-"""Times a save's stall, and verifying and reading at start-up, against the speed of the disk and the cores alone.
+"""Times saves, verifying and reading against the speed of the disk and the cores alone.
 
     python benchmarks/checkpoint.py --mib 1024 [--folder F] [--repeat 5]
 
-In one process, on the state of a Llama of about that size (weights and AdamW's moments). Next to each other in each
-repetition, so that a slow moment of the disk hits both: a raw fsynced write of the same bytes; SHA-256 of them on all
-cores; a plain copy of the state in memory; a save; an asynchronous save's stall and total; verifying; reading.
+In one process, on the state of a Llama of about that size (weights and AdamW's moments). Each
+repetition times one after another, so that a slow moment of the disk affects all of them:
+
+- a copy of the state in memory, a raw write of it with fsync, and its SHA-256 on all cores
+- a save, verifying it, and reading it
+- an asynchronous save's stall, and the rest of it
+
 Prints medians, and the ratios that matter.
 """
 
@@ -17,11 +21,14 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
 import torch  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
 
 import config  # noqa: E402
 from benchmarks import count  # noqa: E402
@@ -35,6 +42,7 @@ from model.build import meta_model  # noqa: E402
 from model.llama import parameter_count  # noqa: E402
 from optim import build_optimizer  # noqa: E402
 from parallel.materialize import materialize  # noqa: E402
+from parallel.mesh import World  # noqa: E402
 from parallel.parallelize import parallelize  # noqa: E402
 
 
@@ -59,6 +67,116 @@ def configuration(mib: int, folder: str) -> config.Config:
     )
 
 
+class Stopwatch:
+    """Keeps the seconds of named pieces of work, one for each repetition."""
+
+    def __init__(self):
+        self.seconds: dict[str, list[float]] = {}
+
+    def time(self, name: str, work: Callable[[], object]) -> None:
+        began = time.perf_counter()
+        work()
+        self.seconds.setdefault(name, []).append(time.perf_counter() - began)
+
+
+class Subject:
+    """The model and optimizer whose state is saved, and a copy of the state in memory."""
+
+    def __init__(self, cfg: config.Config, world: World):
+        self.cfg = cfg
+        self.model = meta_model(cfg.model)
+        parallelize(self.model, cfg, world)
+        materialize(self.model, 0, world.device)
+        self.optimizer = build_optimizer(self.model, cfg.optim)
+        self.tensors = []
+        for tensor in tensors_of(self.model, self.optimizer).values():
+            self.tensors.append(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+        self.copies = [torch.zeros_like(tensor, device="cpu") for tensor in self.tensors]
+
+    def copy(self) -> None:
+        for copied, tensor in zip(self.copies, self.tensors):
+            copied.copy_(tensor)
+
+    def write(self, path: pathlib.Path) -> None:
+        with path.open("wb", buffering=0) as file:
+            for tensor in self.copies:
+                file.write(memoryview(tensor.flatten().numpy()).cast("B"))
+            os.fsync(file.fileno())
+
+    def start_save(self, checkpointer: Checkpointer, step: int) -> None:
+        checkpointer.save(State(step), self.model, self.optimizer, stopping=False, data=[])
+
+    def save(self, checkpointer: Checkpointer, step: int) -> None:
+        self.start_save(checkpointer, step)
+        finish_save(checkpointer)
+
+    def verify(self, step: int) -> None:
+        catalog.problems_of(catalog.path_of(self.cfg, step))
+
+    def read(self, step: int) -> None:
+        restore(catalog.path_of(self.cfg, step), self.model, self.optimizer)
+
+
+def finish_save(checkpointer: Checkpointer) -> None:
+    checkpointer.report = print_problem
+    checkpointer.finish_pending_save(wait=True)
+
+
+def print_problem(step: int, problem: str | None) -> None:
+    if problem:
+        print(problem)
+
+
+def measure(
+    cfg: config.Config, world: World, repeat: int
+) -> tuple[dict[str, list[float]], Subject]:
+    """(seconds by name, what was saved)."""
+    async_save = dataclasses.replace(cfg.checkpoint, async_save=True)
+    blocking = Checkpointer(cfg, world, [], [])
+    asynchronous = Checkpointer(dataclasses.replace(cfg, checkpoint=async_save), world, [], [])
+    subject = Subject(cfg, world)
+    watch = Stopwatch()
+    raw = pathlib.Path(cfg.run.output_dir) / "raw"
+    subject.save(asynchronous, 1)  # the first one allocates the memory for its copies
+    for step in range(2, 2 + 2 * repeat, 2):
+        watch.time("copy in memory", subject.copy)
+        watch.time("raw write", partial(subject.write, raw))
+        watch.time("hash", partial(hash_files, raw.parent, ["raw"]))
+        raw.unlink()
+        watch.time("save", partial(subject.save, blocking, step))
+        watch.time("verify", partial(subject.verify, step))
+        watch.time("read", partial(subject.read, step))
+        watch.time("async stall", partial(subject.start_save, asynchronous, step + 1))
+        watch.time("async rest", partial(finish_save, asynchronous))
+        sync(catalog.root(cfg))
+    shutil.rmtree(catalog.root(cfg))
+    return watch.seconds, subject
+
+
+def show(seconds: dict[str, list[float]], size: int) -> None:
+    """size: bytes of the state."""
+    for name, values in seconds.items():
+        median = statistics.median(values)
+        print(
+            f"{name:<15} {median:8.3f} s {size / median / 1e9:8.2f} GB/s   "
+            f"({min(values):.3f} to {max(values):.3f})"
+        )
+    # of each repetition: what hits one of its parts may hit the other
+    ratios = {
+        "save / (raw write + hash)": [],
+        "hash / save": [],
+        "async stall / copy in memory": [],
+    }
+    for i, save in enumerate(seconds["save"]):
+        hashing = seconds["hash"][i]
+        copying = seconds["copy in memory"][i]
+        ratios["save / (raw write + hash)"].append(save / (seconds["raw write"][i] + hashing))
+        ratios["hash / save"].append(hashing / save)
+        ratios["async stall / copy in memory"].append(seconds["async stall"][i] / copying)
+    for name, values in ratios.items():
+        print(f"{name:<30} {statistics.median(values):.2f}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=count, default=1024)
@@ -67,91 +185,20 @@ def main() -> int:
     )
     parser.add_argument("--repeat", type=count, default=5)
     args = parser.parse_args()
-    seconds: dict[str, list[float]] = {}
-
-    def timed(name: str, work) -> object:
-        began = time.perf_counter()
-        result = work()
-        seconds.setdefault(name, []).append(time.perf_counter() - began)
-        return result
-
     if args.folder:
         os.makedirs(args.folder, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         cfg = configuration(args.mib, folder)
-        behind = dataclasses.replace(
-            cfg, checkpoint=dataclasses.replace(cfg.checkpoint, async_save=True)
-        )
         with distributed(cfg) as world:
-            model = meta_model(cfg.model)
-            parallelize(model, cfg, world)
-            materialize(model, 0, world.device)
-            optimizer = build_optimizer(model, cfg.optim)
-            tensors = [
-                t.to_local() if hasattr(t, "to_local") else t
-                for t in tensors_of(model, optimizer).values()
-            ]
-            size = sum(t.nbytes for t in tensors)
-            copies = [torch.zeros_like(t, device="cpu") for t in tensors]
-            now, later = (Checkpointer(c, world, [], []) for c in (cfg, behind))
-            raw = pathlib.Path(folder) / "raw"
-
-            def write() -> None:
-                with raw.open("wb", buffering=0) as file:
-                    for tensor in copies:
-                        file.write(memoryview(tensor.flatten().numpy()).cast("B"))
-                    os.fsync(file.fileno())
-
-            def save(checkpointer: Checkpointer, step: int) -> None:
-                checkpointer.save(State(step), model, optimizer, stopping=False, data=[])
-
-            def finish(checkpointer: Checkpointer) -> None:
-                checkpointer.report = lambda step, problem: print(problem) if problem else None
-                checkpointer.finish_pending_save(wait=True)
-
-            def copy() -> None:
-                for held, tensor in zip(copies, tensors):
-                    held.copy_(tensor)
-
-            save(later, 1)  # takes the memory for its copies once
-            finish(later)
-            for step in range(2, 2 + 2 * args.repeat, 2):
-                timed("copy in memory", copy)
-                timed("raw write", write)
-                timed("hash", lambda: hash_files(raw.parent, ["raw"]))
-                raw.unlink()
-                timed("save", lambda step=step: (save(now, step), finish(now)))
-                timed("verify", lambda step=step: catalog.problems_of(catalog.path_of(cfg, step)))
-                timed(
-                    "read", lambda step=step: restore(catalog.path_of(cfg, step), model, optimizer)
-                )
-                timed("async stall", lambda step=step: save(later, step + 1))
-                timed("async rest", lambda: finish(later))
-                sync(catalog.root(cfg))
-            parameters = parameter_count(model)
-        shutil.rmtree(catalog.root(cfg))
-
-    median = {name: statistics.median(values) for name, values in seconds.items()}
+            seconds, subject = measure(cfg, world, args.repeat)
+            parameters = parameter_count(subject.model)
+    size = sum(tensor.nbytes for tensor in subject.tensors)
     print(
-        f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores, {parameters:,} parameters, "
-        f"{size / 2**20:,.0f} MiB of state, medians of {args.repeat}"
+        f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores, "
+        f"{parameters:,} parameters, {size / 2**20:,.0f} MiB of state, "
+        f"medians of {args.repeat}"
     )
-    for name, value in median.items():
-        print(
-            f"{name:<15} {value:8.3f} s {size / value / 1e9:8.2f} GB/s   ({min(seconds[name]):.3f} to "
-            f"{max(seconds[name]):.3f})"
-        )
-    ratios = {
-        "save / (raw write + hash)": [
-            s / (w + h) for s, w, h in zip(seconds["save"], seconds["raw write"], seconds["hash"])
-        ],
-        "hash / save": [h / s for h, s in zip(seconds["hash"], seconds["save"])],
-        "async stall / copy in memory": [
-            a / c for a, c in zip(seconds["async stall"], seconds["copy in memory"])
-        ],
-    }
-    for name, values in ratios.items():
-        print(f"{name:<30} {statistics.median(values):.2f}")
+    show(seconds, size)
     return 0
 
 

@@ -1,14 +1,15 @@
-"""Counts what a compiled training step does, without a GPU: all tensors are fakes, shapes without values.
+"""Counts what a compiled training step does, without a GPU: on fake tensors, which have no values.
 
     python -m benchmarks.counted_step
     python -m benchmarks.counted_step configs/llama8b.toml --json
 
-A block, for each setting of parallel.recompute: the matrix products of the graphs that torch.compile makes of it, what
-they keep for backward, and what backward computes a second time. With and without a document mask (here one document);
-a graph break is an error.
+Of a block, for each setting of parallel.recompute: the matmuls in the graphs that torch.compile
+makes of it, what the graphs save for backward, and what backward recomputes. With and without a
+document mask (here one document). A graph break is an error.
 
-With torch's CUDA build, also what Inductor makes of these graphs for an H100: Triton kernels, and the bytes that these
-read and write, each argument once; the same for the part of the loss between its products.
+With torch's CUDA build, also what Inductor generates from these graphs for an H100: Triton kernels,
+and the bytes that these read and write, each argument once. The same for the part of the loss
+between its matmuls.
 """
 
 import argparse
@@ -68,14 +69,15 @@ H100 = SimpleNamespace(
 
 
 def graphs_of(function: Callable, *inputs: object) -> list[GraphModule]:
-    """What torch.compile hands to Inductor: the graph of forward and, where there is a gradient, that of backward."""
+    """What torch.compile hands to Inductor: the graph of forward and, where there is a gradient,
+    that of backward."""
     from torch._inductor import compile_fx
     from torch._inductor.decomposition import select_decomp_table
 
-    found = []
+    graphs = []
 
     def compiler(graph: GraphModule, example_inputs: list) -> Callable:
-        found.append(graph)
+        graphs.append(graph)
         return make_boxed_func(graph.forward)
 
     def partition(
@@ -93,16 +95,17 @@ def graphs_of(function: Callable, *inputs: object) -> list[GraphModule]:
         partition_fn=partition,
     )
     torch._dynamo.reset()
-    # Attention could draw random numbers, but there is no dropout, and so no random state to keep for recomputing it.
+    # Attention could draw random numbers. But there is no dropout, and so no random state to save.
     with mock.patch("torch._functorch.partitioners.has_recomputable_rng_ops", return_value=False):
         out = torch.compile(function, fullgraph=True, backend=backend)(*inputs)
         if isinstance(out, Tensor) and out.requires_grad:
             out.sum().backward()
-    return found
+    return graphs
 
 
 def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-    """The kernel that torch takes on an H100 for causal attention. Its outputs' shapes are known on any device."""
+    """The kernel that torch takes on an H100 for causal attention. Its outputs' shapes are known on
+    any device."""
     return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]
 
 
@@ -121,8 +124,10 @@ def block_graphs(
         torch.set_default_dtype(torch.float32)
         apply_activation_checkpointing(model, setting)
         x = torch.empty(1, tokens, m.dim, dtype=torch.bfloat16, requires_grad=True)
-        rule = mask_mod(torch.zeros(1, tokens, dtype=torch.long))
-        mask = create_block_mask(rule, 1, None, tokens, tokens, device="cpu") if documents else None
+        mask = None
+        if documents:
+            rule = mask_mod(torch.zeros(1, tokens, dtype=torch.long))
+            mask = create_block_mask(rule, 1, None, tokens, tokens, device="cpu")
         forward, backward = graphs_of(
             model.blocks[0], x, *rope_tables(m, torch.arange(tokens)), mask
         )
@@ -134,46 +139,50 @@ def nodes(graph: GraphModule, operators: set) -> list[torch.fx.Node]:
 
 
 def product_flops(graph: GraphModule) -> int:
-    shapes = [
-        [argument.meta["val"].shape for argument in node.args[-2:]]
-        for node in nodes(graph, LINEAR_MATMULS)
-    ]
-    return sum(2 * rows * inner * columns for (rows, inner), (_, columns) in shapes)
+    flops = 0
+    for node in nodes(graph, LINEAR_MATMULS):
+        a, b = node.args[-2:]
+        rows, inner = a.meta["val"].shape
+        _, columns = b.meta["val"].shape
+        flops += 2 * rows * inner * columns
+    return flops
 
 
 def kept_bytes(forward: GraphModule, x_shape: tuple[int, ...]) -> int:
-    """Bytes of a block's saved tensors, each storage once. Of its inputs x alone: parameters, rotary tables and mask
-    exist anyway, once for all layers."""
-    inputs = {
-        node.meta["val"].untyped_storage()
-        for node in forward.graph.find_nodes(op="placeholder")
-        if node.meta["val"].shape != x_shape
-    }
+    """Bytes of a block's saved tensors, each storage once. Of its inputs only x counts: parameters,
+    rotary tables and mask exist anyway, once for all layers."""
+    inputs = set()
+    for node in forward.graph.find_nodes(op="placeholder"):
+        if node.meta["val"].shape != x_shape:
+            inputs.add(node.meta["val"].untyped_storage())
     _, *saved = forward.graph.output_node().args[0]
-    return sum(s.nbytes() for s in {node.meta["val"].untyped_storage() for node in saved} - inputs)
+    storages = {node.meta["val"].untyped_storage() for node in saved}
+    return sum(storage.nbytes() for storage in storages - inputs)
 
 
 def count_block(m: config.Model, tokens: int, setting: str, documents: bool) -> dict:
     forward, backward = block_graphs(m, tokens, setting, documents)
-    # half of all pairs: causal
-    again = len(nodes(backward, ATTENTION)) * 2 * tokens * m.n_heads * m.width_per_head
+    # backward itself takes two matmuls for each of forward
+    recomputed = (product_flops(backward) - 2 * product_flops(forward)) // tokens
+    # half of all pairs, as attention is causal
+    recomputed += len(nodes(backward, ATTENTION)) * 2 * tokens * m.n_heads * m.width_per_head
     return {
         "recompute": setting,
         "document_mask": documents,
         "products_forward": len(nodes(forward, LINEAR_MATMULS)),
         "products_backward": len(nodes(backward, LINEAR_MATMULS)),
         "kept_bytes_per_token": kept_bytes(forward, (1, tokens, m.dim)) // tokens,
-        # backward itself takes two products for one of forward
-        "recomputed_flops_per_token": (product_flops(backward) - 2 * product_flops(forward))
-        // tokens
-        + again,
+        "recomputed_flops_per_token": recomputed,
     }
 
 
 def lacking() -> str | None:
     """What Inductor needs and does not find here."""
     if torch.version.cuda is None:
-        return f"needs torch's CUDA build (as pip installs torch on Linux x86), this is {torch.__version__}"
+        return (
+            "needs torch's CUDA build (as pip installs torch on Linux x86), "
+            f"this is {torch.__version__}"
+        )
     if not torch.utils._triton.has_triton_package():
         return "needs Triton"
     return None
@@ -211,7 +220,8 @@ def pretended_h100() -> Iterator[None]:
 
 
 def count_kernels(graph: GraphModule) -> dict:
-    """Kernels that Inductor makes of a graph, and the bytes that its own ones, between products and attention, move."""
+    """Kernels that Inductor generates from a graph, and the bytes that these move, between matmuls
+    and attention."""
     from torch._inductor import compile_fx, scheduler
     from torch._inductor.debug import DebugContext
     from torch._inductor.graph import GraphLowering
@@ -239,13 +249,12 @@ def count_kernels(graph: GraphModule) -> dict:
         with V.set_graph_handler(lowering):
             lowering.run(*inputs)
             code = lowering.codegen()[0].value
-            # products, attention; none
-            others = (scheduler.ExternKernelSchedulerNode, scheduler.NopKernelSchedulerNode)
-            moved = sum(
-                node.get_read_write_buffers_sizes()
-                for node in lowering.scheduler.nodes
-                if not isinstance(node, others)
-            )
+            # matmuls and attention; no kernel at all
+            not_generated = (scheduler.ExternKernelSchedulerNode, scheduler.NopKernelSchedulerNode)
+            moved = 0
+            for node in lowering.scheduler.nodes:
+                if not isinstance(node, not_generated):
+                    moved += node.get_read_write_buffers_sizes()
     return {
         "products": len(nodes(graph, LINEAR_MATMULS)),
         "triton": len(re.findall(r"^\s*triton_\w+\.run\(", code, re.M)),
@@ -259,83 +268,89 @@ def count_inductor(m: config.Model, tokens: int, setting: str) -> dict:
 
 
 def count_loss(vocabulary: int) -> list[dict]:
-    """What lies between the products of model/loss.py's chunk of LOSS_TOKENS, in bfloat16."""
-    found = []
+    """What lies between the matmuls of model/loss.py's chunk of LOSS_TOKENS, in bfloat16."""
     with FakeTensorMode():
         logits = torch.empty(LOSS_TOKENS, vocabulary, dtype=torch.bfloat16)
-        index, column = torch.empty(LOSS_TOKENS, 1, dtype=torch.long), torch.empty(LOSS_TOKENS, 1)
-        traced = [
-            (softmax_parts, graphs_of(softmax_parts, logits, index)),
-            (logits_gradient, graphs_of(logits_gradient, logits, index, None, *[column] * 5)),
-        ]
-    for function, (graph,) in traced:
-        found.append({"function": function.__name__, **count_kernels(graph)})
-    return found
+        index = torch.empty(LOSS_TOKENS, 1, dtype=torch.long)
+        column = torch.empty(LOSS_TOKENS, 1)
+        (forward,) = graphs_of(softmax_parts, logits, index)
+        (backward,) = graphs_of(logits_gradient, logits, index, None, *[column] * 5)
+    return [
+        {"function": softmax_parts.__name__, **count_kernels(forward)},
+        {"function": logits_gradient.__name__, **count_kernels(backward)},
+    ]
 
 
 def table(head: str, rows: list[tuple]) -> str:
-    columns = [
-        *zip(*[head.split(" | "), *([str(cell) for cell in row] for row in rows)], strict=True)
-    ]
-    widths = [max(map(len, column)) for column in columns]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in zip(*columns, strict=True)
-    )
+    """Columns as wide as their longest cell. head: the columns' names, separated by " | "."""
+    lines = [head.split(" | ")]
+    for row in rows:
+        lines.append([str(cell) for cell in row])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = []
+    for line in lines:
+        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
+        padded.append("  ".join(cells))
+    return "\n".join(padded)
 
 
 def show(counts: dict) -> str:
-    none = {
-        (r["model"], r["document_mask"]): r["kept_bytes_per_token"]
-        for r in counts["blocks"]
-        if r["recompute"] == "none"
-    }
-    parts = [
-        table(
-            "model | recompute | document mask | products forward | backward | kept bytes/token | of none, % | "
-            "recomputed MFLOP/token",
-            [
-                (
-                    r["model"],
-                    r["recompute"],
-                    "yes" if r["document_mask"] else "no",
-                    r["products_forward"],
-                    r["products_backward"],
-                    f"{r['kept_bytes_per_token']:,}",
-                    f"{100 * r['kept_bytes_per_token'] / none[r['model'], r['document_mask']]:.1f}",
-                    f"{r['recomputed_flops_per_token'] / 1e6:,.1f}",
-                )
-                for r in counts["blocks"]
-            ],
-        )
-    ]
+    paragraphs = [show_blocks(counts["blocks"])]
     if counts["lacking"]:
-        return "\n\n".join([*parts, f"Inductor's kernels are not counted: {counts['lacking']}"])
-    parts.append(
-        table(
-            "model | recompute | forward: products | triton | GB | backward: products | triton | GB",
-            [
-                (
-                    r["model"],
-                    r["recompute"],
-                    *(
-                        cell
-                        for way in (r["forward"], r["backward"])
-                        for cell in (way["products"], way["triton"], f"{way['bytes'] / 1e9:.2f}")
-                    ),
-                )
-                for r in counts["inductor"]
-            ],
+        paragraphs.append(f"Inductor's kernels are not counted: {counts['lacking']}")
+    else:
+        paragraphs.append(show_inductor(counts["inductor"]))
+        paragraphs.append(show_loss(counts["loss"]))
+    return "\n\n".join(paragraphs)
+
+
+def show_blocks(blocks: list[dict]) -> str:
+    kept_by_none = {}  # bytes without activation checkpointing, by (model, document mask)
+    for row in blocks:
+        if row["recompute"] == "none":
+            kept_by_none[row["model"], row["document_mask"]] = row["kept_bytes_per_token"]
+    lines = []
+    for row in blocks:
+        kept = row["kept_bytes_per_token"]
+        lines.append(
+            (
+                row["model"],
+                row["recompute"],
+                "yes" if row["document_mask"] else "no",
+                row["products_forward"],
+                row["products_backward"],
+                f"{kept:,}",
+                f"{100 * kept / kept_by_none[row['model'], row['document_mask']]:.1f}",
+                f"{row['recomputed_flops_per_token'] / 1e6:,.1f}",
+            )
         )
+    return table(
+        "model | recompute | document mask | products forward | backward | kept bytes/token "
+        "| of none, % | recomputed MFLOP/token",
+        lines,
     )
-    total = sum(r["bytes"] for r in counts["loss"])
-    parts.append(
+
+
+def show_inductor(inductor: list[dict]) -> str:
+    lines = []
+    for row in inductor:
+        cells = [row["model"], row["recompute"]]
+        for graph in (row["forward"], row["backward"]):
+            cells += [graph["products"], graph["triton"], f"{graph['bytes'] / 1e9:.2f}"]
+        lines.append(tuple(cells))
+    return table(
+        "model | recompute | forward: products | triton | GB | backward: products | triton | GB",
+        lines,
+    )
+
+
+def show_loss(loss: list[dict]) -> str:
+    total = sum(row["bytes"] for row in loss)
+    functions = [f"{row['function']} {row['bytes'] / 1e9:.2f} GB ({row['triton']})" for row in loss]
+    return (
         f"loss, {LOSS_TOKENS} tokens, bfloat16, between the products: {total / 1e9:.2f} GB in "
-        + ", ".join(
-            f"{r['function']} {r['bytes'] / 1e9:.2f} GB ({r['triton']})" for r in counts["loss"]
-        )
+        + ", ".join(functions)
     )
-    return "\n\n".join(parts)
 
 
 def main(argv: list[str]) -> int:
@@ -347,30 +362,30 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     torch._logging.set_logs(all=logging.ERROR)
+    models = {}
     try:
-        models = {
-            pathlib.Path(path).stem: config.load(path, ["--run.device=auto"]).model
-            for path in args.configs
-        }
+        for path in args.configs:
+            models[pathlib.Path(path).stem] = config.load(path, ["--run.device=auto"]).model
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    cases = [(name, m, setting) for name, m in models.items() for setting in SETTINGS]
     counts = {
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
         "tokens": args.tokens,
         "lacking": lacking(),
-        "blocks": [
-            {"model": name, **count_block(m, args.tokens, setting, documents)}
-            for name, m, setting in cases
-            for documents in (False, True)
-        ],
+        "blocks": [],
     }
+    cases = [(name, setting) for name in models for setting in SETTINGS]
+    for name, setting in cases:
+        for documents in (False, True):
+            block = count_block(models[name], args.tokens, setting, documents)
+            counts["blocks"].append({"model": name, **block})
     if not counts["lacking"]:
-        counts["inductor"] = [
-            {"model": name, **count_inductor(m, args.tokens, s)} for name, m, s in cases
-        ]
+        counts["inductor"] = []
+        for name, setting in cases:
+            kernels = count_inductor(models[name], args.tokens, setting)
+            counts["inductor"].append({"model": name, **kernels})
         counts["loss"] = count_loss(max(m.vocab_size for m in models.values()))
     print(json.dumps(counts) if args.json else show(counts))
     return 0

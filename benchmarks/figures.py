@@ -2,7 +2,7 @@
 
 python -m benchmarks.figures            writes docs/figures/ and the table in README.md, by the plan
 python -m benchmarks.figures --check    exits with 1 and names what differs
-python -m benchmarks.figures --train    trains configs/tiny.toml on five meshes first: a quarter of an hour
+python -m benchmarks.figures --train    trains configs/tiny.toml on five meshes first: 15 minutes
 """
 
 import argparse
@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable
 
 import config
+from extras.planner.counted import Phase
 from extras.planner.devices import Moment, device
 from extras.planner.plan import GIB, Asked, planned
 from extras.planner.show import COLORS, SHADES, draw, ticks
@@ -76,9 +77,17 @@ def step() -> str:
 
 
 def prefetch() -> str:
-    """The beginning of a micro-batch by how many units are prefetched, where an all-gather takes nearly as long as a
-    block's computation."""
-    page, left, scale = Drawing(1200, 330), 100, 1080 / 16  # units per ms
+    """The beginning of a micro-batch by how many units are prefetched, where an all-gather takes
+    nearly as long as a block's computation."""
+    page = Drawing(1200, 330)
+    left = 100
+    scale = 1080 / 16  # units per ms
+
+    def span(begin: float, end: float) -> tuple[float, float]:
+        """(x, width) of a time in seconds, cut off at 16 ms."""
+        x = left + 1e3 * begin * scale
+        return x, left + min(16.0, 1e3 * end) * scale - x
+
     page.text(
         left,
         24,
@@ -104,34 +113,18 @@ def prefetch() -> str:
         page.text(left - 10, top + 32, "compute", "end", 12)
         page.text(left - 10, top + 58, "all-gathers", "end", 12)
         for moment in moments:
-            sends = [
-                (begin, end) for kind, (begin, end) in moment.sends.items() if kind == "gathers"
-            ]
-            for y, color, begin, end in (
-                (top + 18, SHADES["forward"], moment.begin, moment.end),
-                *((top + 44, COLORS["gathered units"], *span) for span in sends),
-            ):
-                begin, end = 1e3 * begin, min(16.0, 1e3 * end)
-                if end > begin:
-                    page.box(
-                        left + begin * scale,
-                        y,
-                        (end - begin) * scale,
-                        20,
-                        color,
-                        moment.phase.name,
-                        "#fff" if y == top + 18 else GRAY,
-                    )
-                    if y == top + 18 and "block" in moment.phase.name:
-                        page.text(
-                            left + (begin + end) / 2 * scale,
-                            y + 15,
-                            moment.phase.name.split()[-1],
-                            "middle",
-                            12,
-                            "#fff",
-                        )
-        total, waiting = 1e3 * row["step_seconds"], 1e3 * row["waiting_seconds"]
+            name = moment.phase.name
+            x, width = span(moment.begin, moment.end)
+            if width > 0:
+                page.box(x, top + 18, width, 20, SHADES["forward"], name, "#fff")
+                if "block" in name:
+                    page.text(x + width / 2, top + 33, name.split()[-1], "middle", 12, "#fff")
+            if "gathers" in moment.sends:
+                x, width = span(*moment.sends["gathers"])
+                if width > 0:
+                    page.box(x, top + 44, width, 20, COLORS["gathered units"], name, GRAY)
+        total = 1e3 * row["step_seconds"]
+        waiting = 1e3 * row["waiting_seconds"]
         page.text(
             1180, top + 10, f"a step: {total:.0f} ms, of which {waiting:.0f} ms waiting", "end", 12
         )
@@ -142,32 +135,20 @@ def prefetch() -> str:
 
 def context() -> str:
     """What a GPU's memory holds as GPUs are added, and as the sequence is sharded."""
-    bars = [
+    bars = [  # (name, ranks, cp)
         ("8 GPUs", 8, 1),
         ("16 GPUs", 16, 1),
         ("64 GPUs", 64, 1),
         ("8, cp = 8", 8, 8),
         ("64, cp = 8", 64, 8),
     ]
-    page, left, floor, tall, limit = Drawing(1000, 420), 70, 340, 270, device("H100").memory
-    found = []
-    for name, ranks, cp in bars:
-        row, moments = plan_of(
-            "llama8b",
-            ranks,
-            "--train.seq_len=32768",
-            "--train.micro_batch_size=1",
-            f"--train.global_batch_size={ranks}",
-            f"--parallel.cp={cp}",
-        )
-        found.append(
-            (
-                name,
-                row,
-                max((moment.phase for moment in moments), key=lambda phase: phase.peak.total()),
-            )
-        )
-    most = max(row["device_gib"] for _, row, _ in found)
+    page = Drawing(1000, 420)
+    left = 70
+    floor = 340
+    tall = 270  # the highest bar
+    limit = device("H100").memory
+    peaks = [peak_of_long_sequences(ranks, cp) for _, ranks, cp in bars]
+    most = max(row["device_gib"] for row, _ in peaks)
     page.text(
         left,
         24,
@@ -182,13 +163,17 @@ def context() -> str:
         left + 900, floor - limit / most * tall - 6, f"an H100's memory: {limit:g} GiB", "end"
     )
     page.text(left - 8, 50, "GiB", "end")
-    for i, (name, row, phase) in enumerate(found):
-        x, y = left + 40 + 178 * i, float(floor)
+    for i, ((name, _, _), (row, phase)) in enumerate(zip(bars, peaks)):
+        x = left + 40 + 178 * i
+        y = float(floor)
         for kind, color in COLORS.items():
-            y -= (high := phase.peak[kind] / GIB / most * tall)
-            page.box(x, y, 100, high, color, f"{name}: {kind} {phase.peak[kind] / GIB:.1f} GiB")
-        y -= (high := (row["device_gib"] - row["peak_gib"]) / most * tall)
-        page.box(x, y, 100, high, GRAY, f"{name}: CUDA's own")
+            gib = phase.peak[kind] / GIB
+            height = gib / most * tall
+            y -= height
+            page.box(x, y, 100, height, color, f"{name}: {kind} {gib:.1f} GiB")
+        height = (row["device_gib"] - row["peak_gib"]) / most * tall
+        y -= height
+        page.box(x, y, 100, height, GRAY, f"{name}: CUDA's own")
         page.text(x + 50, y - 6, f"{row['device_gib']:.0f}", "middle")
         page.text(x + 50, floor + 20, name, "middle")
     for i, (kind, color) in enumerate((*COLORS.items(), ("CUDA's own", GRAY))):
@@ -197,9 +182,24 @@ def context() -> str:
     return page.svg()
 
 
+def peak_of_long_sequences(ranks: int, cp: int) -> tuple[dict, Phase]:
+    """(row, phase of the peak) of Llama 3 8B's plan."""
+    row, moments = plan_of(
+        "llama8b",
+        ranks,
+        "--train.seq_len=32768",
+        "--train.micro_batch_size=1",
+        f"--train.global_batch_size={ranks}",
+        f"--parallel.cp={cp}",
+    )
+    phases = [moment.phase for moment in moments]
+    return row, max(phases, key=lambda phase: phase.peak.total())
+
+
 def mesh() -> str:
-    """Sixteen ranks as two replicas x two shards x cp 2 x tp 2, in the order of parallel/mesh.py."""
-    page, size = Drawing(1000, 330), 92  # of a rank's square
+    """Sixteen ranks as 2 replicas x 2 shards x cp 2 x tp 2, in the order of parallel/mesh.py."""
+    page = Drawing(1000, 330)
+    size = 92  # of a rank's square
     page.text(20, 26, "16 ranks: dp_replicate = 2, dp_shard = 2, cp = 2, tp = 2", size=17)
     for rank, (replica, shard, cp, tp) in enumerate(itertools.product(range(2), repeat=4)):
         x, y = 30 + 490 * replica + 230 * shard + size * tp, 76 + size * cp
@@ -224,14 +224,16 @@ def mesh() -> str:
 
 def losses() -> str:
     """The default run's loss on five meshes, as --train found it."""
-    found = json.loads((FIGURES / "losses.json").read_text())
-    page, left, floor = Drawing(1000, 380), 70, 320
-    last = max(step for rows in found.values() for step, _ in rows)
+    rows_of_mesh = json.loads((FIGURES / "losses.json").read_text())  # {name: [[step, loss], ...]}
+    page = Drawing(1000, 380)
+    left = 70
+    floor = 320
     low, high = 2, 9
-    apart = max(
-        max(column) - min(column)
-        for column in zip(*([loss for _, loss in rows] for rows in found.values()))
-    )
+    last = max(step for rows in rows_of_mesh.values() for step, _ in rows)
+    apart = 0.0
+    for rows in zip(*rows_of_mesh.values()):  # of one step
+        step_losses = [loss for _, loss in rows]
+        apart = max(apart, max(step_losses) - min(step_losses))
     page.text(
         left,
         24,
@@ -246,14 +248,16 @@ def losses() -> str:
     for at in ticks(last):
         page.text(left + at / last * 900, floor + 20, f"{at:g}", "middle")
     page.text(left + 900, floor + 40, "step", "end")
-    for i, ((name, rows), color) in enumerate(zip(found.items(), LINES)):
-        # so that all are seen
-        dashes, thick = ("" if i == 0 else f"{4 + 2 * i} {12 - i}", 5 - 0.9 * i)
-        places = [
-            (left + step / last * 900, floor - (loss - low) / (high - low) * 250)
-            for step, loss in rows
-        ]
-        page.path("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places), color, dashes, thick)
+    for i, ((name, rows), color) in enumerate(zip(rows_of_mesh.items(), LINES)):
+        # the lines lie on each other: dashed and ever thinner, so that all are seen
+        dashes = f"{4 + 2 * i} {12 - i}" if i > 0 else ""
+        thick = 5 - 0.9 * i
+        points = []
+        for step, loss in rows:
+            x = left + step / last * 900
+            y = floor - (loss - low) / (high - low) * 250
+            points.append(f"{x:.1f} {y:.1f}")
+        page.path("M" + "L".join(points), color, dashes, thick)
         page.path(f"M{left + 560} {84 + 22 * i}h36", color, dashes, thick)
         page.text(left + 606, 88 + 22 * i, name)
     return page.svg()
@@ -261,19 +265,21 @@ def losses() -> str:
 
 def recompute() -> str:
     """What activation checkpointing keeps of a block against what it computes again."""
-    page, left, floor, top = Drawing(1000, 400), 90, 330, 70
-    found = []
+    page = Drawing(1000, 400)
+    left = 90
+    floor = 330
+    top = 70
+    modes = []  # (mode, GiB of activations, FLOP, row)
     for mode in ("none", "elementwise", "selective", "2", "full"):
         row, moments = plan_of(
             "llama8b", 8, f"--parallel.recompute={mode}", "--train.micro_batch_size=1"
         )
-        kept = max(moment.phase.peak["activations"] for moment in moments) / GIB
-        products = sum(
-            moment.phase.work["matmuls"] + moment.phase.work["attention"] for moment in moments
-        )
-        found.append((mode, kept, products, row))
-    least = min(products for _, _, products, _ in found)
-    most = max(kept for _, kept, *_ in found)
+        phases = [moment.phase for moment in moments]
+        kept = max(phase.peak["activations"] for phase in phases) / GIB
+        flop = sum(phase.work["matmuls"] + phase.work["attention"] for phase in phases)
+        modes.append((mode, kept, flop, row))
+    least = min(flop for _, _, flop, _ in modes)
+    most = max(kept for _, kept, _, _ in modes)
     page.text(
         left,
         24,
@@ -287,8 +293,9 @@ def recompute() -> str:
         page.text(left + 20 + percent * 20, floor + 20, f"+{percent} %", "middle")
     page.text(left, 52, "activations at their peak, GiB", size=12)
     page.text(left + 860, floor + 42, "FLOP of a step, against none", "end", 12)
-    for (mode, kept, products, row), color in zip(found, LINES):
-        x, y = left + 20 + 2000 * (products / least - 1), floor - kept / most * (floor - top)
+    for (mode, kept, flop, row), color in zip(modes, LINES):
+        x = left + 20 + 2000 * (flop / least - 1)
+        y = floor - kept / most * (floor - top)
         page.box(x - 6, y - 6, 12, 12, color, mode)
         name = mode if mode.isalpha() else f"{mode} (every second block)"
         fits = "" if row["fits"] else ", does not fit"
@@ -302,7 +309,8 @@ DRAWN: dict[str, Callable[[], str]] = {
 
 
 def fit_table(rows: list[tuple[str, int, str]]) -> str:
-    """Will it fit, and how fast is it? A row of Markdown for each configuration, number of GPUs and GPU."""
+    """Will it fit, and how fast is it? A row of Markdown for each configuration, number of GPUs and
+    GPU."""
     lines = [
         "| configuration | GPUs | predicted peak, GiB | predicted tokens/s per GPU | predicted MFU |",
         "|---|---|---|---|---|",
@@ -318,28 +326,28 @@ def fit_table(rows: list[tuple[str, int, str]]) -> str:
 
 def train() -> None:
     """Writes losses.json: step and mean loss of each row."""
-    found = {}
+    rows_of_mesh = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, (processes, options) in MESHES.items():
+            run_name = re.sub("[ =]+", "-", name)
             subprocess.run(
                 [
                     REPO / "run_train.sh",
                     "configs/tiny.toml",
                     f"--run.output_dir={folder}",
-                    f"--run.name={re.sub('[ =]+', '-', name)}",
+                    f"--run.name={run_name}",
                     *options,
                 ],
                 check=True,
                 cwd=REPO,
                 env={**os.environ, "NPROC": str(processes), "PYTHON": sys.executable},
             )
-            rows = pathlib.Path(folder, re.sub("[ =]+", "-", name), "metrics.jsonl").read_text()
-            found[name] = [
-                [row["step"], round(row["loss_mean"], 4)]
-                for row in map(json.loads, rows.splitlines())
-                if row["kind"] == "train"
-            ]
-    (FIGURES / "losses.json").write_text(json.dumps(found) + "\n")
+            rows_of_mesh[name] = []
+            metrics = pathlib.Path(folder, run_name, "metrics.jsonl").read_text()
+            for row in map(json.loads, metrics.splitlines()):
+                if row["kind"] == "train":
+                    rows_of_mesh[name].append([row["step"], round(row["loss_mean"], 4)])
+    (FIGURES / "losses.json").write_text(json.dumps(rows_of_mesh) + "\n")
 
 
 def main(argv: list[str]) -> int:

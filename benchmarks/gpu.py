@@ -1,19 +1,26 @@
-"""What a GPU can do, and what each option makes of it: the figures of docs/performance.md, in ten minutes.
+"""What a GPU can do, and what each option changes: the figures of docs/performance.md.
 
     ./run_train.sh -m benchmarks.gpu [--seconds 600] [--json gpu.json] [--only GROUP ...]
-    ./run_train.sh -m benchmarks.gpu --tiny        tiny sizes, to see that all of it runs; so it is without a GPU
+    ./run_train.sh -m benchmarks.gpu --tiny        tiny sizes, to see that all of it runs
 
-First ceilings: what matrix products, attention, loss and update reach alone (benchmarks/kernels.py). Then arms:
-train.py's step as configured, with options changed, and benchmarks/overhead.py's bare loop. What time does not allow is
-skipped, so the most telling come first; --only takes some groups of arms, of ceilings 1B 3B 8B adapters options more.
-Each group is a process of its own, and so is what is left of it after a crash, or where memory was not freed. The JSON
-file is replaced after every arm. Clocks and power are read, nothing is set. --reduce-scatter-buffers=2 and
---separate-reduce-scatter-group try what FSDP2 has for slow networks; on several GPUs benchmarks.step does.
+Without a GPU the sizes are always tiny.
 
-An arm trains on one random micro-batch: 3 steps to warm up (the first compiles), 8 timed; then 1 and 8 of three times
-that micro-batch. The slope between the two medians is a micro-batch's time; the intercept is the optimizer's, with what
-each step's synchronization costs. Speed and MFU are of a step of 16 sequences made of these two: so many each of eight
-GPUs takes of the configurations' 128, and arms with other micro-batches compare.
+First it measures ceilings: what matmuls, attention, loss and update reach alone
+(benchmarks/kernels.py). Then arms: train.py's step as configured, with options changed, and
+benchmarks/overhead.py's bare loop. What time does not allow is skipped, so the most informative
+come first. --only selects groups: ceilings 1B 3B 8B adapters options more. The JSON file is
+replaced after every arm. Clocks and power are read, never set. --reduce-scatter-buffers=2 and
+--separate-reduce-scatter-group try FSDP2's settings for slow networks; on several GPUs
+benchmarks.step does.
+
+Each group runs in a process of its own. A new process continues the group after a crash, or where
+memory was not freed.
+
+An arm trains on one random micro-batch: 3 steps to warm up (the first compiles), 8 timed. Then 1
+and 8 of three times that micro-batch. The slope between the two medians is a micro-batch's time.
+The intercept is the optimizer's, with the cost of each step's synchronization. Speed and MFU are of
+a step of 16 sequences, composed of these two. One of eight GPUs takes as many of the
+configurations' 128. So arms with other micro-batches can be compared.
 """
 
 import argparse
@@ -63,9 +70,15 @@ TINY = [
     "--train.seq_len=32",
 ]
 ON_A_CPU = ["--parallel.compile=false", "--parallel.param_dtype=float32"]  # quickly
-SHIPPED, BARE, AGAIN = "as shipped", "bare loop", "as shipped, again"
-MICRO_BATCH, RECOMPUTE = "--train.micro_batch_size=", "--parallel.recompute="
-STATE, KEEP = "--optim.state_dtype=bfloat16", "--parallel.reshard_after_forward=false"
+# arms that are no change of options
+SHIPPED = "as shipped"
+BARE = "bare loop"
+AGAIN = "as shipped, again"
+
+MICRO_BATCH = "--train.micro_batch_size="
+RECOMPUTE = "--parallel.recompute="
+STATE = "--optim.state_dtype=bfloat16"
+KEEP = "--parallel.reshard_after_forward=false"
 CHANGES = [
     STATE,
     f"{RECOMPUTE}elementwise",
@@ -84,14 +97,17 @@ CHANGES = [
 
 
 def arms(name: str, *lists: list[str]) -> dict[str, tuple[str, list[str]]]:
-    """{arm: (configuration, changes)}, without those that it ships with."""
+    """{arm: (configuration, changes)}, without changes to what the configuration already has."""
     path = str(CONFIGS / f"{name}.toml")
     shipped = config.load(path, COMMON)
-    return {
-        ", ".join(change.partition(".")[2] for change in changes) or SHIPPED: (name, changes)
-        for changes in lists
-        if not changes or config.load(path, [*COMMON, *changes]) != shipped
-    }
+    arms = {}
+    for changes in lists:
+        if not changes:
+            arms[SHIPPED] = (name, changes)
+        elif config.load(path, [*COMMON, *changes]) != shipped:
+            options = [change.partition(".")[2] for change in changes]
+            arms[", ".join(options)] = (name, changes)
+    return arms
 
 
 GROUPS = {
@@ -118,8 +134,11 @@ REPORTED = 3  # exit status: the last arm has its row; what is left needs a new 
 
 @contextlib.contextmanager
 def polled(device: torch.device) -> Iterator[dict]:
-    """In the end it holds the medians of the GPU's clock, power and temperature, read once a second by nvidia-smi."""
-    found, samples, over = {}, [], threading.Event()
+    """Yields a dictionary. At the end it holds the medians of the GPU's clock, power and
+    temperature, read once a second by nvidia-smi."""
+    medians = {}
+    samples = []
+    over = threading.Event()
     names = {"clocks.sm": "sm_mhz", "power.draw": "watt", "temperature.gpu": "celsius"}
 
     def poll() -> None:
@@ -138,68 +157,78 @@ def polled(device: torch.device) -> Iterator[dict]:
     thread = threading.Thread(target=poll, daemon=True)
     if device.type == "cuda":
         thread.start()
-    yield found
+    yield medians
     over.set()
-    found |= dict(zip(names.values(), map(statistics.median, zip(*samples))))
+    for name, values in zip(names.values(), zip(*samples)):
+        medians[name] = statistics.median(values)
 
 
 def attempt(
     group: str, arm: str, common: list[str], world: World, each: float, settings: dict
 ) -> dict:
-    """What an arm found, or why it found nothing. each: seconds for a timing of a ceiling. settings: of FSDP2."""
+    """Measures an arm. Returns a row with its figures, or with the reason why there are none.
+
+    each: seconds for a timing of a ceiling. settings: of FSDP2, from experiments().
+    """
     name, changes = GROUPS[group][arm]
-    began, found, overrides = time.time(), {}, [*common, *changes]
+    overrides = [*common, *changes]
+    began = time.time()
+    row = {}
     if world.device.type == "cuda":
         torch.compiler.reset()
         torch.cuda.reset_peak_memory_stats()
         small = torch.cuda.get_device_properties(0).total_memory < FITS_8B
         if small and group in ("8B", "more") and "8b" in name:
-            found["note"] = "8 of 32 layers"
+            row["note"] = "8 of 32 layers"
             overrides.append("--model.n_layers=8")
-    work = (
-        partial(CEILINGS[arm][0], each=each)
-        if arm in CEILINGS
-        else partial(measure_by_size, bare=arm == BARE, settings=settings)
-    )
+    if arm in CEILINGS:
+        work = partial(CEILINGS[arm][0], each=each)
+    else:
+        work = partial(measure_by_size, bare=arm == BARE, settings=settings)
     with polled(world.device) as gpu:
         try:
-            found |= {
-                "status": "ok",
-                **work(config.load(str(CONFIGS / f"{name}.toml"), overrides), world),
-            }
+            figures = work(config.load(str(CONFIGS / f"{name}.toml"), overrides), world)
+            row |= {"status": "ok", **figures}
         except torch.OutOfMemoryError:
-            found["status"] = "out of memory"
+            row["status"] = "out of memory"
         except ConfigError as error:
-            found["status"] = f"refused: {error}"
+            row["status"] = f"refused: {error}"
         except Exception as error:
             traceback.print_exc()
-            found["status"] = f"failed: {type(error).__name__}: {error}"
-    return found | {"changes": changes, "polled": gpu, "took_seconds": time.time() - began}
+            row["status"] = f"failed: {type(error).__name__}: {error}"
+    return row | {"changes": changes, "polled": gpu, "took_seconds": time.time() - began}
 
 
 def run_arms(group: str, first: int, deadline: float, tiny: bool, settings: dict) -> None:
-    """A process: prints a row for each arm of a group, from the first that is left, and ends."""
+    """Prints a row for each arm of a group, from the `first`-th on, and ends this process."""
     die_with_parent()
-    # What else is printed goes to stderr; and compile workers, which may outlive us, don't keep the pipe open.
+    # Other output goes to stderr. Compile workers, which may outlive us, don't keep the pipe open.
     rows = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    names, cuda, longest = [*GROUPS[group]], torch.cuda.is_available(), 0.0
-    common = [*COMMON, *(TINY if tiny else []), *([] if cuda else ON_A_CPU)]
+    names = list(GROUPS[group])
+    cuda = torch.cuda.is_available()
+    common = list(COMMON)
+    if tiny:
+        common += TINY
+    if not cuda:
+        common += ON_A_CPU
     each = 0.01 if tiny else min(1.0, 0.03 * (deadline - time.time()) / TIMINGS)
+    longest = 0.0  # seconds of an arm so far
     with distributed(config.load(str(CONFIGS / "tiny.toml"))) as world:
         for arm in names[first:]:
-            began, row = time.time(), {"status": "skipped: time"}
+            began = time.time()
             reserved = longest if AGAIN in names and arm != AGAIN else 0
             if began + longest + reserved < deadline:
                 row = attempt(group, arm, common, world, each, settings)
                 longest = max(longest, time.time() - began)
+            else:
+                row = {"status": "skipped: time"}
             print(json.dumps(row), file=rows, flush=True)
             gc.collect()
             if cuda:
                 torch.cuda.empty_cache()
-            if row["status"].startswith("failed") or (
-                cuda and torch.cuda.memory_allocated() > 2**30
-            ):
+            not_freed = cuda and torch.cuda.memory_allocated() > 2**30
+            if row["status"].startswith("failed") or not_freed:
                 break
         os._exit(REPORTED)  # at once: the device may not answer any more
 
@@ -208,11 +237,13 @@ def run_group(
     group: str, deadline: float, tiny: bool, add: Callable[[dict], None], options: list[str]
 ) -> None:
     """Starts processes, with these options too, until add() got a row for each arm of a group."""
-    left = [{"group": group, "model": name, "arm": arm} for arm, (name, _) in GROUPS[group].items()]
+    waiting = []
+    for arm, (name, _) in GROUPS[group].items():
+        waiting.append({"group": group, "model": name, "arm": arm})
     # as the launcher sets it
     allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "expandable_segments:True"
-    while left and time.time() < deadline:
-        first = len(GROUPS[group]) - len(left)
+    while waiting and time.time() < deadline:
+        first = len(GROUPS[group]) - len(waiting)
         command = [
             sys.executable,
             "-m",
@@ -220,11 +251,11 @@ def run_group(
             f"--group={group}",
             f"--first={first}",
             f"--deadline={deadline}",
-            *["--tiny"] * tiny,
-            *options,
         ]
+        if tiny:
+            command.append("--tiny")
         with subprocess.Popen(
-            command,
+            [*command, *options],
             env={"PYTORCH_ALLOC_CONF": allocator, **os.environ},
             stdout=subprocess.PIPE,
             text=True,
@@ -232,34 +263,35 @@ def run_group(
             timer = threading.Timer(deadline - time.time(), process.kill)
             timer.start()
             for line in process.stdout:
-                add(left.pop(0) | json.loads(line))
+                add(waiting.pop(0) | json.loads(line))
             timer.cancel()
-        if left and process.returncode != REPORTED:
-            add(
-                left.pop(0)
-                | {
-                    "status": "cut off: time"
-                    if time.time() > deadline
-                    else f"failed: its process ended with {process.returncode}"
-                }
-            )
-    for row in left:
+        if waiting and process.returncode != REPORTED:
+            if time.time() > deadline:
+                status = "cut off: time"
+            else:
+                status = f"failed: its process ended with {process.returncode}"
+            add(waiting.pop(0) | {"status": status})
+    for row in waiting:
         add(row | {"status": "skipped: time"})
 
 
 def compare(row: dict, rows: list[dict]) -> None:
-    """Adds what a row is against its model as shipped, when that was last measured."""
-    speed = "tokens_per_second"
-    shipped = [r for r in rows if r["model"] == row["model"] and r["arm"] == SHIPPED and speed in r]
-    if not shipped or speed not in row:
+    """Adds to a row its speed relative to its model as shipped, when that was last measured."""
+    shipped = None
+    for other in rows:
+        if (
+            other["model"] == row["model"]
+            and other["arm"] == SHIPPED
+            and "tokens_per_second" in other
+        ):
+            shipped = other
+    if shipped is None or "tokens_per_second" not in row:
         return
-    row["vs_shipped"] = row[speed] / shipped[-1][speed]
-    loss, same_batch = (
-        shipped[-1]["loss"],
-        shipped[-1]["micro_batch_size"] == row["micro_batch_size"],
-    )
-    if same_batch and not abs(row["loss"] - loss) <= SAME_LOSS:
-        row["marked"] = f"void: loss {row['loss']:.3f}, as shipped {loss:.3f}"
+    row["vs_shipped"] = row["tokens_per_second"] / shipped["tokens_per_second"]
+    same_batch = shipped["micro_batch_size"] == row["micro_batch_size"]
+    same_loss = abs(row["loss"] - shipped["loss"]) <= SAME_LOSS  # not where one is NaN
+    if same_batch and not same_loss:
+        row["marked"] = f"void: loss {row['loss']:.3f}, as shipped {shipped['loss']:.3f}"
     elif row["arm"] == AGAIN and abs(row["vs_shipped"] - 1) > STEADY:
         row["marked"] = "not steady: differences smaller than this one mean nothing"
 
@@ -277,20 +309,21 @@ def table(rows: list[dict]) -> str:
         "first_step_seconds": ".1f",
         "vs_shipped": ".3f",
     }
-    text, lines = "", [["model", "arm", *forms, "note"], ["---"] * (len(forms) + 3)]
+    text = ""
+    lines = [["model", "arm", *forms, "note"], ["---"] * (len(forms) + 3)]
     for row in rows:
         if row["arm"] in CEILINGS:
             rounded = json.loads(
                 json.dumps(row), parse_float=lambda number: float(f"{float(number):.4g}")
             )
             text += "".join(f"{key}: {value}\n" for key, value in rounded.items()) + "\n"
-        else:
-            figures = [
-                format(row[key], form) if row.get(key) is not None else ""
-                for key, form in forms.items()
-            ]
-            notes = [row[key] for key in ("status", "note", "marked") if row.get(key, "ok") != "ok"]
-            lines.append([row["model"], row["arm"], *figures, "; ".join(notes)])
+            continue
+        cells = [row["model"], row["arm"]]
+        for key, form in forms.items():
+            value = row.get(key)
+            cells.append("" if value is None else format(value, form))
+        notes = [row[key] for key in ("status", "note", "marked") if row.get(key, "ok") != "ok"]
+        lines.append([*cells, "; ".join(notes)])
     return text + "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -311,20 +344,22 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    options = [f"--reduce-scatter-buffers={args.reduce_scatter_buffers}"] * bool(
-        args.reduce_scatter_buffers
-    )
-    options += ["--separate-reduce-scatter-group"] * args.separate_reduce_scatter_group
+    options = []
+    if args.reduce_scatter_buffers:
+        options.append(f"--reduce-scatter-buffers={args.reduce_scatter_buffers}")
+    if args.separate_reduce_scatter_group:
+        options.append("--separate-reduce-scatter-group")
     tiny = args.tiny or not torch.cuda.is_available()
     if args.group:
         run_arms(args.group, args.first, args.deadline, tiny, settings)
         return 0
-    device = "GPU" if torch.cuda.is_available() else "CPU"
-    what = f"tiny sizes on a {device}: no figure of a GPU" if tiny else "full sizes on a GPU"
-    report, deadline = (
-        {"what": what, "seconds": args.seconds, "fsdp": settings, "rows": []},
-        time.time() + args.seconds,
-    )
+    if tiny:
+        device = "GPU" if torch.cuda.is_available() else "CPU"
+        title = f"tiny sizes on a {device}: no figure of a GPU"
+    else:
+        title = "full sizes on a GPU"
+    report = {"what": title, "seconds": args.seconds, "fsdp": settings, "rows": []}
+    deadline = time.time() + args.seconds
 
     def add(row: dict) -> None:
         report["rows"].append(row)
@@ -335,7 +370,7 @@ def main(argv: list[str]) -> int:
 
     for group in args.only:
         run_group(group, deadline, tiny, add, options)
-    print(f"{what}\n\n{table(report['rows'])}")
+    print(f"{title}\n\n{table(report['rows'])}")
     return int(any(row["status"].startswith("failed") for row in report["rows"]))
 
 

@@ -1,7 +1,7 @@
-"""What the parts of a step reach alone on the device that is there: benchmarks/gpu.py's ceilings.
+"""What the parts of a step reach alone on this device: benchmarks/gpu.py's ceilings.
 
-Each function takes a configuration, the process's World and the seconds that one timing may take, and returns figures.
-Random data: products of zeros draw less power, and so run faster.
+Each function takes a configuration, the process's World and the seconds that one timing may take.
+It returns figures. Data is random, as matmuls of zeros draw less power, and so run faster.
 """
 
 import platform
@@ -40,45 +40,46 @@ def normal(world: World, *shape: int) -> Tensor:
 def heads(cfg: Config, world: World) -> list[Tensor]:
     """Queries (1, H, S, E), keys and values (1, K, S, E) of a sequence."""
     m = cfg.model
-    return [
-        normal(world, 1, n, cfg.train.seq_len, m.width_per_head)
-        for n in (m.n_heads, m.n_kv_heads, m.n_kv_heads)
-    ]
+    tensors = []
+    for n_heads in (m.n_heads, m.n_kv_heads, m.n_kv_heads):
+        tensors.append(normal(world, 1, n_heads, cfg.train.seq_len, m.width_per_head))
+    return tensors
 
 
 def machine(cfg: Config, world: World, each: float) -> dict:
     """Versions, memory, and the attention kernel that torch chooses."""
-    found = environment([platform.node()], world.device)
-    found["uncommitted"] = bool(found["uncommitted"])
+    facts = environment([platform.node()], world.device)
+    facts["uncommitted"] = bool(facts["uncommitted"])
     try:
-        found["torchtitan"] = f"{version('torchtitan')}: not measured here"
+        facts["torchtitan"] = f"{version('torchtitan')}: not measured here"
     except PackageNotFoundError:
-        found["torchtitan"] = "not installed"
+        facts["torchtitan"] = "not installed"
     q, k, v = heads(cfg, world)
     for _ in range(2):  # the first call loads and chooses
         with torch.profiler.profile() as profile:
             F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     events = profile.key_averages()
-    found["attention_operators"] = [
+    facts["attention_operators"] = [
         e.key for e in events if e.key.startswith("aten::_scaled_dot_product_")
     ]
-    found["attention_kernels"] = [
+    facts["attention_kernels"] = [
         e.key for e in events if e.device_type == torch.autograd.DeviceType.CUDA
     ]
     if world.device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
-        found |= {
+        facts |= {
             "capability": torch.cuda.get_device_capability(),
             "cudnn": torch.backends.cudnn.version(),
             "nccl": torch.cuda.nccl.version(),
             "free_gib": free / 2**30,
             "total_gib": total / 2**30,
         }
-        if found["capability"][0] == 9 and "cudnn" not in str(found["attention_operators"]):
-            found["marked"] = (
-                "attention does not run on cuDNN, the fastest of torch's here: is an older one loaded?"
+        if facts["capability"][0] == 9 and "cudnn" not in str(facts["attention_operators"]):
+            facts["marked"] = (
+                "attention does not run on cuDNN, the fastest of torch's here: "
+                "is an older one loaded?"
             )
-    return found
+    return facts
 
 
 def copy(cfg: Config, world: World, each: float) -> dict:
@@ -89,33 +90,38 @@ def copy(cfg: Config, world: World, each: float) -> dict:
 
 
 def products(cfg: Config, world: World, each: float) -> dict:
-    """TFLOP/s of each matrix product of a model on one sequence, and the time of those of all layers together."""
-    n, found, together = cfg.train.seq_len, {}, 0.0
-    shapes = Counter(
-        p.shape
-        for name, p in meta_model(cfg.model).named_parameters()
-        if p.ndim == 2 and (cfg.model.tie_embeddings or not name.startswith("embedding"))
-    )
+    """TFLOP/s of each matmul of a model on one sequence, and the time of all layers' matmuls."""
+    n = cfg.train.seq_len
+    shapes = Counter()
+    for name, p in meta_model(cfg.model).named_parameters():
+        # a lookup is no matmul, but as the output head the embedding takes part in one
+        is_lookup = name.startswith("embedding") and not cfg.model.tie_embeddings
+        if p.ndim == 2 and not is_lookup:
+            shapes[p.shape] += 1
+    tflops = {}
+    together = 0.0
     with torch.no_grad():
         for (rows, columns), count in shapes.items():
-            weight, x, slope = (
-                normal(world, *shape) for shape in ((rows, columns), (n, columns), (n, rows))
-            )
-            for kind, factors in {
+            weight = normal(world, rows, columns)
+            x = normal(world, n, columns)
+            gradient = normal(world, n, rows)  # of the output
+            factors = {
                 "forward": (x, weight.T),
-                "dgrad": (slope, weight),
-                "wgrad": (slope.T, x),
-            }.items():
-                ms = milliseconds(partial(torch.mm, *factors), each)
-                found[f"{kind} {rows} x {columns}"] = 2 * n * rows * columns / ms / 1e9
+                "dgrad": (gradient, weight),
+                "wgrad": (gradient.T, x),
+            }
+            for kind, (a, b) in factors.items():
+                ms = milliseconds(partial(torch.mm, a, b), each)
+                tflops[f"{kind} {rows} x {columns}"] = 2 * n * rows * columns / ms / 1e9
                 together += count * ms
-    return {"tflops": found, "tokens": n, "milliseconds_together": together}
+    return {"tflops": tflops, "tokens": n, "milliseconds_together": together}
 
 
 def attention(cfg: Config, world: World, each: float) -> dict:
     """TFLOP/s of each of torch's kernels, of which causal attention needs half of all pairs."""
     q, k, v = heads(cfg, world)
-    flops, found = 2 * q.numel() * cfg.train.seq_len, {}
+    flops = 2 * q.numel() * cfg.train.seq_len
+    tflops = {}
     forward = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True)
     for backend in (
         SDPBackend.CUDNN_ATTENTION,
@@ -128,18 +134,19 @@ def attention(cfg: Config, world: World, each: float) -> dict:
                 backward = partial(
                     torch.autograd.grad, out, (q, k, v), torch.randn_like(out), retain_graph=True
                 )
-                found[backend.name] = {
+                tflops[backend.name] = {
                     "forward": flops / milliseconds(forward, each) / 1e9,
                     "backward": 2.5 * flops / milliseconds(backward, each) / 1e9,
                 }
         except RuntimeError as error:  # it takes no such inputs
-            found[backend.name] = str(error).splitlines()[0]
-    return {"tflops": found, "head_dim": cfg.model.width_per_head}
+            tflops[backend.name] = str(error).splitlines()[0]
+    return {"tflops": tflops, "head_dim": cfg.model.width_per_head}
 
 
 def loss(cfg: Config, world: World, each: float) -> dict:
-    """The loss with its three products, forward and backward, of one sequence and of two."""
-    m, cuda, found = cfg.model, world.device.type == "cuda", {}
+    """The loss with its three matmuls, forward and backward, of one sequence and of two."""
+    m = cfg.model
+    times = {}
     weight = normal(world, m.vocab_size, m.dim)
 
     def step(x: Tensor, targets: Tensor, compile: bool) -> None:
@@ -147,12 +154,12 @@ def loss(cfg: Config, world: World, each: float) -> dict:
         torch.autograd.grad(sums["loss"], (x, weight))
 
     for n in (cfg.train.seq_len, 2 * cfg.train.seq_len):
-        x, targets = normal(world, n, m.dim), torch.randint(m.vocab_size, (n,), device=world.device)
-        for compile in (False, True) if cuda else (False,):
-            found[f"{n} tokens{', compiled' * compile}"] = milliseconds(
-                partial(step, x, targets, compile), each
-            )
-    return {"milliseconds": found, "dim": m.dim, "vocab_size": m.vocab_size}
+        x = normal(world, n, m.dim)
+        targets = torch.randint(m.vocab_size, (n,), device=world.device)
+        times[f"{n} tokens"] = milliseconds(partial(step, x, targets, False), each)
+        if world.device.type == "cuda":
+            times[f"{n} tokens, compiled"] = milliseconds(partial(step, x, targets, True), each)
+    return {"milliseconds": times, "dim": m.dim, "vocab_size": m.vocab_size}
 
 
 def update(cfg: Config, world: World, each: float) -> dict:
@@ -161,7 +168,7 @@ def update(cfg: Config, world: World, each: float) -> dict:
     materialize(model, cfg.run.seed, world.device)
     for p in model.parameters():
         p.grad = torch.randn_like(p)
-    found = {"norm": milliseconds(partial(gradient_norm, [*model.parameters()]), each)}
+    times = {"norm": milliseconds(partial(gradient_norm, [*model.parameters()]), each)}
 
     def step(optimizer: torch.optim.Optimizer) -> None:
         clip_gradients(model, optimizer, cfg.train.max_grad_norm)
@@ -170,8 +177,8 @@ def update(cfg: Config, world: World, each: float) -> dict:
     for dtype in ("float32", "bfloat16"):
         options = replace(cfg.optim, state_dtype=dtype)
         optimizer = build_optimizer(model, options, compile=world.device.type == "cuda")
-        found[f"clipping and AdamW, {dtype} state"] = milliseconds(partial(step, optimizer), each)
-    return {"milliseconds": found, "parameters": parameter_count(model)}
+        times[f"clipping and AdamW, {dtype} state"] = milliseconds(partial(step, optimizer), each)
+    return {"milliseconds": times, "parameters": parameter_count(model)}
 
 
 # name: (function, configuration)

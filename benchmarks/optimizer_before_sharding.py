@@ -1,19 +1,21 @@
-"""What an optimizer that was made before sharding costs: bytes that every rank retains, and whether it trains at all.
+"""What an optimizer made before sharding costs: bytes that every rank retains, and does it train?
 
     python -m benchmarks.optimizer_before_sharding
     python -m benchmarks.optimizer_before_sharding --ranks 1 2 3 4 --plot docs/optimizer_before_sharding.png
     python -m benchmarks.optimizer_before_sharding --ranks 2 --json
 
-Four ways to the same three steps of float32 AdamW, on CPU processes over gloo that it starts itself, no prefetch:
+Compares four ways to the same three steps of float32 AdamW, without prefetch, on CPU processes over
+gloo that it starts itself:
 
     after     FSDP2, the optimizer made after sharding, as train.py does
     before    FSDP2, the optimizer made before sharding
-    rebind    FSDP2, the optimizer made before, sharding within migrate.rebind.rebind_optimizer
+    rebind    FSDP2, the optimizer made before, sharding within extras.migrate.rebind.rebind_optimizer
     fsdp1     FullyShardedDataParallel(use_orig_params=True), the optimizer made before
 
-Counted are the storages, each once, of explicit sets of tensors: the model's parameters, what else the optimizer's
-groups hold, the gradients of both, and the optimizer's state; after the update of the second step, before and after
-zero_grad(). Activations, buffers of collectives and the peak while sharding are not in it.
+Counts the storages, each once, of explicit sets of tensors: the model's parameters, further tensors
+in the optimizer's groups, the gradients of both, and the optimizer's state. It does so after the
+update of the second step, before and after zero_grad(). Activations, buffers of collectives and the
+peak while sharding are not counted.
 """
 
 import argparse
@@ -39,7 +41,9 @@ from parallel.parallelize import parallelize
 from tests.gloo import run_on_ranks
 
 ARMS = ("after", "before", "rebind", "fsdp1")
-STEPS, BATCH, LENGTH = 3, 12, 32  # sequences of all ranks together: 1, 2, 3 and 4 ranks divide them
+STEPS = 3
+BATCH = 12  # sequences of all ranks together: 1, 2, 3 and 4 ranks divide them
+LENGTH = 32
 SETTINGS = {
     "model": {
         "dim": 256,
@@ -62,7 +66,7 @@ SETTINGS = {
 
 
 def full_model(cfg: config.Config) -> Llama:
-    """The whole model with its values, as code that knows nothing of sharding makes it; the same on every rank."""
+    """The full model with its values, as code without sharding makes it, equal on every rank."""
     model = Llama(cfg.model)
     materialize(model, cfg.run.seed, torch.device("cpu"))
     return model
@@ -102,10 +106,11 @@ def retained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, in
     counted = set()
 
     def size(tensors: Iterable[torch.Tensor | None]) -> int:
-        storages = {
-            s.data_ptr(): s.nbytes()
-            for s in (local(t).untyped_storage() for t in tensors if t is not None)
-        }
+        storages = {}  # bytes by address
+        for tensor in tensors:
+            if tensor is not None:
+                storage = local(tensor).untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
         fresh = storages.keys() - counted
         counted.update(fresh)
         return sum(storages[address] for address in fresh)
@@ -129,26 +134,29 @@ def measure(arm: str, cfg: config.Config, world: World) -> dict:
         cfg.model.vocab_size, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1)
     )
     ours = ids[world.dp_rank :: world.dp_size]
-    losses, found = [], {}
+    losses = []
+    sizes = {}
     for step in range(1, STEPS + 1):
         loss = model(ours[:, :-1], ours[:, 1:])[0]["loss"]
         (loss * (world.dp_size / (BATCH * LENGTH))).backward()
         optimizer.step()
         if step == 2:
-            found = retained(model, optimizer)
+            sizes = retained(model, optimizer)
         optimizer.zero_grad()
         if step == 2:
-            found["after zero_grad"] = retained(model, optimizer)["total"]
+            sizes["after zero_grad"] = retained(model, optimizer)["total"]
         total = loss.detach().clone()
         dist.all_reduce(total)
         losses.append(total.item() / (BATCH * LENGTH))
     moved = any(not torch.equal(local(p), old) for p, old in zip(model.parameters(), initial))
-    return {**found, "states made": len(optimizer.state), "moved": moved, "losses": losses}
+    return {**sizes, "states made": len(optimizer.state), "moved": moved, "losses": losses}
 
 
 def on_this_rank(arms: list[str], settings: dict) -> list[dict]:
-    """Every arm after the other in one process group. An arm that torch does not run here says why."""
-    cfg, rows = config.from_dict(settings, "benchmark"), []
+    """Every arm after the other in one process group. For an fsdp1 arm that torch cannot run here
+    the row has the reason."""
+    cfg = config.from_dict(settings, "benchmark")
+    rows = []
     with distributed(cfg) as world:
         for arm in arms:
             try:
@@ -173,12 +181,12 @@ def table(
     ranks: int, arms: list[str], settings: dict = SETTINGS, start: Callable = run_on_ranks
 ) -> list[dict]:
     """A row for each arm, the first of which is "after": bytes of the rank that retains most."""
-    found = start(ranks, on_this_rank, arms, settings)
+    rows_of_rank = start(ranks, on_this_rank, arms, settings)
     with torch.device("meta"):
         parameters = parameter_count(Llama(config.from_dict(settings, "benchmark").model))
     rows = []
     for i, arm in enumerate(arms):
-        of_ranks = [rank[i] for rank in found]
+        of_ranks = [rank_rows[i] for rank_rows in rows_of_rank]
         most = max(of_ranks, key=lambda row: row.get("total", 0))
         moved = any(row.get("moved", False) for row in of_ranks)
         rows.append({"ranks": ranks, "arm": arm, **most, "moved": moved, "parameters": parameters})
@@ -188,42 +196,43 @@ def table(
     return rows
 
 
+MIB_COLUMNS = (
+    "weights",
+    "held by the optimizer alone",
+    "gradients",
+    "states",
+    "total",
+    "after zero_grad",
+)
+
+
 def to_text(rows: list[dict]) -> str:
     lines = [
         f"{rows[0]['parameters']:,} parameters; MiB of the rank that retains most",
         "| ranks | arm | weights | optimizer alone | gradients | states | total | after zero_grad "
         "| more than `after`, bytes | formula, bytes | weights move | losses of 3 steps |",
-        "|" + "---|" * 12,
+        "|" + "|".join(["---"] * 12) + "|",
     ]
     for row in rows:
+        cells = [str(row["ranks"]), row["arm"]]
         if "left out" in row:
-            lines.append(
-                f"| {row['ranks']} | {row['arm']} | left out: {row['left out']}" + " |" * 10
-            )
+            cells.append(f"left out: {row['left out']}")
+            empty = "".join([" |"] * 10)
+            lines.append(f"| {' | '.join(cells)}{empty}")
             continue
-        keys = (
-            "weights",
-            "held by the optimizer alone",
-            "gradients",
-            "states",
-            "total",
-            "after zero_grad",
-        )
-        sizes = " | ".join(
-            [
-                *(f"{row[key] / 2**20:.2f}" for key in keys),
-                *(f"{row[key]:,.0f}" for key in ("more than after", "formula")),
-            ]
-        )
-        losses = ", ".join(f"{loss:.4f}" for loss in row["losses"])
-        lines.append(
-            f"| {row['ranks']} | {row['arm']} | {sizes} | {'yes' if row['moved'] else 'no'} | {losses} |"
-        )
+        for key in MIB_COLUMNS:
+            cells.append(f"{row[key] / 2**20:.2f}")
+        for key in ("more than after", "formula"):
+            cells.append(f"{row[key]:,.0f}")
+        cells.append("yes" if row["moved"] else "no")
+        cells.append(", ".join(f"{loss:.4f}" for loss in row["losses"]))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def plot(rows: list[dict], path: str) -> None:
-    """Bars of the measured bytes by arm and number of ranks; the formula as marks on `before`'s bars."""
+    """Bars of the measured bytes by arm and number of ranks. Marks on `before`'s bars show the
+    formula."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -231,25 +240,23 @@ def plot(rows: list[dict], path: str) -> None:
 
     rows = [row for row in rows if "total" in row]
     ranks = sorted({row["ranks"] for row in rows})
-    arms = [arm for arm in ARMS if any(row["arm"] == arm for row in rows)]
+    measured = {row["arm"] for row in rows}
+    arms = [arm for arm in ARMS if arm in measured]
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     width = 0.8 / len(arms)
     for i, arm in enumerate(arms):
-        own = {row["ranks"]: row["total"] / 2**20 for row in rows if row["arm"] == arm}
-        places = [j + (i - (len(arms) - 1) / 2) * width for j, n in enumerate(ranks) if n in own]
-        axes.bar(
-            places,
-            list(own.values()),
-            width,
-            label=f"{arm} (does not train)" if arm == "before" else arm,
-        )
+        mib = {row["ranks"]: row["total"] / 2**20 for row in rows if row["arm"] == arm}
+        offset = (i - (len(arms) - 1) / 2) * width
+        positions = [j + offset for j, n in enumerate(ranks) if n in mib]
+        label = f"{arm} (does not train)" if arm == "before" else arm
+        axes.bar(positions, list(mib.values()), width, label=label)
         if arm == "before":
-            formula = [
-                (row["total"] - row["more than after"] + row["formula"]) / 2**20
-                for row in rows
-                if row["arm"] == arm
-            ]
-            axes.plot(places, formula, "k_", markersize=22, label="after + 4P(1 - 2/N)")
+            formula = []
+            for row in rows:
+                if row["arm"] == arm:
+                    after = row["total"] - row["more than after"]
+                    formula.append((after + row["formula"]) / 2**20)
+            axes.plot(positions, formula, "k_", markersize=22, label="after + 4P(1 - 2/N)")
     axes.set(
         xlabel="ranks",
         ylabel="MiB retained per rank",

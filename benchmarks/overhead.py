@@ -1,12 +1,13 @@
-"""What train.py's loop costs over a bare one on the same model, sharded by the same parallelize(), and the same data.
+"""What train.py's loop costs over a bare one on the same sharded model and the same data.
 
     ./run_train.sh -m benchmarks.overhead
     ./run_train.sh -m benchmarks.overhead --steps 1000 --log.every_steps=1
 
-Ours is train.train() itself: loader, watchdog, vote to stop, guard, rows, console. After each of its steps the bare
-loop trains one on a model of its own: forward, backward, torch's clip_grad_norm_ and fused AdamW, batches in memory.
-What else the machine does meets both. At two sizes: configs/tiny.toml's, and one short sequence, about 50 ms on a free
-core. One process; no evaluation and no save is due. Fails where the two loops' losses differ.
+Ours is train.train() itself: loader, watchdog, vote to stop, guard, rows, console. After each of
+its steps the bare loop trains one step on a model of its own: forward, backward, torch's
+clip_grad_norm_ and fused AdamW, batches in memory. So a slow moment of the machine affects both. At
+two sizes: configs/tiny.toml's, and one short sequence, about 50 ms on a free core. One process,
+without evaluations and saves. Fails where the two loops' losses differ.
 """
 
 import argparse
@@ -49,11 +50,13 @@ WARM_UP = 10  # steps
 
 
 class Alternating(Run):
-    """A run that calls bare_step(step) after each of its own steps, and notes the seconds of both."""
+    """A run that calls bare_step(step) after each of its own steps, and times both."""
 
     def __init__(self, cfg: config.Config, world: World, bare_step: Callable[[int], None]):
         super().__init__(cfg, world, LAUNCH, StopRequest())
-        self.bare_step, self.seconds_of_steps = bare_step, {}
+        self.bare_step = bare_step
+        # by step, (ours, bare) by the clock and in CPU time
+        self.seconds_of_steps: dict[int, list[tuple[float, float]]] = {}
 
     def steps(self, *of: Any) -> Iterator[int]:
         began = self._now()
@@ -73,10 +76,13 @@ class Alternating(Run):
 
 
 class BareLoop:
-    """A loop as one writes it first, on the parts of this repository that are asked about: the model, sharded."""
+    """A loop as one writes it first, on this repository's sharded model."""
 
     def __init__(self, cfg: config.Config, world: World, batches: dict[int, Batch]):
-        self.cfg, self.world, self.batches, self.losses = cfg, world, batches, {}
+        self.cfg = cfg
+        self.world = world
+        self.batches = batches
+        self.losses: dict[int, list[torch.Tensor]] = {}  # sums of micro-batches, by step
         self.model = meta_model(cfg.model)
         parallelize(self.model, cfg, world)
         materialize(self.model, cfg.run.seed, storage_device(cfg, world))
@@ -86,11 +92,11 @@ class BareLoop:
         )
 
     def step(self, step: int) -> None:
-        batch, losses = self.batches[step], []
-        for micro_batch in batch.micro_batches:
-            tokens, targets = (
-                tensor.to(self.world.device, non_blocking=True) for tensor in micro_batch
-            )
+        batch = self.batches[step]
+        losses = []
+        for tokens, targets in batch.micro_batches:
+            tokens = tokens.to(self.world.device, non_blocking=True)
+            targets = targets.to(self.world.device, non_blocking=True)
             sums, _ = self.model(tokens, targets)
             (sums["loss"] / batch.valid_tokens).backward()
             losses.append(sums["loss"].detach())
@@ -105,9 +111,10 @@ class BareLoop:
 
 
 def measure(cfg: config.Config, world: World) -> dict[int, list[tuple[float, float]]]:
-    """Seconds of (ours, bare) for each timed step, by the clock and in CPU time. Raises ConfigError where the run
-    failed, ArithmeticError where the loops did not compute the same."""
-    dataset, last = open_dataset(cfg), cfg.train.steps
+    """Seconds of (ours, bare) for each timed step, by the clock and in CPU time. Raises ConfigError
+    if the run failed, ArithmeticError if the loops did not compute the same."""
+    dataset = open_dataset(cfg)
+    last = cfg.train.steps
     loader = Loader(cfg, dataset, world, 1)
     bare = BareLoop(cfg, world, {step: loader.batch(step) for step in range(1, last + 1)})
     loader.close()
@@ -119,61 +126,61 @@ def measure(cfg: config.Config, world: World) -> dict[int, list[tuple[float, flo
             train(cfg, world, run)
     except SystemExit:
         raise ConfigError(folder.failures(run_folder, LAUNCH)[0]["text"]) from None
-    losses = {
-        row["step"]: row["loss"]
-        for row in read_rows(run_folder / "metrics.jsonl")
-        if row["kind"] == "train"
-    }
-    for step, ours in losses.items():
-        if not math.isclose(ours, theirs := bare.loss(step), rel_tol=1e-3):
+    for row in read_rows(run_folder / "metrics.jsonl"):
+        if row["kind"] != "train":
+            continue
+        expected = bare.loss(row["step"])
+        if not math.isclose(row["loss"], expected, rel_tol=1e-3):
             raise ArithmeticError(
-                f"step {step}: train.py's loss is {ours}, the bare loop's {theirs}"
+                f"step {row['step']}: train.py's loss is {row['loss']}, the bare loop's {expected}"
             )
     # the last is due for a row
     return {step: pair for step, pair in run.seconds_of_steps.items() if WARM_UP < step < last}
 
 
 def typical(steps: dict[str, list[float]]) -> float:
-    """The mean of medians: of steps with a row and of those without, by their share. One median would leave out what
-    is done in every tenth step."""
+    """The mean of the medians of steps with a row and of those without, by their share. One median
+    would leave out what every tenth step does."""
     count = sum(map(len, steps.values()))
-    return sum(
-        len(values) / count * statistics.median(values) for values in steps.values() if values
-    )
+    mean = 0.0
+    for values in steps.values():
+        if values:
+            mean += len(values) / count * statistics.median(values)
+    return mean
 
 
 def interval(steps: dict[str, list[float]], draws: int = 2000) -> tuple[float, float]:
     """95 % of typical(), by bootstrap."""
     chance = random.Random(0)
-    drawn = sorted(
-        typical(
-            {
-                kind: chance.choices(values, k=len(values))
-                for kind, values in steps.items()
-                if values
-            }
-        )
-        for _ in range(draws)
-    )
+    drawn = []
+    for _ in range(draws):
+        sample = {}
+        for kind, values in steps.items():
+            if values:
+                sample[kind] = chance.choices(values, k=len(values))
+        drawn.append(typical(sample))
+    drawn.sort()
     return drawn[draws // 40], drawn[-1 - draws // 40]
 
 
 def report(name: str, seconds: dict[int, tuple[float, float]], every: int) -> str:
     """overhead X % (A % ... B %), Y ms a step. Prints what it is made of."""
-    more: dict[str, list[float]] = {"with a row": [], "without": []}
-    for step, (ours, theirs) in seconds.items():
-        more["without" if step % every else "with a row"].append(ours - theirs)
-    bare = statistics.median(theirs for _, theirs in seconds.values())
-    for kind, values in more.items():
+    overheads: dict[str, list[float]] = {"with a row": [], "without": []}
+    for step, (ours, bare) in seconds.items():
+        kind = "without" if step % every else "with a row"
+        overheads[kind].append(ours - bare)
+    bare_step = statistics.median(bare for _, bare in seconds.values())
+    for kind, values in overheads.items():
         if values:
             print(
-                f"{name}: {len(values)} steps {kind}: {1000 * statistics.median(values):+.3f} ms over a bare step of "
-                f"{1000 * bare:.1f} ms"
+                f"{name}: {len(values)} steps {kind}: {1000 * statistics.median(values):+.3f} ms "
+                f"over a bare step of {1000 * bare_step:.1f} ms"
             )
-    found, (low, high) = typical(more), interval(more)
+    overhead = typical(overheads)
+    low, high = interval(overheads)
     return (
-        f"overhead {100 * found / bare:.2f} % ({100 * low / bare:.2f} % ... {100 * high / bare:.2f} %), "
-        f"{1000 * found:.3f} ms a step"
+        f"overhead {100 * overhead / bare_step:.2f} % ({100 * low / bare_step:.2f} % ... "
+        f"{100 * high / bare_step:.2f} %), {1000 * overhead:.3f} ms a step"
     )
 
 
@@ -188,7 +195,8 @@ def main(argv: list[str]) -> int:
     )
     args, overrides = parser.parse_known_args(argv)
     with tempfile.TemporaryDirectory() as temporary:
-        # what both loops compute alike: a constant learning rate, so low that rounding does not add up; one group
+        # A constant learning rate and one parameter group, as the bare loop has. The rate is so low
+        # that rounding does not add up.
         common = [
             f"--run.output_dir={temporary}",
             f"--data.path={temporary}/data",
@@ -209,7 +217,8 @@ def main(argv: list[str]) -> int:
                 prepare(cfg)
                 with distributed(cfg) as world:
                     seconds = measure(cfg, world)
-                clock, cpu = ({step: kinds[i] for step, kinds in seconds.items()} for i in range(2))
+                clock = {step: by_clock for step, (by_clock, _) in seconds.items()}
+                cpu = {step: in_cpu_time for step, (_, in_cpu_time) in seconds.items()}
                 print(f"{name}, CPU time: {report(f'{name}, CPU time', cpu, cfg.log.every_steps)}")
                 last = report(name, clock, cfg.log.every_steps)
                 print(f"{name}: {last}")

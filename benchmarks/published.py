@@ -1,28 +1,33 @@
-"""The plan against runs that others have published, before and after what their programs do otherwise.
+"""The plan against published runs, with and without terms for what their programs do otherwise.
 
     python -m benchmarks.published
 
-Plans of our program with the peers' sizes, at the rates of extras/planner/devices.py; nothing is set to meet a
-figure, and docs/published_runs.md names their sources. Prints a table in Markdown.
+Plans our program with the peers' sizes, at the rates of extras/planner/devices.py. Nothing is
+fitted to a figure. docs/published_runs.md names the sources. Prints a table in Markdown.
 """
 
 import pathlib
 from dataclasses import dataclass
 
 import config
+from extras.planner.counted import Phase
 from extras.planner.devices import ATTENTION, OF_BANDWIDTH, Moment, device
 from extras.planner.plan import GIB, RESERVED, Asked, planned
 from model.loss import CHUNK
 
 # FlashAttention 2, forward and backward, to products on an H100 of 700 W; both fall with its power
 FLASH_2 = 330 / 720
-# Bytes of eager F.cross_entropy of float32 copies, a logit: that are there in backward, and that all its kernels move
-EAGER_LOSS, EAGER_LOSS_MOVES = 12, 36
-FOREACH, FUSED = 80, 28  # bytes a parameter that AdamW moves, by its foreach kernels and fused
+# Bytes per logit of eager F.cross_entropy of float32 copies
+EAGER_LOSS = 12  # held in backward
+EAGER_LOSS_MOVES = 36  # moved by all its kernels
+# Bytes per parameter that AdamW moves
+FOREACH = 80
+FUSED = 28
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 # leaves the order to FSDP2
 TITAN = ("--parallel.prefetch_forward=0", "--parallel.prefetch_backward=0")
-EAGER, FULL = "--parallel.compile=false", "--parallel.recompute=full"
+EAGER = "--parallel.compile=false"
+FULL = "--parallel.recompute=full"
 LLAMA_70B = *TITAN, "--train.micro_batch_size=16", "--train.global_batch_size=512"
 ADAPTERS = (
     "--lora.rank=8",
@@ -61,6 +66,19 @@ def fsdp(batch: int, ranks: int, *more: str) -> tuple[str, ...]:
     return *TITAN, *sizes, "--parallel.recompute=selective", *more
 
 
+def long_sequences(cp: int, gib: float, speed: float) -> Run:
+    """torchtitan's runs with context parallelism on eight GPUs."""
+    options = (
+        *TITAN,
+        FULL,
+        f"--train.seq_len={32768 * cp}",
+        f"--parallel.cp={cp}",
+        f"--train.global_batch_size={8 // cp}",
+    )
+    who = f"torchtitan 8B float8, cp {cp}, {32768 * cp:,} tokens"
+    return Run(who, "llama8b-float8", options, 8, "H100-96", gib, speed)
+
+
 RUNS = [
     Run("torchtitan 8B, 8 GPUs, compiled", "llama8b", fsdp(2, 8), 8, "H100-96", 77.0, 6667),
     Run("torchtitan 8B, 128 GPUs, compiled", "llama8b", fsdp(2, 128), 128, "H100-96", 62.0, 6514),
@@ -85,23 +103,10 @@ RUNS = [
         10938,
         logit=4,
     ),
-    *(
-        Run(
-            f"torchtitan 8B float8, cp {cp}, {32768 * cp:,} tokens",
-            "llama8b-float8",
-            (
-                *TITAN,
-                FULL,
-                f"--train.seq_len={32768 * cp}",
-                f"--parallel.cp={cp}",
-                f"--train.global_batch_size={8 // cp}",
-            ),
-            8,
-            "H100-96",
-            *found,
-        )
-        for cp, *found in ((1, 83.9, 3890), (2, 84.2, 2540), (4, 84.0, 1071), (8, 84.5, 548))
-    ),
+    long_sequences(1, 83.9, 3890),
+    long_sequences(2, 84.2, 2540),
+    long_sequences(4, 84.0, 1071),
+    long_sequences(8, 84.5, 548),
     Run("torchtitan 70B float8, 256 GPUs, tp 8", "llama70b", LLAMA_70B, 256, "H100-96", None, 829),
     Run(
         "the same, its memory",
@@ -135,73 +140,111 @@ RUNS = [
 def after_terms(
     run: Run, cfg: config.Config, row: dict, moments: list[Moment]
 ) -> tuple[float, float, str]:
-    """(GiB at the peak, seconds of a step) with what the peer's program does otherwise, and that: GiB, % of time."""
-    p, m, gpu, seconds = cfg.parallel, cfg.model, device(run.gpu), row["step_seconds"]
-    tokens = row["micro_batch_size"] * cfg.train.seq_len // p.cp
-    head, others = (
-        max(x.phase.peak.total() / GIB for x in moments if x.phase.name.endswith("head") is at)
-        for at in (True, False)
-    )
-    more, titan = dict.fromkeys("LRDHAEF", 0.0), run.who.startswith(("torchtitan", "the same"))
-    if run.logit:  # terms as in docs/published_runs.md, GIB or seconds
-        ours = min(tokens, CHUNK["cuda compiled" if p.compile else "cuda"]) * (
-            2 if p.compile else 2 + 4
-        )
-        more["L"] = (tokens * run.logit - ours) * m.vocab_size / p.tp / GIB
+    """(GiB at the peak, seconds of a step, the terms as text) with what the peer's program does
+    otherwise.
+
+    The terms are those of docs/published_runs.md: of memory in GiB, of time in % of a step.
+    """
+    phases = [moment.phase for moment in moments]
+    gib = memory_terms(run, cfg, row)
+    delays = time_terms(run, cfg, row, phases)
+    seconds = row["step_seconds"]
+    words = [f"{term} {value:+.1f}" for term, value in gib.items() if value]
+    for term, delay in delays.items():
+        if abs(delay) > seconds / 200:
+            words.append(f"{term} {delay / seconds:+.0%}")
+    head = max(phase.peak.total() / GIB for phase in phases if is_head(phase))
+    elsewhere = max(phase.peak.total() / GIB for phase in phases if not is_head(phase))
+    peak = max(head + gib["L"] + gib["R"] + gib["D"] + gib["H"], elsewhere)
+    return peak, seconds + delays["A"] + delays["E"] + delays["F"], " ".join(words)
+
+
+def is_head(phase: Phase) -> bool:
+    return phase.name.endswith("head")
+
+
+def is_titan(run: Run) -> bool:
+    return run.who.startswith(("torchtitan", "the same"))
+
+
+def micro_batch_tokens(cfg: config.Config, row: dict) -> int:
+    """Tokens of a micro-batch on one rank."""
+    return row["micro_batch_size"] * cfg.train.seq_len // cfg.parallel.cp
+
+
+def memory_terms(run: Run, cfg: config.Config, row: dict) -> dict[str, float]:
+    """GiB by term."""
+    p = cfg.parallel
+    m = cfg.model
+    tokens = micro_batch_tokens(cfg, row)
     embedding = m.vocab_size * m.dim
-    if titan:
+    gib = dict.fromkeys("LRDH", 0.0)
+    if run.logit:
+        if p.compile:
+            ours = min(tokens, CHUNK["cuda compiled"]) * 2
+        else:
+            ours = min(tokens, CHUNK["cuda"]) * (2 + 4)
+        gib["L"] = (tokens * run.logit - ours) * m.vocab_size / p.tp / GIB
+    if is_titan(run):
         block = (row["parameters"] - 2 * embedding) / m.n_layers
-        more["R"] = 2 * (embedding + block) / p.tp / GIB
-        moved = tokens * EAGER_LOSS_MOVES * m.vocab_size / p.tp - sum(
-            x.phase.work["moved"] for x in moments if x.phase.name.endswith("head")
-        )
-        moved = (
-            moved * row["accumulation_steps"]
-            + (FOREACH - FUSED) * row["parameter_bytes_per_rank"] / 4
-        )
-        more["E"] = moved / (gpu.bandwidth * OF_BANDWIDTH * 1e12)
-    more["D"] = (
-        2 * m.n_layers * tokens * m.dim / GIB * (p.recompute == "selective" and not p.compile)
-    )
-    more["H"] = -2 * embedding / GIB * (run.ranks == 1)  # FSDP2 copies a unit even then
+        gib["R"] = 2 * (embedding + block) / p.tp / GIB
+    if p.recompute == "selective" and not p.compile:
+        gib["D"] = 2 * m.n_layers * tokens * m.dim / GIB
+    if run.ranks == 1:  # FSDP2 copies a unit even then
+        gib["H"] = -2 * embedding / GIB
+    return gib
+
+
+def time_terms(run: Run, cfg: config.Config, row: dict, phases: list[Phase]) -> dict[str, float]:
+    """Seconds by term."""
+    gpu = device(run.gpu)
+    tp = cfg.parallel.tp
+    seconds = dict.fromkeys("AEF", 0.0)
+    if is_titan(run):
+        loss_bytes = micro_batch_tokens(cfg, row) * EAGER_LOSS_MOVES * cfg.model.vocab_size / tp
+        loss_bytes -= sum(phase.work["moved"] for phase in phases if is_head(phase))
+        update_bytes = (FOREACH - FUSED) * row["parameter_bytes_per_rank"] / 4
+        moved = loss_bytes * row["accumulation_steps"] + update_bytes
+        seconds["E"] = moved / (gpu.bandwidth * OF_BANDWIDTH * 1e12)
     if run.flash_2:
-        flop = sum(x.phase.work["attention"] * x.phase.times for x in moments)
-        more["A"] = flop / (gpu.products * 1e12) * (1 / FLASH_2 - 1 / ATTENTION[True])
-    if p.tp > 1 and run.speed:  # the peer's blocks are in float8, which ours cannot be
-        flop = sum(
-            x.phase.work["matmuls"] * x.phase.times for x in moments if "block" in x.phase.name
-        )
-        more["F"] = flop / (gpu.products * 1e12) * (1 / gpu.float8 - 1)
-    words = [
-        f"{k} {v / seconds:+.0%}" if k in "AEF" else f"{k} {v:+.1f}"
-        for k, v in more.items()
-        if abs(v) > (seconds / 200 if k in "AEF" else 0)
+        flop = sum(phase.work["attention"] * phase.times for phase in phases)
+        seconds["A"] = flop / (gpu.products * 1e12) * (1 / FLASH_2 - 1 / ATTENTION[True])
+    if tp > 1 and run.speed:  # the peer's blocks are in float8, which ours cannot be
+        blocks = [phase for phase in phases if "block" in phase.name]
+        flop = sum(phase.work["matmuls"] * phase.times for phase in blocks)
+        seconds["F"] = flop / (gpu.products * 1e12) * (1 / gpu.float8 - 1)
+    return seconds
+
+
+def cells(published: float | None, plan: float, with_terms: float, digits: int) -> list[str]:
+    """The published figure, the plan's, and the ratios of the plan to it without and with terms."""
+    if not published:
+        return [""] * 4
+    return [
+        str(published),
+        f"{plan:.{digits}f}",
+        f"{plan / published:.2f}",
+        f"{with_terms / published:.2f}",
     ]
-    peak = max(head + more["L"] + more["R"] + more["D"] + more["H"], others)
-    return peak, seconds + more["A"] + more["E"] + more["F"], " ".join(words)
 
 
 def main() -> None:
     print(
         "| run | GiB | planned | ratio | with terms | tok/s | planned | ratio | with terms | terms |"
     )
-    print("|---" * 10 + "|")
+    print("|" + "|".join(["---"] * 10) + "|")
     for run in RUNS:
-        cfg, cells = config.load(str(CONFIGS / f"{run.name}.toml"), [*run.options]), []
+        cfg = config.load(str(CONFIGS / f"{run.name}.toml"), [*run.options])
         row, moments = planned(cfg, run.ranks, Asked(device(run.gpu)), None)
-        (peak, seconds, terms), speed = (
-            after_terms(run, cfg, row, moments),
-            row["tokens_per_second_per_device"],
-        )
-        for real, found, then, digits in (
-            (run.gib, row["peak_gib"] * RESERVED, peak * RESERVED, 1),
-            (run.speed, speed, speed * row["step_seconds"] / seconds, 0),
-        ):
-            words = (
-                f"{real} {found:.{digits}f} {found / real:.2f} {then / real:.2f}" if real else ""
-            )
-            cells += words.split() or [""] * 4
-        print(f"| {run.who} | {' | '.join(cells)} | {terms} |", flush=True)
+        peak, seconds, terms = after_terms(run, cfg, row, moments)
+        speed = row["tokens_per_second_per_device"]
+        line = [
+            run.who,
+            *cells(run.gib, row["peak_gib"] * RESERVED, peak * RESERVED, digits=1),
+            *cells(run.speed, speed, speed * row["step_seconds"] / seconds, digits=0),
+            terms,
+        ]
+        print(f"| {' | '.join(line)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""The plan against a whole simulated step: every block run, on fake tensors, as rank 0 of any number of ranks.
+"""The plan against a fully simulated step: every block, on fake tensors, as rank 0 of many ranks.
 
-    python -m benchmarks.simulate configs/llama70b.toml --world-size 256,16384 [--section.key=value ...]
+    python -m benchmarks.simulate configs/llama70b.toml --world-size 256,16384
     python -m benchmarks.simulate configs/llama8b.toml --suggestions 20
 
-Of each number of ranks: the peak by the plan, which runs few blocks, and by the whole step;
-collectives and bytes by the plan, the step and the closed forms (tests/theory.py), which must be
-equal; the smallest shard, and what a checkpoint's files hold. --suggestions: of so many random
-configurations that do not fit, does what the plan suggests fit a whole step, and is it the fastest
-that would?
+Prints for each number of ranks the peak by the plan, which runs few blocks, and by the full step.
+Also collectives and bytes by the plan, the step and the closed forms (tests/theory.py), which must be
+equal, the smallest shard, and the size of a checkpoint's files. --suggestions: draws so many random
+configurations that do not fit. Does what the plan suggests fit by a full step, and is it the
+fastest that would? Further options override the configuration's.
 """
 
 import argparse
@@ -30,18 +30,23 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 def sent(step: Step) -> dict[str, tuple[int, int]]:
-    found = Counter()
+    """{kind of collective: (number, bytes)} of a step."""
+    totals = Counter()
     for phase in step.phases:
-        for (_, kind, what), size in phase.sent.items():
-            found[kind, what] += size * phase.times
-    return {kind: (found[kind, "number"], found[kind, "bytes"]) for kind in KINDS}
+        for (_, kind, unit), size in phase.sent.items():
+            totals[kind, unit] += size * phase.times
+    return {kind: (totals[kind, "number"], totals[kind, "bytes"]) for kind in KINDS}
 
 
 def compare(cfg: config.Config, ranks: int) -> tuple[str, bool]:
     """(a line of the table, whether the plan is right)."""
-    model, began = meta_model(cfg.model, cfg.lora), time.perf_counter()
-    planned, between = plan(cfg, ranks), time.perf_counter()
-    step, end = simulate(cfg, ranks, all_blocks=True), time.perf_counter()
+    model = meta_model(cfg.model, cfg.lora)
+    began = time.perf_counter()
+    planned = plan(cfg, ranks)
+    plan_seconds = time.perf_counter() - began
+    began = time.perf_counter()
+    step = simulate(cfg, ranks, all_blocks=True)
+    step_seconds = time.perf_counter() - began
     peak = step.peak().peak.total() / GIB
     formula = theory.collectives(cfg, model, ranks)
     equal = planned["collectives_per_step"] == sent(step) == formula
@@ -52,7 +57,7 @@ def compare(cfg: config.Config, ranks: int) -> tuple[str, bool]:
     return (
         f"{ranks:7,} {planned['peak_gib']:9.3f} {peak:9.3f} {off:+8.3%} "
         f"{'equal' if equal else 'DIFFER':>11} {gathered / max(1, gathers) / ranks / 2**20:16.3f} "
-        f"{min(shards):14,} {saved:13.1f} {between - began:6.1f} {end - between:6.1f}",
+        f"{min(shards):14,} {saved:13.1f} {plan_seconds:6.1f} {step_seconds:6.1f}",
         equal and -0.01 <= off <= 0.03,
     )
 
@@ -75,19 +80,20 @@ def drawn(seed: int, folder: str) -> tuple[list[str], int, float]:
 
 
 def suggestion(words: list[str], ranks: int, share: float) -> tuple[str, float, float, list[str]]:
-    """(what the plan suggests for a GPU too small; GiB of that GPU; GiB by a whole step; what is faster and fits)."""
+    """(what the plan suggests for a GPU that is too small, GiB of that GPU, GiB by a full step,
+    faster changes that fit)."""
     args = config.parse_arguments(words)
     memory = share * plan(config.load(args.config, args.overrides), ranks)["device_gib"]
     asked = Asked(device("H100"), memory)
     tried = [*advice.tried(ranks, args, asked)]
-    if (found := advice.fastest(tried)) is None:
+    fastest = advice.fastest(tried)
+    if fastest is None:
         return f"nothing of {len(tried)} changes", memory, math.inf, []
-    change, best = found
-    faster = [
-        advice.words(*each)
-        for each in tried
-        if each[1]["fits"] and advice.speed(each[1]) > advice.speed(best)
-    ]
+    change, best = fastest
+    faster = []
+    for other, row in tried:
+        if row["fits"] and advice.speed(row) > advice.speed(best):
+            faster.append(advice.words(other, row))
     changed = config.load(args.config, [*args.overrides, *change.overrides])
     step = simulate(changed, ranks * change.times, all_blocks=True)
     return advice.words(change, best), memory, device_gib(step), faster
@@ -105,8 +111,8 @@ def main(argv: list[str]) -> int:
     try:
         if args.world_size:
             print(
-                "  ranks  plan GiB  step GiB      off  collectives  MiB a rank sends  smallest shard  MiB it saves"
-                "  plan s  step s"
+                "  ranks  plan GiB  step GiB      off  collectives  MiB a rank sends"
+                "  smallest shard  MiB it saves  plan s  step s"
             )
         for ranks in args.world_size:
             line, fine = compare(config.load(args.config, overrides), ranks)
@@ -116,9 +122,12 @@ def main(argv: list[str]) -> int:
             words, ranks, share = drawn(seed, args.config.rpartition("/")[0])
             name, memory, needed, faster = suggestion(words, ranks, share)
             right &= needed <= memory and not faster
+            verdict = "fits" if needed <= memory else "DOES NOT FIT"
+            if faster:
+                verdict += f", FASTER: {faster}"
             print(
                 f"{seed:3} {ranks} ranks of {memory:6.2f} GiB: {name} takes {needed:.2f}, "
-                f"{'fits' if needed <= memory else 'DOES NOT FIT'}{f', FASTER: {faster}' if faster else ''}",
+                f"{verdict}",
                 flush=True,
             )
     except ConfigError as error:

@@ -1,12 +1,14 @@
 """Times the training step of any configuration on whatever device is there.
 
-    python -m benchmarks.step configs/tiny.toml [--reduce-scatter-buffers 2] [--separate-reduce-scatter-group]
+    python -m benchmarks.step configs/tiny.toml
+    python -m benchmarks.step configs/tiny.toml --reduce-scatter-buffers 2 --separate-reduce-scatter-group
     python -m benchmarks.step configs/llama1b.toml --steps 20 --json --parallel.compile=true
     torchrun --nproc-per-node 8 -m benchmarks.step configs/llama8b.toml
 
-Random tokens unless --real (prepared data). The step is train.py's own training_step(); no rows, evaluation or
-checkpoints. The first step is timed apart (compilation, set-up), some more warm up,
-then each step is timed with a device synchronisation: median and spread, tokens/s, MFU, peak memory.
+Random tokens unless --real (prepared data). The step is train.py's own training_step(), without
+rows, evaluation or checkpoints. The first step, which compiles, is timed separately. Some more warm
+up. Then each step is timed with a device synchronization: median and spread, tokens/s, MFU, peak
+memory.
 """
 
 import argparse
@@ -47,7 +49,8 @@ EXPERIMENTS = {
 
 
 def add_experiments(parser: argparse.ArgumentParser) -> None:
-    """Options for FSDP2's experimental settings, which may help where reductions are waited for; see experiments()."""
+    """Options for FSDP2's experimental settings, which may help where steps wait for reductions.
+    See experiments()."""
     parser.add_argument(
         "--reduce-scatter-buffers", type=count, help="in flight at a time; FSDP2 has one"
     )
@@ -57,17 +60,23 @@ def add_experiments(parser: argparse.ArgumentParser) -> None:
 
 
 def experiments(args: argparse.Namespace) -> dict[str, int | bool]:
-    """{method of FSDPModule: its argument} of the options given. Raises ConfigError for what this torch lacks."""
-    given = {option: getattr(args, option) for option in EXPERIMENTS if getattr(args, option)}
-    if lacking := [option for option in given if not hasattr(FSDPModule, EXPERIMENTS[option])]:
-        raise ConfigError(
-            *(
+    """{method of FSDPModule: its argument} of the options. Raises ConfigError for each that this
+    torch lacks."""
+    settings = {}
+    problems = []
+    for option, method in EXPERIMENTS.items():
+        value = getattr(args, option)
+        if not value:
+            continue
+        settings[method] = value
+        if not hasattr(FSDPModule, method):
+            problems.append(
                 f"--{option.replace('_', '-')}: torch {torch.__version__} has no "
-                f"FSDPModule.{EXPERIMENTS[option]}(), which came with 2.13"
-                for option in lacking
+                f"FSDPModule.{method}(), which came with 2.13"
             )
-        )
-    return {EXPERIMENTS[option]: value for option, value in given.items()}
+    if problems:
+        raise ConfigError(*problems)
+    return settings
 
 
 def build(
@@ -86,7 +95,8 @@ def build(
 
 def random_batch(cfg: config.Config, world: World, accumulation: int) -> Batch:
     """The same random micro-batch so many times, on the device."""
-    size, length = config.micro_batch_size(cfg, world.dp_size), cfg.train.seq_len
+    size = config.micro_batch_size(cfg, world.dp_size)
+    length = cfg.train.seq_len
     generator = torch.Generator().manual_seed(world.dp_rank)
     ids = torch.randint(cfg.model.vocab_size, (size, length + 1), generator=generator)
     tensors = inputs_and_targets(ids)
@@ -106,7 +116,7 @@ def synchronize(device: torch.device) -> float:
 def measure(
     cfg: config.Config, world: World, steps: int, warm_up: int, real: bool, settings: dict
 ) -> dict:
-    """Seconds of each step and what follows from them, as one dictionary. settings: from experiments()."""
+    """Times the steps and returns a row of figures. settings: from experiments()."""
     t = cfg.train
     model, optimizer, guard = build(cfg, world, settings)
     accumulation = config.accumulation_steps(cfg, world.dp_size)
@@ -129,11 +139,15 @@ def measure(
     if real:
         loader.close()
 
-    # of this rank's tokens
-    mean_loss = sums["loss"].item() / (t.seq_len // world.cp * micro_batch_size * accumulation)
+    tokens = t.seq_len // world.cp * micro_batch_size * accumulation  # of this rank
     timed = spread(seconds[1 + warm_up :])
     rate = config.tokens_per_step(cfg) / world.size / timed["median"]
-    flops, peak = flops_per_token(model, t.seq_len), peak_flops(world.device)
+    flops = flops_per_token(model, t.seq_len)
+    peak = peak_flops(world.device)
+    if world.device.type == "cuda":
+        device_name = torch.cuda.get_device_name()
+    else:
+        device_name = platform.processor() or "cpu"
     return {
         "configuration": cfg.run.name,
         "parameters": parameter_count(model),
@@ -146,9 +160,7 @@ def measure(
         "recompute": cfg.parallel.recompute,
         "compile": cfg.parallel.compile,
         "data": "real" if real else "random",
-        "device": torch.cuda.get_device_name()
-        if world.device.type == "cuda"
-        else platform.processor() or "cpu",
+        "device": device_name,
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
         "first_step_seconds": seconds[0],
@@ -157,7 +169,7 @@ def measure(
         "tokens_per_second_per_device": rate,
         "mfu": rate * flops / peak if peak else None,
         "peak_memory_gib": peak_memory_gib(world.device),
-        "last_loss": mean_loss,
+        "last_loss": sums["loss"].item() / tokens,
     }
 
 
@@ -169,11 +181,17 @@ def measure_by_size(
     timed: int = 8,
     sequences: int = 16,
 ) -> dict:
-    """One process's speed and memory: steps of one micro-batch and of three give the time of a micro-batch, their
-    slope, and of the optimizer, their intercept; those give a step of so many sequences. The loss is that of step 8.
-    bare: benchmarks/overhead.py's loop on the same model instead of train.py's step."""
-    size, length, losses, seconds = config.micro_batch_size(cfg, 1), cfg.train.seq_len, {}, []
-    micro_batches = [1] * (3 + timed) + [3] * (1 + timed)  # the others warm up
+    """One process's speed and memory. The loss is that of step 8.
+
+    Times steps of one micro-batch and of three. Their slope is the time of a micro-batch and their
+    intercept that of the optimizer. From these follows a step of `sequences` sequences.
+    bare: times benchmarks/overhead.py's loop on the same model instead of train.py's step.
+    """
+    size = config.micro_batch_size(cfg, 1)
+    length = cfg.train.seq_len
+    # the first 3 steps of one micro-batch, and the first of three, warm up
+    micro_batches = [1] * (3 + timed) + [3] * (1 + timed)
+    losses = {}
     batches = {step: random_batch(cfg, world, n) for step, n in enumerate(micro_batches, 1)}
     if bare:
         loop = BareLoop(cfg, world, batches)
@@ -186,39 +204,42 @@ def measure_by_size(
             sums, _ = training_step(model, optimizer, guard, batches[step], step, cfg, world)
             losses[step] = sums["loss"]
 
+    seconds = []
     for step in batches:
         began = synchronize(world.device)
         train(step)
         seconds.append(synchronize(world.device) - began)
     loss = loop.loss(8) if bare else losses[8].item() / batches[8].valid_tokens
-    one, three = spread(seconds[3 : 3 + timed]), spread(seconds[-timed:])
-    found = step_of(one["median"], three["median"], sequences / size)
-    if "step_seconds" in found:
-        rate, peak = sequences * length / found["step_seconds"], peak_flops(world.device)
-        found |= {
-            "tokens_per_second": rate,
-            "mfu": rate * flops_per_token(model, length) / peak if peak else None,
-        }
-    return found | {
+    one = spread(seconds[3 : 3 + timed])
+    three = spread(seconds[-timed:])
+    figures = step_of(one["median"], three["median"], sequences / size)
+    if "step_seconds" in figures:
+        rate = sequences * length / figures["step_seconds"]
+        peak = peak_flops(world.device)
+        figures["tokens_per_second"] = rate
+        figures["mfu"] = rate * flops_per_token(model, length) / peak if peak else None
+    reserved_gib = None
+    if world.device.type == "cuda":
+        reserved_gib = torch.cuda.max_memory_reserved() / 2**30
+    return figures | {
         "micro_batch_size": size,
         "seconds_of_one": one,
         "seconds_of_three": three,
         "first_step_seconds": seconds[0],
         "loss": loss,
         "peak_gib": peak_memory_gib(world.device),
-        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30
-        if world.device.type == "cuda"
-        else None,
+        "reserved_gib": reserved_gib,
     }
 
 
 def step_of(one: float, three: float, micro_batches: float) -> dict:
-    """Seconds of a step of so many micro-batches, and what it is made of, from those of one and of three."""
+    """Seconds of a step of so many micro-batches, and of its parts, from those of steps of one and
+    of three."""
     micro_batch = (three - one) / 2
-    found = {"micro_batch_seconds": micro_batch, "optimizer_seconds": one - micro_batch}
+    figures = {"micro_batch_seconds": micro_batch, "optimizer_seconds": one - micro_batch}
     if micro_batch <= 0:
-        return found | {"marked": "noise: three micro-batches took no longer than one"}
-    return found | {"step_seconds": one + micro_batch * (micro_batches - 1)}
+        return figures | {"marked": "noise: three micro-batches took no longer than one"}
+    return figures | {"step_seconds": one + micro_batch * (micro_batches - 1)}
 
 
 def spread(seconds: list[float]) -> dict:
@@ -257,11 +278,11 @@ def main(argv: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     if world.rank == 0:
-        print(
-            json.dumps(row)
-            if args.json
-            else "\n".join(f"{key:<30} {value}" for key, value in row.items())
-        )
+        if args.json:
+            print(json.dumps(row))
+        else:
+            for key, value in row.items():
+                print(f"{key:<30} {value}")
     return 0
 
 

@@ -1,13 +1,15 @@
-"""Times the training step against transformers' LlamaForCausalLM in a plain loop: same sizes, weights and batches.
+"""Times the training step against transformers' LlamaForCausalLM in a plain loop.
 
     ./run_train.sh -m benchmarks.transformers_step
     torchrun --nproc-per-node 2 -m benchmarks.transformers_step --parallel.dp_replicate=2 --parallel.dp_shard=1
     torchrun --nproc-per-node 2 -m benchmarks.transformers_step --steps 100 --parallel.reshard_after_forward=false
 
-Of configs/tiny.toml, in float32, with a rank's whole batch as one micro-batch, on random tokens. Ours is train.py's
-training_step(), without rows, evaluation or checkpoints. Theirs: forward with labels, backward, torch's clip_grad_norm_
-and fused AdamW; on several ranks under DistributedDataParallel. They take turns, step by step, and of several ranks the
-slowest counts. Fails where losses differ. Needs transformers (tests/requirements.txt).
+Both have the sizes of configs/tiny.toml, the same weights and batches of random tokens. They train
+in float32, with a rank's batch as one micro-batch. Ours is train.py's training_step(), without
+rows, evaluation or checkpoints. Theirs is forward with labels, backward, torch's clip_grad_norm_
+and fused AdamW, on several ranks under DistributedDataParallel. They take turns, step by step, and
+of several ranks the slowest counts. Fails where losses differ. Needs transformers
+(tests/requirements.txt).
 """
 
 import argparse
@@ -50,11 +52,11 @@ def our_step(cfg: config.Config, world: World, weights: dict[str, Tensor]) -> St
     """weights: by transformers' names."""
 
     def read(name: str, offsets: tuple[int, ...], out: Tensor) -> None:
-        out.copy_(
-            weights[hf_name(name)][tuple(slice(o, o + size) for o, size in zip(offsets, out.shape))]
-        )
+        shard = tuple(slice(start, start + size) for start, size in zip(offsets, out.shape))
+        out.copy_(weights[hf_name(name)][shard])
 
-    model, device = meta_model(cfg.model), storage_device(cfg, world)
+    model = meta_model(cfg.model)
+    device = storage_device(cfg, world)
     parallelize(model, cfg, world)
     materialize(model, 0, device, read)
     optimizer = build_optimizer(model, cfg.optim)
@@ -69,15 +71,16 @@ def our_step(cfg: config.Config, world: World, weights: dict[str, Tensor]) -> St
 
 
 def their_step(cfg: config.Config, world: World, theirs: LlamaForCausalLM) -> Step:
-    o, decayed = cfg.optim, [p for p in theirs.parameters() if p.ndim >= 2]
-    others = [p for p in theirs.parameters() if p.ndim < 2]
+    o = cfg.optim
+    decayed = [p for p in theirs.parameters() if p.ndim >= 2]
+    not_decayed = [p for p in theirs.parameters() if p.ndim < 2]
     model: nn.Module = theirs.to(world.device).train()
     if world.size > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(
         [
             {"params": decayed, "weight_decay": o.weight_decay},
-            {"params": others, "weight_decay": 0.0},
+            {"params": not_decayed, "weight_decay": 0.0},
         ],
         o.lr,
         o.betas,
@@ -87,10 +90,9 @@ def their_step(cfg: config.Config, world: World, theirs: LlamaForCausalLM) -> St
 
     def step(number: int, batch: Batch) -> Tensor:
         ((tokens, targets),) = batch.micro_batches
-        tokens, targets = tokens.to(world.device), targets.to(world.device)
-        loss = model(
-            tokens, labels=targets, shift_labels=targets, use_cache=False
-        ).loss  # shifted already
+        tokens = tokens.to(world.device)
+        targets = targets.to(world.device)  # shifted already
+        loss = model(tokens, labels=targets, shift_labels=targets, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.train.max_grad_norm)
         optimizer.step()
@@ -100,50 +102,66 @@ def their_step(cfg: config.Config, world: World, theirs: LlamaForCausalLM) -> St
     return step
 
 
-def measure(cfg: config.Config, world: World, steps: int) -> tuple[list[tuple[float, float]], ...]:
-    """Seconds of (ours, theirs) for each step, by the clock and in CPU time of all threads. Raises ArithmeticError
-    where the losses differ."""
+Pairs = list[tuple[float, float]]  # seconds of (ours, theirs) for each step
+
+
+def measure(cfg: config.Config, world: World, steps: int) -> tuple[Pairs, Pairs]:
+    """(by the clock, in CPU time of all threads), of the slowest rank. Raises ArithmeticError where
+    the losses differ."""
     t = cfg.train
     torch.manual_seed(0)
     theirs = LlamaForCausalLM(LlamaConfig(**hf_config.render(cfg.model, t.seq_len, "float32", {})))
-    both = our_step(cfg, world, theirs.state_dict()), their_step(cfg, world, theirs)
+    arms = (our_step(cfg, world, theirs.state_dict()), their_step(cfg, world, theirs))
     generator = torch.Generator().manual_seed(world.dp_rank)
-    seconds = []
+    clock = []
+    cpu = []
     for number in range(1, WARM_UP + steps + 1):
         ids = torch.randint(
             cfg.model.vocab_size, (t.micro_batch_size, t.seq_len + 1), generator=generator
         )
         batch = Batch([inputs_and_targets(ids)], config.tokens_per_step(cfg), 0)
-        losses, taken = [0.0, 0.0], [(0.0, 0.0)] * 2
-        for arm in (0, 1) if number % 2 else (1, 0):
+        losses = [0.0, 0.0]
+        clock_seconds = [0.0, 0.0]
+        cpu_seconds = [0.0, 0.0]
+        order = (0, 1) if number % 2 else (1, 0)
+        for arm in order:
             dist.barrier()
-            began, worked = time.perf_counter(), time.process_time()
-            losses[arm] = both[arm](number, batch).item()  # waits for the device
-            taken[arm] = time.perf_counter() - began, time.process_time() - worked
+            clock_began = time.perf_counter()
+            cpu_began = time.process_time()
+            losses[arm] = arms[arm](number, batch).item()  # waits for the device
+            clock_seconds[arm] = time.perf_counter() - clock_began
+            cpu_seconds[arm] = time.process_time() - cpu_began
         if not math.isclose(*losses, rel_tol=1e-3):
             raise ArithmeticError(f"step {number}: loss {losses[0]}, of transformers {losses[1]}")
-        seconds.append(taken)
-    ranks = all_gather_objects(seconds[WARM_UP:])
-    return tuple(
-        [tuple(max(rank[i][arm][kind] for rank in ranks) for arm in (0, 1)) for i in range(steps)]
-        for kind in (0, 1)
-    )
+        if number > WARM_UP:
+            clock.append(clock_seconds)
+            cpu.append(cpu_seconds)
+    return slowest(all_gather_objects(clock)), slowest(all_gather_objects(cpu))
 
 
-def ratio(pairs: list[tuple[float, float]]) -> float:
+def slowest(ranks: list[list[list[float]]]) -> Pairs:
+    """The largest seconds of all ranks, of each step and arm."""
+    pairs = []
+    for step in zip(*ranks):
+        ours, theirs = zip(*step)
+        pairs.append((max(ours), max(theirs)))
+    return pairs
+
+
+def ratio(pairs: Pairs) -> float:
     """Of medians."""
     ours, theirs = zip(*pairs)
     return statistics.median(ours) / statistics.median(theirs)
 
 
-def interval(pairs: list[tuple[float, float]], draws: int = 2000) -> tuple[float, float]:
+def interval(pairs: Pairs, draws: int = 2000) -> tuple[float, float]:
     """95 % of ratio(), by bootstrap of the pairs."""
     chance = random.Random(0)
     drawn = sorted(ratio(chance.choices(pairs, k=len(pairs))) for _ in range(draws))
     return drawn[draws // 40], drawn[-1 - draws // 40]
 
 
-def report(pairs: list[tuple[float, float]]) -> str:
+def report(pairs: Pairs) -> str:
     low, high = interval(pairs)
     return f"ratio {ratio(pairs):.3f} ({low:.3f} ... {high:.3f})"
 
@@ -162,19 +180,21 @@ def main(argv: list[str]) -> int:
             "--optim.lr=1e-4",
             *overrides,
         ]
-        whole = config.load(str(TINY), options).train.global_batch_size // ranks
-        cfg = config.load(str(TINY), [*options, f"--train.micro_batch_size={whole}"])
+        rank_batch_size = config.load(str(TINY), options).train.global_batch_size // ranks
+        cfg = config.load(str(TINY), [*options, f"--train.micro_batch_size={rank_batch_size}"])
         with distributed(cfg) as world:
             clock, cpu = measure(cfg, world, args.steps)
     except (ConfigError, ArithmeticError) as error:
         print(error, file=sys.stderr)
         return 1
     if world.rank == 0:
-        ours, theirs = (1000 * statistics.median(arm) for arm in zip(*clock))
+        ours, theirs = zip(*clock)
+        their_name = "transformers with DDP" if ranks > 1 else "transformers"
         print(
-            f"{ranks} x {world.device.type} ({world.dp_replicate} replicas x {world.dp_shard} shards), "
-            f"{args.steps} steps of {config.tokens_per_step(cfg):,} tokens: {ours:.1f} ms, transformers "
-            f"{'with DDP ' * (ranks > 1)}{theirs:.1f} ms"
+            f"{ranks} x {world.device.type} ({world.dp_replicate} replicas x {world.dp_shard} "
+            f"shards), {args.steps} steps of {config.tokens_per_step(cfg):,} tokens: "
+            f"{1000 * statistics.median(ours):.1f} ms, {their_name} "
+            f"{1000 * statistics.median(theirs):.1f} ms"
         )
         print(f"CPU time: {report(cpu)}")
         print(report(clock))

@@ -1,12 +1,13 @@
-"""A page about a run, or about several side by side: curves, evaluation, sample text, environment and configuration.
+"""A page about one or several runs: curves, evaluation, sample text, environment, configuration.
 
     python -m report outputs/tiny                               writes outputs/tiny/report.html
     python -m report outputs/a outputs/b --out compared.html
 
-A run writes its own at its end. The page is one file that loads nothing and runs no script.
+A run writes its own page at its end. The page is one file that loads nothing and runs no script.
 """
 
 import argparse
+import array
 import contextlib
 import functools
 import html
@@ -18,7 +19,7 @@ import pathlib
 import re
 import shlex
 from collections.abc import Container, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,18 +31,44 @@ from files import print_line, write_atomic
 log = logging.getLogger("train")
 
 FIELDS = ("step", "loss", "grad_norm", "lr", "tokens_per_second_per_device", "peak_memory_gib")
+
+
+class Chart(NamedTuple):
+    """A quantity that the page draws over steps."""
+
+    title: str
+    unit: str
+    field: str  # one of FIELDS
+    from_zero: bool = False
+    logarithmic: bool = False  # where the values span more than two powers of ten
+
+
 CHARTS = (
-    ("Loss", "nats per token", "loss"),
-    ("Learning rate", "", "lr"),
-    ("Gradient norm", "before clipping", "grad_norm"),
-    ("Throughput", "tokens per second and device", "tokens_per_second_per_device"),
-    ("Peak memory", "GiB of the device; on a CPU, of the process", "peak_memory_gib"),
+    Chart("Loss", "nats per token", "loss"),
+    Chart("Learning rate", "", "lr", from_zero=True),
+    Chart("Gradient norm", "before clipping", "grad_norm", logarithmic=True),
+    Chart(
+        "Throughput",
+        "tokens per second and device",
+        "tokens_per_second_per_device",
+        from_zero=True,
+    ),
+    Chart(
+        "Peak memory",
+        "GiB of the device; on a CPU, of the process",
+        "peak_memory_gib",
+        from_zero=True,
+    ),
 )
-FROM_ZERO, LOGARITHMIC = ("lr", "tokens_per_second_per_device", "peak_memory_gib"), ("grad_norm",)
 BUCKETS = 1000  # a curve's width in units of its drawing: about the pixels of a wide screen
 COLORS = 4  # of the style sheet; further runs have the same ones, dashed
-# the beginning of a record in a rank's log
-LOGGED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ")
+
+# The start of a record in rank 0's log, and the messages that the page reads.
+RECORD = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ")
+LAUNCHED = re.compile(r".*: ([\d,]+ parameters on .*), [a-z]+[0-9]+$")
+RESUMED = re.compile(r".* tokens per step = .*; resuming after step (\d+)$")
+SAVED = re.compile(r"saved .*step-(\d+)$")
+
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2024; --soft: #5f6b76; --line: #d9dee3; --page: #fff }
 .c0 { color: #1f6feb } .c1 { color: #d9480f } .c2 { color: #0b8457 } .c3 { color: #a626a4 }
@@ -50,18 +77,25 @@ STYLE = """
   .c0 { color: #62a8ff } .c1 { color: #ff9455 } .c2 { color: #45c992 } .c3 { color: #d98ae6 } }
 body { margin: 0 auto; padding: 1rem; max-width: 1240px; background: var(--page); color: var(--ink);
   font: 15px/1.45 system-ui, sans-serif }
-h1 { font-size: 1.5rem; margin: 0 0 .5rem; overflow-wrap: anywhere } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 1rem 2rem }
+h1 { font-size: 1.5rem; margin: 0 0 .5rem; overflow-wrap: anywhere }
+h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }
+.charts { display: grid; gap: 1rem 2rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)) }
 figure { margin: 0; padding: 0 14px 40px 54px } figure:first-child { grid-column: 1 / -1 }
-figcaption { margin: 0 0 10px -54px; font-weight: 600 } small { font: 13px system-ui, sans-serif; margin-left: .4em }
+figcaption { margin: 0 0 10px -54px; font-weight: 600 }
+small { font: 13px system-ui, sans-serif; margin-left: .4em }
 small, .note, td:first-child { color: var(--soft) } svg text { font-size: 12px; fill: var(--soft) }
 figure > svg { display: block; width: 100%; height: 190px; overflow: visible }
-figure:first-child > svg { height: 300px } .grid { stroke: var(--line) } .axis { stroke: var(--soft) }
-path { fill: none; stroke: currentColor; stroke-width: 1.5; stroke-linejoin: round; stroke-linecap: round;
-  stroke-opacity: .85; vector-effect: non-scaling-stroke } path.dots { stroke-width: 7; stroke-opacity: 1 }
+figure:first-child > svg { height: 300px }
+.grid { stroke: var(--line) } .axis { stroke: var(--soft) }
+path { fill: none; stroke: currentColor; stroke-width: 1.5; stroke-opacity: .85;
+  stroke-linejoin: round; stroke-linecap: round; vector-effect: non-scaling-stroke }
+path.dots { stroke-width: 7; stroke-opacity: 1 }
 .dashed { stroke-dasharray: 6 4; border-style: dashed } .thin { stroke-width: 1; opacity: .5 }
-.saved { stroke: currentColor; stroke-width: 2 } .resumed { stroke: currentColor; stroke-dasharray: 2 3 }
-.key { display: inline-block; width: 1.6em; border-width: 3px 0 0; vertical-align: middle; margin-right: .4em }
+.saved { stroke: currentColor; stroke-width: 2 }
+.resumed { stroke: currentColor; stroke-dasharray: 2 3 }
+.key { display: inline-block; width: 1.6em; border-width: 3px 0 0; vertical-align: middle;
+  margin-right: .4em }
 .key:not(.dashed) { border-style: solid } .names span { margin-right: 1.2em; white-space: nowrap }
 .scroll { overflow-x: auto } table { border-collapse: collapse; font-size: 14px; min-width: 50% }
 td { vertical-align: top; padding: 3px 16px 3px 0; border-bottom: 1px solid var(--line) }
@@ -69,7 +103,8 @@ td + td { min-width: 8.5em; overflow-wrap: anywhere }
 pre { overflow-x: auto; padding: 10px; border: 1px solid var(--line); font-size: 13px }
 """
 PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <title>{title}</title><style>{style}</style></head>
 <body>
@@ -84,7 +119,10 @@ class Run:
     def __init__(self, folder: pathlib.Path):
         if not folder.is_dir():
             raise ConfigError(f"{folder}: is not a folder; name a run's, such as outputs/tiny")
-        self.folder, self.name = folder, folder.resolve().name
+        self.folder = folder
+        self.name = folder.resolve().name
+
+        # from metrics.jsonl
         self.last: dict[str, dict] = {}  # the last row of each kind
         self.evaluations: list[list[float]] = []  # step, loss
         try:
@@ -95,299 +133,399 @@ class Run:
             ) from None
         if not self.last.keys() & {"train", "eval"}:
             raise ConfigError(f"{folder}: metrics.jsonl has no rows yet")
-        self.status, self.environment = (
-            as_object(path.read_bytes()) if (path := folder / f"{name}.json").is_file() else {}
-            for name in ("status", "environment")
-        )
-        self.config = {}
+
+        self.status = read_object(folder / "status.json")
+        self.environment = read_object(folder / "environment.json")
+        self.config: dict[str, str] = {}  # options by their dotted names, as TOML writes them
         with contextlib.suppress(ConfigError):
-            tables = schema.flatten(schema.read_toml(str(folder / "config.toml")))
-            self.config = {name: schema.toml(value) for name, value in tables.items()}
-        kept = (path.name.removeprefix("step-") for path in folder.glob("checkpoints/step-*"))
-        self.saved = {int(step) for step in kept if re.fullmatch("[0-9]+", step)}
-        self.launches, self.resumed, self.size, self.sample = 0, set(), "", ""
+            options = schema.flatten(schema.read_toml(str(folder / "config.toml")))
+            self.config = {name: schema.toml(value) for name, value in options.items()}
+
+        # Steps of checkpoints. The log also names those that were deleted since.
+        self.saved: set[int] = set()
+        for checkpoint in folder.glob("checkpoints/step-*"):
+            digits = checkpoint.name.removeprefix("step-")
+            if re.fullmatch("[0-9]+", digits):
+                self.saved.add(int(digits))
+
+        # from rank 0's log
+        self.launches = 0
+        self.resumed: set[int] = set()  # the steps after which launches resumed
+        self.size = ""  # parameters and devices, of the newest launch
+        self.sample = ""  # the newest launch's last sample text
         with contextlib.suppress(OSError):
             self._read_log(folder / "logs" / "rank-0.log")
 
     def _read_rows(self, path: pathlib.Path) -> dict[str, np.ndarray]:
-        """FIELDS of the training rows, ascending by step, NaN where one has no finite number; "loss" is `loss_mean` in
-        rows that have it. Skips invalid lines, such as a last one that a kill truncated.
+        """Returns FIELDS of the training rows, ascending by step. Sets `last` and `evaluations`.
 
-        json.loads() of a million rows takes five seconds. So a regular expression reads a row that has the keys of the
-        previous one, and a number in each of FIELDS.
+        A value is NaN where a row has no finite number. "loss" is `loss_mean` in rows that have it.
+        Skips invalid lines, such as a last one that a kill truncated.
+
+        json.loads() of a million rows takes five seconds. So a regular expression reads each row
+        that has the keys of the previous one and a number in each of FIELDS.
         """
-        tables, found, last = [], [], b""
-        pattern, places = layout(())
+        values = array.array("d")  # FIELDS of one row after another
+        pattern = row_pattern(())
+        last_line = b""  # of the training rows
         with path.open("rb") as file:
             for line in file:
-                if line.endswith(b"}\n") and (match := pattern.match(line)):
-                    found.extend(map(float, match.group(*places)))
-                    last = line
-                elif row := as_row(line):
-                    self.last[row["kind"]] = row
-                    if row["kind"] == "train":
-                        found.extend(as_number(row.get(source(name, row))) for name in FIELDS)
-                        last, (pattern, places) = line, layout(tuple(row))
-                    elif row["kind"] == "eval":
-                        self.evaluations.append(
-                            [as_number(row["step"]), as_number(row.get("loss"))]
-                        )
-                if len(found) >= 2**16:  # a list of floats takes four times an array's memory
-                    tables, found = [*tables, np.array(found)], []
-        if row := as_row(last):
-            self.last["train"] = row
-        table = np.concatenate([*tables, np.array(found)]).reshape(-1, len(FIELDS))
+                is_complete = line.endswith(b"}\n")
+                match = pattern.match(line) if is_complete else None
+                if match:
+                    values.extend(map(float, match.group(*FIELDS)))
+                    last_line = line
+                    continue
+                row = as_row(line)
+                if not row:
+                    continue
+                self.last[row["kind"]] = row
+                if row["kind"] == "train":
+                    values.extend(as_number(row.get(key_of(field, row))) for field in FIELDS)
+                    last_line = line
+                    pattern = row_pattern(tuple(row))
+                elif row["kind"] == "eval":
+                    self.evaluations.append([as_number(row["step"]), as_number(row.get("loss"))])
+        last_row = as_row(last_line)
+        if last_row:
+            self.last["train"] = last_row
+
+        table = np.array(values).reshape(-1, len(FIELDS))  # [rows, fields]
         table[~(np.abs(table) < 1e300)] = math.nan
-        return dict(zip(FIELDS, table[np.argsort(table[:, 0], kind="stable")].T))
+        table = table[np.argsort(table[:, 0], kind="stable")]
+        return dict(zip(FIELDS, table.T))
 
     def _read_log(self, path: pathlib.Path) -> None:
-        """Launches, saves and the sample text: of them only rank 0's log tells, to which each launch appends."""
+        """Counts launches and saves and keeps the sample text. Only rank 0's log, to which each
+        launch appends, has them."""
         in_sample = False
         with path.open(errors="replace") as file:
             for line in file:
-                text = line[24:].rstrip("\n")  # after the time
-                if in_sample and not LOGGED.match(line):
+                if in_sample and not RECORD.match(line):
                     self.sample += line
                     continue
-                in_sample = text == "a sample:"
-                if text.startswith("step "):
-                    continue
+                message = line[24:].rstrip("\n")  # after the time
+                in_sample = message == "a sample:"
                 if in_sample:
                     self.sample = ""
-                elif saved := re.match(r"saved .*step-(\d+)$", text):
-                    self.saved.add(int(saved[1]))
-                elif size := re.match(r".*: ([\d,]+ parameters on .*), [a-z]+[0-9]+$", text):
-                    self.size, self.sample = size[1], ""
-                    self.launches += 1
-                elif resumed := re.match(
-                    r".* tokens per step = .*; resuming after step (\d+)$", text
-                ):
-                    self.resumed.add(int(resumed[1]))
+                elif not message.startswith("step "):  # as most messages do
+                    self._read_message(message)
+
+    def _read_message(self, message: str) -> None:
+        launched = LAUNCHED.match(message)
+        if launched:
+            self.launches += 1
+            self.size = launched[1]
+            self.sample = ""
+        resumed = RESUMED.match(message)
+        if resumed:
+            self.resumed.add(int(resumed[1]))
+        saved = SAVED.match(message)
+        if saved:
+            self.saved.add(int(saved[1]))
+
+
+def read_object(path: pathlib.Path) -> dict:
+    """The JSON object in a file; {} if there is none."""
+    return as_object(path.read_bytes()) if path.is_file() else {}
 
 
 def as_object(text: bytes) -> dict:
-    """A JSON object; {} if it is none."""
-    with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(text)
-        return found if isinstance(found, dict) else {}
-    return {}
+    """A JSON object; {} if the text is not one."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def as_row(line: bytes) -> dict:
+    """A row of metrics.jsonl; {} if the line is not one."""
     row = as_object(line)
-    return (
-        row if isinstance(row.get("kind"), str) and 0 <= as_number(row.get("step")) < 2**53 else {}
-    )
+    is_valid = isinstance(row.get("kind"), str) and 0 <= as_number(row.get("step")) < 2**53
+    return row if is_valid else {}
 
 
 def as_number(value: Any) -> float:
-    # no bool
-    return float(value) if type(value) in (int, float) and abs(value) < 1e300 else math.nan
+    """NaN if the value is not a finite number, or a bool."""
+    if type(value) in (int, float) and abs(value) < 1e300:
+        return float(value)
+    return math.nan
 
 
-def source(field: str, keys: Container[str]) -> str:
-    return "loss_mean" if field == "loss" and "loss_mean" in keys else field
+def key_of(field: str, keys: Container[str]) -> str:
+    """The key that has a field's value in a row with these keys."""
+    if field == "loss" and "loss_mean" in keys:
+        return "loss_mean"
+    return field
 
 
 @functools.cache
-def layout(keys: tuple[str, ...]) -> tuple[re.Pattern, list[int]]:
-    """A pattern of the rows with these keys, as far as FIELDS need, and its group of each field. It matches nothing if
-    a field is missing."""
-    wanted = [source(name, keys) for name in FIELDS]
-    if not {*wanted, "kind"} <= {*keys}:
-        return re.compile(b"(?!)"), []
-    parts, order = [], []
-    for key in keys[: max(map(keys.index, wanted)) + 1]:
-        order += [key] * (key in wanted)
-        value = (
-            rb"(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?)"
-            if key in wanted
-            else rb'"train"'
-            if key == "kind"
-            else rb"[^,]+"
-        )
-        parts.append(re.escape(json.dumps(key).encode()) + b": " + value)
-    unread = b"" if "loss_mean" in keys else b'(?!.*"loss_mean")'
-    return re.compile(rb"\{" + b", ".join(parts) + b"[,}]" + unread), [
-        order.index(name) + 1 for name in wanted
-    ]
+def row_pattern(keys: tuple[str, ...]) -> re.Pattern[bytes]:
+    """A pattern of the training rows with these keys, with a group for each of FIELDS. It reads no
+    further than the last of them. It matches nothing if a field is missing."""
+    field_of = {key_of(field, keys): field for field in FIELDS}
+    if not {*field_of, "kind"} <= {*keys}:
+        return re.compile(b"(?!)")
+    last = max(keys.index(key) for key in field_of)
+    columns = []
+    for key in keys[: last + 1]:
+        if key in field_of:
+            value = rb"(?P<%s>-?\d+(?:\.\d+)?(?:e[-+]?\d+)?)" % field_of[key].encode()
+        elif key == "kind":
+            value = b'"train"'
+        else:
+            value = b"[^,]+"
+        columns.append(re.escape(json.dumps(key).encode()) + b": " + value)
+    pattern = rb"\{" + b", ".join(columns) + b"[,}]"
+    if "loss_mean" not in keys:
+        pattern += b'(?!.*"loss_mean")'  # json.loads() has to read such a row
+    return re.compile(pattern)
 
 
-# Drawing. A curve is drawn in a square of BUCKETS x BUCKETS units that stretches to the page; text keeps its size.
+# Drawing. A curve is drawn in a square of BUCKETS x BUCKETS units, which stretches to the page.
+# Text keeps its size.
 
 
-def ticks(low: float, high: float, count: int, least: float = 0.0) -> list[float]:
-    """At most count + 1 round numbers from low to high, at least `least` apart."""
-    raw = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = max(
-        least, next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
-    )
-    return [
-        i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
-    ]
+class Curve(NamedTuple):
+    css_class: str
+    steps: np.ndarray  # [points]
+    values: np.ndarray  # [points], NaN where the curve has a gap
 
 
-def short(value: float) -> str:
-    """A tick's number: 0.3, 2.5k, 4M, 1e-05."""
-    size, suffix = next(
-        (
-            (size, suffix)
-            for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k"))
-            if abs(value) >= size * 0.9999
-        ),
-        (1, ""),
-    )
-    return f"{value / size:.6g}{suffix}"
+class Scale(NamedTuple):
+    """Which steps and values a chart shows. Positions are fractions of its width and height."""
+
+    first: float  # step at the left
+    last: float  # step at the right
+    low: float  # value at the bottom, of its logarithm if `logarithmic`
+    high: float  # at the top
+    logarithmic: bool
+
+    def across(self, steps: Any) -> Any:
+        """The positions of steps, from the left."""
+        return (steps - self.first) / (self.last - self.first)
+
+    def down(self, values: Any) -> Any:
+        """The positions of values, from the top."""
+        if self.logarithmic:
+            values = np.log10(values)
+        return (self.high - values) / (self.high - self.low)
 
 
-def thinned(x: np.ndarray, values: np.ndarray) -> list[int]:
-    """Indices of the points to draw: per unit of width the smallest and the largest value, and the first gap."""
-    if len(x) <= 2 * BUCKETS:
-        return [*range(len(x))]
-    edges = [0, *(np.flatnonzero(np.diff(x.astype(int))) + 1), len(x)]
-    chosen = []
-    for begin, end in itertools.pairwise(edges):
-        part = values[begin:end]
-        gaps = np.flatnonzero(np.isnan(part))[:1]
-        found = [np.nanargmin(part), np.nanargmax(part)] if not np.isnan(part).all() else []
-        chosen += [int(begin + i) for i in sorted({*gaps, *found})]
-    return chosen
-
-
-def path(x: np.ndarray, y: np.ndarray, kind: str) -> str:
-    """A curve through finite points, broken at NaN; kind "dots": the points alone."""
-    words, pen_down = [], False
-    for i in thinned(x, y):
-        point, finite = f"{x[i]:.1f},{y[i]:.1f}", not math.isnan(y[i])
-        if finite:
-            # h0: a dot where no line follows
-            words.append(f"L{point}" if pen_down else f"M{point}h0")
-        pen_down = finite and "dots" not in kind
-    return f'<path class="{kind}" d="{"".join(words)}"/>' if words else ""
-
-
-def chart(title: str, unit: str, key: str, runs: list[Run]) -> str:
+def draw_chart(chart: Chart, runs: list[Run]) -> str:
     """A figure of one quantity over steps; "" if no run has it."""
-    curves = []  # (class, steps, values)
+    curves = []
     for i, run in enumerate(runs):
-        curves.append((color(i), run.train["step"], run.train[key]))
-        if key == "loss":
-            at, losses = np.array(run.evaluations).reshape(-1, 2).T
-            curves += [(f"{color(i)} thin", at, losses), (f"{color(i)} dots", at, losses)]
-    steps, values = (np.concatenate([curve[part] for curve in curves]) for part in (1, 2))
-    if np.isnan(values).all():
+        curves.append(Curve(run_class(i), run.train["step"], run.train[chart.field]))
+        if chart.field == "loss":
+            steps, losses = np.array(run.evaluations).reshape(-1, 2).T  # [2, evaluations]
+            curves.append(Curve(f"{run_class(i)} thin", steps, losses))
+            curves.append(Curve(f"{run_class(i)} dots", steps, losses))
+    if all(np.isnan(curve.values).all() for curve in curves):
         return ""
-    first = steps.min() if steps.min() > 1 else 0
-    last = max(steps.max(), first + 1)
-    low, high = np.nanmin(values), np.nanmax(values)
-    log = bool(key in LOGARITHMIC and low > 0 and high > 100 * low)
-    low, high = (
-        (math.log10(low), math.log10(high))
-        if log
-        else (min(low, 0) if key in FROM_ZERO else low, high)
-    )
-    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1
-    low, high = low - margin * (key not in FROM_ZERO), high + margin
 
-    def across(step: Any) -> Any:
-        return (step - first) / (last - first) * BUCKETS
-
-    shapes = ['<line class="axis" x2="100%" y1="100%" y2="100%"/>']
-    for value in ticks(low, high, 6, least=float(log)):
-        at = f"{100 * (high - value) / (high - low):.2f}%"
-        shapes.append(
-            f'<line class="grid" x2="100%" y1="{at}" y2="{at}"/><text x="-8" y="{at}" dy="4" '
-            f'text-anchor="end">{short(10**value if log else value)}</text>'
-        )
-    for step in ticks(first, last, 5, least=1):
-        at = f"{across(step) / BUCKETS:.2%}"
-        shapes.append(f'<text x="{at}" y="100%" dy="18" text-anchor="middle">{short(step)}</text>')
-    shapes.append('<text x="100%" y="100%" dy="34" text-anchor="end">step</text>')
+    scale = scale_of(chart, curves)
+    shapes = draw_axes(scale)
     for i, run in enumerate(runs):
-        for kind, marked, top in ("saved", run.saved, "97%"), ("resumed", run.resumed, "0"):
-            for at in sorted(
-                {f"{across(step) / BUCKETS:.1%}" for step in marked if first <= step <= last}
-            ):
-                shapes.append(
-                    f'<line class="{color(i)} {kind}" x1="{at}" x2="{at}" y1="{top}" y2="100%"/>'
-                )
-    paths = [
-        path(
-            across(at), (high - (np.log10(found) if log else found)) / (high - low) * BUCKETS, kind
-        )
-        for kind, at, found in curves
-    ]
+        shapes += draw_marks(scale, run.saved, f"{run_class(i)} saved", top="97%")
+        shapes += draw_marks(scale, run.resumed, f"{run_class(i)} resumed", top="0")
+    paths = [draw_curve(scale, curve) for curve in curves]
+    unit = f"{chart.unit}, logarithmic" if scale.logarithmic else chart.unit
     return (
-        f"<figure><figcaption>{title}<small>{unit}{', logarithmic' * log}</small></figcaption>"
-        f'<svg role="img" aria-label="{title} over steps">{"".join(shapes)}<svg width="100%" height="100%" '
-        f'viewBox="0 0 {BUCKETS} {BUCKETS}" preserveAspectRatio="none" overflow="visible">{"".join(paths)}</svg>'
+        f"<figure><figcaption>{chart.title}<small>{unit}</small></figcaption>"
+        f'<svg role="img" aria-label="{chart.title} over steps">{"".join(shapes)}'
+        f'<svg width="100%" height="100%" viewBox="0 0 {BUCKETS} {BUCKETS}" '
+        f'preserveAspectRatio="none" overflow="visible">{"".join(paths)}</svg>'
         "</svg></figure>"
     )
 
 
-def color(i: int) -> str:
-    """The classes of run i."""
-    return f"c{i % COLORS}{' dashed' * (i >= COLORS)}"
+def run_class(i: int) -> str:
+    """The CSS classes of run i."""
+    if i < COLORS:
+        return f"c{i}"
+    return f"c{i % COLORS} dashed"
 
 
-# Tables
+def scale_of(chart: Chart, curves: list[Curve]) -> Scale:
+    """A scale that shows all points of the curves, of which at least one has a value."""
+    steps = np.concatenate([curve.steps for curve in curves])
+    first = steps.min() if steps.min() > 1 else 0
+    last = max(steps.max(), first + 1)
+
+    values = np.concatenate([curve.values for curve in curves])
+    low = np.nanmin(values)
+    high = np.nanmax(values)
+    logarithmic = bool(chart.logarithmic and low > 0 and high > 100 * low)
+    if logarithmic:
+        low = math.log10(low)
+        high = math.log10(high)
+    elif chart.from_zero:
+        low = min(low, 0)
+    margin = 0.05 * (high - low)
+    if margin == 0:  # a constant
+        margin = 0.05 * abs(high) if high else 1
+    if not chart.from_zero:
+        low -= margin
+    return Scale(first, last, low, high + margin, logarithmic)
+
+
+def draw_axes(scale: Scale) -> list[str]:
+    """The line under the curves, a horizontal line for each tick's value, and the numbers."""
+    shapes = ['<line class="axis" x2="100%" y1="100%" y2="100%"/>']
+    # on a logarithmic scale only powers of ten
+    for tick in ticks(scale.low, scale.high, 6, least=1 if scale.logarithmic else 0):
+        value = 10**tick if scale.logarithmic else tick
+        y = f"{scale.down(value):.2%}"
+        shapes.append(
+            f'<line class="grid" x2="100%" y1="{y}" y2="{y}"/><text x="-8" y="{y}" dy="4" '
+            f'text-anchor="end">{short(value)}</text>'
+        )
+    for step in ticks(scale.first, scale.last, 5, least=1):
+        x = f"{scale.across(step):.2%}"
+        shapes.append(f'<text x="{x}" y="100%" dy="18" text-anchor="middle">{short(step)}</text>')
+    shapes.append('<text x="100%" y="100%" dy="34" text-anchor="end">step</text>')
+    return shapes
+
+
+def ticks(low: float, high: float, count: int, least: float) -> list[float]:
+    """At most count + 1 round numbers from low to high, at least `least` apart."""
+    smallest = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(smallest))
+    round_numbers = [power * factor for factor in (1, 2, 5, 10)]
+    spacing = next(number for number in round_numbers if number >= smallest * 0.999)
+    spacing = max(least, spacing)
+    first = math.ceil(low / spacing - 1e-9)
+    last = math.floor(high / spacing + 1e-9)
+    return [i * spacing for i in range(first, last + 1)]
+
+
+def short(value: float) -> str:
+    """A tick's number: 0.3, 2.5k, 4M, 1e-05."""
+    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size * 0.9999:
+            return f"{value / size:.6g}{suffix}"
+    return f"{value:.6g}"
+
+
+def draw_marks(scale: Scale, steps: Iterable[int], css_class: str, top: str) -> list[str]:
+    """A vertical line from `top` to the axis at each step that the scale shows. Steps so close that
+    they share a position share a line."""
+    visible = [step for step in steps if scale.first <= step <= scale.last]
+    positions = {f"{scale.across(step):.1%}" for step in visible}
+    lines = []
+    for x in sorted(positions):
+        lines.append(f'<line class="{css_class}" x1="{x}" x2="{x}" y1="{top}" y2="100%"/>')
+    return lines
+
+
+def draw_curve(scale: Scale, curve: Curve) -> str:
+    """A path through the finite points, broken at NaN. The class "dots" draws only the points."""
+    x = scale.across(curve.steps) * BUCKETS
+    y = scale.down(curve.values) * BUCKETS
+    connected = "dots" not in curve.css_class
+    commands = []
+    pen_down = False
+    for i in thinned(x, y):
+        if math.isnan(y[i]):
+            pen_down = False
+            continue
+        point = f"{x[i]:.1f},{y[i]:.1f}"
+        # h0 draws a dot, which shows where no line follows
+        commands.append(f"L{point}" if pen_down else f"M{point}h0")
+        pen_down = connected
+    if not commands:
+        return ""
+    return f'<path class="{curve.css_class}" d="{"".join(commands)}"/>'
+
+
+def thinned(x: np.ndarray, values: np.ndarray) -> list[int]:
+    """Indices of the points to draw. Of many points these are, for each unit of width, the smallest
+    and the largest value and the first gap."""
+    if len(x) <= 2 * BUCKETS:
+        return list(range(len(x)))
+    starts = np.flatnonzero(np.diff(x.astype(int))) + 1  # of all units but the first
+    indices = []
+    for begin, end in itertools.pairwise([0, *starts, len(x)]):
+        bucket = values[begin:end]
+        is_gap = np.isnan(bucket)
+        drawn = set()
+        if not is_gap.all():
+            drawn |= {np.nanargmin(bucket), np.nanargmax(bucket)}
+        if is_gap.any():
+            drawn.add(is_gap.argmax())
+        indices += [int(begin + i) for i in sorted(drawn)]
+    return indices
+
+
+# Tables. A column is a run's values by their labels.
 
 
 def escaped(value: Any) -> str:
     return html.escape(str(value))
 
 
-def shown(values: dict) -> dict[str, str]:
-    """A column of a table; leaves out what has no value."""
-
-    def text(value: Any) -> str:
-        if isinstance(value, list):
-            return " ".join(map(str, value))
-        return (
-            f"{value:.6g}"
-            if isinstance(value, float)
-            else f"{value:,}"
-            if type(value) is int
-            else str(value)
-        )
-
-    return {
-        name: text(value)
-        for name, value in schema.flatten(values).items()
-        if value not in (None, "", {})
-    }
+def format_value(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if type(value) is int:
+        return f"{value:,}"
+    return str(value)
 
 
-def table(
-    columns: list[dict[str, str]], names: list[str], labels: Iterable[str] | None = None
-) -> str:
+def as_column(values: dict) -> dict[str, str]:
+    """A column of these values, without the empty ones."""
+    column = {}
+    for label, value in schema.flatten(values).items():
+        if value not in (None, "", {}):
+            column[label] = format_value(value)
+    return column
+
+
+def all_labels(columns: list[dict[str, str]]) -> list[str]:
+    """The labels of all columns, in the order in which they first occur."""
+    labels: dict[str, None] = {}
+    for column in columns:
+        labels |= dict.fromkeys(column)
+    return list(labels)
+
+
+def table(columns: list[dict[str, str]], names: list[str], labels: list[str]) -> str:
     """A column of values for each run, under the runs' names if there are several."""
-    labels = (
-        dict.fromkeys(label for column in columns for label in column) if labels is None else labels
-    )
-    rows = [["", *names]] * (len(names) > 1) + [
-        [label, *(column.get(label, "-") for column in columns)] for label in labels
-    ]
-    cells = ["".join(f"<td>{escaped(cell)}</td>" for cell in row) for row in rows]
-    return f'<div class="scroll"><table>{"".join(f"<tr>{row}</tr>" for row in cells)}</table></div>'
+    rows = []
+    if len(names) > 1:
+        rows.append(["", *names])
+    for label in labels:
+        rows.append([label, *(column.get(label, "-") for column in columns)])
+    lines = []
+    for row in rows:
+        cells = [f"<td>{escaped(cell)}</td>" for cell in row]
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
 
 
 def summary(run: Run) -> dict[str, str]:
-    last, status = run.last.get("train", {}), run.status
-    step = max(step for step in (status.get("step"), last.get("step"), 0) if type(step) is int)
-    state = str(status.get("state", "unknown")).replace("preempted", "stopped")
-    rates, peaks = (run.train[name][~np.isnan(run.train[name])] for name in FIELDS[-2:])
-    return shown(
+    """The column at the page's top."""
+    train = run.last.get("train", {})
+    evaluation = run.last.get("eval", {})
+    reported_steps = (run.status.get("step"), train.get("step"), 0)
+    step = max(number for number in reported_steps if type(number) is int)
+    state = str(run.status.get("state", "unknown")).replace("preempted", "stopped")
+    rates = finite(run.train["tokens_per_second_per_device"])
+    peaks = finite(run.train["peak_memory_gib"])
+    return as_column(
         {
             "state": f"{state} at step {step} of {run.config.get('train.steps', '?')}",
-            "time": status.get("time"),
+            "time": run.status.get("time"),
             "model": run.size,
-            "loss": last.get(source("loss", last)),
-            "validation loss": run.last.get("eval", {}).get("loss"),
-            "bits per byte": run.last.get("eval", {}).get("bits_per_byte"),
-            "tokens": last.get("tokens"),
-            "mfu": last.get("mfu"),
+            "loss": train.get(key_of("loss", train)),
+            "validation loss": evaluation.get("loss"),
+            "bits per byte": evaluation.get("bits_per_byte"),
+            "tokens": train.get("tokens"),
+            "mfu": train.get("mfu"),
             "tokens per second and device, median": round(np.median(rates)) if len(rates) else None,
             "peak memory, GiB": round(float(peaks.max()), 2) if len(peaks) else None,
             "launches": run.launches or None,
@@ -397,84 +535,103 @@ def summary(run: Run) -> dict[str, str]:
     )
 
 
+def finite(values: np.ndarray) -> np.ndarray:
+    return values[~np.isnan(values)]
+
+
 def plan(run: Run) -> dict[str, str]:
     """The dry run's prediction next to what was measured; {} without a plan."""
     row = run.last.get("plan", {})
-    found = {
-        name: [as_number(row.get(f"{kind}{key}")) for kind in ("planned_", "")]
-        for name, key in (("peak memory, GiB", "peak_gib"), ("time of a step, s", "step_seconds"))
-    }
-    return {
-        name: f"planned {planned:.4g}, measured {measured:.4g} ({measured / planned - 1:+.1%})"
-        for name, (planned, measured) in found.items()
-        if planned > 0 and measured > 0
-    }
+    column = {}
+    for label, key in (("peak memory, GiB", "peak_gib"), ("time of a step, s", "step_seconds")):
+        planned = as_number(row.get(f"planned_{key}"))
+        measured = as_number(row.get(key))
+        if planned > 0 and measured > 0:
+            excess = measured / planned - 1
+            column[label] = f"planned {planned:.4g}, measured {measured:.4g} ({excess:+.1%})"
+    return column
 
 
 def environment(run: Run) -> dict[str, str]:
-    lines = len(str(run.environment.get("uncommitted") or "").splitlines())
-    return shown(
-        run.environment
-        | {"uncommitted": f"a diff of {lines} lines, in environment.json" if lines else ""}
-    )
+    """environment.json, with the size of its diff instead of the diff."""
+    diff = str(run.environment.get("uncommitted") or "").splitlines()
+    uncommitted = f"a diff of {len(diff)} lines, in environment.json" if diff else ""
+    return as_column(run.environment | {"uncommitted": uncommitted})
+
+
+# The page
 
 
 def page(runs: list[Run]) -> str:
     names = [run.name for run in runs]
-    if len({*names}) < len(names):
+    if len(set(names)) < len(names):
         names = [str(run.folder) for run in runs]
     title = escaped(" · ".join(names))
-    legend = "".join(
-        f'<span><i class="key {color(i)}"></i>{escaped(name)}</span>'
-        for i, name in enumerate(names)
-    )
-    several = len(runs) > 1
     configs = [run.config for run in runs]
-    keys = [*dict.fromkeys(key for found in configs for key in found)]
-    differing = [key for key in keys if len({found.get(key) for found in configs}) > 1]
-    equal = [key for key in keys if key not in differing]
+    options = all_labels(configs)
+    differing = [name for name in options if len({cfg.get(name) for cfg in configs}) > 1]
+    equal = [name for name in options if name not in differing]
+    summaries = [summary(run) for run in runs]
+    evaluations = [as_column({**run.last.get("eval", {}), "kind": None}) for run in runs]
+    charts = [draw_chart(chart, runs) for chart in CHARTS]
 
-    def section(
-        heading: str, columns: list[dict[str, str]], labels: list[str] | None = None
-    ) -> str:
-        has_any = any(columns) if labels is None else labels
-        return (
-            f"<h2>{heading}</h2>{table(columns, names[: len(columns)], labels)}" if has_any else ""
-        )
-
-    return PAGE.format(
-        title=title,
-        style=STYLE,
-        body="\n".join(
-            [
-                f"<h1>{title}</h1>",
-                f"<p class=names>{legend}</p>" * several,
-                table([*map(summary, runs)], names),
-                section("Options that differ", configs, differing),
-                "<h2>Curves</h2><p class=note>Dots: validation. Dotted vertical lines: a launch resumed there. "
-                "Small ticks on "
-                f'the axis: saves.</p><div class="charts">{"".join(chart(*kind, runs) for kind in CHARTS)}</div>',
-                section(
-                    "Last evaluation",
-                    [shown({**run.last.get("eval", {}), "kind": None}) for run in runs],
-                ),
-                section("Plan and measurement", [*map(plan, runs)]),
-                *(
-                    f"<h2>Sample text{f' of {escaped(name)}' * several}</h2><pre>{escaped(run.sample)}</pre>"
-                    for name, run in zip(names, runs)
-                    if run.sample
-                ),
-                section("Environment of the newest launch", [*map(environment, runs)]),
-                section(
-                    "Options that are equal" if several else "Configuration", configs[:1], equal
-                ),
-            ]
+    sections = [f"<h1>{title}</h1>"]
+    if len(runs) > 1:
+        sections.append(legend(names))
+    sections += [
+        table(summaries, names, all_labels(summaries)),
+        section("Options that differ", configs, names, differing),
+        "<h2>Curves</h2><p class=note>Dots: validation. Dotted vertical lines: a launch resumed "
+        "there. Small ticks on the axis: saves.</p>"
+        f'<div class="charts">{"".join(charts)}</div>',
+        section("Last evaluation", evaluations, names),
+        section("Plan and measurement", [plan(run) for run in runs], names),
+        *sample_texts(runs, names),
+        section("Environment of the newest launch", [environment(run) for run in runs], names),
+        section(
+            "Options that are equal" if len(runs) > 1 else "Configuration",
+            configs[:1],
+            names[:1],
+            equal,
         ),
-    )
+    ]
+    return PAGE.format(title=title, style=STYLE, body="\n".join(sections))
+
+
+def legend(names: list[str]) -> str:
+    """The color of each run."""
+    entries = []
+    for i, name in enumerate(names):
+        entries.append(f'<span><i class="key {run_class(i)}"></i>{escaped(name)}</span>')
+    return f"<p class=names>{''.join(entries)}</p>"
+
+
+def section(
+    heading: str,
+    columns: list[dict[str, str]],
+    names: list[str],
+    labels: list[str] | None = None,
+) -> str:
+    """A table with a heading, of all labels by default; "" if it would be empty."""
+    if labels is None:
+        labels = all_labels(columns)
+    if not labels:
+        return ""
+    return f"<h2>{heading}</h2>{table(columns, names, labels)}"
+
+
+def sample_texts(runs: list[Run], names: list[str]) -> list[str]:
+    sections = []
+    for name, run in zip(names, runs):
+        if run.sample:
+            heading = f"Sample text of {escaped(name)}" if len(runs) > 1 else "Sample text"
+            sections.append(f"<h2>{heading}</h2><pre>{escaped(run.sample)}</pre>")
+    return sections
 
 
 def write_report(folders: list[pathlib.Path], out: pathlib.Path | None = None) -> pathlib.Path:
-    """Writes the page, by default into the first run's folder, and returns its path. Raises ConfigError."""
+    """Writes the page, by default into the first run's folder, and returns its path. Raises
+    ConfigError with the problems of all folders."""
     runs = schema.together(*(functools.partial(Run, folder) for folder in folders))
     out = out or folders[0] / "report.html"
     try:
@@ -486,8 +643,9 @@ def write_report(folders: list[pathlib.Path], out: pathlib.Path | None = None) -
 
 
 def report_end(cfg: config.Config, finished: bool) -> None:
-    """Writes the page of this process's run, and logs where it is, and of a finished run what its user may want next.
-    A failure is one warning: a page is no reason for a run to fail."""
+    """Writes the page of this process's run and logs its path. If the run finished, also logs what
+    its user may want next. A failure is one warning, because a page is no reason for a run to fail.
+    """
     path = None
     try:
         path = write_report([config.run_folder(cfg)])
@@ -500,48 +658,40 @@ def report_end(cfg: config.Config, finished: bool) -> None:
 
 
 def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
-    """At most four lines."""
-    run, saved, o = str(config.run_folder(cfg)), cfg.checkpoint is not None, cfg.optim
-    prompt = ["--prompt", "def " if cfg.data.source == "python-stdlib" else "The "]
-    stretched = ", a longer schedule" * (o.schedule_steps is None and o.schedule != "constant")
-    lines = [
-        f"{what}: {shlex.join(['./run_train.sh', *words])}"
-        for offered, what, *words in (
-            (
-                cfg.log.tensorboard,
-                "curves",
-                "-m",
-                "tensorboard.main",
-                "--logdir",
-                cfg.run.output_dir,
-            ),
-            (
-                saved,
-                "text from it",
-                "-m",
-                "generate",
-                run,
-                *(["--chat"] if cfg.data.messages_field else prompt),
-            ),
-            (
-                saved,
-                f"more steps{stretched}",
-                *config.words_without("--launch=", "--train.steps="),
-                f"--train.steps={2 * cfg.train.steps}",
-            ),
-            (
-                saved and config.has_extra("huggingface"),
-                "export",
-                "-m",
-                "huggingface",
-                "export",
-                run,
-                f"{run}-hf",
-            ),
+    """The commands that a user may want after a run, in at most four lines."""
+    folder = str(config.run_folder(cfg))
+    commands = []
+    if cfg.log.tensorboard:
+        commands.append(
+            command_line("curves", "-m", "tensorboard.main", "--logdir", cfg.run.output_dir)
         )
-        if offered
-    ]
-    return f"finished: {report or run}" + "; " * bool(lines) + "\n".join(lines)
+    if cfg.checkpoint is not None:
+        if cfg.data.messages_field:
+            prompt = ["--chat"]
+        elif cfg.data.source == "python-stdlib":
+            prompt = ["--prompt", "def "]
+        else:
+            prompt = ["--prompt", "The "]
+        commands.append(command_line("text from it", "-m", "generate", folder, *prompt))
+
+        # without schedule_steps the learning rate's schedule is as long as the run
+        is_stretched = cfg.optim.schedule_steps is None and cfg.optim.schedule != "constant"
+        purpose = "more steps, a longer schedule" if is_stretched else "more steps"
+        words = config.words_without("--launch=", "--train.steps=")
+        commands.append(command_line(purpose, *words, f"--train.steps={2 * cfg.train.steps}"))
+
+        if config.has_extra("huggingface"):
+            commands.append(
+                command_line("export", "-m", "huggingface", "export", folder, f"{folder}-hf")
+            )
+    text = f"finished: {report or folder}"
+    if commands:
+        text += "; " + "\n".join(commands)
+    return text
+
+
+def command_line(purpose: str, *words: str) -> str:
+    return f"{purpose}: {shlex.join(['./run_train.sh', *words])}"
 
 
 def main(argv: list[str]) -> int:

@@ -1,8 +1,9 @@
 """Sends a run's rows to Weights & Biases or Trackio (`log.tracker`).
 
-A process beside rank 0 follows metrics.jsonl. So a tracker that is slow, hangs or fails costs training nothing, and the
-next launch sends what this one could not. tracker.json in the run's folder has the id of the run there, by which every
-launch continues it, and how far the rows were sent.
+A process next to rank 0 follows metrics.jsonl. So a tracker that is slow, hangs or fails costs
+training nothing, and the next launch sends what this one could not. tracker.json in the run's
+folder stores the tracker's id for the run, by which every launch continues it, and how many rows
+were sent.
 """
 
 import json
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import files
 import schema
@@ -29,13 +30,15 @@ log = logging.getLogger("train")
 
 
 class Tracker:
-    """Rank 0's end. Whatever becomes of the process, it costs one warning."""
+    """Rank 0's handle of the process. Whatever happens to the process costs one warning."""
 
     def __init__(self, folder: pathlib.Path, name: str, start: int, kept: int):
-        """Rows of steps after `start` were dropped from metrics.jsonl; `kept` are left."""
-        self.name, self.log = name, folder / "logs" / "tracker.log"
+        """Rows of steps after `start` were dropped from metrics.jsonl; `kept` rows remain."""
+        self.name = name
+        self.log = folder / "logs" / "tracker.log"
         with self.log.open("ab") as output:
-            # nothing is ever written to its stdin: once this is closed, or this process has died, no row follows
+            # Nothing is ever written to its stdin. Once that is closed, also by the end of this
+            # process, no row follows.
             self.process = subprocess.Popen(
                 [*files.python_command(PROCESS), folder, str(start), str(kept)],
                 stderr=output,
@@ -45,14 +48,15 @@ class Tracker:
         self.thread.start()
 
     def _wait(self) -> None:
-        if self.process.wait():
-            *_, last = ["no output", *self.log.read_text(errors="replace").splitlines()]
-            log.warning(
-                "%s lacks rows of this launch, which the next one sends: %s (%s)",
-                self.name,
-                last,
-                self.log,
-            )
+        if self.process.wait() == 0:
+            return
+        lines = self.log.read_text(errors="replace").splitlines()
+        log.warning(
+            "%s lacks rows of this launch, which the next one sends: %s (%s)",
+            self.name,
+            lines[-1] if lines else "no output",
+            self.log,
+        )
 
     def close(self) -> None:
         """Waits until the last rows are sent, CLOSE_SECONDS at most."""
@@ -64,11 +68,12 @@ class Tracker:
 # What the process does
 
 
-closed = threading.Event()
+closed = threading.Event()  # stdin is: no row follows
 
 
-def end_in_time() -> None:
-    """Waits for the end of stdin, and ends this process some time later, even if the tracker hangs."""
+def exit_after_close() -> None:
+    """Waits for the end of stdin, and CLOSE_SECONDS later ends this process, even if the tracker
+    hangs."""
     sys.stdin.read()
     closed.set()
     time.sleep(CLOSE_SECONDS)
@@ -77,129 +82,167 @@ def end_in_time() -> None:
 
 def fail(text: str) -> NoReturn:
     print(text, file=sys.stderr, flush=True)
-    os._exit(1)  # runs no hook of the tracker's, which may hang
+    os._exit(1)  # runs none of the tracker's hooks, which may hang
 
 
 def follow(path: pathlib.Path) -> Iterator[dict | None]:
-    """Yields the rows of metrics.jsonl, and None whenever there is none to read yet; ends when no row follows."""
-    rest, ended = b"", False
+    """Yields the rows of metrics.jsonl, and None whenever it has read all. Ends when no row
+    follows."""
+    incomplete = b""  # the last line, until its newline is written
+    was_closed = False
     with path.open("rb") as file:
         while True:
             block = file.read(1 << 20)
-            *lines, rest = (rest + block).split(b"\n")
+            *lines, incomplete = (incomplete + block).split(b"\n")
             yield from map(json.loads, lines)
-            if not block:
-                if ended:
-                    return
-                yield None
-                ended = closed.wait(0.5)
+            if block:
+                continue
+            if was_closed:
+                return
+            yield None
+            # read once more after the close, for rows that were written just before it
+            was_closed = closed.wait(0.5)
 
 
 def steps(path: pathlib.Path) -> Iterator[list[dict]]:
     """Yields the rows of a step together, but holds them no longer than HELD_SECONDS."""
     held: list[dict] = []
-    since = 0.0
+    since = 0.0  # when the first of them was read
     for row in follow(path):
-        if held and (
-            time.monotonic() - since > HELD_SECONDS
-            if row is None
-            else row["step"] != held[0]["step"]
-        ):
+        if row is None:
+            is_due = time.monotonic() - since > HELD_SECONDS
+        else:
+            is_due = bool(held) and row["step"] != held[0]["step"]
+        if held and is_due:
             yield held
             held = []
         if row is not None:
-            held, since = [*held, row], since if held else time.monotonic()
+            if not held:
+                since = time.monotonic()
+            held.append(row)
     if held:
         yield held
 
 
-def scalars(row: dict) -> dict[str, float]:
-    """A row's numbers by name, as TensorBoard gets them: train/loss."""
-    return {
-        f"{row['kind']}/{key}": value
-        for key, value in schema.flatten(row).items()
-        if isinstance(value, int | float) and key not in ("step", "batch_digest")
-    }
+def scalars(rows: list[dict]) -> dict[str, float]:
+    """The numbers of a step's rows by name, as TensorBoard gets them: train/loss."""
+    values = {}
+    for row in rows:
+        for key, value in schema.flatten(row).items():
+            if isinstance(value, int | float) and key not in ("step", "batch_digest"):
+                values[f"{row['kind']}/{key}"] = value
+    return values
 
 
-def open_wandb(
-    project: str, name: str, run: str, settings: dict, folder: pathlib.Path, rewind: int | None
-) -> Any:
+class RunInfo(NamedTuple):
+    """What a tracker gets when it opens a run."""
+
+    project: str
+    name: str
+    id: str
+    config: dict
+    folder: pathlib.Path
+
+
+def open_wandb(run: RunInfo, rewind: int | None) -> Any:
+    """Opens a run, new or to be continued. `rewind`: without its rows after this step."""
     import wandb
 
-    given: dict[str, Any] = {
-        "project": project,
-        "name": name,
-        "id": run,
-        "config": settings,
-        "dir": str(folder),
-    }
-    if rewind is not None:
+    if rewind is None:
+        resume = {"resume": "allow"}
+    else:
         # wandb ignores steps before its last one; only some of its servers can go back
-        return wandb.init(**given, resume_from=f"{run}?_step={rewind}")
-    return wandb.init(**given, resume="allow")
+        resume = {"resume_from": f"{run.id}?_step={rewind}"}
+    return wandb.init(
+        project=run.project,
+        name=run.name,
+        id=run.id,
+        config=run.config,
+        dir=str(run.folder),
+        **resume,
+    )
 
 
-def open_trackio(
-    project: str, name: str, run: str, settings: dict, folder: pathlib.Path, rewind: int | None
-) -> Any:
+def open_trackio(run: RunInfo, rewind: int | None) -> Any:
+    """Opens a run, new or to be continued. `rewind`: empty, for all rows to be sent again."""
     import trackio
 
     if rewind is not None:
-        # it would draw both rows of a step, and can remove a run only as a whole
-        for found in trackio.Api().runs(project):
-            if found.name == run:
-                found.delete()
-    return trackio.init(project=project, name=run, config=settings, resume="allow")
+        # it would draw both rows of a step, and cannot remove single rows
+        for existing in trackio.Api().runs(run.project):
+            if existing.name == run.id:
+                existing.delete()
+    return trackio.init(project=run.project, name=run.id, config=run.config, resume="allow")
 
 
-OPEN: dict[str, Callable] = {"wandb": open_wandb, "trackio": open_trackio}
+OPEN: dict[str, Callable[[RunInfo, int | None], Any]] = {
+    "wandb": open_wandb,
+    "trackio": open_trackio,
+}
+
+
+class Connection(NamedTuple):
+    """A tracker's open run, and which rows it has already."""
+
+    run: Any
+    rows: int  # the first of metrics.jsonl
+    step: int  # and those of steps up to this one
+
+
+def connect(name: str, info: RunInfo, state: dict, start: int, kept: int) -> Connection:
+    """Opens the run. If the launch before was ahead of its last checkpoint, the rows of steps after
+    `start` are removed from the tracker, or stay there if it cannot remove them."""
+    if state["rows"] <= kept:
+        return Connection(OPEN[name](info, None), state["rows"], -1)
+    try:
+        run = OPEN[name](info, start)
+    except Exception as error:
+        print(
+            f"{name} keeps the rows of steps {start + 1} to {state['step']} of the launch before: "
+            f"{error}",
+            file=sys.stderr,
+        )
+        return Connection(OPEN[name](info, None), kept, state["step"])
+    return Connection(run, kept if name == "wandb" else 0, -1)
 
 
 def send(folder: pathlib.Path, start: int, kept: int) -> None:
+    """Sends the rows that the tracker does not have, until no row follows."""
     settings = schema.read_toml(str(folder / "config.toml"))
-    name, project = settings["log"]["tracker"], settings["log"].get("project", "fsdp2")
+    run_name = settings["run"]["name"]
+    tracker = settings["log"]["tracker"]
+    project = settings["log"].get("project", "fsdp2")
     path = folder / "tracker.json"
-    # a killed launch's process may still be sending
-    held = files.lock(folder / ".tracker.lock", timeout=-1)
-    every = json.loads(path.read_bytes()) if path.exists() else {}
-    state = every.setdefault(
-        name, {"id": f"{settings['run']['name']}-{secrets.token_hex(4)}", "rows": 0, "step": 0}
-    )
-    files.write_atomic(path, json.dumps(every))
-    about = project, settings["run"]["name"], state["id"], settings, folder
-    sent, skipped = state["rows"], -1  # rows that are there already, or are of steps up to this one
-    if sent > kept:  # the launch before was ahead of its last checkpoint
-        try:
-            run = OPEN[name](*about, rewind=start)
-            sent = kept if name == "wandb" else 0
-        except Exception as error:
-            print(
-                f"{name} keeps the rows of steps {start + 1} to {state['step']} of the launch before: {error}",
-                file=sys.stderr,
-            )
-            run, sent, skipped = OPEN[name](*about, rewind=None), kept, state["step"]
-    else:
-        run = OPEN[name](*about, rewind=None)
-    print(f"{name}: {getattr(run, 'url', None) or state['id']}", flush=True)
-    seen = 0
+    # the process of a killed launch may still be sending
+    lock = files.lock(folder / ".tracker.lock", timeout=-1)
+    states = json.loads(path.read_bytes()) if path.exists() else {}  # by tracker
+    if tracker not in states:
+        states[tracker] = {"id": f"{run_name}-{secrets.token_hex(4)}", "rows": 0, "step": 0}
+    state = states[tracker]
+    files.write_atomic(path, json.dumps(states))
+
+    info = RunInfo(project, run_name, state["id"], settings, folder)
+    run, rows_sent, step_sent = connect(tracker, info, state, start, kept)
+    print(f"{tracker}: {getattr(run, 'url', None) or state['id']}", flush=True)
+    rows_read = 0
     for rows in steps(folder / "metrics.jsonl"):
-        step, new = rows[0]["step"], rows[max(0, sent - seen) :]
-        seen += len(rows)
-        if new and step > skipped:
+        step = rows[0]["step"]
+        new = rows[max(0, rows_sent - rows_read) :]
+        rows_read += len(rows)
+        if new and step > step_sent:
             # written first: after a kill between the two, a missing row is better than a row twice
-            state.update(rows=seen, step=step)
-            files.write_atomic(path, json.dumps(every))
-            run.log({key: value for row in new for key, value in scalars(row).items()}, step=step)
+            state.update(rows=rows_read, step=step)
+            files.write_atomic(path, json.dumps(states))
+            run.log(scalars(new), step=step)
     run.finish()
-    held.release()
+    lock.release()
 
 
 def main(folder: str, start: str, kept: str) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        # for the ranks, whose last rows are sent, too
+        # they are for the ranks, whose last rows are to be sent, too
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=end_in_time, daemon=True).start()
+    threading.Thread(target=exit_after_close, daemon=True).start()
     try:
         send(pathlib.Path(folder), int(start), int(kept))
     except BaseException as error:
