@@ -4,9 +4,9 @@
     python -m benchmarks.simulate configs/llama8b.toml --suggestions 20
 
 Prints for each number of ranks the peak by the plan, which runs few blocks, and by the full step.
-Also collectives and bytes by the plan, the step and the closed forms (theory.py), which must be
-equal, the smallest shard, and the size of a checkpoint's files. --suggestions: draws so many random
-configurations that do not fit. Does what the plan suggests fit by a full step, and is it the
+Also collectives and bytes by the plan, the step and the closed forms (tests/theory.py), which must
+be equal, the smallest shard, and the size of a checkpoint's files. --suggestions: draws so many
+random configurations that do not fit. Does what the plan suggests fit by a full step, and is it the
 fastest that would? Further options override the configuration's.
 """
 
@@ -18,13 +18,13 @@ import time
 from collections import Counter
 
 import config
-from benchmarks import theory
 from config import ConfigError
 from extras.planner import advice
 from extras.planner.devices import device
 from extras.planner.plan import GIB, Asked, device_gib, plan
 from extras.planner.simulate import Step, simulate
 from model.build import meta_model
+from tests import theory
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
