@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import config
 from extras.planner.counted import Phase
-from extras.planner.devices import ATTENTION, OF_BANDWIDTH, Moment, device
+from extras.planner.devices import ATTENTION_OF_WIDE_HEADS, OF_BANDWIDTH, Moment, device
 from extras.planner.plan import GIB, RESERVED, Asked, planned
 from model.loss import CHUNK
 
@@ -208,7 +208,7 @@ def time_terms(run: Run, cfg: config.Config, row: dict, phases: list[Phase]) -> 
         seconds["E"] = moved / (gpu.bandwidth * OF_BANDWIDTH * 1e12)
     if run.flash_2:
         flop = sum(phase.work["attention"] * phase.times for phase in phases)
-        seconds["A"] = flop / (gpu.products * 1e12) * (1 / FLASH_2 - 1 / ATTENTION[True])
+        seconds["A"] = flop / (gpu.products * 1e12) * (1 / FLASH_2 - 1 / ATTENTION_OF_WIDE_HEADS)
     if tp > 1 and run.speed:  # the peer's blocks are in float8, which ours cannot be
         blocks = [phase for phase in phases if "block" in phase.name]
         flop = sum(phase.work["matmuls"] * phase.times for phase in blocks)

@@ -2,7 +2,8 @@
 
 Text in, by data.prepare (or data.background, with data.order = "growing"):
 
-    sources, hub, arrow      documents of files, folders or Hugging Face data sets, in order
+    sources, arrow           documents of files and folders, in order
+    hub_sources, hub         documents of Hugging Face data sets; repositories by id
     tokenizer, encode        documents -> token ids, by processes
     folder, identity         a source's folder: its name, and what it was prepared for
     writer, record           token files, and the manifest that records how far they are synced

@@ -43,7 +43,7 @@ def source_folders(cfg: config.Config) -> list[tuple[pathlib.Path, config.Config
     source_cfgs = [cfg]
     if cfg.data.sources:
         tokenizer = cfg.data.tokenizer or str(common_tokenizer(cfg))
-        if not has_tokenizer(cfg):
+        if not are_folders_known(cfg):
             raise ConfigError(
                 f"{tokenizer}: no prepared data; `python -m data.prepare CONFIG` makes it"
             )
@@ -81,7 +81,7 @@ def common_tokenizer(cfg: config.Config) -> pathlib.Path:
     return pathlib.Path(cfg.data.path or "prepared") / f"tokenizer-{digest}.model"
 
 
-def has_tokenizer(cfg: config.Config) -> bool:
+def are_folders_known(cfg: config.Config) -> bool:
     """Whether the folders' names are known: a mixture's tokenizer, on which they depend, may have
     to be trained."""
     if cfg.data.tokenizer or not cfg.data.sources:
@@ -106,7 +106,7 @@ def source_names(cfg: config.Config) -> list[str]:
 
 def is_prepared(cfg: config.Config) -> bool:
     """Whether all folders are complete, even if for another configuration. Raises ConfigError."""
-    if not has_tokenizer(cfg):
+    if not are_folders_known(cfg):
         return False
     return all(is_complete(read_manifest(folder)) for folder in data_folders(cfg))
 
@@ -134,7 +134,7 @@ def begin_on_this_machine(cfg: config.Config) -> None:
     _, local_rank, _ = rank_and_size()
     if local_rank != 0:
         return
-    if not has_tokenizer(cfg) or not all(map(read_manifest, data_folders(cfg))):
+    if not are_folders_known(cfg) or not all(map(read_manifest, data_folders(cfg))):
         begin_all(cfg)
 
 
@@ -181,10 +181,10 @@ def _exclusive(path: pathlib.Path) -> Iterator[None]:
 def _begin_or_check(folder: pathlib.Path, cfg: config.Config) -> None:
     """begin_all() of one source. Raises ConfigError and OSError."""
     lock_of(folder)  # raises for a path without a name, before it is looked at
-    if _is_begun(folder, cfg):
+    if _exists_for(folder, cfg):
         return
     with _exclusive(folder):
-        if not _is_begun(folder, cfg):  # else another process began it meanwhile
+        if not _exists_for(folder, cfg):  # else another process began it meanwhile
             _begin(folder, cfg)
 
 
@@ -209,7 +209,7 @@ def _begin(folder: pathlib.Path, cfg: config.Config) -> None:
         if read_manifest(folder) is None:
             raise
         # another process was faster, where there are no locks
-        _is_begun(folder, cfg)
+        _exists_for(folder, cfg)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -271,8 +271,9 @@ def _is_alive(pid: str) -> bool:
 # Checks
 
 
-def _is_begun(folder: pathlib.Path, cfg: config.Config) -> bool:
-    """Raises ConfigError if the folder is for another configuration or, complete, was changed."""
+def _exists_for(folder: pathlib.Path, cfg: config.Config) -> bool:
+    """Whether the folder exists, with a record. Raises ConfigError if it is for another
+    configuration, or is complete and was changed."""
     manifest = read_manifest(folder)
     if manifest is None:
         if folder.exists() and any(folder.iterdir()):

@@ -107,7 +107,7 @@ def prepare_text(sources: SourceFolders, workers: int) -> None:
             except Overtaken as error:
                 report(str(error))
                 for folder, _ in ours:
-                    turns[folder].pass_on()
+                    turns[folder].leave_to_other()
         if not ours:
             time.sleep(POLL_SECONDS)
 
@@ -155,8 +155,8 @@ class Turn:
         locks.callback(lock.release)
         return True
 
-    def pass_on(self) -> None:
-        """Waits for the process that has recorded more."""
+    def leave_to_other(self) -> None:
+        """Notes that another process has recorded more: this one waits for it from now on."""
         self.is_waiting = True
         self.was_overtaken = True
         self.last_progress = None

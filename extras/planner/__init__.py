@@ -1,6 +1,6 @@
 """--dry-run: what a run will need, from one simulated step. Nothing that trains is in here.
 
-The story, file by file:
+File by file:
 
     arguments.py    the command line of --dry-run
     dry_run.py      the command: plans each world size, prints, suggests

@@ -1,6 +1,6 @@
 """Suggests changes where a plan does not fit: plans each change, and names the fastest that fits.
 
-The last part of the story, called by dry_run.py, and by a run that is out of memory. alternatives()
+Called by dry_run.py, and by a run that is out of memory. alternatives()
 lists what would need less memory, changes() orders it into changes of one option or of several,
 tried() makes the plan of each.
 """

@@ -1,7 +1,7 @@
 """Compares a run with its `--dry-run` plan: the peak memory of its first two steps, and its step
 time.
 
-An epilogue to the story: metrics.py gives each training row of a run on GPUs to PlanCheck, which
+metrics.py gives each training row of a run on GPUs to PlanCheck, which
 plans the run in a subprocess and writes one row of kind "plan".
 """
 

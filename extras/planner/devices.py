@@ -65,8 +65,9 @@ DEVICES = {
 }
 # fmt: on
 # Rate of attention, forward and backward, relative to that of matmuls (less power slows both):
-# cuDNN's TFLOP/s on an H200. True: heads are at least 128 wide.
-ATTENTION = {True: 554 / 720, False: 376 / 720}
+# cuDNN's TFLOP/s on an H200. Wide: heads of 128 or more.
+ATTENTION_OF_WIDE_HEADS = 554 / 720
+ATTENTION_OF_NARROW_HEADS = 376 / 720
 
 
 def device(name: str) -> Device:
@@ -166,7 +167,8 @@ class Cluster:
             bandwidth = d.bandwidth
         # a plan with float8 on a GPU without it is refused
         float8 = matmuls * (d.float8 or 1)
-        attention = d.products * ATTENTION[wide_heads]
+        share = ATTENTION_OF_WIDE_HEADS if wide_heads else ATTENTION_OF_NARROW_HEADS
+        attention = d.products * share
         computed = (
             work["matmuls"] / matmuls + work["float8"] / float8 + work["attention"] / attention
         )
@@ -242,5 +244,5 @@ def step_seconds(moments: list[Moment]) -> float:
     """Seconds of a full step, with each phase as often as it occurs."""
     seconds = 0.0
     for moment, end in zip(moments, next_begins(moments)):
-        seconds += end * moment.phase.times - moment.begin * moment.phase.times
+        seconds += (end - moment.begin) * moment.phase.times
     return seconds

@@ -4,7 +4,7 @@ laptop.
     ./run_train.sh configs/llama70b.toml --dry-run --world-size 64,256 --gpu H200 [--gpus-per-node
     8] [--plot step.svg]
 
-This is the command, where the story ends: plan.py makes the plan of each world size, show.py
+The entry point: plan.py makes the plan of each world size, show.py
 renders it, advice.py suggests changes where it does not fit.
 """
 

@@ -1,7 +1,7 @@
 """Simulates one training step of rank 0 at any world size, on tensors without storage: memory,
 work, communication.
 
-This is where a plan begins. The real program runs on torch's fake tensors and fake process group:
+The real program runs on torch's fake tensors and fake process group:
 the model on meta, parallelize(), the optimizer. Counted (counted.py) sees every operator with its
 inputs and outputs, so this file does not describe the model a second time. Only a few of the
 identical blocks run (blocks.py). The others are counted as copies of those in the middle.

@@ -1,7 +1,7 @@
 """A page about one or several runs: curves, evaluation, sample text, environment, configuration.
 
-    python -m report outputs/tiny                               writes outputs/tiny/report.html
-    python -m report outputs/a outputs/b --out compared.html
+    ./run_train.sh -m report outputs/tiny                       writes outputs/tiny/report.html
+    ./run_train.sh -m report outputs/a outputs/b --out compared.html
 
 A run writes its own page at its end. The page is one file that loads nothing and runs no script.
 """
@@ -695,7 +695,9 @@ def command_line(purpose: str, *words: str) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m report", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="run_train.sh -m report", description=__doc__.splitlines()[0]
+    )
     # one line, as every error here
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
     parser.add_argument("runs", type=pathlib.Path, nargs="+", metavar="RUN", help="a run's folder")
