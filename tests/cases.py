@@ -583,7 +583,8 @@ def graphs_of(cases: list[dict]) -> list[int]:
             torch._dynamo.reset()
             found.append(0)
             cfg = make_config(**sections)
-            model = build(cfg, ours := world_for(cfg, world))
+            ours = world_for(cfg, world)
+            model = build(cfg, ours)
             ids = torch.zeros((1, cfg.train.seq_len + 1), dtype=torch.int64)
             one_step(model, cfg, ours, ids)
             with torch.no_grad():
@@ -696,11 +697,11 @@ def bfloat16_updates() -> dict[str, list[str]]:
             for p in model:
                 p.grad = p.detach() * (step + 1)
             optimizer.step()
-        return {
-            f"{i} {key}": whole(t.detach())
-            for i, p in enumerate(model)
-            for key, t in {"weight": p, **optimizer.state[p]}.items()
-        }
+        tensors = {}
+        for i, p in enumerate(model):
+            for key, t in {"weight": p, **optimizer.state[p]}.items():
+                tensors[f"{i} {key}"] = whole(t.detach())
+        return tensors
 
     expected, found = trained(torch.nn.ParameterList(t.clone() for t in full)), {}
     with process_group() as world:
@@ -823,13 +824,12 @@ def live_bytes(cases: list[dict]) -> list[dict[str, int]]:
             ids = torch.randint(0, cfg.model.vocab_size, (2, cfg.train.seq_len + 1))
             model(*own_inputs(ids, world_for(cfg, world)))[0]["loss"].backward()
             optimizer.step()
+            of_states = size(t for state in optimizer.state.values() for t in state.values())
             found.append(
                 {
                     "parameter": size(model.parameters()),
                     "gradient": size(p.grad for p in model.parameters() if p.grad is not None),
-                    "optimizer": size(
-                        t for state in optimizer.state.values() for t in state.values()
-                    ),
+                    "optimizer": of_states,
                 }
             )
             del model, optimizer
@@ -1030,7 +1030,8 @@ def unit_map(sections: dict) -> list[dict]:
 
     cfg = make_config(**sections)
     with process_group() as world:
-        return verify_sharding(build(cfg, spread := world_for(cfg, world)), cfg.parallel, spread)
+        spread = world_for(cfg, world)
+        return verify_sharding(build(cfg, spread), cfg.parallel, spread)
 
 
 def batches(vocab_size: int, steps: int) -> torch.Tensor:
@@ -1179,6 +1180,12 @@ def generated(
 
     found = []
     with process_group() as world, torch.compiler.set_stance("force_eager"):
+
+        def by(which: torch.nn.Module, temperature: float) -> list:
+            return list(
+                generate(which, prompts, count, 24, world.device, temperature, 0.95, seed=3)
+            )
+
         for sections in cases:
             cfg = make_config(**sections)
             model = build(cfg, world_for(cfg, world))
@@ -1188,15 +1195,7 @@ def generated(
                 {name: q.full_tensor() for name, q in named_parameters(model)},
                 strict=not cfg.model.tie_embeddings,
             )
-            found.append(
-                tuple(
-                    list(
-                        generate(which, prompts, count, 24, world.device, temperature, 0.95, seed=3)
-                    )
-                    for which in (model, plain)
-                    for temperature in (0.0, 0.9)
-                )
-            )
+            found.append((by(model, 0.0), by(model, 0.9), by(plain, 0.0), by(plain, 0.9)))
             reshard(model)
             del model
     return found

@@ -54,7 +54,10 @@ CHANGES = {
 def recorded(root: pathlib.Path, calls: list[Call]) -> Iterator[None]:
     """Writes down every change below root, call by call as the kernel gets them. Raises where the interpreter's audit
     tells of one that was not written down."""
-    root, within, missed, watching = root.resolve(), [], [], True
+    root = root.resolve()
+    within = []
+    missed = []
+    watching = True
 
     def name(path: object, dir_fd: int | None = None) -> str | None:
         """A path or descriptor's name below root; None: it lies elsewhere."""
@@ -82,7 +85,8 @@ def recorded(root: pathlib.Path, calls: list[Call]) -> Iterator[None]:
         note("rename", name(source), name(target))
 
     def written(count: int, handle: int, *_: object) -> None:
-        if count and (path := name(handle)) is not None:
+        path = name(handle) if count else None
+        if path is not None:
             offset = os.lseek(handle, 0, os.SEEK_CUR) - count
             with functions[io, "open"](
                 f"/proc/self/fd/{handle}", "rb"
@@ -141,24 +145,20 @@ def recorded(root: pathlib.Path, calls: list[Call]) -> Iterator[None]:
         if changes and name(arguments[0], None if dir_fd < 0 else dir_fd) is not None:
             missed.append((event, *arguments))
 
-    replacements = {
-        (io, "open"): open_,
-        (builtins, "open"): open_,
-        **{
-            (os, what): told(getattr(os, what), tell)
-            for tell, names in {
-                opened: ["open"],
-                renamed: ["rename", "replace"],
-                named("mkdir"): ["mkdir"],
-                named("rmdir"): ["rmdir"],
-                named("unlink"): ["unlink", "remove"],
-                named("sync"): ["fsync", "fdatasync"],
-                written: ["write", "writev", "sendfile"],
-                lambda count, _, target, *more: written(count, target): ["copy_file_range"],
-            }.items()
-            for what in names
-        },
+    told_to = {
+        opened: ["open"],
+        renamed: ["rename", "replace"],
+        named("mkdir"): ["mkdir"],
+        named("rmdir"): ["rmdir"],
+        named("unlink"): ["unlink", "remove"],
+        named("sync"): ["fsync", "fdatasync"],
+        written: ["write", "writev", "sendfile"],
+        lambda count, _, target, *more: written(count, target): ["copy_file_range"],
     }
+    replacements = {(io, "open"): open_, (builtins, "open"): open_}
+    for tell, names in told_to.items():
+        for what in names:
+            replacements[os, what] = told(getattr(os, what), tell)
     functions = {place: getattr(*place) for place in replacements}
     sys.addaudithook(watch)  # there is no taking it away; it is deaf afterwards
     try:
@@ -319,7 +319,8 @@ def train_and_save(
 
 
 def made_up_tokenizer(output: str) -> pathlib.Path:
-    (path := pathlib.Path(output) / "tokenizer.model").write_bytes(bytes(range(256)) * 5)
+    path = pathlib.Path(output) / "tokenizer.model"
+    path.write_bytes(bytes(range(256)) * 5)
     return path
 
 
@@ -340,7 +341,8 @@ def record_a_save(
         for step in earlier:
             wrote[step] = train_and_save(cfg, model, optimizer, saver, step, purge=False)
         if earlier:
-            (unfinished := catalog.temporary_of(cfg, 3)).mkdir()  # of a save that was killed
+            unfinished = catalog.temporary_of(cfg, 3)  # of a save that was killed
+            unfinished.mkdir()
             (unfinished / "__0_0.distcp").write_bytes(b"cut")
         before = read_tree(root)
         with recorded(root, calls):

@@ -98,7 +98,8 @@ class Request(BaseHTTPRequestHandler):
         hub.requests.append(f"{self.command} {self.path}")
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.cut = False
-        if hub.server is not self.server or (fault := hub.fault(self)) == LOST:
+        fault = LOST if hub.server is not self.server else hub.fault(self)
+        if fault == LOST:
             self.close_connection = True
         elif fault == CUT:
             self.cut = True

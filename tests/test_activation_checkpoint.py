@@ -266,7 +266,7 @@ def test_matmuls_in_another_order_than_their_modules_are_refused(monkeypatch, ca
         text.startswith(f'[parallel] recompute = "{setting}": numbers the matmuls')
         and "__init__" in text
     )
-    place = "blocks.0" + ".feed_forward" * (called != "feed_forward")
+    place = "blocks.0" if called == "feed_forward" else "blocks.0.feed_forward"
     assert f"number {number} of blocks.0 is of {place}.{called} in forward, of " in text
     assert (
         f"blocks.0.feed_forward.{due} in that order"

@@ -557,8 +557,12 @@ def test_another_optimizer_is_refused_in_one_line(saved_by_two):
 def test_steps_and_intervals_may_change(tmp_path):
     fake(configured(tmp_path), 10)
     raw = config.to_dict(configured(tmp_path, save_every_steps=5))
-    raw["train"]["steps"], raw["log"]["every_steps"], raw["train"]["micro_batch_size"] = 99, 7, 1
-    raw["optim"]["lr"], raw["parallel"]["recompute"], raw["data"]["path"] = 1.0, "full", "elsewhere"
+    raw["train"]["steps"] = 99
+    raw["train"]["micro_batch_size"] = 1
+    raw["log"]["every_steps"] = 7
+    raw["optim"]["lr"] = 1.0
+    raw["parallel"]["recompute"] = "full"
+    raw["data"]["path"] = "elsewhere"
     compare.check_same_run(config.from_dict(raw, "changed.toml"), 10)
 
 

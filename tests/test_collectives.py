@@ -153,19 +153,13 @@ def counted_on_meshes(on_ranks):
     """On real ranks, and on torch's fake process group."""
     real = [(mesh, "") for mesh in MESHES]
     runs = [(4, real, None), (4, ON_MESHES, 4), (8, real, 8)]
-    return {
-        (ranks, fake, *name): row
-        for ranks, names, fake in runs
-        for name, row in zip(
-            names,
-            on_ranks(
-                1 if fake else ranks,
-                cases.count_collectives,
-                [on_mesh(ranks, *name) for name in names],
-                fake,
-            )[0],
-        )
-    }
+    found = {}
+    for ranks, names, fake in runs:
+        sections = [on_mesh(ranks, *name) for name in names]
+        rows = on_ranks(1 if fake else ranks, cases.count_collectives, sections, fake)[0]
+        for name, row in zip(names, rows):
+            found[(ranks, fake, *name)] = row
+    return found
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -333,12 +333,12 @@ profile at_step=? steps=3
 
 def test_what_is_not_said_means_what_it_always_meant():
     """Another default would change every run whose file does not name the option, and its checkpoints'."""
-    rows = [
-        (line.split()[0], word)
-        for line in DEFAULTS.strip().splitlines()
-        for word in line.split()[1:]
-    ]
-    said = dict(f"{table}.{word}".split("=", 1) for table, word in rows)
+    said = {}
+    for line in DEFAULTS.strip().splitlines():
+        table, *words = line.split()
+        for word in words:
+            key, value = word.split("=", 1)
+            said[f"{table}.{key}"] = value
     assert said == {
         name: "?"
         if f.default is MISSING
@@ -359,7 +359,8 @@ def test_a_source_by_two_names_is_one(tmp_path, monkeypatch):
 
 
 def test_text_that_no_file_can_hold_is_refused(tmp_path):
-    (path := tmp_path / "good.toml").write_text(toml())
+    path = tmp_path / "good.toml"
+    path.write_text(toml())
     for wrong in ("\udcff", "a\0b"):  # as Python reads an argument that is not UTF-8
         with pytest.raises(ConfigError, match=r"\[run\] output_dir = .*: must be text"):
             config.load(str(path), [f"--run.output_dir={wrong}"])
@@ -672,9 +673,9 @@ def test_help_lists_every_option():
         for kind in vars(config).values()
         if dataclasses.is_dataclass(kind) and kind is not config.Config
     ]
-    named = Counter(
-        f.name for kind in tables for f in dataclasses.fields(kind) if f.name != "rope_scaling"
-    )
+    named = Counter()
+    for kind in tables:
+        named.update(f.name for f in dataclasses.fields(kind) if f.name != "rope_scaling")
     assert Counter(re.findall(r"^  (\w+) = ", shown, re.MULTILINE)) == named
 
 

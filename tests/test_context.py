@@ -67,15 +67,12 @@ def of_a_block(on_ranks):
     """{(cp, tp): {recompute: bytes that a block keeps of two sequences}}: what a second pair of them adds."""
     found = {}
     for cp, tp in (1, 1), (1, 2), (2, 1), (2, 2):
-        runs = [
-            {
-                "model": MODEL,
-                "train": {"seq_len": 64, "micro_batch_size": sequences},
-                "parallel": {"dp_shard": 1, "cp": cp, "tp": tp, "recompute": setting},
-            }
-            for setting in SETTINGS
-            for sequences in (4, 2)
-        ]
+        runs = []
+        for setting in SETTINGS:
+            parallel = {"dp_shard": 1, "cp": cp, "tp": tp, "recompute": setting}
+            for sequences in (4, 2):
+                train = {"seq_len": 64, "micro_batch_size": sequences}
+                runs.append({"model": MODEL, "train": train, "parallel": parallel})
         kept = on_ranks(cp * tp, cases.kept_bytes, runs)[-1]
         found[cp, tp] = {
             setting: more - less for setting, more, less in zip(SETTINGS, kept[::2], kept[1::2])
@@ -153,7 +150,8 @@ def test_what_backward_gathers_again_goes_when_it_was_used():
     found = []
 
     def gather(x: torch.Tensor) -> torch.Tensor:
-        found.append(weakref.ref(whole := x * 1.0))
+        whole = x * 1.0
+        found.append(weakref.ref(whole))
         return whole
 
     part = torch.randn(8, 8, requires_grad=True)

@@ -371,8 +371,10 @@ def test_a_mixture_of_a_finished_and_a_growing_source(corpora, configured, tmp_p
         data = {"sources": weighted, "source": None}
         return configured("x", tmp_path / folder, data=data, eval={})
 
-    prepare(before := of("before"), whole=True)
-    prepare(mixed := of("mixed"))
+    before = of("before")
+    prepare(before, whole=True)
+    mixed = of("mixed")
+    prepare(mixed)
     folders = [path for path in (tmp_path / "mixed").iterdir() if path.is_dir()]
     other, done = sorted(folders, key=lambda folder: "jsonl" in folder.name)
     shutil.rmtree(done)
@@ -617,7 +619,8 @@ def test_trouble_of_the_process_that_prepares(corpora, configured, tmp_path, mon
             "No space left on device",
         ),
     ):
-        prepare(fresh := configured(corpora["jsonl"], tmp_path / "q"))
+        fresh = configured(corpora["jsonl"], tmp_path / "q")
+        prepare(fresh)
         monkeypatch.setattr(background, "CHILD", code)
         with pytest.raises(PreparingFailed, match=told):
             digests(fresh, 3)

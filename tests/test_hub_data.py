@@ -262,10 +262,12 @@ def test_access_and_offline(hub, client, tmp_path):
         ({}, "RepositoryNotFoundError: 401 Client Error."),
         ({"offline": True}, "OfflineModeIsEnabled: Cannot reach"),
     ):
-        (folder := tmp_path / str(len(options))).mkdir()
+        folder = tmp_path / str(len(options))
+        folder.mkdir()
         stranger = Client(hub, folder, **options)
         with contextlib.closing(stranger.process.stdin):
-            assert told in (refused := stranger.ask("find(data())")["refused"]), refused
+            refused = stranger.ask("find(data())")["refused"]
+            assert told in refused, refused
             assert "\n" not in refused and stranger.printed() == ""
             if options:
                 stranger.ask(

@@ -675,7 +675,8 @@ def test_an_evaluation_without_the_launcher_needs_a_checkpoint_too(write_config,
 
 def test_ranks_need_no_output(write_config, tmp_path):
     """Of a daemon's, which has neither; torchrun could not redirect its ranks' to anything. They get some."""
-    (python := tmp_path / "python").write_text(
+    python = tmp_path / "python"
+    python.write_text(
         f'#!/bin/bash\nfor n in 1 2; do [[ -e /proc/$$/fd/$n ]] || exit 9; done\nexec {warm_python()} "$@"\n'
     )
     python.chmod(0o755)
@@ -913,9 +914,11 @@ def test_an_evaluation_without_a_checkpoint_is_refused_and_ends_by_ctrl_c(
     assert launch_here([path, "--eval-only"], Interruption()) == 2
     assert "outputs/r/checkpoints: holds no checkpoint to evaluate" in capsys.readouterr().err
     for words, code in ((["--eval-only"], 130), ([], 75)):
-        (interruption := Interruption())(signal.SIGINT)
+        interruption = Interruption()
+        interruption(signal.SIGINT)
         assert launch_here([path, *words], interruption) == code
-    (interruption := Interruption())(signal.SIGINT)
+    interruption = Interruption()
+    interruption(signal.SIGINT)
     # wrong before the signal could end anything
     assert launch_here([path, "--train.steps=0"], interruption) == 2
     monkeypatch.setattr("launch.launch.check_launch", mock.Mock(side_effect=RuntimeError("ours")))
@@ -1049,7 +1052,8 @@ def test_watch_tells_where_the_main_thread_stands():
 
 def test_the_timer_for_a_frozen_process_is_rarely_set_and_never_fires_first(tmp_path):
     """Later than the watchdog's own timeout, by less than 30 s; not again in each phase of each step."""
-    (log := tmp_path / "log").write_text("an earlier launch\n")
+    log = tmp_path / "log"
+    log.write_text("an earlier launch\n")
     now, timers = [1000.0], []
     with (
         mock.patch(
@@ -1291,7 +1295,8 @@ def test_a_status_that_cannot_be_written_is_told(tmp_path, monkeypatch, capsys):
 
 def test_where_the_ranks_cannot_be_asked_in_a_file_they_are_terminated(tmp_path, own_handlers):
     """As on a full disk: here the folder is gone."""
-    (folder := tmp_path / "r").mkdir()
+    folder = tmp_path / "r"
+    folder.mkdir()
     program = (
         f"import os, shutil, signal, time\nshutil.rmtree({str(folder)!r})\n"
         "os.kill(os.getppid(), signal.SIGUSR1)\ntime.sleep(60)"
@@ -1572,7 +1577,8 @@ def test_what_the_user_has_set_for_the_ranks_stays(monkeypatch):
 
 
 def test_each_attempt_of_a_job_meets_under_a_name_of_its_own(tmp_path, monkeypatch):
-    (scontrol := tmp_path / "scontrol").write_text("#!/bin/sh\nprintf 'n1\\nn2\\n'\n")
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\nprintf 'n1\\nn2\\n'\n")
     scontrol.chmod(0o755)
     for name, value in {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",

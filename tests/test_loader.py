@@ -33,6 +33,10 @@ from tests.conftest import (
 )
 
 
+def rows(batch) -> set[tuple[int, ...]]:
+    return {tuple(row.tolist()) for inputs, _ in batch.micro_batches for row in inputs}
+
+
 def test_every_sample_once_an_epoch_for_any_split(prepared):
     cfg = make_config(
         train={"seq_len": 241, "global_batch_size": 8, "micro_batch_size": 1}, run={"seed": 5}
@@ -53,12 +57,7 @@ def test_every_sample_once_an_epoch_for_any_split(prepared):
         parts = [loader.batch(step) for loader in loaders]
         assert sum(p.digest for p in parts) % 2**53 == whole.digest
         assert whole.valid_tokens == parts[0].valid_tokens == 8 * 241
-        together = {
-            tuple(row.tolist()) for p in parts for inputs, _ in p.micro_batches for row in inputs
-        }
-        assert together == {
-            tuple(row.tolist()) for inputs, _ in whole.micro_batches for row in inputs
-        }
+        assert set.union(*map(rows, parts)) == rows(whole)
     for loader in [*loaders, alone]:
         loader.close()
 
@@ -153,9 +152,10 @@ def test_evaluation_reads_every_held_out_target_once(prepared, ranks, batches):
     assert {len(part) for part in found} == {
         min(in_all, batches or in_all) * config.accumulation_steps(cfg, ranks)
     }
-    valid = [
-        t for part in found for _, targets in part for t in targets[targets != IGNORE].tolist()
-    ]
+    valid = []
+    for part in found:
+        for _, targets in part:
+            valid += targets[targets != IGNORE].tolist()
     _, ids = stream.read(0, stream.length)
     expected = ids[1 : 8 * 32 + 1].tolist() if batches == 1 else ids[1:].tolist()
     assert sorted(valid) == sorted(expected)
@@ -274,12 +274,9 @@ def test_documents_are_shown_with_what_is_cut_off(prepared, write_config):
     import data.show
 
     stream, ending = open_stream(prepared, "train", 320), 0
-    length = next(
-        length
-        for length in range(32, 99)  # of samples, so that the last token of one ends a document
-        for *_, stop in stream.documents(0, stream.length - 99)
-        if (stop - 1) % length == 0
-    )
+    stops = [stop for *_, stop in stream.documents(0, stream.length - 99)]
+    # of samples, so that the last token of one ends a document
+    length = next(n for n in range(32, 99) if any((stop - 1) % n == 0 for stop in stops))
     cfg = config.load(str(write_config("shown")), [f"--train.seq_len={length}"])
     for step in range(1, stream.length // length // 8 + 2):
         for sample in data.show.samples(cfg, step):

@@ -98,12 +98,12 @@ def sections(variant: str, mesh: dict) -> dict:
 
 
 def of_ranks(ranks: int) -> dict[str, dict]:
-    return {
-        f"{variant}, {mesh}": sections(variant, MESHES[ranks][mesh])
-        for variant, meshes in RUNS.items()
-        for mesh in meshes
-        if mesh in MESHES[ranks]
-    }
+    found = {}
+    for variant, meshes in RUNS.items():
+        for mesh in meshes:
+            if mesh in MESHES[ranks]:
+                found[f"{variant}, {mesh}"] = sections(variant, MESHES[ranks][mesh])
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -154,7 +154,8 @@ def run_both(paths: list[str]) -> list[tuple[list[dict], list[dict], list[str]]]
     with cases.process_group() as world, short_segments():
         for path in paths:
             cfg, printed = config.load(path), io.StringIO()
-            cases.run_training(cfg, spread := cases.world_for(cfg, world))
+            spread = cases.world_for(cfg, world)
+            cases.run_training(cfg, spread)
             with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
                 options = minimal.read_options(path)
                 minimal.train(options, *minimal.open_data(options), world.device)
@@ -588,13 +589,12 @@ def test_what_changes_no_loss_is_ignored(tmp_path):
 def test_it_is_one_page_that_needs_torch_alone():
     text = (REPO / "minimal.py").read_text()
     tree = ast.parse(text)
-    names = {
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import)
-        for alias in node.names
-    }
-    names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module)
     assert {name.split(".")[0] for name in names} <= {"torch", "tomli", *sys.stdlib_module_names}
     assert not any(isinstance(node, ast.Global) for node in ast.walk(tree))
     constants = [t.id for node in tree.body if isinstance(node, ast.Assign) for t in node.targets]

@@ -120,13 +120,12 @@ def test_made_state_equals_the_state_torch_would_make():
 
 def test_an_update_is_given_plain_tensors(monkeypatch):
     given = []
-    monkeypatch.setattr(
-        torch,
-        "_fused_adamw_",
-        lambda *lists, **_: given.extend(
-            type(tensor) for tensors in lists[:4] for tensor in tensors
-        ),
-    )
+
+    def update(*lists, **_) -> None:
+        for tensors in lists[:4]:
+            given.extend(type(tensor) for tensor in tensors)
+
+    monkeypatch.setattr(torch, "_fused_adamw_", update)
     with cases.fake_process_group(2) as world:
         cfg = make_config()
         model = meta_model(cfg.model)

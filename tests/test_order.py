@@ -45,9 +45,9 @@ def test_permutation_is_a_bijection(n):
 
 def test_permutation_differs_by_seed_and_epoch():
     n = 1000
-    orders = [
-        tuple(map(Permutation(n, seed, epoch), range(n))) for seed in range(5) for epoch in range(5)
-    ]
+    orders = []
+    for seed in range(5):
+        orders += [tuple(map(Permutation(n, seed, epoch), range(n))) for epoch in range(5)]
     assert len(set(orders)) == 25
     # of two independent orders one place in n agrees on average: 1 of 1000, 25 * 24 / 2 pairs
     agree = sum(a == b for i, x in enumerate(orders) for y in orders[:i] for a, b in zip(x, y))

@@ -331,11 +331,11 @@ def test_the_residual_stream_has_its_dtype_from_the_embedding_on(on_ranks, tied)
     """Also where one of the units computes in float32."""
     model = {"tie_embeddings": tied, "n_layers": 3}
     units = config.unit_names(make_config(model=model).model)
-    every = [
-        {"model": model, "parallel": {"param_dtype": "bfloat16", "keep_fp32": keep, **output}}
-        for output in ({}, {"output_dtype": "float32"})
-        for keep in ([], *([unit] for unit in units))
-    ]
+    every = []
+    for output in ({}, {"output_dtype": "float32"}):
+        for keep in ([], *([unit] for unit in units)):
+            parallel = {"param_dtype": "bfloat16", "keep_fp32": keep, **output}
+            every.append({"model": model, "parallel": parallel})
     half, wide = [torch.bfloat16] * 4, [torch.float32] * 4
     assert on_ranks(1, cases.residual_dtypes, every)[0] == [half] * (len(units) + 1) + [wide] * (
         len(units) + 1

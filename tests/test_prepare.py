@@ -55,9 +55,9 @@ def test_validation_documents_are_chosen_by_their_text(corpus, prepared):
         open_stream(prepared, "heldout", 320),
     )
     _, ids = stream.read(0, stream.length)
-    expected = [
-        i for text in held for i in [*tokenizer.bos, *tokenizer.encode([text])[0], *tokenizer.eos]
-    ]
+    expected = []
+    for text in held:
+        expected += [*tokenizer.bos, *tokenizer.encode([text])[0], *tokenizer.eos]
     assert ids.tolist() == expected
 
 
@@ -207,7 +207,8 @@ def test_an_identity_with_another_key_is_refused_in_both_directions(corpus, tmp_
 
 def test_a_folder_of_something_else_is_refused(corpus, tmp_path):
     cfg = config_for(corpus, tmp_path)
-    (folder := pathlib.Path(cfg.data.path)).mkdir()
+    folder = pathlib.Path(cfg.data.path)
+    folder.mkdir()
     (folder / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match=f"{folder}: is there but holds no prepared data"):
         prepare_one(cfg)
@@ -420,7 +421,8 @@ def test_a_second_that_prepares_waits_in_one_line(with_tokenizer, prepared, tmp_
 
 def test_a_second_that_waits_says_if_the_first_removed_the_folder(with_tokenizer, tmp_path):
     """As the first does if its text is wrong from the first row on; this process plays it."""
-    begin_all(config.load(path := written(with_tokenizer, tmp_path)))
+    path = written(with_tokenizer, tmp_path)
+    begin_all(config.load(path))
     held = files.lock(tmp_path / ".out.lock")
     second = subprocess.Popen(
         [sys.executable, "-m", "data.prepare", path], cwd=REPO, stderr=subprocess.PIPE, text=True
@@ -717,9 +719,9 @@ def test_validation_text_of_ones_own(order, corpus, tmp_path, prepared):
         corpus, tmp_path, tokenizer=str(tokenizer.path), order=order, validation=str(own)
     )
     folder = prepare(cfg, whole=True)[0]
-    expected = [
-        i for text in texts for i in [*tokenizer.bos, *tokenizer.encode([text])[0], *tokenizer.eos]
-    ]
+    expected = []
+    for text in texts:
+        expected += [*tokenizer.bos, *tokenizer.encode([text])[0], *tokenizer.eos]
     (held,) = open_data(cfg, "heldout")
     assert held.read(0, held.length)[1].tolist() == expected
     assert read_manifest(folder)["documents"]["train"] == len(corpus.read_text().splitlines())
@@ -840,7 +842,8 @@ def test_an_error_is_printed_on_a_line_that_progress_left_clear(prepared, tmp_pa
         prepare_one(
             config_for(tmp_path / "in.jsonl", tmp_path, tokenizer=str(prepared / "tokenizer.model"))
         )
-    assert " tokens/s" in (shown := sys.stderr.getvalue()) and shown.endswith("\x1b[K\r"), shown
+    shown = sys.stderr.getvalue()
+    assert " tokens/s" in shown and shown.endswith("\x1b[K\r"), shown
 
 
 @pytest.mark.parametrize("redirect", ["2>/dev/full", "2>&-"])
@@ -1147,12 +1150,11 @@ def test_a_file_system_that_does_not_sync_folders_is_used(with_tokenizer, monkey
         assert capsys.readouterr().err.count("does not sync folders") == 1
         assert is_complete(read_manifest(folder))
         shutil.rmtree(folder)
-    monkeypatch.setattr(
-        os, "fsync", mock_error := unittest.mock.Mock(side_effect=OSError(5, "I/O"))
-    )
+    failing = unittest.mock.Mock(side_effect=OSError(5, "I/O"))
+    monkeypatch.setattr(os, "fsync", failing)
     with pytest.raises(ConfigError, match="data could not be prepared: I/O"):
         prepare_one(with_tokenizer)
-    assert mock_error.called
+    assert failing.called
 
 
 @pytest.mark.parametrize(

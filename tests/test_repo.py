@@ -42,11 +42,11 @@ QUOTED = "python quoted "  # and the file
 
 
 def blocks() -> list[tuple[str, str, str]]:
-    return [
-        (path.name, label.strip(), text)
-        for path in DOCS
-        for label, text in BLOCK.findall(path.read_text())
-    ]
+    found = []
+    for path in DOCS:
+        for label, text in BLOCK.findall(path.read_text()):
+            found.append((path.name, label.strip(), text))
+    return found
 
 
 def test_every_block_has_a_label():
@@ -144,13 +144,13 @@ def test_quoted_messages_are_those_of_the_code():
         ["git", "ls-files", "*.py"], cwd=REPO, capture_output=True, text=True
     ).stdout.split():
         if not name.startswith(("tests/", "benchmarks/")):
-            nodes = ast.walk(ast.parse((REPO / name).read_text()))
-            said += [
-                words for node in nodes if isinstance(node, ast.expr) for words in wordings(node)
-            ]
-    quoted = [
-        line for _, label, text in blocks() if label == "text message" for line in text.splitlines()
-    ]
+            for node in ast.walk(ast.parse((REPO / name).read_text())):
+                if isinstance(node, ast.expr):
+                    said += wordings(node)
+    quoted = []
+    for _, label, text in blocks():
+        if label == "text message":
+            quoted += text.splitlines()
     for line in quoted:
         parts = [part.strip() for part in line.split("…")]
         assert len("".join(parts)) >= 14, line
@@ -175,15 +175,12 @@ ELSEWHERE = ("benchmarks.counted_step", "benchmarks.overhead")
 
 def documented(tool: str) -> list[str]:
     """The arguments of the one command in the documents that runs this tool."""
-    found = [
-        c.split(f"-m {tool}")[1].split()
-        for _, label, text in blocks()
-        if label.split()[-1] == "run"
-        for c in commands(text)
-        if f"-m {tool}" in c
-    ]
+    found = []
+    for _, label, text in blocks():
+        if label.split()[-1] == "run":
+            found += [command for command in commands(text) if f"-m {tool}" in command]
     assert len(found) == 1
-    return found[0]
+    return found[0].split(f"-m {tool}")[1].split()
 
 
 def short(command: str) -> str:
@@ -257,9 +254,10 @@ def test_run_blocks_run(clone):
 
 
 def test_dry_run_blocks_give_a_plan(clone):
-    found = [
-        c for _, label, text in blocks() if label.split()[-1] == "dry-run" for c in commands(text)
-    ]
+    found = []
+    for _, label, text in blocks():
+        if label.split()[-1] == "dry-run":
+            found += commands(text)
     for command in found:
         # each of them looks for what to change
         command = command.replace("--world-size 8,16,32", "--world-size 32")

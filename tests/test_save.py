@@ -117,7 +117,9 @@ def save_often(folder) -> list[tuple]:
                 whole = cases.digests(tensors)
                 if how == "one lacks" and last:
                     del tensors["model.embedding.weight"]
-                before, problem, sent[:] = planned.call_count, None, []
+                before = planned.call_count
+                problem = None
+                sent.clear()
                 try:
                     saver.write(step, tensors, {"step": step, "config": config.to_dict(cfg)})
                 except SaveFailed as error:
@@ -129,7 +131,8 @@ def save_often(folder) -> list[tuple]:
 
 def written(shape: tuple[int, ...]) -> int:
     """Bytes of a float32 tensor in a file, as torch.save() itself writes it."""
-    torch.save(torch.zeros(shape), file := io.BytesIO())
+    file = io.BytesIO()
+    torch.save(torch.zeros(shape), file)
     return len(file.getvalue())
 
 
@@ -472,9 +475,9 @@ def save_with_little_room(folder) -> list[str]:
 
 
 def test_room_is_needed_for_all_shards(on_ranks, tmp_path):
-    tensors = tensors_of(
-        model := Llama(make_config().model), build_optimizer(model, make_config().optim)
-    ).values()
+    cfg = make_config()
+    model = Llama(cfg.model)
+    tensors = tensors_of(model, build_optimizer(model, cfg.optim)).values()
     # with a header for each shard on two ranks
     needed = sum(t.nbytes for t in tensors) + 4096 * len(tensors) * 2
     for refused, saved in on_ranks(2, save_with_little_room, tmp_path):

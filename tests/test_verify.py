@@ -71,7 +71,8 @@ def test_right_models_pass_and_damage_is_named(on_ranks, ranks):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
 def test_checksums_see_each_bit_and_each_place_in_little_memory(monkeypatch, dtype):
     """Of 5 chunks and a half: values that differ, and values swapped, within a chunk and between chunks."""
-    monkeypatch.setattr(verify, "CHECK_CHUNK", chunk := 1000)
+    chunk = 1000
+    monkeypatch.setattr(verify, "CHECK_CHUNK", chunk)
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(0, 256, (5500 * dtype.itemsize,), dtype=torch.uint8, generator=generator)
     bits.view(dtype)[[0, 999]] = torch.tensor([1, 3]).to(dtype)
@@ -93,7 +94,8 @@ def test_checksums_see_each_bit_and_each_place_in_little_memory(monkeypatch, dty
         (0, 5499),
     ):
         damaged = bits.view(dtype).clone()
-        assert not (values := damaged[[a, b]].view(torch.uint8).view(2, -1))[0].equal(values[1])
+        at_a, at_b = damaged[[a, b]].view(torch.uint8).view(2, -1)
+        assert not at_a.equal(at_b)
         damaged[[a, b]] = damaged[[b, a]]
         assert not checksums(damaged).equal(right), (a, b)
     assert (

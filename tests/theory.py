@@ -44,11 +44,11 @@ def held(cfg: config.Config, model: Llama, ranks: int) -> dict[str, int]:
     }
     trained = {q: size for q, size in parameters.items() if q.requires_grad}
     optimizer = build_optimizer(model, cfg.optim)
-    state = [
-        s.itemsize * (parameters[q] // q.itemsize if s.shape == q.shape else s.numel())
-        for q in trained
-        for s in optimizer.state.get(q, {}).values()
-    ]
+    state = []
+    for q in trained:
+        for s in optimizer.state.get(q, {}).values():
+            elements = parameters[q] // q.itemsize if s.shape == q.shape else s.numel()
+            state.append(s.itemsize * elements)
     return {
         "parameter": sum(parameters.values()),
         "gradient": sum(trained.values()),
@@ -101,7 +101,8 @@ def collectives(cfg: config.Config, model: Llama, ranks: int) -> dict[str, tuple
     for kind, times, size in over_tp_and_cp(cfg, model, sequences, accumulation, scatters, cp, tp):
         add(kind, times, size)
     if cfg.optim.name == "muon":
-        found["all_to_all"] = [len(sizes := [*of_muon(cfg, model, ranks, numel)]), sum(sizes)]
+        sizes = [*of_muon(cfg, model, ranks, numel)]
+        found["all_to_all"] = [len(sizes), sum(sizes)]
     for name, modules in units(model):
         parameters = [q for q in unit_parameters(modules) if q not in replicated]
         param_dtype, reduce_dtype = unit_dtypes(p, name)

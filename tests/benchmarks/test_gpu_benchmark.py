@@ -153,7 +153,8 @@ def test_experiments_of_fsdp2_reach_the_model(monkeypatch, tmp_path):
     python = tmp_path / "python"
     given = []
     called = []
-    rows = 'echo "{\\"status\\": \\"ok\\"}"\n' * len(gpu.GROUPS["1B"])
+    row = 'echo "{\\"status\\": \\"ok\\"}"\n'
+    rows = row * len(gpu.GROUPS["1B"])
     python.write_text(f'#!/bin/bash\necho "$@" > {tmp_path}/words\n{rows}')
     python.chmod(0o755)
     for name in ("set_reduce_scatter_max_input_buffers", "set_separate_reduce_scatter_group"):

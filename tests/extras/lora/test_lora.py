@@ -317,8 +317,7 @@ def case(base, strategy: str, variant: str) -> dict:
 
 CASES = [
     (strategy, variant)
-    for strategy in STRATEGIES
-    for variant in VARIANTS
+    for strategy, variant in itertools.product(STRATEGIES, VARIANTS)
     if variant in ("", "nf4") or strategy in ("", "cp x tp")
 ]
 REAL = [("kept", ""), ("cp x tp", ""), ("replicas", "nf4"), ("tp", "nf4")]

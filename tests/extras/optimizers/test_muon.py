@@ -80,9 +80,13 @@ class PlainMuon:
 
     @torch.no_grad()
     def step(self) -> None:
-        o, self.steps, lr = self.o, self.steps + 1, self.param_groups[0]["lr"]
+        o = self.o
+        self.steps += 1
+        lr = self.param_groups[0]["lr"]
         for p, name in self.names.items():
-            g, w, (m, v) = p.grad.double(), p.double(), self.state[name]
+            g = p.grad.double()
+            w = p.double()
+            m, v = self.state[name]
             if name.startswith("blocks") and p.ndim == 2:
                 m = o.muon_momentum * m + (1 - o.muon_momentum) * g
                 u, s, vh = torch.linalg.svd(
@@ -142,12 +146,13 @@ def updates(every: dict[str, dict], steps: tuple[int, ...]) -> dict[tuple[str, i
                 with cases.Collectives() as counted:
                     optimizer.step()
                 if step in steps:
-                    found[case, step] = {
-                        f"{name}{key}": cases.whole(t.detach()).float().clone().numpy()
-                        for name, p in named_parameters(model)
-                        for key, t in {"": p, **optimizer.state[p]}.items()
-                    }
-                    found[case, step]["sent"] = tuple(counted.found["all_to_all"])
+                    after = {}
+                    for name, p in named_parameters(model):
+                        for key, t in {"": p, **optimizer.state[p]}.items():
+                            full = cases.whole(t.detach())
+                            after[f"{name}{key}"] = full.float().clone().numpy()
+                    after["sent"] = tuple(counted.found["all_to_all"])
+                    found[case, step] = after
     return found if world.rank == 0 else {}
 
 
@@ -316,7 +321,8 @@ def test_every_selection_of_parameters_has_an_optimizer():
     """Only matrices, only others, both; the schedule sets the rate of all."""
     for freeze, groups in ((["embedding*", "head*", "*norm*"], 1), (["blocks*proj*"], 2), ([], 3)):
         cfg = make_config(model={"freeze": freeze}, optim={"name": "muon"})
-        optimizer = build_optimizer(model := meta_model(cfg.model), cfg.optim)
+        model = meta_model(cfg.model)
+        optimizer = build_optimizer(model, cfg.optim)
         check_optimizer(model, optimizer)
         assert len(optimizer.param_groups) == groups and optimizer.lr_ratio == 1.0
         set_learning_rate(optimizer, 0.5)

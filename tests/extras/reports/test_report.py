@@ -117,7 +117,8 @@ class Page(html.parser.HTMLParser):
         for pen, x, y in re.findall(r"([ML])([-\d.]+),([-\d.]+)", figure.curves[kind]):
             step = step0 + (float(x) / 10 - x0) / (x1 - x0) * (step1 - step0)
             value = low + (float(y) / 10 - y0) / (y1 - y0) * (high - low)
-            parts += [[]] * (pen == "M")
+            if pen == "M":
+                parts.append([])
             parts[-1] = [*parts[-1], (step, 10**value if log else value)]
         return parts
 
@@ -391,7 +392,8 @@ def test_the_page_is_escaped_and_refers_to_nothing_outside(tmp_path):
 
 
 def test_invalid_input_is_exit_2_with_all_problems(tmp_path, capsys):
-    (empty := tmp_path / "empty").mkdir()
+    empty = tmp_path / "empty"
+    empty.mkdir()
     none = write_run(tmp_path / "none", [])
     assert run_tool(report.main, tmp_path / "gone", empty, none) == 2
     assert capsys.readouterr().err.splitlines() == [
@@ -454,7 +456,8 @@ def test_real_launches_are_seen(write_config, tmp_path):
     ), first.stderr
     again = launch(path, "--train.steps=6")
     assert again.returncode == 0, again.stderr
-    page = Page((folder := tmp_path / "outputs" / "r").joinpath("report.html").read_text())
+    folder = tmp_path / "outputs" / "r"
+    page = Page((folder / "report.html").read_text())
     text = {label: values for label, *values in page.rows}
     assert (
         text["launches"] == ["2"]
