@@ -119,22 +119,34 @@ def test_options_named_in_pages_exist():
     assert checked > 100
 
 
-def wordings(node: ast.AST) -> list[str]:
-    """What a string expression may say, with "\0" for each value in it."""
+def wordings(node: ast.AST, names: dict[str, list[str]]) -> list[str]:
+    """What a string expression may say, with "\0" for each value in it. names: what may be assigned to local names."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return [re.sub(r"%[-+.\d]*[sdf]|\{\}", "\0", node.value)]
     if isinstance(node, ast.FormattedValue):
-        return wordings(node.value)
+        return wordings(node.value, names)
+    if isinstance(node, ast.Name):
+        return names.get(node.id, ["\0"])
     if isinstance(node, ast.IfExp):
-        return wordings(node.body) + wordings(node.orelse)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):  # "text" * condition
-        return [*wordings(node.left), ""]
+        return wordings(node.body, names) + wordings(node.orelse, names)
     if isinstance(node, ast.JoinedStr) or (
         isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
     ):
         parts = node.values if isinstance(node, ast.JoinedStr) else [node.left, node.right]
-        return ["".join(words) for words in itertools.product(*map(wordings, parts))]
+        of_parts = [wordings(part, names) for part in parts]
+        return ["".join(words) for words in itertools.product(*of_parts)]
     return ["\0"]
+
+
+def texts_of_names(tree: ast.AST) -> dict[str, list[str]]:
+    """The texts that a module assigns to each name."""
+    names: dict[str, list[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            texts = [text for text in wordings(node.value, {}) if text != "\0"]
+            if texts:
+                names.setdefault(node.targets[0].id, ["\0"]).extend(texts)
+    return names
 
 
 def test_quoted_messages_are_those_of_the_code():
@@ -144,9 +156,11 @@ def test_quoted_messages_are_those_of_the_code():
         ["git", "ls-files", "*.py"], cwd=REPO, capture_output=True, text=True
     ).stdout.split():
         if not name.startswith(("tests/", "benchmarks/")):
-            for node in ast.walk(ast.parse((REPO / name).read_text())):
+            tree = ast.parse((REPO / name).read_text())
+            names = texts_of_names(tree)
+            for node in ast.walk(tree):
                 if isinstance(node, ast.expr):
-                    said += wordings(node)
+                    said += wordings(node, names)
     quoted = []
     for _, label, text in blocks():
         if label == "text message":
