@@ -86,21 +86,20 @@ def results(
 ) -> dict[str, Any]:
     """The evaluation's part of a row, from each source's summed loss in nats, its number of targets
     and the bytes of text that these encode. Sums over sums, not means of means."""
+    bits = [nats / math.log(2) for nats in losses]
     row: dict[str, Any] = {
         "loss": ratio(sum(losses), sum(targets), missing=None),
-        "bits_per_byte": ratio(to_bits(sum(losses)), sum(sizes), missing=math.nan),
+        "bits_per_byte": ratio(sum(bits), sum(sizes), missing=math.nan),
     }
     if names:  # a mixture
         row["loss_by_source"] = {}
         row["bits_per_byte_by_source"] = {}
-        for name, loss, count, size in zip(names, losses, targets, sizes):
-            row["loss_by_source"][name] = ratio(loss, count, missing=None)
-            row["bits_per_byte_by_source"][name] = ratio(to_bits(loss), size, missing=math.nan)
+        for source, name in enumerate(names):
+            loss = ratio(losses[source], targets[source], missing=None)
+            row["loss_by_source"][name] = loss
+            bits_per_byte = ratio(bits[source], sizes[source], missing=math.nan)
+            row["bits_per_byte_by_source"][name] = bits_per_byte
     return row
-
-
-def to_bits(nats: float) -> float:
-    return nats / math.log(2)
 
 
 def ratio(amount: float, count: float, missing: float | None) -> float | None:

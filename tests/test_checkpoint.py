@@ -105,6 +105,10 @@ def spoil(folder, how):
     elif how == "path":
         entries = {**manifest.read_manifest(folder), "../x": {"size": 0, "sha256": []}}
         (folder / "manifest.json").write_bytes(manifest.render_manifest(entries))
+    elif how == "huge size":
+        entries = manifest.read_manifest(folder)
+        entries[".metadata"]["size"] = 10**400
+        (folder / "manifest.json").write_bytes(manifest.render_manifest(entries))
     elif how in ("part missing", "part too many"):
         entries = manifest.read_manifest(folder)
         entries[".metadata"]["sha256"] = entries[".metadata"]["sha256"] * (
@@ -131,6 +135,7 @@ SPOILED = {
     "manifest deep": "manifest.json: is not as it was written",
     "manifest list": "manifest.json: is not as it was written",
     "part missing": "manifest.json: is not as it was written",
+    "huge size": "manifest.json: is not as it was written",
     "part too many": "manifest.json: is not as it was written",
     "path": "'../x' is no name of a file",
     "state list": "state.json: expected an object",

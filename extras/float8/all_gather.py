@@ -41,10 +41,10 @@ def apply_float8(model: Llama, p: config.Parallel, device_type: str) -> None:
     replicated = replicated_parameters(model, p)
     for linear in tensorwise(model):
         if linear.weight not in replicated:
+            model.after_weight_update = update_scales
             # once there is storage, update_scales() makes Float8Shards of the shards
             weight = linear.weight.detach().as_subclass(MetaFloat8Weight)
             linear.weight = nn.Parameter(weight, linear.weight.requires_grad)
-    model.after_weight_update = update_scales
 
 
 def tensorwise(model: Llama) -> list[Float8Linear]:
