@@ -271,7 +271,7 @@ def own_inputs(rows: torch.Tensor, world: World) -> tuple[torch.Tensor, ...]:
     tensors = inputs_and_targets(rows)
     if world.cp == 1:
         return tensors
-    from parallel import context  # optional
+    from parallel import context
 
     return context.shard_sequences(tensors, world)
 

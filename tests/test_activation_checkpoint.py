@@ -293,7 +293,7 @@ def test_an_order_that_depends_on_values_is_refused(monkeypatch):
 
 def test_one_block_of_each_kind_is_run(monkeypatch):
     """Kinds differ in a module or in an attribute, wherever in the model they are."""
-    from parallel.activation_checkpoint import check_matmul_order  # optional
+    from parallel.activation_checkpoint import check_matmul_order
 
     runs, forward = [], Block.forward
 

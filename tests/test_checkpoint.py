@@ -45,7 +45,7 @@ def chosen(cfg, problems_of=catalog.problems_of):
 
 
 def main(arguments: list[str]) -> int:
-    from checkpoint import __main__ as tool  # optional
+    from checkpoint import __main__ as tool
 
     return tool.main(arguments)
 

@@ -1129,7 +1129,7 @@ esac
 """)
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    from launch.slurm import requeue  # optional
+    from launch.slurm import requeue
 
     requeue("7", ahead)
     assert told in capsys.readouterr().err
@@ -1501,7 +1501,7 @@ def test_torchruns_name_is_the_same_for_all_ranks_that_it_starts_and_for_no_othe
 @pytest.mark.parametrize("before, resume", [("6.0.a", 2), ("7.0.a", "auto"), (None, 2)])
 def test_an_attempt_that_never_took_the_folder_has_not_gone_back(tmp_path, capsys, before, resume):
     """Whatever else it was stopped or failed by before the next."""
-    from launch.slurm import end_of_stopped  # optional
+    from launch.slurm import end_of_stopped
 
     cfg = make_config(run={"name": "r", "output_dir": str(tmp_path)}, checkpoint={"resume": 2})
     folder = config.run_folder(cfg)
@@ -1537,7 +1537,7 @@ def test_the_status_of_another_run_is_left_alone(tmp_path, capsys):
 
 
 def test_a_stopped_job_also_leaves_it_alone(tmp_path):
-    from launch.slurm import end_of_stopped  # optional
+    from launch.slurm import end_of_stopped
 
     cfg = make_config(run={"name": "r", "output_dir": str(tmp_path)})
     folder = config.run_folder(cfg)

@@ -482,7 +482,7 @@ def test_tensorboard_may_fail(tmp_path):
             raise RuntimeError("its folder is gone")
 
     recorder = Rows(tmp_path, config.Log(tensorboard=True), 0)
-    from metrics import Board  # optional
+    from metrics import Board
 
     assert type(recorder.board) is Board
     recorder.board.writer = Broken()
@@ -496,7 +496,7 @@ def test_what_a_step_returns_is_in_the_row_and_in_tensorboard(tmp_path, monkeypa
     """Sums as means over the step's tokens, of all ranks; scalars as they are; what is nested under both names."""
     monkeypatch.setattr(metrics, "all_gather_objects", lambda value: [value, value])
     world = SimpleNamespace(rank=0, size=2, cp=1, tp=1, device=torch.device("cpu"))
-    from metrics import Board  # optional
+    from metrics import Board
 
     recorder, added = Recorder(make_config(), world, tmp_path, 0, 1, Counter()), {}
     recorder.rows.board = Board(tmp_path / "tensorboard", 0)

@@ -846,7 +846,7 @@ def test_changes_are_of_every_kind_and_tp_stays_within_a_node():
 
 def test_weights_in_4_bits_cost_what_is_moved_to_make_them():
     """Uncompiled what dequantize()'s operators move, compiled what one kernel must read and write."""
-    from extras.lora import nf4  # optional
+    from extras.lora import nf4
 
     counted = Counted(FakeTensorMode(), {}, set(), 1)
     rows = 512
