@@ -109,8 +109,9 @@ def train(cfg: Config, world: World, run: Run) -> None:
         tokens = state.tokens + (step - start) * config.tokens_per_step(cfg)
         recorder.log_step(step, tokens, batch, sums, scalars)
         without_target.count(step, batch.valid_tokens)  # raises after too many in a row
-        # SIGTERM to any rank: all save after the same step, this one or the next
-        run.agree_on_stop()
+        # after SIGTERM to any rank all stop after the same step, this one or the next; also waits
+        # for text that is still being prepared
+        run.agree_to_continue()
         if config.evaluation_is_due(cfg, step) and not run.stop.agreed:
             with run.phase("evaluation"):
                 recorder.log_evaluation(step, evaluate(model, cfg, world, dataset, run))

@@ -101,7 +101,7 @@ class GrowingText:
         self._count_waiting(is_waiting)
         limit = self.cfg.run.start_timeout_seconds
         if self.waited > limit / 2:
-            self.preparer.replace()  # it may be stopped
+            self.preparer.replace()  # it may be suspended (SIGSTOP)
         if self.waited > limit:
             writer = self.sources[0].manifest.get("writer", "a process that prepares")
             folders = ", ".join(str(source.folder) for source in self.sources)
@@ -256,7 +256,7 @@ class GrowingSource:
         now = self.manifest.get("validation_hash")
         if before and now and before != now:
             raise ConfigError(
-                f"{self.folder}: its validation text is another than when the run began; restore "
+                f"{self.folder}: its validation text has changed since the run began; restore "
                 "it and prepare it anew, or choose another run.name"
             )
 

@@ -24,8 +24,8 @@ from data.tokens import Span, TextStream
 
 READ_AHEAD = 2  # steps
 
-# What Loader.readiness() returns. The ranks all-reduce it with MAX: all do what the rank that is
-# worst off must.
+# What Loader.readiness() returns. The ranks agree on it (lifecycle/text.py): all wait if one must,
+# and all stop if one has failed.
 READY = 0  # this rank has what it reads next
 WAITING = 1  # growing text: what it reads next is not prepared yet
 FAILED = 2  # it cannot be prepared or read: Loader.failure says why

@@ -30,7 +30,7 @@ class RankProcess:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         else:
             # From now on SIGTERM, SIGINT and SIGUSR1 set a flag. All ranks agree on it in each step
-            # (agree_on_stop()), save and stop; during start-up they stop before step 1.
+            # (agree_to_continue()), save and stop; during start-up they stop before step 1.
             self.stop.listen()
         self.args, self.cfg = config.from_command_line(sys.argv[1:], usage)
         if self.args.launch:

@@ -53,7 +53,7 @@ class Run:
             for step in run.steps(1, 300):
                 with run.phase("data"):
                     ...
-                run.agree_on_stop()
+                run.agree_to_continue()
 
     On exit it writes status.json. An exception is logged, reported to the launcher and turned into
     SystemExit with the exit code; an expected error is logged without a traceback.
@@ -131,7 +131,7 @@ class Run:
         evaluation is due, the validation text. Collective."""
         self.text = NextText(loader, self.stop)
         self.text.begin_step(self.step)
-        self.agree_on_stop()
+        self.agree_to_continue()
 
     def steps(self, first: int, last: int) -> Iterator[int]:
         """Yields each step to train, up to `last` or until all ranks agree to stop. If a rank
@@ -166,11 +166,11 @@ class Run:
             )
         self._begin("end")
 
-    def agree_on_stop(self) -> None:
+    def agree_to_continue(self) -> None:
         """Finishes the all-reduce of the stop flags. It began with the step and overlaps it, so a
         signal during a step may count one step later. Then waits until every rank can read its next
         batch, or all agree to stop. Collective."""
-        assert self.text, "wait_for_text() comes before agree_on_stop()"
+        assert self.text, "wait_for_text() comes before agree_to_continue()"
         self.text.finish_sync()
         if not self.stop.waits_for_text or self.stop.agreed:
             return
@@ -188,8 +188,8 @@ class Run:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Gives its body a timeout, and its name in a failure report. Adds its time to
-        `seconds`."""
+        """Gives its body a timeout, and its name in a failure report. Adds its time to `seconds`.
+        After an exception the phase stays the current one, for that report."""
         if name in OUTSIDE_STEPS:
             torch.get_device_module(self.world.device).synchronize()
         began = time.perf_counter()

@@ -88,8 +88,8 @@ class StopRequest:
         # absence.
         if self.file and not self.received:
             self.received = read_stop(self.file)
-        # Of all ranks the greatest is taken. That of -hash is minus the least hash: all ranks have
-        # the same hash if greatest and least are equal.
+        # MAX over the ranks gives max(hash), and of -hash it gives -min(hash). All ranks have the
+        # same hash if max and min are equal.
         flags = [self.received, waits_for_text, text_failed, text_hash, -text_hash]
         self.flags = torch.tensor(flags)
         if self.group.size() > 1:
@@ -104,14 +104,14 @@ class StopRequest:
             return
         if self.work:
             self.work.wait()
-        received, waits, failed, greatest_hash, minus_least_hash = self.flags.tolist()
+        received, waits, failed, max_hash, minus_min_hash = self.flags.tolist()
         self.flags = None
         self.work = None
         self.signal = max(self.signal, received)
         self.waits_for_text = bool(waits)
         self.text_failed = bool(failed)
         # a rank that waits or failed has no hash
-        self.text_differs = not waits and not failed and greatest_hash != -minus_least_hash
+        self.text_differs = not waits and not failed and max_hash != -minus_min_hash
 
 
 def read_stop(file: pathlib.Path) -> int:

@@ -42,10 +42,10 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
     #    recomputation would run FSDP2's hooks a second time.
     apply_activation_checkpointing(model, p.recompute)
 
-    # 3. Compile each block in place, after activation checkpointing, which thereby is a part of the
-    #    graph, and before FSDP2, whose hooks are not. All blocks share one graph, parameter names do not change,
-    #    and all-gathers stay between the blocks, where computation hides them. The head compiles
-    #    only the elementwise part of its chunked cross entropy.
+    # 3. Compile each block in place. Activation checkpointing comes before, so that it is part of the
+    #    graph. FSDP2 comes after, so that its hooks are not: all-gathers stay between the blocks,
+    #    where computation hides them. All blocks share one graph, and parameter names do not change.
+    #    The head compiles only the elementwise part of its chunked cross entropy.
     if p.compile:
         # Blocks with different dtypes or frozen parameters recompile the shared graph, each with
         # and without gradients. torch allows 8 recompilations by default.

@@ -896,7 +896,7 @@ def test_other_validation_text_than_a_run_began_with_is_refused(configured, corp
     shutil.rmtree(tmp_path / "p")
     prepare(cfg, whole=True)
     changed = open_dataset(cfg)
-    with pytest.raises(ConfigError, match="its validation text is another than when the run began"):
+    with pytest.raises(ConfigError, match="its validation text has changed since the run began"):
         changed.require_same_text(before)
     loaders.append(Loader(cfg, changed, data_rank(), 1))
     first, second = ([loader.text_hash(step) for step in (1, 2)] for loader in loaders)
