@@ -56,7 +56,7 @@ from schema import together
 
 def launch(argv: list[str], interruption: Interruption) -> int:
     """Launches the run that the command line describes; returns the exit code. Requeues a stopped
-    job if it has to."""
+    job if SLURM will not."""
     try:
         args = config.parse_arguments(argv)
         ranks, cfg = together(

@@ -86,7 +86,8 @@ def check_folder(folder: pathlib.Path, timeout: float = 0) -> None:
 
 def last_holder(status: dict) -> str | None:
     """Whose ranks last took the folder: a launch, or a torchrun process without a launcher; None if
-    neither."""
+    neither. That is whoever wrote the status ("launch"), unless a launcher wrote it whose ranks
+    never took the folder: then it stands in "holder"."""
     return status.get("holder", status.get("launch"))
 
 

@@ -5,8 +5,9 @@ How a stop travels from the signal to the step:
    run, launch.py: StopForwarder writes its number into the stop file in the run's folder.
 2. Rank 0 reads the stop file in each step. Its number becomes `received` there. On a rank that gets
    a signal itself, the handler sets `received`.
-3. Each step begins with start_sync(), an all-reduce of `received`. Within the step, finish_sync()
-   takes the greatest of all ranks as `signal`. From then on, `agreed` is true on all ranks.
+3. run.steps() begins each step with start_sync(), an all-reduce of `received`. At the step's end,
+   run.agree_to_continue() calls finish_sync(), which takes the greatest of all ranks as `signal`.
+   From then on, `agreed` is true on all ranks.
 4. train.py saves after this step, and run.steps() ends. The run's status becomes "preempted", which
    the launcher turns into the exit code STOPPED.
 
@@ -27,8 +28,7 @@ class StopRequest:
     launcher's file.
 
     A rank that stopped on its own would leave the others hanging in a collective. So the flag is
-    all-reduced on the host, overlapped with the step: nothing waits for it, and it never waits for
-    the device. What each rank knows of the text that it reads next goes into the same all-reduce
+    all-reduced on the host, overlapped with the step. It never waits for the device. What each rank knows of the text that it reads next goes into the same all-reduce
     (text.py).
     """
 
