@@ -28,8 +28,8 @@ class StopRequest:
     launcher's file.
 
     A rank that stopped on its own would leave the others hanging in a collective. So the flag is
-    all-reduced on the host, overlapped with the step. It never waits for the device. What each rank knows of the text that it reads next goes into the same all-reduce
-    (text.py).
+    all-reduced on the host, overlapped with the step. It never waits for the device. What each rank
+    knows of the text that it reads next goes into the same all-reduce (text.py).
     """
 
     def __init__(self) -> None:

@@ -42,7 +42,8 @@ def parallelize(model: Llama, cfg: config.Config, world: World) -> None:
     #    recomputation would run FSDP2's hooks a second time.
     apply_activation_checkpointing(model, p.recompute)
 
-    # 3. Compile each block in place. Activation checkpointing comes before, so that it is part of the
+    # 3. Compile each block in place. Activation checkpointing comes before, so that it is part of
+    # the
     #    graph. FSDP2 comes after, so that its hooks are not: all-gathers stay between the blocks,
     #    where computation hides them. All blocks share one graph, and parameter names do not change.
     #    The head compiles only the elementwise part of its chunked cross entropy.

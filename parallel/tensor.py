@@ -10,7 +10,8 @@ sublayers of a block computes
 The embedding and the head are sharded over the vocabulary. Modules compute with plain tensors: the
 local shards of the weights, and activations that the functions below all-gather. torch's own
 parallelize_module() with ColwiseParallel and RowwiseParallel would have them compute with DTensors,
-which costs host time in every operator and does not know the chunked loss over a sharded vocabulary.
+which costs host time in every operator and does not know the chunked loss over a sharded
+vocabulary.
 
 Shapes: B batch, T tokens of the sequence, T / tp tokens of this rank, D model dimension, V
 vocabulary, C tokens of a chunk of the loss.
