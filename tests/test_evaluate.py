@@ -19,7 +19,7 @@ from data.dataset import open_data
 from data.encode import is_validation
 from data.prepare import prepare
 from tests import cases
-from tests.conftest import launch, make_config, rows
+from tests.conftest import launch, make_config, needs_extra, rows
 
 WORLD = SimpleNamespace(
     rank=0, size=1, dp_rank=0, dp_size=1, cp=1, tp=1, device=torch.device("cpu")
@@ -188,6 +188,7 @@ def bytes_of_characters() -> dict[int, str]:
     }
 
 
+@needs_extra("huggingface")
 @pytest.mark.slow
 def test_bits_per_byte_are_those_of_transformers_logits_over_the_bytes_of_the_text(
     write_config, tmp_path

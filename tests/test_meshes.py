@@ -13,7 +13,7 @@ import config
 from data.tokens import open_stream
 from model.llama import Llama
 from tests import cases
-from tests.conftest import REPO, make_config
+from tests.conftest import REPO, available, make_config, needs_extra
 from tests.conftest import rows as metrics_rows
 from tests.test_training import plain_loop, weights, with_data
 
@@ -64,6 +64,7 @@ VARIANTS = {
     },
     "bfloat16": {"parallel": {"param_dtype": "bfloat16", "keep_fp32": ["blocks.0"]}},
 }
+VARIANTS = available(VARIANTS)
 RUNS = {
     "plain": [mesh for meshes in MESHES.values() for mesh in meshes],
     "documents": ["cp 2", "dp 2 x cp 2", "replicate 2 x cp 2", "dp 2 x cp 2 x tp 2"],
@@ -79,6 +80,7 @@ RUNS = {
     "compiled": ["tp 2"],
     "bfloat16": ["tp 2", "cp 2", "cp 2 x tp 2"],
 }
+RUNS = {variant: meshes for variant, meshes in RUNS.items() if variant in VARIANTS}
 
 
 WEIGHTS = ("plain", "qk norm")  # compared, too
@@ -239,6 +241,7 @@ TABLE = re.findall(
 )
 
 
+@needs_extra("float8", "huggingface", "lora", "optimizers", "reports")
 def test_the_commands_of_the_documented_table_train(on_ranks, corpus, prepared, tmp_path):
     """With their options, on a smaller model and in this folder."""
     small = [

@@ -20,7 +20,7 @@ import torch
 import config
 import metrics
 from metrics import Recorder, Rows, console_line, read_rows
-from tests.conftest import REPO, launch, make_config, rows
+from tests.conftest import REPO, launch, make_config, needs_extra, rows
 from tests.warm import warm_python
 
 
@@ -374,6 +374,7 @@ def test_unknown_devices_have_no_peak(monkeypatch):
         assert metrics.peak_flops(torch.device("cuda", 0)) == peak
 
 
+@needs_extra("reports")
 def test_rows_at_the_steps_named_logs_of_every_rank_and_a_profile(write_config, tmp_path):
     path = write_config(
         "told",

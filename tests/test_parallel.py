@@ -19,7 +19,7 @@ from parallel.mesh import World, build_mesh
 from parallel.parallelize import parallelize
 from parallel.verify import verify_sharding
 from tests import cases
-from tests.conftest import make_config
+from tests.conftest import make_config, needs_extra
 
 pytestmark = [pytest.mark.early, pytest.mark.slow]
 
@@ -299,17 +299,20 @@ def test_blocks_of_many_kinds_are_compiled(on_ranks):
     [
         {"parallel": {"tp": 2}},
         {"parallel": {"tp": 2, "recompute": "selective"}},
-        {
-            "parallel": {"tp": 2},
-            "lora": {"rank": 4, "base_dtype": "nf4"},
-            "model": {"init_from": "absent"},
-        },
+        pytest.param(
+            {
+                "parallel": {"tp": 2},
+                "lora": {"rank": 4, "base_dtype": "nf4"},
+                "model": {"init_from": "absent"},
+            },
+            marks=needs_extra("huggingface", "lora"),
+        ),
         {
             "parallel": {"replicated": ["*q_proj*"], "param_dtype": "bfloat16"},
             "model": {"freeze": ["*q_proj*"]},
         },
         {"parallel": {"cp": 2}},
-        {"parallel": {"float8": "tensorwise"}},
+        pytest.param({"parallel": {"float8": "tensorwise"}}, marks=needs_extra("float8")),
     ],
 )
 def test_all_layers_share_one_compiled_graph(on_ranks, strategy):

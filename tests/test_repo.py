@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import config
-from tests.conftest import REPO, copy_tracked, launch, make_config
+from tests.conftest import REPO, copy_tracked, launch, make_config, needs_extra
 from tests.warm import warm_python
 
 pytestmark = [pytest.mark.early, pytest.mark.slow]
@@ -47,6 +47,12 @@ def blocks() -> list[tuple[str, str, str]]:
         for label, text in BLOCK.findall(path.read_text()):
             found.append((path.name, label.strip(), text))
     return found
+
+
+# of pages that speak of them
+needs_every_extra = needs_extra(
+    "chat", "float8", "huggingface", "lora", "migrate", "optimizers", "planner", "reports"
+)
 
 
 def test_every_block_has_a_label():
@@ -149,6 +155,7 @@ def texts_of_names(tree: ast.AST) -> dict[str, list[str]]:
     return names
 
 
+@needs_every_extra
 def test_quoted_messages_are_those_of_the_code():
     """A line is a message; … stands for a value, or for what is left out."""
     said = re.findall('"([^"]*)"', re.sub(r"\$\w+", "\0", (REPO / "run_train.sh").read_text()))
@@ -248,6 +255,7 @@ def warnings_in(done: subprocess.CompletedProcess) -> list[str]:
     ]
 
 
+@needs_every_extra
 def test_run_blocks_run(clone):
     """In the order of the documents, since later ones use what earlier ones made."""
     ran, tested = 0, set()
@@ -267,6 +275,7 @@ def test_run_blocks_run(clone):
     assert ran >= 5
 
 
+@needs_every_extra
 def test_dry_run_blocks_give_a_plan(clone):
     found = []
     for _, label, text in blocks():

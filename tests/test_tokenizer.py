@@ -462,6 +462,7 @@ def test_a_folder_with_llama_3s_two_files(byte_level, prepared, tmp_path):
     assert Tokenizer(tmp_path).bos == [1]
 
 
+@needs_extra("huggingface")
 def test_a_user_is_told_of_weights_trained_with_another_tokenizer(prepared, write_config, tmp_path):
     folders = {}
     for name, content in (

@@ -31,6 +31,7 @@ from parallel.materialize import materialize
 from tests import cases
 from tests.conftest import (
     REPO,
+    available,
     launch,
     loader_of,
     make_config,
@@ -71,6 +72,7 @@ CASES = {
     "document mask": {"data": {"document_mask": True}, "parallel": {"recompute": 2}},
     "compiled": {"parallel": {"compile": True, "recompute": "selective"}},
 }
+CASES = available(CASES)
 ON_FOUR = {  # ranks
     "hybrid": {"parallel": {"dp_replicate": 2}},
     "hybrid deferred": {
@@ -270,7 +272,7 @@ def test_a_run_without_a_target_changes_neither_weights_nor_optimizer(
     assert trained and not any(tensor.any() for tensor in trained.values())
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=needs_extra("optimizers"))])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_steps_without_a_target_are_as_if_left_out(
     on_ranks, prepared, corpus, tmp_path, ranks, name
@@ -354,7 +356,9 @@ def test_auto_precision_is_decided_by_all_ranks_and_kept(on_ranks, prepared, cor
     }
 
 
-@pytest.mark.parametrize("states", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "states", ["float32", pytest.param("bfloat16", marks=needs_extra("optimizers"))]
+)
 def test_a_step_reads_nothing_from_the_device(on_ranks, prepared, corpus, tmp_path, states):
     """The host runs ahead: loss, norm and the finite flag stay on the device until a row is due."""
     sections = {
@@ -663,6 +667,7 @@ def test_stopping_and_going_on_changes_nothing(straight, tmp_path, corpus, prepa
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@needs_extra("optimizers")
 def test_bfloat16_states_resume_bitwise(on_ranks, corpus, prepared, tmp_path):
     """Moments and the random bits of their rounding go on as if the run had not been cut."""
     sections = {
