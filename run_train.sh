@@ -70,12 +70,12 @@ choose_python() {  # takes the run's arguments; none: the Python must suit every
 # data.make_chat extras.chat.make_chat.
 module_of() {
     local name=$1 path=${1//.//} file
-    if [[ -e $repo/$path || -e $repo/$path.py ]]; then echo "$name"; return; fi
-    if [[ -e $repo/extras/$path || -e $repo/extras/$path.py ]]; then echo "extras.$name"; return; fi
-    for file in "$repo"/extras/*/"${path#data/}.py"; do
+    for file in "$repo/$path"{.py,/__main__.py} "$repo/extras/$path"{.py,/__main__.py} \
+        "$repo"/extras/*/"${path#data/}.py"; do
         if [[ -e $file ]]; then
             file=${file#"$repo"/}
             file=${file%.py}
+            file=${file%/__main__}
             echo "${file//\//.}"
             return
         fi
@@ -85,7 +85,11 @@ module_of() {
 
 case ${1:-} in
 --setup) choose_python; echo "$python"; exit ;;
--m) choose_python; exec "$python" -m "$(module_of "${2:-}")" "${@:3}" ;;
+-m)
+    [[ -n ${2:-} ]] || fail "-m needs the name of a tool"
+    choose_python
+    exec "$python" -m "$(module_of "$2")" "${@:3}"
+    ;;
 "" | --*) set -- "$repo/configs/tiny.toml" "$@" ;;
 esac
 help='' plan=''

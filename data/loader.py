@@ -124,9 +124,11 @@ class Loader:
         return WAITING if self.is_waiting else READY
 
     def _can_continue(self, step: int) -> bool:
-        """Whether all that is read after `step` is prepared. Raises what the thread raised."""
+        """Whether all that is read after `step` is prepared. Raises what the thread raised for
+        growing text, which all ranks then raise together, after a save. Of prepared text, the rank
+        that cannot read its batch raises by itself, in __next__()."""
         batch = self.pending.get(step + 1)
-        if batch and batch.done():
+        if self.dataset.growing and batch and batch.done():
             batch.result()
         is_last = step == self.cfg.train.steps
         has_batch = batch is not None or is_last

@@ -418,3 +418,31 @@ def test_launcher_says_what_is_wrong_with_its_environment(variables):
     assert (
         done.returncode == 2 and "run_train.sh:" in done.stderr and "Traceback" not in done.stderr
     )
+
+
+def test_tools_of_extras_have_short_names(tmp_path):
+    """Also where an earlier version left an empty folder of that name; a package keeps its own."""
+    shutil.copy(REPO / "run_train.sh", tmp_path)
+    for name in ("extras/huggingface/__main__.py", "extras/reports/report.py", "train.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "extras/chat").mkdir()
+    (tmp_path / "extras/chat/make_chat.py").touch()
+    (tmp_path / "huggingface/__pycache__").mkdir(parents=True)
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    for short_name, module in {
+        "huggingface": "extras.huggingface",
+        "report": "extras.reports.report",
+        "data.make_chat": "extras.chat.make_chat",
+        "tensorboard.main": "tensorboard.main",
+        "train": "train",
+    }.items():
+        done = subprocess.run(
+            [tmp_path / "run_train.sh", "-m", short_name, "a b"],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHON": str(python)},
+        )
+        assert done.stdout == f"-m {module} a b\n", done.stderr

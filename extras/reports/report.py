@@ -376,7 +376,7 @@ def draw_axes(scale: Scale) -> list[str]:
     shapes = ['<line class="axis" x2="100%" y1="100%" y2="100%"/>']
     # on a logarithmic scale only powers of ten
     for tick in ticks(scale.low, scale.high, 6, least=1 if scale.logarithmic else 0):
-        value = 10**tick if scale.logarithmic else tick
+        value = 10.0**tick if scale.logarithmic else tick
         y = f"{scale.down(value):.2%}"
         shapes.append(
             f'<line class="grid" x2="100%" y1="{y}" y2="{y}"/><text x="-8" y="{y}" dy="4" '

@@ -193,8 +193,10 @@ def test_a_single_row_and_a_constant_can_be_drawn(tmp_path, found):
     assert page_of(write_run(tmp_path / "r", found)).figures["Loss"].curves
 
 
-def test_a_wide_range_of_gradient_norms_is_logarithmic(tmp_path):
-    found = [train_row(step, grad_norm=10.0 ** (step - 3)) for step in range(1, 9)]
+@pytest.mark.parametrize("first", [-2, 16])
+def test_a_wide_range_of_gradient_norms_is_logarithmic(tmp_path, first):
+    """Also beyond 64-bit integers, as of a run that diverges."""
+    found = [train_row(step, grad_norm=10.0 ** (first + step - 1)) for step in range(1, 9)]
     (curve,) = page_of(write_run(tmp_path / "r", found)).curve("Gradient norm", log=True)
     assert [value for _, value in curve] == pytest.approx(
         [row["grad_norm"] for row in found], rel=0.03
