@@ -329,6 +329,7 @@ def test_every_selection_of_parameters_has_an_optimizer():
         assert {group["lr"] for group in optimizer.param_groups} == {0.5}
 
 
+@needs_extra("huggingface", "lora")
 @pytest.mark.parametrize(
     "changes, named",
     [

@@ -36,7 +36,7 @@ from parallel.mesh import World, build_mesh
 from parallel.parallelize import parallelize
 from parallel.verify import verify_sharding
 from tests import cases, theory
-from tests.conftest import REPO, TINY, launch, make_config
+from tests.conftest import REPO, TINY, lacks, launch, make_config, needs_extra, shipped_configs
 from tests.test_training import UNEVEN
 
 pytestmark = pytest.mark.first
@@ -44,6 +44,7 @@ pytestmark = pytest.mark.first
 CONFIGS = REPO / "configs"
 
 
+@needs_extra("optimizers")
 @pytest.mark.parametrize(
     "ranks, options",
     [
@@ -116,6 +117,7 @@ STEPS = [
 ]
 
 
+@needs_extra("optimizers")
 @pytest.mark.parametrize(
     "ranks, ways",
     [
@@ -235,6 +237,8 @@ def test_collectives_are_those_of_the_theory(way, monkeypatch):
 def test_blocks_that_are_not_run_count_as_if_they_were(mesh, way, sections):
     """Equal in what is sent and held; each phase's peak within 1 %, but for more gradients' norms in the update. Other
     options, with blocks of several kinds: test_plan_forks.py."""
+    if lacks(parallel=way, **sections):
+        pytest.skip("needs an extra that was removed")
     cfg = of_a_gpu(mesh, way, **sections)
     (short, blocks), whole = simulated(cfg), simulate(cfg, 8, all_blocks=True)
     # Muon's update needs them all
@@ -275,6 +279,7 @@ def test_gradients_that_wait_for_their_reduction_are_on_the_device_also_where_al
     assert offloaded.peak["reductions"] == usual.peak["gradients"]
 
 
+@needs_extra("optimizers")
 def test_what_is_offloaded_is_updated_in_host_memory():
     step = simulate(of_a_gpu({}, {"cpu_offload": True}, optim={"state_dtype": "bfloat16"}), 8)
     assert step.phases[-1].name == "update" and step.phases[-1].peak["working memory"] == 0
@@ -812,6 +817,7 @@ def test_advice_says_where_nothing_fits(monkeypatch):
     assert max(map(len, tried)) > 3  # it went on to several together, and on more ranks
 
 
+@needs_extra("huggingface", "lora", "optimizers", "float8")
 def test_changes_are_of_every_kind_and_tp_stays_within_a_node():
     cfg = config.load(
         str(CONFIGS / "tiny.toml"),
@@ -844,6 +850,7 @@ def test_changes_are_of_every_kind_and_tp_stays_within_a_node():
         assert bases == [f"--lora.base_dtype={dtype}" for dtype in kept]
 
 
+@needs_extra("huggingface", "lora")
 def test_weights_in_4_bits_cost_what_is_moved_to_make_them():
     """Uncompiled what dequantize()'s operators move, compiled what one kernel must read and write."""
     from extras.lora import nf4
@@ -1155,7 +1162,7 @@ def start_up_gib(cfg: config.Config, row: dict) -> float:
     return held + beyond_what_is_held(cfg, row["world_size"])
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", shipped_configs(), ids=lambda p: p.stem)
 def test_every_shipped_configuration_fits_its_machine(path, capsys):
     """Start-up needs less than a step: allocation, initialization or quantization, AdamW's state, scales, the checks of
     values and replicas."""
@@ -1170,6 +1177,7 @@ def test_every_shipped_configuration_fits_its_machine(path, capsys):
     )
 
 
+@needs_extra("huggingface", "lora")
 def test_start_up_needs_less_than_a_step_also_where_the_base_is_whole_on_each_rank():
     """Of two GPUs of 24 GB. The checksums of the embedding, computed at once, would take 11.7 GiB."""
     whole = '["embedding*", "*_proj.weight", "*norm*", "head*"]'
@@ -1340,6 +1348,7 @@ def test_heads_that_no_kernel_takes_are_refused_by_a_gpus_plan():
     assert plan(make_config(**sections), 2)["peak_gib"] > 0
 
 
+@needs_extra("float8")
 def test_float8_that_no_gpu_or_not_this_one_takes_is_refused_by_its_plan():
     words = ["--run.device=cuda", "--parallel.float8=rowwise"]
     cfg = config.load(str(CONFIGS / "llama8b-float8.toml"), words)
@@ -1434,6 +1443,7 @@ def test_gpus_are_known_by_cudas_name(name, memory, known):
     assert known_as(name, memory) == known
 
 
+@needs_extra("float8", "huggingface", "lora", "optimizers")
 def test_the_table_of_published_runs(monkeypatch, capsys):
     monkeypatch.chdir(REPO)
     monkeypatch.setattr(published, "RUNS", [published.RUNS[0], published.RUNS[-2]])

@@ -19,7 +19,7 @@ from extras.planner.plan import Asked, plan
 from extras.planner.simulate import simulate
 from model import attention as llama_attention
 from model import llama
-from tests.conftest import make_config
+from tests.conftest import make_config, needs_extra
 
 pytestmark = pytest.mark.early
 
@@ -122,7 +122,13 @@ IN_FULL = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=needs_extra("lora")) if name.startswith("lora") else name
+        for name in OPTIONS
+    ],
+)
 def test_the_plan_is_that_of_all_blocks(name, monkeypatch):
     """Options one at a time and together. Where blocks have no common pattern, all of them run."""
     sections = {**OPTIONS[name]}
