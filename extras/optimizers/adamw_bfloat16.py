@@ -2,6 +2,7 @@
 
 import math
 import zlib
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +42,7 @@ class BFloat16AdamW(torch.optim.Optimizer):
         self.update = update_bfloat16
         if compile:
             self.update = torch.compile(update_bfloat16, fullgraph=True, dynamic=True)
-        self.offsets = {p: shard_offset(p, f"{seed} {name}") for p, name in names.items()}
+        self.numbers = {p: number_elements(p, f"{seed} {name}") for p, name in names.items()}
 
     @torch.no_grad()
     def step(self) -> None:  # pyrefly: ignore[bad-override]  # without a closure: nothing here passes one
@@ -64,7 +65,7 @@ class BFloat16AdamW(torch.optim.Optimizer):
                     self.grad_scale,
                     self.found_inf,
                     lr,
-                    self.offsets[p],
+                    self.numbers[p],
                     beta1,
                     beta2,
                     group["eps"],
@@ -75,25 +76,40 @@ class BFloat16AdamW(torch.optim.Optimizer):
 def as_2d(t: Tensor) -> Tensor:
     """This rank's shard of a tensor in two dimensions: its first, and all others flattened."""
     local = local_tensor(t)
-    rows = local.shape[0] if local.ndim else 1
-    return local.view(rows, -1)
+    if not local.ndim:
+        return local.view(1, 1)
+    # the number of columns, for an empty shard too
+    return local.view(local.shape[0], math.prod(local.shape[1:]))
 
 
-def shard_offset(p: nn.Parameter, key: str) -> Tensor:
-    """What random_bits() needs to know of this rank's shard: four int32 on the parameter's device.
+class ElementNumbers(NamedTuple):
+    """What random_bits() needs to know of this rank's shard, as int32 on the parameter's device.
 
-    They are the row and column of as_2d() at which the shard begins, the number of columns of the
-    full parameter, and a hash of the key.
+    Element (i, j) of as_2d() is number rows[i] + columns[j] of the full parameter, modulo 2^32.
+
+    These are tensors in memory: where a compiled update computes them by torch.arange, Inductor
+    takes an index of 64 bits when shapes are dynamic, and Triton then fails.
     """
+
+    rows: Tensor  # (R, 1)
+    columns: Tensor  # (C)
+    key: Tensor  # scalar: a hash of the seed and the parameter's name
+
+
+def number_elements(p: nn.Parameter, key: str) -> ElementNumbers:
     row, column = 0, 0
     if isinstance(p, DTensor) and p.ndim:
         _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
         row = offset[0]
         if p.ndim > 1:
             column = offset[1] * math.prod(p.shape[2:])
-    columns = math.prod(p.shape[1:])
-    numbers = torch.tensor([row, column, columns, zlib.crc32(key.encode())], device="cpu")
-    return numbers.to(torch.int32).to(p.device)  # the upper half of 32 bits wraps around
+    full_columns = math.prod(p.shape[1:])
+    shard_rows, shard_columns = as_2d(p.detach()).shape
+    rows = (row + torch.arange(shard_rows, device="cpu"))[:, None] * full_columns
+    columns = column + torch.arange(shard_columns, device="cpu")
+    hashed = torch.tensor(zlib.crc32(key.encode()), device="cpu")
+    # to int32 on the CPU, where what exceeds 32 bits is dropped
+    return ElementNumbers(*(n.to(torch.int32).to(p.device) for n in (rows, columns, hashed)))
 
 
 def update_bfloat16(
@@ -105,7 +121,7 @@ def update_bfloat16(
     grad_scale: Tensor,
     found_inf: Tensor,
     lr: Tensor,
-    offset: Tensor,
+    numbers: ElementNumbers,
     beta1: float,
     beta2: float,
     eps: float,
@@ -113,7 +129,7 @@ def update_bfloat16(
 ) -> None:
     """BFloat16AdamW's update of one parameter, in place.
 
-    The first four tensors are (R, C), the next four scalars. offset: from shard_offset().
+    The first four tensors are (R, C), the next four scalars.
     """
     g = grad / grad_scale
     first = beta1 * exp_avg.float() + (1 - beta1) * g
@@ -123,7 +139,7 @@ def update_bfloat16(
     change = unbiased_first / (unbiased_second.sqrt() + eps)
     new = p - lr * (change + weight_decay * p)
 
-    bits = random_bits(p, step, offset)
+    bits = random_bits(step, numbers)
     new_first = stochastic_round(first, bits & 0xFFFF)
     new_second = stochastic_round(second, bits >> 16 & 0xFFFF)
     skip = found_inf > 0
@@ -137,13 +153,10 @@ def bias_correction(beta: float, step: Tensor) -> Tensor | float:
     return -torch.expm1(step * math.log(beta)) if beta else 1.0
 
 
-def random_bits(p: Tensor, step: Tensor, offset: Tensor) -> Tensor:
-    """int32 for each element of p (R, C): a hash of the step and of what shard_offset() holds."""
-    row, column, columns, key = offset.unbind()
-    row = row + torch.arange(p.shape[0], dtype=torch.int32, device=p.device)[:, None]  # (R, 1)
-    column = column + torch.arange(p.shape[1], dtype=torch.int32, device=p.device)  # (C)
-    seed = hash32(key ^ hash32(step.to(torch.int32)))
-    return hash32((row * columns + column) ^ seed)
+def random_bits(step: Tensor, numbers: ElementNumbers) -> Tensor:
+    """(R, C) int32: a hash of the step, the key and each element's number."""
+    seed = hash32(numbers.key ^ hash32(step.to(torch.int32)))
+    return hash32((numbers.rows + numbers.columns) ^ seed)
 
 
 def hash32(x: Tensor) -> Tensor:

@@ -78,10 +78,10 @@ class Muon(torch.optim.Optimizer):
             }
 
         self.matrix_sets = by_shape([*matrices])
-        self.offsets: dict[nn.Parameter, Tensor] = {}  # of momenta in bfloat16
+        self.numbers: dict[nn.Parameter, adamw_bfloat16.ElementNumbers] = {}  # bfloat16 momenta
         if o.state_dtype == "bfloat16":
             for p, name in matrices.items():
-                self.offsets[p] = adamw_bfloat16.shard_offset(p, f"{seed} {name}")
+                self.numbers[p] = adamw_bfloat16.number_elements(p, f"{seed} {name}")
         self.update = update_bfloat16
         if compile:
             self.update = torch.compile(update_bfloat16, fullgraph=True, dynamic=True)
@@ -119,8 +119,8 @@ class Muon(torch.optim.Optimizer):
             if not grad.numel():  # with fewer rows than ranks, some shards are empty
                 continue
             momentum = local_tensor(state["momentum"])
-            if self.offsets:
-                momentum = self.update(momentum, grad, state["step"], self.offsets[p], beta)
+            if self.numbers:
+                momentum = self.update(momentum, grad, state["step"], self.numbers[p], beta)
             else:
                 momentum.lerp_(grad, 1 - beta)
             i_owned = i - matrix_set.first_owned
@@ -130,11 +130,15 @@ class Muon(torch.optim.Optimizer):
 
 
 def update_bfloat16(
-    momentum: Tensor, grad: Tensor, step: Tensor, offset: Tensor, beta: float
+    momentum: Tensor,
+    grad: Tensor,
+    step: Tensor,
+    numbers: adamw_bfloat16.ElementNumbers,
+    beta: float,
 ) -> Tensor:
     """Updates a momentum (r, c) in bfloat16, rounded stochastically; returns it before rounding."""
     exact = momentum.float().lerp(grad, 1 - beta)
-    bits = adamw_bfloat16.random_bits(momentum, step, offset)
+    bits = adamw_bfloat16.random_bits(step, numbers)
     momentum.copy_(adamw_bfloat16.stochastic_round(exact, bits & 0xFFFF))
     return exact
 

@@ -406,13 +406,6 @@ def without_storage(counted: Counted) -> list:
             torch.UntypedStorage, "resize_", lambda *args: counted.resized(resize(*args))
         ),
     ]
-    if config.has_extra("optimizers"):
-        patches.append(
-            mock.patch(
-                "extras.optimizers.adamw_bfloat16.shard_offset",
-                lambda *unused: torch.zeros(4, dtype=torch.int32),
-            )
-        )
     return patches
 
 
