@@ -51,7 +51,7 @@ def machine(cfg: Config, world: World, each: float) -> dict:
     facts = environment([platform.node()], world.device)
     facts["uncommitted"] = bool(facts["uncommitted"])
     try:
-        facts["torchtitan"] = f"{version('torchtitan')}: not measured here"
+        facts["torchtitan"] = f"{version('torchtitan')}: benchmarks.torchtitan_step times it"
     except PackageNotFoundError:
         facts["torchtitan"] = "not installed"
     q, k, v = heads(cfg, world)

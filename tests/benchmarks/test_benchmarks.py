@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import figures, overhead, transformers_step
+from benchmarks import figures, overhead, torchtitan_step, transformers_step
 from parallel.materialize import materialize
 from tests.conftest import REPO
 from tests.test_repo import documented
@@ -148,3 +148,9 @@ def test_figures_are_those_of_the_plan(monkeypatch, capsys):
         }
         monkeypatch.setattr(figures, "fit_table", lambda rows, tables=tables: tables[len(rows)])
         assert (figures.main(["--check"]), capsys.readouterr().out) == (code, printed)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures on a GPU")
+def test_torchtitan_is_timed_on_a_gpu_alone(capsys):
+    assert torchtitan_step.main(["1B"]) == 2
+    assert capsys.readouterr().err == "benchmarks.torchtitan_step needs a GPU\n"
