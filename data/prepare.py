@@ -21,6 +21,7 @@ import filelock
 import config
 import files
 from config import ConfigError
+from data import formats
 from data.console import on_terminal, progress, report
 from data.encode import (
     Chunk,
@@ -66,7 +67,7 @@ def prepare(cfg: config.Config, whole: bool = False) -> list[pathlib.Path]:
     is_left_to_run = cfg.data.order == "growing" and not whole
     to_complete = []
     for folder, source_cfg in sources:
-        if not is_left_to_run or is_small(source_cfg.data.source):
+        if not is_left_to_run or is_small(source_cfg.data):
             to_complete.append((folder, source_cfg))
     first_folder, _ = sources[0]
     with as_config_error(first_folder):
@@ -74,12 +75,12 @@ def prepare(cfg: config.Config, whole: bool = False) -> list[pathlib.Path]:
     return [folder for folder, _ in sources]
 
 
-def is_small(source: str) -> bool:
+def is_small(d: config.Data) -> bool:
     """Whether text takes a second or two to prepare. It is prepared before ranks start, so that too
     little to train on is refused by then."""
-    if not local_files(source):
+    if not local_files(d.source, d.split):
         return False
-    return sum(file.size for file in source_files(source)) <= SMALL
+    return sum(file.size for file in source_files(d.source, d.split)) <= SMALL
 
 
 def prepare_text(sources: SourceFolders, workers: int) -> None:
@@ -224,7 +225,7 @@ class Preparation:
         sweep(folder)
         is_growing = self.d.order == "growing"
         self.writer = TokenWriter(
-            folder, growing=is_growing, whole_documents=bool(self.d.messages_field)
+            folder, growing=is_growing, whole_documents=self.d.has_conversations
         )
         self.manifest = self.writer.manifest
         check_identity(folder, self.manifest, cfg)
@@ -245,7 +246,7 @@ class Preparation:
         typecode = "H" if self.manifest["dtype"] == "uint16" else "i"
         template = self.manifest["identity"].get("chat_template")
         copy = TokenizerCopy(self.manifest["tokenizer"], template, self.folder)
-        if self.d.messages_field:
+        if self.d.has_conversations:
             from extras.chat.conversations import encode_conversations
 
             return functools.partial(encode_conversations, copy, typecode)
@@ -388,7 +389,8 @@ class Preparation:
 
 
 def main(argv: list[str]) -> int:
-    _, cfg = config.from_command_line(argv, __doc__, tool=True)
+    args, cfg = config.from_command_line(argv, __doc__, tool=True)
+    cfg, _ = formats.complete(args, cfg)
     try:
         prepare(cfg, whole=True)
     except KeyboardInterrupt:

@@ -45,9 +45,11 @@ class RankProcess:
 
         try:
             if self.args.dry_run:
+                from data import formats
                 from extras.planner.dry_run import dry_run
 
-                code = 0 if dry_run(self.cfg, self.args) else DOES_NOT_FIT
+                cfg, _ = formats.complete(self.args, self.cfg, ask_hub=False)
+                code = 0 if dry_run(cfg, self.args) else DOES_NOT_FIT
             else:
                 code = self.run(evaluate if self.args.eval_only else train)
         except ConfigError as error:
