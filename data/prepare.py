@@ -15,6 +15,7 @@ import pathlib
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import filelock
 
@@ -37,13 +38,21 @@ from data.identity import check_identity, open_source, validation_source
 from data.record import (
     MANIFEST,
     damaged,
+    holds_out_documents,
     is_complete,
     manifest_of,
     progress_of,
     read_manifest,
     write_manifest,
 )
-from data.sources import Source, local_files, source_files
+from data.sources import (
+    FIRST_PROBLEMS,
+    MOST_PROBLEMS,
+    FilesState,
+    Source,
+    local_files,
+    source_files,
+)
 from data.writer import Overtaken, TokenWriter, segment_hashes
 
 # as source_folders() of data/folder.py returns them
@@ -213,6 +222,33 @@ def _interleave(preparations: "list[Preparation]") -> Iterator[Chunk]:
         yield chunk
 
 
+class WrongRows:
+    """The problems of a source's rows, which are collected up to the end of the file that has the
+    first one. From that on nothing is written."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.first_state: Any = None  # of the source, after the chunk with the first problem
+        self.is_enough = False
+
+    def add(self, chunk: Chunk, error: ConfigError, has_documents: bool) -> None:
+        """has_documents: a good row came before."""
+        if not self.problems:
+            self.first_state = chunk.resume_state
+        is_repeated = set(error.problems) <= set(self.problems)  # it is not of a row
+        if not is_repeated:
+            self.problems += error.problems
+        limit = MOST_PROBLEMS if has_documents else FIRST_PROBLEMS
+        self.is_enough = is_repeated or len(self.problems) >= limit
+
+    def raise_after(self, chunk: Chunk) -> None:
+        """Raises ConfigError unless more wrong rows may follow in the same file."""
+        state = chunk.resume_state
+        is_in_file = isinstance(state, FilesState) and state.file == self.first_state.file
+        if chunk.is_last or self.is_enough or not is_in_file:
+            raise ConfigError(*self.problems)
+
+
 class Preparation:
     """A folder whose text this process prepares: chunks() are tokenized, and then given to write()
     in their order."""
@@ -231,6 +267,7 @@ class Preparation:
         check_identity(folder, self.manifest, cfg)
         self.validation = validation_source(self.d)  # the options of a validation source, or None
         self.encode = self._encoder()
+        self.wrong_rows = WrongRows()
         self.source = self._open(self.d, "")
         documents = sum(self.manifest["documents"].values())
         if documents:
@@ -292,14 +329,26 @@ class Preparation:
         if self._sync_is_due():  # this process may have been stopped
             self.writer.check_record()
         if chunk.problem and not self.is_full():
-            raise chunk.problem
-        if chunk.is_last and self.reads_validation():
-            self.writer.decide_validation()
+            has_documents = any(self.manifest["documents"].values())
+            self.wrong_rows.add(chunk, chunk.problem, has_documents)
+        if self.wrong_rows.problems:
+            self.wrong_rows.raise_after(chunk)
+        elif chunk.is_last and self.reads_validation():
+            self._decide_validation()
         elif chunk.is_last:
             self.complete()
         else:
             self._append(encoded)
             self._note_progress(chunk)
+
+    def _decide_validation(self) -> None:
+        """After the text of a validation source. Raises ConfigError if nothing of it has a loss."""
+        if not holds_out_documents(self.manifest):
+            raise ConfigError(
+                f"[data] validation = {self.d.validation}: holds nothing to evaluate on; "
+                f"{self.manifest.get('left_out', 0):,} of its rows were left out"
+            )
+        self.writer.decide_validation()
 
     def _sync_is_due(self) -> bool:
         return time.monotonic() > self.last_record + SYNC_SECONDS

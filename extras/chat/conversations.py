@@ -30,7 +30,8 @@ from extras.chat.template import (
     find_template,
 )
 
-# after so many conversations that cannot be rendered, encoding stops: a template may fail on all
+# after so many conversations that cannot be rendered, and none that can, encoding stops: a template
+# may fail on all
 MAX_PROBLEMS = 10
 
 Spans = list[tuple[int, int]]  # (first character, one past the last), in order
@@ -438,7 +439,8 @@ def encode_conversations(copy: TokenizerCopy, typecode: str, documents: list[str
     """data.encode.encode_documents() for conversations.
 
     An id without a loss is complemented. A conversation that is left out has no ids. Raises
-    ConfigError with the problems of all conversations, or of the first MAX_PROBLEMS.
+    ConfigError with the problems of all conversations, or of the first MAX_PROBLEMS if no other
+    came before them.
     """
     chat = load_chat(copy)
     encoded = []
@@ -450,7 +452,7 @@ def encode_conversations(copy: TokenizerCopy, typecode: str, documents: list[str
             ids, has_loss = chat.encode(messages, conversation.tools, conversation.has_loss)
         except ConfigError as error:
             problems += [f"{where}: {problem}" for problem in error.problems]
-            if len(problems) >= MAX_PROBLEMS:
+            if len(problems) >= MAX_PROBLEMS and not encoded:
                 break
             continue
         signed = [token if learned else ~token for token, learned in zip(ids, has_loss)]

@@ -258,8 +258,12 @@ def open_packed(folder: pathlib.Path, split: str, cfg: config.Config) -> Packed:
     left_out = manifest.get("left_out", 0)
     if split == "train" and not len(numbers):
         reason = f"all {left_out:,} were left out, without an assistant's turn or with an empty one"
-        if any(manifest["documents"].values()):
-            reason = "what there is, is held out for validation; bring more"
+        count = sum(manifest["documents"].values())
+        if count:
+            reason = (
+                f"its {count:,} are held out for validation; bring more, or name data.validation: "
+                "then nothing is held out, and it may be the same file"
+            )
         raise ConfigError(f"{folder}: holds no conversation to train on: {reason}")
     seq_len = cfg.train.seq_len
     lengths = np.diff(ends, prepend=0)[numbers]

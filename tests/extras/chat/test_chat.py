@@ -665,7 +665,9 @@ def test_of_few_conversations_the_last_are_held_out_whole(tokenizer, tmp_path):
     )
     (tmp_path / "one.jsonl").write_text(json.dumps({"messages": rows[0]}) + "\n")
     here(lonely, one_in=1)
-    with pytest.raises(ConfigError, match="what there is, is held out for validation; bring more"):
+    with pytest.raises(
+        ConfigError, match="its 1 are held out for validation; bring more, or name data.validation"
+    ):
         open_dataset(lonely)
 
 
