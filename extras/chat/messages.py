@@ -215,12 +215,10 @@ def with_system(messages: list[Any], system: Any) -> list[Any]:
 
 def tools_of(value: Any) -> list[dict] | None:
     """The tools of a row: a list, or JSON of one, of functions. Raises ConfigError."""
-    if isinstance(value, str):
-        value = parsed(value) if value.strip() else None
-        if value is None:
-            return None
-    if not value:
+    if not value or (isinstance(value, str) and not value.strip()):
         return None
+    if isinstance(value, str):
+        value = parsed(value)
     if not isinstance(value, list):
         raise ConfigError("field 'tools' must be a list of functions, or JSON of one")
     tools = []
@@ -229,7 +227,7 @@ def tools_of(value: Any) -> list[dict] | None:
         if not isinstance(tool, dict):
             raise ConfigError("field 'tools' must be a list of functions, or JSON of one")
         tools.append(as_function(tool))
-    return tools
+    return tools or None
 
 
 # Messages
