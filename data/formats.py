@@ -45,25 +45,27 @@ def found_options(cfg: config.Config, ask_hub: bool = True) -> list[str]:
     d = cfg.data
     if d.format or d.messages_field:
         return []
-    if not d.sources:
-        found = found_format(cfg, ask_hub)
-        # of a text, the option is only needed to be refused
-        return [f"--data.format={found}"] if found != "text" or d.chat_template else []
-    tokenizer = d.tokenizer
-    if not tokenizer and os.path.exists(common_tokenizer(cfg)):
-        tokenizer = str(common_tokenizer(cfg))
-    sources = []
-    for source, source_cfg in zip(d.sources, sources_of(cfg, tokenizer)):
-        found = source.format or found_format(source_cfg, ask_hub)
-        sources.append(source if found == "text" else replace(source, format=found))
-    if sources == [*d.sources]:
+    source_cfgs = [cfg]
+    if d.sources:
+        tokenizer = d.tokenizer
+        if not tokenizer and os.path.exists(common_tokenizer(cfg)):
+            tokenizer = str(common_tokenizer(cfg))
+        source_cfgs = sources_of(cfg, tokenizer)
+    found = [each.data.format or found_format(each, ask_hub) for each in source_cfgs]
+    if set(found) == {"text"}:
+        # the option is only needed to be refused
+        return ["--data.format=text"] if d.chat_template else []
+    if not any(found):
         return []
+    if not d.sources:
+        return [f"--data.format={found[0]}"]
+    sources = [replace(source, format=name) for source, name in zip(d.sources, found)]
     return [f"--data.sources={schema.toml(sources)}"]
 
 
-def found_format(cfg: config.Config, ask_hub: bool) -> RowFormat:
-    """The format of one source's rows. Where they cannot be read now it is "text": whoever prepares
-    them reports why. Raises ConfigError."""
+def found_format(cfg: config.Config, ask_hub: bool) -> RowFormat | None:
+    """The format of one source's rows. None if they cannot be read now: whoever prepares them
+    reports why. Raises ConfigError."""
     d = cfg.data
     if d.source == STDLIB:
         return "text"
@@ -71,23 +73,23 @@ def found_format(cfg: config.Config, ask_hub: bool) -> RowFormat:
         if not local_files(d.source, d.split):
             begun = list(begun_formats(cfg))
             if begun or not ask_hub:
-                return begun[0] if begun else "text"
+                return begun[0] if begun else None
     row = first_row(d)
-    if row is None or row.get(d.text_field) is not None:
-        formats: list[RowFormat] = ["text"]
-    else:
-        formats = formats_of(row)
+    if row is None:
+        return None
+    formats = formats_of(row)
+    if row.get(d.text_field) is not None or (d.text_field in row and not formats):
+        if formats:
+            options = " or ".join(f"--data.format={name}" for name in formats)
+            report(
+                f"{d.source}: the text to train on is its column {d.text_field!r}; {options} "
+                "trains on the answers in its other columns"
+            )
+        return "text"
     if len(formats) != 1:
-        raise ambiguous(d, row or {}, formats)
-    if formats != ["text"]:
-        columns = ", ".join(row or {})
-        report(f'{d.source}: data.format = "{formats[0]}", by its first row\'s columns: {columns}')
-    elif formats_of(row or {}):
-        others = " or ".join(f"--data.format={name}" for name in formats_of(row or {}))
-        report(
-            f"{d.source}: the text to train on is its column {d.text_field!r}; {others} trains on "
-            "the answers in its other columns"
-        )
+        raise ambiguous(d, row, formats)
+    columns = ", ".join(row)
+    report(f'{d.source}: data.format = "{formats[0]}", by its first row\'s columns: {columns}')
     return formats[0]
 
 

@@ -44,12 +44,14 @@ class RankProcess:
         from lifecycle.failure import exit_immediately
 
         try:
-            if self.args.dry_run:
+            if not self.args.launch:  # else the launcher did this, once for all ranks
                 from data import formats
+
+                self.cfg, _ = formats.complete(self.args, self.cfg, not self.args.dry_run)
+            if self.args.dry_run:
                 from extras.planner.dry_run import dry_run
 
-                cfg, _ = formats.complete(self.args, self.cfg, ask_hub=False)
-                code = 0 if dry_run(cfg, self.args) else DOES_NOT_FIT
+                code = 0 if dry_run(self.cfg, self.args) else DOES_NOT_FIT
             else:
                 code = self.run(evaluate if self.args.eval_only else train)
         except ConfigError as error:

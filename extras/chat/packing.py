@@ -235,7 +235,7 @@ class Packed:
             f"{self.path.parent}: {self.document_count:,} conversations in {self.windows:,} "
             f"windows of {self.seq_len:,} tokens, {full:.1%} full; "
             f"{self.cut:,} cut at a window's end; {self.left_out:,} left out, without an "
-            f"assistant's turn or with an empty one; {about}{learned / tokens:.0%} of the tokens "
+            f"assistant's turn to learn or with an empty one; {about}{learned / tokens:.0%} of the tokens "
             "have a loss"
         )
 
@@ -257,7 +257,7 @@ def open_packed(folder: pathlib.Path, split: str, cfg: config.Config) -> Packed:
         numbers = numbers[is_validation == (split == "heldout")]
     left_out = manifest.get("left_out", 0)
     if split == "train" and not len(numbers):
-        reason = f"all {left_out:,} were left out, without an assistant's turn or with an empty one"
+        reason = f"all {left_out:,} were left out, without an assistant's turn to learn or with an empty one"
         count = sum(manifest["documents"].values())
         if count:
             reason = (

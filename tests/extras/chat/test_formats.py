@@ -6,6 +6,7 @@ import json
 import pathlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -532,7 +533,7 @@ def test_the_columns_decide_and_what_is_unclear_is_refused_with_options_to_paste
     ]
     assert 'data.format = "prompt_completion", by its first' in capsys.readouterr().err
     # what is not there is reported by whoever prepares it; a folder that is there says it, too
-    missing = sections(source="missing.jsonl", chat_template=None)
+    missing = sections(source="missing.jsonl")
     assert found_options(make_config(**missing)) == []
     rows = [tldr(i).columns for i in range(ROWS)]
     given = sections(source=str(written(rows, "jsonl", tmp_path)), format="prompt_completion")
@@ -724,3 +725,29 @@ def test_all_rows_that_a_template_refuses_are_listed(sections, tmp_path):
     assert (
         read_manifest(folder)["sha256"] == read_manifest(prepared(make_config(**given)))["sha256"]
     )
+
+
+def test_a_dataset_of_the_hub_is_asked_for_its_first_row_unless_it_is_prepared(
+    sections, monkeypatch
+):
+    import datasets
+    import huggingface_hub
+
+    rows = datasets.Dataset.from_list([glaive_toolcall(i).columns for i in range(ROWS)])
+    asked = []
+
+    def load(*names, **options):
+        asked.append(names)
+        return rows.to_iterable_dataset()
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    info = SimpleNamespace(sha="first")
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_: info)
+    given = sections(source="owner/name", path=None)
+    assert not found_options(make_config(**given), ask_hub=False) and not asked
+    assert found_options(make_config(**given)) == ["--data.format=messages"] and len(asked) == 1
+    with monkeypatch.context() as context:
+        context.chdir(pathlib.Path(given["data"]["chat_template"]).parent)
+        prepared(make_config(**{**given, "data": {**given["data"], "format": "messages"}}))
+        asked.clear()
+        assert found_options(make_config(**given)) == ["--data.format=messages"] and not asked
