@@ -43,7 +43,8 @@ def found_options(cfg: config.Config, ask_hub: bool = True) -> list[str]:
     option says it already. ask_hub: whether a dataset may be read for it that is not on this
     machine. Raises ConfigError if a first row has the columns of none, or of several."""
     d = cfg.data
-    if d.format or d.messages_field:
+    are_said = d.sources and all(source.format for source in d.sources)
+    if d.format or d.messages_field or are_said:
         return []
     source_cfgs = [cfg]
     if d.sources:
