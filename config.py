@@ -33,6 +33,9 @@ SELECTIVE = ("elementwise", "selective")
 # The matrices of a block, in order.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
+# What a row of data is: a text, or a conversation in one of three forms.
+RowFormat = Literal["text", "messages", "alpaca", "prompt_completion"]
+
 # What the values of options must satisfy. A string is a keyword such as "auto".
 POSITIVE = Constraint(lambda v: isinstance(v, str) or v > 0, "must be greater than 0")
 NOT_NEGATIVE = Constraint(lambda v: v >= 0, "must be at least 0")
@@ -133,13 +136,14 @@ class Source:
     text_field: str | None = option(None, "as data.text_field")
     max_tokens: int | None = option(None, "as data.max_tokens", POSITIVE)
     validation: str | None = option(None, "as data.validation")
+    format: RowFormat | None = option(None, "as data.format")
 
 
 @dataclass(frozen=True)
 class Data:
     source: str = option(
         "python-stdlib",
-        '"python-stdlib", a Hugging Face id, or local .jsonl, .parquet or .txt files',
+        '"python-stdlib", a Hugging Face id, or local .jsonl, .json, .parquet, .arrow or .txt files',
     )
     subset: str | None = option(None, "configuration of a Hugging Face dataset")
     split: str = option("train", "split of a Hugging Face dataset")
@@ -150,9 +154,12 @@ class Data:
     )
     max_tokens: int | None = option(None, "tokens to prepare; absent: all", POSITIVE)
     document_mask: bool = option(False, "attend only within a document; positions restart in each")
+    format: RowFormat | None = option(
+        None, "what a row is: a text, or a conversation; absent: found from the first row"
+    )
     messages_field: str | None = option(
         None,
-        "column with a conversation's messages: train on what the assistant says",
+        "column with a conversation's messages; absent: messages, else conversations",
         extra="chat",
     )
     chat_template: str | None = option(
@@ -165,6 +172,18 @@ class Data:
         None, "validation text of your own: files, or a split of the Hugging Face dataset"
     )
     sources: tuple[Source, ...] = option((), "a mixture, weighted", note="; write [[data.sources]]")
+
+    @property
+    def row_format(self) -> RowFormat:
+        """The format of one source's rows. data/formats.py finds it where no option says it."""
+        return self.format or ("messages" if self.messages_field else "text")
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether rows are conversations: those of all sources are, or of none."""
+        return any(source.format not in (None, "text") for source in self.sources) or (
+            self.row_format != "text"
+        )
 
 
 @dataclass(frozen=True)
@@ -525,26 +544,51 @@ def _data_rules(cfg: Config) -> Iterator[Rule]:
             d.source == Data.source,
             "is incompatible with [[data.sources]]",
         )
+    if d.has_conversations:
+        yield from _conversation_rules(d)
+    formats = {source.format or d.row_format for source in d.sources} or {d.row_format}
     if d.messages_field:
         yield Rule(
-            "data.messages_field data.tokenizer data.sources",
-            d.tokenizer,
-            "needs data.tokenizer: that of the model, with the special tokens of its chat template",
-        )
-        yield Rule(
-            "data.messages_field data.order",
-            d.order == "global",
-            'is incompatible with order = "growing": windows are planned over all conversations',
-        )
-        yield Rule(
-            "data.document_mask data.messages_field",
-            d.document_mask,
-            "is implied by messages_field: attention stays inside a conversation",
+            "data.messages_field data.format",
+            "messages" in formats,
+            'is a column of format = "messages"',
         )
     if d.chat_template:
         yield Rule(
-            "data.chat_template data.messages_field", d.messages_field, "requires messages_field"
+            "data.chat_template data.format",
+            d.has_conversations or d.format is None,
+            'renders conversations, and format = "text" has none',
         )
+
+
+def _conversation_rules(d: Data) -> Iterator[Rule]:
+    option = "data.messages_field"
+    if d.format or not d.messages_field:
+        option = "data.format"
+    if d.sources:
+        option = "data.sources"
+        formats = [source.format or d.row_format for source in d.sources]
+        yield Rule(
+            option,
+            "text" not in formats,
+            f"mixes text and conversations (format = {', '.join(formats)}): train on one of them",
+        )
+    yield Rule(f"{option} data.format", has_extra("chat"), lack_of("chat"))
+    yield Rule(
+        f"{option} data.tokenizer",
+        d.tokenizer,
+        "needs data.tokenizer: that of the model, with the special tokens of its chat template",
+    )
+    yield Rule(
+        f"{option} data.order",
+        d.order == "global",
+        'is incompatible with order = "growing": windows are planned over all conversations',
+    )
+    yield Rule(
+        f"data.document_mask {option}",
+        d.document_mask,
+        "is implied by conversations: attention stays inside each",
+    )
 
 
 def _mixture_rules(cfg: Config) -> Iterator[Rule]:
@@ -858,7 +902,7 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = (), saved: bool =
         from extras.huggingface.config import complete
 
         complete(given)
-    if "data.messages_field" in given.values:
+    if given.build("data").has_conversations:
         given.values.setdefault("data.document_mask", True)
     given.values.setdefault("run.name", pathlib.Path(path).stem)
     cfg = given.build()

@@ -139,7 +139,7 @@ def bytes_of_targets(cfg: config.Config, dataset: Dataset, rank: int, ranks: int
     """Of each source, this rank's share of the bytes that the validation targets encode. NaN if it
     cannot decode them, or they are answers in conversations."""
     unknown = [math.nan] * len(dataset.validation)
-    if cfg.data.messages_field or not dataset.tokenizer_files:
+    if cfg.data.has_conversations or not dataset.tokenizer_files:
         return unknown
     folder = dataset.tokenizer_files[0].parent
     is_masked = cfg.data.document_mask

@@ -237,7 +237,7 @@ def log_sample(model: Llama, cfg: config.Config, world: World, dataset: Dataset)
     Logs none of a large model, which every token all-gathers: over nodes, 64 tokens of 70B would
     occupy all GPUs for minutes.
     """
-    if cfg.train.steps < MIN_SAMPLED_STEPS or cfg.data.messages_field:
+    if cfg.train.steps < MIN_SAMPLED_STEPS or cfg.data.has_conversations:
         return
     if parameter_count(model) > MAX_SAMPLED_PARAMETERS:
         log.info(

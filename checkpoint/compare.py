@@ -23,8 +23,8 @@ GUARDED = re.compile(
 SHAPES = re.compile(r"model\.(dim|n_layers|ffn_dim|vocab_size|tie_embeddings)|lora\.(rank|targets)")
 # Options that change the prepared data: allowing one of them to change also allows other data.
 PREPARED = re.compile(
-    r"data\.(sources?|subset|split|text_field|tokenizer|max_tokens|validation|messages_field|"
-    r"chat_template)|"
+    r"data\.(sources?|subset|split|text_field|tokenizer|max_tokens|validation|format|"
+    r"messages_field|chat_template)|"
     r"model\.vocab_size"
 )
 # Options that determine the outputs for given weights: an evaluation with other values would be
@@ -40,6 +40,8 @@ def changed_options(cfg: config.Config, step: int, names: re.Pattern) -> dict[st
     now = config.SCHEMA.complete(config.to_dict(cfg))
     if _head_width(before) == _head_width(now):
         before["model.head_dim"] = now["model.head_dim"]  # stated or derived, it is the same
+    if _row_format(before) == _row_format(now):
+        before["data.format"] = now["data.format"]
     mentioned = schema.flatten(saved, before)
     changed = {}
     for key in sorted(before | now):
@@ -56,6 +58,10 @@ def changed_options(cfg: config.Config, step: int, names: re.Pattern) -> dict[st
 
 def _head_width(options: dict[str, Any]) -> int:
     return options["model.head_dim"] or options["model.dim"] // options["model.n_heads"]
+
+
+def _row_format(options: dict[str, Any]) -> str:
+    return options["data.format"] or ("messages" if options["data.messages_field"] else "text")
 
 
 def _as_text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Files that pyarrow reads, which comes with `datasets`: parquet, and compressed JSON lines."""
+"""Files that pyarrow reads, which comes with `datasets`: parquet, Arrow, and compressed JSON."""
 
 import io
 import pathlib
@@ -21,19 +21,19 @@ def decompressed(file: io.BufferedReader, suffix: str) -> io.BufferedReader:
 
 
 def parquet_rows(
-    path: pathlib.Path, column: str, read: int
+    path: pathlib.Path, columns: tuple[str, ...], read: int
 ) -> Iterator[tuple[int, int, dict[str, object]]]:
     """Yields (number of the row from 1, rows of the file, {column: value}) of all rows after the
-    first `read`. A file without the column has one row, which names its columns. Raises whatever
-    pyarrow raises."""
+    first `read`. columns: those to read; empty: all. A file without any of them has one row, which
+    names its columns. Raises whatever pyarrow raises."""
     import pyarrow.parquet
 
     file = pyarrow.parquet.ParquetFile(path)
     metadata = file.metadata
-    names = file.schema_arrow.names
-    if column not in names:
+    names = columns_in(file.schema_arrow.names, columns)
+    if not names:
         if metadata.num_rows:
-            yield 1, metadata.num_rows, dict.fromkeys(names)
+            yield 1, metadata.num_rows, dict.fromkeys(file.schema_arrow.names)
         return
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     # row groups that were read are not opened again
@@ -45,12 +45,57 @@ def parquet_rows(
     row_bytes = max([1, *map(mean_row_bytes, groups)])
     batch_rows = max(1, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
     unread_groups = list(range(first_group, len(groups)))
-    for batch in file.iter_batches(batch_rows, unread_groups, [column]):
+    for batch in file.iter_batches(batch_rows, unread_groups, names):
         skipped = max(0, read - position)
-        values = batch[column][skipped:].to_pylist()
-        for number, value in enumerate(values, position + skipped + 1):
-            yield number, metadata.num_rows, {column: value}
+        rows = batch.select(names)[skipped:].to_pylist()
+        for number, row in enumerate(rows, position + skipped + 1):
+            yield number, metadata.num_rows, row
         position += batch.num_rows
+
+
+def arrow_rows(
+    path: pathlib.Path, columns: tuple[str, ...], read: int
+) -> Iterator[tuple[int, int, dict[str, object]]]:
+    """As parquet_rows(), of a file of record batches: datasets.save_to_disk() writes them. Yields
+    (number of the row, bytes up to the end of its batch, row)."""
+    import pyarrow
+    import pyarrow.ipc
+
+    with pyarrow.memory_map(str(path)) as file:
+        schema, batches = record_batches(file)
+        names = columns_in(schema.names, columns)
+        position = 0
+        for batch in batches:
+            first = max(0, read - position)
+            for start in range(first, batch.num_rows, BATCH_ROWS):
+                rows = batch.select(names).slice(start, BATCH_ROWS).to_pylist()
+                if not names:
+                    yield 1, file.tell(), dict.fromkeys(schema.names)
+                    return
+                for number, row in enumerate(rows, position + start + 1):
+                    yield number, file.tell(), row
+            position += batch.num_rows
+
+
+def record_batches(file: Any) -> tuple[Any, Iterator[Any]]:
+    """(schema, batches) of an Arrow file: of its streaming format, or of the one with an index."""
+    import pyarrow.ipc
+
+    magic = b"ARROW1"
+    has_index = file.read(len(magic)) == magic
+    file.seek(0)
+    if has_index:
+        reader = pyarrow.ipc.open_file(file)
+        return reader.schema, map(reader.get_batch, range(reader.num_record_batches))
+    stream = pyarrow.ipc.open_stream(file)
+    return stream.schema, iter(stream)
+
+
+def columns_in(names: list[str], columns: tuple[str, ...]) -> list[str]:
+    """Those of the columns that a file has, which are `names`; without columns, all."""
+    if not columns:
+        return names
+    return [name for name in columns if name in names]
 
 
 def mean_row_bytes(group: Any) -> int:

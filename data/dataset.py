@@ -115,7 +115,7 @@ def _notes(dataset: Dataset) -> list[str]:
     cfg = dataset.cfg
     folder = dataset.folders[0]
     notes = []
-    if cfg.data.messages_field:
+    if cfg.data.has_conversations:
         from extras.chat.packing import Packed
 
         for stream in dataset.train:
@@ -147,7 +147,7 @@ def _open_source(folder: pathlib.Path, cfg: config.Config, split: str) -> TextSt
     """open_data() of one source."""
     manifest = manifest_of(folder)
     check_identity(folder, manifest, cfg)
-    if cfg.data.messages_field:
+    if cfg.data.has_conversations:
         from extras.chat.packing import open_packed
 
         return open_packed(folder, split, cfg)

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import files
@@ -49,7 +49,7 @@ class Chunk:
     resume_state: Any = None  # of the source, after the last document
     fraction_read: float | None = None  # of the source, with these documents
     is_last: bool = False  # ends the source, and has no documents
-    problem: ConfigError | None = None  # in place of the documents that follow
+    problem: ConfigError | None = None  # in place of its documents, or of those that follow
 
 
 def is_validation(text: str) -> bool:
@@ -119,11 +119,12 @@ def encode_documents(copy: TokenizerCopy, typecode: str, documents: list[str]) -
 
 
 def encode_in_order(chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chunk, Encoded]]:
-    """Yields each chunk with what its encode() returns. workers: processes; 0 encodes in this one.
-    Replaces processes that are killed. Raises ConfigError and OSError."""
+    """Yields each chunk with what its encode() returns, or with the ConfigError that it raises as
+    the chunk's problem. workers: processes; 0 encodes in this one. Replaces processes that are
+    killed. Raises OSError."""
     if workers == 0:
         for chunk in chunks:
-            yield chunk, chunk.encode(chunk.documents)
+            yield _with_result(chunk, functools.partial(chunk.encode, chunk.documents))
         return
     ahead: collections.deque[tuple[Chunk, Future]] = collections.deque()
     pool = _start_pool(workers)
@@ -137,7 +138,7 @@ def encode_in_order(chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chu
                 return
             chunk, future = ahead[0]
             try:
-                encoded = future.result()
+                result = _with_result(chunk, future.result)
             except BrokenProcessPool:
                 losses += 1
                 pool.shutdown(cancel_futures=True)
@@ -147,9 +148,16 @@ def encode_in_order(chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chu
                 continue
             losses = 0
             ahead.popleft()
-            yield chunk, encoded
+            yield result
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _with_result(chunk: Chunk, result: Callable[[], Encoded]) -> tuple[Chunk, Encoded]:
+    try:
+        return chunk, result()
+    except ConfigError as error:
+        return replace(chunk, problem=error), []
 
 
 def _report_loss(losses: int) -> None:

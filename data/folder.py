@@ -29,7 +29,7 @@ from data.tokenizer import Tokenizer, tokenizer_hash, train_tokenizer
 # that another process may take to train a tokenizer: then it is not waited for
 BEGIN_SECONDS = 900.0
 # a source of a mixture has these options of its own, or else those of [data]
-SOURCE_OPTIONS = ("subset", "split", "text_field", "max_tokens", "validation")
+SOURCE_OPTIONS = ("subset", "split", "text_field", "max_tokens", "validation", "format")
 
 # Names
 
@@ -195,7 +195,7 @@ def _begin(folder: pathlib.Path, cfg: config.Config) -> None:
     temporary = folder.with_name(f".{folder.name}.{files.process_name()}.tmp")
     contents, vocab_size = _tokenizer_of(cfg)
     manifest = _first_record(cfg, tokenizer_hash(contents), vocab_size)
-    if cfg.data.messages_field:
+    if cfg.data.has_conversations:
         from extras.chat.template import files_of
 
         contents |= files_of(cfg.data)
@@ -218,7 +218,7 @@ def _first_record(cfg: config.Config, tokenizer: str, vocab_size: int) -> dict:
     """The manifest of a folder without text. tokenizer: its hash. Raises ConfigError."""
     source = open_source(cfg.data)
     # of conversations, the sign of a token says that it has no loss
-    is_wide = vocab_size > 1 << 16 or cfg.data.messages_field
+    is_wide = vocab_size > 1 << 16 or cfg.data.has_conversations
     return {
         "identity": identity(cfg),
         "files": source.files_to_record() or [],
@@ -305,7 +305,7 @@ def _compare_with_source(folder: pathlib.Path, manifest: dict, d: config.Data, p
     """Compares a source's files with what the manifest has of them, and takes over new stamps.
     prefix: of the source's entries in the manifest. Raises ConfigError."""
     recorded = manifest.get(f"{prefix}files")
-    if not recorded or not local_files(d.source):
+    if not recorded or not local_files(d.source, d.split):
         return
     record = {"files": [[*entry, ""][:4] for entry in recorded]}
     end = FilesState(file=len(recorded))

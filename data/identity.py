@@ -11,7 +11,7 @@ from typing import Any
 import config
 from config import ConfigError
 from data.hub_sources import Hub, HubFiles
-from data.sources import STDLIB, Files, Source, local_files
+from data.sources import STDLIB, Files, Source, has_saved_splits, local_files
 from data.tokenizer import tokenizer_files, tokenizer_hash
 
 # versions of the file format; part of the identity
@@ -43,7 +43,8 @@ def validation_source(d: config.Data) -> config.Data | None:
     if not d.validation:
         return None
     is_file = local_files(d.validation) is not None
-    is_dataset = d.source != STDLIB and local_files(d.source) is None
+    has_splits = has_saved_splits(d.source)
+    is_dataset = has_splits or (d.source != STDLIB and local_files(d.source) is None)
     if not is_file and not is_dataset:
         raise ConfigError(
             f"[data] validation = {d.validation}: no such file, folder or pattern; a split can be "
@@ -80,7 +81,7 @@ def identity(cfg: config.Config) -> dict:
         entries["order"] = d.order
     if d.validation:
         entries["validation"] = d.validation
-    if d.messages_field:
+    if d.has_conversations:
         from extras.chat.template import identity_of
 
         entries |= identity_of(d)

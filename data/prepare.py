@@ -15,12 +15,14 @@ import pathlib
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import filelock
 
 import config
 import files
 from config import ConfigError
+from data import formats
 from data.console import on_terminal, progress, report
 from data.encode import (
     Chunk,
@@ -36,13 +38,21 @@ from data.identity import check_identity, open_source, validation_source
 from data.record import (
     MANIFEST,
     damaged,
+    holds_out_documents,
     is_complete,
     manifest_of,
     progress_of,
     read_manifest,
     write_manifest,
 )
-from data.sources import Source, local_files, source_files
+from data.sources import (
+    FIRST_PROBLEMS,
+    MOST_PROBLEMS,
+    FilesState,
+    Source,
+    local_files,
+    source_files,
+)
 from data.writer import Overtaken, TokenWriter, segment_hashes
 
 # as source_folders() of data/folder.py returns them
@@ -66,7 +76,7 @@ def prepare(cfg: config.Config, whole: bool = False) -> list[pathlib.Path]:
     is_left_to_run = cfg.data.order == "growing" and not whole
     to_complete = []
     for folder, source_cfg in sources:
-        if not is_left_to_run or is_small(source_cfg.data.source):
+        if not is_left_to_run or is_small(source_cfg.data):
             to_complete.append((folder, source_cfg))
     first_folder, _ = sources[0]
     with as_config_error(first_folder):
@@ -74,12 +84,12 @@ def prepare(cfg: config.Config, whole: bool = False) -> list[pathlib.Path]:
     return [folder for folder, _ in sources]
 
 
-def is_small(source: str) -> bool:
+def is_small(d: config.Data) -> bool:
     """Whether text takes a second or two to prepare. It is prepared before ranks start, so that too
     little to train on is refused by then."""
-    if not local_files(source):
+    if not local_files(d.source, d.split):
         return False
-    return sum(file.size for file in source_files(source)) <= SMALL
+    return sum(file.size for file in source_files(d.source, d.split)) <= SMALL
 
 
 def prepare_text(sources: SourceFolders, workers: int) -> None:
@@ -212,6 +222,33 @@ def _interleave(preparations: "list[Preparation]") -> Iterator[Chunk]:
         yield chunk
 
 
+class WrongRows:
+    """The problems of a source's rows, which are collected up to the end of the file that has the
+    first one. From that on nothing is written."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.first_state: Any = None  # of the source, after the chunk with the first problem
+        self.is_enough = False
+
+    def add(self, chunk: Chunk, error: ConfigError, has_documents: bool) -> None:
+        """has_documents: a good row came before."""
+        if not self.problems:
+            self.first_state = chunk.resume_state
+        is_repeated = set(error.problems) <= set(self.problems)  # it is not of a row
+        if not is_repeated:
+            self.problems += error.problems
+        limit = MOST_PROBLEMS if has_documents else FIRST_PROBLEMS
+        self.is_enough = is_repeated or len(self.problems) >= limit
+
+    def raise_after(self, chunk: Chunk) -> None:
+        """Raises ConfigError unless more wrong rows may follow in the same file."""
+        state = chunk.resume_state
+        is_in_file = isinstance(state, FilesState) and state.file == self.first_state.file
+        if chunk.is_last or self.is_enough or not is_in_file:
+            raise ConfigError(*self.problems)
+
+
 class Preparation:
     """A folder whose text this process prepares: chunks() are tokenized, and then given to write()
     in their order."""
@@ -224,12 +261,13 @@ class Preparation:
         sweep(folder)
         is_growing = self.d.order == "growing"
         self.writer = TokenWriter(
-            folder, growing=is_growing, whole_documents=bool(self.d.messages_field)
+            folder, growing=is_growing, whole_documents=self.d.has_conversations
         )
         self.manifest = self.writer.manifest
         check_identity(folder, self.manifest, cfg)
         self.validation = validation_source(self.d)  # the options of a validation source, or None
         self.encode = self._encoder()
+        self.wrong_rows = WrongRows()
         self.source = self._open(self.d, "")
         documents = sum(self.manifest["documents"].values())
         if documents:
@@ -245,7 +283,7 @@ class Preparation:
         typecode = "H" if self.manifest["dtype"] == "uint16" else "i"
         template = self.manifest["identity"].get("chat_template")
         copy = TokenizerCopy(self.manifest["tokenizer"], template, self.folder)
-        if self.d.messages_field:
+        if self.d.has_conversations:
             from extras.chat.conversations import encode_conversations
 
             return functools.partial(encode_conversations, copy, typecode)
@@ -291,14 +329,26 @@ class Preparation:
         if self._sync_is_due():  # this process may have been stopped
             self.writer.check_record()
         if chunk.problem and not self.is_full():
-            raise chunk.problem
-        if chunk.is_last and self.reads_validation():
-            self.writer.decide_validation()
+            has_documents = any(self.manifest["documents"].values())
+            self.wrong_rows.add(chunk, chunk.problem, has_documents)
+        if self.wrong_rows.problems:
+            self.wrong_rows.raise_after(chunk)
+        elif chunk.is_last and self.reads_validation():
+            self._decide_validation()
         elif chunk.is_last:
             self.complete()
         else:
             self._append(encoded)
             self._note_progress(chunk)
+
+    def _decide_validation(self) -> None:
+        """After the text of a validation source. Raises ConfigError if nothing of it has a loss."""
+        if not holds_out_documents(self.manifest):
+            raise ConfigError(
+                f"[data] validation = {self.d.validation}: holds nothing to evaluate on; "
+                f"{self.manifest.get('left_out', 0):,} of its rows were left out"
+            )
+        self.writer.decide_validation()
 
     def _sync_is_due(self) -> bool:
         return time.monotonic() > self.last_record + SYNC_SECONDS
@@ -388,7 +438,8 @@ class Preparation:
 
 
 def main(argv: list[str]) -> int:
-    _, cfg = config.from_command_line(argv, __doc__, tool=True)
+    args, cfg = config.from_command_line(argv, __doc__, tool=True)
+    cfg, _ = formats.complete(args, cfg)
     try:
         prepare(cfg, whole=True)
     except KeyboardInterrupt:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import config
 from config import ConfigError, run_tool
+from data import formats
 from data.dataset import Dataset, open_dataset
 from data.tokenizer import Tokenizer
 from data.tokens import Span
@@ -52,7 +53,7 @@ def heading(dataset: Dataset, step: int, number: int, span: Span) -> str:
 
 def lines_of(cfg: config.Config, span: Span, tokenizer: Tokenizer) -> Iterator[str]:
     """Yields the lines of a sample's documents or conversations."""
-    if cfg.data.messages_field:
+    if cfg.data.has_conversations:
         from extras.chat.packing import Packed, show_conversations
 
         assert isinstance(span.stream, Packed)
@@ -81,7 +82,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--step", type=int, default=1)
     args, rest = parser.parse_known_args(argv)
-    _, cfg = config.from_command_line(rest, __doc__, tool=True)
+    config_args, cfg = config.from_command_line(rest, __doc__, tool=True)
+    cfg, _ = formats.complete(config_args, cfg)
     if args.step < 1:
         raise ConfigError(f"--step {args.step}: steps count from 1")
     if isinstance(sys.stdout, io.TextIOWrapper):  # None: closed

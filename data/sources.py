@@ -18,7 +18,8 @@ from typing import IO, Any, NamedTuple
 
 import config
 from config import ConfigError
-from data.arrow import decompressed, parquet_rows
+from data.arrow import arrow_rows, decompressed, parquet_rows
+from data.json_array import Element, elements, holds_array
 
 STDLIB = "python-stdlib"
 TEXT_SUFFIXES = (
@@ -30,10 +31,11 @@ TEXT_SUFFIXES = (
     ".json.gz",
     ".jsonl.zst",
     ".json.zst",
+    ".arrow",
 )
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 # a source that ends with one of these is a file, not the id of a Hugging Face dataset
-FILE_SUFFIXES = (*TEXT_SUFFIXES, ".csv", ".tsv", ".gz", ".zst", ".zip", ".xz", ".arrow")
+FILE_SUFFIXES = (*TEXT_SUFFIXES, ".csv", ".tsv", ".gz", ".zst", ".zip", ".xz")
 DATASET_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 TEXT_BYTES = 1 << 16  # a longer .txt file becomes several documents
 LARGEST_ROW = 64 << 20  # bytes; tokenizing takes some 50 times as much memory
@@ -41,6 +43,11 @@ LARGEST_ROW = 64 << 20  # bytes; tokenizing takes some 50 times as much memory
 TRANSIENT_ERRORS = (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 MOST_PROBLEMS = 1000  # wrong rows that one error lists
 FIRST_PROBLEMS = 10  # the same, if no good row came before them
+# files that datasets.save_to_disk() writes
+SAVED_STATE = "state.json"
+SAVED_INFO = "dataset_info.json"
+SAVED_SPLITS = "dataset_dict.json"
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,12 @@ class Source(abc.ABC):
         None starts at the beginning. record: "files" and "revision" as an earlier preparation
         recorded them in its manifest."""
         self.d = d
-        self.column = d.messages_field or d.text_field  # the field of a row that holds the text
+        # the columns of a row that are read; empty: all
+        self.columns: tuple[str, ...] = (d.text_field,)
+        if d.has_conversations:
+            from extras.chat.messages import columns_of
+
+            self.columns = columns_of(d)
         self.is_resumed = state is not None
         self.problems: list[str] = []  # of wrong rows; no document is yielded after the first
         # the commit of a Hugging Face dataset, for the manifest
@@ -77,7 +89,7 @@ class Source(abc.ABC):
     @abc.abstractmethod
     def rows(self) -> Iterator[tuple[str, object]]:
         """Yields (where the row stands, for messages; the row) from the resume state on. A row is a
-        dictionary that holds `column`, or a BadRow."""
+        dictionary that holds some of `columns`, or a BadRow."""
 
     @abc.abstractmethod
     def resume_state(self) -> Any:
@@ -109,14 +121,18 @@ class Source(abc.ABC):
         """A row's document, "" if it has none. Raises ConfigError if the row is wrong."""
         if isinstance(row, BadRow):
             raise ConfigError(row.problem)
-        if self.d.messages_field:
+        if not isinstance(row, dict):
+            raise ConfigError(f"has no field, but is of type {type(row).__name__}")
+        if self.d.has_conversations:
             from extras.chat.messages import as_document
 
-            messages = field_of(row, self.column, "data.messages_field")
-            return as_document(where, messages, self.column)
-        text = field_of(row, self.column, "data.text_field")
+            return as_document(where, row, self.d)
+        field = self.d.text_field
+        if field not in row:
+            raise ConfigError(f"has no field {field!r} (data.text_field), but {', '.join(row)}")
+        text = row[field]
         if not isinstance(text, str):
-            raise ConfigError(f"field {self.column!r} must be text, not {type(text).__name__}")
+            raise ConfigError(f"field {field!r} must be text, not {type(text).__name__}")
         try:
             size = len(text.encode())
         except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell
@@ -152,18 +168,8 @@ class Source(abc.ABC):
         if self.problems:
             raise ConfigError(*self.problems)
         if not documents and not self.is_resumed:
-            kind = "conversation" if self.d.messages_field else "text"
+            kind = "conversation" if self.d.has_conversations else "text"
             raise ConfigError(f"[data] source = {self.d.source}: holds no {kind}")
-
-
-def field_of(row: object, field: str, option: str) -> object:
-    """A column of a row. option: the one that names the column. Raises ConfigError."""
-    if not isinstance(row, dict):
-        kind = type(row).__name__
-        raise ConfigError(f"has no field {field!r} ({option}), but is of type {kind}")
-    if field not in row:
-        raise ConfigError(f"has no field {field!r} ({option}), but {', '.join(row)}")
-    return row[field]
 
 
 class SourceFile(NamedTuple):
@@ -227,7 +233,7 @@ class Files(Source):
             files = [source_file(path) for path in stdlib_files()]
         else:
             root = fixed_folder(self.d.source)
-            files = source_files(self.d.source)
+            files = source_files(self.d.source, self.d.split)
         if self.d.order == "growing":
             files.sort(key=lambda file: name_hash(os.path.relpath(file.path, root)))
         return files
@@ -266,16 +272,21 @@ class Files(Source):
         byte = self.state.byte
         size = self.files[self.state.file].size
         if self.d.source == STDLIB:
-            return read_python(path, byte, size, self.column)
+            return read_python(path, byte, size, self.d.text_field)
         if not path.name.endswith(TEXT_SUFFIXES):
             raise ConfigError(f"[data] source = {path}: must be one of {', '.join(TEXT_SUFFIXES)}")
+        if is_lfs_pointer(path):
+            problem = "is a git-lfs pointer in place of the data; `git lfs pull` fetches them"
+            return iter([FileRow(1, 0, str(path), BadRow(problem))])
         if path.suffix == ".txt":
-            return read_text(path, row, byte, self.column)
+            return read_text(path, row, byte, self.d.text_field)
         if path.suffix == ".parquet":
-            return read_parquet(path, row, size, self.column)
+            return read_parquet(path, row, size, self.columns)
+        if path.suffix == ".arrow":
+            return read_arrow(path, row, self.columns)
         if path.suffix in COMPRESSED_SUFFIXES:
-            return read_compressed_json_lines(path, row)
-        return read_json_lines(path, row, byte)
+            return read_compressed_json(path, row)
+        return read_json(path, row, byte)
 
     def on_document(self, document: str) -> None:
         assert self.last_row
@@ -366,28 +377,59 @@ class Files(Source):
 # Readers, one for each kind of file. row, byte: how far a file was read before.
 
 
-def read_json_lines(path: pathlib.Path, row: int, byte: int) -> Iterator[FileRow]:
-    """Reads line by line and not through `datasets`, whose errors name neither line nor field."""
+def read_json(path: pathlib.Path, row: int, byte: int) -> Iterator[FileRow]:
+    """Reads one row a line, or an array of rows. Not through `datasets`, whose errors name neither
+    line nor field."""
     with path.open("rb") as file:
-        file.seek(byte)
+        is_array = holds_array(file)
+        file.seek(0 if is_array else byte)
+        if is_array:
+            for element in elements(file, LARGEST_ROW, row, byte):
+                yield file_row(path, element, element.byte)
+            return
         for number, line in numbered_lines(file, row):
             yield FileRow(number, file.tell(), f"{path}: line {number}", parse_json(line))
 
 
-def read_compressed_json_lines(path: pathlib.Path, row: int) -> Iterator[FileRow]:
+def read_compressed_json(path: pathlib.Path, row: int) -> Iterator[FileRow]:
     """Decompresses the rows that were read before, too, and skips them. FileRow.byte counts in the
     compressed file. Raises ConfigError."""
-    with readable(f"{path}:"), path.open("rb") as file:
-        for number, line in numbered_lines(decompressed(file, path.suffix)):
+    with readable(f"{path}:"), path.open("rb") as first, path.open("rb") as file:
+        is_array = holds_array(decompressed(first, path.suffix))
+        stream = decompressed(file, path.suffix)
+        if is_array:
+            for element in elements(stream, LARGEST_ROW):
+                if element.number > row:
+                    yield file_row(path, element, file.tell())
+            return
+        for number, line in numbered_lines(stream):
             if number > row:
                 yield FileRow(number, file.tell(), f"{path}: line {number}", parse_json(line))
 
 
-def read_parquet(path: pathlib.Path, row: int, size: int, column: str) -> Iterator[FileRow]:
+def file_row(path: pathlib.Path, element: Element, byte: int) -> FileRow:
+    """A row of an array."""
+    value = element.value
+    if element.problem:
+        value = BadRow(f"{element.problem}; the file was not read beyond it")
+    where = f"{path}: row {element.number}, line {element.line}"
+    return FileRow(element.number, byte, where, value)
+
+
+def read_parquet(
+    path: pathlib.Path, row: int, size: int, columns: tuple[str, ...]
+) -> Iterator[FileRow]:
     """FileRow.byte is an estimate, as if all rows were equally long. Raises ConfigError."""
     with readable(f"{path}:"):
-        for number, rows, value in parquet_rows(path, column, row):
+        for number, rows, value in parquet_rows(path, columns, row):
             yield FileRow(number, size * number // rows, f"{path}: row {number}", value)
+
+
+def read_arrow(path: pathlib.Path, row: int, columns: tuple[str, ...]) -> Iterator[FileRow]:
+    """FileRow.byte is the end of the batch that the row stands in. Raises ConfigError."""
+    with readable(f"{path}:"):
+        for number, byte, value in arrow_rows(path, columns, row):
+            yield FileRow(number, byte, f"{path}: row {number}", value)
 
 
 def read_text(path: pathlib.Path, row: int, byte: int, column: str) -> Iterator[FileRow]:
@@ -448,7 +490,16 @@ def parse_json(line: bytes | None) -> object:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        return BadRow(f"is not valid JSON: {error}")
+        problem = f"is not valid JSON: {error}"
+    if line.strip() in (b"{", b"\xef\xbb\xbf{"):
+        problem += "; an object of several lines: write each row on one line, or all in an array"
+    return BadRow(problem)
+
+
+def is_lfs_pointer(path: pathlib.Path) -> bool:
+    """Whether a file is what git has of one that git-lfs stores."""
+    with path.open("rb") as file:
+        return file.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 @contextlib.contextmanager
@@ -471,18 +522,45 @@ def readable(source: str) -> Iterator[None]:
 # Local files
 
 
-def local_files(source: str) -> list[pathlib.Path] | None:
+def local_files(source: str, split: str | None = None) -> list[pathlib.Path] | None:
     """The files of a file name, folder or glob pattern; None for the id of a Hugging Face dataset:
-    [OWNER/]NAME without a file suffix. Raises ConfigError."""
+    [OWNER/]NAME without a file suffix. split: of a folder that datasets.save_to_disk() wrote with
+    several; None: files of any. Raises ConfigError."""
     path = pathlib.Path(source)
     with readable(f"{source}:"):
         if path.is_dir():
+            if (path / SAVED_SPLITS).exists():
+                return saved_split(path, split)
+            if (path / SAVED_STATE).exists() and (path / SAVED_INFO).exists():
+                return saved_files(path)
             return sorted(file for file in path.iterdir() if is_text_file(file))
         if path.exists():
             return [path]
         if DATASET_ID.fullmatch(source) and not source.endswith(FILE_SUFFIXES):
             return None
         return matching_files(source)
+
+
+def saved_split(folder: pathlib.Path, split: str | None) -> list[pathlib.Path]:
+    """The files of a split of a DatasetDict that was saved. Raises ConfigError, if there is no such
+    split, and whatever a damaged file raises."""
+    splits = json.loads((folder / SAVED_SPLITS).read_bytes())["splits"]
+    if split is None:
+        split = splits[0]
+    if split not in splits:
+        raise ConfigError(f"[data] split = {split}: {folder} has {', '.join(splits)}")
+    return saved_files(folder / split)
+
+
+def saved_files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The files of a dataset that was saved, in the order of its rows."""
+    state = json.loads((folder / SAVED_STATE).read_bytes())
+    return [folder / file["filename"] for file in state["_data_files"]]
+
+
+def has_saved_splits(source: str) -> bool:
+    """Whether a local source is a DatasetDict that was saved."""
+    return (pathlib.Path(source) / SAVED_SPLITS).exists()
 
 
 def is_text_file(path: pathlib.Path) -> bool:
@@ -540,18 +618,18 @@ def source_file(path: pathlib.Path) -> SourceFile:
     return SourceFile(str(path), status.st_size, status.st_mtime_ns)
 
 
-def source_files(source: str) -> list[SourceFile]:
+def source_files(source: str, split: str | None = None) -> list[SourceFile]:
     """The files of a local source as they are now, by name; none of a Hugging Face dataset. Raises
     ConfigError."""
-    paths = local_files(source) or []
+    paths = local_files(source, split) or []
     with readable(f"{source}:"):
         return [source_file(path) for path in paths]
 
 
-def file_stamps(source: str) -> list[list]:
+def file_stamps(source: str, split: str | None = None) -> list[list]:
     """[path, size in bytes, mtime in ns] of each file of a local source, to detect changes. Raises
     ConfigError."""
-    return [[file.path, file.size, file.version] for file in source_files(source)]
+    return [[file.path, file.size, file.version] for file in source_files(source, split)]
 
 
 def stdlib_folder() -> pathlib.Path:

@@ -36,6 +36,7 @@ from typing import Any
 
 import config
 from config import ConfigError
+from data import formats
 from files import die_with_parent, print_error
 from launch.checks import check_launch
 from launch.command import Ranks, commits
@@ -72,6 +73,8 @@ def launch(argv: list[str], interruption: Interruption) -> int:
     status_before = read_status(folder)
 
     try:
+        completed, found_options = formats.complete(args, cfg)
+        cfg = replace(completed, checkpoint=cfg.checkpoint)
         has_work = check_launch(cfg, ranks, args, interruption)
         interruption.raises = False
     except (Interrupted, Exception) as error:
@@ -91,7 +94,7 @@ def launch(argv: list[str], interruption: Interruption) -> int:
     if not has_work:
         return 0
 
-    command = [*ranks.command(), *argv, *commits(cfg), f"--launch={launch_id}"]
+    command = [*ranks.command(), *argv, *found_options, *commits(cfg), f"--launch={launch_id}"]
     os.environ.update(ranks.environment())
     if args.eval_only:
         return run_evaluation(command, interruption)

@@ -44,6 +44,10 @@ class RankProcess:
         from lifecycle.failure import exit_immediately
 
         try:
+            if not self.args.launch:  # else the launcher did this, once for all ranks
+                from data import formats
+
+                self.cfg, _ = formats.complete(self.args, self.cfg, not self.args.dry_run)
             if self.args.dry_run:
                 from extras.planner.dry_run import dry_run
 

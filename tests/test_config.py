@@ -315,7 +315,7 @@ model dim=? n_layers=? n_heads=? n_kv_heads=? ffn_dim=? vocab_size=? head_dim=- 
 model tie_embeddings=false qk_norm=false init_from=- freeze=[]
 model.rope_scaling factor=? low_freq_factor=1.0 high_freq_factor=4.0 original_max_position_embeddings=8192
 data source="python-stdlib" subset=- split="train" text_field="text" path=- tokenizer=- max_tokens=-
-data document_mask=false messages_field=- chat_template=- order="global" validation=-
+data document_mask=false format=- messages_field=- chat_template=- order="global" validation=-
 data sources=[]
 train steps=? seq_len=2048 global_batch_size=8 micro_batch_size=- max_grad_norm=1.0 skip_nonfinite=0
 optim name="adamw" lr=0.0003 muon_lr=- muon_momentum=0.95 betas=[0.9,0.95] eps=1e-08 weight_decay=0.1 warmup_steps=0

@@ -96,6 +96,7 @@ def test_the_core_reads_a_mixture_and_growing_text(core, write_config, tmp_path)
         (["--model.init_from=folder"], "huggingface"),
         (["--lora.rank=2", "--model.init_from=folder"], "lora"),
         (["--data.messages_field=messages"], "chat"),
+        (["--data.format=alpaca"], "chat"),
     ],
     ids=str,
 )

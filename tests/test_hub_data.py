@@ -180,7 +180,7 @@ def test_what_is_no_text_by_file_is_refused_by_name(client):
     refused = client.ask("find(data('tables'))")["refused"]
     assert refused == (
         '[data] order = "growing": reads files of .jsonl, .json, .parquet, .txt, .jsonl.gz, .json.gz, '
-        '.jsonl.zst, .json.zst, and me/texts has tables/a.csv; set order = "global"'
+        '.jsonl.zst, .json.zst, .arrow, and me/texts has tables/a.csv; set order = "global"'
     )
     assert client.ask("find(data('en', 'dev'))")["refused"] == (
         "[data] split = dev: me/texts has train, validation"

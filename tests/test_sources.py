@@ -1,6 +1,7 @@
 """Sources of text: every kind, resumed at any place."""
 
 import gzip
+import io
 import itertools
 import json
 import os
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from config import ConfigError
-from data import identity, sources
+from data import identity, json_array, sources
 from data.encode import CHUNK, chunks
 from data.identity import open_source
 from data.sources import file_stamps, local_files, stdlib_files
@@ -185,7 +186,19 @@ def test_chunks_hold_all_texts_in_order():
 
 @pytest.mark.parametrize(
     "kind",
-    ["jsonl", "txt", "json.gz", "jsonl.zst", "parquet", "two parquets", "two files", "stdlib"],
+    [
+        "jsonl",
+        "json",
+        "txt",
+        "json.gz",
+        "json array.gz",
+        "jsonl.zst",
+        "parquet",
+        "two parquets",
+        "saved",
+        "two files",
+        "stdlib",
+    ],
 )
 def test_a_source_resumes_from_any_place(kind, corpus, tmp_path, monkeypatch):
     some = stdlib_files()[:40] if kind == "stdlib" else []
@@ -205,6 +218,16 @@ def test_a_source_resumes_from_any_place(kind, corpus, tmp_path, monkeypatch):
             )
     elif kind == "txt":
         path.write_text("\n".join(words(i, 9000) for i in range(12)))
+    elif kind == "json":  # an array, on many lines
+        rows = [{"text": text, "more": [{}]} for text in texts]
+        path.write_text(json.dumps(rows, indent=3))
+    elif kind == "json array.gz":
+        path = tmp_path / "texts.json.gz"
+        path.write_bytes(gzip.compress(json.dumps([{"text": text} for text in texts]).encode()))
+    elif kind == "saved":
+        datasets = pytest.importorskip("datasets")
+        rows = datasets.Dataset.from_dict({"other": texts, "text": texts})
+        datasets.DatasetDict({"train": rows}).save_to_disk(path, num_shards={"train": 3})
     elif kind == "json.gz":  # in two members
         lines = corpus.read_bytes().splitlines(keepends=True)
         path.write_bytes(gzip.compress(b"".join(lines[:9])) + gzip.compress(b"".join(lines[9:])))
@@ -230,6 +253,68 @@ def test_a_source_resumes_from_any_place(kind, corpus, tmp_path, monkeypatch):
         state, share = json.loads(json.dumps(source.resume_state())), source.fraction_read()
         assert 0 <= share <= 1 and (share == 0) == (read == 0)
         assert list(open_source(d, state)) == whole[read:]
+
+
+ARRAYS = {
+    '[{"text": "a"},\n {"text" 2}]': "row 2, line 2: is not valid JSON: Expecting ':' delimiter",
+    '[{"text": "a"}\n{"text": "b"}]': "row 2, line 2: needs a comma before it, not {",
+    '[{"text": "a"},\n\n  {"body": "b"},\n  3]': (
+        "row 2, line 3: has no field 'text' .*\n.*row 3, line 4: has no field, but is of type int$"
+    ),
+    '[\n{"text": "a"}': "row 2, line 2: is missing: the file ends, and the array does not",
+    '[{"text": "a"}]\n[{"text": "b"}]': "row 2, line 2: stands behind the end of the array",
+    "[\n\n]": "holds no text",
+    '{\n  "text": "a"\n}': "line 1: is not valid JSON: .*; an object of several lines: write each",
+    "version https://git-lfs.github.com/spec/v1\noid sha256:1": "is a git-lfs pointer in place of",
+}
+
+
+@pytest.mark.parametrize("content", ARRAYS)
+def test_what_is_wrong_with_an_array_is_named_by_row_and_line(content, tmp_path):
+    (tmp_path / "in.json").write_text(content)
+    with pytest.raises(ConfigError, match=f"in.json: {ARRAYS[content]}"):
+        list(open_source(config_for(tmp_path / "in.json", tmp_path).data))
+
+
+def test_an_array_is_read_in_blocks_of_any_size(monkeypatch):
+    """Characters, escapes and numbers that a block's end cuts; from the beginning, and resumed."""
+    texts = ["".join(['é€😀 \\ " \n'] * i) for i in range(9)]
+    rows = [{"text": text, "n": 12345.678e-3, "l": [True, None, {}]} for text in texts]
+    written = [
+        json.dumps(rows).encode(),
+        b"\xef\xbb\xbf\n" + json.dumps(rows, indent=2, ensure_ascii=False).encode() + b"\n\n",
+        json.dumps([1, 22, 4.5e10, "x", True, None]).encode(),
+    ]
+    for block in (1, 2, 3, 7, 64, 1 << 20):
+        monkeypatch.setattr(json_array, "BLOCK", block)
+        for content in written:
+            read = list(json_array.elements(io.BytesIO(content), 1 << 20))
+            assert [element.value for element in read] == json.loads(content.decode("utf-8-sig"))
+            for number, element in enumerate(read, 1):
+                before = content[: element.byte]
+                assert before.count(b"\n") + 1 >= element.line and element.number == number
+                rest = json_array.elements(io.BytesIO(content), 1 << 20, number, element.byte)
+                assert list(rest) == read[number:]
+    long = b'[{"a": 1}, {"a": "' + b"x" * 5000
+    *_, last = json_array.elements(io.BytesIO(long), 4096)
+    assert last.number == 2 and "is longer than 0 MiB" in last.problem
+
+
+def test_of_what_save_to_disk_wrote_a_split_is_read(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    made = {name: datasets.Dataset.from_dict({"text": [name] * 3}) for name in ("train", "test")}
+    datasets.DatasetDict(made).save_to_disk(tmp_path / "saved")
+    for split in made:
+        d = make_config(data={"source": str(tmp_path / "saved"), "split": split}).data
+        assert list(open_source(d)) == [split] * 3
+        d = make_config(data={"source": str(tmp_path / "saved" / split)}).data
+        assert list(open_source(d)) == [split] * 3
+    d = make_config(data={"source": str(tmp_path / "saved"), "validation": "test"}).data
+    validation = identity.validation_source(d)
+    assert list(open_source(validation)) == ["test"] * 3
+    d = make_config(data={"source": str(tmp_path / "saved"), "split": "dev"}).data
+    with pytest.raises(ConfigError, match=r"\[data\] split = dev: .*saved has train, test"):
+        open_source(d)
 
 
 def test_a_long_parquet_resumes_in_any_of_its_batches(tmp_path):

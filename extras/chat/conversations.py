@@ -1,4 +1,4 @@
-"""data.messages_field: conversations as training data; only the assistant's tokens have a loss.
+"""Conversations as training data, in any form of data.format: only the assistant's tokens have a loss.
 
 A chat template renders each conversation as transformers does, and the full text is tokenized. The
 assistant's characters are those in the template's {% generation %} blocks. If the template has no
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from config import ConfigError
 from data.encode import Encoded, TokenizerCopy, is_validation
 from data.tokenizer import SPACE, Tokenizer
-from extras.chat.messages import Message, checked
+from extras.chat.messages import Message, from_document, with_reasoning
 from extras.chat.template import (
     NONCHARACTERS,
     SETTINGS,
@@ -30,7 +30,8 @@ from extras.chat.template import (
     find_template,
 )
 
-# after so many conversations that cannot be rendered, encoding stops: a template may fail on all
+# after so many conversations that cannot be rendered, and none that can, encoding stops: a template
+# may fail on all
 MAX_PROBLEMS = 10
 
 Spans = list[tuple[int, int]]  # (first character, one past the last), in order
@@ -110,29 +111,37 @@ class Chat:
                 "tokenizer.json"
             )
 
-    def encode(self, messages: list[Message]) -> tuple[list[int], list[bool]]:
+    def encode(
+        self,
+        messages: list[Message],
+        tools: list[dict] | None = None,
+        has_loss: list[bool] | None = None,
+    ) -> tuple[list[int], list[bool]]:
         """The ids of a conversation, and which of them have a loss.
 
-        messages: as checked() returns them. Both lists are empty if the assistant has no turn, or
-        one without text and tool calls.
+        messages: as checked() returns them. has_loss: which of them have a loss, if the assistant
+        says them; None: all. Both lists are empty if the assistant has no such turn, or one without
+        text and tool calls.
         """
-        if not assistant_always_speaks(messages):
+        learned = learned_turns(messages, has_loss)
+        if not any(learned) or not all_speak(messages, learned):
             return [], []
-        rendering = self._render_guarded(messages)
+        rendering = self._render_guarded(messages, tools)
         spans = rendering.blocks
         if not self.sandbox.has_blocks:
             with bounded():
-                spans = self._assistant_spans(messages, rendering.text)
+                spans = self._assistant_spans(messages, tools, rendering.text)
         self._check_ends_of_turns(rendering.text, spans)
+        spans = spans_of(spans, messages, learned)
         ids, offsets = self._tokenize_guarded(rendering.guarded)
-        has_loss = overlap(offsets, spans)
-        if not any(has_loss):
+        mask = overlap(offsets, spans)
+        if not any(mask):
             return [], []
-        return ids, has_loss
+        return ids, mask
 
     def prompt(self, messages: list[Message]) -> list[int]:
         """The ids of a conversation up to where the assistant speaks."""
-        rendering = self._render_guarded(messages, prompt=True)
+        rendering = self._render_guarded(messages, None, prompt=True)
         return self._tokenize_guarded(rendering.guarded).ids
 
     def end_of_turn(self) -> list[int]:
@@ -145,14 +154,16 @@ class Chat:
 
     # Rendering
 
-    def _render(self, messages: list[Message], prompt: bool = False) -> tuple[str, Spans]:
+    def _render(
+        self, messages: list[Message], tools: list[dict] | None, prompt: bool = False
+    ) -> tuple[str, Spans]:
         """The text, and the characters of its {% generation %} blocks.
 
         prompt: up to where the assistant speaks.
         """
         begin, end, _ = self.sandbox.marks
         marked = self.template.render(
-            messages=messages, tools=None, documents=None, add_generation_prompt=prompt
+            messages=messages, tools=tools, documents=None, add_generation_prompt=prompt
         )
         text = ""
         blocks = []
@@ -165,19 +176,22 @@ class Chat:
                 text += piece
         return text, blocks
 
-    def _render_guarded(self, messages: list[Message], prompt: bool = False) -> Rendering:
+    def _render_guarded(
+        self, messages: list[Message], tools: list[dict] | None, prompt: bool = False
+    ) -> Rendering:
         """Renders the messages as they are and, if they differ, with guards."""
-        characters = json.dumps(messages, ensure_ascii=False)
+        characters = json.dumps([messages, tools], ensure_ascii=False)
         unused = [c for c in NONCHARACTERS if c not in characters]
         if len(unused) < len(Marks._fields):
             raise ConfigError("has all of Unicode's noncharacters U+FDD0 to U+FDEF")
         self.sandbox.marks = Marks(*unused[: len(Marks._fields)])
         guarded_messages = self._guard(messages)
+        guarded_tools = self._guard(tools)
         with bounded():
-            text, blocks = self._render(messages, prompt)
+            text, blocks = self._render(messages, tools, prompt)
             guarded = text
-            if guarded_messages != messages:
-                guarded, _ = self._render(guarded_messages, prompt)
+            if guarded_messages != messages or guarded_tools != tools:
+                guarded, _ = self._render(guarded_messages, guarded_tools, prompt)
         if guarded.replace(self.sandbox.marks.guard, "") != text:
             raise ConfigError(
                 "spells out a special token, and the chat template renders the message differently "
@@ -215,7 +229,9 @@ class Chat:
             text += guard
         return value.replace(value.strip(), text)
 
-    def _assistant_spans(self, messages: list[Message], text: str) -> Spans:
+    def _assistant_spans(
+        self, messages: list[Message], tools: list[dict] | None, text: str
+    ) -> Spans:
         """The assistant's characters in a text without {% generation %} blocks, by prefixes.
 
         A turn's characters are those that it adds after the prompt for it. White space after its
@@ -225,8 +241,8 @@ class Chat:
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before, _ = self._render(messages[:i], prompt=True)
-            after, _ = self._render(messages[: i + 1])
+            before, _ = self._render(messages[:i], tools, prompt=True)
+            after, _ = self._render(messages[: i + 1], tools)
             if not (text.startswith(after) and after.startswith(before)):
                 raise ConfigError(
                     f"the chat template renders the first {i + 1} messages differently once others "
@@ -364,14 +380,38 @@ def sentencepiece_token_variables(model: Any) -> dict[str, str]:
     return {key: model.id_to_piece(token) for key, token in ids.items() if token >= 0}
 
 
-def assistant_always_speaks(messages: list[Message]) -> bool:
-    """Whether there is a turn of the assistant, and each has text or tool calls."""
-    turns = [message for message in messages if message["role"] == "assistant"]
-    for turn in turns:
+def learned_turns(messages: list[Message], has_loss: list[bool] | None) -> list[bool]:
+    """Which messages have a loss: the assistant's, as far as has_loss says so."""
+    by_assistant = [message["role"] == "assistant" for message in messages]
+    if has_loss is None:
+        return by_assistant
+    return [says and learned for says, learned in zip(by_assistant, has_loss, strict=True)]
+
+
+def all_speak(messages: list[Message], learned: list[bool]) -> bool:
+    """Whether each of these turns has text or tool calls."""
+    for turn in itertools.compress(messages, learned):
         text = turn.get("content") or ""
         if not text.strip() and not turn.get("tool_calls"):
             return False
-    return bool(turns)
+    return True
+
+
+def spans_of(spans: Spans, messages: list[Message], learned: list[bool]) -> Spans:
+    """Those of the assistant's spans whose turns have a loss. Raises ConfigError if some turn has
+    none, and the template's blocks are not one a turn."""
+    turns = []
+    for message, has_loss in zip(messages, learned):
+        if message["role"] == "assistant":
+            turns.append(has_loss)
+    if all(turns):
+        return spans
+    if len(spans) != len(turns):
+        raise ConfigError(
+            f"has messages without a loss (weight, train, or a prompt's), and the chat template "
+            f"renders {len(turns)} turns of the assistant in {len(spans)} {{% generation %}} blocks"
+        )
+    return list(itertools.compress(spans, turns))
 
 
 def overlap(offsets: Spans, spans: Spans) -> list[bool]:
@@ -399,23 +439,25 @@ def encode_conversations(copy: TokenizerCopy, typecode: str, documents: list[str
     """data.encode.encode_documents() for conversations.
 
     An id without a loss is complemented. A conversation that is left out has no ids. Raises
-    ConfigError with the problems of all conversations, or of the first MAX_PROBLEMS.
+    ConfigError with the problems of all conversations, or of the first MAX_PROBLEMS if no other
+    came before them.
     """
     chat = load_chat(copy)
     encoded = []
     problems = []
     for document in documents:
-        where, messages = json.loads(document)
+        where, conversation = from_document(document)
+        messages = [with_reasoning(message) for message in conversation.messages]
         try:
-            ids, has_loss = chat.encode(checked(messages))
+            ids, has_loss = chat.encode(messages, conversation.tools, conversation.has_loss)
         except ConfigError as error:
             problems += [f"{where}: {problem}" for problem in error.problems]
-            if len(problems) >= MAX_PROBLEMS:
+            if len(problems) >= MAX_PROBLEMS and not encoded:
                 break
             continue
         signed = [token if learned else ~token for token, learned in zip(ids, has_loss)]
         stored = array.array(typecode, signed).tobytes()
-        encoded.append((is_validation(json.dumps(messages)), stored))
+        encoded.append((is_validation(json.dumps(conversation.messages)), stored))
     if problems:
         raise ConfigError(*problems)
     return encoded

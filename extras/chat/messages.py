@@ -1,67 +1,361 @@
-"""Rows that hold conversations -> messages in one form."""
+"""Rows of data.format = "messages", "alpaca" and "prompt_completion" -> conversations of one form.
+
+What follows knows that form alone: OpenAI's messages with text as content and objects as arguments
+of tool calls; the tools, if any; and which messages have no loss.
+"""
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
+import config
 from config import ConfigError
 
-ROLES = ("system", "user", "assistant", "tool")
+# Each role of a row and what it is called here, as templates do
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+SHAREGPT = {"from": "role", "value": "content"}
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # a model's: one of these names
+# The columns that each format reads, beside SYSTEM and TOOLS. Of several names in parentheses the
+# first that a row has counts.
+MESSAGES = ("messages", "conversations")
+INSTRUCTION = ("instruction",)
+INPUT = ("input", "context")
+OUTPUT = ("output", "response")
+HISTORY = ("history",)
+PROMPT = ("prompt",)
+COMPLETION = ("completion", "response")
+SYSTEM = ("system",)
+TOOLS = ("tools",)
 
 Message = dict[str, Any]
 
 
-def as_document(where: str, messages: object, field: str) -> str:
-    """The conversation of a row as a document: the JSON of [where, messages].
+class Conversation(NamedTuple):
+    """messages: their keys are those of templates, without nulls. has_loss: for each, whether it
+    has a loss if it is the assistant's."""
 
-    Raises ConfigError if it is not a conversation.
-    """
+    messages: list[Message]
+    tools: list[dict] | None
+    has_loss: list[bool]
+
+
+def columns_of(d: config.Data) -> tuple[str, ...]:
+    """The columns of a row that the format reads."""
+    if d.row_format == "alpaca":
+        columns = (*INSTRUCTION, *INPUT, *OUTPUT, *HISTORY)
+    elif d.row_format == "prompt_completion":
+        columns = (*PROMPT, *COMPLETION)
+    else:
+        columns = messages_columns(d)
+    return (*columns, *SYSTEM, *TOOLS)
+
+
+def messages_columns(d: config.Data) -> tuple[str, ...]:
+    return (d.messages_field,) if d.messages_field else MESSAGES
+
+
+def as_document(where: str, row: dict[str, Any], d: config.Data) -> str:
+    """A row's conversation as a document, which from_document() reads. Raises ConfigError if it is
+    none."""
+    messages, tools, has_loss = conversation_of(row, d)
+    entries: list[Any] = [where, messages]
+    if tools or not all(has_loss):
+        entries.append({"tools": tools, "has_loss": has_loss})
     try:
-        text = json.dumps([where, messages])
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"field {field!r} is no JSON: {error}") from None
-    checked(messages)
-    return text
-
-
-def checked(messages: Any) -> list[Message]:
-    """The messages of a row in one form. Raises ConfigError if a message is malformed."""
-    if not isinstance(messages, list):
-        raise ConfigError(f"must be a list of messages, not {type(messages).__name__}")
-    conversation = [checked_message(i, message) for i, message in enumerate(messages, 1)]
-    try:
-        json.dumps(conversation, ensure_ascii=False).encode()
+        json.dumps(entries, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell
         raise ConfigError(f"is not valid Unicode: {error.reason}") from None
+    except (TypeError, ValueError) as error:  # a date of a parquet file
+        raise ConfigError(f"has what JSON cannot hold: {error}") from None
+    return json.dumps(entries)
+
+
+def from_document(document: str) -> tuple[str, Conversation]:
+    """(where the row stands, its conversation) of a document."""
+    where, messages, *rest = json.loads(document)
+    more = rest[0] if rest else {}
+    has_loss = more.get("has_loss", [True] * len(messages))
+    return where, Conversation(messages, more.get("tools"), has_loss)
+
+
+def conversation_of(row: dict[str, Any], d: config.Data) -> Conversation:
+    """The conversation of a row. Raises ConfigError."""
+    if d.row_format == "alpaca":
+        messages = of_alpaca(row)
+    elif d.row_format == "prompt_completion":
+        messages = of_prompt_and_completion(row)
+    else:
+        messages = of_messages(row, d)
+    system = first_of(row, SYSTEM)
+    if system is not None:
+        messages = with_system(messages, system)
+    conversation = Conversation([], tools_of(first_of(row, TOOLS)), [])
+    for number, message in enumerate(messages, 1):
+        message_in_one_form, has_loss = in_one_form(number, message)
+        conversation.messages.append(message_in_one_form)
+        conversation.has_loss.append(has_loss)
     return conversation
 
 
-def checked_message(number: int, message: Any) -> Message:
-    """A message without its keys of value None, which a parquet file stores for absent ones.
+def checked(messages: Any) -> list[Message]:
+    """A list of messages in the one form, as templates get them. Raises ConfigError."""
+    conversation = conversation_of({"messages": messages}, config.Data(format="messages"))
+    return [with_reasoning(message) for message in conversation.messages]
 
-    Raises ConfigError if a key is missing or wrong.
-    """
+
+# Columns
+
+
+def first_of(row: dict[str, Any], names: tuple[str, ...]) -> Any:
+    """The value of the first of these columns that the row has; None without."""
+    for name in names:
+        if row.get(name) is not None:
+            return row[name]
+    return None
+
+
+def required(row: dict[str, Any], names: tuple[str, ...], option: str) -> Any:
+    """As first_of(), but raises ConfigError without one. option: for the message."""
+    value = first_of(row, names)
+    if value is None:
+        fields = " or ".join(map(repr, names))
+        for name in names:
+            if name in row:
+                raise ConfigError(f"field {name!r} is null ({option})")
+        raise ConfigError(f"has no field {fields} ({option}), but {', '.join(row)}")
+    return value
+
+
+def text_of(row: dict[str, Any], names: tuple[str, ...], option: str) -> str:
+    """A column that must hold text. Raises ConfigError."""
+    value = required(row, names, option)
+    if not isinstance(value, str):
+        name = next(name for name in names if row.get(name) is value)
+        raise ConfigError(f"field {name!r} must be text, not {type(value).__name__}")
+    return value
+
+
+def of_messages(row: dict[str, Any], d: config.Data) -> list[Any]:
+    messages = required(row, messages_columns(d), "data.messages_field")
+    return list_of_messages(messages)
+
+
+def list_of_messages(messages: Any) -> list[Any]:
+    """A list of messages, or JSON of one. Raises ConfigError."""
+    value = messages
+    if isinstance(messages, str):
+        value = parsed(messages)
+    if not isinstance(value, list):
+        raise ConfigError(f"must be a list of messages, not {type(messages).__name__}")
+    return value
+
+
+def of_alpaca(row: dict[str, Any]) -> list[Message]:
+    """One exchange after those of `history`, which are pairs of texts."""
+    option = 'data.format = "alpaca"'
+    messages = []
+    for exchange in first_of(row, HISTORY) or []:
+        if not isinstance(exchange, list) or len(exchange) != 2:
+            raise ConfigError("field 'history' must be a list of [what the user said, the answer]")
+        question, answer = exchange
+        messages += [said_by("user", question), said_by("assistant", answer)]
+    question = text_of(row, INSTRUCTION, option)
+    if first_of(row, INPUT) is not None:
+        given = text_of(row, INPUT, option)
+        if given.strip():
+            question += f"\n{given}"
+    answer = text_of(row, OUTPUT, option)
+    return [*messages, said_by("user", question), said_by("assistant", answer)]
+
+
+def of_prompt_and_completion(row: dict[str, Any]) -> list[Message]:
+    """Both are texts, or lists of messages. Of the latter only the completion's have a loss."""
+    option = 'data.format = "prompt_completion"'
+    messages = []
+    for names, role in ((PROMPT, "user"), (COMPLETION, "assistant")):
+        value = required(row, names, option)
+        if isinstance(value, str):
+            messages.append(said_by(role, value))
+            continue
+        for message in list_of_messages(value):
+            is_prompts = names == PROMPT and isinstance(message, dict)
+            messages.append({**message, "train": False} if is_prompts else message)
+    return messages
+
+
+def said_by(role: str, text: Any) -> Message:
+    return {"role": role, "content": text}
+
+
+def with_system(messages: list[Any], system: Any) -> list[Any]:
+    """The messages after a system message of a row's column. Raises ConfigError if they begin with
+    another one."""
+    if not isinstance(system, str):
+        raise ConfigError(f"field 'system' must be text, not {type(system).__name__}")
+    if not system.strip():
+        return messages
+    if messages and isinstance(messages[0], dict):
+        first, _ = in_one_form(1, messages[0])
+        if first["role"] == "system":
+            if first["content"] == system:
+                return messages
+            raise ConfigError("has two system prompts: in its field 'system', and as a message")
+    return [said_by("system", system), *messages]
+
+
+def tools_of(value: Any) -> list[dict] | None:
+    """The tools of a row: a list, or JSON of one, of functions. Raises ConfigError."""
+    if not value or (isinstance(value, str) and not value.strip()):
+        return None
+    if isinstance(value, str):
+        value = parsed(value)
+    if not isinstance(value, list):
+        raise ConfigError("field 'tools' must be a list of functions, or JSON of one")
+    tools = []
+    for tool in value:
+        tool = parsed(tool) if isinstance(tool, str) else without_nulls(tool)
+        if not isinstance(tool, dict):
+            raise ConfigError("field 'tools' must be a list of functions, or JSON of one")
+        tools.append(as_function(tool))
+    return tools or None
+
+
+# Messages
+
+
+def in_one_form(number: int, message: Any) -> tuple[Message, bool]:
+    """(a message of a row in the one form, whether it has a loss if it is the assistant's). Raises
+    ConfigError if a key is missing or wrong."""
     needed = f"message {number}: needs the keys role and content, but"
     if not isinstance(message, dict):
         raise ConfigError(f"{needed} is of type {type(message).__name__}")
-    if "role" not in message or not ("content" in message or "tool_calls" in message):
+    message = without_nulls(message)
+    if "role" not in message:
+        message = {SHAREGPT.get(key, key): value for key, value in message.items()}
+    if "role" not in message:
         raise ConfigError(f"{needed} has {', '.join(message)}")
-    role = message["role"]
-    content = message.get("content")
-    if role not in ROLES:
+    given_role = message["role"]
+    if not isinstance(given_role, str) or given_role not in ROLES:
         raise ConfigError(
-            f"message {number}: role {role!r} is unknown; the roles are {', '.join(ROLES)}"
+            f"message {number}: role {given_role!r} is unknown; the roles are {', '.join(ROLES)}"
         )
-    calls_tools_only = content is None and message.get("tool_calls")
-    if not isinstance(content, str) and not calls_tools_only:
-        raise ConfigError(
-            f"message {number} ({role}): content must be text, not {type(content).__name__}"
-        )
-    present = {}
-    for key, value in message.items():
-        if value is not None or key == "content":
-            present[key] = value
-    return with_reasoning(present)
+    role = ROLES[given_role]
+    message["role"] = role
+    try:
+        if given_role == "function_call":
+            message["tool_calls"] = calls_of_text(message.pop("content", ""))
+        if "function_call" in message:  # OpenAI's, before tool_calls
+            message["tool_calls"] = [message.pop("function_call")]
+        if "content" in message:
+            message["content"] = joined(message["content"])
+        elif not message.get("tool_calls"):
+            raise ConfigError("has no content")
+        if "tool_calls" in message:
+            message["tool_calls"] = calls_of(message["tool_calls"])
+        has_loss = take_loss(message)
+    except ConfigError as error:
+        raise ConfigError(f"message {number} ({role}): {error}") from None
+    return message, has_loss
+
+
+def joined(content: Any) -> str:
+    """The text of a message: it, or its parts joined. Raises ConfigError."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ConfigError(f"content must be text, not {type(content).__name__}")
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise ConfigError(f"content has a part of type {kind!r}; only text is read")
+        texts.append(text)
+    return "".join(texts)
+
+
+def calls_of(calls: Any) -> list[dict]:
+    """Tool calls whose arguments are objects, as templates expect. Raises ConfigError."""
+    if isinstance(calls, str):
+        calls = parsed(calls)
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ConfigError("tool_calls must be a list of objects")
+    return [with_parsed_arguments(as_function(call)) for call in calls]
+
+
+def calls_of_text(text: Any) -> list[dict]:
+    """The tool calls that ShareGPT's function_call writes as JSON: one, or a list of them. Raises
+    ConfigError."""
+    calls = parsed(text) if isinstance(text, str) else None
+    if isinstance(calls, dict):
+        calls = [calls]
+    is_valid = isinstance(calls, list) and all(
+        isinstance(call, dict) and "name" in call for call in calls
+    )
+    if not is_valid:
+        raise ConfigError('must be JSON of a call, {"name": ..., "arguments": ...}')
+    return calls
+
+
+def as_function(entry: dict) -> dict:
+    """A tool or a call of one, in OpenAI's envelope."""
+    if "name" in entry and "function" not in entry:
+        return {"type": "function", "function": entry}
+    return entry
+
+
+def with_parsed_arguments(call: dict) -> dict:
+    """A call whose arguments are an object, where OpenAI has JSON of one. Raises ConfigError."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    text = function["arguments"]
+    arguments = parsed(text) if text.strip() else {}
+    if not isinstance(arguments, dict):
+        raise ConfigError(f"the arguments of a tool call must be an object, or JSON of one: {text}")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def take_loss(message: Message) -> bool:
+    """Takes OpenAI's `weight` and axolotl's `train` out of a message. Returns False if one of them
+    says that it has no loss. Raises ConfigError."""
+    weight = message.pop("weight", 1)
+    train = message.pop("train", None)
+    if weight not in (0, 1):
+        raise ConfigError(f"weight must be 0 or 1, not {weight!r}")
+    if train not in (None, False, True):
+        raise ConfigError(f"train must be true or false, not {train!r}")
+    if train and message["role"] != "assistant":
+        raise ConfigError("train is true, but only what the assistant says has a loss")
+    return bool(weight) and train is not False
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without its keys of value null, at any depth: an Arrow file has every key of a column
+    in every row."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def parsed(text: str) -> Any:
+    """The value of JSON; None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def with_reasoning(message: Message) -> Message:

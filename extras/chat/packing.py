@@ -235,7 +235,7 @@ class Packed:
             f"{self.path.parent}: {self.document_count:,} conversations in {self.windows:,} "
             f"windows of {self.seq_len:,} tokens, {full:.1%} full; "
             f"{self.cut:,} cut at a window's end; {self.left_out:,} left out, without an "
-            f"assistant's turn or with an empty one; {about}{learned / tokens:.0%} of the tokens "
+            f"assistant's turn to learn or with an empty one; {about}{learned / tokens:.0%} of the tokens "
             "have a loss"
         )
 
@@ -257,9 +257,13 @@ def open_packed(folder: pathlib.Path, split: str, cfg: config.Config) -> Packed:
         numbers = numbers[is_validation == (split == "heldout")]
     left_out = manifest.get("left_out", 0)
     if split == "train" and not len(numbers):
-        reason = f"all {left_out:,} were left out, without an assistant's turn or with an empty one"
-        if any(manifest["documents"].values()):
-            reason = "what there is, is held out for validation; bring more"
+        reason = f"all {left_out:,} were left out, without an assistant's turn to learn or with an empty one"
+        count = sum(manifest["documents"].values())
+        if count:
+            reason = (
+                f"its {count:,} are held out for validation; bring more, or name data.validation: "
+                "then nothing is held out, and it may be the same file"
+            )
         raise ConfigError(f"{folder}: holds no conversation to train on: {reason}")
     seq_len = cfg.train.seq_len
     lengths = np.diff(ends, prepend=0)[numbers]

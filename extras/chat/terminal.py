@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable, Iterator
 
 from config import ConfigError
-from extras.chat.conversations import Chat, Message, checked
+from extras.chat.conversations import Chat
+from extras.chat.messages import Message, checked
 from files import printable
 
 # (ids of the prompt, maximum number of tokens) -> steps, each a list of one token

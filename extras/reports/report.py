@@ -666,7 +666,7 @@ def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
             command_line("curves", "-m", "tensorboard.main", "--logdir", cfg.run.output_dir)
         )
     if cfg.checkpoint is not None:
-        if cfg.data.messages_field:
+        if cfg.data.has_conversations:
             prompt = ["--chat"]
         elif cfg.data.source == "python-stdlib":
             prompt = ["--prompt", "def "]

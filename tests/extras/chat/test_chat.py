@@ -665,7 +665,9 @@ def test_of_few_conversations_the_last_are_held_out_whole(tokenizer, tmp_path):
     )
     (tmp_path / "one.jsonl").write_text(json.dumps({"messages": rows[0]}) + "\n")
     here(lonely, one_in=1)
-    with pytest.raises(ConfigError, match="what there is, is held out for validation; bring more"):
+    with pytest.raises(
+        ConfigError, match="its 1 are held out for validation; bring more, or name data.validation"
+    ):
         open_dataset(lonely)
 
 
@@ -759,30 +761,30 @@ TURN = talk("a", "b")
             "message 1: needs the keys role and content, but is of type str",
         ),
         (
-            [{"from": "human", "value": "a"}],
+            [{"human": "a"}],
             None,
-            "message 1: needs the keys role and content, but has from, value",
+            "message 1: needs the keys role and content, but has human",
         ),
         (
             [{"role": "user", "tool_calls": []}],
             None,
-            "message 1 (user): content must be text, not NoneType",
+            "message 1 (user): has no content",
         ),
         (
             [{"role": "robot", "content": "a"}],
             None,
-            "message 1: role 'robot' is unknown; the roles are system, user",
+            "message 1: role 'robot' is unknown; the roles are system, developer, user",
         ),
         ([{"role": ["user"], "content": "a"}], None, "message 1: role ['user'] is unknown"),
         (
-            [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+            [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}],
             None,
-            "message 1 (user): content must be text, not list",
+            "message 1 (user): content has a part of type 'image'; only text is read",
         ),
         (
             [{"role": "assistant", "content": None}],
             None,
-            "message 1 (assistant): content must be text, not NoneType",
+            "message 1 (assistant): has no content",
         ),
         (talk("a", "b \ud800"), None, "is not valid Unicode"),
         (
@@ -910,8 +912,9 @@ def test_a_tokenizer_or_source_that_cannot_serve_is_refused(tokenizer, tmp_path,
     [
         ({"tokenizer": None}, "needs data.tokenizer"),
         ({"order": "growing"}, 'is incompatible with order = "growing"'),
-        ({"document_mask": False}, "is implied by messages_field"),
-        ({"messages_field": None, "chat_template": "t"}, "requires messages_field"),
+        ({"document_mask": False}, "is implied by conversations"),
+        ({"messages_field": None, "chat_template": "t", "format": "text"}, "renders conversations"),
+        ({"format": "alpaca"}, 'is a column of format = "messages"'),
     ],
     ids=str,
 )
