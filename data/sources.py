@@ -19,6 +19,7 @@ from typing import IO, Any, NamedTuple
 import config
 from config import ConfigError
 from data.arrow import decompressed, parquet_rows
+from data.hub import refuse_pointer
 
 STDLIB = "python-stdlib"
 TEXT_SUFFIXES = (
@@ -237,6 +238,7 @@ class Files(Source):
         path = pathlib.Path(self.files[number].path)
         if not path.exists():
             raise ConfigError(f"{path}: is missing, and was not read yet")
+        refuse_pointer(path)
         return path
 
     def with_current_version(self, file: SourceFile) -> SourceFile:
