@@ -64,6 +64,7 @@ DTYPES = ("F32", "BF16", "F16")
 # elements that are hashed at a time for fingerprint(), in full rows
 HASHED_AT_ONCE = 2**20
 ROWS_COMPARED = 1024  # of a tied matrix, at a time
+MOST_PROBLEMS = 10  # tensors that are named if they do not fit
 # formats that are not read
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # modules around a model, whose names its saved tensors may keep: of DDP, torch.compile, FSDP1
@@ -312,6 +313,8 @@ def scan(folder: Path) -> dict[str, StoredTensor]:
         raise ConfigError(f"{folder}: has neither {SINGLE} nor {INDEX}{_pickled_advice(folder)}")
     weight_map = read_weight_map(index)
     file_names = sorted({*weight_map.values()})
+    for name in file_names:  # the first stands for all
+        hub.refuse_pointer(folder / name)
     headers = together(*(partial(read_header, folder / name) for name in file_names))
     tensors = {}
     for header in headers:
@@ -356,7 +359,7 @@ def _pickled_advice(folder: Path) -> str:
 
 def open_model(folder: Path, m: config.Model) -> dict[str, StoredTensor]:
     """The tensors of a Hugging Face folder by our names. Reads headers, and compares a tied
-    lm_head.weight. Raises ConfigError naming every missing, unexpected or malformed tensor."""
+    lm_head.weight. Raises ConfigError naming missing, unexpected and malformed tensors."""
     tensors = without_wrappers(scan(folder))
     head = None
     if m.tie_embeddings:
@@ -401,6 +404,8 @@ def open_adapter(cfg: config.Config) -> dict[str, StoredTensor]:
         if is_adapter(name):
             expected[name] = [*parameter.shape]
     path = folder / PEFT_WEIGHTS
+    if not path.exists():
+        raise ConfigError(f"{path}: is not there{_pickled_advice(folder)}")
     return match_names(path, without_wrappers(read_header(path)), expected)
 
 
@@ -422,7 +427,7 @@ def match_names(
     path: Path, tensors: dict[str, StoredTensor], expected: dict[str, list[int]]
 ) -> dict[str, StoredTensor]:
     """The tensors of a file or folder by our names. expected: shapes by our name. Raises
-    ConfigError if a tensor is missing, unexpected or malformed."""
+    ConfigError naming the first tensors that are missing, unexpected or malformed."""
     their_shapes = {hf_name(name): shape for name, shape in expected.items()}
     if tensors and not their_shapes.keys() & tensors.keys():
         raise ConfigError(
@@ -440,5 +445,10 @@ def match_names(
                 f"{' or '.join(DTYPES)} of shape {their_shapes[name]}"
             )
     if problems:
-        raise ConfigError(*sorted(problems))
+        shown = sorted(problems)[:MOST_PROBLEMS]
+        if len(problems) > MOST_PROBLEMS:
+            shown.append(
+                f"{path}: {len(problems) - MOST_PROBLEMS} more tensors do not fit the model"
+            )
+        raise ConfigError(*shown)
     return {name: tensors[hf_name(name)] for name in expected}

@@ -1119,6 +1119,10 @@ WRONG = {  # what is done to the folder "single", or another that the name begin
         weights(lambda t: t.update(other=t.pop(NORM))),
         [f"has no {NORM}", "has other, which this model does not"],
     ),
+    "too few blocks": (
+        settings(num_hidden_layers=4),
+        ["has no model.layers.2.input_layernorm.weight", "hf: 8 more tensors do not fit the model"],
+    ),
     "no head": (weights(lambda t: t.pop(HEAD)), ["has no lm_head.weight"]),
     "tied: another head": (
         weights(lambda t: t.update({HEAD: t[EMBEDDING] + 1e-3})),
@@ -1205,6 +1209,18 @@ def test_what_is_wrong_is_refused_by_name(folders, tmp_path, capsys, case):
         and "Traceback" not in error
     )
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_clone_without_git_lfs_is_one_line(folders, tmp_path, capsys):
+    folder = shutil.copytree(folders["sharded"], tmp_path / "hf")
+    for path in folder.glob("model-*"):
+        path.write_text(POINTER)
+    code, error = run(capsys, "import", folder, tmp_path / "out")
+    assert code == 2 and error.count("\n") == 1 and "model-00001-of" in error
+    assert (
+        f"is a git-lfs pointer, not the file itself; fetch what its folder points to: git -C {folder} lfs pull"
+        in error
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -808,7 +808,7 @@ def test_a_row_that_64_does_not_divide_is_refused(corpus, prepared, tmp_path):
     [
         (
             {"r": 5},
-            "q_proj.lora_A.weight is F32 .4, 64.; must be F32 or BF16 or F16 of shape .5, 64.",
+            "k_proj.lora_A.weight is F32 .4, 64.; must be F32 or BF16 or F16 of shape .5, 64.",
         ),
         ({"use_dora": True}, "use_dora = true: only false can be read"),
         (
@@ -867,6 +867,13 @@ def test_another_adapter_is_refused(base, adapter, corpus, prepared, tmp_path, c
             make_config(**run_of(base, corpus, prepared, tmp_path / "gone", lora=complete)), 1
         ).stored
     )
+
+
+def test_a_pickled_adapter_is_named(base, adapter, corpus, prepared, tmp_path):
+    folder = shutil.copytree(adapter, tmp_path / "adapter")
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(ConfigError, match="is not there; adapter_model.bin: pickled files can run"):
+        weights_to_read(make_config(**run_of(base, corpus, prepared, folder)), 0)
 
 
 def test_changed_adapters_are_another_run(trained, base, adapter, corpus, prepared, tmp_path):
