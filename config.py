@@ -49,8 +49,8 @@ EPSILON = Constraint(
 # torch adds a timeout to a clock's nanoseconds.
 TIMEOUT = Constraint(lambda v: 0 < v <= 1e8, "must be greater than 0, and at most 1e8")
 TARGETS = Constraint(
-    lambda v: v and {*v} <= {*PROJECTIONS},
-    f"must name projections: {', '.join(PROJECTIONS)}",
+    lambda v: v == "all-linear" or (v and {*v} <= {*PROJECTIONS}),
+    f'must name projections: {", ".join(PROJECTIONS)}; or be "all-linear"',
 )
 # A run's name is the name of one folder, and is used without quoting.
 NAME = Constraint(
@@ -292,7 +292,8 @@ class Lora:
     alpha: float | None = option(
         None, "adapters are scaled by alpha / rank; absent: 2 x rank", POSITIVE, extra="lora"
     )
-    targets: tuple[str, ...] = option(
+    # extras/huggingface/config.py replaces "all-linear" by the names
+    targets: tuple[str, ...] | Literal["all-linear"] = option(
         PROJECTIONS, "projections that get an adapter", TARGETS, extra="lora"
     )
     base_dtype: Literal["bfloat16", "float32", "nf4"] = option(

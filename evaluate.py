@@ -130,8 +130,8 @@ def evaluate_newest(cfg: config.Config, world: World, run: Run) -> None:
     if world.rank == 0:
         for problem in checkpointer.problems:
             print_error(f"corrupt, skipped: {problem}")
-        if result["loss"] is None:
-            print_error(metrics.NO_VALIDATION_TARGET)
+        for text in metrics.missing_losses(result):
+            print_error(text)
         print_line(metrics.as_json({"kind": "eval", "step": step, **result}))
 
 

@@ -45,7 +45,6 @@ PEAK_TFLOPS = {
     "MI300X": 1307,
 }
 ACCENT, NO_ACCENT = "\033[1;36m", "\033[0m"  # ANSI: bold cyan, and the default again
-NO_VALIDATION_TARGET = "no validation loss: no token of the validation data has a loss"
 # bytes of rows that wait in memory while they cannot be written: tens of thousands
 ROWS_KEPT = 2**24
 
@@ -283,8 +282,9 @@ class Recorder:
         if self.rows is None or result is None:
             return
         self.rows.write({"kind": "eval", "step": step, **result})
+        for text in missing_losses(result):
+            log.warning("step %d  %s", step, text)
         if result["loss"] is None:
-            log.warning("step %d  %s", step, NO_VALIDATION_TARGET)
             return
         line = f"step {step}  validation loss {result['loss']:.4f}"
         if not math.isnan(result["bits_per_byte"]):
@@ -456,6 +456,20 @@ def mean(sums: list[float], count: int) -> float | None:
     if not count:
         return None
     return sum(sums) / count
+
+
+def missing_losses(evaluation: dict) -> list[str]:
+    """A line for each validation loss that an evaluation's result lacks: without a target there is
+    none."""
+    if evaluation["loss"] is None:
+        return ["no validation loss: no token of the validation data has a loss"]
+    lines = []
+    for name, loss in evaluation.get("loss_by_source", {}).items():
+        if loss is None:
+            lines.append(
+                f"no validation loss of {name}: no token of its validation data has a loss"
+            )
+    return lines
 
 
 def as_numbers(value: Any) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from config import ConfigError
-from data.hub import local
+from data.hub import local, refuse_pointer
 from data.tokenizer_json import JsonModel, choose_file, json_files
 
 TOKENIZERS = ("tokenizer.model", "tokenizer.json")
@@ -30,6 +30,8 @@ def tokenizer_files(path: str | pathlib.Path) -> dict[str, bytes]:
             candidates = [path / name for name in TOKENIZERS if (path / name).exists()]
         if not candidates:
             raise ConfigError(f"{path}: holds neither tokenizer.model nor tokenizer.json")
+        for candidate in candidates:
+            refuse_pointer(candidate)
         file = candidates[0]
         if len(candidates) == 2:
             file = choose_file(*candidates)
@@ -103,8 +105,8 @@ class Tokenizer:
             self.vocab_size = 0
         if not self.vocab_size:
             raise ConfigError(
-                f"{self.path}: is no tokenizer (an HTML page, git-lfs pointer or tiktoken "
-                f"vocabulary?): it begins with {content[:24]!r}"
+                f"{self.path}: is no tokenizer (an HTML page, a tiktoken vocabulary?): it begins "
+                f"with {content[:24]!r}"
             )
         bos = self.model.bos_id()
         eos = self.model.eos_id()

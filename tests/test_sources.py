@@ -265,7 +265,6 @@ ARRAYS = {
     '[{"text": "a"}]\n[{"text": "b"}]': "row 2, line 2: stands behind the end of the array",
     "[\n\n]": "holds no text",
     '{\n  "text": "a"\n}': "line 1: is not valid JSON: .*; an object of several lines: write each",
-    "version https://git-lfs.github.com/spec/v1\noid sha256:1": "is a git-lfs pointer in place of",
 }
 
 
@@ -478,3 +477,11 @@ def test_a_source_that_is_code_is_identified_by_its_code(monkeypatch):
     before = identity.identity(cfg)["code"]
     monkeypatch.setattr(identity.inspect, "getsource", lambda kind: "another")
     assert len(before) == 64 and identity.identity(cfg)["code"] != before
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet", ".jsonl.gz"])
+def test_a_git_lfs_pointer_is_no_text(suffix, tmp_path):
+    path = tmp_path / f"texts{suffix}"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 98\n")
+    with pytest.raises(ConfigError, match=f"texts{suffix}: is a git-lfs pointer.*lfs pull$"):
+        list(open_source(config_for(path, tmp_path).data))

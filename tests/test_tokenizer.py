@@ -103,7 +103,6 @@ def test_the_vocabulary_that_is_named_works(wrong, limit, tmp_path):
         b"\x00" * 100,
         b"<!DOCTYPE html><html>Not found</html>",
         b"IQ== 0\nIg== 1\n",
-        b"version https://git-lfs.github.com/spec/v1\noid",
     ],
 )
 def test_garbled_tokenizer(content, corpus, tmp_path):
@@ -113,6 +112,15 @@ def test_garbled_tokenizer(content, corpus, tmp_path):
         ConfigError, match=rf"bad.model: is no tokenizer \(an HTML page, .*: it begins with {begin}"
     ):
         prepare_one(config_for(corpus, tmp_path, tokenizer=str(tmp_path / "bad.model")))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
+def test_a_git_lfs_pointer_is_no_tokenizer(corpus, tmp_path, name):
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\n")
+    with pytest.raises(ConfigError, match=f"a b/{name}: is a git-lfs pointer.*a b' lfs pull"):
+        prepare_one(config_for(corpus, tmp_path, tokenizer=str(folder)))
 
 
 def test_tokenizer_of_ones_own(corpus, prepared, tmp_path):

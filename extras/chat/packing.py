@@ -222,22 +222,29 @@ class Packed:
     def summary(self) -> str:
         """The line that a launch logs."""
         step = max(1, -(-self.document_count // SAMPLED))
+        sampled = np.sort(self.members)[::step].tolist()
         learned = 0
         tokens = 0
-        for number in np.sort(self.members)[::step].tolist():
+        without_target = 0  # conversations
+        for number in sampled:
             conversation = self.conversation(number)
             ids = self.stored(conversation.begin, conversation.end)
-            learned += int((ids >= 0).sum())
+            with_loss = int((ids >= 0).sum())
+            learned += with_loss
             tokens += len(ids)
+            without_target += with_loss == 0
         about = "about " if step > 1 else ""
         full = self.filled / (self.windows * self.seq_len)
-        return (
+        line = (
             f"{self.path.parent}: {self.document_count:,} conversations in {self.windows:,} "
             f"windows of {self.seq_len:,} tokens, {full:.1%} full; "
             f"{self.cut:,} cut at a window's end; {self.left_out:,} left out, without an "
             f"assistant's turn to learn or with an empty one; {about}{learned / tokens:.0%} of the tokens "
             "have a loss"
         )
+        if without_target:
+            line += f"; {about}{without_target * step:,} cut before any answer: raise train.seq_len"
+        return line
 
 
 def open_packed(folder: pathlib.Path, split: str, cfg: config.Config) -> Packed:

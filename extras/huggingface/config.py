@@ -6,6 +6,8 @@ Needs no torch.
 import json
 import os
 import pathlib
+import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, NamedTuple
@@ -42,6 +44,18 @@ ONLY = {
 DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0}
 
 ADAPTER = "adapter_config.json"
+ALL_LINEAR = "all-linear"  # PEFT's word for all projections, in target_modules
+# our name of a projection -> its module in a block of transformers' models
+PROJECTION_MODULES = {
+    "q_proj": "self_attn.q_proj",
+    "k_proj": "self_attn.k_proj",
+    "v_proj": "self_attn.v_proj",
+    "o_proj": "self_attn.o_proj",
+    "gate_proj": "mlp.gate_proj",
+    "up_proj": "mlp.up_proj",
+    "down_proj": "mlp.down_proj",
+}
+OTHER_LAYERS = ("model.embed_tokens", "lm_head")  # that PEFT has adapters for
 # our option in [lora] -> key in adapter_config.json
 ADAPTER_KEYS = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules"}
 # The only values of PEFT's options that adapters support here; any other is refused. A key may be
@@ -71,6 +85,7 @@ def read_json(path: pathlib.Path) -> dict:
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
+        hub.refuse_pointer(path)
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path}: cannot be read: {reason}") from None
     if not isinstance(value, dict):
@@ -172,6 +187,47 @@ def read_adapter(folder: pathlib.Path) -> dict[str, Any]:
     return theirs
 
 
+def adapted_projections(path: pathlib.Path, targets: Any, blocks: int) -> list[str]:
+    """The projections that PEFT's target_modules selects in a model of so many blocks: by names or
+    ends of modules' paths, a regular expression for the entire path, or "all-linear".
+
+    path: of the adapter_config.json. Raises ConfigError if they are not the same in all blocks, or
+    if it selects nothing, or other modules, too.
+    """
+    shown = f"{path}: target_modules = {textwrap.shorten(json.dumps(targets), 200)}"
+    if isinstance(targets, str) and targets.lower() == ALL_LINEAR:
+        return [*PROJECTION_MODULES]
+    is_list = isinstance(targets, list) and all(isinstance(name, str) for name in targets)
+    if not is_list and not isinstance(targets, str):
+        raise ConfigError(f'{shown}: must be a list of modules, an expression, or "{ALL_LINEAR}"')
+    try:
+        other = [name for name in OTHER_LAYERS if _is_target(name, targets)]
+        by_block = []
+        for block in range(blocks):
+            selected = []
+            for name, module in PROJECTION_MODULES.items():
+                if _is_target(f"model.layers.{block}.{module}", targets):
+                    selected.append(name)
+            by_block.append(selected)
+    except re.error as error:
+        raise ConfigError(f"{shown}: is no regular expression: {error}") from None
+    if other:
+        raise ConfigError(f"{shown}: selects {', '.join(other)}; only projections have adapters")
+    if by_block != [by_block[0]] * blocks:
+        raise ConfigError(f"{shown}: must select the same projections in every block")
+    if not by_block[0]:
+        raise ConfigError(f"{shown}: selects none of {', '.join(PROJECTION_MODULES)}")
+    return by_block[0]
+
+
+def _is_target(module: str, targets: list[str] | str) -> bool:
+    """Whether PEFT's target_modules selects a module. Raises re.error."""
+    if isinstance(targets, str):
+        return re.fullmatch(targets, module) is not None
+    ends = tuple(f".{target}" for target in targets)
+    return module in targets or module.endswith(ends)
+
+
 def _fit(
     path: pathlib.Path, schema: Schema, entries: dict[str, Entry]
 ) -> tuple[dict[str, Any], list[str]]:
@@ -197,6 +253,8 @@ def complete(given: Given) -> None:
     """Fills in options of [model] and [lora] from the folders that their init_from name; options
     that are given must agree. Pins ids of the hub to a commit. Raises ConfigError if a folder
     cannot be read."""
+    if given.values.get("lora.targets") == ALL_LINEAR:
+        given.values["lora.targets"] = (*PROJECTION_MODULES,)
     try:
         if "model.init_from" in given.values:
             _complete_model(given)
@@ -250,7 +308,16 @@ def _complete_adapter(given: Given) -> None:
     entries = {}
     for key, their_key in ADAPTER_KEYS.items():
         entries[f"lora.{key}"] = Entry(their_key, theirs.get(their_key))
-    fitted, problems = _fit(path, given.schema, entries)
+    target_modules = entries.pop("lora.targets")
+    problems = []
+    try:
+        blocks = given.values.get("model.n_layers", 1)
+        projections = adapted_projections(path, target_modules.value, blocks)
+        entries["lora.targets"] = Entry(target_modules.key, projections)
+    except ConfigError as error:
+        problems += error.problems
+    fitted, invalid = _fit(path, given.schema, entries)
+    problems += invalid
     _take_over(given, path, fitted, ADAPTER_KEYS, "; leave it out")
     if problems:
         raise ConfigError(*problems)

@@ -44,6 +44,7 @@ from schema import together
 
 GENERATION = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 
 # Files of a Hugging Face folder
 
@@ -135,12 +136,12 @@ def write_fast_tokenizer(folder: Path) -> None:
         write_json(folder / name, value)
 
 
-def copy_from_base(folder: Path, base: Path) -> None:
-    """Of merged adapters: copies the base's chat template and generation settings, if both have the
-    same tokenizer."""
+def copy_from_base(folder: Path, base: Path) -> dict[str, Any]:
+    """Of adapters: copies the base's chat template and generation settings, if both have the same
+    tokenizer. Returns its bos_token_id and eos_token_id then."""
     base_vocabularies = read_vocabularies(base)
     if not any(vocabulary in base_vocabularies for vocabulary in read_vocabularies(folder)):
-        return
+        return {}
     for path in copied_files(base):
         copy = folder / path.name
         if not copy.exists():
@@ -150,6 +151,24 @@ def copy_from_base(folder: Path, base: Path) -> None:
             template = hf_config.read_json(path).get("chat_template")
             if template:
                 write_json(copy, {"chat_template": template, **hf_config.read_json(copy)})
+    ids = {}
+    for path in existing(base, "config.json", GENERATION):  # transformers prefers the latter
+        settings = hf_config.read_json(path)
+        for key in ("bos_token_id", "eos_token_id"):
+            if settings.get(key) is not None:
+                ids[key] = settings[key]
+    return ids
+
+
+def keep_one_template(folder: Path) -> None:
+    """Leaves the chat template that transformers prefers, chat_template.jinja; other programs
+    prefer the one in tokenizer_config.json."""
+    path = folder / TOKENIZER_CONFIG
+    if not (folder / CHAT_TEMPLATE).is_file() or not path.is_file():
+        return
+    settings = hf_config.read_json(path)
+    if settings.pop("chat_template", None) is not None:
+        write_json(path, settings)
 
 
 def read_vocabularies(folder: Path) -> list[bytes]:
@@ -168,8 +187,8 @@ def existing(folder: Path, *names: str) -> list[Path]:
 
 
 def token_ids(checkpoint: Path) -> dict[str, Any]:
-    """bos_token_id and eos_token_id of the checkpoint's tokenizer; empty if it has none or cannot
-    be loaded."""
+    """bos_token_id and eos_token_id of the checkpoint's tokenizer; of a run on conversations its
+    end of turn is an EOS token, too. Empty if it has no tokenizer, or one that cannot be loaded."""
     if not existing(checkpoint, *TOKENIZERS):
         return {}
     try:
@@ -180,15 +199,57 @@ def token_ids(checkpoint: Path) -> dict[str, Any]:
     ids: dict[str, Any] = {}
     if tokenizer.bos:
         ids["bos_token_id"] = tokenizer.bos[0]
-    if tokenizer.eos:
-        ids["eos_token_id"] = tokenizer.eos[0]
-    if (checkpoint / "chat_template.jinja").is_file():
-        # of a run on conversations: an answer ends with its end of turn
-        from extras.chat.conversations import Chat
+    ends = tokenizer.eos[:1] + end_of_turn(checkpoint)
+    if ends:
+        ids["eos_token_id"] = one_or_list(ends)
+    return ids
 
-        ends = [*dict.fromkeys([*tokenizer.eos[:1], *Chat(checkpoint).end_of_turn()])]
-        if ends:
-            ids["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+
+def end_of_turn(checkpoint: Path) -> list[int]:
+    """The token that ends an assistant's turn; empty without a chat template."""
+    if not (checkpoint / CHAT_TEMPLATE).is_file():
+        return []
+    from extras.chat.conversations import Chat
+
+    try:
+        return Chat(checkpoint).end_of_turn()
+    except ConfigError as error:
+        print(
+            f"{GENERATION} lacks the end of turn, which is unknown, and answers may not end: {error}",
+            file=sys.stderr,
+        )
+        return []
+
+
+def one_or_list(ids: list[int]) -> int | list[int]:
+    """Token ids as transformers writes eos_token_id, each once."""
+    distinct = [*dict.fromkeys(ids)]
+    return distinct[0] if len(distinct) == 1 else distinct
+
+
+def as_list(ids: Any) -> list[int]:
+    """The token ids of an eos_token_id."""
+    if ids is None:
+        return []
+    return ids if isinstance(ids, list) else [ids]
+
+
+def write_generation_config(folder: Path, checkpoint: Path, base: dict[str, Any]) -> dict[str, Any]:
+    """Writes generation_config.json, whose EOS tokens are the base's and the run's own. That of an
+    import stays as it is. Returns the token ids for config.json.
+
+    base: the ids of copy_from_base().
+    """
+    path = folder / GENERATION
+    ids = token_ids(checkpoint)
+    if (checkpoint / GENERATION).is_file():
+        return ids | hf_config.read_json(path)
+    ends = as_list(base.get("eos_token_id")) + as_list(ids.get("eos_token_id"))
+    ids |= base
+    if ends:
+        ids["eos_token_id"] = one_or_list(ends)
+    settings = hf_config.read_json(path) if path.is_file() else {}
+    write_json(path, settings | ids)
     return ids
 
 
@@ -283,23 +344,28 @@ def open_saved(checkpoint_or_run: Path, base: str | None) -> SavedModel:
     return SavedModel(path, cfg, meta_model(cfg.model, cfg.lora), load.Reader(path))
 
 
+def write_companions(saved: SavedModel, folder: Path) -> dict[str, Any]:
+    """Writes what generates text besides a model: the tokenizer, its one chat template, generation
+    settings. Returns the token ids for config.json. Raises ConfigError."""
+    write_tokenizer(folder, saved.path)
+    base_ids = {}
+    if saved.cfg.lora:
+        assert saved.cfg.model.init_from  # adapters have a base
+        base_ids = copy_from_base(folder, hub.local(saved.cfg.model.init_from))
+    keep_one_template(folder)
+    return write_generation_config(folder, saved.path, base_ids)
+
+
 def export_model(saved: SavedModel, folder: Path, dtype: str, limit: int) -> None:
     """Writes a model's Hugging Face folder; adapters are merged into their base. limit: bytes of
     tensors in a file. Raises ConfigError."""
     cfg = saved.cfg
     base = hf_weights.weights_to_read(cfg, step=1)
     seq_len = cfg.train.seq_len
-    write_tokenizer(folder, saved.path)
     if base:
         assert cfg.model.init_from  # where the base is
-        base_folder = hub.local(cfg.model.init_from)
-        seq_len = max(seq_len, context_length(base_folder) or 0)
-        copy_from_base(folder, base_folder)
-    ids = token_ids(saved.path)
-    if not (folder / GENERATION).is_file():
-        write_json(folder / GENERATION, ids)
-    # that of an import may list several EOS tokens
-    ids |= hf_config.read_json(folder / GENERATION)
+        seq_len = max(seq_len, context_length(hub.local(cfg.model.init_from)) or 0)
+    ids = write_companions(saved, folder)
     write_json(folder / "config.json", hf_config.render(cfg.model, seq_len, dtype, ids))
 
     def read(name: str) -> Tensor:
@@ -312,7 +378,8 @@ def export_model(saved: SavedModel, folder: Path, dtype: str, limit: int) -> Non
 
 
 def export_adapter(saved: SavedModel, folder: Path, dtype: str) -> None:
-    """Writes PEFT's folder of a run's adapters. Raises ConfigError."""
+    """Writes PEFT's folder of a run's adapters. Of a run on conversations it also holds what ends
+    an answer. Raises ConfigError."""
     cfg = saved.cfg
     if cfg.lora is None:
         raise ConfigError(
@@ -326,6 +393,8 @@ def export_adapter(saved: SavedModel, folder: Path, dtype: str) -> None:
     write_safetensors(folder / hf_weights.PEFT_WEIGHTS, tensors)
     settings = hf_config.render_adapter(cfg.lora, cfg.model.init_from)
     write_json(folder / hf_config.ADAPTER, settings)
+    if (saved.path / CHAT_TEMPLATE).is_file():
+        write_companions(saved, folder)
 
 
 # Import
@@ -467,6 +536,11 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         raise ConfigError(f"{error.filename or out}: {error.strerror or error}") from None
     files.print_line(f"wrote {out}")
+    if is_export and args.adapter and (out / GENERATION).is_file():
+        files.print_line(
+            "transformers and PEFT take what ends an answer from the base alone: call "
+            f'generate(generation_config=GenerationConfig.from_pretrained("{out}"))'
+        )
     if not is_export:
         source = json.dumps(str(args.source))
         files.print_line(

@@ -63,8 +63,12 @@ CONSTANT = ".rotary_emb.inv_freq"
 DTYPES = ("F32", "BF16", "F16")
 # elements that are hashed at a time for fingerprint(), in full rows
 HASHED_AT_ONCE = 2**20
+ROWS_COMPARED = 1024  # of a tied matrix, at a time
+MOST_PROBLEMS = 10  # tensors that are named if they do not fit
 # formats that are not read
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# modules around a model, whose names its saved tensors may keep: of DDP, torch.compile, FSDP1
+WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def is_adapter(name: str) -> bool:
@@ -280,6 +284,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
         with safetensors.safe_open(path, "pt") as file:
             yield file
     except safetensors.SafetensorError as error:
+        hub.refuse_pointer(path)
         raise ConfigError(
             f"{path}: is no safetensors file, or cut short: {error}; nothing else is read"
         ) from None
@@ -308,6 +313,8 @@ def scan(folder: Path) -> dict[str, StoredTensor]:
         raise ConfigError(f"{folder}: has neither {SINGLE} nor {INDEX}{_pickled_advice(folder)}")
     weight_map = read_weight_map(index)
     file_names = sorted({*weight_map.values()})
+    for name in file_names:  # the first stands for all
+        hub.refuse_pointer(folder / name)
     headers = together(*(partial(read_header, folder / name) for name in file_names))
     tensors = {}
     for header in headers:
@@ -352,8 +359,8 @@ def _pickled_advice(folder: Path) -> str:
 
 def open_model(folder: Path, m: config.Model) -> dict[str, StoredTensor]:
     """The tensors of a Hugging Face folder by our names. Reads headers, and compares a tied
-    lm_head.weight. Raises ConfigError naming every missing, unexpected or malformed tensor."""
-    tensors = scan(folder)
+    lm_head.weight. Raises ConfigError naming missing, unexpected and malformed tensors."""
+    tensors = without_wrappers(scan(folder))
     head = None
     if m.tie_embeddings:
         head = tensors.pop(hf_name("head.weight"), None)
@@ -370,11 +377,12 @@ def check_tied(head: StoredTensor, embedding: StoredTensor) -> None:
         open_safetensors(head.path) as head_file,
         open_safetensors(embedding.path) as embedding_file,
     ):
-        # mapped: compared without a copy
+        # mapped: only rows whose dtypes differ are copied, a block at a time
         head_weight = head_file.get_tensor(head.name)
         embedding_weight = embedding_file.get_tensor(embedding.name)
-    have_one_dtype = head_weight.dtype == embedding_weight.dtype
-    if not have_one_dtype or not torch.equal(head_weight, embedding_weight):
+    is_equal = head_weight.shape == embedding_weight.shape
+    blocks = zip(head_weight.split(ROWS_COMPARED), embedding_weight.split(ROWS_COMPARED))
+    if not is_equal or not all(torch.equal(a.float(), b.float()) for a, b in blocks):
         raise ConfigError(
             f"{head.path}: {head.name} differs from {embedding.name}, but config.json has "
             "tie_word_embeddings"
@@ -396,15 +404,37 @@ def open_adapter(cfg: config.Config) -> dict[str, StoredTensor]:
         if is_adapter(name):
             expected[name] = [*parameter.shape]
     path = folder / PEFT_WEIGHTS
-    return match_names(path, read_header(path), expected)
+    if not path.exists():
+        raise ConfigError(f"{path}: is not there{_pickled_advice(folder)}")
+    return match_names(path, without_wrappers(read_header(path)), expected)
+
+
+def without_wrappers(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors by their names without WRAPPERS, which no parameter's name contains. Raises
+    ConfigError if two have the same name then."""
+    unwrapped: dict[str, StoredTensor] = {}
+    for tensor in tensors.values():
+        name = ".".join(part for part in tensor.name.split(".") if part not in WRAPPERS)
+        if name in unwrapped:
+            raise ConfigError(
+                f"{tensor.path}: {tensor.name} and {unwrapped[name].name} are both {name}; keep one"
+            )
+        unwrapped[name] = tensor
+    return unwrapped
 
 
 def match_names(
     path: Path, tensors: dict[str, StoredTensor], expected: dict[str, list[int]]
 ) -> dict[str, StoredTensor]:
     """The tensors of a file or folder by our names. expected: shapes by our name. Raises
-    ConfigError if a tensor is missing, unexpected or malformed."""
+    ConfigError naming the first tensors that are missing, unexpected or malformed."""
     their_shapes = {hf_name(name): shape for name, shape in expected.items()}
+    if tensors and not their_shapes.keys() & tensors.keys():
+        raise ConfigError(
+            f"{path}: names its tensors as no Llama or Qwen3 model of transformers does, "
+            f"{min(tensors)} for example, and has no {min(their_shapes)}; load it with what wrote "
+            "it, and save it with transformers' or PEFT's save_pretrained()"
+        )
     problems = [f"{path}: has no {name}" for name in their_shapes.keys() - tensors.keys()]
     for name, tensor in tensors.items():
         if name not in their_shapes:
@@ -415,5 +445,10 @@ def match_names(
                 f"{' or '.join(DTYPES)} of shape {their_shapes[name]}"
             )
     if problems:
-        raise ConfigError(*sorted(problems))
+        shown = sorted(problems)[:MOST_PROBLEMS]
+        if len(problems) > MOST_PROBLEMS:
+            shown.append(
+                f"{path}: {len(problems) - MOST_PROBLEMS} more tensors do not fit the model"
+            )
+        raise ConfigError(*shown)
     return {name: tensors[hf_name(name)] for name in expected}

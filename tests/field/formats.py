@@ -7,7 +7,6 @@ from pathlib import Path
 from tests.conftest import words
 from tests.field.situation import DONE, Situation
 
-LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n"
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}"
     "{% endgeneration %}{% else %}{{ m.content + '\n' }}{% endif %}{% endfor %}"
@@ -84,13 +83,6 @@ SITUATIONS = [
         },
         exit_code=2,
         needs=("chat",),
-    ),
-    Situation(
-        "a git-lfs pointer in place of a text",
-        "base.toml --data.source=mine.txt",
-        ("mine.txt: is a git-lfs pointer in place of the data",),
-        {"mine.txt": LFS_POINTER},
-        exit_code=2,
     ),
     Situation(
         "one conversation alone",

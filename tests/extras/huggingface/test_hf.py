@@ -1033,6 +1033,7 @@ def only_pickled(folder: pathlib.Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 988097824\n"
 INDEX = "model.safetensors.index.json"
 NORM = "model.layers.0.input_layernorm.weight"
 HEAD = "lm_head.weight"
@@ -1118,6 +1119,10 @@ WRONG = {  # what is done to the folder "single", or another that the name begin
         weights(lambda t: t.update(other=t.pop(NORM))),
         [f"has no {NORM}", "has other, which this model does not"],
     ),
+    "too few blocks": (
+        settings(num_hidden_layers=4),
+        ["has no model.layers.2.input_layernorm.weight", "hf: 8 more tensors do not fit the model"],
+    ),
     "no head": (weights(lambda t: t.pop(HEAD)), ["has no lm_head.weight"]),
     "tied: another head": (
         weights(lambda t: t.update({HEAD: t[EMBEDDING] + 1e-3})),
@@ -1134,6 +1139,21 @@ WRONG = {  # what is done to the folder "single", or another that the name begin
     "dtype": (
         weights(lambda t: t.update({NORM: torch.ones(48).double()})),
         [f"{NORM} is F64 [48]; must be F32 or BF16 or F16 of shape [48]"],
+    ),
+    "no name of transformers": (
+        weights(lambda t: [t.update({f"net.{name}": t.pop(name)}) for name in [*t]]),
+        [
+            "names its tensors as no Llama or Qwen3 model of transformers does, net.lm_head.weight "
+            "for example, and has no lm_head.weight; load it with what wrote it"
+        ],
+    ),
+    "a git-lfs pointer": (
+        lambda f: (f / "model.safetensors").write_text(POINTER),
+        ["model.safetensors: is a git-lfs pointer, not the file itself; fetch", "/hf lfs pull"],
+    ),
+    "a git-lfs pointer for config.json": (
+        lambda f: (f / "config.json").write_text(POINTER),
+        ["config.json: is a git-lfs pointer, not the file itself"],
     ),
     "pickled": (only_pickled, ["pytorch_model.bin: pickled files can run code and are not read"]),
     "pickled under its name": (
@@ -1191,10 +1211,49 @@ def test_what_is_wrong_is_refused_by_name(folders, tmp_path, capsys, case):
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
-def test_a_tied_head_that_is_equal_is_taken(folders, tmp_path, capsys):
+def test_a_clone_without_git_lfs_is_one_line(folders, tmp_path, capsys):
+    folder = shutil.copytree(folders["sharded"], tmp_path / "hf")
+    for path in folder.glob("model-*"):
+        path.write_text(POINTER)
+    code, error = run(capsys, "import", folder, tmp_path / "out")
+    assert code == 2 and error.count("\n") == 1 and "model-00001-of" in error
+    assert (
+        f"is a git-lfs pointer, not the file itself; fetch what its folder points to: git -C {folder} lfs pull"
+        in error
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tied_head_of_equal_values_is_taken(folders, tmp_path, capsys, dtype):
+    """Of another dtype, too."""
     folder = shutil.copytree(folders["tied"], tmp_path / "hf")
-    weights(lambda t: t.update({HEAD: t[EMBEDDING].clone()}))(folder)
+    weights(lambda t: t.update({EMBEDDING: t[EMBEDDING].to(dtype)}))(folder)
+    weights(lambda t: t.update({HEAD: t[EMBEDDING].float().clone()}))(folder)
     assert run(capsys, "import", folder, tmp_path / "out") == (0, "")
+
+
+def test_names_of_wrapping_modules_are_left_out(folders, tmp_path, capsys):
+    """As DDP and torch.compile add them in front, FSDP1 and its checkpointing in the middle."""
+    whole = weights_to_read(config_from(str(folders["single"])), 0)
+    renamed = {
+        "ddp": lambda name: f"module.{name}",
+        "compiled": lambda name: f"_orig_mod.module.{name}",
+        "fsdp1": lambda name: name.replace(
+            ".self_attn.", "._fsdp_wrapped_module._checkpoint_wrapped_module.self_attn."
+        ),
+    }
+    for kind, rename in renamed.items():
+        folder = shutil.copytree(folders["single"], tmp_path / kind)
+        tensors = load_file(folder / "model.safetensors")
+        named = {rename(name): value for name, value in tensors.items()}
+        save_file(named, folder / "model.safetensors")
+        found = weights_to_read(config_from(str(folder)), 0)
+        for name in whole.stored:
+            assert torch.equal(found.read(name), whole.read(name))
+    both = {name: value.clone() for name, value in (named | tensors).items()}
+    save_file(both, folder / "model.safetensors")
+    code, error = run(capsys, "import", folder, tmp_path / "out")
+    assert code == 2 and error.count("\n") == 1 and "; keep one" in error
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

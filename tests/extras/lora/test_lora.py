@@ -537,6 +537,48 @@ def test_adapters_over_tied_embeddings_are_those_of_peft(corpus, prepared, tmp_p
     assert all(near(found[name], gradients[name]) for name in found)
 
 
+@pytest.mark.parametrize(
+    "targets, names",
+    [
+        ("all-linear", PROJECTIONS),
+        (r".*\.self_attn\.(q|v)_proj", ["q_proj", "v_proj"]),
+        (["self_attn.k_proj", "down_proj"], ["k_proj", "down_proj"]),
+        (
+            [f"model.layers.{block}.mlp.{name}" for block in range(2) for name in PROJECTIONS[4:]],
+            PROJECTIONS[4:],
+        ),
+    ],
+    ids=["all-linear", "an expression", "ends of paths", "full paths"],
+)
+def test_targets_are_read_as_peft_reads_them(base, corpus, prepared, tmp_path, targets, names):
+    """PEFT's model of a folder, and ours, compute the same."""
+    theirs = peft_of(base, target_modules=targets)
+    theirs.save_pretrained(tmp_path / "peft")
+    # PEFT saves a list of names for "all-linear"; other programs save the word
+    path = tmp_path / "peft/adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "target_modules": targets}))
+    cfg = make_config(**run_of(base, corpus, prepared, tmp_path / "peft"))
+    assert cfg.lora.targets == tuple(names)
+    model = meta_model(cfg.model, cfg.lora)
+    materialize(model, 0, torch.device("cpu"), weights_to_read(cfg, 0).read_into)
+    ids = torch.randint(320, (2, 17))
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "peft")
+    with torch.no_grad():
+        wanted = theirs(input_ids=ids).logits
+        assert near(model(ids), wanted) and near(again(input_ids=ids).logits, wanted)
+
+
+def test_all_linear_names_all_seven(base, adapter, corpus, prepared, tmp_path):
+    all_linear = {"lora": {"targets": "all-linear"}}
+    cfg = make_config(**run_of(base, corpus, prepared, **all_linear))
+    assert cfg == make_config(**run_of(base, corpus, prepared))
+    assert cfg.lora.targets == config.PROJECTIONS
+    assert make_config(**run_of(base, corpus, prepared, adapter, **all_linear)).lora.rank == 4
+    path = tmp_path / "run.toml"
+    path.write_text(config.to_toml(cfg))
+    assert config.load(str(path), ["--lora.targets=all-linear"]).lora == cfg.lora
+
+
 def test_new_adapters_change_nothing_at_first(base):
     """B is zero and A is not, as the paper says; both are float32, and the base is kept as asked, not upcast."""
     cfg = make_config(**case(base, "", "bfloat16"))
@@ -621,18 +663,33 @@ def test_a_merged_export_takes_from_its_base_what_users_need_besides_weights(
         '{"chat_template": "{{ older }}", "tokenizer_class": "Its"}'
     )
     ours = (prepared / "tokenizer.model").read_bytes()
-    for out, tokenizer, kept in ("other", b"another", False), ("same", ours, True):
+    for out, tokenizer, has_file in (
+        ("other", b"another", True),
+        ("same", ours, True),
+        ("inline", ours, False),
+    ):
+        kept = tokenizer == ours
         (origin / "tokenizer.model").write_bytes(tokenizer)
+        if not has_file:
+            (origin / "chat_template.jinja").unlink()
         export(run, tmp_path / out, "--base", str(origin))
         written = json.loads((tmp_path / out / "config.json").read_text())
-        assert written["max_position_embeddings"] == 4096 and written["eos_token_id"] == (
-            [2, 7] if kept else 2
-        )
-        assert (tmp_path / out / "chat_template.jinja").exists() == kept
+        assert written["max_position_embeddings"] == 4096
+        for name in ("config.json", "generation_config.json"):
+            settings = json.loads((tmp_path / out / name).read_text())
+            assert settings["eos_token_id"] == ([2, 7] if kept else 2)
+        # one template, and that which transformers prefers
+        assert (tmp_path / out / "chat_template.jinja").exists() == (kept and has_file)
         settings = json.loads((tmp_path / out / "tokenizer_config.json").read_text())
-        assert settings.get("chat_template") == ("{{ older }}" if kept else None)
+        assert settings.get("chat_template") == (None if has_file else "{{ older }}")
         assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
         assert (tmp_path / out / "tokenizer.model").read_bytes() == ours
+    # transformers takes them from config.json where there are no generation settings
+    (origin / "generation_config.json").unlink()
+    (origin / "config.json").write_text(json.dumps({**theirs, "eos_token_id": [9, 2]}))
+    export(run, tmp_path / "older", "--base", str(origin))
+    settings = json.loads((tmp_path / "older/generation_config.json").read_text())
+    assert settings["eos_token_id"] == [9, 2]
 
 
 def test_evaluating_reads_the_base_and_another_is_refused(trained, expected, base, tmp_path):
@@ -751,11 +808,26 @@ def test_a_row_that_64_does_not_divide_is_refused(corpus, prepared, tmp_path):
     [
         (
             {"r": 5},
-            "q_proj.lora_A.weight is F32 .4, 64.; must be F32 or BF16 or F16 of shape .5, 64.",
+            "k_proj.lora_A.weight is F32 .4, 64.; must be F32 or BF16 or F16 of shape .5, 64.",
         ),
         ({"use_dora": True}, "use_dora = true: only false can be read"),
-        ({"target_modules": "all-linear"}, 'target_modules = "all-linear"'),
-        ({"target_modules": ["q_proj", 3]}, "target_modules = "),
+        (
+            {"target_modules": ["q_proj", 3]},
+            r'target_modules = \["q_proj", 3\]: must be a list of modules, an expression, or "all',
+        ),
+        ({"target_modules": "("}, r'target_modules = "\(": is no regular expression: missing \)'),
+        (
+            {"target_modules": "all_linear"},
+            'target_modules = "all_linear": selects none of q_proj, k_proj,',
+        ),
+        (
+            {"target_modules": ["q_proj", "lm_head"]},
+            "selects lm_head; only projections have adapters",
+        ),
+        (
+            {"target_modules": [f"model.layers.1.{name}" for name in ("self_attn.q_proj",)]},
+            "must select the same projections in every block",
+        ),
         ({"init_lora_weights": "pissa"}, 'init_lora_weights = "pissa": only true can be read'),
         (
             {"target_modules": ["q_proj"]},
@@ -795,6 +867,13 @@ def test_another_adapter_is_refused(base, adapter, corpus, prepared, tmp_path, c
             make_config(**run_of(base, corpus, prepared, tmp_path / "gone", lora=complete)), 1
         ).stored
     )
+
+
+def test_a_pickled_adapter_is_named(base, adapter, corpus, prepared, tmp_path):
+    folder = shutil.copytree(adapter, tmp_path / "adapter")
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(ConfigError, match="is not there; adapter_model.bin: pickled files can run"):
+        weights_to_read(make_config(**run_of(base, corpus, prepared, folder)), 0)
 
 
 def test_changed_adapters_are_another_run(trained, base, adapter, corpus, prepared, tmp_path):
