@@ -395,7 +395,7 @@ def without_storage(counted: Counted) -> list:
         tensor.__class__ = fake_class(kind)
         return tensor
 
-    patches = [
+    patches: list[Any] = [
         mock.patch.object(FakeTensor, "as_subclass", as_fake_subclass),
         mock.patch.object(
             ShardingPropagator,
