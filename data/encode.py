@@ -121,7 +121,7 @@ def encode_documents(copy: TokenizerCopy, typecode: str, documents: list[str]) -
 def encode_in_order(chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chunk, Encoded]]:
     """Yields each chunk with what its encode() returns. workers: processes; 0 encodes in this one.
     Replaces processes that are killed. Raises ConfigError and OSError."""
-    if workers == 0:
+    if workers == 0 or not _has_semaphores():
         for chunk in chunks:
             yield chunk, chunk.encode(chunk.documents)
         return
@@ -159,6 +159,16 @@ def _report_loss(losses: int) -> None:
     if losses == MOST_LOSSES:
         raise OSError(errno.ENOMEM, f"{lost}; the same command resumes here")
     report(f"{lost}; starting another")
+
+
+def _has_semaphores() -> bool:
+    """Whether processes can have semaphores in common; reports it if they cannot."""
+    try:
+        multiprocessing.get_context("spawn").Lock()
+        return True
+    except (OSError, ImportError) as error:
+        report(f"only one process tokenizes: others would need a writable /dev/shm: {error}")
+        return False
 
 
 def _start_pool(workers: int) -> ProcessPoolExecutor:
