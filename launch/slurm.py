@@ -60,12 +60,10 @@ def first_host(nodes: str) -> str:
     """The first host of a list as SLURM abbreviates it: "gpu007" of "gpu[007-009,012],cpu1". (To
     ask scontrol would need it inside the job's container.) Raises ConfigError."""
     # a comma inside of brackets separates numbers, not hosts
-    first = re.match(r"(?:[^,\[]|\[[^]]*\])*", nodes)
-    assert first
-    host = re.sub(r"\[(\w+)[^]]*\]", r"\1", first[0])
-    if not host or "[" in host:
+    first = re.match(r"((?:[^,\[]|\[\w[^]]*\])+)(?:,|$)", nodes)
+    if not first:
         raise ConfigError(f"SLURM_JOB_NODELIST={nodes}: must name the job's nodes")
-    return host
+    return re.sub(r"\[(\w+)[^]]*\]", r"\1", first[1])
 
 
 def end_of_stopped(
