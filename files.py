@@ -11,6 +11,8 @@ import pathlib
 import platform
 import signal
 import sys
+import threading
+import time
 
 import filelock
 
@@ -24,13 +26,22 @@ def sync(path: pathlib.Path) -> None:
     """Syncs a file's content, or a folder's entries, to disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        sync_handle(handle)
     except OSError as error:
         if error.errno not in NO_FOLDERS or not path.is_dir():
             raise
         warn_once("this file system does not sync folders: a power cut may undo the last rename")
     finally:
         os.close(handle)
+
+
+def sync_handle(handle: int) -> None:
+    """Syncs an open file to disk. Raises OSError."""
+    if hasattr(fcntl, "F_FULLFSYNC"):  # macOS, whose fsync() leaves it in the disk's own cache
+        with contextlib.suppress(OSError):  # not on every file system
+            fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
+            return
+    os.fsync(handle)
 
 
 @functools.cache
@@ -54,7 +65,7 @@ def write_atomic(
     with temporary.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
-        os.fsync(file.fileno())  # else a power cut may leave the new name without its content
+        sync_handle(file.fileno())  # else a power cut may leave the new name without its content
     temporary.replace(path)
 
 
@@ -143,13 +154,16 @@ def python_command(statements: str) -> list[str]:
     need not be on Python's path: a rank that torchrun starts has them because its script, train.py,
     lies beside them."""
     repo = str(pathlib.Path(__file__).parent)
-    return [sys.executable, "-c", f"import sys; sys.path.insert(0, {repo!r}); {statements}"]
+    # Python 3.10 has the caller's folder in there, as ""
+    modules = f"import sys; sys.path[:] = [{repo!r}, *filter(None, sys.path)]"
+    return [sys.executable, "-c", f"{modules}; {statements}"]
 
 
 def die_with_parent(parent: int | None = None) -> None:
     """Makes Linux kill this process when its parent dies, even if it is stopped: no rank outlives a
     killed launcher and keeps the folder's lock. parent: its pid, if known before the fork; it may
-    have died since."""
+    have died since. Elsewhere a thread of this process ends it, which a program that it executes
+    does not have."""
     if sys.platform == "linux":
         import ctypes
 
@@ -157,3 +171,11 @@ def die_with_parent(parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:  # it died before the call
             os._exit(1)
+    elif parent is None:
+        threading.Thread(target=_end_with_parent, args=[os.getppid()], daemon=True).start()
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)

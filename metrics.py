@@ -71,7 +71,8 @@ def peak_memory_gib(device: torch.device) -> float:
     """Peak so far: of memory allocated on the GPU, or of this process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in KiB; on macOS in bytes
+    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
 
 
 class Accent(logging.Formatter):
@@ -386,7 +387,7 @@ class Rows:
 
     def sync(self) -> None:
         self.file.flush()
-        os.fsync(self.file.fileno())
+        files.sync_handle(self.file.fileno())
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -406,7 +407,11 @@ class Board:
         # a package that a run without it need not have
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer: SummaryWriter | None = SummaryWriter(folder, purge_step=start + 1)
+        self.writer: SummaryWriter | None = None
+        try:
+            self.writer = SummaryWriter(folder, purge_step=start + 1)
+        except OSError as error:
+            log.warning("TensorBoard: %s; training continues without it", error)
 
     def write(self, row: dict) -> None:
         if not self.writer:

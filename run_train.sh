@@ -22,6 +22,7 @@
 # A job takes whole nodes; a part of one: sbatch --oversubscribe --cpus-per-task=16 --gpus-per-node=2 ...
 # It saves 300 seconds before its time limit (--signal=B:USR1@SECONDS: more where saving takes longer), and requeues
 # itself. After scancel it saves too, if SLURM's KillWait (30 seconds unless set) leaves the time, and is not requeued.
+if [ -z "${BASH_VERSION:-}" ]; then exec bash "$0" "$@"; fi # of `sh run_train.sh`, where sh is another shell
 set -euo pipefail
 
 # Valid until exec replaces this process by the launcher, which has its own handlers. SLURM signals the batch script.
@@ -33,36 +34,66 @@ repo=$(CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" &
 [[ -f $repo/train.py ]] || repo=${SLURM_SUBMIT_DIR:-$repo}
 [[ -f $repo/train.py ]] || fail "$repo: no train.py here; it must lie in the repository, and be submitted from there"
 
-# Stay in the caller's folder, which relative paths refer to, but import modules from the repository.
+# Stay in the caller's folder, which relative paths refer to, but import modules from the repository. Python 3.10, which
+# does not know PYTHONSAFEPATH, would search the caller's folder first: with `-c` it stands in sys.path as "".
 export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
+module='import sys; sys.path[:] = filter(None, sys.path); import runpy; del sys.argv[0]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)'
+case ${PYTHONOPTIMIZE:-} in [2-9]*) export PYTHONOPTIMIZE=1 ;; esac # 2 would remove the help texts, too
+unset PIP_TARGET PIP_PREFIX PIP_ROOT # with these, as with PIP_USER=1, .venv's packages would be installed elsewhere
+export PIP_USER=0
+
+# The first Python that can make an environment: python3, else one that is called by its version.
+base_python() {
+    local name
+    for name in python3 python3.{13,12,11,10}; do
+        if "$name" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            echo "$name"
+            return
+        fi
+    done
+    return 1
+}
 
 make_venv() {
-    local venv=$repo/.venv wanted quiet=(--quiet)
+    local venv=$repo/.venv wanted base quiet=(--quiet)
     wanted=$(cksum <"$repo/requirements.txt")
     python=$venv/bin/python
     if [[ $(cat "$venv/.made-from" 2>/dev/null) == "$wanted" ]]; then return; fi
     [[ -z ${SLURM_JOB_ID:-} ]] || fail "nothing is installed inside a job; run ./run_train.sh --setup on the login node"
+    [[ -w $repo ]] || fail "$repo cannot be written to, where .venv would be made; PYTHON=/path/to/python names a Python \
+that has what requirements.txt lists, such as .venv/bin/python of a copy that can be written to"
     exec 9>"$repo/.venv.lock"
     if command -v flock >/dev/null; then flock 9; fi
     if [[ $(cat "$venv/.made-from" 2>/dev/null) != "$wanted" ]]; then
-        python3 -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
+        base=$(base_python) ||
             fail "needs python3 of version 3.10 or later with its venv module (Debian: apt install python3-venv)"
         echo "setting up $venv (once; one to five minutes, most of them for torch)" >&2
         if [[ -t 2 ]]; then quiet=(); fi  # pip shows its progress
         rm -rf "$venv"
-        python3 -m venv "$venv"
+        "$base" -m venv "$venv"
         # torch first, at its exact version: a range that another package requires might select another build
-        "$venv/bin/python" -m pip install "${quiet[@]}" "$(grep '^torch==' "$repo/requirements.txt")" >&2
-        "$venv/bin/python" -m pip install "${quiet[@]}" -r "$repo/requirements.txt" >&2
+        "$venv/bin/python" -m pip install ${quiet[@]+"${quiet[@]}"} "$(grep '^torch==' "$repo/requirements.txt")" >&2 ||
+            fail "torch could not be installed, see above; if pip found no matching distribution: there are builds for \
+Linux, Windows and Macs with Apple silicon, for CPython 3.10 to 3.14, and this is $(uname -sm), $("$base" --version); \
+PYTHON=/path/to/python names a Python that has torch"
+        "$venv/bin/python" -m pip install ${quiet[@]+"${quiet[@]}"} -r "$repo/requirements.txt" >&2
         echo "$wanted" >"$venv/.made-from"
     fi
     exec 9>&-
 }
 
+has_torch='import sys, importlib.util as util; old = sys.version_info < (3, 11)
+needed = ["torch", "numpy", "filelock", "tomli" if old else "tomllib"]
+sys.exit(sys.version_info < (3, 10) or not all(map(util.find_spec, needed)))'
+
 choose_python() {  # takes the run's arguments; none: the Python must suit every tool
     if [[ -n ${PYTHON:-} ]]; then
         python=$(command -v "$PYTHON") || fail "PYTHON=$PYTHON: no such program"
-    elif python=$(command -v python3) && "$python" -m launch.command --usable "$@" 2>/dev/null; then :
+        "$python" -c "$has_torch" 2>/dev/null ||
+            fail "PYTHON=$PYTHON: needs Python 3.10 or later, with torch and numpy (and tomli, before 3.11); without \
+PYTHON=... this script makes an environment that has them"
+    elif python=$(command -v python3) && "$python" -c "$module" launch.command --usable "$@" 2>/dev/null; then :
     else make_venv; fi
 }
 
@@ -88,7 +119,7 @@ case ${1:-} in
 -m)
     [[ -n ${2:-} ]] || fail "-m needs the name of a tool"
     choose_python
-    exec "$python" -m "$(module_of "$2")" "${@:3}"
+    exec "$python" -c "$module" "$(module_of "$2")" "${@:3}"
     ;;
 "" | --*) set -- "$repo/configs/tiny.toml" "$@" ;;
 esac
@@ -105,4 +136,4 @@ if [[ -n $help$plan ]]; then exec "$python" "$repo/train.py" "$@"; fi
 # Block the signals until the launcher has its handlers. (This needs env of coreutils 8.31 or later.)
 blocked=(env --block-signal=TERM,INT,USR1,HUP)
 "${blocked[@]}" true 2>/dev/null || blocked=()
-exec "${blocked[@]}" "$python" -m launch.launch "$@"
+exec ${blocked[@]+"${blocked[@]}"} "$python" -c "$module" launch.launch "$@"

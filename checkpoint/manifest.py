@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import IO
 
 from config import ConfigError
+from data.cores import usable_cores
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -90,7 +91,7 @@ def hash_part(folder: pathlib.Path, name: str, part: int) -> str:
 
 def in_threads(work: Callable, items: list[tuple]) -> list:
     """[work(*item) for item in items], on up to eight cores."""
-    with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
+    with ThreadPoolExecutor(min(8, usable_cores())) as pool:
         return list(pool.map(lambda item: work(*item), items))
 
 

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import pathlib
 import shutil
 from collections.abc import Callable
@@ -214,7 +213,7 @@ class Writer(FileSystemWriter):
                     size = file.tell() - begin
                     results.append(WriteResult(item.index, size, _StorageInfo(name, begin, size)))
                 file.flush()
-                os.fsync(file.fileno())
+                files.sync_handle(file.fileno())
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done

@@ -10,7 +10,10 @@ from collections.abc import Iterator
 def usable_cores() -> int:
     """The cores of its affinity or, in a container, of its control group's quota if that is
     less."""
-    cores = len(os.sched_getaffinity(0))
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:  # macOS
+        cores = os.cpu_count() or 1
     for group in _control_groups():
         quota = _quota(group)
         if quota:

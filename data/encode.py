@@ -122,7 +122,7 @@ def encode_in_order(chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chu
     """Yields each chunk with what its encode() returns, or with the ConfigError that it raises as
     the chunk's problem. workers: processes; 0 encodes in this one. Replaces processes that are
     killed. Raises OSError."""
-    if workers == 0:
+    if workers == 0 or not _has_semaphores():
         for chunk in chunks:
             yield _with_result(chunk, functools.partial(chunk.encode, chunk.documents))
         return
@@ -167,6 +167,16 @@ def _report_loss(losses: int) -> None:
     if losses == MOST_LOSSES:
         raise OSError(errno.ENOMEM, f"{lost}; the same command resumes here")
     report(f"{lost}; starting another")
+
+
+def _has_semaphores() -> bool:
+    """Whether processes can have semaphores in common; reports it if they cannot."""
+    try:
+        multiprocessing.get_context("spawn").Lock()
+        return True
+    except (OSError, ImportError) as error:
+        report(f"only one process tokenizes: others would need a writable /dev/shm: {error}")
+        return False
 
 
 def _start_pool(workers: int) -> ProcessPoolExecutor:

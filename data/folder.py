@@ -121,6 +121,8 @@ def begin_all(cfg: config.Config) -> list[tuple[pathlib.Path, config.Config]]:
         _train_common_tokenizer(cfg)
     sources = source_folders(cfg)
     for folder, source_cfg in sources:
+        if folder.is_symlink() and not folder.exists():
+            raise ConfigError(f"{folder}: is a link to {os.readlink(folder)}, which is not there")
         with as_config_error(folder):
             _begin_or_check(folder, source_cfg)
     return sources

@@ -194,7 +194,7 @@ class TokenFile:
 
     def sync(self) -> None:
         self.write()
-        os.fsync(self.handle)
+        files.sync_handle(self.handle)
 
     def is_in_place(self) -> bool:
         """Whether the path still leads to the file that is open."""

@@ -16,11 +16,18 @@ from dataclasses import dataclass
 
 import config
 from config import ConfigError
-from launch.slurm import on_nodes
+from data.cores import usable_cores
+from files import python_command
+from launch.slurm import ONE_NODE, on_nodes
 from lifecycle.gpus import visible_gpus
 
 TORCH = ((2, 11), (2, 15))  # oldest and newest supported versions
 TRAIN = str(pathlib.Path(__file__).parent.parent / "train.py")
+# What torchrun and other launchers tell a process that they start, and what torchrun reads as its
+# own options (PET_...).
+OF_A_LAUNCHER = re.compile(
+    "(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|(TORCHELASTIC|PET)_.*"
+)
 
 
 @dataclass(frozen=True)
@@ -48,8 +55,12 @@ class Ranks:
         """From NPROC, MAX_RESTARTS and SLURM's variables. Raises ConfigError."""
         env = os.environ
         job = env.get("SLURM_JOB_ID")
+        if not job:
+            check_not_one_of_several()
         nodes = env.get("SLURM_NNODES", "1") if job else "1"
-        local = env.get("NPROC") or env.get("SLURM_GPUS_ON_NODE") or str(visible_gpus())
+        # SLURM_GPUS_ON_NODE is a number; with its type, as gpu:h100:4, where a site sets it itself
+        gpus_on_node = env.get("SLURM_GPUS_ON_NODE", "").rpartition(":")[2]
+        local = env.get("NPROC") or gpus_on_node or str(visible_gpus())
         if local == "0" and not env.get("NPROC"):  # no GPU
             local = "1"
         restarts = env.get("MAX_RESTARTS") or ("3" if job else "0")
@@ -69,9 +80,7 @@ class Ranks:
         if not self.job:
             signals += ",SIGTERM"
         torchrun = [
-            sys.executable,
-            "-m",
-            "launch.torchrun",
+            *python_command("from launch.torchrun import main; main()"),
             f"--nproc-per-node={self.local}",
             f"--max-restarts={self.restarts}",
             f"--signals-to-handle={signals}",
@@ -79,13 +88,13 @@ class Ranks:
             "--log-dir=/dev/null",
         ]
         if not self.job:
-            return [*torchrun, "--standalone", TRAIN]
+            return [*torchrun, *ONE_NODE, TRAIN]
         return [*on_nodes(torchrun, self.nodes, self.job, self.attempt), TRAIN]
 
     def environment(self) -> dict[str, str]:
         """Environment variables for the ranks; those that the user has set are kept."""
         # the job's cores, not the machine's; without a job those that this process may use
-        cores = int(os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0)))
+        cores = int(os.environ.get("SLURM_CPUS_ON_NODE") or usable_cores())
         allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "expandable_segments:True"
         defaults = {
             "OMP_NUM_THREADS": str(max(1, cores // self.local)),
@@ -102,6 +111,26 @@ class Ranks:
         if "SLURM_CPUS_PER_TASK" in os.environ:  # from SLURM 22.05 on, srun reads only this name
             defaults["SRUN_CPUS_PER_TASK"] = os.environ["SLURM_CPUS_PER_TASK"]
         return {name: os.environ.get(name) or value for name, value in defaults.items()}
+
+
+def variables_of_a_launcher() -> list[str]:
+    """Environment variables through which another launcher has told this process its part."""
+    return [name for name in os.environ if OF_A_LAUNCHER.fullmatch(name)]
+
+
+def check_not_one_of_several() -> None:
+    """Raises ConfigError if another launcher has started several processes, of which this is one:
+    each would train a model of its own."""
+    for name in ("WORLD_SIZE", "PET_NNODES"):
+        value = os.environ.get(name, "1")
+        if value in ("", "1", "1:1"):
+            continue
+        unset = " ".join(f"-u {name}" for name in variables_of_a_launcher())
+        raise ConfigError(
+            f"{name}={value}: another launcher started this process as one of several, and "
+            "run_train.sh starts processes on this machine alone; to be one of them: torchrun "
+            f"train.py CONFIG (docs/cluster.md); to train here alone: env {unset} ./run_train.sh ..."
+        )
 
 
 def number(variable: str, text: str) -> int:

@@ -39,7 +39,7 @@ from config import ConfigError
 from data import formats
 from files import die_with_parent, print_error
 from launch.checks import check_launch
-from launch.command import Ranks, commits
+from launch.command import Ranks, commits, variables_of_a_launcher
 from launch.slurm import end_of_stopped
 from lifecycle import INPUT_IS_WRONG, SIGNALS, STOPPED, TWICE_SECONDS
 from lifecycle.folder import (
@@ -63,6 +63,7 @@ def launch(argv: list[str], interruption: Interruption) -> int:
         ranks, cfg = together(
             Ranks.from_environment, lambda: config.load(args.config, args.overrides)
         )
+        start_ranks = ranks.command()
     except ConfigError as error:
         print_error(str(error))
         return INPUT_IS_WRONG
@@ -94,7 +95,9 @@ def launch(argv: list[str], interruption: Interruption) -> int:
     if not has_work:
         return 0
 
-    command = [*ranks.command(), *argv, *found_options, *commits(cfg), f"--launch={launch_id}"]
+    command = [*start_ranks, *argv, *found_options, *commits(cfg), f"--launch={launch_id}"]
+    for name in variables_of_a_launcher():  # torchrun and the ranks would take them as theirs
+        del os.environ[name]
     os.environ.update(ranks.environment())
     if args.eval_only:
         return run_evaluation(command, interruption)
@@ -149,6 +152,12 @@ class StopForwarder:
             print_error(f"asked to stop by {signal.Signals(number).name}")
 
 
+def suspend_launcher(number: int, frame: Any) -> None:
+    """Ctrl-Z while the ranks run, which are not in the terminal's process group."""
+    print_error("only the launcher is suspended, training continues: resume it by bg or fg")
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def run_ranks(
     command: list[str], folder: pathlib.Path, launch_id: str, interruption: Interruption
 ) -> int:
@@ -158,6 +167,8 @@ def run_ranks(
     file.touch()
     forwarder = StopForwarder(file, interruption)
     listen(forwarder)
+    if signal.getsignal(signal.SIGTSTP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGTSTP, suspend_launcher)
     if interruption.asked:  # before there is a child: else a recent Ctrl-C would count as two
         forwarder(interruption.asked)
     launcher = os.getpid()

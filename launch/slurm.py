@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import subprocess
 
 import config
@@ -11,6 +12,9 @@ from files import print_error
 from lifecycle import STOPPED
 from lifecycle.folder import last_holder, lock, read_status, write_status
 
+# torchrun's options for one node. It would look up this machine's name, which may not resolve, or
+# to an address that does not reach it (a VPN, /etc/hosts).
+ONE_NODE = ["--standalone", "--nnodes=1", "--local-addr=localhost"]
 IDLE_ATTEMPTS = 3  # attempts of a job in a row without a step
 
 
@@ -22,20 +26,19 @@ def on_nodes(torchrun: list[str], nodes: int, job: str, attempt: list[str]) -> l
     # on each node.
     torchrun = ["bash", "-c", 'trap "" TERM; exec "$@"', "bash", *torchrun]
     if nodes == 1:
-        return [*torchrun, "--standalone"]
-    listed = subprocess.run(
-        ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    names = listed.stdout.split()
+        return [*torchrun, *ONE_NODE]
+    if not shutil.which("srun"):
+        raise ConfigError(
+            f"SLURM_NNODES={nodes}: needs srun, which is not installed here (in a container?), to "
+            "start processes on the job's other nodes; start torchrun on each (docs/cluster.md)"
+        )
+    head = first_host(os.environ.get("SLURM_JOB_NODELIST", ""))
     # The id of the rendezvous is new in each attempt, so that no late process of the last attempt
     # joins.
     rendezvous = [
         f"--nnodes={nodes}",
         "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={names[0]}:{29500 + int(job) % 1000}",
+        f"--rdzv-endpoint={head}:{29500 + int(job) % 1000}",
         f"--rdzv-id={'-'.join(attempt)}",
     ]
     # One task per node, with all of the job's cores there, which torchrun and its ranks share. No
@@ -51,6 +54,16 @@ def on_nodes(torchrun: list[str], nodes: int, job: str, attempt: list[str]) -> l
         "--kill-on-bad-exit=1",
     ]
     return [*srun, *torchrun, *rendezvous]
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a list as SLURM abbreviates it: "gpu007" of "gpu[007-009,012],cpu1". (To
+    ask scontrol would need it inside the job's container.) Raises ConfigError."""
+    # a comma inside of brackets separates numbers, not hosts
+    first = re.match(r"((?:[^,\[]|\[\w[^]]*\])+)(?:,|$)", nodes)
+    if not first:
+        raise ConfigError(f"SLURM_JOB_NODELIST={nodes}: must name the job's nodes")
+    return re.sub(r"\[(\w+)[^]]*\]", r"\1", first[1])
 
 
 def end_of_stopped(

@@ -8,17 +8,41 @@ Takes torchrun's arguments.
 
 import gc
 import logging
+import platform
 import sys
 
-if __name__ == "__main__":
+
+def main() -> None:
     gc.disable()  # as in train.py
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main
+    from torch.distributed.run import main as run
 
     gc.enable()
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    report_wait_for_nodes()
     try:
-        main()
+        run()
     except ChildFailedError as error:
         # negative if a signal ended the rank
         sys.exit(max(1, error.get_first_failure()[1].exitcode))
+
+
+def report_wait_for_nodes() -> None:
+    """Has torchrun report, once it waits long, that the torchrun of another node is missing."""
+    from torch.distributed.elastic.rendezvous import RendezvousInfo
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+    from parallel.ranks import waiting_for
+
+    rendezvous = DynamicRendezvousHandler.next_rendezvous
+
+    def next_rendezvous(self: DynamicRendezvousHandler) -> RendezvousInfo:
+        nodes = self.settings.min_nodes
+        with waiting_for(f"torchrun on the other nodes: this is {platform.node()}, one of {nodes}"):
+            return rendezvous(self)
+
+    DynamicRendezvousHandler.next_rendezvous = next_rendezvous
+
+
+if __name__ == "__main__":
+    main()

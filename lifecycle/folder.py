@@ -68,9 +68,13 @@ def check_folder(folder: pathlib.Path, timeout: float = 0) -> None:
     """Raises ConfigError if the run's folder cannot be created, or if another run still holds its
     lock after `timeout` seconds. Creates nothing."""
     existing = folder
-    while not existing.exists():
+    while not os.path.lexists(existing):
         existing = existing.absolute().parent
     for path in (existing, folder / "checkpoints", folder / "logs", folder / "tensorboard"):
+        if path.is_symlink() and not path.exists():
+            raise ConfigError(
+                f"[run] output_dir: {path} is a link to {os.readlink(path)}, which is not there"
+            )
         if not path.exists():
             continue
         if not path.is_dir():

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import resource
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,11 +17,14 @@ import torch.distributed as dist
 
 import config
 from config import ConfigError
+from files import print_error
 from lifecycle.gpus import driver_version, listed_gpus, visible_gpus
 from parallel.mesh import World, build_mesh
-from parallel.ranks import check_same_on_all_ranks, rank_and_size
+from parallel.ranks import NOTICE_SECONDS, check_same_on_all_ranks, rank_and_size, waiting_for
 from parallel.torch_patches import set_default_timeout
 
+# where a process finds the others
+FROM_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # paths may differ: each node may have a local copy
 ON_THIS_NODE = ("data.path", "model.init_from", "lora.init_from")
 
@@ -111,9 +115,22 @@ def all_gather_reports(store: dist.Store, rank: int, size: int, report: dict) ->
     """Every rank's report, in rank order."""
     store.set(f"device of rank {rank}", json.dumps(report))
     if rank == 0:  # gathers for all: else the store would answer size x size requests
-        texts = store.multi_get([f"device of rank {number}" for number in range(size)])
+        keys = [f"device of rank {number}" for number in range(size)]
+        report_missing(store, keys)
+        texts = store.multi_get(keys)
         store.set("devices", json.dumps([json.loads(text) for text in texts]))
     return json.loads(store.get("devices"))
+
+
+def report_missing(store: dist.Store, keys: list[str]) -> None:
+    """Waits a while for these keys. Prints those that are missing then."""
+    deadline = time.monotonic() + NOTICE_SECONDS
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            missing = [key for key in keys if not store.check([key])]
+            print_error(f"waiting for the {', the '.join(missing[:8])} ({len(missing)} in all)")
+            return
+        time.sleep(0.02)
 
 
 def problems_of_devices(reports: list[dict]) -> list[str]:
@@ -134,6 +151,22 @@ def problems_of_devices(reports: list[dict]) -> list[str]:
                 "run.device, or mend the node"
             ]
     return []
+
+
+def check_launcher() -> None:
+    """Raises ConfigError if the variables of a launcher are incomplete or make no sense."""
+    if not (os.environ.get("RANK") or os.environ.get("WORLD_SIZE")):
+        return
+    values = {name: os.environ.get(name, "") for name in FROM_LAUNCHER}
+    rank, size = values["RANK"], values["WORLD_SIZE"]
+    is_complete = all(values.values())
+    if is_complete and rank.isdecimal() and size.isdecimal() and int(rank) < int(size):
+        return
+    given = ", ".join(f"{name}={value}" for name, value in values.items() if value)
+    raise ConfigError(
+        f"{given}: a launcher sets all of {', '.join(FROM_LAUNCHER)}, with RANK below WORLD_SIZE; "
+        "torchrun does, and ./run_train.sh, which starts all processes of this machine"
+    )
 
 
 def set_determinism(run: config.Run) -> None:
@@ -157,12 +190,16 @@ def raise_file_limit() -> None:
 def distributed(cfg: config.Config) -> Iterator[World]:
     """Initializes the process group, and destroys it on exit. Raises ConfigError for a mesh or
     device that is invalid or unavailable, and if ranks have different devices or options."""
+    check_launcher()
     rank, _, size = rank_and_size()
     shape = config.mesh_shape(cfg, size)
     raise_file_limit()
     timeout = datetime.timedelta(seconds=config.longest_timeout(cfg))
     if "RANK" in os.environ:
-        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+        host = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        others = "rank 0 to listen" if rank else "the other ranks to connect"
+        with waiting_for(f"{others} at {host}: this is rank {rank} of {size}"):
+            store, *_ = next(dist.rendezvous("env://", timeout=timeout))
     else:
         store = dist.HashStore()
     device = agree_on_device(cfg, store)
@@ -173,8 +210,9 @@ def distributed(cfg: config.Config) -> Iterator[World]:
     # waiting for the GPU
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     set_default_timeout(timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-    check_same_on_all_ranks("configuration and options", shared_options(cfg))
+    with waiting_for(f"gloo to connect rank {rank} to all {size} ranks (GLOO_SOCKET_IFNAME?)"):
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        check_same_on_all_ranks("configuration and options", shared_options(cfg))
     yield World(rank, size, device, build_mesh(device.type, shape))
     # Not reached after an exception: the other ranks may never reach the barrier, so the process
     # just exits.

@@ -22,6 +22,7 @@ import metrics
 from checkpoint.catalog import path_of
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.compare import other_tokenizer
+from config import ConfigError
 from data.loader import Loader
 from lifecycle import STOPPED, folder
 from lifecycle.failure import Failure, exit_immediately, failure_of
@@ -93,7 +94,15 @@ class Run:
         checkpointer = self.checkpointer
         assert checkpointer, "attach() comes before claim_folder()"
         hosts = all_gather_objects(platform.node())
-        on_rank_zero(lambda: self._take_folder(checkpointer, tokenizer_files, hosts))
+
+        def take_folder() -> None:
+            try:
+                self._take_folder(checkpointer, tokenizer_files, hosts)
+            except OSError as error:
+                problem = error.strerror or error
+                raise ConfigError(f"{self.folder}: cannot be written to: {problem}") from None
+
+        on_rank_zero(take_folder)
         log_file = metrics.start_logging(self.folder, self.world.rank, color_is_wanted())
         self.watchdog.use_log(log_file, self.world.rank)
         for problem in checkpointer.problems:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 # how long after a phase's timeout a process ends in which no Python thread can run
 FROZEN_SECONDS = 20.0
+TICK_SECONDS = 0.2  # between two looks at the deadline
+SUSPENDED_SECONDS = 5.0  # a longer time between two looks is one in which the process was stopped
 NOW = "now: rank {}, step {}, phase {} ({} phases begun)"  # a log's line on where the rank is
 NOW_BYTES = 99  # the line is padded to this length
 
@@ -81,10 +83,22 @@ class Watchdog:
         self.ended = True
         faulthandler.cancel_dump_traceback_later()
 
+    def _extend(self, seconds: float) -> None:
+        """The process was stopped for some seconds, in which no progress could be made: by SIGSTOP,
+        SLURM's suspend, docker pause. They do not count."""
+        self.deadline += seconds
+        if not self.ended and self.deadline < float("inf"):
+            self.end_if_frozen(self.deadline - time.monotonic() + FROZEN_SECONDS)
+
     def _run(self) -> None:
+        last = time.monotonic()
         while not self.ended:
-            time.sleep(0.2)
-            if time.monotonic() > self.deadline and not self.ended:
+            time.sleep(TICK_SECONDS)
+            now = time.monotonic()
+            if now - last > SUSPENDED_SECONDS:
+                self._extend(now - last)
+            last = now
+            if now > self.deadline and not self.ended:
                 frame = sys._current_frames()[self.main_thread]
                 stack = "".join(traceback.format_stack(frame))
                 seconds = time.monotonic() - self.began

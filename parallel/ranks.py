@@ -4,14 +4,18 @@ import contextlib
 import os
 import pathlib
 import platform
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from config import ConfigError
+from files import print_error
 from schema import toml
+
+NOTICE_SECONDS = 20.0  # a longer wait for other processes is reported
 
 
 def rank_and_size() -> tuple[int, int, int]:
@@ -41,6 +45,19 @@ def torchrun_id() -> str | None:
         fields_after_name = stat.rpartition(")")[2].split()
         start_time = fields_after_name[19]
     return f"torchrun-{platform.node()}-{parent}-{start_time}".replace(".", "-")
+
+
+@contextlib.contextmanager
+def waiting_for(whom: str) -> Iterator[None]:
+    """Prints for whom this process waits, if its body takes long: they may never have been
+    started."""
+    notice = threading.Timer(NOTICE_SECONDS, print_error, [f"waiting for {whom}"])
+    notice.daemon = True
+    notice.start()
+    try:
+        yield
+    finally:
+        notice.cancel()
 
 
 def all_gather_objects(value: Any) -> list:

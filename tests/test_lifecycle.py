@@ -1057,7 +1057,9 @@ def test_the_timer_for_a_frozen_process_is_rarely_set_and_never_fires_first(tmp_
     now, timers = [1000.0], []
     with (
         mock.patch(
-            "lifecycle.watchdog.time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
+            "lifecycle.watchdog.time",
+            # its thread never wakes: it would take the leaps of this clock for suspensions
+            SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: time.sleep(600)),
         ),
         mock.patch(
             "faulthandler.dump_traceback_later",

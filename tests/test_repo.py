@@ -17,6 +17,7 @@ from packaging.specifiers import SpecifierSet
 
 import config
 from tests.conftest import REPO, copy_tracked, launch, make_config, needs_extra
+from tests.test_launching import trainer_environment
 from tests.warm import warm_python
 
 pytestmark = [pytest.mark.early, pytest.mark.slow]
@@ -33,6 +34,7 @@ LABELS = {
     "output",
     "run",
     "dry-run",
+    "kubernetes",
     "needs-a-cluster",
     "needs-a-tracker",
     "needs-lm-eval",
@@ -60,6 +62,20 @@ def test_every_block_has_a_label():
     assert labels and all(
         label.split()[-1] in LABELS and len(label.split()) == 2 for label in labels
     )
+
+
+def test_pods_run_what_is_there_with_the_variables_that_torchrun_reads():
+    """tests/test_launching.py runs that command with those variables."""
+    job, env = (yaml.safe_load(text) for _, label, text in blocks() if "kubernetes" in label)
+    master, worker = job["spec"]["pytorchReplicaSpecs"].values()
+    for pods in (master, worker):
+        program, script, path, option = pods["template"]["spec"]["containers"][0]["command"]
+        assert (program, script) == ("torchrun", "train.py")
+        cfg = config.load(str(REPO / path), [option])
+        assert cfg.run.output_dir == "/shared/outputs"
+    assert (master["replicas"], worker["replicas"]) == (1, 3)
+    given = [variable["name"] for variable in env["env"]]
+    assert sorted(given) == sorted(trainer_environment(0, "29500"))
 
 
 def test_quoted_code_is_that_of_the_file():
@@ -445,4 +461,4 @@ def test_tools_of_extras_have_short_names(tmp_path):
             text=True,
             env={**os.environ, "PYTHON": str(python)},
         )
-        assert done.stdout == f"-m {module} a b\n", done.stderr
+        assert done.stdout.endswith(f" {module} a b\n"), done.stderr

@@ -119,10 +119,12 @@ def bounded() -> Iterator[None]:
 
     handler = signal.signal(signal.SIGPROF, on_timeout)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])  # in use now
-    limit = pages * resource.getpagesize() + BYTES
-    if soft != resource.RLIM_INFINITY:
-        limit = min(soft, limit)
+    limit = soft
+    if sys.platform == "linux":  # macOS does not enforce this limit
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])  # in use now
+        limit = pages * resource.getpagesize() + BYTES
+        if soft != resource.RLIM_INFINITY:
+            limit = min(soft, limit)
     try:
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
         signal.setitimer(signal.ITIMER_PROF, SECONDS, SECONDS)

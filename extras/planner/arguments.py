@@ -42,4 +42,7 @@ class NeedsDryRun(argparse.Action):
         values: str | Sequence | None,
         option_string: str | None = None,
     ) -> None:
-        parser.error(f"{option_string} needs --dry-run")
+        hint = ""
+        if option_string == "--config":
+            hint = "; the configuration's own file comes first, without --config"
+        parser.error(f"{option_string} needs --dry-run{hint}")

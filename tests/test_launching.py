@@ -1,0 +1,265 @@
+"""Launchers, ours and others': who starts the ranks, who they are told to be, whom they wait for."""
+
+import datetime
+import errno
+import os
+import socket
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+import config
+from config import ConfigError
+from data.encode import encode_in_order
+from launch.command import Ranks, variables_of_a_launcher
+from launch.slurm import first_host
+from lifecycle.folder import read_status
+from lifecycle.process_group import all_gather_reports, check_launcher
+from lifecycle.watchdog import Watchdog
+from metrics import Board
+from parallel.ranks import waiting_for
+from tests.conftest import REPO, launch, make_config, rows
+
+
+def without_launcher() -> dict[str, str]:
+    others = variables_of_a_launcher()
+    return {name: value for name, value in os.environ.items() if name not in others}
+
+
+def free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return str(listener.getsockname()[1])
+
+
+def operator_environment(pod: int, port: str) -> dict[str, str]:
+    """What Kubeflow's training operator sets in a PyTorchJob's pod, one process in each of two."""
+    return {
+        "PYTHONUNBUFFERED": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": "2",
+        "RANK": str(pod),
+        "PET_NPROC_PER_NODE": "1",
+        "PET_NNODES": "2",
+        "PET_NODE_RANK": str(pod),
+        "PET_MASTER_ADDR": "localhost",
+        "PET_MASTER_PORT": port,
+    }
+
+
+def trainer_environment(pod: int, port: str) -> dict[str, str]:
+    """What Kubeflow's Trainer sets in a TrainJob's pod, and docs/cluster.md in a JobSet's."""
+    every = operator_environment(pod, port)
+    return {name: value for name, value in every.items() if name.startswith("PET_")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "environment"),
+    [
+        (["-m", "torch.distributed.run"], operator_environment),
+        (["-m", "torch.distributed.run"], trainer_environment),
+        ([], operator_environment),  # plain Python: the operator's own variables suffice
+    ],
+    ids=["PyTorchJob", "TrainJob", "PyTorchJob without torchrun"],
+)
+def test_two_pods_train_as_one_process_does(program, environment, write_config):
+    path = write_config("pods", checkpoint={"save_every_steps": 4})
+    port = free_port()
+    pods = []
+    for pod in (0, 1):
+        command = [sys.executable, *program, "train.py", path]
+        variables = {**without_launcher(), **environment(pod, port), "OMP_NUM_THREADS": "1"}
+        pods.append(
+            subprocess.Popen(
+                command, cwd=REPO, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+        )
+    outputs = [pod.communicate(timeout=120)[0].decode() for pod in pods]
+    assert [pod.returncode for pod in pods] == [0, 0], "\n".join(outputs)
+    folder = config.run_folder(config.load(str(path)))
+    assert read_status(folder)["state"] == "finished"
+    plain = launch(path, "--run.name=plain", OMP_NUM_THREADS="1")
+    assert plain.returncode == 0, plain.stderr
+    expected = [row["loss"] for row in rows(folder.parent / "plain")]
+    assert [row["loss"] for row in rows(folder)] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_host_name_that_does_not_resolve_stops_no_ranks_of_this_machine(write_config, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import socket\n"
+        "socket.gethostname = lambda: 'no-such-host.invalid'\n"
+        "socket.getfqdn = lambda name='': name or socket.gethostname()\n"
+    )
+    began = time.monotonic()
+    done = launch(write_config("host"), nproc=2, PYTHON=sys.executable, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(
+    ("variables", "problem"),
+    [
+        ({}, None),
+        ({"MASTER_ADDR": "host"}, None),  # many a shell has this one
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, None),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4: a launcher sets all of"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "a launcher sets all of"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK below"),
+        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK below"),
+    ],
+)
+def test_a_rank_believes_complete_variables_alone(variables, problem, monkeypatch):
+    monkeypatch.setattr(os, "environ", variables)
+    if problem is None:
+        check_launcher()
+        return
+    with pytest.raises(ConfigError, match=problem):
+        check_launcher()
+
+
+@pytest.mark.parametrize("variables", [{"WORLD_SIZE": "2"}, {"PET_NNODES": "1:4"}])
+def test_run_train_sh_is_no_part_of_another_launch_but_of_a_slurm_job(variables, monkeypatch):
+    monkeypatch.setattr(os, "environ", {"NPROC": "1", "PATH": os.environ["PATH"], **variables})
+    with pytest.raises(ConfigError, match=r"another launcher .* env -u .* ./run_train.sh"):
+        Ranks.from_environment()
+    os.environ["SLURM_JOB_ID"] = "7"  # which says itself how many nodes there are
+    assert Ranks.from_environment().total == 1
+
+
+def test_torchrun_variables_are_known_by_name(monkeypatch):
+    others = ["RANK", "LOCAL_RANK", "GROUP_WORLD_SIZE", "MASTER_PORT", "PET_NNODES"]
+    others += ["TORCHELASTIC_RUN_ID", "ROLE_NAME"]
+    ours = ["NPROC", "MAX_RESTARTS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "RANKS", "MY_RANK", "PETS"]
+    monkeypatch.setattr(os, "environ", dict.fromkeys([*others, *ours], "1"))
+    assert variables_of_a_launcher() == others
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("gpu[007-009,012],cpu1", "gpu007"),
+        ("gpu[3,5]", "gpu3"),
+        ("rack[0-3]-node[01-16]", "rack0-node01"),
+        ("a[1-2].site.org", "a1.site.org"),
+    ],
+)
+def test_the_first_host_of_slurms_lists(nodes, host):
+    assert first_host(nodes) == host
+
+
+@pytest.mark.parametrize("nodes", ["", "gpu[", "[]"])
+def test_a_list_of_slurms_that_names_no_host_is_refused(nodes):
+    with pytest.raises(ConfigError, match="must name the job's nodes"):
+        first_host(nodes)
+
+
+def test_a_job_of_several_nodes_without_srun_is_refused(monkeypatch):
+    monkeypatch.setattr("launch.slurm.shutil.which", lambda name: None)
+    with pytest.raises(ConfigError, match="needs srun, which is not installed here"):
+        Ranks(nodes=2, local=1, restarts=0, job="7").command()
+
+
+def test_a_long_wait_says_for_whom_and_a_short_one_nothing(monkeypatch, capfd):
+    monkeypatch.setattr("parallel.ranks.NOTICE_SECONDS", 0.1)
+    with waiting_for("rank 3"):
+        time.sleep(0.4)
+    with waiting_for("rank 4"):
+        pass
+    time.sleep(0.2)
+    assert capfd.readouterr().err == "waiting for rank 3\n"
+
+
+def test_rank_zero_names_the_ranks_that_are_missing(monkeypatch, capfd):
+    monkeypatch.setattr("lifecycle.process_group.NOTICE_SECONDS", 0.1)
+    store = dist.HashStore()
+    for rank in (1, 3):
+        store.set(f"device of rank {rank}", "{}")
+    store.set_timeout(datetime.timedelta(seconds=0.2))
+    with pytest.raises(dist.DistStoreError):
+        all_gather_reports(store, 0, 4, {})
+    assert "waiting for the device of rank 2 (1 in all)" in capfd.readouterr().err
+
+
+def test_time_in_which_a_process_was_stopped_is_no_lack_of_progress():
+    told = []
+    now = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: time.sleep(0.01))
+    with (
+        mock.patch("lifecycle.watchdog.time", clock),
+        mock.patch("faulthandler.dump_traceback_later"),
+    ):
+        watch = Watchdog(told.append)
+        watch.phase("step", 30)
+        time.sleep(0.1)
+        now[0] += 300  # SIGSTOP, SIGCONT
+        time.sleep(0.1)
+        assert not told and watch.fires > now[0]
+        for _ in range(35):  # seconds that it runs in
+            now[0] += 1
+            time.sleep(0.02)
+        watch.stop()
+    assert told and "no progress" in told[0]
+
+
+def test_text_is_encoded_without_semaphores_too(monkeypatch, capfd):
+    """As where /dev/shm is read-only."""
+
+    def refuse(self: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("multiprocessing.context.BaseContext.Lock", refuse)
+    chunk = SimpleNamespace(documents=["a"], encode=lambda documents: len(documents))
+    assert list(encode_in_order(iter([chunk]), 2)) == [(chunk, 1)]
+    assert "only one process tokenizes" in capfd.readouterr().err
+
+
+def test_a_run_continues_without_a_tensorboard_that_cannot_be_written(tmp_path, caplog):
+    (tmp_path / "file").touch()
+    board = Board(tmp_path / "file" / "tensorboard", 0)
+    board.write({"kind": "train", "step": 1, "loss": 1.0})
+    board.close()
+    assert make_config().log.tensorboard is False
+
+
+@pytest.mark.parametrize(
+    ("setting", "seen"), [("PIP_USER=1", "0"), ("PIP_TARGET=/elsewhere", ""), ("PIP_PREFIX=/x", "")]
+)
+def test_settings_of_pip_do_not_send_packages_elsewhere(setting, seen, tmp_path):
+    name, value = setting.split("=")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "<${{{name}:-}}>"\n')
+    python.chmod(0o755)
+    environment = {**os.environ, name: value, "PYTHON": str(python)}
+    done = subprocess.run(
+        [REPO / "run_train.sh", "-m", "report"], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[-1] == f"<{seen}>"
+
+
+def test_a_python_without_torch_is_refused(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -IS "$@"\n')  # no site-packages
+    python.chmod(0o755)
+    done = launch("--setup", PYTHON=str(python))
+    assert done.returncode == 2 and done.stdout == ""
+    assert "needs Python 3.10 or later, with torch" in done.stderr
+
+
+def test_another_shell_hands_over_to_bash(tmp_path):
+    done = subprocess.run(
+        ["sh", REPO / "run_train.sh", "--help"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHON": sys.executable},
+    )
+    assert done.returncode == 0 and "sbatch" in done.stdout, done.stderr
