@@ -22,7 +22,7 @@ from parallel.ranks import check_same_on_all_ranks, rank_and_size
 from parallel.torch_patches import set_default_timeout
 
 # paths may differ: each node may have a local copy
-ON_THIS_NODE = ("data.path", "model.init_from", "lora.init_from")
+ON_THIS_NODE = ("data.path", "data.tokenizer", "model.init_from", "lora.init_from")
 
 
 def pick_device(cfg: config.Config, local_rank: int) -> torch.device:
