@@ -136,7 +136,10 @@ def changes_since(cfg: config.Config, step: int) -> dict[str, tuple[str, str]]:
     None of a run that begins."""
     if not path_of(cfg, step).is_dir():  # step 0
         return {}
-    return changed_options(cfg, step, OF_TRAINING)
+    changes = changed_options(cfg, step, OF_TRAINING)
+    if cfg.optim.schedule_steps or cfg.optim.schedule == "constant":
+        changes.pop("train.steps", None)  # without these the learning rate's schedule ends there
+    return changes
 
 
 def describe_changes(step: int, changes: dict[str, tuple[str, str]]) -> str:

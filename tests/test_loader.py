@@ -18,7 +18,7 @@ import torch
 import config
 from config import IGNORE, ConfigError
 from data.loader import sample_digest, validation_batches
-from data.order import Permutation, SamplePosition, make_order
+from data.order import Permutation, make_order
 from data.record import read_manifest
 from data.tokenizer import Tokenizer
 from data.tokens import TokenStream, open_stream, window_count
@@ -414,7 +414,7 @@ def test_files_beyond_two_to_the_31_tokens(dtype, width, tmp_path):
     loader = loader_of(make_config(model={"vocab_size": 5000}), stream)
     last = window_count(length, 32) - 1
     loader.close()
-    loader.dataset.order = lambda number: SamplePosition(0, 0, last)
+    loader.dataset.order.sources[0].locate = lambda index: (0, last)
     assert loader.dataset.span(0) == (stream, 32 * last, 32 * last + 33)
     assert 2**31 < 32 * last + 33 <= length
     targets = loader.batch(1).micro_batches[0][1]
