@@ -150,7 +150,7 @@ class Data:
     text_field: str = option("text", "column with the text")
     path: str | None = option(None, "folder of token files; absent: prepared/{source}-{hash}")
     tokenizer: str | None = option(
-        None, "a sentencepiece .model, tokenizer.json, folder or id; absent: train one"
+        None, "a .model, tokenizer.json, folder or id; absent: init_from's, else train one"
     )
     max_tokens: int | None = option(None, "tokens to prepare; absent: all", POSITIVE)
     document_mask: bool = option(False, "attend only within a document; positions restart in each")
@@ -845,12 +845,21 @@ def _profile_rules(cfg: Config) -> Iterator[Rule]:
         )
 
 
-SCHEMA = schema.Schema(Config)
-
-
 def has_extra(name: str) -> bool:
     """Whether extras/NAME is in this copy of the repository: `rm -r` removes what is not wanted."""
     return (EXTRAS / name / "__init__.py").exists()
+
+
+def names_elsewhere() -> dict[str, str]:
+    """What other trainers call an option, and its name here."""
+    if not has_extra("migrate"):
+        return {}
+    from extras.migrate.names import NAMES
+
+    return NAMES
+
+
+SCHEMA = schema.Schema(Config, names_elsewhere())
 
 
 def require_extra(name: str, wanted_by: str) -> None:
@@ -903,6 +912,10 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = (), saved: bool =
         from extras.huggingface.config import complete
 
         complete(given)
+        if "model.init_from" in given.values and not saved:
+            from extras.huggingface.tokenizer import take_over
+
+            take_over(given)
     if given.build("data").has_conversations:
         given.values.setdefault("data.document_mask", True)
     given.values.setdefault("run.name", pathlib.Path(path).stem)
@@ -971,14 +984,11 @@ def from_command_line(
     Prints every problem and exits with 2 if the command line or the configuration is invalid. Exits
     with 0 after --help.
     """
-    if "--help" in argv or "-h" in argv:
-        from files import print_line  # here: its imports take as long as all of this
-
-        print_line(f"{usage.strip()}\n\nOptions, in the file or as --section.key=value:\n")
-        print_line(SCHEMA.help())
-        sys.exit()
-    args = parse_arguments(argv)
     try:
+        if "--help" in argv or "-h" in argv:
+            print_help(argv, usage)
+            sys.exit()
+        args = parse_arguments(argv)
         if tool and (args.dry_run or args.eval_only):
             raise ConfigError(
                 "--dry-run and --eval-only require ./run_train.sh CONFIG: no tool (-m) supports "
@@ -990,6 +1000,20 @@ def from_command_line(
 
         print_error(str(error))
         sys.exit(2)
+
+
+def print_help(argv: list[str], usage: str) -> None:
+    """--help: the usage and all options; --help optim, or --help lr: a section, or an option. Raises
+    ConfigError if there is none of that name."""
+    from files import print_line  # here: its imports take as long as all of this
+
+    asked = [number for number, word in enumerate(argv) if word in ("--help", "-h")]
+    subject = next(iter(argv[asked[0] + 1 :]), None)
+    if subject is None or subject.startswith("-") or subject.endswith(".toml"):
+        print_line(f"{usage.strip()}\n\nOptions, in the file or as --section.key=value:\n")
+        print_line(SCHEMA.help())
+        return
+    print_line(SCHEMA.help(subject))
 
 
 def words_without(*options: str) -> list[str]:

@@ -288,17 +288,29 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         "--chat", action="store_true", help="a conversation, with the checkpoint's chat template"
     )
     parser.add_argument(
-        "--tokens", type=int, default=128, metavar="N", help="at most; an EOS token ends a text"
+        "--tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="at most; an EOS token ends a text (default: %(default)s)",
     )
-    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: greedy")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="0: greedy (default: %(default)s)",
+    )
     parser.add_argument(
         "--top-p",
         type=float,
         default=1.0,
         metavar="P",
-        help="of the likeliest, of this probability",
+        help="of the likeliest, of this probability (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the draws (default: %(default)s)"
+    )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="default: param_dtype; float32 on a CPU"
     )

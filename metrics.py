@@ -216,7 +216,8 @@ class Recorder:
         row = self._train_row(step, tokens, batch, sums, scalars)
         if self.rows:
             self.rows.write(row)
-            log.info(console_line(row, self.cfg.train.steps))
+            is_first = step == self.start + 1  # which takes longer than those that follow
+            log.info(console_line(row, self.cfg.train.steps, shows_time_left=not is_first))
             plan_row = self.plan.row(step, row["step_seconds"]) if self.plan else None
             if plan_row:
                 self.rows.write(plan_row)
@@ -261,6 +262,7 @@ class Recorder:
             "tokens_per_second_per_device": rate,
             "mfu": rate * self.flops_per_token / peak if peak else None,
             **figures,
+            "epochs": batch.epochs,
         }
         if world.size > 1:
             row["slowest_rank"] = slowest
@@ -292,9 +294,9 @@ class Recorder:
             line += f", {result['bits_per_byte']:.4f} bits per byte"
         log.info(line)
 
-    def log_start(self, parameters: int, units: str, notes: list[str]) -> None:
+    def log_start(self, parameters: int, units: str, epochs: Any, notes: list[str]) -> None:
         """Logs the model's size, its parallelism and where it starts from; notes on the data; the
-        table of units."""
+        table of units. epochs: that all steps read, as Dataset.epochs()."""
         if self.rows is None:
             return
         world = self.world
@@ -313,6 +315,8 @@ class Recorder:
             origin = f"from the weights of {self.cfg.model.init_from}"
         else:
             origin = "from fresh weights"
+        if epochs is not None:
+            origin = f"{shown_epochs(epochs)} in {self.cfg.train.steps:,} steps; {origin}"
         micro_batches = config.accumulation_steps(self.cfg, world.dp_size)
         sequences = config.micro_batch_size(self.cfg, world.dp_size)
         log.info(
@@ -489,7 +493,7 @@ def as_json(row: dict) -> str:
     return json.dumps(json.loads(json.dumps(row), parse_constant=lambda name: None))
 
 
-def console_line(row: dict, steps: int) -> str:
+def console_line(row: dict, steps: int, shows_time_left: bool = True) -> str:
     """At most 100 columns for up to 9,999,999 steps. Its loss is the mean over the steps since the
     last line."""
     loss = "   none"
@@ -498,12 +502,30 @@ def console_line(row: dict, steps: int) -> str:
     unit = "tokens/s/device"
     if row["mfu"] is not None:
         unit = f"tok/s/GPU  mfu {row['mfu']:5.1%}"
-    minutes, seconds = divmod(round((steps - row["step"]) * row["step_seconds"]), 60)
-    time_left = f"{minutes}m{seconds:02}s"
-    if minutes >= 60:
-        time_left = f"{minutes // 60}h{minutes % 60:02}m"
-    return (
+    line = (
         f"step {row['step']:>{len(str(steps))}}/{steps}  loss {loss}  "
         f"grad {row['grad_norm']:5.2f}  {row['tokens_per_second_per_device']:>6,.0f} {unit}  "
-        f"{row['peak_memory_gib']:4.1f} GiB  left {time_left}"
+        f"{row['peak_memory_gib']:4.1f} GiB"
     )
+    if shows_time_left:
+        line += f"  left {duration((steps - row['step']) * row['step_seconds'])}"
+    return line
+
+
+def shown_epochs(epochs: float | dict[str, float | None]) -> str:
+    """0.62 epochs; of a mixture 1.2 epochs of web, 0.31 epochs of code."""
+    if not isinstance(epochs, dict):
+        return f"{epochs:.3g} epochs"
+    shares = []
+    for name, count in epochs.items():
+        number = "an unknown part" if count is None else f"{count:.3g} epochs"
+        shares.append(f"{number} of {name}")
+    return ", ".join(shares)
+
+
+def duration(seconds: float) -> str:
+    """5m00s, 2h05m."""
+    minutes, seconds = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60}h{minutes % 60:02}m"
+    return f"{minutes}m{seconds:02}s"

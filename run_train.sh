@@ -12,7 +12,8 @@
 #                                   [--plot FILE.svg] [--json] [--config]
 #   ./run_train.sh CONFIG --eval-only
 #   ./run_train.sh --setup                                the environment only; its Python is the last line
-#   ./run_train.sh -m MODULE ...                          a tool, as generate, in that environment
+#   ./run_train.sh -m TOOL ...                            a tool, as generate, in that environment
+#   ./run_train.sh --help [SECTION or OPTION]             with the tools' names
 #   sbatch --nodes=N --gpus-per-node=8 run_train.sh CONFIG ...
 #
 # PYTHON=... chooses the Python. Else the active one serves if its torch is supported and what the run needs is there;
@@ -114,6 +115,23 @@ module_of() {
     echo "$name"  # of a package
 }
 
+list_tools() {  # the name of each, and the first sentence of its file
+    local file name
+    printf '\nTools, of which -m NAME --help says more:\n'
+    for file in "$repo"/*.py "$repo"/{checkpoint,data}/*.py "$repo"/extras/*/*.py; do
+        grep -qs '^    \(config\.\)\{0,1\}run_tool(main)' "$file" || continue
+        name=${file#"$repo"/}
+        case $name in
+        */__main__.py) name=${name%/__main__.py} name=${name#extras/} ;;
+        *) if [[ -e ${file%/*}/__main__.py ]]; then continue; fi ;;  # a part of that tool
+        esac
+        case $name in extras/*) name=${name##*/} ;; esac
+        name=${name%.py}
+        printf '  %-14s %s\n' "${name//\//.}" "$(sed -n '1{N;N;s/\n/ /g;s/^"""//;s/\(""".*\|\. .*\)//;p;q;}' "$file")"
+    done
+    echo
+}
+
 case ${1:-} in
 --setup) choose_python; echo "$python"; exit ;;
 -m)
@@ -125,9 +143,12 @@ case ${1:-} in
 esac
 help='' plan=''
 for word in "$@"; do case $word in --help | -h) help=yes ;; --dry-run) plan=yes ;; esac; done
-if [[ -n $help ]]; then
+case ${!#} in  # the last word: else it is the section that --help is asked for
+--help | -h)
     sed -n '/^# Sets up/,/^set /s/^# \{0,1\}//p' "$repo/run_train.sh" || true  # a closed pipe (| head) is no error
-fi
+    list_tools || true
+    ;;
+esac
 choose_python "$@"
 if [[ -n $help$plan ]]; then exec "$python" "$repo/train.py" "$@"; fi
 # Open stdout and stderr on /dev/null if a daemon closed them: ranks could not redirect them to their logs.

@@ -26,9 +26,11 @@ import math
 import operator
 import pathlib
 import re
+import shutil
+import textwrap
 import types
 import typing
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import partial
 from types import NoneType
@@ -111,7 +113,10 @@ class Schema:
     schema.tables the keys "" (the root) and "train".
     """
 
-    def __init__(self, kind: type):
+    def __init__(self, kind: type, other_names: Mapping[str, str] | None = None):
+        """other_names: what users may call an option, whole ("training.steps") or by its last part
+        ("max_steps"), and what they are to write. For suggestions alone."""
+        self.other_names = other_names or {}
         self.options: dict[str, Option] = {}
         self.tables: dict[str, Table] = {}
         self._add(kind, "", is_optional=False)
@@ -196,9 +201,13 @@ class Schema:
         return fitted
 
     def _suggestion(self, name: str) -> str:
-        """The right key in the wrong section, else the closest spelling."""
+        """What others call by that name, the right key in the wrong section, else the closest
+        spelling."""
         key = name.rpartition(".")[2]
         same_key = [known for known in self.options if known.endswith(f".{key}")]
+        for other_name in (name, key):
+            if other_name in self.other_names and not (other_name == key and same_key):
+                return f"; did you mean {self.other_names[other_name]}?"
         target = same_key[0] if same_key else name
         suggestion = nearest(target, [*self.tables, *self.options])
         if suggestion:
@@ -252,23 +261,33 @@ class Schema:
                 lines += ["", f"[{table}]", *rows]
         return "\n".join(lines).strip() + "\n"
 
-    def help(self) -> str:
-        """Every option with its default, type and meaning."""
+    def help(self, subject: str | None = None) -> str:
+        """Every option with its default, type and meaning; of a subject those of a section, or the
+        options of that name, whole or without their section. Raises ConfigError if there are
+        none."""
         lines = []
         for table, (_, is_optional) in self.tables.items():
-            if table:
+            options = {}
+            for key, option in self.section(table).items():
+                if subject in (None, table, key, f"{table}.{key}"):
+                    options[key] = option
+            if table and (options or subject in (None, table)):
                 off = "   (off unless given)" if is_optional else ""
                 lines += ["", f"[{table}]{off}"]
-            options = self.section(table)
-            lines += [_help_line(key, option) for key, option in options.items()]
+            for key, option in options.items():
+                lines += _help_lines(key, option)
             for key, option in options.items():
                 for inner in typing.get_args(option.annotation):
                     if is_dataclass(inner):
                         lines += ["", f"[[{table}.{key}]]   (one table each)", Schema(inner).help()]
+        if not lines:
+            suggestion = self._suggestion(subject or "")
+            raise ConfigError(f"--help {subject}: no such section or option{suggestion}")
         return "\n".join(lines).strip("\n")
 
 
-def _help_line(key: str, option: Option) -> str:
+def _help_lines(key: str, option: Option) -> list[str]:
+    """An option as TOML, with its meaning as a comment that is wrapped at words."""
     default = option.field.default
     if default is MISSING:
         shown = "required"
@@ -276,8 +295,22 @@ def _help_line(key: str, option: Option) -> str:
         shown = "absent"
     else:
         shown = toml(default)
+    assignment = f"  {key} = {shown}"
+    width = min(100, shutil.get_terminal_size((100, 24)).columns)
+    indent = 32 * " "
     meaning = f"{_describe(option.annotation)}: {option.field.metadata['doc']}"
-    return f"  {key} = {shown}".ljust(42) + f" # {meaning}"
+    comments = textwrap.wrap(
+        meaning,
+        width,
+        initial_indent=f"{indent}# ",
+        subsequent_indent=f"{indent}# ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    if len(assignment) < len(indent):
+        comments[0] = assignment.ljust(len(indent)) + comments[0].lstrip()
+        return comments
+    return [assignment, *comments]
 
 
 @dataclass

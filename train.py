@@ -44,7 +44,7 @@ from parallel.materialize import materialize, open_pretrained
 from parallel.mesh import World, storage_device
 from parallel.parallelize import parallelize
 from parallel.ranks import on_each_rank
-from parallel.verify import check_optimizer, unit_table, verify_sharding
+from parallel.verify import check_optimizer, refuse_late_state, unit_table, verify_sharding
 
 
 def train(cfg: Config, world: World, run: Run) -> None:
@@ -78,12 +78,14 @@ def train(cfg: Config, world: World, run: Run) -> None:
         state = checkpointer.restore(model, optimizer, pretrained.base() if pretrained else None)
     units = verify_sharding(model, cfg.parallel, world)
     check_optimizer(model, optimizer)
+    refuse_late_state(optimizer)
 
     # From here on, things are written.
     run.claim_folder(dataset.tokenizer_files)
     flops = flops_per_token(model, cfg.train.seq_len)
     recorder = Recorder(cfg, world, run.folder, start, flops, run.seconds)
-    recorder.log_start(parameter_count(model), unit_table(units), dataset.notes)
+    epochs = dataset.epochs(cfg.train.steps)
+    recorder.log_start(parameter_count(model), unit_table(units), epochs, dataset.notes)
     # skips updates whose gradient is not finite; counts steps in which no token has a target
     guard = FiniteGuard(
         optimizer, device, cfg.train.skip_nonfinite, state.skipped_steps, state.skipped_in_a_row

@@ -30,6 +30,12 @@ PREPARED = re.compile(
 # Options that determine the outputs for given weights: an evaluation with other values would be
 # silently wrong.
 SAME_OUTPUTS = re.compile(rf"model\.(?!init_from$|freeze$).*|{ADAPTERS}")
+# Options that make another run of the one that resumes. The mesh, paths and reports do not. Of the
+# tokenizer see other_tokenizer().
+OF_TRAINING = re.compile(
+    r"(model|data|optim|lora)\.(?!path$|tokenizer$|init_from$).*|train\.(?!micro_batch_size$).*|"
+    r"parallel\.(\w+_dtype|keep_fp32|float8)|run\.seed"
+)
 
 
 def changed_options(cfg: config.Config, step: int, names: re.Pattern) -> dict[str, tuple[str, str]]:
@@ -91,7 +97,10 @@ def check_same_run(cfg: config.Config, step: int, guarded: re.Pattern = GUARDED)
         )
     if cfg.lora:
         # the base may have moved: check_base() compares the weights themselves
-        changed.pop("model.init_from", None)
+        moved = changed.pop("model.init_from", None)
+        if changed.get("data.tokenizer") == moved:
+            # its tokenizer with it: check_same_data() compares the tokenizers themselves
+            changed.pop("data.tokenizer", None)
     problems = [
         f"{key} = {now}: {folder} was trained with {before}; {_advice(key)}"
         for key, (before, now) in changed.items()
@@ -126,6 +135,23 @@ def _advice(key: str) -> str:
         "continue with that, choose another run.name, or allow it: "
         f'checkpoint.allow_changed = ["{key}"]'
     )
+
+
+def changes_since(cfg: config.Config, step: int) -> dict[str, tuple[str, str]]:
+    """changed_options() of OF_TRAINING: those that may change, but make another run of this one.
+    None of a run that begins."""
+    if not path_of(cfg, step).is_dir():  # step 0
+        return {}
+    changes = changed_options(cfg, step, OF_TRAINING)
+    if cfg.optim.schedule_steps or cfg.optim.schedule == "constant":
+        changes.pop("train.steps", None)  # without these the learning rate's schedule ends there
+    return changes
+
+
+def describe_changes(step: int, changes: dict[str, tuple[str, str]]) -> str:
+    """changes_since() a step, in a line for the user."""
+    words = [f"{name} {before} -> {now}" for name, (before, now) in changes.items()]
+    return f"changed since step {step}: {', '.join(words)}; another run: --run.name=NAME"
 
 
 def check_base(folder: pathlib.Path, init_from: str | None, base: str | None) -> None:

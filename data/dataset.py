@@ -43,6 +43,17 @@ class Dataset:
             return self.growing.stream(source)
         return self.train[source]
 
+    def epochs(self, step: int) -> float | dict[str, float | None] | None:
+        """How often the text has been read after a step; of a mixture, by source. None where it is
+        not known yet how much text there is."""
+        assert self.order
+        mixture = self.order.mixture
+        periods = step * self.cfg.train.global_batch_size / mixture.period
+        epochs: list[float | None] = []
+        for source, weight in zip(self.order.sources, mixture.weights):
+            epochs.append(periods * weight / source.windows if source.windows else None)
+        return dict(zip(self.names, epochs)) if self.names else epochs[0]
+
     @functools.cached_property
     def validation(self) -> list[TextStream]:
         """The validation streams. Raises ConfigError if one is missing, or not prepared yet."""

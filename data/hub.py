@@ -89,6 +89,12 @@ def pin(given: Given, option: str) -> None:
 
 def recorded(given: Given, option: str) -> str | None:
     """The option in the run's config.toml, if that is the given repository at a commit."""
+    before = str(options_of_run(given).get(option))
+    return before if before.startswith(f"{given.values[option]}@") else None
+
+
+def options_of_run(given: Given) -> dict[str, Any]:
+    """The options in the config.toml of the run that is to be started, by name; {} if it is new."""
 
     def value_of(name: str) -> str | None:
         return given.values.get(name, given.schema.options[name][1].default)
@@ -96,11 +102,9 @@ def recorded(given: Given, option: str) -> str | None:
     output_dir = value_of("run.output_dir") or ""
     name = value_of("run.name") or pathlib.Path(given.path).stem
     try:
-        recorded_options = flatten(read_toml(os.path.join(output_dir, name, "config.toml")))
+        return flatten(read_toml(os.path.join(output_dir, name, "config.toml")))
     except ConfigError:
-        return None
-    before = str(recorded_options.get(option))
-    return before if before.startswith(f"{given.values[option]}@") else None
+        return {}
 
 
 @functools.cache
@@ -192,8 +196,18 @@ def one_line(name: str, hub: Any) -> Iterator[None]:
     except Exception as error:  # of the network, too, whose libraries change
         raise ConfigError(
             f"{toml(name)}: is not on this machine; as a Hugging Face repository: "
-            f"{reason_of(error, name, hub)}"
+            f"{reason_of(error, name, hub)}{export_of(name)}"
         ) from None
+
+
+def export_of(name: str) -> str:
+    """The command that makes what is missing, if the name is rather that of a folder: one beside
+    runs, whose end names {run}-hf for an export."""
+    beside = name.rpartition("/")[0]
+    if not os.path.isdir(beside) and beside != "outputs":  # the default of run.output_dir
+        return ""
+    run = name.removesuffix("-hf") if name.endswith("-hf") else f"{beside}/RUN"
+    return f"; or run the export first: ./run_train.sh -m huggingface export {run} {name}"
 
 
 def reason_of(error: Exception, name: str, hub: Any) -> str:

@@ -43,8 +43,6 @@ class HubState(NamedTuple):
 class Hub(Source):
     """A dataset, streamed."""
 
-    is_identified_by_code = False
-
     def __init__(self, d: config.Data, state: Any = None, record: dict | None = None):
         """The commit is that of the state or the record; without these, the newest. Raises
         ConfigError."""

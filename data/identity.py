@@ -17,6 +17,9 @@ from data.tokenizer import tokenizer_files, tokenizer_hash
 # versions of the file format; part of the identity
 FORMAT = 3
 GROWING_FORMAT = 4  # one stream with borders
+# The code of any other source belongs to its data's identity. These read text that is stored
+# elsewhere: a change of the reader changes no text.
+READERS = (Files, Hub, HubFiles)
 
 
 def kind_of(d: config.Data) -> type[Source]:
@@ -88,7 +91,7 @@ def identity(cfg: config.Config) -> dict:
     if d.source == STDLIB:
         entries["python"] = platform.python_version()
     kind = kind_of(d)
-    if kind.is_identified_by_code:
+    if kind not in READERS:
         entries["code"] = hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()
     return entries
 
@@ -98,6 +101,9 @@ def check_identity(folder: pathlib.Path, manifest: dict, cfg: config.Config) -> 
     configuration."""
     before = manifest["identity"]
     now = identity(cfg)
+    if manifest.get("tokenizer") == now["tokenizer"]:
+        # it was trained for this folder, and now it is named: the files are the same
+        before = before | {key: now[key] for key in ("tokenizer", "vocab_size")}
     problems = []
     # the keys of both: an option may be in one of them only; absent counts as None
     for key in before | now:

@@ -39,6 +39,7 @@ class Batch:
     valid_tokens: int  # valid targets of the full step, over all data ranks
     # of this rank's samples; the sum over data ranks modulo DIGEST_MODULUS is the step's
     digest: int
+    epochs: Any = None  # Dataset.epochs() after the step
 
 
 class Loader:
@@ -94,7 +95,12 @@ class Loader:
             for number, raw in zip(numbers, samples):
                 digest += sample_digest(number, raw)
             micro_batches.append(tensors)
-        return Batch(micro_batches, self._valid_tokens(step), digest % DIGEST_MODULUS)
+        return Batch(
+            micro_batches,
+            self._valid_tokens(step),
+            digest % DIGEST_MODULUS,
+            self.dataset.epochs(step),
+        )
 
     def _valid_tokens(self, step: int) -> int:
         """The targets of a step that have a loss, over all data ranks.

@@ -64,9 +64,6 @@ class Source(abc.ABC):
     chooses it. The methods that follow them are optional hooks of sources that read files.
     """
 
-    # Whether the code of the class is part of the prepared data's identity. False if the class only
-    # reads text that is stored elsewhere: then a change of the reader changes no text.
-    is_identified_by_code = True
     # Whether rows() can continue after a wrong row. Then one error lists all wrong rows of a file.
     lists_wrong_rows = False
 
@@ -203,7 +200,6 @@ class FileRow(NamedTuple):
 class Files(Source):
     """Local files, one after the other."""
 
-    is_identified_by_code = False
     lists_wrong_rows = True
 
     def __init__(self, d: config.Data, state: Any = None, record: dict | None = None):

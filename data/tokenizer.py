@@ -179,10 +179,13 @@ def training_problem(error: str) -> str:
     largest = re.search(r"value <= (\d+)", error)
     if largest:
         return (
-            "the text is too little to train so large a tokenizer; the largest that works is "
-            f"{largest[1]}"
+            "the text is too little to train so large a tokenizer; the largest that works: "
+            f"--model.vocab_size={largest[1]}"
         )
     smallest = re.search(r"required_chars. \d+ vs (\d+)", error)
     if smallest:
-        return f"too small for a tokenizer of this text; the smallest that works is {smallest[1]}"
+        return (
+            "too small for a tokenizer of this text; the smallest that works: "
+            f"--model.vocab_size={smallest[1]}"
+        )
     return f"no tokenizer could be trained: {error}"

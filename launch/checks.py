@@ -100,6 +100,10 @@ def is_finished(cfg: config.Config, folder: pathlib.Path) -> bool:
         f"{folder}: finished at step {status.get('step', start)}; train.steps = {cfg.train.steps} "
         "asks for no more"
     )
+    changes = compare.changes_since(cfg, start)
+    changes.pop("train.steps", None)  # fewer than it has
+    if changes:
+        print_line(compare.describe_changes(start, changes))
     return True
 
 

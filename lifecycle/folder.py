@@ -2,6 +2,7 @@
 communicate. Needs no torch.
 
 status.json          the run's state, for users and other programs
+config.toml          the newest launch's options; as comments, what some were until a step
 .lock                held by rank 0 until its process ends
 .stop-LAUNCH         created empty by the launcher; any content asks this launch's ranks to stop
 .failure-LAUNCH-N    why rank N failed, as JSON
@@ -29,6 +30,8 @@ import files
 from config import ConfigError
 from lifecycle.watchdog import NOW
 
+EARLIER = re.compile(r"^# until step (\d+): .*\n", re.M)
+
 
 def read_status(folder: pathlib.Path) -> dict:
     """status.json of a run's folder; {} if it is missing or cannot be read."""
@@ -47,6 +50,30 @@ def write_status(
         **details,
     }
     files.write_atomic(folder / "status.json", json.dumps(status) + "\n")
+
+
+def write_config(cfg: config.Config, step: int, changes: dict[str, tuple[str, str]]) -> None:
+    """Replaces config.toml by the options of a launch that resumes after `step`. Those that it
+    changes keep their earlier values as a comment at the top: `# until step 100: optim.lr = 0.003`.
+    changes: {option: (value before, value now)}. Raises OSError."""
+    path = config.run_folder(cfg) / "config.toml"
+    record = ""
+    for until, line in earlier_options(path):
+        if until < step:  # later ones are of steps that are now trained anew
+            record += line
+    if changes:
+        before = ", ".join(f"{name} = {value}" for name, (value, _) in changes.items())
+        record += f"# until step {step}: {' '.join(before.split())}\n"
+    files.write_atomic(path, record + config.to_toml(cfg))
+
+
+def earlier_options(path: pathlib.Path) -> list[tuple[int, str]]:
+    """(step, line) of each comment that write_config() left in a config.toml."""
+    try:
+        text = path.read_text()
+    except (OSError, ValueError):
+        return []
+    return [(int(match[1]), match[0]) for match in EARLIER.finditer(text)]
 
 
 def lock(folder: pathlib.Path, timeout: float = 0) -> filelock.BaseFileLock:

@@ -26,7 +26,7 @@ from parallel.torch_patches import set_default_timeout
 # where a process finds the others
 FROM_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # paths may differ: each node may have a local copy
-ON_THIS_NODE = ("data.path", "model.init_from", "lora.init_from")
+ON_THIS_NODE = ("data.path", "data.tokenizer", "model.init_from", "lora.init_from")
 
 
 def pick_device(cfg: config.Config, local_rank: int) -> torch.device:

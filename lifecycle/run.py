@@ -21,7 +21,7 @@ import files
 import metrics
 from checkpoint.catalog import path_of
 from checkpoint.checkpointer import Checkpointer
-from checkpoint.compare import other_tokenizer
+from checkpoint.compare import changes_since, describe_changes, other_tokenizer
 from config import ConfigError
 from data.loader import Loader
 from lifecycle import STOPPED, folder
@@ -38,6 +38,10 @@ LOG_WAIT_SECONDS = 2.0  # a longer wait is logged
 # Python's garbage collection; automatic, it would stall each rank at a different time
 COLLECT_EVERY_STEPS = 100
 RESTART_SECONDS = 30  # for the ranks before a restart to exit
+NOTHING_SAVED = (
+    "nothing will be saved: this configuration has no [checkpoint]; --checkpoint.save_every_steps=100 "
+    "adds one"
+)
 # Phases that are not part of a step. They begin once the device has finished the steps queued on
 # it, whose time would else count as that of the phase.
 OUTSIDE_STEPS = ("evaluation", "save")
@@ -107,6 +111,11 @@ class Run:
         self.watchdog.use_log(log_file, self.world.rank)
         for problem in checkpointer.problems:
             log.warning("corrupt, set aside: %s", problem)
+        changes = changes_since(self.cfg, self.step)
+        if changes:
+            log.warning(describe_changes(self.step, changes))
+        if not self.cfg.checkpoint:
+            log.warning(NOTHING_SAVED)
         warning = other_tokenizer(self.cfg, self.step, tokenizer_files)
         if warning:  # allow_changed may allow it
             log.warning(warning)
@@ -129,7 +138,7 @@ class Run:
         checkpointer.tidy()
         folder.sweep(self.folder, self.launch_id)
         folder.write_status(self.folder, "running", self.step, self.holder)
-        files.write_atomic(self.folder / "config.toml", config.to_toml(self.cfg))
+        folder.write_config(self.cfg, self.step, changes_since(self.cfg, self.step))
         environment = metrics.environment(hosts, self.world.device)
         files.write_atomic(self.folder / "environment.json", json.dumps(environment, indent=2))
         for path in tokenizer_files:
@@ -255,18 +264,27 @@ class Run:
         state = "preempted" if self.stop.signal else "finished"
         if self.stop.signal:
             name = signal.Signals(self.stop.signal).name
-            log.info("stopped after step %d by %s", self.step, name)
+            log.info("stopped after step %d by %s; %s", self.step, name, self._how_to_resume())
         try:
             folder.write_status(self.folder, state, self.step, self.holder)
         except OSError as error:  # without a status nobody would know: not a success
             log.error("%s/status.json cannot be written: %s", self.folder, error)
             raise SystemExit(1) from None
+        if state == "finished" and not self.cfg.checkpoint:
+            log.warning("finished without [checkpoint]: nothing was saved")
         if self.step and config.has_extra("reports"):
             from extras.reports.report import report_end
 
             report_end(self.cfg, state == "finished")
         self.lock.release()
         logging.shutdown()
+
+    def _how_to_resume(self) -> str:
+        """What continues a run that was stopped."""
+        checkpoint = self.cfg.checkpoint
+        if checkpoint and checkpoint.resume != "auto":
+            return "to resume, type the same command with --checkpoint.resume=auto"
+        return "the same command resumes"
 
     def _fail(self, failure: Failure) -> None:
         """Reports a failure to the launcher, logs it, and records it in the status."""

@@ -6,17 +6,22 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${PYTHON:-$(./run_train.sh --setup | tail -n 1)}
 packages=$(cat tests/requirements.txt)
-if [[ $python != "$PWD/.venv/"* ]]; then  # somebody's environment: it gets what it lacks, and keeps its versions
-    packages=$("$python" -c '
-import importlib.metadata, re, sys
+if [[ $python != "$PWD/.venv/"* ]]; then  # somebody's environment: nothing is installed there unasked
+    lacking=$("$python" -c '
+import importlib.metadata, re, shlex, sys
 installed = {re.sub("[-_.]+", "-", d.metadata["Name"]).lower() for d in importlib.metadata.distributions()}
-print(*(line for line in sys.argv[1].splitlines() if line.split("==")[0] not in installed), sep="\n")' "$packages")
+print(shlex.join(line for line in sys.argv[1].splitlines() if line.split("==")[0] not in installed))' "$packages")
+    if [[ -n $lacking ]]; then
+        echo "tests/run.sh: $python lacks packages; to install them there: $python -m pip install $lacking" >&2
+        exit 2
+    fi
+    packages=
 elif [[ $(cat .venv/.tests-made-from 2>/dev/null) == "$packages" ]]; then
     packages=
 fi
 if [[ -n $packages ]]; then
     "$python" -m pip install --quiet -r <(echo "$packages")
-    if [[ $python == "$PWD/.venv/"* ]]; then echo "$packages" >.venv/.tests-made-from; fi
+    echo "$packages" >.venv/.tests-made-from
 fi
 "$python" -m ruff check .
 "$python" -m ruff format --check --quiet . || { echo "not in the formatter's layout: $python -m ruff format ."; exit 1; }

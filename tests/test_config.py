@@ -680,6 +680,18 @@ def test_help_lists_every_option():
     assert Counter(re.findall(r"^  (\w+) = ", shown, re.MULTILINE)) == named
 
 
+def test_help_on_a_section_or_an_option_is_toml_that_is_wrapped_at_words():
+    everything = config.SCHEMA.help()
+    assert max(map(len, everything.splitlines())) <= 100
+    section = config.SCHEMA.help("optim")
+    assert section in everything and section.count("\n[") == 0
+    assert config.SCHEMA.help("lr") == config.SCHEMA.help("optim.lr")
+    assert tomli.loads(config.SCHEMA.help("lr")) == {"optim": {"lr": 3e-4}}
+    assert "[[data.sources]]" in config.SCHEMA.help("data")
+    with pytest.raises(ConfigError, match=r"^--help optm: .*; did you mean optim\?$"):
+        config.SCHEMA.help("optm")
+
+
 @needs_extra("planner")
 def test_it_may_be_called_through_a_link_and_with_any_cdpath(tmp_path):
     link = tmp_path / "rt"

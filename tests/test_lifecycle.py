@@ -24,6 +24,7 @@ import torch
 import config
 import files
 from checkpoint import catalog
+from checkpoint.compare import changes_since, describe_changes
 from config import ConfigError
 from data.tokens import open_stream
 from launch.checks import check_compiler
@@ -41,6 +42,7 @@ from lifecycle.folder import (
     resume_once,
     stop_file,
     sweep,
+    write_config,
     write_status,
 )
 from lifecycle.gpus import visible_gpus
@@ -1107,6 +1109,71 @@ def test_the_allocator_is_set_unless_the_user_has(monkeypatch):
     assert ranks.environment()["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
     assert ranks.environment()["PYTORCH_ALLOC_CONF"] == "backend:native"
+
+
+def test_threads_that_wait_soon_sleep_unless_the_user_says_how_they_wait(monkeypatch):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    ranks = Ranks(1, 1, 0, None)
+    assert ranks.environment()["GOMP_SPINCOUNT"] == "1000"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert ranks.environment()["GOMP_SPINCOUNT"] == "7"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert "GOMP_SPINCOUNT" not in ranks.environment()
+
+
+def test_config_toml_keeps_what_options_were(tmp_path):
+    cfg = make_config(run={"output_dir": str(tmp_path), "name": "r"})
+    path = tmp_path / "r/config.toml"
+    path.parent.mkdir()
+
+    def comments() -> list[str]:
+        assert config.load(str(path)) == cfg
+        return [line for line in path.read_text().splitlines() if line.startswith("#")]
+
+    write_config(cfg, 0, {})
+    assert comments() == []
+    write_config(cfg, 10, {"optim.lr": ("0.003", "0.001"), "data.source": ("a\nb", "c")})
+    first = "# until step 10: optim.lr = 0.003, data.source = a b"
+    write_config(cfg, 20, {"optim.lr": ("0.001", "0.1")})
+    write_config(cfg, 25, {})
+    assert comments() == [first, "# until step 20: optim.lr = 0.001"]
+    # back to step 15, of which the second line is not true any more
+    write_config(cfg, 15, {"optim.lr": ("0.001", "0.2")})
+    assert comments() == [first, "# until step 15: optim.lr = 0.001"]
+
+
+def test_changes_that_make_another_run_are_named(tmp_path):
+    """Not the mesh, paths, reports; not of a run that begins."""
+    at = {"output_dir": str(tmp_path), "name": "r"}
+    before = make_config(run=at, train={"micro_batch_size": 2})
+    state = {"step": 3, "config": config.to_dict(before)}
+    folder = tmp_path / "r/checkpoints/step-00000003"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text(json.dumps(state))
+    same = make_config(
+        run=at,
+        train={"micro_batch_size": 1},
+        parallel={"tp": 2, "recompute": "full"},
+        data={"path": "elsewhere"},
+        log={"every_steps": 5},
+        eval={},
+    )
+    assert changes_since(same, 3) == {}
+    other = make_config(
+        run=at, optim={"lr": 1e-3, "schedule": "linear"}, parallel={"param_dtype": "bfloat16"}
+    )
+    changes = changes_since(other, 3)
+    assert describe_changes(3, changes) == (
+        "changed since step 3: optim.lr 0.003 -> 0.001, optim.schedule cosine -> linear, "
+        "parallel.param_dtype float32 -> bfloat16; another run: --run.name=NAME"
+    )
+    assert changes_since(other, 0) == {}
+    more = make_config(run=at, train={"steps": 9})
+    assert changes_since(more, 3) == {"train.steps": ("4", "9")}
+    same_schedule = make_config(run=at, train={"steps": 9}, optim={"schedule_steps": 4})
+    assert changes_since(same_schedule, 3) == {"optim.schedule_steps": ("absent", "4")}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import torch
 import config
 from config import IGNORE, ConfigError
 from data.loader import sample_digest, validation_batches
-from data.order import Permutation, SamplePosition, make_order
+from data.order import Permutation, make_order
 from data.record import read_manifest
 from data.tokenizer import Tokenizer
 from data.tokens import TokenStream, open_stream, window_count
@@ -57,9 +58,26 @@ def test_every_sample_once_an_epoch_for_any_split(prepared):
         parts = [loader.batch(step) for loader in loaders]
         assert sum(p.digest for p in parts) % 2**53 == whole.digest
         assert whole.valid_tokens == parts[0].valid_tokens == 8 * 241
+        assert whole.epochs == parts[3].epochs == step * 8 / windows
         assert set.union(*map(rows, parts)) == rows(whole)
     for loader in [*loaders, alone]:
         loader.close()
+
+
+def test_epochs_of_a_mixture_are_those_of_each_source(prepared):
+    """3:1, of one text: counted sample by sample."""
+    sources = [{"source": "a", "weight": 3.0}, {"source": "b", "weight": 1.0}]
+    cfg = make_config(data={"sources": sources, "tokenizer": "x"})
+    stream = open_stream(prepared, "train", 320)
+    loader = loader_of(cfg, stream, stream)
+    loader.dataset.names = ["a", "b"]
+    windows = loader.dataset.order.sources[0].windows
+    taken = Counter(loader.dataset.order(k).source for k in range(5 * 8))
+    assert taken == {0: 30, 1: 10}
+    assert loader.dataset.epochs(5) == {"a": 30 / windows, "b": 10 / windows}
+    loader.dataset.order.sources[1].windows = None  # growing text that is not complete
+    assert loader.dataset.epochs(5) == {"a": 30 / windows, "b": None}
+    loader.close()
 
 
 def test_loader_resumes_at_any_step(prepared):
@@ -396,7 +414,7 @@ def test_files_beyond_two_to_the_31_tokens(dtype, width, tmp_path):
     loader = loader_of(make_config(model={"vocab_size": 5000}), stream)
     last = window_count(length, 32) - 1
     loader.close()
-    loader.dataset.order = lambda number: SamplePosition(0, 0, last)
+    loader.dataset.order.sources[0].locate = lambda index: (0, last)
     assert loader.dataset.span(0) == (stream, 32 * last, 32 * last + 33)
     assert 2**31 < 32 * last + 33 <= length
     targets = loader.batch(1).micro_batches[0][1]

@@ -93,7 +93,7 @@ def test_times_leave_out_what_is_not_training(tmp_path, monkeypatch):
         recorder.log_step(
             step,
             0,
-            SimpleNamespace(digest=0, valid_tokens=1),
+            SimpleNamespace(digest=0, valid_tokens=1, epochs=0.5),
             {"loss": torch.zeros(())},
             {"grad_norm": torch.zeros(()), "lr": 0.0},
         )
@@ -182,7 +182,7 @@ def test_figures_of_gpus(tmp_path, monkeypatch, name, cp, tp, sums, digests):
     recorder.log_step(
         1,
         512,
-        SimpleNamespace(digest=digests[0], valid_tokens=40),
+        SimpleNamespace(digest=digests[0], valid_tokens=40, epochs=0.5),
         {"loss": torch.tensor(sums[0])},
         {"grad_norm": torch.tensor(0.5), "lr": 0.1},
     )
@@ -268,7 +268,7 @@ def test_the_loss_of_a_row_is_its_steps_and_its_mean_that_of_all_steps_since_the
             recorders[rank].log_step(
                 step,
                 0,
-                SimpleNamespace(digest=0, valid_tokens=tokens[step - 1]),
+                SimpleNamespace(digest=0, valid_tokens=tokens[step - 1], epochs=0.5),
                 {"loss": torch.tensor(losses[step - 1][rank])},
                 {"grad_norm": 1.0, "lr": 0.1},
             )
@@ -290,7 +290,7 @@ def test_a_step_without_a_target_has_no_loss_and_leaves_the_mean_alone(tmp_path)
         recorder.log_step(
             step,
             0,
-            SimpleNamespace(digest=0, valid_tokens=count),
+            SimpleNamespace(digest=0, valid_tokens=count, epochs=0.5),
             {"loss": torch.tensor(total)},
             {"grad_norm": 0.0, "lr": 0.1},
         )
@@ -509,7 +509,7 @@ def test_what_a_step_returns_is_in_the_row_and_in_tensorboard(tmp_path, monkeypa
     recorder.log_step(
         1,
         0,
-        SimpleNamespace(digest=0, valid_tokens=10),
+        SimpleNamespace(digest=0, valid_tokens=10, epochs=0.5),
         {"loss": torch.tensor(30.0), "z_loss": torch.tensor(5.0)},
         {"grad_norm": torch.tensor(0.5), "lr": 0.1, "gate": {"blocks.0": torch.tensor(2.0)}},
     )

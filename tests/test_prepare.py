@@ -338,7 +338,7 @@ BAD_INPUT = {
     "documents all empty": ('{"text": ""}\n' * 5, "holds no text"),
     "too little text": (
         GOOD,
-        r"\[model\] vocab_size = 320: the text is too little.*the largest that works is \d+",
+        r"\[model\] vocab_size = 320: the text is too little.*the largest that works: --model.vocab_size=\d+",
     ),
 }
 
@@ -360,7 +360,8 @@ def test_a_vocabulary_too_small_names_the_smallest_that_works(entries):
     with pytest.raises(ConfigError, match=rf"vocab_size = {entries}: too small") as told:
         train_tokenizer(texts, entries)
     assert train_tokenizer(
-        texts, int(re.search(r"the smallest that works is (\d+)$", str(told.value))[1])
+        texts,
+        int(re.search(r"the smallest that works: --model.vocab_size=(\d+)$", str(told.value))[1]),
     )
 
 

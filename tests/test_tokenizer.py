@@ -18,7 +18,7 @@ from data.encode import is_validation
 from data.identity import open_source
 from data.tokenizer import Tokenizer, train_tokenizer
 from data.tokens import open_stream
-from tests.conftest import REPO, config_for, make_config, needs_extra, prepare_one, words
+from tests.conftest import REPO, config_for, make_config, needs_extra, prepare_one, tables, words
 
 HOSTILE = [
     "",
@@ -81,14 +81,15 @@ def test_the_vocabulary_that_is_named_works(wrong, limit, tmp_path):
     (tmp_path / "in.jsonl").write_text(json.dumps({"text": words(0, 500)}) + "\n")
     data = {"source": str(tmp_path / "in.jsonl"), "path": str(tmp_path / "out")}
     with pytest.raises(
-        ConfigError, match=rf"vocab_size = {wrong}: .*; the {limit} that works is \d+$"
+        ConfigError,
+        match=rf"vocab_size = {wrong}: .*; the {limit} that works: --model.vocab_size=\d+$",
     ) as caught:
         prepare_one(make_config(model={"vocab_size": wrong}, data=data))
-    named = int(str(caught.value).split()[-1])
+    named = int(str(caught.value).split("=")[-1])
     assert 260 < named < 5000
     prepare_one(make_config(model={"vocab_size": named}, data=data))
     beyond = named + (1 if limit == "largest" else -1)
-    with pytest.raises(ConfigError, match=f"the {limit} that works is {named}$"):
+    with pytest.raises(ConfigError, match=f"the {limit} that works: --model.vocab_size={named}$"):
         prepare_one(
             make_config(
                 model={"vocab_size": beyond}, data={**data, "path": str(tmp_path / "beyond")}
@@ -471,7 +472,9 @@ def test_a_folder_with_llama_3s_two_files(byte_level, prepared, tmp_path):
 
 
 @needs_extra("huggingface")
-def test_a_user_is_told_of_weights_trained_with_another_tokenizer(prepared, write_config, tmp_path):
+def test_a_user_is_told_of_weights_trained_with_another_tokenizer(
+    corpus, prepared, write_config, tmp_path
+):
     folders = {}
     for name, content in (
         ("same", (prepared / "tokenizer.model").read_bytes()),
@@ -484,16 +487,48 @@ def test_a_user_is_told_of_weights_trained_with_another_tokenizer(prepared, writ
             (folders[name] / "tokenizer.model").write_bytes(content)
 
     def notes(**model) -> list[str]:
-        return open_dataset(config.load(str(write_config(model=model)))).notes
+        data = {"source": str(corpus), "path": str(prepared)}
+        if model:
+            data["tokenizer"] = str(prepared)
+        return open_dataset(config.load(str(write_config(model=model, data=data)))).notes
 
-    assert (
-        notes()
-        == []
-        == notes(init_from=str(folders["same"]))
-        == notes(init_from=str(folders["none"]))
-    )
+    assert notes() == [] == notes(init_from=str(folders["same"]))
+    [told] = notes(init_from=str(folders["none"]))
+    assert told.startswith(f"{folders['none']} has no tokenizer")
     [told] = notes(init_from=str(folders["other"]))
     assert told.startswith(f"{folders['other']} has another tokenizer than {prepared}")
+
+
+@needs_extra("huggingface")
+def test_the_tokenizer_of_the_weights_is_the_default(prepared, corpus, tmp_path):
+    """As if it had been named, but for a run that was begun when it was not the default."""
+    base = tmp_path / "base"
+    base.mkdir()
+    sections = tables(
+        model={"init_from": str(base)},
+        run={"output_dir": str(tmp_path / "outputs"), "name": "r"},
+        data={"source": str(corpus), "path": str(prepared)},
+    )
+
+    def load() -> config.Config:
+        return config.from_dict(sections, "test.toml")
+
+    assert load().data.tokenizer is None  # the folder has none
+    (base / "tokenizer.model").write_bytes((prepared / "tokenizer.model").read_bytes())
+    named = {**sections, "data": {**sections["data"], "tokenizer": str(base)}}
+    assert load() == config.from_dict(named, "test.toml")
+    # the folder that was prepared with the same tokenizer, trained there, serves it as well
+    assert open_dataset(load()).notes == []
+    (base / "tokenizer.model").write_bytes(b"another")
+    with pytest.raises(ConfigError, match="was prepared with tokenizer = 'trained here'"):
+        open_dataset(load())
+
+    before = tmp_path / "outputs/r/config.toml"
+    before.parent.mkdir(parents=True)
+    before.write_text(f"[model]\ninit_from = '{base}'\n")
+    assert load().data.tokenizer is None
+    before.write_text(f"[model]\ninit_from = '{base}'\n[data]\ntokenizer = '{base}'\n")
+    assert load().data.tokenizer == str(base)
 
 
 @needs_extra("planner")

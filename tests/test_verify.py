@@ -124,3 +124,27 @@ def test_unit_table_folds_equal_blocks():
     ends = [{**row, "unit": "embedding", "parameters": 5}, {**row, "unit": "head", "parameters": 7}]
     table = unit_table([ends[0], *blocks, ends[1]])
     assert len(table.splitlines()) == 4 and "blocks.0 ... blocks.8" in table and "2.0" in table
+
+
+@pytest.mark.parametrize(
+    "kind, options, made",
+    [
+        (torch.optim.AdamW, {}, "exp_avg, exp_avg_sq, step"),
+        (torch.optim.SGD, {"momentum": 0.9}, "momentum_buffer"),
+        (torch.optim.SGD, {}, None),  # has no state
+    ],
+)
+def test_state_that_the_first_step_makes_ends_that_step(kind, options, made):
+    model = torch.nn.Linear(4, 4)
+    optimizer = kind(model.parameters(), lr=0.1, **options)
+    verify.refuse_late_state(optimizer)
+    model(torch.ones(4)).sum().backward()
+    if made is None:
+        optimizer.step()
+    else:
+        with pytest.raises(
+            RuntimeError, match=rf"first step of {kind.__name__} made its state \({made}\)"
+        ):
+            optimizer.step()
+    verify.refuse_late_state(optimizer)  # as after a resume: the state is there
+    optimizer.step()

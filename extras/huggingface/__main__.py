@@ -1,4 +1,4 @@
-"""`./run_train.sh -m huggingface export|import`: see extras/huggingface/convert.py."""
+"""Exports checkpoints as Hugging Face folders, and imports these: see extras/huggingface/convert.py."""
 
 import config
 from extras.huggingface.convert import main

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from config import ConfigError
-from data.hub import local
+from data.hub import is_id, local, options_of_run
 from data.tokenizer import TOKENIZERS
+from schema import Given
 
 SPACE = "\u2581"
 
@@ -210,14 +211,30 @@ def _bos_template(bos: str, bos_id: int) -> dict:
     }
 
 
+def take_over(given: Given) -> None:
+    """Makes the tokenizer of model.init_from the data's, if none is given and it has one. Not of a
+    run that was begun without, by a version that trained a tokenizer instead: it continues so."""
+    if "data.tokenizer" in given.values:
+        return
+    base = given.values["model.init_from"]
+    before = options_of_run(given)
+    if before.get("model.init_from") == base and "data.tokenizer" not in before:
+        return
+    # what a repository holds, its reader finds out: a plan needs none
+    if is_id(base) or any((Path(base) / name).is_file() for name in TOKENIZERS):
+        given.values["data.tokenizer"] = base
+        given.origins["data.tokenizer"] = given.origins["model.init_from"]
+
+
 def note_on_tokenizer(init_from: str, folder: Path, files: list[Path]) -> list[str]:
-    """What a launch logs if the weights of init_from come with another tokenizer than that of
-    prepared data. files: the tokenizer in the data's folder."""
+    """What a launch logs if the tokenizer in the folder of prepared data is another than that of
+    the weights of init_from, or they have none. files: that tokenizer."""
     base_paths = [local(init_from) / name for name in TOKENIZERS]
     base_tokenizers = [path.read_bytes() for path in base_paths if path.is_file()]
-    if not base_tokenizers or any(path.read_bytes() in base_tokenizers for path in files):
+    if any(path.read_bytes() in base_tokenizers for path in files):
         return []
-    return [
-        f"{init_from} has another tokenizer than {folder} was prepared with: to its weights these "
-        "tokens mean other words; data.tokenizer names one"
-    ]
+    if base_tokenizers:
+        problem = f"{init_from} has another tokenizer than {folder} was prepared with"
+    else:
+        problem = f"{init_from} has no tokenizer, so the one in {folder} is not its own"
+    return [f"{problem}: to its weights these tokens mean other words; data.tokenizer names one"]

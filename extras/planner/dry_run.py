@@ -12,6 +12,7 @@ import json
 import math
 import os
 import sys
+import textwrap
 from argparse import Namespace
 
 import config
@@ -24,6 +25,7 @@ from extras.planner.devices import Moment, device
 from extras.planner.plan import Asked, planned
 from extras.planner.show import compared, draw, table, verdict
 from files import print_line
+from lifecycle.gpus import visible_gpus
 
 
 def dry_run(cfg: config.Config, args: Namespace) -> bool:
@@ -32,7 +34,13 @@ def dry_run(cfg: config.Config, args: Namespace) -> bool:
     Raises ConfigError for an invalid world size, GPU or plot path.
     """
     gpu = None if args.gpu is None else device(args.gpu)
-    asked = Asked(gpu, args.gpu_memory_gib, args.gpus_per_node or 8, on_gpu=True)
+    asked = Asked(
+        gpu,
+        args.gpu_memory_gib,
+        args.gpus_per_node or 8,
+        on_gpu=True,
+        without_cuda=is_for_this_cpu(cfg, args),
+    )
     plans = plan_each(cfg, args.world_size or [fewest_ranks(cfg.parallel)], asked)
     rows = [row for row, _ in plans]
     if args.plot is not None:
@@ -49,6 +57,13 @@ def dry_run(cfg: config.Config, args: Namespace) -> bool:
     if asked.memory_gib:
         print_advice(rows, cfg, args, asked)
     return all(row["fits"] is not False for row in rows)
+
+
+def is_for_this_cpu(cfg: config.Config, args: Namespace) -> bool:
+    """Whether the plan is of a run on this machine, which has no GPU for it."""
+    if args.gpu or args.gpu_memory_gib or args.world_size:
+        return False
+    return cfg.run.device == "cpu" or (cfg.run.device == "auto" and not visible_gpus())
 
 
 def fewest_ranks(p: config.Parallel) -> int:
@@ -75,12 +90,19 @@ def plan_each(
 
 
 def print_tables(rows: list[dict], cfg: config.Config, asked: Asked, show_config: bool) -> None:
-    print_line("\n".join(verdict(row, cfg, asked) for row in rows) + "\n")
-    if show_config:
-        print_line(config.to_toml(cfg))
-    print_line("\n".join(table(row, cfg, asked) for row in rows))
+    """Prints the verdicts, the configuration if it is wanted, and the tables. All around a
+    configuration is a comment: the output is TOML."""
+    details = [table(row, cfg, asked) for row in rows]
     if len(rows) > 1:
-        print_line(compared(rows))
+        details.append(compared(rows))
+    verdicts = "\n".join(verdict(row, cfg, asked) for row in rows) + "\n"
+    if not show_config:
+        print_line(verdicts)
+        print_line("\n".join(details))
+        return
+    print_line(textwrap.indent(verdicts, "# "))
+    print_line(config.to_toml(cfg))
+    print_line(textwrap.indent("\n".join(details), "# "))
 
 
 def print_advice(rows: list[dict], cfg: config.Config, args: Namespace, asked: Asked) -> None:

@@ -38,6 +38,8 @@ class Asked:
     gpus_per_node: int = 8
     # None: follows run.device; False: plans for a CPU, as a run on one does
     on_gpu: bool | None = None
+    # without what CUDA needs for itself
+    without_cuda: bool = False
 
     @property
     def memory_gib(self) -> float | None:
@@ -168,7 +170,7 @@ def traffic(step: Step, cluster: Cluster) -> dict[str, Any]:
 def memory(cfg: config.Config, step: Step, asked: Asked) -> dict[str, Any]:
     """The phase with the highest peak, in GiB by kind, and whether the GPU has as much."""
     peak = step.peak()
-    needed = device_gib(step)
+    needed = step.peak().peak.total() / GIB if asked.without_cuda else device_gib(step)
     return {
         "peak_gib": peak.peak.total() / GIB,
         "peak_at": peak.name,

@@ -82,7 +82,8 @@ def lines_of_memory(row: dict, asked: Asked) -> list[Line]:
     needed = f"{row['device_gib']:10.3f} GiB"
     if asked.memory_gib:
         needed += f" of {asked.memory_gib:g}"
-    lines.append(("  with CUDA's own", needed))
+    if not asked.without_cuda:
+        lines.append(("  with CUDA's own", needed))
     return lines
 
 
@@ -158,7 +159,8 @@ def verdict(row: dict, cfg: config.Config, asked: Asked) -> str:
         needed += f" of {limit:g}"
         spare = f"fits, {limit - row['device_gib']:.3g} GiB left"
         clauses.append(spare if row["fits"] else "does not fit")
-    clauses.append(f"{needed} GiB at the peak ({row['peak_at']})")
+    memory = "GiB of tensors on this CPU" if asked.without_cuda else "GiB"
+    clauses.append(f"{needed} {memory} at the peak ({row['peak_at']})")
     # the time of copies to the host is not known
     if row["step_seconds"] and row["fits"] and not row["host_gib"]:
         clauses.append(f"{row['tokens_per_second_per_device']:,.0f} tokens/s per GPU")

@@ -9,6 +9,7 @@ A run writes its own page at its end. The page is one file that loads nothing an
 import argparse
 import array
 import contextlib
+import datetime
 import functools
 import html
 import itertools
@@ -27,10 +28,19 @@ import config
 import schema
 from config import ConfigError, run_tool
 from files import print_line, write_atomic
+from lifecycle.folder import earlier_options
 
 log = logging.getLogger("train")
 
-FIELDS = ("step", "loss", "grad_norm", "lr", "tokens_per_second_per_device", "peak_memory_gib")
+FIELDS = (
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens_per_second_per_device",
+    "step_seconds",
+    "peak_memory_gib",
+)
 
 
 class Chart(NamedTuple):
@@ -100,6 +110,9 @@ path.dots { stroke-width: 7; stroke-opacity: 1 }
 .scroll { overflow-x: auto } table { border-collapse: collapse; font-size: 14px; min-width: 50% }
 td { vertical-align: top; padding: 3px 16px 3px 0; border-bottom: 1px solid var(--line) }
 td + td { min-width: 8.5em; overflow-wrap: anywhere }
+@media (max-width: 600px) { table { font-size: 12px; min-width: 100% }
+  td { padding-right: 8px } td:first-child { overflow-wrap: anywhere; min-width: 5em }
+  td + td { min-width: 5.5em } }
 pre { overflow-x: auto; padding: 10px; border: 1px solid var(--line); font-size: 13px }
 """
 PAGE = """<!DOCTYPE html>
@@ -140,6 +153,7 @@ class Run:
         with contextlib.suppress(ConfigError):
             options = schema.flatten(schema.read_toml(str(folder / "config.toml")))
             self.config = {name: schema.toml(value) for name, value in options.items()}
+        self.earlier = [line.strip("# \n") for _, line in earlier_options(folder / "config.toml")]
 
         # Steps of checkpoints. The log also names those that were deleted since.
         self.saved: set[int] = set()
@@ -194,6 +208,23 @@ class Run:
         table[~(np.abs(table) < 1e300)] = math.nan
         table = table[np.argsort(table[:, 0], kind="stable")]
         return dict(zip(FIELDS, table.T))
+
+    @property
+    def last_train(self) -> dict:
+        return self.last.get("train", {})
+
+    def steps_of_rows(self) -> np.ndarray:
+        """The steps that each training row counts: those since the row before."""
+        steps = self.train["step"]
+        return np.diff(steps, prepend=0 if not len(steps) or steps[0] == 1 else steps[0] - 1)
+
+    def steps_of_loss(self) -> np.ndarray:
+        """Where the loss of each training row is drawn: a mean in the middle of its steps, so that
+        it stands beside the validation loss of the same steps."""
+        steps = self.train["step"]
+        if key_of("loss", self.last_train) == "loss":
+            return steps
+        return steps - (self.steps_of_rows() - 1) / 2
 
     def _read_log(self, path: pathlib.Path) -> None:
         """Counts launches and saves and keeps the sample text. Only rank 0's log, to which each
@@ -317,7 +348,8 @@ def draw_chart(chart: Chart, runs: list[Run]) -> str:
     """A figure of one quantity over steps; "" if no run has it."""
     curves = []
     for i, run in enumerate(runs):
-        curves.append(Curve(run_class(i), run.train["step"], run.train[chart.field]))
+        steps = run.steps_of_loss() if chart.field == "loss" else run.train["step"]
+        curves.append(Curve(run_class(i), steps, run.train[chart.field]))
         if chart.field == "loss":
             steps, losses = np.array(run.evaluations).reshape(-1, 2).T  # [2, evaluations]
             curves.append(Curve(f"{run_class(i)} thin", steps, losses))
@@ -325,7 +357,7 @@ def draw_chart(chart: Chart, runs: list[Run]) -> str:
     if all(np.isnan(curve.values).all() for curve in curves):
         return ""
 
-    scale = scale_of(chart, curves)
+    scale = scale_of(chart, curves, [run.train["step"] for run in runs])
     shapes = draw_axes(scale)
     for i, run in enumerate(runs):
         shapes += draw_marks(scale, run.saved, f"{run_class(i)} saved", top="97%")
@@ -348,9 +380,10 @@ def run_class(i: int) -> str:
     return f"c{i % COLORS} dashed"
 
 
-def scale_of(chart: Chart, curves: list[Curve]) -> Scale:
-    """A scale that shows all points of the curves, of which at least one has a value."""
-    steps = np.concatenate([curve.steps for curve in curves])
+def scale_of(chart: Chart, curves: list[Curve], rows: list[np.ndarray]) -> Scale:
+    """A scale that shows all points of the curves, of which at least one has a value, and the steps
+    of all rows."""
+    steps = np.concatenate([*rows, *(curve.steps for curve in curves)])
     first = steps.min() if steps.min() > 1 else 0
     last = max(steps.max(), first + 1)
 
@@ -509,7 +542,7 @@ def table(columns: list[dict[str, str]], names: list[str], labels: list[str]) ->
 
 def summary(run: Run) -> dict[str, str]:
     """The column at the page's top."""
-    train = run.last.get("train", {})
+    train = run.last_train
     evaluation = run.last.get("eval", {})
     reported_steps = (run.status.get("step"), train.get("step"), 0)
     step = max(number for number in reported_steps if type(number) is int)
@@ -520,19 +553,37 @@ def summary(run: Run) -> dict[str, str]:
         {
             "state": f"{state} at step {step} of {run.config.get('train.steps', '?')}",
             "time": run.status.get("time"),
+            "training, without saves and evaluations": training_time(run),
             "model": run.size,
-            "loss": train.get(key_of("loss", train)),
+            label_of_loss(run): train.get(key_of("loss", train)),
             "validation loss": evaluation.get("loss"),
             "bits per byte": evaluation.get("bits_per_byte"),
             "tokens": train.get("tokens"),
+            "epochs": train.get("epochs"),
             "mfu": train.get("mfu"),
             "tokens per second and device, median": round(np.median(rates)) if len(rates) else None,
             "peak memory, GiB": round(float(peaks.max()), 2) if len(peaks) else None,
             "launches": run.launches or None,
             "resumed after steps": sorted(run.resumed)[-5:] or None,
+            "options before": "; ".join(run.earlier),
             "saves": len(run.saved),
         }
     )
+
+
+def training_time(run: Run) -> str | None:
+    """Of all launches, as hours, minutes and seconds."""
+    seconds = run.train["step_seconds"] * run.steps_of_rows()
+    if not len(finite(seconds)):
+        return None
+    return str(datetime.timedelta(seconds=round(float(np.nansum(seconds)))))
+
+
+def label_of_loss(run: Run) -> str:
+    """Of the last row's loss: over how many steps it is the mean."""
+    if key_of("loss", run.last_train) == "loss" or not len(run.train["step"]):
+        return "loss"
+    return f"loss, mean of the last {run.steps_of_rows()[-1]:.0f} steps"
 
 
 def finite(values: np.ndarray) -> np.ndarray:
@@ -553,10 +604,31 @@ def plan(run: Run) -> dict[str, str]:
 
 
 def environment(run: Run) -> dict[str, str]:
-    """environment.json, with the size of its diff instead of the diff."""
+    """environment.json, with the size of its diff instead of the diff, and the command as its user
+    typed it."""
     diff = str(run.environment.get("uncommitted") or "").splitlines()
     uncommitted = f"a diff of {len(diff)} lines, in environment.json" if diff else ""
-    return as_column(run.environment | {"uncommitted": uncommitted})
+    return as_column(
+        run.environment | {"uncommitted": uncommitted, "command": typed_command(run.environment)}
+    )
+
+
+def typed_command(launch: dict) -> str:
+    """The command of a launch's environment.json. That of a rank is the launcher's, which adds
+    --launch."""
+    words = launch.get("command")
+    if not isinstance(words, list):
+        return ""
+    words = [str(word) for word in words]
+    if not any(word.startswith("--launch=") for word in words):
+        return shlex.join(words)
+    arguments = [word for word in words[1:] if not word.startswith("--launch=")]
+    command = shlex.join(["./run_train.sh", *arguments])
+    ranks = launch.get("ranks")
+    hosts = launch.get("hosts")
+    if type(ranks) is int and isinstance(hosts, list) and hosts and ranks > len(hosts):
+        return f"NPROC={ranks // len(hosts)} {command}"
+    return command
 
 
 # The page
@@ -581,7 +653,8 @@ def page(runs: list[Run]) -> str:
     sections += [
         table(summaries, names, all_labels(summaries)),
         section("Options that differ", configs, names, differing),
-        "<h2>Curves</h2><p class=note>Dots: validation. Dotted vertical lines: a launch resumed "
+        "<h2>Curves</h2><p class=note>Dots: validation. A mean loss is drawn in the middle of its "
+        "steps. Dotted vertical lines: a launch resumed "
         "there. Small ticks on the axis: saves.</p>"
         f'<div class="charts">{"".join(charts)}</div>',
         section("Last evaluation", evaluations, names),
@@ -677,7 +750,9 @@ def what_next(cfg: config.Config, report: pathlib.Path | None) -> str:
         # without schedule_steps the learning rate's schedule is as long as the run
         is_stretched = cfg.optim.schedule_steps is None and cfg.optim.schedule != "constant"
         purpose = "more steps, a longer schedule" if is_stretched else "more steps"
-        words = config.words_without("--launch=", "--train.steps=")
+        words = config.words_without("--launch=", "--train.steps=", "--checkpoint.resume=")
+        if cfg.checkpoint.resume != "auto":  # the file's, perhaps
+            words.append("--checkpoint.resume=auto")
         commands.append(command_line(purpose, *words, f"--train.steps={2 * cfg.train.steps}"))
 
         if config.has_extra("huggingface"):

@@ -339,9 +339,9 @@ def plain_loop(
 
 
 def test_training_from_it_is_transformers_training(on_ranks, folders, corpus, prepared, tmp_path):
-    """... and resumes from its checkpoint when the folder is gone."""
+    """... and resumes from its checkpoint when the folder is gone, but not its tokenizer."""
     source = shutil.copytree(folders["sharded"], tmp_path / "hf")
-    data = {"source": str(corpus), "path": str(prepared)}
+    data = {"source": str(corpus), "path": str(prepared), "tokenizer": str(prepared)}
     cfg = config_from(str(source), optim={"schedule_steps": 6}, data=data)
     expected = plain_loop(in_transformers(source), cfg, prepared, 6)
     found = on_ranks(2, hf_cases.train_and_resume, str(source), str(tmp_path / "outputs"), data)[0]
@@ -502,10 +502,13 @@ def test_a_launch_refuses_it_before_it_makes_anything(folders, write_config, tmp
 
 
 def test_an_import_is_evaluated_without_the_folder_that_it_is_of(
-    folders, write_config, tmp_path, capsys
+    folders, corpus, prepared, write_config, tmp_path, capsys
 ):
     folder = shutil.copytree(folders["single"], tmp_path / "hf")
-    path = write_config(model={"init_from": str(folder), "norm_eps": 1e-6})
+    path = write_config(
+        model={"init_from": str(folder), "norm_eps": 1e-6},
+        data={"source": str(corpus), "path": str(prepared), "tokenizer": str(prepared)},
+    )
     assert run(capsys, "import", folder, tmp_path / "outputs/test/checkpoints/step-00000000") == (
         0,
         "",

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import tomli
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
@@ -527,12 +528,26 @@ def test_the_resolved_configuration_is_shown_where_it_is_asked_for(prepared, wri
     words = write_config(), "--dry-run", "--train.steps=77"
     assert "steps = 77" not in launch(*words).stdout
     done = launch(*words, "--config")
-    assert done.returncode == 0 and "steps = 77" in done.stdout, done.stderr
-    lines = dict(line.split("  ", 1) for line in done.stdout.splitlines() if "  " in line)
+    assert done.returncode == 0 and done.stdout.startswith("# 1 rank: "), done.stderr
+    # all but the configuration is a comment
+    assert tomli.loads(done.stdout) == config.to_dict(config.load(str(words[0]), words[2:]))
+    comments = [line.removeprefix("# ") for line in done.stdout.splitlines() if line[:2] == "# "]
+    lines = dict(line.split("  ", 1) for line in comments if "  " in line)
     assert (
         lines["steps per epoch"].strip().startswith("95.")
         and lines["sent per step"].strip() == "nothing"
     )
+
+
+def test_a_plan_for_this_cpu_is_without_what_cuda_needs(capsys, monkeypatch):
+    monkeypatch.setattr(dry_run_module, "visible_gpus", lambda: 0)
+    peak = plan(config.load(str(CONFIGS / "tiny.toml")), 1)["peak_gib"]
+    _, out, _ = dry_run(capsys, CONFIGS / "tiny.toml")
+    assert out.startswith(f"1 rank: {peak:.4g} GiB of tensors on this CPU at the peak (")
+    assert "CUDA" not in out
+    _, out, _ = dry_run(capsys, CONFIGS / "tiny.toml", "--world-size", 1)
+    assert out.startswith(f"1 rank: {1.03 * peak + 1.5:.4g} GiB at the peak (")
+    assert "with CUDA's own" in out
 
 
 def test_what_does_not_fit_is_exit_3(capsys):
@@ -566,7 +581,8 @@ def test_without_a_number_of_ranks_it_is_the_fewest(capsys, options, ranks):
 
 
 def test_what_fits_counts_the_peak_and_cudas_own(capsys):
-    needed = json.loads(dry_run(capsys, CONFIGS / "tiny.toml", "--json")[1])
+    words = (CONFIGS / "tiny.toml", "--world-size", 1, "--json")
+    needed = json.loads(dry_run(capsys, *words)[1])
     assert needed["device_gib"] == pytest.approx(1.03 * needed["peak_gib"] + 1.5)
     for memory, fits in (
         (needed["device_gib"] * 1.0001, True),
@@ -1302,7 +1318,7 @@ def test_a_plan_that_fails_is_told_of_and_a_found_one_is_a_row(
             recorder.log_step(
                 step,
                 0,
-                SimpleNamespace(digest=0, valid_tokens=1),
+                SimpleNamespace(digest=0, valid_tokens=1, epochs=0.5),
                 {"loss": torch.zeros(())},
                 {"grad_norm": torch.zeros(()), "lr": 0.0},
             )

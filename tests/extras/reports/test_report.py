@@ -7,6 +7,7 @@ import math
 import pathlib
 import random
 import re
+import sys
 import time
 from types import SimpleNamespace
 
@@ -417,7 +418,7 @@ def test_invalid_input_is_exit_2_with_all_problems(tmp_path, capsys):
 def ended(folder: pathlib.Path, step: int = 2) -> None:
     """A run's end on rank 0, as Run has it."""
     run = Run(
-        make_config(run={"name": folder.name, "output_dir": str(folder.parent)}),
+        make_config(run={"name": folder.name, "output_dir": str(folder.parent)}, checkpoint={}),
         SimpleNamespace(rank=0, size=1),
         None,
         SimpleNamespace(signal=0, standalone=False),
@@ -426,6 +427,57 @@ def ended(folder: pathlib.Path, step: int = 2) -> None:
     run.lock = SimpleNamespace(release=lambda: None)
     run.step = step
     run._end()
+
+
+def test_a_mean_stands_in_the_middle_of_its_steps(tmp_path):
+    """A loss that falls by 1 a step, and the validation loss after steps 10 and 20, lie on one line."""
+    found = []
+    for steps in (range(1, 2), range(2, 11), range(11, 21)):
+        mean = sum(101 - step for step in steps) / len(steps)
+        found.append(train_row(steps[-1], loss=101.0 - steps[-1], loss_mean=mean))
+    for step in (10, 20):
+        found.append({"kind": "eval", "step": step, "loss": 101.0 - step, "bits_per_byte": None})
+    page = page_of(write_run(tmp_path / "r", found))
+    points = []
+    for kind in ("c0", "c0 dots"):
+        for part in page.curve("Loss", kind):
+            points += part
+    assert len(points) == 5
+    for step, loss in points:
+        assert loss == pytest.approx(101 - step, abs=0.2)
+    text = {label: values for label, *values in page.rows}
+    assert text["loss, mean of the last 10 steps"] == ["85.5"]
+
+
+def test_time_and_command_are_those_of_the_user(tmp_path):
+    command = ["/repo/train.py", "my configs/a.toml", "--train.steps=20", "--launch=7f"]
+    launched = json.dumps({"command": command, "ranks": 4, "hosts": ["a", "b"]})
+    found = [train_row(1, step_seconds=60.0), train_row(11, step_seconds=6.5)]
+    page = page_of(write_run(tmp_path / "r", found, environment_json=launched))
+    text = {label: values for label, *values in page.rows}
+    assert text["command"] == ["NPROC=2 ./run_train.sh 'my configs/a.toml' --train.steps=20"]
+    assert text["training, without saves and evaluations"] == ["0:02:05"]
+    by_hand = {"command": ["train.py", "a.toml"], "ranks": 1}
+    assert report.typed_command(by_hand) == "train.py a.toml" and report.typed_command({}) == ""
+
+
+def test_options_before_a_resume_are_shown(tmp_path):
+    text = "# until step 4: optim.lr = 0.003\n[train]\nsteps = 8\n"
+    page = page_of(write_run(tmp_path / "r", [train_row(8)], config_toml=text))
+    assert ["options before", "until step 4: optim.lr = 0.003"] in page.rows
+
+
+def test_more_steps_do_not_go_back_to_a_step(monkeypatch):
+    def command(resume: object, *words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["train.py", "a.toml", *words, "--launch=7"])
+        text = report.what_next(make_config(checkpoint={"resume": resume}), None)
+        return next(line for line in text.splitlines() if "--train.steps=8" in line)
+
+    assert command("auto").endswith(": ./run_train.sh a.toml --train.steps=8")
+    for resume in (2, "never"):  # on the command line, or in the file
+        expected = ": ./run_train.sh a.toml --checkpoint.resume=auto --train.steps=8"
+        assert command(resume, f"--checkpoint.resume={resume}").endswith(expected)
+        assert command(resume).endswith(expected)
 
 
 def test_a_run_writes_its_own_and_a_failure_is_one_warning(tmp_path, caplog, monkeypatch):
