@@ -123,10 +123,7 @@ def exports_stop(folder: Path, *words: str) -> None:
     assert "chat_template" not in json.loads((out / "tokenizer_config.json").read_text())
 
 
-CHAT = (
-    "base.toml --data.tokenizer=base --data.messages_field=messages --data.document_mask=true "
-    "--data.source=chat.jsonl"
-)
+CHAT = "base.toml --data.tokenizer=base --data.messages_field=messages --data.source=chat.jsonl"
 TEMPLATE = "--data.chat_template=chatml.jinja --checkpoint.keep_last=1 --model.init_from=base"
 CHAT_FILES = {"chat.jsonl": as_rows(TALKS), "chatml.jinja": CHATML, "base": make_chat_base}
 WEIGHTS = "base.toml --data.source=mine.txt --model.init_from=base"

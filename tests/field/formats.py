@@ -11,9 +11,7 @@ TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}"
     "{% endgeneration %}{% else %}{{ m.content + '\n' }}{% endif %}{% endfor %}"
 )
-CHAT = (
-    "base.toml --data.document_mask=true --data.tokenizer={folder}/tok --train.global_batch_size=2"
-)
+CHAT = "base.toml --data.tokenizer={folder}/tok --train.global_batch_size=2"
 
 
 def tokenizer(path: Path) -> None:

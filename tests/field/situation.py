@@ -10,6 +10,42 @@ from pathlib import Path
 
 DONE = "finished: "
 
+# base.toml: a user's file, which leaves everything to its default that it can
+BASE = """\
+[model]
+dim = 48
+n_layers = 2
+n_heads = 4
+n_kv_heads = 2
+ffn_dim = 80
+vocab_size = 320
+
+[data]
+path = "FOLDER/prepared"
+
+[train]
+steps = 2
+seq_len = 32
+global_batch_size = 8
+micro_batch_size = 2
+
+[optim]
+lr = 3e-3
+warmup_steps = 2
+
+[parallel]
+param_dtype = "float32"
+
+[run]
+name = "field"
+output_dir = "FOLDER/outputs"
+device = "cpu"
+
+[log]
+every_steps = 1
+tensorboard = false
+"""
+
 
 @dataclass
 class Situation:

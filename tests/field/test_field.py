@@ -7,8 +7,8 @@ import re
 import pytest
 
 import config
-from tests.conftest import REPO, launch, tables
-from tests.field.situation import Situation
+from tests.conftest import REPO, launch
+from tests.field.situation import BASE, Situation
 
 FOLDER = pathlib.Path(__file__).parent
 NO_TABLE = ("__init__", "situation", "test_field")
@@ -37,13 +37,7 @@ def quoted_messages() -> list[re.Pattern]:
 
 
 def make(situation: Situation, folder: pathlib.Path) -> None:
-    base = tables(
-        train={"steps": 2},
-        run={"output_dir": str(folder / "outputs"), "name": "field"},
-        data={"path": str(folder / "prepared")},
-    )
-    written = config.to_toml(config.from_dict(base, "base.toml"))
-    (folder / "base.toml").write_text(written)
+    (folder / "base.toml").write_text(BASE.replace("FOLDER", str(folder)))
     for name, content in situation.files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
