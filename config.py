@@ -292,7 +292,7 @@ class Lora:
     alpha: float | None = option(
         None, "adapters are scaled by alpha / rank; absent: 2 x rank", POSITIVE, extra="lora"
     )
-    # extras/huggingface/config.py replaces "all-linear" by the names
+    # from_dict() replaces "all-linear" by the names
     targets: tuple[str, ...] | Literal["all-linear"] = option(
         PROJECTIONS, "projections that get an adapter", TARGETS, extra="lora"
     )
@@ -908,6 +908,8 @@ def from_dict(raw: dict, path: str, overrides: Iterable[str] = (), saved: bool =
     with contextlib.suppress(ConfigError):
         # whoever reads the tokenizer reports why it cannot be had; a plan does not need it
         hub.pin(given, "data.tokenizer")
+    if given.values.get("lora.targets") == "all-linear":
+        given.values["lora.targets"] = PROJECTIONS
     if has_extra("huggingface"):
         from extras.huggingface.config import complete
 

@@ -77,6 +77,11 @@ ONLY_ADAPTER = {
     "exclude_modules": [[]],
     "layer_replication": [[]],
     "trainable_token_indices": [[]],
+    "target_parameters": [[]],
+    "use_bdlora": [None],
+    "arrow_config": [None],
+    "kasa_config": [None],
+    "monteclora_config": [None],
 }
 
 
@@ -253,8 +258,6 @@ def complete(given: Given) -> None:
     """Fills in options of [model] and [lora] from the folders that their init_from name; options
     that are given must agree. Pins ids of the hub to a commit. Raises ConfigError if a folder
     cannot be read."""
-    if given.values.get("lora.targets") == ALL_LINEAR:
-        given.values["lora.targets"] = (*PROJECTION_MODULES,)
     try:
         if "model.init_from" in given.values:
             _complete_model(given)

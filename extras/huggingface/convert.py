@@ -187,8 +187,8 @@ def existing(folder: Path, *names: str) -> list[Path]:
 
 
 def token_ids(checkpoint: Path) -> dict[str, Any]:
-    """bos_token_id and eos_token_id of the checkpoint's tokenizer; of a run on conversations its
-    end of turn is an EOS token, too. Empty if it has no tokenizer, or one that cannot be loaded."""
+    """bos_token_id and eos_token_id of the checkpoint's tokenizer; empty if it has none or cannot
+    be loaded."""
     if not existing(checkpoint, *TOKENIZERS):
         return {}
     try:
@@ -199,32 +199,25 @@ def token_ids(checkpoint: Path) -> dict[str, Any]:
     ids: dict[str, Any] = {}
     if tokenizer.bos:
         ids["bos_token_id"] = tokenizer.bos[0]
-    ends = tokenizer.eos[:1] + end_of_turn(checkpoint)
-    if ends:
-        ids["eos_token_id"] = one_or_list(ends)
+    if tokenizer.eos:
+        ids["eos_token_id"] = tokenizer.eos[0]
     return ids
 
 
 def end_of_turn(checkpoint: Path) -> list[int]:
-    """The token that ends an assistant's turn; empty without a chat template."""
-    if not (checkpoint / CHAT_TEMPLATE).is_file():
+    """The tokens that end an assistant's turn; empty without tokenizer or chat template."""
+    if not existing(checkpoint, CHAT_TEMPLATE) or not existing(checkpoint, *TOKENIZERS):
         return []
     from extras.chat.conversations import Chat
 
     try:
         return Chat(checkpoint).end_of_turn()
-    except ConfigError as error:
+    except (ConfigError, ImportError) as error:
         print(
             f"{GENERATION} lacks the end of turn, which is unknown, and answers may not end: {error}",
             file=sys.stderr,
         )
         return []
-
-
-def one_or_list(ids: list[int]) -> int | list[int]:
-    """Token ids as transformers writes eos_token_id, each once."""
-    distinct = [*dict.fromkeys(ids)]
-    return distinct[0] if len(distinct) == 1 else distinct
 
 
 def as_list(ids: Any) -> list[int]:
@@ -235,8 +228,8 @@ def as_list(ids: Any) -> list[int]:
 
 
 def write_generation_config(folder: Path, checkpoint: Path, base: dict[str, Any]) -> dict[str, Any]:
-    """Writes generation_config.json, whose EOS tokens are the base's and the run's own. That of an
-    import stays as it is. Returns the token ids for config.json.
+    """Writes generation_config.json, whose EOS tokens are the base's, the tokenizer's and the end
+    of turn. That of an import stays as it is. Returns the token ids for config.json.
 
     base: the ids of copy_from_base().
     """
@@ -245,9 +238,10 @@ def write_generation_config(folder: Path, checkpoint: Path, base: dict[str, Any]
     if (checkpoint / GENERATION).is_file():
         return ids | hf_config.read_json(path)
     ends = as_list(base.get("eos_token_id")) + as_list(ids.get("eos_token_id"))
+    ends = [*dict.fromkeys(ends + end_of_turn(checkpoint))]
     ids |= base
-    if ends:
-        ids["eos_token_id"] = one_or_list(ends)
+    if ends:  # a single one as most folders have it, not as a list
+        ids["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     settings = hf_config.read_json(path) if path.is_file() else {}
     write_json(path, settings | ids)
     return ids

@@ -377,7 +377,7 @@ def check_tied(head: StoredTensor, embedding: StoredTensor) -> None:
         open_safetensors(head.path) as head_file,
         open_safetensors(embedding.path) as embedding_file,
     ):
-        # mapped: only rows whose dtypes differ are copied, a block at a time
+        # mapped: copied in float32 a block of rows at a time
         head_weight = head_file.get_tensor(head.name)
         embedding_weight = embedding_file.get_tensor(embedding.name)
     is_equal = head_weight.shape == embedding_weight.shape

@@ -938,7 +938,15 @@ def test_what_peft_would_compute_otherwise_is_refused(base, adapter, corpus, pre
         "exclude_modules": ["x"],
         "layer_replication": [[0, 1]],
         "trainable_token_indices": [1],
+        "target_parameters": ["x"],
+        "use_bdlora": {"nblocks": 2},
+        "arrow_config": {"top_k": 2},
+        "kasa_config": {"beta": 0.1},
+        "monteclora_config": {"num_samples": 2},
     }
+    variants = {f.name for f in dataclasses.fields(LoraConfig) if f.metadata.get("is_lora_variant")}
+    # that one only saves memory in backward
+    assert variants - {"velora_config"} <= changes.keys()
     folder = shutil.copytree(adapter, tmp_path / "adapter")
     settings = json.loads((folder / "adapter_config.json").read_text())
     assert changes.keys() <= settings.keys()  # as PEFT writes it
