@@ -6,6 +6,7 @@ import functools
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -26,6 +27,9 @@ CONFIG = ("*config.json",)
 SETTINGS = ("*.json", "*.jinja", "tokenizer.model")
 WEIGHTS = (*SETTINGS, "*.safetensors")
 EXCLUDED = ("*/*", "consolidated*")  # other formats of the same weights
+# how a git-lfs pointer begins, and the size that it stays below
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+LFS_SIZE = 1024
 SMALL = 2**24  # bytes; another process downloads more than that
 
 
@@ -47,6 +51,19 @@ def local(name: str, files: tuple[str, ...] = SETTINGS) -> pathlib.Path:
 def absolute(name: str) -> str:
     """The absolute path of a folder; the id of a repository as it is."""
     return name if is_id(name) else os.path.abspath(name)
+
+
+def refuse_pointer(path: pathlib.Path) -> None:
+    """Raises ConfigError if a file is what a clone without git-lfs has in place of a large one."""
+    content = b""
+    with suppress(OSError):
+        if path.is_file() and path.stat().st_size < LFS_SIZE:
+            content = path.read_bytes()
+    if content.startswith(LFS_POINTER):
+        raise ConfigError(
+            f"{path}: is a git-lfs pointer, not the file itself; fetch what its folder points to: "
+            f"git -C {shlex.quote(str(path.parent))} lfs pull"
+        )
 
 
 def split_id(name: str) -> tuple[str, str | None]:

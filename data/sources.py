@@ -19,6 +19,7 @@ from typing import IO, Any, NamedTuple
 import config
 from config import ConfigError
 from data.arrow import arrow_rows, decompressed, parquet_rows
+from data.hub import refuse_pointer
 from data.json_array import Element, elements, holds_array
 
 STDLIB = "python-stdlib"
@@ -47,7 +48,6 @@ FIRST_PROBLEMS = 10  # the same, if no good row came before them
 SAVED_STATE = "state.json"
 SAVED_INFO = "dataset_info.json"
 SAVED_SPLITS = "dataset_dict.json"
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 @dataclass(frozen=True)
@@ -243,6 +243,7 @@ class Files(Source):
         path = pathlib.Path(self.files[number].path)
         if not path.exists():
             raise ConfigError(f"{path}: is missing, and was not read yet")
+        refuse_pointer(path)
         return path
 
     def with_current_version(self, file: SourceFile) -> SourceFile:
@@ -275,9 +276,6 @@ class Files(Source):
             return read_python(path, byte, size, self.d.text_field)
         if not path.name.endswith(TEXT_SUFFIXES):
             raise ConfigError(f"[data] source = {path}: must be one of {', '.join(TEXT_SUFFIXES)}")
-        if is_lfs_pointer(path):
-            problem = "is a git-lfs pointer in place of the data; `git lfs pull` fetches them"
-            return iter([FileRow(1, 0, str(path), BadRow(problem))])
         if path.suffix == ".txt":
             return read_text(path, row, byte, self.d.text_field)
         if path.suffix == ".parquet":
@@ -494,12 +492,6 @@ def parse_json(line: bytes | None) -> object:
     if line.strip() in (b"{", b"\xef\xbb\xbf{"):
         problem += "; an object of several lines: write each row on one line, or all in an array"
     return BadRow(problem)
-
-
-def is_lfs_pointer(path: pathlib.Path) -> bool:
-    """Whether a file is what git has of one that git-lfs stores."""
-    with path.open("rb") as file:
-        return file.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 @contextlib.contextmanager

@@ -265,7 +265,7 @@ ARRAYS = {
     '[{"text": "a"}]\n[{"text": "b"}]': "row 2, line 2: stands behind the end of the array",
     "[\n\n]": "holds no text",
     '{\n  "text": "a"\n}': "line 1: is not valid JSON: .*; an object of several lines: write each",
-    "version https://git-lfs.github.com/spec/v1\noid sha256:1": "is a git-lfs pointer in place of",
+    "version https://git-lfs.github.com/spec/v1\noid sha256:1": "is a git-lfs pointer, not the file itself; fetch",
 }
 
 

@@ -88,7 +88,7 @@ SITUATIONS = [
     Situation(
         "a git-lfs pointer in place of a text",
         "base.toml --data.source=mine.txt",
-        ("mine.txt: is a git-lfs pointer in place of the data",),
+        ("mine.txt: is a git-lfs pointer, not the file itself; fetch",),
         {"mine.txt": LFS_POINTER},
         exit_code=2,
     ),
