@@ -181,9 +181,8 @@ class Data:
     @property
     def has_conversations(self) -> bool:
         """Whether rows are conversations: those of all sources are, or of none."""
-        return any(source.format not in (None, "text") for source in self.sources) or (
-            self.row_format != "text"
-        )
+        formats = {self.row_format, *(source.format for source in self.sources)}
+        return bool(formats - {None, "text"})
 
 
 @dataclass(frozen=True)

@@ -66,12 +66,12 @@ def arrow_rows(
         names = columns_in(schema.names, columns)
         position = 0
         for batch in batches:
+            if not names and batch.num_rows:
+                yield 1, file.tell(), dict.fromkeys(schema.names)
+                return
             first = max(0, read - position)
             for start in range(first, batch.num_rows, BATCH_ROWS):
                 rows = batch.select(names).slice(start, BATCH_ROWS).to_pylist()
-                if not names:
-                    yield 1, file.tell(), dict.fromkeys(schema.names)
-                    return
                 for number, row in enumerate(rows, position + start + 1):
                     yield number, file.tell(), row
             position += batch.num_rows

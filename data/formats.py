@@ -7,6 +7,7 @@ returns becomes an option like any other, so that a run's config.toml says it.
 import argparse
 import contextlib
 import itertools
+import json
 import os
 import typing
 from collections.abc import Iterator
@@ -68,7 +69,7 @@ def found_format(cfg: config.Config, ask_hub: bool) -> RowFormat | None:
     """The format of one source's rows. None if they cannot be read now: whoever prepares them
     reports why. Raises ConfigError."""
     d = cfg.data
-    if d.source == STDLIB:
+    if d.source == STDLIB or d.text_field != config.Data.text_field:
         return "text"
     with contextlib.suppress(ConfigError):
         if not local_files(d.source, d.split):
@@ -171,7 +172,10 @@ def options_for(row: dict) -> list[str]:
 
 
 def holds_messages(value: object) -> bool:
-    """Whether a column's value is a list of messages."""
+    """Whether a column's value is a list of messages, or JSON of one."""
+    if isinstance(value, str) and value.startswith("["):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
     if not isinstance(value, list) or not value or not isinstance(value[0], dict):
         return False
     return any(key in value[0] for key in ROLE_KEYS)

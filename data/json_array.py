@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
 
 BLOCK = 1 << 20  # bytes that are read at a time
+FIRST_BLOCK = 1 << 12  # the same, to find the first character
 SPACE = re.compile("[\ufeff \t\r\n]*")  # a byte order mark, too
 QUOTED = 20  # characters of what is wrong, in a message
 # An error of the JSON parser so close to the end of what was read may only mean that more follows.
@@ -26,7 +27,7 @@ class Element(NamedTuple):
 
 def holds_array(file: IO[bytes]) -> bool:
     """Whether the first character of a file is that of an array. Reads from its beginning."""
-    for block in iter(lambda: file.read(BLOCK), b""):
+    for block in iter(lambda: file.read(FIRST_BLOCK), b""):
         text = block.removeprefix(codecs.BOM_UTF8).lstrip()
         if text:
             return text.startswith(b"[")

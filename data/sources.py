@@ -614,10 +614,10 @@ def source_files(source: str, split: str | None = None) -> list[SourceFile]:
         return [source_file(path) for path in paths]
 
 
-def file_stamps(source: str, split: str | None = None) -> list[list]:
+def file_stamps(source: str) -> list[list]:
     """[path, size in bytes, mtime in ns] of each file of a local source, to detect changes. Raises
     ConfigError."""
-    return [[file.path, file.size, file.version] for file in source_files(source, split)]
+    return [[file.path, file.size, file.version] for file in source_files(source)]
 
 
 def stdlib_folder() -> pathlib.Path:

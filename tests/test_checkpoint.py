@@ -395,6 +395,20 @@ def test_a_head_s_width_may_be_said_or_not(tmp_path):
             compare.check_same_run(with_width(2 * width), step)
 
 
+def test_the_format_of_rows_may_be_said_or_not(tmp_path):
+    def of_format(name: str | None, field: str | None = None) -> config.Config:
+        cfg = configured(tmp_path)
+        data = dataclasses.replace(cfg.data, format=name, messages_field=field)
+        return dataclasses.replace(cfg, data=data)
+
+    same = [(None, "text", None), ("text", None, None), (None, "messages", "a")]
+    for step, (before, now, field) in enumerate(same, 1):
+        fake(of_format(before, field), step)
+        compare.check_same_run(of_format(now, field), step)
+        with pytest.raises(ConfigError, match=r"^data\.format = alpaca: .*was trained with "):
+            compare.check_same_run(of_format("alpaca", field), step)
+
+
 def test_another_start_is_refused(tmp_path):
     """But of adapters, whose base may lie elsewhere."""
 

@@ -1,4 +1,4 @@
-"""Conversations as training data, in any form of data.format: only the assistant's tokens have a loss.
+"""Conversations as training data; only the assistant's tokens have a loss.
 
 A chat template renders each conversation as transformers does, and the full text is tokenized. The
 assistant's characters are those in the template's {% generation %} blocks. If the template has no

@@ -15,7 +15,7 @@ import pytest
 from config import ConfigError
 from data.dataset import open_dataset
 from data.formats import found_format, found_options
-from data.identity import open_source
+from data.identity import identity, open_source
 from data.prepare import prepare
 from data.record import read_manifest
 from extras.chat.conversations import Chat
@@ -511,6 +511,9 @@ def test_the_columns_decide_and_what_is_unclear_is_refused_with_options_to_paste
             "dialog": [user("a")],
             "n": 1,
         },
+        "of no data.format: messages, uuid; add --data.messages_field=messages or": (
+            messages_as_text(0).columns
+        ),
         "of no data.format: tokens; none of them holds text or messages": {"tokens": [1, 2]},
         "of no data.format: messages, output; add": {"messages": None, "output": "a"},
     }
@@ -518,9 +521,12 @@ def test_the_columns_decide_and_what_is_unclear_is_refused_with_options_to_paste
         with pytest.raises(ConfigError, match=message):
             found(row, chat_template=None)
     assert found({"text": "a"}, chat_template=None) == []
-    assert found({"body": "a", "prompt": "b", "completion": "c"}, text_field="body") == [
-        "--data.format=text"  # which a template contradicts
-    ]
+    for row in (
+        {"body": "a", "prompt": "b", "completion": "c"},
+        {"prompt": "b", "completion": "c"},
+    ):
+        # which a template contradicts
+        assert found(row, text_field="body") == ["--data.format=text"]
     assert found({**two, "text": "a"}, chat_template=None) == []
     assert "--data.format=alpaca or --data.format=prompt_completion trains on the answers" in (
         capsys.readouterr().err
@@ -725,6 +731,23 @@ def test_all_rows_that_a_template_refuses_are_listed(sections, tmp_path):
     assert (
         read_manifest(folder)["sha256"] == read_manifest(prepared(make_config(**given)))["sha256"]
     )
+
+
+def test_folders_from_before_there_were_formats_stay_valid(sections):
+    """Another key would give them another name."""
+    before = {"source", "subset", "split", "text_field", "tokenizer", "vocab_size", "max_tokens"}
+    before |= {"format", "messages_field", "chat_template"}
+    chats = identity(make_config(**sections(source="a.jsonl", messages_field="messages")))
+    assert chats.keys() == before
+    given = sections(source="a.jsonl", messages_field="messages", format="messages")
+    assert identity(make_config(**given)) == chats
+    alpaca = identity(make_config(**sections(source="a.jsonl", format="alpaca")))
+    assert alpaca.keys() == before - {"messages_field"} | {"data.format"}
+    texts = [
+        identity(make_config(**sections(source="a.jsonl", chat_template=None, format=name)))
+        for name in (None, "text")
+    ]
+    assert texts[0] == texts[1] and texts[0].keys() == before - {"messages_field", "chat_template"}
 
 
 def test_a_dataset_of_the_hub_is_asked_for_its_first_row_unless_it_is_prepared(
