@@ -116,7 +116,7 @@ module_of() {
 }
 
 list_tools() {  # the name of each, and the first sentence of its file
-    local file name
+    local file name sentence
     printf '\nTools, of which -m NAME --help says more:\n'
     for file in "$repo"/*.py "$repo"/{checkpoint,data}/*.py "$repo"/extras/*/*.py; do
         grep -qs '^    \(config\.\)\{0,1\}run_tool(main)' "$file" || continue
@@ -127,7 +127,8 @@ list_tools() {  # the name of each, and the first sentence of its file
         esac
         case $name in extras/*) name=${name##*/} ;; esac
         name=${name%.py}
-        printf '  %-14s %s\n' "${name//\//.}" "$(sed -n '1{N;N;s/\n/ /g;s/^"""//;s/\(""".*\|\. .*\)//;p;q;}' "$file")"
+        sentence=$(sed -n '1{N;N;s/\n/ /g;s/^"""//;s/""".*//;s/\. .*//;p;q;}' "$file")
+        printf '  %-14s %s\n' "${name//\//.}" "$sentence"
     done
     echo
 }

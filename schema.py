@@ -201,13 +201,15 @@ class Schema:
         return fitted
 
     def _suggestion(self, name: str) -> str:
-        """What others call by that name, the right key in the wrong section, else the closest
-        spelling."""
+        """What other trainers call by that name, the right key in the wrong section, else the
+        closest spelling."""
         key = name.rpartition(".")[2]
         same_key = [known for known in self.options if known.endswith(f".{key}")]
-        for other_name in (name, key):
-            if other_name in self.other_names and not (other_name == key and same_key):
-                return f"; did you mean {self.other_names[other_name]}?"
+        meant = self.other_names.get(name)
+        if not meant and not same_key:
+            meant = self.other_names.get(key)
+        if meant:
+            return f"; did you mean {meant}?"
         target = same_key[0] if same_key else name
         suggestion = nearest(target, [*self.tables, *self.options])
         if suggestion:

@@ -145,6 +145,8 @@ def changes_since(cfg: config.Config, step: int) -> dict[str, tuple[str, str]]:
     changes = changed_options(cfg, step, OF_TRAINING)
     if cfg.optim.schedule_steps or cfg.optim.schedule == "constant":
         changes.pop("train.steps", None)  # without these the learning rate's schedule ends there
+    if cfg.parallel.param_dtype == "auto":
+        changes.pop("parallel.param_dtype", None)  # a resume keeps that of the checkpoint
     return changes
 
 

@@ -1170,6 +1170,7 @@ def test_changes_that_make_another_run_are_named(tmp_path):
         "parallel.param_dtype float32 -> bfloat16; another run: --run.name=NAME"
     )
     assert changes_since(other, 0) == {}
+    assert changes_since(make_config(run=at, parallel={"param_dtype": "auto"}), 3) == {}
     more = make_config(run=at, train={"steps": 9})
     assert changes_since(more, 3) == {"train.steps": ("4", "9")}
     same_schedule = make_config(run=at, train={"steps": 9}, optim={"schedule_steps": 4})

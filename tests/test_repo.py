@@ -328,6 +328,21 @@ def test_help_of_the_launcher():
     assert done.returncode == 0 and "sbatch" in done.stdout and "--section.key=value" in done.stdout
 
 
+def test_help_of_the_launcher_lists_the_tools():
+    """Each file that runs as one, by a name that -m understands; of a section's help, none."""
+    tools = launch("--help").stdout.partition("\nTools")[2].partition("\n\n")[0]
+    named = dict(re.findall(r"^  (\S+) +(\S.*)$", tools, re.M))
+    expected = set()
+    for path in [*REPO.glob("*.py"), *REPO.glob("*/*.py"), *REPO.glob("extras/*/*.py")]:
+        is_tool = re.search(r"^    (config\.)?run_tool\(main\)", path.read_text(), re.M)
+        is_part = path.name != "__main__.py" and (path.parent / "__main__.py").exists()
+        if is_tool and not is_part and "tests" not in path.parts[-2:]:
+            expected.add(path.parent.name if path.name == "__main__.py" else path.stem)
+    assert {name.rpartition(".")[2] for name in named} == expected and "generate" in expected
+    assert all(len(sentence) > 15 and '"""' not in sentence for sentence in named.values())
+    assert "Tools" not in launch("--help", "optim").stdout
+
+
 def test_an_environment_that_was_not_finished_is_made_again(tmp_path):
     """With a Python that has no torch, and a pip that fails at first."""
     for name in ("run_train.sh", "requirements.txt", "train.py"):
