@@ -62,8 +62,8 @@ make_venv() {
     python=$venv/bin/python
     if [[ $(cat "$venv/.made-from" 2>/dev/null) == "$wanted" ]]; then return; fi
     [[ -z ${SLURM_JOB_ID:-} ]] || fail "nothing is installed inside a job; run ./run_train.sh --setup on the login node"
-    [[ -w $repo ]] || fail "$repo cannot be written to, where .venv would be made; PYTHON=/path/to/python names a Python \
-that has what requirements.txt lists, such as .venv/bin/python of a copy that can be written to"
+    [[ -w $repo ]] ||
+        fail "$repo: cannot be written to, where .venv would be made; PYTHON=/path/to/python names another Python"
     exec 9>"$repo/.venv.lock"
     if command -v flock >/dev/null; then flock 9; fi
     if [[ $(cat "$venv/.made-from" 2>/dev/null) != "$wanted" ]]; then
@@ -75,9 +75,7 @@ that has what requirements.txt lists, such as .venv/bin/python of a copy that ca
         "$base" -m venv "$venv"
         # torch first, at its exact version: a range that another package requires might select another build
         "$venv/bin/python" -m pip install ${quiet[@]+"${quiet[@]}"} "$(grep '^torch==' "$repo/requirements.txt")" >&2 ||
-            fail "torch could not be installed, see above; if pip found no matching distribution: there are builds for \
-Linux, Windows and Macs with Apple silicon, for CPython 3.10 to 3.14, and this is $(uname -sm), $("$base" --version); \
-PYTHON=/path/to/python names a Python that has torch"
+            fail "torch could not be installed on $(uname -sm), see above; PYTHON=/path/to/python names a Python that has it"
         "$venv/bin/python" -m pip install ${quiet[@]+"${quiet[@]}"} -r "$repo/requirements.txt" >&2
         echo "$wanted" >"$venv/.made-from"
     fi
@@ -92,8 +90,7 @@ choose_python() {  # takes the run's arguments; none: the Python must suit every
     if [[ -n ${PYTHON:-} ]]; then
         python=$(command -v "$PYTHON") || fail "PYTHON=$PYTHON: no such program"
         "$python" -c "$has_torch" 2>/dev/null ||
-            fail "PYTHON=$PYTHON: needs Python 3.10 or later, with torch and numpy (and tomli, before 3.11); without \
-PYTHON=... this script makes an environment that has them"
+            fail "PYTHON=$PYTHON: needs Python 3.10 or later with torch and numpy; without PYTHON=, .venv is made"
     elif python=$(command -v python3) && "$python" -c "$module" launch.command --usable "$@" 2>/dev/null; then :
     else make_venv; fi
 }

@@ -192,6 +192,11 @@ class Schema:
             requirement = f"must be {_describe(annotation)}"
             if type(value) in members(annotation):
                 requirement += ", neither empty nor infinite nor out of range"
+            if isinstance(value, str) and not _is_unicode(value):
+                requirement = (
+                    "holds bytes that are not characters in this shell's encoding; "
+                    "PYTHONUTF8=1 ./run_train.sh ... reads them as UTF-8"
+                )
             raise ValueError(requirement + option_field.metadata["note"]) from None
         except ConfigError as error:  # of tables in a list
             raise ValueError("; ".join(error.problems)) from None
@@ -524,6 +529,11 @@ def _fit_table(table: dict, kind: Any) -> Any:
     if given.problems:
         raise ConfigError(*given.problems.values())
     return built
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether Python could decode all of it: else it holds surrogates."""
+    return all(not "\ud800" <= character <= "\udfff" for character in text)
 
 
 def _describe(annotation: Any) -> str:

@@ -32,13 +32,14 @@ def report_wait_for_nodes() -> None:
     from torch.distributed.elastic.rendezvous import RendezvousInfo
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-    from parallel.ranks import waiting_for
+    from parallel.ranks import printed_if_long
 
     rendezvous = DynamicRendezvousHandler.next_rendezvous
 
     def next_rendezvous(self: DynamicRendezvousHandler) -> RendezvousInfo:
         nodes = self.settings.min_nodes
-        with waiting_for(f"torchrun on the other nodes: this is {platform.node()}, one of {nodes}"):
+        text = f"waiting for torchrun on the other nodes: this is {platform.node()}, one of {nodes}"
+        with printed_if_long(text):
             return rendezvous(self)
 
     DynamicRendezvousHandler.next_rendezvous = next_rendezvous

@@ -20,7 +20,7 @@ from config import ConfigError
 from files import print_error
 from lifecycle.gpus import driver_version, listed_gpus, visible_gpus
 from parallel.mesh import World, build_mesh
-from parallel.ranks import NOTICE_SECONDS, check_same_on_all_ranks, rank_and_size, waiting_for
+from parallel.ranks import NOTICE_SECONDS, check_same_on_all_ranks, printed_if_long, rank_and_size
 from parallel.torch_patches import set_default_timeout
 
 # where a process finds the others
@@ -123,12 +123,13 @@ def all_gather_reports(store: dist.Store, rank: int, size: int, report: dict) ->
 
 
 def report_missing(store: dist.Store, keys: list[str]) -> None:
-    """Waits a while for these keys. Prints those that are missing then."""
+    """Waits a while for the ranks' keys, in rank order. Prints whose are missing then."""
     deadline = time.monotonic() + NOTICE_SECONDS
     while not store.check(keys):
         if time.monotonic() > deadline:
-            missing = [key for key in keys if not store.check([key])]
-            print_error(f"waiting for the {', the '.join(missing[:8])} ({len(missing)} in all)")
+            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+            listed = ", ".join(missing[:8])
+            print_error(f"waiting for the device of rank {listed} ({len(missing)} in all)")
             return
         time.sleep(0.02)
 
@@ -197,8 +198,10 @@ def distributed(cfg: config.Config) -> Iterator[World]:
     timeout = datetime.timedelta(seconds=config.longest_timeout(cfg))
     if "RANK" in os.environ:
         host = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        others = "rank 0 to listen" if rank else "the other ranks to connect"
-        with waiting_for(f"{others} at {host}: this is rank {rank} of {size}"):
+        text = f"waiting for the other ranks to connect at {host}: this is rank 0 of {size}"
+        if rank:
+            text = f"waiting for rank 0 to listen at {host}: this is rank {rank} of {size}"
+        with printed_if_long(text):
             store, *_ = next(dist.rendezvous("env://", timeout=timeout))
     else:
         store = dist.HashStore()
@@ -210,7 +213,8 @@ def distributed(cfg: config.Config) -> Iterator[World]:
     # waiting for the GPU
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     set_default_timeout(timeout)
-    with waiting_for(f"gloo to connect rank {rank} to all {size} ranks (GLOO_SOCKET_IFNAME?)"):
+    text = f"waiting for gloo to connect rank {rank} to all {size} (GLOO_SOCKET_IFNAME?)"
+    with printed_if_long(text):
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         check_same_on_all_ranks("configuration and options", shared_options(cfg))
     yield World(rank, size, device, build_mesh(device.type, shape))

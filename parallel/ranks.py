@@ -48,10 +48,10 @@ def torchrun_id() -> str | None:
 
 
 @contextlib.contextmanager
-def waiting_for(whom: str) -> Iterator[None]:
-    """Prints for whom this process waits, if its body takes long: they may never have been
+def printed_if_long(text: str) -> Iterator[None]:
+    """Prints whom this process waits for, if its body takes long: they may never have been
     started."""
-    notice = threading.Timer(NOTICE_SECONDS, print_error, [f"waiting for {whom}"])
+    notice = threading.Timer(NOTICE_SECONDS, print_error, [text])
     notice.daemon = True
     notice.start()
     try:

@@ -3,6 +3,8 @@
 # Only the linter, the formatter, the checks of style and the type checker:   ./tests/run.sh --lint
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+unset PIP_TARGET PIP_PREFIX PIP_ROOT # as in run_train.sh
+export PIP_USER=0
 
 python=${PYTHON:-$(./run_train.sh --setup | tail -n 1)}
 packages=$(cat tests/requirements.txt)

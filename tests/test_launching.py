@@ -22,7 +22,7 @@ from lifecycle.folder import read_status
 from lifecycle.process_group import all_gather_reports, check_launcher
 from lifecycle.watchdog import Watchdog
 from metrics import Board
-from parallel.ranks import waiting_for
+from parallel.ranks import printed_if_long
 from tests.conftest import REPO, launch, make_config, rows
 
 
@@ -171,9 +171,9 @@ def test_a_job_of_several_nodes_without_srun_is_refused(monkeypatch):
 
 def test_a_long_wait_says_for_whom_and_a_short_one_nothing(monkeypatch, capfd):
     monkeypatch.setattr("parallel.ranks.NOTICE_SECONDS", 0.1)
-    with waiting_for("rank 3"):
+    with printed_if_long("waiting for rank 3"):
         time.sleep(0.4)
-    with waiting_for("rank 4"):
+    with printed_if_long("waiting for rank 4"):
         pass
     time.sleep(0.2)
     assert capfd.readouterr().err == "waiting for rank 3\n"
@@ -252,7 +252,7 @@ def test_a_python_without_torch_is_refused(tmp_path):
     python.chmod(0o755)
     done = launch("--setup", PYTHON=str(python))
     assert done.returncode == 2 and done.stdout == ""
-    assert "needs Python 3.10 or later, with torch" in done.stderr
+    assert "needs Python 3.10 or later with torch" in done.stderr
 
 
 def test_another_shell_hands_over_to_bash(tmp_path):

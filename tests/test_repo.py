@@ -415,14 +415,20 @@ def test_the_workflow_runs_what_must_pass_on_the_oldest_python_and_a_new_one():
     """And once what remains without extras/."""
     jobs = yaml.safe_load((REPO / ".github/workflows/ci.yml").read_text())["jobs"]
     assert os.access(REPO / ".ci/run", os.X_OK)
+    macos = jobs["macos"]
     for job in jobs.values():
         checkout, setup, *_, run = job["steps"]
-        assert run == {"run": ".ci/run"} and job["timeout-minutes"] <= 180
+        assert job["timeout-minutes"] <= 180
+        assert run == {"run": ".ci/run"} or job is macos
         assert "checkout" in checkout["uses"]
         packages = setup["with"]["cache-dependency-path"].split()
         assert all((REPO / name).exists() for name in packages)
     tests, core = jobs["tests"], jobs["core"]
-    assert tests["strategy"]["matrix"] == {"python": ["3.10", "3.13"]}
+    assert tests["strategy"]["matrix"] == {"python": ["3.10", "3.14"]}
+    assert macos["runs-on"] == "macos-latest"
+    for step in macos["steps"][2:]:
+        shell, script, *_ = step["run"].removeprefix("NPROC=2 ").split()
+        assert shell == "/bin/bash" and os.access(REPO / script, os.X_OK)
     assert tests["steps"][1]["with"]["python-version"] == "${{ matrix.python }}"
     assert core["steps"][2] == {"run": "rm -r extras tests/extras"}
 

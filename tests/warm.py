@@ -36,6 +36,8 @@ PRELOADED = (
 @functools.cache
 def warm_python() -> str:
     """The path of a program that takes Python's arguments. Its server ends with this process."""
+    if sys.platform != "linux":  # it needs pidfd_open() and /proc
+        return sys.executable
     import pathlib
     import subprocess
     import tempfile

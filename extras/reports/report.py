@@ -488,7 +488,7 @@ def thinned(x: np.ndarray, values: np.ndarray) -> list[int]:
             drawn |= {np.nanargmin(bucket), np.nanargmax(bucket)}
         if is_gap.any():
             drawn.add(is_gap.argmax())
-        indices += [int(begin + i) for i in sorted(drawn)]
+        indices += sorted(int(begin + i) for i in drawn)
     return indices
 
 
