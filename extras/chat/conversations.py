@@ -10,6 +10,7 @@ Special tokens come from the template alone. The name of one in a message is enc
 """
 
 import array
+import contextlib
 import functools
 import itertools
 import json
@@ -29,19 +30,10 @@ from extras.chat.template import (
     bounded,
     find_template,
 )
+from extras.chat.turns import Rendering, Spans, Turns, no_end
 
 # after so many conversations that cannot be rendered, encoding stops: a template may fail on all
 MAX_PROBLEMS = 10
-
-Spans = list[tuple[int, int]]  # (first character, one past the last), in order
-
-
-class Rendering(NamedTuple):
-    """The text that a template makes of a conversation."""
-
-    text: str
-    blocks: Spans  # the characters of {% generation %} blocks
-    guarded: str  # the text with a guard in each name of a special token that a message contains
 
 
 class Tokens(NamedTuple):
@@ -110,80 +102,128 @@ class Chat:
                 "tokenizer.json"
             )
 
-    def encode(self, messages: list[Message]) -> tuple[list[int], list[bool]]:
+    def encode(
+        self,
+        messages: list[Message],
+        tools: list | None = None,
+        has_loss: list[bool] | None = None,
+    ) -> tuple[list[int], list[bool]]:
         """The ids of a conversation, and which of them have a loss.
 
-        messages: as checked() returns them. Both lists are empty if the assistant has no turn, or
-        one without text and tool calls.
+        messages: as checked() returns them. has_loss: which of them have a loss, if the assistant
+        says them; None: all. Both lists are empty if the assistant has no such turn, or one
+        without text and tool calls.
         """
-        if not assistant_always_speaks(messages):
+        learned = learned_turns(messages, has_loss)
+        if not any(learned) or not all_speak(messages, learned):
             return [], []
-        rendering = self._render_guarded(messages)
-        spans = rendering.blocks
+        self._choose_marks(messages, tools)
+        rendering, guarded = self._render_guarded(messages, tools)
+        spans = self._spans(messages, tools, learned, rendering)
+        ids, offsets = self._tokenize_guarded(guarded)
+        mask = overlap(offsets, spans)
+        if not any(mask):
+            return [], []
+        return ids, mask
+
+    def _spans(
+        self,
+        messages: list[Message],
+        tools: list | None,
+        has_loss: list[bool],
+        rendering: Rendering,
+    ) -> Spans:
+        """The characters with a loss in the rendering of a conversation. Raises ConfigError."""
+        turns = Turns(
+            messages,
+            self.sandbox.marks.mark,
+            lambda messages, prompt: self._render(messages, tools, prompt),
+            self.pattern,
+        )
+        if turns.text != rendering.text:
+            raise ConfigError(
+                "the chat template renders the messages differently with marks in their texts, so "
+                "where they stand is unclear; name another one, data.chat_template"
+            )
+        turns.check_complete(has_loss)
         if not self.sandbox.has_blocks:
-            with bounded():
-                spans = self._assistant_spans(messages, rendering.text)
-        self._check_ends_of_turns(rendering.text, spans)
-        ids, offsets = self._tokenize_guarded(rendering.guarded)
-        has_loss = overlap(offsets, spans)
-        if not any(has_loss):
-            return [], []
-        return ids, has_loss
+            return turns.spans(has_loss)
+        self._check_ends_of_turns(rendering.text, rendering.blocks)
+        return turns.with_loss(rendering.blocks, has_loss)
 
     def prompt(self, messages: list[Message]) -> list[int]:
         """The ids of a conversation up to where the assistant speaks."""
-        rendering = self._render_guarded(messages, prompt=True)
-        return self._tokenize_guarded(rendering.guarded).ids
+        self._choose_marks(messages, None)
+        _, guarded = self._render_guarded(messages, None, prompt=True)
+        return self._tokenize_guarded(guarded).ids
 
     def end_of_turn(self) -> list[int]:
-        """The special token that ends an assistant's turn; empty if the template has none."""
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
-        ids, has_loss = self.encode(messages)
+        """The special tokens that end an assistant's turn, where another follows and at the end of
+        the conversation; empty if the template has none."""
+        turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+        ends = self._last_special(*self.encode(turn))
+        with contextlib.suppress(ConfigError):  # some end a turn only with the conversation
+            ends += self._last_special(*self.encode(turn + turn, None, [False, True, False, False]))
+        return list(dict.fromkeys(ends))
+
+    def _last_special(self, ids: list[int], has_loss: list[bool]) -> list[int]:
         learned = itertools.compress(ids, has_loss)
-        ends = [token for token in learned if token in self.special.values()]
-        return ends[-1:]
+        return [token for token in learned if token in self.special.values()][-1:]
 
     # Rendering
 
-    def _render(self, messages: list[Message], prompt: bool = False) -> tuple[str, Spans]:
-        """The text, and the characters of its {% generation %} blocks.
-
-        prompt: up to where the assistant speaks.
-        """
-        begin, end, _ = self.sandbox.marks
-        marked = self.template.render(
-            messages=messages, tools=None, documents=None, add_generation_prompt=prompt
-        )
+    def _render(
+        self, messages: list[Message], tools: list | None, prompt: bool = False
+    ) -> Rendering:
+        """prompt: up to where the assistant speaks."""
+        begin, end, _, mark = self.sandbox.marks
+        with bounded():
+            marked = self.template.render(
+                messages=messages, tools=tools, documents=None, add_generation_prompt=prompt
+            )
         text = ""
         blocks = []
-        for piece in re.split(f"([{begin}{end}])", marked):
+        marks = []
+        open_blocks = 0
+        for piece in re.split(f"({mark}\\d+{mark}|[{begin}{end}])", marked):
             if piece == begin:
-                blocks.append((len(text), len(text)))
-            elif piece == end:
+                open_blocks += 1
+                if open_blocks == 1:
+                    blocks.append((len(text), len(text)))
+            elif piece == end and open_blocks:
+                open_blocks -= 1
                 blocks[-1] = (blocks[-1][0], len(text))
+            elif piece.startswith(mark):
+                marks.append((int(piece.strip(mark)), len(text)))
             else:
                 text += piece
-        return text, blocks
+        return Rendering(text, blocks, marks)
 
-    def _render_guarded(self, messages: list[Message], prompt: bool = False) -> Rendering:
-        """Renders the messages as they are and, if they differ, with guards."""
-        characters = json.dumps(messages, ensure_ascii=False)
+    def _choose_marks(self, messages: list[Message], tools: list | None) -> None:
+        """Chooses characters that the conversation does not contain. Raises ConfigError."""
+        characters = json.dumps([messages, tools], ensure_ascii=False)
         unused = [c for c in NONCHARACTERS if c not in characters]
         if len(unused) < len(Marks._fields):
             raise ConfigError("has all of Unicode's noncharacters U+FDD0 to U+FDEF")
         self.sandbox.marks = Marks(*unused[: len(Marks._fields)])
+
+    def _render_guarded(
+        self, messages: list[Message], tools: list | None, prompt: bool = False
+    ) -> tuple[Rendering, str]:
+        """The rendering, and its text with a guard in each name of a special token that a message
+        contains."""
+        rendering = self._render(messages, tools, prompt)
+        guarded = rendering.text
         guarded_messages = self._guard(messages)
-        with bounded():
-            text, blocks = self._render(messages, prompt)
-            guarded = text
-            if guarded_messages != messages:
-                guarded, _ = self._render(guarded_messages, prompt)
-        if guarded.replace(self.sandbox.marks.guard, "") != text:
+        guarded_tools = self._guard(tools)
+        if guarded_messages != messages or guarded_tools != tools:
+            guarded = self._render(guarded_messages, guarded_tools, prompt).text
+        if guarded.replace(self.sandbox.marks.guard, "") != rendering.text:
             raise ConfigError(
                 "spells out a special token, and the chat template renders the message differently "
                 "without it; leave it out"
             )
-        return Rendering(text, blocks, guarded)
+        return rendering, guarded
 
     def _guard(self, value: Any) -> Any:
         """The messages with guards in their strings, so that no string makes a special token.
@@ -215,41 +255,20 @@ class Chat:
             text += guard
         return value.replace(value.strip(), text)
 
-    def _assistant_spans(self, messages: list[Message], text: str) -> Spans:
-        """The assistant's characters in a text without {% generation %} blocks, by prefixes.
-
-        A turn's characters are those that it adds after the prompt for it. White space after its
-        last special token is left out.
-        """
-        spans = []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before, _ = self._render(messages[:i], prompt=True)
-            after, _ = self._render(messages[: i + 1])
-            if not (text.startswith(after) and after.startswith(before)):
-                raise ConfigError(
-                    f"the chat template renders the first {i + 1} messages differently once others "
-                    "follow, or adds no prompt before the assistant's turn (some leave out earlier "
-                    "reasoning): what the assistant said is unclear; mark it with {% generation %} "
-                    "in a template of your own, data.chat_template"
-                )
-            end = len(after)
-            special = list(self.pattern.finditer(after, len(before)))
-            if special and not after[special[-1].end() :].strip():
-                end = special[-1].end()
-            spans.append((len(before), end))
-        return spans
-
-    def _check_ends_of_turns(self, text: str, spans: Spans) -> None:
-        """Raises ConfigError if a special token ends a turn but is not in the turn's span."""
-        for begin, end in spans:
+    def _check_ends_of_turns(self, text: str, blocks: Spans) -> None:
+        """Raises ConfigError if no special token ends a turn, or one that is not in the turn's
+        block."""
+        names = tuple(self.special)
+        for begin, end in blocks:
             special = self.pattern.match(text, end)
-            if special and not text[begin:end].rstrip().endswith(tuple(self.special)):
+            if special and not text[begin:end].rstrip().endswith(names):
                 raise ConfigError(
                     f"the chat template ends the assistant's turn before {special[0]}, and no "
                     "model would learn to end its turn; put that into the {% generation %} block"
                 )
+        last = text[slice(*blocks[-1])].rstrip() if blocks else ""
+        if last and not last.endswith(names):
+            raise ConfigError(no_end("the last turn", f"its text ends with {last[-30:]!r}"))
 
     # Tokenizing
 
@@ -364,14 +383,21 @@ def sentencepiece_token_variables(model: Any) -> dict[str, str]:
     return {key: model.id_to_piece(token) for key, token in ids.items() if token >= 0}
 
 
-def assistant_always_speaks(messages: list[Message]) -> bool:
-    """Whether there is a turn of the assistant, and each has text or tool calls."""
-    turns = [message for message in messages if message["role"] == "assistant"]
-    for turn in turns:
+def learned_turns(messages: list[Message], has_loss: list[bool] | None) -> list[bool]:
+    """Which messages have a loss: the assistant's, as far as has_loss says so."""
+    by_assistant = [message["role"] == "assistant" for message in messages]
+    if has_loss is None:
+        return by_assistant
+    return [says and learned for says, learned in zip(by_assistant, has_loss, strict=True)]
+
+
+def all_speak(messages: list[Message], learned: list[bool]) -> bool:
+    """Whether each of these turns has text or tool calls."""
+    for turn in itertools.compress(messages, learned):
         text = turn.get("content") or ""
         if not text.strip() and not turn.get("tool_calls"):
             return False
-    return bool(turns)
+    return True
 
 
 def overlap(offsets: Spans, spans: Spans) -> list[bool]:

@@ -35,11 +35,12 @@ NONCHARACTERS = "".join(map(chr, range(0xFDD0, 0xFDF0)))  # no text has a use fo
 
 
 class Marks(NamedTuple):
-    """Three characters that a conversation does not contain."""
+    """Four characters that a conversation does not contain."""
 
     begin: str  # of a {% generation %} block
     end: str
     guard: str  # splits the name of a special token in a message, see Chat._guard()
+    mark: str  # stands on both sides of a number, see MarkedMessages
 
 
 def files_of(d: config.Data) -> dict[str, bytes]:
@@ -171,7 +172,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     # no signal interrupts a multiplication of integers as large as memory
     intercepted_binops = frozenset({"*", "**"})
     has_blocks = False  # whether the template has a {% generation %} block
-    marks = Marks(*NONCHARACTERS[:3])  # set for each conversation
+    marks = Marks(*NONCHARACTERS[:4])  # set for each conversation
 
     def __init__(self) -> None:
         version = re.findall(r"\d+", jinja2.__version__)[:3]
