@@ -59,8 +59,13 @@ class Chat:
         # special: ids by name. variables: names by the template's variable for them
         if self.is_json:
             self.model = self.tokenizer.model.inner
-            self.special = json_special_tokens(self.model)
             variables = json_token_variables(self.tokenizer.files.get(SETTINGS, b"{}"))
+            # special, as in transformers, even if tokenizer.json says otherwise
+            known = [
+                name for name in variables.values() if self.model.token_to_id(name) is not None
+            ]
+            self.model.add_special_tokens(known)
+            self.special = json_special_tokens(self.model)
         else:
             self.model = self.tokenizer.model
             self._check_sentencepiece()
@@ -146,10 +151,22 @@ class Chat:
                 "where they stand is unclear; name another one, data.chat_template"
             )
         turns.check_complete(has_loss)
+        if tools and not self._renders_tools(messages, tools, rendering):
+            raise ConfigError(
+                "the chat template leaves out the tools; name one that renders them, "
+                "data.chat_template, or leave them out of the data"
+            )
         if not self.sandbox.has_blocks:
             return turns.spans(has_loss)
         self._check_ends_of_turns(rendering.text, rendering.blocks)
         return turns.with_loss(rendering.blocks, has_loss)
+
+    def _renders_tools(self, messages: list[Message], tools: list, rendering: Rendering) -> bool:
+        """Whether the conversation is rendered otherwise without its tools."""
+        try:
+            return self._render(messages, None).text != rendering.text
+        except ConfigError:  # the template needs them
+            return True
 
     def prompt(self, messages: list[Message]) -> list[int]:
         """The ids of a conversation up to where the assistant speaks."""
@@ -357,12 +374,17 @@ def json_special_tokens(model: Any) -> dict[str, int]:
 
 
 def json_token_variables(settings: bytes) -> dict[str, str]:
-    """bos_token, eos_token and so on of a tokenizer_config.json."""
+    """bos_token, eos_token and so on of a tokenizer_config.json, as transformers passes them to a
+    template."""
+    named = json.loads(settings)
+    extra = named.get("extra_special_tokens")
+    if isinstance(extra, dict):
+        named |= extra
     variables = {}
-    for key, value in json.loads(settings).items():
+    for key, value in named.items():
         if isinstance(value, dict):
             value = value.get("content")
-        if key.endswith("_token") and isinstance(value, str):
+        if isinstance(value, str) and (key.endswith("_token") or key in (extra or ())):
             variables[key] = value
     return variables
 

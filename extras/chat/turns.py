@@ -49,6 +49,9 @@ class MarkedMessages:
         self.pieces: list[Piece] = []
         self.reasoning: dict[tuple[int, str], int] = {}  # its number, by message and text
         self.messages = [self._message(i, message) for i, message in enumerate(messages)]
+        # for a conversation that the assistant begins: some templates expect a user's message
+        unused = 2 * len(self.pieces) + 1
+        self.question = {"role": "user", "content": f"a{mark}{unused}{mark}"}
 
     def _message(self, i: int, message: Message) -> Message:
         marked = dict(message)
@@ -131,6 +134,10 @@ class Turns:
         self.boundaries = re.compile(rf"{special.pattern}|\s")
         self.rendering = render(self.marked.messages, False)
         self.text = self.rendering.text
+        # the special tokens that the text begins with
+        self.openers: list[str] = []
+        while token := special.match(self.text, sum(map(len, self.openers))):
+            self.openers.append(token[0])
         self.positions: dict[int, int] = {}  # by number; a template may repeat a text
         for number, position in self.rendering.marks:
             self.positions.setdefault(number, position)
@@ -215,7 +222,7 @@ class Turns:
         roles = [message["role"] for message in messages]
         turn = roles.index("assistant") if "assistant" in roles else count
         if "user" not in roles[:turn]:
-            messages.insert(turn, {"role": "user", "content": "a"})
+            messages.insert(turn, self.marked.question)
         return messages
 
     def _added(self, with_prompt: str, without: str) -> str:
@@ -255,9 +262,9 @@ class Turns:
         for number, position in alone.marks:
             if number == last:
                 closing = common_prefix(alone.text[position:], follows)
-        ends = list(self.special.finditer(closing))
+        ends = [end.end() for end in self._ends(closing)]
         if ends:
-            return start + ends[-1].end()
+            return start + ends[-1]
         end = self.special.match(follows)
         previous_end = self.special.match(self.text, self._text_before(start - 1)[1])
         if end and previous_end and end[0] == previous_end[0]:
@@ -266,6 +273,16 @@ class Turns:
         if not follows.strip():
             shown = "nothing follows it"
         raise ConfigError(no_end(f"message {i + 1}", shown))
+
+    def _ends(self, closing: str) -> list[re.Match]:
+        """The special tokens behind a turn, up to one that may begin another: some templates add a
+        prompt for the assistant without being asked."""
+        ends: list[re.Match] = []
+        for token in self.special.finditer(closing):
+            if ends and token[0] in self.openers:
+                break
+            ends.append(token)
+        return ends
 
 
 def common_prefix(first: str, second: str) -> str:
