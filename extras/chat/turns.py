@@ -182,7 +182,8 @@ class Turns:
         own = [n for n in self.positions if self._message(n) == i]
         first = min(own, key=self.positions.__getitem__)
         last = max(own, key=self.positions.__getitem__)
-        return self._begin(i, self.positions[first]), self._end(i, last)
+        begin = self._begin(i, self.positions[first])
+        return begin, self._end(i, self.positions[first], last)
 
     def _begin(self, i: int, first: int) -> int:
         """Where the model begins to speak. first: where the first text of the turn begins."""
@@ -247,11 +248,11 @@ class Turns:
         boundaries = [match.end() for match in self.boundaries.finditer(text, begin, end)]
         return boundaries[-1] if boundaries else begin
 
-    def _end(self, i: int, last: int) -> int:
+    def _end(self, i: int, first: int, last: int) -> int:
         """One past the special token that ends the turn: one that follows its text whether the
         conversation goes on or not, or one that ends the message before, too.
 
-        last: the mark at the end of the turn's last text.
+        first: where the first text of the turn begins. last: the mark at the end of its last one.
         """
         start = self.positions[last]
         follows = self.text[start:]
@@ -266,12 +267,12 @@ class Turns:
         if ends:
             return start + ends[-1]
         end = self.special.match(follows)
-        previous_end = self.special.match(self.text, self._text_before(start - 1)[1])
+        previous_end = self.special.match(self.text, self._text_before(first)[1])
         if end and previous_end and end[0] == previous_end[0]:
             return start + end.end()
-        shown = f"it is followed by {follows.strip()[:30]!r}"
-        if not follows.strip():
-            shown = "nothing follows it"
+        later = [position for position in self.positions.values() if position > start]
+        behind = self.text[start : min(later, default=None)].strip()
+        shown = f"it is followed by {behind!r}" if behind else "nothing follows it"
         raise ConfigError(no_end(f"message {i + 1}", shown))
 
     def _ends(self, closing: str) -> list[re.Match]:

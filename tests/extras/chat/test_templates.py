@@ -104,7 +104,11 @@ def template(tmp_path):
         (BLOCK_IN_LAST, THREE_TURNS[:4], ["Jane Austen did.<|im_end|>", "<think>\n\n</think>\n\nIn 1815.<|im_end|>"]),
         (CLOSING_EOS, THREE_TURNS[:4], ["Jane Austen did.<|end|>", "In 1815.<|end|>\n</s>"]),
         (SYSTEM_LAST, [SYSTEM, *THREE_TURNS], ended("</s>")),
-        (ENDS_DIFFER, THREE_TURNS[:4], ["<|message|>Jane Austen did.<|end|>", "<|message|>In 1815.<|return|>"]),
+        (
+            ENDS_DIFFER,
+            [user("Which?"), assistant("This <b>one</b>."), *THREE_TURNS[2:4]],
+            ["<|message|>This <b>one</b>.<|end|>", "<|message|>In 1815.<|return|>"],
+        ),
         (ALWAYS_PROMPTS, THREE_TURNS, ended("<|turn_end|>")),
         # the model has to write what no prompt has
         (NEVER_PROMPTS, THREE_TURNS[:2], ["<|assistant|>Jane Austen did.<|end|>"]),
@@ -142,7 +146,7 @@ NO_END = "ends it with no special token of this tokenizer, and no model would le
             LOOP + "<|{{ m.role }}|>{{ m.content }}{{ eos_token if loop.last else '' }}"
             "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
             "three turns",
-            rf"message 2: .*{NO_END}: it is followed by '<\|user\|>When",
+            rf"message 2: .*{NO_END}: it is followed by '<\|user\|>'",
         ),
         (STRIPS, "tool call last", r"message 2 \(assistant\): the chat template leaves out a tool call; name"),
         (CHATML, "reasoning", r"message 2 \(assistant\): the chat template leaves out its reasoning; name"),
