@@ -44,13 +44,25 @@ def json_files(path: pathlib.Path, content: bytes) -> dict[str, bytes]:
 
 def with_tokens_of(token_map: bytes, settings: bytes) -> dict[str, bytes]:
     """The tokenizer_config.json of an older folder, which names its special tokens in
-    special_tokens_map.json; nothing if it names them itself, as transformers decides it."""
-    with contextlib.suppress(ValueError, TypeError, RecursionError):
+    special_tokens_map.json; nothing where that adds none, or does not count, as transformers
+    decides it."""
+    with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
         named = json.loads(settings)
-        tokens = {key: token for key, token in json.loads(token_map).items() if token}
-        if "added_tokens_decoder" not in named and named | tokens != named:
+        tokens = {}
+        for key, token in json.loads(token_map).items():
+            name = token_name(token)
+            if key.endswith("_token") and name and name != token_name(named.get(key)):
+                tokens[key] = name
+        if tokens and "added_tokens_decoder" not in named:
             return {SETTINGS: json.dumps(named | tokens).encode()}
     return {}
+
+
+def token_name(token: Any) -> str | None:
+    """Of a special token in a tokenizer's settings: a name, or an object that holds it."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
 
 
 def has_added_tokens(path: pathlib.Path) -> bool:
@@ -156,12 +168,9 @@ class JsonModel:
 
     def _named_eos(self, setting: Any) -> list[int]:
         """The id of the token that tokenizer_config.json names, else of the first of EOS_NAMES;
-        none if the vocabulary has no such token. setting: "eos_token" there: a name, or an object
-        that holds it."""
-        if isinstance(setting, dict):
-            setting = setting.get("content")
-        for name in (setting, *EOS_NAMES):
-            if isinstance(name, str):
+        none if the vocabulary has no such token. setting: "eos_token" there."""
+        for name in (token_name(setting), *EOS_NAMES):
+            if name is not None:
                 eos = self.inner.token_to_id(name)
                 if eos is not None:
                     return [eos]

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from config import ConfigError
 from data.encode import Encoded, TokenizerCopy, is_validation
 from data.tokenizer import SPACE, Tokenizer
+from data.tokenizer_json import token_name
 from extras.chat.messages import Message, checked
 from extras.chat.template import (
     NONCHARACTERS,
@@ -178,9 +179,11 @@ class Chat:
         """The special tokens that end an assistant's turn, where another follows and at the end of
         the conversation; empty if the template has none."""
         turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
-        ends = self._last_special(*self.encode(turn))
-        with contextlib.suppress(ConfigError):  # some end a turn only with the conversation
-            ends += self._last_special(*self.encode(turn + turn, None, [False, True, False, False]))
+        ends = []
+        for messages in (turn, turn + turn):
+            first_turn = [i < len(turn) for i in range(len(messages))]
+            with contextlib.suppress(ConfigError):  # some end a turn in one of the two only
+                ends += self._last_special(*self.encode(messages, None, first_turn))
         return list(dict.fromkeys(ends))
 
     def _last_special(self, ids: list[int], has_loss: list[bool]) -> list[int]:
@@ -382,10 +385,9 @@ def json_token_variables(settings: bytes) -> dict[str, str]:
         named |= extra
     variables = {}
     for key, value in named.items():
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str) and (key.endswith("_token") or key in (extra or ())):
-            variables[key] = value
+        name = token_name(value)
+        if name is not None and (key.endswith("_token") or key in (extra or ())):
+            variables[key] = name
     return variables
 
 

@@ -69,6 +69,8 @@ class MarkedMessages:
         """Text before a closing tag such as </think> is reasoning."""
         marked = ""
         parts = [*TAGS.split(content), ""]  # text and tags in turn
+        if not "".join(parts[::2]).strip():
+            return self._text(content, Piece(i, TEXT))
         for text, tag in zip(parts[::2], parts[1::2]):
             what = REASONING if tag.strip("<>[]").casefold() in CLOSES_REASONING else TEXT
             marked += self._text(text, Piece(i, what)) + tag
@@ -180,6 +182,8 @@ class Turns:
 
     def _span(self, i: int) -> tuple[int, int]:
         own = [n for n in self.positions if self._message(n) == i]
+        if not own:
+            raise ConfigError(f"message {i + 1}: says nothing: its tool calls have no names")
         first = min(own, key=self.positions.__getitem__)
         last = max(own, key=self.positions.__getitem__)
         begin = self._begin(i, self.positions[first])

@@ -104,6 +104,7 @@ def template(tmp_path):
         (BLOCK_IN_LAST, THREE_TURNS[:4], ["Jane Austen did.<|im_end|>", "<think>\n\n</think>\n\nIn 1815.<|im_end|>"]),
         (CLOSING_EOS, THREE_TURNS[:4], ["Jane Austen did.<|end|>", "In 1815.<|end|>\n</s>"]),
         (SYSTEM_LAST, [SYSTEM, *THREE_TURNS], ended("</s>")),
+        (CHATML, [user("<b>"), assistant(" <a></a>\n")], [" <a></a>\n<|im_end|>"]),
         (
             ENDS_DIFFER,
             [user("Which?"), assistant("This <b>one</b>."), *THREE_TURNS[2:4]],
@@ -120,7 +121,7 @@ def template(tmp_path):
     ],
     ids=[
         "plain", "assistant first", "no empty list", "strips", "prompt opens a block", "block in the last turn",
-        "closing eos", "system last", "ends differ", "always prompts", "never prompts", "tool calls",
+        "closing eos", "system last", "tags alone", "ends differ", "always prompts", "never prompts", "tool calls",
     ],
 )  # fmt: skip
 def test_masks_found_by_hand(template, text, messages, learned):
@@ -272,6 +273,12 @@ def test_turns_without_a_loss(template):
     conversation = [user("a"), assistant("", reasoning_content="b"), user("c"), assistant("d")]
     ids, mask = made.ours.encode(checked(conversation), None, [False, False, False, True])
     assert made.learned(ids, mask) == ["d<|end|>\n</s>"]
+
+
+def test_tool_calls_without_a_name(template):
+    messages = [QUESTION, assistant("", tool_calls=[{"function": {"arguments": {"at": 1}}}])]
+    with pytest.raises(ConfigError, match="message 2: says nothing: its tool calls have no names"):
+        template(CALLS).encode(messages)
 
 
 def test_nested_blocks_are_one(template):
