@@ -12,6 +12,7 @@ import transformers
 
 from benchmarks import chat_templates
 from benchmarks.chat_templates import (
+    BOTH_REFUSE,
     CONVERSATIONS,
     EQUAL,
     EQUAL_IDS,
@@ -217,10 +218,11 @@ def test_the_shipped_template_in_words(template):
     refused = []
     for title, messages in CONVERSATIONS.items():
         case = made.compare(messages)
-        assert case.kind in (EQUAL, ONLY_WE_REFUSE), title
         if case.kind == ONLY_WE_REFUSE:
-            refused.append(title)
             assert "leaves out a tool call" in case.reason or "its reasoning" in case.reason
+        if case.kind != EQUAL:
+            assert case.kind in (ONLY_WE_REFUSE, BOTH_REFUSE)
+            refused.append(title)
     assert refused == [
         title for title in CONVERSATIONS if "tool" in title or title.startswith("reasoning")
     ]
